@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM as Models
 from transformers import GPT2Config, LlamaConfig
 
 from emo.data_prep.shards import TokenDataset
-from tests.helpers.corpus import alpaca_rows, data_config, run, segments, texts, train_set, write_jsonl
+from tests.helpers.corpus import alpaca_rows, prepared, segments, texts, train_set, write_jsonl
 
 DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 SMALL: dict[str, Any] = {
@@ -33,8 +33,7 @@ def packed(tmp_path: Path, kind: str) -> TokenDataset:
     rows = alpaca_rows(12) if kind == "instruct" else [{"text": text} for text in texts(40, sentences=2)]
     write_jsonl(tmp_path / "a.jsonl", rows)
     block = 512 if kind == "instruct" else 96
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], kind=kind, sequence_len=block, shards=1)
-    run(config)
+    config = prepared(tmp_path, kind=kind, sequence_len=block, shards=1)
     return train_set(config)
 
 

@@ -13,15 +13,7 @@ from emo.data_prep.rows.columns import guess
 from emo.data_prep.templates import Chat, Conversation, Exchange
 from emo.data_prep.tokenizer import save_tokenizer
 from emo.data_prep.verify import verify
-from tests.helpers.corpus import (
-    alpaca_rows,
-    data_config,
-    run,
-    segments,
-    tiny_tokenizer,
-    train_set,
-    write_jsonl,
-)
+from tests.helpers.corpus import alpaca_rows, prepared, segments, tiny_tokenizer, train_set, write_jsonl
 
 QUESTION = {"ask": "q", "reply": "a"}
 TALK = [{"who": "human", "said": "q"}, {"who": "gpt", "said": "a"}]
@@ -75,7 +67,7 @@ def test_columns_of_a_recipe_give_the_data_of_known_names(tmp_path: Path) -> Non
     manifests = []
     for source in ({"files": "known.jsonl"}, {"files": "own.jsonl", "columns": names}):
         kind = {"kind": "instruct", "sequence_len": 200, "dir": str(tmp_path / f"of {source['files']}")}
-        run(config := data_config(tmp_path, sources=[source], **kind))
+        config = prepared(tmp_path, sources=[source], **kind)
         manifests.append(train_set(config).manifest)
     assert manifests[0].fingerprint == manifests[1].fingerprint
     assert manifests[1].sources[0]["columns"] == sorted(names.values())
@@ -250,8 +242,7 @@ def test_only_what_is_learned_is_supervised(tmp_path: Path, template: str) -> No
             "shards": 1,
             "tokenizer": "tokenizer",
         }
-        config = data_config(tmp_path, dir=str(tmp_path / name), sources=[{"files": f"{name}.jsonl"}], **more)
-        run(config)
+        config = prepared(tmp_path, dir=str(tmp_path / name), sources=[{"files": f"{name}.jsonl"}], **more)
         found.append(segments(train_set(config)))
         assert not verify(config.dir)[1]
     assert [ids for ids, _ in found[0]] == [ids for ids, _ in found[1]]

@@ -50,16 +50,14 @@ class Job:
 
 def config_of(root: Path, out: Path) -> DataConfig:
     """The configuration of a Job."""
-    return data_config(
-        root, dir=str(out), sequence_len=64, shards=6, validation_fraction=0.2, sources=[{"files": "a.jsonl"}]
-    )
+    return data_config(root, dir=str(out), sequence_len=64, shards=6, validation_fraction=0.2)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes], float]:
     """A directory with a.jsonl, the bytes of an undisturbed run, and the seconds that it took."""
     root = tmp_path_factory.mktemp("crash")
-    write_jsonl(root / "a.jsonl", ({"text": text} for text in texts(1200, sentences=20)))
+    write_jsonl(root / "a.jsonl", texts(1200, sentences=20))
     began = time.monotonic()
     assert Job(root, root / "reference", "--workers", "2").result()[0] == 0
     seconds = time.monotonic() - began
@@ -197,7 +195,7 @@ def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(300)))
+    write_jsonl(tmp_path / "a.jsonl", texts(300))
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"data: {{dir: {tmp_path / 'out'}, root: {tmp_path}, tokenizer: {tiny_tokenizer()}, "

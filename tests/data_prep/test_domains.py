@@ -20,7 +20,7 @@ from emo.data_prep.config import DataConfig
 from emo.data_prep.shards import Manifest, TokenDataset, manifest_text, open_prepared
 from emo.data_prep.verify import verify
 from tests.data_prep.test_prepare import rows_of
-from tests.helpers.corpus import alpaca_rows, data_config, run, texts, train_set, write_jsonl
+from tests.helpers.corpus import alpaca_rows, data_config, prepared, run, texts, train_set, write_jsonl
 
 COLUMNS = {"text": ("input_ids", "segment_lengths", "valid")}
 COLUMNS["instruct"] = (*COLUMNS["text"], "loss_spans")
@@ -63,8 +63,7 @@ def test_data_without_domains_hold_the_rows_of_format_2(tmp_path: Path, kind: st
         write_jsonl(tmp_path / name, rows if kind == "text" else alpaca_rows(90, seed))
     common = {"kind": kind, "sequence_len": 32 if kind == "text" else 128, "limit_tokens": limit, "shards": 3}
     tokenizer = word_tokenizer(tmp_path)
-    config = data_config(tmp_path, sources=sources, validation_fraction=0.2, tokenizer=tokenizer, **common)
-    run(config)
+    config = prepared(tmp_path, sources=sources, validation_fraction=0.2, tokenizer=tokenizer, **common)
     assert columns_digest(config) == FORMAT_2[kind, limit]
 
 
@@ -121,8 +120,7 @@ def test_no_row_holds_two_domains_and_limits_stay_exact(
     tmp_path: Path, limit: int | None, shards: int
 ) -> None:
     sources = token_sources(tmp_path, 4)
-    config = data_config(tmp_path, sources=sources, shards=shards, limit_tokens=limit, dedup="none")
-    run(config)
+    config = prepared(tmp_path, sources=sources, shards=shards, limit_tokens=limit, dedup="none")
     data = train_set(config)
     assert data.domains == ("d0", "d1", "d2", "d3")
     ids = data.batch(np.arange(len(data)))["input_ids"]
@@ -162,15 +160,12 @@ def test_sets_are_read_by_name_in_the_order_of_the_recipe(tmp_path: Path) -> Non
 
 def test_a_row_of_two_sets_is_in_both_and_one_that_is_trained_on_in_none(tmp_path: Path) -> None:
     train, held_out = texts(60, 1, 3), texts(60, 2, 3)
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in train))
-    write_jsonl(tmp_path / "v.jsonl", ({"text": text} for text in [*held_out, *train[:30], *held_out[:9]]))
+    write_jsonl(tmp_path / "a.jsonl", train)
+    write_jsonl(tmp_path / "v.jsonl", [*held_out, *train[:30], *held_out[:9]])
     write_jsonl(tmp_path / "w.jsonl", ({"text": text.upper()} for text in [*held_out[:40], *train[30:]]))
     sets = {name: [{"files": f"{name}.jsonl"}] for name in "vw"} | {"both": [{"files": "[vw].jsonl"}]}
     for dedup, both in (("exact", 60 + 40 + 30), ("near", 60)):
-        config = data_config(
-            tmp_path, dir=str(tmp_path / dedup), sources=[{"files": "a.jsonl"}], validation=sets, dedup=dedup
-        )
-        run(config)
+        config = prepared(tmp_path, dir=str(tmp_path / dedup), validation=sets, dedup=dedup)
         assert rows_of(config) == train
         assert rows_of(config, 1) == held_out
         capitals = held_out[:40] if dedup == "near" else [*held_out[:40], *train[30:]]

@@ -28,6 +28,7 @@ from tests.helpers.corpus import (
     alpaca_rows,
     data_config,
     file_bytes,
+    prepared,
     run,
     texts,
     tiny_tokenizer,
@@ -37,7 +38,7 @@ from tests.helpers.corpus import (
 
 
 def rows(path: Path, count: int = 120, seed: int = 0) -> None:
-    write_jsonl(path, ({"text": text} for text in texts(count, seed)))
+    write_jsonl(path, texts(count, seed))
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +239,7 @@ def test_a_directory_of_others_is_not_touched(tmp_path: Path, inside: str, force
     own.write_text("the only copy")
     before = listing(tmp_path)
     with pytest.raises(UserError):
-        run(data_config(tmp_path, sources=[{"files": "a.jsonl"}]), force=force)
+        run(data_config(tmp_path), force=force)
     assert listing(tmp_path) == before
 
 
@@ -285,10 +286,7 @@ def test_force_waits_for_no_one(config: DataConfig, monkeypatch: pytest.MonkeyPa
 def instructions(tmp_path: Path) -> Path:
     """Instructions, prepared in one shard."""
     write_jsonl(tmp_path / "a.jsonl", alpaca_rows(12))
-    config = data_config(
-        tmp_path, kind="instruct", sources=[{"files": "a.jsonl"}], shards=1, sequence_len=512
-    )
-    run(config)
+    config = prepared(tmp_path, kind="instruct", shards=1, sequence_len=512)
     return config.dir
 
 

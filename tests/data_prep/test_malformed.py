@@ -14,7 +14,7 @@ import zstandard
 from emo.common.errors import UserError
 from emo.data_prep.plan import Plan
 from emo.data_prep.rows import Rejected, RowSpec, parse
-from tests.helpers.corpus import alpaca_rows, data_config, run, texts
+from tests.helpers.corpus import alpaca_rows, data_config, prepared, run, texts
 
 GOOD = [{"text": text} for text in texts(9)]
 
@@ -130,8 +130,7 @@ def test_rejections_are_counted_in_the_plan(tmp_path: Path) -> None:
     """Also of lines that are too long to be held, in the middle and at the end."""
     long = {"text": "long line " * 500_000}
     (tmp_path / "a.jsonl").write_bytes(lines(*GOOD, long, b"{", *GOOD, long))
-    config = data_config(tmp_path, sources=[{"files": "a.*"}], strict=False, max_chars=100_000)
-    run(config)
+    config = prepared(tmp_path, sources=[{"files": "a.*"}], strict=False, max_chars=100_000)
     rejected = Plan.load(config.dir / "plan.parquet").summary["rejected"]
     assert rejected == {"broken_json": 1, "duplicate": 9, "too_long": 2}
 

@@ -126,13 +126,7 @@ def test_labels_that_training_reads_are_the_masks(dialogues: list[Conversation])
     with tempfile.TemporaryDirectory() as folder:
         write_jsonl(Path(folder) / "a.jsonl", map(as_messages, dialogues))
         config = data_config(
-            Path(folder),
-            kind="instruct",
-            template="chat",
-            sequence_len=256,
-            overlong="drop",
-            dedup="none",
-            sources=[{"files": "a.jsonl"}],
+            Path(folder), kind="instruct", template="chat", sequence_len=256, overlong="drop", dedup="none"
         )
         encoded = make_encoder(tiny_tokenizer(), "chat", 256).conversations(dialogues)
         if not len(encoded.ids):

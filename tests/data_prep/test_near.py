@@ -15,7 +15,7 @@ import pytest
 from emo.data_prep.contamination import Finder, collect
 from emo.data_prep.near import signatures
 from emo.data_prep.plan import Plan
-from tests.helpers.corpus import data_config, run, sentence, texts, train_set, write_jsonl
+from tests.helpers.corpus import data_config, prepared, run, sentence, texts, train_set, write_jsonl
 from tests.helpers.scripts import TEXTS
 
 
@@ -80,7 +80,7 @@ def test_contamination_is_found_in_any_script(tmp_path: Path, script: str) -> No
 def rejected(tmp_path: Path, rows: list[dict[str, Any]], **data: Any) -> dict[str, int]:
     write_jsonl(tmp_path / "a.jsonl", rows)
     common = {"kind": "instruct", "sequence_len": 1024, "shards": 1, "dedup": "near"}
-    run(config := data_config(tmp_path, sources=[{"files": "a.jsonl"}], **(common | data)))
+    config = prepared(tmp_path, **(common | data))
     summary = Plan.load(config.dir / "plan.parquet").summary
     found: dict[str, int] = summary["rejected"]
     return found
@@ -167,12 +167,11 @@ def test_report_names_the_rows_that_stand_in_the_text(tmp_path: Path) -> None:
     made[5] += " " + long[0].upper().replace(" ", "  -- ") + " tail"
     made[40] += " " + half
     made[41] += f" {rows['mmlu'][2]} {long[0]}"
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in made))
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], contamination="nlu", shards=3)
+    write_jsonl(tmp_path / "a.jsonl", made)
+    config = data_config(tmp_path, contamination="nlu", shards=3)
     for job in range(3):
         run(config, shard=(job, 3))
-    without = data_config(tmp_path, sources=[{"files": "a.jsonl"}], shards=3, dir=str(tmp_path / "without"))
-    run(without)
+    without = prepared(tmp_path, shards=3, dir=str(tmp_path / "without"))
     assert train_set(config).fingerprint == train_set(without).fingerprint
     found = json.loads((config.dir / "train/contamination.json").read_text())
     sst2, mmlu = found["tasks"]["sst2"], found["tasks"]["mmlu"]
@@ -188,8 +187,7 @@ def test_report_names_the_rows_that_stand_in_the_text(tmp_path: Path) -> None:
 def test_known_overlap_of_real_tasks(shared_data: Path, tmp_path: Path) -> None:
     """SST-2's test sentences largely come from Rotten Tomatoes, whose train split is a text here."""
     sources = [{"files": str(shared_data / "nlu/rotten_tomatoes/train.jsonl.zst")}]
-    config = data_config(tmp_path, sources=sources, contamination=str(shared_data / "nlu"), sequence_len=128)
-    run(config)
+    config = prepared(tmp_path, sources=sources, contamination=str(shared_data / "nlu"), sequence_len=128)
     found = json.loads((config.dir / "train/contamination.json").read_text())["tasks"]
     assert found["sst2"]["contained"] > 400
     assert found["trec"]["overlapping"] == found["mmlu"]["overlapping"] == 0

@@ -23,6 +23,7 @@ from tests.helpers.corpus import (
     alpaca_rows,
     data_config,
     file_bytes,
+    prepared,
     run,
     sentence,
     texts,
@@ -49,7 +50,7 @@ def rejected(config: DataConfig) -> dict[str, int]:
 def documents(tmp_path: Path, count: int = 400) -> list[str]:
     """Documents in a.jsonl, enough for several pieces."""
     made = texts(count, sentences=60)
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in made))
+    write_jsonl(tmp_path / "a.jsonl", made)
     return made
 
 
@@ -78,8 +79,7 @@ def test_bytes_do_not_depend_on_workers_or_jobs(tmp_path: Path, kind: str) -> No
 
 def test_a_second_run_touches_nothing(tmp_path: Path) -> None:
     documents(tmp_path)
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
-    run(config)
+    config = prepared(tmp_path)
     files = [p for p in config.dir.rglob("*") if not {".planning", ".jobs"} & set(p.parts)]
     before = {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in files}
     assert run(config)[:-1] == [f"{config.dir} is already prepared; nothing to do"]
@@ -88,7 +88,7 @@ def test_a_second_run_touches_nothing(tmp_path: Path) -> None:
 
 def test_finish_needs_all_shards_and_comes_once(tmp_path: Path) -> None:
     documents(tmp_path)
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}])
+    config = data_config(tmp_path)
     said = run(config, shard=(1, 2))
     assert "train: 1 of 2 shards are still to be made" in said
     with pytest.raises(UserError):
@@ -132,8 +132,7 @@ def test_every_file_form_gives_the_same_tokens(tmp_path: Path) -> None:
     )
     prints = set()
     for source in [*({"files": name} for name in names), {"files": "i.txt", "format": "paragraphs"}]:
-        config = data_config(tmp_path, dir=str(tmp_path / f"out{source['files'][0]}"), sources=[source])
-        run(config)
+        config = prepared(tmp_path, dir=str(tmp_path / f"out{source['files'][0]}"), sources=[source])
         assert rows_of(config) == made
         prints.add(train_set(config).fingerprint)
     assert len(prints) == 1
@@ -177,12 +176,11 @@ def test_wikitext_documents_begin_at_level_one_headings(tmp_path: Path) -> None:
 def test_quirks_of_data_sets_are_undone(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": "one <newline> <newline>two<newline>three"}])
     write_jsonl(tmp_path / "b.jsonl", [{"text": "Wall St.\\band #39;s"}])
-    config = data_config(
+    config = prepared(
         tmp_path,
         sequence_len=4,
         sources=[{"files": "a.jsonl", "clean": "writingprompts"}, {"files": "b.jsonl", "clean": "ag_news"}],
     )
-    run(config)
     assert rows_of(config) == ["one\n\ntwo\nthree", "Wall St. band's"]
 
 
@@ -206,12 +204,11 @@ def test_hub_data_sets_load_like_files(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_weights_mix_sources(tmp_path: Path) -> None:
     first, second = texts(2000, seed=1, sentences=1), texts(500, seed=2, sentences=1)
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in first))
-    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in second))
-    config = data_config(
+    write_jsonl(tmp_path / "a.jsonl", first)
+    write_jsonl(tmp_path / "b.jsonl", second)
+    config = prepared(
         tmp_path, sources=[{"files": "a.jsonl", "weight": 0.25}, {"files": "b.jsonl", "weight": 2.5}]
     )
-    run(config)
     times = Counter(rows_of(config))
     few, many = [times[t] for t in first], [times[t] for t in second]
     assert set(few) == {0, 1} and abs(sum(few) - 500) < 70
@@ -225,18 +222,14 @@ def test_the_split_goes_by_content(tmp_path: Path) -> None:
     made = texts(1000, sentences=1)
     sides = []
     for name, rows in (("a", made), ("b", made[::-1][:700])):
-        write_jsonl(tmp_path / f"{name}.jsonl", ({"text": text} for text in rows))
-        config = data_config(
+        write_jsonl(tmp_path / f"{name}.jsonl", rows)
+        config = prepared(
             tmp_path, dir=str(tmp_path / name), sources=[{"files": f"{name}.jsonl"}], validation_fraction=0.1
         )
-        run(config)
         sides.append({text: side for side in (0, 1) for text in rows_of(config, side)})
     assert all(sides[0][text] == side for text, side in sides[1].items())
     assert 70 < sum(sides[0].values()) < 130
-    other = data_config(
-        tmp_path, dir=str(tmp_path / "c"), sources=[{"files": "a.jsonl"}], validation_fraction=0.1, seed=1
-    )
-    run(other)
+    other = prepared(tmp_path, dir=str(tmp_path / "c"), validation_fraction=0.1, seed=1)
     assert set(rows_of(other, 1)) != {text for text, side in sides[0].items() if side}
 
 
@@ -263,9 +256,7 @@ def test_the_last_line_says_what_is_not_there(tmp_path: Path) -> None:
     """Of every job, and again when all is there."""
     rows = [*alpaca_rows(60), *alpaca_rows(5), {"instruction": "q", "output": " "}]
     write_jsonl(tmp_path / "a.jsonl", rows)
-    config = data_config(
-        tmp_path, kind="instruct", sequence_len=150, overlong="drop", sources=[{"files": "a.jsonl"}]
-    )
+    config = data_config(tmp_path, kind="instruct", sequence_len=150, overlong="drop")
     first, second, again = run(config, shard=(0, 2))[-1], run(config, shard=(1, 2))[-1], run(config)[-1]
     for line in (first, second, again):
         assert "6 rows (" in line and "5 duplicate" in line and "1 empty response" in line

@@ -55,7 +55,7 @@ def files(tmp_path: Path) -> Path:
     write_jsonl(
         tmp_path / "a.jsonl", ({"text": f" {text}\n\n </s> naïve 日本 {text}"} for text in texts(200))
     )
-    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in texts(200, seed=4)))
+    write_jsonl(tmp_path / "b.jsonl", texts(200, seed=4))
     write_jsonl(tmp_path / "i.jsonl", alpaca_rows(120))
     write_jsonl(tmp_path / "ids.jsonl", ({"ids": [7 + i % 90] * (20 + i)} for i in range(60)))
     (tmp_path / "long.txt").write_text("\n".join(texts(900)), encoding="utf-8")

@@ -137,10 +137,10 @@ def test_units_cover_every_input_once(drawn: list[tuple[int, bool, int]], goal: 
 def corpus(root: Path, **data: Any) -> DataConfig:
     """Write two files of several stretches, and some small ones."""
     rows = texts(160, sentences=8)
-    write_jsonl(root / "a.jsonl", ({"text": text} for text in rows[:80]))
+    write_jsonl(root / "a.jsonl", rows[:80])
     (root / "b.txt").write_text("\n".join(rows[70:] + [text + " again" for text in rows[:40]]))
     for i in range(4):
-        write_jsonl(root / f"c{i}.jsonl", ({"text": text} for text in texts(6, seed=i + 7)))
+        write_jsonl(root / f"c{i}.jsonl", texts(6, seed=i + 7))
     sources = [{"files": "a.jsonl", "weight": 1.5}, {"files": "b.txt"}, {"files": "c*.jsonl"}]
     common = {"sources": sources, "validation_fraction": 0.2, "dedup": "near", "shards": 3}
     return data_config(root, **(common | data))

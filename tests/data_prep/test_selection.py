@@ -4,59 +4,51 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emo.data_prep.config import DataConfig
 from emo.data_prep.inputs import open_text
 from emo.data_prep.limit import _trimmed, in_turn
 from emo.data_prep.near import band_shape
 from tests.data_prep.test_prepare import rows_of
-from tests.helpers.corpus import alpaca_rows, data_config, run, texts, train_set, write_jsonl
-
-
-def prepared(tmp_path: Path, name: str, **data: Any) -> DataConfig:
-    config = data_config(tmp_path, dir=str(tmp_path / name), **data)
-    run(config)
-    return config
+from tests.helpers.corpus import alpaca_rows, texts, train_set, write_jsonl
 
 
 def test_a_weight_drops_no_row_of_another_source(tmp_path: Path) -> None:
     """Rows in A (weight 0.1) and in B (weight 1) are all used."""
     first, second = texts(300, seed=1), texts(300, seed=2)
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in first + second[:150]))
-    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in second))
+    write_jsonl(tmp_path / "a.jsonl", first + second[:150])
+    write_jsonl(tmp_path / "b.jsonl", second)
     sources = [{"files": "a.jsonl", "weight": 0.1}, {"files": "b.jsonl"}]
     for name, dedup in (("exact", "exact"), ("near", "near")):
-        times = Counter(rows_of(prepared(tmp_path, name, sources=sources, dedup=dedup)))
+        times = Counter(rows_of(prepared(tmp_path, dir=str(tmp_path / name), sources=sources, dedup=dedup)))
         assert [times[text] for text in second] == [1] * 300
         assert 10 < sum(times[text] for text in first) < 60
     sources[0]["weight"] = 2
-    times = Counter(rows_of(prepared(tmp_path, "two", sources=sources[::-1])))
+    times = Counter(rows_of(prepared(tmp_path, dir=str(tmp_path / "two"), sources=sources[::-1])))
     assert [times[text] for text in second] == [2] * 150 + [1] * 150  # the most that a source asks for
 
 
 @pytest.mark.parametrize("weight", [1, 2.5, 0.6])
 def test_limit_of_rows_counts_copies(tmp_path: Path, weight: float) -> None:
     """Limit_rows 300 with weight 2.5 gave 713."""
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(700)))
-    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in texts(200, seed=1)))
+    write_jsonl(tmp_path / "a.jsonl", texts(700))
+    write_jsonl(tmp_path / "b.jsonl", texts(200, seed=1))
     sources = [{"files": "a.jsonl", "weight": weight}, {"files": "b.jsonl"}]
-    config = prepared(tmp_path, "out", sources=sources, limit_rows=300)
+    config = prepared(tmp_path, sources=sources, limit_rows=300)
     assert len(rows_of(config)) == 300 == train_set(config).manifest.documents
 
 
 def test_copies_are_spread(tmp_path: Path) -> None:
     """Far from each other, and rows without copies keep their order."""
     first, second = texts(300, seed=1), texts(40, seed=2)
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in first))
-    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in second))
+    write_jsonl(tmp_path / "a.jsonl", first)
+    write_jsonl(tmp_path / "b.jsonl", second)
     sources = [{"files": "a.jsonl"}, {"files": "b.jsonl", "weight": 4}]
-    found = rows_of(prepared(tmp_path, "out", sources=sources, shards=1))
+    found = rows_of(prepared(tmp_path, sources=sources, shards=1))
     places = {text: [i for i, other in enumerate(found) if other == text] for text in second}
     assert all(len(at) == 4 and min(np.diff(at)) >= 40 for at in places.values())
     assert [text for text in found if text in set(first)] == first
@@ -70,7 +62,7 @@ def test_limit_of_tokens_is_exact_with_long_documents(
     with open_text(shared_data / "lm/wikitext-2-v1/validation.txt.zst") as stream:
         (tmp_path / "a.txt").write_bytes(stream.read()[:400_000])
     common = {"sources": [{"files": "a.txt"}], "shards": shards, "sequence_len": 64}
-    config = prepared(tmp_path, "out", limit_tokens=limit, **common)
+    config = prepared(tmp_path, limit_tokens=limit, **common)
     assert train_set(config).manifest.tokens == limit // 64 * 64
 
 
@@ -84,8 +76,10 @@ def test_limit_of_tokens_takes_all_sources_in_proportion(tmp_path: Path) -> None
         "sources": [{"files": "a.jsonl"}, {"files": "b.jsonl"}],
     }
     common["sources"][1] |= {"weight": 2.0}
-    whole = train_set(prepared(tmp_path, "whole", limit_tokens=10**9, **common)).manifest
-    half = train_set(prepared(tmp_path, "half", limit_tokens=whole.tokens // 2, **common)).manifest
+    whole = train_set(prepared(tmp_path, dir=str(tmp_path / "whole"), limit_tokens=10**9, **common)).manifest
+    half = train_set(
+        prepared(tmp_path, dir=str(tmp_path / "half"), limit_tokens=whole.tokens // 2, **common)
+    ).manifest
     assert whole.documents == 600 + 2 * 200 and "limit" not in whole.rejected
     assert 0 <= whole.tokens // 2 - half.tokens < 256
     taken = [source["train"] for source in half.sources]

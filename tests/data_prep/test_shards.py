@@ -24,34 +24,26 @@ from emo.data_prep.scores import Scores
 from emo.data_prep.shards import TokenDataset, content_fingerprint, manifest_text, read_manifest
 from emo.data_prep.tokenizer import load_tokenizer
 from emo.data_prep.verify import verify
-from tests.helpers.corpus import alpaca_rows, data_config, run, texts, train_set, write_jsonl
+from tests.helpers.corpus import alpaca_rows, data_config, prepared, run, texts, train_set, write_jsonl
 
 
 @pytest.fixture
 def text_config(tmp_path: Path) -> DataConfig:
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(120)))
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], shards=3, validation_fraction=0.1)
-    run(config)
-    return config
+    write_jsonl(tmp_path / "a.jsonl", texts(120))
+    return prepared(tmp_path, shards=3, validation_fraction=0.1)
 
 
 @pytest.fixture
 def instruct_config(tmp_path: Path) -> DataConfig:
     write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60))
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], kind="instruct", sequence_len=512)
-    run(config)
-    return config
+    return prepared(tmp_path, kind="instruct", sequence_len=512)
 
 
 @pytest.fixture
 def split_config(tmp_path: Path) -> DataConfig:
     """Over-long examples in pieces: rows and segments that begin with supervised tokens."""
     write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60))
-    config = data_config(
-        tmp_path, sources=[{"files": "a.jsonl"}], kind="instruct", sequence_len=180, overlong="split"
-    )
-    run(config)
-    return config
+    return prepared(tmp_path, kind="instruct", sequence_len=180, overlong="split")
 
 
 def plain_batch(row: dict[str, Any], block: int) -> tuple[list[int], list[int], list[int]]:
@@ -77,15 +69,14 @@ def test_a_segment_names_its_source_document(tmp_path: Path, overlong: str) -> N
     """Parts of a long text or example in several rows, and its copies, are of one document."""
     if overlong == "text":
         wholes = texts(40)
-        write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in wholes])
+        write_jsonl(tmp_path / "a.jsonl", wholes)
         options: dict[str, Any] = {"kind": "text"}
     else:
         rows = [{"instruction": "Say it.", "input": "", "output": text} for text in texts(40, sentences=30)]
         write_jsonl(tmp_path / "a.jsonl", rows)
         wholes = [row["output"] for row in rows]
         options = {"kind": "instruct", "overlong": "split", "sequence_len": 100}
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl", "weight": 2}], **options)
-    run(config)
+    config = prepared(tmp_path, sources=[{"files": "a.jsonl", "weight": 2}], **options)
     data = train_set(config)
     tokenizer = load_tokenizer(config.dir / "tokenizer")
     fits: dict[int, set[int]] = {}  # of each source: the rows whose text its segments can all be parts of
@@ -134,8 +125,7 @@ def test_a_large_vocabulary_keeps_its_ids(tmp_path: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path / "large")
     write_jsonl(tmp_path / "a.jsonl", ({"text": f"w{69_000 + i} w{i + 2} w66000"} for i in range(60)))
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], tokenizer="large")
-    run(config)
+    config = prepared(tmp_path, tokenizer="large")
     data = train_set(config)
     ids = data.batch(np.arange(len(data)))["input_ids"].ravel().tolist()
     assert ids[:8] == [69_000, 2, 66_000, 0, 69_001, 3, 66_000, 0]
@@ -185,9 +175,8 @@ MODEL = {"path": "somewhere", "weights": "0" * 64}
 @pytest.fixture
 def data(tmp_path: Path) -> TokenDataset:
     """Two shards of packed documents."""
-    write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(60)])
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl", "format": "text"}])
-    run(config)
+    write_jsonl(tmp_path / "a.jsonl", texts(60))
+    config = prepared(tmp_path, sources=[{"files": "a.jsonl", "format": "text"}])
     return train_set(config)
 
 

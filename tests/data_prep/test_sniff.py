@@ -133,7 +133,7 @@ def test_examples_show_what_is_supervised(tmp_path: Path) -> None:
         assert f"### Response:⟦{answer}" in plain and plain.count("⟦") == 2 and "\x1b" not in plain
         coloured, _ = shown(tmp_path / "a.jsonl", tokenizer, colours=True)
         assert f"\x1b[1;32m{answer}" in coloured and "⟦" not in coloured
-    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in texts(40)))
+    write_jsonl(tmp_path / "b.jsonl", texts(40))
     plain, _ = shown(tmp_path / "b.jsonl", tiny_tokenizer())
     assert [plain.count(f"row {at} ─") for at in (1, 20, 21, 40)] in ([1, 1, 0, 1], [1, 0, 1, 1])
 

@@ -25,6 +25,7 @@ from emo.data_prep.verify import verify
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,
+    prepared,
     run,
     segments,
     texts,
@@ -98,11 +99,10 @@ def test_patterns_leave_hidden_files_out(tmp_path: Path) -> None:
 
 def test_files_beyond_a_limit_are_not_read(tmp_path: Path) -> None:
     """They have no hash, may be changed afterwards, and need not even hold rows."""
-    write_jsonl(tmp_path / "a1.jsonl", ({"text": text} for text in texts(60)))
-    write_jsonl(tmp_path / "a2.jsonl", ({"text": text} for text in texts(60)))
+    write_jsonl(tmp_path / "a1.jsonl", texts(60))
+    write_jsonl(tmp_path / "a2.jsonl", texts(60))
     (tmp_path / "a3.jsonl").write_text("\n\n", encoding="utf-8")
-    config = data_config(tmp_path, sources=[{"files": "a*", "limit": 60}])
-    run(config)
+    config = prepared(tmp_path, sources=[{"files": "a*", "limit": 60}])
     first, *others = train_set(config).manifest.sources
     assert first["rows"] == 60 and "sha256" in first
     assert all(source["rows"] == 0 and "sha256" not in source for source in others)
@@ -198,7 +198,7 @@ def test_a_table_gives_the_shards_of_the_same_rows_as_json(tmp_path: Path) -> No
     prints = set()
     for name in ("a.jsonl", "b.csv"):
         more = {"kind": "instruct", "sequence_len": 200, "sources": [{"files": name}]}
-        run(config := data_config(tmp_path, dir=str(tmp_path / f"out {name}"), **more))
+        config = prepared(tmp_path, dir=str(tmp_path / f"out {name}"), **more)
         prints.add(train_set(config).fingerprint)
     assert len(prints) == 1
 
@@ -206,10 +206,9 @@ def test_a_table_gives_the_shards_of_the_same_rows_as_json(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["[set] one/a.jsonl", "a*.jsonl", "a[.jsonl"])
 def test_names_with_signs_of_patterns_are_names(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
-    write_jsonl(path, ({"text": text} for text in texts(60)))
+    write_jsonl(path, texts(60))
     write_jsonl(tmp_path / "a1.jsonl", [{"text": "another file"}])
-    config = data_config(tmp_path, sources=[{"files": str(path.relative_to(tmp_path))}])
-    run(config)
+    config = prepared(tmp_path, sources=[{"files": str(path.relative_to(tmp_path))}])
     (source,) = train_set(config).manifest.sources
     assert source["name"] == str(path.relative_to(tmp_path)) and source["rows"] == 60
 
@@ -238,8 +237,7 @@ def test_rows_are_read_a_few_times_however_many_shards(
             return real(self, start)
 
         monkeypatch.setattr(kind, "_open", counting)
-    config = data_config(tmp_path, sources=[{"files": name}], shards=12, validation_fraction=0.02)
-    run(config)
+    config = prepared(tmp_path, sources=[{"files": name}], shards=12, validation_fraction=0.02)
     assert len(opened) <= 4  # to compare words with texts, for each split, and once more
     assert not verify(config.dir)[1]
 
@@ -286,8 +284,7 @@ def test_a_tokenizer_that_draws_is_made_to_stop(tmp_path: Path) -> None:
 def test_tokens_are_used_as_they_are(tmp_path: Path) -> None:
     rows = [[1, 5, 6, 7], [1, 9, 1, 8], [1, 4, 4, 4]]
     write_jsonl(tmp_path / "t.jsonl", [{"ids": ids, "text": "not read"} for ids in rows])
-    config = data_config(
+    config = prepared(
         tmp_path, sequence_len=4, shards=1, sources=[{"files": "t.jsonl", "format": "tokens"}], dedup="none"
     )
-    run(config)
     assert [ids for ids, _ in segments(train_set(config))] == rows

@@ -28,7 +28,7 @@ from emo.data_prep.tokenizer import (
 )
 from emo.data_prep.verify import verify
 from emo.data_prep.words import TextEncoder, encoder, word_rule
-from tests.helpers.corpus import data_config, run, texts, tiny_tokenizer, train_set, write_jsonl
+from tests.helpers.corpus import prepared, texts, tiny_tokenizer, train_set, write_jsonl
 
 SPECIALS = ["</s>", "<s>", "<unk>", "<|endoftext|>", "<pad>"]
 
@@ -154,22 +154,19 @@ def test_no_bos_where_the_configuration_says_so(tmp_path: Path, form: str) -> No
     for begins in (True, False):
         text = json.dumps(config | {"add_bos_token": begins})
         (place / "tokenizer_config.json").write_text(text, encoding="utf-8")
-        prepared = data_config(
-            tmp_path, tokenizer=str(place), sources=[{"files": "a.jsonl"}], dir=str(tmp_path / str(begins))
-        )
-        run(prepared)
-        data = train_set(prepared)
+        made = prepared(tmp_path, tokenizer=str(place), dir=str(tmp_path / str(begins)))
+        data = train_set(made)
         assert (data.manifest.bos_id is not None) == begins
         ids = np.concatenate([data.batch(np.array([row]))["input_ids"][0] for row in range(len(data))])
         assert (1 in ids) == begins
-        own = load_tokenizer(prepared.dir / "tokenizer")
-        auto = AutoTokenizer.from_pretrained(prepared.dir / "tokenizer")
+        own = load_tokenizer(made.dir / "tokenizer")
+        auto = AutoTokenizer.from_pretrained(made.dir / "tokenizer")
         auto.save_pretrained(tmp_path / "again")
         for tokenizer in (own, auto, load_tokenizer(place), load_tokenizer(tmp_path / "again")):
             assert (tokenizer("a b").input_ids[0] == 1) == begins
             assert tokenizer.bos_token == "<s>"  # a chat_template may write it
             assert tokenizer_fingerprint(tokenizer) == data.manifest.tokenizer_fingerprint
-        assert not verify(prepared.dir)[1]
+        assert not verify(made.dir)[1]
 
 
 # White space of every sort, what Python alone takes for white space, and what tokenizers treat apart.
