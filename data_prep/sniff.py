@@ -6,6 +6,7 @@ import contextlib
 import json
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +25,7 @@ from emo.data_prep.config import DataConfig, context_of
 from emo.data_prep.encode import EncodeSettings, RowEncoder
 from emo.data_prep.inputs import Input
 from emo.data_prep.inspect import CONTEXT, stretch
-from emo.data_prep.rows import STRUCTURE, Payload, Rejected, Row, columns, parse, plain_text, raw_rows
-from emo.data_prep.rows.columns import guess
+from emo.data_prep.rows import STRUCTURE, Payload, Rejected, Row, columns, guess, parse, plain_text, raw_rows
 from emo.data_prep.sources import open_inputs
 from emo.data_prep.templates import Chat, Conversation, render
 from emo.data_prep.templates.chat import RefusedError, read_template
@@ -115,8 +115,10 @@ def _best_look(files: str, template: str | None) -> Look:
         if not looks:
             raise
     for look in looks[:2]:
-        if proposed := _proposed(look):
-            looks.append(_look(files, look.config.kind, proposed, template))
+        for row in _objects(look):  # which may have none of the known names
+            if proposed := guess(row, look.config.kind):
+                looks.append(_look(files, look.config.kind, proposed, template))
+                break
     for look in looks:
         if 2 * len(look.good) >= len(look.rows) > 0:
             return look
@@ -146,18 +148,14 @@ def _look(files: str, kind: str, proposed: dict[str, str], template: str | None)
     return Look(first, len(inputs), payload, list(parse(payload, first.spec)), config, proposed)
 
 
-def _proposed(look: Look) -> dict[str, str]:
-    """Return columns for rows that have none of the known names, by the first rows that are objects."""
-    if not look.input.spec.lines and isinstance(look.payload, bytes):
-        return {}
-    for raw in raw_rows(look.payload, look.input.spec)[:EXAMPLES]:
-        try:
-            row = json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and (proposed := guess(row, look.config.kind)):
-            return proposed
-    return {}
+def _objects(look: Look) -> Iterator[dict[str, Any]]:
+    """Yield the first rows that are objects."""
+    if look.input.spec.lines or not isinstance(look.payload, bytes):
+        for raw in raw_rows(look.payload, look.input.spec)[:EXAMPLES]:
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw
+                if isinstance(row, dict):
+                    yield row
 
 
 def _written(look: Look, files: str, directory: Path, console: Console) -> Look:

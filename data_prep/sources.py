@@ -33,8 +33,7 @@ from emo.data_prep.inputs import (
     refuse_other_encodings,
     unpacked,
 )
-from emo.data_prep.rows import Rejected, RowSpec, cuts
-from emo.data_prep.rows.columns import CHAT_COLUMNS, TEXT_COLUMNS
+from emo.data_prep.rows import CHAT_COLUMNS, TEXT_COLUMNS, Rejected, RowSpec, cuts
 
 DELIMITERS = {".csv": ",;\t", ".tsv": "\t"}  # the first of them that the header has
 # Times data.max_chars: characters of a line and of a field; a quote that is not closed takes all the rest.

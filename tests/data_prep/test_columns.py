@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from emo.data_prep.rows import Rejected, RowSpec, parse
-from emo.data_prep.rows.columns import guess
+from emo.data_prep.rows import Rejected, RowSpec, guess, parse
 from emo.data_prep.templates import Chat, Conversation, Exchange
 from emo.data_prep.tokenizer import save_tokenizer
 from emo.data_prep.verify import verify

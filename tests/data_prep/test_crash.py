@@ -157,42 +157,6 @@ def test_full_disk(corpus: tuple[Path, dict[str, bytes], float], small_disk) -> 
     assert file_bytes(out) == expected
 
 
-# Not getrusage: its peak begins with what the parent process had when it forked.
-PEAK = """
-import sys
-from pathlib import Path
-from emo.data_prep.cli import main
-code = main(sys.argv[1:])
-line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-print(int(line.split()[1]) // 1024)
-sys.exit(code)
-"""
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
-    """Five times the text, 20 MB more, and no more resident memory than caches and noise explain."""
-    peaks = []
-    body = " ".join(texts(40, sentences=20))
-    for megabytes in (5, 25):
-        copies = megabytes * 1_000_000 // len(body)
-        write_jsonl(tmp_path / f"{megabytes}.jsonl", ({"text": f"{i} {body}"} for i in range(copies)))
-        recipe = tmp_path / f"{megabytes}.yaml"
-        recipe.write_text(
-            f"data: {{dir: {tmp_path}/{megabytes}, root: {tmp_path}, tokenizer: {tiny_tokenizer()}, "
-            f"sequence_len: 256, shards: 2, sources: [{{files: {megabytes}.jsonl}}]}}"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", PEAK, "prepare", str(recipe), "--workers", "1"],
-            cwd=REPO,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        peaks.append(int(done.stdout.splitlines()[-1]))
-    assert peaks[1] - peaks[0] < 15, f"peak of {peaks} MiB"
-
-
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     write_jsonl(tmp_path / "a.jsonl", texts(300))

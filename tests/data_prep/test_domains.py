@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from emo.common.errors import UserError
 from emo.data_prep.config import DataConfig
-from emo.data_prep.shards import Manifest, TokenDataset, manifest_text, open_prepared
+from emo.data_prep.shards import Manifest, manifest_text, open_prepared
 from emo.data_prep.verify import verify
 from tests.data_prep.test_prepare import rows_of
 from tests.helpers.corpus import alpaca_rows, data_config, prepared, run, texts, train_set, write_jsonl
@@ -59,8 +59,7 @@ def columns_digest(config: DataConfig) -> str:
 def test_data_without_domains_hold_the_rows_of_format_2(tmp_path: Path, kind: str, limit: int | None) -> None:
     sources: list[dict[str, Any]] = [{"files": "a.jsonl", "weight": 2.5}, {"files": "b.jsonl"}]
     for seed, name in enumerate(("a.jsonl", "b.jsonl")):
-        rows: Any = ({"text": text} for text in texts(150, seed))
-        write_jsonl(tmp_path / name, rows if kind == "text" else alpaca_rows(90, seed))
+        write_source(tmp_path / name, kind, seed, 150 if kind == "text" else 90)
     common = {"kind": kind, "sequence_len": 32 if kind == "text" else 128, "limit_tokens": limit, "shards": 3}
     tokenizer = word_tokenizer(tmp_path)
     config = prepared(tmp_path, sources=sources, validation_fraction=0.2, tokenizer=tokenizer, **common)
@@ -68,8 +67,7 @@ def test_data_without_domains_hold_the_rows_of_format_2(tmp_path: Path, kind: st
 
 
 def write_source(place: Path, kind: str, seed: int, count: int) -> None:
-    rows: Any = ({"text": text} for text in texts(count, seed))
-    write_jsonl(place, rows if kind == "text" else alpaca_rows(count, seed))
+    write_jsonl(place, texts(count, seed) if kind == "text" else alpaca_rows(count, seed))
 
 
 MIXED: list[dict[str, Any]] = [
@@ -84,23 +82,11 @@ SETS = {
 }
 
 
-def mixed(root: Path, kind: str = "text", **data: Any) -> DataConfig:
+def mixed(root: Path, **data: Any) -> DataConfig:
     """Four files of three domains, one of them in two, and two validation sets that share rows."""
     for seed, name in enumerate("abcdef"):
-        write_source(root / f"{name}.jsonl", kind, seed, 50 + 10 * seed)
-    default = {
-        "kind": kind,
-        "sequence_len": 32 if kind == "text" else 200,
-        "sources": MIXED,
-        "validation": SETS,
-    }
-    return data_config(root, **(default | data))
-
-
-def rows_by_domain(data: TokenDataset) -> dict[str, list[list[int]]]:
-    """Ids of the rows of each domain, in order."""
-    ids = data.batch(np.arange(len(data)))["input_ids"].tolist()
-    return {name: [ids[i] for i in np.flatnonzero(data.domain == at)] for at, name in enumerate(data.domains)}
+        write_jsonl(root / f"{name}.jsonl", texts(50 + 10 * seed, seed))
+    return data_config(root, **({"sources": MIXED, "validation": SETS} | data))
 
 
 def token_sources(root: Path, domains: int) -> list[dict[str, Any]]:
@@ -197,17 +183,3 @@ def test_verify_counts_domains_again(tmp_path: Path) -> None:
         edit_manifest(train, change)
         assert verify(config.dir)[1]
         (train / "manifest.json").write_text(kept)
-
-
-def test_force_clears_the_sets_that_were_and_nothing_of_others(tmp_path: Path) -> None:
-    config = mixed(tmp_path)
-    run(config)
-    shutil.copytree(config.dir / "validation-all", config.dir / "validation-copy")
-    fewer = mixed(tmp_path, validation={"new": SETS["some"]})
-    with pytest.raises(UserError):
-        run(fewer, force=True)
-    assert len(open_prepared(config)[1]["all"]) > 0
-    shutil.rmtree(config.dir / "validation-copy")
-    run(fewer, force=True)
-    assert sorted(path.name for path in config.dir.glob("validation*")) == ["validation-new"]
-    assert verify(config.dir)[1] == []

@@ -1,4 +1,4 @@
-"""Loss on responses and EOS only: for any dialogue, template, tokenizer and over-long policy."""
+"""Loss on responses and EOS only, for any dialogue and policy; packed rows train as single documents."""
 
 from __future__ import annotations
 
@@ -12,13 +12,27 @@ from typing import Any
 import numpy as np
 import pytest
 import sentencepiece
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM as Models
+from transformers import GPT2Config, LlamaConfig
 
 from emo.data_prep.encode import EncodeSettings, RowEncoder
+from emo.data_prep.shards import TokenDataset
 from emo.data_prep.templates import Conversation, Exchange, render
 from emo.data_prep.tokenizer import tokenizer_facts
-from tests.helpers.corpus import data_config, run, segments, tiny_tokenizer, train_set, write_jsonl
+from tests.helpers.corpus import (
+    alpaca_rows,
+    data_config,
+    prepared,
+    run,
+    segments,
+    texts,
+    tiny_tokenizer,
+    train_set,
+    write_jsonl,
+)
 
 WORDS = st.sampled_from(
     ["river", "a bird", " ", "\n", "### Response:", "</s>", "é", "🙂", "\n\n", ":", "Anna"]
@@ -159,3 +173,60 @@ def test_alpaca_text_is_the_published_one() -> None:
     )
     assert second.text == "### Instruction:\nAgain.\n\n### Response:hi hi"
     assert [turn.text[turn.start :] for turn in (first, second)] == ["hi", "hi hi"]
+
+
+DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+SMALL: dict[str, Any] = {
+    "llama": LlamaConfig(
+        vocab_size=400,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    ),
+    "gpt2": GPT2Config(vocab_size=400, n_embd=32, n_layer=2, n_head=4, n_positions=512, **DROPOUT),
+}
+
+
+def packed(tmp_path: Path, kind: str) -> TokenDataset:
+    """Return rows that hold several documents or examples each."""
+    rows = alpaca_rows(12) if kind == "instruct" else [{"text": text} for text in texts(40, sentences=2)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    block = 512 if kind == "instruct" else 96
+    config = prepared(tmp_path, kind=kind, sequence_len=block, shards=1)
+    return train_set(config)
+
+
+def loss_and_gradients(
+    model: torch.nn.Module, batches: list[dict[str, torch.Tensor]]
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """Return the summed loss, the logits of each batch and the gradients."""
+    model.zero_grad()
+    total, logits = torch.zeros(()), []
+    for batch in batches:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits.append(model(**inputs, use_cache=False).logits)
+        flat, labels = logits[-1].flatten(0, 1), batch["labels"].flatten()
+        total = total + torch.nn.functional.cross_entropy(flat, labels, ignore_index=-100, reduction="sum")
+    total.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return total.detach(), [batch.detach() for batch in logits], gradients
+
+
+@pytest.mark.parametrize("kind", ["text", "instruct"])
+@pytest.mark.parametrize("name", SMALL)
+def test_packed_equals_unpacked(tmp_path: Path, name: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model = Models.from_config(SMALL[name], attn_implementation="sdpa").eval()
+    data = packed(tmp_path, kind)
+    rows = {k: torch.from_numpy(v) for k, v in data.batch(np.arange(len(data))).items()}
+    alone = [{"input_ids": torch.tensor([i]), "labels": torch.tensor([y])} for i, y in segments(data)]
+    assert len(alone) > 2 * len(data), "rows must hold several segments"
+    loss, (together,), gradients = loss_and_gradients(model, [rows])
+    loss_alone, apart, gradients_alone = loss_and_gradients(model, alone)
+    flat = torch.cat([row[: data.tokens_of(i)] for i, row in enumerate(together)])
+    torch.testing.assert_close(flat, torch.cat([logits[0] for logits in apart]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, loss_alone, rtol=1e-5, atol=1e-5)
+    for a, b in zip(gradients, gradients_alone, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(1.0, float(b.abs().max())))

@@ -1,4 +1,4 @@
-"""Which rows are taken: weights before duplicates, limits exact, copies spread."""
+"""Which rows are taken: weights before duplicates, limits exact, copies spread; domains and sets by name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from emo.data_prep.inputs import open_text
 from emo.data_prep.limit import _trimmed, in_turn
 from emo.data_prep.near import band_shape
+from emo.data_prep.world import TASKS, corpus, read_rows, task_rows
 from tests.data_prep.test_prepare import rows_of
-from tests.helpers.corpus import alpaca_rows, texts, train_set, write_jsonl
+from tests.helpers.corpus import alpaca_rows, prepared, texts, train_set, write_jsonl
 
 
 def test_a_weight_drops_no_row_of_another_source(tmp_path: Path) -> None:
@@ -110,3 +111,18 @@ def test_any_beginning_has_the_sources_in_proportion(have: list[int]) -> None:
 )
 def test_bands_are_those_that_datasketch_takes(threshold: float, shape: tuple[int, int]) -> None:
     assert band_shape(threshold) == shape
+
+
+def first_split(task: str) -> str:
+    return "dev" if task == "mmlu" else "train"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_no_test_row_stands_in_a_document_or_a_demonstration(task: str) -> None:
+    key = "question" if task == "mmlu" else "text"
+    corpora = map(corpus, ("world", "world-home", "world-abroad"))
+    texts = [row["text"] for path in corpora for row in read_rows(path)]
+    demonstrations = [row[key] for row in task_rows(task, first_split(task))]
+    everything = "\n".join([*texts, *demonstrations])
+    assert all(row[key] not in everything for row in task_rows(task, "test"))
+    assert all(text in everything for text in demonstrations)  # the search itself works

@@ -24,26 +24,13 @@ from emo.data_prep.scores import Scores
 from emo.data_prep.shards import TokenDataset, content_fingerprint, manifest_text, read_manifest
 from emo.data_prep.tokenizer import load_tokenizer
 from emo.data_prep.verify import verify
-from tests.helpers.corpus import alpaca_rows, data_config, prepared, run, texts, train_set, write_jsonl
-
-
-@pytest.fixture
-def text_config(tmp_path: Path) -> DataConfig:
-    write_jsonl(tmp_path / "a.jsonl", texts(120))
-    return prepared(tmp_path, shards=3, validation_fraction=0.1)
+from tests.helpers.corpus import alpaca_rows, prepared, texts, train_set, write_jsonl
 
 
 @pytest.fixture
 def instruct_config(tmp_path: Path) -> DataConfig:
     write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60))
     return prepared(tmp_path, kind="instruct", sequence_len=512)
-
-
-@pytest.fixture
-def split_config(tmp_path: Path) -> DataConfig:
-    """Over-long examples in pieces: rows and segments that begin with supervised tokens."""
-    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60))
-    return prepared(tmp_path, kind="instruct", sequence_len=180, overlong="split")
 
 
 def plain_batch(row: dict[str, Any], block: int) -> tuple[list[int], list[int], list[int]]:
@@ -93,10 +80,12 @@ def test_a_segment_names_its_source_document(tmp_path: Path, overlong: str) -> N
     assert sorted(row for rows in fits.values() for row in rows) == list(range(40))
 
 
-@pytest.mark.parametrize("kind", ["text_config", "instruct_config", "split_config"])
-def test_batches_are_what_the_columns_say(kind: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("overlong", [None, "drop", "split"])
+def test_batches_are_what_the_columns_say(tmp_path: Path, overlong: str | None) -> None:
     """`datasets` maps the same files; plain Python derives the batch from its columns."""
-    config: DataConfig = request.getfixturevalue(kind)
+    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60) if overlong else texts(120))
+    more = {"kind": "instruct", "sequence_len": 180, "overlong": overlong} if overlong else {"shards": 3}
+    config = prepared(tmp_path, **more)
     data = train_set(config)
     rows, files = [], []
     for info in data.manifest.shards:
@@ -248,11 +237,3 @@ def test_another_models_scores_are_not_completed(data: TokenDataset) -> None:
     scores.clear(data, "ref")
     scores.begin(data, "ref", MODEL | {"weights": "1" * 64})
     assert (data.directory / "scores" / "ref" / "mine.txt").is_file()
-
-
-def test_preparing_again_takes_them_away(data: TokenDataset, tmp_path: Path) -> None:
-    """They belong to the old shards."""
-    written(data)
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl", "format": "text"}], seed=9)
-    run(config, force=True)
-    assert not (config.dir / "train" / "scores").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from functools import cache
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from emo.common.errors import UserError
-from emo.data_prep import words
 from emo.data_prep.inputs import open_text
 from emo.data_prep.tokenizer import (
     load_tokenizer,
@@ -254,18 +252,6 @@ def saved(source: Path, place: Path) -> Path:
     save_tokenizer(source, None, place)
     assert kept(place)[0].words is not None
     return place
-
-
-def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounded in bytes, also by words that are long."""
-    monkeypatch.setattr(words, "REMEMBERED", 20_000)
-    ours, bare = TextEncoder(tiny_tokenizer(), np.dtype(np.uint32)), encoder(tiny_tokenizer())
-    many = [f"word{i} river{i % 7} {i} {'longer' * (i % 40)}" for i in range(400)]
-    found = [np.frombuffer(ids, np.uint32).tolist() for ids in ours.encode(many)]
-    assert found == [one.ids for one in bare.encode_batch(many)]
-    held = sum(sys.getsizeof(word) + sys.getsizeof(ids) for word, ids in ours.known.items())
-    assert 0 < held < ours.known.bytes <= 20_000
-    assert max(map(len, ours.known)) <= words.LONGEST
 
 
 def tree_of(tokenizer: Tokenizer) -> dict:
