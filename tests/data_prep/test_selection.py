@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emo.data_prep.inputs import open_text
 from emo.data_prep.limit import _trimmed, in_turn
 from emo.data_prep.near import band_shape
 from emo.data_prep.world import TASKS, corpus, read_rows, task_rows
@@ -53,18 +52,6 @@ def test_copies_are_spread(tmp_path: Path) -> None:
     places = {text: [i for i, other in enumerate(found) if other == text] for text in second}
     assert all(len(at) == 4 and min(np.diff(at)) >= 40 for at in places.values())
     assert [text for text in found if text in set(first)] == first
-
-
-@pytest.mark.parametrize(("limit", "shards"), [(149_452, 4), (100, 3)])
-def test_limit_of_tokens_is_exact_with_long_documents(
-    shared_data: Path, tmp_path: Path, limit: int, shards: int
-) -> None:
-    """A quarter was missing, since shards of unequal documents had equal quotas."""
-    with open_text(shared_data / "lm/wikitext-2-v1/validation.txt.zst") as stream:
-        (tmp_path / "a.txt").write_bytes(stream.read()[:400_000])
-    common = {"sources": [{"files": "a.txt"}], "shards": shards, "sequence_len": 64}
-    config = prepared(tmp_path, limit_tokens=limit, **common)
-    assert train_set(config).manifest.tokens == limit // 64 * 64
 
 
 def test_limit_of_tokens_takes_all_sources_in_proportion(tmp_path: Path) -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import zstandard
 from rich.console import Console
 
 from emo.data_prep.cli import main
 from emo.data_prep.config import load_data_config
+from emo.data_prep.inspect import inspect
 from emo.data_prep.sniff import sniff
 from emo.data_prep.verify import verify
 from tests.conftest import REPO
@@ -44,38 +44,17 @@ def chats(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def table(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def paragraphs(count: int) -> str:
-    return "\n\n".join("\n".join(text.split(". ")) for text in texts(count, sentences=8)) + "\n"
-
-
-OWN = [{"Frage, bitte": row["instruction"], "reply": row["output"]} for row in alpaca_rows(80)]
 # what is written, and what the recipe must say of it
-FILES: dict[str, tuple[Any, list[str]]] = {
+CSV = "".join(f'"{row["instruction"]}","{row["output"]}"\n' for row in alpaca_rows(80))
+BOOK = "\n\n".join("\n".join(text.split(". ")) for text in texts(90, sentences=8)) + "\n"
+SHARED = json.dumps([{"conversations": TALK}] * 2 + chats(60))
+FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "alpaca.jsonl": (lambda p: write_jsonl(p, alpaca_rows(80)), ["kind: instruct", "template: alpaca"]),
-    "own names.csv": (lambda p: table(p, OWN), ["instruction: Frage, bitte", "output: reply"]),
-    "share.json": (
-        lambda p: p.write_text(json.dumps([{"conversations": TALK}] * 2 + chats(60))),
-        ["template: chat"],
-    ),
-    "text.jsonl.zst": (
-        lambda p: p.write_bytes(
-            zstandard.compress("\n".join(json.dumps({"text": t}) for t in texts(90)).encode())
-        ),
-        ["sequence_len: "],
-    ),
-    "body.parquet": (
-        lambda p: pyarrow.parquet.write_table(pa.table({"id": list(range(90)), "body": texts(90)}), p),
-        ["columns:", "text: body"],
-    ),
+    "own names.csv": (lambda p: p.write_text(f'"Frage, bitte",reply\n{CSV}'), ["instruction: Frage, bitte"]),
+    "share.json": (lambda p: p.write_text(SHARED), ["template: chat"]),
+    "body.parquet": (lambda p: pyarrow.parquet.write_table(pa.table({"body": texts(90)}), p), ["text: body"]),
     "lines.txt": (lambda p: p.write_text("\n".join(texts(90))), ["lines.txt\n"]),
-    "book [1].txt": (lambda p: p.write_text(paragraphs(90)), ["format: paragraphs"]),
+    "book [1].txt": (lambda p: p.write_text(BOOK), ["format: paragraphs"]),
 }
 
 
@@ -94,8 +73,6 @@ def test_the_lines_work_when_they_are_pasted(
     run(config)
     assert verify(config.dir)[1] == [] and len(train_set(config)) > 0
     sink = io.StringIO()
-    from emo.data_prep.inspect import inspect
-
     inspect(config.dir / "train", 1, 0, Console(file=sink))
     assert "supervised" in sink.getvalue()
 
