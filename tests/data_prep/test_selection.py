@@ -75,6 +75,15 @@ def test_limit_of_tokens_takes_all_sources_in_proportion(tmp_path: Path) -> None
     assert half.rejected["limit"] == 800 - taken[0] - -(-taken[1] // 2)
 
 
+def test_a_limit_of_tokens_may_end_among_the_copies_of_the_first_row(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(1))
+    more = {"kind": "instruct", "sequence_len": 512, "shards": 1}
+    more |= {"sources": [{"files": "a.jsonl", "weight": 3}]}
+    whole = train_set(prepared(tmp_path, limit_tokens=10**9, **more)).manifest
+    two = prepared(tmp_path, dir=str(tmp_path / "two"), limit_tokens=whole.tokens // 3 * 2, **more)
+    assert (whole.documents, train_set(two).manifest.documents) == (3, 2)
+
+
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())
 def test_blocks_are_trimmed_exactly(blocks: list[int], data: st.DataObject) -> None:
     surplus = data.draw(st.integers(0, sum(blocks)))
