@@ -38,14 +38,13 @@ def signatures(rows: Sequence[Row], kind: str) -> np.ndarray:
     """Return MinHash signatures of rows: uint32 [rows, 1 (text) or 2 (instruct), PERMUTATIONS]."""
     if kind == "text":
         return _signatures([plain_text(row) for row in rows], SHINGLE)[:, None]
-    spoken = [_said(row) for row in rows]
-    prompts, responses = [prompt for prompt, _ in spoken], [response for _, response in spoken]
+    prompts, responses = zip(*map(_sides, rows), strict=True) if rows else ((), ())
     telling = split(responses).totals(len(rows)) >= TELLING * WORD
     signed = _signatures(prompts, np.where(telling, SHINGLE, WHOLE))
     return np.stack([signed, _signatures(responses, SHINGLE, salt=1)], axis=1)
 
 
-def _said(row: Row) -> tuple[str, str]:
+def _sides(row: Row) -> tuple[str, str]:
     """Return what the user says and what the assistant says in an instruction row."""
     if isinstance(row, Conversation):
         prompts = "\n".join(f"{exchange.prompt}\n{exchange.input}" for exchange in row.exchanges)

@@ -97,9 +97,9 @@ def render(chat: Chat, template: ChatTemplate) -> Rendered:
         for message in messages:
             message["role"] = "system" if message["role"] == "developer" else message["role"]
     tools = mark_control_tokens(json.loads(chat.tools), pattern) if chat.tools else None
-    spoken = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     text, stretches = _write(messages, tools, template, marked=bool(MARKED.search(template.text)))
-    for i in [] if MARKED.search(template.text) else spoken:
+    for i in [] if MARKED.search(template.text) else numbers:
         before, _ = _write(messages[:i], tools, template, prompt=True)
         after = _write(messages[: i + 1], tools, template)[0].rstrip()
         if not after.startswith(before):
@@ -107,18 +107,17 @@ def render(chat: Chat, template: ChatTemplate) -> Rendered:
         if not text.startswith(after):
             raise _not_found("it writes an answer in another way when messages follow")
         stretches.append((len(before), len(after)))
-    answers, count = [], len(spoken)
-    for (
-        start,
-        end,
-    ) in stretches:  # an answer ends with a special token, which may come right after its stretch
+    answers, count = [], len(numbers)
+    # An answer ends with a special token, which may come right after its stretch.
+    for start, end in stretches:
         answer = text[start:end].rstrip()
         special = _last(answer, template)
         if not answer.removesuffix(special).strip():
             raise _not_found("it leaves an answer out")
         stop = start + len(answer)
         if not special:
-            stop = end + len(next((one for one in template.specials if text.startswith(one, end)), ""))
+            follows = (token for token in template.specials if text.startswith(token, end))
+            stop = end + len(next(follows, ""))
             if stop == end:
                 raise _not_found("no special token ends an answer in it, so that no end would be learned")
         answers.append((start, stop))
