@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from emo.data_prep.limit import _trimmed, in_turn
 from emo.data_prep.near import band_shape
+from emo.data_prep.scan import uniform
 from emo.data_prep.world import TASKS, corpus, read_rows, task_rows
 from tests.data_prep.test_prepare import rows_of
 from tests.helpers.corpus import alpaca_rows, prepared, texts, train_set, write_jsonl
@@ -82,6 +83,11 @@ def test_a_limit_of_tokens_may_end_among_the_copies_of_the_first_row(tmp_path: P
     whole = train_set(prepared(tmp_path, limit_tokens=10**9, **more)).manifest
     two = prepared(tmp_path, dir=str(tmp_path / "two"), limit_tokens=whole.tokens // 3 * 2, **more)
     assert (whole.documents, train_set(two).manifest.documents) == (3, 2)
+
+
+def test_draws_of_a_seed_stay_what_they_were() -> None:
+    """Other ones would split the same sources into other training and validation rows."""
+    assert uniform(np.arange(2, dtype=np.uint64), 3, 1).round(9).tolist() == [0.523950592, 0.454937907]
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())
