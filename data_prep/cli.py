@@ -23,12 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _parser()
     offer_completion(parser)
     args = parse_arguments(parser, argv)
-
-    def work() -> int:
-        COMMANDS[args.command](args)
-        return ExitCode.DONE
-
-    return outcome(work)
+    return outcome(lambda: _run(args))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -40,7 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("recipe", type=Path)
     prepare.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     prepare.add_argument("--shard", type=_job, default=(0, 1), metavar="i/n", help="job i of n, from 0")
-    prepare.add_argument("--workers", type=_positive, default=_cpus(), help="processes (%(default)s)")
+    # A batch system may have given this process fewer CPUs than the machine has.
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    prepare.add_argument("--workers", type=_positive, default=cpus, help="processes (%(default)s)")
     prepare.add_argument("--finish", action="store_true", help="make no shards, only write the manifests")
     prepare.add_argument("--force", action="store_true", help="discard what is there and start over")
     inspect = commands.add_parser("inspect", help="show what was prepared")
@@ -65,86 +62,63 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prepare(args: argparse.Namespace) -> None:
-    config = load_data_config(args.recipe, args.overrides)
-    first_word(args.recipe)
-    from emo.data_prep.prepare import prepare
+def _run(args: argparse.Namespace) -> int:
+    """Run the command that was given; each imports what it needs once its first word is out."""
+    if args.command == "prepare":
+        config = load_data_config(args.recipe, args.overrides)
+        first_word(args.recipe)
+        from emo.data_prep.prepare import prepare
 
-    prepare(config, args.shard, args.workers, args.force, args.finish, _say)
+        prepare(config, args.shard, args.workers, args.force, args.finish, _say)
+    elif args.command == "inspect":
+        first_word(args.directory)
+        from rich.console import Console
+
+        from emo.data_prep.inspect import inspect
+        from emo.data_prep.verify import data_sets
+
+        for split in data_sets(args.directory):
+            inspect(split, args.samples, args.seed, Console())
+    elif args.command == "verify":
+        first_word(args.directory)
+        from emo.data_prep.verify import verify
+
+        right, faults = verify(args.directory)
+        for line in right:
+            _say(line)
+        for fault in faults[1:]:
+            print(printable(fault), file=sys.stderr)
+        if faults:
+            others = f" (and {counted(len(faults) - 1, 'more fault')}, above)" if len(faults) > 1 else ""
+            raise UserError(faults[0] + others)
+    elif args.command == "sniff":
+        first_word(args.files)
+        from rich.console import Console
+
+        from emo.data_prep.sniff import sniff
+
+        sniff(args.files, args.tokenizer, Console())
+    else:
+        first_word(args.directory)
+        from emo.data_prep import world
+
+        world.write_tasks(args.directory, args.train, args.test)
+    return ExitCode.DONE
 
 
 def _say(line: str) -> None:
-    """A line for the human; names of files and sources cannot act on the terminal."""
+    """Print a line for the human; names of files and sources cannot act on the terminal."""
     print(printable(line), flush=True)
-
-
-def _inspect(args: argparse.Namespace) -> None:
-    first_word(args.directory)
-    from rich.console import Console
-
-    from emo.data_prep.inspect import inspect
-    from emo.data_prep.verify import data_sets
-
-    for split in data_sets(args.directory):
-        inspect(split, args.samples, args.seed, Console())
-
-
-def _sniff(args: argparse.Namespace) -> None:
-    first_word(args.files)
-    from rich.console import Console
-
-    from emo.data_prep.sources.sniff import sniff
-
-    sniff(args.files, args.tokenizer, Console())
-
-
-def _verify(args: argparse.Namespace) -> None:
-    first_word(args.directory)
-    from emo.data_prep.verify import verify
-
-    right, faults = verify(args.directory)
-    for line in right:
-        _say(line)
-    for fault in faults[1:]:
-        print(printable(fault), file=sys.stderr)
-    if faults:
-        others = f" (and {counted(len(faults) - 1, 'more fault')}, above)" if len(faults) > 1 else ""
-        raise UserError(faults[0] + others)
-
-
-def _world(args: argparse.Namespace) -> None:
-    first_word(args.directory)
-    from emo.data_prep import world
-
-    world.write_tasks(args.directory, args.train, args.test)
-
-
-COMMANDS = {
-    "prepare": _prepare,
-    "inspect": _inspect,
-    "verify": _verify,
-    "sniff": _sniff,
-    "world": _world,
-}
 
 
 def _job(text: str) -> tuple[int, int]:
     index, _, jobs = text.partition("/")
-    try:
-        i, n = int(index), int(jobs)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must read i/n, for example 0/8") from None
-    if not 0 <= i < n:
-        raise argparse.ArgumentTypeError(f"{text!r}: i must be in 0..{n - 1}")
-    return i, n
+    if not (index.isdecimal() and jobs.isdecimal() and int(index) < int(jobs)):
+        raise argparse.ArgumentTypeError(f"{text!r} must read i/n with i from 0 to n - 1, for example 0/8")
+    return int(index), int(jobs)
 
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number from 1")
     return int(text)
-
-
-def _cpus() -> int:
-    """CPUs that this process may use: a batch system may have given it fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

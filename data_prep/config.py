@@ -30,19 +30,13 @@ USED: dict[str, Callable[[Any], bool]] = {
 }
 SET = "if set"  # marks fields that came later: where they are not set, settings do not speak of them
 
-
 TRAIN, VALIDATION = "train", "validation"  # the training data, and a validation set without a name of its own
 DEFAULT_DOMAIN = "default"  # of sources that name none
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a domain or a validation set
 MOST_TOKENS = 1 << 20  # in a row
 DATA_FILES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings of files that sources may name
-COLUMNS = {  # parts of a row whose columns can be named
-    "text": ("text",),
-    "instruct": (
-        *("instruction", "input", "output", "system", "history"),
-        *("messages", "role", "content", "tools"),
-    ),
-}
+INSTRUCTION = ("instruction", "input", "output", "system", "history", "messages", "role", "content", "tools")
+COLUMNS = {"text": ("text",), "instruct": INSTRUCTION}  # parts of a row whose columns can be named
 
 
 class Source(Section):
@@ -188,8 +182,12 @@ class DataConfig(Section):
         if self.by_chat_template and self.train_tokenizer:
             raise ValueError("template: chat_template is of a tokenizer that has one, not of train_tokenizer")
         every = [source for split in self.splits for source in self.sources_of(split)]
-        for source in every:
-            _check_columns(source, self.kind)
+        parts = COLUMNS[self.kind]
+        for part in (part for source in every for part in source.columns or () if part not in parts):
+            raise ValueError(
+                f"columns: {part} is no part of a row of kind {self.kind}; write part: column, the parts are "
+                f"{', '.join(parts)}"
+            )
         if any(source.format == "tokens" for source in every):
             if self.kind == "instruct":
                 raise ValueError("format: tokens is for kind: text; instructions need their text")
@@ -255,17 +253,6 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _check_columns(source: Source, kind: str) -> None:
-    """Raise ValueError for `columns` that no row of this kind has."""
-    parts = COLUMNS[kind]
-    for part in source.columns or ():
-        if part not in parts:
-            raise ValueError(
-                f"columns: {part} is no part of a row of kind {kind}; write part: column, the parts are "
-                f"{', '.join(parts)}"
-            )
-
-
 def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
     """The `data` section of a recipe."""
     if path.name.removesuffix(".gz").removesuffix(".zst").endswith(DATA_FILES) and path.suffix != ".json":
@@ -278,20 +265,15 @@ def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
     if "data" not in tree:
         raise UserError(f"recipe {path} has no data section; it has: {', '.join(tree) or 'nothing'}")
     config = parse_section(DataConfig, tree["data"], "data")
-    _check_context(config, tree.get("model"))
-    return config
-
-
-def _check_context(config: DataConfig, model: Any) -> None:
-    """Refuse rows that the recipe's model cannot read, where that is known: training would, much later."""
-    path = model.get("path") if isinstance(model, dict) else None
-    context = context_of(Path(path)) if isinstance(path, str) else None
+    model = tree.get("model")  # which cannot read longer rows, as training would say much later
+    where = model.get("path") if isinstance(model, dict) else None
+    context = context_of(Path(where)) if isinstance(where, str) else None
     if context is not None and config.sequence_len > context:
         raise UserError(
-            f"blocks of {config.sequence_len} tokens are longer than the context of {context} of the "
-            f"model {path}; "
-            f"set data.sequence_len={context} or less"
+            f"blocks of {config.sequence_len} tokens are longer than the context of {context} of the model "
+            f"{where}; set data.sequence_len={context} or less"
         )
+    return config
 
 
 def context_of(model: Path) -> int | None:
@@ -310,31 +292,27 @@ def settings(config: DataConfig, reports: bool = True) -> dict[str, Any]:
 
     With `reports` all that decides what `prepare` does, without only what changes the rows.
     """
-    tree = _decisive(config, reports)
+    tree: dict[str, Any] = _decisive(config, reports)
     if isinstance(config.validation, dict):  # whose order a mapping in JSON does not keep
         tree["validation_sets"] = list(config.validation_sets)
     return tree | {"template_version": VERSIONS[config.template] if config.kind == "instruct" else None}
 
 
-def _decisive(section: Section, reports: bool) -> dict[str, Any]:
-    tree = {}
-    for key in type(section).model_fields:
-        name, value = mark_of(type(section), key), getattr(section, key)
-        if name == "place" or (name in REPORTS and not reports) or (name == SET and value is None):
-            continue
-        if name in USED and not USED[name](section):
-            value = None
-        tree[key] = _plain_value(value, reports)
-    return tree
-
-
-def _plain_value(value: Any, reports: bool) -> Any:
-    """A value as JSON, with what is decisive of the sections in it."""
+def _decisive(value: Any, reports: bool) -> Any:
+    """Return a value as JSON, with what is decisive of the sections in it."""
     if isinstance(value, dict):
-        return {key: _plain_value(item, reports) for key, item in value.items()}
+        return {key: _decisive(item, reports) for key, item in value.items()}
     if isinstance(value, list):
-        return [_plain_value(item, reports) for item in value]
-    return _decisive(value, reports) if isinstance(value, Section) else value
+        return [_decisive(item, reports) for item in value]
+    if not isinstance(value, Section):
+        return value
+    tree = {}
+    for key in type(value).model_fields:
+        name, item = mark_of(type(value), key), getattr(value, key)
+        if name == "place" or (name in REPORTS and not reports) or (name == SET and item is None):
+            continue
+        tree[key] = None if name in USED and not USED[name](value) else _decisive(item, reports)
+    return tree
 
 
 class Difference(NamedTuple):
@@ -379,16 +357,17 @@ def check_prepared(directory: Path, prepared: Mapping[str, Any], config: DataCon
 
 
 def described(changed: list[Difference]) -> str:
-    """Differences for a message."""
+    """Return differences as a part of a message."""
     first, *others = changed
     also = f" (also {', '.join(other.key for other in others)} differ)" if others else ""
-    was, now = (_value(value) for value in (first.was, first.now))
-    return one_line(f"prepared with {first.key}={was}, the recipe says {now}{also}")
+    return one_line(
+        f"prepared with {first.key}={_shown(first.was)}, the recipe says {_shown(first.now)}{also}"
+    )
 
 
-def _value(value: Any) -> str:
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return ", ".join(value) or "0 entries"
+def _shown(value: Any) -> str:
+    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
+        return ", ".join(value)
     sets = isinstance(value, dict) and all(isinstance(item, list) for item in value.values())
     if isinstance(value, list) or sets:
         return f"{len(value)} entries"

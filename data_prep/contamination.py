@@ -37,7 +37,7 @@ class Grams(NamedTuple):
 
 
 def collect(directory: Path, n: int) -> Grams:
-    """Grams of <directory>/<task>/test.jsonl of every task. Raises UserError when there are none."""
+    """Return the grams of every <directory>/<task>/test.jsonl. Raises UserError when there are none."""
     files = sorted(p for p in directory.glob("*/test.jsonl*") if p.suffix in (".jsonl", ".zst", ".gz"))
     if not files:
         raise UserError(f"data.contamination={directory} has no <task>/test.jsonl (.zst, .gz)")
@@ -58,24 +58,25 @@ def collect(directory: Path, n: int) -> Grams:
 
 
 def _test_rows(file: Path) -> Iterator[tuple[int, str]]:
-    """Number and text of a task's test rows."""
+    """Yield number and text of a task's test rows."""
     for i, line in enumerate(read_text(file).split("\n")):
         if not line.strip():
             continue
         try:
             row: dict[str, Any] = json.loads(line)
             text = next(row[column] for column in COLUMNS if column in row)
+            text.encode  # noqa: B018
             number = int(row.get("row", i))
+            if not isinstance(text, str):
+                raise TypeError
         except (ValueError, TypeError, AttributeError, StopIteration, RecursionError):
-            raise UserError(f"{file} line {i + 1} is not a JSON row with {' or '.join(COLUMNS)}") from None
-        if not isinstance(text, str):
-            kind = "null" if text is None else type(text).__name__
-            raise UserError(f"{file} line {i + 1}: {' or '.join(COLUMNS)} must be text, not {kind}")
+            named = " or ".join(COLUMNS)
+            raise UserError(f"{file} line {i + 1} is not a JSON row with text in {named}") from None
         yield number, text
 
 
 def save(grams: Grams, path: Path) -> None:
-    """For the workers."""
+    """Write grams for the workers."""
     write_atomically(path, lambda sink: np.savez(sink, **grams._asdict()))
 
 
@@ -94,7 +95,7 @@ class Finder:
         self.sieve[grams.hashes >> np.uint64(64 - SIEVE_BITS)] = True
 
     def overlap(self, texts: Sequence[str]) -> tuple[np.ndarray, int]:
-        """Numbers of the grams that the texts contain, int64, distinct; and how many texts contain one."""
+        """Return which grams the texts contain, int64, distinct; and how many texts contain one."""
         words = split(texts)
         grams = [words.grams(n) for n in self.grams.lengths.tolist()]
         hashes, text = (np.concatenate(column) for column in zip(*grams, strict=True))
@@ -107,7 +108,7 @@ class Finder:
 
 
 def report(grams: Grams, hits: Iterable[int], documents: int, n: int) -> dict[str, Any]:
-    """The report: for each task which test rows share grams with the training text, and how much of them.
+    """Return, for each task which test rows share grams with the training text, and how much of them.
 
     hits: grams found in any training row; documents: training rows in which one was found.
     """

@@ -81,17 +81,10 @@ def split(texts: Sequence[str], punctuation: bool = False) -> Words:
         for letter in np.unique(unknown).tolist():
             _classes[letter] = _class_of(chr(letter))
         classes = _classes[letters]
-    ends = np.flatnonzero(letters == 0)
-    return _words(letters, classes, classes >= (_PUNCTUATION if punctuation else _LETTER), ends)
-
-
-def _words(letters: np.ndarray, classes: np.ndarray, used: np.ndarray, ends: np.ndarray) -> Words:
-    """Return the words of `letters`, of which those that are `used` are parts of words.
-
-    ends: where each text but the last ends.
-    """
-    gaps = np.cumsum(~used & (classes != _IGNORED))[used]
-    used = np.flatnonzero(used)
+    ends = np.flatnonzero(letters == 0)  # of all texts but the last
+    inside = classes >= (_PUNCTUATION if punctuation else _LETTER)  # words
+    gaps = np.cumsum(~inside & (classes != _IGNORED))[inside]
+    used = np.flatnonzero(inside)
     kinds = classes[used]
     alone = (kinds >= _HALF) | (kinds == _SYMBOL)
     # A word begins at a character that counts by itself, and at any other but a mark after such a one.
@@ -102,9 +95,9 @@ def _words(letters: np.ndarray, classes: np.ndarray, used: np.ndarray, ends: np.
         values = _ascii_values()[letters[used] + np.uint8(128) * first]
     else:
         values = mixed(letters[used].astype(np.uint64) + first * _BEGIN)
-    powers, inverses = _powers(len(used) + 1)
+    powers, inverses = _power_tables(max(1 << (len(used) + 1).bit_length(), POWERS))
     prefix = np.zeros(len(used) + 1, np.uint64)
-    np.cumsum(values * powers[:-1], out=prefix[1:])
+    np.cumsum(values * powers[: len(used)], out=prefix[1:])
     starts = np.flatnonzero(first)
     weights = _WEIGHTS[kinds[starts]]
     return Words(
@@ -145,12 +138,6 @@ def _ascii_values() -> np.ndarray:
     """Return the value of each letter within a word, and of each that begins one."""
     letters = np.arange(128, dtype=np.uint64)
     return mixed(np.concatenate([letters, letters + _BEGIN]))
-
-
-def _powers(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return powers of the multiplier and of its inverse modulo 2**64, uint64 [count] each."""
-    powers, inverses = _power_tables(max(1 << count.bit_length(), POWERS))
-    return powers[:count], inverses[:count]
 
 
 @lru_cache(maxsize=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from emo.common.errors import UserError, one_line
+from emo.common.errors import UserError
 from emo.common.labels import IGNORE
 from emo.common.text import counted, on_one_line, printable
 from emo.common.untrusted import read_json
@@ -27,14 +28,8 @@ OPEN, CLOSE = "⟦", "⟧"  # around what is supervised where there are no colou
 def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
     """Print the summary of a data set and `samples` of its rows. Raises UserError when it is not one."""
     data = TokenDataset(directory)
-    console.print(_summary(directory, data))
-    if data.domains != (DEFAULT_DOMAIN,):
-        console.print(_domains(data))
-    console.print(_sources(data))
-    console.print(_histogram(data))
-    overlap = directory / "contamination.json"
-    if overlap.is_file():
-        console.print(_overlap(overlap))
+    for table in _tables(directory, data):
+        console.print(table)
     tokenizer = load_tokenizer(directory.parent / "tokenizer")
     drawn = np.random.default_rng(seed).permutation(len(data))[:samples]
     damage = data.damage(drawn, data.manifest.vocab_size)
@@ -48,11 +43,8 @@ def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
         supervised = counted(int(data.valid[row]), "supervised token")
         console.rule(escape(f"row {row}  ({file} row {number}{suffix}, {supervised})"))
         console.print(coloured(data, row, tokenizer, colours))
-    console.print(
-        Text.assemble(
-            "supervised ", stretch("like this", True, colours), ", context ", ("like this", CONTEXT)
-        )
-    )
+    like = stretch("like this", True, colours), ", context ", ("like this", CONTEXT)
+    console.print(Text.assemble("supervised ", *like))
 
 
 def stretch(text: str, supervised: bool, colours: bool) -> Text:
@@ -82,9 +74,10 @@ def coloured(data: TokenDataset, row: int, tokenizer: object, colours: bool = Tr
     return text
 
 
-def _summary(directory: Path, data: TokenDataset) -> Table:
+def _tables(directory: Path, data: TokenDataset) -> Iterator[Table]:
+    """Yield a summary, domains where there are any, sources, lengths, and what of tasks is in the text."""
     m = data.manifest
-    table = Table(title=shown(directory), show_header=False)
+    table = Table(title=_cell(directory), show_header=False)
     rows = {
         "kind": f"{m.kind}{f', template {m.template}' if m.template else ''}",
         "rows": f"{m.rows:,} of {m.block} tokens",
@@ -97,63 +90,41 @@ def _summary(directory: Path, data: TokenDataset) -> Table:
         "fingerprint": m.fingerprint[:16],
     } | {name.replace("_", " "): f"{count:,}" for name, count in m.counts.items()}
     for name, value in rows.items():
-        table.add_row(shown(name), shown(value))
-    return table
-
-
-def _domains(data: TokenDataset) -> Table:
-    """Return what of the data is of which domain; shares are of the tokens."""
-    table = Table("domain", "rows", "tokens", "share", "supervised", "documents", title="domains")
-    total = max(1, data.manifest.tokens)
-    for domain in data.manifest.domains:
-        share, others = f"{domain.tokens / total:.1%}", (domain.valid_tokens, domain.documents)
-        counts = (f"{domain.rows:,}", f"{domain.tokens:,}", share, *(f"{count:,}" for count in others))
-        table.add_row(shown(domain.name), *counts)
-    return table
-
-
-def shown(value: object) -> str:
-    """A cell of a table as it is: rich would read [b] as markup, and a terminal escapes as commands."""
-    return escape(on_one_line(str(value)))
-
-
-def _sources(data: TokenDataset) -> Table:
+        table.add_row(_cell(name), _cell(value))
+    yield table
+    if data.domains != (DEFAULT_DOMAIN,):
+        table = Table("domain", "rows", "tokens", "share", "supervised", "documents", title="domains")
+        for domain in m.domains:
+            share = f"{domain.tokens / max(1, m.tokens):.1%}"
+            counts = (f"{count:,}" for count in (domain.valid_tokens, domain.documents))
+            table.add_row(_cell(domain.name), f"{domain.rows:,}", f"{domain.tokens:,}", share, *counts)
+        yield table
     table = Table("source", "format", "weight", "rows", "used here", "rejected", "not read", title="sources")
-    for source in data.manifest.sources:
-        try:
-            rejected = [f"{n:,} {reason.replace('_', ' ')}" for reason, n in source["rejected"].items()]
-            table.add_row(
-                *(shown(source[key]) for key in ("name", "format", "weight")),
-                f"{source['rows']:,}",
-                f"{source[data.manifest.split]:,}",
-                shown(", ".join(rejected) or "none"),
-                shown(", ".join(source["columns_not_read"][:12]) or "none"),
-            )
-        except (KeyError, TypeError, AttributeError, ValueError):
-            raise UserError(f"{data.directory} says no more what a source gave; {AGAIN}") from None
-    return table
-
-
-def _histogram(data: TokenDataset) -> Table:
-    """Segment lengths in powers of two."""
-    lengths = data.segment_lengths()
+    for source in m.sources:
+        rejected = [f"{n:,} {reason.replace('_', ' ')}" for reason, n in source["rejected"].items()]
+        table.add_row(
+            *(_cell(source[key]) for key in ("name", "format", "weight")),
+            *(f"{source[key]:,}" for key in ("rows", m.split)),
+            _cell(", ".join(rejected) or "none"),
+            _cell(", ".join(source["columns_not_read"][:12]) or "none"),
+        )
+    yield table
     table = Table("tokens", "segments", "", title="segment lengths")
-    bins = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
-    counts = np.bincount(bins) if len(bins) else np.zeros(0, int)
-    for power in np.flatnonzero(counts).tolist():
+    powers = np.ceil(np.log2(np.maximum(data.segment_lengths(), 1))).astype(int)
+    for power, count in zip(*np.unique(powers, return_counts=True), strict=True):
         low, high = (1 << power >> 1) + 1, 1 << power
-        bar = "█" * max(1, round(BAR * counts[power] / counts.max()))
-        table.add_row(f"{min(low, high):,} to {high:,}", f"{counts[power]:,}", bar)
-    return table
-
-
-def _overlap(file: Path) -> Table:
-    table = Table("task", "test rows", "overlapping", "contained", title="test rows in this text")
-    try:
-        report = read_json(file)
+        bar = "█" * max(1, round(BAR * count / np.bincount(powers).max()))
+        table.add_row(f"{min(low, high):,} to {high:,}", f"{count:,}", bar)
+    yield table
+    if (directory / "contamination.json").is_file():
+        report = read_json(directory / "contamination.json")
+        table = Table("task", "test rows", "overlapping", "contained", title="test rows in this text")
         for name, task in report["tasks"].items():
-            table.add_row(shown(name), *(f"{task[key]:,}" for key in ("rows", "overlapping", "contained")))
-        table.caption = f"overlapping: shares {shown(report['ngram'])} words; contained: wholly there"
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"{file} is damaged ({one_line(error, 80)}); {AGAIN}") from None
-    return table
+            table.add_row(_cell(name), *(f"{task[key]:,}" for key in ("rows", "overlapping", "contained")))
+        table.caption = f"overlapping: shares {_cell(report['ngram'])} words; contained: wholly there"
+        yield table
+
+
+def _cell(value: object) -> str:
+    """Return a cell as it is: rich would read [b] as markup, and a terminal escapes as commands."""
+    return escape(on_one_line(str(value)))

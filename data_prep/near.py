@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -29,20 +29,22 @@ SHINGLE = 5  # words
 TELLING = 10  # words
 WHOLE = 1 << 40  # words in a shingle that is a whole text
 BATCH = 1 << 12  # signatures that are held at once, half a KiB or one each
+# Factors, odd, and summands, uint64 [PERMUTATIONS, 2].
+_PERMUTED = mixed(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64)).reshape(-1, 2)
+_PERMUTED[:, 0] |= np.uint64(1)
 
 
 def signatures(rows: Sequence[Row], kind: str) -> np.ndarray:
     """Return MinHash signatures of rows: uint32 [rows, 1 (text) or 2 (instruct), PERMUTATIONS]."""
     if kind == "text":
         return _signatures([plain_text(row) for row in rows], SHINGLE)[:, None]
-    spoken = [_said(row) for row in rows]
-    prompts, responses = [prompt for prompt, _ in spoken], [response for _, response in spoken]
+    prompts, responses = zip(*map(_sides, rows), strict=True) if rows else ((), ())
     telling = split(responses).totals(len(rows)) >= TELLING * WORD
     signed = _signatures(prompts, np.where(telling, SHINGLE, WHOLE))
     return np.stack([signed, _signatures(responses, SHINGLE, salt=1)], axis=1)
 
 
-def _said(row: Row) -> tuple[str, str]:
+def _sides(row: Row) -> tuple[str, str]:
     """Return what the user says and what the assistant says in an instruction row."""
     if isinstance(row, Conversation):
         prompts = "\n".join(f"{exchange.prompt}\n{exchange.input}" for exchange in row.exchanges)
@@ -51,12 +53,11 @@ def _said(row: Row) -> tuple[str, str]:
     texts: dict[str, list[str]] = {"user": [], "assistant": []}
     for message in json.loads(row.messages):
         parts = [message.get("reasoning_content"), message.get("content"), message.get("tool_calls")]
-        texts.setdefault(message["role"], []).extend(_text(part) for part in parts if part)
+        spoken = [
+            part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts if part
+        ]
+        texts.setdefault(message["role"], []).extend(spoken)
     return "\n".join(texts["user"]), "\n".join(texts["assistant"])
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _signatures(texts: Sequence[str], words: int | np.ndarray, salt: int = 0) -> np.ndarray:
@@ -66,18 +67,10 @@ def _signatures(texts: Sequence[str], words: int | np.ndarray, salt: int = 0) ->
     minima = np.full((len(texts), PERMUTATIONS), 2**32 - 1, np.uint32)
     if len(hashes):
         owners, begins = np.unique(text, return_index=True)
-        for number, (factor, summand) in enumerate(_permutations()):
+        for number, (factor, summand) in enumerate(_PERMUTED):
             values = ((hashes * factor + summand) >> np.uint64(32)).astype(np.uint32)
             minima[owners, number] = np.minimum.reduceat(values, begins)
     return minima
-
-
-@cache
-def _permutations() -> np.ndarray:
-    """Return factors, odd, and summands, uint64 [PERMUTATIONS, 2]."""
-    numbers = mixed(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64)).reshape(-1, 2)
-    numbers[:, 0] |= np.uint64(1)
-    return numbers
 
 
 def band_keys(signed: np.ndarray, threshold: float) -> np.ndarray:

@@ -55,15 +55,12 @@ def directory(data: TokenDataset, name: str) -> Path:
 
 
 def shard_file(data: TokenDataset, name: str, index: int) -> Path:
-    """The scores of one shard."""
+    """Return the file of the scores of one shard."""
     return directory(data, name) / Path(data.manifest.shards[index].file).with_suffix(".npy").name
 
 
 def write_shard(path: Path, scores: np.ndarray) -> None:
-    """Scores of one shard's tokens [tokens], whole or not at all, and their hash beside them.
-
-    Raises UserError for what is no log-probability.
-    """
+    """Write scores of one shard's tokens [tokens], whole or not at all, and their hash beside them."""
     if not np.isfinite(scores).all() or (scores > 0).any():
         raise UserError(f"{path} is not written: the model gives what is no log-probability")
     write_atomically(path, lambda sink: np.save(sink, scores.astype(np.float32)))
@@ -71,16 +68,14 @@ def write_shard(path: Path, scores: np.ndarray) -> None:
 
 
 def written_hash(path: Path) -> str | None:
-    """The hash of a shard's scores; None unless they are there as they were written."""
+    """Return the hash of a shard's scores; None unless they are there as they were written."""
     noted = path.with_suffix(HASH)
-    if not (path.is_file() and noted.is_file()):
-        return None
-    digest = sha256(path)
-    return digest if noted.read_text(encoding="utf-8") == digest else None
+    digest = sha256(path) if path.is_file() and noted.is_file() else None
+    return digest if digest and noted.read_text(encoding="utf-8") == digest else None
 
 
 def read_shard(path: Path, tokens: int) -> np.ndarray:
-    """A shard's scores [tokens], memory-mapped. Raises UserError when the file cannot be that."""
+    """Return a shard's scores [tokens], memory-mapped. Raises UserError when the file cannot be that."""
     if not path.is_file():
         raise UserError(f"{path} is missing; {AGAIN}")
     try:
@@ -89,27 +84,17 @@ def read_shard(path: Path, tokens: int) -> np.ndarray:
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}); delete it and {AGAIN}") from None
     if scores.dtype != np.float32 or scores.shape != (tokens,):
-        raise UserError(
-            f"{path} holds {list(scores.shape)} numbers of {scores.dtype} for {tokens} tokens; delete it and "
-            f"{AGAIN}"
-        )
+        raise UserError(f"{path} does not hold a number for each of {tokens} tokens; delete it and {AGAIN}")
     return scores
 
 
 def begin(data: TokenDataset, name: str, model: dict[str, Any]) -> None:
-    """Take the directory for the scores of one model; any number of jobs may begin the same.
-
-    Raises UserError when it holds another model's, or those of other data.
-    """
+    """Take the directory for the scores of one model; any number of jobs may begin the same."""
     where = directory(data, name)
     where.mkdir(parents=True, exist_ok=True)
-    whose = {"data": data.fingerprint, "model": model}
-    write_once(where / BEGUN, json.dumps(whose, indent=1) + "\n")
-    try:
-        claimed = read_json(where / BEGUN)
-    except ValueError:
-        claimed = None
-    if claimed != whose:
+    whose = json.dumps({"data": data.fingerprint, "model": model}, indent=1) + "\n"
+    write_once(where / BEGUN, whose)
+    if (where / BEGUN).read_text(encoding="utf-8") != whose:
         raise UserError(
             f"{where} holds scores of another model or of other data; choose another --name, or give --force"
         )
@@ -136,54 +121,43 @@ def seal(data: TokenDataset, name: str, model: dict[str, Any]) -> bool:
 
 
 class Scores:
-    """The scores of a data set's rows, as training reads them.
-
-    Raises UserError when there are none of that name or they belong to other data; `faults` reads the files.
-    """
+    """The scores of a data set's rows, as training reads them."""
 
     def __init__(self, data: TokenDataset, name: str) -> None:
         self.data = data
         where = directory(data, name)
-        self.about = about = _read_about(where, data)
-        if about.data != data.fingerprint:
+        if not where.is_dir():
+            names = [path.name for path in where.parent.iterdir()] if where.parent.is_dir() else []
+            hint = f"; {nearest(name, names)}" if names else ""
+            raise UserError(f"{data.directory} has no scores called {name}{hint}; {AGAIN} --name {name}")
+        if not (where / ABOUT).is_file():
+            raise UserError(f"the scores in {where} are not complete; {AGAIN} --name {name}")
+        try:
+            self.about = about = About.model_validate(read_json(where / ABOUT))
+        except (ValidationError, ValueError) as error:
+            raise UserError(f"{where / ABOUT} is damaged ({one_line(error, 120)}); {AGAIN} --force") from None
+        infos = data.manifest.shards
+        if (about.format, about.data, len(about.shards)) != (FORMAT, data.fingerprint, len(infos)):
             raise UserError(
-                f"the scores in {where} belong to other data than those in {data.directory}; {AGAIN} --force"
+                f"the scores in {where} are of another version, or belong to other data than those in "
+                f"{data.directory}; {AGAIN} --force"
             )
-        counts = [info.tokens for info in data.manifest.shards]
-        self.files = [shard_file(data, name, index) for index in range(len(counts))]
-        self.shards = [read_shard(path, tokens) for path, tokens in zip(self.files, counts, strict=True)]
-        self._starts = [data.token_offsets(index) for index in range(len(counts))]
+        self.files = [shard_file(data, name, index) for index in range(len(infos))]
+        self.shards = [read_shard(path, info.tokens) for path, info in zip(self.files, infos, strict=True)]
+        self._starts = [data.token_offsets(index) for index in range(len(infos))]
 
     def faults(self, hashes: Hashes, part: int = 0, parts: int = 1) -> Iterator[str]:
-        """Files that are not what was written; of several readers each looks at a part."""
+        """Yield files that are not what was written; of several readers each looks at a part."""
         for path, scored in list(zip(self.files, self.about.shards, strict=True))[part::parts]:
             if hashes.sha256(path) != scored.sha256:
                 yield f"{path} was changed after it was written; {AGAIN} --force"
 
     def batch(self, rows: np.ndarray) -> np.ndarray:
-        """Scores of the labels of rows, float32 [b, block]: stored[i] is that of the token predicted at i."""
+        """Return scores of the labels of rows, float32 [b, block]: at i that of the token predicted there."""
         width = self.data.manifest.block
         out = np.zeros((len(rows), width), np.float32)
         for i, row in enumerate(rows):
             shard, row_in_shard = self.data.place(int(row))
-            start, stop = self._starts[shard][row_in_shard], self._starts[shard][row_in_shard + 1]
+            start, stop = self._starts[shard][row_in_shard : row_in_shard + 2]
             out[i, : stop - start - 1] = self.shards[shard][start + 1 : stop]
         return out
-
-
-def _read_about(where: Path, data: TokenDataset) -> About:
-    if not (where / ABOUT).is_file():
-        if where.is_dir():
-            raise UserError(f"the scores in {where} are not complete; {AGAIN} --name {where.name}")
-        names = [path.name for path in where.parent.iterdir()] if where.parent.is_dir() else []
-        hint = f"; {nearest(where.name, names)}" if names else ""
-        raise UserError(
-            f"{data.directory} has no scores called {where.name}{hint}; {AGAIN} --name {where.name}"
-        )
-    try:
-        about = About.model_validate(read_json(where / ABOUT))
-    except (ValidationError, ValueError, OSError) as error:
-        raise UserError(f"{where / ABOUT} is damaged ({one_line(error, 120)}); {AGAIN} --force") from None
-    if about.format != FORMAT or len(about.shards) != len(data.manifest.shards):
-        raise UserError(f"{where / ABOUT} is of another version or data set; {AGAIN} --force")
-    return about

@@ -26,12 +26,8 @@ if TYPE_CHECKING:
 
 SPACE = "\u2581"  # sentencepiece writes a space as this sign
 FILES = [
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "vocab.json",
-    "merges.txt",
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
+    *("vocab.json", "merges.txt"),
 ]
 CHAT_TEMPLATE = "chat_template.jinja"  # older tokenizers have it in tokenizer_config.json
 FILE_BYTES = 256 << 20  # of a tokenizer's file at most: the largest published ones have 35 MB
@@ -61,27 +57,36 @@ PROBES = (  # a converted tokenizer must give the ids of the original for these
         "na\u00efve caf\u00e9",
         "e\u0301",
         "\u65e5\u672c\u8a9e \u65e5\u672c",
-        "\U0001f642\n\U0001f642",
-        "\x00\x7f",
     ),
+    *("\U0001f642\n\U0001f642", "\x00\x7f"),
 )
+_FACTS: dict[
+    str, TokenizerFacts
+] = {}  # by the content of files, as facts take longer to compute than to read
+
+
+class TokenizerFacts(NamedTuple):
+    """The facts of a saved tokenizer that data preparation depends on."""
+
+    vocab_size: int
+    bos_id: int | None
+    eos_id: int | None
+    fingerprint: str
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerFast:
-    """The tokenizer at `path`: a directory (tokenizer.json, else tokenizer.model, else vocab.json and
-    merges.txt), a sentencepiece .model file, or a hub id.
+    """Return the tokenizer at `path`: a directory, a sentencepiece .model file, or a hub id.
 
-    Raises UserError when nothing usable is there.
+    Of a directory it is tokenizer.json, else tokenizer.model, else vocab.json and merges.txt. Raises
+    UserError when nothing usable is there.
     """
     from transformers import PreTrainedTokenizerFast
 
     local = _local(path, revision)
-    backend, names = _sound(local)
+    backend, names = _read(local)
+    template = chat_template(local)
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        clean_up_tokenization_spaces=False,
-        chat_template=chat_template(local),
-        **names,
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, chat_template=template, **names
     )
 
 
@@ -89,16 +94,14 @@ def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> T
     """Like `load_tokenizer(path).save_pretrained(directory)`, without importing transformers (seconds)."""
     local = _local(path, revision)
     original = _content(local)
-    backend, names = _sound(local)
+    backend, names = _read(local)
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
     fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    config: dict[str, Any] = names | fixed
-    if (template := chat_template(local)) is not None:
-        config["chat_template"] = template
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    template = chat_template(local)
+    config = names | fixed | ({} if template is None else {"chat_template": template})
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
     facts = _facts(backend, names)
     _FACTS.update({original: facts, _content(directory): facts})
     return facts
@@ -114,15 +117,6 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
     return _fingerprint(tokenizer.backend_tokenizer, bos, tokenizer.eos_token_id)
 
 
-class TokenizerFacts(NamedTuple):
-    """The facts of a saved tokenizer that data preparation depends on."""
-
-    vocab_size: int
-    bos_id: int | None
-    eos_id: int | None
-    fingerprint: str
-
-
 def tokenizer_facts(directory: Path) -> TokenizerFacts:
     """Return the facts of a saved tokenizer, without the seconds that importing transformers takes."""
     return _FACTS.get(_content(directory)) or read_tokenizer(directory)[1]
@@ -131,24 +125,16 @@ def tokenizer_facts(directory: Path) -> TokenizerFacts:
 def read_tokenizer(directory: Path) -> tuple[Tokenizer, TokenizerFacts]:
     """Return a saved tokenizer as its library loads it, and its facts. Raises UserError."""
     content = _content(directory)
-    backend, names = _sound(directory, known=content in _FACTS)
+    backend, names = _read(directory, known=content in _FACTS)
     if content not in _FACTS:
         _FACTS[content] = _facts(backend, names)
     return backend, _FACTS[content]
 
 
-_FACTS: dict[
-    str, TokenizerFacts
-] = {}  # by the content of the files, as they take longer to find than to read
-
-
 def _content(directory: Path) -> str:
-    """Return the names and hashes of a tokenizer's files, all that its facts depend on. Raises UserError."""
+    """Return the names and hashes of a tokenizer's files, all that its facts depend on."""
     files = [directory] if directory.is_file() else [directory / name for name in FILES]
-    try:
-        return json.dumps([(file.name, sha256(file)) for file in files if file.is_file()])
-    except OSError as error:
-        raise UserError(f"tokenizer {directory} cannot be read: {one_line(error)}") from None
+    return json.dumps([(file.name, sha256(file)) for file in files if file.is_file()])
 
 
 def _facts(backend: Tokenizer, names: dict[str, Any]) -> TokenizerFacts:
@@ -159,10 +145,7 @@ def _facts(backend: Tokenizer, names: dict[str, Any]) -> TokenizerFacts:
 
 
 def require_end(facts: TokenizerFacts, name: str, kind: str) -> str | None:
-    """A note for the user about a tokenizer that cannot say where a text ends, or None.
-
-    Raises UserError when the data are instructions, whose responses must be seen to end.
-    """
+    """Return a note for the user about a tokenizer that cannot say where a text ends, or None."""
     if facts.eos_id is not None:
         return None
     lacks = f"tokenizer {name} has no end-of-sequence token"
@@ -235,7 +218,7 @@ def _pieces(line: str) -> Iterator[str]:
 
 
 def chat_template(directory: Path) -> str | None:
-    """The chat template of a directory's tokenizer, the default one of several. Raises UserError."""
+    """Return the chat template of a directory's tokenizer, the default one of several. Raises UserError."""
     file, config = directory / CHAT_TEMPLATE, directory / "tokenizer_config.json"
     try:
         if file.is_file():
@@ -249,14 +232,27 @@ def chat_template(directory: Path) -> str | None:
 
 
 def _local(path: str | Path, revision: str | None) -> Path:
-    """Return the path of a local or hub tokenizer."""
-    return Path(path) if Path(path).exists() else _download(str(path), revision)
+    """Return the path of a local tokenizer, or of a hub model's files, from the cache or the network."""
+    if Path(path).exists():
+        return Path(path)
+    from huggingface_hub import snapshot_download
 
-
-def _sound(path: Path, known: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return what `_read` does, as data are encoded by it; its errors become one UserError."""
     try:
-        backend, names = _read(path, known)
+        return Path(snapshot_download(str(path), revision=revision, allow_patterns=[*FILES, CHAT_TEMPLATE]))
+    except Exception as error:  # no id, offline, not found, gated: many classes, one meaning here
+        raise UserError(
+            f"tokenizer {path} is no directory, no .model file and no id that the hub gives "
+            f"({one_line(error, 200)})"
+        ) from None
+
+
+def _read(path: Path, known: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return a tokenizer as data are encoded by it, and its special tokens. Raises UserError.
+
+    known: these very bytes were read before, so that their ids need no second look.
+    """
+    try:
+        backend, names = _parsed(path, known)
         if getattr(backend.model, "dropout", None):
             backend.model.dropout = None  # it would give a text other ids every time
         if names.items() >= NO_BOS.items() and backend.encode("").ids[:1] == [
@@ -270,59 +266,37 @@ def _sound(path: Path, known: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
         raise UserError(f"tokenizer {path} cannot be read: {one_line(error)}") from None
 
 
-def _download(hub: str, revision: str | None) -> Path:
-    """The tokenizer files of a hub model, from the cache or the network."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(hub, revision=revision, allow_patterns=[*FILES, CHAT_TEMPLATE]))
-    except HFValidationError:
-        raise UserError(
-            f"tokenizer {hub} does not exist; give a directory, a .model file or a hub id"
-        ) from None
-    except Exception as error:  # offline, not found, gated: many classes, one meaning here
-        reason = one_line(error, 200)
-        raise UserError(
-            f"tokenizer {hub} is neither a local path nor reachable on the hub ({reason})"
-        ) from None
-
-
-def _read(path: Path, known: bool) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the backend and the names of the special tokens, from a directory or a .model file.
-
-    known: these very bytes were read before, so that their ids need no second look.
-    """
+def _parsed(path: Path, known: bool) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return the backend and the names of the special tokens, from a directory or a .model file."""
     if path.is_file():
         return _from_sentencepiece(path)
     if (path / "tokenizer.json").is_file():
         content = read_bytes(path / "tokenizer.json", FILE_BYTES).decode()
         if not known:
             tree = parse_json(content)
-            added = (token["id"] for token in tree.get("added_tokens") or ())
-            _check_ids([*_ids(tree["model"]["vocab"]), *added])
+            _check_ids(tree["model"]["vocab"], tree.get("added_tokens") or ())
         backend = Tokenizer.from_str(content)
-        names = configured(path)
+        names = _configured(path)
         if "eos_token" not in names and backend.token_to_id("<|endoftext|>") is not None:
             names = _byte_bpe_names(backend, path) | names  # GPT-2's directory does not name its own
         return backend, names
     if (path / "tokenizer.model").is_file():
         backend, names = _from_sentencepiece(path / "tokenizer.model")
-        return backend, names | configured(path)
-    if (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+    elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
         backend, names = _from_byte_bpe(path)
-        return backend, names | configured(path)
-    raise UserError(
-        f"tokenizer {path} holds none of tokenizer.json, tokenizer.model, vocab.json with merges.txt"
-    )
+    else:
+        raise UserError(
+            f"tokenizer {path} holds none of tokenizer.json, tokenizer.model, vocab.json with merges.txt"
+        )
+    return backend, names | _configured(path)
 
 
 def special_names(directory: Path) -> dict[str, str]:
     """Return the special tokens that a directory's own configuration names."""
-    return {name: token for name, token in configured(directory).items() if name in SPECIALS}
+    return {name: token for name, token in _configured(directory).items() if name in SPECIALS}
 
 
-def configured(directory: Path) -> dict[str, Any]:
+def _configured(directory: Path) -> dict[str, Any]:
     """Return the special tokens that a directory's own configuration names, and NO_BOS where it says so."""
     names: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -343,7 +317,7 @@ def configured(directory: Path) -> dict[str, Any]:
 
 
 def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """A BPE sentencepiece model as a fast tokenizer with the same ids for every text."""
+    """Return a BPE sentencepiece model as a fast tokenizer with the same ids for every text."""
     from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
 
     content = file.read_bytes()
@@ -357,34 +331,11 @@ def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
             f"tokenizer {file} is not a plain BPE sentencepiece model as LLaMA's is; "
             "give a directory with its tokenizer.json"
         )
-    backend, names = _converted(model)
-    original = SentencePieceProcessor(model_proto=content)
-    backend.encode_special_tokens = True
-    ids = [encoding.ids for encoding in backend.encode_batch(list(PROBES), add_special_tokens=False)]
-    backend.encode_special_tokens = False
-    for text, converted in zip(PROBES, ids, strict=True):
-        if converted != original.encode(text):
-            raise UserError(
-                f"tokenizer {file} cannot be converted: {text!r} would not get the ids of sentencepiece; "
-                "give a directory with its tokenizer.json"
-            )
-    _begin_with_bos(backend, names)
-    return backend, names
-
-
-def _converted(model: Any) -> tuple[Tokenizer, dict[str, str]]:
-    """A ModelProto as a fast tokenizer, and the names of its special tokens."""
-    trainer, normalizer = model.trainer_spec, model.normalizer_spec
     vocab = {piece.piece: i for i, piece in enumerate(model.pieces)}
     unknown = next(p.piece for p in model.pieces if p.type == UNKNOWN)
+    merges, fallback = _merges(model.pieces, vocab), bool(trainer.byte_fallback)
     backend = Tokenizer(
-        models.BPE(
-            vocab=vocab,
-            merges=_merges(model.pieces, vocab),
-            unk_token=unknown,
-            fuse_unk=True,
-            byte_fallback=bool(trainer.byte_fallback),
-        )
+        models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=fallback)
     )
     prefix = [normalizers.Prepend(SPACE)] if normalizer.add_dummy_prefix else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
@@ -398,38 +349,44 @@ def _converted(model: Any) -> tuple[Tokenizer, dict[str, str]]:
     for name, piece in (("bos_token", trainer.bos_piece), ("eos_token", trainer.eos_piece)):
         if piece in vocab:
             names[name] = piece
+    original = SentencePieceProcessor(model_proto=content)
+    backend.encode_special_tokens = True
+    for text in PROBES:
+        if backend.encode(text, add_special_tokens=False).ids != original.encode(text):
+            raise UserError(
+                f"tokenizer {file} cannot be converted: {text!r} would not get the ids of sentencepiece; "
+                "give a directory with its tokenizer.json"
+            )
+    backend.encode_special_tokens = False
+    _begin_with_bos(backend, names)
     return backend, names
 
 
 def _merges(pieces: Any, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Every way to join two pieces into a third, best score first, as sentencepiece ranks them."""
+    """Return every way to join two pieces into a third, best score first, as sentencepiece ranks them."""
     ranked = []
     for i, piece in enumerate(pieces):
-        if piece.type != NORMAL:
-            continue
-        text = piece.piece
+        text = piece.piece if piece.type == NORMAL else ""
         for cut in range(1, len(text)):
             left, right = text[:cut], text[cut:]
             if left in vocab and right in vocab:
                 ranked.append((-piece.score, i, vocab[left], left, right))
-    ranked.sort()
-    return [(left, right) for *_, left, right in ranked]
+    return [(left, right) for *_, left, right in sorted(ranked)]
 
 
-def _ids(vocab: Any) -> Iterable[Any]:
-    """The ids of a vocabulary; one that is a list numbers its pieces itself."""
-    return vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+def _check_ids(vocab: Any, added: Iterable[Any] = ()) -> None:
+    """Raise ValueError for ids that no vocabulary has: the library makes room for all below the largest.
 
-
-def _check_ids(ids: Iterable[Any]) -> None:
-    """Raise ValueError for ids that no vocabulary has: the library makes room for all below the largest."""
+    vocab: a list of pieces, which numbers them itself, or ids by piece.
+    """
+    ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(token["id"] for token in added)]
     if not all(type(number) is int and 0 <= number < MOST_IDS for number in ids):
         raise ValueError(f"one of its token ids is no number below {MOST_IDS:,}")
 
 
 def _from_byte_bpe(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
     """GPT-2's kind of BPE over bytes; OPT is the one whose vocabulary has `</s>` in its place."""
-    _check_ids(_ids(read_json(directory / "vocab.json", FILE_BYTES)))
+    _check_ids(read_json(directory / "vocab.json", FILE_BYTES))
     backend = Tokenizer(models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt")))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

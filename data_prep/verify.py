@@ -57,7 +57,7 @@ class Missing(NamedTuple):
 
 
 def planned_inputs(config: DataConfig) -> list[Input]:
-    """The inputs. Raises UserError when something that is read lies where prepared data are written."""
+    """Return the inputs. Raises UserError when one of them lies where prepared data are written."""
     inputs = open_inputs(config)
     read = [config.root / name for name in (config.tokenizer, config.contamination) if name is not None]
     home = config.dir.resolve()
@@ -77,7 +77,7 @@ def file_of(config: DataConfig, opened: Input) -> Path | None:
 
 
 def content(path: Path, hashes: Hashes) -> str:
-    """Hash of a file, or of all files of a directory and their names."""
+    """Return the hash of a file, or of all files of a directory and their names."""
     if path.is_file():
         return hashes.sha256(path)
     files = sorted(file for file in path.rglob("*") if file.is_file())
@@ -86,7 +86,7 @@ def content(path: Path, hashes: Hashes) -> str:
 
 
 def load_plan(config: DataConfig) -> Plan:
-    """The plan, whose settings must be those of the recipe."""
+    """Return the plan, whose settings must be those of the recipe."""
     check_settings(config)
     try:
         return Plan.load(config.dir / PLAN)
@@ -155,10 +155,7 @@ def check_inputs(config: DataConfig, plan: Plan, hashes: Hashes) -> list[Input] 
 
 
 def check_tokenizer(config: DataConfig, plan: Plan) -> Tokenizer:
-    """Return the saved tokenizer.
-
-    Raises UserError unless it, and a local one that it was made from, are those that were planned with.
-    """
+    """Return the saved tokenizer."""
     planned = TokenizerFacts(**plan.summary["tokenizer"])
     directories = [config.dir / TOKENIZER]
     if config.tokenizer is not None and (config.root / config.tokenizer).exists():
@@ -166,7 +163,8 @@ def check_tokenizer(config: DataConfig, plan: Plan) -> Tokenizer:
     for directory in directories:
         try:
             same = tokenizer_facts(directory) == planned and (
-                not config.by_chat_template or _same_template(directory, plan)
+                not config.by_chat_template
+                or read_template(directory, str(directory)).digest == plan.summary["chat_template"]
             )
         except Exception:  # a broken file; `tokenizers` raises plain Exception
             same = False
@@ -179,14 +177,10 @@ def check_tokenizer(config: DataConfig, plan: Plan) -> Tokenizer:
     return read_tokenizer(config.dir / TOKENIZER)[0]
 
 
-def _same_template(directory: Path, plan: Plan) -> bool:
-    return read_template(directory, str(directory)).digest == plan.summary["chat_template"]
-
-
 def missing_shards(
     config: DataConfig, hashes: Hashes, shard: tuple[int, int], say: Callable[[str], None]
 ) -> list[Missing]:
-    """Those of this job's shards that are not there, or not as they were made."""
+    """Return those of this job's shards that are not there, or not as note, manifest and hash say."""
     index, jobs = shard
     missing = []
     for split_number, split in enumerate(config.splits):
@@ -200,18 +194,14 @@ def missing_shards(
         for number in range(index, config.shards, jobs):
             path = directory / shard_name(number, config.shards)
             info = read_note(directory, number, config.shards)
-            if info is not None and not _is_as_made(path, info, listed.get(path.name, info), hashes):
+            as_listed = info is not None and info == listed.get(path.name, info)
+            if info is not None and not (as_listed and hashes.sha256(path) == info.sha256):
                 say(f"{path} was changed since it was made; making it again")
                 info = None
             overlap = config.contamination is None or overlap_path(directory, number, config.shards).is_file()
             if info is None or not overlap:
                 missing.append(Missing(directory, number, split_number * config.shards + number))
     return missing
-
-
-def _is_as_made(path: Path, noted: ShardInfo, listed: ShardInfo, hashes: Hashes) -> bool:
-    """Return whether note, manifest and content of a shard agree."""
-    return noted == listed and hashes.sha256(path) == noted.sha256
 
 
 def data_sets(directory: Path) -> list[Path]:
@@ -231,7 +221,7 @@ def data_sets(directory: Path) -> list[Path]:
 
 
 def verify(directory: Path) -> tuple[list[str], list[str]]:
-    """Return what was found right, and every fault, a line each."""
+    """Return what was right, and every fault, a line each."""
     right, faults = [], []
     for split in data_sets(directory):
         wrong: list[str] = []
@@ -240,8 +230,8 @@ def verify(directory: Path) -> tuple[list[str], list[str]]:
             manifest = parse_manifest(split)
             wrong += [*_shard_faults(split, manifest), *_manifest_faults(split, manifest)]
             tokenizer, facts = read_tokenizer(split.parent / TOKENIZER)
-            expected = (manifest.tokenizer_fingerprint, manifest.vocab_size, manifest.bos_id, manifest.eos_id)
-            if (facts.fingerprint, facts.vocab_size, facts.bos_id, facts.eos_id) != expected:
+            expected = (manifest.vocab_size, manifest.bos_id, manifest.eos_id, manifest.tokenizer_fingerprint)
+            if facts != expected:
                 wrong.append(f"{split.parent / TOKENIZER} is not the tokenizer that made {split}")
             if not wrong:
                 wrong += _row_faults(split)
@@ -256,9 +246,13 @@ def verify(directory: Path) -> tuple[list[str], list[str]]:
             wrong.append(str(error))
         faults += wrong
         if not wrong:
-            counts = f"{manifest.rows:,} rows in {len(manifest.shards)} shards, all as written"
-            encoded = counted(again, "document" if manifest.kind == "text" else "example")
-            right.append(f"{split}: {counts}; encoded again and the same: {encoded if again else 'none'}")
+            encoded = (
+                counted(again, "document" if manifest.kind == "text" else "example") if again else "none"
+            )
+            right.append(
+                f"{split}: {manifest.rows:,} rows in {len(manifest.shards)} shards, all as written; encoded "
+                f"again and the same: {encoded}"
+            )
     return right, faults
 
 
@@ -267,8 +261,9 @@ def _shard_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
     names = [shard_name(i, len(manifest.shards)) for i in range(len(manifest.shards))]
     if [info.file for info in manifest.shards] != names:
         yield f"{directory / MANIFEST} does not list its shards in order"
-    for extra in sorted(p.name for p in directory.glob("*.arrow") if p.name not in names):
-        yield f"{directory / extra} is not in the manifest"
+    for extra in sorted(directory.glob("*.arrow")):
+        if extra.name not in names:
+            yield f"{extra} is not in the manifest"
     for number, info in enumerate(manifest.shards):
         path = directory / names[number]
         if not path.is_file():
@@ -306,18 +301,15 @@ def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifes
             yield f"{path} has segments without a source"
     names = [domain.name for domain in manifest.domains]
     listed = {domain.name: domain for domain in info.domains}
-    if len(listed) != len(info.domains) or [name for name in names if name in listed] != list(listed):
+    if [name for name in names if name in listed] != [domain.name for domain in info.domains]:
         yield f"{path} is said to have domains that are not those of {MANIFEST}, in their order"
-        return
-    if shard.domain.max(initial=0) >= len(names):
-        yield f"{path} has rows of domain {shard.domain.max()}, its manifest only {len(names)} domains"
         return
     amounts = (None, np.diff(shard.token_offsets()), shard.valid, np.concatenate(segments))
     for key, values in zip(COUNTED, amounts, strict=True):
-        for name, count in zip(names, np.bincount(shard.domain, values, len(names)).tolist(), strict=True):
-            expected = getattr(listed[name], key) if name in listed else 0
-            if count != expected:
-                yield f"{path} has {int(count):,} {key} of domain {name}, its manifest {expected:,}"
+        counts = np.bincount(shard.domain, values, len(names)).tolist()
+        expected = [getattr(listed[name], key) if name in listed else 0 for name in names]
+        if counts != expected:
+            yield f"{path} has {counts} {key} of the domains {', '.join(names)}, its manifest {expected}"
     yield from _unequal(path, info, totals(info.domains), "its domains")
 
 
@@ -328,13 +320,11 @@ def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
     for domain in manifest.domains:
         parts = totals(o for info in manifest.shards for o in info.domains if o.name == domain.name)
         yield from _unequal(file, domain, parts, f"domain {domain.name} of its shards")
-    fingerprint = content_fingerprint(
-        manifest.kind, manifest.block, manifest.tokenizer_fingerprint, manifest.shards
-    )
+    identity = (manifest.kind, manifest.block, manifest.tokenizer_fingerprint, manifest.shards)
     expected = {
         "counts": dict(sum((Counter(info.counts) for info in manifest.shards), Counter())),
         "waste": round(1 - manifest.tokens / max(1, manifest.rows * manifest.block), 6),
-        "fingerprint": fingerprint,
+        "fingerprint": content_fingerprint(*identity),
         "digest": manifest_digest(manifest),
     }
     yield from _unequal(file, manifest, expected, "its content")
@@ -358,14 +348,14 @@ def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
     if tree != settled_with | {"format": FORMAT}:
         yield f"{file} was not made with the settings in {directory.parent / SETTINGS}"
     planned = {name: summary[name] for name in ("sources", "rejected")}
-    yield from _unequal(file, manifest, planned, str(directory.parent / PLAN))
+    yield from _unequal(file, manifest, planned, PLAN)
 
 
 def _unequal(file: Path, record: Any, expected: dict[str, Any], origin: str) -> Iterator[str]:
     """Yield a fault for every field of a record that is not as expected by `origin`."""
     for name, value in expected.items():
-        if getattr(record, name) != value:
-            recorded, right = one_line(str(getattr(record, name)), 80), one_line(str(value), 80)
+        if (recorded := getattr(record, name)) != value:
+            recorded, right = one_line(str(recorded), 80), one_line(str(value), 80)
             yield f"{file} says {name} {recorded}, {origin} {right}; it was edited, or is of other data"
 
 

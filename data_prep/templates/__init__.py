@@ -66,26 +66,21 @@ _ALPACA_INPUT = (
 
 
 def render(conversation: Conversation, template: str) -> list[Turn]:
-    """The turns of a conversation in `template`, alpaca or chat."""
-    write = {"alpaca": _alpaca, "chat": _chat}[template]
-    turns = []
-    for i, exchange in enumerate(conversation.exchanges):
-        prompt = write(exchange, conversation.system, first=i == 0)
-        turns.append(Turn(prompt + exchange.response, len(prompt)))
+    """Return the turns of a conversation in `template`: Alpaca's prompts, or a transcript (chat).
+
+    In alpaca a system message replaces the preface, and later turns have none.
+    """
+    turns, system = [], conversation.system
+    for i, (prompt, response, context) in enumerate(conversation.exchanges):
+        if template == "alpaca":
+            preface = system or (_ALPACA_INPUT if context else _ALPACA_PLAIN)
+            given = f"### Input:\n{context}\n\n" if context else ""
+            text = f"### Instruction:\n{prompt}\n\n{given}### Response:"
+        else:
+            preface = system
+            given = f"\n\n{context}" if context else ""
+            text = f"USER: {prompt}{given}\nASSISTANT:\n"
+        if i == 0 and preface:
+            text = f"{preface}\n\n{text}"
+        turns.append(Turn(text + response, len(text)))
     return turns
-
-
-def _alpaca(exchange: Exchange, system: str, first: bool) -> str:
-    """The Alpaca prompt; a system message replaces its preface, later turns have none."""
-    preface = ""
-    if first:
-        preface = (system or (_ALPACA_INPUT if exchange.input else _ALPACA_PLAIN)) + "\n\n"
-    context = f"### Input:\n{exchange.input}\n\n" if exchange.input else ""
-    return f"{preface}### Instruction:\n{exchange.prompt}\n\n{context}### Response:"
-
-
-def _chat(exchange: Exchange, system: str, first: bool) -> str:
-    """A plain transcript with the names of the speakers."""
-    preface = f"{system}\n\n" if first and system else ""
-    context = f"\n\n{exchange.input}" if exchange.input else ""
-    return f"{preface}USER: {exchange.prompt}{context}\nASSISTANT:\n"

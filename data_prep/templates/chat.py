@@ -74,10 +74,7 @@ def read_template(directory: Path, name: str) -> ChatTemplate:
 
 
 def check_template(template: ChatTemplate) -> list[str]:
-    """Notes for the user: about a date, and about a turn that ends with another token than EOS.
-
-    Raises UserError when it cannot write a question and its answer, whatever the data.
-    """
+    """Notes for the user: about a date, and about a turn that ends with another token than EOS."""
     try:
         rendered = render(Chat(json.dumps(PROBE)), template)
     except RefusedError as error:
@@ -92,55 +89,43 @@ def check_template(template: ChatTemplate) -> list[str]:
 
 def render(chat: Chat, template: ChatTemplate) -> Rendered:
     """A chat as text, and what of it is supervised. Raises RefusedError."""
+    from transformers.utils.chat_template_utils import mark_control_tokens
+
     pattern = _marks(template.specials)[0]
-    messages = _protected(json.loads(chat.messages), pattern)
+    messages = mark_control_tokens(json.loads(chat.messages), pattern)
     if "developer" not in template.text:  # older templates know one name for it
         for message in messages:
             message["role"] = "system" if message["role"] == "developer" else message["role"]
-    tools = _protected(json.loads(chat.tools), pattern) if chat.tools else None
-    if MARKED.search(template.text):
-        text, stretches = _write(messages, tools, template, marked=True)
-    else:
-        text, _ = _write(messages, tools, template)
-        stretches = [
-            _stretch(messages, i, tools, text, template)
-            for i, message in enumerate(messages)
-            if message["role"] == "assistant"
-        ]
-    answers = [(start, _end(text, start, end, template)) for start, end in stretches]
-    count = sum(message["role"] == "assistant" for message in messages)
+    tools = mark_control_tokens(json.loads(chat.tools), pattern) if chat.tools else None
+    numbers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    text, stretches = _write(messages, tools, template, marked=bool(MARKED.search(template.text)))
+    for i in [] if MARKED.search(template.text) else numbers:
+        before, _ = _write(messages[:i], tools, template, prompt=True)
+        after = _write(messages[: i + 1], tools, template)[0].rstrip()
+        if not after.startswith(before):
+            raise _not_found("it writes an answer in another way than it asks for one")
+        if not text.startswith(after):
+            raise _not_found("it writes an answer in another way when messages follow")
+        stretches.append((len(before), len(after)))
+    answers, count = [], len(numbers)
+    # An answer ends with a special token, which may come right after its stretch.
+    for start, end in stretches:
+        answer = text[start:end].rstrip()
+        special = _last(answer, template)
+        if not answer.removesuffix(special).strip():
+            raise _not_found("it leaves an answer out")
+        stop = start + len(answer)
+        if not special:
+            follows = (token for token in template.specials if text.startswith(token, end))
+            stop = end + len(next(follows, ""))
+            if stop == end:
+                raise _not_found("no special token ends an answer in it, so that no end would be learned")
+        answers.append((start, stop))
     if len(answers) < count or any(after[0] < before[1] for before, after in pairwise(answers)):
         raise _not_found(f"it marks {len(answers)} of {count} answers")
     if chat.unsupervised and len(answers) != count:
         raise _not_found(f"it marks {len(answers)} stretches of {count} answers, of which some carry no loss")
     return Rendered(text[: answers[-1][1]], answers)
-
-
-def _stretch(
-    messages: list[dict[str, Any]], number: int, tools: Any, text: str, template: ChatTemplate
-) -> tuple[int, int]:
-    """Return where answer `number` begins in the text, and where it is over."""
-    before, _ = _write(messages[:number], tools, template, prompt=True)
-    after = _write(messages[: number + 1], tools, template)[0].rstrip()
-    if not after.startswith(before):
-        raise _not_found("it writes an answer in another way than it asks for one")
-    if not text.startswith(after):
-        raise _not_found("it writes an answer in another way when messages follow")
-    return len(before), len(after)
-
-
-def _end(text: str, start: int, end: int, template: ChatTemplate) -> int:
-    """The end of the special token that ends the answer text[start:end], or follows it directly."""
-    answer = text[start:end].rstrip()
-    special = _last(answer, template)
-    if not answer.removesuffix(special).strip():
-        raise _not_found("it leaves an answer out")
-    if special:
-        return start + len(answer)
-    for special in template.specials:
-        if text.startswith(special, end):
-            return end + len(special)
-    raise _not_found("no special token ends an answer in it, so that none would be learned to end")
 
 
 def _last(text: str, template: ChatTemplate) -> str:
@@ -189,12 +174,6 @@ def _marks(specials: tuple[str, ...]) -> tuple[re.Pattern[str], re.Pattern[str]]
 
     patterns: tuple[re.Pattern[str], re.Pattern[str]] = _get_control_token_patterns(specials)
     return patterns
-
-
-def _protected(spoken: Any, pattern: re.Pattern[str]) -> Any:
-    from transformers.utils.chat_template_utils import mark_control_tokens
-
-    return mark_control_tokens(spoken, pattern)
 
 
 class ChatEncoder:

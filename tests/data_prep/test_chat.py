@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from emo.common.errors import UserError
@@ -19,15 +19,7 @@ from emo.data_prep.templates import Chat
 from emo.data_prep.templates.chat import ChatEncoder, RefusedError, check_template, read_template, render
 from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer
 from emo.data_prep.verify import verify
-from tests.helpers.corpus import (
-    data_config,
-    file_bytes,
-    run,
-    segments,
-    tiny_tokenizer,
-    train_set,
-    write_jsonl,
-)
+from tests.helpers.corpus import data_config, run, segments, tiny_tokenizer, train_set, write_jsonl
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -96,14 +88,6 @@ TWO = chat(
 PLAIN = chat(("user", "one river"), ("assistant", "a bird"), ("user", "x"), ("assistant", "y"))
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED, DATED])
-def test_what_the_assistant_says_is_supervised_with_its_end(place: Path, template: str) -> None:
-    saved = tokenizer_with(template, place)
-    ids, spans = ChatEncoder(saved, read_template(saved, "t")).encode(TWO)
-    assert supervised(saved, ids, spans) == ["a bird<|im_end|>", "y<|im_end|>"]
-    assert spans[-1, 1] == len(ids), "nothing after the last answer is kept"
-
-
 @pytest.mark.parametrize("template", [CHATML, LLAMA, MARKED])
 def test_ids_are_those_of_generation(place: Path, template: str) -> None:
     """An independent account: transformers' own apply_chat_template, on the tokenizer as it was given."""
@@ -111,6 +95,9 @@ def test_ids_are_those_of_generation(place: Path, template: str) -> None:
     theirs = AutoTokenizer.from_pretrained(place / saved.name)
     messages = json.loads(PLAIN.messages)
     ids, spans = ChatEncoder(saved, read_template(saved, "t")).encode(PLAIN)
+    assert spans[-1, 1] == len(ids), "nothing after the last answer is kept"
+    if template is not LLAMA:
+        assert supervised(saved, ids, spans) == ["a bird<|im_end|>", "y<|im_end|>"]
     first = theirs.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
     assert ids[: spans[0, 0]] == first
     whole = theirs.apply_chat_template(messages)["input_ids"]
@@ -144,39 +131,30 @@ def test_what_people_say_never_ends_a_turn(
 
 
 @pytest.mark.parametrize(
-    ("template", "row", "reason", "why"),
+    ("template", "row", "reason"),
     [
-        (THINKING, PLAIN, "response_not_found", "in another way when messages follow"),
-        (UNENDED, PLAIN, "response_not_found", "in another way than it asks|no special token ends"),
-        (LLAMA, TWO, "refused_by_chat_template", "only user and assistant"),
-        ("{{ messages[0].no.such }}", PLAIN, "refused_by_chat_template", "no"),
-        ("{% for m in messages %}", PLAIN, "refused_by_chat_template", "endfor"),
-        ("{{ ''.__class__.__mro__ }}" + CHATML, PLAIN, "refused_by_chat_template", "unsafe"),
-        (CHATML.replace("m.content", "''"), PLAIN, "response_not_found", "leaves an answer out"),
-        (MARKED.replace("{{ m.content }}<|im_end|>{% endg", "{% endg"), PLAIN, "response_not_found", "out"),
+        (THINKING, PLAIN, "response_not_found"),
+        (UNENDED, PLAIN, "response_not_found"),
+        (LLAMA, TWO, "refused_by_chat_template"),
+        ("{{ ''.__class__.__mro__ }}" + CHATML, PLAIN, "refused_by_chat_template"),
+        (CHATML.replace("m.content", "''"), PLAIN, "response_not_found"),
+        (MARKED.replace("{{ m.content }}<|im_end|>{% endg", "{% endg"), PLAIN, "response_not_found"),
     ],
-)  # fmt: skip
+)
 def test_a_template_that_does_not_allow_it_is_refused(
-    place: Path, template: str, row: Chat, reason: str, why: str
+    place: Path, template: str, row: Chat, reason: str
 ) -> None:
     known = read_template(tokenizer_with(CHATML, place), "t")._replace(text=template)
-    with pytest.raises(RefusedError, match=why) as caught:
+    with pytest.raises(RefusedError) as caught:
         render(row, known)
     assert caught.value.reason == reason and "\n" not in caught.value.detail
-
-
-def test_a_single_answer_with_thoughts_is_found(place: Path) -> None:
-    known = read_template(tokenizer_with(THINKING, place), "t")
-    rendered = render(chat(("user", "q"), ("assistant", "a")), known)
-    ((start, end),) = rendered.spans
-    assert rendered.text[start:end] == "<think></think>a<|im_end|>"
 
 
 def test_the_day_changes_nothing(place: Path) -> None:
     known = read_template(tokenizer_with(DATED, place), "t")
     assert render(PLAIN, known).text.startswith("1 Jan 2024<|im_start|>")
     assert any("today's date" in note for note in check_template(known))
-    with pytest.raises(UserError, match="chat_template cannot be used: 'todays_date' is undefined"):
+    with pytest.raises(UserError):
         check_template(known._replace(text="{{ strftime_now('%Y') }}" + CHATML))
 
 
@@ -201,12 +179,7 @@ def test_tools_and_developers(place: Path) -> None:
 
 def rows_of(count: int) -> list[dict[str, Any]]:
     return [
-        {
-            "messages": [
-                {"role": "user", "content": f"question {i}"},
-                {"role": "assistant", "content": f"a {i}"},
-            ]
-        }
+        {"messages": json.loads(chat(("user", f"q {i}"), ("assistant", f"a {i}")).messages)}
         for i in range(count)
     ]
 
@@ -216,23 +189,19 @@ def config_with(tmp_path: Path, tokenizer: Path, **more: Any) -> Any:
     return data_config(tmp_path, **(own | {"sources": [{"files": "a.jsonl"}]} | more))
 
 
-def test_shards_are_the_same_for_any_number_of_jobs(tmp_path: Path, place: Path) -> None:
+def test_the_shards_hold_the_answers_and_their_ends(tmp_path: Path, place: Path) -> None:
     saved = tokenizer_with(CHATML, place)
     write_jsonl(tmp_path / "a.jsonl", rows_of(120))
-    one = config_with(tmp_path, saved, dir=str(tmp_path / "one"), shards=3)
-    many = config_with(tmp_path, saved, dir=str(tmp_path / "many"), shards=3)
-    run(one, workers=2)
-    for job in (2, 0, 1):
-        run(many, shard=(job, 3))
-    assert file_bytes(one.dir) == file_bytes(many.dir)
-    assert verify(one.dir)[1] == []
+    config = config_with(tmp_path, saved)
+    run(config)
+    assert verify(config.dir)[1] == []
     backend = Tokenizer.from_file(str(saved / "tokenizer.json"))
     found = [
         backend.decode([label for label in labels if label >= 0], skip_special_tokens=False)
-        for _, labels in segments(train_set(one))
+        for _, labels in segments(train_set(config))
     ]
     assert sorted(found) == sorted(f"a {i}<|im_end|>" for i in range(120))
-    assert train_set(one).manifest.template == "chat_template/1"
+    assert train_set(config).manifest.template == "chat_template/1"
 
 
 def test_another_template_is_noticed(tmp_path: Path, place: Path) -> None:
@@ -241,80 +210,27 @@ def test_another_template_is_noticed(tmp_path: Path, place: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", rows_of(60))
     config = config_with(tmp_path, own)
     run(config)
-    assert "nothing to do" in run(config)[0]
     settings_file = own / "tokenizer_config.json"
     settings_file.write_text(settings_file.read_text().replace('"{% for m', '"Hello{% for m'))
-    with pytest.raises(UserError, match="own is missing, damaged or not the tokenizer that"):
+    with pytest.raises(UserError) as error:
         run(config)
-    said = run(config, force=True)
-    assert any("rows of 64" in line for line in said)
-
-
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        (THINKING, r"^a.jsonl line 61: response not found \(the chat_template does not tell .* way wh"),
-        (LLAMA, r"^a.jsonl line 61: refused by chat template \(only user and assistant\); correct it, or"),
-        (UNENDED, r"^the tokenizer's chat_template cannot be used: "),
-        ("", r"^tokenizer .* has no chat_template, for which data.template=chat_template asks"),
-    ],
-)  # fmt: skip
-def test_a_template_that_cannot_write_the_rows_is_told_in_a_line(
-    tmp_path: Path, place: Path, template: str, message: str
-) -> None:
-    saved = tokenizer_with(template, place) if template else tiny_tokenizer()
-    write_jsonl(tmp_path / "a.jsonl", [*rows_of(60), {"messages": json.loads(TWO.messages)}])
-    config = config_with(tmp_path, saved)
-    with pytest.raises(UserError, match=message) as caught:
-        run(config)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
-    if template in (THINKING, LLAMA):
-        said = run(config_with(tmp_path, saved, strict=False))
-        reason = "response not found" if template is THINKING else "refused by chat template"
-        assert f"cut or dropped: 1 row (1 {reason})" in said[-1]
+    assert error.value.code == "tokenizer-changed"
 
 
 def test_templates_are_kept_wherever_they_were(tmp_path: Path) -> None:
     """As a file of its own, in tokenizer_config.json, or one of several: saved, loaded by transformers."""
 
-    def key(value: Any) -> str:
-        return json.dumps({"chat_template": value})
-
-    for name, write in {
-        "file": lambda place: (place / "chat_template.jinja").write_text(CHATML),
-        "key": lambda place: (place / "tokenizer_config.json").write_text(key(CHATML)),
-        "several": lambda place: (place / "tokenizer_config.json").write_text(
-            key([{"name": "x", "template": "y"}, {"name": "default", "template": CHATML}])
-        ),
-    }.items():  # fmt: skip
+    several = [{"name": "x", "template": "y"}, {"name": "default", "template": CHATML}]
+    for name, file, content in (
+        ("file", "chat_template.jinja", CHATML),
+        ("key", "tokenizer_config.json", json.dumps({"chat_template": CHATML})),
+        ("several", "tokenizer_config.json", json.dumps({"chat_template": several})),
+    ):
         source = tmp_path / name
         source.mkdir()
         (source / "tokenizer.json").write_bytes((tiny_tokenizer() / "tokenizer.json").read_bytes())
-        write(source)
+        (source / file).write_text(content)
         save_tokenizer(source, None, tmp_path / f"saved-{name}")
         for found in (load_tokenizer(source), load_tokenizer(tmp_path / f"saved-{name}")):
             assert found.chat_template == CHATML
         assert AutoTokenizer.from_pretrained(tmp_path / f"saved-{name}").chat_template == CHATML
-    (source / "tokenizer_config.json").write_text('{"chat_template": [3]}')
-    with pytest.raises(UserError, match=r"the chat_template of .* cannot be read"):
-        save_tokenizer(source, None, tmp_path / "x")
-
-
-def test_a_space_that_special_tokens_bring_is_there(tmp_path: Path) -> None:
-    """Some tokenizers put one after each special token: context is encoded as if it stood in the whole."""
-    backend = Tokenizer.from_file(str(tiny_tokenizer() / "tokenizer.json"))
-    backend.add_special_tokens(
-        [AddedToken(token, special=True, normalized=False) for token in ("<|a|>", "<|z|>")]
-    )
-    source = tmp_path / "source"
-    source.mkdir()
-    backend.save(str(source / "tokenizer.json"))
-    template = "{% for m in messages %}<|a|>{{ m.role }}\n{{ m.content }}<|z|>\n{% endfor %}"
-    template += "{% if add_generation_prompt %}<|a|>assistant\n{% endif %}"
-    config = {"eos_token": "<|z|>", "unk_token": "<unk>", "chat_template": template}
-    (source / "tokenizer_config.json").write_text(json.dumps(config))
-    saved = tmp_path / "saved"
-    save_tokenizer(source, None, saved)
-    ids, _ = ChatEncoder(saved, read_template(saved, "t")).encode(PLAIN)
-    text = render(PLAIN, read_template(saved, "t")).text
-    assert ids == backend.encode(text, add_special_tokens=False).ids

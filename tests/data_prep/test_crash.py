@@ -1,4 +1,4 @@
-"""Killed, doubled, out of disk: started again, the bytes are the same, and nothing half is believed."""
+"""Real processes: killed, out of disk, of an array: started again, the bytes are the same."""
 
 from __future__ import annotations
 
@@ -19,131 +19,58 @@ from emo.data_prep.shards import TokenDataset
 from emo.data_prep.verify import verify
 from tests.conftest import REPO
 from tests.helpers.corpus import data_config, file_bytes, run, texts, tiny_tokenizer, write_jsonl
-from tests.helpers.said import lines
-
-TRIALS = 6
 
 
-class Job:
+def start(root: Path, out: Path, *arguments: str) -> subprocess.Popen[bytes]:
     """`emo prepare` in its own process."""
-
-    def __init__(self, root: Path, out: Path, *arguments: str) -> None:
-        recipe = root / f"{out.name}.yaml"
-        recipe.write_text(
-            f"data: {{dir: {out}, root: {root}, tokenizer: {tiny_tokenizer()}, sequence_len: 64, shards: 6, "
-            "validation_fraction: 0.2, sources: [{files: a.jsonl}]}"
-        )
-        command = [sys.executable, "-m", "emo", "prepare", str(recipe), *arguments]
-        self.process = subprocess.Popen(
-            command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-
-    def result(self) -> tuple[int, str, str]:
-        out, err = self.process.communicate(timeout=120)
-        return self.process.returncode, out, err
-
-    def children(self) -> list[psutil.Process]:
-        try:
-            return psutil.Process(self.process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return []
+    recipe = root / f"{out.name}.yaml"
+    recipe.write_text(
+        f"data: {{dir: {out}, root: {root}, tokenizer: {tiny_tokenizer()}, sequence_len: 64, shards: 6, "
+        "validation_fraction: 0.2, sources: [{files: a.jsonl}]}"
+    )
+    return subprocess.Popen([sys.executable, "-m", "emo", "prepare", str(recipe), *arguments], cwd=REPO)
 
 
 def config_of(root: Path, out: Path) -> DataConfig:
-    """The configuration of a Job."""
-    return data_config(
-        root,
-        dir=str(out),
-        sequence_len=64,
-        shards=6,
-        validation_fraction=0.2,
-        sources=[{"files": "a.jsonl"}],
-    )
+    """The configuration of `start`."""
+    return data_config(root, dir=str(out), sequence_len=64, shards=6, validation_fraction=0.2)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes], float]:
     """A directory with a.jsonl, the bytes of an undisturbed run, and the seconds that it took."""
     root = tmp_path_factory.mktemp("crash")
-    write_jsonl(root / "a.jsonl", ({"text": text} for text in texts(1200, sentences=20)))
+    write_jsonl(root / "a.jsonl", texts(1200, sentences=20))
     began = time.monotonic()
-    assert Job(root, root / "reference", "--workers", "2").result()[0] == 0
+    assert start(root, root / "reference", "--workers", "2").wait(120) == 0
     seconds = time.monotonic() - began
     assert verify(root / "reference")[1] == []
     return root, file_bytes(root / "reference"), seconds
-
-
-def wait_for_shards(job: Job, out: Path, count: int) -> None:
-    """Until so many files of shards stand in `out`, or the job has ended."""
-    while job.process.poll() is None and len(list(out.glob("*/shard-*"))) < count:
-        time.sleep(0.001)
-
-
-def gone(processes: list[psutil.Process]) -> bool:
-    """Whether all of them end within ten seconds."""
-    return not psutil.wait_procs(processes, timeout=10)[1]
 
 
 @pytest.mark.slow
 def test_killed_at_random_moments_then_rerun(corpus: tuple[Path, dict[str, bytes], float]) -> None:
     root, expected, seconds = corpus
     caught, partial = 0, 0
-    for trial in range(TRIALS):
+    for trial in range(4):
         rng = random.Random(trial)
         out = root / f"killed-{trial}"
-        job = Job(root, out, "--workers", str(1 + trial % 2))
-        if trial % 4 < 2:
+        job = start(root, out, "--workers", str(1 + trial % 2))
+        if trial < 2:
             time.sleep(rng.uniform(0.1, 1.0) * seconds)
-        else:  # the shards come within a moment at the end: wait for one of them
-            wait_for_shards(job, out, rng.randint(1, 6))
-        workers = job.children()
-        job.process.send_signal(signal.SIGKILL)
-        caught += job.result()[0] == -signal.SIGKILL
-        assert gone(workers), "workers outlived their job"
+        count = rng.randint(1, 6) if trial >= 2 else 0  # shards come within a moment: wait for one of them
+        while job.poll() is None and len(list(out.glob("*/shard-*"))) < count:
+            time.sleep(0.001)
+        workers = psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
+        job.send_signal(signal.SIGKILL)
+        caught += job.wait(120) == -signal.SIGKILL
+        assert not psutil.wait_procs(workers, timeout=10)[1], "workers outlived their job"
         complete = [split for split in ("train", "validation") if (out / split / "manifest.json").is_file()]
-        for split in complete:
-            TokenDataset(out / split)
         partial += bool(list(out.glob("*/shard-*"))) and len(complete) < 2
         run(config_of(root, out))
         assert file_bytes(out) == expected, f"trial {trial}"
-        assert verify(out)[1] == []
-    assert caught >= TRIALS // 2, "most trials must meet a running job"
+    assert caught >= 2, "most trials must meet a running job"
     assert partial >= 1, "some trials must leave some shards"
-
-
-def test_all_jobs_of_an_array_at_once(corpus: tuple[Path, dict[str, bytes], float]) -> None:
-    root, expected, _ = corpus
-    out = root / "array"
-    jobs = [Job(root, out, "--workers", "1", "--shard", f"{i}/4") for i in range(4)]
-    results = [job.result() for job in jobs]
-    assert [code for code, _, _ in results] == [0] * 4, results
-    assert file_bytes(out) == expected
-    assert "".join(text for _, text, _ in results).count("% padding") == 2
-
-
-def kill_a_worker(job: Job, out: Path) -> None:
-    """Once there is something to encode; the fork server's children are the workers."""
-    while job.process.poll() is None:
-        if (out / "plan.parquet").exists():
-            workers = [p for p in job.children() if p.ppid() != job.process.pid]
-            if workers:
-                workers[0].kill()
-                return
-        time.sleep(0.01)
-
-
-def test_a_dead_worker_is_reported(corpus: tuple[Path, dict[str, bytes], float]) -> None:
-    root, expected, _ = corpus
-    for attempt in range(10):
-        out = root / f"worker-{attempt}"
-        job = Job(root, out, "--workers", "2")
-        kill_a_worker(job, out)
-        code, _, err = job.result()
-        if code != 0:
-            break  # else the worker had nothing left to do when it was killed
-    assert code == 2 and lines(err)[0].startswith("error: a worker process died"), err
-    run(config_of(root, out))
-    assert file_bytes(out) == expected
 
 
 @pytest.fixture
@@ -175,7 +102,7 @@ def test_full_disk(corpus: tuple[Path, dict[str, bytes], float], small_disk) -> 
     met = set()
     for kilobytes in sorted({8, 24, 60, 100, 160, total // 3, total * 2 // 3, total - 20}):
         out = small_disk(kilobytes) / "out"
-        with pytest.raises(DiskFullError, match=r"no space left while writing .*; make room in") as caught:
+        with pytest.raises(DiskFullError) as caught:
             run(config_of(root, out))
         assert "\n" not in str(caught.value)
         met.add(str(caught.value).split("writing ")[1].split(";")[0])
@@ -190,37 +117,18 @@ def test_full_disk(corpus: tuple[Path, dict[str, bytes], float], small_disk) -> 
     assert file_bytes(out) == expected
 
 
-# Not getrusage: its peak begins with what the parent process had when it forked.
-PEAK = """
-import sys
-from pathlib import Path
-from emo.data_prep.cli import main
-code = main(sys.argv[1:])
-line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-print(int(line.split()[1]) // 1024)
-sys.exit(code)
-"""
-
-
-@pytest.mark.slow
-def test_memory_does_not_grow_with_the_input(tmp_path: Path) -> None:
-    """Five times the text, 20 MB more, and no more resident memory than caches and noise explain."""
-    peaks = []
-    body = " ".join(texts(40, sentences=20))
-    for megabytes in (5, 25):
-        copies = megabytes * 1_000_000 // len(body)
-        write_jsonl(tmp_path / f"{megabytes}.jsonl", ({"text": f"{i} {body}"} for i in range(copies)))
-        recipe = tmp_path / f"{megabytes}.yaml"
-        recipe.write_text(
-            f"data: {{dir: {tmp_path}/{megabytes}, root: {tmp_path}, tokenizer: {tiny_tokenizer()}, "
-            f"sequence_len: 256, shards: 2, sources: [{{files: {megabytes}.jsonl}}]}}"
-        )
-        done = subprocess.run(
-            [sys.executable, "-c", PEAK, "prepare", str(recipe), "--workers", "1"],
-            cwd=REPO,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        peaks.append(int(done.stdout.splitlines()[-1]))
-    assert peaks[1] - peaks[0] < 15, f"peak of {peaks} MiB"
+def test_slurm_array(tmp_path: Path) -> None:
+    """An array that starts at 1, as some sites like it."""
+    write_jsonl(tmp_path / "a.jsonl", texts(300))
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"data: {{dir: {tmp_path / 'out'}, root: {tmp_path}, tokenizer: {tiny_tokenizer()}, "
+        "sources: [{files: a.jsonl}], sequence_len: 32, shards: 5}"
+    )
+    slurm = {"SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_CPUS_PER_TASK": "1"}
+    slurm |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    script = ["bash", "launch/slurm/prepare.sbatch", str(recipe), "data.seed=0"]
+    environments = [os.environ | slurm | {"SLURM_ARRAY_TASK_ID": str(i)} for i in (1, 2, 3)]
+    jobs = [subprocess.Popen(script, cwd=REPO, env=environment) for environment in environments]
+    assert [job.wait(120) for job in jobs] == [0] * 3
+    assert len(TokenDataset(tmp_path / "out/train").manifest.shards) == 5 and not verify(tmp_path / "out")[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import shutil
 from collections.abc import Callable
@@ -18,10 +17,10 @@ from transformers import PreTrainedTokenizerFast
 
 from emo.common.errors import UserError
 from emo.data_prep.config import DataConfig
-from emo.data_prep.shards import Manifest, TokenDataset, manifest_text, open_prepared
+from emo.data_prep.shards import Manifest, manifest_text, open_prepared
 from emo.data_prep.verify import verify
 from tests.data_prep.test_prepare import rows_of
-from tests.helpers.corpus import alpaca_rows, data_config, run, texts, train_set, write_jsonl
+from tests.helpers.corpus import alpaca_rows, data_config, prepared, run, texts, train_set, write_jsonl
 
 COLUMNS = {"text": ("input_ids", "segment_lengths", "valid")}
 COLUMNS["instruct"] = (*COLUMNS["text"], "loss_spans")
@@ -60,18 +59,15 @@ def columns_digest(config: DataConfig) -> str:
 def test_data_without_domains_hold_the_rows_of_format_2(tmp_path: Path, kind: str, limit: int | None) -> None:
     sources: list[dict[str, Any]] = [{"files": "a.jsonl", "weight": 2.5}, {"files": "b.jsonl"}]
     for seed, name in enumerate(("a.jsonl", "b.jsonl")):
-        rows: Any = ({"text": text} for text in texts(150, seed))
-        write_jsonl(tmp_path / name, rows if kind == "text" else alpaca_rows(90, seed))
+        write_source(tmp_path / name, kind, seed, 150 if kind == "text" else 90)
     common = {"kind": kind, "sequence_len": 32 if kind == "text" else 128, "limit_tokens": limit, "shards": 3}
     tokenizer = word_tokenizer(tmp_path)
-    config = data_config(tmp_path, sources=sources, validation_fraction=0.2, tokenizer=tokenizer, **common)
-    run(config)
+    config = prepared(tmp_path, sources=sources, validation_fraction=0.2, tokenizer=tokenizer, **common)
     assert columns_digest(config) == FORMAT_2[kind, limit]
 
 
 def write_source(place: Path, kind: str, seed: int, count: int) -> None:
-    rows: Any = ({"text": text} for text in texts(count, seed))
-    write_jsonl(place, rows if kind == "text" else alpaca_rows(count, seed))
+    write_jsonl(place, texts(count, seed) if kind == "text" else alpaca_rows(count, seed))
 
 
 MIXED: list[dict[str, Any]] = [
@@ -86,43 +82,11 @@ SETS = {
 }
 
 
-def mixed(root: Path, kind: str = "text", **data: Any) -> DataConfig:
+def mixed(root: Path, **data: Any) -> DataConfig:
     """Four files of three domains, one of them in two, and two validation sets that share rows."""
     for seed, name in enumerate("abcdef"):
-        write_source(root / f"{name}.jsonl", kind, seed, 50 + 10 * seed)
-    default = {
-        "kind": kind,
-        "sequence_len": 32 if kind == "text" else 200,
-        "sources": MIXED,
-        "validation": SETS,
-    }
-    return data_config(root, **(default | data))
-
-
-def rows_by_domain(data: TokenDataset) -> dict[str, list[list[int]]]:
-    """Ids of the rows of each domain, in order."""
-    ids = data.batch(np.arange(len(data)))["input_ids"].tolist()
-    return {name: [ids[i] for i in np.flatnonzero(data.domain == at)] for at, name in enumerate(data.domains)}
-
-
-@pytest.mark.parametrize("kind", ["text", "instruct"])
-def test_a_domain_is_packed_as_if_it_were_alone(tmp_path: Path, kind: str) -> None:
-    config = mixed(tmp_path, kind, shards=1, validation=[])
-    run(config)
-    data = train_set(config)
-    assert data.domains == ("news", "default", "law") and data.domain.dtype == np.uint16
-    found = rows_by_domain(data)
-    for counts in data.manifest.domains:
-        own = [source for source in MIXED if source.get("domain", "default") == counts.name]
-        alone = mixed(tmp_path, kind, shards=1, validation=[], sources=own, dir=str(tmp_path / counts.name))
-        run(alone)
-        manifest = train_set(alone).manifest
-        assert list(rows_by_domain(train_set(alone)).values()) == [found[counts.name]]
-        assert counts.model_dump() == manifest.domains[0].model_dump()
-        assert (counts.rows, counts.tokens, counts.documents) == (
-            *(manifest.rows, manifest.tokens),
-            sum(one["train"] for one in manifest.sources),
-        )
+        write_jsonl(root / f"{name}.jsonl", texts(50 + 10 * seed, seed))
+    return data_config(root, **({"sources": MIXED, "validation": SETS} | data))
 
 
 def token_sources(root: Path, domains: int) -> list[dict[str, Any]]:
@@ -142,8 +106,7 @@ def test_no_row_holds_two_domains_and_limits_stay_exact(
     tmp_path: Path, limit: int | None, shards: int
 ) -> None:
     sources = token_sources(tmp_path, 4)
-    config = data_config(tmp_path, sources=sources, shards=shards, limit_tokens=limit, dedup="none")
-    run(config)
+    config = prepared(tmp_path, sources=sources, shards=shards, limit_tokens=limit, dedup="none")
     data = train_set(config)
     assert data.domains == ("d0", "d1", "d2", "d3")
     ids = data.batch(np.arange(len(data)))["input_ids"]
@@ -172,25 +135,23 @@ def test_sets_are_read_by_name_in_the_order_of_the_recipe(tmp_path: Path) -> Non
     assert len(verify(config.dir)[0]) == 3 and verify(config.dir)[1] == []
     other = mixed(tmp_path, validation=dict(reversed(SETS.items())))
     for use in (run, open_prepared):
-        with pytest.raises(UserError, match=r"data\.validation_sets\.0=some, the recipe says all"):
+        with pytest.raises(UserError) as error:
             use(other)
+        assert error.value.code == "settings-differ"
     shutil.rmtree(config.dir / "validation-all")
-    with pytest.raises(UserError, match=r"validation-all does not exist; run"):
+    with pytest.raises(UserError):
         open_prepared(config)
     assert any("validation-all does not exist" in fault for fault in verify(config.dir)[1])
 
 
 def test_a_row_of_two_sets_is_in_both_and_one_that_is_trained_on_in_none(tmp_path: Path) -> None:
     train, held_out = texts(60, 1, 3), texts(60, 2, 3)
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in train))
-    write_jsonl(tmp_path / "v.jsonl", ({"text": text} for text in [*held_out, *train[:30], *held_out[:9]]))
+    write_jsonl(tmp_path / "a.jsonl", train)
+    write_jsonl(tmp_path / "v.jsonl", [*held_out, *train[:30], *held_out[:9]])
     write_jsonl(tmp_path / "w.jsonl", ({"text": text.upper()} for text in [*held_out[:40], *train[30:]]))
     sets = {name: [{"files": f"{name}.jsonl"}] for name in "vw"} | {"both": [{"files": "[vw].jsonl"}]}
     for dedup, both in (("exact", 60 + 40 + 30), ("near", 60)):
-        config = data_config(
-            tmp_path, dir=str(tmp_path / dedup), sources=[{"files": "a.jsonl"}], validation=sets, dedup=dedup
-        )
-        run(config)
+        config = prepared(tmp_path, dir=str(tmp_path / dedup), validation=sets, dedup=dedup)
         assert rows_of(config) == train
         assert rows_of(config, 1) == held_out
         capitals = held_out[:40] if dedup == "near" else [*held_out[:40], *train[30:]]
@@ -198,40 +159,11 @@ def test_a_row_of_two_sets_is_in_both_and_one_that_is_trained_on_in_none(tmp_pat
         assert len(rows_of(config, 3)) == both
 
 
-def test_what_sets_and_domains_cannot_be(tmp_path: Path) -> None:
-    """One line each, that names the key."""
-    write_source(tmp_path / "a.jsonl", "text", 0, 50)
-    source = [{"files": "a.jsonl"}]
-    for data, message in (
-        ({"validation": {"../x": source}}, r"'\.\./x' is no name"),
-        ({"validation": {"Home": source, "home": source}}, "Home and home differ in case alone"),
-        ({"validation": {"home": []}}, r"data\.validation: the set home has no sources"),
-        ({"validation": {"home": [{"fils": "a"}]}}, r"unknown key data\.validation\.home\.0\.fils"),
-        ({"validation": {"home": source[0]}}, r"data\.validation\.home: .* valid list"),
-        ({"sources": [{"files": "a", "domain": "a b"}]}, "0.domain: 'a b' is no name"),
-        ({"validation": {"home": source}}, r"validation set home is empty: .* \(50 duplicate\)"),
-    ):
-        with pytest.raises(UserError, match=message) as caught:
-            run(data_config(tmp_path, **({"sources": source} | data)))
-        assert "\n" not in str(caught.value)
-
-
 def edit_manifest(place: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """A change of the manifest with a digest that fits: whoever changes one can do that."""
     tree = json.loads((place / "manifest.json").read_text())
     change(tree)
     (place / "manifest.json").write_text(manifest_text(Manifest.model_validate(tree)))
-
-
-def with_column(shard: Path, domain: np.ndarray) -> dict[str, Any]:
-    """Another `domain` column for a shard; what its ShardInfo must then say of the file."""
-    table = pa.ipc.open_stream(shard.read_bytes()).read_all()
-    sink = io.BytesIO()
-    at = table.column_names.index("domain")
-    with pa.ipc.new_stream(sink, table.schema) as out:
-        out.write_table(table.set_column(at, "domain", pa.array(domain.astype(np.uint16))))
-    shard.write_bytes(sink.getvalue())
-    return {"sha256": hashlib.sha256(sink.getvalue()).hexdigest(), "bytes": len(sink.getvalue())}
 
 
 def test_verify_counts_domains_again(tmp_path: Path) -> None:
@@ -251,24 +183,3 @@ def test_verify_counts_domains_again(tmp_path: Path) -> None:
         edit_manifest(train, change)
         assert verify(config.dir)[1]
         (train / "manifest.json").write_text(kept)
-    domain = train_set(config).domain
-    for wrong in (np.roll(domain, 9), np.where(domain, domain, 7)):
-        info = with_column(train / "shard-00000-of-00001.arrow", wrong)
-        edit_manifest(train, lambda tree, info=info: tree["shards"][0].update(info))
-        assert verify(config.dir)[1]
-    with pytest.raises(UserError, match=r"is damaged \(rows of more than its 3 domains\)"):
-        train_set(config)
-
-
-def test_force_clears_the_sets_that_were_and_nothing_of_others(tmp_path: Path) -> None:
-    config = mixed(tmp_path)
-    run(config)
-    shutil.copytree(config.dir / "validation-all", config.dir / "validation-copy")
-    fewer = mixed(tmp_path, validation={"new": SETS["some"]})
-    with pytest.raises(UserError, match=r"validation-copy/.* was not made by prepare; move it away"):
-        run(fewer, force=True)
-    assert len(open_prepared(config)[1]["all"]) > 0
-    shutil.rmtree(config.dir / "validation-copy")
-    run(fewer, force=True)
-    assert sorted(path.name for path in config.dir.glob("validation*")) == ["validation-new"]
-    assert verify(config.dir)[1] == []

@@ -1,4 +1,4 @@
-"""Loss on responses and EOS only: for any dialogue, template, tokenizer and over-long policy."""
+"""Loss on responses and EOS only, for any dialogue and policy; packed rows train as single documents."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from typing import Any
 import numpy as np
 import pytest
 import sentencepiece
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM as Models
+from transformers import GPT2Config, LlamaConfig
 
 from emo.data_prep.encode import EncodeSettings, RowEncoder
-from emo.data_prep.inputs import open_text
 from emo.data_prep.shards import TokenDataset
 from emo.data_prep.templates import Conversation, Exchange, render
-from emo.data_prep.tokenizer import load_tokenizer, tokenizer_facts
-from emo.data_prep.words import encoder
+from emo.data_prep.tokenizer import tokenizer_facts
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,
+    prepared,
     run,
     segments,
+    texts,
     tiny_tokenizer,
     train_set,
     write_jsonl,
@@ -137,13 +140,7 @@ def test_labels_that_training_reads_are_the_masks(dialogues: list[Conversation])
     with tempfile.TemporaryDirectory() as folder:
         write_jsonl(Path(folder) / "a.jsonl", map(as_messages, dialogues))
         config = data_config(
-            Path(folder),
-            kind="instruct",
-            template="chat",
-            sequence_len=256,
-            overlong="drop",
-            dedup="none",
-            sources=[{"files": "a.jsonl"}],
+            Path(folder), kind="instruct", template="chat", sequence_len=256, overlong="drop", dedup="none"
         )
         encoded = make_encoder(tiny_tokenizer(), "chat", 256).conversations(dialogues)
         if not len(encoded.ids):
@@ -158,29 +155,6 @@ def test_labels_that_training_reads_are_the_masks(dialogues: list[Conversation])
         labels = np.append(np.where(mask, ids, -100)[1:], -100)
         expected.append((ids.tolist(), labels.tolist()))
     assert sorted(found) == sorted(expected)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["tokenizers/llama", "tokenizers/gpt2", "models/stories260K"])
-def test_real_alpaca_rows_render_again(shared_data: Path, tmp_path: Path, name: str) -> None:
-    """Real rows: the output is what is supervised, and the prompt has the ids that generation gives it."""
-    load_tokenizer(shared_data / name).save_pretrained(tmp_path)
-    tokenizer = load_tokenizer(tmp_path)
-    with open_text(shared_data / "instruct/alpaca_gpt4/train.jsonl.zst") as stream:
-        rows = [json.loads(line) for line in stream.read().splitlines()[:400]]
-    dialogues = [Conversation((Exchange(r["instruction"], r["output"], r["input"]),)) for r in rows]
-    encoded = make_encoder(tmp_path).conversations(dialogues)
-    bare = encoder(tmp_path)
-    ends = np.cumsum(encoded.lengths)
-    for dialogue, end, length, spans in zip(dialogues, ends, encoded.lengths, encoded.spans, strict=True):
-        ids = encoded.ids[end - length : end].tolist()
-        ((text, start),) = render(dialogue, "alpaca")
-        ((begin, stop),) = spans.tolist()
-        assert ids[0] == tokenizer.bos_token_id
-        assert ids[1:begin] == bare.encode(text[:start]).ids
-        assert tokenizer.decode(ids[1:-1]) == text
-        assert tokenizer.decode(ids[1:begin]) == text[:start]
-        assert stop == length and ids[-1] == tokenizer.eos_token_id
 
 
 def test_alpaca_text_is_the_published_one() -> None:
@@ -201,21 +175,58 @@ def test_alpaca_text_is_the_published_one() -> None:
     assert [turn.text[turn.start :] for turn in (first, second)] == ["hi", "hi hi"]
 
 
-def test_messages_and_alpaca_rows_mean_the_same(tmp_path: Path) -> None:
-    rows = [row | {"input": ""} for row in alpaca_rows(30)]
-    write_jsonl(tmp_path / "nested.jsonl", ({"data": row} for row in rows))
-    messages = [as_messages(Conversation((Exchange(r["instruction"], r["output"]),))) for r in rows]
-    write_jsonl(tmp_path / "rows.jsonl", rows)
-    write_jsonl(tmp_path / "talk.jsonl", messages)
-    sets = []
-    for name in ("rows", "talk", "nested"):
-        config = data_config(
-            tmp_path,
-            dir=str(tmp_path / name),
-            kind="instruct",
-            sequence_len=200,
-            sources=[{"files": f"{name}.jsonl"}],
-        )
-        run(config)
-        sets.append(TokenDataset(config.dir / "train"))
-    assert len({one.fingerprint for one in sets}) == 1
+DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+SMALL: dict[str, Any] = {
+    "llama": LlamaConfig(
+        vocab_size=400,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    ),
+    "gpt2": GPT2Config(vocab_size=400, n_embd=32, n_layer=2, n_head=4, n_positions=512, **DROPOUT),
+}
+
+
+def packed(tmp_path: Path, kind: str) -> TokenDataset:
+    """Return rows that hold several documents or examples each."""
+    rows = alpaca_rows(12) if kind == "instruct" else [{"text": text} for text in texts(40, sentences=2)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    block = 512 if kind == "instruct" else 96
+    config = prepared(tmp_path, kind=kind, sequence_len=block, shards=1)
+    return train_set(config)
+
+
+def loss_and_gradients(
+    model: torch.nn.Module, batches: list[dict[str, torch.Tensor]]
+) -> tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]]:
+    """Return the summed loss, the logits of each batch and the gradients."""
+    model.zero_grad()
+    total, logits = torch.zeros(()), []
+    for batch in batches:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits.append(model(**inputs, use_cache=False).logits)
+        flat, labels = logits[-1].flatten(0, 1), batch["labels"].flatten()
+        total = total + torch.nn.functional.cross_entropy(flat, labels, ignore_index=-100, reduction="sum")
+    total.backward()
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return total.detach(), [batch.detach() for batch in logits], gradients
+
+
+@pytest.mark.parametrize("kind", ["text", "instruct"])
+@pytest.mark.parametrize("name", SMALL)
+def test_packed_equals_unpacked(tmp_path: Path, name: str, kind: str) -> None:
+    torch.manual_seed(0)
+    model = Models.from_config(SMALL[name], attn_implementation="sdpa").eval()
+    data = packed(tmp_path, kind)
+    rows = {k: torch.from_numpy(v) for k, v in data.batch(np.arange(len(data))).items()}
+    alone = [{"input_ids": torch.tensor([i]), "labels": torch.tensor([y])} for i, y in segments(data)]
+    assert len(alone) > 2 * len(data), "rows must hold several segments"
+    loss, (together,), gradients = loss_and_gradients(model, [rows])
+    loss_alone, apart, gradients_alone = loss_and_gradients(model, alone)
+    flat = torch.cat([row[: data.tokens_of(i)] for i, row in enumerate(together)])
+    torch.testing.assert_close(flat, torch.cat([logits[0] for logits in apart]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss, loss_alone, rtol=1e-5, atol=1e-5)
+    for a, b in zip(gradients, gradients_alone, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(1.0, float(b.abs().max())))

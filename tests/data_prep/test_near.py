@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 
 from emo.data_prep.contamination import Finder, collect
-from emo.data_prep.grams import split
 from emo.data_prep.near import signatures
 from emo.data_prep.plan import Plan
-from emo.data_prep.templates import Chat, Conversation, Exchange
-from tests.helpers.corpus import data_config, run, sentence, texts, write_jsonl
+from tests.helpers.corpus import data_config, prepared, run, sentence, texts, train_set, write_jsonl
 from tests.helpers.scripts import TEXTS
 
 
@@ -75,32 +73,13 @@ def test_contamination_is_found_in_any_script(tmp_path: Path, script: str) -> No
     assert finder.overlap([few])[1] == 0
 
 
-@pytest.mark.parametrize("texts_", [["", " "], ["👍🏽", "\u200b"], ["e\u0301", "\u0301"], ["\0", "a\0b"], []])
-def test_what_has_no_words_does_no_harm(texts_: list[str]) -> None:
-    for punctuation in (False, True):
-        hashes, text = split(texts_, punctuation).grams(2, short=True)
-        assert len(hashes) == len(text)
-    assert len(signatures(list(texts_), "text")) == len(texts_)
-
-
-def test_runs_are_the_same_beside_any_other_text() -> None:
-    """A text's hashes do not depend on the texts that it is hashed with."""
-    every = list(TEXTS.values()) + texts(5)
-    hashes, owner = split(every).grams(5)
-    for number, text in enumerate(every):
-        assert hashes[owner == number].tolist() == split([text]).grams(5)[0].tolist()
-    assert len(np.unique(hashes)) == len({*hashes.tolist()})
-
-
 # --- instructions -----------------------------------------------------------------------------------------
 
 
-def rejected(tmp_path: Path, rows: list[dict[str, Any]], **data: Any) -> dict[str, int]:
+def rejected(tmp_path: Path, rows: list[dict[str, Any]]) -> dict[str, int]:
     write_jsonl(tmp_path / "a.jsonl", rows)
-    common = {"kind": "instruct", "sequence_len": 1024, "shards": 1, "dedup": "near"}
-    run(config := data_config(tmp_path, sources=[{"files": "a.jsonl"}], **(common | data)))
-    summary = Plan.load(config.dir / "plan.parquet").summary
-    found: dict[str, int] = summary["rejected"]
+    config = prepared(tmp_path, kind="instruct", sequence_len=1024, shards=1, dedup="near")
+    found: dict[str, int] = Plan.load(config.dir / "plan.parquet").summary["rejected"]
     return found
 
 
@@ -115,39 +94,21 @@ def asked(form: str, system: str, context: str, question: str, answer: str) -> d
     """A row in one of the forms in which such rows come."""
     if form == "input":
         return {"instruction": question, "input": context, "output": answer, "system": system}
-    content = f"{context}\n\n{question}" if form == "before" else f"{question}\n\n{context}"
+    content = f"{context}\n\n{question}"
     talk = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
     return {"messages": [{"role": "system", "content": system}, *talk] if system else talk}
 
 
-@pytest.mark.parametrize("form", ["input", "before", "after"])
-@pytest.mark.parametrize("answers", ["long", "short", "yes or no"])
+@pytest.mark.parametrize("form", ["input", "before"])
+@pytest.mark.parametrize("answers", ["long", "yes or no"])
 def test_questions_on_one_passage_are_all_kept(tmp_path: Path, form: str, answers: str) -> None:
     rng = random.Random(5)
     rows = []
     for _ in range(12):
         context = passage(rng)
         for _ in range(5):
-            answer = {
-                "long": passage(rng, 40),
-                "short": sentence(rng, 2, 4),
-                "yes or no": rng.choice(["Yes", "No"]),
-            }
-            rows.append(asked(form, "", context, sentence(rng, 6, 12), answer[answers]))
-    assert rejected(tmp_path, rows) == {}
-
-
-@pytest.mark.parametrize("form", ["input", "before"])
-def test_a_system_message_or_examples_that_all_share_are_not_compared(tmp_path: Path, form: str) -> None:
-    rng = random.Random(6)
-    shared = passage(rng, 200)
-    rows = [asked(form, shared, "", sentence(rng, 8, 14), sentence(rng)) for _ in range(20)]
-    rows += [
-        asked(
-            form, "", f"{shared}\nReview: {sentence(rng, 8, 14)}", "Sentiment:", rng.choice(["good", "bad"])
-        )
-        for _ in range(20)
-    ]
+            answer = passage(rng, 40) if answers == "long" else rng.choice(["Yes", "No"])
+            rows.append(asked(form, "", context, sentence(rng, 6, 12), answer))
     assert rejected(tmp_path, rows) == {}
 
 
@@ -158,34 +119,36 @@ def test_near_duplicates_among_instructions_go(tmp_path: Path) -> None:
     for form in ("input", "before"):
         context, question, answer = passage(rng), sentence(rng, 8, 14), passage(rng, 120)
         changed = answer.replace(answer.split()[60], "other", 1)
-        rows += [
-            asked(form, "", context, question, answer),
-            asked(form, "Be brief.", context, question, changed),
-        ]
+        rows.append(asked(form, "", context, question, answer))
+        rows.append(asked(form, "Be brief.", context, question, changed))
         rows.append(asked(form, "", passage(rng), sentence(rng, 8, 14), answer))
         rows.append(asked(form, "", context, question.upper() + "!", "Yes"))
         rows.append(asked(form, "Be brief.", context, question.upper() + "!", " yes"))
     assert rejected(tmp_path, rows) == {"near_duplicate": 4}
 
 
-def test_chats_compare_what_user_and_assistant_say(tmp_path: Path) -> None:
+def test_report_names_the_rows_that_stand_in_the_text(tmp_path: Path) -> None:
+    """With three jobs; the shards are those without a report."""
     rng = random.Random(8)
-    tool, question, answer = passage(rng), passage(rng, 30), passage(rng, 60)
-
-    def chat(system: str, user: str, said: str, result: str) -> Chat:
-        call = {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"function": {"name": "f", "arguments": {}}}],
-        }
-        talk = [{"role": "system", "content": system}, {"role": "user", "content": user}, call]
-        talk += [{"role": "tool", "content": result}, {"role": "assistant", "content": said}]
-        return Chat(json.dumps(talk))
-
-    rows = [chat("", question, answer, ""), chat(passage(rng), question, answer, tool)]
-    rows += [chat("", question, passage(rng, 60), ""), chat("", passage(rng, 30), answer, "")]
-    plain = Conversation((Exchange(question, answer),), passage(rng))
-    first, second, *others = signatures(rows, "instruct")
-    assert (first == second).all()
-    assert all((first == other).mean(axis=1).min() < 0.2 for other in others)
-    assert (signatures([plain], "instruct")[0, 0] == first[0]).all()
+    long = [*(sentence(rng, 12, 16) for _ in range(20)), "Too short."]
+    short = [sentence(rng, 5, 7) for _ in range(10)]
+    write_jsonl(tmp_path / "nlu/sst2/test.jsonl", ({"text": t, "row": 2 * i} for i, t in enumerate(long)))
+    write_jsonl(tmp_path / "nlu/mmlu/test.jsonl", ({"question": t} for t in short))
+    write_jsonl(tmp_path / "nlu/notes/train.jsonl", ["not a test set"])
+    made = texts(60)
+    made[5] += " " + long[0].upper().replace(" ", "  -- ") + " tail"
+    made[40] += " " + " ".join(long[3].split()[:9])  # 2 of its grams of 8 words
+    made[41] += f" {short[2]} {long[0]}"
+    write_jsonl(tmp_path / "a.jsonl", made)
+    config = data_config(tmp_path, contamination="nlu", shards=3)
+    for job in range(3):
+        run(config, shard=(job, 3))
+    without = prepared(tmp_path, shards=3, dir=str(tmp_path / "without"))
+    assert train_set(config).fingerprint == train_set(without).fingerprint
+    found = json.loads((config.dir / "train/contamination.json").read_text())
+    assert set(found["tasks"]) == {"sst2", "mmlu"} and found["ngram"] == 8 and found["documents"] == 3
+    keys = ("rows", "too_short", "overlapping", "contained", "overlapping_rows")
+    counts = {name: [task[key] for key in keys] for name, task in found["tasks"].items()}
+    share = round(2 / (len(long[3].split()) - 7), 4)
+    assert counts == {"sst2": [21, 1, 2, 1, {"0": 1.0, "6": share}], "mmlu": [10, 0, 1, 1, {"2": 1.0}]}
+    assert found["tasks"]["sst2"]["examples"] == [long[0], long[3]]

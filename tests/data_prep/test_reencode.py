@@ -2,60 +2,34 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from emo.common.errors import UserError
 from emo.data_prep import write
 from emo.data_prep.encode import RowEncoder
-from emo.data_prep.prepare import prepare
 from emo.data_prep.reencode import PlainEncoder, ShardCheck, _same
 from emo.data_prep.tokenizer import read_tokenizer, save_tokenizer
 from emo.data_prep.verify import verify
-from emo.data_prep.words import TextEncoder, encoder
 from tests.helpers.corpus import alpaca_rows, data_config, run, texts, tiny_tokenizer, write_jsonl
 
 CHATML = (
     "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
 )
-# Settings of what is prepared, and whether verify can tell anything of it.
+EXAMPLES = {"kind": "instruct", "sources": [{"files": "i.jsonl"}]}
 SORTS: dict[str, tuple[dict[str, Any], bool]] = {
     "text": ({"validation_fraction": 0.3}, True),
-    "text in few rows": ({"sequence_len": 500}, True),
-    "part of a text": ({"limit_tokens": 2000}, True),
-    "domains and copies": (
-        {"sources": [{"files": "a.jsonl", "weight": 2.5}, {"files": "b.jsonl", "domain": "other"}]},
-        True,
-    ),
-    "long texts": ({"sources": [{"files": "long.txt", "format": "document"}]}, True),
-    "instructions": ({"kind": "instruct", "sources": [{"files": "i.jsonl"}], "sequence_len": 400}, True),
-    "cut short": ({"kind": "instruct", "sources": [{"files": "i.jsonl"}], "sequence_len": 150}, False),
-    "split": (
-        {"kind": "instruct", "sources": [{"files": "i.jsonl"}], "sequence_len": 60, "overlong": "split"},
-        False,
-    ),
-    "a transcript": (
-        {"kind": "instruct", "sources": [{"files": "i.jsonl"}], "sequence_len": 300, "template": "chat"},
-        True,
-    ),
-    "a chat_template": (
-        {
-            "kind": "instruct",
-            "sources": [{"files": "i.jsonl"}],
-            "sequence_len": 300,
-            "template": "chat_template",
-        },
-        False,
-    ),
+    "copies": ({"sources": [{"files": "a.jsonl", "weight": 2.5}, {"files": "b.jsonl", "domain": "b"}]}, True),
+    "long texts": ({"sources": [{"files": "long.txt", "format": "document"}], "shards": 1}, True),
+    "instructions": (EXAMPLES | {"sequence_len": 400}, True),
+    "split": (EXAMPLES | {"sequence_len": 60, "overlong": "split"}, False),
+    "chat": (EXAMPLES | {"sequence_len": 300, "template": "chat_template", "tokenizer": "chat"}, False),
     "ids": ({"sources": [{"files": "ids.jsonl", "format": "tokens"}]}, False),
 }
 
@@ -65,7 +39,7 @@ def files(tmp_path: Path) -> Path:
     write_jsonl(
         tmp_path / "a.jsonl", ({"text": f" {text}\n\n </s> naïve 日本 {text}"} for text in texts(200))
     )
-    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in texts(200, seed=4)))
+    write_jsonl(tmp_path / "b.jsonl", texts(200, seed=4))
     write_jsonl(tmp_path / "i.jsonl", alpaca_rows(120))
     write_jsonl(tmp_path / "ids.jsonl", ({"ids": [7 + i % 90] * (20 + i)} for i in range(60)))
     (tmp_path / "long.txt").write_text("\n".join(texts(900)), encoding="utf-8")
@@ -75,116 +49,43 @@ def files(tmp_path: Path) -> Path:
 
 
 def config_of(files: Path, sort: str) -> Any:
-    more = {"sources": [{"files": "b.jsonl"}]} | SORTS[sort][0]
-    if sort == "long texts":
-        more["shards"] = 1
-    if sort == "a chat_template":
-        more["tokenizer"] = str(files / "chat")
-    return data_config(files, **more)
+    return data_config(files, **({"sources": [{"files": "b.jsonl"}]} | SORTS[sort][0]))
 
 
-@pytest.mark.parametrize("sort", SORTS)
-def test_what_is_right_is_sealed(files: Path, sort: str) -> None:
-    config = config_of(files, sort)
-    run(config)
-    right, faults = verify(config.dir)
-    assert not faults and len(right) == len(config.splits)
-    if SORTS[sort][1]:
-        assert all("same: none" not in line for line in right)
+def shifted(self: RowEncoder, part: Any, encode: Any = RowEncoder.encode) -> Any:
+    """Ids that are wrong as they leave a worker."""
+    done = encode(self, part)
+    return done._replace(ids=done.ids ^ 1)
 
 
 @pytest.mark.parametrize("sort", SORTS)
 def test_what_differs_is_not_sealed(files: Path, sort: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ids that are wrong as they leave a worker, and rows that are wrong as they are packed."""
+    """Wrong as it leaves a worker, or as it is packed; what is right is sealed, and verified."""
     config = config_of(files, sort)
-    encode = RowEncoder.encode
-
-    def shifted(self: RowEncoder, part: Any) -> Any:
-        done = encode(self, part)
-        return done._replace(ids=done.ids ^ 1)
-
     with monkeypatch.context() as broken:
         broken.setattr(RowEncoder, "encode", shifted)
         with pytest.raises(UserError) as error:
             run(config)
     assert error.value.code == "not-as-tokenized"
-    assert not list(config.dir.rglob("*.arrow")) and not list(config.dir.rglob("manifest.json"))
-    assert not list(config.dir.rglob("*.part"))
+    assert not [p for name in ("*.arrow", "manifest.json", "*.part") for p in config.dir.rglob(name)]
     lists = write._lists
     with monkeypatch.context() as broken:
         broken.setattr(write, "_lists", lambda values, lengths: lists(values[::-1].copy(), lengths))
         with pytest.raises(UserError):
             run(config)
     run(config)
-    assert not verify(config.dir)[1]
+    right, faults = verify(config.dir)
+    assert not faults and len(right) == len(config.splits)
+    assert not SORTS[sort][1] or all("same: none" not in line for line in right)
 
 
 @pytest.mark.parametrize("sort", [sort for sort, (_, told) in SORTS.items() if told])
-def test_verify_notices_what_was_sealed_wrong(
-    files: Path, sort: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_notices_what_is_wrong(files: Path, sort: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(files, sort)
-    encode = RowEncoder.encode
-
-    def shifted(self: RowEncoder, part: Any) -> Any:
-        encoded = encode(self, part)
-        return encoded._replace(ids=encoded.ids ^ 1)
-
     monkeypatch.setattr(RowEncoder, "encode", shifted)
     monkeypatch.setattr(ShardCheck, "compare", lambda *_: None)
     run(config)
     assert verify(config.dir)[1]
-
-
-def test_a_broken_word_cache_is_noticed(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here and by verify: words that get the ids of their bytes, as where a vocabulary is read wrongly."""
-    config = data_config(files, sources=[{"files": "b.jsonl"}])
-    tokenizer = read_tokenizer(tiny_tokenizer())[0]
-
-    def spelled(self: TextEncoder, word: str) -> bytes:
-        pieces = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in word.encode()]
-        return np.array(pieces, self.dtype).tobytes()
-
-    monkeypatch.setattr("emo.data_prep.planning.words_agree", lambda *_: True)
-    monkeypatch.setattr(TextEncoder, "_word", spelled)
-    with pytest.raises(UserError) as error:
-        run(config)
-    assert error.value.code == "not-as-tokenized"
-    monkeypatch.setattr("emo.data_prep.reencode.ShardCheck.compare", lambda *_: None)
-    run(config)
-    assert verify(config.dir)[1]
-
-
-def test_the_plain_way_is_that_of_words(tmp_path: Path) -> None:
-    """For tokenizers that put a space before a text in every way that there is."""
-    lines = [*texts(50), " x\n\n y", "naïve 日本"]
-    for number, (normalizer, splitter) in enumerate(
-        [
-            (normalizers.Prepend("▁"), None),
-            (normalizers.Sequence([normalizers.NFC(), normalizers.Prepend("▁")]), None),
-            (None, pre_tokenizers.Metaspace()),
-            (None, pre_tokenizers.ByteLevel(add_prefix_space=True)),
-            (None, pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()])),
-            (None, None),
-        ]
-    ):
-        backend = Tokenizer(models.BPE(unk_token="<unk>"))
-        backend.decoder = decoders.ByteLevel()
-        if normalizer is not None:
-            backend.normalizer = normalizer
-        if splitter is not None:
-            backend.pre_tokenizer = splitter
-        specials = ["<unk>", "</s>"]
-        backend.train_from_iterator(lines, trainers.BpeTrainer(vocab_size=300, special_tokens=specials))
-        place = tmp_path / str(number)
-        place.mkdir()
-        backend.save(str(place / "tokenizer.json"))
-        (place / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}), encoding="utf-8")
-        plain = PlainEncoder(*read_tokenizer(place))
-        for line in lines:
-            for continuing in (False, True, False):
-                expected = encoder(place, continuing).encode(line, add_special_tokens=False).ids
-                assert plain.ids(line, continuing) == expected
 
 
 PARTS = st.sampled_from(
@@ -205,21 +106,3 @@ def test_the_beginning_of_right_ids_passes(parts: list[str], length: int) -> Non
     assert _same(plain, [], ids[:length], len(ids) <= length) is not False
     wrong = [number ^ 1 for number in ids[:length]]
     assert len(wrong) < 40 or _same(plain, [], wrong, False) is not True
-
-
-def test_a_job_that_stops_at_a_shard_keeps_those_before(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = data_config(files, sources=[{"files": "b.jsonl"}], shards=3)
-    encode, parts = RowEncoder.encode, []
-
-    def late(self: RowEncoder, part: Any) -> Any:
-        done = encode(self, part)
-        parts.append(part)
-        return done if len(parts) < 3 else done._replace(ids=done.ids[::-1].copy())
-
-    monkeypatch.setattr(RowEncoder, "encode", late)
-    with pytest.raises(UserError):
-        prepare(config, (0, 1), 1, False, False, lambda _: None)
-    assert sorted(p.name for p in config.dir.rglob("*.arrow")) == [
-        "shard-00000-of-00003.arrow",
-        "shard-00001-of-00003.arrow",
-    ]

@@ -1,87 +1,58 @@
-"""Which rows are taken: weights before duplicates, limits exact, copies spread."""
+"""Which rows are taken: weights before duplicates, limits exact, copies spread; domains and sets by name."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from emo.data_prep.config import DataConfig
-from emo.data_prep.inputs import open_text
 from emo.data_prep.limit import _trimmed, in_turn
 from emo.data_prep.near import band_shape
+from emo.data_prep.scan import uniform
+from emo.data_prep.world import TASKS, corpus, read_rows, task_rows
 from tests.data_prep.test_prepare import rows_of
-from tests.helpers.corpus import alpaca_rows, data_config, run, texts, train_set, write_jsonl
-
-
-def prepared(tmp_path: Path, name: str, **data: Any) -> DataConfig:
-    config = data_config(tmp_path, dir=str(tmp_path / name), **data)
-    run(config)
-    return config
+from tests.helpers.corpus import alpaca_rows, prepared, texts, train_set, write_jsonl
 
 
 def test_a_weight_drops_no_row_of_another_source(tmp_path: Path) -> None:
     """Rows in A (weight 0.1) and in B (weight 1) are all used."""
     first, second = texts(300, seed=1), texts(300, seed=2)
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in first + second[:150]))
-    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in second))
+    write_jsonl(tmp_path / "a.jsonl", first + second[:150])
+    write_jsonl(tmp_path / "b.jsonl", second)
     sources = [{"files": "a.jsonl", "weight": 0.1}, {"files": "b.jsonl"}]
     for name, dedup in (("exact", "exact"), ("near", "near")):
-        times = Counter(rows_of(prepared(tmp_path, name, sources=sources, dedup=dedup)))
+        times = Counter(rows_of(prepared(tmp_path, dir=str(tmp_path / name), sources=sources, dedup=dedup)))
         assert [times[text] for text in second] == [1] * 300
         assert 10 < sum(times[text] for text in first) < 60
     sources[0]["weight"] = 2
-    times = Counter(rows_of(prepared(tmp_path, "two", sources=sources[::-1])))
+    times = Counter(rows_of(prepared(tmp_path, dir=str(tmp_path / "two"), sources=sources[::-1])))
     assert [times[text] for text in second] == [2] * 150 + [1] * 150  # the most that a source asks for
-
-
-def test_a_weight_drops_no_row_of_validation(tmp_path: Path) -> None:
-    """Validation takes what training leaves out, and nothing that it uses."""
-    made = texts(300)
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in made))
-    common = {"sources": [{"files": "a.jsonl", "weight": 0.5}]}
-    config = prepared(tmp_path, "out", validation=[{"files": "a.jsonl", "weight": 3}], **common)
-    used, held_out = rows_of(config), Counter(rows_of(config, 1))
-    assert set(held_out) == set(made) - set(used) and set(held_out.values()) == {3}
 
 
 @pytest.mark.parametrize("weight", [1, 2.5, 0.6])
 def test_limit_of_rows_counts_copies(tmp_path: Path, weight: float) -> None:
     """Limit_rows 300 with weight 2.5 gave 713."""
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(700)))
-    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in texts(200, seed=1)))
+    write_jsonl(tmp_path / "a.jsonl", texts(700))
+    write_jsonl(tmp_path / "b.jsonl", texts(200, seed=1))
     sources = [{"files": "a.jsonl", "weight": weight}, {"files": "b.jsonl"}]
-    config = prepared(tmp_path, "out", sources=sources, limit_rows=300)
+    config = prepared(tmp_path, sources=sources, limit_rows=300)
     assert len(rows_of(config)) == 300 == train_set(config).manifest.documents
 
 
 def test_copies_are_spread(tmp_path: Path) -> None:
     """Far from each other, and rows without copies keep their order."""
     first, second = texts(300, seed=1), texts(40, seed=2)
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in first))
-    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in second))
+    write_jsonl(tmp_path / "a.jsonl", first)
+    write_jsonl(tmp_path / "b.jsonl", second)
     sources = [{"files": "a.jsonl"}, {"files": "b.jsonl", "weight": 4}]
-    found = rows_of(prepared(tmp_path, "out", sources=sources, shards=1))
+    found = rows_of(prepared(tmp_path, sources=sources, shards=1))
     places = {text: [i for i, other in enumerate(found) if other == text] for text in second}
     assert all(len(at) == 4 and min(np.diff(at)) >= 40 for at in places.values())
     assert [text for text in found if text in set(first)] == first
-
-
-@pytest.mark.parametrize(("limit", "shards"), [(149_452, 4), (30_000, 16), (100, 3), (250_000, 4)])
-def test_limit_of_tokens_is_exact_with_long_documents(
-    shared_data: Path, tmp_path: Path, limit: int, shards: int
-) -> None:
-    """A quarter was missing, since shards of unequal documents had equal quotas."""
-    with open_text(shared_data / "lm/wikitext-2-v1/validation.txt.zst") as stream:
-        (tmp_path / "a.txt").write_bytes(stream.read()[:400_000])
-    common = {"sources": [{"files": "a.txt"}], "shards": shards, "sequence_len": 64}
-    config = prepared(tmp_path, "out", limit_tokens=limit, **common)
-    assert train_set(config).manifest.tokens == limit // 64 * 64
 
 
 def test_limit_of_tokens_takes_all_sources_in_proportion(tmp_path: Path) -> None:
@@ -94,13 +65,29 @@ def test_limit_of_tokens_takes_all_sources_in_proportion(tmp_path: Path) -> None
         "sources": [{"files": "a.jsonl"}, {"files": "b.jsonl"}],
     }
     common["sources"][1] |= {"weight": 2.0}
-    whole = train_set(prepared(tmp_path, "whole", limit_tokens=10**9, **common)).manifest
-    half = train_set(prepared(tmp_path, "half", limit_tokens=whole.tokens // 2, **common)).manifest
+    whole = train_set(prepared(tmp_path, dir=str(tmp_path / "whole"), limit_tokens=10**9, **common)).manifest
+    half = train_set(
+        prepared(tmp_path, dir=str(tmp_path / "half"), limit_tokens=whole.tokens // 2, **common)
+    ).manifest
     assert whole.documents == 600 + 2 * 200 and "limit" not in whole.rejected
     assert 0 <= whole.tokens // 2 - half.tokens < 256
     taken = [source["train"] for source in half.sources]
     assert abs(taken[0] - 300) < 20 and abs(taken[1] - 200) < 20 and sum(taken) == half.documents
     assert half.rejected["limit"] == 800 - taken[0] - -(-taken[1] // 2)
+
+
+def test_a_limit_of_tokens_may_end_among_the_copies_of_the_first_row(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(1))
+    more = {"kind": "instruct", "sequence_len": 512, "shards": 1}
+    more |= {"sources": [{"files": "a.jsonl", "weight": 3}]}
+    whole = train_set(prepared(tmp_path, limit_tokens=10**9, **more)).manifest
+    two = prepared(tmp_path, dir=str(tmp_path / "two"), limit_tokens=whole.tokens // 3 * 2, **more)
+    assert (whole.documents, train_set(two).manifest.documents) == (3, 2)
+
+
+def test_draws_of_a_seed_stay_what_they_were() -> None:
+    """Other ones would split the same sources into other training and validation rows."""
+    assert uniform(np.arange(2, dtype=np.uint64), 3, 1).round(9).tolist() == [0.523950592, 0.454937907]
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())
@@ -126,3 +113,18 @@ def test_any_beginning_has_the_sources_in_proportion(have: list[int]) -> None:
 )
 def test_bands_are_those_that_datasketch_takes(threshold: float, shape: tuple[int, int]) -> None:
     assert band_shape(threshold) == shape
+
+
+def first_split(task: str) -> str:
+    return "dev" if task == "mmlu" else "train"
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_no_test_row_stands_in_a_document_or_a_demonstration(task: str) -> None:
+    key = "question" if task == "mmlu" else "text"
+    corpora = map(corpus, ("world", "world-home", "world-abroad"))
+    texts = [row["text"] for path in corpora for row in read_rows(path)]
+    demonstrations = [row[key] for row in task_rows(task, first_split(task))]
+    everything = "\n".join([*texts, *demonstrations])
+    assert all(row[key] not in everything for row in task_rows(task, "test"))
+    assert all(text in everything for text in demonstrations)  # the search itself works

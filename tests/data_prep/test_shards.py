@@ -1,9 +1,10 @@
-"""The format: what training reads, what `datasets` reads, what `verify` catches, what `inspect` shows."""
+"""The format: what training reads, what `datasets` reads, scores beside it, what `verify` catches."""
 
 from __future__ import annotations
 
 import hashlib
 import io
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,48 +15,22 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from emo.common.errors import UserError
+from emo.common.files import Hashes
 from emo.data_prep import inspect as look
-from emo.data_prep.arrow import lists_of, numbers_of
+from emo.data_prep import scores
 from emo.data_prep.config import DataConfig
-from emo.data_prep.shards import content_fingerprint, manifest_text, read_manifest
+from emo.data_prep.scores import Scores
+from emo.data_prep.shards import TokenDataset, content_fingerprint, manifest_text, read_manifest
 from emo.data_prep.tokenizer import load_tokenizer
 from emo.data_prep.verify import verify
-from tests.helpers.corpus import (
-    alpaca_rows,
-    data_config,
-    random_dataset,
-    run,
-    texts,
-    train_set,
-    write_jsonl,
-)
-
-
-@pytest.fixture
-def text_config(tmp_path: Path) -> DataConfig:
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(120)))
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], shards=3, validation_fraction=0.1)
-    run(config)
-    return config
+from tests.helpers.corpus import alpaca_rows, prepared, texts, train_set, write_jsonl
 
 
 @pytest.fixture
 def instruct_config(tmp_path: Path) -> DataConfig:
     write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60))
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], kind="instruct", sequence_len=512)
-    run(config)
-    return config
-
-
-@pytest.fixture
-def split_config(tmp_path: Path) -> DataConfig:
-    """Over-long examples in pieces: rows and segments that begin with supervised tokens."""
-    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60))
-    config = data_config(
-        tmp_path, sources=[{"files": "a.jsonl"}], kind="instruct", sequence_len=180, overlong="split"
-    )
-    run(config)
-    return config
+    return prepared(tmp_path, kind="instruct", sequence_len=512)
 
 
 def plain_batch(row: dict[str, Any], block: int) -> tuple[list[int], list[int], list[int]]:
@@ -81,15 +56,14 @@ def test_a_segment_names_its_source_document(tmp_path: Path, overlong: str) -> N
     """Parts of a long text or example in several rows, and its copies, are of one document."""
     if overlong == "text":
         wholes = texts(40)
-        write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in wholes])
+        write_jsonl(tmp_path / "a.jsonl", wholes)
         options: dict[str, Any] = {"kind": "text"}
     else:
         rows = [{"instruction": "Say it.", "input": "", "output": text} for text in texts(40, sentences=30)]
         write_jsonl(tmp_path / "a.jsonl", rows)
         wholes = [row["output"] for row in rows]
         options = {"kind": "instruct", "overlong": "split", "sequence_len": 100}
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl", "weight": 2}], **options)
-    run(config)
+    config = prepared(tmp_path, sources=[{"files": "a.jsonl", "weight": 2}], **options)
     data = train_set(config)
     tokenizer = load_tokenizer(config.dir / "tokenizer")
     fits: dict[int, set[int]] = {}  # of each source: the rows whose text its segments can all be parts of
@@ -106,10 +80,12 @@ def test_a_segment_names_its_source_document(tmp_path: Path, overlong: str) -> N
     assert sorted(row for rows in fits.values() for row in rows) == list(range(40))
 
 
-@pytest.mark.parametrize("kind", ["text_config", "instruct_config", "split_config"])
-def test_batches_are_what_the_columns_say(kind: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("overlong", [None, "drop", "split"])
+def test_batches_are_what_the_columns_say(tmp_path: Path, overlong: str | None) -> None:
     """`datasets` maps the same files; plain Python derives the batch from its columns."""
-    config: DataConfig = request.getfixturevalue(kind)
+    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60) if overlong else texts(120))
+    more = {"kind": "instruct", "sequence_len": 180, "overlong": overlong} if overlong else {"shards": 3}
+    config = prepared(tmp_path, **more)
     data = train_set(config)
     rows, files = [], []
     for info in data.manifest.shards:
@@ -138,8 +114,7 @@ def test_a_large_vocabulary_keeps_its_ids(tmp_path: Path) -> None:
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path / "large")
     write_jsonl(tmp_path / "a.jsonl", ({"text": f"w{69_000 + i} w{i + 2} w66000"} for i in range(60)))
-    config = data_config(tmp_path, sources=[{"files": "a.jsonl"}], tokenizer="large")
-    run(config)
+    config = prepared(tmp_path, tokenizer="large")
     data = train_set(config)
     ids = data.batch(np.arange(len(data)))["input_ids"].ravel().tolist()
     assert ids[:8] == [69_000, 2, 66_000, 0, 69_001, 3, 66_000, 0]
@@ -183,28 +158,82 @@ def test_inspect_colours_exactly_what_is_supervised(instruct_config: DataConfig)
     assert sorted(shown.split("</s>")[:-1]) == sorted(outputs)
 
 
-@pytest.mark.slow
-def test_memory_stays_flat_over_an_epoch(tmp_path: Path) -> None:
-    """All rows are read in random order, and few pages of the mapped files stay resident."""
-
-    def mapped() -> int:
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-        return int(next(line for line in lines if line.startswith("RssFile")).split()[1]) * 1024
-
-    data = random_dataset(tmp_path / "train", rows=160_000, block=256)
-    size = sum(info.bytes for info in data.manifest.shards)
-    assert size > 80_000_000
-    before, peak = mapped(), 0
-    order = np.random.default_rng(0).permutation(len(data))
-    for start in range(0, len(data), 50):
-        data.batch(order[start : start + 50])
-        peak = max(peak, mapped()) if start % 500 == 450 else peak
-    assert peak - before < size // 2
+MODEL = {"path": "somewhere", "weights": "0" * 64}
 
 
-def test_numbers_of_sliced_lists() -> None:
-    """The values of a slice alone, and none of no lists."""
-    lists = lists_of(np.array([0, 2, 2, 5]), np.arange(5, dtype=np.uint16))
-    assert numbers_of(lists).tolist() == [0, 1, 2, 3, 4]
-    assert numbers_of(lists.slice(1, 2)).tolist() == [2, 3, 4]
-    assert numbers_of(lists.slice(3)).tolist() == []
+@pytest.fixture
+def data(tmp_path: Path) -> TokenDataset:
+    """Two shards of packed documents."""
+    write_jsonl(tmp_path / "a.jsonl", texts(60))
+    config = prepared(tmp_path, sources=[{"files": "a.jsonl", "format": "text"}])
+    return train_set(config)
+
+
+def written(data: TokenDataset, name: str = "ref") -> None:
+    """A number for every token that says which one it is."""
+    scores.begin(data, name, MODEL)
+    for shard, info in enumerate(data.manifest.shards):
+        scores.write_shard(scores.shard_file(data, name, shard), -np.arange(info.tokens) - 1e6 * shard)
+    assert scores.seal(data, name, MODEL)
+
+
+def test_a_score_stands_where_its_label_stands(data: TokenDataset) -> None:
+    """Every label of every row gets the number of the very token in its shard."""
+    written(data)
+    found = Scores(data, "ref")
+    for shard in range(2):
+        at = 0
+        for row in data.rows_of(shard):
+            batch, stored = data.batch(np.array([row])), found.batch(np.array([row]))[0]
+            n = data.tokens_of(int(row))
+            assert stored[: n - 1].tolist() == [-1e6 * shard - at - i for i in range(1, n)]
+            assert not stored[n - 1 :].any()
+            labels = batch["labels"][0]
+            assert all(labels[i] in (-100, batch["input_ids"][0][i + 1]) for i in range(n - 1))
+            at += n
+
+
+def test_what_is_missing_or_damaged(data: TokenDataset, tmp_path: Path) -> None:
+    def refused(name: str = "ref") -> None:
+        with pytest.raises(UserError):
+            Scores(data, name)
+
+    refused()
+    scores.begin(data, "ref", MODEL)
+    assert not scores.seal(data, "ref", MODEL)
+    refused()
+    written(data)
+    refused("reff")
+    refused("../ref")
+    path = scores.shard_file(data, "ref", 1)
+    content = path.read_bytes()
+    path.write_bytes(content[:-4])
+    refused()
+    path.write_bytes(content[:-4] + b"\0\0\0\0")
+    assert len(list(Scores(data, "ref").faults(Hashes(tmp_path / "hashes.json")))) == 1
+    assert not scores.seal(data, "ref", MODEL)
+    path.write_bytes(content)
+    assert not list(Scores(data, "ref").faults(Hashes(tmp_path / "hashes.json")))
+    about = scores.directory(data, "ref") / scores.ABOUT
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"data": "other"}))
+    refused()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), 0.5])
+def test_only_log_probabilities_are_written(data: TokenDataset, bad: float) -> None:
+    scores.begin(data, "ref", MODEL)
+    path = scores.shard_file(data, "ref", 0)
+    with pytest.raises(UserError):
+        scores.write_shard(path, np.array([-1.0, bad]))
+    assert not path.exists()
+
+
+def test_another_models_scores_are_not_completed(data: TokenDataset) -> None:
+    scores.begin(data, "ref", MODEL)
+    scores.begin(data, "ref", MODEL)
+    with pytest.raises(UserError):
+        scores.begin(data, "ref", MODEL | {"weights": "1" * 64})
+    (data.directory / "scores" / "ref" / "mine.txt").write_text("keep me")
+    scores.clear(data, "ref")
+    scores.begin(data, "ref", MODEL | {"weights": "1" * 64})
+    assert (data.directory / "scores" / "ref" / "mine.txt").is_file()

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
-import random
-import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import zstandard
 from rich.console import Console
 
-from emo.common.errors import UserError
 from emo.data_prep.cli import main
 from emo.data_prep.config import load_data_config
-from emo.data_prep.sources.sniff import sniff
+from emo.data_prep.inspect import inspect
+from emo.data_prep.sniff import sniff
 from emo.data_prep.verify import verify
 from tests.conftest import REPO
 from tests.data_prep.test_chat import CHATML, THINKING, tokenizer_with
-from tests.helpers.corpus import alpaca_rows, run, sentence, texts, tiny_tokenizer, train_set, write_jsonl
+from tests.helpers.corpus import alpaca_rows, run, texts, tiny_tokenizer, train_set, write_jsonl
 
 TALK = [{"from": "human", "value": "two birds"}, {"from": "gpt", "value": "sing"}]
 
@@ -40,63 +37,24 @@ def shown(files: Path | str, tokenizer: Path | None = None, colours: bool = Fals
     return sink.getvalue(), recipe
 
 
-def chats(count: int, **names: str) -> list[dict[str, Any]]:
-    role, content, column = (
-        names.get("role", "role"),
-        names.get("content", "content"),
-        names.get("column", "messages"),
-    )
+def chats(count: int) -> list[dict[str, Any]]:
+    pairs = (("user", "ask"), ("assistant", "say")) * 2
     return [
-        {
-            column: [
-                {role: who, content: f"{text} {i}"}
-                for who, text in (("user", "ask"), ("assistant", "say")) * 2
-            ]
-        }
-        for i in range(count)
+        {"messages": [{"role": who, "content": f"{text} {i}"} for who, text in pairs]} for i in range(count)
     ]
 
 
-def table(path: Path, rows: list[dict[str, Any]]) -> None:
-    with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def paragraphs(count: int) -> str:
-    return "\n\n".join("\n".join(text.split(". ")) for text in texts(count, sentences=8)) + "\n"
-
-
-OWN = [{"Frage, bitte": row["instruction"], "reply": row["output"]} for row in alpaca_rows(80)]
 # what is written, and what the recipe must say of it
-FILES: dict[str, tuple[Any, list[str]]] = {
+CSV = "".join(f'"{row["instruction"]}","{row["output"]}"\n' for row in alpaca_rows(80))
+BOOK = "\n\n".join("\n".join(text.split(". ")) for text in texts(90, sentences=8)) + "\n"
+SHARED = json.dumps([{"conversations": TALK}] * 2 + chats(60))
+FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "alpaca.jsonl": (lambda p: write_jsonl(p, alpaca_rows(80)), ["kind: instruct", "template: alpaca"]),
-    "own names.csv": (lambda p: table(p, OWN), ["instruction: Frage, bitte", "output: reply"]),
-    "share.json": (
-        lambda p: p.write_text(json.dumps([{"conversations": TALK}] * 2 + chats(60))),
-        ["template: chat"],
-    ),
-    "other.jsonl": (
-        lambda p: write_jsonl(p, chats(60, role="who", content="said", column="talk")),
-        ["messages: talk", "role: who", "content: said", "template: chat"],
-    ),
-    "text.jsonl.zst": (
-        lambda p: p.write_bytes(
-            zstandard.compress("\n".join(json.dumps({"text": t}) for t in texts(90)).encode())
-        ),
-        ["sequence_len: "],
-    ),
-    "body.parquet": (
-        lambda p: pyarrow.parquet.write_table(pa.table({"id": list(range(90)), "body": texts(90)}), p),
-        ["columns:", "text: body"],
-    ),
+    "own names.csv": (lambda p: p.write_text(f'"Frage, bitte",reply\n{CSV}'), ["instruction: Frage, bitte"]),
+    "share.json": (lambda p: p.write_text(SHARED), ["template: chat"]),
+    "body.parquet": (lambda p: pyarrow.parquet.write_table(pa.table({"body": texts(90)}), p), ["text: body"]),
     "lines.txt": (lambda p: p.write_text("\n".join(texts(90))), ["lines.txt\n"]),
-    "book [1].txt": (lambda p: p.write_text(paragraphs(90)), ["format: paragraphs"]),
-    "odd.jsonl": (
-        lambda p: p.write_text("".join(json.dumps(row) + "\n" for row in alpaca_rows(60)) + '{"x": 1}\n'),
-        ["strict: false"],
-    ),
+    "book [1].txt": (lambda p: p.write_text(BOOK), ["format: paragraphs"]),
 }
 
 
@@ -115,8 +73,6 @@ def test_the_lines_work_when_they_are_pasted(
     run(config)
     assert verify(config.dir)[1] == [] and len(train_set(config)) > 0
     sink = io.StringIO()
-    from emo.data_prep.inspect import inspect
-
     inspect(config.dir / "train", 1, 0, Console(file=sink))
     assert "supervised" in sink.getvalue()
 
@@ -154,7 +110,7 @@ def test_examples_show_what_is_supervised(tmp_path: Path) -> None:
         assert f"### Response:⟦{answer}" in plain and plain.count("⟦") == 2 and "\x1b" not in plain
         coloured, _ = shown(tmp_path / "a.jsonl", tokenizer, colours=True)
         assert f"\x1b[1;32m{answer}" in coloured and "⟦" not in coloured
-    write_jsonl(tmp_path / "b.jsonl", ({"text": text} for text in texts(40)))
+    write_jsonl(tmp_path / "b.jsonl", texts(40))
     plain, _ = shown(tmp_path / "b.jsonl", tiny_tokenizer())
     assert [plain.count(f"row {at} ─") for at in (1, 20, 21, 40)] in ([1, 1, 0, 1], [1, 0, 1, 1])
 
@@ -171,56 +127,3 @@ def test_a_chat_template_is_used_where_it_can_be(tmp_path: Path) -> None:
         config = load_data_config(tmp_path / "recipe.yaml", [f"data.dir={tmp_path / expected}"])
         run(config)
         assert train_set(config).manifest.documents == 40
-
-
-def test_what_is_rejected_and_left_out_is_said(tmp_path: Path) -> None:
-    rows = [{"conversations": [TALK[1], *TALK, TALK[0]]}] * 3 + [{"conversations": [TALK[0]]}, {"x": 1}]
-    write_jsonl(tmp_path / "a.jsonl", rows)
-    printed, _ = shown(tmp_path / "a.jsonl")
-    assert "of the first 5 rows 3 are used; rejected: 1 bad roles, 1 missing column" in printed
-    assert "messages left out, before the first prompt or after the last response: 6" in printed
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.jsonl", b'{"n": 1}\n', r"a.jsonl: no row can be read: missing column \(no column .*there are: n"),
-        ("a.jsonl", b"no json\n", r"a.jsonl: no row can be read: broken json"),
-        ("a.jsonl", b"", "a.jsonl is empty"),
-        ("a.jsonl", b'[{"text": "a"}]', "a.jsonl is one array"),
-        ("a.docx", b"x", "has none of the known endings"),
-        ("b.jsonl", b"x", "no file matches"),
-        ("a.txt", "Wörter\n".encode("utf-16"), "a.txt is UTF-16"),
-        ("a.txt", b"\n\n", "a.txt: no row can be read: no rows"),
-        ("a.csv", b"\xff\xfe\0", "a.csv is UTF-16"),
-        ("a.parquet", b"PAR1", "not readable as parquet"),
-    ],
-)
-def test_what_cannot_be_read_is_told_in_a_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes, message: str
-) -> None:
-    (tmp_path / name.replace("b.", "c.")).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        shown(tmp_path / name)
-    assert main(["sniff", str(tmp_path / name)]) == 2
-    error = capsys.readouterr().err.splitlines()
-    assert len(error) == 2 and error[1].startswith("error: ")
-
-
-def test_one_giant_line(tmp_path: Path) -> None:
-    rng = random.Random(0)
-    (tmp_path / "a.txt").write_text(" ".join(sentence(rng) for _ in range(30_000)))
-    printed, recipe = shown(tmp_path / "a.txt")
-    assert printed.count("...") == 1 and len(printed) < 4000 and "sequence_len: 1024" in recipe
-
-
-def test_blocks_are_no_longer_than_the_context_of_the_tokenizers_model(tmp_path: Path) -> None:
-    place = tmp_path / "model"
-    shutil.copytree(tiny_tokenizer(), place)
-    (place / "config.json").write_text(json.dumps({"max_position_embeddings": 48}))
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(400)))
-    _, recipe = shown(tmp_path / "a.jsonl", place)
-    assert "  sequence_len: 48\n" in recipe and "  dir: runs/data/a\n" in recipe
-    assert "  validation_fraction: 0.05\n" in recipe
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(10)))
-    assert "validation_fraction" not in shown(tmp_path / "a.jsonl", place)[1]

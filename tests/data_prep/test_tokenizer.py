@@ -1,22 +1,21 @@
-"""Tokenizers: equal to sentencepiece, saved and found again unchanged, blind to special tokens in text."""
+"""Tokenizers: equal to sentencepiece, saved and loaded unchanged, and the same by words as by texts."""
 
 from __future__ import annotations
 
 import json
-import random
 import re
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import sentencepiece
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 from emo.common.errors import UserError
-from emo.data_prep import planning
 from emo.data_prep.inputs import open_text
 from emo.data_prep.tokenizer import (
     load_tokenizer,
@@ -26,8 +25,8 @@ from emo.data_prep.tokenizer import (
     train_sentencepiece,
 )
 from emo.data_prep.verify import verify
-from emo.data_prep.words import encoder
-from tests.helpers.corpus import data_config, run, texts, tiny_tokenizer, train_set, write_jsonl
+from emo.data_prep.words import TextEncoder, encoder, word_rule
+from tests.helpers.corpus import prepared, texts, tiny_tokenizer, train_set, write_jsonl
 
 SPECIALS = ["</s>", "<s>", "<unk>", "<|endoftext|>", "<pad>"]
 
@@ -83,23 +82,6 @@ def test_gpt2_and_opt_ids_are_the_published_ones(shared_data: Path) -> None:
     assert opt("Hello world")["input_ids"] == [2, 31414, 232]
 
 
-def test_gpt2_as_the_hub_has_it(shared_data: Path, tmp_path: Path) -> None:
-    """Its tokenizer.json comes with a configuration that names no special token."""
-    original = load_tokenizer(shared_data / "tokenizers/gpt2")
-    original.save_pretrained(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 1024}')
-    bare = load_tokenizer(tmp_path)
-    assert (bare.bos_token_id, bare.eos_token_id) == (50256, 50256)
-    assert tokenizer_fingerprint(bare) == tokenizer_fingerprint(original)
-
-
-def test_special_tokens_are_never_found_in_text(shared_data: Path) -> None:
-    for name in ("tokenizers/llama", "tokenizers/gpt2", "tokenizers/opt"):
-        tokenizer = load_tokenizer(shared_data / name)
-        ids = set(encoder(tokenizer).encode("".join(SPECIALS)).ids)
-        assert not ids & set(tokenizer.all_special_ids)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tokenizers/llama", "tokenizers/gpt2", "tokenizers/opt"])
 def test_saved_tokenizer_is_the_same_for_everybody(shared_data: Path, tmp_path: Path, name: str) -> None:
@@ -145,55 +127,6 @@ def test_training_is_deterministic_and_knows_every_byte(tmp_path: Path) -> None:
     assert len(tokenizer) == 350
 
 
-def test_errors_are_one_clear_line(tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "broken").mkdir()
-    (tmp_path / "broken/tokenizer.json").write_text('{"model": 3}')
-    (tmp_path / "noise.model").write_bytes(b"\x00\xffnot a model")
-    cases = {
-        str(tmp_path / "absent/dir/ectory"): "does not exist|neither a local path",
-        str(tmp_path / "empty"): "holds none of tokenizer.json",
-        str(tmp_path / "broken"): "cannot be read",
-        str(tmp_path / "noise.model"): "cannot be read|not a plain BPE",
-        "no-such-owner/no-such-model": "neither a local path nor reachable",
-    }
-    for path, message in cases.items():
-        with pytest.raises(UserError, match=message) as caught:
-            load_tokenizer(path)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match="train_tokenizer"):
-        train_sentencepiece(["too little text"], 5000, tmp_path / "t.model")
-
-
-def test_other_kinds_of_sentencepiece_models_are_refused(tmp_path: Path) -> None:
-    prefix = tmp_path / "unigram"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts(300)),
-        model_prefix=str(prefix),
-        vocab_size=60,
-        model_type="unigram",
-        minloglevel=2,
-    )
-    with pytest.raises(UserError, match="not a plain BPE"):
-        load_tokenizer(prefix.with_suffix(".model"))
-
-
-def test_lines_of_any_length_are_trained_on(tmp_path: Path) -> None:
-    """sentencepiece leaves out lines above 4,192 bytes: a document in each is none at all."""
-    words = ["слово", "дело", "тело", "море", "поле", "небо", "река", "вода", "лето", "зима", "день", "ночь"]
-    rng = random.Random(0)
-    short = [" ".join(rng.choices(words, k=8)) for _ in range(2000)]
-    for name, lines in {
-        "short": short,
-        "long": [" ".join(short)],
-        "one word": ["".join(short).replace(" ", "") * 3],
-    }.items():
-        place = tmp_path / name
-        train_sentencepiece(lines, 320, place / "tokenizer.model")
-        ids = load_tokenizer(place).encode(short[0], add_special_tokens=False)
-        assert len(ids) < len(short[0]) / 1.9, name
-
-
 def test_a_vocabulary_of_the_wrong_size_is_refused_with_the_right_cure(tmp_path: Path) -> None:
     many = ["".join(map(chr, range(0x4E00, 0x4E60)))]
     for size, lines, code in ((300, many, "vocabulary-too-small"), (5000, ["ab"], "vocabulary-too-large")):
@@ -219,58 +152,128 @@ def test_no_bos_where_the_configuration_says_so(tmp_path: Path, form: str) -> No
     for begins in (True, False):
         text = json.dumps(config | {"add_bos_token": begins})
         (place / "tokenizer_config.json").write_text(text, encoding="utf-8")
-        prepared = data_config(
-            tmp_path, tokenizer=str(place), sources=[{"files": "a.jsonl"}], dir=str(tmp_path / str(begins))
-        )
-        run(prepared)
-        data = train_set(prepared)
+        made = prepared(tmp_path, tokenizer=str(place), dir=str(tmp_path / str(begins)))
+        data = train_set(made)
         assert (data.manifest.bos_id is not None) == begins
         ids = np.concatenate([data.batch(np.array([row]))["input_ids"][0] for row in range(len(data))])
         assert (1 in ids) == begins
-        own = load_tokenizer(prepared.dir / "tokenizer")
-        auto = AutoTokenizer.from_pretrained(prepared.dir / "tokenizer")
+        own = load_tokenizer(made.dir / "tokenizer")
+        auto = AutoTokenizer.from_pretrained(made.dir / "tokenizer")
         auto.save_pretrained(tmp_path / "again")
         for tokenizer in (own, auto, load_tokenizer(place), load_tokenizer(tmp_path / "again")):
             assert (tokenizer("a b").input_ids[0] == 1) == begins
             assert tokenizer.bos_token == "<s>"  # a chat_template may write it
             assert tokenizer_fingerprint(tokenizer) == data.manifest.tokenizer_fingerprint
-        assert not verify(prepared.dir)[1]
+        assert not verify(made.dir)[1]
 
 
-def test_the_fingerprint_does_not_depend_on_how_a_file_is_written(shared_data: Path, tmp_path: Path) -> None:
-    """As published tokenizer.json files have it: empty prefixes, and other marks on special tokens."""
-    original = load_tokenizer(shared_data / "tokenizers/gpt2")
-    tree = json.loads(original.backend_tokenizer.to_str())
-    tree["model"] |= {"continuing_subword_prefix": "", "end_of_word_suffix": "", "unk_token": None}
-    tree["added_tokens"][0]["normalized"] = True
-    tree["decoder"] = None
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tree), encoding="utf-8")
-    assert tokenizer_fingerprint(load_tokenizer(tmp_path)) == tokenizer_fingerprint(original)
-    tree["normalizer"] = {"type": "NFC"}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(tree), encoding="utf-8")
-    assert tokenizer_fingerprint(load_tokenizer(tmp_path)) != tokenizer_fingerprint(original)
+# White space of every sort, what Python alone takes for white space, and what tokenizers treat apart.
+HARD = [" ", "  ", "\n", "\n\n", "\r\n", "\t", "\x1c", "\x1f", "\x85", "\xa0", "\u2003", "\u2028", "\u3000"]
+HARD += [
+    *("\u200b", "\ufeff", "▁", "▁▁", "</s>", "<0x0A>", "'s", "don't", "é", "e\u0301", "🙂", "river", "1,000")
+]
+TEXT = st.lists(st.one_of(st.sampled_from(HARD), st.text(max_size=5)), max_size=12).map("".join)
+ANY = st.lists(TEXT.map(lambda text: text.encode("utf-8", "replace").decode()), max_size=4)
 
 
-def test_training_takes_an_even_sample_and_parses_no_other_row(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_jsonl(tmp_path / "a.jsonl", ({"text": text} for text in texts(300)))
-    samples: list[list[str]] = []
-    train = planning.train_sentencepiece
+@pytest.fixture(scope="module")
+def bytes_place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tokenizer of GPT-2's kind, saved."""
+    place = tmp_path_factory.mktemp("bytes")
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    backend.train_from_iterator([*texts(200), " \n\n  \t'' don't \x1c!\n  "] * 2, trainer)
+    backend.save(str(place / "tokenizer.json"))
+    (place / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    save_tokenizer(place, None, place / "saved")
+    return place / "saved"
 
-    def noted(rows: Iterator[str], vocab_size: int, path: Path) -> None:
-        samples.append(list(rows))
-        train(samples[0], vocab_size, path)
 
-    monkeypatch.setattr(planning, "train_sentencepiece", noted)
-    for name, chars in (("all", 1 << 30), ("sample", 5000)):
-        monkeypatch.setattr(planning, "TRAINING_CHARS", chars)
-        sources = [{"files": "a.jsonl"}]
-        run(
-            data_config(
-                tmp_path, dir=str(tmp_path / name), tokenizer=None, train_tokenizer=400, sources=sources
-            )
-        )
-    every, sample = samples
-    step = -(-len(every) // len(sample))
-    assert step > 2 and sample == every[::step]
+@cache
+def kept(place: Path) -> tuple[TextEncoder, Tokenizer, Tokenizer]:
+    """One that remembers over all examples, and the tokenizer itself."""
+    return TextEncoder(place, np.dtype(np.uint16)), encoder(place), encoder(place, continuing=True)
+
+
+def same(place: Path, given_texts: list[str]) -> bool:
+    ours, beginning, continuing = kept(place)
+    for going_on, bare in ((False, beginning), (True, continuing)):
+        found = [np.frombuffer(ids, np.uint16).tolist() for ids in ours.encode(given_texts, going_on)]
+        if found != [one.ids for one in bare.encode_batch(given_texts)]:
+            return False
+    return True
+
+
+@settings(max_examples=500, deadline=None)
+@given(ANY)
+@example(["", " ", "\n  a", "a\n  b", " a", "▁a ▁ b"])
+def test_sentencepiece_words_give_the_ids_of_the_text(given_texts: list[str]) -> None:
+    assert kept(tiny_tokenizer())[0].words is not None
+    assert same(tiny_tokenizer(), given_texts)
+
+
+@settings(max_examples=500, deadline=None)
+@given(ANY)
+@example(["", " ", "\n  a", "a\n  b", "a \x1c b", "!\x1c!", "x\x85 y"])
+def test_byte_words_give_the_ids_of_the_text(bytes_place: Path, given_texts: list[str]) -> None:
+    assert kept(bytes_place)[0].words is not None
+    assert same(bytes_place, given_texts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+@settings(max_examples=150, deadline=None)
+@given(ANY)
+def test_real_tokenizers(shared_data: Path, name: str, given_texts: list[str]) -> None:
+    place = tiny_tokenizer() / name
+    if not place.exists():
+        save_tokenizer(shared_data / "tokenizers" / name, None, place)
+    assert kept(place)[0].words is not None and same(place, given_texts)
+
+
+def tree_of(tokenizer: Tokenizer) -> dict:
+    return json.loads(tokenizer.to_str())
+
+
+def changed(**changes: object) -> Tokenizer:
+    """The small sentencepiece tokenizer, otherwise."""
+    tree = tree_of(encoder(tiny_tokenizer()))
+    for key, value in changes.items():
+        (tree["model"] if key in tree["model"] else tree)[key] = value
+    return Tokenizer.from_str(json.dumps(tree))
+
+
+def with_merge(left: str, right: str) -> Tokenizer:
+    """... and with a piece that joins `left` and `right` before all others are made."""
+    tree = tree_of(encoder(tiny_tokenizer()))
+    model = tree["model"]
+    for piece in (left, right, left + right):
+        model["vocab"].setdefault(piece, len(model["vocab"]))
+    model["merges"].insert(0, [left, right])
+    return Tokenizer.from_str(json.dumps(tree))
+
+
+def test_only_what_is_proven_is_cut() -> None:
+    """Each of these may join what is on the two sides of a cut: they get whole texts."""
+    assert word_rule(tree_of(changed())) is not None
+    assert word_rule(tree_of(with_merge("e", "x"))) is not None
+    joining = (("e", "▁"), ("a", "▁b"), ("\n", "▁"), ("a", "\n"), ("\n", "a"), ("▁", "\n"), ("<0x0A>", "a"))
+    others = (
+        {"dropout": 0.1},
+        {"ignore_merges": True},
+        {"byte_fallback": False},
+        {"normalizer": {"type": "NFKC"}},
+    )
+    digits, added = changed(), changed()
+    digits.pre_tokenizer = pre_tokenizers.Digits()
+    added.add_tokens(["a b"])
+    unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0))
+    made = [*(with_merge(*pair) for pair in joining), *(changed(**other) for other in others)]
+    for tokenizer in (*made, digits, added, unigram):
+        assert word_rule(tree_of(tokenizer)) is None

@@ -66,9 +66,10 @@ def alpaca_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
-    """PackedRows as JSON lines."""
+    """Rows as JSON lines; strings are rows of text."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    trees = ({"text": row} if isinstance(row, str) else row for row in rows)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in trees), encoding="utf-8")
     return path
 
 
@@ -84,8 +85,14 @@ def tiny_tokenizer() -> Path:
 
 
 def data_config(root: Path, **data: Any) -> DataConfig:
-    """A configuration with the tiny tokenizer; data go to root/prepared."""
-    default = {"dir": str(root / "prepared"), "root": str(root), "sequence_len": 32, "shards": 2}
+    """A configuration with the tiny tokenizer that reads root/a.jsonl; data go to root/prepared."""
+    default: dict[str, Any] = {
+        "dir": str(root / "prepared"),
+        "root": str(root),
+        "sequence_len": 32,
+        "shards": 2,
+    }
+    default["sources"] = [{"files": "a.jsonl"}]
     if "train_tokenizer" not in data:
         default["tokenizer"] = str(tiny_tokenizer())
     return parse_section(DataConfig, default | data, "data")
@@ -102,6 +109,13 @@ def run(
     said: list[str] = []
     prepare(config, shard, workers, force, finish, said.append)
     return said
+
+
+def prepared(root: Path, **data: Any) -> DataConfig:
+    """The configuration of what was prepared with it."""
+    config = data_config(root, **data)
+    run(config)
+    return config
 
 
 def train_set(config: DataConfig) -> TokenDataset:

@@ -15,6 +15,12 @@ from emo.common.errors import FailureError, UserError, one_line
 BUFFER = 1 << 20  # bytes that are asked for at once
 WEB = ("http", "https")
 NEEDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+VERSION = ("size", "etag", "lastmodified", "last_modified", "mtime", "updated", "generation", "md5hash")
+PROBLEMS = {
+    FileNotFoundError: "no file matches",
+    PermissionError: "no permission to read",
+    IsADirectoryError: "this is a directory:",
+}
 
 
 class RemoteFile:
@@ -24,27 +30,18 @@ class RemoteFile:
         self.address, self._system, self._path = address, system, path
         self.size: int = info.get("size") or 0
         self._listed = _state(info)
-        self.name = PurePosixPath(urlsplit(address).path if address.startswith(WEB) else address).name
+        name = PurePosixPath(urlsplit(address).path if address.startswith(WEB) else address)
+        self.suffix, self.stem = name.suffix, name.stem
 
     def __str__(self) -> str:
         return self.address
 
-    @property
-    def suffix(self) -> str:
-        """The ending of its name."""
-        return PurePosixPath(self.name).suffix
-
-    @property
-    def stem(self) -> str:
-        """Its name without the ending."""
-        return PurePosixPath(self.name).stem
-
-    def open(self, mode: Literal["rb"] = "rb") -> IO[bytes]:
-        """Its bytes in order; web servers may not know how to begin in the middle. Raises UserError."""
-        web = _is_web(self._system)
+    def open(self, mode: Literal["rb"] = "rb", at_random: bool = False) -> IO[bytes]:
+        """Return its bytes, in order: web servers may not know how to begin in the middle."""
+        in_order = "https" in self._system.protocol and not at_random
         with _explained(self.address):
-            file = self._system.open(self._path, mode, **({"block_size": 0} if web else {}))
-        return io.BufferedReader(_Stream(file, self.address, seekable=not web), BUFFER)
+            file = self._system.open(self._path, mode, **({"block_size": 0} if in_order else {}))
+        return io.BufferedReader(_Stream(file, self.address, seekable=not in_order), BUFFER)
 
     def state(self, again: bool) -> list[str]:
         """Return what changes when the file does: as it was listed, or asked of its server again."""
@@ -53,12 +50,6 @@ class RemoteFile:
         with _explained(self.address):
             self._system.invalidate_cache()
             return _state(self._system.info(self._path))
-
-    def open_at_random(self) -> IO[bytes]:
-        """Its bytes in any order."""
-        with _explained(self.address):
-            file = self._system.open(self._path, "rb")
-        return io.BufferedReader(_Stream(file, self.address, seekable=True), BUFFER)
 
 
 class _Stream(io.RawIOBase):
@@ -78,8 +69,6 @@ class _Stream(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if not self._seekable:
-            raise io.UnsupportedOperation("seek")
         with _explained(self._address):
             self._at = self._file.seek(offset, whence)
         return self._at
@@ -98,11 +87,7 @@ class _Stream(io.RawIOBase):
 
 
 def remote_files(pattern: str) -> list[RemoteFile]:
-    """The files that an address names, or a pattern of addresses with * ? [ ], in order.
-
-    Raises UserError when there are none, or what reads such addresses is not installed; FailureError when
-    they cannot be reached.
-    """
+    """Return the files that an address names, or a pattern of addresses with * ? [ ], in order."""
     import fsspec
 
     protocol = re.split("::|://", pattern, maxsplit=1)[0]
@@ -111,53 +96,42 @@ def remote_files(pattern: str) -> list[RemoteFile]:
     try:
         system, path = fsspec.core.url_to_fs(pattern)
     except ImportError as error:
-        needs = NEEDS.get(protocol)
-        advice = f"pip install {needs}" if needs else one_line(error, 200)
+        advice = f"pip install {NEEDS[protocol]}" if protocol in NEEDS else one_line(error, 200)
         needed = f"files: {pattern} needs what reads {protocol}://, which is not installed"
         raise UserError(f"{needed} ({advice})") from None
     except ValueError as error:
         why = one_line(error, 120)
         raise UserError(f"files: {pattern} is no address that fsspec knows ({why})") from None
-    web = _is_web(system)
+    web = "https" in system.protocol  # without lists of files, and read from the beginning
     with _explained(pattern):
         paths = [path] if not web and system.isfile(path) else []
         if not paths and any(sign in path for sign in ("*" if web else "*?[")):
             paths = [file for file in sorted(system.glob(path)) if web or system.isfile(file)]
         elif not paths and (web or not system.isdir(path)):
             paths = [path]  # and its information says whether it is there
-        infos = [system.info(file) for file in paths]
-    if not paths:
+        files = [
+            RemoteFile(file if web else system.unstrip_protocol(file), system, file, system.info(file))
+            for file in paths
+        ]
+    if not files:
         raise UserError(f"no file matches {pattern}; give a pattern of files, {pattern.rstrip('/')}/*.jsonl")
-    whole = [file if web else system.unstrip_protocol(file) for file in paths]
-    return [
-        RemoteFile(address, system, file, info)
-        for address, file, info in zip(whole, paths, infos, strict=True)
-    ]
+    return files
 
 
 def _state(info: dict[str, Any]) -> list[str]:
     """Return the size, the version and the times that a file system tells of a file."""
-    keys = ("size", "etag", "lastmodified", "last_modified", "mtime", "updated", "generation", "md5hash")
-    return [str(value) for key, value in sorted(info.items()) if key.lower().replace("-", "") in keys]
-
-
-def _is_web(system: Any) -> bool:
-    """Return whether files are on a web server: without lists of them, read from the beginning."""
-    return "https" in system.protocol
+    return [str(value) for key, value in sorted(info.items()) if key.lower().replace("-", "") in VERSION]
 
 
 @contextmanager
 def _explained(address: str) -> Iterator[None]:
-    """Errors of file systems, which are of many classes, as one of ours."""
+    """Turn the errors of file systems, which are of many classes, into ours."""
     try:
         yield
     except UserError:
         raise
-    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-        why = {FileNotFoundError: "no file matches", PermissionError: "no permission to read"}
-        problem = next(
-            (text for kind, text in why.items() if isinstance(error, kind)), "this is a directory:"
-        )
+    except tuple(PROBLEMS) as error:
+        problem = next(text for kind, text in PROBLEMS.items() if isinstance(error, kind))
         raise UserError(f"{problem} {address}; check the address and who may read it") from None
     except Exception as error:
         if isinstance(error, ValueError) and "range requests" in str(error):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,8 +25,7 @@ from emo.data_prep.config import DataConfig, context_of
 from emo.data_prep.encode import EncodeSettings, RowEncoder
 from emo.data_prep.inputs import Input
 from emo.data_prep.inspect import CONTEXT, stretch
-from emo.data_prep.rows import STRUCTURE, Payload, Rejected, Row, columns, parse, plain_text, raw_rows
-from emo.data_prep.rows.columns import flow, guess
+from emo.data_prep.rows import STRUCTURE, Payload, Rejected, Row, columns, guess, parse, plain_text, raw_rows
 from emo.data_prep.sources import open_inputs
 from emo.data_prep.templates import Chat, Conversation, render
 from emo.data_prep.templates.chat import RefusedError, read_template
@@ -105,18 +106,19 @@ def _best_look(files: str, template: str | None) -> Look:
 
     Instructions come first, then text, then both by guessed columns.
     """
-    refused: UserError | None = None
     looks = []
-    for kind in ("instruct", "text"):
-        try:
-            looks.append(_look(files, kind, {}, template))
-        except UserError as error:
-            refused = error  # of text, after that of instructions
-    if not looks:
-        raise refused or UserError(f"{files} cannot be read")
+    with contextlib.suppress(UserError):  # what is no text either is refused as that
+        looks.append(_look(files, "instruct", {}, template))
+    try:
+        looks.append(_look(files, "text", {}, template))
+    except UserError:
+        if not looks:
+            raise
     for look in looks[:2]:
-        if proposed := _proposed(look):
-            looks.append(_look(files, look.config.kind, proposed, template))
+        for row in _objects(look):  # which may have none of the known names
+            if proposed := guess(row, look.config.kind):
+                looks.append(_look(files, look.config.kind, proposed, template))
+                break
     for look in looks:
         if 2 * len(look.good) >= len(look.rows) > 0:
             return look
@@ -137,31 +139,23 @@ def _look(files: str, kind: str, proposed: dict[str, str], template: str | None)
     inputs = open_inputs(config)
     first = inputs[0]
     payload = next((piece.payload for piece in first.pieces() if piece.payload is not None), b"")
-    if first.spec.format == "lines" and isinstance(payload, bytes) and _has_paragraphs(payload):
-        first.spec = first.spec._replace(format="paragraphs")
+    if first.spec.format == "lines" and isinstance(payload, bytes):
+        # Blank lines may divide the text into stretches of several lines.
+        filled = [bool(line.strip()) for line in payload.split(b"\n")[:-1]]
+        together = any(a and b for a, b in pairwise(filled))
+        if together and filled.count(False) * 20 > len(filled):
+            first.spec = first.spec._replace(format="paragraphs")
     return Look(first, len(inputs), payload, list(parse(payload, first.spec)), config, proposed)
 
 
-def _has_paragraphs(text: bytes) -> bool:
-    """Return whether blank lines divide a text into stretches of several lines."""
-    lines = text.split(b"\n")[:-1]
-    blank = sum(not line.strip() for line in lines)
-    together = any(a.strip() and b.strip() for a, b in pairwise(lines))
-    return bool(blank) and together and blank * 20 > len(lines)
-
-
-def _proposed(look: Look) -> dict[str, str]:
-    """Return columns for rows that have none of the known names, by the first rows that are objects."""
-    if not look.input.spec.lines and isinstance(look.payload, bytes):
-        return {}
-    for raw in raw_rows(look.payload, look.input.spec)[:EXAMPLES]:
-        try:
-            row = json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(row, dict) and (proposed := guess(row, look.config.kind)):
-            return proposed
-    return {}
+def _objects(look: Look) -> Iterator[dict[str, Any]]:
+    """Yield the first rows that are objects."""
+    if look.input.spec.lines or not isinstance(look.payload, bytes):
+        for raw in raw_rows(look.payload, look.input.spec)[:EXAMPLES]:
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw
+                if isinstance(row, dict):
+                    yield row
 
 
 def _written(look: Look, files: str, directory: Path, console: Console) -> Look:
@@ -203,9 +197,10 @@ def _description(look: Look) -> list[str]:
     if look.proposed:
         lines.append("no column has a known name; these were guessed, look whether they are right")
         if body := look.proposed.get("output"):
+            text = yaml.safe_dump({"text": body}, default_flow_style=True, width=10_000, allow_unicode=True)
             lines.append(
                 f"to read {body} as plain text instead, for continual pre-training: leave out kind and "
-                f"template below, and write columns: {flow({'text': body})}"
+                f"template below, and write columns: {text.strip()}"
             )
     rejected = [row for row in look.rows if isinstance(row, Rejected)]
     reasons = Counter(row.reason.replace("_", " ") for row in rejected)
@@ -224,7 +219,15 @@ def _examples(
 ) -> tuple[list[list[Stretch]], list[int]]:
     """Return the picked rows as training sees them, and the tokens of all; `directory`: of a tokenizer."""
     if directory is None:  # about as many
-        plain = [_plain(rows[number], look.template) for number in picked]
+        plain: list[list[Stretch]] = []
+        for row in (rows[number] for number in picked):
+            if not isinstance(row, Conversation):
+                plain.append([(str(row), True)])
+                continue
+            plain.append([])
+            for number, turn in enumerate(render(row, look.template)):
+                supervised = number not in row.unsupervised
+                plain[-1] += [(turn.text[: turn.start], False), (turn.text[turn.start :] + "\n", supervised)]
         return plain, [len(plain_text(row)) // CHARS for row in rows]
     chat = read_template(directory, "") if look.template == "chat_template" else None
     facts = tokenizer_facts(directory)
@@ -240,29 +243,17 @@ def _examples(
         else:
             ids = encoder.texts([row], look.input.name).ids
             encoded.append((ids, np.array([[0, len(ids)]], np.int64)))
-    return [_decoded(*encoded[number], decoder) for number in picked], [len(ids) for ids, _ in encoded]
-
-
-def _plain(row: Row, template: str) -> list[Stretch]:
-    if not isinstance(row, Conversation):
-        return [(str(row), True)]
-    stretches = []
-    for number, turn in enumerate(render(row, template)):
-        supervised = number not in row.unsupervised
-        stretches += [(turn.text[: turn.start], False), (turn.text[turn.start :] + "\n", supervised)]
-    return stretches
-
-
-def _decoded(ids: np.ndarray, spans: np.ndarray, decoder: Tokenizer) -> list[Stretch]:
-    """Return ids as text; decoding from the beginning keeps spaces and split characters right."""
-    edges = sorted({0, len(ids), *spans.ravel().tolist()})
-    stretches, before = [], ""
-    for begin, end in pairwise(edges):
-        text = decoder.decode(ids[:end].tolist(), skip_special_tokens=False)
-        inside = bool(((spans[:, 0] <= begin) & (begin < spans[:, 1])).any())
-        stretches.append((text[len(before) :], inside))
-        before = text
-    return stretches
+    examples: list[list[Stretch]] = []
+    for ids, spans in (encoded[number] for number in picked):
+        examples.append([])
+        before = ""
+        for begin, end in pairwise(sorted({0, len(ids), *spans.ravel().tolist()})):
+            # Decoding from the beginning keeps spaces and split characters right.
+            text = decoder.decode(ids[:end].tolist(), skip_special_tokens=False)
+            inside = bool(((spans[:, 0] <= begin) & (begin < spans[:, 1])).any())
+            examples[-1].append((text[len(before) :], inside))
+            before = text
+    return examples, [len(ids) for ids, _ in encoded]
 
 
 def _coloured(stretches: list[Stretch], colours: bool) -> Text:
