@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import Field, ValidationError, create_model, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, create_model, model_validator
 
 from emo.common.errors import UserError
 from emo.common.recipe import Section, mark, parse_section, read_recipe
@@ -100,6 +100,9 @@ def _as_ramp(weight: Any) -> Any:
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
+Weight = Annotated[float | RampConfig, BeforeValidator(_as_ramp)]
+
+
 def _ends(weight: float | RampConfig) -> tuple[float, float]:
     """Return the first and the last value of a number or ramp."""
     return (getattr(weight, "from"), weight.to) if isinstance(weight, RampConfig) else (weight, weight)
@@ -118,15 +121,10 @@ class PartConfig(Section):
     """Name of the objective."""
     params: dict[str, float] = {}
     """Its own parameters."""
-    weight: float | RampConfig = 1.0
+    weight: Weight = 1.0
     """Its weight in the sum; a ramp {from, to, steps} moves it in a straight line over the first steps."""
     cost: str | None = None
     """The cost embedding, for clarity only: all parts share the one of the sum."""
-
-    @field_validator("weight", mode="before")
-    @classmethod
-    def _ramp(cls, weight: Any) -> Any:
-        return _as_ramp(weight)
 
     @property
     def label(self) -> str:
@@ -173,11 +171,7 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> ObjectiveConfig:
-        if (
-            self.sum
-            and self.model_fields_set & {"name", "params"}
-            and (self.name, self.params) != ("emo", {})
-        ):
+        if self.sum and (self.name, self.params) != ("emo", {}):
             raise ValueError("give name and params, or sum, not both")
         others = {part.cost for part in self.sum or ()} - {None, self.cost}
         if others:
@@ -192,7 +186,7 @@ class MixtureConfig(Section):
     Every domain keeps an order of its own: each of its rows is seen once before any is seen twice.
     """
 
-    shares: dict[str, float | RampConfig] = {}
+    shares: dict[str, Weight] = {}
     """Share of each domain: a number, or a ramp {from: 0.3, to: 0.1, steps: 1000} that begins where the
     mixture begins to hold. Shares need not add up to 1."""
     temperature: float | None = Field(None, gt=0)
@@ -201,13 +195,6 @@ class MixtureConfig(Section):
     """What shares and amounts count: supervised tokens or rows."""
     max_epochs: dict[str, int] = {}
     """Passes over a domain at most; afterwards the other domains share its part in proportion."""
-
-    @field_validator("shares", mode="before")
-    @classmethod
-    def _ramps(cls, shares: Any) -> Any:
-        return (
-            {name: _as_ramp(share) for name, share in shares.items()} if isinstance(shares, dict) else shares
-        )
 
     @model_validator(mode="after")
     def _possible(self) -> MixtureConfig:
@@ -315,12 +302,13 @@ class TrainConfig(Section):
     def _consistent(self) -> TrainConfig:
         if (self.num_train_epochs is None) == (self.max_steps is None):
             first, other = (
-                f"train.max_steps={self.max_steps or 'N'}",
-                f"train.num_train_epochs={self.num_train_epochs or 'N'}".removesuffix(".0"),
+                f"max_steps={self.max_steps or 'N'}",
+                f"num_train_epochs={self.num_train_epochs or 'N'}".removesuffix(".0"),
             )
             if self.max_steps is not None:
                 first, other = f"{first} train.num_train_epochs=null", f"{other} train.max_steps=null"
-            raise ValueError(f"give exactly one of num_train_epochs and max_steps: {first}, or {other}")
+            either = f"train.{first}, or train.{other}"
+            raise ValueError(f"give exactly one of num_train_epochs and max_steps: {either}")
         if (self.optimizer == "muon") != (self.muon_lr is not None):
             raise ValueError("optimizer muon needs muon_lr (0.02 is usual), which adamw does not read")
         if self.optimizer == "muon" and self.max_grad_norm:

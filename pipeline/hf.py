@@ -15,11 +15,10 @@ never built, and `num_items_in_batch` (tokens of all ranks and accumulation step
     trainer.train()
 
 `loss_function` returns a `compute_loss_func` for Trainer and TRL's SFTTrainer. It starts from logits,
-so they exist, but nothing else of their size does except their gradient. Trainer does not hand its
-`label_smoothing_factor` to such a function: give it `label_smoothing`. For models whose class is not called
-...ForCausalLM, such as GPT2LMHeadModel, Trainer counts the first token of each row as predicted, and all its
-losses are low by that; `model.loss_type = "ForCausalLM"` before the Trainer is made corrects it. TRL from 1.8
-to 1.14 needs `loss_type="nll"` in its SFTConfig for such a function.
+so they exist, but nothing else of their size does except their gradient. Give it `label_smoothing`, which
+Trainer does not hand on. For models whose class is not called ...ForCausalLM, such as GPT2LMHeadModel,
+Trainer's losses are low by the first token of each row; `model.loss_type = "ForCausalLM"` before the Trainer
+is made corrects it. TRL from 1.8 to 1.14 needs `loss_type="nll"` in its SFTConfig for such a function.
 
     from transformers import Trainer
     from emo.pipeline.hf import loss_function
@@ -70,17 +69,10 @@ Choice = str | Objective  # a name, as in a recipe, or the result of `get_object
 
 
 def chosen_objective(objective: Choice, params: dict[str, Any] | None) -> Objective:
-    """Return the objective of that name with `params` bound, or the Objective itself.
-
-    Raises UserError for parameters beside an Objective, which has its own, and for an objective that compares
-    with a teacher.
-    """
-    if isinstance(objective, str):
-        chosen = get_objective(objective, **(params or {}))
-    elif params:
+    """Return the objective of that name with `params` bound, or the Objective itself, which has its own."""
+    if params and not isinstance(objective, str):
         raise UserError(f"{objective} has its parameters already; leave params out", code="two-params")
-    else:
-        chosen = objective
+    chosen = get_objective(objective, **(params or {})) if isinstance(objective, str) else objective
     if chosen.dense:
         raise UserError(
             f"objective {chosen.name} needs a teacher; give it to a FusedHead yourself", code="needs-teacher"
@@ -93,9 +85,8 @@ def loss_function(
 ) -> Callable[..., Tensor]:
     """Return a `compute_loss_func(outputs, labels, num_items_in_batch=None)` for Trainer and TRL.
 
-    `params` belong to the objective; `options` are label_smoothing, z_loss, kernels. The value, in nats, is
-    the sum over predicted tokens divided by `num_items_in_batch`, or by their own number where that is None.
-    Raises UserError for an objective with a schedule: such a function does not know the step.
+    `params` belong to the objective, which has no schedule; `options` are label_smoothing, z_loss, kernels.
+    The value, in nats, is the sum over predicted tokens divided by `num_items_in_batch`, or by their number.
     """
     chosen = chosen_objective(objective, params).fixed()
 
@@ -138,11 +129,10 @@ class EMOLoss(nn.Module):
         """Return the mean loss of logits [..., T, V] against labels [..., T] with cost_embedding [V, H'].
 
         A tensor, whose rows may have any length, is normalised at every call, so that a change of it is never
-        missed; a CostEmbedding is normalised already. Raises UserError as `logits_loss` does.
+        missed; a CostEmbedding is normalised already.
         """
-        cost = cost_embedding
-        if isinstance(cost, Tensor):
-            cost = CostEmbedding.from_weight(cost)
+        given = cost_embedding
+        cost = CostEmbedding.from_weight(given) if isinstance(given, Tensor) else given
         target = shift_left(labels) if self.shift else labels
         sums = logits_loss(logits, target, self.objective, cost, **self.options)
         return sums.loss / _divisor(sums.tokens)
@@ -164,34 +154,26 @@ class _MeanLoss(FusedCausalLM):
         labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
         tokens, stored = inputs.pop("num_items_in_batch", None), inputs.pop("stored", None)
         if shifted is None and labels is not None:
-            if not self.aligned and inputs.get("input_ids") is not None:
-                self.aligned = _aligned(inputs["input_ids"], labels)
+            ids = None if self.aligned else inputs.get("input_ids")
+            if ids is not None and ids.shape == labels.shape and ids.shape[-1] > 1:
+                counted = (labels != IGNORE)[..., :-1]
+                same, next_ = (counted & (labels[..., :-1] == i) for i in (ids[..., :-1], ids[..., 1:]))
+                valid, aligned, shifted_already = torch.stack(
+                    [m.sum() for m in (counted, same, next_)]
+                ).tolist()
+                if valid >= 8 and shifted_already > 0.9 * valid > 2 * aligned:
+                    raise UserError(
+                        "labels are shifted already (labels[i] is input_ids[i + 1]), and would be shifted a "
+                        "second time; give them aligned with input_ids, or call them shift_labels",
+                        code="labels-shifted",
+                    )
+                self.aligned = valid >= 8 and aligned > 0.5 * valid
             shifted = shift_left(labels)
             stored = None if stored is None else shift_left(stored)
         if shifted is None:
             return super().forward(**inputs)
         sums = self.fused_sums(shifted, inputs, stored)
         return CausalLMOutputWithPast(loss=sums.loss / _divisor(sums.tokens if tokens is None else tokens))
-
-
-def _aligned(ids: Tensor, labels: Tensor) -> bool:
-    """Return True where labels [b, T] are the inputs [b, T] at the same positions; False in doubt.
-
-    Raises UserError when they are the inputs of the next positions.
-    """
-    if ids.shape != labels.shape or ids.shape[-1] < 2:
-        return False
-    same = (labels == ids)[..., :-1] & (labels != IGNORE)[..., :-1]
-    next_ = (labels[..., :-1] == ids[..., 1:]) & (labels != IGNORE)[..., :-1]
-    counts = torch.stack(((labels != IGNORE)[..., :-1].sum(), same.sum(), next_.sum()))
-    valid, aligned, shifted = counts.tolist()
-    if valid >= 8 and shifted > 0.9 * valid > 2 * aligned:
-        raise UserError(
-            "labels are shifted already (labels[i] is input_ids[i + 1]), and would be shifted a second time; "
-            "give them aligned with input_ids, or call them shift_labels",
-            code="labels-shifted",
-        )
-    return valid >= 8 and aligned > 0.5 * valid
 
 
 def fuse_causal_lm(
@@ -211,16 +193,12 @@ def fuse_causal_lm(
     `emo.pipeline.loss.probe_model(model, engine, collective=True)` when it exists.
 
     Args:
-        model: a causal LM, or PEFT's wrapper of one.
+        model: a causal LM, or PEFT's wrapper of one. Its logits are compared with the fused head's at once.
         objective: a name, or an Objective.
         cost: a CostEmbedding, `LIVE`, or None for a frozen copy of the model's head.
         params: options of an objective given by name.
         options: z_loss, label_smoothing, memory_mb, kernels, as in `fused_linear_loss`. Logit scale and soft
             cap come from the model's configuration.
-
-    Raises:
-        UserError: for a model whose logits differ from the fused head's, which is probed at once, and for
-            options that do not fit.
     """
     base = _base_of(model)
     _fuse(base, chosen_objective(objective, params).fixed(), cost, options)
@@ -304,19 +282,13 @@ class FusedLossMixin:
         self.model_accepts_loss_kwargs = True  # the Trainer then counts the batch's tokens,
         self._loss_shifts_labels = True  # and not the first of each row, which nothing predicts
         if hasattr(self, "_total_train_tokens"):
-            warnings.warn(
-                "the fused loss builds no logits: entropy and mean_token_accuracy are not logged",
-                stacklevel=2,
-            )
+            absent = "the fused loss builds no logits: entropy and mean_token_accuracy are not logged"
+            warnings.warn(absent, stacklevel=2)
 
     def _check_arguments(self, args: Any, options: dict[str, Any]) -> None:
-        """Complete the loss's `options` and the training arguments, before the Trainer prepares its data.
-
-        Raises UserError for arguments that ask for another loss.
-        """
-        if (smoothing := args.label_smoothing_factor) and options.setdefault(
-            "label_smoothing", smoothing
-        ) != smoothing:
+        """Complete `options` and the training arguments; refuse those that ask for another loss."""
+        smoothing = args.label_smoothing_factor
+        if smoothing and options.setdefault("label_smoothing", smoothing) != smoothing:
             raise UserError(
                 f"label_smoothing_factor={smoothing:g} in the training arguments but label_smoothing="
                 f"{options['label_smoothing']:g} in loss_options; give one of them",
@@ -346,10 +318,7 @@ class FusedLossMixin:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return loss sum / tokens of the global batch, as the Trainer's accumulation expects it.
-
-        Raises UserError for rows without labels, and for packed rows beside a learned prompt.
-        """
+        """Return loss sum / tokens of the global batch, as the Trainer's accumulation expects it."""
         trainer: Any = self
         adapter = getattr(trainer.model, "active_peft_config", None)
         prompt = getattr(adapter, "is_prompt_learning", False)  # PEFT then puts tokens before each row

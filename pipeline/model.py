@@ -20,12 +20,7 @@ import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.weights import load_causal_lm, load_config
@@ -47,7 +42,7 @@ from emo.pipeline.loss import (
 )
 from emo.pipeline.loss.cost import TWIN_COST, USUAL_TWINS, twins
 from emo.pipeline.loss.head import by_segments, refusal
-from emo.pipeline.planning.attention import usable_attention, without_segments
+from emo.pipeline.planning.host import family_has, usable_attention
 from emo.pipeline.ranks import broken_hardware, gather_objects, lost_a_peer
 from emo.pipeline.run_dir import INITIAL
 
@@ -107,22 +102,18 @@ def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest)
         )
 
 
-Cost = CostEmbedding | LiveCost | None
-
-
 class Losses(NamedTuple):
     """The objective, and the transport costs that training and validation use."""
 
     objective: Objective
-    cost: Cost  # None where the objective has no transport part, so that it pays for none
-    measure: Cost  # in validation DEMD is reported for every objective, to compare them
+    cost: CostEmbedding | LiveCost | None  # None where the objective has no transport part
+    measure: (
+        CostEmbedding | LiveCost | None
+    )  # in validation DEMD is reported for every objective, to compare them
 
 
 def objective_parts(config: RunConfig) -> list[Objective]:
-    """Return the objective that a recipe names, or those of its sum.
-
-    Raises UserError for names and parameters that are not known.
-    """
+    """Return the objective that a recipe names, or those of its sum."""
     chosen: Sequence[PartConfig | ObjectiveConfig] = config.objective.sum or [config.objective]
     return [get_objective(part.name, **part.params) for part in chosen]
 
@@ -143,20 +134,21 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
             for part in chosen.sum
         ]
         objective = weighted_sum(list(zip(parts, weights, strict=True)))
+    problem = None
     if objective.dense:
-        raise UserError(
-            f"objective {objective.name} compares with a teacher, which a recipe cannot name; "
-            "use emo.pipeline.loss.fused from Python, or set objective.name to another"
+        problem = (
+            "compares with a teacher, which a recipe cannot name; use emo.pipeline.loss.fused from Python, "
+            "or set objective.name to another"
         )
-    if "stored" in objective.needs and chosen.scores is None:
-        raise UserError(
-            f"objective {objective.name} compares with another model's log-probabilities; write them with "
+    elif "stored" in objective.needs and chosen.scores is None:
+        problem = (
+            "compares with another model's log-probabilities; write them with "
             "`emo score RECIPE --model MODEL --name NAME` and set objective.scores=NAME"
         )
-    if chosen.scores is not None and "stored" not in objective.needs:
-        raise UserError(
-            f"objective {objective.name} reads no scores; leave out objective.scores={chosen.scores}"
-        )
+    elif chosen.scores is not None and "stored" not in objective.needs:
+        problem = f"reads no scores; leave out objective.scores={chosen.scores}"
+    if problem is not None:
+        raise UserError(f"objective {objective.name} {problem}")
     return objective
 
 
@@ -167,7 +159,7 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
     3.1). A new model's first weights mean nothing, so an objective without costs is not measured with them.
     """
     kind, megabytes = config.objective.cost, config.objective.cost_cache_mb
-    cost: Cost = None
+    cost: CostEmbedding | LiveCost | None = None
     if kind == "live":
         cost = LiveCost()
     elif kind == "constant":
@@ -257,11 +249,9 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
         if broken_hardware(error) or lost_a_peer(error):
             raise  # weights go to the GPU and, under ZeRO-3, to other ranks
         raise UserError(_unreachable(path, error)) from None
-    for problem, names in (  # every tensor of the model must be there in its shape, and no other
-        ("lacks", loaded.missing),
-        ("has another shape for", loaded.mismatched),
-        ("holds what this kind of model has not:", loaded.unexpected),
-    ):
+    problems = {"lacks": loaded.missing, "has another shape for": loaded.mismatched}
+    problems["holds what this kind of model has not:"] = loaded.unexpected
+    for problem, names in problems.items():
         if names:
             remainder = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise UserError(
@@ -290,39 +280,33 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     path, revision = origin(config)
     model = load_pretrained(config, usable_attention(config.model, load_config(path, revision)))
     model.config.use_cache = False
-    if config.model.lora is not None:
-        # Adapters first: peft looks layers up by class, and the fused head is not a target.
-        peft_model = add_lora(model, config.model, config.train.seed)
-    fuse_model(
-        model,
-        losses.objective,
-        losses.cost,
-        z_loss=config.objective.z_loss,
-        label_smoothing=config.objective.label_smoothing,
-    )
+    trained: nn.Module = model
+    if config.model.lora is not None:  # first: peft looks layers up by class, and the fused head is no target
+        trained = add_lora(model, config.model, config.train.seed)
+    smoothing, z_loss = config.objective.label_smoothing, config.objective.z_loss
+    fuse_model(model, losses.objective, losses.cost, z_loss=z_loss, label_smoothing=smoothing)
     if config.model.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return peft_model if config.model.lora is not None else model
+    return trained
 
 
 def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]) -> None:
     """Compare the model in its engine with itself before the first step; all ranks must call.
 
-    manifests: of all data that go through it, for training and validation. Raises UserError when the fused
-    loss is not that of the model's own logits, or when any are packed and the model cannot keep documents
-    apart. Where `auto` took an attention that is told where they begin and it is of no use, another is tried.
+    manifests: of all data that go through it. Raises UserError when the fused loss is not that of the model's
+    own logits, or when rows are packed and the model cannot keep documents apart. Where `auto` took an
+    attention that is told where documents begin and it is of no use, another is tried.
     """
     packed = any(shard.segments > shard.rows for manifest in manifests for shard in manifest.shards)
     base: Any = engine.model
     if config.model.lora is not None:
         base = base.get_base_model()
-    probe = functools.partial(
-        probe_model, base, engine.ds, packed=False, collective=True, device=engine.world.device
-    )
+    settings: Any = {"packed": False, "collective": True, "device": engine.world.device}
+    probe = functools.partial(probe_model, base, engine.ds, **settings)
     verdict = probe()
     first = base.config._attn_implementation
     if verdict == "refused" and by_segments(first) and config.model.attn_implementation == "auto":
-        other = without_segments(base.config)
+        other = "sdpa" if family_has(base.config, "sdpa") else "eager"
         log.info("attention: %s; %s does not keep the documents of a row apart here", other, first)
         base.set_attn_implementation(other)
         verdict = probe()

@@ -37,8 +37,8 @@ from emo.pipeline.model import (
     training_objective,
 )
 from emo.pipeline.order import BatchOrder, Domain, Holding, MixedOrder, shares
-from emo.pipeline.planning.attention import usable_attention
 from emo.pipeline.planning.ds_file import check_host, deepspeed_config, parameter_groups
+from emo.pipeline.planning.host import usable_attention
 from emo.pipeline.report.samples import prompt_ids
 
 log = logging.getLogger(__name__)
@@ -74,17 +74,10 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
         check_host(ds_config)
         for package in config.train.report_to:
             if importlib.util.find_spec(package) is None:
-                problem = (
-                    f"train.report_to: {package} needs the package: pip install {package}, or leave it out"
-                )
-                raise UserError(problem, code="missing-extra")
-    before = identity.programs(config)
+                cure = f"pip install {package}, or leave it out"
+                raise UserError(f"train.report_to: {package} is not installed: {cure}", code="missing-extra")
     parts = objective_parts(config)
     programs, objective = identity.programs(config), training_objective(config, parts)
-    if any(programs.get(name) != digest for name, digest in before.items()):
-        raise UserError(
-            "the file of objective.name was changed while it was read; run the same command again"
-        )
     data, validation = _data(config, local)
     hf_config = model_config(config.model, online=local)
     for part in () if data is None else (data, *validation.values()):
@@ -96,9 +89,26 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     model = meta_model(config, hf_config)
     if config.train.optimizer == "muon":
         parameter_groups(model, config.train.weight_decay, use_muon=True)
-    _check_shape(hf_config)
-    base = unwrap(model)
-    base.generation_config = _generation_config(config, local) or base.generation_config
+    settings: Any = hf_config.get_text_config()
+    for key in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
+        value = None
+        with contextlib.suppress(Exception):  # configurations compute some, and some are for single layers
+            value = getattr(settings, key)
+        if type(value) is not int or value < 1:
+            raise UserError(
+                f"model_type {hf_config.model_type} has no {key} that holds for all of its layers, and the "
+                "trainer knows transformers only; set model.path or model.architecture to one",
+                code="architecture",
+            )
+    path = config.model.path
+    if path is not None and (local or Path(path).exists()):
+        with contextlib.suppress(OSError):  # generation defaults, if any, are carried on by the export
+            try:
+                revision = config.model.revision or "main"
+                unwrap(model).generation_config = GenerationConfig.from_pretrained(path, revision=revision)
+            except ValueError as error:
+                problem = f"model.path={path}: its generation_config.json is wrong: {one_line(error)}"
+                raise UserError(problem) from None
     rehearse(model, config)
     _check_cost(config, hf_config.get_text_config().vocab_size, local)
     scores: list[Scores | None] = []
@@ -120,14 +130,8 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     if data is not None and steps is not None:
         order = BatchOrder(len(data), config.train.global_batch_size, config.train.seed)
         if history[-1].mixture is not None:
-            order = MixedOrder(
-                data.domain,
-                data.valid,
-                data.domains,
-                config.train.global_batch_size,
-                config.train.seed,
-                history,
-            )
+            rows = (data.domain, data.valid, data.domains)
+            order = MixedOrder(*rows, config.train.global_batch_size, config.train.seed, history)
             order.taken(steps)  # a mixture that ends before the last step is refused
     resolved = (batch, steps, ds_config, hf_config, model, objective, implementation)
     return Ready(*resolved, data, validation, scores, history, order, facts)
@@ -146,21 +150,6 @@ def meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
         if config.model.lora is not None:
             where += " or model.lora"
         raise UserError(f"{where}: no model can be built from it ({one_line(error, 250)})") from None
-
-
-def _check_shape(hf_config: PretrainedConfig) -> None:
-    """Raise UserError for an architecture that is no transformer with layers of one shape."""
-    settings: Any = hf_config.get_text_config()
-    for name in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
-        value = None
-        with contextlib.suppress(Exception):  # configurations compute some, and some are for single layers
-            value = getattr(settings, name)
-        if type(value) is not int or value < 1:
-            raise UserError(
-                f"model_type {hf_config.model_type} has no {name} that holds for all of its layers, and the "
-                "trainer knows transformers only; set model.path or model.architecture to one",
-                code="architecture",
-            )
 
 
 def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[str, TokenDataset]]:
@@ -187,21 +176,6 @@ def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[
     return data, validation
 
 
-def _generation_config(config: RunConfig, local: bool) -> GenerationConfig | None:
-    """Return the generation defaults of a pre-trained model, which the export carries on."""
-    path = config.model.path
-    if path is None or not (local or Path(path).exists()):
-        return None
-    try:
-        return GenerationConfig.from_pretrained(path, revision=config.model.revision or "main")
-    except OSError:
-        return None
-    except ValueError as error:
-        raise UserError(
-            f"model.path={path}: its generation_config.json is wrong: {one_line(error)}"
-        ) from None
-
-
 def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
     """Read the cost embedding once, where it exists already and is at hand."""
     source, path = config.objective.cost, config.model.path
@@ -218,17 +192,12 @@ def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
             f"objective.cost={source} does not exist; give pretrained, live, constant, permuted or numbers, "
             f"a model's directory or hub id, or a file that holds one matrix ({', '.join(FILES)})"
         )
-    if source != "live" and (local or is_file or Path(source).exists()):
-        load_cost(source, vocab_size, revision=config.model.revision if source == path else None)
-        if local and not is_file and source != path:
-            _check_cost_tokens(config, source)
-
-
-def _check_cost_tokens(config: RunConfig, source: str) -> None:
-    """Raise UserError where the model that costs are from calls other tokens by the ids of the data.
-
-    Tokens are compared, not files. Special tokens may differ: another stage of training renames them.
-    """
+    if source == "live" or not (local or is_file or Path(source).exists()):
+        return
+    load_cost(source, vocab_size, revision=config.model.revision if source == path else None)
+    if is_file or not local or source == path:
+        return
+    # Another model's costs must be of the same tokens; special ones may differ, for training renames them.
     tokenizer = load_tokenizer(str(config.data.dir / "tokenizer"))
     try:
         other = load_tokenizer(source)

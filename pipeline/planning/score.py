@@ -24,8 +24,7 @@ from emo.pipeline.config import RunConfig
 from emo.pipeline.loss import fuse_model, get_objective, probe_model
 from emo.pipeline.loss.fused import token_nll
 from emo.pipeline.model import check_fits, load_pretrained, model_config
-from emo.pipeline.planning.attention import usable_attention
-from emo.pipeline.planning.host import check_gpus, on_gpu
+from emo.pipeline.planning.host import check_gpus, on_gpu, usable_attention
 
 log = logging.getLogger(__name__)
 

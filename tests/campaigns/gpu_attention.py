@@ -67,7 +67,7 @@ def _check_host(name: str, config: Any) -> None:
             needs("flash_attn")
         return
     from emo.pipeline.config import ModelConfig
-    from emo.pipeline.planning.attention import usable_attention
+    from emo.pipeline.planning.host import usable_attention
 
     dtype = "bfloat16" if GPU else "float32"
     try:

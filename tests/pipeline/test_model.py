@@ -29,7 +29,7 @@ from emo.pipeline.model import (
     load_pretrained,
     measuring,
 )
-from emo.pipeline.planning.attention import usable_attention
+from emo.pipeline.planning.host import usable_attention
 from tests.helpers.families import family
 
 
@@ -63,8 +63,8 @@ def choice(**keys: Any) -> ModelConfig:
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that says it has a GPU with torch's own kernel, and has no flash-attn."""
-    monkeypatch.setattr("emo.pipeline.planning.attention.on_gpu", lambda: True)
-    monkeypatch.setattr("emo.pipeline.planning.attention.kernel_is_new_enough", lambda: True)
+    monkeypatch.setattr("emo.pipeline.planning.host.on_gpu", lambda: True)
+    monkeypatch.setattr("emo.pipeline.planning.host.kernel_is_new_enough", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", None)

@@ -66,7 +66,7 @@ sys.path.insert(0, {repo!r})
 from emo.launch import quickstart
 wait = [sys.executable, "-c", "import os, time; os.write(1, b'up' + bytes([10])); time.sleep(600)"]
 quickstart.steps = lambda: [("Wait", [wait, wait]), ("Never", [["false"]])]
-sys.exit(quickstart.main())
+sys.exit(quickstart.quickstart(["quickstart"]))
 """
 
 
