@@ -6,6 +6,7 @@ any restart, and the data order does not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -101,8 +102,8 @@ class Loader:
     ) -> None:
         self.order, self.batches, self.vocab_size, self.world = order, batches, vocab_size, world
         # A thread that pins memory would open a context on the first GPU otherwise.
-        device = {"initializer": torch.cuda.set_device, "initargs": (world.device,)}
-        self._thread = ThreadPoolExecutor(1, "loader", **(device if world.device.type == "cuda" else {}))
+        use = functools.partial(torch.cuda.set_device, world.device) if world.device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "loader", initializer=use)
         self._ahead: tuple[int, Future[StepBatch]] | None = None
 
     def step(self, step: int, last: bool) -> StepBatch:

@@ -78,8 +78,8 @@ class Uploads:
 def copy_checkpoint(directory: Path, target: str, moved: Callable[[], None]) -> None:
     """Copy a complete checkpoint into `target`, calling `moved` after every piece.
 
-    Files that an interrupted copy of the same checkpoint has left whole stay. Raises OSError when a file is no
-    longer what COMPLETE says.
+    Files that an interrupted copy of the same checkpoint has left whole stay. Raises OSError for a file that
+    is no longer what COMPLETE says.
     """
     system, root = fsspec.core.url_to_fs(f"{target}/{directory.name}")
     system.invalidate_cache()

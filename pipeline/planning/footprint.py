@@ -26,7 +26,7 @@ from emo.pipeline.loss.fused import CHUNK_MB
 
 GB, GIB, TERA = 1e9, 2**30, 1e12
 TIME_ERROR = 0.15  # largest over published runs that no constant was fitted to; of 51, 49 are within 0.10
-MEMORY_ERROR = 0.25  # of what is not states, over runs measured here and published; states are known
+MEMORY_ERROR = 0.25  # of what is not states, over published runs; states are known
 USABLE = 0.92  # of a GPU's memory; the rest goes to the CUDA context, NCCL and fragments
 ATTENTION = 0.29  # of the efficiency of matrix products that attention reaches
 SHORT = 660  # a product over h elements takes as long as one over h + SHORT without its beginning and end
@@ -124,7 +124,6 @@ class Setup:
     chunk_mb: float = CHUNK_MB  # of logits
     live: float = 1e9  # parameters that ZeRO-3 keeps gathered (stage3_max_live_parameters)
     bucket: float = 5e7  # elements of a communication bucket
-    fused_adam: bool = True  # as on a GPU; else the update makes copies of its own
     compiled: bool = False  # by torch.compile, which fuses the element-wise work of a layer
     masked: bool = False  # SDPA reads who may attend to whom in packed rows from a mask [b, 1, L, L]
     hpz: int = 1  # GPUs that share a second copy of the weights, so that gathers stay among them; 1: none
@@ -195,10 +194,8 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
     gradients = sizes.trainable * 4 * share[1]
     # DeepSpeed's ZeRO keeps float32 weights and two moments, also beside float32 weights. It updates them a
     # group of at most 1e9 parameters at a time, with a copy of the group's gradient.
-    update = min(sizes.trainable * share[2], GROUP) * (4 if setup.fused_adam else 12)
+    update = min(sizes.trainable * share[2], GROUP) * 4
     optimizer = sizes.trainable * 12 * share[2]
-    if setup.stage == 0:
-        optimizer = sizes.trainable * (12 if setup.bf16 else 8)
     head = sizes.vocabulary * sizes.hidden
     trains_head = sizes.trainable == sizes.parameters
     gathered = (4 if trains_head else 2) * setup.bucket * setup.width if setup.ranks > 1 else 0.0
@@ -261,7 +258,7 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     elementwise_s = k * traffic / bus
     computing = matrices_s + attention_s + head_s + elementwise_s
     communication_s = _communication(sizes, setup, gpu.link_gb, network_gb, computing)
-    shard = sizes.trainable / (setup.ranks if setup.stage >= 1 else 1)
+    shard = sizes.trainable / setup.ranks
     optimizer_s = 28 * shard / bus
     if setup.stage == 1 and setup.bf16 and setup.ranks > 1:
         optimizer_s += UNSHARDED * sizes.trainable / bus
@@ -300,7 +297,7 @@ def _communication(sizes: Sizes, setup: Setup, link: float, network: float, comp
     elif setup.stage == 2:  # reduce gradients every pass, gather weights once updated
         beside, after = k * gradients * (2 if setup.all_reduced else n / (n - 1)), weights
     else:  # all-reduce gradients when the last pass is done, gather weights once updated
-        after = 2 * gradients + (weights if setup.stage == 1 else 0)
+        after = 2 * gradients + weights
     taken = (beside - local_bytes) / bus + local_bytes / inside
     # The first gather of a pass and its last reduction, of a layer and of embedding and head, stand alone.
     alone = taken * 2 / 3 * (1 / sizes.layers + 1 - sizes.body / sizes.parameters)
