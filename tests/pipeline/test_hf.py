@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -47,24 +48,16 @@ def rows(n: int = 24) -> list[dict[str, list[int]]]:
 
 
 def arguments(directory: Path, **changes: Any) -> TrainingArguments:
-    settings = {
-        "output_dir": str(directory),
-        "max_steps": 3,
-        "per_device_train_batch_size": 6,
-        "gradient_accumulation_steps": 1,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-3,
+    step = {"max_steps": 3, "per_device_train_batch_size": 6, "learning_rate": 1e-2, "adam_epsilon": 1e-3}
+    step |= {
         "lr_scheduler_type": "constant",
         "max_grad_norm": 0.0,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "logging_steps": 1,
         "seed": 1,
         "data_seed": 1,
+        "use_cpu": True,
     }
-    return TrainingArguments(**settings | changes)
+    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": 1}
+    return TrainingArguments(output_dir=str(directory), **step | quiet | changes)
 
 
 def parameters(model: torch.nn.Module) -> Tensor:
@@ -98,22 +91,15 @@ def test_accumulation_does_not_change_training(kind: str, tmp_path: Path) -> Non
 def test_mixin_evaluates_saves_and_generates(tmp_path: Path) -> None:
     """Evaluation gives the mean loss; saved files are those of the ordinary model; generation works."""
     model = tiny_llama(VOCAB)
-    trainer = EmoTrainer(
-        model=model,
-        args=arguments(tmp_path, per_device_eval_batch_size=24),
-        train_dataset=rows(),
-        eval_dataset=rows(),
-        objective="mle",
-    )
+    args = arguments(tmp_path, per_device_eval_batch_size=24)
+    trainer = EmoTrainer(model, args, train_dataset=rows(), eval_dataset=rows(), objective="mle")
     batch = {key: torch.tensor([row[key] for row in rows()]) for key in ("input_ids", "labels")}
     with torch.no_grad():
         want = tiny_llama(VOCAB)(**batch).loss
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(want), rel=1e-5)
     trainer.save_model(str(tmp_path / "saved"))
     loaded, info = LlamaForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    assert not info["missing_keys"] and not info["unexpected_keys"]
     torch.testing.assert_close(parameters(loaded), parameters(model))
     prompt = torch.tensor([[1, 2, 3]])
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -121,10 +107,10 @@ def test_mixin_evaluates_saves_and_generates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ONE_TARGET)
-@pytest.mark.parametrize("vocab", [VOCAB, 5000])
-def test_logits_loss_equals_reference(name: str, vocab: int) -> None:
+def test_logits_loss_equals_reference(name: str) -> None:
     """Value and gradient against float64 autograd."""
     torch.manual_seed(0)
+    vocab = 1500
     z = (torch.randn(3, 9, vocab) * 3).requires_grad_()
     labels = torch.randint(vocab, (3, 9))
     labels[0, ::2] = -100
@@ -132,7 +118,7 @@ def test_logits_loss_equals_reference(name: str, vocab: int) -> None:
     options = {"z_loss": 0.01, "label_smoothing": 0.1}
     options = options if composes(name, options) else {}
     cost, stored = CostEmbedding.from_weight(E), stored_for(labels)
-    sums = logits_loss(z, labels, make(name), cost, stored=stored, memory_mb=0.4, **options)
+    sums = logits_loss(z, labels, make(name), cost, stored=stored, memory_mb=0.1, **options)
     sums.loss.backward()
     wide = z.detach().double().view(-1, vocab).requires_grad_()
     loss, m, D = losses_from_logits(wide, labels.flatten(), cost_matrix(E), name, **options)
@@ -150,8 +136,7 @@ def test_emo_loss_module() -> None:
     labels[1, 5:] = -100
     wide = z.detach().double().requires_grad_()
     target = shift_left(labels)
-    assert target[:, :-1].equal(labels[:, 1:])
-    assert (target[:, -1] == -100).all()
+    assert target[:, :-1].equal(labels[:, 1:]) and (target[:, -1] == -100).all()
     want = losses_from_logits(wide.flatten(0, 1), target.flatten(), cost_matrix(E), "emo")[0].mean()
     module = EMOLoss()
     loss = module(z, labels, E)
@@ -163,8 +148,7 @@ def test_emo_loss_module() -> None:
     half = z.detach().bfloat16().requires_grad_()
     value = module(half, labels, E)
     value.backward()
-    assert value.dtype == torch.float32
-    assert half.grad.dtype == torch.bfloat16
+    assert (value.dtype, half.grad.dtype) == (torch.float32, torch.bfloat16)
     assert relative_error(half.grad, wide.grad) <= 2e-2
     assert EMOLoss("mle")(z, labels).item() == pytest.approx(
         torch.nn.functional.cross_entropy(z.flatten(0, 1), target.flatten()).item()
@@ -174,33 +158,21 @@ def test_emo_loss_module() -> None:
     all_ignored.backward()
 
 
-def examples() -> list[str]:
-    """The indented blocks of the module's docstring."""
-    blocks: list[list[str]] = [[]]
-    for line in (emo.pipeline.hf.__doc__ or "").splitlines():
-        if line.startswith("    ") or (not line and blocks[-1]):
-            blocks[-1].append(line)
-        elif blocks[-1]:
-            blocks.append([])
-    return [textwrap.dedent("\n".join(block)) for block in blocks if any(block)]
-
-
-@pytest.mark.parametrize("i", range(3))
-def test_examples_of_the_docstring_run(i: int, tmp_path: Path) -> None:
-    assert len(examples()) == 3
-    model = tiny_llama(VOCAB)
-    before = parameters(model)
-    names = {
-        "model": model,
-        "args": arguments(tmp_path),
-        "dataset": rows(),
-        "logits": torch.randn(2, LENGTH, VOCAB, requires_grad=True),
-        "labels": torch.randint(VOCAB, (2, LENGTH)),
-        "cost_embedding": torch.randn(VOCAB, 8),
-    }
-    exec(examples()[i], names)
-    trained = relative_error(parameters(model), before) > 1e-3
-    assert trained if "trainer" in names else names["logits"].grad.abs().sum() > 0
+def test_examples_of_the_docstring_run(tmp_path: Path) -> None:
+    """Its indented blocks."""
+    blocks = re.findall(r"(?:^(?: {4}.*)?\n)+", emo.pipeline.hf.__doc__ or "", re.MULTILINE)
+    examples = [textwrap.dedent(block) for block in blocks if block.strip()]
+    assert len(examples) == 3
+    for example in examples:
+        model = tiny_llama(VOCAB)
+        before = parameters(model)
+        names = {"model": model, "args": arguments(tmp_path), "dataset": rows()}
+        names["logits"] = torch.randn(2, LENGTH, VOCAB, requires_grad=True)
+        names["labels"] = torch.randint(VOCAB, (2, LENGTH))
+        names["cost_embedding"] = torch.randn(VOCAB, 8)
+        exec(example, names)
+        trained = relative_error(parameters(model), before) > 1e-3
+        assert trained if "trainer" in names else names["logits"].grad.abs().sum() > 0
 
 
 def test_labels_that_were_shifted_already() -> None:
@@ -209,8 +181,9 @@ def test_labels_that_were_shifted_already() -> None:
     fuse_causal_lm(model, "mle")
     ids = torch.randint(VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(0))
     shifted = shift_left(ids)
-    with pytest.raises(UserError, match="shifted already"):
+    with pytest.raises(UserError) as error:
         model(input_ids=ids, labels=shifted)
+    assert error.value.code == "labels-shifted"
     right = model(input_ids=ids, labels=ids).loss
     torch.testing.assert_close(model(input_ids=ids, shift_labels=shifted).loss, right)
     # seen to be right once, and not looked at again
@@ -237,25 +210,14 @@ def test_a_schedule_is_refused_where_nobody_tells_the_step() -> None:
             door()
         assert error.value.code == "schedule-without-step"
     assert EMOLoss(moving.at(5))(z, labels, cost) == EMOLoss("mle")(z, labels)
-    model, plain = tiny_llama(VOCAB), tiny_llama(VOCAB)
-    fuse_causal_lm(model, moving.at(0))
-    model.get_output_embeddings().use(moving.at(2))
-    fuse_causal_lm(plain, "mle")
-    torch.testing.assert_close(model(labels, labels=labels).loss, plain(labels, labels=labels).loss)
 
 
-@pytest.mark.parametrize("kind", ["mixin", "function"])
-def test_a_batch_without_anything_to_predict(kind: str, tmp_path: Path) -> None:
+def test_a_batch_without_anything_to_predict(tmp_path: Path) -> None:
     """Its loss is 0, and no weight becomes NaN."""
     model = tiny_llama(VOCAB)
     before = parameters(model)
     data = [{"input_ids": row["input_ids"], "labels": [-100] * LENGTH} for row in rows()]
-    settings: dict[str, Any] = {"model": model, "args": arguments(tmp_path), "train_dataset": data}
-    if kind == "mixin":
-        trainer: Trainer = EmoTrainer(**settings)
-    else:
-        cost = CostEmbedding.from_weight(model.lm_head.weight)
-        trainer = Trainer(compute_loss_func=loss_function("emo", cost), **settings)
+    trainer = EmoTrainer(model, arguments(tmp_path), train_dataset=data)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == 0
     torch.testing.assert_close(parameters(model), before, rtol=0, atol=0)

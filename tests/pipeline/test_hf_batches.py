@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from emo.pipeline.hf import fuse_causal_lm
 from tests.helpers.families import family, tiny_llama
@@ -55,14 +53,11 @@ def padded(rows: list[dict[str, list[int]]], left: bool) -> list[dict[str, list[
 def trained(model: Any, data: list[dict[str, list[int]]], directory: Path, batch: int) -> Tensor:
     """Weights after one large step over all of `data` with the fused MLE."""
     settings = {"max_steps": 1, "per_device_train_batch_size": batch, "optim": "sgd", "learning_rate": 0.1}
-    trainer = EmoTrainer(
-        model=model, args=arguments(directory, **settings), train_dataset=data, objective="mle"
-    )
-    trainer.train()
+    EmoTrainer(model, arguments(directory, **settings), train_dataset=data, objective="mle").train()
     return parameters(model)
 
 
-@pytest.mark.parametrize("name", ["llama", "opt", "mistral", "gpt2", "mpt"])
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
 def test_trainer_passes_masks_and_positions(name: str, tmp_path: Path) -> None:
     """Packed and padded rows take the step that the same documents take alone, without our loss.
 
@@ -73,41 +68,24 @@ def test_trainer_passes_masks_and_positions(name: str, tmp_path: Path) -> None:
     losses = []
     for row in packed_rows():
         parts = torch.tensor(row["input_ids"]).split(DOCUMENTS)
-        losses += [
-            torch.nn.functional.cross_entropy(
-                plain(input_ids=part[None]).logits[0, :-1], part[1:], reduction="sum"
-            )
-            for part in parts
-            if len(part) > 1
-        ]
+        for part in (part for part in parts if len(part) > 1):
+            logits = plain(input_ids=part[None]).logits[0, :-1]
+            losses.append(torch.nn.functional.cross_entropy(logits, part[1:], reduction="sum"))
     tokens = 6 * sum(n - 1 for n in DOCUMENTS)
     (torch.stack(losses).sum() / tokens).backward()
-    plain_step = torch.cat(
-        [(p - 0.1 * p.grad if p.grad is not None else p).detach().flatten() for p in plain.parameters()]
-    )
-    want = plain_step - start
-    dropless = {"attention_dropout": 0.0} if name != "gpt2" else {}
-    if name == "gpt2":
-        dropless = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    if name in ("opt", "mpt"):
-        dropless |= {"dropout": 0.0} if name == "opt" else {}
+    steps = [torch.zeros_like(p) if p.grad is None else -0.1 * p.grad for p in plain.parameters()]
+    want = torch.cat([step.detach().flatten() for step in steps])
+    gpt2 = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    dropless = gpt2 if name == "gpt2" else {"attention_dropout": 0.0}
+    dropless |= {"dropout": 0.0} if name == "opt" else {}
     packed = trained(family(name, **dropless), packed_rows(), tmp_path, 6) - start
     assert relative_error(packed, want) <= 1e-3
     for left in (False, True):
-        if left and name in ("gpt2", "mpt"):
-            continue  # their positions count padding on the left, with or without our loss
+        if left and name == "gpt2":
+            continue  # its positions count padding on the left, with or without our loss
         alone = padded(packed_rows(), left)
         got = trained(family(name, **dropless), alone, tmp_path, len(alone)) - start
         assert relative_error(got, want) <= 1e-3, left
-
-
-def test_the_signature_of_the_model_stays() -> None:
-    model = tiny_llama(VOCAB)
-    want = inspect.signature(model.forward)
-    fuse_causal_lm(model, "mle")
-    fuse_causal_lm(model, "emo")
-    assert inspect.signature(model.forward) == want
-    assert inspect.signature(type(model).forward) == inspect.signature(LlamaForCausalLM.forward)
 
 
 @pytest.fixture
@@ -120,9 +98,8 @@ def lone_rank(tmp_path: Path) -> Iterator[None]:
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("head_too", [False, True])
 @pytest.mark.parametrize("fused_first", [False, True])
-def test_after_and_before_fully_shard(head_too: bool, fused_first: bool, lone_rank: None) -> None:
+def test_after_and_before_fully_shard(fused_first: bool, lone_rank: None) -> None:
     """FSDP2 makes DTensors of the weights; the loss is the same, whichever comes first."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -131,8 +108,7 @@ def test_after_and_before_fully_shard(head_too: bool, fused_first: bool, lone_ra
     model, plain = tiny_llama(VOCAB), tiny_llama(VOCAB)
     if fused_first:
         fuse_causal_lm(model, "emo")
-    if head_too:
-        fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model.lm_head, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if not fused_first:
         fuse_causal_lm(model, "emo")
