@@ -29,13 +29,7 @@ from emo.pipeline.export import exported_tensors, unwrap, write_rest
 from emo.pipeline.identity import Identity
 from emo.pipeline.loss.cost_files import FILES, load_cost
 from emo.pipeline.loss.objectives import Objective
-from emo.pipeline.model import (
-    add_lora,
-    check_fits,
-    model_config,
-    objective_parts,
-    training_objective,
-)
+from emo.pipeline.model import add_lora, check_fits, model_config, objective_parts, training_objective
 from emo.pipeline.order import BatchOrder, Domain, Holding, MixedOrder, shares
 from emo.pipeline.planning.ds_file import check_host, deepspeed_config, parameter_groups
 from emo.pipeline.planning.host import usable_attention

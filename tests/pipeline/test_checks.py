@@ -7,14 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from safetensors.torch import save
 
 from emo.common.errors import UserError
-from emo.data_prep.shards import TokenDataset
 from emo.pipeline import identity
 from emo.pipeline.config import load_config
 from emo.pipeline.planning.checks import check
@@ -27,21 +25,13 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return launching.tiny_recipe(tmp_path_factory.mktemp("tiny"))
 
 
-def test_a_recipe_without_mistakes(recipe: Path) -> None:
-    ready = check(load_config(recipe, []), ranks=2, local=True)
-    assert ready.steps == 8
-    assert ready.data is not None and list(ready.validation) == ["validation"]
-    assert str(ready.batch) == "8 rows per step = 2 per pass x 2 accumulated x 2 ranks"
-
-
 def test_an_extra_that_is_not_installed(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("wandb", "tensorboard"):
-        config = load_config(recipe, [f"train.report_to=[{name}]"])
-        monkeypatch.setitem(sys.modules, name, None)  # as if it could not be found
-        with pytest.raises(UserError) as error:
-            check(config, ranks=2, local=True)
-        assert error.value.code == "missing-extra"
-        check(config, ranks=2, local=False)  # planned here, trained elsewhere
+    config = load_config(recipe, ["train.report_to=[wandb]"])
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it could not be found
+    with pytest.raises(UserError) as error:
+        check(config, ranks=2, local=True)
+    assert error.value.code == "missing-extra"
+    assert check(config, ranks=2, local=False).steps == 8  # planned here, trained elsewhere
 
 
 @pytest.mark.parametrize(
@@ -99,23 +89,6 @@ def test_a_run_directory_of_another_configuration(recipe: Path, tmp_path: Path) 
     check(config, ranks=1, local=True)
     with pytest.raises(UserError, match=r"train\.learning_rate=0\.001"):
         check(load_config(recipe, [f"output_dir={tmp_path}", "train.learning_rate=0.5"]), ranks=1, local=True)
-
-
-def test_damaged_rows_are_named(recipe: Path, tmp_path: Path) -> None:
-    """A token id that the model does not have ended in an IndexError on one rank."""
-    shutil.copytree(recipe.parent / "data" / "train", tmp_path / "train")
-    rows = TokenDataset(tmp_path / "train")
-    everything = np.arange(len(rows))
-    assert rows.damage(everything, 384) is None
-    assert "of a vocabulary of 300" in (rows.damage(everything, 300) or "")
-    (shard,) = (tmp_path / "train").glob("*.arrow")
-    content = bytearray(shard.read_bytes())
-    # the segment lengths of all rows lie one after the other in a column of their own
-    start = bytes(content).find(rows.segment_lengths().astype(np.uint32).tobytes())
-    assert start >= 0
-    content[start : start + 4] = (10_000).to_bytes(4, "little")
-    shard.write_bytes(bytes(content))
-    assert "is damaged: " in (TokenDataset(tmp_path / "train").damage(everything, 384) or "")
 
 
 def changed(recipe: Path, path: Path, **architecture: Any) -> Path:

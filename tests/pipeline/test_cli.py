@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from torch import OutOfMemoryError
 
-from emo.common.errors import ExitCode, UserError
+from emo.common.errors import ExitCode
 from emo.pipeline import cli
 from emo.pipeline.report.console import Console
 from emo.pipeline.stop import STARTING, Watch
@@ -98,19 +98,3 @@ def test_a_crash_is_reported_and_worth_another_start_once_a_step_is_done(
     assert ("Traceback" in output) == traceback
     line, last = [line for line in output.splitlines() if line.startswith(("error: ", "exit code"))][:2]
     assert ("before the first step" in line) == (not stepped) and last == f"exit code {code}"
-
-
-def test_a_mistake_of_another_host_is_said_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A GPU that cannot be used, before the ranks have met: rank 0 knows nothing of it."""
-
-    def run(*_: object) -> int:
-        raise UserError("on node-2: no GPU")
-
-    monkeypatch.setattr(cli, "_run", run)
-    for rank, local, output in (("8", "0", True), ("9", "1", False), ("0", "0", True)):
-        monkeypatch.setenv("RANK", rank)
-        monkeypatch.setenv("LOCAL_RANK", local)
-        assert cli.run_recipe(Nothing(), [str(RECIPE)]) == ExitCode.MISTAKE
-        assert ("error: on node-2: no GPU" in capsys.readouterr().err) == output

@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 
 from emo.common.errors import UserError
 from emo.common.recipe import parse_section, read_recipe
-from emo.pipeline.config import (
-    ObjectiveConfig,
-    TrainConfig,
-    dump_config,
-    load_config,
-    lr_at,
-    solve_batch,
-)
+from emo.pipeline.config import ObjectiveConfig, TrainConfig, dump_config, load_config, lr_at, solve_batch
 
 RECIPE = """
 output_dir: runs/x

@@ -14,7 +14,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 from emo.common.errors import UserError
 from emo.pipeline.config import Batch, load_config
 from emo.pipeline.planning import ds_file, host
-from emo.pipeline.planning.ds_file import REPORTS, check_host, deepspeed_config, parameter_groups, zero_stage
+from emo.pipeline.planning.ds_file import REPORTS, check_host, deepspeed_config, parameter_groups
 from tests.conftest import REPO
 from tests.helpers.families import family
 
@@ -61,12 +61,9 @@ def test_what_a_host_must_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         ("[" * 100_000, ""),
         ('{"zero_optimization": {"stage": 1}, "zero_optimization": {"stage": 3}}', "zero_optimization"),
         ('{"zero_optimization": {"stage": 7}}', "zero_optimization.stage"),
-        ('{"zero_optimization": []}', ""),
         ('{"zero_optimisation": {"stage": 3}}', "did you mean zero_optimization?"),
         ('{"zero_optimization": {"stage": 3, "overlap_com": true}}', "zero_optimization.overlap_com"),
         ('{"data_types": {"grad_accum_dtype": "fp8"}}', "grad_accum_dtype"),
-        ('{"data_types": []}', "data_types"),
-        ('{"aio": 3}', ""),
     ],
 )
 def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, named: str) -> None:
@@ -86,9 +83,9 @@ OFFLOAD = '"stage": 3, "offload_optimizer": {"device": "cpu"}'
     ("content", "overrides", "code"),
     [
         ('"tensor_parallel": {"autotp_size": 2}', (), "ds-cuts"),
+        ('"zero_optimization": {}', (), "zero-stage"),
         ('"train_batch_size": 4, "zero_optimization": {"stage": 2}', (), "ds-owned"),
         *((f'"{key}": {{"enabled": true}}', (), "ds-owned") for key in REPORTS),
-        ('"zero_optimization": {}', (), "zero-stage"),
         ('"zero_optimization": {"stage": 2, "reduce_scatter": true}', MUON, "ds-combination"),
         (f'"zero_optimization": {{{OFFLOAD}}}', MUON, "ds-combination"),
         ('"zero_optimization": {"stage": 2}', (*MUON, "model.lora.r=4"), "ds-combination"),
@@ -108,7 +105,7 @@ def test_what_does_not_go_together(
     assert error.value.code == code
 
 
-def test_the_files_of_this_repository_are_accepted(tmp_path: Path) -> None:
+def test_the_files_of_this_repository_are_accepted() -> None:
     """AdamW is PyTorch's, so that nothing is compiled; the fused one also steps offloaded optimizers."""
     for path in sorted((REPO / "ds_configs").glob("*.json")):
         tree = resolved(path, ranks=8)
@@ -119,9 +116,6 @@ def test_the_files_of_this_repository_are_accepted(tmp_path: Path) -> None:
     tree = resolved(REPO / "ds_configs/zero3.json", *MUON)
     assert tree["zero_optimization"]["reduce_scatter"] is False, "Muon needs whole gradients"
     assert tree["optimizer"]["params"]["muon_lr"] == 0.02
-    path = tmp_path / "ds.json"
-    path.write_text('{"wall_clock_breakdown": false}')
-    assert zero_stage(resolved(path)) == 1
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])

@@ -23,7 +23,7 @@ from emo.pipeline.hf import FusedLossMixin
 from emo.pipeline.loss import Ramp, get_objective, weighted_sum
 from tests.helpers.families import VOCAB, family, tiny_llama
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error
-from tests.pipeline.test_hf_families import FusedTrainer, stepped
+from tests.pipeline.test_hf import EmoTrainer, stepped
 
 EOS = VOCAB - 1
 TEMPLATE = (
@@ -184,7 +184,7 @@ def test_adapters(kind: str, made_by: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", [trl.SFTTrainer, FusedTrainer])
+@pytest.mark.parametrize("first", [trl.SFTTrainer, EmoTrainer])
 def test_a_model_that_another_trainer_had(first: type, tmp_path: Path) -> None:
     """What an earlier Trainer wrapped its forward in, in bfloat16, does not hide the fused loss."""
     model = tiny_llama(VOCAB)

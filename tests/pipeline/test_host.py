@@ -7,10 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from emo.common.errors import FailureError, UserError
-from emo.pipeline.engine import start_world
+from emo.common.errors import FailureError
 from emo.pipeline.planning import host
 from emo.pipeline.planning.host import BINDING, Gpus, compiling, refusal, threads
 from emo.pipeline.stop import HARDWARE
@@ -72,21 +70,6 @@ def test_ranks_share_the_cores(
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(allowed)))
     monkeypatch.setattr("os.cpu_count", lambda: cores)
     assert threads() == expected
-
-
-@pytest.mark.parametrize(("port", "passing"), [("4000", True), ("4001", False)])
-def test_a_port_that_is_taken_is_worth_another_start_if_it_was_chosen_here(
-    port: str, passing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def taken(**_: object) -> None:
-        raise torch.distributed.DistNetworkError("EADDRINUSE")
-
-    monkeypatch.setattr("deepspeed.init_distributed", taken)
-    for name, value in {"PIPELINE_PORT": "4000", "MASTER_PORT": port, "RANK": "0"}.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError) as error:
-        start_world()
-    assert isinstance(error.value, FailureError) == passing
 
 
 STARTING = """
