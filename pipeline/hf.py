@@ -1,18 +1,9 @@
-"""The loss library for Hugging Face's Trainer, for TRL and for any training loop.
-
-Three interfaces, from most to least efficient:
+"""The loss library for Hugging Face's Trainer, for TRL and for any training loop; examples/ has one of each.
 
 `FusedLossMixin` goes before a Trainer class. The model's forward then ends in the fused head: logits are
 never built, and `num_items_in_batch` (tokens of all ranks and accumulation steps) is the divisor.
 
-    from transformers import Trainer
-    from emo.pipeline.hf import FusedLossMixin
-
-    class EmoTrainer(FusedLossMixin, Trainer):
-        pass
-
-    trainer = EmoTrainer(model=model, args=args, train_dataset=dataset, objective="emo")
-    trainer.train()
+`fuse_causal_lm` does the same for a loop of one's own.
 
 `loss_function` returns a `compute_loss_func` for Trainer and TRL's SFTTrainer. It starts from logits,
 so they exist, but nothing else of their size does except their gradient. Give it `label_smoothing`, which
@@ -20,22 +11,7 @@ Trainer does not hand on. For models whose class is not called ...ForCausalLM, s
 Trainer's losses are low by the first token of each row; `model.loss_type = "ForCausalLM"` before the Trainer
 is made corrects it. TRL from 1.8 to 1.14 needs `loss_type="nll"` in its SFTConfig for such a function.
 
-    from transformers import Trainer
-    from emo.pipeline.hf import loss_function
-    from emo.pipeline.loss import CostEmbedding
-
-    cost = CostEmbedding.from_weight(model.get_output_embeddings().weight)
-    trainer = Trainer(
-        model=model, args=args, train_dataset=dataset, compute_loss_func=loss_function("emo", cost)
-    )
-    trainer.train()
-
-`EMOLoss` is a plain module for any loop.
-
-    from emo.pipeline.hf import EMOLoss
-
-    loss = EMOLoss()(logits, labels, cost_embedding)
-    loss.backward()
+`EMOLoss` is a plain module from logits: `EMOLoss()(logits, labels, cost_embedding).backward()`.
 """
 
 from __future__ import annotations
@@ -200,23 +176,20 @@ def fuse_causal_lm(
         options: z_loss, label_smoothing, memory_mb, kernels, as in `fused_linear_loss`. Logit scale and soft
             cap come from the model's configuration.
     """
-    base = _base_of(model)
-    _fuse(base, chosen_objective(objective, params).fixed(), cost, options)
+    base = _fused(model, chosen_objective(objective, params).fixed(), cost, options)
     weight = base.get_output_embeddings().weight
     if not is_partitioned(weight) and not weight.is_meta:
         probe_model(base, packed=False, collective=is_distributed(weight))
 
 
-def _base_of(model: Any) -> Any:
-    """Return the model inside PEFT's wrapper, which calls it, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _fuse(model: Any, objective: Objective, cost: Cost, options: dict[str, Any]) -> None:
-    head = model.get_output_embeddings()
+def _fused(model: Any, objective: Objective, cost: Cost, options: dict[str, Any]) -> Any:
+    """Fuse the model inside PEFT's wrapper, which calls it, or the model itself, and return it."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = base.get_output_embeddings()
     if cost is None and objective.needs_cost and isinstance(head, nn.Linear):
         cost = CostEmbedding.from_weight(head.weight)
-    fuse_model(model, objective, cost, forward=_MeanLoss, **options)
+    fuse_model(base, objective, cost, forward=_MeanLoss, **options)
+    return base
 
 
 class FusedLossMixin:
@@ -248,14 +221,12 @@ class FusedLossMixin:
         **kwargs: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise UserError(
-                "FusedLossMixin needs a loaded model as `model`, not a name or model_init", code="needs-model"
-            )
+            problem = "FusedLossMixin needs a loaded model as `model`, not a name or model_init"
+            raise UserError(problem, code="needs-model")
         for refused in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
             if kwargs.get(refused) is not None:
-                raise UserError(
-                    f"FusedLossMixin builds no logits: {refused} cannot be used with it", code="needs-logits"
-                )
+                problem = f"FusedLossMixin builds no logits: {refused} cannot be used with it"
+                raise UserError(problem, code="needs-logits")
         self._objective = chosen_objective(objective, params)
         options = dict(loss_options or {})
         if args is not None:
@@ -269,15 +240,14 @@ class FusedLossMixin:
                 "it with torchrun or accelerate launch, without tensor, context or sequence parallelism",
                 code="not-data-parallel",
             )
-        # after the Trainer's constructor, which may wrap the model (PEFT) and replace its forward (TRL)
-        self._fused: Any = _base_of(trainer.model)
-        if getattr(self._fused.config.get_text_config(), "output_router_logits", False):
+        if getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
             raise UserError(
                 "the fused loss does not include the router's auxiliary loss: set router_aux_loss_coef=0.0 "
                 "in the SFTConfig, or output_router_logits=False in the model's configuration",
                 code="router-loss",
             )
-        _fuse(self._fused, self._objective, cost, options)
+        # after the Trainer's constructor, which may wrap the model (PEFT) and replace its forward (TRL)
+        self._fused: Any = _fused(trainer.model, self._objective, cost, options)
         self._probed = False
         self.model_accepts_loss_kwargs = True  # the Trainer then counts the batch's tokens,
         self._loss_shifts_labels = True  # and not the first of each row, which nothing predicts

@@ -60,8 +60,7 @@ FREE_ZERO = {
 def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
     """Return the DeepSpeed configuration: the file that the recipe names, completed from the recipe.
 
-    Raises UserError when the file is missing, holds anything that DeepSpeed does not know or accept, sets
-    what the recipe owns, or asks for what cannot work.
+    Raises UserError for what DeepSpeed does not know or accept, what the recipe owns, and what cannot work.
     """
     path, train = shipped(config.deepspeed), config.train
     tree = _read(path, config.deepspeed)
@@ -285,30 +284,33 @@ def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = Fal
     Raises UserError for a model whose matrices Muon would scale the wrong way round, or not find.
     """
 
-    def dimensions(parameter: nn.Parameter) -> int:
-        return len(getattr(parameter, "ds_shape", parameter.shape))
-
-    trainable, groups = [p for p in model.parameters() if p.requires_grad], []
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    dimensions = {id(p): len(getattr(p, "ds_shape", p.shape)) for p in trainable}
+    groups: list[dict[str, Any]] = []
     if use_muon:
+        problem = None
         if any(isinstance(module, Conv1D) for module in model.modules()):
-            raise UserError(
-                "train.optimizer=muon scales a matrix by its outputs over its inputs, and this model stores "
-                "them transposed (Conv1D); set train.optimizer=adamw without muon_lr, or take another model"
+            problem = (
+                "scales a matrix by its outputs over its inputs, and this model stores them transposed "
+                "(Conv1D); set train.optimizer=adamw without muon_lr, or take another model"
             )
-        if any(dimensions(p) > 2 for p in trainable):
-            raise UserError(
-                "train.optimizer=muon is for matrices, and weights of this model have three dimensions, as "
-                "all experts of a mixture in one tensor have; set train.optimizer=adamw without muon_lr",
-                code="muon-dimensions",
+        elif max(dimensions.values()) > 2:
+            problem = (
+                "is for matrices, and weights of this model have three dimensions, as all experts of a "
+                "mixture in one tensor have; set train.optimizer=adamw without muon_lr"
             )
+        if problem is not None:
+            raise UserError(f"train.optimizer=muon {problem}", code="muon-dimensions")
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
         tables = {id(p) for m in (*embeddings, head) for p in m.parameters()}
-        body = [p for p in trainable if dimensions(p) == 2 and id(p) not in tables]
+        body = [p for p in trainable if dimensions[id(p)] == 2 and id(p) not in tables]
         groups = [{"params": body, "weight_decay": weight_decay, "use_muon": True}]
         by_muon = {id(p) for p in body}
         trainable = [p for p in trainable if id(p) not in by_muon]
-    decaying, fixed = ([p for p in trainable if (dimensions(p) > 1) == decays] for decays in (True, False))
+    decaying, fixed = (
+        [p for p in trainable if (dimensions[id(p)] > 1) == decays] for decays in (True, False)
+    )
     if not weight_decay or not decaying or not fixed:
         return [*groups, {"params": trainable, "weight_decay": weight_decay if decaying else 0.0}]
     groups.append({"params": decaying, "weight_decay": weight_decay})
@@ -326,9 +328,9 @@ def muon(groups: list[dict[str, Any]], params: dict[str, Any]) -> torch.optim.Op
     settings = []
     for group in groups:
         use = group.get("use_muon", False)
-        keys = ("momentum",) if use else ("betas", "eps")
-        rate = params["muon_lr" if use else "lr"]
-        settings.append({**group, "use_muon": use, "lr": rate} | {key: params[key] for key in keys})
+        keys = {"lr": params["muon_lr" if use else "lr"], "use_muon": use}
+        keys |= {key: params[key] for key in (("momentum",) if use else ("betas", "eps"))}
+        settings.append(group | keys)
         for parameter in group["params"]:
             parameter.use_muon = use
     fused = {"fused": True} if params.get("fused") else {}

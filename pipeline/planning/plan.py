@@ -30,7 +30,6 @@ from emo.common.files import part_file
 from emo.common.provenance import shipped
 from emo.common.recipe import apply_override
 from emo.common.text import counted
-from emo.data_prep.config import DataConfig
 from emo.pipeline.config import Batch, RunConfig, load_config, solve_batch
 from emo.pipeline.export import unwrap
 from emo.pipeline.loss.objectives import Objective
@@ -87,12 +86,9 @@ def parse_cluster(text: str, network_gbit: float = 1600.0) -> Cluster:
 
 def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
     """Return a model in numbers."""
-    base, parameters = unwrap(model), list(model.parameters())
-    head: Any = base.get_output_embeddings()
-    embedding: Any = base.get_input_embeddings()
-    outside = {id(weight): weight.numel() for weight in (head.weight, embedding.weight)}
+    base, parameters, text = unwrap(model), list(model.parameters()), hf_config.get_text_config()
+    outside: list[Any] = [base.get_output_embeddings(), base.get_input_embeddings()]
     total = sum(p.numel() for p in parameters)
-    text: Any = hf_config.get_text_config()
 
     def first(names: tuple[str, ...]) -> Any:
         return next((value for name in names if (value := getattr(text, name, None))), None)
@@ -109,13 +105,12 @@ def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
         most = max(chosen) if isinstance(chosen, list) else chosen  # a list is by layer
         active = routed * min(most, experts) // experts
         idle, expert_width = routed - active, active // (3 * text.hidden_size * text.num_hidden_layers)
-    heads = getattr(text, "num_attention_heads", 1)  # a model without attention: Mamba
-    key_values = getattr(text, "num_key_value_heads", None) or heads
-    per_head = getattr(text, "head_dim", None) or text.hidden_size // heads
+    key_values = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    per_head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Sizes(
         parameters=total,
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        body=total - sum(outside.values()),
+        body=total - sum({id(m.weight): m.weight.numel() for m in outside}.values()),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         inner=max(expert_width, int(first(INNER) or 4 * text.hidden_size)),
@@ -175,8 +170,13 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
     table.add_row("objective", f"{config.objective.label} {config.objective.params or ''}".strip())
     table.add_row("batch", str(batch))
     table.add_row("tokens per step", f"at most {batch.batch * config.data.sequence_len:,}")
-    steps, estimated, text = run_length(config, ready)
-    table.add_row("steps", text)
+    steps, epochs = ready.steps, config.train.num_train_epochs
+    passes = "" if epochs is None else counted(epochs, "epoch")
+    if steps is None:
+        table.add_row("steps", f"{passes}; their steps are known once the data are prepared")
+    else:
+        rows = "" if epochs is None or not ready.data else f" ({counted(len(ready.data), 'row')}, {passes})"
+        table.add_row("steps", f"{steps:,}{rows}")
     for row in domain_rows(config, ready):
         table.add_row(*row)
     offloads = {"optimizer": setup.offload_optimizer, "weights": setup.offload_parameters}
@@ -200,10 +200,7 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
             table.add_row("run", f"{hours:,.1f} GPU-hours per {PER_MILLIONS} million tokens, without saving")
         else:
             hours = steps * time.total / 3600
-            about = "about " if estimated else ""
-            note = "; the number of steps is an estimate" if estimated else ""
-            gpu_hours = f"{hours * cluster.gpus:,.1f} GPU-hours, without saving{note}"
-            table.add_row("run", f"{about}{hours:,.1f} hours, {gpu_hours}")
+            table.add_row("run", f"{hours:,.1f} hours, {hours * cluster.gpus:,.1f} GPU-hours, without saving")
         table.add_row("trust", TRUST)
     Console().print(table)
     for warning in remarks(config, ready, on_cpu=cluster is None and not on_gpu()):
@@ -213,32 +210,24 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
 
 def domain_rows(config: RunConfig, ready: Ready) -> list[tuple[str, str]]:
     """Return each domain's part of the run as table rows; none where there is one domain and no mixture."""
-
-    def passes(epochs: float) -> str:
-        return counted(float(f"{epochs:.2g}"), "epoch")
-
     mixture, data, order = config.train.mixture, ready.data, ready.order
-    if mixture is None and (data is None or len(data.domains) < 2):
-        return []
-    if data is None or ready.steps is None or order is None:
-        assert mixture is not None
-        return [("mixture", mixture.label)]
+    rows = [] if mixture is None else [("mixture", mixture.label)]
+    if data is None or ready.steps is None or order is None or (mixture is None and len(data.domains) < 2):
+        return rows
+    parts: list[tuple[str, str, float, float, str]] = []  # name, share, tokens, epochs, note
     if isinstance(order, BatchOrder):
-        epochs = ready.steps * ready.batch.batch / len(data)
-        whole = data.manifest.valid_tokens
-        counts = {f"domain {domain.name}": domain.valid_tokens for domain in data.manifest.domains}
-        return [
-            (name, f"{n / whole:.1%} of tokens; {n * epochs:,.0f} tokens, {passes(epochs)}")
-            for name, n in counts.items()
-        ]
-    assert mixture is not None
-    rows = [("mixture", mixture.label)]
-    for portion in order.portions(ready.steps):
+        epochs, whole = ready.steps * ready.batch.batch / len(data), data.manifest.valid_tokens
+        for domain in data.manifest.domains:
+            n = domain.valid_tokens
+            parts.append((domain.name, f"{n / whole:.1%} of tokens", n * epochs, epochs, ""))
+    for portion in order.portions(ready.steps) if isinstance(order, MixedOrder) else ():
         first, last = (f"{share:.1%}" for share in portion.shares)
-        share = first if first == last else f"{first} to {last}"
+        share = f"{first if first == last else f'{first} to {last}'} of {mixture.by if mixture else 'rows'}"
         often = f", more than {REPEATED}" if portion.epochs > REPEATED else ""
-        text = f"{share} of {mixture.by}; {portion.tokens:,.0f} tokens, {passes(portion.epochs)}{often}"
-        rows.append((f"domain {portion.name}", text))
+        parts.append((portion.name, share, portion.tokens, portion.epochs, often))
+    for name, share, tokens, epochs, note in parts:
+        passes = counted(float(f"{epochs:.2g}"), "epoch")
+        rows.append((f"domain {name}", f"{share}; {tokens:,.0f} tokens, {passes}{note}"))
     return rows
 
 
@@ -255,8 +244,7 @@ def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
     if on_cpu and config.model.dtype == "bfloat16":
         cure = "set model.dtype=float32 in a new output_dir"
         warnings.append(f"bfloat16 on a CPU is several times slower than float32: {cure}")
-    hardly_warm = 10  # steps
-    if train.num_train_epochs is not None and data is not None and steps is not None and steps < hardly_warm:
+    if train.num_train_epochs is not None and data is not None and steps is not None and steps < 10:
         warnings.append(
             f"only {counted(steps, 'step')}: {counted(train.num_train_epochs, 'epoch')} of "
             f"{counted(len(data), 'packed row')} of {config.data.sequence_len:,} tokens each, "
@@ -264,45 +252,6 @@ def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
             f"more train.num_train_epochs gives more"
         )
     return warnings
-
-
-def run_length(config: RunConfig, ready: Ready) -> tuple[int | None, bool, str]:
-    """Return the number of steps, None where it is unknown; whether it is an estimate; and words for it."""
-    train = config.train
-    if train.max_steps is not None:
-        return train.max_steps, False, f"{train.max_steps:,}"
-    epochs = train.num_train_epochs or 0
-    passes = counted(epochs, "epoch")
-    if ready.data is not None and ready.steps is not None:
-        return ready.steps, False, f"{ready.steps:,} ({counted(len(ready.data), 'row')}, {passes})"
-    guess = estimated_rows(config.data)
-    if guess is None:
-        return None, False, f"{passes}; their steps are known once the data are prepared"
-    steps = max(1, int(epochs * guess / train.global_batch_size))
-    reason = f"estimated: the sources' sizes suggest {counted(guess, 'row')}, {passes}"
-    return steps, True, f"about {steps:,} ({reason})"
-
-
-def estimated_rows(data: DataConfig) -> int | None:
-    """Return the rows that the sources will probably give, by size; None where a size is not known here.
-
-    English text has about 4 bytes a token in a vocabulary of 32,000 to 50,000, and 3 a byte when compressed.
-    """
-    if data.limit_rows is not None or any(source.limit is not None for source in data.sources):
-        return None
-    tokens = 0.0
-    for source in data.sources:
-        pattern = data.root / (source.files or "")  # which may be absolute
-        root = Path(pattern.anchor)
-        paths = list(root.glob(str(pattern.relative_to(root)))) if source.files else []
-        if not paths:
-            return None
-        for path in paths:
-            packed = 3.0 if path.suffix in (".gz", ".zst") else 1.0
-            tokens += path.stat().st_size * packed / 4.0 * source.weight
-    if data.limit_tokens is not None:
-        tokens = min(tokens, data.limit_tokens)
-    return max(1, int(tokens * (1 - data.validation_fraction) / data.sequence_len))
 
 
 def sum_line(parts: dict[str, float], digits: int, unit: str) -> str:
@@ -464,29 +413,26 @@ def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Clus
     Compiling is tried where it is allowed, under ZeRO-1 and 2, hpZ where the ranks fill several nodes. A file
     that does not go with the recipe is passed over. Raises UserError when none does.
     """
-    rows = solve_batch(config.train.global_batch_size, 1, cluster.gpus).accumulation
-    batch = Batch(config.train.global_batch_size, 1, rows, cluster.gpus)
-    refused: UserError | None = None
-    accepted = False
-    for name in FILES:
-        if name == "zero3_hpz.json" and (cluster.gpus <= NODE or cluster.gpus % NODE):
-            continue
-        file = Path("ds_configs") / name
+    gpus = cluster.gpus
+    batch = solve_batch(config.train.global_batch_size, 1, gpus)
+    rows = batch.accumulation
+    refused: list[UserError] = []
+    files = [name for name in FILES if name != "zero3_hpz.json" or (gpus > NODE and gpus % NODE == 0)]
+    for file in (Path("ds_configs") / name for name in files):
         plain = _without_choice(config, file)
         try:
             first = setup_of(plain, batch, deepspeed_config(plain, batch), objective)
         except UserError as error:
-            refused = error
+            refused.append(error)
             continue
-        accepted = True
         micros = [m for m in range(1, rows + 1) if rows % m == 0]
         compiling = (False, True) if first.stage < 3 else (False,)
         for checkpointing, compiled, micro in itertools.product((False, True), compiling, micros):
             changes: dict[str, Any] = {"micro": micro, "accumulation": rows // micro, "compiled": compiled}
             setup = dataclasses.replace(first, checkpointing=checkpointing, **changes)
             yield Choice.predicted(file, setup, sizes, cluster)
-    if not accepted and refused is not None:
-        raise refused
+    if len(refused) == len(files):
+        raise refused[-1]
 
 
 def _without_choice(config: RunConfig, file: Path) -> RunConfig:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-import emo.pipeline.hf
 from emo.common.errors import UserError
 from emo.pipeline.hf import EMOLoss, FusedLossMixin, fuse_causal_lm, loss_function
 from emo.pipeline.loss import (
@@ -132,23 +129,6 @@ def test_emo_loss_module() -> None:
     all_ignored = module(z, torch.full_like(labels, -100), E)
     assert all_ignored.item() == 0
     all_ignored.backward()
-
-
-def test_examples_of_the_docstring_run(tmp_path: Path) -> None:
-    """Its indented blocks."""
-    blocks = re.findall(r"(?:^(?: {4}.*)?\n)+", emo.pipeline.hf.__doc__ or "", re.MULTILINE)
-    examples = [textwrap.dedent(block) for block in blocks if block.strip()]
-    assert len(examples) == 3
-    for example in examples:
-        model = tiny_llama(VOCAB)
-        before = parameters(model)
-        names = {"model": model, "args": arguments(tmp_path), "dataset": rows()}
-        names["logits"] = torch.randn(2, LENGTH, VOCAB, requires_grad=True)
-        names["labels"] = torch.randint(VOCAB, (2, LENGTH))
-        names["cost_embedding"] = torch.randn(VOCAB, 8)
-        exec(example, names)
-        trained = relative_error(parameters(model), before) > 1e-3
-        assert trained if "trainer" in names else names["logits"].grad.abs().sum() > 0
 
 
 def test_labels_that_were_shifted_already() -> None:
@@ -285,28 +265,21 @@ def test_packed_and_padded_rows_teach_what_documents_alone_do(name: str, tmp_pat
     for left in (False, True)[: 1 if name == "gpt2" else 2]:  # its positions count padding on the left
         rows = []
         for part in documents:
-            columns = {
-                "input_ids": (part, 0),
-                "labels": (part, -100),
-                "attention_mask": (torch.ones_like(part), 0),
-            }
+            labels, seen = part.index_fill(0, torch.tensor(0), -100), torch.ones_like(part)
+            columns = {"input_ids": (part, 0), "labels": (labels, -100), "attention_mask": (seen, 0)}
             fill = (10 - len(part), 0) if left else (0, 10 - len(part))
             rows.append({k: torch.nn.functional.pad(v, fill, value=pad) for k, (v, pad) in columns.items()})
         ways.append(rows)
     for rows in ways:
         model = without_dropout(family(name))
         data = [{key: value.tolist() for key, value in row.items()} for row in rows]
-        step = {
-            "max_steps": 1,
-            "per_device_train_batch_size": len(rows),
-            "optim": "sgd",
-            "learning_rate": 0.1,
-        }
+        step = {"max_steps": 1, "per_device_train_batch_size": len(rows), "optim": "sgd"}
         trainer = EmoTrainer(model, arguments(tmp_path, **step), train_dataset=data, objective="mle")
         _, got = stepped(trainer, model)
-        for key, parameter in plain.named_parameters():
-            if parameter.grad is not None:
-                assert relative_error(got[key], parameter.grad) <= 1e-2, key
+        wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+        scale = max(float(gradient.norm()) for gradient in wanted.values())
+        for key, gradient in wanted.items():
+            assert float((got[key] - gradient).norm()) <= 1e-3 * scale, key
 
 
 @pytest.fixture

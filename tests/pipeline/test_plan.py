@@ -12,7 +12,6 @@ import yaml
 
 from emo.common.errors import ExitCode, UserError
 from emo.data_prep.config import load_data_config
-from emo.data_prep.shards import TokenDataset
 from emo.pipeline.cli import main
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.order import MixedOrder
@@ -23,7 +22,6 @@ from emo.pipeline.planning.plan import (
     Choice,
     choices,
     domain_rows,
-    estimated_rows,
     parse_cluster,
     print_best,
     print_plan,
@@ -32,7 +30,7 @@ from emo.pipeline.planning.plan import (
 )
 from tests.common.test_shipped_recipes import ALONE
 from tests.conftest import REPO
-from tests.helpers import corpus, launching
+from tests.helpers import corpus
 
 RECIPES = REPO / "launch/recipes"
 LLAMA, QUICKSTART = RECIPES / "llama-7b-wikitext103.yaml", RECIPES / "quickstart-pretrain.yaml"
@@ -85,21 +83,6 @@ def test_published_parameter_counts() -> None:
         assert (sizes.parameters, sizes.trainable) == (parameters, trainable)
 
 
-def test_sources_tell_how_long_the_run_will_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Before the data are prepared, by the sizes of their files; and warnings once they are."""
-    recipe = launching.tiny_recipe(tmp_path)
-    epochs = ["train.max_steps=null", "train.num_train_epochs=2"]
-    config = load_config(recipe, [*epochs, f"data.dir={tmp_path / 'none'}"])
-    actual = len(TokenDataset(tmp_path / "data/train"))
-    assert 0.4 * actual < (estimated_rows(config.data) or 0) < 2.5 * actual
-    print_plan(config, 2, parse_cluster("2xA100-80G"))
-    assert "the number of steps is an estimate" in cells(capsys.readouterr().out)["run"][0]
-    assert estimated_rows(load_config(recipe, ["data.sources=[{files: none.txt}]"]).data) is None
-    batch = [f"train.global_batch_size={actual}", "train.micro_batch_size=1", "model.dtype=bfloat16"]
-    short = load_config(recipe, [*epochs, *batch])
-    assert len(remarks(short, check(short, 1, local=False), on_cpu=True)) == 2
-
-
 MIXTURE = "{shares: {home: 0.25, abroad: {from: 0.75, to: 0.25, steps: 20}}, max_epochs: {abroad: 2}}"
 
 
@@ -132,6 +115,9 @@ def test_a_plan_says_what_each_domain_gets(two_domains: list[str]) -> None:
     plain = load_config(QUICKSTART, two_domains)
     shares = [float(text.split("%")[0]) for _, text in domain_rows(plain, check(plain, 1, local=False))]
     assert len(shares) == 2 and sum(shares) == pytest.approx(100, abs=0.2)
+    few = ["train.max_steps=null", "train.num_train_epochs=1", "train.global_batch_size=64"]
+    short = load_config(QUICKSTART, [*two_domains, *few, "model.dtype=bfloat16"])
+    assert len(remarks(short, check(short, 1, local=False), on_cpu=True)) == 2
 
 
 @pytest.mark.parametrize(
