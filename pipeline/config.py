@@ -362,10 +362,8 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
     objectives = " ".join(override for override in overrides if override.startswith("objective"))
     for name in (config.objective.name, *(part.name for part in config.objective.sum or ())):
         if ":" in name and name not in objectives:
-            raise UserError(
-                f"{path} names an objective that is a program, {name}, and no recipe has one run by itself: "
-                f"read it, then name it in the command: objective.name={name}"
-            )
+            problem = f"{path} names an objective that is a program, and no recipe has one run by itself"
+            raise UserError(f"{problem}: read it, then name it in the command: objective.name={name}")
     return config
 
 
@@ -380,37 +378,16 @@ def solve_batch(batch: int, micro: int, ranks: int) -> Batch:
     Raises UserError when no whole number fits, naming values that would.
     """
     if batch % ranks:
-        raise UserError(
-            f"train.global_batch_size={batch} does not divide over {counted(ranks, 'rank')}; "
-            f"set train.global_batch_size={max(ranks, batch - batch % ranks)} or change the number of ranks"
-        )
+        fits, over = max(ranks, batch - batch % ranks), counted(ranks, "rank")
+        problem = f"train.global_batch_size={batch} does not divide over {over}"
+        raise UserError(f"{problem}; set train.global_batch_size={fits} or change the number of ranks")
     per_rank = batch // ranks
     micro = min(micro, per_rank)
     if per_rank % micro:
         fits = max(d for d in range(1, micro + 1) if per_rank % d == 0)
-        raise UserError(
-            f"train.micro_batch_size={micro} does not divide the {per_rank} rows that each of "
-            f"{counted(ranks, 'rank')} takes of train.global_batch_size={batch}; set "
-            f"train.micro_batch_size={fits}"
-        )
+        problem = f"train.micro_batch_size={micro} does not divide the {per_rank} rows of a rank and step"
+        raise UserError(f"{problem}; set train.micro_batch_size={fits}")
     return Batch(batch, micro, per_rank // micro, ranks)
-
-
-def total_steps(train: TrainConfig, rows: int) -> int:
-    """Return the optimizer steps of the run: train.max_steps, or as many whole batches as the epochs hold.
-
-    Raises UserError when the data are too few for one step.
-    """
-    if train.max_steps is not None:
-        return train.max_steps
-    assert train.num_train_epochs is not None
-    steps = int(train.num_train_epochs * rows / train.global_batch_size)
-    if steps == 0:
-        raise UserError(
-            f"{counted(rows, 'row')} x {counted(train.num_train_epochs, 'epoch')} are less than one batch of "
-            f"{train.global_batch_size}; set a smaller train.global_batch_size or more train.num_train_epochs"
-        )
-    return steps
 
 
 def lr_at(train: TrainConfig, step: int, steps: int) -> float:

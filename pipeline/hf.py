@@ -138,11 +138,10 @@ class _MeanLoss(FusedCausalLM):
                     [m.sum() for m in (counted, same, next_)]
                 ).tolist()
                 if valid >= 8 and shifted_already > 0.9 * valid > 2 * aligned:
-                    raise UserError(
-                        "labels are shifted already (labels[i] is input_ids[i + 1]), and would be shifted a "
-                        "second time; give them aligned with input_ids, or call them shift_labels",
-                        code="labels-shifted",
+                    problem = (
+                        "labels[i] is input_ids[i + 1] already; give labels that are aligned with input_ids"
                     )
+                    raise UserError(f"{problem}, or call them shift_labels", code="labels-shifted")
                 self.aligned = valid >= 8 and aligned > 0.5 * valid
             shifted = shift_left(labels)
             stored = None if stored is None else shift_left(stored)
@@ -230,22 +229,31 @@ class FusedLossMixin:
         self._objective = chosen_objective(objective, params)
         options = dict(loss_options or {})
         if args is not None:
-            self._check_arguments(args, options)
+            smoothing = args.label_smoothing_factor
+            if smoothing and options.setdefault("label_smoothing", smoothing) != smoothing:
+                both = f"label_smoothing_factor={smoothing:g} and label_smoothing in loss_options differ"
+                raise UserError(f"{both}; give one of them", code="two-smoothings")
+            # unset, the likelihood, or the same in chunks: the defaults of SFTConfig's versions
+            if (loss := getattr(args, "loss_type", None)) not in (None, "nll", "chunked_nll"):
+                problem = f"loss_type={loss} in the SFTConfig, but FusedLossMixin minimises {self._objective}"
+                raise UserError(f"{problem}: leave loss_type out", code="two-losses")
+            if args.use_liger_kernel:
+                liger = args.liger_kernel_config or {}
+                if liger.get("fused_linear_cross_entropy") or liger.get("cross_entropy"):
+                    problem = f"Liger's cross-entropy cannot be used while {self._objective} is minimised"
+                    raise UserError(f"{problem}: leave it out of liger_kernel_config", code="two-losses")
+                args.liger_kernel_config = liger | {"fused_linear_cross_entropy": False}
         super().__init__(model, args, *positional, **kwargs)  # type: ignore[call-arg]
         trainer: Any = self
         parallelism = getattr(trainer.accelerator, "parallelism_config", None)
         if trainer.args.n_gpu > 1 or (parallelism is not None and parallelism.non_data_parallel_size > 1):
+            problem = "FusedLossMixin shares the work by data alone (DDP, FSDP, ZeRO), one process per GPU"
             raise UserError(
-                "FusedLossMixin shares the work by data alone (DDP, FSDP, ZeRO), one process per GPU: start "
-                "it with torchrun or accelerate launch, without tensor, context or sequence parallelism",
-                code="not-data-parallel",
+                f"{problem}: start it with torchrun or accelerate launch", code="not-data-parallel"
             )
         if getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
-            raise UserError(
-                "the fused loss does not include the router's auxiliary loss: set router_aux_loss_coef=0.0 "
-                "in the SFTConfig, or output_router_logits=False in the model's configuration",
-                code="router-loss",
-            )
+            problem = "the fused loss has no router loss: set router_aux_loss_coef=0.0 in the SFTConfig"
+            raise UserError(f"{problem}, or the model's output_router_logits=False", code="router-loss")
         # after the Trainer's constructor, which may wrap the model (PEFT) and replace its forward (TRL)
         self._fused: Any = _fused(trainer.model, self._objective, cost, options)
         self._probed = False
@@ -254,32 +262,6 @@ class FusedLossMixin:
         if hasattr(self, "_total_train_tokens"):
             absent = "the fused loss builds no logits: entropy and mean_token_accuracy are not logged"
             warnings.warn(absent, stacklevel=2)
-
-    def _check_arguments(self, args: Any, options: dict[str, Any]) -> None:
-        """Complete `options` and the training arguments; refuse those that ask for another loss."""
-        smoothing = args.label_smoothing_factor
-        if smoothing and options.setdefault("label_smoothing", smoothing) != smoothing:
-            raise UserError(
-                f"label_smoothing_factor={smoothing:g} in the training arguments but label_smoothing="
-                f"{options['label_smoothing']:g} in loss_options; give one of them",
-                code="two-smoothings",
-            )
-        # unset, the likelihood, or the same in chunks: the defaults of SFTConfig's versions
-        if (loss := getattr(args, "loss_type", None)) not in (None, "nll", "chunked_nll"):
-            raise UserError(
-                f"loss_type={loss} in the SFTConfig, but FusedLossMixin minimises {self._objective}: leave "
-                f"loss_type out and give objective={loss!r} if that is meant",
-                code="two-losses",
-            )
-        if args.use_liger_kernel:
-            liger = args.liger_kernel_config or {}
-            if liger.get("fused_linear_cross_entropy") or liger.get("cross_entropy"):
-                raise UserError(
-                    "liger_kernel_config asks for Liger's cross-entropy, but FusedLossMixin minimises "
-                    f"{self._objective}: leave it out; Liger's layers are used all the same",
-                    code="two-losses",
-                )
-            args.liger_kernel_config = liger | {"fused_linear_cross_entropy": False}
 
     def compute_loss(
         self,
@@ -293,11 +275,8 @@ class FusedLossMixin:
         adapter = getattr(trainer.model, "active_peft_config", None)
         prompt = getattr(adapter, "is_prompt_learning", False)  # PEFT then puts tokens before each row
         if prompt and inputs.get("position_ids") is not None:
-            raise UserError(
-                "a learned prompt stands before whole rows, and PEFT drops the positions that keep packed "
-                "documents apart: train without packing and padding_free",
-                code="prompt-packed",
-            )
+            problem = "PEFT drops the positions that keep packed documents apart beside a learned prompt"
+            raise UserError(f"{problem}: train without packing and padding_free", code="prompt-packed")
         if not self._probed:  # here the weights are where training uses them, whatever wraps the model
             path = None if prompt else model
             probe_model(self._fused, path, packed=False, collective=True, device=trainer.args.device)
@@ -305,21 +284,15 @@ class FusedLossMixin:
         if self._objective.schedule is not None:
             self._fused.get_output_embeddings().use(self._objective.at(trainer.state.global_step))
         if inputs.get("labels") is None and inputs.get("shift_labels") is None:
-            raise UserError(
-                "the rows have no labels, so there is no loss: give each a column `labels`, like input_ids "
-                "with -100 for what is not to be learned",
-                code="no-labels",
-            )
+            problem = "the rows have no labels: give each a column `labels`, like input_ids, -100 for what"
+            raise UserError(f"{problem} is not to be learned", code="no-labels")
         inputs.pop("_prediction_loss_only", None)  # a note of TRL's to itself
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
         loss = outputs.loss
         if num_items_in_batch is None:  # a mean over this micro-batch alone
             if model.training and trainer.current_gradient_accumulation_steps > 1:
-                warnings.warn(
-                    "compute_loss was called without num_items_in_batch: every micro-batch weighs the same, "
-                    "however few tokens it has; hand on what the Trainer gives it",
-                    stacklevel=2,
-                )
+                problem = "compute_loss was called without num_items_in_batch, which the Trainer gives it"
+                warnings.warn(f"{problem}: every micro-batch weighs the same", stacklevel=2)
             loss = loss / (trainer.current_gradient_accumulation_steps if model.training else 1)
         elif trainer.args.average_tokens_across_devices:  # counted over ranks that average gradients
             loss = loss * trainer.accelerator.num_processes

@@ -66,10 +66,8 @@ def model_config(config: ModelConfig, online: bool = True) -> PretrainedConfig:
         raise UserError(_unreachable(config.path, error)) from None
     for key, value in (config.architecture or {}).items():
         if getattr(hf_config, key, None) != value:
-            raise UserError(
-                f"model.path={config.path} has {key}={getattr(hf_config, key, None)!r}, but "
-                f"model.architecture says {value!r}; correct one of them"
-            )
+            actual = f"model.path={config.path} has {key}={getattr(hf_config, key, None)!r}"
+            raise UserError(f"{actual}, but model.architecture says {value!r}; correct one of them")
     return hf_config
 
 
@@ -77,16 +75,12 @@ def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest)
     """Refuse data that this model cannot read: too many ids, too long blocks, another tokenizer."""
     vocab_size = config.get_text_config().vocab_size
     if manifest.vocab_size > vocab_size:
-        raise UserError(
-            f"the prepared data use {manifest.vocab_size} token ids but the model's head has "
-            f"{vocab_size}; set data.tokenizer to the model's own tokenizer and prepare again"
-        )
+        problem = f"the prepared data use {manifest.vocab_size} token ids, the model's head has {vocab_size}"
+        raise UserError(f"{problem}; set data.tokenizer to the model's own and prepare again")
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and manifest.block > context:
-        raise UserError(
-            f"blocks of {manifest.block} tokens are longer than the model's context of {context}; "
-            f"set data.sequence_len={context} or less and prepare again"
-        )
+        problem = f"rows of {manifest.block} tokens are longer than the model's context of {context}"
+        raise UserError(f"{problem}; set data.sequence_len={context} or less and prepare again")
     if model.path is None:
         return
     try:
@@ -95,10 +89,8 @@ def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest)
         log.warning("%s carries no tokenizer: cannot check that it fits the data", model.path)
         return
     if fingerprint != manifest.tokenizer_fingerprint:
-        raise UserError(
-            f"the data were prepared with another tokenizer than that of {model.path}; "
-            f"set data.tokenizer={model.path} and prepare again"
-        )
+        problem = f"the data were prepared with another tokenizer than that of {model.path}"
+        raise UserError(f"{problem}; set data.tokenizer={model.path} and prepare again")
 
 
 class Losses(NamedTuple):
@@ -242,9 +234,9 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
     for problem, names in problems.items():
         if names:
             remainder = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            listed = f"{', '.join(names[:3])}{remainder}"
             raise UserError(
-                f"model.path={path} {problem} {', '.join(names[:3])}{remainder}: it is damaged, or not a "
-                "checkpoint of a causal language model; set model.path to one that is complete"
+                f"model.path={path} {problem} {listed}: it is damaged, or no causal language model"
             )
     if loaded.fault is not None:
         raise UserError(f"model.path={path} {loaded.fault}; correct it, or set model.path to another")
@@ -257,9 +249,7 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
     if dist.is_initialized() and dist.get_world_size() > 1:
         broken = next((fault for fault in gather_objects(broken) if fault), "")
     if broken:
-        raise UserError(
-            f"model.path={path} holds values in {broken} that are not finite; its weights are damaged"
-        )
+        raise UserError(f"model.path={path} holds values in {broken} that are not finite: it is damaged")
     return loaded.model
 
 

@@ -19,12 +19,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from emo.common.errors import UserError, one_line
 from emo.common.recipe import shown
+from emo.common.text import counted
 from emo.data_prep.config import TRAIN
 from emo.data_prep.scores import Scores
 from emo.data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_facts
 from emo.pipeline import identity
-from emo.pipeline.config import Batch, RunConfig, solve_batch, total_steps
+from emo.pipeline.config import Batch, RunConfig, solve_batch
 from emo.pipeline.export import exported_tensors, unwrap, write_rest
 from emo.pipeline.identity import Identity
 from emo.pipeline.loss.cost_files import FILES, load_cost
@@ -77,10 +78,26 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     for part in () if data is None else (data, *validation.values()):
         check_fits(hf_config, config.model, part.manifest)
     implementation = usable_attention(config.model, hf_config) if local else config.model.attn_implementation
-    steps = config.train.max_steps if data is None else total_steps(config.train, len(data))
-    if config.train.profile is not None and steps is not None and config.train.profile[1] > steps:
-        raise UserError(f"train.profile={list(config.train.profile)} ends after the run's {steps} steps")
-    model = meta_model(config, hf_config)
+    train, steps = config.train, config.train.max_steps
+    if steps is None and data is not None:  # as many whole batches as the epochs hold
+        epochs = train.num_train_epochs or 0
+        steps = int(epochs * len(data) / train.global_batch_size)
+        if steps == 0:
+            rows = f"{counted(len(data), 'row')} x {counted(epochs, 'epoch')}"
+            raise UserError(f"{rows} are less than a batch; set a smaller train.global_batch_size")
+    if train.profile is not None and steps is not None and train.profile[1] > steps:
+        raise UserError(f"train.profile={list(train.profile)} ends after the run's {steps} steps")
+    try:
+        with torch.device("meta"):  # names and shapes without weights
+            model: nn.Module = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
+            if config.model.lora is not None:
+                model = add_lora(model, config.model, train.seed)  # type: ignore[arg-type]
+    except UserError:
+        raise
+    except Exception as error:  # whatever a configuration that cannot be makes of transformers
+        where = "model.path" if config.model.path else "model.architecture"
+        where += "" if config.model.lora is None else " or model.lora"
+        raise UserError(f"{where}: no model can be built from it ({one_line(error, 250)})") from None
     if config.train.optimizer == "muon":
         parameter_groups(model, config.train.weight_decay, use_muon=True)
     settings: Any = hf_config.get_text_config()
@@ -89,11 +106,8 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
         with contextlib.suppress(Exception):  # configurations compute some, and some are for single layers
             value = getattr(settings, key)
         if type(value) is not int or value < 1:
-            raise UserError(
-                f"model_type {hf_config.model_type} has no {key} that holds for all of its layers, and the "
-                "trainer knows transformers only; set model.path or model.architecture to one",
-                code="architecture",
-            )
+            problem = f"model_type {hf_config.model_type} has no {key} of all layers; take a transformer"
+            raise UserError(problem, code="architecture")
     path = config.model.path
     if path is not None and (local or Path(path).exists()):
         with contextlib.suppress(OSError):  # generation defaults, if any, are carried on by the export
@@ -131,21 +145,6 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     return Ready(*resolved, data, validation, scores, history, order, facts)
 
 
-def meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
-    """Return the model with its adapters on the meta device: names and shapes without weights."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
-            return model if config.model.lora is None else add_lora(model, config.model, config.train.seed)
-    except UserError:
-        raise
-    except Exception as error:  # whatever a configuration that cannot be makes of transformers
-        where = "model.path" if config.model.path else "model.architecture"
-        if config.model.lora is not None:
-            where += " or model.lora"
-        raise UserError(f"{where}: no model can be built from it ({one_line(error, 250)})") from None
-
-
 def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[str, TokenDataset]]:
     """Return the training data, None where they are not there and need not be; and the validation sets."""
     if not required and not is_prepared(config.data):
@@ -160,11 +159,8 @@ def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[
         except Exception as error:  # `tokenizers` raises plain Exception for a broken file
             raise UserError(f"{directory} cannot be read ({one_line(error)}); {AGAIN} --force") from None
         if fingerprint != rows.manifest.tokenizer_fingerprint:
-            raise UserError(
-                f"{directory} is not the tokenizer that the rows beside it were prepared with; put that "
-                f"back, or {AGAIN} --force",
-                code="changed-tokenizer",
-            )
+            problem = f"{directory} is not what the rows beside it were prepared with; {AGAIN} --force"
+            raise UserError(problem, code="changed-tokenizer")
     if not data.valid.sum():
         raise UserError(f"{data.directory} holds nothing to learn from; check data.sources")
     return data, validation
@@ -204,12 +200,11 @@ def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
     names = {token: name for name, token in other.get_vocab().items()}
     for name, token in tokenizer.get_vocab().items():
         if token not in special and names.get(token) != name:
-            raise UserError(
+            problem = (
                 f"objective.cost={source} has another tokenizer than the data: its token {token} is "
-                f"{shown(names.get(token))} instead of {shown(name)}, so costs would be of other tokens; "
-                "set objective.cost to pretrained or to a model with the tokenizer of the data",
-                code="cost-tokenizer",
+                f"{shown(names.get(token))}, not {shown(name)}; set objective.cost=pretrained"
             )
+            raise UserError(problem, code="cost-tokenizer")
 
 
 def rehearse(model: nn.Module, config: RunConfig) -> None:
@@ -227,10 +222,8 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
             with torch.device("meta"):
                 plain = AutoModelForCausalLM.from_config(settings)
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(
-                f"the trained model could not be exported: its configuration cannot be written and read "
-                f"back ({one_line(error, 200)}); correct model.path or model.architecture"
-            ) from None
+            problem = f"its configuration cannot be written and read back ({one_line(error, 200)})"
+            raise UserError(f"the trained model could not be exported: {problem}") from None
     names: dict[int, list[str]] = {}
     for name, parameter in base.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
@@ -238,10 +231,8 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
     for tensor in exported_tensors(model):
         sharing = names[id(tensor.base)]
         if tensor.adapters and len(sharing) > 1:  # merged into one, they would change the other as well
-            raise UserError(
-                f"model.lora.targets: {' and '.join(sharing)} are one tensor, and adapters on one of the "
-                "layers cannot be exported; leave it out of the targets"
-            )
+            problem = f"{' and '.join(sharing)} are one tensor, and adapters on one cannot be exported"
+            raise UserError(f"model.lora.targets: {problem}; leave it out of the targets")
         whole = [torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for p in tensor.parts]
         try:
             actual[tensor.name] = list(tensor.merged(*whole).shape)
@@ -250,8 +241,5 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
     expected = {name: list(p.shape) for name, p in plain.named_parameters()}
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
-            raise UserError(
-                f"the trained model could not be exported: {name} would be {actual.get(name, 'nothing')} "
-                f"where {type(plain).__name__} has {expected.get(name, 'nothing')}; "
-                "set model.lora.targets to other layers, or use another model"
-            )
+            shapes = f"{actual.get(name, 'nothing')}, not {expected.get(name, 'nothing')}"
+            raise UserError(f"the trained model could not be exported: {name} would be {shapes}")

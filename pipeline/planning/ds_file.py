@@ -69,11 +69,8 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
             instead = OWNED_BY_RECIPE[key]
             raise UserError(f"{path} sets {key}; remove it and set {instead} in the recipe", code="ds-owned")
         if key in CUT_OVER_RANKS:
-            raise UserError(
-                f"{path} sets {key}, which cuts {CUT_OVER_RANKS[key]} over ranks, and the loss needs it "
-                "whole; remove it (ZeRO-3 and model.activation_checkpointing save memory, too)",
-                code="ds-cuts",
-            )
+            problem = f"{path} sets {key}, which cuts {CUT_OVER_RANKS[key]} over ranks; remove it: the loss"
+            raise UserError(f"{problem} needs it whole, and ZeRO-3 saves memory, too", code="ds-cuts")
     _check_keys(tree, path)
     _check_combination(config, tree, path, batch.ranks)
     on_cpu = get_accelerator().device_name() == "cpu"
@@ -132,26 +129,23 @@ def check_host(ds_config: dict[str, Any]) -> None:
     Weights on NVMe need libaio and a directory; secondary copies of weights (hpZ) need groups within a host.
     """
     if on_gpu() and importlib.util.find_spec("triton") is not None and compiler() is None:
-        raise UserError(
-            "Triton needs a C compiler for its kernels, and this host has none; install gcc", code="compiler"
-        )
+        problem = "Triton needs a C compiler for its kernels, and this host has none; install gcc"
+        raise UserError(problem, code="compiler")
     zero = ds_config.get("zero_optimization", {})
     size, ranks = zero.get("zero_hpz_partition_size", 1), ranks_here()
     offload = zero.get("offload_param") or {}
     directory = offload.get("nvme_path") or "(not given)"
     if size > 1 and ranks % size:
-        raise UserError(
-            f"zero_hpz_partition_size={size} must divide the {ranks} ranks of a host, or weights would be "
-            f"gathered between hosts; set it to {ranks} or a divisor, or deepspeed=ds_configs/zero3.json",
-            code="hpz-ranks",
-        )
+        problem = f"zero_hpz_partition_size={size} must divide the {ranks} ranks of a host"
+        raise UserError(f"{problem}; set it to {ranks} or a divisor", code="hpz-ranks")
     if offload.get("device") != "nvme":
         return
     if on_gpu() and cpp_extension.CUDA_HOME is None and not installed_ops.get("async_io"):
+        problem = (
+            "DeepSpeed compiles an operation for weights on NVMe with nvcc, which is not here; install the"
+        )
         raise UserError(
-            "weights on NVMe need an operation that DeepSpeed compiles with nvcc, which is not here; install "
-            "the CUDA toolkit and set CUDA_HOME, or set deepspeed=ds_configs/zero3_offload.json",
-            code="nvme-nvcc",
+            f"{problem} CUDA toolkit, or set deepspeed=ds_configs/zero3_offload.json", code="nvme-nvcc"
         )
     if not AsyncIOBuilder().is_compatible():
         problem = "weights on NVMe need libaio and its headers: install libaio-dev on every host"
@@ -235,41 +229,28 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
     stage, size = int(zero.get("stage", 0)), zero.get("zero_hpz_partition_size", 1)
     offload, muon = zero.get("offload_optimizer") or {}, config.train.optimizer == "muon"
     if stage == 0:
-        raise UserError(
-            f"{path} sets ZeRO stage 0, under which DeepSpeed applies gradients that are not finite; set "
-            "stage 1, which gives the same numbers in less memory",
-            code="zero-stage",
-        )
+        problem = f"{path} sets ZeRO stage 0, under which DeepSpeed applies gradients that are not finite"
+        raise UserError(f"{problem}; set stage 1, which gives the same numbers", code="zero-stage")
     problem = None
     if offload.get("ratio", 1.0) != 1.0 or offload.get("super_offload") or zero.get("zenflow"):
-        problem = (
-            f"{path}: zenflow, and offload_optimizer with super_offload or a ratio below 1, need DeepSpeed's "
-            "own Adam, which is not used here; remove them"
-        )
+        problem = f"{path}: remove zenflow, super_offload and ratio, which need DeepSpeed's own Adam"
     elif size > 1 and (stage != 3 or ranks % size):
-        problem = (
-            f"{path}: zero_hpz_partition_size={size} needs ZeRO stage 3 and ranks in groups of {size}, not "
-            f"stage {stage} and {ranks} ranks; set it to the ranks of a host, or remove it"
-        )
+        groups = f"ranks in groups of {size}, not stage {stage} and {ranks} ranks"
+        problem = f"{path}: zero_hpz_partition_size={size} needs ZeRO stage 3 and {groups}"
     elif muon and (offload or zero.get("reduce_scatter")):  # not possible, or never compared with plain Muon
-        problem = (
-            f"{path}: train.optimizer=muon needs ZeRO stage 1, 2 or 3 without offload_optimizer and without "
-            "reduce_scatter; set deepspeed=ds_configs/zero2.json, or train.optimizer=adamw without muon_lr"
-        )
+        problem = f"{path}: train.optimizer=muon goes without offload_optimizer and reduce_scatter; "
+        problem += "set deepspeed=ds_configs/zero2.json, or train.optimizer=adamw without muon_lr"
     elif muon and config.model.lora is not None:
-        problem = (
-            "train.optimizer=muon is for the matrices of a body that trains whole, not for the factors of "
-            "model.lora; set train.optimizer=adamw without muon_lr"
-        )
+        problem = "train.optimizer=muon is not for the factors of model.lora; "
+        problem += "set train.optimizer=adamw without muon_lr"
     elif offload.get("device") == "nvme":
-        problem = (
-            f"{path} puts the optimizer on NVMe, and DeepSpeed does not bring the weights back when a run "
-            "resumes; set its device to cpu (weights may be on NVMe, see ds_configs/zero3_nvme.json)"
+        problem = f"{path} puts the optimizer on NVMe, and DeepSpeed does not bring its weights back when a "
+        problem += (
+            "run resumes; set its device to cpu (weights may be on NVMe, see ds_configs/zero3_nvme.json)"
         )
     elif config.model.compile and stage == 3:
         problem = (
-            "model.compile=true does not help under ZeRO-3, which runs hooks between all layers; "
-            "set deepspeed=ds_configs/zero1.json or zero2.json, or leave it out"
+            "model.compile=true does not help under ZeRO-3; set deepspeed=ds_configs/zero1.json or zero2.json"
         )
     if problem is not None:
         raise UserError(problem, code="ds-combination")
@@ -290,17 +271,12 @@ def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = Fal
     if use_muon:
         problem = None
         if any(isinstance(module, Conv1D) for module in model.modules()):
-            problem = (
-                "scales a matrix by its outputs over its inputs, and this model stores them transposed "
-                "(Conv1D); set train.optimizer=adamw without muon_lr, or take another model"
-            )
+            problem = "scales a matrix by outputs over inputs, and this model stores them transposed (Conv1D)"
         elif max(dimensions.values()) > 2:
-            problem = (
-                "is for matrices, and weights of this model have three dimensions, as all experts of a "
-                "mixture in one tensor have; set train.optimizer=adamw without muon_lr"
-            )
+            problem = "is for matrices, and this model has its experts in tensors of three dimensions"
         if problem is not None:
-            raise UserError(f"train.optimizer=muon {problem}", code="muon-dimensions")
+            cure = "set train.optimizer=adamw without muon_lr"
+            raise UserError(f"train.optimizer=muon {problem}; {cure}", code="muon-dimensions")
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
         tables = {id(p) for m in (*embeddings, head) for p in m.parameters()}

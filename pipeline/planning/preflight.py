@@ -75,11 +75,9 @@ def preflight(config: RunConfig) -> int:
         findings += _run_directory(host, config, ready, world)
         common = [*_agreement(), *_bandwidth(world, network, several)]
         if first and several and world.device.type == "cuda":
-            used, advice = (
-                used_network(log.read_text(encoding="utf-8") if log.is_file() else ""),
-                network.advice,
-            )
-            if used is not None and used.lower().startswith("socket") and network.kind != "sockets":
+            text, advice = log.read_text(encoding="utf-8") if log.is_file() else "", network.advice
+            used = ["", *re.findall(r"NCCL INFO Using network (.+)", text)][-1].strip()
+            if used.lower().startswith("socket") and network.kind != "sockets":
                 advice = "NCCL_DEBUG=INFO shows why NCCL passes over it"
             words = f"{network.kind} ({network.why})" + (f"; NCCL uses {used}" if used else "")
             findings.append(Finding(host, "network", words, advice))
@@ -206,20 +204,14 @@ def _bandwidth(world: World, network: Fabric, several: bool) -> Iterator[Finding
         if not on_cpu:
             torch.cuda.synchronize()
         rates.append(2 * (world.ranks - 1) / world.ranks * bytes_ / (time.perf_counter() - began) / 1e9)
-    device = torch.cuda.get_device_name() if world.device.type == "cuda" else ""
-    yield judged_bandwidth(
-        statistics.median(rates[1:]), expected_bandwidth(device, network, several), network.kind
-    )
-
-
-def judged_bandwidth(measured: float, expected: float | None, kind: str) -> Finding:
-    """Return the finding on a bandwidth: below half of what is expected something is wrong."""
+    measured = statistics.median(rates[1:])
+    expected = expected_bandwidth("" if on_cpu else torch.cuda.get_device_name(), network, several)
     words, advice = f"{measured:.2f} GB/s of bus bandwidth", ""
     if expected is not None:
         words += f", {expected:.0f} expected"
-        if measured < 0.5 * expected:
-            advice = f"far too slow: see {kind} of every host, cables, GPUDirect, NVLink"
-    return Finding("all", "all-reduce", words, advice)
+        if measured < 0.5 * expected:  # TCP in place of InfiniBand is a hundredth
+            advice = f"far too slow: see {network.kind} of every host, cables, GPUDirect, NVLink"
+    yield Finding("all", "all-reduce", words, advice)
 
 
 def expected_bandwidth(device: str, fabric: Fabric, several: bool) -> float | None:
@@ -233,12 +225,6 @@ def expected_bandwidth(device: str, fabric: Fabric, several: bool) -> float | No
     if not limits or (several and fabric.gbytes is None):
         return None
     return min(limits) * BUS_EFFICIENCY
-
-
-def used_network(log: str) -> str | None:
-    """Return the network that NCCL says it uses in a log of NCCL_DEBUG=INFO, or None."""
-    lines = re.findall(r"NCCL INFO Using network (.+)", log)
-    return lines[-1].strip() if lines else None
 
 
 class Fabric(NamedTuple):

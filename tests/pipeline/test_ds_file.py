@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
@@ -128,16 +127,6 @@ def test_biases_and_gains_of_norms_do_not_decay_as_in_trainer(name: str) -> None
     assert {names[id(p)] for p in first["params"]} == decaying & set(names.values())
     assert {names[id(p)] for p in second["params"]} == set(names.values()) - decaying
     assert (first["weight_decay"], second["weight_decay"]) == (0.1, 0.0)
-
-
-def test_partitioned_parameters_count_with_their_whole_shape() -> None:
-    """Under ZeRO-3 a rank holds flat pieces."""
-    layer = nn.Linear(4, 4)
-    for parameter in layer.parameters():
-        parameter.ds_shape = parameter.shape  # type: ignore[attr-defined]
-        parameter.data = torch.empty(0)
-    first, second = parameter_groups(layer, 0.1)
-    assert first["params"] == [layer.weight] and second["params"] == [layer.bias]
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])

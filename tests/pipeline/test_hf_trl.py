@@ -184,14 +184,12 @@ def test_adapters(kind: str, made_by: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", [trl.SFTTrainer, EmoTrainer])
-def test_a_model_that_another_trainer_had(first: type, tmp_path: Path) -> None:
+def test_a_model_that_another_trainer_had(tmp_path: Path) -> None:
     """What an earlier Trainer wrapped its forward in, in bfloat16, does not hide the fused loss."""
     model = tiny_llama(VOCAB)
     rows = [{"input_ids": ids, "labels": labels} for ids, labels in documents(False)]
-    options = {"processing_class": tokenizer()} if first is trl.SFTTrainer else {}
-    frozen = {"learning_rate": 0.0, "bf16": True, "per_device_train_batch_size": 1}
-    first(model, settings(tmp_path, **frozen), train_dataset=Dataset.from_list(rows), **options).train()
+    args = settings(tmp_path, learning_rate=0.0, bf16=True, per_device_train_batch_size=1)
+    EmoTrainer(model, args, train_dataset=Dataset.from_list(rows)).train()
     head = model.lm_head.weight.detach().clone()
     want, gradients = naive(tiny_llama(VOCAB), documents(False), "demd", head)
     trainer = trainer_of(model, settings(tmp_path), rows, objective="demd")
@@ -216,21 +214,6 @@ def test_what_cannot_be_honoured_is_refused_at_the_start(code: str, tmp_path: Pa
     with pytest.raises(UserError) as error:
         trainer_of(model, settings(tmp_path, **changes), texts(), **options)
     assert error.value.code == code
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_liger_keeps_its_layers_and_leaves_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its loss would replace the model's forward when training starts."""
-    applied = {}
-    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", lambda _, config: applied.update(config))
-    monkeypatch.setattr("transformers.training_args.is_liger_kernel_available", lambda: True, raising=False)
-    monkeypatch.setattr("trl.trainer.sft_trainer.is_liger_kernel_available", lambda: True, raising=False)
-    trainer_of(tiny_llama(VOCAB), settings(tmp_path, use_liger_kernel=True), texts()).train()
-    assert applied == {"fused_linear_cross_entropy": False}
-    args = settings(tmp_path, use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": True})
-    with pytest.raises(UserError) as error:
-        trainer_of(tiny_llama(VOCAB), args, texts())
-    assert error.value.code == "two-losses"
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from emo.pipeline.planning import preflight as module
-from emo.pipeline.planning.preflight import Fabric, expected_bandwidth, fabric, judged_bandwidth
+from emo.pipeline.planning.preflight import Fabric, expected_bandwidth, fabric
 from tests.helpers import launching
 
 CHECKS = "GPUs,C compiler,threads,2 ranks,/dev/shm,open files,run directory,versions,clock,all-reduce"
@@ -94,7 +94,4 @@ def test_the_network_that_nccl_would_use(
     ],
 )
 def test_expected_bandwidth(device: str, gbytes: float | None, several: bool, expected: float | None) -> None:
-    """Less than half of it fails: TCP in place of InfiniBand is a hundredth."""
     assert expected_bandwidth(device, Fabric("InfiniBand", gbytes, ""), several) == expected
-    assert bool(judged_bandwidth(2.0, expected, "InfiniBand").advice) == (expected is not None)
-    assert not judged_bandwidth(0.6 * (expected or 0), expected, "InfiniBand").advice

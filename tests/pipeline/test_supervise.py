@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -77,15 +78,10 @@ class Supervised:
         (directory / "deepspeed").write_text(DEEPSPEED.format(python=sys.executable))
         (directory / "deepspeed").chmod(0o755)
         (directory / "rank.py").write_text(RANK)
-        self.process = subprocess.Popen(
-            [sys.executable, "launch/supervise.py", str(directory / "rank.py"), str(slow), str(code)],
-            cwd=REPO,
-            env=os.environ | {"PYTHONPATH": str(REPO), "PATH": f"{directory}:{os.environ['PATH']}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        command = [sys.executable, "launch/supervise.py", str(directory / "rank.py"), str(slow), str(code)]
+        environment = os.environ | {"PYTHONPATH": str(REPO), "PATH": f"{directory}:{os.environ['PATH']}"}
+        streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = subprocess.Popen(command, cwd=REPO, env=environment, start_new_session=True, **streams)
         assert self.process.stdout is not None
         output = ""
         while output.count("ready") < 2:  # two processes write; their lines may run into each other
