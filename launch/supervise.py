@@ -67,10 +67,7 @@ def reported(reports: Path) -> list[Rank]:
 
 
 def supervise(options: list[str], script: str, arguments: list[str], reports: Path) -> int:
-    """Run the `deepspeed` command, wait for it and every rank of this host; return the exit code of the run.
-
-    The first request (a signal) is passed on to every rank once; a second Ctrl-C kills them.
-    """
+    """Run the `deepspeed` command, wait for it and the ranks of this host; return the run's exit code."""
     hosts = HOSTFILE.is_file() or any(option.startswith(("--hostfile", "-H")) for option in options)
     requests: list[int] = []  # signals that arrived here
     for number in REQUESTS:

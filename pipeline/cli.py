@@ -27,10 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def run_recipe(watch: Watch, argv: list[str] | None = None) -> int:
-    """Run one rank of `deepspeed launch/continual.sh RECIPE`; return its exit code.
-
-    `watch` has been started by the launch script.
-    """
+    """Run one rank of `deepspeed launch/continual.sh RECIPE`; return its exit code."""
     # Threads that spin for long while they wait take a busy CPU from those that work. Read as torch comes in.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")

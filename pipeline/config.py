@@ -126,11 +126,6 @@ class PartConfig(Section):
     cost: str | None = None
     """The cost embedding, for clarity only: all parts share the one of the sum."""
 
-    @property
-    def label(self) -> str:
-        """Return the part's name in a sum."""
-        return _labelled(self.weight, self.name)
-
 
 class ObjectiveConfig(Section):
     """The loss to minimise; docs/objectives.md has the names and their parameters.
@@ -167,7 +162,7 @@ class ObjectiveConfig(Section):
     @property
     def label(self) -> str:
         """Return the objective's name in plans, cards and reports."""
-        return " + ".join(part.label for part in self.sum) if self.sum else self.name
+        return " + ".join(_labelled(p.weight, p.name) for p in self.sum) if self.sum else self.name
 
     @model_validator(mode="after")
     def _one_way(self) -> ObjectiveConfig:

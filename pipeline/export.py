@@ -71,7 +71,7 @@ class Exported(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """The trained model in host memory, with logits to compare its export with."""
+    """The trained model, as a rule in host memory, with logits to compare its export with."""
 
     base: PreTrainedModel  # its configuration is read, not its weights
     probe: Tensor  # token ids [1, T]
@@ -85,7 +85,7 @@ def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str
     Raises, on all ranks alike, FailureError when it cannot be written, and ExportError when it does not
     reproduce the logits.
     """
-    streamed = Copied(unwrap(engine.model), *_probe(engine), _gathered(engine))
+    streamed = _streamed(engine)
     problem = write_export(streamed, config, target, info, check) if engine.world.is_main else None
     deque(streamed.tensors, maxlen=0)  # all ranks take part in the gathers, whatever has failed on the first
     problem = gather_objects(problem)[0]
@@ -97,9 +97,9 @@ def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str
 
 def copy_model(engine: Engine) -> Copied:
     """Return the model as it is now, copied into rank 0's host memory in its dtype; all ranks must call."""
-    probe, logits = _probe(engine)
-    tensors = deque(_gathered(engine))
-    return Copied(unwrap(engine.model), probe, logits, (tensors.popleft() for _ in range(len(tensors))))
+    streamed = _streamed(engine)
+    tensors = deque(streamed.tensors)
+    return streamed._replace(tensors=(tensors.popleft() for _ in range(len(tensors))))
 
 
 def write_export(
@@ -187,19 +187,18 @@ def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None
         (directory / f"part-{i:05d}").rename(directory / name)
 
 
-def _probe(engine: Engine) -> tuple[Tensor, Tensor]:
-    """Return a few token ids [1, T] and the model's logits [1, T, V], on the host; all ranks must call."""
-    probe = torch.arange(16)[None] % unwrap(engine.model).config.get_text_config().vocab_size
+def _streamed(engine: Engine) -> Copied:
+    """Return the model and its logits for a few token ids; its tensors are gathered as they are taken."""
+    base = unwrap(engine.model)
+    probe = torch.arange(16)[None] % base.config.get_text_config().vocab_size
     engine.ds.eval()
     with torch.no_grad():
-        return probe, engine.ds(input_ids=probe.to(engine.world.device)).logits.cpu()
+        logits = engine.ds(input_ids=probe.to(engine.world.device)).logits.cpu()
+    return Copied(base, probe, logits, _gathered(engine))
 
 
 def _gathered(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the export, copied into host memory one at a time; none but on rank 0.
-
-    All ranks must exhaust it, for under ZeRO-3 all take part in gathering.
-    """
+    """Yield the tensors of the export, in host memory, on rank 0; all ranks must exhaust it."""
     import deepspeed
 
     for tensor in exported_tensors(engine.model):
@@ -268,10 +267,7 @@ def check(directory: Path, probe: Tensor, expected: Tensor) -> None:
 
 
 def check_aside(directory: Path, probe: Tensor, expected: Tensor) -> None:
-    """`check` in a process of its own, which neither slows this one down nor changes what it computes.
-
-    Raises ExportError as `check` does, and FailureError when that process does not come so far.
-    """
+    """`check` in a process of its own, which neither slows this one down nor changes what it computes."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-m", "emo.pipeline.export", str(directory.absolute())],

@@ -110,10 +110,7 @@ def objective_parts(config: RunConfig) -> list[Objective]:
 
 
 def training_objective(config: RunConfig, parts: Sequence[Objective] | None = None) -> Objective:
-    """Return what a recipe minimises, of its `parts` where they are made already.
-
-    Raises UserError for objectives that a run cannot compute.
-    """
+    """Return what a recipe minimises, of its `parts` where they are made already."""
     chosen = config.objective
     parts = parts or objective_parts(config)
     objective = parts[0]
@@ -192,10 +189,7 @@ def measuring(model: nn.Module, losses: Losses) -> Iterator[None]:
 
 
 def origin(config: RunConfig) -> tuple[str, str | None]:
-    """Return the path or hub id of the weights before training, and the commit of a hub model.
-
-    A new model's first weights are its origin, and its cost embedding's.
-    """
+    """Return the path or hub id of the weights before training, and the commit of a hub model."""
     if config.model.path is None:
         return str(config.output_dir / INITIAL), None
     return config.model.path, config.model.revision
@@ -216,10 +210,7 @@ def write_initial_weights(config: RunConfig) -> None:
 
 
 def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
-    """Return the model from its weights; under ZeRO-3 it is built partitioned (see engine.py).
-
-    Raises UserError when they cannot be read, are not exactly those of the configuration, or are not finite.
-    """
+    """Return the model from its weights; under ZeRO-3 it is built partitioned (see engine.py)."""
     path, revision = origin(config)
     try:
         loaded = load_causal_lm(
@@ -295,10 +286,7 @@ def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]
 
 
 def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
-    """Wrap the linear layers of the body with low-rank adapters; everything else is frozen.
-
-    `seed` alone decides their first weights. Raises UserError for a target that names no layer.
-    """
+    """Return the model with low-rank adapters, drawn from `seed`, on linear layers; all else is frozen."""
     import peft
 
     assert config.lora is not None

@@ -83,8 +83,8 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
         epochs = train.num_train_epochs or 0
         steps = int(epochs * len(data) / train.global_batch_size)
         if steps == 0:
-            rows = f"{counted(len(data), 'row')} x {counted(epochs, 'epoch')}"
-            raise UserError(f"{rows} are less than a batch; set a smaller train.global_batch_size")
+            amount = f"{counted(len(data), 'row')} x {counted(epochs, 'epoch')}"
+            raise UserError(f"{amount} are less than a batch; set a smaller train.global_batch_size")
     if train.profile is not None and steps is not None and train.profile[1] > steps:
         raise UserError(f"train.profile={list(train.profile)} ends after the run's {steps} steps")
     try:
@@ -208,11 +208,7 @@ def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
 
 
 def rehearse(model: nn.Module, config: RunConfig) -> None:
-    """Go through the export of `model` without its weights: names, shapes, adapters, configuration, files.
-
-    `model` may lie on the meta device or be partitioned. Raises UserError when the export of the trained
-    model would fail.
-    """
+    """Go through the export of `model` without its weights: names, shapes, adapters, configuration, files."""
     base = unwrap(model)
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)

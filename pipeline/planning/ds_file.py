@@ -58,10 +58,7 @@ FREE_ZERO = {
 
 
 def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
-    """Return the DeepSpeed configuration: the file that the recipe names, completed from the recipe.
-
-    Raises UserError for what DeepSpeed does not know or accept, what the recipe owns, and what cannot work.
-    """
+    """Return the DeepSpeed configuration: the file that the recipe names, completed from the recipe."""
     path, train = shipped(config.deepspeed), config.train
     tree = _read(path, config.deepspeed)
     for key in tree:
@@ -104,10 +101,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
 
 
 def decisive(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a complete DeepSpeed configuration decides of a run's numbers and of its checkpoints.
-
-    What is written out although it is the default is left out, and so is what the recipe owns.
-    """
+    """Return what a complete DeepSpeed configuration decides of a run's numbers and of its checkpoints."""
     zero = DeepSpeedZeroConfig(**ds_config.get("zero_optimization", {}))
     tree = zero.model_dump(mode="json", exclude_defaults=True, exclude=FREE_ZERO)
     for part in ("offload_param", "offload_optimizer"):
@@ -124,10 +118,7 @@ def zero_stage(ds_config: Mapping[str, Any]) -> int:
 
 
 def check_host(ds_config: dict[str, Any]) -> None:
-    """Raise UserError when this host lacks what the configuration needs of it.
-
-    Weights on NVMe need libaio and a directory; secondary copies of weights (hpZ) need groups within a host.
-    """
+    """Raise UserError when this host lacks what the configuration needs of it."""
     if on_gpu() and importlib.util.find_spec("triton") is not None and compiler() is None:
         problem = "Triton needs a C compiler for its kernels, and this host has none; install gcc"
         raise UserError(problem, code="compiler")
@@ -229,8 +220,8 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
     stage, size = int(zero.get("stage", 0)), zero.get("zero_hpz_partition_size", 1)
     offload, muon = zero.get("offload_optimizer") or {}, config.train.optimizer == "muon"
     if stage == 0:
-        problem = f"{path} sets ZeRO stage 0, under which DeepSpeed applies gradients that are not finite"
-        raise UserError(f"{problem}; set stage 1, which gives the same numbers", code="zero-stage")
+        fault = f"{path} sets ZeRO stage 0, under which DeepSpeed applies gradients that are not finite"
+        raise UserError(f"{fault}; set stage 1, which gives the same numbers", code="zero-stage")
     problem = None
     if offload.get("ratio", 1.0) != 1.0 or offload.get("super_offload") or zero.get("zenflow"):
         problem = f"{path}: remove zenflow, super_offload and ratio, which need DeepSpeed's own Adam"
@@ -245,13 +236,9 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
         problem += "set train.optimizer=adamw without muon_lr"
     elif offload.get("device") == "nvme":
         problem = f"{path} puts the optimizer on NVMe, and DeepSpeed does not bring its weights back when a "
-        problem += (
-            "run resumes; set its device to cpu (weights may be on NVMe, see ds_configs/zero3_nvme.json)"
-        )
+        problem += "run resumes; set its device to cpu (weights may be: see ds_configs/zero3_nvme.json)"
     elif config.model.compile and stage == 3:
-        problem = (
-            "model.compile=true does not help under ZeRO-3; set deepspeed=ds_configs/zero1.json or zero2.json"
-        )
+        problem = "model.compile=true is not for ZeRO-3; set deepspeed=ds_configs/zero1.json or zero2.json"
     if problem is not None:
         raise UserError(problem, code="ds-combination")
 
@@ -264,7 +251,6 @@ def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = Fal
 
     Raises UserError for a model whose matrices Muon would scale the wrong way round, or not find.
     """
-
     trainable = [p for p in model.parameters() if p.requires_grad]
     dimensions = {id(p): len(getattr(p, "ds_shape", p.shape)) for p in trainable}
     groups: list[dict[str, Any]] = []
@@ -284,9 +270,8 @@ def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = Fal
         groups = [{"params": body, "weight_decay": weight_decay, "use_muon": True}]
         by_muon = {id(p) for p in body}
         trainable = [p for p in trainable if id(p) not in by_muon]
-    decaying, fixed = (
-        [p for p in trainable if (dimensions[id(p)] > 1) == decays] for decays in (True, False)
-    )
+    decaying = [p for p in trainable if dimensions[id(p)] > 1]
+    fixed = [p for p in trainable if dimensions[id(p)] < 2]
     if not weight_decay or not decaying or not fixed:
         return [*groups, {"params": trainable, "weight_decay": weight_decay if decaying else 0.0}]
     groups.append({"params": decaying, "weight_decay": weight_decay})

@@ -65,10 +65,7 @@ def compiler() -> str | None:
 
 
 def usable_attention(model: ModelConfig, config: PretrainedConfig) -> str:
-    """Return the attention that this model trains with on this host; `auto` takes the first that both have.
-
-    Raises UserError when `model.attn_implementation` names one that the host or the family lacks.
-    """
+    """Return the attention that this model trains with here; `auto` takes the first that is possible."""
     requested = model.attn_implementation
     if requested != "auto":
         missing = _lacking(requested, model, config)

@@ -153,10 +153,7 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
 
 
 def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) -> bool:
-    """Resolve everything that can be resolved without training and print it; return whether it fits.
-
-    Raises UserError for whatever would stop the run at its start.
-    """
+    """Resolve everything that can be resolved without training and print it; return whether it fits."""
     ready = check(config, ranks, local=False)
     batch, sizes = ready.batch, sizes_of(ready.model, ready.hf_config)
     setup = setup_of(config, batch, ready.ds_config, ready.objective)
@@ -255,10 +252,7 @@ def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
 
 
 def sum_line(parts: dict[str, float], digits: int, unit: str) -> str:
-    """Return a line such as `6.0 GiB = weights 2.5 + optimizer 3.5` that adds up digit by digit.
-
-    Every part is rounded down, and the largest remainders are rounded up until the parts are the total.
-    """
+    """Return a line such as `6.0 GiB = weights 2.5 + optimizer 3.5` that adds up digit by digit."""
     scale = 10**digits
     total = round(sum(parts.values()) * scale)
     whole = {name: math.floor(value * scale) for name, value in parts.items()}
@@ -277,10 +271,7 @@ def memory_line(parts: dict[str, float], digits: int) -> str:
 
 
 def fit(sizes: Sizes, setup: Setup, cluster: Cluster) -> str:
-    """Return in words whether the run fits, and the changes after which it does, cheapest first.
-
-    It is `yes` only if the run also fits when the estimate is too low.
-    """
+    """Return in words whether the run fits, and the changes after which it does, cheapest first."""
     room, memory = cluster.room, footprint.memory(sizes, setup)
 
     def fits(**changes: Any) -> bool:
@@ -344,10 +335,7 @@ class Choice(NamedTuple):
 
 
 def print_best(config: RunConfig, cluster: Cluster) -> Choice:
-    """Print the fastest settings that surely fit, and return the best of them.
-
-    Raises UserError for a recipe that could not start, FailureError when nothing fits.
-    """
+    """Print the fastest settings that surely fit, and return the best of them."""
     ready = check(_without_choice(config, Path("ds_configs/zero2.json")), cluster.gpus, local=False)
     sizes, room = sizes_of(ready.model, ready.hf_config), cluster.room
     every = list(choices(config, sizes, ready.objective, cluster))

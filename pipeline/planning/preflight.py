@@ -215,10 +215,7 @@ def _bandwidth(world: World, network: Fabric, several: bool) -> Iterator[Finding
 
 
 def expected_bandwidth(device: str, fabric: Fabric, several: bool) -> float | None:
-    """Return the GB/s of bus bandwidth that an all-reduce should reach, or None where that is unknown.
-
-    device: the GPU's name. Among hosts the network is the limit unless the links in a host are slower.
-    """
+    """Return the GB/s of bus bandwidth that an all-reduce should reach, or None where that is unknown."""
     gpu = accelerator(device)
     inside = None if gpu is None or "PCIE" in device.upper() else gpu.link_gb
     limits = [rate for rate in (inside, fabric.gbytes if several else None) if rate is not None]

@@ -13,15 +13,10 @@ from emo.common.labels import IGNORE
 from emo.data_prep.config import DataConfig
 from emo.data_prep.shards import open_prepared
 from emo.pipeline.batches import Batches, Loader, check_content
-from emo.pipeline.engine import _detached
-from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens
-from emo.pipeline.model import tell_by_token
 from emo.pipeline.order import BatchOrder
 from emo.pipeline.ranks import World
 from emo.pipeline.run_dir import DATA_HASHES
 from tests.helpers.corpus import data_config, run, texts, write_jsonl
-from tests.helpers.families import tiny_llama
-from tests.helpers.waits import waits
 
 CPU = torch.device("cpu")
 
@@ -76,31 +71,6 @@ def test_the_loader_reads_one_step_ahead(config: DataConfig) -> None:
     assert result.damage is not None and result.micro == []
     loader.close()
     assert steps_read == [5, 6, 7, 9, 11]
-
-
-@pytest.mark.parametrize("objective", ["mle", "emo"])
-def test_losses_are_summed_apart_by_domain(objective: str) -> None:
-    """As if each domain were alone in the batch; and nobody waits for the device."""
-    model = tiny_llama(61)
-    cost = CostEmbedding.from_weight(model.get_output_embeddings().weight.detach())
-    fuse_model(model, get_objective(objective), cost)
-    tell_by_token(model)
-    head = model.get_output_embeddings()
-    hidden, labels = torch.randn(5, 12, head.in_features), torch.randint(61, (5, 12))
-    labels[1, 3:7] = IGNORE
-    domain = torch.tensor([2, 0, 2, 2, 0])  # nothing is of domain 1
-
-    def sums(mine: torch.Tensor) -> torch.Tensor:
-        plan = plan_tokens(labels.masked_fill(~mine[:, None], IGNORE))
-        with waits() as result:
-            totals = _detached(head(hidden, plan), domain, 3)
-        assert result == []
-        return totals
-
-    whole = sums(torch.ones(5, dtype=torch.bool))[-6:].view(2, 3)
-    for number in range(3):
-        loss, nll = sums(domain == number)[:2]
-        torch.testing.assert_close(whole[:, number], torch.stack((loss, nll)), rtol=1e-5, atol=1e-9)
 
 
 def test_a_shard_changed_in_place_stops_every_start(

@@ -42,7 +42,7 @@ def test_an_extra_that_is_not_installed(recipe: Path, monkeypatch: pytest.Monkey
         ("objective.params.ratio_cup=3", "ratio_cap"),
         ("objective.name=demd_dense", "teacher"),
         ("objective.cost=none.safetensors", "objective.cost=none.safetensors"),
-        ("train.global_batch_size=7", "train.global_batch_size=7"),
+        ("train.global_batch_size=7", "does not divide"),
         ("train.profile=[3,9]", "train.profile"),
         ("model.architecture.vocab_size=100", "100"),
         ("model.architecture.max_position_embeddings=16", "data.sequence_len=16"),

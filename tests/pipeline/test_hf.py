@@ -118,11 +118,6 @@ def test_emo_loss_module() -> None:
     assert relative_error(loss.detach(), want.detach()) <= 1e-6
     assert relative_error(z.grad, wide.grad) <= 1e-5
     torch.testing.assert_close(EMOLoss(shift=False)(z, target, E), loss)
-    half = z.detach().bfloat16().requires_grad_()
-    value = module(half, labels, E)
-    value.backward()
-    assert (value.dtype, half.grad.dtype) == (torch.float32, torch.bfloat16)
-    assert relative_error(half.grad, wide.grad) <= 2e-2
     assert EMOLoss("mle")(z, labels).item() == pytest.approx(
         torch.nn.functional.cross_entropy(z.flatten(0, 1), target.flatten()).item()
     )
