@@ -358,7 +358,8 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
     for name in (config.objective.name, *(part.name for part in config.objective.sum or ())):
         if ":" in name and name not in objectives:
             problem = f"{path} names an objective that is a program, and no recipe has one run by itself"
-            raise UserError(f"{problem}: read it, then name it in the command: objective.name={name}")
+            cure = f"read it, then name it in the command: objective.name={name}"
+            raise UserError(f"{problem}: {cure}", code="objective-program")
     return config
 
 

@@ -1,4 +1,4 @@
-"""The commands: arguments, expected errors as lines, exit codes, and output that nobody reads."""
+"""The commands: arguments, expected errors as lines, and exit codes."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emo.common.errors import UserError
-from emo.common.recipe import parse_section, read_recipe
+from emo.common.recipe import parse_section
 from emo.pipeline.config import ObjectiveConfig, TrainConfig, dump_config, load_config, lr_at, solve_batch
 
 RECIPE = """
@@ -68,17 +68,6 @@ def test_a_mistake_gets_one_line(recipe: Path, override: str, named: str) -> Non
     with pytest.raises(UserError) as caught:
         load_config(recipe, [override])
     assert named in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_extends_merges_sections_and_replaces_another_architecture(tmp_path: Path, recipe: Path) -> None:
-    child = tmp_path / "child.yaml"
-    child.write_text(
-        "extends: recipe.yaml\ntrain: {learning_rate: 5.0e-4}\nmodel: "
-        "{architecture: {model_type: gpt2, n_embd: 8}}\n"
-    )
-    tree = read_recipe(child, [])
-    assert tree["train"] == {"max_steps": 10, "learning_rate": 5e-4}
-    assert tree["model"]["architecture"] == {"model_type": "gpt2", "n_embd": 8}
 
 
 @given(st.integers(1, 4096), st.integers(1, 64), st.integers(1, 64))

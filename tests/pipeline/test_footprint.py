@@ -1,4 +1,4 @@
-"""What `plan` predicts, held against published runs and against memory measured here."""
+"""What `plan` predicts, held against published runs and against what DeepSpeed sends and holds here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainer, TRL and plain loops get the same losses as the fused path; every docstring example runs."""
+"""Trainer, TRL and plain loops get the losses of the fused path, in every family; masks, shards, refusals."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from emo.pipeline.hf import FusedLossMixin
 from emo.pipeline.loss import Ramp, get_objective, weighted_sum
 from tests.helpers.families import VOCAB, family, tiny_llama
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error
-from tests.pipeline.test_hf import EmoTrainer, stepped
+from tests.pipeline.test_hf import stepped
 
 EOS = VOCAB - 1
 TEMPLATE = (
@@ -181,21 +181,6 @@ def test_adapters(kind: str, made_by: str, tmp_path: Path) -> None:
         with pytest.raises(UserError) as error:
             packed.train()
         assert error.value.code == "prompt-packed"
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_model_that_another_trainer_had(tmp_path: Path) -> None:
-    """What an earlier Trainer wrapped its forward in, in bfloat16, does not hide the fused loss."""
-    model = tiny_llama(VOCAB)
-    rows = [{"input_ids": ids, "labels": labels} for ids, labels in documents(False)]
-    args = settings(tmp_path, learning_rate=0.0, bf16=True, per_device_train_batch_size=1)
-    EmoTrainer(model, args, train_dataset=Dataset.from_list(rows)).train()
-    head = model.lm_head.weight.detach().clone()
-    want, gradients = naive(tiny_llama(VOCAB), documents(False), "demd", head)
-    trainer = trainer_of(model, settings(tmp_path), rows, objective="demd")
-    loss, got = stepped(trainer, model)
-    assert loss == pytest.approx(want, rel=1e-5)
-    assert relative_error(got["lm_head.weight"], gradients["lm_head.weight"]) <= 1e-4
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

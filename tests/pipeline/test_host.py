@@ -1,4 +1,4 @@
-"""What a host must have: GPUs that can be used, a compiler, and how many threads a rank takes."""
+"""What a host must have: GPUs that can be used, no build left half done, and a rank's share of the cores."""
 
 from __future__ import annotations
 
