@@ -1,8 +1,9 @@
 #!/bin/sh
 "exec" "env" "PATH=${0%/*}/../.venv/bin:$PATH" "python" "${0%/*}/supervise.py" "$0" "$@"
-# For a shell this file ends above: supervise.py runs `deepspeed launch/continual.sh ...` and returns the run's exit code.
+# For a shell this file, which is instruct.sh as well, ends above: supervise.py runs it under `deepspeed` and returns
+# the run's exit code.
 # DeepSpeed's launcher runs this file with Python, to which the second line is a string.
-"""Continual pre-training on text.
+"""Continual pre-training on text, or instruction tuning: the recipe decides.
 
 launch/continual.sh [options of deepspeed --] RECIPE.yaml [key=value ...] [--dry_run]
 deepspeed launch/continual.sh RECIPE.yaml [key=value ...] [--dry_run]

@@ -43,60 +43,55 @@ OWN = RECIPES / "quickstart-own.yaml"
 
 def steps() -> list[tuple[str, list[list[str]]]]:
     """Return title and commands of every step, in order; the commands of a step run side by side."""
-    python = str(BIN / "python")
+    emo = [str(BIN / "python"), "-m", "emo"]
     train = [str(shipped(Path("launch/continual.sh"))), "--num_gpus", str(RANKS), "--"]
-    pretrain, adapt = RECIPES / "quickstart-pretrain.yaml", RECIPES / "quickstart-continue.yaml"
-    results = ["--output_path", str(RUN / "results")]
+    pretrain, adapt = str(RECIPES / "quickstart-pretrain.yaml"), str(RECIPES / "quickstart-continue.yaml")
+    tasks, results = str(RUN / "tasks"), str(RUN / "results")
     runs = {"base": "pretrain", "mle": "mle", "emo": "emo"}
     evaluate, generate = [], []
     for name, run in runs.items():
-        model = ["--model", str(RUN / run / "export"), "--name", name, *results]
-        evaluate.append([python, "-m", "emo", "eval", *model, "--tasks", "all", "--data", str(RUN / "tasks")])
-        generate.append([python, "-m", "emo", "generate", *model, "--samples", "8"])
+        model = ["--model", str(RUN / run / "export"), "--name", name, "--output_path", results]
+        evaluate.append([*emo, "eval", *model, "--tasks", "all", "--data", tasks])
+        generate.append([*emo, "generate", *model, "--samples", "8"])
     report = [
-        python,
-        "-m",
-        "emo",
+        *emo,
         "report",
-        str(RUN / "results"),
+        results,
         "--output_path",
         f"{RUN}/",
         "--notice",
         NOTICE,
+        "--title",
+        "Quickstart",
     ]
-    report += ["--title", "Quickstart"]
     report += [f"--run={name}={RUN / run}" for name, run in runs.items()]
-    compare, results_of = [python, "-m", "emo", "compare"], ["--results", str(RUN / "results")]
-    continued = {o: [f"objective.name={o}", f"output_dir={RUN / o}"] for o in ("mle", "emo")}
+    continued = {o: [adapt, f"objective.name={o}", f"output_dir={RUN / o}"] for o in ("mle", "emo")}
     return [
-        ("Generate the eight tasks", [[python, "-m", "emo", "world", str(RUN / "tasks")]]),
-        ("Tokenise the pre-training corpus", [[python, "-m", "emo", "prepare", str(pretrain)]]),
-        ("Tokenise the adaptation corpus", [[python, "-m", "emo", "prepare", str(adapt)]]),
-        ("Pre-train a small LLaMA with MLE (ZeRO-3, 2 ranks)", [[*train, str(pretrain)]]),
-        ("Continue it with MLE (ZeRO-3, 2 ranks)", [[*train, str(adapt), *continued["mle"]]]),
-        ("Continue it with EMO (ZeRO-3, 2 ranks)", [[*train, str(adapt), *continued["emo"]]]),
+        ("Generate the eight tasks", [[*emo, "world", tasks]]),
+        ("Tokenise the pre-training corpus", [[*emo, "prepare", pretrain]]),
+        ("Tokenise the adaptation corpus", [[*emo, "prepare", adapt]]),
+        ("Pre-train a small LLaMA with MLE (ZeRO-3, 2 ranks)", [[*train, pretrain]]),
+        ("Continue it with MLE (ZeRO-3, 2 ranks)", [[*train, *continued["mle"]]]),
+        ("Continue it with EMO (ZeRO-3, 2 ranks)", [[*train, *continued["emo"]]]),
         ("Score all three models on the eight tasks", evaluate),
         ("Sample text from all three", generate),
         ("Write the report", [report]),
-        ("Compare MLE with the base model", [[*compare, "base", "mle", *results_of]]),
-        ("Compare EMO with MLE", [[*compare, "mle", "emo", *results_of]]),
+        ("Compare MLE with the base model", [[*emo, "compare", "base", "mle", "--results", results]]),
+        ("Compare EMO with MLE", [[*emo, "compare", "mle", "emo", "--results", results]]),
     ]
 
 
 def following(file: str) -> list[list[list[str]]]:
     """Return the lines to run next, on a user's file: prepare it, train on it, score and report."""
-    python = os.path.relpath(BIN / "python", REPOSITORY)
+    emo = [os.path.relpath(BIN / "python", REPOSITORY), "-m", "emo"]
     recipe = [str(OWN), f"data.sources=[{{files: {file}}}]"]
     results = str(RUN / "results")
     evaluate = ["--model", "runs/own/export", "--name", "own", "--tasks", "all", "--data", str(RUN / "tasks")]
     report = ["--run", "own=runs/own", "--output_path", "runs/own/"]
     return [
-        [[python, "-m", "emo", "prepare", *recipe]],
+        [[*emo, "prepare", *recipe]],
         [[str(shipped(Path("launch/continual.sh"))), "--num_gpus", str(RANKS), "--", *recipe]],
-        [
-            [python, "-m", "emo", "eval", *evaluate, "--output_path", results],
-            [python, "-m", "emo", "report", results, *report],
-        ],
+        [[*emo, "eval", *evaluate, "--output_path", results], [*emo, "report", results, *report]],
     ]
 
 
@@ -126,19 +121,11 @@ def run(commands: list[list[str]]) -> list[int]:
 
 
 def quickstart(words: list[str]) -> int:
-    """Run `emo quickstart`; the first of `words` is the command itself."""
-    return main(words[1:])
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run all steps; stop at the first that fails, with its exit code."""
-    parser = argparse.ArgumentParser(
-        prog="emo quickstart",
-        description=ABOUT,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Run all steps, and stop at the first that fails, with its exit code; words[0] is the command itself."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog="emo quickstart", description=ABOUT, formatter_class=raw)
     offer_completion(parser)
-    parse_arguments(parser, argv)
+    parse_arguments(parser, words[1:])
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise StopRequestError
@@ -175,4 +162,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(quickstart(sys.argv))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -24,7 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import psutil
 
@@ -36,7 +35,6 @@ from emo.pipeline.cli import recipe_arguments
 from emo.pipeline.config import load_config
 from emo.pipeline.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS
 
-HERE = Path(__file__).resolve().parent
 TICK = 0.2  # seconds
 HOSTFILE = Path("/job/hostfile")  # that `deepspeed` takes when none is named
 MEETING = ("--master_port", "--master_addr", "--node_rank")  # options of those who know where ranks meet
@@ -52,15 +50,6 @@ class Rank(NamedTuple):
     pid: int  # 0: it is just starting
     code: int | None  # None: it lives, or was killed
 
-    @classmethod
-    def all_in(cls, reports: Path) -> list[Rank]:
-        """Return the ranks that have reported so far."""
-        ranks = []
-        for path in sorted(reports.glob("rank-*")):
-            words = path.read_text(encoding="utf-8").split()
-            ranks.append(cls(path, int(words[0]) if words else 0, int(words[1]) if len(words) > 1 else None))
-        return ranks
-
     def lives(self) -> bool:
         """Return whether it holds the lock on its report."""
         with self.report.open(encoding="utf-8") as file:
@@ -71,11 +60,14 @@ class Rank(NamedTuple):
         return False
 
 
-def supervise(options: list[str], script: str, arguments: list[str], reports: Path) -> int:
-    """Run the `deepspeed` command, wait for it and every rank of this host; return the exit code of the run.
+def reported(reports: Path) -> list[Rank]:
+    """Return the ranks that have reported so far."""
+    files = {path: path.read_text(encoding="utf-8").split() for path in sorted(reports.glob("rank-*"))}
+    return [Rank(path, *map(int, words), *(0, None)[len(words) :]) for path, words in files.items()]
 
-    The first request (a signal) is passed on to every rank once; a second Ctrl-C kills them.
-    """
+
+def supervise(options: list[str], script: str, arguments: list[str], reports: Path) -> int:
+    """Run the `deepspeed` command, wait for it and the ranks of this host; return the run's exit code."""
     hosts = HOSTFILE.is_file() or any(option.startswith(("--hostfile", "-H")) for option in options)
     requests: list[int] = []  # signals that arrived here
     for number in REQUESTS:
@@ -88,16 +80,13 @@ def supervise(options: list[str], script: str, arguments: list[str], reports: Pa
     else:
         environment[CONSOLE] = "stdin"
         if not any(option.startswith(MEETING) for option in options):
-            with (
-                socket.socket() as probe
-            ):  # DeepSpeed's usual port may be free, and another run about to take it
+            with socket.socket() as probe:  # DeepSpeed's usual port may be another run's, or about to be
                 probe.bind(("", 0))
                 port = environment[CHOSEN_PORT] = str(probe.getsockname()[1])
             command[1:1] = [f"--master_port={port}"]
         with log.open("a+b") as file:
-            launcher = subprocess.Popen(
-                command, env=environment, stdin=sys.stdout, stdout=file, start_new_session=True
-            )
+            streams: Any = {"stdin": sys.stdout, "stdout": file}
+            launcher = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
     def processes() -> list[psutil.Process]:
         """Return the living processes of the launcher's session that launch or run the script."""
@@ -116,7 +105,7 @@ def supervise(options: list[str], script: str, arguments: list[str], reports: Pa
                 with contextlib.suppress(psutil.Error):
                     process.kill()
         elif requests:
-            ranks = Rank.all_in(reports)
+            ranks = reported(reports)
             if not ranks and not passed_on:  # all start later or run elsewhere: the launcher has to tell them
                 passed_on.add(reports)
                 launcher.terminate()
@@ -126,7 +115,7 @@ def supervise(options: list[str], script: str, arguments: list[str], reports: Pa
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(rank.pid, requests[0])
         time.sleep(TICK)
-    ranks = Rank.all_in(reports)
+    ranks = reported(reports)
     code = verdict(launcher.returncode, [rank.code for rank in ranks], bool(requests), hosts)
     killed = [rank.report.name.removeprefix("rank-") for rank in ranks if rank.code is None]
     if killed and code == ExitCode.FAILURE:
@@ -148,9 +137,7 @@ def verdict(launcher: int, ranks: list[int | None], requested: bool, hosts: bool
             return ExitCode.STOPPED  # ended from here before anything had begun
         return ExitCode.FAILURE if launcher == 0 and not hosts else believed
     codes = set(ranks)
-    if codes == {
-        ExitCode.DONE
-    }:  # a launcher that was killed changes nothing; else a rank of another host failed
+    if codes == {ExitCode.DONE}:  # a killed launcher changes nothing; else a rank of another host failed
         return ExitCode.DONE if launcher <= 0 else believed
     if ExitCode.MISTAKE in {*codes, launcher}:  # its own code is that of a rank, perhaps of another host
         return ExitCode.MISTAKE
@@ -163,24 +150,20 @@ def main(argv: list[str]) -> int:
     Arguments or a recipe that no rank could use are answered at once, and so is --help.
     """
     script, *arguments = argv
-    options: list[str] = []
-    if "--" in arguments:
-        at = arguments.index("--")
-        options, arguments = arguments[:at], arguments[at + 1 :]
+    at = arguments.index("--") if "--" in arguments else -1
+    options, arguments = arguments[: max(at, 0)], arguments[at + 1 :]
 
     def run() -> int:
         if (stem := Path(script).stem) in ("continual", "instruct"):
             os.environ.setdefault(CALLED, f"./launch/{stem}.sh")
             args = recipe_arguments(stem, arguments)
             load_config(args.recipe, args.overrides)
-        reports = Path(tempfile.mkdtemp(prefix="ranks-"))
-        try:
-            return supervise(options, script, arguments, reports)
-        except FileNotFoundError as error:
-            name = error.filename
-            raise UserError(f"{name} is not installed; run make setup, or pip install {name}") from None
-        finally:
-            shutil.rmtree(reports, ignore_errors=True)
+        with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as reports:
+            try:
+                return supervise(options, script, arguments, Path(reports))
+            except FileNotFoundError as error:
+                name = error.filename
+                raise UserError(f"{name} is not installed; run make setup, or pip install {name}") from None
 
     return outcome(run)
 
@@ -193,7 +176,8 @@ def train(words: list[str]) -> NoReturn:
     """
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     os.environ[CALLED] = "emo train"
-    os.execv(sys.executable, [sys.executable, __file__, str(HERE / "continual.sh"), *words[1:]])
+    script = str(Path(__file__).resolve().parent / "continual.sh")
+    os.execv(sys.executable, [sys.executable, __file__, script, *words[1:]])
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ any restart, and the data order does not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -62,9 +63,8 @@ class Batches:
     ) -> Iterator[dict[str, Any]]:
         """Yield micro-batches of `rows`, with their scores; those that are not `real` supervise nothing.
 
-        What can be known of them beforehand is: labels come as the plan by which the loss goes through them,
-        and where documents begin is beside the positions. For a GPU all is in pinned memory. `apart`: with
-        the rows' domains, for whoever sums their losses apart.
+        Labels come as the plan by which the loss goes through them, and where documents begin is beside the
+        positions. For a GPU all is in pinned memory. `apart`: with the rows' domains.
         """
         pin = self.device.type == "cuda"
         for start in range(0, len(rows), self.micro):
@@ -84,12 +84,6 @@ class Batches:
             yield tensors | {LONGEST: longest, "labels": plan_tokens(torch.from_numpy(labels), pin)}
 
 
-def _use(device: torch.device) -> None:
-    """Let this thread pin memory for `device`; it would open a context on the first GPU otherwise."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
 class StepBatch(NamedTuple):
     """The rows and micro-batches of one step."""
 
@@ -107,23 +101,22 @@ class Loader:
         self, order: BatchOrder | MixedOrder, batches: Batches, vocab_size: int, world: World
     ) -> None:
         self.order, self.batches, self.vocab_size, self.world = order, batches, vocab_size, world
-        self._thread = ThreadPoolExecutor(1, "loader", initializer=_use, initargs=(world.device,))
+        # A thread that pins memory would open a context on the first GPU otherwise.
+        use = functools.partial(torch.cuda.set_device, world.device) if world.device.type == "cuda" else None
+        self._thread = ThreadPoolExecutor(1, "loader", initializer=use)
         self._ahead: tuple[int, Future[StepBatch]] | None = None
 
     def step(self, step: int, last: bool) -> StepBatch:
         """Return the batch of `step`; unless it is the `last` one, that of the next is begun."""
-        ready = self._ahead
-        future = ready[1] if ready is not None and ready[0] == step else self._begin(step)
-        batch = future.result()
-        self._ahead = None if last else (step + 1, self._begin(step + 1))
+        if self._ahead is None or self._ahead[0] != step:
+            self._ahead = step, self._thread.submit(self._read, step)
+        batch = self._ahead[1].result()
+        self._ahead = None if last else (step + 1, self._thread.submit(self._read, step + 1))
         return batch
 
     def close(self) -> None:
         """Read no more."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def _begin(self, step: int) -> Future[StepBatch]:
-        return self._thread.submit(self._read, step)
 
     def _read(self, step: int) -> StepBatch:
         data, rows = self.batches.data, self.order.step_rows(step)

@@ -19,6 +19,7 @@ from typing import NoReturn
 from emo.common.commands import first_word, offer_completion, parse_arguments
 from emo.common.errors import ExitCode, UserError, one_line, outcome
 from emo.common.text import printable, without_secrets
+from emo.pipeline.config import load_config
 from emo.pipeline.report.console import Chatter, Console, Handler, duration, open_console, split
 from emo.pipeline.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
 
@@ -26,10 +27,7 @@ log = logging.getLogger(__name__)
 
 
 def run_recipe(watch: Watch, argv: list[str] | None = None) -> int:
-    """Run one rank of `deepspeed launch/continual.sh RECIPE`; return its exit code.
-
-    `watch` has been started by the launch script.
-    """
+    """Run one rank of `deepspeed launch/continual.sh RECIPE`; return its exit code."""
     # Threads that spin for long while they wait take a busy CPU from those that work. Read as torch comes in.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
@@ -89,66 +87,51 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     plan = commands.add_parser("plan", description="Memory, step time and hours of a recipe on given GPUs.")
-    _recipe_and_overrides(plan)
-    plan.add_argument("--gpus", required=True, metavar="NxKIND", help="for example 8xA100-80G")
-    plan.add_argument(
-        "--network", type=float, default=1600, metavar="GBIT", help="Gbit/s of a node (%(default)s)"
-    )
-    plan.add_argument("--best", action="store_true", help="search for the fastest settings that surely fit")
-    plan.add_argument(
-        "--write", type=Path, metavar="FILE", help="with --best: write a recipe with the best settings"
-    )
+    add = _recipe_and_overrides(plan)
+    add("--gpus", required=True, metavar="NxKIND", help="for example 8xA100-80G")
+    add("--network", type=float, default=1600, metavar="GBIT", help="Gbit/s of a node (%(default)s)")
+    add("--best", action="store_true", help="search for the fastest settings that surely fit")
+    add("--write", type=Path, metavar="FILE", help="with --best: write a recipe with the best settings")
 
-    preflight = commands.add_parser(
-        "preflight", description="Is every host fit to train? Under any launcher."
-    )
-    _recipe_and_overrides(preflight)
+    fit = "Is every host fit to train? Under any launcher."
+    _recipe_and_overrides(commands.add_parser("preflight", description=fit))
 
     score = commands.add_parser(
         "score",
         description="A model's log-probability of every token of a recipe's data, written once beside them. "
         "Run the same command again to resume; several jobs share the work with --part.",
     )
-    _recipe_and_overrides(score)
-    score.add_argument("--model", required=True, help="directory or hub id of the model that reads the data")
-    score.add_argument("--revision", help="commit of the hub model")
-    score.add_argument("--name", default="reference", help="what objective.scores calls them (%(default)s)")
-    score.add_argument(
-        "--part", default="0/1", metavar="I/N", help="every N-th shard from the I-th (%(default)s)"
-    )
-    score.add_argument("--force", action="store_true", help="write again what is there")
+    add = _recipe_and_overrides(score)
+    add("--model", required=True, help="directory or hub id of the model that reads the data")
+    add("--revision", help="commit of the hub model")
+    add("--name", default="reference", help="what objective.scores calls them (%(default)s)")
+    add("--part", default="0/1", metavar="I/N", help="every N-th shard from the I-th (%(default)s)")
+    add("--force", action="store_true", help="write again what is there")
 
     report = commands.add_parser(
         "report",
         description="One or several runs as one page: curves, launches, the plan beside what was measured, "
         "sampled text. Also while they train.",
     )
-    report.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    report.add_argument(
-        "--output_path",
-        metavar="PATH",
-        help="directory, or file.html, .md or .json (the first RUN_DIR); - is Markdown on stdout",
-    )
-    report.add_argument(
-        "--over",
-        choices=("step", "tokens"),
-        default="step",
-        help="what curves go over: steps or supervised tokens",
-    )
-    report.add_argument(
-        "--json", metavar="FILE", help="also what was gained and lost, as numbers; - is stdout"
-    )
-    report.add_argument(
-        "--fail_on_regression",
-        metavar="SET[,SET]",
-        help="exit with 3 when the NLL of one of these validation sets has surely risen since step 0",
-    )
+    add = report.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN_DIR")
+    forms = "directory, or file.html, .md or .json (the first RUN_DIR); - is Markdown on stdout"
+    add("--output_path", metavar="PATH", help=forms)
+    over = "what curves go over: steps or supervised tokens"
+    add("--over", choices=("step", "tokens"), default="step", help=over)
+    add("--json", metavar="FILE", help="also what was gained and lost, as numbers; - is stdout")
+    risen = "exit with 3 when the NLL of one of these validation sets has surely risen since step 0"
+    add("--fail_on_regression", metavar="SET[,SET]", help=risen)
     return parser
 
 
-def _recipe_and_overrides(parser: argparse.ArgumentParser) -> None:
+def _recipe_and_overrides(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+    """Add what every command on a recipe takes; return the function that adds more."""
     parser.add_argument("recipe", type=Path)
-    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")  # without one: "required"
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="key=value"
+    )  # without default: "required"
+    return parser.add_argument
 
 
 def _run(watch: Watch, argv: list[str] | None) -> int:
@@ -157,7 +140,28 @@ def _run(watch: Watch, argv: list[str] | None) -> int:
     args = recipe_arguments(Path(sys.argv[0]).stem, argv)
     console = _set_up_logging(args, chatter)
     try:
-        return _train(args, watch, console)
+        config = load_config(args.recipe, args.overrides)
+        if args.dry_run:
+            from emo.pipeline.planning.plan import print_plan
+
+            if _is_main():
+                print_plan(config, args.ranks or int(os.environ.get("WORLD_SIZE", 1)))
+            return ExitCode.DONE
+        with console.compiling():  # DeepSpeed logs to what is standard output when it is imported
+            from emo.pipeline import engine, ranks
+            from emo.pipeline.train import train
+
+        started, finished = time.perf_counter(), False
+        world = engine.start_world()
+        watch.joined()
+        if reason := ranks.first_reason(watch.reason):
+            event = {"event_fields": {"event": "stopped", "reason": reason}}
+            log.info("stopped before the run was opened (%s); %s", reason, RESUME, extra=event)
+        else:
+            finished = train(config, world, watch, console)
+        log.info("this launch took %s", duration(time.perf_counter() - started))
+        ranks.end_world()
+        return ExitCode.DONE if finished else ExitCode.STOPPED
     except Exception as error:
         console.close()
         if _is_first_of_host() and not isinstance(error, UserError):
@@ -165,34 +169,6 @@ def _run(watch: Watch, argv: list[str] | None) -> int:
         raise
     finally:
         console.close()
-
-
-def _train(args: argparse.Namespace, watch: Watch, console: Console) -> int:
-    from emo.pipeline.config import load_config
-
-    config = load_config(args.recipe, args.overrides)
-    if args.dry_run:
-        from emo.pipeline.planning.plan import print_plan
-
-        if _is_main():
-            print_plan(config, args.ranks or int(os.environ.get("WORLD_SIZE", 1)))
-        return ExitCode.DONE
-    with console.compiling():  # DeepSpeed logs to what is standard output when it is imported
-        from emo.pipeline import engine, ranks
-        from emo.pipeline.train import train
-
-    started = time.perf_counter()
-    world = engine.start_world()
-    watch.joined()
-    if reason := ranks.first_reason(watch.reason):
-        event = {"event": "stopped", "reason": reason}
-        log.info("stopped before the run was opened (%s); %s", reason, RESUME, extra={"event_fields": event})
-        finished = False
-    else:
-        finished = train(config, world, watch, console)
-    log.info("this launch took %s", duration(time.perf_counter() - started))
-    ranks.end_world()
-    return ExitCode.DONE if finished else ExitCode.STOPPED
 
 
 class _OfScript(argparse.ArgumentParser):
@@ -214,13 +190,13 @@ def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
         epilog="Exit codes: 0 finished, 1 a failure, 2 a mistake in the input or a failure before the first "
         "step, 75 stopped and saved; docs/operations.md says which launchers pass them on.",
     )
-    _recipe_and_overrides(parser)
-    parser.add_argument("--dry_run", action="store_true", help="resolve, check and plan; train nothing")
-    parser.add_argument("--ranks", type=int, help="ranks that a dry run plans for")
-    output = parser.add_mutually_exclusive_group()
-    output.add_argument("--quiet", action="store_true", help="show warnings, errors and the end alone")
-    output.add_argument("--json", action="store_true", help="show every event and record as a line of JSON")
-    parser.add_argument("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds it
+    add = _recipe_and_overrides(parser)
+    add("--dry_run", action="store_true", help="resolve, check and plan; train nothing")
+    add("--ranks", type=int, help="ranks that a dry run plans for")
+    add("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds it
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--quiet", action="store_true", help="show warnings, errors and the end alone")
+    add("--json", action="store_true", help="show every event and record as a line of JSON")
     return parser.parse_intermixed_args(argv)
 
 
@@ -299,11 +275,8 @@ def _quieten() -> None:
 def _plan(args: argparse.Namespace) -> int:
     if args.write and not args.best:
         raise UserError("--write goes with --best")
-    from emo.pipeline.config import load_config
-
     config = load_config(args.recipe, args.overrides)
-    from emo.pipeline.planning.best import check_target, print_best, write_recipe
-    from emo.pipeline.planning.plan import parse_cluster, print_plan
+    from emo.pipeline.planning.plan import check_target, parse_cluster, print_best, print_plan, write_recipe
 
     cluster = parse_cluster(args.gpus, args.network)
     if not args.best:
@@ -318,8 +291,6 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _preflight(args: argparse.Namespace) -> int:
-    from emo.pipeline.config import load_config
-
     config = load_config(args.recipe, args.overrides)
     from emo.pipeline.planning.preflight import preflight
 
@@ -327,8 +298,6 @@ def _preflight(args: argparse.Namespace) -> int:
 
 
 def _score(args: argparse.Namespace) -> int:
-    from emo.pipeline.config import load_config
-
     index, _, count = args.part.partition("/")
     if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
         raise UserError(f"--part {args.part}: give I/N with 0 <= I < N, for example 0/4", code="part")
@@ -340,10 +309,11 @@ def _score(args: argparse.Namespace) -> int:
     config = load_config(args.recipe, [*args.overrides, *settings])
     from emo.pipeline.planning.score import score
 
-    if score(config, args.name, (int(index), int(count)), args.force):
-        print(f"scores called {args.name}: complete; use them with objective.scores={args.name}")
-    else:
-        print(f"scores called {args.name}: part {args.part} is done, other parts are missing")
+    complete = score(config, args.name, (int(index), int(count)), args.force)
+    done = f"complete; use them with objective.scores={args.name}"
+    print(
+        f"scores called {args.name}: {done if complete else f'part {args.part} is done, others are missing'}"
+    )
     return ExitCode.DONE
 
 

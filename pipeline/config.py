@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import Field, ValidationError, create_model, field_validator, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, create_model, model_validator
 
 from emo.common.errors import UserError
 from emo.common.recipe import Section, mark, parse_section, read_recipe
@@ -100,6 +100,9 @@ def _as_ramp(weight: Any) -> Any:
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
+Weight = Annotated[float | RampConfig, BeforeValidator(_as_ramp)]
+
+
 def _ends(weight: float | RampConfig) -> tuple[float, float]:
     """Return the first and the last value of a number or ramp."""
     return (getattr(weight, "from"), weight.to) if isinstance(weight, RampConfig) else (weight, weight)
@@ -118,20 +121,10 @@ class PartConfig(Section):
     """Name of the objective."""
     params: dict[str, float] = {}
     """Its own parameters."""
-    weight: float | RampConfig = 1.0
+    weight: Weight = 1.0
     """Its weight in the sum; a ramp {from, to, steps} moves it in a straight line over the first steps."""
     cost: str | None = None
     """The cost embedding, for clarity only: all parts share the one of the sum."""
-
-    @field_validator("weight", mode="before")
-    @classmethod
-    def _ramp(cls, weight: Any) -> Any:
-        return _as_ramp(weight)
-
-    @property
-    def label(self) -> str:
-        """Return the part's name in a sum."""
-        return _labelled(self.weight, self.name)
 
 
 class ObjectiveConfig(Section):
@@ -169,15 +162,11 @@ class ObjectiveConfig(Section):
     @property
     def label(self) -> str:
         """Return the objective's name in plans, cards and reports."""
-        return " + ".join(part.label for part in self.sum) if self.sum else self.name
+        return " + ".join(_labelled(p.weight, p.name) for p in self.sum) if self.sum else self.name
 
     @model_validator(mode="after")
     def _one_way(self) -> ObjectiveConfig:
-        if (
-            self.sum
-            and self.model_fields_set & {"name", "params"}
-            and (self.name, self.params) != ("emo", {})
-        ):
+        if self.sum and (self.name, self.params) != ("emo", {}):
             raise ValueError("give name and params, or sum, not both")
         others = {part.cost for part in self.sum or ()} - {None, self.cost}
         if others:
@@ -192,7 +181,7 @@ class MixtureConfig(Section):
     Every domain keeps an order of its own: each of its rows is seen once before any is seen twice.
     """
 
-    shares: dict[str, float | RampConfig] = {}
+    shares: dict[str, Weight] = {}
     """Share of each domain: a number, or a ramp {from: 0.3, to: 0.1, steps: 1000} that begins where the
     mixture begins to hold. Shares need not add up to 1."""
     temperature: float | None = Field(None, gt=0)
@@ -201,13 +190,6 @@ class MixtureConfig(Section):
     """What shares and amounts count: supervised tokens or rows."""
     max_epochs: dict[str, int] = {}
     """Passes over a domain at most; afterwards the other domains share its part in proportion."""
-
-    @field_validator("shares", mode="before")
-    @classmethod
-    def _ramps(cls, shares: Any) -> Any:
-        return (
-            {name: _as_ramp(share) for name, share in shares.items()} if isinstance(shares, dict) else shares
-        )
 
     @model_validator(mode="after")
     def _possible(self) -> MixtureConfig:
@@ -315,12 +297,13 @@ class TrainConfig(Section):
     def _consistent(self) -> TrainConfig:
         if (self.num_train_epochs is None) == (self.max_steps is None):
             first, other = (
-                f"train.max_steps={self.max_steps or 'N'}",
-                f"train.num_train_epochs={self.num_train_epochs or 'N'}".removesuffix(".0"),
+                f"max_steps={self.max_steps or 'N'}",
+                f"num_train_epochs={self.num_train_epochs or 'N'}".removesuffix(".0"),
             )
             if self.max_steps is not None:
                 first, other = f"{first} train.num_train_epochs=null", f"{other} train.max_steps=null"
-            raise ValueError(f"give exactly one of num_train_epochs and max_steps: {first}, or {other}")
+            either = f"train.{first}, or train.{other}"
+            raise ValueError(f"give exactly one of num_train_epochs and max_steps: {either}")
         if (self.optimizer == "muon") != (self.muon_lr is not None):
             raise ValueError("optimizer muon needs muon_lr (0.02 is usual), which adamw does not read")
         if self.optimizer == "muon" and self.max_grad_norm:
@@ -374,10 +357,9 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
     objectives = " ".join(override for override in overrides if override.startswith("objective"))
     for name in (config.objective.name, *(part.name for part in config.objective.sum or ())):
         if ":" in name and name not in objectives:
-            raise UserError(
-                f"{path} names an objective that is a program, {name}, and no recipe has one run by itself: "
-                f"read it, then name it in the command: objective.name={name}"
-            )
+            problem = f"{path} names an objective that is a program, and no recipe has one run by itself"
+            cure = f"read it, then name it in the command: objective.name={name}"
+            raise UserError(f"{problem}: {cure}", code="objective-program")
     return config
 
 
@@ -392,37 +374,16 @@ def solve_batch(batch: int, micro: int, ranks: int) -> Batch:
     Raises UserError when no whole number fits, naming values that would.
     """
     if batch % ranks:
-        raise UserError(
-            f"train.global_batch_size={batch} does not divide over {counted(ranks, 'rank')}; "
-            f"set train.global_batch_size={max(ranks, batch - batch % ranks)} or change the number of ranks"
-        )
+        fits, over = max(ranks, batch - batch % ranks), counted(ranks, "rank")
+        problem = f"train.global_batch_size={batch} does not divide over {over}"
+        raise UserError(f"{problem}; set train.global_batch_size={fits} or change the number of ranks")
     per_rank = batch // ranks
     micro = min(micro, per_rank)
     if per_rank % micro:
         fits = max(d for d in range(1, micro + 1) if per_rank % d == 0)
-        raise UserError(
-            f"train.micro_batch_size={micro} does not divide the {per_rank} rows that each of "
-            f"{counted(ranks, 'rank')} takes of train.global_batch_size={batch}; set "
-            f"train.micro_batch_size={fits}"
-        )
+        problem = f"train.micro_batch_size={micro} does not divide the {per_rank} rows of a rank and step"
+        raise UserError(f"{problem}; set train.micro_batch_size={fits}")
     return Batch(batch, micro, per_rank // micro, ranks)
-
-
-def total_steps(train: TrainConfig, rows: int) -> int:
-    """Return the optimizer steps of the run: train.max_steps, or as many whole batches as the epochs hold.
-
-    Raises UserError when the data are too few for one step.
-    """
-    if train.max_steps is not None:
-        return train.max_steps
-    assert train.num_train_epochs is not None
-    steps = int(train.num_train_epochs * rows / train.global_batch_size)
-    if steps == 0:
-        raise UserError(
-            f"{counted(rows, 'row')} x {counted(train.num_train_epochs, 'epoch')} are less than one batch of "
-            f"{train.global_batch_size}; set a smaller train.global_batch_size or more train.num_train_epochs"
-        )
-    return steps
 
 
 def lr_at(train: TrainConfig, step: int, steps: int) -> float:

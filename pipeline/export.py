@@ -71,7 +71,7 @@ class Exported(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """The trained model in host memory, with logits to compare its export with."""
+    """The trained model, as a rule in host memory, with logits to compare its export with."""
 
     base: PreTrainedModel  # its configuration is read, not its weights
     probe: Tensor  # token ids [1, T]
@@ -85,10 +85,8 @@ def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str
     Raises, on all ranks alike, FailureError when it cannot be written, and ExportError when it does not
     reproduce the logits.
     """
-    streamed = Copied(unwrap(engine.model), *_probe(engine), _gathered(engine))
-    problem = None
-    if engine.world.is_main:
-        problem = write_export(streamed, config, target, info, check)
+    streamed = _streamed(engine)
+    problem = write_export(streamed, config, target, info, check) if engine.world.is_main else None
     deque(streamed.tensors, maxlen=0)  # all ranks take part in the gathers, whatever has failed on the first
     problem = gather_objects(problem)[0]
     if isinstance(problem, FailureError):
@@ -99,9 +97,9 @@ def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str
 
 def copy_model(engine: Engine) -> Copied:
     """Return the model as it is now, copied into rank 0's host memory in its dtype; all ranks must call."""
-    probe, logits = _probe(engine)
-    tensors = deque(_gathered(engine))
-    return Copied(unwrap(engine.model), probe, logits, (tensors.popleft() for _ in range(len(tensors))))
+    streamed = _streamed(engine)
+    tensors = deque(streamed.tensors)
+    return streamed._replace(tensors=(tensors.popleft() for _ in range(len(tensors))))
 
 
 def write_export(
@@ -166,44 +164,41 @@ def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None
     """Write tensors in host memory to safetensors files of at most SHARD_BYTES in a new directory."""
     directory.mkdir(parents=True)
     shard: dict[str, Tensor] = {}
-    shards: list[list[str]] = []
-    total = 0
+    sizes: list[dict[str, int]] = []  # of the tensors of each file
 
     def flush() -> None:
-        save_file(shard, str(directory / f"part-{len(shards):05d}"), metadata={"format": "pt"})
-        shards.append(list(shard))
+        save_file(shard, str(directory / f"part-{len(sizes):05d}"), metadata={"format": "pt"})
+        sizes.append({name: tensor.nbytes for name, tensor in shard.items()})
         shard.clear()
 
     for name, tensor in tensors:
         if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > SHARD_BYTES:
             flush()
         shard[name] = tensor
-        total += tensor.nbytes
     flush()
-    names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    if len(shards) == 1:
+    names = [f"model-{i + 1:05d}-of-{len(sizes):05d}.safetensors" for i in range(len(sizes))]
+    if len(sizes) == 1:
         names = ["model.safetensors"]
     else:
-        weight_map = {t: names[i] for i, contents in enumerate(shards) for t in contents}
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        weight_map = {tensor: file for file, part in zip(names, sizes, strict=True) for tensor in part}
+        index = {"metadata": {"total_size": sum(sum(p.values()) for p in sizes)}, "weight_map": weight_map}
         write_text(directory / "model.safetensors.index.json", json.dumps(index, indent=1))
     for i, name in enumerate(names):
         (directory / f"part-{i:05d}").rename(directory / name)
 
 
-def _probe(engine: Engine) -> tuple[Tensor, Tensor]:
-    """Return a few token ids [1, T] and the model's logits [1, T, V], on the host; all ranks must call."""
-    probe = torch.arange(16)[None] % unwrap(engine.model).config.get_text_config().vocab_size
+def _streamed(engine: Engine) -> Copied:
+    """Return the model and its logits for a few token ids; its tensors are gathered as they are taken."""
+    base = unwrap(engine.model)
+    probe = torch.arange(16)[None] % base.config.get_text_config().vocab_size
     engine.ds.eval()
     with torch.no_grad():
-        return probe, engine.ds(input_ids=probe.to(engine.world.device)).logits.cpu()
+        logits = engine.ds(input_ids=probe.to(engine.world.device)).logits.cpu()
+    return Copied(base, probe, logits, _gathered(engine))
 
 
 def _gathered(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the export, copied into host memory one at a time; none but on rank 0.
-
-    All ranks must exhaust it, for under ZeRO-3 all take part in gathering.
-    """
+    """Yield the tensors of the export, in host memory, on rank 0; all ranks must exhaust it."""
     import deepspeed
 
     for tensor in exported_tensors(engine.model):
@@ -211,17 +206,16 @@ def _gathered(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         copied = None
         with deepspeed.zero.GatheredParameters(partitioned) if partitioned else contextlib.nullcontext():
             if engine.world.is_main:
-                copied = _on_host(tensor.merged(*(p.detach() for p in tensor.parts)))
+                merged = tensor.merged(*(p.detach() for p in tensor.parts))
+                copied = merged.to("cpu", copy=True).contiguous()
         if copied is not None:
             yield tensor.name, copied
     if engine.world.is_main:
         base = unwrap(engine.model)
         persistent = set(base.state_dict())
-        yield from ((name, _on_host(b)) for name, b in base.named_buffers() if name in persistent)
-
-
-def _on_host(tensor: Tensor) -> Tensor:
-    return tensor.detach().to("cpu", copy=True).contiguous()
+        for name, buffer in base.named_buffers():
+            if name in persistent:
+                yield name, buffer.detach().to("cpu", copy=True).contiguous()
 
 
 def write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: dict[str, object]) -> None:
@@ -241,24 +235,21 @@ def write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: dic
 
 def _model_card(config: RunConfig, info: dict[str, object]) -> str:
     """Return the card that is published with the model: it names no folder of this machine."""
-    origin = publishable(config.model.path or "a new model")
-    published = {key: publishable(str(value)) for key, value in info.items()}
-    facts = "\n".join(f"| {markdown(key)} | {markdown(value)} |" for key, value in published.items())
+    origin = markdown(publishable(config.model.path or "a new model"))
+    objective = on_one_line(publishable(config.objective.label)).replace("`", "")
     names = (publishable(str(s.hub or s.files or s.embedded)) for s in config.data.sources)
-    sources = ", ".join(map(markdown, names))
+    facts = (f"| {markdown(key)} | {markdown(publishable(str(v)))} |" for key, v in info.items())
     return (
-        f"---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
-        f"# {markdown(config.output_dir.name)}\n\nTrained from {markdown(origin)} with the "
-        f"`{on_one_line(publishable(config.objective.label)).replace('`', '')}` objective on "
-        f"{sources}.\n\n| fact | value |\n|---|---|\n{facts}\n"
+        "---\nlibrary_name: transformers\npipeline_tag: text-generation\n---\n"
+        f"# {markdown(config.output_dir.name)}\n\nTrained from {origin} with the `{objective}` objective on "
+        f"{', '.join(map(markdown, names))}.\n\n| fact | value |\n|---|---|\n" + "\n".join(facts) + "\n"
     )
 
 
 def check(directory: Path, probe: Tensor, expected: Tensor) -> None:
-    """Load an export on the CPU and compare its logits [1, T, V] with the trained model's.
+    """Raise ExportError when an export, loaded on the CPU, has other logits [1, T, V] than the trained model.
 
-    Raises ExportError when they differ. Not beside training: transformers changes PyTorch's default dtype
-    while it loads, in all threads.
+    Not beside training: transformers changes PyTorch's default dtype while it loads, in all threads.
     """
     unset_hf_deepspeed_config()
     loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
@@ -276,10 +267,7 @@ def check(directory: Path, probe: Tensor, expected: Tensor) -> None:
 
 
 def check_aside(directory: Path, probe: Tensor, expected: Tensor) -> None:
-    """`check` in a process of its own, which neither slows this one down nor changes what it computes.
-
-    Raises ExportError as `check` does, and FailureError when that process does not come so far.
-    """
+    """`check` in a process of its own, which neither slows this one down nor changes what it computes."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-m", "emo.pipeline.export", str(directory.absolute())],
@@ -288,8 +276,7 @@ def check_aside(directory: Path, probe: Tensor, expected: Tensor) -> None:
         input=save({"probe": probe, "expected": expected}),
         capture_output=True,
     )
-    lines = done.stderr.decode(errors="replace").splitlines() if done.returncode > 0 else []
-    line = lines[-1] if lines else f"exit code {done.returncode}"
+    line = (done.stderr.decode(errors="replace").splitlines() or [f"exit code {done.returncode}"])[-1]
     if done.returncode == ExitCode.MISTAKE:
         raise ExportError(line)
     if done.returncode:

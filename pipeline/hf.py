@@ -1,42 +1,17 @@
-"""The loss library for Hugging Face's Trainer, for TRL and for any training loop.
-
-Three interfaces, from most to least efficient:
+"""The loss library for Hugging Face's Trainer, for TRL and for any training loop; examples/ has one of each.
 
 `FusedLossMixin` goes before a Trainer class. The model's forward then ends in the fused head: logits are
 never built, and `num_items_in_batch` (tokens of all ranks and accumulation steps) is the divisor.
 
-    from transformers import Trainer
-    from emo.pipeline.hf import FusedLossMixin
-
-    class EmoTrainer(FusedLossMixin, Trainer):
-        pass
-
-    trainer = EmoTrainer(model=model, args=args, train_dataset=dataset, objective="emo")
-    trainer.train()
+`fuse_causal_lm` does the same for a loop of one's own.
 
 `loss_function` returns a `compute_loss_func` for Trainer and TRL's SFTTrainer. It starts from logits,
-so they exist, but nothing else of their size does except their gradient. Trainer does not hand its
-`label_smoothing_factor` to such a function: give it `label_smoothing`. For models whose class is not called
-...ForCausalLM, such as GPT2LMHeadModel, Trainer counts the first token of each row as predicted, and all its
-losses are low by that; `model.loss_type = "ForCausalLM"` before the Trainer is made corrects it. TRL from 1.8
-to 1.14 needs `loss_type="nll"` in its SFTConfig for such a function.
+so they exist, but nothing else of their size does except their gradient. Give it `label_smoothing`, which
+Trainer does not hand on. For models whose class is not called ...ForCausalLM, such as GPT2LMHeadModel,
+Trainer's losses are low by the first token of each row; `model.loss_type = "ForCausalLM"` before the Trainer
+is made corrects it. TRL from 1.8 to 1.14 needs `loss_type="nll"` in its SFTConfig for such a function.
 
-    from transformers import Trainer
-    from emo.pipeline.hf import loss_function
-    from emo.pipeline.loss import CostEmbedding
-
-    cost = CostEmbedding.from_weight(model.get_output_embeddings().weight)
-    trainer = Trainer(
-        model=model, args=args, train_dataset=dataset, compute_loss_func=loss_function("emo", cost)
-    )
-    trainer.train()
-
-`EMOLoss` is a plain module for any loop.
-
-    from emo.pipeline.hf import EMOLoss
-
-    loss = EMOLoss()(logits, labels, cost_embedding)
-    loss.backward()
+`EMOLoss` is a plain module from logits: `EMOLoss()(logits, labels, cost_embedding).backward()`.
 """
 
 from __future__ import annotations
@@ -70,17 +45,10 @@ Choice = str | Objective  # a name, as in a recipe, or the result of `get_object
 
 
 def chosen_objective(objective: Choice, params: dict[str, Any] | None) -> Objective:
-    """Return the objective of that name with `params` bound, or the Objective itself.
-
-    Raises UserError for parameters beside an Objective, which has its own, and for an objective that compares
-    with a teacher.
-    """
-    if isinstance(objective, str):
-        chosen = get_objective(objective, **(params or {}))
-    elif params:
+    """Return the objective of that name with `params` bound, or the Objective itself, which has its own."""
+    if params and not isinstance(objective, str):
         raise UserError(f"{objective} has its parameters already; leave params out", code="two-params")
-    else:
-        chosen = objective
+    chosen = get_objective(objective, **(params or {})) if isinstance(objective, str) else objective
     if chosen.dense:
         raise UserError(
             f"objective {chosen.name} needs a teacher; give it to a FusedHead yourself", code="needs-teacher"
@@ -93,9 +61,8 @@ def loss_function(
 ) -> Callable[..., Tensor]:
     """Return a `compute_loss_func(outputs, labels, num_items_in_batch=None)` for Trainer and TRL.
 
-    `params` belong to the objective; `options` are label_smoothing, z_loss, kernels. The value, in nats, is
-    the sum over predicted tokens divided by `num_items_in_batch`, or by their own number where that is None.
-    Raises UserError for an objective with a schedule: such a function does not know the step.
+    `params` belong to the objective, which has no schedule; `options` are label_smoothing, z_loss, kernels.
+    The value, in nats, is the sum over predicted tokens divided by `num_items_in_batch`, or by their number.
     """
     chosen = chosen_objective(objective, params).fixed()
 
@@ -138,11 +105,10 @@ class EMOLoss(nn.Module):
         """Return the mean loss of logits [..., T, V] against labels [..., T] with cost_embedding [V, H'].
 
         A tensor, whose rows may have any length, is normalised at every call, so that a change of it is never
-        missed; a CostEmbedding is normalised already. Raises UserError as `logits_loss` does.
+        missed; a CostEmbedding is normalised already.
         """
-        cost = cost_embedding
-        if isinstance(cost, Tensor):
-            cost = CostEmbedding.from_weight(cost)
+        given = cost_embedding
+        cost = CostEmbedding.from_weight(given) if isinstance(given, Tensor) else given
         target = shift_left(labels) if self.shift else labels
         sums = logits_loss(logits, target, self.objective, cost, **self.options)
         return sums.loss / _divisor(sums.tokens)
@@ -164,34 +130,25 @@ class _MeanLoss(FusedCausalLM):
         labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
         tokens, stored = inputs.pop("num_items_in_batch", None), inputs.pop("stored", None)
         if shifted is None and labels is not None:
-            if not self.aligned and inputs.get("input_ids") is not None:
-                self.aligned = _aligned(inputs["input_ids"], labels)
+            ids = None if self.aligned else inputs.get("input_ids")
+            if ids is not None and ids.shape == labels.shape and ids.shape[-1] > 1:
+                counted = (labels != IGNORE)[..., :-1]
+                same, next_ = (counted & (labels[..., :-1] == i) for i in (ids[..., :-1], ids[..., 1:]))
+                valid, aligned, shifted_already = torch.stack(
+                    [m.sum() for m in (counted, same, next_)]
+                ).tolist()
+                if valid >= 8 and shifted_already > 0.9 * valid > 2 * aligned:
+                    problem = (
+                        "labels[i] is input_ids[i + 1] already; give labels that are aligned with input_ids"
+                    )
+                    raise UserError(f"{problem}, or call them shift_labels", code="labels-shifted")
+                self.aligned = valid >= 8 and aligned > 0.5 * valid
             shifted = shift_left(labels)
             stored = None if stored is None else shift_left(stored)
         if shifted is None:
             return super().forward(**inputs)
         sums = self.fused_sums(shifted, inputs, stored)
         return CausalLMOutputWithPast(loss=sums.loss / _divisor(sums.tokens if tokens is None else tokens))
-
-
-def _aligned(ids: Tensor, labels: Tensor) -> bool:
-    """Return True where labels [b, T] are the inputs [b, T] at the same positions; False in doubt.
-
-    Raises UserError when they are the inputs of the next positions.
-    """
-    if ids.shape != labels.shape or ids.shape[-1] < 2:
-        return False
-    same = (labels == ids)[..., :-1] & (labels != IGNORE)[..., :-1]
-    next_ = (labels[..., :-1] == ids[..., 1:]) & (labels != IGNORE)[..., :-1]
-    counts = torch.stack(((labels != IGNORE)[..., :-1].sum(), same.sum(), next_.sum()))
-    valid, aligned, shifted = counts.tolist()
-    if valid >= 8 and shifted > 0.9 * valid > 2 * aligned:
-        raise UserError(
-            "labels are shifted already (labels[i] is input_ids[i + 1]), and would be shifted a second time; "
-            "give them aligned with input_ids, or call them shift_labels",
-            code="labels-shifted",
-        )
-    return valid >= 8 and aligned > 0.5 * valid
 
 
 def fuse_causal_lm(
@@ -211,34 +168,27 @@ def fuse_causal_lm(
     `emo.pipeline.loss.probe_model(model, engine, collective=True)` when it exists.
 
     Args:
-        model: a causal LM, or PEFT's wrapper of one.
+        model: a causal LM, or PEFT's wrapper of one. Its logits are compared with the fused head's at once.
         objective: a name, or an Objective.
         cost: a CostEmbedding, `LIVE`, or None for a frozen copy of the model's head.
         params: options of an objective given by name.
         options: z_loss, label_smoothing, memory_mb, kernels, as in `fused_linear_loss`. Logit scale and soft
             cap come from the model's configuration.
-
-    Raises:
-        UserError: for a model whose logits differ from the fused head's, which is probed at once, and for
-            options that do not fit.
     """
-    base = _base_of(model)
-    _fuse(base, chosen_objective(objective, params).fixed(), cost, options)
+    base = _fused(model, chosen_objective(objective, params).fixed(), cost, options)
     weight = base.get_output_embeddings().weight
     if not is_partitioned(weight) and not weight.is_meta:
         probe_model(base, packed=False, collective=is_distributed(weight))
 
 
-def _base_of(model: Any) -> Any:
-    """Return the model inside PEFT's wrapper, which calls it, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
-
-
-def _fuse(model: Any, objective: Objective, cost: Cost, options: dict[str, Any]) -> None:
-    head = model.get_output_embeddings()
+def _fused(model: Any, objective: Objective, cost: Cost, options: dict[str, Any]) -> Any:
+    """Fuse the model inside PEFT's wrapper, which calls it, or the model itself, and return it."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    head = base.get_output_embeddings()
     if cost is None and objective.needs_cost and isinstance(head, nn.Linear):
         cost = CostEmbedding.from_weight(head.weight)
-    fuse_model(model, objective, cost, forward=_MeanLoss, **options)
+    fuse_model(base, objective, cost, forward=_MeanLoss, **options)
+    return base
 
 
 class FusedLossMixin:
@@ -270,74 +220,48 @@ class FusedLossMixin:
         **kwargs: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
-            raise UserError(
-                "FusedLossMixin needs a loaded model as `model`, not a name or model_init", code="needs-model"
-            )
+            problem = "FusedLossMixin needs a loaded model as `model`, not a name or model_init"
+            raise UserError(problem, code="needs-model")
         for refused in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
             if kwargs.get(refused) is not None:
-                raise UserError(
-                    f"FusedLossMixin builds no logits: {refused} cannot be used with it", code="needs-logits"
-                )
+                problem = f"FusedLossMixin builds no logits: {refused} cannot be used with it"
+                raise UserError(problem, code="needs-logits")
         self._objective = chosen_objective(objective, params)
         options = dict(loss_options or {})
         if args is not None:
-            self._check_arguments(args, options)
+            smoothing = args.label_smoothing_factor
+            if smoothing and options.setdefault("label_smoothing", smoothing) != smoothing:
+                both = f"label_smoothing_factor={smoothing:g} and label_smoothing in loss_options differ"
+                raise UserError(f"{both}; give one of them", code="two-smoothings")
+            # unset, the likelihood, or the same in chunks: the defaults of SFTConfig's versions
+            if (loss := getattr(args, "loss_type", None)) not in (None, "nll", "chunked_nll"):
+                problem = f"loss_type={loss} in the SFTConfig, but FusedLossMixin minimises {self._objective}"
+                raise UserError(f"{problem}: leave loss_type out", code="two-losses")
+            if args.use_liger_kernel:
+                liger = args.liger_kernel_config or {}
+                if liger.get("fused_linear_cross_entropy") or liger.get("cross_entropy"):
+                    problem = f"Liger's cross-entropy cannot be used while {self._objective} is minimised"
+                    raise UserError(f"{problem}: leave it out of liger_kernel_config", code="two-losses")
+                args.liger_kernel_config = liger | {"fused_linear_cross_entropy": False}
         super().__init__(model, args, *positional, **kwargs)  # type: ignore[call-arg]
         trainer: Any = self
         parallelism = getattr(trainer.accelerator, "parallelism_config", None)
         if trainer.args.n_gpu > 1 or (parallelism is not None and parallelism.non_data_parallel_size > 1):
+            problem = "FusedLossMixin shares the work by data alone (DDP, FSDP, ZeRO), one process per GPU"
             raise UserError(
-                "FusedLossMixin shares the work by data alone (DDP, FSDP, ZeRO), one process per GPU: start "
-                "it with torchrun or accelerate launch, without tensor, context or sequence parallelism",
-                code="not-data-parallel",
+                f"{problem}: start it with torchrun or accelerate launch", code="not-data-parallel"
             )
+        if getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
+            problem = "the fused loss has no router loss: set router_aux_loss_coef=0.0 in the SFTConfig"
+            raise UserError(f"{problem}, or the model's output_router_logits=False", code="router-loss")
         # after the Trainer's constructor, which may wrap the model (PEFT) and replace its forward (TRL)
-        self._fused: Any = _base_of(trainer.model)
-        if getattr(self._fused.config.get_text_config(), "output_router_logits", False):
-            raise UserError(
-                "the fused loss does not include the router's auxiliary loss: set router_aux_loss_coef=0.0 "
-                "in the SFTConfig, or output_router_logits=False in the model's configuration",
-                code="router-loss",
-            )
-        _fuse(self._fused, self._objective, cost, options)
+        self._fused: Any = _fused(trainer.model, self._objective, cost, options)
         self._probed = False
         self.model_accepts_loss_kwargs = True  # the Trainer then counts the batch's tokens,
         self._loss_shifts_labels = True  # and not the first of each row, which nothing predicts
         if hasattr(self, "_total_train_tokens"):
-            warnings.warn(
-                "the fused loss builds no logits: entropy and mean_token_accuracy are not logged",
-                stacklevel=2,
-            )
-
-    def _check_arguments(self, args: Any, options: dict[str, Any]) -> None:
-        """Complete the loss's `options` and the training arguments, before the Trainer prepares its data.
-
-        Raises UserError for arguments that ask for another loss.
-        """
-        if (smoothing := args.label_smoothing_factor) and options.setdefault(
-            "label_smoothing", smoothing
-        ) != smoothing:
-            raise UserError(
-                f"label_smoothing_factor={smoothing:g} in the training arguments but label_smoothing="
-                f"{options['label_smoothing']:g} in loss_options; give one of them",
-                code="two-smoothings",
-            )
-        # unset, the likelihood, or the same in chunks: the defaults of SFTConfig's versions
-        if (loss := getattr(args, "loss_type", None)) not in (None, "nll", "chunked_nll"):
-            raise UserError(
-                f"loss_type={loss} in the SFTConfig, but FusedLossMixin minimises {self._objective}: leave "
-                f"loss_type out and give objective={loss!r} if that is meant",
-                code="two-losses",
-            )
-        if args.use_liger_kernel:
-            liger = args.liger_kernel_config or {}
-            if liger.get("fused_linear_cross_entropy") or liger.get("cross_entropy"):
-                raise UserError(
-                    "liger_kernel_config asks for Liger's cross-entropy, but FusedLossMixin minimises "
-                    f"{self._objective}: leave it out; Liger's layers are used all the same",
-                    code="two-losses",
-                )
-            args.liger_kernel_config = liger | {"fused_linear_cross_entropy": False}
+            absent = "the fused loss builds no logits: entropy and mean_token_accuracy are not logged"
+            warnings.warn(absent, stacklevel=2)
 
     def compute_loss(
         self,
@@ -346,19 +270,13 @@ class FusedLossMixin:
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return loss sum / tokens of the global batch, as the Trainer's accumulation expects it.
-
-        Raises UserError for rows without labels, and for packed rows beside a learned prompt.
-        """
+        """Return loss sum / tokens of the global batch, as the Trainer's accumulation expects it."""
         trainer: Any = self
         adapter = getattr(trainer.model, "active_peft_config", None)
         prompt = getattr(adapter, "is_prompt_learning", False)  # PEFT then puts tokens before each row
         if prompt and inputs.get("position_ids") is not None:
-            raise UserError(
-                "a learned prompt stands before whole rows, and PEFT drops the positions that keep packed "
-                "documents apart: train without packing and padding_free",
-                code="prompt-packed",
-            )
+            problem = "PEFT drops the positions that keep packed documents apart beside a learned prompt"
+            raise UserError(f"{problem}: train without packing and padding_free", code="prompt-packed")
         if not self._probed:  # here the weights are where training uses them, whatever wraps the model
             path = None if prompt else model
             probe_model(self._fused, path, packed=False, collective=True, device=trainer.args.device)
@@ -366,21 +284,15 @@ class FusedLossMixin:
         if self._objective.schedule is not None:
             self._fused.get_output_embeddings().use(self._objective.at(trainer.state.global_step))
         if inputs.get("labels") is None and inputs.get("shift_labels") is None:
-            raise UserError(
-                "the rows have no labels, so there is no loss: give each a column `labels`, like input_ids "
-                "with -100 for what is not to be learned",
-                code="no-labels",
-            )
+            problem = "the rows have no labels: give each a column `labels`, like input_ids, -100 for what"
+            raise UserError(f"{problem} is not to be learned", code="no-labels")
         inputs.pop("_prediction_loss_only", None)  # a note of TRL's to itself
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
         loss = outputs.loss
         if num_items_in_batch is None:  # a mean over this micro-batch alone
             if model.training and trainer.current_gradient_accumulation_steps > 1:
-                warnings.warn(
-                    "compute_loss was called without num_items_in_batch: every micro-batch weighs the same, "
-                    "however few tokens it has; hand on what the Trainer gives it",
-                    stacklevel=2,
-                )
+                problem = "compute_loss was called without num_items_in_batch, which the Trainer gives it"
+                warnings.warn(f"{problem}: every micro-batch weighs the same", stacklevel=2)
             loss = loss / (trainer.current_gradient_accumulation_steps if model.training else 1)
         elif trainer.args.average_tokens_across_devices:  # counted over ranks that average gradients
             loss = loss * trainer.accelerator.num_processes

@@ -20,12 +20,7 @@ import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.weights import load_causal_lm, load_config
@@ -45,9 +40,8 @@ from emo.pipeline.loss import (
     probe_model,
     weighted_sum,
 )
-from emo.pipeline.loss.cost import TWIN_COST, USUAL_TWINS, twins
 from emo.pipeline.loss.head import by_segments, refusal
-from emo.pipeline.planning.attention import usable_attention, without_segments
+from emo.pipeline.planning.host import family_has, usable_attention
 from emo.pipeline.ranks import broken_hardware, gather_objects, lost_a_peer
 from emo.pipeline.run_dir import INITIAL
 
@@ -72,10 +66,8 @@ def model_config(config: ModelConfig, online: bool = True) -> PretrainedConfig:
         raise UserError(_unreachable(config.path, error)) from None
     for key, value in (config.architecture or {}).items():
         if getattr(hf_config, key, None) != value:
-            raise UserError(
-                f"model.path={config.path} has {key}={getattr(hf_config, key, None)!r}, but "
-                f"model.architecture says {value!r}; correct one of them"
-            )
+            actual = f"model.path={config.path} has {key}={getattr(hf_config, key, None)!r}"
+            raise UserError(f"{actual}, but model.architecture says {value!r}; correct one of them")
     return hf_config
 
 
@@ -83,16 +75,12 @@ def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest)
     """Refuse data that this model cannot read: too many ids, too long blocks, another tokenizer."""
     vocab_size = config.get_text_config().vocab_size
     if manifest.vocab_size > vocab_size:
-        raise UserError(
-            f"the prepared data use {manifest.vocab_size} token ids but the model's head has "
-            f"{vocab_size}; set data.tokenizer to the model's own tokenizer and prepare again"
-        )
+        problem = f"the prepared data use {manifest.vocab_size} token ids, the model's head has {vocab_size}"
+        raise UserError(f"{problem}; set data.tokenizer to the model's own and prepare again")
     context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and manifest.block > context:
-        raise UserError(
-            f"blocks of {manifest.block} tokens are longer than the model's context of {context}; "
-            f"set data.sequence_len={context} or less and prepare again"
-        )
+        problem = f"rows of {manifest.block} tokens are longer than the model's context of {context}"
+        raise UserError(f"{problem}; set data.sequence_len={context} or less and prepare again")
     if model.path is None:
         return
     try:
@@ -101,37 +89,28 @@ def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest)
         log.warning("%s carries no tokenizer: cannot check that it fits the data", model.path)
         return
     if fingerprint != manifest.tokenizer_fingerprint:
-        raise UserError(
-            f"the data were prepared with another tokenizer than that of {model.path}; "
-            f"set data.tokenizer={model.path} and prepare again"
-        )
-
-
-Cost = CostEmbedding | LiveCost | None
+        problem = f"the data were prepared with another tokenizer than that of {model.path}"
+        raise UserError(f"{problem}; set data.tokenizer={model.path} and prepare again")
 
 
 class Losses(NamedTuple):
     """The objective, and the transport costs that training and validation use."""
 
     objective: Objective
-    cost: Cost  # None where the objective has no transport part, so that it pays for none
-    measure: Cost  # in validation DEMD is reported for every objective, to compare them
+    cost: CostEmbedding | LiveCost | None  # None where the objective has no transport part
+    measure: (
+        CostEmbedding | LiveCost | None
+    )  # in validation DEMD is reported for every objective, to compare them
 
 
 def objective_parts(config: RunConfig) -> list[Objective]:
-    """Return the objective that a recipe names, or those of its sum.
-
-    Raises UserError for names and parameters that are not known.
-    """
+    """Return the objective that a recipe names, or those of its sum."""
     chosen: Sequence[PartConfig | ObjectiveConfig] = config.objective.sum or [config.objective]
     return [get_objective(part.name, **part.params) for part in chosen]
 
 
 def training_objective(config: RunConfig, parts: Sequence[Objective] | None = None) -> Objective:
-    """Return what a recipe minimises, of its `parts` where they are made already.
-
-    Raises UserError for objectives that a run cannot compute.
-    """
+    """Return what a recipe minimises, of its `parts` where they are made already."""
     chosen = config.objective
     parts = parts or objective_parts(config)
     objective = parts[0]
@@ -143,20 +122,21 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
             for part in chosen.sum
         ]
         objective = weighted_sum(list(zip(parts, weights, strict=True)))
+    problem = None
     if objective.dense:
-        raise UserError(
-            f"objective {objective.name} compares with a teacher, which a recipe cannot name; "
-            "use emo.pipeline.loss.fused from Python, or set objective.name to another"
+        problem = (
+            "compares with a teacher, which a recipe cannot name; use emo.pipeline.loss.fused from Python, "
+            "or set objective.name to another"
         )
-    if "stored" in objective.needs and chosen.scores is None:
-        raise UserError(
-            f"objective {objective.name} compares with another model's log-probabilities; write them with "
+    elif "stored" in objective.needs and chosen.scores is None:
+        problem = (
+            "compares with another model's log-probabilities; write them with "
             "`emo score RECIPE --model MODEL --name NAME` and set objective.scores=NAME"
         )
-    if chosen.scores is not None and "stored" not in objective.needs:
-        raise UserError(
-            f"objective {objective.name} reads no scores; leave out objective.scores={chosen.scores}"
-        )
+    elif chosen.scores is not None and "stored" not in objective.needs:
+        problem = f"reads no scores; leave out objective.scores={chosen.scores}"
+    if problem is not None:
+        raise UserError(f"objective {objective.name} {problem}")
     return objective
 
 
@@ -167,7 +147,7 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
     3.1). A new model's first weights mean nothing, so an objective without costs is not measured with them.
     """
     kind, megabytes = config.objective.cost, config.objective.cost_cache_mb
-    cost: Cost = None
+    cost: CostEmbedding | LiveCost | None = None
     if kind == "live":
         cost = LiveCost()
     elif kind == "constant":
@@ -182,17 +162,6 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
         source, revision = origin(config)
         cost = load_cost(source, vocab_size, cache_mb=megabytes, revision=revision)
         cost = cost.permuted(config.objective.cost_seed) if kind == "permuted" else cost
-    measured = objective.needs_cost and kind not in ("constant", "numbers")
-    if isinstance(cost, CostEmbedding) and measured and log.isEnabledFor(logging.INFO):
-        alike, among = twins(cost)
-        if alike > USUAL_TWINS * among:
-            log.info(
-                "objective.cost hardly tells tokens apart: %d of %d that were looked at are within a cost of "
-                "%g of another one, and about half is usual; watch weight_max in metrics.jsonl",
-                alike,
-                among,
-                TWIN_COST,
-            )
     return Losses(objective, cost if objective.needs_cost else None, cost)
 
 
@@ -220,10 +189,7 @@ def measuring(model: nn.Module, losses: Losses) -> Iterator[None]:
 
 
 def origin(config: RunConfig) -> tuple[str, str | None]:
-    """Return the path or hub id of the weights before training, and the commit of a hub model.
-
-    A new model's first weights are its origin, and its cost embedding's.
-    """
+    """Return the path or hub id of the weights before training, and the commit of a hub model."""
     if config.model.path is None:
         return str(config.output_dir / INITIAL), None
     return config.model.path, config.model.revision
@@ -244,10 +210,7 @@ def write_initial_weights(config: RunConfig) -> None:
 
 
 def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
-    """Return the model from its weights; under ZeRO-3 it is built partitioned (see engine.py).
-
-    Raises UserError when they cannot be read, are not exactly those of the configuration, or are not finite.
-    """
+    """Return the model from its weights; under ZeRO-3 it is built partitioned (see engine.py)."""
     path, revision = origin(config)
     try:
         loaded = load_causal_lm(
@@ -257,16 +220,14 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
         if broken_hardware(error) or lost_a_peer(error):
             raise  # weights go to the GPU and, under ZeRO-3, to other ranks
         raise UserError(_unreachable(path, error)) from None
-    for problem, names in (  # every tensor of the model must be there in its shape, and no other
-        ("lacks", loaded.missing),
-        ("has another shape for", loaded.mismatched),
-        ("holds what this kind of model has not:", loaded.unexpected),
-    ):
+    problems = {"lacks": loaded.missing, "has another shape for": loaded.mismatched}
+    problems["holds what this kind of model has not:"] = loaded.unexpected
+    for problem, names in problems.items():
         if names:
             remainder = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            listed = f"{', '.join(names[:3])}{remainder}"
             raise UserError(
-                f"model.path={path} {problem} {', '.join(names[:3])}{remainder}: it is damaged, or not a "
-                "checkpoint of a causal language model; set model.path to one that is complete"
+                f"model.path={path} {problem} {listed}: it is damaged, or no causal language model"
             )
     if loaded.fault is not None:
         raise UserError(f"model.path={path} {loaded.fault}; correct it, or set model.path to another")
@@ -279,9 +240,7 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
     if dist.is_initialized() and dist.get_world_size() > 1:
         broken = next((fault for fault in gather_objects(broken) if fault), "")
     if broken:
-        raise UserError(
-            f"model.path={path} holds values in {broken} that are not finite; its weights are damaged"
-        )
+        raise UserError(f"model.path={path} holds values in {broken} that are not finite: it is damaged")
     return loaded.model
 
 
@@ -290,39 +249,33 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     path, revision = origin(config)
     model = load_pretrained(config, usable_attention(config.model, load_config(path, revision)))
     model.config.use_cache = False
-    if config.model.lora is not None:
-        # Adapters first: peft looks layers up by class, and the fused head is not a target.
-        peft_model = add_lora(model, config.model, config.train.seed)
-    fuse_model(
-        model,
-        losses.objective,
-        losses.cost,
-        z_loss=config.objective.z_loss,
-        label_smoothing=config.objective.label_smoothing,
-    )
+    trained: nn.Module = model
+    if config.model.lora is not None:  # first: peft looks layers up by class, and the fused head is no target
+        trained = add_lora(model, config.model, config.train.seed)
+    smoothing, z_loss = config.objective.label_smoothing, config.objective.z_loss
+    fuse_model(model, losses.objective, losses.cost, z_loss=z_loss, label_smoothing=smoothing)
     if config.model.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return peft_model if config.model.lora is not None else model
+    return trained
 
 
 def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]) -> None:
     """Compare the model in its engine with itself before the first step; all ranks must call.
 
-    manifests: of all data that go through it, for training and validation. Raises UserError when the fused
-    loss is not that of the model's own logits, or when any are packed and the model cannot keep documents
-    apart. Where `auto` took an attention that is told where they begin and it is of no use, another is tried.
+    manifests: of all data that go through it. Raises UserError when the fused loss is not that of the model's
+    own logits, or when rows are packed and the model cannot keep documents apart. Where `auto` took an
+    attention that is told where documents begin and it is of no use, another is tried.
     """
     packed = any(shard.segments > shard.rows for manifest in manifests for shard in manifest.shards)
     base: Any = engine.model
     if config.model.lora is not None:
         base = base.get_base_model()
-    probe = functools.partial(
-        probe_model, base, engine.ds, packed=False, collective=True, device=engine.world.device
-    )
+    settings: Any = {"packed": False, "collective": True, "device": engine.world.device}
+    probe = functools.partial(probe_model, base, engine.ds, **settings)
     verdict = probe()
     first = base.config._attn_implementation
     if verdict == "refused" and by_segments(first) and config.model.attn_implementation == "auto":
-        other = without_segments(base.config)
+        other = "sdpa" if family_has(base.config, "sdpa") else "eager"
         log.info("attention: %s; %s does not keep the documents of a row apart here", other, first)
         base.set_attn_implementation(other)
         verdict = probe()
@@ -333,10 +286,7 @@ def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]
 
 
 def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
-    """Wrap the linear layers of the body with low-rank adapters; everything else is frozen.
-
-    `seed` alone decides their first weights. Raises UserError for a target that names no layer.
-    """
+    """Return the model with low-rank adapters, drawn from `seed`, on linear layers; all else is frozen."""
     import peft
 
     assert config.lora is not None

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import fsspec
 
@@ -24,9 +23,6 @@ from emo.pipeline.run_dir import COMPLETE, checkpoints, is_complete
 
 log = logging.getLogger(__name__)
 
-UPLOADING = "UPLOADING"
-FILES = 8  # at a time
-PIECE = 16 << 20  # bytes
 STALL = 600.0  # seconds without a piece after which the end of a run no longer waits
 
 
@@ -37,8 +33,7 @@ class Uploads:
         self.run_dir, self.target = run_dir, target
         self.current: Path | None = None  # is being copied, and must not be pruned
         self._copied: set[str] = set()
-        self._work = threading.Event()
-        self._idle = threading.Event()
+        self._work, self._idle = threading.Event(), threading.Event()
         self._moved = time.monotonic()
         self.wake()  # for what an earlier launch has left
         threading.Thread(target=self._run, name="upload", daemon=True).start()
@@ -57,8 +52,7 @@ class Uploads:
         return [d.name for d in checkpoints(self.run_dir) if d.name not in self._copied]
 
     def _run(self) -> None:
-        while True:
-            self._work.wait()
+        while self._work.wait():
             self._work.clear()
             for directory in checkpoints(self.run_dir):
                 if directory.name in self._copied:
@@ -84,14 +78,17 @@ class Uploads:
 def copy_checkpoint(directory: Path, target: str, moved: Callable[[], None]) -> None:
     """Copy a complete checkpoint into `target`, calling `moved` after every piece.
 
-    Files that an interrupted copy of the same checkpoint has left whole stay. Raises OSError, or what else
-    the store raises, when a file cannot be copied or is no longer what COMPLETE says.
+    Files that an interrupted copy of the same checkpoint has left whole stay. Raises OSError for a file that
+    is no longer what COMPLETE says.
     """
     system, root = fsspec.core.url_to_fs(f"{target}/{directory.name}")
     system.invalidate_cache()
     marker = (directory / COMPLETE).read_bytes()
     listed = json.loads(marker)["files"]
-    complete, uploading = f"{root}/{COMPLETE}", f"{root}/{UPLOADING}"
+    complete, uploading = f"{root}/{COMPLETE}", f"{root}/UPLOADING"
+
+    def content(path: str) -> bytes | None:
+        return system.cat_file(path) if system.exists(path) else None
 
     def copy(name: str) -> None:
         path = f"{root}/{name}"
@@ -100,26 +97,22 @@ def copy_checkpoint(directory: Path, target: str, moved: Callable[[], None]) -> 
         system.makedirs(path.rpartition("/")[0], exist_ok=True)
         digest = hashlib.sha256()
         with (directory / name).open("rb") as source, system.open(path, "wb") as sink:
-            while piece := source.read(PIECE):
+            while piece := source.read(16 << 20):
                 sink.write(piece)
                 digest.update(piece)
                 moved()
         if digest.hexdigest() != listed[name]["sha256"]:
             raise OSError(f"{name} has another content than {COMPLETE} says")
 
-    if _content(system, complete) != marker:
-        resumes = _content(system, uploading) == marker
+    if content(complete) != marker:
+        resumes = content(uploading) == marker
         if system.exists(complete):  # of another checkpoint of this name
             system.rm_file(complete)
         if not resumes:
             system.makedirs(root, exist_ok=True)
             system.pipe_file(uploading, marker)
-        with ThreadPoolExecutor(FILES) as pool:
+        with ThreadPoolExecutor(8) as pool:
             list(pool.map(copy, sorted(listed)))
         system.pipe_file(complete, marker)
     if system.exists(uploading):
         system.rm_file(uploading)
-
-
-def _content(system: Any, path: str) -> bytes | None:
-    return system.cat_file(path) if system.exists(path) else None

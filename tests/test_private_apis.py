@@ -39,15 +39,15 @@ ATTRIBUTES = {
     ],
     "pipeline/export.py": ["transformers.integrations:unset_hf_deepspeed_config"],
     "pipeline/model.py": ["transformers:PreTrainedModel.set_attn_implementation"],
-    "pipeline/planning/host.py": ["torch.utils.cpp_extension:get_default_build_root"],
-    "pipeline/planning/ds_file.py": [
-        *("torch.utils.cpp_extension:CUDA_HOME", "deepspeed.ops.op_builder:AsyncIOBuilder"),
-        "deepspeed.git_version_info:installed_ops",
-    ],
-    "pipeline/planning/attention.py": [
+    "pipeline/planning/host.py": [
+        "torch.utils.cpp_extension:get_default_build_root",
         "transformers:LlamaForCausalLM._supports_sdpa",
         "transformers:LlamaForCausalLM._supports_flash_attn",
         "transformers:LlamaForCausalLM._supports_attention_backend",
+    ],
+    "pipeline/planning/ds_file.py": [
+        *("torch.utils.cpp_extension:CUDA_HOME", "deepspeed.ops.op_builder:AsyncIOBuilder"),
+        "deepspeed.git_version_info:installed_ops",
     ],
     "common/weights.py": [
         "transformers:PreTrainedModel.get_expanded_tied_weights_keys",

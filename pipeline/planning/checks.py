@@ -19,26 +19,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from emo.common.errors import UserError, one_line
 from emo.common.recipe import shown
+from emo.common.text import counted
 from emo.data_prep.config import TRAIN
 from emo.data_prep.scores import Scores
 from emo.data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_facts
 from emo.pipeline import identity
-from emo.pipeline.config import Batch, RunConfig, solve_batch, total_steps
+from emo.pipeline.config import Batch, RunConfig, solve_batch
 from emo.pipeline.export import exported_tensors, unwrap, write_rest
 from emo.pipeline.identity import Identity
 from emo.pipeline.loss.cost_files import FILES, load_cost
 from emo.pipeline.loss.objectives import Objective
-from emo.pipeline.model import (
-    add_lora,
-    check_fits,
-    model_config,
-    objective_parts,
-    training_objective,
-)
+from emo.pipeline.model import add_lora, check_fits, model_config, objective_parts, training_objective
 from emo.pipeline.order import BatchOrder, Domain, Holding, MixedOrder, shares
-from emo.pipeline.planning.attention import usable_attention
 from emo.pipeline.planning.ds_file import check_host, deepspeed_config, parameter_groups
+from emo.pipeline.planning.host import usable_attention
 from emo.pipeline.report.samples import prompt_ids
 
 log = logging.getLogger(__name__)
@@ -74,31 +69,54 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
         check_host(ds_config)
         for package in config.train.report_to:
             if importlib.util.find_spec(package) is None:
-                problem = (
-                    f"train.report_to: {package} needs the package: pip install {package}, or leave it out"
-                )
-                raise UserError(problem, code="missing-extra")
-    before = identity.programs(config)
+                cure = f"pip install {package}, or leave it out"
+                raise UserError(f"train.report_to: {package} is not installed: {cure}", code="missing-extra")
     parts = objective_parts(config)
     programs, objective = identity.programs(config), training_objective(config, parts)
-    if any(programs.get(name) != digest for name, digest in before.items()):
-        raise UserError(
-            "the file of objective.name was changed while it was read; run the same command again"
-        )
     data, validation = _data(config, local)
     hf_config = model_config(config.model, online=local)
     for part in () if data is None else (data, *validation.values()):
         check_fits(hf_config, config.model, part.manifest)
     implementation = usable_attention(config.model, hf_config) if local else config.model.attn_implementation
-    steps = config.train.max_steps if data is None else total_steps(config.train, len(data))
-    if config.train.profile is not None and steps is not None and config.train.profile[1] > steps:
-        raise UserError(f"train.profile={list(config.train.profile)} ends after the run's {steps} steps")
-    model = meta_model(config, hf_config)
+    train, steps = config.train, config.train.max_steps
+    if steps is None and data is not None:  # as many whole batches as the epochs hold
+        epochs = train.num_train_epochs or 0
+        steps = int(epochs * len(data) / train.global_batch_size)
+        if steps == 0:
+            amount = f"{counted(len(data), 'row')} x {counted(epochs, 'epoch')}"
+            raise UserError(f"{amount} are less than a batch; set a smaller train.global_batch_size")
+    if train.profile is not None and steps is not None and train.profile[1] > steps:
+        raise UserError(f"train.profile={list(train.profile)} ends after the run's {steps} steps")
+    try:
+        with torch.device("meta"):  # names and shapes without weights
+            model: nn.Module = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
+            if config.model.lora is not None:
+                model = add_lora(model, config.model, train.seed)  # type: ignore[arg-type]
+    except UserError:
+        raise
+    except Exception as error:  # whatever a configuration that cannot be makes of transformers
+        where = "model.path" if config.model.path else "model.architecture"
+        where += "" if config.model.lora is None else " or model.lora"
+        raise UserError(f"{where}: no model can be built from it ({one_line(error, 250)})") from None
     if config.train.optimizer == "muon":
         parameter_groups(model, config.train.weight_decay, use_muon=True)
-    _check_shape(hf_config)
-    base = unwrap(model)
-    base.generation_config = _generation_config(config, local) or base.generation_config
+    settings: Any = hf_config.get_text_config()
+    for key in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
+        value = None
+        with contextlib.suppress(Exception):  # configurations compute some, and some are for single layers
+            value = getattr(settings, key)
+        if type(value) is not int or value < 1:
+            problem = f"model_type {hf_config.model_type} has no {key} of all layers; take a transformer"
+            raise UserError(problem, code="architecture")
+    path = config.model.path
+    if path is not None and (local or Path(path).exists()):
+        with contextlib.suppress(OSError):  # generation defaults, if any, are carried on by the export
+            try:
+                revision = config.model.revision or "main"
+                unwrap(model).generation_config = GenerationConfig.from_pretrained(path, revision=revision)
+            except ValueError as error:
+                problem = f"model.path={path}: its generation_config.json is wrong: {one_line(error)}"
+                raise UserError(problem) from None
     rehearse(model, config)
     _check_cost(config, hf_config.get_text_config().vocab_size, local)
     scores: list[Scores | None] = []
@@ -120,47 +138,11 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     if data is not None and steps is not None:
         order = BatchOrder(len(data), config.train.global_batch_size, config.train.seed)
         if history[-1].mixture is not None:
-            order = MixedOrder(
-                data.domain,
-                data.valid,
-                data.domains,
-                config.train.global_batch_size,
-                config.train.seed,
-                history,
-            )
+            rows = (data.domain, data.valid, data.domains)
+            order = MixedOrder(*rows, config.train.global_batch_size, config.train.seed, history)
             order.taken(steps)  # a mixture that ends before the last step is refused
     resolved = (batch, steps, ds_config, hf_config, model, objective, implementation)
     return Ready(*resolved, data, validation, scores, history, order, facts)
-
-
-def meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
-    """Return the model with its adapters on the meta device: names and shapes without weights."""
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
-            return model if config.model.lora is None else add_lora(model, config.model, config.train.seed)
-    except UserError:
-        raise
-    except Exception as error:  # whatever a configuration that cannot be makes of transformers
-        where = "model.path" if config.model.path else "model.architecture"
-        if config.model.lora is not None:
-            where += " or model.lora"
-        raise UserError(f"{where}: no model can be built from it ({one_line(error, 250)})") from None
-
-
-def _check_shape(hf_config: PretrainedConfig) -> None:
-    """Raise UserError for an architecture that is no transformer with layers of one shape."""
-    settings: Any = hf_config.get_text_config()
-    for name in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
-        value = None
-        with contextlib.suppress(Exception):  # configurations compute some, and some are for single layers
-            value = getattr(settings, name)
-        if type(value) is not int or value < 1:
-            raise UserError(
-                f"model_type {hf_config.model_type} has no {name} that holds for all of its layers, and the "
-                "trainer knows transformers only; set model.path or model.architecture to one",
-                code="architecture",
-            )
 
 
 def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[str, TokenDataset]]:
@@ -177,29 +159,11 @@ def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[
         except Exception as error:  # `tokenizers` raises plain Exception for a broken file
             raise UserError(f"{directory} cannot be read ({one_line(error)}); {AGAIN} --force") from None
         if fingerprint != rows.manifest.tokenizer_fingerprint:
-            raise UserError(
-                f"{directory} is not the tokenizer that the rows beside it were prepared with; put that "
-                f"back, or {AGAIN} --force",
-                code="changed-tokenizer",
-            )
+            problem = f"{directory} is not what the rows beside it were prepared with; {AGAIN} --force"
+            raise UserError(problem, code="changed-tokenizer")
     if not data.valid.sum():
         raise UserError(f"{data.directory} holds nothing to learn from; check data.sources")
     return data, validation
-
-
-def _generation_config(config: RunConfig, local: bool) -> GenerationConfig | None:
-    """Return the generation defaults of a pre-trained model, which the export carries on."""
-    path = config.model.path
-    if path is None or not (local or Path(path).exists()):
-        return None
-    try:
-        return GenerationConfig.from_pretrained(path, revision=config.model.revision or "main")
-    except OSError:
-        return None
-    except ValueError as error:
-        raise UserError(
-            f"model.path={path}: its generation_config.json is wrong: {one_line(error)}"
-        ) from None
 
 
 def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
@@ -218,17 +182,12 @@ def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
             f"objective.cost={source} does not exist; give pretrained, live, constant, permuted or numbers, "
             f"a model's directory or hub id, or a file that holds one matrix ({', '.join(FILES)})"
         )
-    if source != "live" and (local or is_file or Path(source).exists()):
-        load_cost(source, vocab_size, revision=config.model.revision if source == path else None)
-        if local and not is_file and source != path:
-            _check_cost_tokens(config, source)
-
-
-def _check_cost_tokens(config: RunConfig, source: str) -> None:
-    """Raise UserError where the model that costs are from calls other tokens by the ids of the data.
-
-    Tokens are compared, not files. Special tokens may differ: another stage of training renames them.
-    """
+    if source == "live" or not (local or is_file or Path(source).exists()):
+        return
+    load_cost(source, vocab_size, revision=config.model.revision if source == path else None)
+    if is_file or not local or source == path:
+        return
+    # Another model's costs must be of the same tokens; special ones may differ, for training renames them.
     tokenizer = load_tokenizer(str(config.data.dir / "tokenizer"))
     try:
         other = load_tokenizer(source)
@@ -241,20 +200,15 @@ def _check_cost_tokens(config: RunConfig, source: str) -> None:
     names = {token: name for name, token in other.get_vocab().items()}
     for name, token in tokenizer.get_vocab().items():
         if token not in special and names.get(token) != name:
-            raise UserError(
+            problem = (
                 f"objective.cost={source} has another tokenizer than the data: its token {token} is "
-                f"{shown(names.get(token))} instead of {shown(name)}, so costs would be of other tokens; "
-                "set objective.cost to pretrained or to a model with the tokenizer of the data",
-                code="cost-tokenizer",
+                f"{shown(names.get(token))}, not {shown(name)}; set objective.cost=pretrained"
             )
+            raise UserError(problem, code="cost-tokenizer")
 
 
 def rehearse(model: nn.Module, config: RunConfig) -> None:
-    """Go through the export of `model` without its weights: names, shapes, adapters, configuration, files.
-
-    `model` may lie on the meta device or be partitioned. Raises UserError when the export of the trained
-    model would fail.
-    """
+    """Go through the export of `model` without its weights: names, shapes, adapters, configuration, files."""
     base = unwrap(model)
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
@@ -264,10 +218,8 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
             with torch.device("meta"):
                 plain = AutoModelForCausalLM.from_config(settings)
         except (OSError, ValueError, KeyError) as error:
-            raise UserError(
-                f"the trained model could not be exported: its configuration cannot be written and read "
-                f"back ({one_line(error, 200)}); correct model.path or model.architecture"
-            ) from None
+            problem = f"its configuration cannot be written and read back ({one_line(error, 200)})"
+            raise UserError(f"the trained model could not be exported: {problem}") from None
     names: dict[int, list[str]] = {}
     for name, parameter in base.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
@@ -275,10 +227,8 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
     for tensor in exported_tensors(model):
         sharing = names[id(tensor.base)]
         if tensor.adapters and len(sharing) > 1:  # merged into one, they would change the other as well
-            raise UserError(
-                f"model.lora.targets: {' and '.join(sharing)} are one tensor, and adapters on one of the "
-                "layers cannot be exported; leave it out of the targets"
-            )
+            problem = f"{' and '.join(sharing)} are one tensor, and adapters on one cannot be exported"
+            raise UserError(f"model.lora.targets: {problem}; leave it out of the targets")
         whole = [torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for p in tensor.parts]
         try:
             actual[tensor.name] = list(tensor.merged(*whole).shape)
@@ -287,8 +237,5 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
     expected = {name: list(p.shape) for name, p in plain.named_parameters()}
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):
-            raise UserError(
-                f"the trained model could not be exported: {name} would be {actual.get(name, 'nothing')} "
-                f"where {type(plain).__name__} has {expected.get(name, 'nothing')}; "
-                "set model.lora.targets to other layers, or use another model"
-            )
+            shapes = f"{actual.get(name, 'nothing')}, not {expected.get(name, 'nothing')}"
+            raise UserError(f"the trained model could not be exported: {name} would be {shapes}")

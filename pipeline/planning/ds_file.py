@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -24,8 +26,9 @@ from emo.common.errors import UserError, nearest, one_line
 from emo.common.provenance import REPOSITORY, shipped
 from emo.common.untrusted import JSON_BYTES, read_bytes
 from emo.pipeline.config import Batch, RunConfig
-from emo.pipeline.planning.host import check_compiler, on_gpu, ranks_here
+from emo.pipeline.planning.host import compiler, on_gpu, ranks_here
 
+REPORTS = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler")
 # What the recipe decides; a DeepSpeed file that sets one of these would be a second owner of the fact.
 OWNED_BY_RECIPE = {
     "train_batch_size": "train.global_batch_size",
@@ -36,9 +39,8 @@ OWNED_BY_RECIPE = {
     "gradient_clipping": "train.max_grad_norm",
     "bf16": "model.dtype",
     "fp16": "model.dtype",
+    **dict.fromkeys(REPORTS, "train.report_to or train.profile"),
 }
-# These write to or send to where no recipe says so.
-REPORTS = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler")
 CUT_OVER_RANKS = {"sequence_parallel_size": "every row", "tensor_parallel": "the output head"}
 # What may differ between two launches of a run: where things are, when they move and what is reported. All
 # else, whatever DeepSpeed will call it, decides the numbers or how a checkpoint is laid out.
@@ -53,35 +55,20 @@ FREE_ZERO = {
     *("gather_16bit_weights_on_model_save", "log_trace_cache_warnings", "enable_sanity_checks"),
     *("module_granularity_threshold", "use_all_reduce_for_fetch_params", "allgather_sequential"),
 }
-GRADIENT_TYPES = ("fp32", "bf16", "fp16")
-MUON_MOMENTUM = 0.95  # that Muon's author and DeepSpeed use
 
 
 def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
-    """Return the DeepSpeed configuration: the file that the recipe names, completed from the recipe.
-
-    Raises UserError when the file is missing, holds anything that DeepSpeed does not know or accept, sets
-    what the recipe owns, or asks for what cannot work.
-    """
+    """Return the DeepSpeed configuration: the file that the recipe names, completed from the recipe."""
     path, train = shipped(config.deepspeed), config.train
     tree = _read(path, config.deepspeed)
-    for key, instead in OWNED_BY_RECIPE.items():
-        if key in tree:
+    for key in tree:
+        if key in OWNED_BY_RECIPE:
+            instead = OWNED_BY_RECIPE[key]
             raise UserError(f"{path} sets {key}; remove it and set {instead} in the recipe", code="ds-owned")
-    for key in REPORTS:
-        if key in tree:
-            raise UserError(
-                f"{path} sets {key}, which reports beside the run directory; remove it and set "
-                "train.report_to or train.profile in the recipe"
-            )
-    for key, cut in CUT_OVER_RANKS.items():
-        if key in tree:
-            raise UserError(
-                f"{path} sets {key}, which cuts {cut} over ranks, and the loss needs it whole; remove it "
-                "(ZeRO-3 and model.activation_checkpointing save memory, too)",
-                code="ds-cuts",
-            )
-    _check(tree, path)
+        if key in CUT_OVER_RANKS:
+            problem = f"{path} sets {key}, which cuts {CUT_OVER_RANKS[key]} over ranks; remove it: the loss"
+            raise UserError(f"{problem} needs it whole, and ZeRO-3 saves memory, too", code="ds-cuts")
+    _check_keys(tree, path)
     _check_combination(config, tree, path, batch.ranks)
     on_cpu = get_accelerator().device_name() == "cpu"
     zero = tree.setdefault("zero_optimization", {"stage": 1})
@@ -98,8 +85,8 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
     optimizer = {"type": "AdamW", "params": adam}
     if train.optimizer == "muon":
         zero["reduce_scatter"] = False  # it needs whole gradients
-        muon_params = {"muon_lr": train.muon_lr, "momentum": MUON_MOMENTUM}
-        optimizer = {"type": "Muon", "params": adam | muon_params}
+        # the momentum that Muon's author and DeepSpeed use
+        optimizer = {"type": "Muon", "params": adam | {"muon_lr": train.muon_lr, "momentum": 0.95}}
     tree.update(
         train_batch_size=batch.batch,
         train_micro_batch_size_per_gpu=batch.micro,
@@ -114,10 +101,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
 
 
 def decisive(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a complete DeepSpeed configuration decides of a run's numbers and of its checkpoints.
-
-    What is written out although it is the default is left out, and so is what the recipe owns.
-    """
+    """Return what a complete DeepSpeed configuration decides of a run's numbers and of its checkpoints."""
     zero = DeepSpeedZeroConfig(**ds_config.get("zero_optimization", {}))
     tree = zero.model_dump(mode="json", exclude_defaults=True, exclude=FREE_ZERO)
     for part in ("offload_param", "offload_optimizer"):
@@ -125,40 +109,38 @@ def decisive(ds_config: Mapping[str, Any]) -> dict[str, Any]:
         if device != "none":
             tree[part] = device
     others = {k: v for k, v in ds_config.items() if k not in FREE and k not in OWNED_BY_RECIPE}
-    return others | {"zero_optimization": tree | {"stage": zero_stage(dict(ds_config))}}
+    return others | {"zero_optimization": tree | {"stage": zero_stage(ds_config)}}
 
 
-def zero_stage(ds_config: dict[str, Any]) -> int:
+def zero_stage(ds_config: Mapping[str, Any]) -> int:
     """Return the ZeRO stage of a DeepSpeed configuration."""
     return int(ds_config.get("zero_optimization", {}).get("stage", 0))
 
 
 def check_host(ds_config: dict[str, Any]) -> None:
-    """Raises UserError when this host lacks what the configuration needs of it.
-
-    Weights on NVMe need libaio and a directory; secondary copies of weights (hpZ) need groups within a host.
-    """
-    check_compiler(on_gpu())
-    size, ranks = ds_config.get("zero_optimization", {}).get("zero_hpz_partition_size", 1), ranks_here()
+    """Raise UserError when this host lacks what the configuration needs of it."""
+    if on_gpu() and importlib.util.find_spec("triton") is not None and compiler() is None:
+        problem = "Triton needs a C compiler for its kernels, and this host has none; install gcc"
+        raise UserError(problem, code="compiler")
+    zero = ds_config.get("zero_optimization", {})
+    size, ranks = zero.get("zero_hpz_partition_size", 1), ranks_here()
+    offload = zero.get("offload_param") or {}
+    directory = offload.get("nvme_path") or "(not given)"
     if size > 1 and ranks % size:
-        raise UserError(
-            f"zero_hpz_partition_size={size} must divide the {ranks} ranks of a host, or weights would be "
-            f"gathered between hosts; set it to {ranks} or a divisor, or deepspeed=ds_configs/zero3.json",
-            code="hpz-ranks",
-        )
-    offload = ds_config.get("zero_optimization", {}).get("offload_param") or {}
+        problem = f"zero_hpz_partition_size={size} must divide the {ranks} ranks of a host"
+        raise UserError(f"{problem}; set it to {ranks} or a divisor", code="hpz-ranks")
     if offload.get("device") != "nvme":
         return
     if on_gpu() and cpp_extension.CUDA_HOME is None and not installed_ops.get("async_io"):
+        problem = (
+            "DeepSpeed compiles an operation for weights on NVMe with nvcc, which is not here; install the"
+        )
         raise UserError(
-            "weights on NVMe need an operation that DeepSpeed compiles with nvcc, which is not here; install "
-            "the CUDA toolkit and set CUDA_HOME, or set deepspeed=ds_configs/zero3_offload.json",
-            code="nvme-nvcc",
+            f"{problem} CUDA toolkit, or set deepspeed=ds_configs/zero3_offload.json", code="nvme-nvcc"
         )
     if not AsyncIOBuilder().is_compatible():
         problem = "weights on NVMe need libaio and its headers: install libaio-dev on every host"
         raise UserError(problem, code="nvme-libaio")
-    directory = offload.get("nvme_path") or "(not given)"
     if not os.access(directory, os.W_OK):
         problem = f"nvme_path {directory} is not a writable directory; set it to one"
         raise UserError(problem, code="nvme-path")
@@ -203,24 +185,22 @@ class _Lookups(dict[str, Any]):
         return super().__contains__(key)
 
 
-def _check(tree: dict[str, Any], path: Path) -> None:
+def _check_keys(tree: dict[str, Any], path: Path) -> None:
     """Refuse what DeepSpeed would misread or, at the top level, ignore.
 
     DeepSpeed itself says which keys it knows: it is given the file, and what it does not look up is unknown.
     """
     types = tree.get("data_types", {})
     accumulated = types.get("grad_accum_dtype", "fp32") if isinstance(types, dict) else None
-    if accumulated not in GRADIENT_TYPES or types.keys() - {"grad_accum_dtype"}:
-        expected = f"an object with grad_accum_dtype, one of {', '.join(GRADIENT_TYPES)}"
-        raise UserError(f"{path}: data_types must be {expected}", code="ds-file")
+    if accumulated not in ("fp32", "bf16", "fp16") or types.keys() - {"grad_accum_dtype"}:
+        problem = f"{path}: data_types must be an object with grad_accum_dtype, one of fp32, bf16, fp16"
+        raise UserError(problem, code="ds-file")
     lookups = _Lookups(tree, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
     lookups.keys_read = set()
-    section = ""
+    section = "zero_optimization."
     try:
-        if "zero_optimization" in tree:
-            section = "zero_optimization."
-            DeepSpeedZeroConfig(**tree["zero_optimization"])
-            section = ""
+        DeepSpeedZeroConfig(**tree.get("zero_optimization", {}))
+        section = ""
         DeepSpeedConfig(lookups)
     except ValidationError as error:
         first = error.errors()[0]
@@ -229,60 +209,38 @@ def _check(tree: dict[str, Any], path: Path) -> None:
         raise UserError(problem, code="ds-file") from None
     except Exception as error:  # whatever its sections raise for values that they do not expect
         raise UserError(f"{path}: DeepSpeed refuses it: {one_line(error, 200)}", code="ds-file") from None
-    for key in (key for key in tree if key not in lookups.keys_read):
+    for key in tree.keys() - lookups.keys_read:
         hint = nearest(key, sorted(lookups.keys_read - OWNED_BY_RECIPE.keys()))
         raise UserError(f"{path}: DeepSpeed knows no key {key}; {hint}", code="ds-file")
 
 
 def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, ranks: int) -> None:
-    """Refuse what is valid on its own and does not work for us."""
+    """Refuse what is valid alone and does not work here."""
     zero = tree.get("zero_optimization", {"stage": 1})
-    stage = zero_stage({"zero_optimization": zero})
+    stage, size = int(zero.get("stage", 0)), zero.get("zero_hpz_partition_size", 1)
+    offload, muon = zero.get("offload_optimizer") or {}, config.train.optimizer == "muon"
     if stage == 0:
-        raise UserError(
-            f"{path} sets ZeRO stage 0, under which DeepSpeed applies gradients that are not finite; set "
-            "stage 1, which gives the same numbers in less memory",
-            code="zero-stage",
-        )
-    offload = zero.get("offload_optimizer") or {}
+        fault = f"{path} sets ZeRO stage 0, under which DeepSpeed applies gradients that are not finite"
+        raise UserError(f"{fault}; set stage 1, which gives the same numbers", code="zero-stage")
+    problem = None
     if offload.get("ratio", 1.0) != 1.0 or offload.get("super_offload") or zero.get("zenflow"):
-        raise UserError(
-            f"{path}: zenflow, and offload_optimizer with super_offload or a ratio below 1, need DeepSpeed's "
-            "own Adam, which is not used here; remove them",
-            code="ds-combination",
-        )
-    size = zero.get("zero_hpz_partition_size", 1)
-    if size > 1 and (stage != 3 or ranks % size):
-        raise UserError(
-            f"{path}: zero_hpz_partition_size={size} needs ZeRO stage 3 and ranks in groups of {size}, not "
-            f"stage {stage} and {ranks} ranks; set it to the ranks of a host, or remove it",
-            code="ds-combination",
-        )
-    # What DeepSpeed's Muon cannot do, or what nobody has compared with a plain Muon.
-    if config.train.optimizer == "muon" and (offload or zero.get("reduce_scatter")):
-        raise UserError(
-            f"{path}: train.optimizer=muon needs ZeRO stage 1, 2 or 3 without offload_optimizer and without "
-            "reduce_scatter; set deepspeed=ds_configs/zero2.json, or train.optimizer=adamw without muon_lr",
-            code="ds-combination",
-        )
-    if config.train.optimizer == "muon" and config.model.lora is not None:
-        raise UserError(
-            "train.optimizer=muon is for the matrices of a body that trains whole, not for the factors of "
-            "model.lora; set train.optimizer=adamw without muon_lr",
-            code="ds-combination",
-        )
-    if offload.get("device") == "nvme":
-        raise UserError(
-            f"{path} puts the optimizer on NVMe, and DeepSpeed does not bring the weights back when a run "
-            "resumes; set its device to cpu (weights may be on NVMe, see ds_configs/zero3_nvme.json)",
-            code="ds-combination",
-        )
-    if config.model.compile and stage == 3:
-        raise UserError(
-            "model.compile=true does not help under ZeRO-3, which runs hooks between all layers; "
-            "set deepspeed=ds_configs/zero1.json or zero2.json, or leave it out",
-            code="ds-combination",
-        )
+        problem = f"{path}: remove zenflow, super_offload and ratio, which need DeepSpeed's own Adam"
+    elif size > 1 and (stage != 3 or ranks % size):
+        groups = f"ranks in groups of {size}, not stage {stage} and {ranks} ranks"
+        problem = f"{path}: zero_hpz_partition_size={size} needs ZeRO stage 3 and {groups}"
+    elif muon and (offload or zero.get("reduce_scatter")):  # not possible, or never compared with plain Muon
+        problem = f"{path}: train.optimizer=muon goes without offload_optimizer and reduce_scatter; "
+        problem += "set deepspeed=ds_configs/zero2.json, or train.optimizer=adamw without muon_lr"
+    elif muon and config.model.lora is not None:
+        problem = "train.optimizer=muon is not for the factors of model.lora; "
+        problem += "set train.optimizer=adamw without muon_lr"
+    elif offload.get("device") == "nvme":
+        problem = f"{path} puts the optimizer on NVMe, and DeepSpeed does not bring its weights back when a "
+        problem += "run resumes; set its device to cpu (weights may be: see ds_configs/zero3_nvme.json)"
+    elif config.model.compile and stage == 3:
+        problem = "model.compile=true is not for ZeRO-3; set deepspeed=ds_configs/zero1.json or zero2.json"
+    if problem is not None:
+        raise UserError(problem, code="ds-combination")
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = False) -> list[dict[str, Any]]:
@@ -293,31 +251,27 @@ def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = Fal
 
     Raises UserError for a model whose matrices Muon would scale the wrong way round, or not find.
     """
-
-    def dimensions(parameter: nn.Parameter) -> int:
-        return len(getattr(parameter, "ds_shape", parameter.shape))
-
-    trainable, groups = [p for p in model.parameters() if p.requires_grad], []
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    dimensions = {id(p): len(getattr(p, "ds_shape", p.shape)) for p in trainable}
+    groups: list[dict[str, Any]] = []
     if use_muon:
+        problem = None
         if any(isinstance(module, Conv1D) for module in model.modules()):
-            raise UserError(
-                "train.optimizer=muon scales a matrix by its outputs over its inputs, and this model stores "
-                "them transposed (Conv1D); set train.optimizer=adamw without muon_lr, or take another model"
-            )
-        if any(dimensions(p) > 2 for p in trainable):
-            raise UserError(
-                "train.optimizer=muon is for matrices, and weights of this model have three dimensions, as "
-                "all experts of a mixture in one tensor have; set train.optimizer=adamw without muon_lr",
-                code="muon-dimensions",
-            )
+            problem = "scales a matrix by outputs over inputs, and this model stores them transposed (Conv1D)"
+        elif max(dimensions.values()) > 2:
+            problem = "is for matrices, and this model has its experts in tensors of three dimensions"
+        if problem is not None:
+            cure = "set train.optimizer=adamw without muon_lr"
+            raise UserError(f"train.optimizer=muon {problem}; {cure}", code="muon-dimensions")
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
         tables = {id(p) for m in (*embeddings, head) for p in m.parameters()}
-        body = [p for p in trainable if dimensions(p) == 2 and id(p) not in tables]
+        body = [p for p in trainable if dimensions[id(p)] == 2 and id(p) not in tables]
         groups = [{"params": body, "weight_decay": weight_decay, "use_muon": True}]
         by_muon = {id(p) for p in body}
         trainable = [p for p in trainable if id(p) not in by_muon]
-    decaying, fixed = ([p for p in trainable if (dimensions(p) > 1) == decays] for decays in (True, False))
+    decaying = [p for p in trainable if dimensions[id(p)] > 1]
+    fixed = [p for p in trainable if dimensions[id(p)] < 2]
     if not weight_decay or not decaying or not fixed:
         return [*groups, {"params": trainable, "weight_decay": weight_decay if decaying else 0.0}]
     groups.append({"params": decaying, "weight_decay": weight_decay})
@@ -335,9 +289,9 @@ def muon(groups: list[dict[str, Any]], params: dict[str, Any]) -> torch.optim.Op
     settings = []
     for group in groups:
         use = group.get("use_muon", False)
-        keys = ("momentum",) if use else ("betas", "eps")
-        rate = params["muon_lr" if use else "lr"]
-        settings.append({**group, "use_muon": use, "lr": rate} | {key: params[key] for key in keys})
+        keys = {"lr": params["muon_lr" if use else "lr"], "use_muon": use}
+        keys |= {key: params[key] for key in (("momentum",) if use else ("betas", "eps"))}
+        settings.append(group | keys)
         for parameter in group["params"]:
             parameter.use_muon = use
     fused = {"fused": True} if params.get("fused") else {}
@@ -350,11 +304,5 @@ def import_muon() -> None:
     Their decorators alone would load PyTorch's compiler: a second of every start. On a GPU that trains with
     Muon they stay compiled.
     """
-    before = os.environ.get("TORCHDYNAMO_DISABLE")
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    try:
+    with mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
-    finally:
-        del os.environ["TORCHDYNAMO_DISABLE"]
-        if before is not None:
-            os.environ["TORCHDYNAMO_DISABLE"] = before

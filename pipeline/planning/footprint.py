@@ -26,7 +26,7 @@ from emo.pipeline.loss.fused import CHUNK_MB
 
 GB, GIB, TERA = 1e9, 2**30, 1e12
 TIME_ERROR = 0.15  # largest over published runs that no constant was fitted to; of 51, 49 are within 0.10
-MEMORY_ERROR = 0.25  # of what is not states, over runs measured here and published; states are known
+MEMORY_ERROR = 0.25  # of what is not states, over published runs; states are known
 USABLE = 0.92  # of a GPU's memory; the rest goes to the CUDA context, NCCL and fragments
 ATTENTION = 0.29  # of the efficiency of matrix products that attention reaches
 SHORT = 660  # a product over h elements takes as long as one over h + SHORT without its beginning and end
@@ -124,7 +124,6 @@ class Setup:
     chunk_mb: float = CHUNK_MB  # of logits
     live: float = 1e9  # parameters that ZeRO-3 keeps gathered (stage3_max_live_parameters)
     bucket: float = 5e7  # elements of a communication bucket
-    fused_adam: bool = True  # as on a GPU; else the update makes copies of its own
     compiled: bool = False  # by torch.compile, which fuses the element-wise work of a layer
     masked: bool = False  # SDPA reads who may attend to whom in packed rows from a mask [b, 1, L, L]
     hpz: int = 1  # GPUs that share a second copy of the weights, so that gathers stay among them; 1: none
@@ -154,27 +153,22 @@ class Memory(NamedTuple):
     update: float  # while the optimizer steps, when the three before are free again
 
     @property
+    def peak(self) -> dict[str, float]:
+        """Return the parts that are held at the worst moment: in a pass, or while the optimizer steps."""
+        in_pass = self.gathered + self.activations + self.loss
+        absent = ["update"] if in_pass >= self.update else ["gathered", "activations", "loss"]
+        return {name: size for name, size in self._asdict().items() if name not in absent}
+
+    @property
     def total(self) -> float:
         """Return the bytes in use at the worst moment."""
         return sum(self.peak.values())
 
     @property
-    def peak(self) -> dict[str, float]:
-        """Return the parts that are held at the worst moment: in a pass, or while the optimizer steps."""
-        parts = self._asdict()
-        in_pass = self.gathered + self.activations + self.loss
-        absent = ["update"] if in_pass >= self.update else ["gathered", "activations", "loss"]
-        return {name: size for name, size in parts.items() if name not in absent}
-
-    @property
-    def states(self) -> float:
-        """Return the bytes that stay between steps."""
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
     def surely(self) -> float:
-        """Return the bytes that suffice even where the prediction is too low by its error."""
-        return self.states + (self.total - self.states) * (1 + MEMORY_ERROR)
+        """Return the bytes that suffice even where all but states takes MEMORY_ERROR more than predicted."""
+        states = self.parameters + self.gradients + self.optimizer
+        return states + (self.total - states) * (1 + MEMORY_ERROR)
 
 
 class Time(NamedTuple):
@@ -200,10 +194,8 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
     gradients = sizes.trainable * 4 * share[1]
     # DeepSpeed's ZeRO keeps float32 weights and two moments, also beside float32 weights. It updates them a
     # group of at most 1e9 parameters at a time, with a copy of the group's gradient.
-    update = min(sizes.trainable * share[2], GROUP) * (4 if setup.fused_adam else 12)
+    update = min(sizes.trainable * share[2], GROUP) * 4
     optimizer = sizes.trainable * 12 * share[2]
-    if setup.stage == 0:
-        optimizer = sizes.trainable * (12 if setup.bf16 else 8)
     head = sizes.vocabulary * sizes.hidden
     trains_head = sizes.trainable == sizes.parameters
     gathered = (4 if trains_head else 2) * setup.bucket * setup.width if setup.ranks > 1 else 0.0
@@ -224,21 +216,16 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
     loss += head * (4 + setup.width) if trains_head else 0.0
     if setup.cost:
         loss += head * setup.width + setup.cache_mb * 2**20
-    return Memory(parameters, gradients, optimizer, gathered, _activations(sizes, setup), loss, update)
-
-
-def _activations(sizes: Sizes, setup: Setup) -> float:
     width, h, f = setup.width, sizes.hidden, sizes.inner
     # A layer's bytes per token: inputs of norms in float32, and every factor of a product.
     norms, attention = 2 * h * (4 + 2 * width), width * (2 * h + 2 * sizes.key_values)
     layer = norms + attention + width * f * (4 if sizes.gated else 2)
-    saved = layer * sizes.layers
-    if setup.checkpointing:
-        saved = width * h * sizes.layers + layer
-    masks = 0.0
+    saved = width * h * sizes.layers + layer if setup.checkpointing else layer * sizes.layers
+    activations = setup.tokens * (saved + layer / 2)  # half a layer's worth of gradients on their way back
     if setup.masked:  # one of booleans, and what every layer makes of it and keeps for its backward pass
-        masks = setup.tokens * setup.block * (1 + width * (1 if setup.checkpointing else sizes.layers))
-    return masks + setup.tokens * (saved + layer / 2)  # half a layer's worth of gradients on their way back
+        kept = 1 if setup.checkpointing else sizes.layers
+        activations = setup.tokens * setup.block * (1 + width * kept) + activations
+    return Memory(parameters, gradients, optimizer, gathered, activations, loss, update)
 
 
 def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 200.0) -> Time:
@@ -260,11 +247,18 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     # Bytes that a pass moves to bring gradients into a bucket and to add them up in float32.
     adding = 10 / (setup.ranks if setup.stage >= 2 else 1)
     gradient_traffic = sizes.trainable * (adding + (2 * setup.width if setup.stage >= 2 else 0))
-    traffic = T * _traffic(sizes, setup) * sizes.layers * passes / 3 + gradient_traffic
+    # Bytes that element-wise kernels move per token and layer, forward and backward. LLaMA's RMSNorm and
+    # rotary embedding are half a dozen kernels each in transformers; LayerNorm is one.
+    h, f, rotated = sizes.hidden, sizes.inner, sizes.hidden + sizes.key_values
+    if sizes.gated:
+        volume = 55 * h + 8 * rotated + 18 * f if setup.compiled else 240 * h + 55 * rotated + 26 * f
+    else:
+        volume = (55 if setup.compiled else 110) * h + 10 * f
+    traffic = T * (volume * setup.width / 2) * sizes.layers * passes / 3 + gradient_traffic
     elementwise_s = k * traffic / bus
     computing = matrices_s + attention_s + head_s + elementwise_s
     communication_s = _communication(sizes, setup, gpu.link_gb, network_gb, computing)
-    shard = sizes.trainable / (setup.ranks if setup.stage >= 1 else 1)
+    shard = sizes.trainable / setup.ranks
     optimizer_s = 28 * shard / bus
     if setup.stage == 1 and setup.bf16 and setup.ranks > 1:
         optimizer_s += UNSHARDED * sizes.trainable / bus
@@ -279,19 +273,6 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     # The larger of the two takes the time, and where they are alike neither waits for the other all along.
     waiting = (device**4 + host**4) ** 0.25 - device
     return Time(matrices_s, attention_s, elementwise_s, head_s, communication_s, optimizer_s, waiting)
-
-
-def _traffic(sizes: Sizes, setup: Setup) -> float:
-    """Return the bytes that element-wise kernels move per token and layer, forward and backward.
-
-    LLaMA's RMSNorm and rotary embedding are half a dozen kernels each in transformers; LayerNorm is one.
-    """
-    h, f, rotated = sizes.hidden, sizes.inner, sizes.hidden + sizes.key_values
-    if sizes.gated:
-        volume = 55 * h + 8 * rotated + 18 * f if setup.compiled else 240 * h + 55 * rotated + 26 * f
-    else:
-        volume = (55 if setup.compiled else 110) * h + 10 * f
-    return volume * setup.width / 2
 
 
 def _communication(sizes: Sizes, setup: Setup, link: float, network: float, computing: float) -> float:
@@ -316,7 +297,7 @@ def _communication(sizes: Sizes, setup: Setup, link: float, network: float, comp
     elif setup.stage == 2:  # reduce gradients every pass, gather weights once updated
         beside, after = k * gradients * (2 if setup.all_reduced else n / (n - 1)), weights
     else:  # all-reduce gradients when the last pass is done, gather weights once updated
-        after = 2 * gradients + (weights if setup.stage == 1 else 0)
+        after = 2 * gradients + weights
     taken = (beside - local_bytes) / bus + local_bytes / inside
     # The first gather of a pass and its last reduction, of a layer and of embedding and head, stand alone.
     alone = taken * 2 / 3 * (1 / sizes.layers + 1 - sizes.body / sizes.parameters)

@@ -1,9 +1,8 @@
-"""What a host must have before a run starts: usable GPUs, a C compiler, no build that was left half done."""
+"""What a host must have before a run starts: usable GPUs, an attention, no build that was left half done."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 import shutil
@@ -16,14 +15,113 @@ import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from torch.utils import cpp_extension
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
-from emo.common.errors import FailureError, UserError
+from emo.common.errors import FailureError, UserError, one_line
 from emo.common.lease import Lease, joined, users, waited
+from emo.pipeline.config import ModelConfig
+from emo.pipeline.loss.head import VARLEN, by_segments
+from emo.pipeline.loss.varlen import LARGEST_HEAD, kernel_is_new_enough
 from emo.pipeline.stop import HARDWARE, node_name
 
 log = logging.getLogger(__name__)
 
 BINDING = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # of launchers that may bind ranks to cores
+PREFERENCE = (VARLEN, "flash_attention_2", "sdpa", "eager")  # of `auto` on a GPU
+NEEDS = {
+    # as flash-attn, it is handed windows and documents by the family, and where a call names none it is SDPA
+    VARLEN: ("_supports_attention_backend", "_supports_flash_attn", "_supports_sdpa"),
+    "flash_attention_2": ("_supports_flash_attn",),
+    "sdpa": ("_supports_sdpa",),
+    "eager": (),
+}
+
+
+def on_gpu() -> bool:
+    """Return whether this run computes on a GPU."""
+    return get_accelerator().device_name() == "cuda"
+
+
+def ranks_here() -> int:
+    """Return ranks of this host, as the launcher says."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
+
+
+def threads() -> int:
+    """Return a rank's threads: CPU ranks compute on the host's cores, GPU ranks step offloaded optimizers.
+
+    The cores that it may use are shared with the host's other ranks, unless srun or mpirun has bound each to
+    its own.
+    """
+    cores, ranks = len(os.sched_getaffinity(0)), ranks_here()
+    if any(name in os.environ for name in BINDING) and cores * ranks <= (os.cpu_count() or 1):
+        return cores
+    return max(1, cores // ranks)
+
+
+def compiler() -> str | None:
+    """Return the C compiler that Triton would take for a kernel's launcher when the kernel first runs."""
+    return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+
+
+def usable_attention(model: ModelConfig, config: PretrainedConfig) -> str:
+    """Return the attention that this model trains with here; `auto` takes the first that is possible."""
+    requested = model.attn_implementation
+    if requested != "auto":
+        missing = _lacking(requested, model, config)
+        if missing is not None:
+            problem = f"model.attn_implementation={requested} cannot be used: {missing}"
+            raise UserError(f"{problem}; set model.attn_implementation=auto")
+        return requested
+    passed_over = []
+    for name in PREFERENCE:
+        missing = _lacking(name, model, config)
+        if missing is None and name == VARLEN and not on_gpu():
+            missing = "no GPU"
+        if missing is None:
+            break
+        passed_over.append(f"not {name}: {missing}")
+    log.info("attention: %s", "; ".join((name, *passed_over)))
+    return name
+
+
+def family_has(config: PretrainedConfig, name: str) -> bool:
+    """Return whether the family that `config` belongs to can compute attention of this name."""
+    family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    return name != VARLEN if family is None else all(getattr(family, flag) for flag in NEEDS[name])
+
+
+def _lacking(name: str, model: ModelConfig, config: PretrainedConfig) -> str | None:
+    """Return what keeps this host or the family from attention of this name, or None."""
+    if by_segments(name):
+        if not on_gpu():
+            if name == "flash_attention_2":
+                return "no GPU"
+        elif model.dtype == "float32":
+            return "it computes in half precision only, and model.dtype is float32"
+        elif name == "flash_attention_2":
+            try:
+                import flash_attn  # noqa: F401
+            except ImportError as error:
+                return f"flash-attn cannot be imported: {one_line(error)}"
+        elif not torch.backends.cuda.is_flash_attention_available() or not kernel_is_new_enough():
+            return "this build of torch lacks its kernel"
+        elif torch.cuda.get_device_capability() < (8, 0):
+            return "it needs a GPU of compute capability 8.0 or newer"
+    if not family_has(config, name):
+        return f"{config.model_type} models have no {name}"
+    if name != VARLEN:
+        return None
+    text = config.get_text_config()  # of what it asks, torch's kernel has not all
+    for key, value in text.to_dict().items():
+        if "att" in key and "drop" in key and value:
+            return f"it has no dropout, and the model's {key} is {value}"
+    if getattr(text, "attn_logit_softcapping", None):
+        return "it has no soft cap, and the model's attn_logit_softcapping is set"
+    size = getattr(text, "head_dim", None) or 0
+    return (
+        f"its heads have at most {LARGEST_HEAD} values, the model's {size}" if size > LARGEST_HEAD else None
+    )
 
 
 class Gpus(NamedTuple):
@@ -37,11 +135,6 @@ class Gpus(NamedTuple):
     granted: int  # devices of this host that Slurm gave the job; 0: unknown
     usable: int  # devices that PyTorch can use
     problem: str  # what PyTorch says when it opens the device; empty when all is well
-
-
-def ranks_here() -> int:
-    """Return ranks of this host, as the launcher says."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)
 
 
 def refusal(gpus: Gpus, ranks: int) -> UserError | None:
@@ -81,10 +174,9 @@ def refusal(gpus: Gpus, ranks: int) -> UserError | None:
 
 
 def check_gpus() -> None:
-    """Raises UserError, before ranks meet, when this host's ranks must not start on what it has."""
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else ""
-    if torch.version.hip:
-        build = f"ROCm {torch.version.hip}"
+    """Raise UserError, before ranks meet, when this host's ranks must not start on what it has."""
+    hip, cuda = torch.version.hip, torch.version.cuda
+    build = f"ROCm {hip}" if hip else f"CUDA {cuda}" if cuda else ""
     usable, problem = 0, ""
     if torch.cuda.is_available():
         usable = torch.cuda.device_count()
@@ -106,35 +198,6 @@ def check_gpus() -> None:
     error = refusal(gpus, max(ranks_here(), int(os.environ.get("LOCAL_RANK", 0)) + 1))
     if error is not None:
         raise type(error)(f"on {node_name()}: {error}", code=error.code)
-
-
-def compiler() -> str | None:
-    """Return the C compiler that Triton would take for a kernel's launcher when the kernel first runs."""
-    configured = os.environ.get("CC")
-    return configured or shutil.which("gcc") or shutil.which("clang")
-
-
-def check_compiler(on_gpu: bool) -> None:
-    """Raises UserError when the losses' kernels are to run in Triton, and it cannot compile here."""
-    if on_gpu and importlib.util.find_spec("triton") is not None and compiler() is None:
-        raise UserError("Triton needs a C compiler for its kernels, and this host has none; install gcc")
-
-
-def threads() -> int:
-    """Return a rank's threads: CPU ranks compute on the host's cores, GPU ranks step offloaded optimizers.
-
-    The cores that it may use are shared with the host's other ranks, unless srun or mpirun has bound each to
-    its own.
-    """
-    cores, ranks = len(os.sched_getaffinity(0)), ranks_here()
-    if any(name in os.environ for name in BINDING) and cores * ranks <= (os.cpu_count() or 1):
-        return cores
-    return max(1, cores // ranks)
-
-
-def on_gpu() -> bool:
-    """Return whether this run computes on a GPU."""
-    return get_accelerator().device_name() == "cuda"
 
 
 @contextlib.contextmanager

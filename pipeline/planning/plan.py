@@ -1,44 +1,48 @@
-"""What a run will take, before a cluster is booked: batch, steps, memory, and on given GPUs the time.
+"""What `emo plan` prints before a cluster is booked: what a run takes, and the fastest settings for it.
 
 `print_plan` resolves everything that can be resolved without training. Given GPUs it adds, from `footprint`,
 memory by part, the largest micro-batch that fits, step time, hours, and what to change if it does not fit.
+`print_best` searches the settings under which a recipe trains fastest. Only what surely fits is considered:
+memory as predicted, with the prediction's error on top. What changes what is learned (batch, rows, objective,
+optimizer) stays as the recipe has it: the choices differ in speed.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import logging
 import math
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 from transformers import PretrainedConfig
 
-from emo.common.errors import UserError
+from emo.common.errors import FailureError, UserError
+from emo.common.files import part_file
+from emo.common.provenance import shipped
+from emo.common.recipe import apply_override
 from emo.common.text import counted
-from emo.data_prep.config import DataConfig
-from emo.pipeline.config import Batch, RunConfig
+from emo.pipeline.config import Batch, RunConfig, load_config, solve_batch
 from emo.pipeline.export import unwrap
 from emo.pipeline.loss.objectives import Objective
-from emo.pipeline.model import model_config
 from emo.pipeline.order import REPEATED, BatchOrder, MixedOrder
 from emo.pipeline.planning import footprint
-from emo.pipeline.planning.checks import Ready, check, meta_model
-from emo.pipeline.planning.ds_file import zero_stage
-from emo.pipeline.planning.footprint import ACCELERATORS, GIB, Accelerator, Setup, Sizes
+from emo.pipeline.planning.checks import Ready, check
+from emo.pipeline.planning.ds_file import deepspeed_config, zero_stage
+from emo.pipeline.planning.footprint import ACCELERATORS, GIB, NODE, Accelerator, Memory, Setup, Sizes, Time
 from emo.pipeline.planning.host import on_gpu
 
 log = logging.getLogger(__name__)
 
-FEW = 10  # steps; a run of fewer has hardly warmed up
-TINY = 0.1 * GIB  # less is shown in MiB
-MIB = 2**20
-BYTES_PER_TOKEN = 4.0  # of English text in a vocabulary of 32,000 to 50,000
 PER_MILLIONS = 100  # tokens that hours are given for where the data's size is not known
-PACKED = 3.0  # bytes of text per byte of a compressed file
 # Keys of configurations: experts, those that a token is routed to, and the width of the feed-forward part.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
@@ -48,6 +52,8 @@ TRUST = (
     f"within {footprint.TIME_ERROR:.0%} of published runs (FSDP) that it was not fitted to; what the "
     "host takes is an estimate"
 )
+FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_hpz.json", "zero3_offload.json")  # of ds_configs/
+ALIKE = 0.01  # speeds this close are equal, and the choice that needs less memory is better
 
 
 class Cluster(NamedTuple):
@@ -78,20 +84,11 @@ def parse_cluster(text: str, network_gbit: float = 1600.0) -> Cluster:
     return Cluster(int(count), kinds[kind.upper()], network_gbit / 8)
 
 
-def model_sizes(config: RunConfig) -> Sizes:
-    """Return the model in numbers, from the meta device; without network those of `model.architecture`."""
-    hf_config = model_config(config.model, online=False)
-    return sizes_of(meta_model(config, hf_config), hf_config)
-
-
 def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
     """Return a model in numbers."""
-    base, parameters = unwrap(model), list(model.parameters())
-    head: Any = base.get_output_embeddings()
-    embedding: Any = base.get_input_embeddings()
-    outside = {id(weight): weight.numel() for weight in (head.weight, embedding.weight)}
+    base, parameters, text = unwrap(model), list(model.parameters()), hf_config.get_text_config()
+    outside: list[Any] = [base.get_output_embeddings(), base.get_input_embeddings()]
     total = sum(p.numel() for p in parameters)
-    text: Any = hf_config.get_text_config()
 
     def first(names: tuple[str, ...]) -> Any:
         return next((value for name in names if (value := getattr(text, name, None))), None)
@@ -108,13 +105,12 @@ def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
         most = max(chosen) if isinstance(chosen, list) else chosen  # a list is by layer
         active = routed * min(most, experts) // experts
         idle, expert_width = routed - active, active // (3 * text.hidden_size * text.num_hidden_layers)
-    heads = getattr(text, "num_attention_heads", 1)  # a model without attention: Mamba
-    key_values = getattr(text, "num_key_value_heads", None) or heads
-    per_head = getattr(text, "head_dim", None) or text.hidden_size // heads
+    key_values = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    per_head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Sizes(
         parameters=total,
         trainable=sum(p.numel() for p in parameters if p.requires_grad),
-        body=total - sum(outside.values()),
+        body=total - sum({id(m.weight): m.weight.numel() for m in outside}.values()),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
         inner=max(expert_width, int(first(INNER) or 4 * text.hidden_size)),
@@ -157,14 +153,11 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
 
 
 def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) -> bool:
-    """Resolve everything that can be resolved without training and print it; return whether it fits.
-
-    Raises UserError for whatever would stop the run at its start.
-    """
+    """Resolve everything that can be resolved without training and print it; return whether it fits."""
     ready = check(config, ranks, local=False)
-    batch, objective = ready.batch, ready.objective
-    sizes = sizes_of(ready.model, ready.hf_config)
-    setup = setup_of(config, batch, ready.ds_config, objective)
+    batch, sizes = ready.batch, sizes_of(ready.model, ready.hf_config)
+    setup = setup_of(config, batch, ready.ds_config, ready.objective)
+    memory = footprint.memory(sizes, setup)
     table = Table("what", "value", title=str(config.output_dir), show_header=False)
     table.add_row("model", config.model.path or f"new {(config.model.architecture or {})['model_type']}")
     active = f", {sizes.parameters - sizes.idle:,} active for a token" if sizes.idle else ""
@@ -174,54 +167,64 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
     table.add_row("objective", f"{config.objective.label} {config.objective.params or ''}".strip())
     table.add_row("batch", str(batch))
     table.add_row("tokens per step", f"at most {batch.batch * config.data.sequence_len:,}")
-    length = run_length(config, ready)
-    table.add_row("steps", length.text)
-    for name, text in domain_rows(config, ready):
-        table.add_row(name, text)
+    steps, epochs = ready.steps, config.train.num_train_epochs
+    passes = "" if epochs is None else counted(epochs, "epoch")
+    if steps is None:
+        table.add_row("steps", f"{passes}; their steps are known once the data are prepared")
+    else:
+        rows = "" if epochs is None or not ready.data else f" ({counted(len(ready.data), 'row')}, {passes})"
+        table.add_row("steps", f"{steps:,}{rows}")
+    for row in domain_rows(config, ready):
+        table.add_row(*row)
     offloads = {"optimizer": setup.offload_optimizer, "weights": setup.offload_parameters}
     names = [name for name, offloaded in offloads.items() if offloaded]
     note = f", {' and '.join(names)} in host memory" if names else ""
     table.add_row("ZeRO", f"stage {setup.stage}{note}")
-    memory = footprint.memory(sizes, setup)
     states = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
     table.add_row("states per rank", memory_line(states, 2))
-    fits = True
     if cluster is not None:
-        fits = _add_cluster(table, length, sizes, setup, cluster)
+        table.add_section()
+        table.add_row("on", f"{cluster.gpus} x {cluster.kind}, {cluster.room / GIB:.1f} GiB of each usable")
+        table.add_row("memory per GPU", memory_line(memory.peak, 1))
+        table.add_row("fits", fit(sizes, setup, cluster))
+        time = footprint.step_time(sizes, setup, cluster.gpu, cluster.network_gb)
+        tokens = setup.tokens * setup.accumulation * setup.ranks / time.total
+        table.add_row("step", sum_line(time._asdict(), 2, "s"))
+        used = footprint.utilisation(sizes, setup, time.total, cluster.gpu)
+        table.add_row("speed", f"{tokens:,.0f} tokens/s, {tokens / setup.ranks:,.0f} per GPU, MFU {used:.0%}")
+        if steps is None:
+            hours = PER_MILLIONS * 1e6 / tokens / 3600 * cluster.gpus
+            table.add_row("run", f"{hours:,.1f} GPU-hours per {PER_MILLIONS} million tokens, without saving")
+        else:
+            hours = steps * time.total / 3600
+            table.add_row("run", f"{hours:,.1f} hours, {hours * cluster.gpus:,.1f} GPU-hours, without saving")
+        table.add_row("trust", TRUST)
     Console().print(table)
     for warning in remarks(config, ready, on_cpu=cluster is None and not on_gpu()):
         log.warning(warning)
-    return fits
+    return cluster is None or memory.total <= cluster.room
 
 
 def domain_rows(config: RunConfig, ready: Ready) -> list[tuple[str, str]]:
     """Return each domain's part of the run as table rows; none where there is one domain and no mixture."""
-
-    def passes(epochs: float) -> str:
-        return counted(float(f"{epochs:.2g}"), "epoch")
-
     mixture, data, order = config.train.mixture, ready.data, ready.order
-    if mixture is None and (data is None or len(data.domains) < 2):
-        return []
-    if data is None or ready.steps is None or order is None:
-        assert mixture is not None
-        return [("mixture", mixture.label)]
+    rows = [] if mixture is None else [("mixture", mixture.label)]
+    if data is None or ready.steps is None or order is None or (mixture is None and len(data.domains) < 2):
+        return rows
+    parts: list[tuple[str, str, float, float, str]] = []  # name, share, tokens, epochs, note
     if isinstance(order, BatchOrder):
-        epochs = ready.steps * ready.batch.batch / len(data)
-        whole = data.manifest.valid_tokens
-        counts = {f"domain {domain.name}": domain.valid_tokens for domain in data.manifest.domains}
-        return [
-            (name, f"{n / whole:.1%} of tokens; {n * epochs:,.0f} tokens, {passes(epochs)}")
-            for name, n in counts.items()
-        ]
-    assert mixture is not None
-    rows = [("mixture", mixture.label)]
-    for portion in order.portions(ready.steps):
+        epochs, whole = ready.steps * ready.batch.batch / len(data), data.manifest.valid_tokens
+        for domain in data.manifest.domains:
+            n = domain.valid_tokens
+            parts.append((domain.name, f"{n / whole:.1%} of tokens", n * epochs, epochs, ""))
+    for portion in order.portions(ready.steps) if isinstance(order, MixedOrder) else ():
         first, last = (f"{share:.1%}" for share in portion.shares)
-        share = first if first == last else f"{first} to {last}"
+        share = f"{first if first == last else f'{first} to {last}'} of {mixture.by if mixture else 'rows'}"
         often = f", more than {REPEATED}" if portion.epochs > REPEATED else ""
-        text = f"{share} of {mixture.by}; {portion.tokens:,.0f} tokens, {passes(portion.epochs)}{often}"
-        rows.append((f"domain {portion.name}", text))
+        parts.append((portion.name, share, portion.tokens, portion.epochs, often))
+    for name, share, tokens, epochs, note in parts:
+        passes = counted(float(f"{epochs:.2g}"), "epoch")
+        rows.append((f"domain {name}", f"{share}; {tokens:,.0f} tokens, {passes}{note}"))
     return rows
 
 
@@ -236,11 +239,9 @@ def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
         if portion.epochs > REPEATED
     ]
     if on_cpu and config.model.dtype == "bfloat16":
-        warnings.append(
-            "bfloat16 on a CPU is several times slower than float32: set model.dtype=float32 in a new "
-            "output_dir"
-        )
-    if train.num_train_epochs is not None and data is not None and steps is not None and steps < FEW:
+        cure = "set model.dtype=float32 in a new output_dir"
+        warnings.append(f"bfloat16 on a CPU is several times slower than float32: {cure}")
+    if train.num_train_epochs is not None and data is not None and steps is not None and steps < 10:
         warnings.append(
             f"only {counted(steps, 'step')}: {counted(train.num_train_epochs, 'epoch')} of "
             f"{counted(len(data), 'packed row')} of {config.data.sequence_len:,} tokens each, "
@@ -250,56 +251,8 @@ def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
     return warnings
 
 
-class Length(NamedTuple):
-    """The number of steps of a run, and the words for it."""
-
-    steps: int | None
-    estimated: bool
-    text: str
-
-
-def run_length(config: RunConfig, ready: Ready) -> Length:
-    """Return the steps as configured, as in the prepared data, or estimated from the sizes of the sources."""
-    if config.train.max_steps is not None:
-        return Length(config.train.max_steps, False, f"{config.train.max_steps:,}")
-    epochs = config.train.num_train_epochs or 0
-    passes = counted(epochs, "epoch")
-    if ready.data is not None and ready.steps is not None:
-        rows = len(ready.data)
-        return Length(ready.steps, False, f"{ready.steps:,} ({counted(rows, 'row')}, {passes})")
-    guess = estimated_rows(config.data)
-    if guess is None:
-        return Length(None, False, f"{passes}; their steps are known once the data are prepared")
-    steps = max(1, int(epochs * guess / config.train.global_batch_size))
-    reason = f"estimated: the sources' sizes suggest {counted(guess, 'row')}, {passes}"
-    return Length(steps, True, f"about {steps:,} ({reason})")
-
-
-def estimated_rows(data: DataConfig) -> int | None:
-    """Return the rows that the sources will probably give, by size; None where a size is not known here."""
-    if data.limit_rows is not None or any(source.limit is not None for source in data.sources):
-        return None
-    tokens = 0.0
-    for source in data.sources:
-        pattern = data.root / (source.files or "")  # which may be absolute
-        paths = (
-            list(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))) if source.files else []
-        )
-        if not paths:
-            return None
-        for path in paths:
-            packed = PACKED if path.suffix in (".gz", ".zst") else 1.0
-            tokens += path.stat().st_size * packed / BYTES_PER_TOKEN * source.weight
-    if data.limit_tokens is not None:
-        tokens = min(tokens, data.limit_tokens)
-    return max(1, int(tokens * (1 - data.validation_fraction) / data.sequence_len))
-
-
 def sum_line(parts: dict[str, float], digits: int, unit: str) -> str:
-    """Return a line such as `6.0 GiB = weights 2.5 + optimizer 3.5` that adds up digit by digit.
-
-    Every part is rounded down, and the largest remainders are rounded up until the parts are the total.
-    """
+    """Return a line such as `6.0 GiB = weights 2.5 + optimizer 3.5` that adds up digit by digit."""
     scale = 10**digits
     total = round(sum(parts.values()) * scale)
     whole = {name: math.floor(value * scale) for name, value in parts.items()}
@@ -312,83 +265,204 @@ def sum_line(parts: dict[str, float], digits: int, unit: str) -> str:
 
 def memory_line(parts: dict[str, float], digits: int) -> str:
     """Return bytes by part as a sum in GiB; in MiB where all of it is less than a tenth of one."""
-    if sum(parts.values()) < TINY:
-        return sum_line({name: value / MIB for name, value in parts.items()}, 1, "MiB")
-    return sum_line({name: value / GIB for name, value in parts.items()}, digits, "GiB")
+    small = sum(parts.values()) < 0.1 * GIB
+    scaled = {name: value / (2**20 if small else GIB) for name, value in parts.items()}
+    return sum_line(scaled, 1 if small else digits, "MiB" if small else "GiB")
 
 
-def _add_cluster(table: Table, length: Length, sizes: Sizes, setup: Setup, cluster: Cluster) -> bool:
-    """Add rows on memory and time on these GPUs; return whether the run fits, if only just."""
-    gpu, room, memory = cluster.gpu, cluster.room, footprint.memory(sizes, setup)
-    table.add_section()
-    table.add_row("on", f"{cluster.gpus} x {cluster.kind}, {room / GIB:.1f} GiB of each usable")
-    table.add_row("memory per GPU", memory_line(memory.peak, 1))
-    table.add_row("fits", fit(sizes, setup, room, cluster))
-    time = footprint.step_time(sizes, setup, gpu, cluster.network_gb)
-    tokens = setup.tokens * setup.accumulation * setup.ranks / time.total
-    table.add_row("step", sum_line(time._asdict(), 2, "s"))
-    utilised = footprint.utilisation(sizes, setup, time.total, gpu)
-    table.add_row("speed", f"{tokens:,.0f} tokens/s, {tokens / setup.ranks:,.0f} per GPU, MFU {utilised:.0%}")
-    if length.steps is None:
-        hours = PER_MILLIONS * 1e6 / tokens / 3600 * cluster.gpus
-        table.add_row("run", f"{hours:,.1f} GPU-hours per {PER_MILLIONS} million tokens, without saving")
-    else:
-        hours = length.steps * time.total / 3600
-        about = "about " if length.estimated else ""
-        note = "; the number of steps is an estimate" if length.estimated else ""
-        gpu_hours = f"{hours * cluster.gpus:,.1f} GPU-hours, without saving{note}"
-        table.add_row("run", f"{about}{hours:,.1f} hours, {gpu_hours}")
-    table.add_row("trust", TRUST)
-    return memory.total <= room
+def fit(sizes: Sizes, setup: Setup, cluster: Cluster) -> str:
+    """Return in words whether the run fits, and the changes after which it does, cheapest first."""
+    room, memory = cluster.room, footprint.memory(sizes, setup)
 
+    def fits(**changes: Any) -> bool:
+        changed = footprint.memory(sizes, dataclasses.replace(setup, **changes))
+        return (changed.surely if memory.total <= room else changed.total) <= room
 
-def fit(sizes: Sizes, setup: Setup, room: float, cluster: Cluster) -> str:
-    """Return in words whether the run fits; `yes` only if it also does when the estimate is too low."""
-    memory = footprint.memory(sizes, setup)
+    rows = setup.micro * setup.accumulation
+    micro = next((m for m in range(rows, 0, -1) if rows % m == 0 and fits(micro=m)), 0)
     if memory.surely <= room:
-        micro = largest_micro(sizes, setup, room, surely=True)
         return f"yes; largest train.micro_batch_size that surely fits: {micro}"
+    zero3 = "set deepspeed=ds_configs/zero3.json" + " model.compile=false" * setup.compiled
+    changes = [f"set train.micro_batch_size={micro}"] if micro else []
+    changes += ["set model.activation_checkpointing=true"] if fits(checkpointing=True) else []
+    changes += [zero3] if fits(stage=3) else []
+    least: dict[str, Any] = {"micro": 1, "checkpointing": True, "stage": 3}
+    if not changes and fits(**least):
+        changes.append("set all of train.micro_batch_size=1, activation_checkpointing=true and zero3.json")
+    elif not changes and fits(**least, offload_optimizer=True):
+        changes.append(
+            "set deepspeed=ds_configs/zero3_offload.json, train.micro_batch_size=1, checkpointing on"
+        )
+    enough = next((n for i in range(1, 8) if fits(ranks=(n := cluster.gpus * 2**i))), None)
+    changes += [f"take {enough} GPUs"] if enough else []
+    remedies = "; or ".join(changes or ["no single change helps: take GPUs with more memory, or model.lora"])
     if memory.total > room:
-        return "NO; " + "; or ".join(remedies(sizes, setup, room, cluster))
+        return f"NO; {remedies}"
     return (
         f"tight: {memory.total / GIB:.1f} of {room / GIB:.1f} GiB, and the estimate of all but states may be "
-        f"{footprint.MEMORY_ERROR:.0%} too low; to be safe "
-        + "; or ".join(remedies(sizes, setup, room, cluster, surely=True))
+        f"{footprint.MEMORY_ERROR:.0%} too low; to be safe {remedies}"
     )
 
 
-def largest_micro(sizes: Sizes, setup: Setup, room: float, surely: bool = False) -> int:
-    """Return the largest micro-batch that fits into `room` bytes and divides a rank's rows; or 0."""
-    rows = setup.micro * setup.accumulation
-    fitting = (m for m in range(rows, 0, -1) if rows % m == 0 and _fits(sizes, setup, room, surely, micro=m))
-    return next(fitting, 0)
+class Choice(NamedTuple):
+    """One way to train, and what is predicted of it."""
+
+    file: Path  # of DeepSpeed
+    setup: Setup
+    memory: Memory
+    time: Time
+
+    @property
+    def sets(self) -> dict[str, Any]:
+        """Return the settings of a recipe that trains this way."""
+        return {
+            "deepspeed": str(self.file),
+            "model.activation_checkpointing": self.setup.checkpointing,
+            "model.compile": self.setup.compiled,
+            "train.micro_batch_size": self.setup.micro,
+        }
+
+    @property
+    def speed(self) -> float:
+        """Return tokens/s of one GPU."""
+        return self.setup.tokens * self.setup.accumulation / self.time.total
+
+    @classmethod
+    def predicted(cls, file: Path, setup: Setup, sizes: Sizes, cluster: Cluster) -> Choice:
+        """Return the choice of a DeepSpeed file and a setup on these GPUs."""
+        time = footprint.step_time(sizes, setup, cluster.gpu, cluster.network_gb)
+        return cls(file, setup, footprint.memory(sizes, setup), time)
 
 
-def _fits(sizes: Sizes, setup: Setup, room: float, surely: bool, **changes: Any) -> bool:
-    memory = footprint.memory(sizes, dataclasses.replace(setup, **changes))
-    return (memory.surely if surely else memory.total) <= room
+def print_best(config: RunConfig, cluster: Cluster) -> Choice:
+    """Print the fastest settings that surely fit, and return the best of them."""
+    ready = check(_without_choice(config, Path("ds_configs/zero2.json")), cluster.gpus, local=False)
+    sizes, room = sizes_of(ready.model, ready.hf_config), cluster.room
+    every = list(choices(config, sizes, ready.objective, cluster))
+    fitting = [c for c in every if c.memory.surely <= room]
+    if not fitting:
+        least = min(every, key=lambda c: c.memory.surely)
+        checkpointing = "with" if least.setup.checkpointing else "without"
+        settings = f"{least.file.name} {checkpointing} checkpointing, micro_batch_size {least.setup.micro}"
+        raise FailureError(
+            f"nothing surely fits on {cluster.gpus} x {cluster.kind}: of each {room / GIB:.1f} GiB are free, "
+            f"and {settings} may need {least.memory.surely / GIB:.1f}; take more or larger GPUs, or set "
+            "model.lora",
+            code="nothing-fits",
+        )
+    # the fastest first, and of those alike the smallest; one of every kind, with its best micro-batch
+    fitting.sort(key=lambda c: (-round(math.log(c.speed) / ALIKE), c.memory.total))
+    best: dict[tuple[Any, ...], Choice] = {}
+    for choice in fitting:
+        best.setdefault((choice.file, choice.setup.checkpointing, choice.setup.compiled), choice)
+    shown = list(best.values())[:3]
+    title = (
+        f"{cluster.gpus} x {cluster.kind}: what surely fits into {room / GIB:.1f} GiB of each, "
+        f"if all but states takes {footprint.MEMORY_ERROR:.0%} more than predicted"
+    )
+    table = Table(title=title, padding=(0, 0))
+    for name in ("", "deepspeed", "check- points", "compile", "micro batch"):
+        table.add_column(name, no_wrap=name == "deepspeed")
+    for name in ("GiB", "tok/s /GPU", "MFU", "step", "host"):
+        table.add_column(name, justify="right")
+
+    def add_row(name: str, choice: Choice) -> None:
+        setup, time, total = choice.setup, choice.time, choice.memory.total
+        used = footprint.utilisation(sizes, setup, time.total, cluster.gpu)
+        flags = str(setup.checkpointing).lower(), str(setup.compiled).lower()
+        size = f"{total / GIB:.1f}" + (" NO" if total > room else "")
+        speed, host = f"{choice.speed:,.0f}", f"{time.host / time.total:.0%}"
+        settings = (choice.file.name, *flags, str(setup.micro))
+        table.add_row(name, *settings, size, speed, f"{used:.0%}", f"{time.total:.3g}", host)
+
+    for i, choice in enumerate(shown, 1):
+        add_row(str(i), choice)
+    with contextlib.suppress(UserError):  # the recipe as it stands may not go with these GPUs
+        batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, cluster.gpus)
+        setup = setup_of(config, batch, deepspeed_config(config, batch), ready.objective)
+        table.add_section()
+        add_row("recipe", Choice.predicted(config.deepspeed, setup, sizes, cluster))
+    console = Console()
+    console.print(table)
+    console.print(
+        f"set: {', '.join(shown[0].sets)}. step: seconds; host: the share of it that is the host's. "
+        "Compiling pays off in runs much longer than the minutes that it takes."
+    )
+    if any(choice.setup.offload_parameters for choice in shown):
+        states = 18 * sizes.parameters / GIB * min(1, NODE / cluster.gpus)
+        console.print(f"zero3_offload.json takes about {states:,.0f} GiB of the memory of every host")
+    console.print(f"trust: {TRUST}")
+    return shown[0]
 
 
-def remedies(sizes: Sizes, setup: Setup, room: float, cluster: Cluster, surely: bool = False) -> list[str]:
-    """Return single changes after which the run fits, cheapest first."""
-    micro = largest_micro(sizes, setup, room, surely)
-    candidates: dict[str, dict[str, Any]] = {
-        f"set train.micro_batch_size={micro}": {"micro": micro or setup.micro},
-        "set model.activation_checkpointing=true": {"checkpointing": True},
-        "set deepspeed=ds_configs/zero3.json" + " model.compile=false" * setup.compiled: {"stage": 3},
-    }
-    changes = [text for text, change in candidates.items() if _fits(sizes, setup, room, surely, **change)]
-    least = {"micro": 1, "checkpointing": True, "stage": 3}
-    for text, change in (
-        ("set all of train.micro_batch_size=1, activation_checkpointing=true and zero3.json", {}),
-        (
-            "set deepspeed=ds_configs/zero3_offload.json, train.micro_batch_size=1, checkpointing on",
-            {"offload_optimizer": True},
-        ),
-    ):
-        if not changes and _fits(sizes, setup, room, surely, **least, **change):
-            changes.append(text)
-    doubled = (cluster.gpus * 2**i for i in range(1, 8))
-    enough = next((n for n in doubled if _fits(sizes, setup, room, surely, ranks=n)), None)
-    changes += [f"take {enough} GPUs"] if enough else []
-    return changes or ["no single change helps: take GPUs with more memory, or model.lora"]
+def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Cluster) -> Iterator[Choice]:
+    """Yield all settings on these GPUs, whether they fit or not.
+
+    Compiling is tried where it is allowed, under ZeRO-1 and 2, hpZ where the ranks fill several nodes. A file
+    that does not go with the recipe is passed over. Raises UserError when none does.
+    """
+    gpus = cluster.gpus
+    batch = solve_batch(config.train.global_batch_size, 1, gpus)
+    rows = batch.accumulation
+    refused: list[UserError] = []
+    files = [name for name in FILES if name != "zero3_hpz.json" or (gpus > NODE and gpus % NODE == 0)]
+    for file in (Path("ds_configs") / name for name in files):
+        plain = _without_choice(config, file)
+        try:
+            first = setup_of(plain, batch, deepspeed_config(plain, batch), objective)
+        except UserError as error:
+            refused.append(error)
+            continue
+        micros = [m for m in range(1, rows + 1) if rows % m == 0]
+        compiling = (False, True) if first.stage < 3 else (False,)
+        for checkpointing, compiled, micro in itertools.product((False, True), compiling, micros):
+            changes: dict[str, Any] = {"micro": micro, "accumulation": rows // micro, "compiled": compiled}
+            setup = dataclasses.replace(first, checkpointing=checkpointing, **changes)
+            yield Choice.predicted(file, setup, sizes, cluster)
+    if len(refused) == len(files):
+        raise refused[-1]
+
+
+def _without_choice(config: RunConfig, file: Path) -> RunConfig:
+    """Return the recipe with a DeepSpeed file, passes of one row, and nothing that a file could refuse."""
+    train = config.train.model_copy(update={"micro_batch_size": 1})
+    model = config.model.model_copy(update={"compile": False})
+    return config.model_copy(update={"deepspeed": file, "train": train, "model": model})
+
+
+def check_target(path: Path) -> None:
+    """Raise UserError when no recipe can be written to `path`: a file is there, or no directory."""
+    problem = None
+    if path.exists():
+        problem = "the file is there already; give another name or remove it"
+    elif not path.parent.is_dir():
+        problem = f"{path.parent} is not a directory; make it first"
+    if problem is not None:
+        raise UserError(f"--write {path}: {problem}", code="write-target")
+
+
+def write_recipe(
+    path: Path, recipe: Path, overrides: Sequence[str], choice: Choice, cluster: Cluster
+) -> None:
+    """Write a recipe that extends `recipe` and sets the overrides and the choice.
+
+    Raises UserError when the result would not say what the command said.
+    """
+    settings = [*overrides, *(f"{key}={value}" for key, value in choice.sets.items())]
+    tree: dict[str, Any] = {}
+    for setting in settings:
+        apply_override(tree, setting)
+    base = os.path.relpath(shipped(recipe).resolve(), path.parent.resolve())
+    text = (
+        f"# {recipe.name} as `plan --best` would train it on {cluster.gpus} x {cluster.kind}: "
+        f"{choice.speed:,.0f} tokens/s/GPU predicted,\n"
+        f"# {choice.memory.total / GIB:.1f} GiB on each.\n"
+    ) + yaml.safe_dump({"extends": base, **tree}, sort_keys=False)
+    with part_file(path) as file:
+        file.write(text.encode())
+        file.flush()
+        if load_config(Path(file.name), []) != load_config(recipe, settings):
+            raise UserError(
+                "--write: an override replaces a whole section, and a recipe that extends another can only "
+                "complete it; write the override into the recipe first"
+            )

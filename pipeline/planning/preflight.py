@@ -1,7 +1,7 @@
 """Is every host fit to train? Checked where training would run, by every rank, before hours are spent.
 
 emo preflight RECIPE                                        this host
-deepspeed --hostfile HOSTS --module pipeline preflight RECIPE              all hosts
+deepspeed --hostfile HOSTS --module emo preflight RECIPE    all hosts
 torchrun --nnodes N --nproc-per-node M ... -m emo preflight RECIPE    likewise without ssh
 """
 
@@ -32,19 +32,13 @@ from emo.common.errors import UserError
 from emo.common.provenance import library_versions
 from emo.pipeline import engine
 from emo.pipeline.config import RunConfig
-from emo.pipeline.planning.checks import check
+from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.planning.footprint import BUS_EFFICIENCY, GIB, accelerator
 from emo.pipeline.planning.host import compiler, ranks_here, threads
-from emo.pipeline.planning.plan import model_sizes
 from emo.pipeline.ranks import World, end_world, gather_objects
 
 MIB = 2**20
 VERBS, EFA_PLUGIN = "libibverbs.so.1", "libnccl-net.so"
-LEAST = 0.5  # of the expected bandwidth; less means that something is wrong
-SHARED_MEMORY = GIB  # NCCL and gloo talk through it within a host
-OPEN_FILES = 4096
-CLOCK = 1.0  # seconds apart; leases and logs lean on the clock
-WRITE_MIB = 64
 STATE_BYTES = 14  # of a checkpoint per trainable parameter: float32 weights, two moments, weights
 
 
@@ -59,65 +53,73 @@ class Finding(NamedTuple):
 
 def preflight(config: RunConfig) -> int:
     """Check all hosts and print a table; 0 when all is well, else 1. All ranks must call."""
+    host = socket.gethostname()
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "nccl.log"
         if "NCCL_DEBUG" not in os.environ:
             os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(log))
         world = engine.start_world(timeout_minutes=5)
-        network = fabric()
-        findings = [*_host(config, world), *_run_directory(config, world)]
-        common = [*_agreement(), *_clock(), *_bandwidth(world, network)]
-        findings += _network(network, log.read_text(encoding="utf-8") if log.is_file() else "", world)
+        several = world.ranks > int(
+            os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world.ranks))
+        )
+        network, ready, findings = fabric(), None, []
+        try:
+            ready = check(config, world.ranks, local=True)
+            rows = len(ready.data) if ready.data is not None else 0
+            findings.append(Finding(host, "recipe", f"{ready.batch}; {rows:,} rows in {config.data.dir}"))
+        except UserError as error:
+            findings.append(Finding(host, "recipe", "cannot start", str(error)))
+        first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+        if first:
+            findings += _host(host, config, ready, world, several)
+        findings += _run_directory(host, config, ready, world)
+        common = [*_agreement(), *_bandwidth(world, network, several)]
+        if first and several and world.device.type == "cuda":
+            text, advice = log.read_text(encoding="utf-8") if log.is_file() else "", network.advice
+            used = ["", *re.findall(r"NCCL INFO Using network (.+)", text)][-1].strip()
+            if used.lower().startswith("socket") and network.kind != "sockets":
+                advice = "NCCL_DEBUG=INFO shows why NCCL passes over it"
+            words = f"{network.kind} ({network.why})" + (f"; NCCL uses {used}" if used else "")
+            findings.append(Finding(host, "network", words, advice))
         every = [*(finding for part in gather_objects(findings) for finding in part), *common]
-    failed = any(finding.advice for finding in every)
     if world.is_main:
         table = Table("host", "check", "found", "what to do", title=f"{world.ranks} ranks")
         for finding in dict.fromkeys(every):  # ranks of a host find the same
             table.add_row(finding.host, finding.check, finding.state, finding.advice or "ok")
         Console().print(table)
     end_world()
-    return int(failed)
+    return int(any(finding.advice for finding in every))
 
 
-def _host(config: RunConfig, world: World) -> Iterator[Finding]:
-    """Yield what a rank can see alone. One rank per host looks; every rank resolves the recipe.
-
-    That the GPUs can be used, `start_world` has seen to.
-    """
-    host, offloaded = socket.gethostname(), False
-    try:
-        ready = check(config, world.ranks, local=True)
-        offloaded = "offload_optimizer" in ready.ds_config["zero_optimization"]
-        rows = len(ready.data) if ready.data is not None else 0
-        yield Finding(host, "recipe", f"{ready.batch}; {rows:,} rows in {config.data.dir}")
-    except UserError as error:
-        yield Finding(host, "recipe", "cannot start", str(error))
-    if int(os.environ.get("LOCAL_RANK", 0)):
-        return
+def _host(
+    host: str, config: RunConfig, ready: Ready | None, world: World, several: bool
+) -> Iterator[Finding]:
+    """Yield what one rank of a host can see alone. That the GPUs can be used, `start_world` has seen to."""
     on_gpu = world.device.type == "cuda"
     name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if on_gpu else "none; CPU"
     yield Finding(host, "GPUs", name)
-    compiler_path = compiler()
-    advice = "install gcc: Triton compiles with it" if on_gpu and compiler_path is None else ""
-    yield Finding(host, "C compiler", compiler_path or "none", advice)
-    ranks, current, share = ranks_here(), torch.get_num_threads(), threads()
+    path = compiler()
+    advice = "install gcc: Triton compiles with it" if on_gpu and path is None else ""
+    yield Finding(host, "C compiler", path or "none", advice)
+    offloaded = ready is not None and "offload_optimizer" in ready.ds_config["zero_optimization"]
+    current, share = torch.get_num_threads(), threads()
     wrong = current > share or (offloaded and current < share)  # torchrun gives ranks one thread
-    advice = f"export OMP_NUM_THREADS={share}" if wrong else ""
-    yield Finding(host, "threads", f"{current} for each of {ranks} ranks, with {share} cores each", advice)
+    words = f"{current} for each of {ranks_here()} ranks, with {share} cores each"
+    yield Finding(host, "threads", words, f"export OMP_NUM_THREADS={share}" if wrong else "")
     if on_gpu and config.model.dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
         yield Finding(host, "bf16", "not supported", "set model.dtype=float32")
-    free = shutil.disk_usage("/dev/shm").free
-    advice = "" if free >= SHARED_MEMORY else "give the container more, e.g. docker run --shm-size 16g"
+    free = shutil.disk_usage("/dev/shm").free  # NCCL and gloo talk through it within a host
+    advice = "" if free >= GIB else "give the container more, e.g. docker run --shm-size 16g"
     yield Finding(host, "/dev/shm", f"{free / GIB:.1f} GiB free", advice)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    advice = "" if soft >= OPEN_FILES else f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
+    advice = "" if soft >= 4096 else f"ulimit -n {min(hard, 65536) if hard > 0 else 65536}"
     yield Finding(host, "open files", str(soft), advice)
     if Path("/sys/class/infiniband").is_dir():
         locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         unlimited = locked == resource.RLIM_INFINITY
         advice = "" if unlimited else "ulimit -l unlimited, or InfiniBand will fail"
         yield Finding(host, "locked memory", "unlimited" if unlimited else f"{locked / MIB:.0f} MiB", advice)
-    if _several_hosts(world):  # a name that resolves to loopback sends ranks to themselves
+    if several:  # a name that resolves to loopback sends ranks to themselves
         chosen = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("NCCL_SOCKET_IFNAME")
         try:
             address = socket.gethostbyname(host)
@@ -129,27 +131,10 @@ def _host(config: RunConfig, world: World) -> Iterator[Finding]:
         yield Finding(host, "interface", chosen or f"{host} is {address}", advice)
 
 
-def _several_hosts(world: World) -> bool:
-    return world.ranks > int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world.ranks)))
-
-
-def _network(network: Fabric, log: str, world: World) -> Iterator[Finding]:
-    """Yield what the ranks of several hosts talk through: what NCCL says, and what this host has."""
-    if int(os.environ.get("LOCAL_RANK", 0)) or not _several_hosts(world) or world.device.type != "cuda":
-        return
-    used, advice = used_network(log), network.advice
-    if used is not None and used.lower().startswith("socket") and network.kind != "sockets":
-        advice = "NCCL_DEBUG=INFO shows why NCCL passes over it"
-    words = f"{network.kind} ({network.why})" + (f"; NCCL uses {used}" if used else "")
-    yield Finding(socket.gethostname(), "network", words, advice)
-
-
-def _run_directory(config: RunConfig, world: World) -> list[Finding]:
+def _run_directory(host: str, config: RunConfig, ready: Ready | None, world: World) -> list[Finding]:
     """Return whether all hosts see one run directory, how fast it takes data, and whether checkpoints fit."""
-    host = socket.gethostname()
-    directory = config.output_dir
-    mark = gather_objects(uuid.uuid4().hex)[0]
-    probe = directory / f".preflight-{mark}"
+    directory, mebibytes = config.output_dir, 64
+    probe = directory / f".preflight-{gather_objects(uuid.uuid4().hex)[0]}"
     created = not directory.exists()
     findings = []
     if world.is_main:
@@ -157,41 +142,36 @@ def _run_directory(config: RunConfig, world: World) -> list[Finding]:
             directory.mkdir(parents=True, exist_ok=True)
             began = time.perf_counter()
             with probe.open("wb") as file:
-                file.write(os.urandom(MIB) * WRITE_MIB)
+                file.write(os.urandom(MIB) * mebibytes)
                 file.flush()
                 os.fsync(file.fileno())
-            rate = WRITE_MIB * MIB / (time.perf_counter() - began) / 1e9
+            rate = mebibytes * MIB / (time.perf_counter() - began) / 1e9
             findings.append(Finding(host, "run directory", f"{directory}: writes {rate:.2f} GB/s"))
-            with contextlib.suppress(UserError):  # a model that cannot be resolved is reported already
-                needed = model_sizes(config).trainable * STATE_BYTES * (config.train.save_total_limit + 1)
+            if ready is not None:
+                trainable = sum(p.numel() for p in ready.model.parameters() if p.requires_grad)
+                needed = trainable * STATE_BYTES * (config.train.save_total_limit + 1)
                 free = shutil.disk_usage(directory).free
-                room = free > needed
-                advice = (
-                    ""
-                    if room
-                    else "free space, set output_dir elsewhere, or a smaller train.save_total_limit"
-                )
+                advice = "free space, set output_dir elsewhere, or a smaller train.save_total_limit"
                 words = f"{free / GIB:,.0f} GiB free, checkpoints take up to {needed / GIB:,.1f} GiB"
-                findings.append(Finding(host, "disk", words, advice))
+                findings.append(Finding(host, "disk", words, "" if free > needed else advice))
         except OSError as error:
-            findings.append(
-                Finding(host, "run directory", str(error), "set output_dir to where you may write")
-            )
+            cure = "set output_dir to where you may write"
+            findings.append(Finding(host, "run directory", str(error), cure))
     dist.barrier()
-    if not world.is_main and not probe.exists() and not findings:
+    if not world.is_main and not probe.exists():
         advice = f"put run_dir on a file system that all hosts share ({directory} is not)"
         findings.append(Finding(host, "run directory", "not that of rank 0", advice))
     dist.barrier()
     if world.is_main:
         with contextlib.suppress(OSError):
             probe.unlink()
-        if created and directory.exists() and not any(directory.iterdir()):
-            directory.rmdir()
+            if created:
+                directory.rmdir()
     return findings
 
 
 def _agreement() -> Iterator[Finding]:
-    """Yield the versions that differ between hosts, or that all are the same."""
+    """Yield the versions that differ between hosts, or that none does, and the spread of their clocks."""
     local = library_versions("torch", "deepspeed", "transformers")
     local["python"] = platform.python_version()
     everyone = gather_objects((socket.gethostname(), local))
@@ -200,46 +180,48 @@ def _agreement() -> Iterator[Finding]:
         if differing:
             words = f"{differing}, elsewhere {version}"
             yield Finding(next(iter(differing)), name, words, "install one version")
-    if len({tuple(versions.items()) for _, versions in everyone}) == 1:
+    if all(versions == local for _, versions in everyone):
         yield Finding("all", "versions", " ".join(f"{name} {version}" for name, version in local.items()))
-
-
-def _clock() -> Iterator[Finding]:
-    """Yield the spread of clocks read right after a barrier, whose own spread is well below what matters."""
-    dist.barrier()
-    times = gather_objects((socket.gethostname(), time.time()))
-    apart = max(t for _, t in times) - min(t for _, t in times)
-    advice = "" if apart < CLOCK else "run a time service (chrony) on every host"
+    dist.barrier()  # right after it clocks are read at times far closer than the second that matters
+    times = gather_objects(time.time())
+    apart = max(times) - min(times)
+    advice = "" if apart < 1.0 else "run a time service (chrony) on every host"
     yield Finding("all", "clock", f"within {apart:.2f} s", advice)
 
 
-def _bandwidth(world: World, network: Fabric) -> Iterator[Finding]:
+def _bandwidth(world: World, network: Fabric, several: bool) -> Iterator[Finding]:
     """Yield the bus bandwidth of an all-reduce as in training, GB/s, median of five, and the expected one."""
     if world.ranks == 1:
         return
-    bytes_ = 256 * MIB if world.device.type != "cpu" else 16 * MIB
+    on_cpu = world.device.type == "cpu"
+    bytes_ = (16 if on_cpu else 256) * MIB
     tensor = torch.ones(bytes_ // 4, device=world.device)
     rates = []
     for _ in range(6):
         dist.barrier()
         began = time.perf_counter()
         dist.all_reduce(tensor)
-        if world.device.type != "cpu":
+        if not on_cpu:
             torch.cuda.synchronize()
         rates.append(2 * (world.ranks - 1) / world.ranks * bytes_ / (time.perf_counter() - began) / 1e9)
-    device = torch.cuda.get_device_name() if world.device.type == "cuda" else ""
-    expected = expected_bandwidth(device, network, _several_hosts(world))
-    yield judged_bandwidth(statistics.median(rates[1:]), expected, network.kind)
-
-
-def judged_bandwidth(measured: float, expected: float | None, kind: str) -> Finding:
-    """Return the finding on a bandwidth: below LEAST of what is expected something is wrong."""
+    measured = statistics.median(rates[1:])
+    expected = expected_bandwidth("" if on_cpu else torch.cuda.get_device_name(), network, several)
     words, advice = f"{measured:.2f} GB/s of bus bandwidth", ""
     if expected is not None:
         words += f", {expected:.0f} expected"
-        if measured < LEAST * expected:
-            advice = f"far too slow: see {kind} of every host, cables, GPUDirect, NVLink"
-    return Finding("all", "all-reduce", words, advice)
+        if measured < 0.5 * expected:  # TCP in place of InfiniBand is a hundredth
+            advice = f"far too slow: see {network.kind} of every host, cables, GPUDirect, NVLink"
+    yield Finding("all", "all-reduce", words, advice)
+
+
+def expected_bandwidth(device: str, fabric: Fabric, several: bool) -> float | None:
+    """Return the GB/s of bus bandwidth that an all-reduce should reach, or None where that is unknown."""
+    gpu = accelerator(device)
+    inside = None if gpu is None or "PCIE" in device.upper() else gpu.link_gb
+    limits = [rate for rate in (inside, fabric.gbytes if several else None) if rate is not None]
+    if not limits or (several and fabric.gbytes is None):
+        return None
+    return min(limits) * BUS_EFFICIENCY
 
 
 class Fabric(NamedTuple):
@@ -295,22 +277,3 @@ def _loads(library: str) -> bool:
     except OSError:
         return False
     return True
-
-
-def used_network(log: str) -> str | None:
-    """Return the network that NCCL says it uses in a log of NCCL_DEBUG=INFO, or None."""
-    lines = re.findall(r"NCCL INFO Using network (.+)", log)
-    return lines[-1].strip() if lines else None
-
-
-def expected_bandwidth(device: str, fabric: Fabric, several_hosts: bool) -> float | None:
-    """Return the GB/s of bus bandwidth that an all-reduce should reach, or None where that is unknown.
-
-    device: the GPU's name. Among hosts the network is the limit unless the links in a host are slower.
-    """
-    gpu = accelerator(device)
-    inside = None if gpu is None or "PCIE" in device.upper() else gpu.link_gb
-    limits = [rate for rate in (inside, fabric.gbytes if several_hosts else None) if rate is not None]
-    if not limits or (several_hosts and fabric.gbytes is None):
-        return None
-    return min(limits) * BUS_EFFICIENCY

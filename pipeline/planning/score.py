@@ -24,8 +24,7 @@ from emo.pipeline.config import RunConfig
 from emo.pipeline.loss import fuse_model, get_objective, probe_model
 from emo.pipeline.loss.fused import token_nll
 from emo.pipeline.model import check_fits, load_pretrained, model_config
-from emo.pipeline.planning.attention import usable_attention
-from emo.pipeline.planning.host import check_gpus, on_gpu
+from emo.pipeline.planning.host import check_gpus, on_gpu, usable_attention
 
 log = logging.getLogger(__name__)
 
@@ -34,8 +33,7 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool) -> b
     """Score the shards of a recipe's data with `config.model`; return True when all of them are done.
 
     `part` (i, n): this job takes every n-th shard from the i-th; any number of jobs may share the work.
-    Shards that are there already are kept; with `force` all are written again. Raises UserError for data that
-    are not there, a model that does not fit them, or a GPU that cannot be used.
+    Shards that are there already are kept; with `force` all are written again.
     """
     check_gpus()
     data, held_out = open_prepared(config.data)
@@ -46,12 +44,8 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool) -> b
     assert config.model.path is not None
     files = sorted(p for p in Path(config.model.path).glob("*") if p.suffix in (".safetensors", ".bin"))
     weights = hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
-    about = {  # identifies the model: for a directory by the hash of its weights
-        "path": config.model.path,
-        "revision": config.model.revision,
-        "dtype": config.model.dtype,
-        "weights": weights if files else None,
-    }
+    about = config.model.model_dump(include={"path", "revision", "dtype"})
+    about["weights"] = weights if files else None  # by which a directory is known
     for data in sets:
         if force:
             scores.clear(data, name)

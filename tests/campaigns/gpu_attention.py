@@ -123,7 +123,7 @@ def _model(name: str, size: str, layers: int) -> Any:
         from transformers import LlamaConfig
 
         from emo.pipeline.config import ModelConfig
-        from emo.pipeline.planning.attention import usable_attention
+        from emo.pipeline.planning.host import usable_attention
 
         dtype = "bfloat16" if GPU else "float32"
         config = ModelConfig(path="random weights", attn_implementation=name, dtype=dtype)

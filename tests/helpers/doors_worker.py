@@ -7,7 +7,6 @@ show.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 from collections.abc import Callable
@@ -44,15 +43,11 @@ def batch() -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def autocast(case: str) -> Any:
-    return torch.autocast("cpu", torch.bfloat16) if case == "autocast" else contextlib.nullcontext()
-
-
 def step(model: Any, parameters: Callable[[], Any], case: str, mine: slice, share: float) -> Tensor:
-    """One step on the rows `mine`; returns the loss. share: what a sum of this rank's loss is divided by."""
+    """Take a step on the rows `mine`; return the loss. share: what a sum of the loss is divided by."""
     ids, labels = batch()
     tokens = int((labels[:, 1:] != -100).sum())
-    with autocast(case):
+    with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
         loss = model(input_ids=ids[mine], labels=labels[mine], num_items_in_batch=tokens).loss
     (loss * share).backward()
     with torch.no_grad():
@@ -72,25 +67,20 @@ class FusedTrainer(FusedLossMixin, Trainer):
     pass
 
 
-def by_trainer(directory: str) -> dict[str, Tensor]:
-    """Return the logged loss and the parameters after a Trainer's step of two micro-batches on every rank."""
-    ids, labels = batch()
-    rows = [{"input_ids": x, "labels": y} for x, y in zip(ids.tolist(), labels.tolist(), strict=True)]
-    micro = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 1}
-    step = {"optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
-    quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
-    args = TrainingArguments(directory, use_cpu=True, ddp_backend="gloo", **micro, **step, **quiet)
-    model = tiny_llama(VOCAB, num_hidden_layers=2)
-    trainer = FusedTrainer(model, args, train_dataset=rows)
-    trainer.train()
-    loss = torch.tensor(trainer.state.log_history[0]["loss"])
-    return {"loss": loss} | {name: p.detach() for name, p in model.named_parameters()}
-
-
 def together(case: str, directory: str) -> dict[str, Tensor]:
     """This rank's part; the sum of the losses and the whole parameters."""
-    if case == "trainer":
-        return by_trainer(directory)
+    if case == "trainer":  # two micro-batches on every rank
+        ids, labels = batch()
+        rows = [{"input_ids": x, "labels": y} for x, y in zip(ids.tolist(), labels.tolist(), strict=True)]
+        micro = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 1}
+        sgd = {"optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+        quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+        args = TrainingArguments(directory, use_cpu=True, ddp_backend="gloo", **micro, **sgd, **quiet)
+        trained = tiny_llama(VOCAB, num_hidden_layers=2)
+        trainer = FusedTrainer(trained, args, train_dataset=rows)
+        trainer.train()
+        logged = torch.tensor(trainer.state.log_history[0]["loss"])
+        return {"loss": logged} | {name: p.detach() for name, p in trained.named_parameters()}
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model: Any = build(case)
     wrapped = model

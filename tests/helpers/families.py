@@ -8,122 +8,77 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 VOCAB = 61
-BASE: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
-GROUPED = BASE | {"num_key_value_heads": 2, "head_dim": 16}
+BASE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+BASE |= {"num_attention_heads": 2, "max_position_embeddings": 64}
+PAIRED = BASE | {"num_key_value_heads": 2}
+GROUPED = PAIRED | {"head_dim": 16}
 OLD = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}
+STATES = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
 MAMBA2 = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 4, "mamba_n_groups": 1}
+JAMBA = {"num_experts": 2, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False}
+NEO = {"hidden_size": 32, "num_layers": 2, "num_heads": 2, "max_position_embeddings": 64}
+XGLM = {"d_model": 32, "num_layers": 2, "attention_heads": 2, "ffn_dim": 48, "max_position_embeddings": 64}
+ENDS = (("layers", 2), ("attention_heads", 2), ("ffn_dim", 48))
+BART = {f"{end}_{key}": n for end in ("encoder", "decoder") for key, n in ENDS}
+XLSTM = {"hidden_size": 32, "num_blocks": 2, "num_heads": 2, "chunk_size": 8, "qk_dim_factor": 1.0}
+SLIDING = {"sliding_window": 4}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": BASE,
     "gpt2": OLD | {"bos_token_id": 1, "eos_token_id": 2},
     "opt": BASE | {"ffn_dim": 48, "word_embed_proj_dim": 16},  # like OPT-350M: the head is narrower
     "gpt_neox": BASE,
-    "gpt_neo": {
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "attention_types": [[["global", "local"], 1]],
-        "window_size": 4,
-        "max_position_embeddings": 64,
-    },
+    "gpt_neo": NEO | {"attention_types": [[["global", "local"], 1]], "window_size": 4},
     "gptj": OLD | {"rotary_dim": 8},
     "falcon": BASE,
     "falcon-alibi": BASE | {"alibi": True},
     "mpt": {"d_model": 32, "n_layers": 2, "n_heads": 2, "max_seq_len": 64},
     "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 2},
-    "xglm": {
-        "d_model": 32,
-        "num_layers": 2,
-        "attention_heads": 2,
-        "ffn_dim": 48,
-        "max_position_embeddings": 64,
-    },
+    "xglm": XGLM,
     "biogpt": BASE,
-    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
-    "mamba2": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "state_size": 4,
-        "num_heads": 4,
-        "head_dim": 16,
-        "n_groups": 1,
-    },
-    "rwkv": {
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "attention_hidden_size": 32,
-        "context_length": 64,
-    },
-    "jamba": BASE
-    | {
-        "num_key_value_heads": 2,
-        "num_experts": 2,
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "use_mamba_kernels": False,
-        "mamba_d_state": 4,
-        "pad_token_id": 0,
-    },
-    "bamba": BASE | MAMBA2 | {"num_key_value_heads": 2, "attn_layer_indices": [1]},
-    "falcon_h1": BASE | MAMBA2 | {"num_key_value_heads": 2, "mamba_d_ssm": 64, "lm_head_multiplier": 0.3},
-    "recurrent_gemma": BASE
-    | {"num_key_value_heads": 1, "head_dim": 16, "logits_soft_cap": 2.0, "attention_window_size": 8},
-    "mistral": BASE | {"num_key_value_heads": 2, "sliding_window": 4},
+    "mamba": STATES,
+    "mamba2": STATES | {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "rwkv": {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32, "context_length": 64},
+    "jamba": PAIRED | JAMBA | {"mamba_d_state": 4, "pad_token_id": 0},
+    "bamba": PAIRED | MAMBA2 | {"attn_layer_indices": [1]},
+    "falcon_h1": PAIRED | MAMBA2 | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.3},
+    "recurrent_gemma": GROUPED
+    | {"num_key_value_heads": 1, "logits_soft_cap": 2.0, "attention_window_size": 8},
+    "mistral": PAIRED | SLIDING,
     "gemma": GROUPED,
-    "gemma2": GROUPED | {"final_logit_softcapping": 3.0, "sliding_window": 4},
-    "gemma3_text": GROUPED | {"sliding_window": 4, "final_logit_softcapping": 2.0},
-    "qwen2": BASE | {"num_key_value_heads": 2},
+    "gemma2": GROUPED | SLIDING | {"final_logit_softcapping": 3.0},
+    "gemma3_text": GROUPED | SLIDING | {"final_logit_softcapping": 2.0},
+    "qwen2": PAIRED,
     "qwen3": GROUPED,
-    "mixtral": BASE | {"num_key_value_heads": 2, "num_local_experts": 2},
+    "mixtral": PAIRED | {"num_local_experts": 2},
     "phi": BASE,  # its head has a bias
     "phi3": BASE | {"pad_token_id": 0},
-    "stablelm": BASE | {"num_key_value_heads": 2},
-    "starcoder2": BASE | {"num_key_value_heads": 2},
+    "stablelm": PAIRED,
+    "starcoder2": PAIRED,
     "granite": BASE | {"logits_scaling": 4.0},
     "hyperclovax": BASE | {"logits_scaling": 4.0},  # the same name, but a factor
     "minicpm3": BASE | {"dim_model_base": 8},  # divides hidden states: the same
     "cohere": BASE | {"logit_scale": 0.25},
     "nanochat": BASE,
     "olmo2": BASE,
-    "xlstm": {
-        "hidden_size": 32,
-        "num_blocks": 2,
-        "num_heads": 2,
-        "chunk_size": 8,
-        "qk_dim_factor": 1.0,
-        "output_logit_soft_cap": 3.0,
-    },
+    "xlstm": XLSTM | {"output_logit_soft_cap": 3.0},
     "openai-gpt": OLD,
     "ctrl": OLD | {"dff": 48},
     "gpt_bigcode": OLD | {"n_inner": 48},  # one head of keys for all
     "persimmon": BASE,
-    "bart": {
-        "d_model": 32,
-        "decoder_layers": 2,
-        "decoder_attention_heads": 2,
-        "decoder_ffn_dim": 48,
-        "encoder_layers": 2,
-        "encoder_attention_heads": 2,
-        "encoder_ffn_dim": 48,
-        "max_position_embeddings": 64,
-    },
+    "bart": BART | {"d_model": 32, "max_position_embeddings": 64},
     "bert-generation": BASE | {"is_decoder": True},
-    "cohere2": BASE | {"num_key_value_heads": 2, "sliding_window": 4},
-    "olmo3": BASE | {"num_key_value_heads": 2, "sliding_window": 4},
+    "cohere2": PAIRED | SLIDING,
+    "olmo3": PAIRED | SLIDING,
     "olmoe": BASE | {"num_experts": 2, "num_experts_per_tok": 1},
     "glm4": GROUPED | {"pad_token_id": 0},
-    "smollm3": BASE | {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-    "exaone4": GROUPED | {"sliding_window": 4},
-    "lfm2": BASE | {"num_key_value_heads": 2, "full_attn_idxs": [1]},
-    "minimax": GROUPED | {"num_local_experts": 2, "num_experts_per_tok": 1, "block_size": 8},
-    "falcon_mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
-    "gpt_oss": GROUPED | {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 4},
+    "smollm3": PAIRED | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "exaone4": GROUPED | SLIDING,
+    "lfm2": PAIRED | {"full_attn_idxs": [1]},
+    "minimax": GROUPED | EXPERTS | {"block_size": 8},
+    "falcon_mamba": STATES,
+    "gpt_oss": GROUPED | EXPERTS | SLIDING,
     "bert": BASE,  # not causal
 }
 EAGER = ("gemma2",)  # soft-capped attention has no SDPA form

@@ -25,14 +25,8 @@ from typing import NamedTuple
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.footprint import ACCELERATORS, Accelerator, Setup, Sizes
 
-MPT = {  # hidden, layers
-    "1B": (2048, 24),
-    "3B": (2560, 32),
-    "7B": (4096, 32),
-    "13B": (5120, 40),
-    "30B": (7168, 48),
-    "70B": (8192, 80),
-}
+MPT = {"1B": (2048, 24), "3B": (2560, 32), "7B": (4096, 32)}  # hidden, layers
+MPT |= {"13B": (5120, 40), "30B": (7168, 48), "70B": (8192, 80)}
 LLAMA = {  # hidden, layers, inner, width of keys, vocabulary
     "LLaMA2-7B": (4096, 32, 11008, 4096, 32000),
     "LLaMA3-8B": (4096, 32, 14336, 1024, 128256),
@@ -42,6 +36,7 @@ LLAMA = {  # hidden, layers, inner, width of keys, vocabulary
     "LLaMA3-70B": (8192, 80, 28672, 1024, 128256),
 }
 
+MARKS = ("calibrates", "held_out", "outside")
 # mark, model, tokens of a row, GPUs, kind, rows per pass, passes per step, checkpointing, compiled,
 # GB/s that a node reaches others with, bytes of a gradient on its way, tokens/s/GPU
 TABLE = """
@@ -175,9 +170,8 @@ def sizes_of(model: str, block: int) -> Sizes:
         hidden, layers = MPT[model]
         body, vocabulary = 12 * layers * hidden**2, 50368
         total = body + (vocabulary + block) * hidden
-        return Sizes(
-            total, total, body, layers, hidden, 4 * hidden, hidden, False, vocabulary, 6 * layers + 2
-        )
+        widths = (hidden, 4 * hidden, hidden)
+        return Sizes(total, total, body, layers, *widths, False, vocabulary, 6 * layers + 2)
     hidden, layers, inner, keys, vocabulary = LLAMA[model]
     body = layers * (2 * hidden**2 + 2 * hidden * keys + 3 * hidden * inner)
     total = body + 2 * vocabulary * hidden
@@ -189,17 +183,9 @@ def runs() -> list[Run]:
     found = []
     for line in TABLE.strip().splitlines():
         mark, model, block, gpus, kind, micro, passes, *how, network, reduced, speed = line.split()
-        setup = Setup(
-            ranks=int(gpus),
-            stage=3,
-            micro=int(micro),
-            block=int(block),
-            accumulation=int(passes),
-            checkpointing=how[0] == "yes",
-            compiled=how[1] == "yes",
-            cost=False,
-            reduced=int(reduced),
-        )
+        checkpointing, compiled = (word == "yes" for word in how)
+        flags = {"checkpointing": checkpointing, "compiled": compiled, "cost": False}
+        setup = Setup(int(gpus), 3, int(micro), int(block), int(passes), reduced=int(reduced), **flags)
         name = f"{model} {block} {gpus}x{kind} {micro}"
         sizes = sizes_of(model, int(block))
         found.append(Run(mark, name, kind, sizes, setup, float(network), float(speed)))

@@ -16,7 +16,7 @@ from emo.pipeline.config import ModelConfig
 from emo.pipeline.loss import fuse_model, get_objective, probe_model
 from emo.pipeline.loss.head import segments
 from emo.pipeline.loss.varlen import varlen_attention
-from emo.pipeline.planning.attention import usable_attention
+from emo.pipeline.planning.host import usable_attention
 from tests.helpers.families import FAMILIES, family, tiny_llama
 from tests.helpers.loss_reference import relative_error
 from tests.helpers.packing import documents, packed_rows

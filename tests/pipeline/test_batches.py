@@ -13,15 +13,10 @@ from emo.common.labels import IGNORE
 from emo.data_prep.config import DataConfig
 from emo.data_prep.shards import open_prepared
 from emo.pipeline.batches import Batches, Loader, check_content
-from emo.pipeline.engine import _detached
-from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens
-from emo.pipeline.model import tell_by_token
 from emo.pipeline.order import BatchOrder
 from emo.pipeline.ranks import World
 from emo.pipeline.run_dir import DATA_HASHES
 from tests.helpers.corpus import data_config, run, texts, write_jsonl
-from tests.helpers.families import tiny_llama
-from tests.helpers.waits import waits
 
 CPU = torch.device("cpu")
 
@@ -43,6 +38,7 @@ def test_micro_batches_cover_the_rows_in_order(config: DataConfig) -> None:
     whole = data.batch(rows)
     whole["labels"][4] = IGNORE
     assert [len(part["input_ids"]) for part in micro] == [3, 3, 1]
+    assert not any("domain" in part for part in micro)  # nobody sums their losses apart
     for name in ("input_ids", "position_ids"):
         assert np.array_equal(np.concatenate([part[name] for part in micro]), whole[name])
     labels = np.full(whole["labels"].shape, IGNORE)
@@ -71,41 +67,11 @@ def test_the_loader_reads_one_step_ahead(config: DataConfig) -> None:
         assert result.damage is None
         chosen = data.batch(rows[2:])["input_ids"]
         assert np.array_equal(np.concatenate([part["input_ids"] for part in result.micro]), chosen)
+    loader.vocab_size = 2  # no row can be of so small a vocabulary
+    result = loader.step(11, last=True)
+    assert result.damage is not None and result.micro == []
     loader.close()
-    assert steps_read == [5, 6, 7, 9]
-
-
-@pytest.mark.parametrize("objective", ["mle", "emo"])
-def test_losses_are_summed_apart_by_domain(objective: str) -> None:
-    """As if each domain were alone in the batch; and nobody waits for the device."""
-    model = tiny_llama(61)
-    cost = CostEmbedding.from_weight(model.get_output_embeddings().weight.detach())
-    fuse_model(model, get_objective(objective), cost)
-    tell_by_token(model)
-    head = model.get_output_embeddings()
-    hidden, labels = torch.randn(5, 12, head.in_features), torch.randint(61, (5, 12))
-    labels[1, 3:7] = IGNORE
-    domain = torch.tensor([2, 0, 2, 2, 0])  # nothing is of domain 1
-
-    def sums(mine: torch.Tensor) -> torch.Tensor:
-        plan = plan_tokens(labels.masked_fill(~mine[:, None], IGNORE))
-        with waits() as result:
-            totals = _detached(head(hidden, plan), domain, 3)
-        assert result == []
-        return totals
-
-    whole = sums(torch.ones(5, dtype=torch.bool))[-6:].view(2, 3)
-    for number in range(3):
-        loss, nll = sums(domain == number)[:2]
-        torch.testing.assert_close(whole[:, number], torch.stack((loss, nll)), rtol=1e-5, atol=1e-9)
-
-
-def test_the_loader_hands_on_damage(config: DataConfig) -> None:
-    data, _ = open_prepared(config)
-    loader = Loader(BatchOrder(len(data), 4, 0), Batches(data, None, 2, CPU), 2, World(0, 1, CPU))
-    result = loader.step(0, last=True)
-    assert result.damage is not None and "of a vocabulary of 2" in result.damage
-    assert result.micro == []
+    assert steps_read == [5, 6, 7, 9, 11]
 
 
 def test_a_shard_changed_in_place_stops_every_start(

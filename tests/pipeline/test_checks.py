@@ -7,18 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from emo.common.errors import UserError
-from emo.data_prep.shards import TokenDataset
 from emo.pipeline import identity
 from emo.pipeline.config import load_config
 from emo.pipeline.planning.checks import check
-from emo.pipeline.planning.plan import estimated_rows, parse_cluster, print_plan
+from emo.pipeline.planning.plan import print_plan
 from tests.helpers import launching
 
 
@@ -27,118 +25,70 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return launching.tiny_recipe(tmp_path_factory.mktemp("tiny"))
 
 
-def test_a_recipe_without_mistakes(recipe: Path) -> None:
-    ready = check(load_config(recipe, []), ranks=2, local=True)
-    assert ready.steps == 8
-    assert ready.data is not None and list(ready.validation) == ["validation"]
-    assert str(ready.batch) == "8 rows per step = 2 per pass x 2 accumulated x 2 ranks"
-
-
 def test_an_extra_that_is_not_installed(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("wandb", "tensorboard"):
-        config = load_config(recipe, [f"train.report_to=[{name}]"])
-        monkeypatch.setitem(sys.modules, name, None)  # as if it could not be found
-        with pytest.raises(UserError) as error:
-            check(config, ranks=2, local=True)
-        assert error.value.code == "missing-extra"
-        check(config, ranks=2, local=False)  # planned here, trained elsewhere
+    config = load_config(recipe, ["train.report_to=[wandb]"])
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it could not be found
+    with pytest.raises(UserError) as error:
+        check(config, ranks=2, local=True)
+    assert error.value.code == "missing-extra"
+    assert check(config, ranks=2, local=False).steps == 8  # planned here, trained elsewhere
 
 
-MISTAKES = [
-    ("deepspeed=none.json", "none.json is not a file"),
-    ("objective.name=emoo", "did you mean emo"),
-    ("objective.params.ratio_cup=3", "did you mean ratio_cap"),
-    ("objective.name=demd_dense", "compares with a teacher"),
-    ("objective.cost=none.safetensors", "objective.cost=none.safetensors does not exist; give pretrained, "),
-    ("train.global_batch_size=7", "does not divide"),
-    ("train.profile=[3,9]", r"train.profile=\[3, 9\] ends after the run's 8 steps"),
-    ("model.architecture.vocab_size=100", "head has 100"),
-    ("model.architecture.max_position_embeddings=16", "longer than the model's context of 16"),
-    ("model.architecture.hidden_size=33", "model.architecture"),
-    ("model.architecture.num_hidden_layers=two", "model.architecture"),
-    ("model.lora={targets: [q_porj]}", "model.lora.targets"),
-]
-
-
-@pytest.mark.parametrize(("override", "message"), MISTAKES)
-def test_every_command_refuses_it(recipe: Path, override: str, message: str) -> None:
+@pytest.mark.parametrize(
+    ("override", "named"),
+    [
+        ("deepspeed=none.json", "none.json"),
+        ("objective.name=emoo", "emo"),
+        ("objective.params.ratio_cup=3", "ratio_cap"),
+        ("objective.name=demd_dense", "teacher"),
+        ("objective.cost=none.safetensors", "objective.cost=none.safetensors"),
+        ("train.global_batch_size=7", "does not divide"),
+        ("train.profile=[3,9]", "train.profile"),
+        ("model.architecture.vocab_size=100", "100"),
+        ("model.architecture.max_position_embeddings=16", "data.sequence_len=16"),
+        ("model.architecture.hidden_size=33", "model.architecture"),
+        ("model.architecture.num_hidden_layers=two", "model.architecture"),
+        ("model.lora={targets: [q_porj]}", "model.lora.targets"),
+    ],
+)
+def test_every_command_refuses_it(recipe: Path, override: str, named: str) -> None:
     config = load_config(recipe, [override])
-    with pytest.raises(UserError, match=message) as caught:
-        check(config, ranks=1, local=True)
-    assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=message):
-        print_plan(config, ranks=1)
+    for refuse in (lambda: check(config, ranks=1, local=True), lambda: print_plan(config, ranks=1)):
+        with pytest.raises(UserError) as caught:
+            refuse()
+        assert named in str(caught.value)
     assert not config.output_dir.exists()
 
 
-@pytest.mark.parametrize("profile", ["[0,3]", "[5,2]", "[-2,1]"])
-def test_a_profile_that_names_no_steps(recipe: Path, profile: str) -> None:
-    with pytest.raises(UserError, match="profile"):
-        load_config(recipe, [f"train.profile={profile}"])
-
-
-@pytest.mark.parametrize("damage", ["torn", "other vocabulary", "not a number", "empty"])
-def test_a_damaged_cost_file(recipe: Path, tmp_path: Path, damage: str) -> None:
-    path = tmp_path / "cost.safetensors"
-    rows = {"other vocabulary": 100, "not a number": 384}.get(damage, 384)
-    weight = torch.randn(rows, 8)
-    if damage == "not a number":
-        weight[3, 3] = torch.nan
-    save_file({"w": weight}, path)
-    if damage == "torn":
-        path.write_bytes(path.read_bytes()[:100])
-    if damage == "empty":
-        path.write_bytes(b"")
-    with pytest.raises(UserError, match=r"cost.safetensors"):
-        check(load_config(recipe, [f"objective.cost={path}"]), ranks=1, local=True)
-
-
-def test_a_cost_directory_that_does_not_exist(recipe: Path) -> None:
-    for cost in ("/nonexist", "./none", "~/none", "a/b/c"):
-        config = load_config(recipe, [f"objective.cost={cost}"])
-        with pytest.raises(UserError, match=f"^objective.cost={cost} does not exist"):
-            check(config, ranks=1, local=True)
-        check(config, ranks=1, local=False)  # it may be where the run will be
+def test_a_damaged_cost_file(recipe: Path, tmp_path: Path) -> None:
+    path, weight = tmp_path / "cost.safetensors", torch.randn(384, 8)
+    wrong = weight.clone()
+    wrong[3, 3] = torch.nan
+    contents = [save({"w": weight})[:100], save({"w": weight[:100].clone()}), save({"w": wrong}), b""]
+    for content in contents:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"cost.safetensors"):
+            check(load_config(recipe, [f"objective.cost={path}"]), ranks=1, local=True)
 
 
 def test_what_is_absent_is_passed_over_elsewhere_and_refused_here(recipe: Path, tmp_path: Path) -> None:
-    config = load_config(recipe, [f"data.dir={tmp_path / 'none'}"])
-    assert check(config, ranks=1, local=False).data is None
-    with pytest.raises(UserError, match="run: emo prepare"):
-        check(config, ranks=1, local=True)
-
-
-def test_a_validation_set_that_went_missing(recipe: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     shutil.copytree(recipe.parent / "data", data)
     shutil.rmtree(data / "validation")
-    with pytest.raises(UserError, match=r"validation does not exist"):
-        check(load_config(recipe, [f"data.dir={data}"]), ranks=1, local=True)
+    for override in (f"data.dir={tmp_path / 'none'}", "objective.cost=./none", f"data.dir={data}"):
+        config = load_config(recipe, [override])
+        with pytest.raises(UserError, match="exist"):
+            check(config, ranks=1, local=True)
+        if override != f"data.dir={data}":
+            check(config, ranks=1, local=False)
 
 
 def test_a_run_directory_of_another_configuration(recipe: Path, tmp_path: Path) -> None:
     config = load_config(recipe, [f"output_dir={tmp_path}"])
     identity.claim(config, check(config, ranks=1, local=True).identity)
     check(config, ranks=1, local=True)
-    with pytest.raises(UserError, match=r"was started with train\.learning_rate=0\.001"):
+    with pytest.raises(UserError, match=r"train\.learning_rate=0\.001"):
         check(load_config(recipe, [f"output_dir={tmp_path}", "train.learning_rate=0.5"]), ranks=1, local=True)
-
-
-def test_damaged_rows_are_named(recipe: Path, tmp_path: Path) -> None:
-    """A token id that the model does not have ended in an IndexError on one rank."""
-    shutil.copytree(recipe.parent / "data" / "train", tmp_path / "train")
-    rows = TokenDataset(tmp_path / "train")
-    everything = np.arange(len(rows))
-    assert rows.damage(everything, 384) is None
-    assert "of a vocabulary of 300" in (rows.damage(everything, 300) or "")
-    (shard,) = (tmp_path / "train").glob("*.arrow")
-    content = bytearray(shard.read_bytes())
-    # the segment lengths of all rows lie one after the other in a column of their own
-    start = bytes(content).find(rows.segment_lengths().astype(np.uint32).tobytes())
-    assert start >= 0
-    content[start : start + 4] = (10_000).to_bytes(4, "little")
-    shard.write_bytes(bytes(content))
-    assert "is damaged: " in (TokenDataset(tmp_path / "train").damage(everything, 384) or "")
 
 
 def changed(recipe: Path, path: Path, **architecture: Any) -> Path:
@@ -149,43 +99,16 @@ def changed(recipe: Path, path: Path, **architecture: Any) -> Path:
     return path
 
 
-def test_sources_tell_how_long_the_run_will_be(
-    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before the data are prepared, by the sizes of their files, and said to be an estimate."""
-    tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    tree["data"]["dir"] = str(tmp_path / "none")
-    tree["train"] |= {"max_steps": None, "num_train_epochs": 2}
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(tree))
-    config = load_config(path, [])
-    actual = len(TokenDataset(recipe.parent / "data/train"))
-    assert 0.4 * actual < (estimated_rows(config.data) or 0) < 2.5 * actual
-    print_plan(config, 2, parse_cluster("2xA100-80G"))
-    printed = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    assert "estimated: the sources' sizes suggest" in printed
-    assert "GPU-hours" in printed and "the number of steps is an estimate" in printed
-    missing = load_config(path, ["data.sources=[{files: none.txt}]"])
-    assert estimated_rows(missing.data) is None
-
-
-NO_TRANSFORMERS = {
-    "mamba": {"hidden_size": 32, "state_size": 4},
-    "mamba2": {"hidden_size": 32, "num_heads": 4, "head_dim": 16, "state_size": 4, "n_groups": 1},
-    "falcon_mamba": {"hidden_size": 32, "state_size": 4},
-    "rwkv": {"hidden_size": 32, "attention_hidden_size": 32},
-}
-
-
-@pytest.mark.parametrize("family", NO_TRANSFORMERS)
+@pytest.mark.parametrize("family", ["mamba2", "rwkv"])
 def test_what_is_no_transformer_is_refused(recipe: Path, tmp_path: Path, family: str) -> None:
     """By the plan as by training: all is counted in heads and layers."""
-    shape = NO_TRANSFORMERS[family] | {"model_type": family, "vocab_size": 384, "num_hidden_layers": 2}
+    shape = {"model_type": family, "vocab_size": 384, "num_hidden_layers": 2, "hidden_size": 32}
+    if family == "mamba2":
+        shape |= {"num_heads": 4, "head_dim": 16, "state_size": 4, "n_groups": 1}
     config = load_config(changed(recipe, tmp_path / "recipe.yaml", **shape), [])
-    for refuse in (lambda: print_plan(config, 1), lambda: check(config, 1, local=True)):
-        with pytest.raises(UserError) as error:
-            refuse()
-        assert error.value.code == "architecture"
+    with pytest.raises(UserError) as error:
+        print_plan(config, 1)
+    assert error.value.code == "architecture"
 
 
 def test_a_model_of_text_within_another_is_planned(recipe: Path, tmp_path: Path) -> None:

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from emo.common.errors import UserError
-from emo.common.recipe import parse_section, read_recipe
-from emo.pipeline.config import (
-    ObjectiveConfig,
-    TrainConfig,
-    dump_config,
-    load_config,
-    lr_at,
-    solve_batch,
-)
-from tests.conftest import REPO
+from emo.common.recipe import parse_section
+from emo.pipeline.config import ObjectiveConfig, TrainConfig, dump_config, load_config, lr_at, solve_batch
 
 RECIPE = """
 output_dir: runs/x
@@ -49,47 +40,34 @@ def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("override", "message"),
+    ("override", "named"),
     [
-        ("train.learning_rat=1", "unknown key train.learning_rat"),
-        ("train.warmup_ration=0.1", "did you mean warmup_ratio?"),
-        ("trian.lr=1", "did you mean train?"),
-        ("train.learning_rate", "must read key.sub=value"),
-        ("train.learning_rate=fast", "train.learning_rate: Input should be a valid number"),
-        ("train.learning_rate=-1", "train.learning_rate: Input should be greater than 0"),
-        ("train.num_train_epochs=2", "exactly one of num_train_epochs and max_steps: train.max_steps="),
+        ("train.warmup_ration=0.1", "warmup_ratio"),
+        ("trian.lr=1", "train"),
+        ("train.learning_rate", "key.sub=value"),
+        ("train.learning_rate=-1", "train.learning_rate"),
         (
             "train.num_train_epochs=2",
-            " train.num_train_epochs=null, or train.num_train_epochs=2 train.max_steps=null",
+            "train.num_train_epochs=null, or train.num_train_epochs=2 train.max_steps=null",
         ),
-        ("train.optimizer=muon", "optimizer muon needs muon_lr"),
-        ("train.muon_lr=0.02", "which adamw does not read"),
-        ("output_dir.x=2", "output_dir is a value, not a section"),
-        ("model.architecture={hidden_size: 8}", "architecture needs model_type"),
-        ("data.sources=[{files: a, hub: b}]", "exactly one of hub, files, embedded"),
+        ("train.optimizer=muon", "muon_lr"),
+        ("train.muon_lr=0.02", "adamw"),
+        ("train.profile=[5,2]", "profile"),
+        ("model.architecture={hidden_size: 8}", "model_type"),
+        ("data.sources=[{files: a, hub: b}]", "hub, files, embedded"),
+        ("objective={name: mle, sum: [{name: emo}]}", "not both"),
+        ("objective.sum=[{name: emo, cost: live}, {name: mle}]", "cost"),
+        ("objective.sum=[{name: emo, weight: {from: 1, to: 0}}]", "steps"),
+        ("objective.sum=[{name: emo, nme: 1}]", "nme"),
+        ("train.mixture={}", "shares and temperature"),
+        ("train.mixture={shares: {home: -1, abroad: 1}}", "home"),
+        ("train.mixture={temperature: 2, max_epochs: {home: 0}}", "max_epochs"),
     ],
 )
-def test_a_mistake_gets_one_line(recipe: Path, override: str, message: str) -> None:
+def test_a_mistake_gets_one_line(recipe: Path, override: str, named: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(recipe, [override])
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_extends_merges_sections_and_replaces_another_architecture(tmp_path: Path, recipe: Path) -> None:
-    child = tmp_path / "child.yaml"
-    child.write_text(
-        "extends: recipe.yaml\ntrain: {learning_rate: 5.0e-4}\nmodel: "
-        "{architecture: {model_type: gpt2, n_embd: 8}}\n"
-    )
-    tree = read_recipe(child, [])
-    assert tree["train"] == {"max_steps": 10, "learning_rate": 5e-4}
-    assert tree["model"]["architecture"] == {"model_type": "gpt2", "n_embd": 8}
-
-
-@pytest.mark.parametrize("path", sorted((REPO / "launch" / "recipes").glob("*.yaml")), ids=lambda p: p.stem)
-def test_every_recipe_resolves(path: Path) -> None:
-    load_config(path, [])
+    assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
 @given(st.integers(1, 4096), st.integers(1, 64), st.integers(1, 64))
@@ -125,20 +103,3 @@ def test_sums_of_objectives() -> None:
     dumped = config.model_dump(mode="json")
     assert dumped["sum"][1]["weight"] == {"from": 0.5, "to": 0.0, "steps": 9}
     assert parse_section(ObjectiveConfig, dumped, "objective") == config
-
-
-@pytest.mark.parametrize(
-    ("section", "message"),
-    [
-        ({"name": "mle", "sum": [{"name": "emo"}]}, "not both"),
-        ({"sum": [{"name": "emo", "cost": "live"}, {"name": "mle"}]}, "share one cost embedding"),
-        ({"sum": [{"name": "emo", "weight": {"from": 1, "to": 0}}]}, "steps"),
-        ({"sum": [{"name": "emo", "weight": {"from": 1, "to": 0, "steps": 0}}]}, "steps"),
-        ({"sum": [{"name": "emo", "nme": 1}]}, "nme"),
-        ({"sum": []}, "at least 1"),
-    ],
-)
-def test_sums_that_are_refused(section: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        parse_section(ObjectiveConfig, section, "objective")
-    assert message in str(caught.value)

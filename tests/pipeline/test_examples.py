@@ -20,8 +20,7 @@ VOCAB = 400
 
 def example(name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, REPO / "examples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
+    assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -41,26 +40,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("objective", ["emo", OWN])
-def test_plain_loop(folder: Path, objective: str, capsys: pytest.CaptureFixture[str]) -> None:
-    losses = example("plain_loop").main(str(folder / "model"), str(folder / "text.txt"), objective)
-    assert len(losses) == 5
-    assert losses[-1] < losses[0]
-    assert "step 5" in capsys.readouterr().out
-
-
-def test_trainer(folder: Path) -> None:
-    losses = example("trainer").main(
-        str(folder / "model"), str(folder / "text.txt"), OWN, str(folder / "out")
-    )
-    assert len(losses) == 5
-    assert all(0 < loss < 20 for loss in losses)
-
-
-def test_sft_trainer(folder: Path) -> None:
-    module = example("sft_trainer")
-    losses = module.main(str(folder / "model"), str(folder / "rows.jsonl"), OWN, str(folder / "out"))
-    assert len(losses) == 5
+@pytest.mark.parametrize("name", ["plain_loop", "trainer", "sft_trainer"])
+def test_examples(folder: Path, name: str) -> None:
+    texts = "rows.jsonl" if name == "sft_trainer" else "text.txt"
+    out = [] if name == "plain_loop" else [str(folder / "out")]
+    losses = example(name).main(str(folder / "model"), str(folder / texts), OWN, *out)
+    assert len(losses) == 5 and all(0 < loss < 20 for loss in losses)
 
 
 def test_the_snippet_of_the_readme(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

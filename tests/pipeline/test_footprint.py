@@ -1,36 +1,23 @@
-"""What `plan` predicts, held against published runs and against memory measured here."""
+"""What `plan` predicts, held against published runs and against what DeepSpeed sends and holds here."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
-from pathlib import Path
+import re
 from typing import Any
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from emo.pipeline.cli import main
 from emo.pipeline.config import Batch, load_config
 from emo.pipeline.loss.objectives import get_objective
 from emo.pipeline.planning import footprint
+from emo.pipeline.planning.checks import check
 from emo.pipeline.planning.footprint import ACCELERATORS, GIB, Setup, Sizes
-from emo.pipeline.planning.plan import (
-    fit,
-    largest_micro,
-    memory_line,
-    model_sizes,
-    parse_cluster,
-    remedies,
-    setup_of,
-    sizes_of,
-    sum_line,
-)
+from emo.pipeline.planning.plan import Cluster, fit, memory_line, setup_of, sizes_of, sum_line
 from tests.conftest import REPO
 from tests.helpers import launching, published, traffic_worker
 
@@ -39,23 +26,13 @@ A100, H100 = ACCELERATORS["A100-80G"], ACCELERATORS["H100-80G"]
 RUNS = published.runs()
 
 
-@pytest.mark.parametrize("run", [r for r in RUNS if r.mark != "outside"], ids=lambda r: f"{r.mark} {r.name}")
-def test_published_speeds(run: published.Run) -> None:
-    assert run.ratio() == pytest.approx(1, abs=footprint.TIME_ERROR)
-
-
 def test_the_error_that_is_printed_is_that_of_held_out_runs() -> None:
     """Of runs to which nothing was fitted, many more than those to which something was."""
-    errors = {
-        mark: [abs(run.ratio() - 1) for run in RUNS if run.mark == mark]
-        for mark in ("calibrates", "held_out", "outside")
-    }
+    errors = {mark: [abs(run.ratio() - 1) for run in RUNS if run.mark == mark] for mark in published.MARKS}
     calibrates, held_out, outside = (max(errors[mark]) for mark in errors)
     assert footprint.TIME_ERROR - 0.02 < held_out <= footprint.TIME_ERROR
     assert calibrates < held_out < outside and sum(error > 0.1 for error in errors["held_out"]) <= 2
     assert len(errors["held_out"]) > 2 * len(errors["calibrates"])
-    kinds = {(run.name.split()[0], run.kind) for run in RUNS if run.mark == "held_out"}
-    assert {("7B", "A100-80G"), ("7B", "H100-80G"), ("13B", "H100-80G"), ("70B", "A100-80G")} <= kinds
 
 
 def test_selective_checkpointing_lies_between_all_and_none() -> None:
@@ -87,18 +64,14 @@ def test_published_memory() -> None:
     ZeRO-1 keeps what ZeRO-2 frees: gradients in bf16 for a whole step, beside those in float32 that all ranks
     hold whole, and a copy while they are reduced, unless that is in float32.
     """
-    result = footprint.memory(LLAMA_7B, Setup(1, 0, 1, 256, cost=False))
-    assert result.states == pytest.approx(18 * LLAMA_7B.parameters)
     shared = footprint.memory(LLAMA_7B, Setup(8, 3, 1, 256, cost=False))
-    assert shared.states == pytest.approx(18 * LLAMA_7B.parameters / 8)
+    assert sum(shared[:3]) == pytest.approx(18 * LLAMA_7B.parameters / 8)
     assert shared.total < shared.surely < shared.total * (1 + footprint.MEMORY_ERROR)
     first, second = (footprint.memory(LLAMA_7B, Setup(8, stage, 8, 2048)) for stage in (1, 2))
     assert first.total - second.total == pytest.approx((4 * 7 / 8 + 2) * LLAMA_7B.parameters, rel=0.01)
     mistral = dataclasses.replace(LLAMA_7B, parameters=7_241_732_096, trainable=7_241_732_096)
     setup = Setup(8, 1, 1, 256, cost=False)  # on 8xA100-80G 77.6 GiB of DeepSpeed's tensors alone
     assert footprint.memory(mistral, setup).total / GIB == pytest.approx(77.6, abs=0.1)
-    in_float32 = dataclasses.replace(setup, reduced=4)
-    assert footprint.memory(mistral, in_float32).total < footprint.memory(mistral, setup).total
 
 
 @pytest.fixture(scope="module")
@@ -137,56 +110,26 @@ def test_the_plan_holds_what_deepspeed_holds_while_gradients_are_reduced(
     setup = Setup(2, stage, 1, 1, 2, bf16=bf16, cost=False, chunk_mb=0, bucket=width * width)
     found = footprint.memory(sizes, setup)
     measured = traffic[case]["peak"]
-    assert found.states <= measured * 1.001 and measured <= found.total * 1.001
+    assert sum(found[:3]) <= measured * 1.001 and measured <= found.total * 1.001
     if stage == 1:
         assert found.total == pytest.approx(measured, rel=0.01 if bf16 else 0.3)
 
 
-@pytest.mark.parametrize(
-    ("family", "shape", "total", "active"),
-    [
-        # embedding and head; attention, two of eight experts of 14336, their router, norms
-        (
-            "mixtral",
-            {"num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000, "num_key_value_heads": 8},
-            46_702_792_704,
-            2 * 32000 * 4096 + 4096
-            + 32 * (2 * 4096**2 + 2 * 4096 * 1024 + 2 * 3 * 4096 * 14336 + 8 * 4096 + 2 * 4096),
-        ),
-        # a first layer without experts; six of 64 experts of 1408 and two shared ones; latent attention
-        (
-            "deepseek_v2",
-            {
-                "vocab_size": 102400, "hidden_size": 2048, "intermediate_size": 10944,
-                "moe_intermediate_size": 1408, "num_hidden_layers": 27,
-                "num_attention_heads": 16, "num_key_value_heads": 16,
-                "n_shared_experts": 2, "n_routed_experts": 64, "num_experts_per_tok": 6, "kv_lora_rank": 512,
-                "q_lora_rank": None, "qk_rope_head_dim": 64, "v_head_dim": 128, "qk_nope_head_dim": 128,
-                "first_k_dense_replace": 1,
-            },
-            15_706_484_224,
-            2 * 102400 * 2048 + 2048
-            + 27 * (2048 * 16 * 192 + 2048 * 576 + 512 + 512 * 16 * 256 + 16 * 128 * 2048 + 2 * 2048)
-            + 3 * 2048 * 10944 + 26 * (8 * 3 * 2048 * 1408 + 64 * 2048),
-        ),
-        ("llama", {"vocab_size": 32000}, 6_738_415_616, 6_738_415_616),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
-def test_a_token_passes_through_some_experts_only(
-    family: str, shape: dict[str, Any], total: int, active: int
-) -> None:
-    """Mixtral-8x7B, DeepSeek-V2-Lite: published totals, active ones by hand."""
-    hf_config = CONFIG_MAPPING[family](**shape)
+def test_a_token_passes_through_some_experts_only() -> None:
+    """Mixtral-8x7B: the published total, active ones by hand."""
+    shape = {"num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000, "num_key_value_heads": 8}
+    hf_config = CONFIG_MAPPING["mixtral"](**shape)
     with torch.device("meta"):
         sizes = sizes_of(AutoModelForCausalLM.from_config(hf_config), hf_config)
-    assert sizes.parameters == total and sizes.parameters - sizes.idle == active
-    dense = dataclasses.replace(sizes, idle=0)
-    setup = Setup(8, 3, 1, 2048)
+    # embedding and head; attention, two of eight experts of 14336, their router, norms
+    layer = 2 * 4096**2 + 2 * 4096 * 1024 + 2 * 3 * 4096 * 14336 + 8 * 4096 + 2 * 4096
+    assert sizes.parameters == 46_702_792_704
+    assert sizes.parameters - sizes.idle == 2 * 32000 * 4096 + 4096 + 32 * layer
+    dense, setup = dataclasses.replace(sizes, idle=0), Setup(8, 3, 1, 2048)
     times = [footprint.step_time(given, setup, A100).matrices for given in (sizes, dense)]
     assert times[0] / times[1] == pytest.approx(sizes.active / sizes.body)
     shares = [footprint.utilisation(given, setup, 1.0, A100) for given in (sizes, dense)]
-    assert (shares[0] < 0.5 * shares[1]) == (family != "llama")
+    assert shares[0] < 0.5 * shares[1]
 
 
 def test_a_mask_for_packed_rows_takes_memory_and_time() -> None:
@@ -198,19 +141,6 @@ def test_a_mask_for_packed_rows_takes_memory_and_time() -> None:
         assert added == 2 * 4096**2 * (1 + 2 * layers)
         times = [footprint.step_time(LLAMA_7B, setup, A100) for setup in (plain, masked)]
         assert times[1].attention == pytest.approx(2 * times[0].attention)
-
-
-def test_small_batches_under_zero3_wait_for_the_host() -> None:
-    setup = Setup(8, 3, 1, 256, accumulation=4)
-    few = footprint.step_time(LLAMA_7B, setup, H100)
-    assert few.host > 0.4 * few.total
-    assert few.total == pytest.approx(4 * 291 * footprint.HOST_TENSOR_ZERO3, rel=0.15)
-    many = footprint.step_time(LLAMA_7B, dataclasses.replace(setup, micro=64), H100)
-    assert many.host < 0.01 * many.total
-    second = footprint.step_time(LLAMA_7B, dataclasses.replace(setup, stage=2), H100)
-    assert second.host < 0.5 * few.host and second.total < 0.7 * few.total
-    again = footprint.step_time(LLAMA_7B, dataclasses.replace(setup, checkpointing=True), H100)
-    assert again.total > 1.2 * few.total  # layers are issued twice
 
 
 def test_stages_communicate_what_they_need() -> None:
@@ -229,159 +159,31 @@ def test_stages_communicate_what_they_need() -> None:
     assert held[1] - held[0] == 2 * LLAMA_7B.parameters / 8
 
 
-def test_ranks_share_the_cores_of_their_host() -> None:
-    """More ranks of a host do not update its weights faster; more hosts do."""
-    optimizer = [
-        footprint.step_time(
-            LLAMA_7B, Setup(ranks, 3, 1, 256, offload_optimizer=True, offload_parameters=True), A100
-        ).optimizer
-        for ranks in (1, 8, 16)
-    ]
-    updating = LLAMA_7B.parameters / footprint.HOST_ADAM
-    assert optimizer[0] > optimizer[1] > updating > optimizer[2] > updating / 2
-
-
-def test_more_of_anything_takes_more() -> None:
-    base = Setup(8, 3, 4, 512)
-
-    def memory(**changes: Any) -> float:
-        return footprint.memory(LLAMA_7B, dataclasses.replace(base, **changes)).total
-
-    def seconds(gpu: footprint.Accelerator = A100, network: float = 200.0, **changes: Any) -> float:
-        return footprint.step_time(LLAMA_7B, dataclasses.replace(base, **changes), gpu, network).total
-
-    more: list[dict[str, Any]] = [
-        {"micro": 8},
-        {"block": 1024},
-        {"stage": 2},
-        {"ranks": 4},
-        {"cache_mb": 100.0},
-    ]
-    assert all(memory(**change) > memory() for change in more)
-    less: list[dict[str, Any]] = [{"checkpointing": True}, {"offload_optimizer": True}, {"cost": False}]
-    assert all(memory(**change) < memory() for change in less)
-    slower: list[dict[str, Any]] = [{"checkpointing": True}, {"accumulation": 2}, {"offload_optimizer": True}]
-    assert all(seconds(**change) > seconds() for change in slower)
-    assert seconds(H100) < seconds() and seconds(network=1.0, ranks=64) > seconds(ranks=64)
-    times = [footprint.step_time(LLAMA_7B, Setup(8, 3, 1, 512, bf16=half), A100) for half in (True, False)]
-    assert times[1].matrices / times[0].matrices == pytest.approx(312 / 19.5), "float32 is without TF32"
-
-
 def test_names_and_sizes() -> None:
-    for name, kind in (
-        ("NVIDIA A100-SXM4-80GB", "A100-80G"),
-        ("NVIDIA H100 80GB HBM3", "H100-80G"),
-        ("NVIDIA GeForce RTX 4090", "RTX4090-24G"),
-    ):
-        assert footprint.accelerator(name) == ACCELERATORS[kind]
+    assert footprint.accelerator("NVIDIA A100-SXM4-80GB") == ACCELERATORS["A100-80G"]
+    assert footprint.accelerator("NVIDIA GeForce RTX 4090") == ACCELERATORS["RTX4090-24G"]
     assert footprint.accelerator("TPU v5") is None
-    assert model_sizes(load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", [])) == LLAMA_7B
-    gpt2 = model_sizes(load_config(REPO / "launch/recipes/gpt2-wikitext2.yaml", []))
+    ready = check(load_config(REPO / "launch/recipes/gpt2-wikitext2.yaml", []), 1, local=False)
+    gpt2 = sizes_of(ready.model, ready.hf_config)
     assert (gpt2.inner, gpt2.gated, gpt2.key_values) == (3072, False, 768)
     assert gpt2.parameters - gpt2.body == 50257 * 768  # the tied head counts once
-    hf_config = CONFIG_MAPPING["mamba"](num_hidden_layers=2)  # a model without attention
-    with torch.device("meta"):
-        mamba = sizes_of(AutoModelForCausalLM.from_config(hf_config), hf_config)
-    assert mamba.idle == 0 and footprint.memory(mamba, Setup(8, 3, 1, 2048)).total > 0
 
 
-def test_what_does_not_fit_is_told_what_to_change(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(REPO / "launch/recipes/llama-7b-wikitext103.yaml")
-    assert main(["plan", recipe, "--gpus", "8xA100-80G"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "MFU" in printed and "largest train.micro_batch_size that surely fits" in printed
-    assert main(["plan", recipe, "--gpus", "1xA100-80G"]) == 1
-    assert "NO; " in capsys.readouterr().out
-    setup = Setup(4, 3, 16, 2048)
-    room = 0.92 * ACCELERATORS["A100-80G"].memory_gib * GIB
-    found = remedies(LLAMA_7B, setup, room, parse_cluster("4xA100-80G"))
-    assert any("activation_checkpointing" in line for line in found)
-    fitting = largest_micro(LLAMA_7B, setup, room)
-    assert fitting and 16 % fitting == 0
-    assert footprint.memory(LLAMA_7B, dataclasses.replace(setup, micro=fitting)).total <= room
-
-
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_printed_parts_sum_to_the_printed_total(stage: int) -> None:
+def test_printed_parts_sum_to_the_printed_total() -> None:
     for micro in (1, 2, 8, 64):
-        result = footprint.memory(LLAMA_7B, Setup(8, stage, micro, 256))
-        for digits in (1, 2):
-            line = sum_line({k: v / GIB for k, v in result.peak.items()}, digits, "GiB")
-            total, parts = line.split(" GiB = ")
-            assert sum(float(p.split()[-1]) for p in parts.split(" + ")) == pytest.approx(
-                float(total), abs=1e-9
-            )
-            assert float(total) == pytest.approx(result.total / GIB, abs=0.51 * 10**-digits)
+        result = footprint.memory(LLAMA_7B, Setup(8, 3, micro, 256))
+        total, parts = sum_line({k: v / GIB for k, v in result.peak.items()}, 1, "GiB").split(" GiB = ")
+        assert sum(float(p.split()[-1]) for p in parts.split(" + ")) == pytest.approx(float(total), abs=1e-9)
     assert memory_line({"weights": 2.0 * 2**20, "optimizer": 0.0}, 2) == "2.0 MiB = weights 2.0"
-    assert memory_line({"weights": 0.0}, 2) == "0.0 MiB"
 
 
-def test_what_fits_only_if_the_estimate_is_exact_is_tight() -> None:
-    cluster, setup = parse_cluster("8xA100-80G"), Setup(8, 3, 4, 256)
+def test_what_does_not_fit_is_told_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tight` is what fits only if the estimate is exact."""
+    setup = Setup(4, 3, 16, 2048)
     needed = footprint.memory(LLAMA_7B, setup).total
     for room, answer in ((needed * 1.5, "yes; "), (needed * 1.02, "tight: "), (needed * 0.9, "NO; ")):
-        assert fit(LLAMA_7B, setup, room, cluster).startswith(answer)
-
-
-def test_an_unknown_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = str(REPO / "launch/recipes/llama-7b-wikitext103.yaml")
-    for cluster in ("8xB300", "A100-80G"):
-        assert main(["plan", recipe, "--gpus", cluster]) == 2
-    assert capsys.readouterr().err.count("error: --gpus") == 2
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launching.tiny_recipe(tmp_path_factory.mktemp("tiny"))
-
-
-def test_measured_memory(recipe: Path, tmp_path: Path) -> None:
-    """Peak memory of a real run on one rank, above that of a tiny one, beside the prediction's difference."""
-    tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    shape = {"hidden_size": 512, "intermediate_size": 1376, "num_hidden_layers": 6, "num_attention_heads": 8}
-    predicted, measured, micro = [], [], 4
-    for name, change in (("small", {}), ("large", shape)):
-        tree["model"]["architecture"].update(change)
-        tree["model"]["dtype"] = "bfloat16"
-        tree["output_dir"] = str(tmp_path / name)
-        tree["train"] |= {
-            "global_batch_size": micro,
-            "micro_batch_size": micro,
-            "max_steps": 2,
-            "save_steps": 0,
-        }
-        path = tmp_path / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(tree))
-        config = load_config(path, [])
-        setup = Setup(1, 3, micro, config.data.sequence_len, chunk_mb=48, fused_adam=False)
-        predicted.append(footprint.memory(model_sizes(config), setup).total)
-        measured.append(_peak(path))
-    difference = measured[1] - measured[0]
-    assert predicted[1] - predicted[0] == pytest.approx(difference, rel=footprint.MEMORY_ERROR)
-
-
-def _peak(recipe: Path) -> float:
-    """Peak resident bytes of a run's training steps: read after the last, before saving and exporting."""
-    program = (
-        "import sys, re\nfrom pathlib import Path\nfrom emo.pipeline import cli, stop, train\n"
-        "evaluate, step, taken = train.evaluate, train.Engine.train_step, []\n"
-        "def report(*a, **k):\n"
-        "    if not taken:\n"
-        "        return evaluate(*a, **k)\n"
-        "    text = Path('/proc/self/status').read_text()\n"
-        "    print('PEAK', re.search(r'VmHWM:\\s+(\\d+)', text)[1]); sys.stdout.flush()\n"
-        "    import os; os._exit(0)\n"
-        "train.evaluate = report\n"
-        "def fresh(self, *a, **k):\n"
-        "    taken.append(1)\n"
-        "    Path('/proc/self/clear_refs').write_text('5')\n"
-        "    return step(self, *a, **k)\n"
-        "train.Engine.train_step = fresh\n"
-        f"sys.exit(cli.run_recipe(stop.Watch(), [{str(recipe)!r}]))\n"
-    )
-    trim = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    command, environment = [sys.executable, "-c", program], launching.ENVIRONMENT | trim
-    done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("PEAK"))
-    return float(line.split()[1]) * 1024
+        monkeypatch.setattr(Cluster, "room", room)
+        text = fit(LLAMA_7B, setup, Cluster(4, "A100-80G"))
+        assert text.startswith(answer) and ("activation_checkpointing" in text) == (answer != "yes; ")
+        micro = int(re.search(r"train.micro_batch_size(?:=|.*: )(\d+)", text)[1])  # type: ignore[index]
+        assert footprint.memory(LLAMA_7B, dataclasses.replace(setup, micro=micro)).total <= room

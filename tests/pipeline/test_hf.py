@@ -1,8 +1,9 @@
-"""Trainer, TRL and plain loops get the same losses as the fused path; every docstring example runs."""
+"""Trainer, TRL and plain loops get the losses of the fused path, in every family; masks, shards, refusals."""
 
 from __future__ import annotations
 
-import textwrap
+import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-import emo.pipeline.hf
 from emo.common.errors import UserError
 from emo.pipeline.hf import EMOLoss, FusedLossMixin, fuse_causal_lm, loss_function
 from emo.pipeline.loss import (
@@ -23,97 +23,56 @@ from emo.pipeline.loss import (
     shift_left,
     weighted_sum,
 )
-from tests.helpers.families import tiny_llama
+from tests.helpers.families import FAMILIES, VOCAB, family, tiny_llama
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error, stored_for
 from tests.loss.test_objectives import ONE_TARGET, composes, make
 
-VOCAB, LENGTH = 61, 12
+LENGTH = 12
 
 
 class EmoTrainer(FusedLossMixin, Trainer):
     pass
 
 
-def rows(n: int = 24) -> list[dict[str, list[int]]]:
-    """Examples with very different numbers of supervised tokens."""
-    generator = torch.Generator().manual_seed(3)
-    result = []
-    for i in range(n):
-        ids = torch.randint(VOCAB, (LENGTH,), generator=generator)
-        labels = ids.clone()
-        labels[: (i * 5) % LENGTH] = -100
-        result.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
-    return result
+def rows() -> list[dict[str, list[int]]]:
+    """Return rows with different numbers of labels, in half of them one for the first token too."""
+    ids = torch.randint(1, VOCAB, (6, LENGTH), generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    for i in range(6):
+        labels[i, 1 : 1 + i] = -100
+        labels[i, 0] = ids[i, 0] if i % 2 else -100
+    return [{"input_ids": x, "labels": y} for x, y in zip(ids.tolist(), labels.tolist(), strict=True)]
 
 
 def arguments(directory: Path, **changes: Any) -> TrainingArguments:
-    settings = {
-        "output_dir": str(directory),
-        "max_steps": 3,
-        "per_device_train_batch_size": 6,
-        "gradient_accumulation_steps": 1,
-        "learning_rate": 1e-2,
-        "adam_epsilon": 1e-3,
+    step = {"max_steps": 3, "per_device_train_batch_size": 6, "learning_rate": 1e-2, "adam_epsilon": 1e-3}
+    step |= {
         "lr_scheduler_type": "constant",
         "max_grad_norm": 0.0,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "logging_steps": 1,
         "seed": 1,
         "data_seed": 1,
+        "use_cpu": True,
     }
-    return TrainingArguments(**settings | changes)
+    quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": 1}
+    return TrainingArguments(output_dir=str(directory), **step | quiet | changes)
 
 
 def parameters(model: torch.nn.Module) -> Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def train(kind: str, directory: Path, **changes: Any) -> tuple[Tensor, list[float]]:
-    """Train three steps; parameters and logged losses."""
-    model = tiny_llama(VOCAB)
-    settings = {"args": arguments(directory, **changes), "train_dataset": rows()}
-    if kind == "mixin":
-        trainer: Trainer = EmoTrainer(model=model, objective="emo", **settings)
-    else:
-        cost = CostEmbedding.from_weight(model.lm_head.weight)
-        trainer = Trainer(model=model, compute_loss_func=loss_function("emo", cost), **settings)
-    trainer.train()
-    return parameters(model), [log["loss"] for log in trainer.state.log_history if "loss" in log]
-
-
-@pytest.mark.parametrize("kind", ["mixin", "function"])
-def test_accumulation_does_not_change_training(kind: str, tmp_path: Path) -> None:
-    """num_items_in_batch is honoured: 1 x 6 rows and 3 x 2 rows take the same steps."""
-    whole, losses = train(kind, tmp_path)
-    pieces, losses_of_pieces = train(
-        kind, tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=3
-    )
-    assert relative_error(pieces, whole) <= 1e-6
-    assert losses_of_pieces == pytest.approx(losses, rel=1e-5)
-
-
 def test_mixin_evaluates_saves_and_generates(tmp_path: Path) -> None:
     """Evaluation gives the mean loss; saved files are those of the ordinary model; generation works."""
     model = tiny_llama(VOCAB)
-    trainer = EmoTrainer(
-        model=model,
-        args=arguments(tmp_path, per_device_eval_batch_size=24),
-        train_dataset=rows(),
-        eval_dataset=rows(),
-        objective="mle",
-    )
+    args = arguments(tmp_path, per_device_eval_batch_size=6)
+    trainer = EmoTrainer(model, args, train_dataset=rows(), eval_dataset=rows(), objective="mle")
     batch = {key: torch.tensor([row[key] for row in rows()]) for key in ("input_ids", "labels")}
     with torch.no_grad():
         want = tiny_llama(VOCAB)(**batch).loss
     assert trainer.evaluate()["eval_loss"] == pytest.approx(float(want), rel=1e-5)
     trainer.save_model(str(tmp_path / "saved"))
     loaded, info = LlamaForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
-    assert not info["missing_keys"]
-    assert not info["unexpected_keys"]
-    assert loaded.config.architectures == ["LlamaForCausalLM"]
+    assert not info["missing_keys"] and not info["unexpected_keys"]
     torch.testing.assert_close(parameters(loaded), parameters(model))
     prompt = torch.tensor([[1, 2, 3]])
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -121,10 +80,10 @@ def test_mixin_evaluates_saves_and_generates(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ONE_TARGET)
-@pytest.mark.parametrize("vocab", [VOCAB, 5000])
-def test_logits_loss_equals_reference(name: str, vocab: int) -> None:
+def test_logits_loss_equals_reference(name: str) -> None:
     """Value and gradient against float64 autograd."""
     torch.manual_seed(0)
+    vocab = 1500
     z = (torch.randn(3, 9, vocab) * 3).requires_grad_()
     labels = torch.randint(vocab, (3, 9))
     labels[0, ::2] = -100
@@ -132,7 +91,7 @@ def test_logits_loss_equals_reference(name: str, vocab: int) -> None:
     options = {"z_loss": 0.01, "label_smoothing": 0.1}
     options = options if composes(name, options) else {}
     cost, stored = CostEmbedding.from_weight(E), stored_for(labels)
-    sums = logits_loss(z, labels, make(name), cost, stored=stored, memory_mb=0.4, **options)
+    sums = logits_loss(z, labels, make(name), cost, stored=stored, memory_mb=0.1, **options)
     sums.loss.backward()
     wide = z.detach().double().view(-1, vocab).requires_grad_()
     loss, m, D = losses_from_logits(wide, labels.flatten(), cost_matrix(E), name, **options)
@@ -150,8 +109,7 @@ def test_emo_loss_module() -> None:
     labels[1, 5:] = -100
     wide = z.detach().double().requires_grad_()
     target = shift_left(labels)
-    assert target[:, :-1].equal(labels[:, 1:])
-    assert (target[:, -1] == -100).all()
+    assert target[:, :-1].equal(labels[:, 1:]) and (target[:, -1] == -100).all()
     want = losses_from_logits(wide.flatten(0, 1), target.flatten(), cost_matrix(E), "emo")[0].mean()
     module = EMOLoss()
     loss = module(z, labels, E)
@@ -160,12 +118,6 @@ def test_emo_loss_module() -> None:
     assert relative_error(loss.detach(), want.detach()) <= 1e-6
     assert relative_error(z.grad, wide.grad) <= 1e-5
     torch.testing.assert_close(EMOLoss(shift=False)(z, target, E), loss)
-    half = z.detach().bfloat16().requires_grad_()
-    value = module(half, labels, E)
-    value.backward()
-    assert value.dtype == torch.float32
-    assert half.grad.dtype == torch.bfloat16
-    assert relative_error(half.grad, wide.grad) <= 2e-2
     assert EMOLoss("mle")(z, labels).item() == pytest.approx(
         torch.nn.functional.cross_entropy(z.flatten(0, 1), target.flatten()).item()
     )
@@ -174,43 +126,15 @@ def test_emo_loss_module() -> None:
     all_ignored.backward()
 
 
-def examples() -> list[str]:
-    """The indented blocks of the module's docstring."""
-    blocks: list[list[str]] = [[]]
-    for line in (emo.pipeline.hf.__doc__ or "").splitlines():
-        if line.startswith("    ") or (not line and blocks[-1]):
-            blocks[-1].append(line)
-        elif blocks[-1]:
-            blocks.append([])
-    return [textwrap.dedent("\n".join(block)) for block in blocks if any(block)]
-
-
-@pytest.mark.parametrize("i", range(3))
-def test_examples_of_the_docstring_run(i: int, tmp_path: Path) -> None:
-    assert len(examples()) == 3
-    model = tiny_llama(VOCAB)
-    before = parameters(model)
-    names = {
-        "model": model,
-        "args": arguments(tmp_path),
-        "dataset": rows(),
-        "logits": torch.randn(2, LENGTH, VOCAB, requires_grad=True),
-        "labels": torch.randint(VOCAB, (2, LENGTH)),
-        "cost_embedding": torch.randn(VOCAB, 8),
-    }
-    exec(examples()[i], names)
-    trained = relative_error(parameters(model), before) > 1e-3
-    assert trained if "trainer" in names else names["logits"].grad.abs().sum() > 0
-
-
 def test_labels_that_were_shifted_already() -> None:
     """They would be shifted a second time; said at the first call, whatever is ignored."""
     model = tiny_llama(VOCAB)
     fuse_causal_lm(model, "mle")
     ids = torch.randint(VOCAB, (3, LENGTH), generator=torch.Generator().manual_seed(0))
     shifted = shift_left(ids)
-    with pytest.raises(UserError, match="shifted already"):
+    with pytest.raises(UserError) as error:
         model(input_ids=ids, labels=shifted)
+    assert error.value.code == "labels-shifted"
     right = model(input_ids=ids, labels=ids).loss
     torch.testing.assert_close(model(input_ids=ids, shift_labels=shifted).loss, right)
     # seen to be right once, and not looked at again
@@ -237,25 +161,151 @@ def test_a_schedule_is_refused_where_nobody_tells_the_step() -> None:
             door()
         assert error.value.code == "schedule-without-step"
     assert EMOLoss(moving.at(5))(z, labels, cost) == EMOLoss("mle")(z, labels)
-    model, plain = tiny_llama(VOCAB), tiny_llama(VOCAB)
-    fuse_causal_lm(model, moving.at(0))
-    model.get_output_embeddings().use(moving.at(2))
-    fuse_causal_lm(plain, "mle")
-    torch.testing.assert_close(model(labels, labels=labels).loss, plain(labels, labels=labels).loss)
 
 
-@pytest.mark.parametrize("kind", ["mixin", "function"])
-def test_a_batch_without_anything_to_predict(kind: str, tmp_path: Path) -> None:
+def test_a_batch_without_anything_to_predict(tmp_path: Path) -> None:
     """Its loss is 0, and no weight becomes NaN."""
     model = tiny_llama(VOCAB)
     before = parameters(model)
     data = [{"input_ids": row["input_ids"], "labels": [-100] * LENGTH} for row in rows()]
-    settings: dict[str, Any] = {"model": model, "args": arguments(tmp_path), "train_dataset": data}
-    if kind == "mixin":
-        trainer: Trainer = EmoTrainer(**settings)
-    else:
-        cost = CostEmbedding.from_weight(model.lm_head.weight)
-        trainer = Trainer(compute_loss_func=loss_function("emo", cost), **settings)
+    trainer = EmoTrainer(model, arguments(tmp_path), train_dataset=data)
     trainer.train()
     assert trainer.state.log_history[0]["loss"] == 0
     torch.testing.assert_close(parameters(model), before, rtol=0, atol=0)
+
+
+def without_dropout(model: Any) -> Any:
+    """Return the model, which then computes the same in training as in evaluation."""
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def naive(model: Any, objective: str) -> tuple[float, dict[str, Tensor]]:
+    """Return the mean loss per predicted token of all rows, from the model's logits, and its gradients."""
+    head = model.get_output_embeddings().weight.detach().clone()
+    ids, labels = (torch.tensor([row[key] for row in rows()]) for key in ("input_ids", "labels"))
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].flatten(0, 1).double()
+    losses, _, _ = losses_from_logits(logits, labels[:, 1:].flatten(), cost_matrix(head), objective)
+    loss = losses.mean()
+    loss.backward()
+    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def stepped(trainer: Trainer, model: Any) -> tuple[float, dict[str, Tensor]]:
+    """Return the logged loss and the gradients of one step of SGD."""
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    trainer.train()
+    rate = trainer.args.learning_rate
+    moved = {name: (before[name] - p.detach()) / rate for name, p in model.named_parameters()}
+    return trainer.state.log_history[0]["loss"], moved
+
+
+def through(door: str, model: Any, objective: str, directory: Path) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and the gradients that a door gives for all rows, in micro-batches of two."""
+    if door == "loop":
+        fuse_causal_lm(model, objective)
+        tokens = sum(label != -100 for row in rows() for label in row["labels"][1:])
+        total = 0.0
+        for i in range(0, 6, 2):
+            batch = {key: torch.tensor([row[key] for row in rows()[i : i + 2]]) for key in rows()[0]}
+            loss = model(**batch, num_items_in_batch=tokens).loss
+            loss.backward()
+            total += loss.item()
+        return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 1}
+    args = arguments(directory, optim="sgd", learning_rate=0.5, **changes)
+    if door == "mixin":
+        return stepped(EmoTrainer(model, args, train_dataset=rows(), objective=objective), model)
+    model.loss_type = "ForCausalLM"  # as pipeline/hf.py says: a GPT-2 would count first tokens
+    cost = CostEmbedding.from_weight(model.get_output_embeddings().weight)
+    function = loss_function(objective, cost)
+    return stepped(Trainer(model, args, train_dataset=rows(), compute_loss_func=function), model)
+
+
+CASES = [("mixin", name) for name in FAMILIES if name != "bert"]  # which is not causal
+CASES += [(door, name) for door in ("loop", "function") for name in ("gpt2", "gemma2", "granite", "mixtral")]
+
+
+@pytest.mark.parametrize(("door", "name"), CASES)
+def test_loss_and_gradients_are_autograds(door: str, name: str, tmp_path: Path) -> None:
+    model = without_dropout(family(name)).train()
+    want, gradients = naive(copy.deepcopy(model), "emo")
+    loss, got = through(door, model, "emo", tmp_path)
+    assert loss == pytest.approx(want, rel=1e-5)
+    scale = max(float(g.norm()) for g in gradients.values())
+    for key, gradient in gradients.items():
+        assert float((got[key] - gradient).norm()) <= 1e-4 * scale, key
+
+
+DOCUMENTS = (7, 3, 10, 1, 6)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
+def test_packed_and_padded_rows_teach_what_documents_alone_do(name: str, tmp_path: Path) -> None:
+    """The Trainer drops columns that it does not find in the signature of the model's forward."""
+    ids = torch.randint(1, VOCAB, (4, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(5))
+    documents = [part for row in ids for part in row.split(DOCUMENTS)]
+    plain = without_dropout(family(name))
+    logits = [plain(input_ids=part[None]).logits[0, :-1] for part in documents]
+    cross_entropy = torch.nn.functional.cross_entropy
+    cross_entropy(torch.cat(logits), torch.cat([part[1:] for part in documents])).backward()
+    positions = torch.cat([torch.arange(n) for n in DOCUMENTS])
+    packed = [{"input_ids": row, "labels": row.masked_fill(positions == 0, -100)} for row in ids]
+    ways = [[row | {"position_ids": positions} for row in packed]]
+    for left in (False, True)[: 1 if name == "gpt2" else 2]:  # its positions count padding on the left
+        rows = []
+        for part in documents:
+            labels, seen = part.index_fill(0, torch.tensor(0), -100), torch.ones_like(part)
+            columns = {"input_ids": (part, 0), "labels": (labels, -100), "attention_mask": (seen, 0)}
+            fill = (10 - len(part), 0) if left else (0, 10 - len(part))
+            rows.append({k: torch.nn.functional.pad(v, fill, value=pad) for k, (v, pad) in columns.items()})
+        ways.append(rows)
+    for rows in ways:
+        model = without_dropout(family(name))
+        data = [{key: value.tolist() for key, value in row.items()} for row in rows]
+        step = {"max_steps": 1, "per_device_train_batch_size": len(rows), "optim": "sgd"}
+        trainer = EmoTrainer(model, arguments(tmp_path, **step), train_dataset=data, objective="mle")
+        _, got = stepped(trainer, model)
+        wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+        scale = max(float(gradient.norm()) for gradient in wanted.values())
+        for key, gradient in wanted.items():
+            assert float((got[key] - gradient).norm()) <= 1e-3 * scale, key
+
+
+@pytest.fixture
+def lone_rank(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("fused_first", [False, True])
+def test_after_and_before_fully_shard(fused_first: bool, lone_rank: None) -> None:
+    """FSDP2 makes DTensors of the weights; the loss is the same, whichever comes first."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (1,))
+    model, plain = tiny_llama(VOCAB), tiny_llama(VOCAB)
+    if fused_first:
+        fuse_causal_lm(model, "emo")
+    fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if not fused_first:
+        fuse_causal_lm(model, "emo")
+    fuse_causal_lm(plain, "emo")
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    losses = [m(input_ids=ids, labels=ids).loss for m in (model, plain)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0], losses[1])
+    got, want = model.lm_head.weight.grad.full_tensor(), plain.lm_head.weight.grad
+    torch.testing.assert_close(got, want)

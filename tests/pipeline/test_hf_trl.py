@@ -16,14 +16,14 @@ import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Trainer
+from transformers import PreTrainedTokenizerFast
 
 from emo.common.errors import UserError
 from emo.pipeline.hf import FusedLossMixin
 from emo.pipeline.loss import Ramp, get_objective, weighted_sum
 from tests.helpers.families import VOCAB, family, tiny_llama
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error
-from tests.pipeline.test_hf_families import FusedTrainer, stepped
+from tests.pipeline.test_hf import stepped
 
 EOS = VOCAB - 1
 TEMPLATE = (
@@ -90,21 +90,17 @@ def answers() -> list[Document]:
 
 
 def settings(directory: Path, **changes: Any) -> trl.SFTConfig:
-    usual = {
-        "max_steps": 1,
-        "per_device_train_batch_size": 6,
-        "learning_rate": 0.5,
-        "optim": "sgd",
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "report_to": [],
-        "use_cpu": True,
-        "bf16": False,
-        "disable_tqdm": True,
-    }
-    return trl.SFTConfig(str(directory), **usual | changes)
+    step = {"max_steps": 1, "per_device_train_batch_size": 6, "learning_rate": 0.5, "optim": "sgd"}
+    step |= {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "use_cpu": True, "bf16": False}
+    quiet = {"save_strategy": "no", "logging_steps": 1, "report_to": [], "disable_tqdm": True}
+    return trl.SFTConfig(str(directory), **step | quiet | changes)
+
+
+def trainer_of(
+    model: Any, args: trl.SFTConfig, rows: list[dict[str, Any]], **options: Any
+) -> FusedSFTTrainer:
+    data = Dataset.from_list(rows)
+    return FusedSFTTrainer(model, args, train_dataset=data, processing_class=tokenizer(), **options)
 
 
 def naive(
@@ -120,20 +116,14 @@ def naive(
     return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
+ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
 CASES: dict[str, tuple[list[dict[str, Any]], list[Document], dict[str, Any]]] = {
-    "text": (texts(), documents(True), {}),
-    "completions": (prompted(), documents(False), {}),
-    "accumulated": (
-        prompted(),
-        documents(False),
-        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3},
-    ),
+    "smoothed text": (texts(), documents(True), {"label_smoothing_factor": 0.2}),
+    "accumulated completions": (prompted(), documents(False), ACCUMULATED),
     "packed completions": (prompted(), documents(False), {"packing": True, "max_length": 16}),
     "without padding": (prompted(), documents(False), {"padding_free": True, "max_length": None}),
     "answers": (conversations(), answers(), {"assistant_only_loss": True}),
-    "smoothed": (texts(), documents(True), {"label_smoothing_factor": 0.2}),
-    "in chunks": (texts(), documents(True), {"loss_type": "chunked_nll"}),
-    "in bfloat16": (texts(), documents(True), {"bf16": True}),
+    "in bfloat16 and chunks": (texts(), documents(True), {"bf16": True, "loss_type": "chunked_nll"}),
 }
 
 
@@ -144,16 +134,9 @@ def test_loss_and_gradients_are_autograds(case: str, tmp_path: Path) -> None:
     rows, tokens, changes = CASES[case]
     model = tiny_llama(VOCAB)
     smoothing = changes.get("label_smoothing_factor", 0.0)
-    want, gradients = naive(
-        copy.deepcopy(model), tokens, "emo", model.lm_head.weight.detach(), label_smoothing=smoothing
-    )
-    trainer = FusedSFTTrainer(
-        model,
-        settings(tmp_path, **changes),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer(),
-        objective="emo",
-    )
+    head = model.lm_head.weight.detach()
+    want, gradients = naive(copy.deepcopy(model), tokens, "emo", head, label_smoothing=smoothing)
+    trainer = trainer_of(model, settings(tmp_path, **changes), rows, objective="emo")
     loss, got = stepped(trainer, model)
     bound = 2e-2 if "bf16" in changes else 1e-4
     assert loss == pytest.approx(want, rel=bound / 5)
@@ -172,24 +155,15 @@ ADAPTERS = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("made_by", ["trl", "peft"])
-@pytest.mark.parametrize("kind", ADAPTERS)
+@pytest.mark.parametrize(("kind", "made_by"), [("lora", "trl"), ("prompt", "peft")])
 def test_adapters(kind: str, made_by: str, tmp_path: Path) -> None:
     """The adapter's gradients are those of the wrapped model's logits, and nothing else moves."""
     base = tiny_llama(VOCAB)
     head = base.lm_head.weight.detach().clone()
-    options: dict[str, Any] = {"model": base}
     torch.manual_seed(0)
-    if made_by == "trl":
-        options["peft_config"] = ADAPTERS[kind]
-    else:
-        options["model"] = peft.get_peft_model(base, ADAPTERS[kind])
-    trainer = FusedSFTTrainer(
-        **options,
-        args=settings(tmp_path),
-        train_dataset=Dataset.from_list(prompted()),
-        processing_class=tokenizer(),
-    )
+    wrapped = peft.get_peft_model(base, ADAPTERS[kind]) if made_by == "peft" else base
+    options = {} if made_by == "peft" else {"peft_config": ADAPTERS[kind]}
+    trainer = trainer_of(wrapped, settings(tmp_path), prompted(), **options)
     model = trainer.model
     plain = copy.deepcopy(model)
     virtual = 3 if kind == "prompt" else 0
@@ -198,41 +172,15 @@ def test_adapters(kind: str, made_by: str, tmp_path: Path) -> None:
     assert loss == pytest.approx(want, rel=1e-5)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == set(gradients)
+    scale = max(float(g.norm()) for g in gradients.values())
     for name in trained:
-        assert float((got[name] - gradients[name]).norm()) <= 1e-4 * max(
-            float(g.norm()) for g in gradients.values()
-        ), name
+        assert float((got[name] - gradients[name]).norm()) <= 1e-4 * scale, name
     assert not any(float(got[name].abs().max()) for name in set(got) - trained)
     if kind == "prompt":
-        packed = FusedSFTTrainer(
-            model,
-            settings(tmp_path, packing=True, max_length=16),
-            train_dataset=Dataset.from_list(prompted()),
-            processing_class=tokenizer(),
-        )
+        packed = trainer_of(model, settings(tmp_path, packing=True, max_length=16), prompted())
         with pytest.raises(UserError) as error:
             packed.train()
         assert error.value.code == "prompt-packed"
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", [Trainer, trl.SFTTrainer, FusedTrainer])
-def test_a_model_that_another_trainer_had(first: type, tmp_path: Path) -> None:
-    """What an earlier Trainer wrapped its forward in, in bfloat16, does not hide the fused loss."""
-    model = tiny_llama(VOCAB)
-    rows = Dataset.from_list([{"input_ids": ids, "labels": labels} for ids, labels in documents(False)])
-    options = {"processing_class": tokenizer()} if first is trl.SFTTrainer else {}
-    frozen = {"learning_rate": 0.0, "bf16": True, "per_device_train_batch_size": 1}
-    first(model, settings(tmp_path, **frozen), train_dataset=rows, **options).train()
-    want, gradients = naive(
-        tiny_llama(VOCAB), documents(False), "demd", model.lm_head.weight.detach().clone()
-    )
-    trainer = FusedSFTTrainer(
-        model, settings(tmp_path), train_dataset=rows, processing_class=tokenizer(), objective="demd"
-    )
-    loss, got = stepped(trainer, model)
-    assert loss == pytest.approx(want, rel=1e-5)
-    assert relative_error(got["lm_head.weight"], gradients["lm_head.weight"]) <= 1e-4
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -249,35 +197,8 @@ def test_what_cannot_be_honoured_is_refused_at_the_start(code: str, tmp_path: Pa
     changes, options = REFUSED[code]
     model = family("mixtral", output_router_logits=True) if code == "router-loss" else tiny_llama(VOCAB)
     with pytest.raises(UserError) as error:
-        FusedSFTTrainer(
-            model,
-            settings(tmp_path, **changes),
-            train_dataset=Dataset.from_list(texts()),
-            processing_class=tokenizer(),
-            **options,
-        )
+        trainer_of(model, settings(tmp_path, **changes), texts(), **options)
     assert error.value.code == code
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("trainer", [FusedTrainer, FusedSFTTrainer])
-def test_liger_keeps_its_layers_and_leaves_the_loss(
-    trainer: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its loss would replace the model's forward when training starts."""
-    applied = {}
-    monkeypatch.setattr("transformers.trainer.apply_liger_kernel", lambda _, config: applied.update(config))
-    monkeypatch.setattr("transformers.training_args.is_liger_kernel_available", lambda: True, raising=False)
-    monkeypatch.setattr("trl.trainer.sft_trainer.is_liger_kernel_available", lambda: True, raising=False)
-    rows = Dataset.from_list([{"input_ids": ids, "labels": ids} for ids, _ in documents(True)])
-    options = {"processing_class": tokenizer()} if trainer is FusedSFTTrainer else {}
-    args = settings(tmp_path, use_liger_kernel=True, per_device_train_batch_size=1)
-    trainer(tiny_llama(VOCAB), args, train_dataset=rows, eval_dataset=rows, **options).train()
-    assert applied == {"fused_linear_cross_entropy": False}
-    args = settings(tmp_path, use_liger_kernel=True, liger_kernel_config={"fused_linear_cross_entropy": True})
-    with pytest.raises(UserError) as error:
-        trainer(tiny_llama(VOCAB), args, train_dataset=rows, **options)
-    assert error.value.code == "two-losses"
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -285,13 +206,8 @@ def test_a_schedule_follows_the_steps(tmp_path: Path) -> None:
     parts = [(get_objective("emo2"), Ramp(1.0, 0.0, 2)), (get_objective("mle"), Ramp(0.0, 1.0, 2))]
     logged = {}
     for name, objective in {"sum": weighted_sum(parts), "mle": "mle", "emo2": "emo2"}.items():
-        trainer = FusedSFTTrainer(
-            tiny_llama(VOCAB),
-            settings(tmp_path, learning_rate=0.0, max_steps=3),
-            train_dataset=Dataset.from_list(texts()),
-            processing_class=tokenizer(),
-            objective=objective,
-        )
+        args = settings(tmp_path, learning_rate=0.0, max_steps=3)
+        trainer = trainer_of(tiny_llama(VOCAB), args, texts(), objective=objective)
         trainer.train()
         logged[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     for step, share in enumerate((0.0, 0.5, 1.0)):

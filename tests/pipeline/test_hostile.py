@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 import sys
@@ -14,10 +13,9 @@ import torch
 from emo.common.errors import UserError
 from emo.pipeline import identity
 from emo.pipeline.cli import Printable
-from emo.pipeline.config import Batch, RunConfig, dump_config, load_config
-from emo.pipeline.engine import STATE_CLASSES, Snapshots, _only_data, to_universal
+from emo.pipeline.config import RunConfig, dump_config, load_config
+from emo.pipeline.engine import STATE_CLASSES, _only_data
 from emo.pipeline.export import _model_card
-from emo.pipeline.planning.ds_file import REPORTS, deepspeed_config
 from emo.pipeline.run_dir import CONFIG
 from tests.common.test_untrusted import Harmful
 from tests.conftest import REPO
@@ -44,68 +42,33 @@ def test_states_are_read_as_data_whatever_deepspeed_asks(tmp_path: Path) -> None
         torch.load(state, weights_only=True)
 
 
-def test_a_stage_is_saved_as_a_number(tmp_path: Path) -> None:
-    """Python 3.11.0 to 3.11.3 pickle a member of an enum as a call of getattr, which is more than data."""
-    states, path = Snapshots(None), tmp_path / "a.pt"
-    states.save({"zero_stage": STATE_CLASSES[1].weights, "x": torch.ones(2)}, str(path))
-    states.write()
-    assert torch.load(path, weights_only=True)["zero_stage"] == 3
-
-
-def test_states_are_converted_as_data(tmp_path: Path) -> None:
-    """DeepSpeed's converter is a process of its own, and opens every file with weights_only=False."""
-    state = tmp_path / "state"
-    state.mkdir()
-    for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"):
-        torch.save({"param_shapes": [{}], "x": Harmful(tmp_path / "ran")}, state / name)
-    with pytest.raises(UserError, match=r"more than data \(posix.system\)"):
-        to_universal(state, tmp_path / "out")
-    assert not (tmp_path / "ran").exists()
-
-
 def test_no_recipe_runs_a_program_by_itself(tmp_path: Path) -> None:
     """An objective of one's own is one; whoever runs the recipe names it in the command."""
     losses = tmp_path / "own.py"
     losses.write_text("raise SystemExit('ran')\n")
     recipe = tmp_path / "r.yaml"
     recipe.write_text(RECIPE.read_text().replace("{ name: mle }", f"{{ name: '{losses}:f' }}"))
-    with pytest.raises(UserError, match=r"is a program, .*own.py:f, and no recipe has one run by itself"):
+    with pytest.raises(UserError) as error:
         load_config(recipe, [])
+    assert error.value.code == "objective-program"
     parts = f"[{{name: mle}}, {{name: '{OWN}'}}]"
     recipe.write_text(RECIPE.read_text().replace("{ name: mle }", f"{{ sum: {parts} }}"))
-    with pytest.raises(UserError, match="no recipe has one run by itself"):
+    with pytest.raises(UserError, match="is a program"):
         load_config(recipe, [f"output_dir=runs/{OWN}"])
     assert load_config(recipe, [f"objective.sum={parts}"]).objective.sum
     assert config(tmp_path, f"objective.name={OWN}").objective.name == OWN
 
 
-SECRETS = [
-    "train.copy_to=https://me:hunter2@host/x",
-    "data.sources=[{files: 'https://h/x?X-Amz-Signature=hunter2'}]",
-    "model.path=hf_" + "hunter2" * 5,
-]
-
-
-@pytest.mark.parametrize("override", SECRETS)
-def test_secrets_are_kept_out_of_config_yaml(tmp_path: Path, override: str) -> None:
-    with pytest.raises(UserError, match="holds a password or token") as caught:
-        config(tmp_path, override)
-    assert "hunter2" not in str(caught.value)
-
-
-def test_the_environment_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_kept_out_of_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for override in ("train.copy_to=https://me:hunter2@host/x", "model.path=hf_" + "hunter2" * 5):
+        with pytest.raises(UserError) as caught:
+            config(tmp_path, override)
+        assert caught.value.code == "secret" and "hunter2" not in str(caught.value)
     monkeypatch.setenv("HF_TOKEN", "hf_" + "s3cret" * 6)
     written = config(tmp_path)
     identity.claim(written, {"data": "f"})
     text = (tmp_path / CONFIG).read_text() + dump_config(written) + _model_card(written, {"step": 1})
     assert "s3cret" not in text
-
-
-def test_a_deepspeed_file_reports_nowhere(tmp_path: Path) -> None:
-    for key in REPORTS:
-        (tmp_path / "ds.json").write_text(json.dumps({key: {"enabled": True, "output_path": "/tmp/x"}}))
-        with pytest.raises(UserError, match=f"sets {key}, which reports beside the run directory"):
-            deepspeed_config(config(tmp_path, f"deepspeed={tmp_path / 'ds.json'}"), Batch(16, 4, 1, 4))
 
 
 def test_log_lines_cannot_act_on_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,6 @@ from emo.pipeline.model import training_objective
 from emo.pipeline.run_dir import read_metrics
 from tests.helpers.families import tiny_llama
 from tests.helpers.launching import run_alone, tiny_recipe
-from tests.helpers.said import lines
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +66,6 @@ def test_training_reads_them(place: Path) -> None:
     assert done.returncode == 0, done.stderr
     first = next(record for record in read_metrics(run_dir) if "loss" in record)
     assert first["loss"] == pytest.approx(-1.0, abs=1e-4)
-    found = [record for record in read_metrics(run_dir) if "validation_loss" in record]
-    assert found[-1]["validation_loss"] == pytest.approx(-1.0, abs=0.2)
 
 
 def test_ones_own_objective_and_a_schedule_train(place: Path) -> None:
@@ -87,19 +84,13 @@ def test_ones_own_objective_and_a_schedule_train(place: Path) -> None:
     assert f"(1 to 0) {own} + (0 to 1) mle" in (run_dir / "export" / "README.md").read_text()
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--part", "3/2"], ["--model", "nowhere"], ["--name", "a/b"], ["data.sequence_len=16"]]
-)
-def test_mistakes(place: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    if "--model" not in arguments:
-        arguments = [*arguments, "--model", str(place / "model")]
-    assert main(["score", str(place / "recipe.yaml"), *arguments]) == 2
-    assert len(lines(capsys.readouterr().err)) == 1
+@pytest.mark.parametrize("arguments", [["--part", "3/2"], ["--model", "nowhere"], ["--name", "a/b"]])
+def test_mistakes(place: Path, arguments: list[str]) -> None:
+    model = [] if "--model" in arguments else ["--model", str(place / "model")]
+    assert main(["score", str(place / "recipe.yaml"), *model, *arguments]) == 2
 
 
-@pytest.mark.parametrize(
-    "changes", [["objective.name=psft"], ["objective.scores=start", "objective.name=mle"]]
-)
+@pytest.mark.parametrize("changes", [["objective.name=psft"], ["objective.scores=x", "objective.name=mle"]])
 def test_scores_that_do_not_fit_the_objective(place: Path, changes: list[str]) -> None:
     with pytest.raises(UserError, match="score"):
         training_objective(load_config(place / "recipe.yaml", changes))
