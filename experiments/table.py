@@ -8,8 +8,9 @@ from typing import Any
 
 from emo.common.errors import UserError
 from emo.common.provenance import code_version
+from emo.eval.stats import holm
 from emo.experiments.design import Experiment, Labels, Run
-from emo.experiments.statistics import at_an_end, difference, estimate, holm, verdict
+from emo.experiments.statistics import at_an_end, difference, estimate, verdict
 from emo.experiments.sweep import Sweep
 
 
@@ -57,10 +58,10 @@ def gather(sweep: Sweep) -> dict[str, Any]:
     lacking = {}
     for metric in dict.fromkeys(question.outcome for question in experiment.questions.values()):
         pairs = [pair for row in rows for pair in zip(row["runs"], _outcomes(row, metric), strict=True)]
-        if runs_without := [run for run, value in pairs if not math.isfinite(value)]:
-            lacking[metric] = runs_without
+        lacking[metric] = [run for run, value in pairs if not math.isfinite(value)]
     for row in rows:
         del row["values"]
+    lacking = {metric: runs for metric, runs in lacking.items() if runs}
     return {"code": code_version(), "rows": rows, "verdicts": verdicts, "lacking": lacking}
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from emo.common.errors import UserError
 from emo.common.provenance import code_version, library_versions
 from emo.common.recipe import read_written
@@ -65,14 +67,15 @@ class Report:
         return [*self.models, *self.unscored]
 
     @property
+    def titles(self) -> dict[str, str]:
+        """Return the tasks with their titles."""
+        return {row["task"]: row["title"] for task in self.tasks for row in self.rows if row["task"] == task}
+
+    @property
     def columns(self) -> dict[str | None, str]:
         """Return what tables have a column for, with titles: the mean of several tasks (None), the tasks."""
         mean: dict[str | None, str] = {None: "Mean"} if len(self.tasks) > 1 else {}
-        return mean | {task: self.of_task(task)["title"] for task in self.tasks}
-
-    def of_task(self, task: str) -> dict[str, Any]:
-        """Return any row of a task: title, chance and majority are the same for all models."""
-        return next(r for r in self.rows if r["task"] == task)
+        return mean | self.titles
 
     def compared(self, model: str, task: str | None, baseline: str) -> dict[str, Any] | None:
         """Return the difference from a baseline on a task or the mean of all (None), if it was compared."""
@@ -83,8 +86,8 @@ class Report:
 
     def chance(self, task: str | None, key: str = "chance") -> float:
         """Return the chance (or the majority label's share) of a task, or the mean over tasks."""
-        values = [self.of_task(t)[key] for t in ([task] if task else self.tasks)]
-        return sum(values) / len(values)
+        shares = {row["task"]: row[key] for row in self.rows}  # the same for all models
+        return shares[task] if task else sum(shares.values()) / len(shares)
 
     def level(self, model: Model, task: str | None) -> tuple[float, float, float] | None:
         """Return accuracy, low and high of a model on a task, or their mean (None) where it has all tasks."""
@@ -92,15 +95,16 @@ class Report:
         levels = [(r["accuracy"], r["interval"]["low"], r["interval"]["high"]) for r in results if r]
         if not levels or len(levels) < len(results):
             return None
-        if task is not None:
-            return levels[0]
         mean, interval = stats.mean_interval(levels)
-        return mean, interval.low, interval.high
+        return (mean, interval.low, interval.high) if task is None else levels[0]
 
     def over_seeds(self, label: str, task: str | None) -> tuple[float, float | None] | None:
         """Return mean and standard deviation over seeds; task None: of the mean over tasks."""
         levels = [self.level(pick(self.models, name), task) for name in self.seeds[label]]
-        return None if None in levels else stats.mean_sd([level[0] for level in levels if level])
+        if None in levels:
+            return None
+        values = [level[0] for level in levels if level]
+        return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
 def gather(
@@ -136,11 +140,12 @@ def gather(
         model.metrics = [r for r in read_metrics(run) if r.get("set", VALIDATION) == VALIDATION]
         overlaps[model.name] = _contamination(run)
     models, unscored = _scored(models, tasks, runs)
-    grouped = families(models, list(runs), next(iter(chosen), None))
+    above = parents(models)
+    grouped = families(models, above, list(runs), next(iter(chosen), None))
     models = [model for family in grouped for model in family.members]
     compared = [(pick(models, name), models) for name in dict.fromkeys(chosen)]
     if not chosen:
-        compared = [pair for family in grouped for pair in baselines(family)]
+        compared = [pair for family in grouped for pair in baselines(family, above)]
     against = {}
     for first, others in compared:
         pairs = {m.name: compare_pair(first, m, tasks) for m in others if m is not first}
@@ -155,7 +160,7 @@ def gather(
         chosen=bool(chosen),
         seeds=seeds or {},
         skipped=skipped,
-        remarks=[*_degenerate(models, tasks), *_foreign([*models, *unscored], runs)],
+        remarks=_remarks([*models, *unscored], tasks, runs),
         unscored=unscored,
         judgements=judgements,
         pairings=pairings(judgements, skipped),
@@ -191,12 +196,13 @@ def parents(models: Sequence[Model]) -> dict[str, str]:
     return above
 
 
-def families(models: Sequence[Model], first: Sequence[str], baseline: str | None) -> list[Family]:
+def families(
+    models: Sequence[Model], above: Mapping[str, str], first: Sequence[str], baseline: str | None
+) -> list[Family]:
     """Return all models by base; the family of `baseline`, and in it the baseline, come first.
 
-    Models named in `first` precede others of their family.
+    above: of `parents`. Models named in `first` precede others of their family.
     """
-    above = parents(models)
 
     def sort_key(model: Model) -> tuple[Any, ...]:
         objective = str(model.facts.get("objective") or "")
@@ -206,30 +212,29 @@ def families(models: Sequence[Model], first: Sequence[str], baseline: str | None
         in_family = (model.name in above, order, bool(objective), rank, _step(model), natural)
         return (model.name != baseline, *in_family)
 
-    grouped: dict[tuple[bool, str], list[Model]] = {}  # by whether the base was evaluated, and its name
+    grouped: dict[tuple[str, str], Family] = {}  # by base, or by what those call it whose base is not here
     for model in sorted(models, key=sort_key):
         root = pick(models, [model.name, *_ancestors(model.name, above)][-1])
-        origin = str(root.facts.get("origin") or NEW)
-        is_base = root.name in above.values()
-        key = (True, root.name) if is_base else (False, "" if origin == NEW else origin)
-        grouped.setdefault(key, []).append(model)
-    result = []
-    for (evaluated, name), members in grouped.items():
-        base = pick(models, name) if evaluated else None
-        members.sort(key=lambda m: (m.name != baseline, m is not base))
-        result.append(Family(base.name if base else _short(name), base, members))
-    return result
+        if root.name in above.values():
+            family = grouped.setdefault((root.name, ""), Family(root.name, root, []))
+        else:
+            origin = str(root.facts.get("origin") or NEW)
+            origin = "" if origin == NEW else origin
+            family = grouped.setdefault(("", origin), Family(_short(origin), None, []))
+        family.members.append(model)
+    for family in grouped.values():
+        family.members.sort(key=lambda m: (m.name != baseline, m is not family.base))
+    return list(grouped.values())
 
 
-def baselines(family: Family) -> list[tuple[Model, list[Model]]]:
+def baselines(family: Family, above: Mapping[str, str]) -> list[tuple[Model, list[Model]]]:
     """Return what members are compared with by default, and which: with every model that others were trained
     from, and with MLE on the same data from the same origin; without either with the first."""
-    above = parents(family.members)
     pairs = []
-    for model in family.members:
-        below = [m for m in family.members if model.name in _ancestors(m.name, above)]
-        pairs += [(model, below)] if below else []
     stages: dict[tuple[Any, Any], list[Model]] = {}
+    for model in family.members:
+        if below := [m for m in family.members if model.name in _ancestors(m.name, above)]:
+            pairs.append((model, below))
     for model in family.members:
         if model.facts.get("objective") and not any(model is parent for parent, _ in pairs[:1]):
             start = model.facts.get("origin"), model.facts.get("data_fingerprint")
@@ -259,26 +264,21 @@ def _short(path: str) -> str:
     return parts[-1] if parts else path
 
 
-def _degenerate(models: Sequence[Model], tasks: Sequence[str]) -> list[str]:
-    """Return the tasks on which models give one answer whatever the row."""
-    answers: dict[tuple[str, str], list[str]] = {}
-    for task in tasks:
-        for model in (m for m in models if task in m.results):
-            if (answer := only_answer(model.results[task])) is not None:
-                answers.setdefault((model.results[task]["title"], answer), []).append(model.name)
-    return [
-        f"{title}: {', '.join(names)} answer{'s' if len(names) == 1 else ''} {answer} only, whatever the row"
-        for (title, answer), names in answers.items()
-    ]
-
-
-def _foreign(models: Sequence[Model], runs: Mapping[str, Path]) -> list[str]:
-    """Return the runs that seem not to have made the models that they are shown for.
+def _remarks(models: Sequence[Model], tasks: Sequence[str], runs: Mapping[str, Path]) -> list[str]:
+    """Return the tasks on which models give one answer whatever the row, and runs that seem not to have made
+    the models that they are shown for.
 
     Runs are moved and renamed: the path of the weights, the run's name and the run_dir that its configuration
     and the export recorded are compared.
     """
-    remarks = []
+    answers: dict[tuple[str, str], list[str]] = {}
+    for task, model in ((t, m) for t in tasks for m in models if t in m.results):
+        if (answer := only_answer(model.results[task])) is not None:
+            answers.setdefault((model.results[task]["title"], answer), []).append(model.name)
+    remarks = [
+        f"{title}: {', '.join(names)} answer{'s' if len(names) == 1 else ''} {answer} only, whatever the row"
+        for (title, answer), names in answers.items()
+    ]
     for model in (m for m in models if m.name in runs):
         run, made_in, path = runs[model.name], model.facts.get("run"), model.description["path"]
         try:
@@ -333,23 +333,17 @@ def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, A
         right = [r["prediction"] == r["gold"] for r in others]
         shared = len(records) - len(others)
         value = stats.accuracy(right, groups).value if others else None
-    numbers = {name: result[name] for name in ("chance", "majority", "n", "macro_f1")}
-    interval = {name: result["interval"][name] for name in ("low", "high")}
+    counts = ("leaked", "rows_shortened", "rows_cut", "retriever", "shots", "conditions")
     return {
-        **{"model": model.name, "task": task, "title": result["title"], "accuracy": result["accuracy"]},
-        **interval,
-        **numbers,
+        **{"model": model.name, "task": task, "key": model.keys[task], "prompt": result["version"]},
+        **{
+            name: result[name]
+            for name in ("title", "accuracy", "chance", "majority", "n", "macro_f1", "score")
+        },
+        **{name: result["interval"][name] for name in ("low", "high")},
         **{name: facts["accuracy"] for name, facts in result["scores"].items()},
-        "score": result["score"],
-        "leaked": result["leaked"],
-        "clean_accuracy": result["clean"]["accuracy"],
-        "trained_on": shared,
-        "untrained_accuracy": value,
-        "rows_shortened": result["rows_shortened"],
-        "rows_cut": result["rows_cut"],
-        "prompt": result["version"],
-        **{name: result[name] for name in ("retriever", "shots", "conditions")},
-        "key": model.keys[task],
+        **{name: result[name] for name in counts},
+        **{"clean_accuracy": result["clean"]["accuracy"], "trained_on": shared, "untrained_accuracy": value},
         **{name: model.facts.get(name) for name in ("step", "tokens", "objective")},
     }
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from emo.common.errors import UserError
-from emo.common.report.document import Cell, Fold, Items, Quote, Row, Section, Table
-from emo.common.report.figure import Dot, Dots, Figure
-from emo.common.report.numbers import DASH, between, formatted, p_value, percent, points
+from emo.common.report.document import Cell, Fold, Items, Quote, Row, Section, Table, estimated
+from emo.common.report.figure import Dots, Figure
+from emo.common.report.numbers import Effect, between, formatted, p_value, percent
 from emo.eval.judging.results import Judgement, paired, remarks
 
 SIDES = {"a": "A is better", "b": "B is better", "tie": "tie", None: "unreadable"}
@@ -87,11 +87,10 @@ def sections(judgements: Sequence[Judgement], pairs: Sequence[Pairing]) -> list[
     fields = [judgement.numbers for judgement in judgements]
     notes = [f"{_judged(f)}: {f['counts'][name]:,} {text}" for f in fields for name, text in remarks(f)]
     folds = [Fold(_judged(f), [block for pair in f["shown"] for block in _pair(pair)]) for f in fields]
-    differences: list[Row] = [
-        [p.second, p.first, p.judge + _on(p.questions), f"{p.n:,}",
-         Cell(points(p.difference), between(p.low, p.high, "{:+.1f}", 100)), p_value(p.p)]
-        for p in pairs
-    ]  # fmt: skip
+    differences: list[Row] = []
+    for p in pairs:
+        points = estimated(p.difference, p.low, p.high, "{:+.1f}", 100)
+        differences.append([p.second, p.first, p.judge + _on(p.questions), p.n, points, p_value(p.p)])
     head = ["Model", "Compared with", "Judge", "Pairs", "Points", "p"]
     between_models = Table(head, differences, PAIRED, 3, "Between models")
     lead = "Evenly spaced pairs of each comparison, none picked, as they are."
@@ -102,7 +101,7 @@ def sections(judgements: Sequence[Judgement], pairs: Sequence[Pairing]) -> list[
 def picture(judgements: Sequence[Judgement]) -> Figure:
     """Return the win rates."""
     rows = [
-        Dot(_judged(f), i, *(100 * f["win_rate"][key] for key in ("value", "low", "high")))
+        Effect(_judged(f), i, 0, *(100 * f["win_rate"][key] for key in ("value", "low", "high")))
         for i, f in enumerate(judgement.numbers for judgement in judgements)
         if f["win_rate"]
     ]
@@ -126,10 +125,8 @@ def _on(questions: str) -> str:
     return f" on {questions}" if questions else ""
 
 
-def _share(value: dict[str, float] | None) -> Cell:
-    if value is None:
-        return Cell(DASH)
-    return Cell(percent(value["value"]), between(value["low"], value["high"], scale=100))
+def _share(value: dict[str, float] | None) -> Cell | None:
+    return estimated(value["value"], value["low"], value["high"], "{:.1f}", 100) if value else None
 
 
 def _rates(fields: Sequence[dict[str, Any]]) -> Table:
@@ -139,11 +136,10 @@ def _rates(fields: Sequence[dict[str, Any]]) -> Table:
         tone = _tone(f["win_rate"])
         names = [Cell(f["b"], f"against {f['a']}{_on(f['questions'])}"), Cell(verdicts[tone], tone=tone)]
         shares = [_share(f[name]) for name in ("win_rate", "win", "tie", "loss")]
-        judge = [f["by"], f"{f['read']:,} of {f['pairs']:,}"]
         lengths = f"{f['lengths']['b']:.0f} / {f['lengths']['a']:.0f}"
-        rows.append(
-            [*names, *shares, *judge, percent(f["length_controlled"]), lengths, percent(f["consistency"])]
-        )
+        controlled, both_orders = percent(f["length_controlled"]), percent(f["consistency"])
+        counts = f"{f['read']:,} of {f['pairs']:,}"
+        rows.append([*names, *shares, f["by"], counts, controlled, lengths, both_orders])
     head = ["B", "Verdict", "Win rate", "Win", "Tie", "Loss", "Judge", "Pairs", "At equal lengths"]
     return Table([*head, "Characters B / A", "Both orders"], rows, CAPTION, 2)
 
@@ -153,10 +149,10 @@ def _people(fields: Sequence[dict[str, Any]]) -> Table:
     for f in (f for f in fields if f.get("human")):
         human = f["human"]
         agreement, ties = _share(human["agreement"]), human["unreadable_as_ties"]
-        if ties != human["agreement"]["value"]:
+        if agreement and ties != human["agreement"]["value"]:
             agreement = replace(agreement, text=f"{agreement.text} ({percent(ties)})")
         kappas = [formatted(human[key], "{:.3f}") for key in ("kappa", "kappa_of_people")]
-        rows.append([f["by"], f["judge"], f"{human['rows']:,}", agreement, *kappas])
+        rows.append([f["by"], f["judge"], human["rows"], agreement, *kappas])
     head = ["Verdicts by", "Judge", "Pairs", "Agreement", "Kappa", "People"]
     return Table(head, rows, HUMAN, 2, "Agreement with people")
 

@@ -26,10 +26,7 @@ class Samples:
     """The prompts of a run as token ids, and the file of their continuations."""
 
     def __init__(self, config: RunConfig, step: int, writes: bool) -> None:
-        """step: after which the run goes on; what was sampled later is dropped, as in metrics.jsonl.
-
-        Raises UserError like `prompt_ids`.
-        """
+        """step: after which the run goes on; what was sampled later is dropped, as in metrics.jsonl."""
         self.prompts, self._tokens = config.train.sample_prompts, config.train.sample_tokens
         self._path, self._writes = config.output_dir / SAMPLES, writes
         self._ids = prompt_ids(config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def write_result(
     chunk = out / "store" / key / "chunks" / "00000.json"
     chunk.parent.mkdir(parents=True, exist_ok=True)
     chunk.write_text(store.seal(records))
-    actual = stats.as_dict(stats.accuracy(list(right), groups))
+    actual = asdict(stats.accuracy(list(right), groups))
     actual = {"accuracy": actual.pop("value"), **actual}
     mistakes = [
         {"row": r["row"], "id": r["id"], "text": text, "gold": labels[0], "prediction": labels[1],
