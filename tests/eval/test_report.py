@@ -228,15 +228,6 @@ def test_thirty_models_stay_readable(tmp_path: Path) -> None:
     assert page.tags.count("details") > 2, "pictures of each task are folded"
 
 
-def test_without_anything_to_compare_there_are_levels(tmp_path: Path) -> None:
-    """100 per cent is not known to be 100 per cent."""
-    models(tmp_path, ("sst2",), a=1.0)
-    page, _, found = written(tmp_path)
-    (row,) = found["rows"]
-    assert row["low"] == pytest.approx(0.912, abs=1e-3) and row["high"] == 1
-    assert page.answer == "a: accuracy 100.0 % on 1 task (95 % interval 91.2 to 100.0); chance is 50.0 %."
-
-
 def scored(out: Path, name: str, **facts: Any) -> Path:
     """Leave a model with a score; return the path of its description."""
     directory = write_model(out, name, **facts)
@@ -289,15 +280,6 @@ def test_curves_of_another_run_are_remarked(tmp_path: Path) -> None:
     assert len(gather([tmp_path], {"EMO": run}).remarks) == 1
     change(described, path=f"{run}/export")
     assert gather([tmp_path], {"EMO": run}).remarks == []
-
-
-def test_one_answer_to_everything_is_remarked(tmp_path: Path) -> None:
-    view = scored(tmp_path, "EMO").with_name("sst2.json")
-    result = json.loads(view.read_text())["result"]
-    cases = {"all a": [[16, 0], [24, 0]], "the only right one": [[40, 0], [0, 0]], "both": [[16, 0], [23, 1]]}
-    for name, confusion in cases.items():
-        change(view, result=result | {"confusion": confusion})
-        assert len(gather([tmp_path], {}).remarks) == (name == "all a")
 
 
 def test_mistakes_and_damage_are_shown(tmp_path: Path) -> None:

@@ -12,9 +12,8 @@ import psutil
 import pytest
 import yaml
 
-from emo.common.recipe import load_section
 from emo.experiments import report
-from emo.experiments.evidence import Evidence, main
+from emo.experiments.evidence import main
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.html import Page
@@ -88,13 +87,6 @@ def test_mistakes_are_one_line(
 ) -> None:
     assert main([str(evidence(tmp_path, **changes))]) == 2
     assert message in capsys.readouterr().err and not (tmp_path / "out/results.json").exists()
-
-
-def test_the_shipped_files_are_whole() -> None:
-    for name in ("evidence", "evidence-full"):
-        shipped = load_section(Evidence, REPO / f"experiments/{name}.yaml", [])
-        parts = [part for p in shipped.parts.values() for part in (p, p.otherwise) if part is not None]
-        assert all((REPO / part.file).is_file() for part in parts)
 
 
 def test_a_killed_command_takes_its_part_with_it() -> None:

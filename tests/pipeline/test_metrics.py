@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import math
@@ -16,7 +15,6 @@ import torch
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.engine import DomainSums, Sums
 from emo.pipeline.loss.fused import histogram
-from emo.pipeline.planning.footprint import ACCELERATORS, Setup, Sizes, utilisation
 from emo.pipeline.report.console import Console
 from emo.pipeline.report.metrics import Metrics
 from emo.pipeline.report.validation import Documents, read
@@ -132,30 +130,6 @@ def test_resume_drops_later_and_damaged_records(tmp_path: Path) -> None:
     assert read(tmp_path, "home", 2) is None
 
 
-def test_each_set_has_curves_of_its_own(tmp_path: Path) -> None:
-    """In TensorBoard; what is no number, the set's name among it, is none there."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    metrics = Metrics(config(tmp_path, report_to="[tensorboard]"), 0, 10, active=True)
-    for name in ("validation", "home"):
-        metrics.validation(0, 0, name, Sums(10.0, 20.0, math.nan, 10, False), documents(2.0))
-    metrics.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    keys = ("loss", "nll", "perplexity")
-    expected = {f"{group}/validation_{key}" for group in ("validation", "validation-home") for key in keys}
-    assert set(events.Tags()["scalars"]) == expected
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    silent = Metrics(config(tmp_path), 0, 10, active=False)
-    silent.step(1, Sums(1.0, 1.0, 1.0, 1, False), 1.0)
-    silent.log(1, 1, 1.0)
-    assert silent.state() == {}
-    silent.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 class Clock:
     """A clock that moves when it is told to."""
 
@@ -176,17 +150,6 @@ def run_steps(metrics: Metrics, clock: Clock, steps: range, pause_after: int = 0
         if step == pause_after:
             clock.now += 3600
             metrics.pause()
-
-
-def test_recomputation_counts_once() -> None:
-    """MFU is of model FLOPs: a run that computes activations again takes longer for the same operations."""
-    sizes = Sizes(10**9, 10**9, 9 * 10**8, 24, 2048, 8192, 2048, True, 32000, 300)
-    plain = Setup(ranks=8, stage=3, micro=4, block=2048)
-    again = dataclasses.replace(plain, checkpointing=True)
-    gpu = ACCELERATORS["A100-80G"]
-    assert utilisation(sizes, plain, 1.0, gpu) == utilisation(sizes, again, 1.0, gpu)
-    products, attention = 6 * (9e8 + 32000 * 2048), 6 * 2048 * 2048 * 24
-    assert utilisation(sizes, plain, 1.0, gpu) == pytest.approx((products + attention) * 4 * 2048 / 312e12)
 
 
 def test_pauses_and_what_the_console_hears(tmp_path: Path) -> None:
@@ -236,22 +199,6 @@ def test_a_resumed_run_logs_what_an_undisturbed_one_does(tmp_path: Path, stopped
     second.close()
     found, expected = ([r | {"time": None} for r in read_metrics(place)] for place in (resumed, undisturbed))
     assert found == expected
-
-
-def test_every_line_is_json(tmp_path: Path) -> None:
-    """No bare NaN or Infinity."""
-    metrics = reporter(tmp_path)
-    metrics.step(2, Sums(math.inf, math.inf, math.nan, 10, False), math.inf)
-    assert "Infinity" not in json.dumps(metrics.state())
-    metrics.log(2, 20, 1e-3)
-    for step, nll in ((0, math.inf), (2, math.nan)):
-        sums = Sums(math.inf, math.nan, math.nan, 0, False)
-        metrics.validation(step, 10 * step, "validation", sums, documents(nll))
-    metrics.close()
-    text = (tmp_path / METRICS).read_text()
-    assert not any(name in text for name in ("NaN", "Infinity"))
-    assert [r.get("nll") for r in read_metrics(tmp_path)] == [None] * 3
-    assert read_metrics(tmp_path)[-1]["validation_change_low"] is None
 
 
 def test_a_window_of_steps_is_profiled(tmp_path: Path) -> None:

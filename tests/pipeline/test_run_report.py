@@ -204,18 +204,6 @@ def test_evaluations_beside_the_run_are_linked(tmp_path: Path) -> None:
     assert all((page.parent / unquote(link)).is_file() for link in links)
 
 
-def test_one_run_says_what_it_gained_and_lost(runs: tuple[Path, Path]) -> None:
-    _, page = shown(runs[0])
-    assert "the loss on news improves by 0.500" in page.answer
-    assert "the loss on stories gets worse by 0.250" in page.answer
-    news, stories = page.table("Set", "Verdict")
-    assert news["Change"].startswith(f"{MINUS}0.5000 ") and stories["Verdict"] == "lost"
-    rest = [news[key] for key in ("Verdict", "Loss at step 0", "Loss now", "At step", "Documents")]
-    assert rest == ["gained", "3.0000", "2.5000", "40", "50"]
-    low, high = (float(limit) for limit in stories["Change"].split(" ", 1)[1].split(" to "))
-    assert 0.24 < low < 0.25 < high < 0.26
-
-
 def test_runs_stand_side_by_side(runs: tuple[Path, Path]) -> None:
     """Also against each other, where they measured the same documents."""
     _, page = shown(*runs)
@@ -282,18 +270,3 @@ def test_a_lost_set_is_a_regression(
         report("storys", plain) == (ExitCode.MISTAKE, []) and report("news", tmp_path)[0] == ExitCode.MISTAKE
     )
     assert not (plain / "report.html").exists()
-
-
-def test_the_command_writes_where_it_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = str(make_run(tmp_path / "run"))
-    monkeypatch.chdir(tmp_path)
-    for out in ("new/page.html", "."):
-        assert cli.main(["report", run, "--output_path", out]) == ExitCode.DONE
-        assert Path(capsys.readouterr().out.splitlines()[0].removeprefix("written: ")).is_file()
-    assert cli.main(["report", run, "--json", "-"]) == ExitCode.DONE
-    assert json.loads(capsys.readouterr().out) == [] and not (tmp_path / "-").exists()
-    assert cli.main(["report", run, "--output_path", "-"]) == ExitCode.DONE
-    assert capsys.readouterr().out.startswith("# ")
-    assert cli.main(["report", run, "--output_path", "page.pdf"]) == ExitCode.MISTAKE
