@@ -11,33 +11,29 @@ from emo.common.report.numbers import DASH, Effect, between, formatted
 from emo.common.untrusted import number
 
 ANSWERS = {"yes": ("Yes", "better"), "no": ("No", "worse"), "undecided": ("Undecided", "unclear")}
-# What the numbers of a row mean, by name; without one the name itself is shown.
+# What the numbers of a row are called, where their name does not say it.
 MEANING = {
-    "validation_nll": "dev nats",
-    "test_nats": "test nats",
-    "js": "JS",
-    "kl_pq": "KL(P, Q)",
-    "kl_qp": "KL(Q, P)",
-    "tv": "total variation",
-    "tail_mass": "mass where P < 1e-4",
-    "entropy": "entropy",
-    "entropy_q": "entropy",
-    "kl_from_tempered_truth": "KL from tempered P",
-    "settled": "settled",
-    "oracle_nats": "oracle's nats of its samples",
-    "floor_nats": "floor",
-    "temperature": "temperature",
-    "tempered_js": "JS at that temperature",
-    "baseline_temperature": "temperature of equal entropy",
-    "gap_js": "JS minus tempered MLE",
-    "gap_kl_pq": "KL(P, Q) minus tempered MLE",
-    "gap_kl_qp": "KL(Q, P) minus tempered MLE",
-    "gap_tail_mass": "tail minus tempered MLE",
-    "forward_ce": "forward CE",
-    "reverse_ce": "reverse CE",
-    "rouge_l": "ROUGE-L",
-    "distinct_2": "distinct-2",
-    "repetition_4": "repetition-4",
+    **{
+        "validation_nll": "dev nats",
+        "test_nats": "test nats",
+        "js": "JS",
+        "kl_pq": "KL(P, Q)",
+        "kl_qp": "KL(Q, P)",
+    },
+    **{
+        "tv": "total variation",
+        "tail_mass": "mass where P < 1e-4",
+        "entropy_q": "entropy",
+        "rouge_l": "ROUGE-L",
+    },
+    **{"kl_from_tempered_truth": "KL from tempered P", "oracle_nats": "oracle's nats of its samples"},
+    **{
+        "floor_nats": "floor",
+        "tempered_js": "JS at that temperature",
+        "gap_tail_mass": "tail minus tempered MLE",
+    },
+    **{"baseline_temperature": "temperature of equal entropy", "forward_ce": "forward CE"},
+    **{"reverse_ce": "reverse CE", "distinct_2": "distinct-2", "repetition_4": "repetition-4"},
 }
 PAIRED = (
     "Means over repetitions with 95 % intervals; *: differs from the baseline (paired, Holm, 0.05). (end): "
@@ -94,7 +90,8 @@ def _sentences(verdicts: dict[str, Any]) -> list[str]:
 
 
 def _meaning(name: str) -> str:
-    return MEANING.get(name, name)
+    base = f"{_meaning(name[4:])} minus tempered MLE" if name.startswith("gap_") else name
+    return MEANING.get(name, base)
 
 
 def _answers(verdicts: dict[str, Any]) -> Table:

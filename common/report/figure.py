@@ -10,7 +10,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from markupsafe import Markup, escape
 
@@ -28,26 +28,21 @@ LONGEST = 30  # characters of a row's name
 Points = Sequence[tuple[float, float]]
 
 
-class Style(NamedTuple):
-    """How a series looks, which is never by its colour alone."""
+def style(series: int | None) -> tuple[str, str, str]:
+    """Return a series' CSS variable, marker and dashes, so that it never differs by colour alone.
 
-    variable: str  # CSS
-    marker: str
-    dash: str
-
-    @property
-    def drawn(self) -> dict[str, str]:
-        """Return colour and marker as Matplotlib takes them."""
-        return {"color": f"#0000{VARIABLES.index(self.variable):02x}", "marker": self.marker}
-
-
-def style(series: int | None) -> Style:
-    """Return the look of a series; None is one of many that are drawn in grey."""
+    None is one of many that are drawn in grey.
+    """
     if not series:
-        return Style("grey" if series is None else "s1", "o", "-")
+        return "grey" if series is None else "s1", "o", "-"
     turn, hue = divmod(series - 1, COLOURS - 1)
     shape = hue + 1 + turn
-    return Style(f"s{hue + 2}", [*MARKERS][shape % len(MARKERS)], DASHES[shape % len(DASHES)])
+    return f"s{hue + 2}", [*MARKERS][shape % len(MARKERS)], DASHES[shape % len(DASHES)]
+
+
+def colour(variable: str) -> str:
+    """Return what stands for a CSS variable while Matplotlib draws."""
+    return f"#0000{VARIABLES.index(variable):02x}"
 
 
 @dataclass
@@ -66,9 +61,9 @@ class Dots:
     def draw(self, axes: Any) -> None:
         """Draw it on Matplotlib's axes."""
         for y, (_, series, _, value, low, high) in enumerate(self.rows):
-            look = style(series).drawn
-            axes.plot([low, high], [y, y], color=look["color"])
-            axes.plot([value], [y], **look)
+            variable, marker, _ = style(series)
+            axes.plot([low, high], [y, y], color=colour(variable))
+            axes.plot([value], [y], color=colour(variable), marker=marker)
         names = [on_one_line(row.label) for row in self.rows]
         names = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in names]
         axes.set_yticks(range(len(names)), names)
@@ -104,21 +99,21 @@ class Curves:
         from matplotlib.ticker import EngFormatter
 
         for curve in self.rows:
-            look, points, band = style(curve.series), curve.points, curve.band
+            (variable, marker, dash), points, band = style(curve.series), curve.points, curve.band
+            paint = colour(variable)
             size = -(-len(points) // (MOST if curve.series is not None else MOST // 4))
             if size > 1 and not band:
                 groups = [zip(*points[i : i + size], strict=True) for i in range(0, len(points), size)]
                 means = [(sum(xs) / len(xs), sum(ys) / len(ys), min(ys), max(ys)) for xs, ys in groups]
                 points, band = [mean[:2] for mean in means], [(x, low, high) for x, _, low, high in means]
             if points:
-                axes.plot(*zip(*points, strict=True), linestyle=look.dash, markevery=[-1], **look.drawn)
+                options = {"linestyle": dash, "marker": marker, "markevery": [-1]}
+                axes.plot(*zip(*points, strict=True), color=paint, **options)
             if band and curve.series is not None:
-                axes.fill_between(
-                    *zip(*band, strict=True), color=look.drawn["color"], alpha=0.22, linewidth=0
-                )
+                axes.fill_between(*zip(*band, strict=True), color=paint, alpha=0.22, linewidth=0)
             if curve.marks:
-                circles = look.drawn | {"marker": "o", "fillstyle": "none", "linestyle": ""}
-                axes.plot(*zip(*curve.marks, strict=True), **circles)
+                options = {"linestyle": "", "marker": "o", "fillstyle": "none"}
+                axes.plot(*zip(*curve.marks, strict=True), color=paint, **options)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_xlabel(f"training {self.unit}")
 
@@ -148,7 +143,7 @@ def svg(panel: Dots | Curves, label: str, width: float) -> Markup:
     look: dict[Any, Any] = {
         **{"font.size": 8.5, "svg.fonttype": "none", "svg.hashsalt": label},
         **{"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6},
-        **{"axes.grid": True, "grid.color": f"#0000{VARIABLES.index('rule'):02x}", "grid.linewidth": 0.6},
+        **{"axes.grid": True, "grid.color": colour("rule"), "grid.linewidth": 0.6},
         **{"axes.formatter.useoffset": False, "text.parse_math": False, "lines.markersize": 4.5},
     }
     file = io.StringIO()

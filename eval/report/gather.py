@@ -19,7 +19,7 @@ from emo.data_prep.config import VALIDATION
 from emo.eval import stats
 from emo.eval.compare import Comparison, compare_pair, in_order
 from emo.eval.judging.results import Judgement, read_judgements
-from emo.eval.report.judged import Pairing, pairings
+from emo.eval.report.judged import pairings
 from emo.eval.results import MODELS, Model, only_answer, pick, read_models
 from emo.eval.store import STORED_BYTES
 from emo.pipeline.run_dir import CONFIG, METRICS, read_metrics
@@ -54,7 +54,7 @@ class Report:
     remarks: list[str]  # what to know before trusting the numbers
     unscored: list[Model]  # with text or a log only, beside models with scores
     judgements: list[Judgement]
-    pairings: list[Pairing]
+    pairings: list[dict[str, Any]]
 
     @property
     def models(self) -> list[Model]:
@@ -371,7 +371,7 @@ def as_json(report: Report) -> dict[str, Any]:
             for label in report.seeds
         },
         "judgements": [judgement.numbers for judgement in report.judgements],
-        "paired_judgements": [vars(pairing) for pairing in report.pairings],
+        "paired_judgements": report.pairings,
         "skipped": report.skipped,
         "metadata": {
             "git": code_version(),

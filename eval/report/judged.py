@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from emo.common.errors import UserError
@@ -27,23 +27,9 @@ HUMAN = (
 )
 
 
-@dataclass(frozen=True)
-class Pairing:
-    """Two judgements on the same pairs: how much higher the second's win rate is."""
-
-    first: str
-    second: str
-    judge: str
-    questions: str
-    n: int
-    difference: float
-    low: float
-    high: float
-    p: float
-
-
-def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[Pairing]:
-    """Return each judgement beside the first by the same judge, against the same A, on the same questions.
+def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[dict[str, Any]]:
+    """Return each judgement beside the first by the same judge, against the same A, on the same questions,
+    with how much higher its win rate is.
 
     They are compared on the questions with a readable verdict in both, if these are two or more.
     """
@@ -51,7 +37,7 @@ def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[Pairin
     for judgement in judgements:
         same = tuple(judgement.numbers[name] for name in ("judge", "by", "a", "questions"))
         groups.setdefault(same, []).append(judgement)
-    pairs: list[Pairing] = []
+    pairs = []
     for first, *others in groups.values():
         for other in others:
             try:
@@ -64,8 +50,9 @@ def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[Pairin
                 before, after = ([scores[key][1] for key in keys] for scores in (a, b))
                 mean, interval, p = paired(before, after, [a[key][0] for key in keys])
                 f = first.numbers
-                names = f["b"], other.numbers["b"], f["by"], f["questions"]
-                pairs.append(Pairing(*names, len(keys), mean, interval.low, interval.high, p))
+                names = {"first": f["b"], "second": other.numbers["b"], "judge": f["by"], "n": len(keys)}
+                result = {"difference": mean, "low": interval.low, "high": interval.high, "p": p}
+                pairs.append(names | {"questions": f["questions"]} | result)
     return pairs
 
 
@@ -82,15 +69,16 @@ def answers(judgements: Sequence[Judgement]) -> list[str]:
     return sentences[:4]
 
 
-def sections(judgements: Sequence[Judgement], pairs: Sequence[Pairing]) -> list[Section]:
+def sections(judgements: Sequence[Judgement], pairs: Sequence[dict[str, Any]]) -> list[Section]:
     """Return the tables, and the pairs that are shown."""
     fields = [judgement.numbers for judgement in judgements]
     notes = [f"{_judged(f)}: {f['counts'][name]:,} {text}" for f in fields for name, text in remarks(f)]
     folds = [Fold(_judged(f), [block for pair in f["shown"] for block in _pair(pair)]) for f in fields]
     differences: list[Row] = []
     for p in pairs:
-        points = estimated(p.difference, p.low, p.high, "{:+.1f}", 100)
-        differences.append([p.second, p.first, p.judge + _on(p.questions), p.n, points, p_value(p.p)])
+        points = estimated(p["difference"], p["low"], p["high"], "{:+.1f}", 100)
+        asked = p["judge"] + _on(p["questions"])
+        differences.append([p["second"], p["first"], asked, p["n"], points, p_value(p["p"])])
     head = ["Model", "Compared with", "Judge", "Pairs", "Points", "p"]
     between_models = Table(head, differences, PAIRED, 3, "Between models")
     lead = "Evenly spaced pairs of each comparison, none picked, as they are."
