@@ -174,23 +174,19 @@ def parents(models: Sequence[Model]) -> dict[str, str]:
     runs are moved), the last checkpoint of that run, and the same name of a model that was trained elsewhere.
     """
     above: dict[str, str] = {}
-    for model in models:
-        origin = str(model.facts.get("origin") or NEW)
-        if origin == NEW:
-            continue
-        ranked = []
-        for other in models:
-            path, run = str(other.description["path"]), other.facts.get("run")
-            short, long = sorted((Path(path).parts, Path(origin).parts), key=len)
-            rank = int(not other.facts.get("objective") and _short(path) == _short(origin))
-            if len(short) > 1 and long[-len(short) :] == short:
-                rank = 2
-            if run and origin in (f"{run}/{name}" for name in WEIGHTS):
-                rank = 3
-            if path == origin or (Path(path).exists() and Path(path).resolve() == Path(origin).resolve()):
-                rank = 4
-            if rank and other is not model and model.name not in _ancestors(other.name, above):
-                ranked.append((rank, _step(other), other.name))
+    for model in (m for m in models if _origin(m)):
+        origin, ranked = Path(_origin(model)), []
+        for other in (m for m in models if m is not model and model.name not in _ancestors(m.name, above)):
+            path, run = Path(other.description["path"]), other.facts.get("run")
+            short, long = sorted((path.parts, origin.parts), key=len)
+            matches = (
+                path == origin or (path.exists() and path.resolve() == origin.resolve()),
+                run and str(origin) in (f"{run}/{name}" for name in WEIGHTS),
+                len(short) > 1 and long[-len(short) :] == short,
+                not other.facts.get("objective") and _short(str(path)) == _short(str(origin)),
+            )
+            if any(matches):
+                ranked.append((-list(map(bool, matches)).index(True), _step(other), other.name))
         if ranked:
             above[model.name] = max(ranked)[2]
     return above
@@ -206,45 +202,42 @@ def families(
 
     def sort_key(model: Model) -> tuple[Any, ...]:
         objective = str(model.facts.get("objective") or "")
-        rank = list(OBJECTIVES).index(objective) if objective in OBJECTIVES else len(OBJECTIVES)
+        rank = [*OBJECTIVES, objective].index(objective)
         order = first.index(model.name) if model.name in first else len(first)
         natural = [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", model.name)]
         in_family = (model.name in above, order, bool(objective), rank, _step(model), natural)
         return (model.name != baseline, *in_family)
 
-    grouped: dict[tuple[str, str], Family] = {}  # by base, or by what those call it whose base is not here
+    grouped: dict[tuple[bool, str], list[Model]] = {}  # by whether the base was evaluated, and its name
     for model in sorted(models, key=sort_key):
         root = pick(models, [model.name, *_ancestors(model.name, above)][-1])
-        if root.name in above.values():
-            family = grouped.setdefault((root.name, ""), Family(root.name, root, []))
-        else:
-            origin = str(root.facts.get("origin") or NEW)
-            origin = "" if origin == NEW else origin
-            family = grouped.setdefault(("", origin), Family(_short(origin), None, []))
-        family.members.append(model)
-    for family in grouped.values():
-        family.members.sort(key=lambda m: (m.name != baseline, m is not family.base))
-    return list(grouped.values())
+        is_base = root.name in above.values()
+        grouped.setdefault((is_base, root.name if is_base else _origin(root)), []).append(model)
+    result = []
+    for (is_base, name), members in grouped.items():
+        base = pick(models, name) if is_base else None
+        members.sort(key=lambda m: (m.name != baseline, m is not base))
+        result.append(Family(name if is_base else _short(name), base, members))
+    return result
 
 
 def baselines(family: Family, above: Mapping[str, str]) -> list[tuple[Model, list[Model]]]:
     """Return what members are compared with by default, and which: with every model that others were trained
     from, and with MLE on the same data from the same origin; without either with the first."""
-    pairs = []
+    members = family.members
+    pairs = [(m, [x for x in members if m.name in _ancestors(x.name, above)]) for m in members]
+    pairs = [(model, below) for model, below in pairs if below]
     stages: dict[tuple[Any, Any], list[Model]] = {}
-    for model in family.members:
-        if below := [m for m in family.members if model.name in _ancestors(m.name, above)]:
-            pairs.append((model, below))
-    for model in family.members:
+    for model in members:
         if model.facts.get("objective") and not any(model is parent for parent, _ in pairs[:1]):
             start = model.facts.get("origin"), model.facts.get("data_fingerprint")
             stages.setdefault(start, []).append(model)
-    for members in stages.values():
-        mle = max((m for m in members if m.facts["objective"] == "mle"), key=_step, default=None)
-        others = [m for m in members if m.facts["objective"] != "mle"]
+    for stage in stages.values():
+        mle = max((m for m in stage if m.facts["objective"] == "mle"), key=_step, default=None)
+        others = [m for m in stage if m.facts["objective"] != "mle"]
         if mle is not None and others:
             pairs.append((mle, others))
-    return pairs or ([(family.members[0], family.members[1:])] if len(family.members) > 1 else [])
+    return pairs or ([(members[0], members[1:])] if len(members) > 1 else [])
 
 
 def _ancestors(name: str, above: Mapping[str, str]) -> list[str]:
@@ -256,12 +249,16 @@ def _step(model: Model) -> int:
     return int(model.facts.get("step") or 0)
 
 
+def _origin(model: Model) -> str:
+    """Return what a model was trained from; empty for nothing."""
+    origin = str(model.facts.get("origin") or NEW)
+    return "" if origin == NEW else origin
+
+
 def _short(path: str) -> str:
     """Return models/llama-7b as llama-7b, and runs/a/export as a."""
-    parts = [p for p in Path(path).parts if p != "/"]
-    while len(parts) > 1 and parts[-1] in WEIGHTS:
-        parts.pop()
-    return parts[-1] if parts else path
+    names = [name for name in Path(path).parts if name not in WEIGHTS]
+    return names[-1] if names else path
 
 
 def _remarks(models: Sequence[Model], tasks: Sequence[str], runs: Mapping[str, Path]) -> list[str]:
@@ -300,17 +297,15 @@ def _scored(models: list[Model], tasks: list[str], runs: Container[str]) -> tupl
     Text that the same weights wrote under another name goes to the model with scores, if it has none.
     """
     scored = [m for m in models if m.results or m.unreadable.keys() & set(tasks)]
-    if not scored:
-        return models, []
     unscored = []
-    for model in (m for m in models if m not in scored):
+    for model in (m for m in models if scored and m not in scored):
         weights = model.description["weights"]
         same = next((m for m in scored if m.description["weights"] == weights and not m.samples), None)
         if same is None or model.name in runs:
             unscored.append(model)
         else:
             same.samples = model.samples
-    return scored, unscored
+    return scored or models, unscored
 
 
 def _contamination(run: Path) -> dict[str, Container[str]]:
@@ -354,25 +349,18 @@ def as_json(report: Report) -> dict[str, Any]:
     levels = [(model, report.level(model, None) or (None,) * 3) for model in report.everyone]
     pairs = [c for comparisons in report.against.values() for c in comparisons.values()]
     about = [(c, {"model": c.model, "baseline": c.baseline}) for c in pairs]
+    refusals = [({"task": t, "reason": why}, first) for c, first in about for t, why in c.refused.items()]
+    tasks = [*report.tasks, None]
     return {
-        "title": report.title,
-        "notice": report.notice,
-        "remarks": report.remarks,
-        "rows": report.rows,
+        **{name: getattr(report, name) for name in ("title", "notice", "remarks", "rows", "skipped")},
         "baseline": next(iter(report.against), None),
         "comparisons": [{"task": t} | first | x for c, first in about for t, x in c.tasks.items()],
         "mean_comparisons": [{"tasks": list(c.tasks)} | first | c.mean for c, first in about if c.mean],
-        "not_compared": [
-            {"task": t, "reason": reason} | first for c, first in about for t, reason in c.refused.items()
-        ],
+        "not_compared": [refusal | first for refusal, first in refusals],
         "models": [m.description | dict(zip(means, level, strict=True)) for m, level in levels],
-        "seeds": {
-            label: {task or "mean": report.over_seeds(label, task) for task in (*report.tasks, None)}
-            for label in report.seeds
-        },
+        "seeds": {name: {t or "mean": report.over_seeds(name, t) for t in tasks} for name in report.seeds},
         "judgements": [judgement.numbers for judgement in report.judgements],
         "paired_judgements": report.pairings,
-        "skipped": report.skipped,
         "metadata": {
             "git": code_version(),
             "python": platform.python_version(),
