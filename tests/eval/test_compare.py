@@ -86,17 +86,6 @@ def test_stray_and_truncated_files_are_skipped_with_a_line(tmp_path: Path) -> No
     assert all(str(directory / name) in err and (directory / name).exists() for name in texts)
 
 
-def test_a_result_of_another_version_is_skipped(tmp_path: Path) -> None:
-    fabricated(tmp_path, "a", {"sst2": [True] * 10, "trec": [True] * 10})
-    path = tmp_path / "models" / "a" / "trec.json"
-    view = json.loads(path.read_text())
-    del view["result"]["conditions"]
-    path.write_text(json.dumps(view))
-    messages: list[str] = []
-    (model,) = read_models([tmp_path], messages.append)
-    assert list(model.results) == ["sst2"] and len(messages) == 1
-
-
 def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None:
     """A file that is easily edited must not say anything else than the store, which is not."""
     for name in "ab":

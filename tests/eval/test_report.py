@@ -10,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from emo.common.report.numbers import MINUS, p_value
+from emo.common.report.numbers import p_value
 from emo.eval.report.gather import gather
 from emo.eval.report.page import document
 from emo.eval.results import read_models
 from tests.helpers.evaluating import command, tiny_model, write_tasks
 from tests.helpers.html import Page
 from tests.helpers.results import results_json, write_model, write_result
-from tests.helpers.said import lines
 
 TASKS = "sst2,mmlu"
 
@@ -38,13 +37,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
         prepared = root / "prepared" / objective / "train"
         for folder in (run, prepared):
             folder.mkdir(parents=True, exist_ok=True)
-        records = [
-            {"step": s, "tokens": s * 4096, "nll": 5 / s, "demd": 1 / s, "loss": 1.0} for s in range(1, 9)
-        ]
-        records.append({"step": 8, "tokens": 8 * 4096, "set": "validation", "validation_nll": 1.0})
-        (run / "metrics.jsonl").write_text(
-            "".join(json.dumps(x) + "\n" for x in records) + '{"step": 9, "tok'
-        )
+        record = json.dumps({"step": 8, "tokens": 8 * 4096, "nll": 5, "demd": 1, "loss": 1.0})
+        (run / "metrics.jsonl").write_text(record + '\n{"step": 9, "tok')
         overlap = {"tasks": {"sst2": {"overlapping_rows": {"0": 0.5, "3": 1.0, "777": 1.0}}}}
         (prepared / "contamination.json").write_text(json.dumps(overlap))
         (run / "config.yaml").write_text(f"data: {{dir: {prepared.parent}}}\n")
@@ -83,21 +77,6 @@ def test_the_report_of_real_evaluations(world: Path, tmp_path: Path) -> None:
     records = next(m for m in read_models([world / "out"]) if m.name == "emo-200").records("sst2")
     rest = [r["prediction"] == r["gold"] for r in records if r["id"] not in (0, 3)]
     assert sst2["emo-200"]["untrained_accuracy"] == pytest.approx(np.mean(rest)) and len(rest) == 18
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["nowhere"],
-        ["OUT", "--baseline", "x"],
-        ["OUT", "--run", "emo-200=nowhere"],
-        ["OUT", "--seeds", "emo=a,b"],
-    ],
-)
-def test_mistakes_are_one_line(arguments: list[str], world: Path, tmp_path: Path) -> None:
-    arguments = [str(world / "out") if a == "OUT" else a for a in arguments]
-    code, _, err = command("report", "--output_path", tmp_path / "r", *arguments)
-    assert code == 2 and len(lines(err)) == 1 and not (tmp_path / "r").exists()
 
 
 def test_a_regression_has_an_exit_code(world: Path) -> None:
@@ -157,6 +136,11 @@ def test_the_base_is_known(case: str, tmp_path: Path) -> None:
     page, markdown, numbers = written(tmp_path)
     assert numbers["baseline"] == ("base" if found else "mle")
     if found:
+        mean = next(c for c in numbers["mean_comparisons"] if c["baseline"] == "base")
+        limits = " to ".join(f"{100 * mean['interval'][key]:+.1f}" for key in ("low", "high"))
+        row = next(row for row in page.table("Model", "Verdict", "Mean") if row["Model"].startswith("mle"))
+        assert row["Mean"] == f"+50.0 ↑ {limits}, {p_value(mean['p'])}" and f"+50.0 ↑ ({limits}" in markdown
+        assert row["Verdict"] == "better 2 tasks better"
         assert "Compared with base on 2 tasks, mle improves by 50.0 points" in page.answer
         assert "compared with mle on 2 tasks, emo shows no clear change (0.0 points" in page.answer
         assert "base (base model" in markdown and markdown.startswith(f"# {page.answer[:30]}")
@@ -179,36 +163,6 @@ def test_two_stages_and_two_bases(tmp_path: Path) -> None:
     *_, chosen = written(tmp_path, chosen=["mle"])
     assert {c["baseline"] for c in chosen["mean_comparisons"]} == {"mle"} and chosen["baseline"] == "mle"
     assert len(chosen["mean_comparisons"]) == 5
-
-
-@pytest.mark.parametrize(
-    ("share", "said", "verdict"),
-    [
-        (0.9, "b improves by 40.0 points", "better"),
-        (0.5, "b shows no clear change (0.0", "no clear difference"),
-    ],
-)
-def test_the_first_line_is_the_answer(share: float, said: str, verdict: str, tmp_path: Path) -> None:
-    models(tmp_path, a=0.5, b=share)
-    page, markdown, found = written(tmp_path)
-    assert said in page.answer and "95 % interval" in page.answer
-    (row,) = page.table("Model", "Verdict", "Mean")
-    (mean,) = found["mean_comparisons"]
-    assert row["Verdict"].startswith(verdict)
-    limits = (f"{100 * mean['interval'][key]:+.1f}".replace("-", MINUS) for key in ("low", "high"))
-    interval = " to ".join(limits)
-    assert f"{interval}, {p_value(mean['p'])}" in row["Mean"] and interval in markdown
-    if verdict == "better":
-        assert row["Verdict"].endswith("2 tasks better") and row["Mean"].startswith("+40.0 ↑")
-
-
-def test_thirty_models_stay_readable(tmp_path: Path) -> None:
-    models(
-        tmp_path, base=0.5, **{f"m{i}": (i / 30, trained("emo", "models/base", str(i))) for i in range(29)}
-    )
-    page, *_ = written(tmp_path)
-    assert "improve" in page.answer and "of 29" in page.answer and len(page.answer) < 300
-    assert page.tags.count("details") > 2, "pictures of each task are folded"
 
 
 def scored(out: Path, name: str, **facts: Any) -> Path:
@@ -237,10 +191,8 @@ def test_text_and_models_without_scores(tmp_path: Path) -> None:
     sampled(same, "once upon")
     sampled(write_model(tmp_path, "unscored"), "twice upon")
     report = document(gather([tmp_path], {}))
-    page, markdown = report.html(), report.markdown()
-    assert "mine" not in page and "mine" not in markdown
-    assert "| unscored | " not in markdown.split("## Made with")[0]
-    assert [f"{word} upon" in page for word in ("once", "twice", "thrice")] == [True, True, False]
+    assert "mine" not in report.markdown()
+    assert [f"{word} upon" in report.html() for word in ("once", "twice", "thrice")] == [True, True, False]
     assert [m["name"] for m in report.data["models"]] == ["EMO", "other", "unscored"]
 
 

@@ -119,3 +119,13 @@ def test_holm() -> None:
     assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert stats.holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
     assert stats.holm([]) == []
+
+
+def test_students_interval() -> None:
+    values = [1.0, 2.5, 4.0]
+    for n in (2, 3):
+        error = scipy_stats.sem(values[:n])
+        expected = scipy_stats.t.interval(0.9, n - 1, np.mean(values[:n]), error)
+        interval = stats.student(values[:n], 0.9)
+        assert interval is not None and (interval.low, interval.high) == pytest.approx(expected)
+    assert stats.student([1.0]) is None

@@ -14,17 +14,9 @@ from emo.eval.results import MODEL, MODELS, Model, pick, read_models
 
 LABELS = ["a", "b"]
 COMPARED = {
-    "test_rows": "0123456789abcdef",
-    "pool_rows": "123456789abcdef0",
-    "prompt": "23456789abcdef01",
-    "shots": 8,
-    "retriever": "minilm",
-    "encoder": "3456789abcdef012",
-    "inferencer": "prefix",
-    "faithful": False,
-    "score": "openicl_ppl",
-    "max_tokens": None,
-    "scorer": 1,
+    **{"test_rows": "0123456789abcdef", "pool_rows": "123456789abcdef0", "prompt": "23456789abcdef01"},
+    **{"shots": 8, "retriever": "minilm", "encoder": "3456789abcdef012", "inferencer": "prefix"},
+    **{"faithful": False, "score": "openicl_ppl", "max_tokens": None, "scorer": 1},
 }
 
 
@@ -32,14 +24,8 @@ def write_model(out: Path, name: str, **facts: Any) -> Path:
     """The directory of a described model without results."""
     directory = out / MODELS / name
     directory.mkdir(parents=True, exist_ok=True)
-    description = {
-        "name": name,
-        "path": f"models/{name}",
-        "weights": store.digest(name),
-        "tokenizer": "t",
-        "dtype": "auto",
-        "facts": facts,
-    }
+    description = {"name": name, "path": f"models/{name}", "weights": store.digest(name), "facts": facts}
+    description |= {"tokenizer": "t", "dtype": "auto"}
     (directory / MODEL).write_text(store.dump(description))
     return directory
 

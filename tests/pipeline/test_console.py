@@ -23,9 +23,6 @@ from emo.pipeline.report.console import (
     Handler,
     Kind,
     Progress,
-    Survivor,
-    duration,
-    open_console,
 )
 from emo.pipeline.run_dir import LOG
 from tests.conftest import REPO
@@ -54,18 +51,6 @@ def test_progress_knows_speed_pauses_and_what_comes_next() -> None:
     assert str(progress) == "step 50/50  loss 2  10 tokens/s", "the last step does all of it anyway"
     both = Progress(999, 2000, {"validation": 500, "save": 250})
     assert str(both).endswith("validation and save at 1,000")
-
-
-def test_durations() -> None:
-    texts = {
-        0.4: "0 s",
-        59.6: "1 min",
-        750: "12 min",
-        3599: "1 h 00 min",
-        11100: "3 h 05 min",
-        2e5: "2 d 7 h",
-    }
-    assert {seconds: duration(seconds) for seconds in texts} == texts
 
 
 def test_plain_lines_come_every_few_seconds_and_cannot_act() -> None:
@@ -99,22 +84,6 @@ def test_json_lines_hold_every_record() -> None:
         {"event": "saved", "time": 0, "step": 3},
         {"event": "message", "time": 0, "level": "warning", "text": "late"},
     ]
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"),
-    [("quiet", ["warning: step 7 skipped", "error: broken", "finished after 8 steps"]),
-     ("silent", ["error: broken"])],
-)  # fmt: skip
-def test_quiet_and_other_ranks_leave_what_matters(kind: Kind, expected: list[str]) -> None:
-    shown, stream = console(kind)
-    shown.record({"step": 1}, Progress(1, 1, {}))
-    shown.event("saved", "saved: step-000001")
-    shown.message("resumed from x")
-    shown.message("step 7 skipped", logging.WARNING)
-    shown.message("broken", logging.ERROR)
-    shown.event("finished", "finished after 8 steps")
-    assert stream.getvalue().splitlines() == expected
 
 
 def on_a_terminal(program: str, **environment: str) -> str:
@@ -189,12 +158,3 @@ def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
     assert first.startswith("--- ") and others == ["g++ -c before", "g++ -c after", "Time to load op"]
     # Before there is a run directory, what a library printed may be the only explanation of a failure.
     assert run("os.write(1, b'nvcc: not found\\n')\nchatter.show()\n") == ("", "nvcc: not found\n")
-
-
-def test_a_stream_without_a_reader_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stdout", Survivor(io.StringIO()))
-    assert open_console(False, False, True, None).kind == "lines"
-    assert open_console(False, True, True, None).kind == "quiet"
-    assert open_console(True, False, True, None).kind == "json"
-    assert open_console(True, False, False, None).kind == "silent"
