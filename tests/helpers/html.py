@@ -75,7 +75,7 @@ class Page(HTMLParser):
         return [text for name, text in self.headings if name == "h2"]
 
     def table(self, first: str, *others: str) -> list[dict[str, str]]:
-        """Return the rows of the table whose head begins with these, without the marks of series."""
+        """Return the rows of the first table whose head begins with these, without the marks of series."""
         head = [first, *others]
-        ((names, *rows),) = (t for t in self.tables if t[0][: len(head)] == head)
+        names, *rows = next(t for t in self.tables if t[0][: len(head)] == head)
         return [{n: text.lstrip("●■◆▲▼✚") for n, text in zip(names, row, strict=True)} for row in rows]
