@@ -121,7 +121,9 @@ class Metrics:
         self._peak_share = peak_share
         if not active:
             return
-        self._window = Window(**_numbers(window or {}))
+        self._window = Window(
+            **json.loads(json.dumps(window or {}).replace("null", "NaN"))
+        )  # as `state` has it
         self._console = console or Console()
         every = {"validation": config.train.eval_steps * validates, "save": config.train.save_steps}
         self._progress, self._domains = Progress(step, steps, every), domains
@@ -288,12 +290,3 @@ def _leaves(record: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 def _line(record: dict[str, Any]) -> str:
     return json.dumps(finite(record), allow_nan=False) + "\n"
-
-
-def _numbers(value: Any) -> Any:
-    """Return a value that `finite` has made, with NaN for None."""
-    if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    return math.nan if value is None else value
