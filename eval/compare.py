@@ -135,10 +135,8 @@ def gate(verdicts: Sequence[Verdict]) -> int:
         return ExitCode.REGRESSION
     missing = [task for verdict in verdicts for task in verdict.missing]
     if missing:
-        raise UserError(
-            f"no verdict without {', '.join(missing)}; evaluate both models on the same tasks",
-            code="no-verdict",
-        )
+        problem = f"no verdict without {', '.join(missing)}; evaluate both models on the same tasks"
+        raise UserError(problem, code="no-verdict")
     return ExitCode.DONE
 
 

@@ -22,10 +22,8 @@ def gather(sweep: Sweep) -> dict[str, Any]:
     experiment, choose = sweep.experiment, sweep.experiment.choose
     missing = [task.run.name for task in sweep.tasks() if not task.done]
     if missing:
-        raise UserError(
-            f"{len(missing)} runs are not done, for example {missing[0]}; run the experiment first",
-            code="not-done",
-        )
+        problem = f"{len(missing)} runs are not done, for example {missing[0]}; run the experiment first"
+        raise UserError(problem, code="not-done")
     aside = (experiment.repeat, choose.axis) if choose else (experiment.repeat,)
     groups: dict[Labels, list[Run]] = {}
     for run in sweep.reported():
