@@ -60,20 +60,9 @@ def test_a_watch_without_all_results_gives_no_verdict(lost: str, world: Path, tm
 def test_gates_that_cannot_fail_are_mistakes(world: Path, tmp_path: Path) -> None:
     fabricated(tmp_path, "base", {"sst2": GOOD})
     fabricated(tmp_path, "new", {"sst2": BAD})
-    compare = ["compare", "base", "new", "--results", tmp_path]
-    run = [
-        "eval",
-        "--model",
-        world / "model",
-        "--data",
-        world / "data",
-        "--output_path",
-        tmp_path,
-        "--tasks",
-        "sst2",
-    ]
-    assert command(*compare, "--fail_on_regression", "--max_drop", "nan")[0] == 2
-    assert command(*compare, "--max_drop", 1)[0] == 2  # alone it would decide nothing
-    assert command(*run, "--max_drop", 1)[0] == 2
-    assert command(*run, "--name", "base", "--fail_on_regression", "base")[0] == 2
-    assert command("compare", "new", "new", "--results", tmp_path, "--fail_on_regression")[0] == 2
+    run = ["eval", "--model", world / "model", "--data", world / "data", "--output_path", tmp_path]
+    gate = ["--fail_on_regression", "base"]
+    assert command(*run, "--tasks", "sst2", "--max_drop", 1)[0] == 2  # alone it would decide nothing
+    assert command(*run, "--tasks", "sst2", "--name", "base", *gate)[0] == 2
+    for pair, options in (("base new", [*gate[:1], "--max_drop", "nan"]), ("new new", gate[:1])):
+        assert command("compare", *pair.split(), "--results", tmp_path, *options)[0] == 2
