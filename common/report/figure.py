@@ -107,6 +107,7 @@ class Curves:
                 means = [(sum(xs) / len(xs), sum(ys) / len(ys), min(ys), max(ys)) for xs, ys in groups]
                 points, band = [mean[:2] for mean in means], [(x, low, high) for x, _, low, high in means]
             if points:
+                marker = "" if curve.series is None else marker
                 options = {"linestyle": dash, "marker": marker, "markevery": [-1]}
                 axes.plot(*zip(*points, strict=True), color=paint, **options)
             if band and curve.series is not None:
@@ -146,19 +147,13 @@ def svg(panel: Dots | Curves, label: str, width: float) -> Markup:
         **{"axes.grid": True, "grid.color": colour("rule"), "grid.linewidth": 0.6},
         **{"axes.formatter.useoffset": False, "text.parse_math": False, "lines.markersize": 4.5},
     }
+    nothing = dict.fromkeys(["Date", "Creator", "Format", "Type"])
     file = io.StringIO()
-    with (
-        warnings.catch_warnings(action="ignore"),
-        matplotlib.rc_context(look),
-    ):  # on characters without a font
+    with matplotlib.rc_context(look), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on characters that the measuring font lacks
         canvas = Canvas((width, panel.inches), layout="constrained")
         panel.draw(canvas.subplots())
-        canvas.savefig(
-            file,
-            format="svg",
-            transparent=True,
-            metadata=dict.fromkeys(["Date", "Creator", "Format", "Type"]),
-        )
+        canvas.savefig(file, format="svg", transparent=True, metadata=nothing)
     text = re.sub(r".*?(?=<svg)|<style.*?</style>", "", file.getvalue(), count=2, flags=re.DOTALL)
 
     def tag(match: re.Match[str]) -> str:
