@@ -166,7 +166,7 @@ class Console:
 
     def compiling(self) -> contextlib.AbstractContextManager[object]:
         """Enclose what compiles: its output is chatter."""
-        return self.chatter.prints() if self.chatter is not None else contextlib.nullcontext()
+        return contextlib.redirect_stdout(self.chatter.stream) if self.chatter else contextlib.nullcontext()
 
     def close(self) -> None:
         """Take the progress away; what follows starts on a line of its own."""
@@ -284,10 +284,6 @@ class Chatter:
             print(f"log of the launcher, compilers and libraries: {self.path}", file=sys.stderr, flush=True)
         else:
             print(printable(self.text().decode(errors="replace")), end="", file=sys.stderr, flush=True)
-
-    def prints(self) -> contextlib.AbstractContextManager[object]:
-        """Send Python's `print` there as well within the block, which encloses what compiles."""
-        return contextlib.redirect_stdout(self.stream)
 
 
 def split() -> Chatter:

@@ -141,7 +141,7 @@ def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
 
     def run(program: str) -> tuple[str, str]:
         text = "import os, subprocess, sys\nfrom pathlib import Path\n"
-        text += f"from emo.pipeline.report.console import split\nchatter = split()\n{program}"
+        text += f"from emo.pipeline.report.console import Console, split\nchatter = split()\n{program}"
         command = [sys.executable, "-c", text, str(tmp_path)]
         done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
         return done.stdout, done.stderr
@@ -150,7 +150,7 @@ def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
         "subprocess.run(['echo', 'g++ -c before'])\nprint('hello')\n"
         "chatter.move(Path(sys.argv[1]), main=True)\n"
         "subprocess.run(['echo', 'g++ -c after'])\n"
-        "with chatter.prints():\n    print('Time to load op')\n"
+        "with Console(chatter=chatter).compiling():\n    print('Time to load op')\n"
         "print('bye', file=sys.stderr)\n"
     )
     assert run(program) == ("hello\n", "bye\n")
