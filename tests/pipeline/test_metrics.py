@@ -182,6 +182,21 @@ def test_a_resumed_run_logs_what_an_undisturbed_one_does(tmp_path: Path, stopped
     assert actual == expected
 
 
+def test_each_set_has_curves_of_its_own(tmp_path: Path) -> None:
+    """In TensorBoard; what is no number, the set's name among it, is none there."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = Metrics(config(tmp_path, report_to="[tensorboard]"), 0, 10, active=True)
+    for name in ("validation", "home"):
+        metrics.validation(0, 0, name, Sums(10.0, 20.0, math.nan, 10, False), documents(2.0))
+    metrics.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    keys = ("loss", "nll", "perplexity")
+    expected = {f"{group}/validation_{key}" for group in ("validation", "validation-home") for key in keys}
+    assert set(events.Tags()["scalars"]) == expected
+
+
 def test_a_window_of_steps_is_profiled(tmp_path: Path) -> None:
     metrics = Metrics(config(tmp_path, profile="[2,3]"), 0, 10, active=True)
     for step in range(1, 5):
