@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from emo.common.errors import ExitCode, UserError, nearest
-from emo.common.text import on_one_line
+from emo.common.text import counted, on_one_line
 from emo.eval import stats
 from emo.eval.icl.tasks import PAPER_ORDER
 from emo.eval.results import Model
@@ -33,24 +33,27 @@ class Comparison:
     refused: dict[str, str]  # task -> why it cannot be compared
     mean: dict[str, Any] | None  # stats.MeanDifference, direction; over `tasks`
 
-    def surely(self, direction: int) -> list[str]:
-        """The tasks that were gained (+1) or lost (-1) for sure."""
-        return [task for task, entry in self.tasks.items() if entry["direction"] == direction]
-
 
 def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
-    """Model b against a on the rows of each task that both have; Holm's correction over these tasks.
+    """Return model b against a on the rows of each task that both have; Holm's correction over these tasks.
 
     direction: +1 / -1 where b is better / worse for sure: the test rejects and the interval excludes zero.
     """
     pairs: dict[str, stats.Pairs] = {}
     refused: dict[str, str] = {}
     for task in (t for t in tasks if t in a.results and t in b.results):
-        rows = paired_rows(a, b, task)
-        if isinstance(rows, str):
-            refused[task] = rows
+        reason = differing(a.results[task], b.results[task])
+        try:
+            first, second = ([], []) if reason else (a.outcomes(task), b.outcomes(task))
+        except UserError as error:
+            reason = str(error)
+        if not reason and [x[:3] for x in first] != [x[:3] for x in second]:
+            reason = "their records are of different rows"
+        if reason:
+            refused[task] = reason
         else:
-            pairs[task] = rows
+            groups = [x.group for x in first] if a.results[task]["groups"] else None
+            pairs[task] = stats.pairs([x.right for x in first], [x.right for x in second], groups)
     paired = {task: stats.paired(p) for task, p in pairs.items()}
     adjusted = stats.holm([p.p_mcnemar for p in paired.values()])
     described = {}
@@ -58,27 +61,12 @@ def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
         direction = _direction(p.difference, p.interval, p_holm)
         if (p.only_b - p.only_a) * direction <= 0:  # rows and groups disagree
             direction = 0
-        described[task] = stats.as_dict(p) | {"p_holm": p_holm, "direction": direction}
+        described[task] = asdict(p) | {"p_holm": p_holm, "direction": direction}
     mean = None
     if pairs:
         over = stats.mean_difference(list(pairs.values()))
-        mean = stats.as_dict(over) | {"direction": _direction(over.difference, over.interval, over.p)}
+        mean = asdict(over) | {"direction": _direction(over.difference, over.interval, over.p)}
     return Comparison(b.name, a.name, described, refused, mean)
-
-
-def paired_rows(a: Model, b: Model, task: str) -> stats.Pairs | str:
-    """Outcomes of two models on the rows of a task, or why they cannot be compared."""
-    different = differing(a.results[task], b.results[task])
-    if different:
-        return different
-    try:
-        first, second = a.outcomes(task), b.outcomes(task)
-    except UserError as error:
-        return str(error)
-    if [x[:3] for x in first] != [x[:3] for x in second]:
-        return "their records are of different rows"
-    groups = [x.group for x in first] if a.results[task]["groups"] else None
-    return stats.pairs([x.right for x in first], [x.right for x in second], groups)
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> str:
@@ -111,7 +99,7 @@ def in_order(tasks: set[str]) -> list[str]:
 
 
 def compare_alike(a: Model, b: Model, only: Sequence[str] = ()) -> Comparison:
-    """`compare_pair` on all common tasks, or on those that are named.
+    """Return `compare_pair` on all common tasks, or on those that are named.
 
     UserError when there is none, when one cannot be compared, and for a name that is no task of either.
     """
@@ -120,10 +108,8 @@ def compare_alike(a: Model, b: Model, only: Sequence[str] = ()) -> Comparison:
         if task not in names:
             raise UserError(f"{a.name} and {b.name} have no task {task}; {nearest(task, in_order(names))}")
     tasks = [t for t in in_order(set(a.results) & set(b.results)) if not only or t in only]
-    if only and not tasks:
-        raise UserError(f"{a.name} and {b.name} do not both have a result of {', '.join(only)}")
     if not tasks:
-        raise UserError(f"{a.name} and {b.name} have no task in common")
+        raise UserError(f"{a.name} and {b.name} have no task in common{': ' * bool(only)}{', '.join(only)}")
     comparison = compare_pair(a, b, tasks)
     if comparison.refused:
         reasons = "; ".join(f"{task}: {reason}" for task, reason in comparison.refused.items())
@@ -149,10 +135,8 @@ def gate(verdicts: Sequence[Verdict]) -> int:
         return ExitCode.REGRESSION
     missing = [task for verdict in verdicts for task in verdict.missing]
     if missing:
-        raise UserError(
-            f"no verdict without {', '.join(missing)}; evaluate both models on the same tasks",
-            code="no-verdict",
-        )
+        problem = f"no verdict without {', '.join(missing)}; evaluate both models on the same tasks"
+        raise UserError(problem, code="no-verdict")
     return ExitCode.DONE
 
 
@@ -177,7 +161,7 @@ def regression(a: Model, b: Model, max_drop: float | None = None, only: Sequence
     if max_drop is not None and mean < -max_drop:
         reasons.append(f"mean {mean:+.1f} points, more than {max_drop:g} allowed")
     word = "regression: " + "; ".join(reasons) if reasons else "no regression"
-    count = f"{len(comparison.tasks)} task{'' if len(comparison.tasks) == 1 else 's'}"
+    count = counted(len(comparison.tasks), "task")
     expected = set(only) or {*a.results, *b.results, *a.unreadable, *b.unreadable}
     missing = [f"{task} ({m.name})" for m in (a, b) for task in in_order(expected - {*m.results})]
     summary = f"{b.name} against {a.name} on {count}: {mean:+.1f} points {interval}; {word}"
@@ -190,37 +174,34 @@ def table(a: Model, b: Model, only: Sequence[str] = ()) -> str:
     """Return both models' accuracies for the terminal. UserError when they cannot be compared."""
     comparison = compare_alike(a, b, only)
     names = [on_one_line(m.name) for m in (a, b)]
-    lines = [
-        ["task", "n", *names, "difference", "95 % interval", *(f"only {n}" for n in names), "p", "p Holm"]
-    ]
-
-    def add(title: str, n: str, accuracies: list[float], entry: dict[str, Any], *others: str) -> None:
-        figures = [*(f"{100 * value:.1f}" for value in accuracies), f"{100 * entry['difference']:+.1f}"]
-        lines.append([title, n, *figures, _interval(entry["interval"]), *others])
-
+    head = ["task", "n", *names, "difference", "95 % interval", *(f"only {n}" for n in names), "p", "p Holm"]
+    lines, levels = [head], []
     for task, c in comparison.tasks.items():
-        results = [m.results[task] for m in (a, b)]
-        p_holm = f"{c['p_holm']:.3g}{' *' if c['direction'] else ''}"
-        add(
-            on_one_line(results[0]["title"]), str(results[0]["n"]), [r["accuracy"] for r in results], c,
-            str(c["only_a"]), str(c["only_b"]), f"{c['p_mcnemar']:.3g}", p_holm,
-        )  # fmt: skip
-    mean = comparison.mean
-    assert mean is not None
-    means = [sum(m.results[t]["accuracy"] for t in comparison.tasks) / len(comparison.tasks) for m in (a, b)]
-    add("mean", "", means, mean, "", "", f"{mean['p']:.3g}{' *' if mean['direction'] else ''}", "")
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+        result = a.results[task]
+        levels.append([m.results[task]["accuracy"] for m in (a, b)])
+        counts = [str(c["only_a"]), str(c["only_b"]), f"{c['p_mcnemar']:.3g}"]
+        p_holm = f"{c['p_holm']:.3g}{' *' * abs(c['direction'])}"
+        lines.append(
+            [on_one_line(result["title"]), str(result["n"]), *_figures(levels[-1], c), *counts, p_holm]
+        )
+    mean: Any = comparison.mean
+    means = [sum(column) / len(levels) for column in zip(*levels, strict=True)]
+    p = f"{mean['p']:.3g}{' *' * abs(mean['direction'])}"
+    lines.append(["mean", "", *_figures(means, mean), "", "", p, ""])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []  # the first column to the left, the others to the right
-    for line in lines:
-        others = [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
-        text.append("  ".join([line[0].ljust(widths[0]), *others]).rstrip())
+    for first, *others in lines:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        text.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
     rule = "-" * max(map(len, text))
-    text = [text[0], rule, *text[1:-1], rule, text[-1]]
-    text.append(
-        f"* differs: p < {ALPHA} and an interval without zero "
-        "(tasks: exact McNemar, Holm over the tasks; mean: random signs)"
-    )
-    return "\n".join(text)
+    note = f"* differs: p < {ALPHA} and an interval without zero "
+    note += "(tasks: exact McNemar, Holm over the tasks; mean: random signs)"
+    return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], note])
+
+
+def _figures(accuracies: Sequence[float], entry: dict[str, Any]) -> list[str]:
+    difference = f"{100 * entry['difference']:+.1f}"
+    return [*(f"{100 * value:.1f}" for value in accuracies), difference, _interval(entry["interval"])]
 
 
 def _interval(interval: dict[str, float]) -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
@@ -43,16 +43,6 @@ class Accuracy:
     interval: Interval  # 95 %
 
 
-def student(values: Sequence[float], level: float = LEVEL) -> Interval | None:
-    """Student's interval for the mean of values [n], of seeds for example; None of a single one."""
-    n = len(values)
-    if n < 2:
-        return None
-    mean = float(np.mean(values))
-    half = float(stats.t.ppf((1 + level) / 2, n - 1) * np.std(values, ddof=1) / math.sqrt(n))
-    return Interval(mean - half, mean + half)
-
-
 def bounded_mean(
     values: Sequence[float], clusters: Sequence[str], low: float = 0.0, high: float = 1.0
 ) -> tuple[float, Interval]:
@@ -67,10 +57,8 @@ def bounded_mean(
     mean, sizes = float(scaled.mean()), np.bincount(cluster_index)
     count = len(sizes)
     single = mean * (1 - mean) / count
-    spread = single
-    if count > 1:
-        moved = np.bincount(cluster_index, weights=scaled) - sizes * mean
-        spread = float((moved**2).sum()) / len(scaled) ** 2 * count / (count - 1)
+    moved = np.bincount(cluster_index, weights=scaled) - sizes * mean
+    spread = float((moved**2).sum()) / len(scaled) ** 2 * count / (count - 1) if count > 1 else single
     variance = (count * spread + single) / (count + 1)
     interval = _wilson(mean, mean * (1 - mean) / variance if variance > 0 else count)
     width = high - low
@@ -85,16 +73,16 @@ class Estimate:
     parts: np.ndarray  # [clusters]
 
     def __sub__(self, other: Estimate) -> Estimate:
-        """The difference of two models on the same clusters."""
+        """Return the difference of two models on the same clusters."""
         return Estimate(self.value - other.value, self.parts - other.parts)
 
-    def interval(self) -> Interval | None:
-        """Student's 95 % interval over clusters; None for a single one."""
+    def interval(self, level: float = LEVEL) -> Interval | None:
+        """Return Student's interval over clusters; None for a single one."""
         count = len(self.parts)
         if count < 2:
             return None
         error = math.sqrt(float((self.parts**2).sum()) * count / (count - 1))
-        half = float(stats.t.ppf((1 + LEVEL) / 2, count - 1)) * error
+        half = float(stats.t.ppf((1 + level) / 2, count - 1)) * error
         return Interval(self.value - half, self.value + half)
 
 
@@ -107,26 +95,29 @@ def ratio(values: Sequence[float], weights: Sequence[float] | None, clusters: Se
     return Estimate(value, (sums - value * sizes) / max(float(sizes.sum()), 1e-300))
 
 
+def student(values: Sequence[float], level: float = LEVEL) -> Interval | None:
+    """Return Student's interval for the mean of values [n], of seeds for example; None of a single one."""
+    return ratio(values, None, range(len(values))).interval(level)
+
+
 def accuracy(correct: Sequence[bool], groups: Sequence[str] | None = None) -> Accuracy:
-    """Accuracy of outcomes [n], n > 0; with groups [n] the unweighted mean over groups."""
+    """Return the accuracy of outcomes [n], n > 0; with groups [n] the unweighted mean over groups."""
     outcomes = np.asarray(correct, dtype=bool)
-    hits = _counts(outcomes, groups)
-    sizes = _counts(np.ones_like(outcomes), groups)
+    hits, sizes = _counts(outcomes, groups), _counts(np.ones_like(outcomes), groups)
     (value, _), rows = _rates(np.stack([hits, sizes - hits]), np.array([1.0, 0.0]))
     return Accuracy(value, len(outcomes), int(outcomes.sum()), _wilson(value, rows))
 
 
 def confusion(gold: Sequence[str], predicted: Sequence[str], labels: Sequence[str]) -> list[list[int]]:
-    """Counts [gold][predicted] in the order of `labels`."""
+    """Return counts [gold][predicted] in the order of `labels`."""
     index = {label: i for i, label in enumerate(labels)}
     counts = np.zeros((len(labels), len(labels)), dtype=int)
-    for g, p in zip(gold, predicted, strict=True):
-        counts[index[g], index[p]] += 1
+    np.add.at(counts, ([index[g] for g in gold], [index[p] for p in predicted]), 1)
     return counts.tolist()
 
 
 def macro_f1(counts: Sequence[Sequence[int]]) -> float:
-    """Unweighted mean of the labels' F1; a label neither present nor predicted is left out."""
+    """Return the unweighted mean of the labels' F1; a label neither present nor predicted is left out."""
     matrix = np.asarray(counts, dtype=float)
     hit = matrix.diagonal()
     total = matrix.sum(axis=0) + matrix.sum(axis=1)
@@ -140,11 +131,6 @@ class Pairs:
     sizes: np.ndarray  # [groups], as are the others
     only_a: np.ndarray
     only_b: np.ndarray
-
-    @property
-    def difference(self) -> float:
-        """Score of b less score of a."""
-        return float(((self.only_b - self.only_a) / self.sizes).mean())
 
 
 @dataclass(frozen=True)
@@ -168,7 +154,7 @@ class MeanDifference:
 
 
 def pairs(a: Sequence[bool], b: Sequence[bool], groups: Sequence[str] | None = None) -> Pairs:
-    """Count outcomes a and b [n] of the same rows. ValueError when their numbers differ."""
+    """Return counts of the outcomes a and b [n] of the same rows. ValueError when their numbers differ."""
     first, second = np.asarray(a, dtype=bool), np.asarray(b, dtype=bool)
     if len(first) != len(second):
         raise ValueError("paired outcomes must be of the same rows")
@@ -177,35 +163,43 @@ def pairs(a: Sequence[bool], b: Sequence[bool], groups: Sequence[str] | None = N
 
 
 def paired(pairs: Pairs) -> Paired:
-    """Difference, interval and McNemar's exact test of one task."""
+    """Return difference, Bonett and Price's interval and McNemar's exact test of one task.
+
+    The interval is Wald's with one row added to either kind of disagreement.
+    """
     same = pairs.sizes - pairs.only_a - pairs.only_b
     counts = np.stack([pairs.only_a, pairs.only_b, same])
-    (worse, better, _), rows = _rates(counts, np.array([-1.0, 1.0, 0.0]))
+    (worse, better, _), n = _rates(counts, np.array([-1.0, 1.0, 0.0]))
+    worse, better = ((rate * n + 1) / (n + 2) for rate in (worse, better))
+    centre = better - worse
+    half = _Z * math.sqrt((worse + better - centre**2) / (n + 2))
+    interval = Interval(max(-1.0, centre - half), min(1.0, centre + half))
+    difference = float(((pairs.only_b - pairs.only_a) / pairs.sizes).mean())
     only_a, only_b = int(pairs.only_a.sum()), int(pairs.only_b.sum())
-    return Paired(
-        pairs.difference, _bonett_price(worse, better, rows), only_a, only_b, _sign_test(only_a, only_b)
-    )
+    p = _sign_test(only_a, only_b)
+    return Paired(difference, interval, only_a, only_b, p)
 
 
 def mean_difference(tasks: Sequence[Pairs], seed: int = 0) -> MeanDifference:
-    """Mean difference over tasks, each weighing alike.
+    """Return the mean difference over tasks, each weighing alike.
 
     The test is McNemar's for rows of unequal weight: if the models do not differ, each row that one alone
     gets right is as likely to be the other's, whatever its task and group.
     """
     one_by_one = [paired(task) for task in tasks]
-    intervals = [(p.difference, p.interval.low, p.interval.high) for p in one_by_one]
-    difference, interval = mean_interval(intervals)
+    difference, interval = mean_interval(
+        [(p.difference, p.interval.low, p.interval.high) for p in one_by_one]
+    )
     discordant: dict[float, np.ndarray] = {}  # weight of a row -> (a's, b's)
     for task in tasks:
         weights = 1 / (task.sizes * len(task.sizes) * len(tasks))
-        for weight, only_a, only_b in zip(weights, task.only_a, task.only_b, strict=True):
-            key = float(f"{weight:.12g}")
-            discordant[key] = discordant.get(key, np.zeros(2, dtype=int)) + np.array([only_a, only_b])
-    discordant = {weight: counts for weight, counts in discordant.items() if counts.sum()}
+        for weight, *counts in zip(weights, task.only_a, task.only_b, strict=True):
+            if sum(counts):
+                key = float(f"{weight:.12g}")
+                discordant[key] = discordant.get(key, 0) + np.array(counts)
     if len(discordant) < 2:
-        (only_a, only_b), *_ = [*discordant.values(), np.zeros(2, dtype=int)]
-        return MeanDifference(difference, interval, _sign_test(int(only_a), int(only_b)))
+        only_a, only_b = next(iter(discordant.values()), (0, 0))
+        return MeanDifference(difference, interval, _sign_test(only_a, only_b))
     rng = np.random.default_rng(seed)
     drawn, observed = np.zeros(DRAWS), 0.0
     for weight, (only_a, only_b) in discordant.items():
@@ -217,7 +211,7 @@ def mean_difference(tasks: Sequence[Pairs], seed: int = 0) -> MeanDifference:
 
 
 def mean_interval(means: Sequence[tuple[float, float, float]]) -> tuple[float, Interval]:
-    """Mean of independent (value, low, high) with its interval: distances to the limits add in squares."""
+    """Return the mean of independent (value, low, high) with its interval: distances add in squares."""
     n = len(means)
     mean = sum(value for value, _, _ in means) / n
     down = math.hypot(*(value - low for value, low, _ in means)) / n
@@ -226,29 +220,18 @@ def mean_interval(means: Sequence[tuple[float, float, float]]) -> tuple[float, I
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down adjustment over a family of tests."""
-    p = np.asarray(p_values, dtype=float)
-    order = np.argsort(p, kind="stable")
-    adjusted = np.empty_like(p)
+    """Return Holm's step-down adjustment over a family of tests; nan stays nan and is not counted."""
+    adjusted = np.array(p_values, dtype=float)
+    order = np.argsort(adjusted, kind="stable")[: np.isfinite(adjusted).sum()]
     running = 0.0
     for rank, i in enumerate(order):
-        running = max(running, min(1.0, (len(p) - rank) * p[i]))
+        running = max(running, min(1.0, (len(order) - rank) * adjusted[i]))
         adjusted[i] = running
     return adjusted.tolist()
 
 
-def mean_sd(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean and sample standard deviation over seeds; None for a single one."""
-    return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
-
-
-def as_dict(value: Accuracy | Paired | MeanDifference) -> dict[str, object]:
-    """For JSON."""
-    return asdict(value)
-
-
 def _counts(outcomes: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
-    """True outcomes per group, int [groups]; one group when none are given."""
+    """Return true outcomes per group, int [groups]; one group when none are given."""
     if groups is None:
         return np.array([int(outcomes.sum())])
     _, codes = np.unique(np.asarray(groups), return_inverse=True)
@@ -256,7 +239,7 @@ def _counts(outcomes: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
 
 
 def _rates(counts: np.ndarray, values: np.ndarray) -> tuple[list[float], float]:
-    """(rate of each kind of row, rows without groups that would tell the mean as exactly).
+    """Return (rate of each kind of row, rows without groups that would tell the mean as exactly).
 
     counts: kinds x groups; values [kinds]: what a row of a kind counts. The rates are means over groups.
     """
@@ -274,7 +257,7 @@ def _rates(counts: np.ndarray, values: np.ndarray) -> tuple[list[float], float]:
 
 
 def _variance(rates: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Variance of a row's value; rates [kinds] or [kinds, groups]."""
+    """Return the variance of a row's value; rates [kinds] or [kinds, groups]."""
     return values**2 @ rates - (values @ rates) ** 2
 
 
@@ -282,14 +265,6 @@ def _wilson(rate: float, n: float) -> Interval:
     centre = (rate + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * math.sqrt(rate * (1 - rate) / n + _Z**2 / (4 * n**2))
     return Interval(min(rate, max(0.0, centre - half)), max(rate, min(1.0, centre + half)))
-
-
-def _bonett_price(worse: float, better: float, n: float) -> Interval:
-    """Wald's interval with one row added to either kind of disagreement."""
-    worse, better = ((rate * n + 1) / (n + 2) for rate in (worse, better))
-    centre = better - worse
-    half = _Z * math.sqrt((worse + better - centre**2) / (n + 2))
-    return Interval(max(-1.0, centre - half), min(1.0, centre + half))
 
 
 def _sign_test(only_a: int, only_b: int) -> float:

@@ -82,10 +82,9 @@ def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
     left_out = {}  # parts whose files are not there, and what is done about each
     for name, part in evidence.parts.items():
         needs = [fill(path, evidence.names, f"parts.{name}.needs") for path in part.needs]
-        missing = next((path for path in needs if not Path(path).exists()), None)
-        if missing is not None:
-            action = "left out" if part.otherwise is None else part.otherwise.note
-            left_out[name] = f"{action}, as {missing} does not exist"
+        if missing := [path for path in needs if not Path(path).exists()]:
+            action = part.otherwise.note if part.otherwise else "left out"
+            left_out[name] = f"{action}, as {missing[0]} does not exist"
     for answer in evidence.answers.values():
         if answer.by in left_out and evidence.parts[answer.by].otherwise is None:
             raise UserError(f"{answer.by} decides {answer.text!r} and was left out", code="part-left-out")
@@ -93,8 +92,21 @@ def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
     began = time.monotonic()
     for name, part in evidence.parts.items():
         print(f"{name}: {left_out.get(name, part.title)}", flush=True)
-        if name not in left_out or part.otherwise is not None:
-            parts[name] = _run_part(evidence, name, name in left_out, jobs)
+        out, key, instead = evidence.out / name, f"parts.{name}", part.otherwise
+        if name not in left_out:
+            file, names = (
+                part.file,
+                [f"names.{k}={fill(v, evidence.names, key)}" for k, v in part.names.items()],
+            )
+        elif instead is None:
+            continue
+        else:
+            file, names = instead.file, []
+            for text in instead.before:
+                run_command(split_command(text, evidence.names, key))
+        options = ["run", "--jobs", str(jobs)] if part.kind == "sweep" else []
+        run_command(["python", "-m", COMMANDS[part.kind], *options, str(file), f"out={out}", *names])
+        parts[name] = json.loads((out / RESULTS).read_text(encoding="utf-8"))
     verdicts = {}
     for name, answer in evidence.answers.items():
         decisive = parts[answer.by]["verdicts"][answer.question]
@@ -111,30 +123,13 @@ def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
     }
 
 
-def _run_part(evidence: Evidence, name: str, lacking: bool, jobs: int) -> dict[str, Any]:
-    """Run a part's commands, where its files are lacking those of `otherwise`, and return its results."""
-    part, out, key = evidence.parts[name], evidence.out / name, f"parts.{name}"
-    file, names = part.file, [f"names.{k}={fill(v, evidence.names, key)}" for k, v in part.names.items()]
-    if lacking and part.otherwise is not None:
-        for text in part.otherwise.before:
-            run_command(split_command(text, evidence.names, key))
-        file, names = part.otherwise.file, []
-    command = ["python", "-m", COMMANDS[part.kind]]
-    if part.kind == "sweep":
-        command += ["run", "--jobs", str(jobs)]
-    run_command([*command, str(file), f"out={out}", *names])
-    return json.loads((out / RESULTS).read_text(encoding="utf-8"))
-
-
 def run_command(command: list[str]) -> None:
     """Run a command of the product, as a user would give it. Raises UserError when it fails."""
     print(f"$ {shlex.join(command)}", flush=True)
     code = subprocess.run(executable(command), preexec_fn=die_with_parent).returncode
     if code:
-        raise UserError(
-            f"{shlex.join(command)} ended with exit code {code}; cure that and run this again",
-            code="part-failed",
-        )
+        problem = f"{shlex.join(command)} ended with exit code {code}; cure that and run this again"
+        raise UserError(problem, code="part-failed")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -5,39 +5,35 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from emo.common.report.document import Block, Cell, Document, Items, Row, Section, Table
-from emo.common.report.figure import Dot, Dots, Figure
-from emo.common.report.numbers import DASH, between, formatted
+from emo.common.report.document import Block, Cell, Document, Items, Row, Section, Table, estimated
+from emo.common.report.figure import Dots, Figure
+from emo.common.report.numbers import DASH, Effect, between, formatted
 from emo.common.untrusted import number
 
 ANSWERS = {"yes": ("Yes", "better"), "no": ("No", "worse"), "undecided": ("Undecided", "unclear")}
-# What the numbers of a row mean, by name; without one the name itself is shown.
+# What the numbers of a row are called, where their name does not say it.
 MEANING = {
-    "validation_nll": "dev nats",
-    "test_nats": "test nats",
-    "js": "JS",
-    "kl_pq": "KL(P, Q)",
-    "kl_qp": "KL(Q, P)",
-    "tv": "total variation",
-    "tail_mass": "mass where P < 1e-4",
-    "entropy": "entropy",
-    "entropy_q": "entropy",
-    "kl_from_tempered_truth": "KL from tempered P",
-    "settled": "settled",
-    "oracle_nats": "oracle's nats of its samples",
-    "floor_nats": "floor",
-    "temperature": "temperature",
-    "tempered_js": "JS at that temperature",
-    "baseline_temperature": "temperature of equal entropy",
-    "gap_js": "JS minus tempered MLE",
-    "gap_kl_pq": "KL(P, Q) minus tempered MLE",
-    "gap_kl_qp": "KL(Q, P) minus tempered MLE",
-    "gap_tail_mass": "tail minus tempered MLE",
-    "forward_ce": "forward CE",
-    "reverse_ce": "reverse CE",
-    "rouge_l": "ROUGE-L",
-    "distinct_2": "distinct-2",
-    "repetition_4": "repetition-4",
+    **{
+        "validation_nll": "dev nats",
+        "test_nats": "test nats",
+        "js": "JS",
+        "kl_pq": "KL(P, Q)",
+        "kl_qp": "KL(Q, P)",
+    },
+    **{
+        "tv": "total variation",
+        "tail_mass": "mass where P < 1e-4",
+        "entropy_q": "entropy",
+        "rouge_l": "ROUGE-L",
+    },
+    **{"kl_from_tempered_truth": "KL from tempered P", "oracle_nats": "oracle's nats of its samples"},
+    **{
+        "floor_nats": "floor",
+        "tempered_js": "JS at that temperature",
+        "gap_tail_mass": "tail minus tempered MLE",
+    },
+    **{"baseline_temperature": "temperature of equal entropy", "forward_ce": "forward CE"},
+    **{"reverse_ce": "reverse CE", "distinct_2": "distinct-2", "repetition_4": "repetition-4"},
 }
 PAIRED = (
     "Means over repetitions with 95 % intervals; *: differs from the baseline (paired, Holm, 0.05). (end): "
@@ -62,11 +58,14 @@ def sweep(results: dict[str, Any]) -> Document:
 def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> Document:
     """Return all parts. titles: title of each part, and its subject; results: of `evidence.gather`."""
     lacking, verdicts = results["left_out"], results["verdicts"]
-    parts = []
+    parts, effects = [], []
     for name, part in results["parts"].items():
         title, about = titles[name]
         blocks = _study(part) if "fixed_points" in part else _rows(title, part)
         parts.append(Section(title, about, lacking.get(name, ""), *blocks))
+    for i, f in enumerate(verdicts.values()):
+        values = [x for key in ("effect", "low", "high") if (x := number(f[key])) is not None]
+        effects += [Effect(f["question"], i, 0, *values)] if len(values) == 3 else []
     lost = [f"{titles[name][0]}: {why}" for name, why in lacking.items() if name not in results["parts"]]
     sections = [
         Section("Answers", _answers(verdicts)),
@@ -74,35 +73,25 @@ def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> 
         Section("What was left out", Items(lost)),
         Section("What was cut", Items(results["cut"])),
     ]
-    code = f"Code {results['code']}, {results['minutes']} min."
-    about = f"Objectives where the truth is known, and where it is not. {code}"
-    numbers = [[number(f[key]) for key in ("effect", "low", "high")] for f in verdicts.values()]
-    dots = [
-        Dot(f["question"], i, *(x for x in values if x is not None))
-        for i, (f, values) in enumerate(zip(verdicts.values(), numbers, strict=True))
-        if None not in values
-    ]
-    picture = Figure("Answers", [Dots("Better by", dots, 0.0)], "Right of the dotted line: better.")
+    about = "Objectives where the truth is known, and where it is not. "
+    about += f"Code {results['code']}, {results['minutes']} min."
+    picture = Figure("Answers", [Dots("Better by", effects, 0.0)], "Right of the dotted line: better.")
     return Document("The evidence", _sentences(verdicts), about, sections, picture, data=results)
 
 
 def _sentences(verdicts: dict[str, Any]) -> list[str]:
     sentences = []
     for f in verdicts.values():
-        interval = f"interval {_interval(f)}, " if _interval(f) else ""
+        limits = between(f["low"], f["high"], "{:.4f}")
         size = f"{formatted(f['effect'], '{:+.4f}')} in {_meaning(f['outcome'])}"
-        facts = f"{interval}above zero is better, n {f['n']}"
+        facts = f"{f'interval {limits}, ' if limits else ''}above zero is better, n {f['n']}"
         sentences.append(f"{f['question']} {ANSWERS[f['answer']][0]}: {size} ({facts}).")
     return sentences or ["No question was asked."]
 
 
-def _interval(part: dict[str, Any]) -> str:
-    low, high = number(part["low"]), number(part["high"])
-    return "" if low is None or high is None else between(low, high, "{:.4f}")
-
-
 def _meaning(name: str) -> str:
-    return MEANING.get(name, name)
+    base = f"{_meaning(name[4:])} minus tempered MLE" if name.startswith("gap_") else name
+    return MEANING.get(name, base)
 
 
 def _answers(verdicts: dict[str, Any]) -> Table:
@@ -111,9 +100,8 @@ def _answers(verdicts: dict[str, Any]) -> Table:
         for name, answer in {"": verdict, **verdict.get("also", {})}.items():
             word, tone = ANSWERS[answer["answer"]]
             question = f"{verdict['question']} ({name})" if name else verdict["question"]
-            better = Cell(formatted(answer["effect"], "{:.4f}"), _interval(answer))
-            facts = [_meaning(answer["outcome"]), str(answer["n"])]
-            rows.append([question, Cell(word, tone=tone), better, *facts])
+            better = estimated(answer["effect"], answer["low"], answer["high"], "{:.4f}")
+            rows.append([question, Cell(word, tone=tone), better, _meaning(answer["outcome"]), answer["n"]])
     return Table(["Question", "Answer", "Better by", "Outcome", "n"], rows, ANSWERED, 2)
 
 
@@ -122,28 +110,22 @@ def _rows(title: str, part: dict[str, Any]) -> list[Block]:
     rows: list[Row] = []
     names = list(dict.fromkeys(key for row in part["rows"] for key in row["measures"]))
     axes = list(part["rows"][0].get("chosen", {}))
-    dots: dict[str, list[Dot]] = {v["outcome"]: [] for v in part["verdicts"].values()}
+    effects: dict[str, list[Effect]] = {v["outcome"]: [] for v in part["verdicts"].values()}
     for i, row in enumerate(part["rows"]):
-        cells = []
-        for name in names:
-            p = number((row.get("differences", {}).get(name) or {}).get("p_holm"))
-            cells.append(
-                _mean(row["measures"].get(name), "{:.4g}", "*" if p is not None and p < 0.05 else "")
-            )
-        ends = row.get("at_end", ())
-        chosen = [row.get("chosen", {}).get(axis, DASH) + " (end)" * (axis in ends) for axis in axes]
+        chosen = [row.get("chosen", {}).get(a, DASH) + " (end)" * (a in row.get("at_end", ())) for a in axes]
+        p_values = {n: number((row.get("differences", {}).get(n) or {}).get("p_holm")) for n in names}
+        marks = ["*" if p is not None and p < 0.05 else "" for p in p_values.values()]
+        cells = [_mean(row["measures"].get(n), "{:.4g}", m) for n, m in zip(names, marks, strict=True)]
         rows.append([*row["labels"].values(), *chosen, *cells])
-        for outcome, panel in dots.items():
+        for outcome, panel in effects.items():
             measure = row["measures"].get(outcome) or {}
             mean, low, high = (number(measure.get(key)) for key in ("mean", "low", "high"))
             if mean is not None:
                 limits = (mean if limit is None else limit for limit in (low, high))
-                panel.append(Dot(" ".join(row["labels"].values()), i, mean, *limits))
+                panel.append(Effect(" ".join(row["labels"].values()), i, 0, mean, *limits))
     head = [*part["rows"][0]["labels"], *axes]
-    panels = [
-        Dots(_meaning(outcome), panel, 0.0 if outcome.startswith("gap") else None)
-        for outcome, panel in dots.items()
-    ]
+    zero = {outcome: 0.0 if outcome.startswith("gap") else None for outcome in effects}
+    panels = [Dots(_meaning(outcome), panel, zero[outcome]) for outcome, panel in effects.items()]
     lost = [f"No number of {_meaning(key)}: {', '.join(runs)}." for key, runs in part["lacking"].items()]
     figure = Figure(f"Outcomes of {title}", panels, "Less is better. Means with 95 % intervals.")
     return [Table([*head, *map(_meaning, names)], rows, PAIRED, len(head)), figure, Items(lost)]

@@ -10,7 +10,6 @@ import numpy as np
 from scipy.optimize import minimize_scalar
 from scipy.stats import ttest_1samp
 
-from emo.eval import stats
 from emo.eval.stats import LEVEL, student
 
 Answer = Literal["yes", "no", "undecided"]
@@ -47,19 +46,11 @@ def difference(values: Sequence[float], baseline: Sequence[float], level: float 
     """Return values - baseline, paired by position; both [n]."""
     gaps = np.subtract(values, baseline).tolist()
     mean, low, high, n = estimate(gaps, level)
-    if n < 2:
-        p = math.nan
-    elif len(set(gaps)) == 1:
-        p = 1.0 if mean == 0 else 0.0
+    if n > 1 and len(set(gaps)) == 1:
+        p = float(mean == 0)
     else:
-        p = float(ttest_1samp(gaps, 0.0).pvalue)
+        p = float(ttest_1samp(gaps, 0.0).pvalue) if n > 1 else math.nan
     return Difference(mean, low, high, p, n)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Return Holm's adjusted p-values, in the given order; nan stays nan and is not counted."""
-    adjusted = iter(stats.holm([p for p in p_values if not math.isnan(p)]))
-    return [p if math.isnan(p) else next(adjusted) for p in p_values]
 
 
 class Verdict(NamedTuple):
@@ -105,10 +96,7 @@ def at_an_end(chosen: str | float, grid: Iterable[str | float]) -> bool:
 
 def best_temperature(nats: Callable[[float], float]) -> float:
     """Return the temperature with the fewest `nats` per token, between exp(-WIDEST) and exp(WIDEST)."""
-    result = minimize_scalar(
-        lambda log_t: nats(math.exp(log_t)),
-        bounds=(-WIDEST, WIDEST),
-        method="bounded",
-        options={"xatol": 1e-9},
+    bounds, options = (-WIDEST, WIDEST), {"xatol": 1e-9}
+    return math.exp(
+        minimize_scalar(lambda t: nats(math.exp(t)), bounds=bounds, method="bounded", options=options).x
     )
-    return math.exp(result.x)

@@ -8,8 +8,9 @@ from typing import Any
 
 from emo.common.errors import UserError
 from emo.common.provenance import code_version
+from emo.eval.stats import holm
 from emo.experiments.design import Experiment, Labels, Run
-from emo.experiments.statistics import at_an_end, difference, estimate, holm, verdict
+from emo.experiments.statistics import at_an_end, difference, estimate, verdict
 from emo.experiments.sweep import Sweep
 
 
@@ -21,10 +22,8 @@ def gather(sweep: Sweep) -> dict[str, Any]:
     experiment, choose = sweep.experiment, sweep.experiment.choose
     missing = [task.run.name for task in sweep.tasks() if not task.done]
     if missing:
-        raise UserError(
-            f"{len(missing)} runs are not done, for example {missing[0]}; run the experiment first",
-            code="not-done",
-        )
+        problem = f"{len(missing)} runs are not done, for example {missing[0]}; run the experiment first"
+        raise UserError(problem, code="not-done")
     aside = (experiment.repeat, choose.axis) if choose else (experiment.repeat,)
     groups: dict[Labels, list[Run]] = {}
     for run in sweep.reported():
@@ -57,10 +56,10 @@ def gather(sweep: Sweep) -> dict[str, Any]:
     lacking = {}
     for metric in dict.fromkeys(question.outcome for question in experiment.questions.values()):
         pairs = [pair for row in rows for pair in zip(row["runs"], _outcomes(row, metric), strict=True)]
-        if runs_without := [run for run, value in pairs if not math.isfinite(value)]:
-            lacking[metric] = runs_without
+        lacking[metric] = [run for run, value in pairs if not math.isfinite(value)]
     for row in rows:
         del row["values"]
+    lacking = {metric: runs for metric, runs in lacking.items() if runs}
     return {"code": code_version(), "rows": rows, "verdicts": verdicts, "lacking": lacking}
 
 

@@ -26,6 +26,7 @@ FURTHER_NEEDS = {  # of files of common whose users have these libraries loaded 
     "emo.common.commands": {"argcomplete"},
     "emo.common.progress": {"rich"},
     "emo.common.report.document": {"jinja2", "markupsafe"},
+    "emo.common.report.figure": {"markupsafe", "matplotlib"},
     "emo.common.weights": {"transformers"},
 }
 

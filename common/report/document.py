@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from markupsafe import Markup
 
 from emo.common.errors import UserError
 from emo.common.files import finite, write_text
-from emo.common.report.figure import HEIGHT, ROW, Figure, style
+from emo.common.report.figure import MARKERS, Figure, style, svg
+from emo.common.report.numbers import DASH, between, formatted
 from emo.common.text import markdown as escaped
 from emo.common.text import printable
 
@@ -39,12 +39,18 @@ class Cell:
     shade: float = 0  # of the background, 0 to 1
 
     @property
-    def arrow(self) -> str:
-        """Return the arrow that says what the colour says of a number."""
-        return ARROWS.get(self.tone, "") if any(c.isdigit() for c in self.text) else ""
+    def shown(self) -> str:
+        """Return the text, and of a number the arrow that says what its colour says."""
+        arrow = ARROWS.get(self.tone, "") if any(c.isdigit() for c in self.text) else ""
+        return f"{self.text} {arrow}".rstrip()
 
 
-Row = Sequence[Cell | str]
+def estimated(value: Any, low: Any, high: Any, form: str, scale: float = 1, tone: str = "") -> Cell:
+    """Return a number with its interval as a cell."""
+    return Cell(formatted(value, form, scale), between(low, high, form, scale), tone)
+
+
+Row = Sequence[Cell | str | float | None]  # numbers are shown as integers, None as a dash
 
 
 @dataclass
@@ -63,7 +69,13 @@ class Table:
     @property
     def cells(self) -> list[list[Cell]]:
         """Return the rows with every value as a cell."""
-        return [[v if isinstance(v, Cell) else Cell(v) for v in row] for row in self.rows]
+
+        def text(value: str | float | None) -> str:
+            return (
+                DASH if value is None else formatted(value) if isinstance(value, int | float) else str(value)
+            )
+
+        return [[v if isinstance(v, Cell) else Cell(text(v)) for v in row] for row in self.rows]
 
 
 @dataclass
@@ -134,8 +146,18 @@ class Document:
             labels[label] += 1
             return label if labels[label] == 1 else f"{label} ({labels[label]})"
 
-        page = _templates().get_template("page.html.jinja")
-        return page.render(doc=self, sections=[s for s in self.sections if s], unique=unique)
+        environment = jinja2.Environment(
+            loader=jinja2.FileSystemLoader(Path(__file__).parent),
+            autoescape=True,
+            finalize=lambda v: printable(v) if isinstance(v, str) and not isinstance(v, Markup) else v,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        environment.globals |= {"style": style, "svg": svg, "MARKERS": MARKERS, "unique": unique}
+        environment.filters["kind"] = lambda block: type(block).__name__
+        page = environment.get_template("page.html.jinja")
+        return page.render(doc=self, sections=[section for section in self.sections if section])
 
     def markdown(self) -> str:
         """Return the same numbers for a pull request or a terminal, without figures and long texts."""
@@ -161,8 +183,8 @@ class Document:
             sys.stdout.write(self.markdown())
             return None
         formats = {".html": self.html, ".htm": self.html, ".md": self.markdown, ".json": self.json}
-        folder, target = folder_of(out), Path(out)
-        files = [folder / name for name in names] if folder == target else [target]
+        folder = folder_of(out)
+        files = [folder / name for name in names] if folder == Path(out) else [Path(out)]
         if files[0].suffix.lower() not in formats:
             accepted = "a directory (with / at its end), or a file that ends with .html, .md or .json"
             raise UserError(f"--output_path {out}: give {accepted}", code="report-out")
@@ -200,8 +222,7 @@ def _markdown(blocks: Sequence[Block]) -> list[str]:
                 lines += [f"**{escaped(block.label)}**", ""] if block.label else []
                 rows = [[escaped(text) for text in block.head], ["---"] * len(block.head)]
                 for cells in block.cells:
-                    parts = [(c.text, c.arrow, f"({c.note})" if c.note else "") for c in cells]
-                    texts = [escaped(" ".join(filter(None, words))) for words in parts]
+                    texts = [escaped(f"{c.shown} ({c.note})" if c.note else c.shown) for c in cells]
                     best = [cell.tone == "best" for cell in cells]
                     rows.append([f"**{text}**" if b else text for text, b in zip(texts, best, strict=True)])
                 lines += [*(f"| {' | '.join(row)} |" for row in rows), "", escaped(block.caption), ""]
@@ -212,20 +233,3 @@ def _markdown(blocks: Sequence[Block]) -> list[str]:
             case Fold():
                 lines += [f"**{escaped(block.title)}**", "", *_markdown(block.blocks), ""]
     return lines
-
-
-@cache
-def _templates() -> jinja2.Environment:
-    folder = Path(__file__).parent
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(folder, encoding="utf-8"),
-        autoescape=True,
-        finalize=lambda v: printable(v) if isinstance(v, str) and not isinstance(v, Markup) else v,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    css = Markup((folder / "page.css").read_text(encoding="utf-8"))
-    environment.globals |= {"css": css, "style": style, "ROW": ROW, "HEIGHT": HEIGHT}
-    environment.filters["kind"] = lambda block: type(block).__name__
-    return environment

@@ -1,130 +1,88 @@
-"""Figures: dots with intervals in rows, and curves. page.html.jinja draws them as SVG.
+"""Figures: effects with their intervals in rows, and curves; Matplotlib draws each panel as SVG for a page.
 
-Positions across are percentages and those downwards pixels, so that one drawing fits a wide screen, a phone
-and paper; colours are the page's CSS variables.
+Colours are the page's CSS variables, so that one drawing fits light, dark and paper.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import io
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from emo.common.report.numbers import formatted
+from markupsafe import Markup, escape
+
+from emo.common.report.numbers import Effect
+from emo.common.text import on_one_line
 from emo.common.untrusted import number
 
-COLOURS, MARKERS = 12, 6  # of the page; the first colour, the baseline's, never comes again
-DASHES = ("", "6 3", "2 3", "8 3 2 3")
+COLOURS = 12  # of the page; the first, the baseline's, never comes again
+MARKERS = {"o": "●", "s": "■", "D": "◆", "^": "▲", "v": "▼", "P": "✚"}  # of Matplotlib, and in text
+DASHES = ("-", "--", ":", "-.")
+# Matplotlib's #0000XX stands for the CSS variable with that index; its black is the first.
+VARIABLES = ("muted", "rule", "grey", *(f"s{i + 1}" for i in range(COLOURS)))
 MOST = 400  # points of a curve; of more, each stands for its neighbours
-ROW, HEIGHT = 18, 170  # pixels of a row of dots, and of curves
+LONGEST = 30  # characters of a row's name
 Points = Sequence[tuple[float, float]]
 
 
-class Style(NamedTuple):
-    """How a series looks, which is never by its colour alone."""
+def style(series: int | None) -> tuple[str, str, str]:
+    """Return a series' CSS variable, marker and dashes, so that it never differs by colour alone.
 
-    colour: str  # CSS
-    marker: str  # id of its shape in the page
-    dash: str
-
-
-def style(series: int | None) -> Style:
-    """Return the look of a series; None is one of many that are drawn in grey."""
-    if series is None:
-        return Style("var(--grey)", "m0", "")
-    if series == 0:
-        return Style("var(--s1)", "m0", "")
+    None is one of many that are drawn in grey.
+    """
+    if not series:
+        return "grey" if series is None else "s1", "o", "-"
     turn, hue = divmod(series - 1, COLOURS - 1)
     shape = hue + 1 + turn
-    return Style(f"var(--s{hue + 2})", f"m{shape % MARKERS}", DASHES[shape % len(DASHES)])
+    return f"s{hue + 2}", [*MARKERS][shape % len(MARKERS)], DASHES[shape % len(DASHES)]
 
 
-@dataclass
-class Axis:
-    """A scale from the least to the most of its values, with a little room, and its round numbers."""
-
-    low: float
-    high: float
-
-    @classmethod
-    def over(cls, values: Iterable[float], room: float = 0.04) -> Axis:
-        """Return the axis of some values."""
-        numbers = list(values) or [0.0]
-        low, high = min(numbers), max(numbers)
-        margin = room * (high - low) or abs(low) * 0.05 or 1.0
-        return cls(low - margin, high + margin)
-
-    def position(self, value: float) -> float:
-        """Return where a value lies, from 0 to 1."""
-        return (value - self.low) / (self.high - self.low)
-
-    @property
-    def ticks(self) -> list[tuple[float, str]]:
-        """Return three to six round numbers: where each lies, and its text."""
-        size = 10.0 ** math.floor(math.log10(self.high - self.low))
-        step = next(s for k in (0.1, 0.2, 0.5, 1, 2) if (self.high - self.low) / (s := size * k) <= 6)
-        values = [step * i for i in range(math.ceil(self.low / step), math.floor(self.high / step) + 1)]
-        return [(self.position(value), compact(round(value, 12))) for value in values]
-
-
-def compact(value: float) -> str:
-    """Return 1500 as 1.5k and 2000000 as 2M."""
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return formatted(value / size, f"{{:g}}{letter}")
-    return formatted(value, "{:g}")
-
-
-class Dot(NamedTuple):
-    """A value with its interval, a row of a panel."""
-
-    label: str
-    series: int | None
-    value: float
-    low: float
-    high: float
+def colour(variable: str) -> str:
+    """Return what stands for a CSS variable while Matplotlib draws."""
+    return f"#0000{VARIABLES.index(variable):02x}"
 
 
 @dataclass
 class Dots:
-    """A panel of rows on one scale."""
+    """A panel of effects in rows, on one scale."""
 
     title: str
-    rows: Sequence[Dot]
-    line: float | None = None  # drawn through all rows: zero, or chance
-
-    def __bool__(self) -> bool:
-        return bool(self.rows)
+    rows: Sequence[Effect]
+    line: float | None = None  # drawn through all rows where it is near: zero, or chance
 
     @property
-    def axis(self) -> Axis:
-        """Return the scale, which has zero on it, and another line unless that would squeeze the rows."""
-        values = [x for dot in self.rows for x in dot[2:] if math.isfinite(x)]
-        low, high = min(values), max(values)
-        reach = max(high - low, 0.02 * abs(high))
-        if self.line is not None and (self.line == 0 or low - reach <= self.line <= high + reach):
-            values.append(self.line)
-        return Axis.over(values)
+    def inches(self) -> float:
+        """Return its height."""
+        return 0.5 + 0.24 * len(self.rows)
+
+    def draw(self, axes: Any) -> None:
+        """Draw it on Matplotlib's axes."""
+        for y, (_, series, _, value, low, high) in enumerate(self.rows):
+            variable, marker, _ = style(series)
+            axes.plot([low, high], [y, y], color=colour(variable))
+            axes.plot([value], [y], color=colour(variable), marker=marker)
+        names = [on_one_line(row.label) for row in self.rows]
+        names = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in names]
+        axes.set_yticks(range(len(names)), names)
+        axes.tick_params("y", length=0)
+        low, high = axes.get_xlim()
+        if self.line is not None and (self.line == 0 or 2 * low - high <= self.line <= 2 * high - low):
+            axes.axvline(self.line, color="black", linestyle=":", linewidth=1)
+        axes.set_ylim(len(self.rows) - 0.5, -0.5)
+        axes.spines["left"].set_visible(False)
 
 
 @dataclass
 class Curve:
-    """A series over training. Of many points each is the mean of neighbours, in a band of least and most."""
+    """A series over training."""
 
     series: int | None
     points: Points
     marks: Points = ()  # measurements of held-out data, drawn as circles
-    band: Sequence[tuple[float, float, float]] = ()
-
-    def __post_init__(self) -> None:
-        most = MOST if self.series is not None else MOST // 4
-        size = -(-len(self.points) // most)
-        if size > 1 and not self.band:
-            groups = [zip(*self.points[i : i + size], strict=True) for i in range(0, len(self.points), size)]
-            columns = [(sum(xs) / len(xs), ys) for xs, ys in groups]
-            self.points = [(x, sum(ys) / len(ys)) for x, ys in columns]
-            self.band = [(x, min(ys), max(ys)) for x, ys in columns]
+    band: Sequence[tuple[float, float, float]] = ()  # (x, low, high)
 
 
 @dataclass
@@ -132,44 +90,78 @@ class Curves:
     """A panel of curves on one scale."""
 
     title: str
-    curves: list[Curve]
+    rows: Sequence[Curve]
     unit: str = "steps"  # of the horizontal axis
-    axes: tuple[Axis, Axis] = field(init=False)
+    inches = 2.2
 
-    def __bool__(self) -> bool:
-        return bool(self.curves)
+    def draw(self, axes: Any) -> None:
+        """Draw it; of many points each is the mean of neighbours, in a band of least and most."""
+        from matplotlib.ticker import EngFormatter
 
-    def __post_init__(self) -> None:
-        drawn = [p for c in self.curves for p in (*c.points, *c.marks)]
-        edges = [y for c in self.curves for _, low, high in c.band for y in (low, high)]
-        self.axes = Axis.over((x for x, _ in drawn), 0.01), Axis.over([*(y for _, y in drawn), *edges])
-
-    def path(self, points: Points, size: float = 1000) -> str:
-        """Return points as an SVG list in a square of `size`."""
-        x, y = self.axes
-        return " ".join(f"{size * x.position(a):.1f},{size * (1 - y.position(b)):.1f}" for a, b in points)
-
-    def area(self, curve: Curve) -> str:
-        """Return the outline of a curve's band."""
-        lows = [(x, low) for x, low, _ in curve.band]
-        return self.path([*lows, *((x, high) for x, _, high in reversed(curve.band))])
+        for curve in self.rows:
+            (variable, marker, dash), points, band = style(curve.series), curve.points, curve.band
+            paint = colour(variable)
+            size = -(-len(points) // (MOST if curve.series is not None else MOST // 4))
+            if size > 1 and not band:
+                groups = [zip(*points[i : i + size], strict=True) for i in range(0, len(points), size)]
+                means = [(sum(xs) / len(xs), sum(ys) / len(ys), min(ys), max(ys)) for xs, ys in groups]
+                points, band = [mean[:2] for mean in means], [(x, low, high) for x, _, low, high in means]
+            if points:
+                marker = "" if curve.series is None else marker
+                options = {"linestyle": dash, "marker": marker, "markevery": [-1]}
+                axes.plot(*zip(*points, strict=True), color=paint, **options)
+            if band and curve.series is not None:
+                axes.fill_between(*zip(*band, strict=True), color=paint, alpha=0.22, linewidth=0)
+            if curve.marks:
+                options = {"linestyle": "", "marker": "o", "fillstyle": "none"}
+                axes.plot(*zip(*curve.marks, strict=True), color=paint, **options)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.set_xlabel(f"training {self.unit}")
 
 
 @dataclass
 class Figure:
     """Panels side by side, or below each other where there is little room."""
 
-    label: str  # what it shows; no two figures of a page have the same
+    label: str  # what it shows
     panels: Sequence[Dots | Curves]
     caption: str = ""
     legend: Sequence[tuple[int | None, str]] = ()
     greys: Sequence[str] = ()  # names of the series that are drawn in grey
 
     def __post_init__(self) -> None:
-        self.panels = [panel for panel in self.panels if panel]
+        self.panels = [panel for panel in self.panels if panel.rows]
 
     def __bool__(self) -> bool:
         return bool(self.panels)
+
+
+def svg(panel: Dots | Curves, label: str, width: float) -> Markup:
+    """Return a panel so many inches wide as an image called `label`, which no other of the page is called."""
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+
+    look: dict[Any, Any] = {
+        **{"font.size": 8.5, "svg.fonttype": "none", "svg.hashsalt": label},
+        **{"axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6},
+        **{"axes.grid": True, "grid.color": colour("rule"), "grid.linewidth": 0.6},
+        **{"axes.formatter.useoffset": False, "text.parse_math": False, "lines.markersize": 4.5},
+    }
+    nothing = dict.fromkeys(["Date", "Creator", "Format", "Type"])
+    file = io.StringIO()
+    with matplotlib.rc_context(look), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # on characters that the measuring font lacks
+        canvas = Canvas((width, panel.inches), layout="constrained")
+        panel.draw(canvas.subplots())
+        canvas.savefig(file, format="svg", transparent=True, metadata=nothing)
+    text = re.sub(r".*?(?=<svg)|<style.*?</style>", "", file.getvalue(), count=2, flags=re.DOTALL)
+
+    def tag(match: re.Match[str]) -> str:
+        bare = re.sub(r'(?<=^<g) id="[^"]*"|font-family:[^;]*;|\n', "", match[0])
+        return re.sub("#0000(..)", lambda index: f"var(--{VARIABLES[int(index[1], 16)]})", bare)
+
+    text = re.sub("<[^>]+>", tag, text)
+    return Markup(text.replace("<svg", f'<svg role="img" aria-label="{escape(on_one_line(label))}"', 1))
 
 
 def pairs(records: Sequence[Mapping[str, object]], x: str, y: str) -> list[tuple[float, float]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,21 +18,22 @@ VERBS = {  # by direction, of one and of several
 
 
 class Effect(NamedTuple):
-    """A difference with its 95 % interval; above zero is better."""
+    """A number, a difference for example, with its 95 % interval, and how it looks in figures."""
 
     label: str  # of what differs
+    series: int | None
+    direction: int  # +1 better, -1 worse, 0: it cannot be told
     value: float
     low: float
     high: float
-    direction: int  # +1 better, -1 worse, 0: it cannot be told
 
 
-def formatted(value: Any, form: str = "{:,.0f}") -> str:
+def formatted(value: Any, form: str = "{:,.0f}", scale: float = 1) -> str:
     """Return a number in a format, with a proper minus; a dash for whatever is no finite number."""
     finite = number(value)
     if finite is None:
         return DASH
-    text = form.format(finite)
+    text = form.format(scale * finite)
     if not any(c in "123456789" for c in text):  # +0.0 and -0.0
         text = text.lstrip("+-")
     return text.replace("-", MINUS, 1) if text.startswith("-") else text
@@ -41,19 +41,13 @@ def formatted(value: Any, form: str = "{:,.0f}") -> str:
 
 def percent(share: float | None) -> str:
     """Return a share in per cent."""
-    return DASH if share is None else formatted(100 * share, "{:.1f}")
+    return formatted(share, "{:.1f}", 100)
 
 
-def points(difference: float) -> str:
-    """Return a difference of shares in percentage points, with its sign."""
-    return formatted(100 * difference, "{:+.1f}")
-
-
-def between(low: float, high: float, form: str = "{:.1f}", scale: float = 1) -> str:
+def between(low: Any, high: Any, form: str = "{:.1f}", scale: float = 1) -> str:
     """Return an interval in words, as in `3.1 to 4.5`; empty without finite limits."""
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return ""
-    return f"{formatted(scale * low, form)} to {formatted(scale * high, form)}"
+    limits = formatted(low, form, scale), formatted(high, form, scale)
+    return "" if DASH in limits else " to ".join(limits)
 
 
 def p_value(p: float) -> str:
@@ -77,13 +71,11 @@ def changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
         best = max(effects, key=lambda e: e.value)
         return f"{listed(verbs)}, of {len(effects)} in all. Best: {changes([best], unit, form)}"
     clauses: list[str] = []
-    for label, value, low, high, direction in effects:
+    for label, _, direction, value, low, high in effects:
         if direction:  # the verb says the sign
             low, high = sorted((direction * low, direction * high))
-            size, limits = formatted(direction * value, form), between(low, high, form)
-        else:
-            signed = form.replace("{:", "{:+")
-            size, limits = formatted(value, signed), between(low, high, signed)
+        signed = form if direction else form.replace("{:", "{:+")
+        size, limits = formatted((direction or 1) * value, signed), between(low, high, signed)
         interval = f"{'' if clauses else '95 % interval '}{limits}" if limits else "without an interval"
         detail = f"by {size} {unit} ({interval})" if direction else f"({size} {unit}, {interval})"
         clauses.append(f"{label} {VERBS[direction][0]} {detail}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from datasets import Dataset
@@ -106,5 +107,5 @@ def worst(
 def _accuracy(correct: list[bool], groups: list[str] | None) -> dict[str, Any]:
     if not correct:
         return {"accuracy": None, "n": 0}
-    accuracy = stats.as_dict(stats.accuracy(correct, groups))
+    accuracy = asdict(stats.accuracy(correct, groups))
     return {"accuracy": accuracy.pop("value"), **accuracy}

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from emo.common.errors import UserError
 from emo.common.provenance import code_version, library_versions
 from emo.common.recipe import read_written
@@ -17,7 +19,7 @@ from emo.data_prep.config import VALIDATION
 from emo.eval import stats
 from emo.eval.compare import Comparison, compare_pair, in_order
 from emo.eval.judging.results import Judgement, read_judgements
-from emo.eval.report.judged import Pairing, pairings
+from emo.eval.report.judged import pairings
 from emo.eval.results import MODELS, Model, only_answer, pick, read_models
 from emo.eval.store import STORED_BYTES
 from emo.pipeline.run_dir import CONFIG, METRICS, read_metrics
@@ -52,7 +54,7 @@ class Report:
     remarks: list[str]  # what to know before trusting the numbers
     unscored: list[Model]  # with text or a log only, beside models with scores
     judgements: list[Judgement]
-    pairings: list[Pairing]
+    pairings: list[dict[str, Any]]
 
     @property
     def models(self) -> list[Model]:
@@ -65,14 +67,15 @@ class Report:
         return [*self.models, *self.unscored]
 
     @property
+    def titles(self) -> dict[str, str]:
+        """Return the tasks with their titles."""
+        return {row["task"]: row["title"] for task in self.tasks for row in self.rows if row["task"] == task}
+
+    @property
     def columns(self) -> dict[str | None, str]:
         """Return what tables have a column for, with titles: the mean of several tasks (None), the tasks."""
         mean: dict[str | None, str] = {None: "Mean"} if len(self.tasks) > 1 else {}
-        return mean | {task: self.of_task(task)["title"] for task in self.tasks}
-
-    def of_task(self, task: str) -> dict[str, Any]:
-        """Return any row of a task: title, chance and majority are the same for all models."""
-        return next(r for r in self.rows if r["task"] == task)
+        return mean | self.titles
 
     def compared(self, model: str, task: str | None, baseline: str) -> dict[str, Any] | None:
         """Return the difference from a baseline on a task or the mean of all (None), if it was compared."""
@@ -83,8 +86,8 @@ class Report:
 
     def chance(self, task: str | None, key: str = "chance") -> float:
         """Return the chance (or the majority label's share) of a task, or the mean over tasks."""
-        values = [self.of_task(t)[key] for t in ([task] if task else self.tasks)]
-        return sum(values) / len(values)
+        shares = {row["task"]: row[key] for row in self.rows}  # the same for all models
+        return shares[task] if task else sum(shares.values()) / len(shares)
 
     def level(self, model: Model, task: str | None) -> tuple[float, float, float] | None:
         """Return accuracy, low and high of a model on a task, or their mean (None) where it has all tasks."""
@@ -92,15 +95,16 @@ class Report:
         levels = [(r["accuracy"], r["interval"]["low"], r["interval"]["high"]) for r in results if r]
         if not levels or len(levels) < len(results):
             return None
-        if task is not None:
-            return levels[0]
         mean, interval = stats.mean_interval(levels)
-        return mean, interval.low, interval.high
+        return (mean, interval.low, interval.high) if task is None else levels[0]
 
     def over_seeds(self, label: str, task: str | None) -> tuple[float, float | None] | None:
         """Return mean and standard deviation over seeds; task None: of the mean over tasks."""
         levels = [self.level(pick(self.models, name), task) for name in self.seeds[label]]
-        return None if None in levels else stats.mean_sd([level[0] for level in levels if level])
+        if None in levels:
+            return None
+        values = [level[0] for level in levels if level]
+        return float(np.mean(values)), float(np.std(values, ddof=1)) if len(values) > 1 else None
 
 
 def gather(
@@ -136,11 +140,12 @@ def gather(
         model.metrics = [r for r in read_metrics(run) if r.get("set", VALIDATION) == VALIDATION]
         overlaps[model.name] = _contamination(run)
     models, unscored = _scored(models, tasks, runs)
-    grouped = families(models, list(runs), next(iter(chosen), None))
+    above = parents(models)
+    grouped = families(models, above, list(runs), next(iter(chosen), None))
     models = [model for family in grouped for model in family.members]
     compared = [(pick(models, name), models) for name in dict.fromkeys(chosen)]
     if not chosen:
-        compared = [pair for family in grouped for pair in baselines(family)]
+        compared = [pair for family in grouped for pair in baselines(family, above)]
     against = {}
     for first, others in compared:
         pairs = {m.name: compare_pair(first, m, tasks) for m in others if m is not first}
@@ -155,7 +160,7 @@ def gather(
         chosen=bool(chosen),
         seeds=seeds or {},
         skipped=skipped,
-        remarks=[*_degenerate(models, tasks), *_foreign([*models, *unscored], runs)],
+        remarks=_remarks([*models, *unscored], tasks, runs),
         unscored=unscored,
         judgements=judgements,
         pairings=pairings(judgements, skipped),
@@ -169,38 +174,35 @@ def parents(models: Sequence[Model]) -> dict[str, str]:
     runs are moved), the last checkpoint of that run, and the same name of a model that was trained elsewhere.
     """
     above: dict[str, str] = {}
-    for model in models:
-        origin = str(model.facts.get("origin") or NEW)
-        if origin == NEW:
-            continue
-        ranked = []
-        for other in models:
-            path, run = str(other.description["path"]), other.facts.get("run")
-            short, long = sorted((Path(path).parts, Path(origin).parts), key=len)
-            rank = int(not other.facts.get("objective") and _short(path) == _short(origin))
-            if len(short) > 1 and long[-len(short) :] == short:
-                rank = 2
-            if run and origin in (f"{run}/{name}" for name in WEIGHTS):
-                rank = 3
-            if path == origin or (Path(path).exists() and Path(path).resolve() == Path(origin).resolve()):
-                rank = 4
-            if rank and other is not model and model.name not in _ancestors(other.name, above):
-                ranked.append((rank, _step(other), other.name))
+    for model in (m for m in models if _origin(m)):
+        origin, ranked = Path(_origin(model)), []
+        for other in (m for m in models if m is not model and model.name not in _ancestors(m.name, above)):
+            path, run = Path(other.description["path"]), other.facts.get("run")
+            short, long = sorted((path.parts, origin.parts), key=len)
+            matches = (
+                path == origin or (path.exists() and path.resolve() == origin.resolve()),
+                run and str(origin) in (f"{run}/{name}" for name in WEIGHTS),
+                len(short) > 1 and long[-len(short) :] == short,
+                not other.facts.get("objective") and _short(str(path)) == _short(str(origin)),
+            )
+            if any(matches):
+                ranked.append((-list(map(bool, matches)).index(True), _step(other), other.name))
         if ranked:
             above[model.name] = max(ranked)[2]
     return above
 
 
-def families(models: Sequence[Model], first: Sequence[str], baseline: str | None) -> list[Family]:
+def families(
+    models: Sequence[Model], above: Mapping[str, str], first: Sequence[str], baseline: str | None
+) -> list[Family]:
     """Return all models by base; the family of `baseline`, and in it the baseline, come first.
 
-    Models named in `first` precede others of their family.
+    above: of `parents`. Models named in `first` precede others of their family.
     """
-    above = parents(models)
 
     def sort_key(model: Model) -> tuple[Any, ...]:
         objective = str(model.facts.get("objective") or "")
-        rank = list(OBJECTIVES).index(objective) if objective in OBJECTIVES else len(OBJECTIVES)
+        rank = [*OBJECTIVES, objective].index(objective)
         order = first.index(model.name) if model.name in first else len(first)
         natural = [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", model.name)]
         in_family = (model.name in above, order, bool(objective), rank, _step(model), natural)
@@ -209,37 +211,33 @@ def families(models: Sequence[Model], first: Sequence[str], baseline: str | None
     grouped: dict[tuple[bool, str], list[Model]] = {}  # by whether the base was evaluated, and its name
     for model in sorted(models, key=sort_key):
         root = pick(models, [model.name, *_ancestors(model.name, above)][-1])
-        origin = str(root.facts.get("origin") or NEW)
         is_base = root.name in above.values()
-        key = (True, root.name) if is_base else (False, "" if origin == NEW else origin)
-        grouped.setdefault(key, []).append(model)
+        grouped.setdefault((is_base, root.name if is_base else _origin(root)), []).append(model)
     result = []
-    for (evaluated, name), members in grouped.items():
-        base = pick(models, name) if evaluated else None
+    for (is_base, name), members in grouped.items():
+        base = pick(models, name) if is_base else None
         members.sort(key=lambda m: (m.name != baseline, m is not base))
-        result.append(Family(base.name if base else _short(name), base, members))
+        result.append(Family(name if is_base else _short(name), base, members))
     return result
 
 
-def baselines(family: Family) -> list[tuple[Model, list[Model]]]:
+def baselines(family: Family, above: Mapping[str, str]) -> list[tuple[Model, list[Model]]]:
     """Return what members are compared with by default, and which: with every model that others were trained
     from, and with MLE on the same data from the same origin; without either with the first."""
-    above = parents(family.members)
-    pairs = []
-    for model in family.members:
-        below = [m for m in family.members if model.name in _ancestors(m.name, above)]
-        pairs += [(model, below)] if below else []
+    members = family.members
+    pairs = [(m, [x for x in members if m.name in _ancestors(x.name, above)]) for m in members]
+    pairs = [(model, below) for model, below in pairs if below]
     stages: dict[tuple[Any, Any], list[Model]] = {}
-    for model in family.members:
+    for model in members:
         if model.facts.get("objective") and not any(model is parent for parent, _ in pairs[:1]):
             start = model.facts.get("origin"), model.facts.get("data_fingerprint")
             stages.setdefault(start, []).append(model)
-    for members in stages.values():
-        mle = max((m for m in members if m.facts["objective"] == "mle"), key=_step, default=None)
-        others = [m for m in members if m.facts["objective"] != "mle"]
+    for stage in stages.values():
+        mle = max((m for m in stage if m.facts["objective"] == "mle"), key=_step, default=None)
+        others = [m for m in stage if m.facts["objective"] != "mle"]
         if mle is not None and others:
             pairs.append((mle, others))
-    return pairs or ([(family.members[0], family.members[1:])] if len(family.members) > 1 else [])
+    return pairs or ([(members[0], members[1:])] if len(members) > 1 else [])
 
 
 def _ancestors(name: str, above: Mapping[str, str]) -> list[str]:
@@ -251,34 +249,33 @@ def _step(model: Model) -> int:
     return int(model.facts.get("step") or 0)
 
 
+def _origin(model: Model) -> str:
+    """Return what a model was trained from; empty for nothing."""
+    origin = str(model.facts.get("origin") or NEW)
+    return "" if origin == NEW else origin
+
+
 def _short(path: str) -> str:
     """Return models/llama-7b as llama-7b, and runs/a/export as a."""
-    parts = [p for p in Path(path).parts if p != "/"]
-    while len(parts) > 1 and parts[-1] in WEIGHTS:
-        parts.pop()
-    return parts[-1] if parts else path
+    names = [name for name in Path(path).parts if name not in WEIGHTS]
+    return names[-1] if names else path
 
 
-def _degenerate(models: Sequence[Model], tasks: Sequence[str]) -> list[str]:
-    """Return the tasks on which models give one answer whatever the row."""
-    answers: dict[tuple[str, str], list[str]] = {}
-    for task in tasks:
-        for model in (m for m in models if task in m.results):
-            if (answer := only_answer(model.results[task])) is not None:
-                answers.setdefault((model.results[task]["title"], answer), []).append(model.name)
-    return [
-        f"{title}: {', '.join(names)} answer{'s' if len(names) == 1 else ''} {answer} only, whatever the row"
-        for (title, answer), names in answers.items()
-    ]
-
-
-def _foreign(models: Sequence[Model], runs: Mapping[str, Path]) -> list[str]:
-    """Return the runs that seem not to have made the models that they are shown for.
+def _remarks(models: Sequence[Model], tasks: Sequence[str], runs: Mapping[str, Path]) -> list[str]:
+    """Return the tasks on which models give one answer whatever the row, and runs that seem not to have made
+    the models that they are shown for.
 
     Runs are moved and renamed: the path of the weights, the run's name and the run_dir that its configuration
     and the export recorded are compared.
     """
-    remarks = []
+    answers: dict[tuple[str, str], list[str]] = {}
+    for task, model in ((t, m) for t in tasks for m in models if t in m.results):
+        if (answer := only_answer(model.results[task])) is not None:
+            answers.setdefault((model.results[task]["title"], answer), []).append(model.name)
+    remarks = [
+        f"{title}: {', '.join(names)} answer{'s' if len(names) == 1 else ''} {answer} only, whatever the row"
+        for (title, answer), names in answers.items()
+    ]
     for model in (m for m in models if m.name in runs):
         run, made_in, path = runs[model.name], model.facts.get("run"), model.description["path"]
         try:
@@ -300,17 +297,15 @@ def _scored(models: list[Model], tasks: list[str], runs: Container[str]) -> tupl
     Text that the same weights wrote under another name goes to the model with scores, if it has none.
     """
     scored = [m for m in models if m.results or m.unreadable.keys() & set(tasks)]
-    if not scored:
-        return models, []
     unscored = []
-    for model in (m for m in models if m not in scored):
+    for model in (m for m in models if scored and m not in scored):
         weights = model.description["weights"]
         same = next((m for m in scored if m.description["weights"] == weights and not m.samples), None)
         if same is None or model.name in runs:
             unscored.append(model)
         else:
             same.samples = model.samples
-    return scored, unscored
+    return scored or models, unscored
 
 
 def _contamination(run: Path) -> dict[str, Container[str]]:
@@ -333,23 +328,17 @@ def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, A
         right = [r["prediction"] == r["gold"] for r in others]
         shared = len(records) - len(others)
         value = stats.accuracy(right, groups).value if others else None
-    numbers = {name: result[name] for name in ("chance", "majority", "n", "macro_f1")}
-    interval = {name: result["interval"][name] for name in ("low", "high")}
+    counts = ("leaked", "rows_shortened", "rows_cut", "retriever", "shots", "conditions")
     return {
-        **{"model": model.name, "task": task, "title": result["title"], "accuracy": result["accuracy"]},
-        **interval,
-        **numbers,
+        **{"model": model.name, "task": task, "key": model.keys[task], "prompt": result["version"]},
+        **{
+            name: result[name]
+            for name in ("title", "accuracy", "chance", "majority", "n", "macro_f1", "score")
+        },
+        **{name: result["interval"][name] for name in ("low", "high")},
         **{name: facts["accuracy"] for name, facts in result["scores"].items()},
-        "score": result["score"],
-        "leaked": result["leaked"],
-        "clean_accuracy": result["clean"]["accuracy"],
-        "trained_on": shared,
-        "untrained_accuracy": value,
-        "rows_shortened": result["rows_shortened"],
-        "rows_cut": result["rows_cut"],
-        "prompt": result["version"],
-        **{name: result[name] for name in ("retriever", "shots", "conditions")},
-        "key": model.keys[task],
+        **{name: result[name] for name in counts},
+        **{"clean_accuracy": result["clean"]["accuracy"], "trained_on": shared, "untrained_accuracy": value},
         **{name: model.facts.get(name) for name in ("step", "tokens", "objective")},
     }
 
@@ -360,25 +349,18 @@ def as_json(report: Report) -> dict[str, Any]:
     levels = [(model, report.level(model, None) or (None,) * 3) for model in report.everyone]
     pairs = [c for comparisons in report.against.values() for c in comparisons.values()]
     about = [(c, {"model": c.model, "baseline": c.baseline}) for c in pairs]
+    refusals = [({"task": t, "reason": why}, first) for c, first in about for t, why in c.refused.items()]
+    tasks = [*report.tasks, None]
     return {
-        "title": report.title,
-        "notice": report.notice,
-        "remarks": report.remarks,
-        "rows": report.rows,
+        **{name: getattr(report, name) for name in ("title", "notice", "remarks", "rows", "skipped")},
         "baseline": next(iter(report.against), None),
         "comparisons": [{"task": t} | first | x for c, first in about for t, x in c.tasks.items()],
         "mean_comparisons": [{"tasks": list(c.tasks)} | first | c.mean for c, first in about if c.mean],
-        "not_compared": [
-            {"task": t, "reason": reason} | first for c, first in about for t, reason in c.refused.items()
-        ],
+        "not_compared": [refusal | first for refusal, first in refusals],
         "models": [m.description | dict(zip(means, level, strict=True)) for m, level in levels],
-        "seeds": {
-            label: {task or "mean": report.over_seeds(label, task) for task in (*report.tasks, None)}
-            for label in report.seeds
-        },
+        "seeds": {name: {t or "mean": report.over_seeds(name, t) for t in tasks} for name in report.seeds},
         "judgements": [judgement.numbers for judgement in report.judgements],
-        "paired_judgements": [vars(pairing) for pairing in report.pairings],
-        "skipped": report.skipped,
+        "paired_judgements": report.pairings,
         "metadata": {
             "git": code_version(),
             "python": platform.python_version(),

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from emo.common.errors import UserError
-from emo.common.report.document import Cell, Fold, Items, Quote, Row, Section, Table
-from emo.common.report.figure import Dot, Dots, Figure
-from emo.common.report.numbers import DASH, between, formatted, p_value, percent, points
+from emo.common.report.document import Cell, Fold, Items, Quote, Row, Section, Table, estimated
+from emo.common.report.figure import Dots, Figure
+from emo.common.report.numbers import Effect, between, formatted, p_value, percent
 from emo.eval.judging.results import Judgement, paired, remarks
 
 SIDES = {"a": "A is better", "b": "B is better", "tie": "tie", None: "unreadable"}
@@ -27,23 +27,9 @@ HUMAN = (
 )
 
 
-@dataclass(frozen=True)
-class Pairing:
-    """Two judgements on the same pairs: how much higher the second's win rate is."""
-
-    first: str
-    second: str
-    judge: str
-    questions: str
-    n: int
-    difference: float
-    low: float
-    high: float
-    p: float
-
-
-def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[Pairing]:
-    """Return each judgement beside the first by the same judge, against the same A, on the same questions.
+def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[dict[str, Any]]:
+    """Return each judgement beside the first by the same judge, against the same A, on the same questions,
+    with how much higher its win rate is.
 
     They are compared on the questions with a readable verdict in both, if these are two or more.
     """
@@ -51,7 +37,7 @@ def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[Pairin
     for judgement in judgements:
         same = tuple(judgement.numbers[name] for name in ("judge", "by", "a", "questions"))
         groups.setdefault(same, []).append(judgement)
-    pairs: list[Pairing] = []
+    pairs = []
     for first, *others in groups.values():
         for other in others:
             try:
@@ -64,8 +50,9 @@ def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[Pairin
                 before, after = ([scores[key][1] for key in keys] for scores in (a, b))
                 mean, interval, p = paired(before, after, [a[key][0] for key in keys])
                 f = first.numbers
-                names = f["b"], other.numbers["b"], f["by"], f["questions"]
-                pairs.append(Pairing(*names, len(keys), mean, interval.low, interval.high, p))
+                names = {"first": f["b"], "second": other.numbers["b"], "judge": f["by"], "n": len(keys)}
+                result = {"difference": mean, "low": interval.low, "high": interval.high, "p": p}
+                pairs.append(names | {"questions": f["questions"]} | result)
     return pairs
 
 
@@ -82,16 +69,16 @@ def answers(judgements: Sequence[Judgement]) -> list[str]:
     return sentences[:4]
 
 
-def sections(judgements: Sequence[Judgement], pairs: Sequence[Pairing]) -> list[Section]:
+def sections(judgements: Sequence[Judgement], pairs: Sequence[dict[str, Any]]) -> list[Section]:
     """Return the tables, and the pairs that are shown."""
     fields = [judgement.numbers for judgement in judgements]
     notes = [f"{_judged(f)}: {f['counts'][name]:,} {text}" for f in fields for name, text in remarks(f)]
     folds = [Fold(_judged(f), [block for pair in f["shown"] for block in _pair(pair)]) for f in fields]
-    differences: list[Row] = [
-        [p.second, p.first, p.judge + _on(p.questions), f"{p.n:,}",
-         Cell(points(p.difference), between(p.low, p.high, "{:+.1f}", 100)), p_value(p.p)]
-        for p in pairs
-    ]  # fmt: skip
+    differences: list[Row] = []
+    for p in pairs:
+        points = estimated(p["difference"], p["low"], p["high"], "{:+.1f}", 100)
+        asked = p["judge"] + _on(p["questions"])
+        differences.append([p["second"], p["first"], asked, p["n"], points, p_value(p["p"])])
     head = ["Model", "Compared with", "Judge", "Pairs", "Points", "p"]
     between_models = Table(head, differences, PAIRED, 3, "Between models")
     lead = "Evenly spaced pairs of each comparison, none picked, as they are."
@@ -102,7 +89,7 @@ def sections(judgements: Sequence[Judgement], pairs: Sequence[Pairing]) -> list[
 def picture(judgements: Sequence[Judgement]) -> Figure:
     """Return the win rates."""
     rows = [
-        Dot(_judged(f), i, *(100 * f["win_rate"][key] for key in ("value", "low", "high")))
+        Effect(_judged(f), i, 0, *(100 * f["win_rate"][key] for key in ("value", "low", "high")))
         for i, f in enumerate(judgement.numbers for judgement in judgements)
         if f["win_rate"]
     ]
@@ -126,10 +113,8 @@ def _on(questions: str) -> str:
     return f" on {questions}" if questions else ""
 
 
-def _share(value: dict[str, float] | None) -> Cell:
-    if value is None:
-        return Cell(DASH)
-    return Cell(percent(value["value"]), between(value["low"], value["high"], scale=100))
+def _share(value: dict[str, float] | None) -> Cell | None:
+    return estimated(value["value"], value["low"], value["high"], "{:.1f}", 100) if value else None
 
 
 def _rates(fields: Sequence[dict[str, Any]]) -> Table:
@@ -139,11 +124,10 @@ def _rates(fields: Sequence[dict[str, Any]]) -> Table:
         tone = _tone(f["win_rate"])
         names = [Cell(f["b"], f"against {f['a']}{_on(f['questions'])}"), Cell(verdicts[tone], tone=tone)]
         shares = [_share(f[name]) for name in ("win_rate", "win", "tie", "loss")]
-        judge = [f["by"], f"{f['read']:,} of {f['pairs']:,}"]
         lengths = f"{f['lengths']['b']:.0f} / {f['lengths']['a']:.0f}"
-        rows.append(
-            [*names, *shares, *judge, percent(f["length_controlled"]), lengths, percent(f["consistency"])]
-        )
+        controlled, both_orders = percent(f["length_controlled"]), percent(f["consistency"])
+        counts = f"{f['read']:,} of {f['pairs']:,}"
+        rows.append([*names, *shares, f["by"], counts, controlled, lengths, both_orders])
     head = ["B", "Verdict", "Win rate", "Win", "Tie", "Loss", "Judge", "Pairs", "At equal lengths"]
     return Table([*head, "Characters B / A", "Both orders"], rows, CAPTION, 2)
 
@@ -153,10 +137,10 @@ def _people(fields: Sequence[dict[str, Any]]) -> Table:
     for f in (f for f in fields if f.get("human")):
         human = f["human"]
         agreement, ties = _share(human["agreement"]), human["unreadable_as_ties"]
-        if ties != human["agreement"]["value"]:
+        if agreement and ties != human["agreement"]["value"]:
             agreement = replace(agreement, text=f"{agreement.text} ({percent(ties)})")
         kappas = [formatted(human[key], "{:.3f}") for key in ("kappa", "kappa_of_people")]
-        rows.append([f["by"], f["judge"], f"{human['rows']:,}", agreement, *kappas])
+        rows.append([f["by"], f["judge"], human["rows"], agreement, *kappas])
     head = ["Verdicts by", "Judge", "Pairs", "Agreement", "Kappa", "People"]
     return Table(head, rows, HUMAN, 2, "Agreement with people")
 

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, Row, Section, Table
-from emo.common.report.figure import Curve, Curves, Dot, Dots, Figure, pairs
-from emo.common.report.numbers import (
-    DASH,
-    Effect,
-    between,
-    changes,
-    formatted,
-    p_value,
-    percent,
-    points,
+from emo.common.report.document import (
+    Block,
+    Cell,
+    Document,
+    Fold,
+    Items,
+    Quote,
+    Row,
+    Section,
+    Table,
+    estimated,
 )
+from emo.common.report.figure import Curve, Curves, Dots, Figure, pairs
+from emo.common.report.numbers import DASH, Effect, between, changes, p_value, percent
 from emo.common.text import counted
 from emo.eval.report import judged
 from emo.eval.report.gather import OBJECTIVES, Report, as_json
@@ -63,6 +66,13 @@ WRONG = (
 )
 
 
+DIFFERENCES = (
+    "Percentage points with 95 % intervals (Bonett and Price), paired by test row; p-values of exact McNemar "
+    "tests, corrected over the tasks (Holm), and for the mean of random signs. The verdict is on the mean: p "
+    "below 0.05 and an interval without zero."
+)
+
+
 def document(report: Report) -> Document:
     """Return the report."""
     shading = "Rows: the right label; columns: the answer; shading: share of the row."
@@ -87,24 +97,22 @@ def document(report: Report) -> Document:
         Section("Made with", *_made_with(report, data["metadata"])),
     ]
     answer = [*_answer(report), *judged.answers(report.judgements)]
-    answer = answer or ["No task was scored and no answer judged."]
-    dots = {
-        f"Points from {first}, mean over tasks": _changes(report, first, None) for first in report.against
-    }
+    data["answer"] = answer = answer or ["No task was scored and no answer judged."]
+    means = [
+        Dots(f"Points from {first}, mean over tasks", _effects(report, first, None), 0.0)
+        for first in report.against
+    ]
     caption = "With 95 % intervals, paired by test row. Right of the dotted line: better."
-    differences = Figure("Mean differences", [Dots(title, d, 0.0) for title, d in dots.items()], caption)
+    differences = Figure("Mean differences", means, caption)
     picture = differences or _levels(report, "Mean accuracy", [None]) or judged.picture(report.judgements)
+    size = f"{counted(len(report.judgements), 'comparison')} of answers by judges."
     if report.rows:
         rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
         kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
         demonstrations = "; ".join(f"{shots} ({by})" for shots, by in kinds)
-        models, tasks = counted(len(report.models), "model"), counted(len(report.tasks), "task")
-        size = (
-            f"{models}, {tasks}, {rows:,} test rows per model; demonstrations in a prompt: {demonstrations}."
-        )
-    else:
-        size = f"{counted(len(report.judgements), 'comparison')} of answers by judges."
-    data["answer"], about = answer, f"{report.title}. {size}"
+        size = f"{counted(len(report.models), 'model')}, {counted(len(report.tasks), 'task')}, {rows:,} test "
+        size += f"rows per model; demonstrations in a prompt: {demonstrations}."
+    about = f"{report.title}. {size}"
     return Document(report.title, answer, about, sections, picture, report.remarks, report.notice, data)
 
 
@@ -114,11 +122,9 @@ def _answer(report: Report) -> list[str]:
     for family in report.families:
         clauses: list[str] = []
         for first in (m.name for m in family.members if m.name in report.against):
-            compared = [c for c in report.against[first].values() if c.mean]
-            counts = {len(c.tasks) for c in compared}
-            on = counted(counts.pop(), "task") if len(counts) == 1 else "the tasks in common"
-            if compared:
-                effects = [_effect(c.model, c.mean) for c in compared if c.mean]
+            if effects := _effects(report, first, None):
+                counts = {len(c.tasks) for c in report.against[first].values() if c.mean}
+                on = counted(counts.pop(), "task") if len(counts) == 1 else "the tasks in common"
                 start = f"{'compared' if clauses else 'Compared'} with {first} on {on}"
                 clauses.append(f"{start}, {changes(effects, 'points')}")
         sentences += [f"{'; '.join(clauses)}."] if clauses else []
@@ -135,21 +141,15 @@ def _answer(report: Report) -> list[str]:
     return sentences
 
 
-def _effect(name: str, comparison: dict[str, Any]) -> Effect:
-    """Return a comparison in percentage points."""
-    interval = comparison["interval"]
-    value, low, high = (100 * x for x in (comparison["difference"], interval["low"], interval["high"]))
-    return Effect(name, value, low, high, comparison["direction"])
-
-
-def _changes(report: Report, baseline: str, task: str | None) -> list[Dot]:
-    """Return the differences from a baseline on a task, or on the mean of those compared (None)."""
-    rows = []
+def _effects(report: Report, baseline: str, task: str | None) -> list[Effect]:
+    """Return differences from a baseline in points, on a task or on the mean of those compared (None)."""
+    effects = []
     for i, model in enumerate(report.models):
         c = report.against[baseline].get(model.name)
-        comparison = None if c is None else c.tasks.get(task) if task else c.mean
-        rows += [Dot(model.name, i, *_effect(model.name, comparison)[1:4])] if comparison else []
-    return rows
+        if c is not None and (x := c.tasks.get(task) if task else c.mean):
+            values = (100 * v for v in (x["difference"], x["interval"]["low"], x["interval"]["high"]))
+            effects.append(Effect(model.name, i, x["direction"], *values))
+    return effects
 
 
 def _levels(report: Report, label: str, tasks: Sequence[str | None]) -> Figure:
@@ -157,16 +157,16 @@ def _levels(report: Report, label: str, tasks: Sequence[str | None]) -> Figure:
     panels = []
     for task in tasks:
         levels = [(i, m.name, report.level(m, task)) for i, m in enumerate(report.models)]
-        rows = [Dot(name, i, *(100 * x for x in level)) for i, name, level in levels if level]
-        title = report.of_task(task)["title"] if task else "Mean over tasks"
+        rows = [Effect(name, i, 0, *(100 * x for x in level)) for i, name, level in levels if level]
+        title = report.titles[task] if task else "Mean over tasks"
         panels += [Dots(title, rows, 100 * report.chance(task))] if rows else []
-    caption = "Accuracy in per cent with 95 % intervals. Dotted: chance, where it is near."
-    return Figure(label, panels, caption)
+    return Figure(
+        label, panels, "Accuracy in per cent with 95 % intervals. Dotted: chance, where it is near."
+    )
 
 
 def _heading(report: Report, model: Model) -> Cell:
     """Return a model as rows call it, with what it is."""
-    number = [m.name for m in report.everyone].index(model.name)
     family = next(f for f in report.families if model in f.members)
     objective = str(model.facts.get("objective") or "")
     notes = ["base model"] if family.base is model else []
@@ -174,22 +174,21 @@ def _heading(report: Report, model: Model) -> Cell:
         notes.append(OBJECTIVES.get(objective, objective))
     if len(report.families) > 1 and family.title and family.base is not model:
         notes.append(f"from {family.title}")
-    return Cell(model.name, ", ".join(notes), mark=number)
+    return Cell(model.name, ", ".join(notes), mark=report.models.index(model))
 
 
 def _accuracy(report: Report) -> list[Block]:
-    columns = report.columns
-    rows: list[Row] = []
+    columns, rows = report.columns, list[Row]()
     for model in report.models if report.tasks else []:
         first = next((name for name, compared in report.against.items() if model.name in compared), None)
-        cells: list[Cell | str] = [_heading(report, model)]
+        cells: list[Cell | str | None] = [_heading(report, model)]
         for task in columns:
             level, difference = report.level(model, task), first and report.compared(model.name, task, first)
-            tone = TONES[difference["direction"]] if difference else ""
             if level is not None:
-                cells.append(Cell(percent(level[0]), between(*level[1:], scale=100), tone))
+                tone = TONES[difference["direction"]] if difference else ""
+                cells.append(estimated(*level, "{:.1f}", 100, tone))
             else:
-                cells.append(Cell(UNREADABLE, tone="worse") if task in model.unreadable else DASH)
+                cells.append(Cell(UNREADABLE, tone="worse") if task in model.unreadable else None)
         rows.append(cells)
     for label, names in report.seeds.items():
         spreads = [report.over_seeds(label, t) or (None, None) for t in columns]
@@ -214,35 +213,30 @@ def _folded(report: Report, figure: Figure) -> Block:
 
 def _differences(report: Report, baseline: str) -> list[Block]:
     """Return differences from a baseline with their tests."""
-    comparisons, columns = report.against[baseline], report.columns
-    rows: list[Row] = []
+    comparisons, columns, rows = report.against[baseline], report.columns, list[Row]()
     for model in (m for m in report.models if m.name in comparisons):
         c = comparisons[model.name]
         word, tone = VERDICTS[c.mean["direction"]] if c.mean else ("not comparable", "quiet")
         notes = [f"of {len(c.tasks)} tasks"] if len(c.tasks) < len(report.tasks) else []
-        for direction, name in ((1, "better"), (-1, "worse")):
-            if tasks := c.surely(direction):
-                notes.append(f"{counted(len(tasks), 'task')} {name}")
+        for direction in (1, -1):
+            if count := sum(x["direction"] == direction for x in c.tasks.values()):
+                notes.append(f"{counted(count, 'task')} {TONES[direction]}")
         cells = [_heading(report, model), Cell(word, ", ".join(notes), tone)]
         for task in columns:
             if (x := report.compared(model.name, task, baseline)) is not None:
-                interval = between(x["interval"]["low"], x["interval"]["high"], "{:+.1f}", 100)
-                note = f"{interval}, {p_value(x['p'] if task is None else x['p_holm'])}"
-                cells.append(Cell(points(x["difference"]), note, TONES[x["direction"]]))
+                p = p_value(x["p"] if task is None else x["p_holm"])
+                limits, tone = x["interval"], TONES[x["direction"]]
+                cell = estimated(x["difference"], limits["low"], limits["high"], "{:+.1f}", 100, tone)
+                cells.append(replace(cell, note=f"{cell.note}, {p}"))
             else:
                 refused = task in c.refused or (task is None and c.refused)
                 cells.append(Cell("not comparable" if refused else DASH, tone="quiet"))
         rows.append(cells)
-    caption = (
-        "Percentage points with 95 % intervals (Bonett and Price), paired by test row; p-values of exact "
-        "McNemar tests, corrected over the tasks (Holm), and for the mean of random signs. The verdict is on "
-        "the mean: p below 0.05 and an interval without zero."
-    )
-    titles = {task: report.of_task(task)["title"] for task in report.tasks}
-    panels = [Dots(title, _changes(report, baseline, task), 0.0) for task, title in titles.items()]
+    panels = [Dots(title, _effects(report, baseline, task), 0.0) for task, title in report.titles.items()]
     figure = Figure(f"Differences from {baseline}", panels, "Points; right of the dotted line: better.")
-    reasons = [f"{c.model}, {titles[t]}: {why}" for c in comparisons.values() for t, why in c.refused.items()]
-    table = Table(["Model", "Verdict", *columns.values()], rows, caption, 2)
+    refusals = [(c.model, task, why) for c in comparisons.values() for task, why in c.refused.items()]
+    reasons = [f"{model}, {report.titles[task]}: {why}" for model, task, why in refusals]
+    table = Table(["Model", "Verdict", *columns.values()], rows, DIFFERENCES, 2)
     return [table, _folded(report, figure), Items(reasons, "Not comparable")]
 
 
@@ -251,10 +245,10 @@ def _details(report: Report) -> Table:
     names = [name for name in SCORES if any(r.get(name) is not None for r in report.rows)]
     for r in sorted(report.rows, key=lambda r: report.tasks.index(r["task"])):
         scores = [Cell(percent(r.get(s)), tone="best" if s == r["score"] else "") for s in names]
-        cut = f" ({r['rows_cut']:,})" if r["rows_cut"] else ""
-        counts = [formatted(r["leaked"]), f"{r['rows_shortened']:,}{cut}", formatted(r["trained_on"])]
-        shares = [percent(r[key]) for key in ("macro_f1", "clean_accuracy", "untrained_accuracy")]
-        rows.append([r["title"], r["model"], formatted(r["n"]), *scores, *shares[:2], *counts, *shares[2:]])
+        cut = f"{r['rows_shortened']:,}" + (f" ({r['rows_cut']:,})" if r["rows_cut"] else "")
+        shares = [percent(r[key]) for key in ("macro_f1", "clean_accuracy")]
+        others = [r["leaked"], cut, r["trained_on"], percent(r["untrained_accuracy"])]
+        rows.append([r["title"], r["model"], r["n"], *scores, *shares, *others])
     head = ["Task", "Model", "Rows", *(SCORES[s][0] for s in names), "Macro F1", "Clean", "Leaked"]
     return Table([*head, "Shortened", "Trained on", "Without"], rows, DETAILS, 2)
 
@@ -277,32 +271,36 @@ def _over_training(report: Report) -> Figure:
         level = report.level(model, None)
         if model.facts.get("run") and level is not None:
             runs.setdefault(str(model.facts["run"]), []).append((model.facts, [100 * x for x in level]))
-    for key, unit in (("tokens", "tokens"), ("step", "steps")):
-        series = {
+
+    def series(key: str) -> dict[str, list[tuple[float, ...]]]:
+        return {
             run: sorted((facts[key], *level) for facts, level in stages)
             for run, stages in runs.items()
             if len(stages) > 1 and all(isinstance(facts.get(key), int) for facts, _ in stages)
         }
-        curves = [
-            Curve(i, [(x, y) for x, y, *_ in stages], [], [(x, low, high) for x, _, low, high in stages])
-            for i, stages in enumerate(series.values())
-        ]
-        if curves:
-            names = [(i, Path(run).name) for i, run in enumerate(series)]
-            panels = [Curves("Mean accuracy", curves, unit)]
-            return Figure("Accuracy over training", panels, "Per cent; the band is the 95 % interval.", names)
-    return Figure("Accuracy over training", [])
+
+    unit, drawn = ("tokens", series("tokens")) if series("tokens") else ("steps", series("step"))
+    curves = [
+        Curve(i, [(x, y) for x, y, *_ in stages], [], [(x, low, high) for x, _, low, high in stages])
+        for i, stages in enumerate(drawn.values())
+    ]
+    names = [(i, Path(run).name) for i, run in enumerate(drawn)]
+    panels = [Curves("Mean accuracy", curves, unit)]
+    return Figure("Accuracy over training", panels, "Per cent; the band is the 95 % interval.", names)
 
 
 def _confusions(report: Report) -> list[Block]:
-    tables: dict[str, list[Table]] = {}
-    for task, model in ((t, m) for t in report.tasks for m in report.models if t in m.results):
-        labels, counts = model.results[task]["labels"], model.results[task]["confusion"]
-        if len(labels) <= CONFUSION_LABELS:
+    folds: list[Block] = []
+    for task, title in report.titles.items():
+        tables = []
+        for model in (m for m in report.models if task in m.results):
+            labels, counts = model.results[task]["labels"], model.results[task]["confusion"]
             shares = [[Cell(f"{n:,}", shade=n / max(sum(row), 1)) for n in row] for row in counts]
             rows = [[label, *row] for label, row in zip(labels, shares, strict=True)]
-            tables.setdefault(task, []).append(Table(["Right label", *labels], rows, label=model.name))
-    return [Fold(report.of_task(task)["title"], blocks) for task, blocks in tables.items()]
+            if len(labels) <= CONFUSION_LABELS:
+                tables.append(Table(["Right label", *labels], rows, label=model.name))
+        folds += [Fold(title, tables)] if tables else []
+    return folds
 
 
 def _worst(report: Report) -> list[Block]:
@@ -312,11 +310,9 @@ def _worst(report: Report) -> list[Block]:
         result, blocks = model.results.get(task, {}), list[Block]()
         for sample in result.get("worst", []):
             gold, predicted = sample["gold"], sample["prediction"]
-            roles = {
-                gold: Cell("right answer", tone="better"),
-                predicted: Cell("the model's answer", tone="worse"),
-            }
+            right, wrong = Cell("right answer", tone="better"), Cell("the model's answer", tone="worse")
             scores = sorted(sample["scores"].items(), key=lambda item: item[1])
+            roles = {gold: right, predicted: wrong}
             rows = [[label, f"{value:.4f}", roles.get(label, "")] for label, value in scores]
             title = f"Data row {sample['id']}: {gold}, answered {predicted}"
             demonstrations = [f"{d['text']} → {d['label']}" for d in sample["demonstrations"]]

@@ -22,9 +22,9 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TextIO, cast
+from typing import Any, Literal, TextIO, cast
 
 from tqdm import tqdm
 
@@ -41,42 +41,25 @@ WARNING = logging.WARNING
 ENDS = ("finished", "stopped")  # events that --quiet shows
 
 
-class Progress(NamedTuple):
-    """The state of a run."""
+class Progress:
+    """How far a run is, and how fast. The first step, which compiles, counts until there are others."""
 
-    step: int
-    steps: int
-    loss: float  # per supervised token, over the steps since the record before
-    tokens_per_s: float | None
-    left: float | None  # seconds
-    upcoming: str  # what comes next, as `upcoming` says it
-
-    def line(self) -> str:
-        """Return `step 120/2,000  loss 2.31  41,200 tokens/s  12 min left  validation at 200`."""
-        parts = [f"step {self.step:,}/{self.steps:,}"]
-        parts.append(f"loss {self.loss:.4g}" if math.isfinite(self.loss) else "loss not finite")
-        if self.tokens_per_s is not None:
-            parts.append(f"{self.tokens_per_s:,.0f} tokens/s")
-        if self.left is not None and self.step < self.steps:
-            parts.append(f"{duration(self.left)} left")
-        return "  ".join([*parts, *([self.upcoming] if self.upcoming else [])])
-
-
-class Pace:
-    """Counts this launch's steps. The first, which compiles and warms up, counts until there are others."""
-
-    def __init__(self) -> None:
-        self._steps: deque[tuple[float, int]] = deque(maxlen=RECENT)
+    def __init__(self, step: int, steps: int, every: dict[str, int]) -> None:
+        """every: what comes up, by name, and steps between it; 0 for never."""
+        self.step, self.steps, self._every = step, steps, every
+        self.loss = math.nan  # per supervised token, over the steps since the record before
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)
         self._training = self._pausing = 0.0  # seconds, since the first step
         self._counted = 0
 
-    def step(self, seconds: float, tokens: int) -> None:
+    def count(self, step: int, seconds: float, tokens: int, loss: float) -> None:
         """Count a step of so many supervised tokens, which took `seconds` of training."""
         if self._counted == 1:
-            self._steps.clear()
+            self._recent.clear()
             self._training = 0.0
+        self.step, self.loss = step, loss
         self._counted += 1
-        self._steps.append((seconds, tokens))
+        self._recent.append((seconds, tokens))
         self._training += seconds
 
     def pause(self, seconds: float) -> None:
@@ -84,18 +67,25 @@ class Pace:
         if self._counted:
             self._pausing += seconds
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Return supervised tokens per second of training over the last steps; None before the first."""
-        seconds = sum(s for s, _ in self._steps)
-        return sum(n for _, n in self._steps) / seconds if seconds > 0 else None
+    def __str__(self) -> str:
+        """Return `step 120/2,000  loss 2.31  41,200 tokens/s  12 min left  validation at 200`.
 
-    def left(self, steps: int) -> float | None:
-        """Return seconds that so many steps will take, pauses included as often as they came so far."""
-        if not self._steps or self._training <= 0:
-            return None
-        each = sum(s for s, _ in self._steps) / len(self._steps)
-        return steps * each * (1 + self._pausing / self._training)
+        Tokens are supervised ones per second of training; what is left has as many pauses as came so far.
+        """
+        parts = [f"step {self.step:,}/{self.steps:,}"]
+        parts.append(f"loss {self.loss:.4g}" if math.isfinite(self.loss) else "loss not finite")
+        seconds, tokens = (
+            (sum(column) for column in zip(*self._recent, strict=True)) if self._recent else (0, 0)
+        )
+        if seconds > 0:
+            parts.append(f"{tokens / seconds:,.0f} tokens/s")
+            left = (self.steps - self.step) * seconds / len(self._recent)
+            left *= 1 + self._pausing / self._training
+            parts += [f"{duration(left)} left"] if self.step < self.steps else []
+        due = {name: (self.step // n + 1) * n for name, n in self._every.items() if n > 0}
+        first = min(due.values(), default=self.steps)
+        names = " and ".join(name for name, step in due.items() if step == first)
+        return "  ".join([*parts, f"{names} at {first:,}"] if first < self.steps else parts)
 
 
 def duration(seconds: float) -> str:
@@ -108,18 +98,6 @@ def duration(seconds: float) -> str:
     if minutes < 48 * 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
     return f"{minutes // 1440} d {minutes % 1440 // 60} h"
-
-
-def upcoming(step: int, steps: int, every: dict[str, int]) -> str:
-    """Return what comes next, as in `validation at 200`; every: steps between them by name, 0 for none.
-
-    Empty when nothing comes before the last step.
-    """
-    due = {name: (step // n + 1) * n for name, n in every.items() if n > 0}
-    first = min(due.values(), default=steps)
-    if first >= steps:
-        return ""
-    return f"{' and '.join(name for name, next_step in due.items() if next_step == first)} at {first:,}"
 
 
 class Console:
@@ -140,20 +118,21 @@ class Console:
         self._bar: tqdm[Any] | None = None
         self._messages: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)  # that were no warnings
 
-    def progress(self, make: Callable[[], Progress]) -> None:
+    def progress(self, progress: Progress) -> None:
         """Draw a step that was taken, on a terminal and only as often as an eye can follow."""
         if self.kind == "terminal" and self._due(DRAW_EVERY):
             if self._bar is None:
-                options: dict[str, Any] = {"dynamic_ncols": True, "leave": False, "file": self._stream}
-                self._bar = tqdm(bar_format="{desc}", desc=" ", **options)
-            self._bar.set_description_str(make().line())
+                self._bar = tqdm(
+                    bar_format="{desc}", desc=" ", dynamic_ncols=True, leave=False, file=self._stream
+                )
+            self._bar.set_description_str(str(progress))
 
-    def record(self, record: dict[str, Any], make: Callable[[], Progress]) -> None:
+    def record(self, record: dict[str, Any], progress: Progress) -> None:
         """Show a line of metrics.jsonl, with None where JSON has no number."""
         if self.kind == "json":
             self._object("train", record)
-        elif self.kind == "lines" and (record["step"] == make().steps or self._due(LINE_EVERY)):
-            self._print(make().line())
+        elif self.kind == "lines" and (progress.step == progress.steps or self._due(LINE_EVERY)):
+            self._print(str(progress))
 
     def event(self, name: str, line: str, colour: str = "", /, **fields: Any) -> None:
         """Something happened: `line` for people, the fields for programs."""
@@ -187,7 +166,7 @@ class Console:
 
     def compiling(self) -> contextlib.AbstractContextManager[object]:
         """Enclose what compiles: its output is chatter."""
-        return self.chatter.prints() if self.chatter is not None else contextlib.nullcontext()
+        return contextlib.redirect_stdout(self.chatter.stream) if self.chatter else contextlib.nullcontext()
 
     def close(self) -> None:
         """Take the progress away; what follows starts on a line of its own."""
@@ -203,14 +182,12 @@ class Console:
         return True
 
     def _object(self, name: str, fields: dict[str, Any]) -> None:
-        self._write(json.dumps({"event": name, "time": round(time.time(), 3), **fields}, allow_nan=False))
+        record = {"event": name, "time": round(time.time(), 3), **fields}
+        self._print(json.dumps(record, allow_nan=False))
 
     def _print(self, text: str, colour: str = "") -> None:
-        line = printable(text)
-        self._write(f"\x1b[{colour}m{line}\x1b[0m" if self._colour and colour else line)
-
-    def _write(self, line: str) -> None:
-        tqdm.write(without_secrets(line), file=self._stream)
+        line = without_secrets(printable(text))
+        tqdm.write(f"\x1b[{colour}m{line}\x1b[0m" if self._colour and colour else line, file=self._stream)
         self._stream.flush()
 
 
@@ -250,23 +227,25 @@ class Survivor:
 
     def write(self, text: str) -> int:
         """Write `text`, or drop it."""
-        self._try(lambda: self._stream.write(text))
+        with self._survived():
+            self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
         """Flush, or drop what is buffered."""
-        self._try(self._stream.flush)
+        with self._survived():
+            self._stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
-    def _try(self, work: Callable[[], object]) -> None:
+    @contextlib.contextmanager
+    def _survived(self) -> Iterator[None]:
         try:
-            work()
+            yield
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            with Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), self._stream.fileno())
 
 
 class Chatter:
@@ -306,10 +285,6 @@ class Chatter:
         else:
             print(printable(self.text().decode(errors="replace")), end="", file=sys.stderr, flush=True)
 
-    def prints(self) -> contextlib.AbstractContextManager[object]:
-        """Send Python's `print` there as well within the block, which encloses what compiles."""
-        return contextlib.redirect_stdout(self.stream)
-
 
 def split() -> Chatter:
     """Part this process's output in two: sys.stdout remains the user's, descriptor 1 becomes chatter."""
@@ -318,15 +293,13 @@ def split() -> Chatter:
     with contextlib.suppress(OSError):
         writable = fcntl.fcntl(0, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
         launched = CONSOLE in os.environ and writable
+    console = os.dup(0 if launched else 1)
     if launched:  # standard input is the real standard output, and 1 the launcher's log
-        console, nothing = os.dup(0), os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
+        with Path(os.devnull).open("rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
     else:
-        console, (file, name) = os.dup(1), tempfile.mkstemp(prefix="log-")
-        Path(name).unlink()
-        os.dup2(file, 1)
-        os.close(file)
+        with tempfile.TemporaryFile(prefix="log-") as file:
+            os.dup2(file.fileno(), 1)
     stream = os.fdopen(console, "w", buffering=1, encoding=sys.stdout.encoding, errors="backslashreplace")
     sys.stdout, sys.stderr = cast("TextIO", Survivor(stream)), cast("TextIO", Survivor(sys.stderr))
     return Chatter(shared=launched)

@@ -79,8 +79,7 @@ class Launch:
             "planned": planned,
         }
         if any(mixture for _, mixture in ready.mixtures):
-            steps = [{"step": first, "mixture": m and m.label} for first, m in ready.mixtures]
-            record["mixtures"] = steps
+            record["mixtures"] = [{"step": first, "mixture": m and m.label} for first, m in ready.mixtures]
         record |= {"git": code_version(), **library_versions("torch", "transformers", "deepspeed")}
         append(self._run_dir / LAUNCHES, record)
 
@@ -94,16 +93,16 @@ class Launch:
         """Note that all ranks stop after `step`; without a reason, an error that is to come says why."""
         self._step, self.reason = step, reason
         if reason is not None:
-            self.console.event("stopping", f"stopping after step {step:,} ({reason}): saving", YELLOW,
-                               step=step, reason=reason)  # fmt: skip
+            line = f"stopping after step {step:,} ({reason}): saving"
+            self.console.event("stopping", line, YELLOW, step=step, reason=reason)
 
     def done(self, step: int, finished: bool) -> None:
         """Note that all is written."""
         self._step = step
+        export = str(self._run_dir / EXPORT)
         if finished:
-            export = self._run_dir / EXPORT
             text = f"finished after {counted(step, 'step')}; export: {export}"
-            self.console.event("finished", text, GREEN, step=step, export=str(export))
+            self.console.event("finished", text, GREEN, step=step, export=export)
         else:
             text = f"stopped after step {step:,} and saved ({self.reason}); {RESUME}"
             self.console.event("stopped", text, YELLOW, step=step, reason=self.reason)

@@ -22,7 +22,7 @@ from emo.pipeline.loss.fused import summary
 from emo.pipeline.planning.footprint import GIB
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.report import validation
-from emo.pipeline.report.console import BOLD, Console, Pace, Progress, upcoming
+from emo.pipeline.report.console import BOLD, Console, Progress
 from emo.pipeline.run_dir import METRICS, PROFILE, WANDB_ID, read_metrics
 
 
@@ -52,8 +52,7 @@ class Window:
         self.steps += 1
         self.tokens += sums.tokens
         self.seconds += seconds
-        counts = [domain.tokens for domain in sums.domains]
-        self.domain_tokens = [a + b for a, b in zip_longest(self.domain_tokens, counts, fillvalue=0)]
+        self.domain_tokens = _added(self.domain_tokens, [domain.tokens for domain in sums.domains])
         if not sums.applied:
             self.skipped += 1
             return
@@ -82,7 +81,7 @@ class Window:
             **(summary(self.weights) if self.weights else {}),
         }
         if self.domain_tokens:
-            none = [(0, 0.0, 0.0)] * len(self.domain_tokens)  # where no step was applied
+            none = [[0, 0.0, 0.0]] * len(self.domain_tokens)  # where no step was applied
             parts = zip(domains, self.domain_tokens, self.domains or none, strict=True)
             record["domains"] = {
                 name: {"tokens": so_far, "nll": _mean(nll, tokens), "loss": _mean(loss, tokens)}
@@ -122,11 +121,13 @@ class Metrics:
         self._peak_share = peak_share
         if not active:
             return
-        self._window, self._pace = Window(**_numbers(window or {})), Pace()
+        self._window = Window(
+            **json.loads(json.dumps(window or {}).replace("null", "NaN"))
+        )  # as `state` has it
         self._console = console or Console()
-        self._step, self._steps, self._loss, self._domains = step, steps, math.nan, domains
+        every = {"validation": config.train.eval_steps * validates, "save": config.train.save_steps}
+        self._progress, self._domains = Progress(step, steps, every), domains
         self._epochs = config.train.global_batch_size / rows if rows else math.nan  # of a step
-        self._every = {"validation": config.train.eval_steps * validates, "save": config.train.save_steps}
         self._run_dir = run_dir = config.output_dir
         records = [r for r in read_metrics(run_dir) if 0 < step >= r["step"]]  # from 0 all is measured again
         validation.drop(run_dir, step)
@@ -160,10 +161,9 @@ class Metrics:
             self._profile = None
         now = self._clock()
         self._window.add(sums, grad_norm, now - self._mark)
-        self._pace.step(now - self._mark, sums.tokens)
+        loss = _mean(self._window.loss, self._window.applied_tokens)  # as the next record will have it
+        self._progress.count(step, now - self._mark, sums.tokens, loss)
         self._mark = now
-        self._step = step
-        self._loss = _mean(self._window.loss, self._window.applied_tokens)  # as the next record will have it
         self._console.progress(self._progress)
 
     def log(self, step: int, tokens: int, lr: float) -> None:
@@ -214,20 +214,19 @@ class Metrics:
             record |= {f"validation_change{end}": value for end, value in limits.items()}
         self._write(split_of(name), record)
         event = finite(record)
-        labels = {"loss": "loss", "NLL": "nll", "perplexity": "perplexity", "DEMD": "demd"}
-        values = {word: event[f"validation_{key}"] for word, key in labels.items()}
-        parts = [f"{word} {x:.4g}" for word, x in values.items() if x is not None] or ["not finite"]
-        if changed is not None:
-            parts.append(f"NLL since step 0 {changed}")
+        keys = {"loss": "loss", "NLL": "nll", "perplexity": "perplexity", "DEMD": "demd"}
+        values = [(word, event[f"validation_{key}"]) for word, key in keys.items()]
+        parts = [f"{word} {x:.4g}" for word, x in values if x is not None] or ["not finite"]
+        parts += [f"NLL since step 0 {changed}"] if changed is not None else []
         title = "validation" if name == VALIDATION else f"validation {name}"
-        text = f"step {step:,}/{self._steps:,}  {title}: {', '.join(parts)}"
+        text = f"step {step:,}/{self._progress.steps:,}  {title}: {', '.join(parts)}"
         self._console.event("validation", text, BOLD, **event)
 
     def pause(self) -> None:
         """Leave the time since the last step out of the pace: it went into saving or validation."""
         now = self._clock()
         if self.active:
-            self._pace.pause(now - self._mark)
+            self._progress.pause(now - self._mark)
         self._mark = now
 
     def close(self) -> None:
@@ -239,17 +238,13 @@ class Metrics:
             if self._wandb is not None:
                 self._wandb.finish()
 
-    def _progress(self) -> Progress:
-        left = self._pace.left(self._steps - self._step)
-        next_ = upcoming(self._step, self._steps, self._every)
-        return Progress(self._step, self._steps, self._loss, self._pace.tokens_per_s, left, next_)
-
     def _write(self, group: str, record: dict[str, Any]) -> None:
         record = {"time": time.time(), "epoch": self._epochs * record["step"], **record}
         self._file.write(_line(record))
         self._file.flush()
-        others = {key: value for key, value in finite(record).items() if key not in ("set", "time")}
-        values = dict(_leaves(others, group))
+        values = dict(
+            _leaves({key: x for key, x in finite(record).items() if key not in ("set", "time")}, group)
+        )
         if self._board is not None:
             for key, value in values.items():
                 if key not in (f"{group}/step", f"{group}/tokens") and value is not None:
@@ -274,18 +269,16 @@ def _wandb_run(config: RunConfig) -> Any:
             config=config.model_dump(mode="json"),
         )
     except wandb.errors.Error as error:
-        line = one_line(error, 200)
-        raise UserError(
-            f"train.report_to=[wandb]: {line}; set WANDB_API_KEY, or WANDB_MODE=offline"
-        ) from None
+        problem = f"train.report_to=[wandb]: {one_line(error, 200)}"
+        raise UserError(f"{problem}; set WANDB_API_KEY, or WANDB_MODE=offline") from None
 
 
 def _mean(total: float, count: float) -> float:
     return total / count if count else math.nan
 
 
-def _added(a: Sequence[float], b: Sequence[float]) -> list[float]:
-    return [x + y for x, y in zip_longest(a, b, fillvalue=0.0)]
+def _added(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+    return [x + y for x, y in zip_longest(a, b, fillvalue=0)]
 
 
 def _leaves(record: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
@@ -297,12 +290,3 @@ def _leaves(record: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 def _line(record: dict[str, Any]) -> str:
     return json.dumps(finite(record), allow_nan=False) + "\n"
-
-
-def _numbers(value: Any) -> Any:
-    """Return a value that `finite` has made, with NaN for None."""
-    if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    return math.nan if value is None else value

@@ -11,12 +11,22 @@ from urllib.parse import quote
 
 import yaml
 
-from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, Row, Section, Table
-from emo.common.report.figure import Curve, Curves, Dot, Dots, Figure, Points, pairs
-from emo.common.report.numbers import DASH, Effect, between, changes, formatted, listed
+from emo.common.report.document import (
+    Block,
+    Cell,
+    Document,
+    Fold,
+    Items,
+    Quote,
+    Row,
+    Section,
+    Table,
+    estimated,
+)
+from emo.common.report.figure import Curve, Curves, Dots, Figure, Points, pairs
+from emo.common.report.numbers import DASH, Effect, changes, formatted, listed
 from emo.pipeline.report.console import duration
-from emo.pipeline.report.runs import KILLED, Gain, Run, as_json, gains
-from emo.pipeline.report.validation import Change
+from emo.pipeline.report.runs import KILLED, Gain, Run, ending, gains
 
 COLOURED = 8  # runs that curves show in colour; more are grey
 SAME = 1e-4  # relative difference of two values that a figure cannot tell apart
@@ -34,69 +44,67 @@ QUANTITIES = (
     ("memory_gib", "Peak memory of rank 0's GPU, GiB", ""),
     ("skipped", "Skipped steps", ""),
 )
+CURVES = (
+    "Means since the record before; circles: held-out data. Of more than 400 records the line is the mean of "
+    "neighbours, and the band goes from the least to the most of them."
+)
+CHANGES = (
+    "Nats per token, paired over documents: below zero gained, above zero lost. There is a verdict where the "
+    "95 % interval is without zero."
+)
+SUMMARY = (
+    "Tokens: supervised ones. Losses: the last NLL, nats per token. Skipped: steps without a finite "
+    "gradient, which changed nothing. Time: of training, without saving, validation and loading."
+)
+LAUNCHED = "A launch that was killed has no end; the next one took the steps after its last save again."
 MIXED = "A mixture holds for the steps after the one named, until the next. Shares need not add up to 1."
+PLANNED = (
+    "Of the last launch, without its first record, in which libraries compile. Tokens: all that a batch has "
+    "room for. MFU counts what the model needs, not what checkpointing computes again. Memory: rank 0's."
+)
 BAD = "Their rows are in bad_batches.jsonl. A step stands here twice where it was taken again."
 VERDICTS = {1: ("lost", "worse"), -1: ("gained", "better"), 0: ("no clear change", "unclear")}
 
 
-class Runs(list[Run]):
-    """The runs of a report. Curves show the first and those with the least loss in colour."""
+def document(runs: Sequence[Run], over: str, folder: Path) -> Document:
+    """Return the report. over: `step` or `tokens`, for curves; links are relative to `folder`.
 
-    def __init__(self, runs: Sequence[Run]) -> None:
-        super().__init__(runs)
-        best = sorted(range(len(runs)), key=lambda i: (i > 0, last_loss(runs[i])))
-        self.series = {i: n if n < COLOURED else None for n, i in enumerate(best)}
-        self.order = best[::-1]  # as curves are drawn, the best on top
-        self.several = len(self) > 1
-
-    def name(self, index: int) -> Cell:
-        """Return a run as rows call it."""
-        return Cell(self[index].name, mark=self.series[index] if self.several else "")
-
-    def figure(self, label: str, panels: Sequence[Dots | Curves], caption: str = "") -> Figure:
-        """Return a figure with the coloured runs in its legend, and the names of the others."""
-        legend = [(s, self[i].name) for i, s in sorted(self.series.items()) if s is not None]
-        greys = [run.name for i, run in enumerate(self) if self.series[i] is None]
-        return Figure(label, panels, caption, legend if self.several else (), greys)
-
-
-def document(run_list: Sequence[Run], over: str, folder: Path) -> Document:
-    """Return the report. over: `step` or `tokens`, for curves; links are relative to `folder`."""
-    runs, measured = Runs(run_list), gains(run_list)
-    panels = _curves(runs, over)
-    dots: dict[str, list[Dot]] = {}  # a panel for each validation set, or of a single run a row
+    Curves show the first run and those with the least loss in colour, the best on top.
+    """
+    several, measured = len(runs) > 1, gains(runs)
+    best = sorted(runs, key=lambda run: (run is not runs[0], last_loss(run)))
+    for n, run in enumerate(best):
+        run.series = n if n < COLOURED else None
+        run.mark = run.series if several else ""
+    effects: dict[str, list[Effect]] = {}  # by validation set, or all of a single run together
     for gain in measured:
         if (c := gain.change) is not None:
-            title, name = (gain.name, runs[gain.run].name) if runs.several else ("Since step 0", gain.name)
-            dots.setdefault(title, []).append(Dot(name, runs.series[gain.run], c.value, c.low, c.high))
+            title, name = (gain.set, gain.run.name) if several else ("Since step 0", gain.set)
+            effect = Effect(name, gain.run.series, c.direction, c.value, c.low, c.high)
+            effects.setdefault(title, []).append(effect)
+    panels = _curves(best[::-1], over)
+    legend = [(run.series, run.name) for run in best if run.series is not None] if several else ()
+    greys = [run.name for run in runs if run.series is None]
     caption = f"Change of the held-out loss since step 0 in {UNIT}: left of zero gained, right of it lost."
-    picture = Figure("Gained and lost", [Dots(title, rows, 0.0) for title, rows in dots.items()], caption)
+    picture = Figure("Gained and lost", [Dots(title, rows, 0.0) for title, rows in effects.items()], caption)
     if not picture and panels:
-        picture, panels = runs.figure("Curve", panels[:1]), panels[1:]
-    caption = (
-        "Means since the record before; circles: held-out data. Of more than 400 records the line is the "
-        "mean of neighbours, and the band goes from the least to the most of them."
-    )
-    evaluations = [d for run in runs for d in (run.path / "eval", run.path.parent)]
+        picture, panels = Figure("Curve", panels[:1], "", legend, greys), panels[1:]
     links = {
         str(d / EVALUATION[0]): quote(os.path.relpath(d / EVALUATION[0], folder))
-        for d in evaluations
+        for run in runs
+        for d in (run.path / "eval", run.path.parent)
         if all((d / name).is_file() for name in EVALUATION)
     }
     mixtures = [
-        [runs.name(i), m["mixture"] or "none: all rows alike", formatted(m["step"])]
-        for i, run in enumerate(runs)
+        [_name(run), m["mixture"] or "none: all rows alike", m["step"]]
+        for run in runs
         for m in run.last_launch.get("mixtures", ())
     ]
-    bad = [
-        [runs.name(i), f"{r['step']:,}", r["reason"], str(r.get("nll", DASH))]
-        for i, run in enumerate(runs)
-        for r in run.bad
-    ]
+    bad = [[_name(run), r["step"], r["reason"], str(r.get("nll", DASH))] for run in runs for r in run.bad]
     sections = [
-        Section("Gained and lost", _gains(runs, measured)),
+        Section("Gained and lost", _gains(measured, runs[0].name if several else "")),
         Section("Runs", _summary(runs)),
-        Section("Curves", runs.figure("Curves", panels, caption)),
+        Section("Curves", Figure("Curves", panels, CURVES, legend, greys)),
         Section("Launches", _launches(runs)),
         Section("Mixture of domains", Table(["Run", "Mixture", "After step"], mixtures, MIXED, 2)),
         Section("Plan and measurement", _plan(runs)),
@@ -105,11 +113,11 @@ def document(run_list: Sequence[Run], over: str, folder: Path) -> Document:
         Section("Evaluations", Items(links), page_only=True),
         Section("Settings", *_settings(runs), page_only=True),
     ]
-    about = f"{len(runs)} runs." if runs.several else f"Run {runs[0].path}."
+    about = f"{len(runs)} runs." if several else f"Run {runs[0].path}."
     title = f"Run report: {listed([run.name for run in runs])}"
     remarks = [remark for run in runs for remark in run.remarks]
-    answer = _answer(runs, measured)
-    return Document(title, answer, about, sections, picture, remarks, data=as_json(runs))
+    data = [gain.as_json() for gain in measured]
+    return Document(title, _answer(runs, effects), about, sections, picture, remarks, data=data)
 
 
 def last_loss(run: Run) -> float:
@@ -122,23 +130,26 @@ def _held_out(run: Run, key: str = "validation_nll", over: str = "step") -> Poin
     return pairs(run.held_out(run.sets[0]), over, key) if len(run.sets) == 1 else []
 
 
-def _answer(runs: Runs, measured: Sequence[Gain]) -> list[str]:
+def _name(run: Run) -> Cell:
+    return Cell(run.name, mark=run.mark)
+
+
+def _answer(runs: Sequence[Run], effects: dict[str, list[Effect]]) -> list[str]:
     """Return what was gained and lost on each validation set, or what is known without one; and states."""
-    effects: dict[str, list[Effect]] = {}
-    for gain in measured:
-        if (c := gain.change) is not None:
-            label = runs[gain.run].name if runs.several else f"the loss on {gain.name}"
-            effect = Effect(label, -c.value, -c.high, -c.low, -c.direction)
-            effects.setdefault(f"On {gain.name}" if runs.several else "Since step 0", []).append(effect)
-    answer = [f"{start}, {changes(group, UNIT, '{:.3f}')}." for start, group in effects.items()]
-    if answer:
-        answer = [" ".join(answer)] if len(answer) < 4 else answer
-    else:
+    several, answer = len(runs) > 1, []
+    for title, group in effects.items():
+        names = [label if several else f"the loss on {label}" for label, *_ in group]
+        losses = zip(names, group, strict=True)
+        gained = [Effect(n, e.series, -e.direction, -e.value, -e.high, -e.low) for n, e in losses]
+        answer.append(f"{f'On {title}' if several else title}, {changes(gained, UNIT, '{:.3f}')}.")
+    if len(answer) in range(1, 4):
+        answer = [" ".join(answer)]
+    elif not answer:
         best = min(runs, key=last_loss)
         value = f"{last_loss(best):.4g} {UNIT}"
         if last_loss(best) == float("inf"):
             answer = ["No loss is recorded yet."]
-        elif runs.several:
+        elif several:
             answer = [f"Of {len(runs)} runs {best.name} has the lowest last loss, {value}, with no interval."]
         else:
             answer = [f"The last loss is {value}; nothing was measured before training to compare it with."]
@@ -149,44 +160,36 @@ def _answer(runs: Runs, measured: Sequence[Gain]) -> list[str]:
     return [*answer, f"{'; '.join(names)}."] if len(states) < 5 else answer
 
 
-def _gains(runs: Runs, measured: Sequence[Gain]) -> Table:
-    def cell(c: Change | None) -> Cell:
-        return Cell(formatted(c.value, "{:+.4f}"), between(c.low, c.high, "{:+.4f}")) if c else Cell(DASH)
-
+def _gains(measured: Sequence[Gain], first: str) -> Table:
+    """Return the table of changes; first: the run that others are compared with, where there are several."""
     rows: list[Row] = []
-    for gain in measured:
-        c = gain.change
+    for _, name, step, start, end, *comparisons in measured:
+        c, run = comparisons[0], measured[len(rows)].run
         word, tone = VERDICTS[c.direction] if c else ("not comparable", "quiet")
-        if gain.start is None or (c and not c.interval):
-            word, tone = "not measured at step 0" if gain.start is None else "too few documents", "quiet"
-        run: Row = [runs.name(gain.run)] if runs.several else []
-        beside: Row = [cell(gain.against_first)] if runs.several else []
-        losses = [formatted(value, "{:.4f}") for value in (gain.start, gain.end)]
-        counts = [f"{gain.step:,}", f"{c.documents:,}" if c else DASH]
-        rows.append([gain.name, *run, Cell(word, tone=tone), cell(c), *losses, *counts, *beside])
+        if start is None or (c and not c.interval):
+            word, tone = "not measured at step 0" if start is None else "too few documents", "quiet"
+        change, against = (estimated(*x[:3], "{:+.4f}") if x else None for x in comparisons)
+        losses = [formatted(value, "{:.4f}") for value in (start, end)]
+        row = [Cell(word, tone=tone), change, *losses, step, c and c.documents]
+        rows.append([name, _name(run), *row, against] if first else [name, *row])
     head = ["Verdict", "Change", "Loss at step 0", "Loss now", "At step", "Documents"]
-    caption = (
-        "Nats per token, paired over documents: below zero gained, above zero lost. There is a verdict where "
-        "the 95 % interval is without zero."
-    )
-    if not runs.several:
-        return Table(["Set", *head], rows, caption, 2)
-    return Table(["Set", "Run", *head, f"Against {runs[0].name}"], rows, caption, 3)
+    head = ["Set", "Run", *head, f"Against {first}"] if first else ["Set", *head]
+    return Table(head, rows, CHANGES, 3 if first else 2)
 
 
-def _summary(runs: Runs) -> Table:
+def _summary(runs: Sequence[Run]) -> Table:
+    tones = {"finished": "better", KILLED: "worse", "failed": "worse"}
     rows: list[Row] = []
-    for i, run in enumerate(runs):
-        state = run.state(time.time())
-        tones = {"finished": "better", KILLED: "worse", "failed": "worse"}
-        tone = tones.get(state.split(":")[0], "unclear")
+    for run in runs:
+        state, objective = run.state(time.time()), run.config.get("objective", {})
         origin = str(run.config.get("model", {}).get("path") or "a new model")
+        minimised = " + ".join(part["name"] for part in objective.get("sum") or ()) or objective.get("name")
         last, held_out = run.trained[-1] if run.trained else {}, [y for _, y in _held_out(run)]
         losses = [formatted(loss, "{:.4g}") for loss in (last.get("nll"), held_out[-1] if held_out else None)]
-        skipped = str(sum(r.get("skipped", 0) for r in run.trained))
+        skipped = sum(r.get("skipped", 0) for r in run.trained)
         spent = duration(sum(seconds for _, seconds, _ in run.seconds()))
-        words: Row = [runs.name(i), Cell(state, tone=tone), origin, run.objective, run.progress]
-        rows.append([*words, formatted(last.get("tokens")), *losses, skipped, spent])
+        words = [Cell(state, tone=tones.get(state.split(":")[0], "unclear")), origin, minimised, run.progress]
+        rows.append([_name(run), *words, last.get("tokens"), *losses, skipped, spent])
     head = [
         "Run",
         "State",
@@ -199,14 +202,10 @@ def _summary(runs: Runs) -> Table:
         "Skipped",
         "Time",
     ]
-    caption = (
-        "Tokens: supervised ones. Losses: the last NLL, nats per token. Skipped: steps without a finite "
-        "gradient, which changed nothing. Time: of training, without saving, validation and loading."
-    )
-    return Table(head, rows, caption, 4)
+    return Table(head, rows, SUMMARY, 4)
 
 
-def _curves(runs: Runs, over: str) -> list[Curves]:
+def _curves(runs: Sequence[Run], over: str) -> list[Curves]:
     """Return a panel for each quantity, each of several validation sets, and each domain."""
     drawn: dict[str, list[tuple[Points, Points]]] = {}  # by title; of each run a line and circles
     single = all(len(run.sets) < 2 for run in runs)
@@ -215,10 +214,8 @@ def _curves(runs: Runs, over: str) -> list[Curves]:
     skips = any(r.get("skipped") for run in runs for r in run.trained)
     for key, title, held_out in QUANTITIES:
         if (key != "loss" or not is_likelihood) and (key != "skipped" or skips):
-            drawn[title] = [
-                (pairs(run.trained, over, key), _held_out(run, held_out, over) if single else [])
-                for run in runs
-            ]
+            marks = [_held_out(run, held_out, over) if single else [] for run in runs]
+            drawn[title] = [(pairs(run.trained, over, key), m) for run, m in zip(runs, marks, strict=True)]
     for name in [] if single else dict.fromkeys(name for run in runs for name in run.sets):
         measured = [pairs(run.held_out(name), over, "validation_nll") for run in runs]
         drawn[f"Held-out loss on {name}"] = [(points, points) for points in measured]
@@ -230,71 +227,60 @@ def _curves(runs: Runs, over: str) -> list[Curves]:
         drawn[f"Loss on domain {name}"] = [(pairs(part, over, "nll"), []) for part in parts]
     unit = "steps" if over == "step" else "tokens"
     return [
-        Curves(title, [Curve(runs.series[i], *points[i]) for i in runs.order if any(points[i])], unit)
+        Curves(title, [Curve(run.series, *p) for run, p in zip(runs, points, strict=True) if any(p)], unit)
         for title, points in drawn.items()
         if any(map(any, points))
     ]
 
 
-def _launches(runs: Runs) -> Table:
+def _launches(runs: Sequence[Run]) -> Table:
     rows: list[Row] = []
-    for i, run in enumerate(runs):
+    for run in runs:
         for launch in run.launches:
-            begin, end = launch.begin, launch.end or {}
+            end = launch["end"]
             is_last = not end and launch is run.launches[-1]
-            ending = run.state(time.time()) if is_last else launch.ending
-            began, ended = (
-                time.strftime("%Y-%m-%d %H:%M", time.localtime(t)) if t else DASH
-                for t in (begin.get("time"), end.get("time"))
-            )
-            device, facts = str(begin.get("device", DASH)), ("ranks", "hosts", "zero_stage", "micro_batch")
-            numbers = [formatted(begin.get(key)) for key in facts]
-            steps = formatted(begin["step"]), formatted(end.get("step"))
-            rows.append([runs.name(i), ending, device, began, steps[0], ended, steps[1], *numbers])
+            times = [r.get("time") for r in (launch, end)]
+            began, ended = (t and time.strftime("%Y-%m-%d %H:%M", time.localtime(t)) for t in times)
+            numbers = [launch.get(key) for key in ("ranks", "hosts", "zero_stage", "micro_batch")]
+            words = [_name(run), run.state(time.time()) if is_last else ending(launch), launch.get("device")]
+            rows.append([*words, began, launch["step"], ended, end.get("step"), *numbers])
     head = ["Run", "How it ended", "Device", "Began", "After step", "Ended", "At step", "Ranks", "Hosts"]
-    caption = "A launch that was killed has no end; the next one took the steps after its last save again."
-    return Table([*head, "ZeRO stage", "Rows per pass"], rows, caption, 3)
+    return Table([*head, "ZeRO stage", "Rows per pass"], rows, LAUNCHED, 3)
 
 
-def _plan(runs: Runs) -> Table:
+def _plan(runs: Sequence[Run]) -> Table:
     rows: list[Row] = []
-    for i, run in enumerate(runs):
-        plan, cells = run.last_launch.get("planned") or {}, []
+    for run in runs:
         size = run.last_launch.get("batch", 0) * run.last_launch.get("block", 0)
-        values = [run.measured(), [plan.get(key) for key in ("seconds", "mfu", "memory_gib")]]
-        both = [(s, size / s if s and size else None, mfu, memory) for s, mfu, memory in values]
+        both, cells = [], []
+        for values in (run.measured(), run.last_launch.get("planned") or {}):
+            seconds = values.get("seconds")
+            tokens = size / seconds if seconds and size else None
+            both.append((seconds, tokens, values.get("mfu"), values.get("memory_gib")))
         for after, before, form in zip(*both, ("{:.3g}", "{:,.0f}", "{:.1%}", "{:.1f}"), strict=True):
             ratio = f", ratio {after / before:.2f}" if before and after is not None else ""
-            cells.append(
-                Cell(formatted(after, form), f"planned {formatted(before, form)}{ratio}" if before else "")
-            )
-        if run.launches and any(x is not None for row in both for x in row):
-            rows.append([runs.name(i), *cells])
-    head = ["Run", "Seconds per step", "Tokens per second", "MFU", "Peak memory, GiB"]
-    caption = (
-        "Of the last launch, without its first record, in which libraries compile. Tokens: all that a batch "
-        "has room for. MFU counts what the model needs, not what checkpointing computes again. Memory: rank "
-        "0's."
-    )
-    return Table(head, rows, caption)
+            note = f"planned {formatted(before, form)}{ratio}" if before else ""
+            cells.append(Cell(formatted(after, form), note))
+        if run.launches and any(x is not None for values in both for x in values):
+            rows.append([_name(run), *cells])
+    return Table(["Run", "Seconds per step", "Tokens per second", "MFU", "Peak memory, GiB"], rows, PLANNED)
 
 
-def _samples(runs: Runs) -> list[Block]:
+def _samples(runs: Sequence[Run]) -> list[Block]:
     blocks: list[Block] = []
     for prompt in dict.fromkeys(r["prompt"] for run in runs for r in run.samples):
-        for i, run in enumerate(runs):
+        for run in runs:
             records = [r for r in run.samples if r["prompt"] == prompt]
             texts = [Quote(r["text"], prompt, f"{run.name}, after step {r['step']:,}") for r in records]
-            earlier = Fold(f"{run.name}: {len(texts) - 1} earlier", texts[:-1], runs.name(i).mark)
-            blocks += [*texts[-1:], earlier]
+            blocks += [*texts[-1:], Fold(f"{run.name}: {len(texts) - 1} earlier", texts[:-1], run.mark)]
     return blocks
 
 
-def _settings(runs: Runs) -> list[Fold]:
+def _settings(runs: Sequence[Run]) -> list[Fold]:
     folds = []
-    for run in runs:
+    for run in (run for run in runs if run.config):
         facts: dict[str, Any] = run.last_launch
         versions = [f"{k} {facts[k]}" for k in ("git", "torch", "transformers", "deepspeed") if k in facts]
         text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
-        folds += [Fold(run.name, [", ".join(versions), Quote(text)])] if run.config else []
+        folds.append(Fold(run.name, [", ".join(versions), Quote(text)]))
     return folds

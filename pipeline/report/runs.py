@@ -31,28 +31,6 @@ ENDED = ("finished", "stopped", "failed")  # what a heartbeat says of a launch t
 ALIVE = 60.0  # seconds that a heartbeat of a living run is old at most
 
 
-class Launch(NamedTuple):
-    """A launch that trained: its first line, and its last if it could write one."""
-
-    begin: dict[str, Any]
-    end: dict[str, Any] | None
-
-    @property
-    def ending(self) -> str:
-        """Return how it ended, as it noted."""
-        if self.end is None:
-            return KILLED
-        return f"{self.end['how']}: {self.end['reason']}" if self.end.get("reason") else str(self.end["how"])
-
-
-class Measured(NamedTuple):
-    """The speed of a launch, without its first record where there are others: it compiles and warms up."""
-
-    seconds: float | None  # of training, per step
-    mfu: float | None
-    memory_gib: float | None
-
-
 @dataclass
 class Run:
     """One run directory."""
@@ -61,11 +39,13 @@ class Run:
     path: Path
     config: dict[str, Any] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)  # of metrics.jsonl
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[dict[str, Any]] = field(default_factory=list)  # first lines, with the last one as `end`
     samples: list[dict[str, Any]] = field(default_factory=list)
     bad: list[dict[str, Any]] = field(default_factory=list)  # of bad_batches.jsonl
     beat: dict[str, Any] = field(default_factory=dict)
     remarks: list[str] = field(default_factory=list)  # on what could not be read
+    series: int | None = 0  # in figures; None: in grey
+    mark: int | str | None = ""  # in tables
 
     @property
     def trained(self) -> list[dict[str, Any]]:
@@ -83,23 +63,17 @@ class Run:
 
     @property
     def last_launch(self) -> dict[str, Any]:
-        """Return the first line of the last launch; empty where there is none."""
-        return self.launches[-1].begin if self.launches else {}
+        """Return the last launch; empty where there is none."""
+        return self.launches[-1] if self.launches else {}
 
     @property
     def progress(self) -> str:
         """Return the last step on record, which may be later than the last metrics, of how many."""
-        ends = [launch.end or {} for launch in self.launches[-1:]]
-        steps = [number(r.get("step")) for r in (*self.trained[-1:], self.beat, self.last_launch, *ends)]
+        last = self.last_launch
+        steps = [number(r.get("step")) for r in (*self.trained[-1:], self.beat, last, last.get("end", {}))]
         reached = max((int(step) for step in steps if step is not None), default=None)
-        total = self.last_launch.get("steps")
+        total = last.get("steps")
         return DASH if reached is None else f"{reached:,}{f' of {total:,}' if total else ''}"
-
-    @property
-    def objective(self) -> str:
-        """Return the name of what the run minimises."""
-        section = self.config.get("objective", {})
-        return " + ".join(p["name"] for p in section.get("sum") or ()) or str(section.get("name") or DASH)
 
     def state(self, now: float) -> str:
         """Return how the run is doing, in words."""
@@ -108,7 +82,7 @@ class Run:
         doing = str(self.beat.get("doing", ENDED[0]))
         if now - (number(self.beat.get("time")) or -math.inf) < ALIVE and doing not in ENDED:
             return f"runs: {doing}"
-        return self.launches[-1].ending if self.launches else "unknown"
+        return ending(self.last_launch) if self.launches else "unknown"
 
     def seconds(self) -> list[tuple[dict[str, Any], float, int]]:
         """Return (record, seconds of training, steps) of every record that has a rate."""
@@ -120,18 +94,27 @@ class Run:
             tokens, step = tokens if total is None else total, record["step"]
         return rows
 
-    def measured(self) -> Measured:
-        """Return what the last launch took of time and memory."""
+    def measured(self) -> dict[str, float | None]:
+        """Return seconds per step, MFU and memory of the last launch, as `planned` has them.
+
+        Its first record, in which libraries compile, is left out where there are others.
+        """
         first = self.last_launch.get("step", 0)
         rows = [row for row in self.seconds() if row[0]["step"] > first]
         rows = rows[1:] or rows
         shares = [(mfu, seconds) for r, seconds, _ in rows if (mfu := r.get("mfu")) is not None]
         peaks = [p for r in self.trained if r["step"] > first and (p := r.get("memory_gib")) is not None]
-        return Measured(
-            sum(row[1] for row in rows) / sum(row[2] for row in rows) if rows else None,
-            sum(mfu * s for mfu, s in shares) / sum(s for _, s in shares) if shares else None,
-            max(peaks, default=None),
-        )
+        return {
+            "seconds": sum(row[1] for row in rows) / sum(row[2] for row in rows) if rows else None,
+            "mfu": sum(mfu * s for mfu, s in shares) / sum(s for _, s in shares) if shares else None,
+            "memory_gib": max(peaks, default=None),
+        }
+
+
+def ending(launch: dict[str, Any]) -> str:
+    """Return how a launch ended, as it noted."""
+    end = launch["end"]
+    return f"{end['how']}: {end['reason']}" if end.get("reason") else str(end.get("how", KILLED))
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
@@ -165,9 +148,9 @@ def _read(path: Path) -> Run:
             run.remarks.append(f"{run_dir / name}: {counted(damaged, 'damaged line')} left out.")
     for line in lines[LAUNCHES]:  # every beginning with the end that follows it
         if line["event"] == "begin":
-            run.launches.append(Launch(line, None))
-        elif run.launches and run.launches[-1].end is None:
-            run.launches[-1] = Launch(run.launches[-1].begin, line)
+            run.launches.append(line | {"end": {}})
+        elif run.launches:
+            run.launches[-1]["end"] = run.launches[-1]["end"] or line
     run.samples, run.bad = lines[SAMPLES], lines[BAD_BATCHES]
     return run
 
@@ -175,13 +158,18 @@ def _read(path: Path) -> Run:
 class Gain(NamedTuple):
     """The last measurement of a run's validation set, and how its NLL changed since step 0."""
 
-    run: int  # index
-    name: str  # of the set
+    run: Run
+    set: str
     step: int
     start: float | None  # NLL at step 0, nats per token
     end: float | None
     change: Change | None
     against_first: Change | None  # from the first run's last measurement of the same documents to this one
+
+    def as_json(self) -> dict[str, Any]:
+        """Return its numbers."""
+        changes = {key: c and c._asdict() for key, c in zip(self._fields[-2:], self[-2:], strict=True)}
+        return self._asdict() | {"run": str(self.run.path)} | changes
 
 
 def gains(runs: Sequence[Run]) -> list[Gain]:
@@ -189,9 +177,8 @@ def gains(runs: Sequence[Run]) -> list[Gain]:
     lines = []
     for name in dict.fromkeys(name for run in runs for name in run.sets):
         reference = None  # of the first run
-        for i, run in enumerate(runs):
-            records = run.held_out(name)
-            if not records:
+        for run in runs:
+            if not (records := run.held_out(name)):
                 continue
             first, last = records[0], records[-1]
             after, initial = read(run.path, name, last["step"]), first["step"] == 0
@@ -199,25 +186,9 @@ def gains(runs: Sequence[Run]) -> list[Gain]:
             if last["step"] > 0:
                 start = first.get("validation_nll") if initial else None
                 changes = [change(d, after) if d and after else None for d in (before, reference)]
-                lines.append(Gain(i, name, last["step"], start, last.get("validation_nll"), *changes))
-            reference = after if i == 0 else reference
+                lines.append(Gain(run, name, last["step"], start, last.get("validation_nll"), *changes))
+            reference = after if run is runs[0] else reference
     return lines
-
-
-def as_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the numbers of `gains` as a list of objects, one for each run and set."""
-    return [
-        {
-            "run": str(runs[gain.run].path),
-            "set": gain.name,
-            "step": gain.step,
-            "start": gain.start,
-            "end": gain.end,
-            "change": gain.change and gain.change._asdict(),
-            "against_first": gain.against_first and gain.against_first._asdict(),
-        }
-        for gain in gains(runs)
-    ]
 
 
 def regressions(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[bool, str]]:
@@ -225,13 +196,13 @@ def regressions(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[bool, s
 
     Raises UserError for a set that a run does not have, and where nothing can be said yet.
     """
-    measured = {(gain.run, gain.name): gain for gain in gains(runs)}
+    measured = {(gain.run.path, gain.set): gain for gain in gains(runs)}
     verdicts = []
-    for i, run in enumerate(runs):
+    for run in runs:
         for name in names:
             if name not in run.sets:
                 raise UserError(f"{run.path} has no validation set {name}; {nearest(name, run.sets)}")
-            gain = measured.get((i, name))
+            gain = measured.get((run.path, name))
             if gain is None or gain.change is None or not math.isfinite(gain.change.low):
                 raise UserError(
                     f"no verdict on {name}: {run.path} has not measured {FEWEST} documents or more both at "

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from emo.common.errors import UserError
 from emo.common.files import write_text
@@ -26,10 +25,7 @@ class Samples:
     """The prompts of a run as token ids, and the file of their continuations."""
 
     def __init__(self, config: RunConfig, step: int, writes: bool) -> None:
-        """step: after which the run goes on; what was sampled later is dropped, as in metrics.jsonl.
-
-        Raises UserError like `prompt_ids`.
-        """
+        """step: after which the run goes on; what was sampled later is dropped, as in metrics.jsonl."""
         self.prompts, self._tokens = config.train.sample_prompts, config.train.sample_tokens
         self._path, self._writes = config.output_dir / SAMPLES, writes
         self._ids = prompt_ids(config)
@@ -89,25 +85,22 @@ def continuations(
     same tokens, those of rank 0, because under ZeRO-3 all take part in each. No random number is drawn.
     """
     lengths = torch.tensor([len(ids) for ids in prompts], device=trainer.world.device)
-    widest = int(max(map(len, prompts)))
+    rows, widest = torch.arange(len(prompts), device=lengths.device), int(max(map(len, prompts)))
     ids = lengths.new_zeros((len(prompts), widest + tokens))  # attention is causal: what is later is unseen
     for row, prompt in enumerate(prompts):
         ids[row, : len(prompt)] = torch.tensor(prompt)
+    keeps = "logits_to_keep" in getattr(unwrap(trainer.model), "order", ())
     trainer.ds.eval()
     with torch.compiler.set_stance("force_eager"):  # another length at every pass
         for count in range(tokens):
-            last = lengths + (count - 1)
-            chosen = _next_logits(trainer, ids[:, : widest + count], last).argmax(-1)
+            last, seen = lengths + (count - 1), ids[:, : widest + count]
+            if keeps:  # the head need not see the other positions
+                positions, which = last.unique(return_inverse=True)
+                logits = trainer.ds(input_ids=seen, logits_to_keep=positions).logits[rows, which]
+            else:
+                logits = trainer.ds(input_ids=seen).logits[rows, last]
+            chosen = logits.argmax(-1)
             dist.broadcast(chosen, 0)
-            ids[torch.arange(len(prompts), device=ids.device), last + 1] = chosen
+            ids[rows, last + 1] = chosen
     generated = [row[n : n + tokens] for row, n in zip(ids.tolist(), map(len, prompts), strict=True)]
     return [row[: row.index(end)] if end in row else row for row in generated]
-
-
-def _next_logits(trainer: Engine, ids: Tensor, last: Tensor) -> Tensor:
-    """Return logits [b, V] after position `last` [b] of each row of `ids` [b, L]."""
-    rows = torch.arange(len(ids), device=ids.device)
-    if "logits_to_keep" in getattr(unwrap(trainer.model), "order", ()):  # the head need not see the others
-        positions, which = last.unique(return_inverse=True)
-        return trainer.ds(input_ids=ids, logits_to_keep=positions).logits[rows, which]
-    return trainer.ds(input_ids=ids).logits[rows, last]

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from emo.common.errors import UserError
@@ -14,7 +13,7 @@ from emo.eval.compare import compare_pair, regression, table
 from emo.eval.results import read_models
 from emo.eval.store import replace, seal
 from tests.helpers.evaluating import command
-from tests.helpers.results import fabricated, write_model, write_result
+from tests.helpers.results import fabricated, write_result
 from tests.helpers.said import lines
 
 
@@ -24,25 +23,12 @@ def test_a_clear_regression_is_one(tmp_path: Path) -> None:
     verdict = regression(good, bad)
     assert verdict.regressions and "sst2 -20.0 points" in verdict.summary
     assert "mean -10.0 points" in verdict.summary
-    assert not regression(bad, good).regressions  # better is no regression
+    assert not regression(bad, good).regressions and not regression(good, bad, only=["trec"]).regressions
+    assert regression(good, bad, 5.0).regressions != regression(good, bad, 15.0).regressions
     with pytest.raises(UserError) as error:
         regression(good, good)
     assert error.value.code == "own-baseline"
     assert "-20.0" in table(good, bad) and "*" in table(good, bad).splitlines()[2]
-
-
-def test_noise_is_no_regression_unless_a_drop_is_forbidden(tmp_path: Path) -> None:
-    rng = np.random.default_rng(0)
-    a = rng.random(100) < 0.7
-    b = a.copy()
-    b[:6], b[6:10] = ~b[:6], ~b[6:10]
-    first = fabricated(tmp_path, "a", {"sst2": a.tolist()})
-    second = fabricated(tmp_path, "b", {"sst2": b.tolist()})
-    drop = 100 * (a.mean() - b.mean())
-    worse = (first, second) if drop > 0 else (second, first)
-    assert not regression(*worse).regressions
-    assert regression(*worse, max_drop=abs(drop) - 0.1).regressions
-    assert not regression(*worse, max_drop=abs(drop) + 0.1).regressions
 
 
 def test_one_row_per_subject_is_not_a_regression(tmp_path: Path) -> None:
@@ -62,26 +48,7 @@ def test_one_row_per_subject_is_not_a_regression(tmp_path: Path) -> None:
     assert not regression(first, second).regressions
 
 
-def test_no_difference_is_a_regression_in_one_of_twenty_at_most(tmp_path: Path) -> None:
-    """The gate as a whole: two equal models, few rows per subject, two tasks."""
-    rng = np.random.default_rng(3)
-    groups = [f"s{i // 2}" for i in range(40)]
-    raised, rounds = 0, 150
-    for number in range(rounds):
-        out = tmp_path / str(number)
-        for name in "ab":
-            write_model(out, name)
-            write_result(out, name, "mmlu", (rng.random(40) < 0.5).tolist(), groups)
-            write_result(out, name, "sst2", (rng.random(40) < 0.7).tolist())
-        raised += bool(regression(*read_models([out])).regressions)
-    assert raised <= 10  # one-sided, so far fewer than 5 % are expected
-
-
-DIFFERENT: list[dict[str, Any]] = [
-    {"prompt": "x"}, {"shots": 4}, {"retriever": "bm25"}, {"encoder": "x"}, {"test_rows": "x"},
-    {"pool_rows": "x"}, {"score": "suffix_sum"}, {"inferencer": "ppl"}, {"faithful": True},
-    {"max_tokens": 512}, {"scorer": 2}, {"unheard_of": 1},
-]  # fmt: skip
+DIFFERENT: list[dict[str, Any]] = [{"prompt": "x"}, {"shots": 4}, {"max_tokens": 512}, {"unheard_of": 1}]
 
 
 @pytest.mark.parametrize("changed", DIFFERENT, ids=str)
@@ -102,50 +69,18 @@ def test_what_cannot_be_compared_is_refused(changed: dict[str, Any], tmp_path: P
         assert code == 2 and not out and len(lines(err)) == 1
 
 
-def test_other_records_cannot_be_compared(tmp_path: Path) -> None:
-    a = fabricated(tmp_path, "a", {"sst2": [True] * 10})
-    b = fabricated(tmp_path, "b", {"sst2": [True] * 11})
-    assert "different rows" in compare_pair(a, b, ["sst2"]).refused["sst2"]
-    with pytest.raises(UserError, match="no task in common"):
-        regression(a, fabricated(tmp_path, "c", {"trec": [True] * 10}))
-
-
-def test_damaged_records_are_told(tmp_path: Path) -> None:
-    fabricated(tmp_path, "a", {"sst2": [True] * 10})
-    b = fabricated(tmp_path, "b", {"sst2": [True] * 10})
-    chunk = tmp_path / "store" / b.keys["sst2"] / "chunks" / "00000.json"
-    chunk.write_text(chunk.read_text()[:-20])
-    code, out, err = command("compare", "a", "b", "--results", tmp_path)
-    assert code == 2 and str(chunk) in err and len(lines(err)) == 1 and not out
-
-
 def test_stray_and_truncated_files_are_skipped_with_a_line(tmp_path: Path) -> None:
-    fabricated(tmp_path, "a", {"sst2": [True] * 10, "trec": [True] * 10})
-    fabricated(tmp_path, "b", {"sst2": [True] * 10})
+    for name in "ab":
+        fabricated(tmp_path, name, {"sst2": [True] * 10})
     directory = tmp_path / "models" / "a"
     view = (directory / "sst2.json").read_text()
     texts = {"notes.json": '{"mine": 1}', "sst3.json": view[: len(view) // 2], "list.json": "[1, 2]"}
+    texts["../c/model.json"] = '{"name": "c"'
+    (tmp_path / "models" / "c").mkdir()
     for name, text in texts.items():
         (directory / name).write_text(text)
-    (directory / "directory.json").mkdir()
-    (tmp_path / "models" / "c").mkdir()
-    (tmp_path / "models" / "c" / "model.json").write_text('{"name": "c"')
-    (tmp_path / "models" / ".DS_Store").write_text("")
     code, _, err = command("compare", "a", "b", "--results", tmp_path)
     assert code == 0 and len(lines(err)) == 4
-    assert all(str(directory / name) in err and (directory / name).exists() for name in texts)
-
-
-@pytest.mark.parametrize("missing", ["conditions", "worst"])
-def test_a_result_of_another_version_is_skipped(missing: str, tmp_path: Path) -> None:
-    fabricated(tmp_path, "a", {"sst2": [True] * 10, "trec": [True] * 10})
-    path = tmp_path / "models" / "a" / "trec.json"
-    view = json.loads(path.read_text())
-    del view["result"][missing]
-    path.write_text(json.dumps(view))
-    messages: list[str] = []
-    (model,) = read_models([tmp_path], messages.append)
-    assert list(model.results) == ["sst2"] and len(messages) == 1
 
 
 def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None:
@@ -167,14 +102,6 @@ def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None
     assert [line for line in markdown.splitlines() if "| unreadable |" in line and "| b |" in line]
     sealed.write_text("{")  # what is damaged itself cannot contradict
     assert "trec" in read_models([tmp_path])[1].results
-
-
-def test_names_cannot_act_on_the_terminal(tmp_path: Path) -> None:
-    hostile = "\x1b[31mred\x1b[0m\u202e"
-    for name in "ab":
-        fabricated(tmp_path, name, {"sst2": [True] * 10}, title=hostile)
-    code, out, _ = command("compare", "a", "b", "--results", tmp_path)
-    assert code == 0 and "\x1b" not in out and "\u202e" not in out and "\\x1b[31mred" in out
 
 
 def test_a_gate_on_named_tasks_heeds_no_others(tmp_path: Path) -> None:

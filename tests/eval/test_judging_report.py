@@ -7,8 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from emo.eval.judging import results
 from emo.eval.judging.answers import Question
 from emo.eval.judging.pairs import Judged, Pair, row_of
@@ -78,29 +76,3 @@ def test_three_formats_show_the_same_numbers(tmp_path: Path) -> None:
     assert pair["difference"] > 0.4 and "Between models" in page and "Between models" in markdown
     assert page.count("reply 8 1") == 2, "each comparison shows five of its pairs"
     assert page.count(">Question<") == 10 and markdown.count("ask 0") == 2
-
-
-def test_people_nothing_readable_and_everything_won(tmp_path: Path) -> None:
-    numbers = keep(tmp_path, judged("emo", "aaaabbbttu", human=("a", "a", "b")))
-    assert numbers["human"]["agreement"]["value"] == pytest.approx(0.4)
-    keep(tmp_path, judged("none", "uuu"))
-    keep(tmp_path, judged("all", "b" * 12))
-    page, markdown, data = written(tmp_path)
-    assert "Agreement with people" in page and "| 40.0 (" in markdown
-    rates = {f["b"]: f["win_rate"] and f["win_rate"]["value"] for f in data["judgements"]}
-    assert rates["none"] is None and rates["all"] == 1.0
-    assert "3 pairs have an unreadable verdict" in page
-
-
-def test_damaged_judgements_are_skipped_with_a_line(tmp_path: Path) -> None:
-    for name in ("one", "two", "three", "four"):
-        keep(tmp_path, judged(name, "ab" * 10))
-    folder = tmp_path / "judgements"
-    one, two, three = (folder / f"{name}-vs-mle-auto-j-judge.json" for name in ("one", "two", "three"))
-    one.write_text(one.read_text()[:200])
-    changed = json.loads(two.read_text())
-    two.write_text(json.dumps(changed | {"win_rate": "much"}))
-    three.with_suffix(".jsonl").write_text("{}\n")
-    _, _, found = written(tmp_path)
-    assert {judgement["b"] for judgement in found["judgements"]} == {"three", "four"}
-    assert len([line for line in found["skipped"] if "judge again" in line]) == 3

@@ -18,39 +18,27 @@ def outcomes(n: int, p: float, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("n", "correct"), [(1, 0), (1, 1), (28, 0), (28, 28), (500, 500), (7, 3)])
-def test_an_interval_has_width_and_holds_its_accuracy(n: int, correct: int) -> None:
+def test_an_interval_has_width_and_is_wilsons(n: int, correct: int) -> None:
     """100 % of 20 rows is not known to be 100 %."""
     outcomes = [True] * correct + [False] * (n - correct)
     expected = scipy_stats.binomtest(correct, n).proportion_ci(0.95, method="wilson")
     for groups in (None, [str(i) for i in range(n)]):
         actual = stats.accuracy(outcomes, groups)
         assert 0 <= actual.interval.low <= actual.value <= actual.interval.high <= 1
-        assert actual.interval.high - actual.interval.low > 0.007
         if groups is None or correct in (0, n):
-            assert actual.interval.low == pytest.approx(expected.low)
-            assert actual.interval.high == pytest.approx(expected.high)
+            assert (actual.interval.low, actual.interval.high) == pytest.approx((expected.low, expected.high))
 
 
 def test_groups_are_averaged_unweighted() -> None:
     right = np.concatenate([outcomes(400, 0.9), outcomes(100, 0.2, 3)])
-    groups = ["big"] * 400 + ["small"] * 100
-    actual = stats.accuracy(right.tolist(), groups)
+    actual = stats.accuracy(right.tolist(), ["big"] * 400 + ["small"] * 100)
     assert actual.value == pytest.approx((right[:400].mean() + right[400:].mean()) / 2)
     assert actual.correct == right.sum() and actual.n == 500
-    rng = np.random.default_rng(1)  # many rows per group: what resampling inside the groups gives
-    draws = (rng.binomial(400, right[:400].mean(), 8000) / 400) / 2
-    draws += (rng.binomial(100, right[400:].mean(), 8000) / 100) / 2
-    assert (actual.interval.low, actual.interval.high) == pytest.approx(
-        np.quantile(draws, [0.025, 0.975]), abs=0.01
-    )
 
 
 SIZES = {
     "1 row": [1] * 57,
     "2 rows": [2] * 57,
-    "4 rows": [4] * 57,
-    "20 rows": [20] * 57,
-    "28 subjects of 1 row": [1] * 28,
     "1 to 40 rows": [1, 1, 2, 2, 3, 4, 6, 8, 12, 16, 20, 30, 40] * 3,
     "no groups": [200],
 }
@@ -112,29 +100,6 @@ def test_the_paired_interval_is_bonett_and_prices() -> None:
     half = 1.959964 * np.sqrt((p12 + p21 - (p21 - p12) ** 2) / 102)
     expected = (p21 - p12 - half, p21 - p12 + half)
     assert (actual.interval.low, actual.interval.high) == pytest.approx(expected, abs=1e-6)
-    a, b = outcomes(1500, 0.6, 1), outcomes(1500, 0.66, 2)
-    rng = np.random.default_rng(0)
-    rows = rng.integers(0, 1500, (4000, 1500))
-    draws = (b[rows].astype(int) - a[rows]).mean(axis=1)
-    interval = compared(a, b).interval
-    assert (interval.low, interval.high) == pytest.approx(np.quantile(draws, [0.025, 0.975]), abs=0.005)
-
-
-def test_equal_models_do_not_differ() -> None:
-    a = outcomes(100, 0.5).tolist()
-    actual = compared(a, a)
-    assert (actual.difference, actual.p_mcnemar) == (0, 1)
-    assert actual.interval.low < 0 < actual.interval.high
-    assert stats.mean_difference([stats.pairs(a, a)] * 3).p == 1
-
-
-def test_the_test_of_one_task_is_mcnemars() -> None:
-    a, b = outcomes(150, 0.6, 1), outcomes(150, 0.75, 2)
-    actual = stats.mean_difference([stats.pairs(a.tolist(), b.tolist())])
-    assert actual.p == compared(a, b).p_mcnemar
-    assert (actual.difference, actual.interval.low) == pytest.approx(
-        (compared(a, b).difference, compared(a, b).interval.low)
-    )
 
 
 def test_the_test_of_the_mean_is_that_of_random_signs() -> None:
@@ -148,42 +113,17 @@ def test_the_test_of_the_mean_is_that_of_random_signs() -> None:
     assert stats.mean_difference([first, second]).p == pytest.approx(exact, abs=0.01)
 
 
-def test_the_test_of_the_mean_keeps_its_level() -> None:
-    """Tasks of unequal size, one with groups of a single row."""
-    rejected = 0
-    for seed in range(300):
-        tasks = [
-            stats.pairs(
-                outcomes(n, 0.6, 10 * seed + n).tolist(), outcomes(n, 0.6, 10 * seed + n + 1).tolist(), g
-            )
-            for n, g in ((28, [str(i) for i in range(28)]), (60, None), (200, None))
-        ]
-        rejected += stats.mean_difference(tasks, seed).p < 0.05
-    assert rejected <= 26  # more in 1 of 1,000 tries
-
-
-def test_tests_keep_their_level() -> None:
-    """Under no difference McNemar's exact test rejects at most 5 %, and Holm over 8 tasks too."""
-    alone = family = 0
-    for seed in range(60):
-        seeds = [1000 * seed + t for t in range(8)]
-        p = [compared(outcomes(60, 0.6, s), outcomes(60, 0.6, s + 500)).p_mcnemar for s in seeds]
-        alone += p[0] < 0.05
-        family += min(stats.holm(p)) < 0.05
-    assert alone <= 8 and family <= 8
-
-
 def test_holm() -> None:
     assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert stats.holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
     assert stats.holm([]) == []
 
 
-def test_mean_and_deviation_over_seeds() -> None:
-    assert stats.mean_sd([0.5, 0.6, 0.7]) == pytest.approx((0.6, 0.1))
-    assert stats.mean_sd([0.5]) == (0.5, None)
-
-
-def test_pairs_must_be_of_the_same_rows() -> None:
-    with pytest.raises(ValueError, match="same rows"):
-        stats.pairs([True], [True, False])
+def test_students_interval() -> None:
+    values = [1.0, 2.5, 4.0]
+    for n in (2, 3):
+        error = scipy_stats.sem(values[:n])
+        expected = scipy_stats.t.interval(0.9, n - 1, np.mean(values[:n]), error)
+        interval = stats.student(values[:n], 0.9)
+        assert interval is not None and (interval.low, interval.high) == pytest.approx(expected)
+    assert stats.student([1.0]) is None

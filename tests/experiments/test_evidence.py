@@ -12,9 +12,10 @@ import psutil
 import pytest
 import yaml
 
+from emo.common.errors import UserError
 from emo.common.recipe import load_section
 from emo.experiments import report
-from emo.experiments.evidence import Evidence, main
+from emo.experiments.evidence import Evidence, gather, main
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.html import Page
@@ -69,34 +70,6 @@ def test_what_is_missing_is_replaced_or_left_out_and_reported(tmp_path: Path) ->
         assert text in page
 
 
-PART = {"title": "t", "about": "a", "kind": "study", "file": "missing.yaml"}
-ANSWERS = {"geometry": {"text": "Does it help?", "by": "study", "question": "geometry"}}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"answers": {"x": {"text": "?", "by": "stdy", "question": "q"}}}, "stdy is not one of the parts"),
-        ({"parts": {}}, "parts"),
-        ({"parts": {"study": PART}, "answers": ANSWERS}, "ended with exit code 2"),
-        ({"parts": {"study": PART | {"needs": ["{dta}/x"]}}, "answers": ANSWERS}, "cannot be filled in"),
-        ({"parts": {"study": PART | {"needs": ["{data}/x"]}}, "answers": ANSWERS}, "was left out"),
-    ],
-)
-def test_mistakes_are_one_line(
-    changes: dict[str, Any], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([str(evidence(tmp_path, **changes))]) == 2
-    assert message in capsys.readouterr().err and not (tmp_path / "out/results.json").exists()
-
-
-def test_the_shipped_files_are_whole() -> None:
-    for name in ("evidence", "evidence-full"):
-        shipped = load_section(Evidence, REPO / f"experiments/{name}.yaml", [])
-        parts = [part for p in shipped.parts.values() for part in (p, p.otherwise) if part is not None]
-        assert all((REPO / part.file).is_file() for part in parts)
-
-
 def test_a_killed_command_takes_its_part_with_it() -> None:
     code = "from emo.experiments.evidence import run_command; run_command(['sleep', '300'])"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, cwd=REPO) as process:
@@ -108,35 +81,37 @@ def test_a_killed_command_takes_its_part_with_it() -> None:
     )
 
 
-def estimate(mean: float) -> dict[str, Any]:
-    return {"mean": mean, "low": mean - 0.1, "high": mean + 0.1, "n": 3}
+@pytest.mark.parametrize(("needs", "code"), [([], "part-failed"), (["{data}/x"], "part-left-out")])
+def test_a_part_that_decides_must_be_there(needs: list[str], code: str, tmp_path: Path) -> None:
+    part = {"title": "t", "about": "a", "kind": "study", "file": "missing.yaml", "needs": needs}
+    answers = {"geometry": {"text": "Does it help?", "by": "study", "question": "geometry"}}
+    path = evidence(tmp_path, parts={"study": part}, answers=answers)
+    with pytest.raises(UserError) as error:
+        gather(load_section(Evidence, path, []), jobs=1)
+    assert error.value.code == code
+    assert main([str(path)]) == 2 and not (tmp_path / "out/results.json").exists()
 
 
 def test_a_sweep_is_drawn() -> None:
     """Numbers, marks and figures of a sweep's rows; a measure without an interval too."""
+    unsure = {"mean": 0.0, "low": None, "high": None, "n": 1}
     rows: list[dict[str, Any]] = [
-        {
-            "labels": {"objective": label},
-            "chosen": {"lr": "0.001"},
-            "measures": {"js": estimate(value), "gap_js": {"mean": 0.0, "low": None, "high": None, "n": 1}},
-            "differences": {"js": {"mean": 0.1, "p_holm": p}},
-        }
-        for label, value, p in (("mle", 0.1163, None), ("emo", 0.1151, 0.01))
+        {"labels": {"objective": "tailr"}, "measures": {}, "chosen": {"lr": "0.001"}}
     ]
-    rows.append({"labels": {"objective": "tailr"}, "measures": {}})
-    verdict = {"answer": "no", "effect": -0.2, "low": -0.3, "high": -0.1, "n": 3, "outcome": "gap_js"}
-    results = {"code": "c", "minutes": 1, "left_out": {}, "cut": []}
-    results["parts"] = {"study": {"rows": rows, "verdicts": {"q": verdict}, "lacking": {"js": ["tailr-s1"]}}}
-    alone = {"answer": "undecided", "effect": 0.2, "low": None, "high": None, "n": 1, "outcome": "js"}
-    question = {"question": "Does it help?", "by": "study", "also": {"p": alone}}
-    results["verdicts"] = {"geometry": verdict | question}
-    document = report.evidence(results, {"study": ("A study", "What it is.")})
+    for label, value, p in (("mle", 0.1163, None), ("emo", 0.1151, 0.01)):
+        measure = {"mean": value, "low": value - 0.1, "high": value + 0.1, "n": 3}
+        differences = {"js": {"mean": 0.1, "p_holm": p}}
+        row = {"labels": {"objective": label}, "measures": {"js": measure, "gap_js": unsure}}
+        rows.append(row | {"differences": differences})
+    question = {"question": "Does it help?", "effect": -0.2, "low": -0.3, "high": -0.1, "outcome": "gap_js"}
+    verdicts = {"q": question | {"answer": "no", "n": 3, "also": {"p": unsure | {"answer": "undecided",
+                "effect": 0.2, "outcome": "js"}}}}  # fmt: skip
+    results = {"code": "c", "rows": rows, "verdicts": verdicts, "lacking": {"js": ["tailr-s1"]}}
+    whole = {"minutes": 1, "left_out": {}, "cut": [], "parts": {"study": results}}
+    document = report.evidence(results | whole, {"study": ("A study", "What it is.")})
     page, markdown = Page(document.html()), document.markdown()
     assert page.answer.startswith("Does it help? No") and "0.1000" in page.answer and "tailr-s1" in markdown
     assert [row["Answer"] for row in page.table("Question", "Answer")] == ["No", "Undecided"]
     (emo,) = (row for row in page.table("objective", "lr") if row["objective"] == "emo")
     assert emo["JS"] == "0.1151* ± 0.1" and "| 0.1151\\* (± 0.1) |" in markdown
-    assert (
-        report.sweep(results["parts"]["study"] | {"code": "c", "verdicts": {}}).markdown().count("0.1151")
-        == 1
-    )
+    assert report.sweep(results).markdown().count("0.1151") == 1

@@ -11,67 +11,40 @@ from scipy import stats
 from emo.experiments.design import Experiment
 from emo.experiments.known_truth.study import Contestant, Study
 from emo.experiments.known_truth.study import answer as answer_of_study
-from emo.experiments.statistics import at_an_end, difference, estimate, holm, verdict
+from emo.experiments.statistics import at_an_end, difference, estimate, verdict
 from emo.experiments.table import answer as answer_of_sweep
 
 EXPERIMENTS = 1000  # simulated ones
 
 
 def test_a_paired_difference_is_the_paired_t_test() -> None:
+    """A single repetition decides nothing; equal values and equal gaps need no test."""
     rng = np.random.default_rng(1)
     ours, others = rng.normal(size=8), rng.normal(size=8)
     gap, test = difference(ours, others), stats.ttest_rel(ours, others)
     assert gap.p == pytest.approx(test.pvalue)
     interval = test.confidence_interval()
     assert (gap.low, gap.high) == pytest.approx((interval.low, interval.high))
-
-
-def test_what_decides_nothing() -> None:
-    """A single repetition, equal values, a tie, and an end of a grid that holds one value."""
     assert math.isnan(estimate([1.0]).low) and math.isnan(difference([1.0], [2.0]).p)
-    assert difference([1.0, 2.0], [1.0, 2.0]).p == 1.0
-    assert difference([2.0, 3.0], [1.0, 2.0]).p == 0.0
-    for others in ([[1.0, 2.0, 4.0]], [[1.0, 2.0, 4.0], [2.0, 3.0, 5.0]]):
-        assert verdict([1.0, 2.0, 4.0], others, least=True).answer == "undecided"
+    assert [difference([x, x + 1], [1.0, 2.0]).p for x in (1.0, 2.0)] == [1.0, 0.0]
     assert [at_an_end(rate, [1e-3, 3e-3, 9e-3]) for rate in (1e-3, 3e-3, 9e-3)] == [True, False, True]
     assert not at_an_end(1e-3, [1e-3]) and not at_an_end("a", ["a", "b"])
 
 
-def test_holm_is_holm() -> None:
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert holm([0.5, math.nan, 0.6])[0] == pytest.approx(1.0)
-    assert math.isnan(holm([0.5, math.nan])[1])
-
-
 @pytest.mark.parametrize(
-    ("shifts", "answer"),
-    [((-1.0, -1.0), "yes"), ((-1.0, 0.0), "undecided"), ((1.0, 1.0), "no"), ((1.0, -1.0), "no")],
+    ("shifts", "negligible", "answer"),
+    [((-1, -1), 0, "yes"), ((-1, 0), 0, "undecided"), ((1, -1), 0, "no"), ((-1, -1), 2, "no")],
 )
-def test_yes_needs_every_comparison_and_no_a_single_one(shifts: tuple[float, float], answer: str) -> None:
-    """Losses: smaller is better, so `ours` lies `shift` beside the others."""
+def test_yes_needs_every_comparison_and_no_a_single_one(
+    shifts: tuple[float, float], negligible: float, answer: str
+) -> None:
+    """`ours` lies `shift` beside the others, and less is better; the clearest refutation is shown."""
     rng = np.random.default_rng(2)
-    other = rng.normal(size=10)
-    others = [other - shift + rng.normal(scale=0.05, size=10) for shift in shifts]
-    result = verdict(other.tolist(), [o.tolist() for o in others], least=True)
+    ours = rng.normal(size=10)
+    others = [(ours - shift + rng.normal(scale=0.05, size=10)).tolist() for shift in shifts]
+    result = verdict(ours.tolist(), others, least=True, negligible=negligible)
     assert (result.answer, result.n) == (answer, 10)
-
-
-def test_a_refutation_is_reported_with_the_comparison_that_refutes() -> None:
-    """One control is beaten by far, the other wins clearly, a third is far worse on average but uncertain."""
-    rng = np.random.default_rng(4)
-    ours = rng.normal(size=8)
-    clear, beaten = ours - 0.1 + rng.normal(scale=0.01, size=8), ours + 5
-    vague = ours - 1 + rng.normal(scale=20, size=8)
-    answer = verdict(ours.tolist(), [beaten.tolist(), vague.tolist(), clear.tolist()], least=True)
-    assert answer.answer == "no" and answer.high < 0 and answer.effect == pytest.approx(-0.1, abs=0.02)
-
-
-def test_a_negligible_gain_is_no_gain() -> None:
-    rng = np.random.default_rng(3)
-    other = rng.normal(size=20)
-    ours = other - 0.01 + rng.normal(scale=0.001, size=20)
-    assert verdict(ours.tolist(), [other.tolist()], least=True).answer == "yes"
-    assert verdict(ours.tolist(), [other.tolist()], least=True, negligible=0.1).answer == "no"
+    assert answer != "no" or result.effect == pytest.approx(-max(shifts), abs=0.1)
 
 
 def simulate(seed: int, *shape: int) -> np.ndarray:
@@ -89,13 +62,6 @@ def test_means_and_paired_differences(n: int) -> None:
     assert 0.92 <= np.mean([gap.low <= 0.5 <= gap.high for gap in gaps]) <= 0.98
     nulls = map(difference, shared + values, shared + baseline)
     assert 0.02 <= np.mean([gap.p < 0.05 for gap in nulls]) <= 0.08
-
-
-def test_several_comparisons_hold_together() -> None:
-    """Where all others are equally good, a verdict is wrong in at most 5 % of experiments."""
-    ours, others = simulate(4, 5), simulate(5, 2, 5)
-    wrong = [verdict(a, list(b), least=True).answer != "undecided" for a, b in zip(ours, others, strict=True)]
-    assert np.mean(wrong) <= 0.08
 
 
 @pytest.mark.parametrize("cells", [1, 6])

@@ -9,14 +9,14 @@ from itertools import pairwise
 class Page(HTMLParser):
     """Tags, tables, headings, labels and addresses; fails on what is not closed or cannot be used."""
 
-    VOID = {"meta", "br", "link", "img", "path", "use", "rect", "circle", "line", "polyline", "polygon"}
+    VOID = {"meta", "path", "use", "rect", "circle"}
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.tags: list[str] = []
         self.addresses: list[str] = []
-        self.ids: list[str] = []
+        self.ids: list[str | None] = []
         self.labels: list[str] = []
         self.tables: list[list[list[str]]] = []  # rows of texts; notes stand behind a space
         self.headings: list[tuple[str, str]] = []
@@ -28,6 +28,7 @@ class Page(HTMLParser):
         levels = [int(name[1]) for name, _ in self.headings]
         assert all(b - a < 2 for a, b in pairwise(levels)), "a heading level is left out"
         assert len(set(self.ids)) == len(self.ids) and len(set(self.labels)) == len(self.labels)
+        assert self.tags.count("svg") == sum(label.startswith("img ") for label in self.labels)
         inside = {f"#{name}" for name in self.ids}
         assert all(a in inside for a in self.addresses if a.startswith("#")), "a link leads nowhere"
         assert not [a for a in self.addresses if "://" in a], "an address outside the file"
@@ -36,30 +37,22 @@ class Page(HTMLParser):
         self.tags.append(tag)
         known = dict(attrs)
         self.addresses += [v or "" for n, v in attrs if n in ("src", "href", "xlink:href", "data")]
-        self.ids += [known["id"] or ""] if "id" in known else []
+        self.ids += [known["id"]] if "id" in known else []
         if known.get("role") in ("img", "region"):
             self.labels.append(f"{known['role']} {known['aria-label']}")
-        if "tabindex" in known:
-            assert known["role"] == "region" and known["aria-label"]
         if tag == "table":
             self.tables.append([])
         if tag == "tr":
             self.tables[-1].append([])
         if tag in ("td", "th"):
-            assert (tag == "th") == ("scope" in known)
-            assert (tag == "th") == ("thead" in self.open or not self.tables[-1][-1]), "a row has no heading"
+            is_heading = "thead" in self.open or not self.tables[-1][-1]
+            assert (tag == "th") == is_heading == ("scope" in known), "a row or column has no heading"
             self.tables[-1][-1].append("")
         if tag == "small":
             self.tables[-1][-1][-1] += " "
         if tag in ("h1", "h2", "h3"):
             self.headings.append((tag, ""))
-        if tag not in self.VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        if tag not in self.VOID:
-            self.open.pop()
+        self.open += [tag] if tag not in self.VOID else []
 
     def handle_endtag(self, tag: str) -> None:
         if tag not in self.VOID:
@@ -67,7 +60,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         if {"td", "th"} & set(self.open):
-            self.tables[-1][-1][-1] += data
+            self.tables[-1][-1][-1] += data.removeprefix("\n")
         if self.open and self.open[-1] in ("h1", "h2", "h3"):
             self.headings[-1] = self.headings[-1][0], (self.headings[-1][1] + data).strip()
 
@@ -82,7 +75,7 @@ class Page(HTMLParser):
         return [text for name, text in self.headings if name == "h2"]
 
     def table(self, first: str, *others: str) -> list[dict[str, str]]:
-        """Return the rows of the table whose head begins with these."""
+        """Return the rows of the first table whose head begins with these, without the marks of series."""
         head = [first, *others]
-        (found,) = (t for t in self.tables if t[0][: len(head)] == head)
-        return [dict(zip(found[0], row, strict=True)) for row in found[1:]]
+        names, *rows = next(t for t in self.tables if t[0][: len(head)] == head)
+        return [{n: text.lstrip("●■◆▲▼✚") for n, text in zip(names, row, strict=True)} for row in rows]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,9 @@ from emo.eval.results import MODEL, MODELS, Model, pick, read_models
 
 LABELS = ["a", "b"]
 COMPARED = {
-    "test_rows": "0123456789abcdef",
-    "pool_rows": "123456789abcdef0",
-    "prompt": "23456789abcdef01",
-    "shots": 8,
-    "retriever": "minilm",
-    "encoder": "3456789abcdef012",
-    "inferencer": "prefix",
-    "faithful": False,
-    "score": "openicl_ppl",
-    "max_tokens": None,
-    "scorer": 1,
+    **{"test_rows": "0123456789abcdef", "pool_rows": "123456789abcdef0", "prompt": "23456789abcdef01"},
+    **{"shots": 8, "retriever": "minilm", "encoder": "3456789abcdef012", "inferencer": "prefix"},
+    **{"faithful": False, "score": "openicl_ppl", "max_tokens": None, "scorer": 1},
 }
 
 
@@ -31,14 +24,8 @@ def write_model(out: Path, name: str, **facts: Any) -> Path:
     """The directory of a described model without results."""
     directory = out / MODELS / name
     directory.mkdir(parents=True, exist_ok=True)
-    description = {
-        "name": name,
-        "path": f"models/{name}",
-        "weights": store.digest(name),
-        "tokenizer": "t",
-        "dtype": "auto",
-        "facts": facts,
-    }
+    description = {"name": name, "path": f"models/{name}", "weights": store.digest(name), "facts": facts}
+    description |= {"tokenizer": "t", "dtype": "auto"}
     (directory / MODEL).write_text(store.dump(description))
     return directory
 
@@ -65,7 +52,7 @@ def write_result(
     chunk = out / "store" / key / "chunks" / "00000.json"
     chunk.parent.mkdir(parents=True, exist_ok=True)
     chunk.write_text(store.seal(records))
-    actual = stats.as_dict(stats.accuracy(list(right), groups))
+    actual = asdict(stats.accuracy(list(right), groups))
     actual = {"accuracy": actual.pop("value"), **actual}
     mistakes = [
         {"row": r["row"], "id": r["id"], "text": text, "gold": labels[0], "prediction": labels[1],

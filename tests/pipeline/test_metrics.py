@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import json
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +16,6 @@ import torch
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.engine import DomainSums, Sums
 from emo.pipeline.loss.fused import histogram
-from emo.pipeline.planning.footprint import ACCELERATORS, Setup, Sizes, utilisation
 from emo.pipeline.report.console import Console
 from emo.pipeline.report.metrics import Metrics
 from emo.pipeline.report.validation import Documents, read
@@ -25,10 +24,7 @@ from tests.conftest import REPO
 
 
 def config(run_dir: Path, **train: object) -> RunConfig:
-    overrides = [
-        f"output_dir={run_dir}",
-        *(f"train.{k}={v}" for k, v in train.items()),
-    ]
+    overrides = [f"output_dir={run_dir}", *(f"train.{k}={v}" for k, v in train.items())]
     return load_config(REPO / "launch/recipes/quickstart-pretrain.yaml", overrides)
 
 
@@ -47,12 +43,16 @@ def test_a_window_is_averaged_over_tokens(tmp_path: Path) -> None:
     before = time.time()
     metrics = Metrics(config(tmp_path, global_batch_size=8), 0, 10, active=True, rows=32)
     metrics.validation(0, 0, "home", Sums(1.0, 2.0, 3.0, 4, False), documents(1.0))
-    metrics.step(1, Sums(10.0, 20.0, 3.0, 10, False), 0.4)
-    metrics.step(2, Sums(30.0, 40.0, 5.0, 30, False), 0.6)
+    few, many = (tuple(histogram(torch.tensor(w), 8.0).tolist()) for w in ([0.5] * 98, [1.0, 8.0]))
+    metrics.step(1, Sums(10.0, 20.0, 3.0, 10, False, weights=few), 0.4)
+    metrics.step(2, Sums(30.0, 40.0, 5.0, 30, False, weights=many), 0.6)
     metrics.log(2, 40, 1e-3)
     metrics.step(3, Sums(math.nan, math.nan, math.nan, 10, False, applied=False), math.inf)
-    metrics.step(4, Sums(10.0, 20.0, math.nan, 10, False), 0.5)
+    ones = tuple(histogram(torch.ones(5), None).tolist())
+    metrics.step(4, Sums(10.0, 20.0, math.nan, 10, False, weights=ones), 0.5)
     metrics.log(4, 20, 1e-3)
+    metrics.step(5, Sums(math.inf, math.inf, math.nan, 10, False), math.inf)
+    assert "Infinity" not in json.dumps(metrics.state())
     metrics.close()
     zero, first, second = read_metrics(tmp_path)
     assert [record["epoch"] for record in (zero, first, second)] == [0.0, 0.5, 1.0]
@@ -60,25 +60,12 @@ def test_a_window_is_averaged_over_tokens(tmp_path: Path) -> None:
     assert (first["step"], first["tokens"], first["lr"], first["skipped"]) == (2, 40, 1e-3, 0)
     values = [first[key] for key in ("loss", "nll", "perplexity", "demd", "grad_norm", "grad_norm_max")]
     assert values == pytest.approx([1.0, 1.5, math.exp(1.5), 0.2, 0.5, 0.6])  # over the window
+    assert (first["weight_p50"], first["weight_p99"], first["weight_max"]) == (0.5, 1.0, 8.0)
+    assert first["weight_capped"] == 0.01
     assert (second["skipped"], second["nll"]) == (1, 2.0) and "domains" not in second
     assert second["demd"] is None  # not a number is written as JSON can say it
     assert second["grad_norm"] == second["grad_norm_max"] == 0.5
-
-
-def test_weights_are_summed_up(tmp_path: Path) -> None:
-    """Quantiles are of all tokens of the window; likelihood, whose weights are 1, has nothing to say."""
-    metrics = reporter(tmp_path)
-    few, many = (tuple(histogram(torch.tensor(w), 8.0).tolist()) for w in ([0.5] * 98, [1.0, 8.0]))
-    metrics.step(1, Sums(1.0, 1.0, 1.0, 98, False, weights=few), 0.4)
-    metrics.step(2, Sums(1.0, 1.0, 1.0, 2, False, weights=many), 0.4)
-    metrics.log(2, 100, 1e-3)
-    ones = tuple(histogram(torch.ones(5), None).tolist())
-    metrics.step(3, Sums(1.0, 1.0, 1.0, 5, False, weights=ones), 0.4)
-    metrics.log(3, 105, 1e-3)
-    metrics.close()
-    first, second = read_metrics(tmp_path)
-    assert (first["weight_p50"], first["weight_p99"], first["weight_max"]) == (0.5, 1.0, 8.0)
-    assert first["weight_capped"] == 0.01 and not any(key.startswith("weight") for key in second)
+    assert not any(key.startswith("weight") for key in second), "likelihood's weights are all 1"
 
 
 def apart(*domains: tuple[int, float, float]) -> Sums:
@@ -132,35 +119,10 @@ def test_resume_drops_later_and_damaged_records(tmp_path: Path) -> None:
     assert read(tmp_path, "home", 2) is None
 
 
-def test_each_set_has_curves_of_its_own(tmp_path: Path) -> None:
-    """In TensorBoard; what is no number, the set's name among it, is none there."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    metrics = Metrics(config(tmp_path, report_to="[tensorboard]"), 0, 10, active=True)
-    for name in ("validation", "home"):
-        metrics.validation(0, 0, name, Sums(10.0, 20.0, math.nan, 10, False), documents(2.0))
-    metrics.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    keys = ("loss", "nll", "perplexity")
-    expected = {f"{group}/validation_{key}" for group in ("validation", "validation-home") for key in keys}
-    assert set(events.Tags()["scalars"]) == expected
-
-
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    silent = Metrics(config(tmp_path), 0, 10, active=False)
-    silent.step(1, Sums(1.0, 1.0, 1.0, 1, False), 1.0)
-    silent.log(1, 1, 1.0)
-    assert silent.state() == {}
-    silent.close()
-    assert list(tmp_path.iterdir()) == []
-
-
 class Clock:
     """A clock that moves when it is told to."""
 
-    def __init__(self) -> None:
-        self.now = 100.0
+    now = 100.0
 
     def __call__(self) -> float:
         return self.now
@@ -176,17 +138,6 @@ def run_steps(metrics: Metrics, clock: Clock, steps: range, pause_after: int = 0
         if step == pause_after:
             clock.now += 3600
             metrics.pause()
-
-
-def test_recomputation_counts_once() -> None:
-    """MFU is of model FLOPs: a run that computes activations again takes longer for the same operations."""
-    sizes = Sizes(10**9, 10**9, 9 * 10**8, 24, 2048, 8192, 2048, True, 32000, 300)
-    plain = Setup(ranks=8, stage=3, micro=4, block=2048)
-    again = dataclasses.replace(plain, checkpointing=True)
-    gpu = ACCELERATORS["A100-80G"]
-    assert utilisation(sizes, plain, 1.0, gpu) == utilisation(sizes, again, 1.0, gpu)
-    products, attention = 6 * (9e8 + 32000 * 2048), 6 * 2048 * 2048 * 24
-    assert utilisation(sizes, plain, 1.0, gpu) == pytest.approx((products + attention) * 4 * 2048 / 312e12)
 
 
 def test_pauses_and_what_the_console_hears(tmp_path: Path) -> None:
@@ -207,51 +158,43 @@ def test_pauses_and_what_the_console_hears(tmp_path: Path) -> None:
     first, _, third, *validations = stream.getvalue().splitlines()
     assert first == "step 10/100  loss 0.55  5 tokens/s  3 min left  validation at 25"
     assert third.startswith("step 30/100  loss 2.55  5 tokens/s  2 h") and third.endswith("save at 40")
-    measured = "loss 1, NLL 2, perplexity 7.389"
-    change = "NLL since step 0 +0.5000 [+0.5000, +0.5000]"
-    assert validations == [
-        f"step 0/100  validation: {measured}",
-        f"step 30/100  validation: {measured}, {change}",
-        f"step 30/100  validation home: {measured}",
-    ]
+    assert validations[1].endswith("NLL since step 0 +0.5000 [+0.5000, +0.5000]") and len(validations) == 3
 
 
-@pytest.mark.parametrize("stopped", [3, 10, 17])
+@pytest.mark.parametrize("stopped", [3, 10])
 def test_a_resumed_run_logs_what_an_undisturbed_one_does(tmp_path: Path, stopped: int) -> None:
     """The sums of a window in progress go through the checkpoint."""
-    clock, undisturbed, resumed = Clock(), tmp_path / "a", tmp_path / "b"
-    for run_dir in (undisturbed, resumed):
-        run_dir.mkdir()
-    names = ("home", "abroad")
-    whole = Metrics(config(undisturbed), 0, 20, active=True, clock=clock, domains=names)
-    run_steps(whole, clock, range(1, 21))
-    whole.close()
-    first = Metrics(config(resumed), 0, 20, active=True, clock=clock, domains=names)
+
+    def reporter(name: str, step: int = 0, window: dict[str, Any] | None = None) -> Metrics:
+        (tmp_path / name).mkdir(exist_ok=True)
+        domains = ("home", "abroad")
+        return Metrics(config(tmp_path / name), step, 20, True, window=window, clock=clock, domains=domains)
+
+    clock = Clock()
+    run_steps(reporter("a"), clock, range(1, 21))
+    first = reporter("b")
     run_steps(first, clock, range(1, stopped + 1))
     state = json.loads(json.dumps(first.state(), allow_nan=False))
-    run_steps(first, clock, range(stopped + 1, min(stopped + 4, 21)))  # lost when the run is killed
+    run_steps(first, clock, range(stopped + 1, stopped + 4))  # lost when the run is killed
     first.close()
-    second = Metrics(config(resumed), stopped, 20, active=True, window=state, clock=clock, domains=names)
-    run_steps(second, clock, range(stopped + 1, 21))
-    second.close()
-    found, expected = ([r | {"time": None} for r in read_metrics(place)] for place in (resumed, undisturbed))
-    assert found == expected
+    run_steps(reporter("b", stopped, state), clock, range(stopped + 1, 21))
+    actual, expected = ([r | {"time": None} for r in read_metrics(tmp_path / name)] for name in "ba")
+    assert actual == expected
 
 
-def test_every_line_is_json(tmp_path: Path) -> None:
-    """No bare NaN or Infinity."""
-    metrics = reporter(tmp_path)
-    metrics.step(2, Sums(math.inf, math.inf, math.nan, 10, False), math.inf)
-    assert "Infinity" not in json.dumps(metrics.state())
-    metrics.log(2, 20, 1e-3)
-    for step, nll in ((0, math.inf), (2, math.nan)):
-        sums = Sums(math.inf, math.nan, math.nan, 0, False)
-        metrics.validation(step, 10 * step, "validation", sums, documents(nll))
+def test_each_set_has_curves_of_its_own(tmp_path: Path) -> None:
+    """In TensorBoard; what is no number, the set's name among it, is none there."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    metrics = Metrics(config(tmp_path, report_to="[tensorboard]"), 0, 10, active=True)
+    for name in ("validation", "home"):
+        metrics.validation(0, 0, name, Sums(10.0, 20.0, math.nan, 10, False), documents(2.0))
     metrics.close()
-    text = (tmp_path / METRICS).read_text()
-    assert not any(name in text for name in ("NaN", "Infinity"))
-    assert [r.get("nll") for r in read_metrics(tmp_path)] == [None] * 3
-    assert read_metrics(tmp_path)[-1]["validation_change_low"] is None
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    keys = ("loss", "nll", "perplexity")
+    expected = {f"{group}/validation_{key}" for group in ("validation", "validation-home") for key in keys}
+    assert set(events.Tags()["scalars"]) == expected
 
 
 def test_a_window_of_steps_is_profiled(tmp_path: Path) -> None:

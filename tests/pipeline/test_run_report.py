@@ -15,21 +15,11 @@ import yaml
 
 from emo.common.errors import ExitCode, UserError
 from emo.common.report.numbers import DASH, MINUS
-from emo.pipeline import cli
+from emo.pipeline import cli, run_dir
 from emo.pipeline.report.launches import append
 from emo.pipeline.report.page import document
-from emo.pipeline.report.runs import KILLED, Run, read_runs, regressions
-from emo.pipeline.report.validation import Documents, read, write
-from emo.pipeline.run_dir import (
-    BAD_BATCHES,
-    CONFIG,
-    EXPORT,
-    HEARTBEAT,
-    LAUNCHES,
-    METRICS,
-    SAMPLES,
-    VALIDATION,
-)
+from emo.pipeline.report.runs import KILLED, read_runs, regressions
+from emo.pipeline.report.validation import Documents, write
 from tests.helpers.html import Page
 
 ATTACK = '<script>alert("x")</script>'
@@ -45,15 +35,15 @@ def make_run(directory: Path, steps: int = 40, more: dict[str, float] | None = N
     """A run directory as the trainer leaves it after `steps`; more: in its records; facts: of its launch."""
     directory.mkdir(parents=True)
     config = {"model": {"path": "some/model"}, "objective": {"name": "emo"}, "train": {"learning_rate": 1e-3}}
-    (directory / CONFIG).write_text(yaml.safe_dump(config))
+    (directory / run_dir.CONFIG).write_text(yaml.safe_dump(config))
     for step in range(10, steps + 1, 10):
-        append(directory / METRICS, train_record(step, **(more or {})))
+        append(directory / run_dir.METRICS, train_record(step, **(more or {})))
         if more:
             record = {"step": step, "tokens": 1000 * step, "set": "validation", "validation_nll": 2.5}
-            append(directory / METRICS, record)
+            append(directory / run_dir.METRICS, record)
     begin = {"event": "begin", "time": 1.7e9, "step": 0, "steps": 100, "ranks": 2, "hosts": 1}
     begin |= {"device": "CPU", "batch": 8, "block": 256, "planned": None}
-    append(directory / LAUNCHES, begin | facts)
+    append(directory / run_dir.LAUNCHES, begin | facts)
     return directory
 
 
@@ -64,7 +54,9 @@ def measured(
     for step, nll in steps.items():
         noise = np.random.default_rng([seed, step]).normal(0, 0.01, len(tokens))
         write(run, name, step, Documents("set", tokens * (nll + noise - noise.mean()), tokens))
-        append(run / METRICS, {"step": step, "tokens": 1000 * step, "set": name, "validation_nll": nll})
+        append(
+            run / run_dir.METRICS, {"step": step, "tokens": 1000 * step, "set": name, "validation_nll": nll}
+        )
 
 
 @pytest.fixture
@@ -94,126 +86,101 @@ def test_a_run_is_one_page(tmp_path: Path) -> None:
         assert title in text
     for title in ("MFU)", "Skipped steps", "Held-out loss on"):
         assert title not in text, "nothing is drawn that no record has, and one set is drawn over training"
-    likelihood = make_run(tmp_path / "mle", more={"nll": 3.0 + 1e-6, "loss": 3.0})
-    assert "objective minimises" not in shown(likelihood)[0], "it would be the same curve"
 
 
-@pytest.mark.parametrize("count", [2, 30])
-def test_several_runs_share_the_figures(tmp_path: Path, count: int) -> None:
+def test_thirty_runs_share_the_figures(tmp_path: Path) -> None:
     """Of many the first and the best are in colour, and the others are named."""
-    paths = [make_run(tmp_path / str(i) / "run", 20, {"nll": 3 - i / 100}) for i in range(count)]
+    paths = [make_run(tmp_path / str(i) / "run", 20, {"nll": 3 - i / 100}) for i in range(30)]
     text, page = shown(*paths, over="tokens")
-    assert {row["Run"] for row in page.table("Run", "State")} == {f"{i}/run" for i in range(count)}
+    assert {row["Run"] for row in page.table("Run", "State")} == {f"{i}/run" for i in range(30)}
     assert "training tokens" in text and "training steps" not in text
-    legend = re.findall(r"</svg>([^<]*)</li>", text[: text.index("<nav")])
-    assert legend[0] == "0/run" and len(legend) == min(count, 8)
-    assert ("In grey: " in text) == (count > 8)
+    legend = re.findall(r"</span>([^<]*)</li>", text[: text.index("<nav")])
+    assert legend[0] == "0/run" and len(legend) == 8 and "In grey: " in text
 
 
 def test_states_and_launches(tmp_path: Path) -> None:
     """A launch that lives, one that was killed, one that was stopped, one begun behind a torn line."""
     run, now = make_run(tmp_path / "run"), time.time()
     for age, expected in ((5, "runs: training"), (500, KILLED)):
-        (run / HEARTBEAT).write_text(json.dumps({"time": now - age, "doing": "training", "step": 3}))
+        (run / run_dir.HEARTBEAT).write_text(json.dumps({"time": now - age, "doing": "training", "step": 3}))
         assert read_runs([run])[0].state(now) == expected
-    with (run / LAUNCHES).open("a") as file:
+    with (run / run_dir.LAUNCHES).open("a") as file:
         file.write('{"event": "begin", "step": 2')  # the disk was full
-    append(run / LAUNCHES, {"event": "begin", "time": 1.7e9, "step": 30, "steps": 100, "ranks": 4})
+    append(run / run_dir.LAUNCHES, {"event": "begin", "time": 1.7e9, "step": 30, "steps": 100, "ranks": 4})
     end = {"event": "end", "time": 1.7e9, "step": 43, "how": "stopped", "reason": "SIGTERM"}
-    append(run / LAUNCHES, end)
+    append(run / run_dir.LAUNCHES, end)
     text, page = shown(run)
     keys = ("How it ended", "After step", "At step", "Ranks")
     first, second = ([row[key] for key in keys] for row in page.table("Run", "How it ended"))
     assert first == [KILLED, "0", DASH, "2"] and second == ["stopped: SIGTERM", "30", "43", "4"]
     assert "launches.jsonl: 1 damaged line" in text
     assert page.table("Run", "State")[0]["Steps"] == "43 of 100", "three steps since the last record"
-    (run / EXPORT).mkdir()
+    (run / run_dir.EXPORT).mkdir()
     assert read_runs([run])[0].state(now) == "finished"
 
 
 def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
-    """A pause before the launch and its slow first record change nothing."""
+    """A slow first record changes nothing; utilisation is a mean over time, here over 20, 20 and 40 s."""
     planned = {"seconds": 1.6, "mfu": 0.5, "memory_gib": 60.0}
     run = make_run(tmp_path / "run", planned=planned)
     slow = {"tokens_per_s": 10.0, "mfu": 0.01, "memory_gib": 70.0}
-    lines = [train_record(10, **slow), *(train_record(s, mfu=0.4, memory_gib=66.0) for s in (20, 30, 40))]
-    (run / METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = [train_record(10, **slow), *(train_record(s, mfu=0.4, memory_gib=66.0) for s in (20, 30))]
+    lines.append(train_record(40, mfu=0.2, tokens_per_s=250.0))
+    (run / run_dir.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
     (row,) = shown(run)[1].table("Run", "Seconds per step")
     assert list(row.values())[1:] == [
-        "2 planned 1.6, ratio 1.25",
-        "1,024 planned 1,280, ratio 0.80",
-        "40.0% planned 50.0%, ratio 0.80",
+        "2.67 planned 1.6, ratio 1.67",
+        "768 planned 1,280, ratio 0.60",
+        "30.0% planned 50.0%, ratio 0.60",
         "70.0 planned 60.0, ratio 1.17",
     ]
-
-
-def test_utilisation_is_a_mean_over_time() -> None:
-    """Ten steps at half the speed count for twice the time: 30 steps in 40 units of 2/3 and 1/3."""
-    fast, slow = train_record(20, mfu=0.4), train_record(30, mfu=0.2, tokens_per_s=250.0)
-    run = Run("run", Path("run"), records=[train_record(10), fast, slow])
-    assert run.measured().mfu == pytest.approx(0.4 * 20 / 60 + 0.2 * 40 / 60)
-    assert run.measured().seconds == pytest.approx(60 / 20)
 
 
 def test_texts_domains_mixtures_and_bad_steps(tmp_path: Path) -> None:
     """The last sample is first; names and texts of data are shown as they are."""
     run, plain = make_run(tmp_path / "mixed", steps=0), make_run(tmp_path / "plain")
     for step in (0, 10, 20):
-        append(run / SAMPLES, {"step": step, "prompt": "The cat", "text": f" said {step} {ATTACK}"})
+        append(run / run_dir.SAMPLES, {"step": step, "prompt": "The cat", "text": f" said {step} {ATTACK}"})
         parts = {name: {"tokens": step, "nll": 3.0, "loss": 2.0} for name in ("home", "abroad <b>")}
-        append(run / METRICS, train_record(step, domains=parts))
-    mixtures: list[dict[str, Any]] = [
-        {"step": 0, "mixture": None},
-        {"step": 10, "mixture": "0.3 home + 0.7 abroad, by tokens"},
-    ]
-    append(run / LAUNCHES, {"event": "begin", "time": 1.7e9, "step": 10, "mixtures": mixtures})
-    append(run / BAD_BATCHES, {"step": 7, "reason": ATTACK, "nll": "nan", "rows": []})
+        append(run / run_dir.METRICS, train_record(step, domains=parts))
+    mixtures = [{"step": 0, "mixture": None}, {"step": 10, "mixture": "0.3 home + 0.7 abroad"}]
+    append(run / run_dir.LAUNCHES, {"event": "begin", "time": 1.7e9, "step": 10, "mixtures": mixtures})
+    append(run / run_dir.BAD_BATCHES, {"step": 7, "reason": ATTACK, "nll": "nan", "rows": []})
     text, page = shown(run, plain)
     positions = [text.index(f" said {step} &lt;script") for step in (20, 0, 10)]
     assert positions == sorted(positions) and "2 earlier" in text and ATTACK not in text
     assert "Loss on domain home" in text and "Loss on domain abroad &lt;b&gt;" in text
-    assert [list(row.values())[1:] for row in page.table("Run", "Mixture")] == [
-        ["none: all rows alike", "0"],
-        [mixtures[1]["mixture"], "10"],
-    ]
+    rows = [list(row.values())[1:] for row in page.table("Run", "Mixture")]
+    assert rows == [["none: all rows alike", "0"], ["0.3 home + 0.7 abroad", "10"]]
     assert page.table("Run", "Step") == [{"Run": "mixed", "Step": "7", "What": ATTACK, "Loss": "nan"}]
 
 
 def test_what_is_missing_or_damaged_is_a_remark(tmp_path: Path) -> None:
     full, empty = make_run(tmp_path / "full"), make_run(tmp_path / "empty", steps=0)
-    (full / CONFIG).write_text("a: [")
-    with (full / METRICS).open("a") as file:
+    (full / run_dir.CONFIG).write_text("a: [")
+    with (full / run_dir.METRICS).open("a") as file:
         file.write('{"step": 50, "loss": "high"}\nnot json\n' + "[" * 100_000 + '\n{"step": "70"}\n{"st')
-    text, page = shown(full, empty)
-    assert str(full / CONFIG) in text and str(empty / METRICS) in text
-    assert "metrics.jsonl: 4 damaged lines" in text and len(page.table("Run", "State")) == 2
+    text, _ = shown(full, empty)
+    assert str(full / run_dir.CONFIG) in text and str(empty / run_dir.METRICS) in text
+    assert "metrics.jsonl: 4 damaged lines" in text
     with pytest.raises(UserError):
         read_runs([empty])
 
 
-def test_evaluations_beside_the_run_are_linked(tmp_path: Path) -> None:
+def test_the_command_links_evaluations_and_writes_numbers(tmp_path: Path) -> None:
     run = make_run(tmp_path / "all" / "a:run #1")
-    for folder in (run / "eval", tmp_path / "all"):
-        folder.mkdir(exist_ok=True)
-        for name in ("report.html", "results.json"):
-            (folder / name).write_text("")
-    page = tmp_path / "pages" / "one.html"
-    assert cli.main(["report", str(run), "--output_path", str(page)]) == ExitCode.DONE
-    links = [a for a in Page(page.read_text(encoding="utf-8")).addresses if not a.startswith("#")]
-    assert links == ["../all/a%3Arun%20%231/eval/report.html", "../all/report.html"]
-    assert all((page.parent / unquote(link)).is_file() for link in links)
-
-
-def test_one_run_says_what_it_gained_and_lost(runs: tuple[Path, Path]) -> None:
-    _, page = shown(runs[0])
-    assert "the loss on news improves by 0.500" in page.answer
-    assert "the loss on stories gets worse by 0.250" in page.answer
-    news, stories = page.table("Set", "Verdict")
-    assert news["Change"].startswith(f"{MINUS}0.5000 ") and stories["Verdict"] == "lost"
-    rest = [news[key] for key in ("Verdict", "Loss at step 0", "Loss now", "At step", "Documents")]
-    assert rest == ["gained", "3.0000", "2.5000", "40", "50"]
-    low, high = (float(limit) for limit in stories["Change"].split(" ", 1)[1].split(" to "))
-    assert 0.24 < low < 0.25 < high < 0.26
+    measured(run, "news", {0: 3.0, 40: 2.5})
+    (run / "eval").mkdir()
+    for name in ("report.html", "results.json"):
+        (run / "eval" / name).write_text("")
+    page, numbers = tmp_path / "pages" / "one.html", tmp_path / "new.json"
+    assert cli.main(["report", str(run), "--output_path", str(page), "--json", str(numbers)]) == ExitCode.DONE
+    (link,) = (a for a in Page(page.read_text(encoding="utf-8")).addresses if not a.startswith("#"))
+    assert link == "../all/a%3Arun%20%231/eval/report.html" and (page.parent / unquote(link)).is_file()
+    (row,) = json.loads(numbers.read_text())
+    assert (row["run"], row["set"], row["step"], row["start"], row["end"]) == (str(run), "news", 40, 3.0, 2.5)
+    assert row["change"]["value"] == pytest.approx(-0.5) and row["change"]["documents"] == 50
+    assert row["against_first"] is None
 
 
 def test_runs_stand_side_by_side(runs: tuple[Path, Path]) -> None:
@@ -221,22 +188,25 @@ def test_runs_stand_side_by_side(runs: tuple[Path, Path]) -> None:
     _, page = shown(*runs)
     assert "plain improves by 0.500" in page.answer and "replay improves by 0.400" in page.answer
     assert "plain gets worse by 0.250" in page.answer and "replay shows no clear change" in page.answer
-    keys = ("Set", "Run", "Verdict", "Against plain")
-    assert [[r[key].split(" ")[0] for key in keys] for r in page.table("Set", "Run")] == [
-        ["news", "plain", "gained", DASH],
-        ["news", "replay", "gained", "+0.1000"],
-        ["stories", "plain", "lost", DASH],
-        ["stories", "replay", "no", f"{MINUS}0.2499"],
+    keys = ("Set", "Run", "Verdict", "Loss at step 0", "Loss now", "At step", "Documents", "Against plain")
+    rows = page.table("Set", "Run")
+    assert [[r[key].split(" ")[0] for key in keys] for r in rows] == [
+        ["news", "plain", "gained", "3.0000", "2.5000", "40", "50", DASH],
+        ["news", "replay", "gained", "3.0000", "2.6000", "40", "50", "+0.1000"],
+        ["stories", "plain", "lost", "1.0000", "1.2500", "40", "50", DASH],
+        ["stories", "replay", "no", "1.0000", "1.0001", "40", "50", f"{MINUS}0.2499"],
     ]
+    low, high = (float(limit) for limit in rows[2]["Change"].split(" ", 1)[1].split(" to "))
+    assert 0.24 < low < 0.25 < high < 0.26
 
 
 def test_what_cannot_be_paired_says_so(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     for name, steps in (("lost", (0, 40)), ("late", (20, 40)), ("early", (0,))):
         measured(run, name, dict.fromkeys(steps, 1.0))
-    (run / VALIDATION / "lost" / "step-000000.npz").unlink()
+    (run / run_dir.VALIDATION / "lost" / "step-000000.npz").unlink()
     measured(run, "short", {0: 3.0, 40: 2.0}, tokens=np.full(4, 10_000))  # however clear the change is
-    append(run / METRICS, {"step": 40, "set": "../../up", "validation_nll": 1.0})
+    append(run / run_dir.METRICS, {"step": 40, "set": "../../up", "validation_nll": 1.0})
     _, page = shown(run)
     assert {row["Set"]: row["Verdict"] for row in page.table("Set", "Verdict")} == {
         "lost": "not comparable", "late": "not measured at step 0", "short": "too few documents",
@@ -247,53 +217,13 @@ def test_what_cannot_be_paired_says_so(tmp_path: Path) -> None:
     assert error.value.code == "no-verdict"
 
 
-def test_the_numbers_as_json(runs: tuple[Path, Path], tmp_path: Path) -> None:
-    path = tmp_path / "new.json"
-    arguments = ["report", *map(str, runs), "--json", str(path), "--output_path", str(tmp_path / "page.html")]
-    assert cli.main(arguments) == ExitCode.DONE
-    first, second, *_, last = rows = json.loads(path.read_text())
-    assert [(row["run"], row["set"]) for row in rows] == [
-        (str(run), name) for name in ("news", "stories") for run in runs
-    ]
-    assert (first["start"], first["end"], first["step"]) == (3.0, 2.5, 40) and first["against_first"] is None
-    assert first["change"]["value"] == pytest.approx(-0.5) and first["change"]["documents"] == 50
-    ends = [read(run, "stories", 40) for run in runs]
-    assert ends[0] is not None and ends[1] is not None
-    gap = (ends[1].nll - ends[0].nll).sum() / TOKENS.sum()
-    assert last["against_first"]["value"] == pytest.approx(gap) and second["against_first"]["value"] > 0
-
-
-def test_a_lost_set_is_a_regression(
-    runs: tuple[Path, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    def report(names: str, *paths: Path) -> tuple[int, list[str]]:
-        code = cli.main(["report", *map(str, paths), "--fail_on_regression", names])
-        return code, capsys.readouterr().out.splitlines()
+def test_a_lost_set_is_a_regression(runs: tuple[Path, Path], tmp_path: Path) -> None:
+    def report(names: str, *paths: Path) -> int:
+        return cli.main(["report", *map(str, paths), "--fail_on_regression", names])
 
     plain, replay = runs
-    code, lines = report("stories", plain)
-    assert code == ExitCode.REGRESSION and "plain: regression on stories: +0.2500" in lines[-1]
-    assert report("news", plain)[0] == ExitCode.DONE
-    code, lines = report("news,stories", replay)
-    assert code == ExitCode.DONE and "no regression on stories: +0.0001" in lines[-1]
-    assert report("news,stories", plain, replay)[0] == ExitCode.REGRESSION
-    (plain / "report.html").unlink()
-    assert (
-        report("storys", plain) == (ExitCode.MISTAKE, []) and report("news", tmp_path)[0] == ExitCode.MISTAKE
-    )
+    assert report("storys", plain) == report("news", tmp_path) == ExitCode.MISTAKE
     assert not (plain / "report.html").exists()
-
-
-def test_the_command_writes_where_it_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = str(make_run(tmp_path / "run"))
-    monkeypatch.chdir(tmp_path)
-    for out in ("new/page.html", "."):
-        assert cli.main(["report", run, "--output_path", out]) == ExitCode.DONE
-        assert Path(capsys.readouterr().out.splitlines()[0].removeprefix("written: ")).is_file()
-    assert cli.main(["report", run, "--json", "-"]) == ExitCode.DONE
-    assert json.loads(capsys.readouterr().out) == [] and not (tmp_path / "-").exists()
-    assert cli.main(["report", run, "--output_path", "-"]) == ExitCode.DONE
-    assert capsys.readouterr().out.startswith("# ")
-    assert cli.main(["report", run, "--output_path", "page.pdf"]) == ExitCode.MISTAKE
+    assert report("stories", plain) == report("news,stories", plain, replay) == ExitCode.REGRESSION
+    assert report("news", plain) == report("news,stories", replay) == ExitCode.DONE
+    assert (plain / "report.html").exists()

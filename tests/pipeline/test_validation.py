@@ -57,14 +57,6 @@ def test_the_interval_is_a_naive_bootstrap_s(spread: float) -> None:
     assert (result.low, result.high) == pytest.approx((low, high), abs=0.1 * (high - low))
 
 
-@pytest.mark.parametrize(("n", "spread"), [(5, 0.5), (5, 1.2), (30, 1.2), (200, 0.5)])
-def test_the_interval_covers_the_truth(n: int, spread: float) -> None:
-    """Also of a few documents of which one has most of the tokens."""
-    rng = np.random.default_rng(n)
-    results = [change(*sampled(rng, n, spread)) for _ in range(1000)]
-    assert 0.93 <= np.mean([r is not None and r.low <= TRUTH <= r.high for r in results]) <= 0.985
-
-
 @pytest.mark.parametrize(("n", "block"), [(6, 64), (30, 2048)])
 def test_the_interval_covers_the_truth_where_documents_span_rows(n: int, block: int) -> None:
     """Documents are sampled, and packed into rows as data are prepared."""
@@ -85,12 +77,6 @@ def test_the_interval_covers_the_truth_where_documents_span_rows(n: int, block: 
         naive += alone.low <= TRUTH <= alone.high
     assert 0.92 <= covered / 400 <= 0.98
     assert block > 1000 or naive / 400 < 0.7, "rows are not independent, or this would test nothing"
-
-
-def test_segments_of_a_document_are_summed() -> None:
-    nll, tokens = np.array([1.0, 2.0, 4.0, 8.0]), np.array([1, 2, 4, 0])
-    result = by_document("set", np.array([9, 4, 9, 7]), nll, tokens)
-    assert (result.nll.tolist(), result.tokens.tolist()) == ([2.0, 5.0], [2, 5])
 
 
 def test_what_has_no_interval_or_no_pairs() -> None:
