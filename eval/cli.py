@@ -24,8 +24,7 @@ from emo.eval.generation import commands as generation
 from emo.eval.icl.settings import BUDGET, INFERENCERS, Settings
 from emo.eval.icl.tasks import select_tasks
 from emo.eval.judging import commands as judging
-from emo.eval.model import DTYPES, EvaluatedModel
-from emo.eval.quiet import quiet_libraries
+from emo.eval.model import DTYPES, EvaluatedModel, quiet_libraries
 
 RETRIEVER_HELP = "minilm, a sentence model's id or directory, random, bm25, topk, votek, dpp, mdl (OpenICL's)"
 DTYPE_HELP = f"auto (the checkpoint's), {', '.join(DTYPES[1:])}"

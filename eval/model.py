@@ -6,8 +6,11 @@ Importing this module, and asking about files, loads neither torch nor transform
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import re
+import sys
+import warnings
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +23,7 @@ from emo.common.weights import CONFIG as CONFIG_JSON
 from emo.data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer
 from emo.data_prep.tokenizer import FILES as TOKENIZER_FILES
 from emo.eval import store
-from emo.eval.icl.scores import NotFiniteError
+from emo.eval.icl.settings import NotFiniteError
 from emo.pipeline.run_dir import EXPORT, EXPORT_INFO, HF, read_export_info
 
 if TYPE_CHECKING:
@@ -66,14 +69,14 @@ class EvaluatedModel:
     @cached_property
     def digest(self) -> str:
         """Identity of weights, adapter and configuration: the content of all that loading opens."""
-        return self._files_digest()
+        return self._files_digest(generation=False)
 
     @cached_property
     def generation_digest(self) -> str:
         """Identity of the generation settings, which decide sampled text only."""
         return self._files_digest(generation=True)
 
-    def _files_digest(self, generation: bool = False) -> str:
+    def _files_digest(self, generation: bool) -> str:
         files = [path for path in opened_files(self.path) if (path.name == GENERATION) == generation]
         return store.digest_files(self.path, files)
 
@@ -145,53 +148,47 @@ class EvaluatedModel:
             except Exception as error:  # whatever a damaged or foreign file makes of transformers
                 if type(error).__name__ == "OutOfMemoryError":
                     raise
-                reason = one_line(error, 200)
-                raise UserError(f"cannot load {self.given}: {type(error).__name__}: {reason}") from None
+                reason = f"{type(error).__name__}: {one_line(error, 200)}"
+                raise UserError(f"cannot load {self.given}: {reason}", code="model") from None
             self.require_unchanged(expected)
             if [signature(path) for path in opened_files(self.path)] == before:  # untouched
                 break
         else:
             raise self._changed("files")
+        model, fault = loaded.model, loaded.fault
         for kind in ("missing", "unexpected", "mismatched"):  # random weights, or those of another model
             if names := getattr(loaded, kind):
                 others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                raise UserError(
-                    f"{self.given} does not hold the weights of its causal language model: "
-                    f"{names[0]}{others} {kind}"
-                )
-        if loaded.fault is not None:
-            raise UserError(f"{self.given} {loaded.fault}")
-        model = loaded.model
+                fault = f"does not hold the weights of its causal language model: {names[0]}{others} {kind}"
+                break
         for name, weights in model.named_parameters():
-            if not bool(weights.isfinite().all()):
-                raise UserError(f"{self.given}: {name} contains NaN or infinite weights")
+            if fault is None and not bool(weights.isfinite().all()):
+                fault = f"has NaN or infinite weights in {name}"
         # Every piece needs an embedding, except special tokens that were added but never occur in text.
         embeddings = model.get_input_embeddings().weight.shape[0]
         special = set(self.tokenizer.all_special_tokens)
         if any(i >= embeddings and p not in special for p, i in self.tokenizer.get_vocab().items()):
-            raise UserError(
-                f"{self.given}: the tokenizer has {len(self.tokenizer)} pieces but the model has only "
-                f"{embeddings} embeddings; it belongs to another model"
-            )
-        model = model.to(device()).eval()
-        from emo.eval.icl.probe import is_causal
+            pieces = f"its tokenizer has {len(self.tokenizer)} pieces, the model only {embeddings} embeddings"
+            fault = fault or f"does not fit together: {pieces}; it belongs to another model"
+        if fault is None:
+            from emo.eval.icl.probe import is_causal
 
-        try:
-            causal = is_causal(model)
-        except NotFiniteError as error:
-            raise UserError(f"{self.given}: {error}; try --dtype float32") from None
-        if not causal:
-            raise UserError(
-                f"{self.given}: {type(model).__name__} is not a causal language model: "
-                "later tokens change the scores of earlier ones"
-            )
+            model = model.to(device()).eval()
+            try:
+                if not is_causal(model):
+                    kind = type(model).__name__
+                    fault = f"is a {kind}, in which later tokens change the scores of earlier ones"
+            except NotFiniteError as error:
+                fault = f"cannot be scored: {error}; try --dtype float32"
+        if fault is not None:
+            raise UserError(f"{self.given} {fault}", code="model")
         return model
 
     def require_unchanged(self, expected: tuple[str, str] | None = None) -> None:
         """Raise UserError when the files are no longer those of `digest` and `generation_digest`."""
         expected = expected or (self.digest, self.generation_digest)
         try:
-            current = self._files_digest(), self._files_digest(generation=True)
+            current = self._files_digest(generation=False), self._files_digest(generation=True)
         except (OSError, UserError):
             raise self._changed("files") from None
         if current != expected:
@@ -217,17 +214,12 @@ class EvaluatedModel:
         return facts
 
     def context_length(self) -> int | None:
-        """Longest prompt the model was made for, or None when it does not say."""
-        return context_length(self.model)
-
-
-def context_length(model: Any) -> int | None:
-    """Longest prompt a loaded model was made for, or None when it does not say."""
-    config = model.config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"):
-        if getattr(config, name, None):
-            return int(getattr(config, name))
-    return None
+        """Return the longest prompt that the model was made for, or None when it does not say."""
+        config = self.model.config.get_text_config()
+        for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"):
+            if getattr(config, name, None):
+                return int(getattr(config, name))
+        return None
 
 
 def device() -> torch.device:
@@ -240,16 +232,14 @@ def device() -> torch.device:
 
 
 def default_name(path: Path) -> str:
-    """runs/emo/export -> emo; runs/emo/step-000100/hf -> emo-step-000100; else the directory's name.
+    """Return the name of a model in results, for runs/emo/export or runs/emo/step-000100/hf that of the run.
 
     Characters that names cannot have become `-`.
     """
     parts = path.resolve().parts
     if parts[-1] == EXPORT and len(parts) > 1:
         return clean_name(parts[-2])
-    if parts[-1] == HF and len(parts) > 2:
-        return clean_name(f"{parts[-3]}-{parts[-2]}")
-    return clean_name(parts[-1])
+    return clean_name(f"{parts[-3]}-{parts[-2]}" if parts[-1] == HF and len(parts) > 2 else parts[-1])
 
 
 def clean_name(text: str) -> str:
@@ -311,3 +301,20 @@ def hub_snapshot(name: str) -> Path:
         raise UserError(
             f"{name} is neither a directory nor a model that the hub gives ({type(error).__name__})"
         ) from None
+
+
+def quiet_libraries() -> None:
+    """Turn off bars and notices of libraries, imported already or not; this project's warnings remain."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    if not sys.stderr.isatty():  # on a terminal its bar shows how loading proceeds
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if transformers := sys.modules.get("transformers"):
+        transformers.logging.set_verbosity_error()
+        if not sys.stderr.isatty():
+            transformers.logging.disable_progress_bar()
+    if datasets := sys.modules.get("datasets"):
+        datasets.disable_progress_bars()
+    for noisy in ("sentence_transformers", "huggingface_hub", "urllib3", "httpx"):  # retries, above all
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)

@@ -16,7 +16,7 @@ from emo.common.errors import UserError
 from emo.eval.generation.tokens import context_of, split_ids
 from emo.eval.icl.layout import DENSE_CPU, DENSE_GPU, Item, Limits
 from emo.eval.icl.prefix_scorer import PrefixScorer
-from emo.eval.icl.scores import NotFiniteError
+from emo.eval.icl.settings import NotFiniteError
 from emo.eval.model import EvaluatedModel
 from emo.eval.stats import Estimate, ratio
 
