@@ -80,7 +80,7 @@ class Model:
 
 
 def only_answer(result: dict[str, Any]) -> str | None:
-    """Return the label that a model answers on every row of a task though others are right, too; else None."""
+    """Return the label that a model answers on every row of a task, where several are right; else None."""
     columns = zip(result["labels"], *result["confusion"], strict=True)
     answered = [label for label, *counts in columns if any(counts)]
     several = sum(any(counts) for counts in result["confusion"]) > 1

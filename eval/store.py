@@ -171,9 +171,9 @@ def complete(
     compute: Callable[[range], list[dict[str, Any]]],
     advance: Callable[[int], Any] = lambda count: None,
 ) -> list[dict[str, Any]]:
-    """Return records of all `rows` under a key, in order; chunks that nobody else is at are computed here.
+    """Return records of all `rows` under a key; chunks that nobody else is at are computed.
 
-    compute: records of some rows, each with its number as `row`. advance: told how many rows were done before.
+    compute: records of some rows, each with its number as `row`. advance: told how many are done.
     """
     chunks = dict(enumerate(ranges(rows, chunk)))
     advance(sum(len(c) for i, c in chunks.items() if entry.has_chunk(i, c)))

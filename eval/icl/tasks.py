@@ -21,7 +21,7 @@ from emo.common.recipe import Section, load_section
 from emo.eval.results import MODEL, SAMPLES
 
 if TYPE_CHECKING:
-    from emo.eval.icl.openicl_compat import PromptTemplate
+    from emo.eval.icl.openicl_compat import Template
 
 DIRECTORY = Path(__file__).parent / "tasks"
 PAPER_ORDER = ("tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu")
@@ -166,22 +166,22 @@ class Task:
         return self.prompt.words.get(label, label)
 
     @cached_property
-    def template(self) -> PromptTemplate:
+    def template(self) -> Template:
         """The prompt: demonstrations, then the query with a label."""
         return self._template(self.prompt.before, self.prompt.text, ice=True)
 
     @cached_property
-    def context_template(self) -> PromptTemplate:
+    def context_template(self) -> Template:
         """The prompt as far as all labels share it."""
         shared, _, _ = self.prompt.text.partition(f"{{{LABEL}}}")
         return self._template(self.prompt.before, shared, ice=True)
 
     @cached_property
-    def demonstration_template(self) -> PromptTemplate:
+    def demonstration_template(self) -> Template:
         return self._template("", self.prompt.demonstration or self.prompt.text, ice=False)
 
     @cached_property
-    def channel_templates(self) -> tuple[PromptTemplate, PromptTemplate]:
+    def channel_templates(self) -> tuple[Template, Template]:
         """(prompt, demonstration) with the label before the text, for the channel score."""
         text = self.require_channel()
         return self._template(self.prompt.before, text, ice=True), self._template("", text, ice=False)
@@ -192,7 +192,7 @@ class Task:
             raise UserError(f"task {self.name}: prompts.{self.version} has no `channel` text")
         return self.prompt.channel
 
-    def _template(self, before: str, text: str, ice: bool) -> PromptTemplate:
+    def _template(self, before: str, text: str, ice: bool) -> Template:
         from emo.eval.icl.openicl_compat import Template
 
         tokens = {name: f"</{name}>" for name in self.inputs}
