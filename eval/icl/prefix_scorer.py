@@ -166,12 +166,13 @@ class PrefixScorer:
                 "its tokenizer does not belong to it",
                 code="tokenizer",
             )
-        longest = max(items, key=lambda item: item.longest)
-        if self.way != OWN and longest.longest > LONGER * self._compared:
-            samples = [min(items, key=lambda item: item.longest), longest]
+        by_length = sorted(range(len(items)), key=lambda i: items[i].longest)
+        longest = items[by_length[-1]].longest
+        if self.way != OWN and longest > LONGER * self._compared:
+            samples = [items[i] for i in {by_length[0], by_length[-1]}]
             if not self._equal(samples, lambda item: self._score_trees([item], [([0], 0)])[0]):
                 self._fall_back_until_equal(samples)
-            self._compared = longest.longest
+            self._compared = longest
         self._ignored = ignored
         scores = self._score(items, advance)
         if not all(np.isfinite(score.prefix) and np.isfinite(score.tails).all() for score in scores):
