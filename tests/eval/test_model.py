@@ -43,43 +43,29 @@ def change(model: Path, edit: Callable[[Weights], Any]) -> Path:
     return model
 
 
-def set_value(weights: Weights, name: str, value: float) -> None:
-    weights[name].view(-1)[1] = value
-
-
 SPOILT: dict[str, Callable[[Weights], Any]] = {
-    "head missing": lambda w: w.pop("lm_head.weight"),
     "layer missing": lambda w: w.pop("model.layers.1.mlp.up_proj.weight"),
     "one too many": lambda w: w.update(extra=torch.ones(3)),
     "classifier": lambda w: w.update({"score.weight": w.pop("lm_head.weight")[:2].clone()}),
     "wrong shape": lambda w: w.update({"model.norm.weight": torch.ones(7)}),
     "integers": lambda w: w.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}),
-    "nan": lambda w: set_value(w, "model.layers.0.mlp.up_proj.weight", float("nan")),
-    "inf": lambda w: set_value(w, "model.norm.weight", float("inf")),
+    "nan": lambda w: w["model.layers.0.mlp.up_proj.weight"][1].fill_(float("nan")),
+    "overflow": lambda w: w["model.norm.weight"].fill_(3e38),  # every weight is finite, the scores are not
 }
 
 
 @pytest.mark.parametrize("kind", list(SPOILT))
-def test_spoilt_weights_are_one_line(kind: str, copy: Path, caplog: pytest.LogCaptureFixture) -> None:
-    change(copy, SPOILT[kind])
-    with caplog.at_level("WARNING"), pytest.raises(UserError) as error:
-        _ = EvaluatedModel(str(copy)).model
-    assert "\n" not in str(error.value) and str(copy) in str(error.value)
-    assert "LOAD REPORT" not in caplog.text
-
-
-@pytest.mark.parametrize("edit", [SPOILT["nan"], lambda w: w["model.norm.weight"].fill_(3e38)])
-def test_run_and_generate_publish_nothing_of_a_spoilt_model(
-    edit: Callable[[Weights], Any], copy: Path, root: Path, tmp_path: Path
+def test_nothing_is_published_of_spoilt_weights(
+    kind: str, copy: Path, root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where every weight is finite, and the scores are not."""
-    change(copy, edit)
+    change(copy, SPOILT[kind])
     common = ["--model", copy, "--output_path", tmp_path / "out"]
     run = command("eval", *common, "--data", root / "data", "--tasks", "sst2", "--retriever", "random")
     for code, _, err in (run, command("generate", *common, "--samples", 1)):
-        assert code == 2 and len(lines(err)) == 1
+        assert code == 2 and len(lines(err)) == 1 and str(copy) in err
     names = ("result.json", "chunks", "sst2.json", "samples.json")
     assert not [path for name in names for path in tmp_path.rglob(f"out/**/{name}")]
+    assert "LOAD REPORT" not in caplog.text
 
 
 def test_tied_heads_are_whole(tmp_path: Path) -> None:
@@ -93,29 +79,21 @@ def test_tied_heads_are_whole(tmp_path: Path) -> None:
         _ = EvaluatedModel(str(path)).model
 
 
-@pytest.mark.parametrize("kind", ["classifier", "encoder"])
-def test_models_of_another_kind_are_refused(kind: str, tmp_path: Path) -> None:
+def test_models_of_another_kind_are_refused(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer(tmp_path / "tokenizer")
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    model: Any
-    if kind == "classifier":
-        config: Any = transformers.LlamaConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes)
-        model = transformers.LlamaForSequenceClassification(config)
-    else:
-        model = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=len(tokenizer), **sizes))
-    model.save_pretrained(tmp_path / "model")
+    config = transformers.BertConfig(vocab_size=len(tokenizer), **sizes)  # type: ignore[arg-type]
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     with pytest.raises(UserError):
         _ = EvaluatedModel(str(tmp_path / "model")).model
 
 
-def test_a_tokenizer_of_a_larger_model_is_one_line(tmp_path: Path) -> None:
-    path = tiny_model(tmp_path / "model", vocab_size=200)
-    with pytest.raises(UserError):
+def test_a_tokenizer_of_a_larger_model_is_refused_but_not_for_a_padding_token(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "small", vocab_size=200)
+    with pytest.raises(UserError) as error:
         _ = EvaluatedModel(str(path)).model
-
-
-def test_a_padding_token_that_was_added_does_no_harm(tmp_path: Path) -> None:
+    assert error.value.code == "model"
     path = tiny_model(tmp_path / "model")
     tokenizer = tiny_tokenizer(tmp_path / "tokenizer")
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
@@ -123,16 +101,14 @@ def test_a_padding_token_that_was_added_does_no_harm(tmp_path: Path) -> None:
     assert EvaluatedModel(str(path)).model.config.vocab_size == 384
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '"x"', '{"step": "ten"}', ""])
+@pytest.mark.parametrize("text", ["{", "[1]", '{"step": "ten"}'])
 def test_a_bad_export_json_is_one_line(text: str, copy: Path) -> None:
     (copy / "export.json").write_text(text)
     with pytest.raises(UserError):
         _ = EvaluatedModel(str(copy)).facts
 
 
-@pytest.mark.parametrize(
-    "name", ["$x$", "_first", ".hidden", "-x", "a/b", "a,b", "a=b", "", "x\n", "x" * 300]
-)
+@pytest.mark.parametrize("name", [".hidden", "a/b", "a,b", "a=b", "", "x\n", "x" * 300])
 def test_names_that_results_cannot_have(name: str, copy: Path) -> None:
     with pytest.raises(UserError):
         EvaluatedModel(str(copy), name)
@@ -148,9 +124,6 @@ def test_names_from_directories_are_usable() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["generate", "--max_new_tokens", 0],
-        ["generate", "--samples", 0],
-        ["generate", "--samples", 1, "--max_new_tokens", 2000],
         ["eval", "--max_tokens", 2000],
         ["eval", "--num_fewshot", 99],
         ["eval", "--max_drop", "nan"],
@@ -159,8 +132,7 @@ def test_names_from_directories_are_usable() -> None:
 )
 def test_impossible_numbers_are_one_line(arguments: list[Any], root: Path, tmp_path: Path) -> None:
     options: list[Any] = [root] if arguments[0] == "watch" else ["--model", root / "whole"]
-    if arguments[0] != "generate":
-        options += ["--data", root / "data", "--tasks", "sst2", "--retriever", "random"]
+    options += ["--data", root / "data", "--tasks", "sst2", "--retriever", "random"]
     code, _, err = command(*arguments, *options, "--output_path", tmp_path / "out")
     assert code == 2 and len(lines(err)) == 1
 
