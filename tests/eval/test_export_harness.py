@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,30 +37,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     model = tiny_model(root / "models" / "m", num_hidden_layers=1)
     (model / "export.json").write_text(json.dumps({"step": 2, "tokens": 8, "objective": "emo", "run": "/r"}))
     arguments = ["--tasks", ",".join(TASKS), "--data", root / "data"]
-    evaluate = [
-        "eval",
-        "--model",
-        model,
-        "--name",
-        "m",
-        "--output_path",
-        root / "out",
-        "--limit",
-        6,
-        *arguments,
-    ]
-    assert command(*evaluate)[0] == 0
-    export = [
-        "export",
-        root / "out",
-        "--format",
-        "lm-eval",
-        "--output_path",
-        root / "there",
-        "--data",
-        root / "data",
-    ]
-    assert command(*export)[0] == 0
+    out = ["--output_path", root / "out", "--name", "m", "--limit", 6]
+    assert command("eval", "--model", model, *arguments, *out)[0] == 0
+    export = ["export", root / "out", "--format", "lm-eval", "--output_path", root / "there"]
+    assert command(*export, "--data", root / "data")[0] == 0
     yield root
     del os.environ["EVAL_CACHE"]
 
@@ -99,17 +78,11 @@ def test_the_files_have_the_harness_fields(world: Path) -> None:
     assert value["group_subtasks"] == {"mmlu": sorted(set(rows) - {"sst2"})}
     assert (value["n-shot"]["sst2"], value["n-shot"]["mmlu"]) == (8, 5)
     assert value["n-samples"]["sst2"] == {"original": 8, "effective": 6}
-    subjects = Counter(
-        f"mmlu_{json.loads(line)['subject']}" for line in (world / "data/mmlu/test.jsonl").open()
-    )
-    assert {name: value["n-samples"][name]["original"] for name in set(rows) - {"sst2"}} == {
-        name: count for name, count in subjects.items() if name in rows
-    }
     for name, actual in rows.items():
-        assert all({key: type(sample[key]) for key in sample} == SAMPLE for sample in actual)
         assert value["results"][name]["sample_len"] == len(actual) == value["n-samples"][name]["effective"]
         assert value["results"][name]["acc,none"] == pytest.approx(np.mean([s["acc"] for s in actual]))
         for s in actual:
+            assert {key: type(s[key]) for key in s} == SAMPLE
             assert s["doc_hash"] == sha(json.dumps(s["doc"], indent=2, ensure_ascii=False))
             assert s["prompt_hash"] == sha(s["arguments"]["gen_args_0"]["arg_0"])
             assert s["target_hash"] == sha(s["target"])
@@ -156,12 +129,6 @@ def test_lm_evaluation_harness_reads_its_files(world: Path) -> None:
     first = value["results"][value["group_subtasks"]["mmlu"][0]]["alias"]
     assert [cell for cell in cells if cell][:2] == ["MMLU", f"- {first}"] and "SST-2" in cells
     assert utils.make_table(value, "groups").count("acc") == 1
-    names = [f"there/m/{path.name}" for path in (world / "there" / "m").iterdir()]
-    assert len(utils.get_results_filenames(names)) == 1
-    of_samples = utils.get_sample_results_filenames(names)
-    assert {utils.get_file_task_name(Path(n).name) for n in of_samples} == set(rows)
-    assert utils.get_latest_filename(of_samples) in of_samples
-    assert utils.sanitize_model_name(value["model_name"]) == value["model_name_sanitized"] == "m"
 
 
 def test_lm_evaluation_harness_joins_groups_alike(tmp_path: Path) -> None:
@@ -202,11 +169,8 @@ def test_exporting_again_writes_the_same(
 
 
 def test_without_the_rows_there_are_results_alone(world: Path, tmp_path: Path) -> None:
-    code, out, _ = command(
-        "export", world / "out", "--format", "lm-eval", "--output_path", tmp_path / "there"
-    )
-    assert code == 0 and "samples" in out.splitlines()[-1]
-    (path,) = (tmp_path / "there" / "m").iterdir()
+    assert command("export", world / "out", "--format", "lm-eval", "--output_path", tmp_path)[0] == 0
+    (path,) = (tmp_path / "m").iterdir()
     alone, whole = json.loads(path.read_text()), read(world / "there", "m")
     assert whole.keys() - alone.keys() == {"n-samples", "task_hashes"}
     assert alone == {name: value for name, value in whole.items() if name in alone}
