@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# Results, figures and options such as NAME=DIR and NAME,NAME use names as they are.
 LOADS = 3  # attempts at files that are touched, but not changed, while they are read
 TOKENIZER_VERSION = 1  # of what `tokenizer_content` looks at
 PROBED = 4096  # pieces of the vocabulary in each text that it encodes
+# Results, figures and options such as NAME=DIR and NAME,NAME use names as they are.
 NAME = re.compile(r"[^\W_][\w.+@~ -]{0,199}")
 
 
@@ -91,7 +91,20 @@ class EvaluatedModel:
 
         Raises UserError when it is not the one that `tokenizer_digest` stands for.
         """
-        tokenizer = _with_bos_and_eos(load_tokenizer(self.path), self.path)
+        tokenizer: Any = load_tokenizer(self.path)
+        path = self.path / "tokenizer_config.json"
+        settings = read_json(path) if path.is_file() else {}
+        ids, plain = (tokenizer("a", add_special_tokens=flag).input_ids for flag in (True, False))
+        adds = {"bos": ids[:1] != plain[:1], "eos": ids[-1:] != plain[-1:]}
+        flags = {name: settings.get(f"add_{name}_token") for name in adds}
+        flags = {name: adds[name] if flag is None else flag for name, flag in flags.items()}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool) or (flag and getattr(tokenizer, f"{name}_token_id") is None):
+                reason = "there is no such token" if flag is True else "it must be true or false"
+                raise UserError(f"{path}: add_{name}_token is {flag!r}, but {reason}", code="tokenizer")
+        if flags != adds:
+            tokenizer.add_bos_token = flags["bos"]
+            tokenizer.add_eos_token = flags["eos"]
         if "tokenizer_digest" in self.__dict__ and tokenizer_content(tokenizer) != self.tokenizer_digest:
             raise self._changed("tokenizer")
         return tokenizer
@@ -113,12 +126,16 @@ class EvaluatedModel:
         before = state()
         return store.remembered("tokenizers", store.digest([TOKENIZER_VERSION, before[0]]), compute)
 
+    def fresh_tokenizer(self) -> Any:
+        """Return a copy, for callers that change its padding."""
+        return copy.deepcopy(self.tokenizer)
+
     def _tokenizer_files(self) -> list[Path]:
         names = [*TOKENIZER_FILES, CHAT_TEMPLATE]
         return [self.path / name for name in names if (self.path / name).is_file()]
 
     def files(self) -> list[Path]:
-        """Return all files of the model that the identities above cover."""
+        """Return all files of the model that the identities cover."""
         return [*opened_files(self.path), *self._tokenizer_files()]
 
     def _changed(self, change: str) -> UserError:
@@ -126,10 +143,6 @@ class EvaluatedModel:
             f"{self.given}: its {change} changed while it was evaluated; nothing is stored, run it again",
             code="changed",
         )
-
-    def fresh_tokenizer(self) -> Any:
-        """A copy, for callers that change its padding."""
-        return copy.deepcopy(self.tokenizer)
 
     @cached_property
     def model(self) -> Any:
@@ -246,29 +259,6 @@ def clean_name(text: str) -> str:
     """A usable model name that looks like `text`."""
     name = re.sub(r"[^\w.+@~ -]", "-", text)[:200]
     return re.sub(r"^[\W_]+|\s+$", "", name) or "model"
-
-
-def _with_bos_and_eos(tokenizer: Any, path: Path) -> Any:
-    """Return the tokenizer, made to add what `add_bos_token` and `add_eos_token` of its directory say."""
-    config = path / "tokenizer_config.json"
-    settings = read_json(config) if config.is_file() else {}
-    ids, plain = (tokenizer("a", add_special_tokens=flag).input_ids for flag in (True, False))
-    adds = {"bos": ids[:1] != plain[:1], "eos": ids[-1:] != plain[-1:]}
-    configured = {name: settings.get(f"add_{name}_token") for name in adds}
-    for name, flag in configured.items():
-        if flag is not None and not isinstance(flag, bool):
-            raise UserError(
-                f"{config}: add_{name}_token must be true or false, not {flag!r}", code="tokenizer"
-            )
-        if flag and getattr(tokenizer, f"{name}_token_id") is None:
-            raise UserError(
-                f"{config}: add_{name}_token is true, but there is no {name}_token", code="tokenizer"
-            )
-    flags = {name: adds[name] if flag is None else flag for name, flag in configured.items()}
-    if flags != adds:
-        tokenizer.add_bos_token = flags["bos"]
-        tokenizer.add_eos_token = flags["eos"]
-    return tokenizer
 
 
 def tokenizer_content(tokenizer: Any) -> str:

@@ -39,10 +39,7 @@ class Job:
     def __init__(
         self, model: EvaluatedModel, settings: Settings, out: Path, say: Say = lambda text: None
     ) -> None:
-        self.model = model
-        self.settings = settings
-        self.out = out
-        self.say = say
+        self.model, self.settings, self.out, self.say = model, settings, out, say
         self.computed = 0  # chunks that this process scored
 
     @cached_property
@@ -184,16 +181,13 @@ class Job:
             bar.update(before + len(records) - bar.n)
             return records
 
+        desc = f"{self.model.name} {task.name}"
         try:
-            with tqdm(
-                total=len(indices), desc=f"{self.model.name} {task.name}", unit="row", disable=None
-            ) as bar:
+            with tqdm(total=len(indices), desc=desc, unit="row", disable=None) as bar:
                 return store.complete(entry, len(indices), CHUNK, score, bar.update)
         except NotFiniteError as error:
-            where = f"{self.model.given}, task {task.name}"
-            raise UserError(
-                f"{where}: {error}; nothing is published; try --dtype float32", code="not-finite"
-            ) from None
+            text = f"{self.model.given}, task {task.name}: {error}; nothing is published"
+            raise UserError(f"{text}; try --dtype float32", code="not-finite") from None
 
     def score_rows(
         self,
@@ -219,11 +213,7 @@ class Job:
 
 
 def run_all(
-    model: EvaluatedModel,
-    tasks: list[Task],
-    settings: Settings,
-    out: Path,
-    say: Say,
+    model: EvaluatedModel, tasks: list[Task], settings: Settings, out: Path, say: Say
 ) -> list[dict[str, Any]]:
     """Return the results of all tasks; the model is described first: a partial run can be reported."""
     claim_name(model, out, say)
@@ -234,15 +224,15 @@ def run_all(
         result = job.run(task)
         duration = f"{time.perf_counter() - began:.1f} s" if job.computed > before else "already known"
         low, high = (100 * result["interval"][end] for end in ("low", "high"))
-        note = f", {result['rows_shortened']} shortened" if result["rows_shortened"] else ""
-        answer = only_answer(result)
+        shortened, answer = result["rows_shortened"], only_answer(result)
+        note = f", {shortened} shortened" if shortened else ""
         note += f", answers {answer} only" if answer is not None else ""
         say(
             f"{model.name}  {task.spec.title:<15} {100 * result['accuracy']:5.1f}  [{low:.1f}, {high:.1f}]  "
             f"chance {100 * result['chance']:.1f}  n {result['n']}{note}  ({duration})"
         )
-        if 2 * result["rows_shortened"] >= result["n"]:
-            kinds = [(result["rows_shortened"], "demonstrations")] if result["shots"] else []
+        if 2 * shortened >= result["n"]:
+            kinds = [(shortened, "demonstrations")] if result["shots"] else []
             kinds += [(result["rows_cut"], "text of the query")] if result["rows_cut"] else []
             lost = ", ".join(f"{rows:,} of {result['n']:,} prompts lost {kind}" for rows, kind in kinds)
             limit = settings.max_tokens or (job.recorder.context if job.computed > before else None)

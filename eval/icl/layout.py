@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emo.eval.icl.settings import BUDGET
-
 DENSE_CPU, DENSE_GPU = 1024, 16384  # tokens that keep the processor busy; beyond, padding is avoided
 PADDING = 0.08  # share of a batch
 MASK_BYTES = 128 << 20  # attention mask of one batch, 4 bytes per entry
@@ -32,11 +30,11 @@ class Item:
     prefix: np.ndarray
     tails: Sequence[np.ndarray]
     group: object = None
-    skip: Sequence[int] | None = None  # leading tokens of each tail that are not scored; none by default
+    skip: Sequence[int] = ()  # leading tokens of each tail that are fed, but not scored; none by default
 
     def unscored(self, k: int) -> int:
-        """Return the number of leading tokens of tail k that are fed but not scored."""
-        return 0 if self.skip is None else self.skip[k]
+        """Return the number of leading tokens of tail k that are not scored."""
+        return self.skip[k] if self.skip else 0
 
     @property
     def fed(self) -> int:
@@ -89,33 +87,29 @@ def groups(items: Sequence[Item]) -> list[tuple[list[int], int]]:
     return result
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The bounds of a batch. tokens: padding and cached context included."""
+def batches(
+    lengths: Mapping[int, int], budget: int, device: torch.device, context: int = 0
+) -> Iterator[list[int]]:
+    """Yield keys of `lengths` in batches, longest first; rows also attend to `context` cached tokens.
 
-    tokens: int = BUDGET
-    dense: int = DENSE_CPU
-
-    def batches(self, lengths: Mapping[int, int], context: int = 0) -> Iterator[list[int]]:
-        """Yield keys of `lengths` in batches, longest first; rows also attend to `context` cached tokens.
-
-        A row that exceeds the limits by itself is a batch of its own.
-        """
-        batch: list[int] = []
-        used = 0
-        for key in sorted(lengths, key=lambda key: (-lengths[key], key)):
-            longest = lengths[batch[0]] if batch else lengths[key]
-            count = len(batch) + 1
-            too_much = count * (longest + context) > self.tokens
-            too_much |= count * longest * (longest + context) * 4 > MASK_BYTES
-            padded = used > self.dense and 1 - (used + lengths[key]) / (count * longest) > PADDING
-            if batch and (too_much or padded):
-                yield batch
-                batch, used = [], 0
-            batch.append(key)
-            used += lengths[key]
-        if batch:
+    budget: tokens of a batch, padding and cached context included; a row with more is a batch of its own.
+    """
+    dense = DENSE_CPU if device.type == "cpu" else DENSE_GPU
+    batch: list[int] = []
+    used = 0
+    for key in sorted(lengths, key=lambda key: (-lengths[key], key)):
+        longest = lengths[batch[0]] if batch else lengths[key]
+        count = len(batch) + 1
+        too_much = count * (longest + context) > budget
+        too_much |= count * longest * (longest + context) * 4 > MASK_BYTES
+        padded = used > dense and 1 - (used + lengths[key]) / (count * longest) > PADDING
+        if batch and (too_much or padded):
             yield batch
+            batch, used = [], 0
+        batch.append(key)
+        used += lengths[key]
+    if batch:
+        yield batch
 
 
 class TreeBatch:
@@ -145,8 +139,8 @@ class TreeBatch:
                 self.ids[row, position : position + n] = tail[:n]
                 self.positions[row, position : position + n] = np.arange(n) + context + p
                 self._segment[row, position : position + n] = k + 1
-                skip = item.unscored(k)
                 before = base + np.concatenate([[p - 1], np.arange(position, position + n)])
+                skip = item.unscored(k)
                 source.append(before[skip : len(tail)])
                 target.append(tail[skip:])
                 position += n

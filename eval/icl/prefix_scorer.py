@@ -26,7 +26,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from emo.common.errors import UserError
 from emo.eval.icl import probe
-from emo.eval.icl.layout import DENSE_CPU, DENSE_GPU, Item, ItemScore, Limits, TreeBatch, groups
+from emo.eval.icl.layout import Item, ItemScore, TreeBatch, batches, groups
 from emo.eval.icl.settings import BUDGET, NotFiniteError
 
 log = logging.getLogger(__name__)
@@ -126,12 +126,11 @@ class PrefixScorer:
         self, model: PreTrainedModel, budget: int = BUDGET, say: Callable[[str], None] = log.warning
     ) -> None:
         self.model = model.eval()
+        self.budget, self._say = budget, say
         self.work = Work()
-        self._say = say
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         self._vocabulary = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
-        self._limits = Limits(budget, DENSE_CPU if self._device.type == "cpu" else DENSE_GPU)
         self._ignored: int | None = None
         self._compared = 0  # longest prompt on which the way of scoring was compared
         self.way = TREE
@@ -280,7 +279,7 @@ class PrefixScorer:
                 context_nll = self._head.nll(hidden, np.arange(context), ids[1:], self._ignored).sum()
                 self._count(context, context)
             lengths = {i: items[i].fed - context for i in members}
-            for numbers in self._limits.batches(lengths, context):
+            for numbers in batches(lengths, self.budget, self._device, context):
                 batch = TreeBatch([items[i] for i in numbers], context)
                 hidden = self._forward(batch, cache)
                 nll = self._head.nll(hidden, batch.source, batch.target, self._ignored)
