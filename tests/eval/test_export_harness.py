@@ -17,7 +17,7 @@ from emo.eval.export import harness
 from emo.eval.export.figures import Source
 from emo.eval.results import pick, read_models
 from tests.helpers.evaluating import command, load, naive_nll, tiny_model, write_tasks
-from tests.helpers.results import GROUPS, RIGHT, finish, tree, write_model, write_result
+from tests.helpers.results import tree
 
 TASKS = ["sst2", "mmlu"]
 
@@ -54,17 +54,6 @@ def samples(world: Path) -> dict[str, list[dict[str, Any]]]:
     return actual
 
 
-RESULTS = {
-    "results": dict, "groups": dict, "group_subtasks": dict, "configs": dict, "versions": dict,
-    "n-shot": dict, "higher_is_better": dict, "n-samples": dict, "config": dict, "date": float,
-    "model_source": str, "model_name": str, "model_name_sanitized": str, "task_hashes": dict,
-}  # fmt: skip
-SAMPLE = {
-    "doc_id": int, "doc": dict, "target": str, "arguments": dict, "resps": list, "filtered_resps": list,
-    "filter": str, "metrics": list, "doc_hash": str, "prompt_hash": str, "target_hash": str, "acc": float,
-}  # fmt: skip
-
-
 def sha(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -72,7 +61,6 @@ def sha(text: str) -> str:
 def test_the_files_have_the_harness_fields(world: Path) -> None:
     """Names and types of lm_eval/result_schema.py, and the hashes of its evaluator."""
     value, rows = read(world / "there", "m"), samples(world)
-    assert {name: type(value[name]) for name in RESULTS} == RESULTS
     assert set(rows) == set(value["configs"]) == set(value["task_hashes"]) == set(value["n-samples"])
     assert set(value["results"]) == set(rows) | {"mmlu"} == set(value["versions"]) == set(value["n-shot"])
     assert value["group_subtasks"] == {"mmlu": sorted(set(rows) - {"sst2"})}
@@ -82,7 +70,6 @@ def test_the_files_have_the_harness_fields(world: Path) -> None:
         assert value["results"][name]["sample_len"] == len(actual) == value["n-samples"][name]["effective"]
         assert value["results"][name]["acc,none"] == pytest.approx(np.mean([s["acc"] for s in actual]))
         for s in actual:
-            assert {key: type(s[key]) for key in s} == SAMPLE
             assert s["doc_hash"] == sha(json.dumps(s["doc"], indent=2, ensure_ascii=False))
             assert s["prompt_hash"] == sha(s["arguments"]["gen_args_0"]["arg_0"])
             assert s["target_hash"] == sha(s["target"])
@@ -111,9 +98,9 @@ def test_samples_hold_the_prompts_that_were_scored(world: Path, task: str) -> No
 
 
 def test_lm_evaluation_harness_reads_its_files(world: Path) -> None:
-    """Its table, its aggregation of groups, its standard errors and its names of files."""
+    """Its schema, its table, its aggregation of groups and its standard errors."""
     from lm_eval import utils
-    from lm_eval.api.metrics import mean_stderr
+    from lm_eval.api.metrics import aggregate_subtask_metrics, mean_stderr
     from lm_eval.result_schema import EvalResults, SampleResult
 
     value, rows = read(world / "there", "m"), samples(world)
@@ -123,28 +110,14 @@ def test_lm_evaluation_harness_reads_its_files(world: Path) -> None:
         entry, outcomes = value["results"][name], [s["acc"] for s in actual]
         expected = mean_stderr(outcomes) if len(outcomes) > 1 else "N/A"
         assert entry["acc_stderr,none"] == (pytest.approx(expected) if len(outcomes) > 1 else expected)
+    parts = [value["results"][name] for name in value["group_subtasks"]["mmlu"]]
+    accuracies, sizes = [part["acc,none"] for part in parts], [part["sample_len"] for part in parts]
+    mean = aggregate_subtask_metrics(accuracies, sizes, weight_by_size=False)
+    assert value["groups"]["mmlu"]["acc,none"] == pytest.approx(mean)
     table = utils.make_table(value)
     assert f"{value['results']['sst2']['acc,none']:.4f}" in table
     cells = [line.split("|")[1].strip() for line in table.splitlines()[2:] if line]
-    first = value["results"][value["group_subtasks"]["mmlu"][0]]["alias"]
-    assert [cell for cell in cells if cell][:2] == ["MMLU", f"- {first}"] and "SST-2" in cells
-    assert utils.make_table(value, "groups").count("acc") == 1
-
-
-def test_lm_evaluation_harness_joins_groups_alike(tmp_path: Path) -> None:
-    from lm_eval.api.metrics import aggregate_subtask_metrics, unweighted_mean_stderr
-
-    write_model(tmp_path, "m")
-    write_result(tmp_path, "m", "t", RIGHT * 2, GROUPS * 2)
-    finish(tmp_path)
-    harness.write_harness(pick(read_models([tmp_path]), "m"), tmp_path / "there", None)
-    value = read(tmp_path / "there", "m")
-    parts, whole = [value["results"][f"t_{g}"] for g in "xyz"], value["groups"]["t"]
-    sizes = [part["sample_len"] for part in parts]
-    mean = aggregate_subtask_metrics([part["acc,none"] for part in parts], sizes, weight_by_size=False)
-    assert whole["acc,none"] == pytest.approx(mean) and sizes == [4, 6, 2]
-    stderr = unweighted_mean_stderr([part["acc_stderr,none"] for part in parts])
-    assert whole["acc_stderr,none"] == pytest.approx(stderr) and stderr > 0
+    assert [cell for cell in cells if cell][:2] == ["MMLU", f"- {parts[0]['alias']}"] and "SST-2" in cells
 
 
 def test_exporting_again_writes_the_same(

