@@ -132,39 +132,39 @@ class Watch:
         """
         for export in self.exports:
             with held(store.lease(self.state / "leases", f"export-{export.format}")) as acquired:
-                if not acquired:
-                    continue
-                others = (item for item in self.unexported.items() if not item[0].startswith(f"{export} "))
-                self.unexported = dict(others)
-                self.deferred.discard(str(export))
-                due = {}  # name -> version of the results
-                for name, mark in self._evaluated().items():
-                    version = store.digest([mark.get("files"), mark.get("asked")])
-                    if _read(self.state / "exported" / f"{name}.json").get(str(export)) != version:
-                        due[name] = version
-                if due:
-                    self._export(export, due)
+                if acquired:
+                    self._export(export)
 
-    def _export(self, export: Export, due: dict[str, str]) -> None:
+    def _export(self, export: Export) -> None:
+        others = (item for item in self.unexported.items() if not item[0].startswith(f"{export} "))
+        self.unexported = dict(others)
+        self.deferred.discard(str(export))
+        marks = {name: self.state / "exported" / f"{name}.json" for name in self._evaluated()}
+        due = {}  # name -> version of the results
+        for name, mark in self._evaluated().items():
+            version = store.digest([mark.get("files"), mark.get("asked")])
+            if _read(marks[name]).get(str(export)) != version:
+                due[name] = version
+        if not due:
+            return
         models: dict[str, Model] = {}
         with contextlib.suppress(UserError):  # there are none any more
-            models = {m.name: m for m in read_models([self.out], lambda text: None)}
+            models = {m.name: m for m in read_models([self.out], lambda text: None) if m.name in due}
         cards = {}
         for target in targets.targets(self.run_dir):
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 cards[target.name] = (target.path / CARD).read_text(encoding="utf-8")
-        failed = export.each([models[name] for name in due if name in models], cards, self.say)
-        for name, version in due.items():
-            key = f"{export} {name}"
-            if name in models and name not in failed:
-                path = self.state / "exported" / f"{name}.json"
-                store.replace(path, store.dump(_read(path) | {str(export): version}))
-            elif isinstance(failed.get(name), BusyError):
+        failed = {name: UserError(f"its results are not in {self.out}") for name in due.keys() - models}
+        for name, error in (failed | export.each(list(models.values()), cards, self.say)).items():
+            if isinstance(error, BusyError):
                 self.deferred.add(str(export))
             else:
-                reason = _reason(failed.get(name, UserError(f"its results are not in {self.out}")))
-                self.unexported[key] = reason
-                self._say_once(key, f"{name}: not exported as {export}: {reason}; to be tried again")
+                reason = self.unexported[f"{export} {name}"] = _reason(error)
+                text = f"{name}: not exported as {export}: {reason}; to be tried again"
+                self._say_once(f"{export} {name}", text)
+            due.pop(name)
+        for name, version in due.items():
+            store.replace(marks[name], store.dump(_read(marks[name]) | {str(export): version}))
 
     def _say_once(self, key: str, text: str) -> None:
         if self._reported.get(key) != text:

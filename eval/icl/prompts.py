@@ -156,7 +156,11 @@ class OpenICLPromptBuilder(PromptBuilder):
                 while True:
                     ice = self.retriever.generate_ice(sample.demonstrations, ice_template=self.demonstration)
                     prompt = self.prompt(sample.row, ice, label)
-                    if not sample.demonstrations or self.limit is None or self._length(prompt) <= self.limit:
+                    if (
+                        not sample.demonstrations
+                        or self.limit is None
+                        or len(self.tokenizer(prompt, verbose=False)["input_ids"]) <= self.limit
+                    ):
                         break
                     sample.demonstrations.pop()
                 sample.prompts.append(prompt)
@@ -164,6 +168,3 @@ class OpenICLPromptBuilder(PromptBuilder):
         for sample, demonstrations in zip(samples, indices, strict=True):
             sample.dropped = len(demonstrations) - len(sample.demonstrations)
         return samples
-
-    def _length(self, prompt: str) -> int:
-        return len(self.tokenizer(prompt, verbose=False)["input_ids"])

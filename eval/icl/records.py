@@ -31,7 +31,7 @@ from emo.eval.icl.prefix_scorer import Advance, PrefixScorer
 from emo.eval.icl.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
 from emo.eval.icl.retrieve import StoredRetriever
 from emo.eval.icl.settings import BUDGET, SCORES, Settings, winner
-from emo.eval.icl.tasks import SLOT, Task
+from emo.eval.icl.tasks import Task, fill
 from emo.eval.model import EvaluatedModel
 
 Record = dict[str, Any]
@@ -132,8 +132,7 @@ class Recorder:
         )
         items = []
         for sample in builder.build():
-            row, text = rows["test"][sample.row], task.require_channel().rsplit("{label}", 1)[1]
-            after = SLOT.sub(lambda match, row=row: str(row[match.group(1)]), text)  # type: ignore[misc]
+            after = fill(task.require_channel().rsplit("{label}", 1)[1], rows["test"][sample.row])
             encoded = tokenizer(sample.prompts, padding=False, truncation=False, return_offsets_mapping=True)
             # A prompt without a common first token begins with one of its own, which is never a target.
             shared = max(common_prefix(sample.ids), 1)

@@ -8,6 +8,7 @@ OpenICL is imported only where a template is made: reports and mistakes need non
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -134,6 +135,11 @@ class TaskSpec(Section):
             raise ValueError(f"{where} {'must name' if labelled else 'must not name'} {{label}}")
 
 
+def fill(text: str, values: Mapping[str, Any]) -> str:
+    """Return `text` with every {name} replaced by its value."""
+    return SLOT.sub(lambda match: str(values[match.group(1)]), text)
+
+
 @dataclass(frozen=True)
 class Task:
     """A task file together with the prompt version in use."""
@@ -199,8 +205,7 @@ class Task:
         by_label = {}
         for label in self.labels:
             slots = tokens | {LABEL: self.words(label)}
-            first, second = (SLOT.sub(lambda m, s=slots: s[m.group(1)], part) for part in (before, text))  # type: ignore[misc]
-            by_label[label] = first + (ICE if ice else "") + second
+            by_label[label] = fill(before, slots) + (ICE if ice else "") + fill(text, slots)
         return Template(by_label, tokens, ice_token=ICE if ice else None)
 
     def identity(self) -> dict[str, Any]:

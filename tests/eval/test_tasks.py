@@ -71,11 +71,11 @@ def test_mmlu_prompt_is_opencompass() -> None:
 
 
 def test_a_demonstration_that_holds_a_column_token_stays_as_it_is() -> None:
-    given = {"a": "</E>Text: </text> a"}, {"text": "</text>"}, None, None, "</E>"
+    arguments = {"a": "</E>Text: </text> a"}, {"text": "</text>"}, None, None, "</E>"
     row, ice = {"text": "query"}, "Text: see </text> here a\n"
-    stock = openicl.PromptTemplate(*given)
+    stock = openicl.PromptTemplate(*arguments)
     assert "see query here" in stock.generate_label_prompt_item(row, ice, "a")  # the fault
-    assert Template(*given).generate_label_prompt_item(row, ice, "a") == ice + "Text: query a"
+    assert Template(*arguments).generate_label_prompt_item(row, ice, "a") == ice + "Text: query a"
 
 
 # --- rows -------------------------------------------------------------------------------------------------
