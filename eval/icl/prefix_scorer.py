@@ -135,11 +135,8 @@ class PrefixScorer:
         self._compared = 0  # longest prompt on which the way of scoring was compared
         self.way = TREE
         config = model.config.get_text_config()
-        if (
-            model.get_output_embeddings() is None
-            or model.base_model is model
-            or probe.depends_on_length(config)
-        ):
+        without_head = model.get_output_embeddings() is None or model.base_model is model
+        if without_head or probe.depends_on_length(config):
             self._fall_back_to(OWN)
             return
         self._head = Head(model)
@@ -241,9 +238,8 @@ class PrefixScorer:
 
     def _score_own(self, item: Item) -> ItemScore:
         """Return an item's score by the model's own forward, one prompt at a time."""
-        split = len(item.prefix) - 1
-        prefix, tails = 0.0, []
-        for k, prompt in enumerate(item.alone()):
+        losses = []  # of tokens 2..N of every whole prompt
+        for prompt in item.alone():
             row = torch.from_numpy(np.concatenate([prompt.prefix, *prompt.tails]))[None].to(self._device)
             self._count(row.numel(), row.numel())
             logits, targets = self.model(input_ids=row, use_cache=False).logits[0, :-1], row[0, 1:]
@@ -255,10 +251,10 @@ class PrefixScorer:
             nll = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
             if self._ignored is not None:
                 nll = nll.masked_fill(targets == self._ignored, 0.0)
-            losses = nll.cpu().numpy()
-            prefix = float(losses[:split].sum()) if k == 0 else prefix
-            tails += [losses[split + item.unscored(k) :].sum()] if item.tails else []
-        return ItemScore(prefix, np.array(tails, dtype=np.float64))
+            losses.append(nll.cpu().numpy())
+        split = len(item.prefix) - 1
+        tails = [losses[k][split + item.unscored(k) :].sum() for k in range(len(item.tails))]
+        return ItemScore(float(losses[0][:split].sum()), np.array(tails, dtype=np.float64))
 
     def _score_trees(
         self,

@@ -138,10 +138,8 @@ class Recorder:
             shared = max(common_prefix(sample.ids), 1)
             skip = []  # only the tokens after the label are scored
             for text, offsets in zip(sample.prompts, encoded["offset_mapping"], strict=True):
-                start = len(text) - len(after)
-                skip.append(
-                    max(0, next(i for i, (begin, _) in enumerate(offsets) if begin >= start) - shared)
-                )
+                first = next(i for i, (begin, _) in enumerate(offsets) if begin >= len(text) - len(after))
+                skip.append(max(0, first - shared))
             items.append(Item(sample.ids[0][:shared], [ids[shared:] for ids in sample.ids], None, skip))
         return np.array([score.tails for score in self.scorer.score(items)])
 
