@@ -12,7 +12,7 @@ import argparse
 import os
 import sys
 import time
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,96 +24,83 @@ from emo.eval.generation import commands as generation
 from emo.eval.icl.settings import BUDGET, INFERENCERS, Settings
 from emo.eval.icl.tasks import select_tasks
 from emo.eval.judging import commands as judging
-from emo.eval.model import DTYPES, EvaluatedModel
-from emo.eval.quiet import quiet_libraries
+from emo.eval.model import DTYPES, EvaluatedModel, quiet_libraries
 
-RETRIEVER_HELP = "minilm, a sentence model's id or directory, random, bm25, topk, votek, dpp, mdl (OpenICL's)"
-DTYPE_HELP = f"auto (the checkpoint's), {', '.join(DTYPES[1:])}"
-SCORE_HELP = "what decides: openicl_ppl (default), suffix_sum, suffix_mean, channel, calibrated"
-BASELINE_HELP = "the others are compared with it (the first); again: another one, in a table of its own"
 EXPORT_HELP = "export each: lm-eval=DIR, hf=DIR (DIR/NAME each) or wandb (into the run); may be repeated"
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and their arguments."""
+    """Return all commands and their arguments."""
     top = argparse.ArgumentParser(
         prog="emo",
         description="What a model can do, and whether it is better: tasks, samples, judges, reports.",
     )
     commands = top.add_subparsers(dest="command", required=True)
 
-    run = commands.add_parser("eval", help="score one model on tasks")
-    run.add_argument("--model", required=True, help="model directory (an export) or hub id")
-    run.add_argument("--name", help="how results call it (its directory)")
-    run.add_argument(
-        "--output_path", type=Path, default=Path("runs/eval"), help="results directory (runs/eval)"
-    )
-    _evaluation_arguments(run)
+    add = commands.add_parser("eval", help="score one model on tasks").add_argument
+    add("--model", required=True, help="model directory (an export) or hub id")
+    add("--name", help="how results call it (its directory)")
+    add("--output_path", type=Path, default=Path("runs/eval"), help="results directory (runs/eval)")
+    _evaluation_arguments(add)
 
-    watch = commands.add_parser("watch", help="score every complete checkpoint of a run, each exactly once")
-    watch.add_argument("run_dir", type=Path, help="run directory: step-*/ with hf/, checkpoint-*/, export/")
-    watch.add_argument("--output_path", type=Path, help="results directory (RUN_DIR/eval)")
-    watch.add_argument("--once", action="store_true", help="one pass, for cron and other schedulers")
-    watch.add_argument("--poll", type=float, default=30.0, help="seconds between passes (30)")
-    watch.add_argument("--until_finished", action="store_true", help="end when the run's export is evaluated")
-    watch.add_argument("--no_report", action="store_true", help="do not rewrite the report after a pass")
-    watch.add_argument("--export", action="append", default=[], metavar="FORMAT=DIR", help=EXPORT_HELP)
-    _evaluation_arguments(watch)
+    summary = "score every complete checkpoint of a run, each exactly once"
+    add = commands.add_parser("watch", help=summary).add_argument
+    add("run_dir", type=Path, help="run directory: step-*/ with hf/, checkpoint-*/, export/")
+    add("--output_path", type=Path, help="results directory (RUN_DIR/eval)")
+    add("--once", action="store_true", help="one pass, for cron and other schedulers")
+    add("--poll", type=float, default=30.0, help="seconds between passes (30)")
+    add("--until_finished", action="store_true", help="end when the run's export is evaluated")
+    add("--no_report", action="store_true", help="do not rewrite the report after a pass")
+    add("--export", action="append", default=[], metavar="FORMAT=DIR", help=EXPORT_HELP)
+    _evaluation_arguments(add)
 
     generation.add_arguments(commands)
     judging.add_arguments(commands)
 
-    report = commands.add_parser("report", help="write report.html, report.md and results.json")
-    report.add_argument(
-        "results", nargs="+", type=Path, help="directories given as --output_path to run or watch"
-    )
+    add = commands.add_parser("report", help="write report.html, report.md and results.json").add_argument
+    add("results", nargs="+", type=Path, help="directories given as --output_path to run or watch")
     out_help = "directory, or file.html, .md or .json (the first results directory); - is Markdown on stdout"
-    report.add_argument("--output_path", metavar="PATH", help=out_help)
+    add("--output_path", metavar="PATH", help=out_help)
     several: dict[str, Any] = {"action": "append", "default": []}
-    report.add_argument("--run", metavar="NAME=DIR", help="a model's training run", **several)
-    report.add_argument("--seeds", metavar="LABEL=NAME,NAME", help="aggregate models", **several)
-    report.add_argument("--baseline", metavar="NAME", help=BASELINE_HELP, **several)
-    report.add_argument("--title", default="")
-    report.add_argument("--notice", default="", help="a sentence shown at the end")
+    add("--run", metavar="NAME=DIR", help="a model's training run", **several)
+    add("--seeds", metavar="LABEL=NAME,NAME", help="aggregate models", **several)
+    baseline_help = "the others are compared with it (the first); again: another one, in a table of its own"
+    add("--baseline", metavar="NAME", help=baseline_help, **several)
+    add("--title", default="")
+    add("--notice", default="", help="a sentence shown at the end")
 
     exporting.add_arguments(commands)
 
-    compare = commands.add_parser("compare", help="two models side by side, with paired tests")
-    compare.add_argument("a", help="name of the baseline")
-    compare.add_argument("b", help="name of the other model")
-    compare.add_argument("--results", nargs="+", type=Path, default=[Path("runs/eval")])
-    compare.add_argument(
-        "--fail_on_regression",
-        nargs="?",
-        const="",
-        metavar="TASK[,TASK]",
-        help="exit with 3 when B is worse than A; on these tasks alone, if any are named",
-    )
-    compare.add_argument("--max_drop", type=float, help="points that the mean may fall at most")
+    add = commands.add_parser("compare", help="two models side by side, with paired tests").add_argument
+    add("a", help="name of the baseline")
+    add("b", help="name of the other model")
+    add("--results", nargs="+", type=Path, default=[Path("runs/eval")])
+    gate_help = "exit with 3 when B is worse than A; on these tasks alone, if any are named"
+    add("--fail_on_regression", nargs="?", const="", metavar="TASK[,TASK]", help=gate_help)
+    add("--max_drop", type=float, help="points that the mean may fall at most")
     return top
 
 
-def _evaluation_arguments(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
+def _evaluation_arguments(add: Callable[..., Any]) -> None:
     add("--tasks", default="all", help="all, or names or task files, comma-separated")
     add("--data", required=True, help="directory of <task>/<split>.jsonl[.zst], or `hub`")
     add("--prompts", default="paper", help="prompt version: paper (default) or released")
-    add("--dtype", default="auto", help=DTYPE_HELP)
-    add("--retriever", default="minilm", help=RETRIEVER_HELP)
+    add("--dtype", default="auto", help=f"auto (the checkpoint's), {', '.join(DTYPES[1:])}")
+    retrievers = "random, bm25, topk, votek, dpp, mdl (OpenICL's)"
+    add("--retriever", default="minilm", help=f"minilm, a sentence model's id or directory, {retrievers}")
     add("--encoder", default="minilm", help="sentence model of OpenICL's dense retrievers (minilm)")
     add("--inferencer", default="prefix", help=f"{INFERENCERS[0]} (ours) or {INFERENCERS[1]} (OpenICL's own)")
     add("--faithful", action="store_true", help="prompts and counts exactly as OpenICL's, faults included")
     add("--num_fewshot", type=int, help="demonstrations per prompt (the task's own number)")
     add("--limit", type=int, help="evenly spaced test rows per task (all)")
-    add("--score", default="openicl_ppl", help=SCORE_HELP)
+    scores = "openicl_ppl (default), suffix_sum, suffix_mean, channel, calibrated"
+    add("--score", default="openicl_ppl", help=f"what decides: {scores}")
     add("--extra_scores", default="", help="also compute: channel, calibrated (comma-separated)")
     add("--max_tokens", type=int, help="longest prompt (the model's context)")
     help_text = f"prompts of the full length per batch at most, or auto: {BUDGET} tokens per batch"
     add("--batch_size", default="auto", help=help_text)
     add(
-        "--fail_on_regression",
-        metavar="NAME",
-        help="exit with 3 when worse than this model of --output_path",
+        "--fail_on_regression", metavar="NAME", help="exit with 3 when worse than this model of --output_path"
     )
     add("--max_drop", type=float, help="points that the mean may fall at most")
 
@@ -127,6 +114,9 @@ def _check_drop(args: argparse.Namespace) -> None:
 
 def _settings(args: argparse.Namespace) -> Settings:
     _check_drop(args)
+    size = args.batch_size
+    if size != "auto" and (not size.isdecimal() or int(size) < 1):
+        raise UserError(f"--batch_size {size} must be auto or a number of prompts above 0")
     return Settings(
         data=args.data,
         retriever=args.retriever,
@@ -138,17 +128,8 @@ def _settings(args: argparse.Namespace) -> Settings:
         score=args.score,
         extra=tuple(name for name in args.extra_scores.split(",") if name),
         max_tokens=args.max_tokens,
-        batch_size=_batch_size(args.batch_size),
+        batch_size=None if size == "auto" else int(size),
     )
-
-
-def _batch_size(text: str) -> int | None:
-    """Return --batch_size as a number, None for auto."""
-    if text == "auto":
-        return None
-    if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"--batch_size {text} must be auto or a number of prompts above 0")
-    return int(text)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -168,12 +149,12 @@ def _run(args: argparse.Namespace) -> int:
     mean = sum(r["accuracy"] for r in results) / len(results)
     over = counted(len(results), "task")
     say(f"{model.name}: mean accuracy {100 * mean:.1f} on {over}; results in {args.output_path}")
-    if args.fail_on_regression:
-        models = read_models([args.output_path])
-        verdict = regression(pick(models, args.fail_on_regression), pick(models, model.name), args.max_drop)
-        say(verdict.summary)
-        return gate([verdict])
-    return ExitCode.DONE
+    if not args.fail_on_regression:
+        return ExitCode.DONE
+    models = read_models([args.output_path])
+    verdict = regression(pick(models, args.fail_on_regression), pick(models, model.name), args.max_drop)
+    say(verdict.summary)
+    return gate([verdict])
 
 
 def _watch(args: argparse.Namespace) -> int:
@@ -243,7 +224,7 @@ def _compare(args: argparse.Namespace) -> int:
 
 
 def _pairs(option: str, texts: list[str]) -> dict[str, str]:
-    """["A=x", ...] as a dictionary."""
+    """Return ["A=x", ...] as a dictionary."""
     pairs = {}
     for text in texts:
         name, equals, value = text.partition("=")
@@ -254,7 +235,7 @@ def _pairs(option: str, texts: list[str]) -> dict[str, str]:
 
 
 def say(text: str) -> None:
-    """A line for the human, above any bar; text from data cannot act on the terminal."""
+    """Print a line above any bar; text from data cannot act on the terminal."""
     from tqdm import tqdm
 
     tqdm.write(printable(text))
@@ -262,23 +243,21 @@ def say(text: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command; whatever ends it early is one line on stderr, failures of the code excepted."""
+    """Run a command and return its exit code; what ends it early is one line on stderr, but for bugs."""
     commands_and_options = parser()
     offer_completion(commands_and_options)
     args = parse_arguments(commands_and_options, argv)
     # Evaluations are started many at a time: none of them may take all cores for its tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     quiet_libraries()
-    commands = {"eval": _run, "watch": _watch, "report": _report, "compare": _compare}
-    for name, command in {
-        "generate": generation.run, "quality": generation.run,
-        "answer": judging.run, "judge": judging.run, "export": exporting.run,
-    }.items():  # fmt: skip
-        commands[name] = partial(command, say=say)
 
     def work() -> int:
+        commands = {"eval": _run, "watch": _watch, "report": _report, "compare": _compare}
+        others = {"answer": judging.run, "judge": judging.run, "export": exporting.run}
         try:
-            return commands[args.command](args)
+            if args.command in commands:
+                return commands[args.command](args)
+            return others.get(args.command, generation.run)(args, say)
         except Exception as error:
             # Other people's use of the GPU's memory may pass.
             if not isinstance(error, MemoryError) and type(error).__name__ != "OutOfMemoryError":

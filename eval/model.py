@@ -6,8 +6,11 @@ Importing this module, and asking about files, loads neither torch nor transform
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import re
+import sys
+import warnings
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,17 +23,17 @@ from emo.common.weights import CONFIG as CONFIG_JSON
 from emo.data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer
 from emo.data_prep.tokenizer import FILES as TOKENIZER_FILES
 from emo.eval import store
-from emo.eval.icl.scores import NotFiniteError
+from emo.eval.icl.settings import NotFiniteError
 from emo.pipeline.run_dir import EXPORT, EXPORT_INFO, HF, read_export_info
 
 if TYPE_CHECKING:
     import torch
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-# Results, figures and options such as NAME=DIR and NAME,NAME use names as they are.
 LOADS = 3  # attempts at files that are touched, but not changed, while they are read
 TOKENIZER_VERSION = 1  # of what `tokenizer_content` looks at
 PROBED = 4096  # pieces of the vocabulary in each text that it encodes
+# Results, figures and options such as NAME=DIR and NAME,NAME use names as they are.
 NAME = re.compile(r"[^\W_][\w.+@~ -]{0,199}")
 
 
@@ -66,14 +69,14 @@ class EvaluatedModel:
     @cached_property
     def digest(self) -> str:
         """Identity of weights, adapter and configuration: the content of all that loading opens."""
-        return self._files_digest()
+        return self._files_digest(generation=False)
 
     @cached_property
     def generation_digest(self) -> str:
         """Identity of the generation settings, which decide sampled text only."""
         return self._files_digest(generation=True)
 
-    def _files_digest(self, generation: bool = False) -> str:
+    def _files_digest(self, generation: bool) -> str:
         files = [path for path in opened_files(self.path) if (path.name == GENERATION) == generation]
         return store.digest_files(self.path, files)
 
@@ -88,7 +91,20 @@ class EvaluatedModel:
 
         Raises UserError when it is not the one that `tokenizer_digest` stands for.
         """
-        tokenizer = _with_bos_and_eos(load_tokenizer(self.path), self.path)
+        tokenizer: Any = load_tokenizer(self.path)
+        path = self.path / "tokenizer_config.json"
+        settings = read_json(path) if path.is_file() else {}
+        ids, plain = (tokenizer("a", add_special_tokens=flag).input_ids for flag in (True, False))
+        adds = {"bos": ids[:1] != plain[:1], "eos": ids[-1:] != plain[-1:]}
+        flags = {name: settings.get(f"add_{name}_token") for name in adds}
+        flags = {name: adds[name] if flag is None else flag for name, flag in flags.items()}
+        for name, flag in flags.items():
+            if not isinstance(flag, bool) or (flag and getattr(tokenizer, f"{name}_token_id") is None):
+                reason = "there is no such token" if flag is True else "it must be true or false"
+                raise UserError(f"{path}: add_{name}_token is {flag!r}, but {reason}", code="tokenizer")
+        if flags != adds:
+            tokenizer.add_bos_token = flags["bos"]
+            tokenizer.add_eos_token = flags["eos"]
         if "tokenizer_digest" in self.__dict__ and tokenizer_content(tokenizer) != self.tokenizer_digest:
             raise self._changed("tokenizer")
         return tokenizer
@@ -110,12 +126,16 @@ class EvaluatedModel:
         before = state()
         return store.remembered("tokenizers", store.digest([TOKENIZER_VERSION, before[0]]), compute)
 
+    def fresh_tokenizer(self) -> Any:
+        """Return a copy, for callers that change its padding."""
+        return copy.deepcopy(self.tokenizer)
+
     def _tokenizer_files(self) -> list[Path]:
         names = [*TOKENIZER_FILES, CHAT_TEMPLATE]
         return [self.path / name for name in names if (self.path / name).is_file()]
 
     def files(self) -> list[Path]:
-        """Return all files of the model that the identities above cover."""
+        """Return all files of the model that the identities cover."""
         return [*opened_files(self.path), *self._tokenizer_files()]
 
     def _changed(self, change: str) -> UserError:
@@ -123,10 +143,6 @@ class EvaluatedModel:
             f"{self.given}: its {change} changed while it was evaluated; nothing is stored, run it again",
             code="changed",
         )
-
-    def fresh_tokenizer(self) -> Any:
-        """A copy, for callers that change its padding."""
-        return copy.deepcopy(self.tokenizer)
 
     @cached_property
     def model(self) -> Any:
@@ -145,53 +161,47 @@ class EvaluatedModel:
             except Exception as error:  # whatever a damaged or foreign file makes of transformers
                 if type(error).__name__ == "OutOfMemoryError":
                     raise
-                reason = one_line(error, 200)
-                raise UserError(f"cannot load {self.given}: {type(error).__name__}: {reason}") from None
+                reason = f"{type(error).__name__}: {one_line(error, 200)}"
+                raise UserError(f"cannot load {self.given}: {reason}", code="model") from None
             self.require_unchanged(expected)
             if [signature(path) for path in opened_files(self.path)] == before:  # untouched
                 break
         else:
             raise self._changed("files")
+        model, fault = loaded.model, loaded.fault
         for kind in ("missing", "unexpected", "mismatched"):  # random weights, or those of another model
             if names := getattr(loaded, kind):
                 others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                raise UserError(
-                    f"{self.given} does not hold the weights of its causal language model: "
-                    f"{names[0]}{others} {kind}"
-                )
-        if loaded.fault is not None:
-            raise UserError(f"{self.given} {loaded.fault}")
-        model = loaded.model
+                fault = f"does not hold the weights of its causal language model: {names[0]}{others} {kind}"
+                break
         for name, weights in model.named_parameters():
-            if not bool(weights.isfinite().all()):
-                raise UserError(f"{self.given}: {name} contains NaN or infinite weights")
+            if fault is None and not bool(weights.isfinite().all()):
+                fault = f"has NaN or infinite weights in {name}"
         # Every piece needs an embedding, except special tokens that were added but never occur in text.
         embeddings = model.get_input_embeddings().weight.shape[0]
         special = set(self.tokenizer.all_special_tokens)
         if any(i >= embeddings and p not in special for p, i in self.tokenizer.get_vocab().items()):
-            raise UserError(
-                f"{self.given}: the tokenizer has {len(self.tokenizer)} pieces but the model has only "
-                f"{embeddings} embeddings; it belongs to another model"
-            )
-        model = model.to(device()).eval()
-        from emo.eval.icl.probe import is_causal
+            pieces = f"its tokenizer has {len(self.tokenizer)} pieces, the model only {embeddings} embeddings"
+            fault = fault or f"does not fit together: {pieces}; it belongs to another model"
+        if fault is None:
+            from emo.eval.icl.probe import is_causal
 
-        try:
-            causal = is_causal(model)
-        except NotFiniteError as error:
-            raise UserError(f"{self.given}: {error}; try --dtype float32") from None
-        if not causal:
-            raise UserError(
-                f"{self.given}: {type(model).__name__} is not a causal language model: "
-                "later tokens change the scores of earlier ones"
-            )
+            model = model.to(device()).eval()
+            try:
+                if not is_causal(model):
+                    kind = type(model).__name__
+                    fault = f"is a {kind}, in which later tokens change the scores of earlier ones"
+            except NotFiniteError as error:
+                fault = f"cannot be scored: {error}; try --dtype float32"
+        if fault is not None:
+            raise UserError(f"{self.given} {fault}", code="model")
         return model
 
     def require_unchanged(self, expected: tuple[str, str] | None = None) -> None:
         """Raise UserError when the files are no longer those of `digest` and `generation_digest`."""
         expected = expected or (self.digest, self.generation_digest)
         try:
-            current = self._files_digest(), self._files_digest(generation=True)
+            current = self._files_digest(generation=False), self._files_digest(generation=True)
         except (OSError, UserError):
             raise self._changed("files") from None
         if current != expected:
@@ -208,26 +218,17 @@ class EvaluatedModel:
     def facts(self) -> dict[str, Any]:
         """Return what the trainer says of this model (step, tokens, objective), if it made the export."""
         try:
-            facts = read_export_info(self.path)
+            return read_export_info(self.path)
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path / EXPORT_INFO} is unreadable: {one_line(error)}") from None
-        for name in ("step", "tokens"):
-            if not isinstance(facts.get(name), int | None):
-                raise UserError(f"{self.path / EXPORT_INFO}: {name} must be a number, not {facts[name]!r}")
-        return facts
 
     def context_length(self) -> int | None:
-        """Longest prompt the model was made for, or None when it does not say."""
-        return context_length(self.model)
-
-
-def context_length(model: Any) -> int | None:
-    """Longest prompt a loaded model was made for, or None when it does not say."""
-    config = model.config.get_text_config()
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"):
-        if getattr(config, name, None):
-            return int(getattr(config, name))
-    return None
+        """Return the longest prompt that the model was made for, or None when it does not say."""
+        config = self.model.config.get_text_config()
+        for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"):
+            if getattr(config, name, None):
+                return int(getattr(config, name))
+        return None
 
 
 def device() -> torch.device:
@@ -240,45 +241,20 @@ def device() -> torch.device:
 
 
 def default_name(path: Path) -> str:
-    """runs/emo/export -> emo; runs/emo/step-000100/hf -> emo-step-000100; else the directory's name.
+    """Return the name of a model in results, for runs/emo/export or runs/emo/step-000100/hf that of the run.
 
     Characters that names cannot have become `-`.
     """
     parts = path.resolve().parts
     if parts[-1] == EXPORT and len(parts) > 1:
         return clean_name(parts[-2])
-    if parts[-1] == HF and len(parts) > 2:
-        return clean_name(f"{parts[-3]}-{parts[-2]}")
-    return clean_name(parts[-1])
+    return clean_name(f"{parts[-3]}-{parts[-2]}" if parts[-1] == HF and len(parts) > 2 else parts[-1])
 
 
 def clean_name(text: str) -> str:
     """A usable model name that looks like `text`."""
     name = re.sub(r"[^\w.+@~ -]", "-", text)[:200]
     return re.sub(r"^[\W_]+|\s+$", "", name) or "model"
-
-
-def _with_bos_and_eos(tokenizer: Any, path: Path) -> Any:
-    """Return the tokenizer, made to add what `add_bos_token` and `add_eos_token` of its directory say."""
-    config = path / "tokenizer_config.json"
-    settings = read_json(config) if config.is_file() else {}
-    ids, plain = (tokenizer("a", add_special_tokens=flag).input_ids for flag in (True, False))
-    adds = {"bos": ids[:1] != plain[:1], "eos": ids[-1:] != plain[-1:]}
-    configured = {name: settings.get(f"add_{name}_token") for name in adds}
-    for name, flag in configured.items():
-        if flag is not None and not isinstance(flag, bool):
-            raise UserError(
-                f"{config}: add_{name}_token must be true or false, not {flag!r}", code="tokenizer"
-            )
-        if flag and getattr(tokenizer, f"{name}_token_id") is None:
-            raise UserError(
-                f"{config}: add_{name}_token is true, but there is no {name}_token", code="tokenizer"
-            )
-    flags = {name: adds[name] if flag is None else flag for name, flag in configured.items()}
-    if flags != adds:
-        tokenizer.add_bos_token = flags["bos"]
-        tokenizer.add_eos_token = flags["eos"]
-    return tokenizer
 
 
 def tokenizer_content(tokenizer: Any) -> str:
@@ -311,3 +287,20 @@ def hub_snapshot(name: str) -> Path:
         raise UserError(
             f"{name} is neither a directory nor a model that the hub gives ({type(error).__name__})"
         ) from None
+
+
+def quiet_libraries() -> None:
+    """Turn off bars and notices of libraries, imported already or not; this project's warnings remain."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    if not sys.stderr.isatty():  # on a terminal its bar shows how loading proceeds
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if transformers := sys.modules.get("transformers"):
+        transformers.logging.set_verbosity_error()
+        if not sys.stderr.isatty():
+            transformers.logging.disable_progress_bar()
+    if datasets := sys.modules.get("datasets"):
+        datasets.disable_progress_bars()
+    for noisy in ("sentence_transformers", "huggingface_hub", "urllib3", "httpx"):  # retries, above all
+        logging.getLogger(noisy).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", category=FutureWarning)

@@ -24,7 +24,6 @@ from emo.eval import store
 if TYPE_CHECKING:
     from emo.eval.model import EvaluatedModel
 
-KEY = "[0-9a-f]{32}"
 MODELS, MODEL, SAMPLES = "models", "model.json", "samples.json"
 # What a result of this version holds, among others.
 RESULT = {
@@ -54,9 +53,8 @@ class Model:
     results: dict[str, dict[str, Any]]
     keys: dict[str, str]
     out: Path
-    rows: dict[str, dict[str, Any]] = field(
-        default_factory=dict
-    )  # task -> origin of its test rows, where that is known
+    # task -> origin of its test rows, where that is known
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)  # task -> why its result is left out
     samples: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
@@ -72,20 +70,19 @@ class Model:
         return store.read_records(self.out, self.keys[task], self.results[task]["n"])
 
     def outcomes(self, task: str) -> list[Outcome]:
-        """Every row of a task and whether it was right; read once. UserError like `records`."""
+        """Return every row of a task and whether it was right; read once. UserError like `records`."""
         if task not in self._outcomes:
+            records = self.records(task)
             self._outcomes[task] = [
-                Outcome(r["row"], r["gold"], r["group"], r["prediction"] == r["gold"])
-                for r in self.records(task)
+                Outcome(r["row"], r["gold"], r["group"], r["prediction"] == r["gold"]) for r in records
             ]
         return self._outcomes[task]
 
 
 def only_answer(result: dict[str, Any]) -> str | None:
-    """The label that a model answers on every row of a task, although more than one is right; else None."""
-    answered = [
-        label for label, *counts in zip(result["labels"], *result["confusion"], strict=True) if any(counts)
-    ]
+    """Return the label that a model answers on every row of a task, where several are right; else None."""
+    columns = zip(result["labels"], *result["confusion"], strict=True)
+    answered = [label for label, *counts in columns if any(counts)]
     several = sum(any(counts) for counts in result["confusion"]) > 1
     return answered[0] if len(answered) == 1 and several else None
 
@@ -99,12 +96,9 @@ def claim_name(model: EvaluatedModel, out: Path, say: Say) -> None:
     described = store.read_json(directory / MODEL)
     before = (described["weights"], described["dtype"]) if _is_description(described) else None
     if before is not None and before != (model.digest, model.dtype):
-        alike = before[0] == model.digest
-        difference = (
-            f"{model.dtype} instead of {before[1]}" if alike else "other weights than in the last run"
-        )
-        say(f"{model.name}: {difference}; its earlier results are no longer shown")
-        for path in (p for p in directory.glob("*.json") if p.is_file()):
+        other = f"{model.dtype} instead of {before[1]}" if before[0] == model.digest else "other weights"
+        say(f"{model.name}: {other} than in the last run; its earlier results are no longer shown")
+        for path in directory.glob("*.json"):
             if path.name == SAMPLES or _is_view(store.read_json(path)):
                 path.unlink(missing_ok=True)
     facts = {
@@ -119,24 +113,25 @@ def claim_name(model: EvaluatedModel, out: Path, say: Say) -> None:
 
 
 def read_models(outs: Sequence[Path], say: Say | None = None) -> list[Model]:
-    """All models evaluated under some results directories. say: told which files are skipped (stderr).
+    """Return all models evaluated under some results directories. say: told which files are skipped (stderr).
 
     UserError when a directory has none, or when one name stands for two models.
     """
     tell = say or (lambda text: print(printable(text), file=sys.stderr))
-    models = []
+    models: dict[str, Model] = {}
     for out in outs:
         of_directory = list(_models(out, tell))
         if not of_directory:
             raise UserError(
                 f"no results in {out}; make them with: emo eval --model DIR --data DIR --output_path {out}"
             )
-        models += of_directory
-    names = [m.name for m in models]
-    if len(set(names)) != len(names):
-        twice = next(n for n in names if names.count(n) > 1)
-        raise UserError(f"two directories hold a model {twice!r}; evaluate one under another --name")
-    return models
+        for model in of_directory:
+            if model.name in models:
+                raise UserError(
+                    f"two directories hold a model {model.name!r}; evaluate one under another --name"
+                )
+            models[model.name] = model
+    return list(models.values())
 
 
 def pick(models: Sequence[Model], name: str) -> Model:
@@ -154,20 +149,17 @@ def _models(out: Path, say: Say) -> Iterator[Model]:
             say(f"skipped {directory}: {MODEL} is missing or damaged; evaluate the model again")
             continue
         model = Model(description["name"], description, {}, {}, out)
-        for path in sorted(directory.glob("*.json")):
-            if path.name == MODEL or not path.is_file():
-                continue
+        for path in sorted(p for p in directory.glob("*.json") if p.name != MODEL and p.is_file()):
             view: Any = store.read_json(path)
-            fault = _fault(path.name, view, out)
-            if fault is not None:
-                if path.name != SAMPLES:
-                    model.unreadable[path.stem] = fault
+            if path.name == SAMPLES:
+                if not isinstance(view, dict) or not view.keys() >= {"weights", "samples"}:
+                    say(f"skipped {path}: damaged; sample again with emo generate")
+                elif view["weights"] == description["weights"]:
+                    model.samples = view["samples"]
+            elif (fault := _fault(view, out)) is not None:
+                model.unreadable[path.stem] = fault
                 say(f"skipped {path}: {fault}")
-            elif view["weights"] != description["weights"]:
-                continue
-            elif path.name == SAMPLES:
-                model.samples = view["samples"]
-            else:
+            elif view["weights"] == description["weights"]:
                 model.results[path.stem], model.keys[path.stem] = view["result"], view["key"]
                 if view.get("rows"):
                     model.rows[path.stem] = view["rows"]
@@ -179,18 +171,13 @@ def _is_description(value: Any) -> TypeGuard[dict[str, Any]]:
 
 
 def _is_view(value: Any) -> TypeGuard[dict[str, Any]]:
+    whole = isinstance(value, dict) and value.keys() >= {"key", "weights", "result"}
     # The key names a directory of the store, and leads nowhere else.
-    names = {"key", "weights", "result"}
-    return (
-        isinstance(value, dict) and value.keys() >= names and re.fullmatch(KEY, str(value["key"])) is not None
-    )
+    return whole and re.fullmatch("[0-9a-f]{32}", str(value["key"])) is not None
 
 
-def _fault(name: str, view: Any, out: Path) -> str | None:
+def _fault(view: Any, out: Path) -> str | None:
     """Return what keeps a file from being shown as a view on the results directory `out`."""
-    if name == SAMPLES:
-        whole = isinstance(view, dict) and view.keys() >= {"weights", "samples"}
-        return None if whole else "damaged; sample again with emo generate"
     if not _is_view(view):
         return "damaged, or not a result"
     if not view["result"].keys() >= RESULT:

@@ -44,24 +44,24 @@ def cache_directory() -> Path:
 
 
 def digest(identity: Any) -> str:
-    """sha256 of a JSON value, independent of key order; 64 hex digits."""
+    """Return the sha256 of a JSON value, independent of key order; 64 hex digits."""
     text = json.dumps(identity, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def dump(value: Any) -> str:
-    """The one JSON form of a value that is stored."""
+    """Return the JSON form in which a value is stored."""
     return json.dumps(value, ensure_ascii=False, sort_keys=True, indent=1) + "\n"
 
 
 def seal(value: Any) -> str:
-    """`value` as text, with the digest that `unsealed` checks."""
+    """Return `value` as text, with the digest that `unsealed` checks."""
     stored = json.loads(json.dumps(value))  # as a reader will see it: keys are text, tuples are lists
     return dump({"digest": digest(stored), "value": stored})
 
 
 def unsealed(path: Path) -> Any | None:
-    """The value in a sealed file; None when it is absent, torn or changed."""
+    """Return the value in a sealed file; None when it is absent, torn or changed."""
     value = read_json(path)
     if not isinstance(value, dict) or "value" not in value:
         return None
@@ -69,7 +69,7 @@ def unsealed(path: Path) -> Any | None:
 
 
 def read_json(path: Path) -> Any | None:
-    """The JSON value in a file; None when it is absent, torn, not JSON or too large."""
+    """Return the JSON value in a file; None when it is absent, torn, not JSON or too large."""
     try:
         return untrusted.read_json(path, STORED_BYTES)
     except (FileNotFoundError, ValueError):
@@ -77,7 +77,7 @@ def read_json(path: Path) -> Any | None:
 
 
 def read_records(out: Path, key: str, rows: int) -> list[dict[str, Any]]:
-    """Per-row records of a finished result under the results directory `out`, in row order.
+    """Return the per-row records of a finished result under the results directory `out`, in row order.
 
     UserError when one of the files is missing or damaged, or when they hold another number than `rows`.
     """
@@ -120,10 +120,10 @@ class Entry:
         self.key = digest(identity)[:32]
         self.path = root / self.key
         self._say = say
-        self._whole: set[int] = set()  # chunks that have been read and found good
+        self._whole: set[int] = set()  # chunks that have been read and are good
 
     def result(self) -> dict[str, Any] | None:
-        """The finished result, if there is one."""
+        """Return the finished result, if there is one."""
         return self._read(self.path / RESULT)
 
     def finish(self, result: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ class Entry:
         replace(self.path / RESULT, seal(result))
 
     def chunk(self, index: int) -> list[dict[str, Any]] | None:
-        """The records of a chunk, if it is done and undamaged."""
+        """Return the records of a chunk, if it is done and undamaged."""
         return self._read(self._chunk_path(index))
 
     def has_chunk(self, index: int, rows: range) -> bool:
@@ -163,9 +163,6 @@ class Entry:
             self._say(f"{path} is damaged: computing it again")
         return value
 
-    def lease(self, name: str) -> Lease:
-        return lease(self.path / "leases", name)
-
 
 def complete(
     entry: Entry,
@@ -174,24 +171,24 @@ def complete(
     compute: Callable[[range], list[dict[str, Any]]],
     advance: Callable[[int], Any] = lambda count: None,
 ) -> list[dict[str, Any]]:
-    """Records of all `rows` under a key, in order: the chunks that nobody else is at, until all are there.
+    """Return records of all `rows` under a key; chunks that nobody else is at are computed.
 
-    compute: records of some rows, each with its number as `row`. advance: told how many rows were found done.
+    compute: records of some rows, each with its number as `row`. advance: told how many are done.
     """
-    chunks = ranges(rows, chunk)
-    advance(sum(len(c) for i, c in enumerate(chunks) if entry.has_chunk(i, c)))
-    while pending := [i for i, c in enumerate(chunks) if not entry.has_chunk(i, c)]:
+    chunks = dict(enumerate(ranges(rows, chunk)))
+    advance(sum(len(c) for i, c in chunks.items() if entry.has_chunk(i, c)))
+    while pending := {i: c for i, c in chunks.items() if not entry.has_chunk(i, c)}:
         worked = False
-        for i in pending:
-            with held(entry.lease(f"chunk-{i:05d}")) as acquired:
-                if acquired and not entry.has_chunk(i, chunks[i]):
-                    entry.finish_chunk(i, chunks[i], compute(chunks[i]))
+        for i, part in pending.items():
+            with held(lease(entry.path / "leases", f"chunk-{i:05d}")) as acquired:
+                if acquired and not entry.has_chunk(i, part):
+                    entry.finish_chunk(i, part, compute(part))
                     worked = True
-                elif entry.has_chunk(i, chunks[i]):
-                    advance(len(chunks[i]))
+                elif entry.has_chunk(i, part):
+                    advance(len(part))
         if not worked:
             time.sleep(POLL_SECONDS)
-    return [record for i in range(len(chunks)) for record in entry.chunk(i) or []]
+    return [record for i in chunks for record in entry.chunk(i) or []]
 
 
 def ranges(rows: int, chunk: int) -> list[range]:
@@ -200,7 +197,7 @@ def ranges(rows: int, chunk: int) -> list[range]:
 
 
 def lease(directory: Path, name: str) -> Lease:
-    """The right to do the work `name`; it ends LEASE_SECONDS after its holder's last sign of life.
+    """Return the right to do the work `name`; it ends LEASE_SECONDS after its holder's last sign of life.
 
     A holder that was superseded but is still alive can only publish what is already published.
     """

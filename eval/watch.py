@@ -6,7 +6,7 @@ process that stays (`watch`) are the same thing:
     OUT/watch/done/NAME.json      evaluated, failed with a reason, or gone before it could be evaluated;
                                   whoever wants to be notified watches this directory
     OUT/watch/exported/NAME.json  as what, and where, its results were exported (--export)
-    OUT/watch/seen/NAME.json      since when, and in how many passes, a checkpoint looks as it does
+    OUT/watch/seen/NAME.json      since when a checkpoint looks as it does
     OUT/watch/leases/             who is at it now
     OUT/watch/pins/NAME/          hard links to the files under evaluation: pruning cannot take them away
 
@@ -46,7 +46,7 @@ from emo.eval.targets import DamagedError, NotWholeError, Target
 from emo.pipeline.run_dir import EXPORT
 
 Say = Callable[[str], None]
-STALE_PASSES, STALE_SECONDS = 3, 600.0  # seen so often and so long as it is, nobody writes it any more
+STALE_SECONDS = 600.0  # what has not changed for so long is not written any more
 PASSING = ("OutOfMemoryError", "AcceleratorError")  # of torch: the device, not the model
 
 
@@ -63,8 +63,6 @@ class Watch:
         say: Say,
         exports: Sequence[Export] = (),
     ) -> None:
-        if not run_dir.is_dir():
-            raise UserError(f"run directory {run_dir} does not exist")
         self.run_dir, self.tasks, self.settings, self.out = run_dir, tasks, settings, out
         self.dtype, self.say, self.exports = dtype, say, exports
         self.state = out / "watch"
@@ -75,11 +73,11 @@ class Watch:
         self.troubled: dict[str, str] = {}  # might be, at another time
         self.unexported: dict[str, str] = {}  # by export and name: why it failed
         self.deferred: set[str] = set()  # exports that wait for the end of the run
-        self._told: dict[str, str] = {}  # why a target is not ready, or not exported, as said last
+        self._reported: dict[str, str] = {}  # why a target is not ready, or not exported, as last reported
 
     def once(self) -> int:
-        """Evaluate whatever is whole, not done and not held by another watcher; how many were."""
-        count, request = 0, self._asked()
+        """Evaluate whatever is whole, not done and not held by another watcher; return how many were."""
+        count, request = 0, self._request()
         self.waiting, self.failed, self.troubled = {}, {}, {}
         for target in targets.targets(self.run_dir):
             if self._settled(target, request):
@@ -96,7 +94,7 @@ class Watch:
 
     def finished(self) -> bool:
         """Return whether the run has its final export and nothing is left to do, or to wait for."""
-        request = self._asked()
+        request = self._request()
         settled = [self._settled(target, request) for target in targets.targets(self.run_dir)]
         return (self.run_dir / EXPORT).is_dir() and all(settled) and not self.deferred
 
@@ -119,67 +117,72 @@ class Watch:
             regression(first, by_name[name], max_drop)
             if name in by_name
             else Verdict([], f"{name}: its results cannot be read", [f"all results ({name})"])
-            for name, _ in self._evaluated()
+            for name in self._evaluated()
             if name != baseline
         ]
 
-    def _evaluated(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield (name, mark) of all that were evaluated, pruned since or not."""
-        for path in sorted((self.state / "done").glob("*.json")):
-            mark = _read(path)
-            if mark.get("state") == "evaluated":
-                yield path.stem, mark
+    def _evaluated(self) -> dict[str, dict[str, Any]]:
+        """Return the marks of all that were evaluated, pruned since or not, by name."""
+        marks = {path.stem: _read(path) for path in sorted((self.state / "done").glob("*.json"))}
+        return {name: mark for name, mark in marks.items() if mark.get("state") == "evaluated"}
 
     def _export_all(self) -> None:
+        """Export what is evaluated and was not exported since, also by watchers that were killed before they
+        did. A failure is reported and tried again in the next pass; the other work goes on.
+        """
         for export in self.exports:
             with held(store.lease(self.state / "leases", f"export-{export.format}")) as acquired:
                 if acquired:
                     self._export(export)
 
     def _export(self, export: Export) -> None:
-        """Export what is evaluated and was not exported since, also by watchers that were killed before they
-        did. A failure is said and tried again in the next pass; the other work goes on.
-        """
         others = (item for item in self.unexported.items() if not item[0].startswith(f"{export} "))
         self.unexported = dict(others)
         self.deferred.discard(str(export))
+        marks = {name: self.state / "exported" / f"{name}.json" for name in self._evaluated()}
         due = {}  # name -> version of the results
-        for name, mark in self._evaluated():
+        for name, mark in self._evaluated().items():
             version = store.digest([mark.get("files"), mark.get("asked")])
-            if _read(self.state / "exported" / f"{name}.json").get(str(export)) != version:
+            if _read(marks[name]).get(str(export)) != version:
                 due[name] = version
         if not due:
             return
         models: dict[str, Model] = {}
         with contextlib.suppress(UserError):  # there are none any more
-            models = {m.name: m for m in read_models([self.out], lambda text: None)}
+            models = {m.name: m for m in read_models([self.out], lambda text: None) if m.name in due}
         cards = {}
         for target in targets.targets(self.run_dir):
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 cards[target.name] = (target.path / CARD).read_text(encoding="utf-8")
-        failed = export.each([models[name] for name in due if name in models], cards, self.say)
-        for name, version in due.items():
-            key = f"{export} {name}"
-            if name in models and name not in failed:
-                path = self.state / "exported" / f"{name}.json"
-                store.replace(path, store.dump(_read(path) | {str(export): version}))
-            elif isinstance(failed.get(name), BusyError):
+        failed = {name: UserError(f"its results are not in {self.out}") for name in due.keys() - models}
+        for name, error in (failed | export.each(list(models.values()), cards, self.say)).items():
+            if isinstance(error, BusyError):
                 self.deferred.add(str(export))
             else:
-                error = failed.get(name, UserError(f"its results are not in {self.out}"))
-                reason = self.unexported[key] = _reason(error, UserError, OSError)
-                if self._told.get(key) != reason:
-                    self.say(f"{name}: not exported as {export}: {reason}; to be tried again")
-                self._told[key] = reason
+                reason = self.unexported[f"{export} {name}"] = _reason(error)
+                text = f"{name}: not exported as {export}: {reason}; to be tried again"
+                self._say_once(f"{export} {name}", text)
+            due.pop(name)
+        for name, version in due.items():
+            store.replace(marks[name], store.dump(_read(marks[name]) | {str(export): version}))
 
-    def _asked(self) -> str:
-        """Digest of what decides a result besides the model: tasks, settings, data, version of the scorer."""
+    def _say_once(self, key: str, text: str) -> None:
+        if self._reported.get(key) != text:
+            self.say(text)
+        self._reported[key] = text
+
+    def _request(self) -> str:
+        """Return the digest of what decides a result besides the model: tasks, settings, data, and scorer."""
         settings = asdict(self.settings)
         source, _ = settings.pop("data"), settings.pop("batch_size")
-        tasks = [
-            [t.name, t.version, json.dumps(t.spec.model_dump(mode="json")), _data_facts(source, t)]
-            for t in self.tasks  # as text: the order of a task's inputs counts
-        ]
+        tasks = []
+        for task in self.tasks:
+            facts = []  # none for data of the hub
+            with contextlib.suppress(OSError):
+                stats = [(p.name, p.stat()) for p in sorted((Path(source) / task.name).glob("*.jsonl*"))]
+                facts = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+            spec = json.dumps(task.spec.model_dump(mode="json"))  # as text: the order of inputs counts
+            tasks.append([task.name, task.version, spec, facts])
         return store.digest([tasks, settings, self.dtype, VERSION])[:16]
 
     def _mark(self, target: Target) -> Path:
@@ -206,53 +209,47 @@ class Watch:
         }
         store.replace(path, store.dump(mark | facts))
 
-    def _attempt(self, target: Target, request: str) -> int:
-        """Evaluate a target whose lease is ours; 1 when it was. What keeps it from it is noted by name."""
-        files = target.fingerprint()
-        stale = None
+    def _attempt(self, target: Target, request: str) -> bool:
+        """Evaluate a target whose lease is ours; return whether it was. What keeps it from it is noted."""
+        files, name = target.fingerprint(), target.name
+        unchanged = 0.0
         try:
-            with _pinned(target.path, self.state / "pins" / target.name) as pinned:
-                passes, seconds = self._seen(target, files)
-                stale = seconds if passes >= STALE_PASSES and seconds >= STALE_SECONDS else None
-                settled = seconds >= targets.SETTLE_SECONDS or _rests(target.path, self.state)
-                target.require_whole(pinned, settled)
-                model = EvaluatedModel(str(pinned), target.name, self.dtype)
+            with _pinned(target.path, self.state / "pins" / name) as pinned:
+                unchanged = self._unchanged(target, files)
+                target.require_whole(pinned, unchanged >= targets.SETTLE_SECONDS)
+                model = EvaluatedModel(str(pinned), name, self.dtype)
                 model.given = str(target.path)
                 results = run_all(model, self.tasks, self.settings, self.out, self.say)
                 mean = sum(result["accuracy"] for result in results) / len(results)
                 self._set(target, files, request, "evaluated", step=model.facts.get("step"), accuracy=mean)
-            self.evaluated.append(target.name)
-            self.say(f"{target.name}: mean accuracy {100 * mean:.1f} on {counted(len(results), 'task')}")
-            return 1
+            self.evaluated.append(name)
+            self.say(f"{name}: mean accuracy {100 * mean:.1f} on {counted(len(results), 'task')}")
+            return True
         except NotWholeError as error:
-            if stale is not None and target.path.is_dir():
-                reason = f"{error}, and nothing has changed for {stale / 60:.0f} minutes"
-                self._fail(target, files, request, reason)
-            elif target.path.is_dir():
-                self.waiting[target.name] = str(error)
-                if self._told.get(target.name) != str(error):
-                    self.say(f"{target.name}: not ready: {error}")
-                self._told[target.name] = str(error)
-            else:
+            if not target.path.is_dir():
                 self._set(target, files, request, "gone")
-                self.say(f"{target.name}: removed before it could be evaluated")
+                self.say(f"{name}: removed before it could be evaluated")
+            elif unchanged >= STALE_SECONDS:
+                reason = f"{error}, and nothing has changed for {unchanged / 60:.0f} minutes"
+                self._fail(target, files, request, reason)
+            else:
+                self.waiting[name] = str(error)
+                self._say_once(name, f"{name}: not ready: {error}")
         except Exception as error:
-            reason = _reason(error, DamagedError, UserError)
+            reason = _reason(error)
             # A full disk, a lost mount, a device in use: the same evaluation may succeed later.
             passing = isinstance(error, OSError | FailureError) or type(error).__name__ in PASSING
             if passing or "CUDA error" in str(error):
-                self.troubled[target.name] = reason
-                self.say(f"{target.name}: {reason}; to be tried again")
+                self.troubled[name] = reason
+                self.say(f"{name}: {reason}; to be tried again")
             else:
                 # Raises when data or retriever are at fault, so that no checkpoint is marked for them.
-                settings = self.settings
                 for task in self.tasks:
-                    load_data(task, settings.data, settings.limit, settings.shots)
-                if settings.retriever not in RETRIEVERS or settings.retriever in DENSE:
-                    dense = settings.retriever in DENSE
-                    encoder_path(settings.encoder if dense else settings.retriever)
+                    load_data(task, self.settings.data, self.settings.limit, self.settings.shots)
+                if self.settings.retriever not in RETRIEVERS or self.settings.retriever in DENSE:
+                    encoder_path(self.settings.sentence_model)
                 self._fail(target, files, request, reason)
-        return 0
+        return False
 
     def _fail(self, target: Target, files: str, request: str, reason: str) -> None:
         """Mark the target of the exception at hand as failed."""
@@ -263,14 +260,20 @@ class Watch:
             f"or when {self._mark(target)} is removed"
         )
 
-    def _seen(self, target: Target, files: str) -> tuple[int, float]:
-        """In how many passes, this one included, a target has looked like this, and for how many seconds."""
+    def _unchanged(self, target: Target, files: str) -> float:
+        """Return for how many seconds a target has looked like this, by its times or by what passes saw.
+
+        What passes saw is for files whose times come from a clock that differs.
+        """
         path = self.state / "seen" / f"{target.name}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         now, before = now_there(path.parent), _read(path)
-        passes, since = (before["passes"], before["since"]) if before.get("files") == files else (0, now)
-        store.replace(path, store.dump({"files": files, "since": since, "passes": passes + 1}))
-        return passes + 1, now - since
+        since = before["since"] if before.get("files") == files else now
+        store.replace(path, store.dump({"files": files, "since": since}))
+        with contextlib.suppress(OSError, ValueError):
+            newest = max(p.stat().st_mtime for p in target.path.iterdir())
+            return max(now - since, min(now - newest, targets.SETTLE_SECONDS))
+        return now - since
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -279,35 +282,15 @@ def _read(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _reason(error: Exception, *expected: type[Exception]) -> str:
-    """Return an error in one line, with its type unless that is `expected`."""
-    return one_line(error) if isinstance(error, expected) else f"{type(error).__name__}: {one_line(error)}"
-
-
-def _rests(path: Path, state: Path) -> bool:
-    """Return whether files say by their times that nothing has changed for long enough.
-
-    That would do without passes that remember, but for clocks that differ. state: a directory to ask for the
-    file system's time.
-    """
-    with contextlib.suppress(OSError):
-        newest = max((p.stat().st_mtime for p in path.iterdir()), default=None)
-        return newest is not None and newest <= now_there(state) - targets.SETTLE_SECONDS
-    return False
-
-
-def _data_facts(source: str, task: Task) -> list[list[Any]]:
-    """Names, sizes and times of a task's data files; none for data of the hub."""
-    directory = Path(source) / task.name
-    with contextlib.suppress(OSError):
-        stats = [(p.name, p.stat()) for p in sorted(directory.glob("*.jsonl*")) if p.is_file()]
-        return [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
-    return []
+def _reason(error: Exception) -> str:
+    """Return an error in one line, with its type unless it is meant to be read."""
+    expected = isinstance(error, UserError | DamagedError)
+    return one_line(error) if expected else f"{type(error).__name__}: {one_line(error)}"
 
 
 @contextlib.contextmanager
 def _pinned(path: Path, pin: Path) -> Iterator[Path]:
-    """A directory of hard links to the files of `path`; perhaps not all of them, if it is being removed.
+    """Yield a directory of hard links to the files of `path`; perhaps not all, if it is being removed.
 
     Where there can be no links (another file system) it is `path` itself; its removal ends the evaluation.
     """

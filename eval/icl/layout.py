@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emo.eval.icl.settings import BUDGET
-
 DENSE_CPU, DENSE_GPU = 1024, 16384  # tokens that keep the processor busy; beyond, padding is avoided
 PADDING = 0.08  # share of a batch
 MASK_BYTES = 128 << 20  # attention mask of one batch, 4 bytes per entry
@@ -32,25 +30,26 @@ class Item:
     prefix: np.ndarray
     tails: Sequence[np.ndarray]
     group: object = None
-    skip: Sequence[int] | None = None  # leading tokens of each tail that are not scored; none by default
+    skip: Sequence[int] = ()  # leading tokens of each tail that are fed, but not scored; none by default
 
     def unscored(self, k: int) -> int:
-        """Leading tokens of tail k that are fed but not scored."""
-        return 0 if self.skip is None else self.skip[k]
+        """Return the number of leading tokens of tail k that are not scored."""
+        return self.skip[k] if self.skip else 0
 
     @property
     def fed(self) -> int:
-        """Tokens that pass through the model."""
+        """Return the number of tokens that pass through the model."""
         return len(self.prefix) + sum(max(len(t) - 1, 0) for t in self.tails)
 
     @property
     def longest(self) -> int:
-        """Tokens of its longest prompt."""
+        """Return the number of tokens of its longest prompt."""
         return len(self.prefix) + max(map(len, self.tails), default=0)
 
-    def prompts(self) -> list[np.ndarray]:
-        """The whole prompts, one per tail; the prefix alone when there are no tails."""
-        return [np.concatenate([self.prefix, tail]) for tail in self.tails] or [self.prefix]
+    def alone(self) -> list[Item]:
+        """Return its prompts as items that share nothing, one per tail; itself when there are no tails."""
+        tails = enumerate(self.tails)
+        return [Item(self.prefix, [tail], None, [self.unscored(k)]) for k, tail in tails] or [self]
 
 
 @dataclass
@@ -60,70 +59,57 @@ class ItemScore:
     prefix: float
     tails: np.ndarray
 
-    @classmethod
-    def of_prompts(cls, item: Item, nll: Sequence[np.ndarray]) -> ItemScore:
-        """From the NLL of tokens 2..N of every whole prompt."""
-        split = len(item.prefix) - 1
-        tails = [losses[split + item.unscored(k) :].sum() for k, losses in enumerate(nll[: len(item.tails)])]
-        return cls(float(nll[0][:split].sum()), np.array(tails, dtype=np.float64))
-
 
 def common_prefix(rows: Sequence[np.ndarray]) -> int:
-    """Number of leading tokens that all rows share."""
+    """Return the number of leading tokens that all rows share."""
     shortest = min(len(row) for row in rows)
     stacked = np.stack([row[:shortest] for row in rows])
     different = np.nonzero((stacked != stacked[0]).any(axis=0))[0]
     return int(different[0]) if len(different) else shortest
 
 
-def shared_context(items: Sequence[Item]) -> int:
-    """Tokens at the beginning of all items that are worth a pass of their own, or 0.
+def groups(items: Sequence[Item]) -> list[tuple[list[int], int]]:
+    """Return item numbers by group, each with the tokens of its beginning that are worth a pass of their own.
 
-    One less than they have in common: the last common token is fed again, to be predicted from.
+    Small groups and items without a group go together. The beginning is a token shorter than what is common:
+    the last common token is fed again, to be predicted from.
     """
-    length = common_prefix([item.prefix for item in items]) - 1 if len(items) > 1 else 0
-    return length if length >= MIN_CONTEXT else 0
-
-
-def groups(items: Sequence[Item]) -> list[list[int]]:
-    """Item numbers by group; small groups and items without one go together, with little in common."""
     by_group: dict[object, list[int]] = {}
-    alone: list[int] = []
     for i, item in enumerate(items):
-        alone.append(i) if item.group is None else by_group.setdefault(item.group, []).append(i)
-    small = [i for members in by_group.values() if len(members) < MIN_GROUP for i in members]
+        by_group.setdefault(item.group, []).append(i)
+    alone = by_group.pop(None, [])
+    alone += [i for members in by_group.values() if len(members) < MIN_GROUP for i in members]
     shared = [members for members in by_group.values() if len(members) >= MIN_GROUP]
-    remainder = sorted(alone + small)
-    return shared + ([remainder] if remainder else [])
+    result = []
+    for members in [*shared, sorted(alone)] if alone else shared:
+        length = common_prefix([items[i].prefix for i in members]) - 1 if len(members) > 1 else 0
+        result.append((members, length if length >= MIN_CONTEXT else 0))
+    return result
 
 
-@dataclass(frozen=True)
-class Limits:
-    """The bounds of a batch. tokens: padding and cached context included."""
+def batches(
+    lengths: Mapping[int, int], budget: int, device: torch.device, context: int = 0
+) -> Iterator[list[int]]:
+    """Yield keys of `lengths` in batches, longest first; rows also attend to `context` cached tokens.
 
-    tokens: int = BUDGET
-    dense: int = DENSE_CPU
-
-    def batches(self, lengths: Mapping[int, int], context: int = 0) -> Iterator[list[int]]:
-        """Keys of `lengths` in batches, longest first; every row also attends to `context` cached tokens.
-
-        A row that exceeds the limits by itself is a batch of its own.
-        """
-        batch: list[int] = []
-        used = 0
-        for key in sorted(lengths, key=lambda key: (-lengths[key], key)):
-            longest = lengths[batch[0]] if batch else lengths[key]
-            count = len(batch) + 1
-            too_much = count * (longest + context) > self.tokens
-            too_much |= count * longest * (longest + context) * 4 > MASK_BYTES
-            padded = used > self.dense and 1 - (used + lengths[key]) / (count * longest) > PADDING
-            if batch and (too_much or padded):
-                yield batch
-                batch, used = [], 0
-            batch.append(key)
-            used += lengths[key]
-        if batch:
+    budget: tokens of a batch, padding and cached context included; a row with more is a batch of its own.
+    """
+    dense = DENSE_CPU if device.type == "cpu" else DENSE_GPU
+    batch: list[int] = []
+    used = 0
+    for key in sorted(lengths, key=lambda key: (-lengths[key], key)):
+        longest = lengths[batch[0]] if batch else lengths[key]
+        count = len(batch) + 1
+        too_much = count * (longest + context) > budget
+        too_much |= count * longest * (longest + context) * 4 > MASK_BYTES
+        padded = used > dense and 1 - (used + lengths[key]) / (count * longest) > PADDING
+        if batch and (too_much or padded):
             yield batch
+            batch, used = [], 0
+        batch.append(key)
+        used += lengths[key]
+    if batch:
+        yield batch
 
 
 class TreeBatch:
@@ -134,46 +120,37 @@ class TreeBatch:
     """
 
     def __init__(self, items: Sequence[Item], context: int = 0) -> None:
-        self.items = items
-        shape = (len(items), max(item.fed for item in items) - context)
-        self.ids = np.zeros(shape, dtype=np.int64)
-        self.positions = np.zeros(shape, dtype=np.int64)
-        self._segment = np.full(shape, -1, dtype=np.int32)  # 0: prefix, k + 1: tail k, -1: padding
-        self._source: list[np.ndarray] = []
-        self._target: list[np.ndarray] = []
-        self._owner: list[np.ndarray] = []  # which sum a pair of source and target belongs to
-        self._sums = 0
-        self._context = context
+        self.items, self.context = items, context
+        width = max(item.fed for item in items) - context
+        self.ids = np.zeros((len(items), width), dtype=np.int64)
+        self.positions = np.zeros_like(self.ids)
+        self._segment = np.full(self.ids.shape, -1, dtype=np.int32)  # 0: prefix, k + 1: tail k, -1: padding
+        source: list[np.ndarray] = []
+        target: list[np.ndarray] = []
         for row, item in enumerate(items):
-            self._place(row, item)
-        self.source, self.target = np.concatenate(self._source), np.concatenate(self._target)
-
-    def _place(self, row: int, item: Item) -> None:
-        prefix, base = item.prefix[self._context :], row * self.ids.shape[1]
-        p, start = len(prefix), self._context
-        self.ids[row, :p], self.positions[row, :p], self._segment[row, :p] = prefix, np.arange(p) + start, 0
-        self._predict(base + np.arange(p - 1), prefix[1:], 0)
-        position = p
-        for k, tail in enumerate(item.tails):
-            n = max(len(tail) - 1, 0)
-            self.ids[row, position : position + n] = tail[:n]
-            self.positions[row, position : position + n] = np.arange(n) + start + p
-            self._segment[row, position : position + n] = k + 1
-            skip = item.unscored(k)
-            before = base + np.concatenate([[p - 1], np.arange(position, position + n)])
-            self._predict(before[skip : len(tail)], tail[skip:], 1 + k)
-            position += n
-        self._sums += 1 + len(item.tails)
-
-    def _predict(self, source: np.ndarray, target: np.ndarray, index: int) -> None:
-        self._source.append(source)
-        self._target.append(target)
-        self._owner.append(np.full(len(target), self._sums + index))
+            prefix, base = item.prefix[context:], row * width
+            p = position = len(prefix)
+            self.ids[row, :p], self.positions[row, :p] = prefix, np.arange(p) + context
+            self._segment[row, :p] = 0
+            source.append(base + np.arange(p - 1))
+            target.append(prefix[1:])
+            for k, tail in enumerate(item.tails):
+                n = max(len(tail) - 1, 0)
+                self.ids[row, position : position + n] = tail[:n]
+                self.positions[row, position : position + n] = np.arange(n) + context + p
+                self._segment[row, position : position + n] = k + 1
+                before = base + np.concatenate([[p - 1], np.arange(position, position + n)])
+                skip = item.unscored(k)
+                source.append(before[skip : len(tail)])
+                target.append(tail[skip:])
+                position += n
+        self.source, self.target = np.concatenate(source), np.concatenate(target)
+        self._lengths = [len(part) for part in target]  # of what adds up to S and every s_k
 
     @property
     def causal(self) -> bool:
         """Return whether every token may attend to all before it in its row, where they stand."""
-        return self._context == 0 and all(len(item.tails) <= 1 for item in self.items)
+        return self.context == 0 and all(len(item.tails) <= 1 for item in self.items)
 
     @property
     def allowed(self) -> Tensor:
@@ -182,13 +159,12 @@ class TreeBatch:
         width = segments.shape[1]
         same = segments[:, None, :] == segments[:, :, None]
         allowed = (same | (segments[:, None, :] == 0)) & torch.ones(width, width, dtype=torch.bool).tril()
-        if self._context == 0:
-            return allowed
-        return torch.cat([torch.ones(len(segments), width, self._context, dtype=torch.bool), allowed], dim=2)
+        return torch.cat([torch.ones(len(segments), width, self.context, dtype=torch.bool), allowed], dim=2)
 
     def totals(self, nll: np.ndarray, context_nll: float) -> list[ItemScore]:
-        """The items' sums, from the NLL of every target and of the cached context."""
-        totals = np.bincount(np.concatenate(self._owner), weights=nll, minlength=self._sums)
+        """Return the items' sums, from the NLL of every target and of the cached context."""
+        sums = np.repeat(np.arange(len(self._lengths)), self._lengths)
+        totals = np.bincount(sums, weights=nll, minlength=len(self._lengths))
         scores, begin = [], 0
         for item in self.items:
             end = begin + 1 + len(item.tails)

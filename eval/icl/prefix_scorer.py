@@ -14,57 +14,107 @@ head, whose logits need no memory: the head has been compared).
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from emo.common.errors import UserError
 from emo.eval.icl import probe
-from emo.eval.icl.head import Head
-from emo.eval.icl.layout import (
-    DENSE_CPU,
-    DENSE_GPU,
-    Item,
-    ItemScore,
-    Limits,
-    TreeBatch,
-    groups,
-    shared_context,
-)
-from emo.eval.icl.scores import NotFiniteError
-from emo.eval.icl.settings import BUDGET
+from emo.eval.icl.layout import Item, ItemScore, TreeBatch, batches, groups
+from emo.eval.icl.settings import BUDGET, NotFiniteError
 
 log = logging.getLogger(__name__)
 
 TREE, WHOLE, OWN = "tree", "whole", "own"
 WAYS = {TREE: "prompts with shared prefixes", WHOLE: "whole prompts", OWN: "one whole prompt at a time"}
 LONGER = 1.25  # times as long as any that were compared: compare again
+HEAD_BYTES = 64 << 20  # logits alive at once
 
 Advance = Callable[[int], None]  # told after every batch how many items it finished
 
 
-@dataclass
-class _Context:
-    """The beginning that a group shares: its length, NLL, keys and values."""
+class Head:
+    """A model's output embeddings, with the scale and soft cap that its configuration names.
 
-    length: int = 0
-    nll: float = 0.0
-    cache: DynamicCache | None = None
+    What else a family does to its logits is not known here: the scorer compares with the model's own.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.head: nn.Linear = model.get_output_embeddings()
+        config = model.config.get_text_config()
+        names = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # the last two: Cohere, Granite
+        values = [getattr(config, name, None) for name in names]
+        self._softcap, scale, divisor = (v if isinstance(v, int | float) else None for v in values)
+        self._scale = scale or (1 / divisor if divisor else None)
+        adjusted = self._softcap is not None or self._scale is not None
+        plain = type(self.head) is nn.Linear and self.head.bias is None and not adjusted
+        self._plain = plain and self.head.weight.dtype == torch.float32
+        self._buffer: Tensor | None = None
+
+    def nll(self, hidden: Tensor, source: np.ndarray, target: np.ndarray, ignored: int | None) -> np.ndarray:
+        """Return -log p(target | state at source), float64 [Q]; hidden [B, T, H], source: flat positions.
+
+        ignored: targets with this id cost nothing.
+        """
+        # The state before the tails predicts one token per tail: its logits are computed once.
+        positions, pair_state = np.unique(source, return_inverse=True)
+        order = np.argsort(pair_state, kind="stable")
+        device = self.head.weight.device
+        states = hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(positions).to(device)]
+        rows, targets = (torch.from_numpy(ids[order]).to(device) for ids in (pair_state, target))
+        step = max(1, HEAD_BYTES // (4 * self.head.weight.shape[0]))
+        cuts = torch.searchsorted(rows, torch.arange(0, len(states) + step, step, device=device)).tolist()
+        parts = [torch.zeros(0, dtype=torch.float64, device=device)]
+        for i, (lo, hi) in enumerate(itertools.pairwise(cuts)):
+            if lo < hi:
+                log_p = self._log_softmax(states[i * step : (i + 1) * step], step)
+                parts.append(-log_p[rows[lo:hi] - i * step, targets[lo:hi]].double())
+        sorted_nll = torch.cat(parts)
+        if ignored is not None:
+            sorted_nll = sorted_nll.masked_fill(targets == ignored, 0.0)
+        nll = np.empty(len(source))
+        nll[order] = sorted_nll.cpu().numpy()
+        return nll
+
+    def _log_softmax(self, states: Tensor, rows: int) -> Tensor:
+        """Return log p over the vocabulary, float32 [M, V], M <= rows. On a CPU the next call overwrites it.
+
+        There every large new tensor costs as much in page faults as in arithmetic, so one buffer serves all:
+        matrix product and softmax together take less than half the time.
+        """
+        if self.head.weight.device.type != "cpu":
+            return self._logits(states).log_softmax(dim=-1)
+        if self._buffer is None:
+            self._buffer = torch.empty(rows, self.head.weight.shape[0])
+        logits = self._buffer[: len(states)]
+        if self._plain:
+            torch.mm(states, self.head.weight.t(), out=logits)
+        else:
+            logits.copy_(self._logits(states))
+        return torch.ops.aten._log_softmax.out(logits, -1, False, out=logits)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """Return the logits as the model would, in float32."""
+        logits = self.head(states)
+        if self._scale is not None:
+            logits = logits * self._scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits.float()
 
 
 @dataclass
 class Work:
     """Counters of what was computed."""
 
-    items: int = 0
     distinct_tokens: int = 0  # tokens that had to be fed: prefixes, tails, shared contexts once
     padded_tokens: int = 0  # tokens that were fed
-    batches: int = 0
 
 
 class PrefixScorer:
@@ -76,22 +126,29 @@ class PrefixScorer:
         self, model: PreTrainedModel, budget: int = BUDGET, say: Callable[[str], None] = log.warning
     ) -> None:
         self.model = model.eval()
+        self.budget, self._say = budget, say
         self.work = Work()
-        self._say = say
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         self._vocabulary = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
-        on_cpu = self._device.type == "cpu"
-        self._limits = Limits(budget, DENSE_CPU if on_cpu else DENSE_GPU)
         self._ignored: int | None = None
         self._compared = 0  # longest prompt on which the way of scoring was compared
-        self.way = self._first_way()
+        self.way = TREE
+        config = model.config.get_text_config()
+        without_head = model.get_output_embeddings() is None or model.base_model is model
+        if without_head or probe.depends_on_length(config):
+            self._fall_back_to(OWN)
+            return
+        self._head = Head(model)
+        if not probe.attends_everywhere(config):
+            self._fall_back_to(WHOLE)
+        self._fall_back_until_equal(probe.made_up_items(self._vocabulary))
 
     @torch.inference_mode()
     def score(
-        self, items: Sequence[Item], ignored: int | None = None, advance: Advance | None = None
+        self, items: Sequence[Item], ignored: int | None = None, advance: Advance = lambda count: None
     ) -> list[ItemScore]:
-        """Scores in the order of `items`. ignored: targets with this id cost nothing.
+        """Return scores in the order of `items`. ignored: targets with this id cost nothing.
 
         Raises UserError when a token is not of the model's vocabulary, NotFiniteError when a sum is NaN or
         infinite.
@@ -102,123 +159,143 @@ class PrefixScorer:
         if largest >= self._vocabulary:
             raise UserError(
                 f"a prompt has the token id {largest}, but the model has {self._vocabulary} embeddings: "
-                "its tokenizer does not belong to it"
+                "its tokenizer does not belong to it",
+                code="tokenizer",
             )
-        self._compare(items)
+        by_length = sorted(range(len(items)), key=lambda i: items[i].longest)
+        longest = items[by_length[-1]].longest
+        if self.way != OWN and longest > LONGER * self._compared:
+            samples = [items[i] for i in {by_length[0], by_length[-1]}]
+            if not self._equal(samples, lambda item: self._score_trees([item], [([0], 0)])[0]):
+                self._fall_back_until_equal(samples)
+            self._compared = longest
         self._ignored = ignored
-        self.work.items += len(items)
-        scores = self._score(items, advance or (lambda count: None))
+        scores = self._score(items, advance)
         if not all(np.isfinite(score.prefix) and np.isfinite(score.tails).all() for score in scores):
             raise NotFiniteError("its likelihoods are not finite (NaN or infinite)")
         return scores
 
     # --- which way ----------------------------------------------------------------------------------------
 
+    def _fall_back_to(self, way: str) -> None:
+        self.way = way
+        self._say(f"{type(self.model).__name__} is scored as {WAYS[way]}, which is slower and exact")
+
     @torch.inference_mode()
-    def _first_way(self) -> str:
-        """The fastest way that honours masks, positions and caches as it needs them."""
-        config = self.model.config.get_text_config()
-        if self.model.get_output_embeddings() is None or self.model.base_model is self.model:
-            return self._fall_back_to(OWN)
-        self._head = Head(self.model)
-        if probe.depends_on_length(config):
-            return self._fall_back_to(OWN)
-        self.way = TREE if probe.attends_everywhere(config) else self._fall_back_to(WHOLE)
-        self._compare_on(probe.made_up_items(self._vocabulary))
-        return self.way
+    def _fall_back_until_equal(self, items: Sequence[Item]) -> None:
+        """Take the first way, from the present one on, that gives the sums of the model's own forward."""
+        while self.way != OWN and not self._equal(items, self._score_own):
+            self._fall_back_to(WHOLE if self.way == TREE else OWN)
 
-    def _compare(self, items: Sequence[Item]) -> None:
-        """Compare on real items, if they are much longer than before."""
-        longest = max(item.longest for item in items)
-        if longest > LONGER * self._compared and self.way != OWN:
-            samples = probe.samples_of(items)
-            try:
-                same = self._same(samples, probe.expected(samples, self._alone))
-            except Exception as error:  # the plain prompt is refused; the model's own forward decides
-                log.debug("a plain prompt: %s: %s", type(error).__name__, error)
-                same = False
-            if not same:
-                self._compare_on(samples)
-            self._compared = longest
+    def _equal(self, items: Sequence[Item], alone: Callable[[Item], ItemScore]) -> bool:
+        """Return whether the present way gives, up to rounding, what `alone` gives for whole prompts.
 
-    def _compare_on(self, items: Sequence[Item]) -> None:
-        """Fall back until the sums of `items` are those of the model's own forward."""
-        if self.way == OWN:
-            return
-        expected = probe.expected(items, lambda item: probe.own_score(self.model, item))
-        while self.way != OWN and not self._same(items, expected):
-            self.way = self._fall_back_to(WHOLE if self.way == TREE else OWN)
-
-    def _same(self, items: Sequence[Item], expected: list[dict[int, ItemScore]]) -> bool:
-        """Return whether the present way gives the expected sums; its work is not counted."""
+        The first and the last prompt of every item are compared; NaN equals nothing. No work is counted.
+        """
         work, self.work, self._ignored = self.work, Work(), None
         try:
-            return probe.agree(items, self._score(items, lambda count: None), expected, self._dtype)
+            for item, ours in zip(items, self._score(items, lambda count: None), strict=True):
+                prompts = item.alone()
+                for k in {0, len(prompts) - 1}:
+                    reference = alone(prompts[k])
+                    pairs = [(len(item.prefix), ours.prefix, reference.prefix)]
+                    if item.tails:
+                        pairs.append((len(item.tails[k]), ours.tails[k], reference.tails[0]))
+                    for tokens, value, other in pairs:
+                        if not abs(value - other) <= probe.ROUNDING[self._dtype] * (tokens + abs(other)):
+                            return False
+            return True
         except Exception as error:  # families refuse a mask, a cache or positions in many ways
             log.debug("%s: %s: %s", self.way, type(error).__name__, error)
             return False
         finally:
             self.work = work
 
-    def _alone(self, item: Item) -> ItemScore:
-        """The score of an item from whole prompts, one at a time."""
-        work, self.work, self._ignored = self.work, Work(), None
-        try:
-            return ItemScore.of_prompts(item, [self._whole_batch([ids])[0] for ids in item.prompts()])
-        finally:
-            self.work = work
-
-    def _fall_back_to(self, way: str) -> str:
-        self._say(f"{type(self.model).__name__} is scored as {WAYS[way]}, which is slower and exact")
-        return way
-
     # --- scoring ------------------------------------------------------------------------------------------
 
     def _score(self, items: Sequence[Item], advance: Advance) -> list[ItemScore]:
         if self.way == TREE:
-            return self._score_trees(items, advance)
-        return self._score_whole(items, advance) if self.way == WHOLE else self._score_own(items, advance)
+            return self._score_trees(items, groups(items), lambda numbers: advance(len(numbers)))
+        scores: list[ItemScore] = []
+        if self.way == OWN:
+            for item in items:
+                scores.append(self._score_own(item))
+                advance(1)
+            return scores
+        prompts = [item.alone() for item in items]
+        ends = np.cumsum([len(of_item) for of_item in prompts])
+        single = iter(
+            self._score_trees(
+                [prompt for of_item in prompts for prompt in of_item],
+                [(list(range(ends[-1])), 0)],
+                lambda numbers: advance(int(np.isin(ends - 1, numbers).sum())),
+            )
+        )
+        for of_item in prompts:
+            parts = [next(single) for _ in of_item]
+            scores.append(ItemScore(parts[0].prefix, np.concatenate([part.tails for part in parts])))
+        return scores
 
-    def _score_trees(self, items: Sequence[Item], advance: Advance) -> list[ItemScore]:
+    def _score_own(self, item: Item) -> ItemScore:
+        """Return an item's score by the model's own forward, one prompt at a time."""
+        losses = []  # of tokens 2..N of every whole prompt
+        for prompt in item.alone():
+            row = torch.from_numpy(np.concatenate([prompt.prefix, *prompt.tails]))[None].to(self._device)
+            self._count(row.numel(), row.numel())
+            logits, targets = self.model(input_ids=row, use_cache=False).logits[0, :-1], row[0, 1:]
+            step = max(1, HEAD_BYTES // (4 * logits.shape[-1]))
+            parts = [
+                -part.float().log_softmax(dim=-1).gather(1, labels[:, None])[:, 0].double()
+                for part, labels in zip(logits.split(step), targets.split(step), strict=True)
+            ]
+            nll = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+            if self._ignored is not None:
+                nll = nll.masked_fill(targets == self._ignored, 0.0)
+            losses.append(nll.cpu().numpy())
+        split = len(item.prefix) - 1
+        tails = [losses[k][split + item.unscored(k) :].sum() for k in range(len(item.tails))]
+        return ItemScore(float(losses[0][:split].sum()), np.array(tails, dtype=np.float64))
+
+    def _score_trees(
+        self,
+        items: Sequence[Item],
+        parts: list[tuple[list[int], int]],
+        finished: Callable[[list[int]], None] = lambda numbers: None,
+    ) -> list[ItemScore]:
+        """Return the scores of items, by `parts` of them that share a beginning of so many tokens."""
         result: dict[int, ItemScore] = {}
-        for members in groups(items):
-            context = self._context([items[i] for i in members])
-            lengths = {i: items[i].fed - context.length for i in members}
-            for numbers in self._limits.batches(lengths, context.length):
-                batch = TreeBatch([items[i] for i in numbers], context.length)
-                hidden = self._forward(batch, context)
-                nll = self._head.pairs(hidden, batch.source, batch.target, self._ignored)
-                result |= zip(numbers, batch.totals(nll, context.nll), strict=True)
+        for members, context in parts:
+            cache, context_nll = None, 0.0
+            if context:
+                ids = items[members[0]].prefix[: context + 1]
+                row = torch.from_numpy(ids[None, :context]).to(self._device)
+                out = self.model.base_model(input_ids=row, use_cache=True)
+                cache = out.past_key_values
+                hidden = out.last_hidden_state
+                context_nll = self._head.nll(hidden, np.arange(context), ids[1:], self._ignored).sum()
+                self._count(context, context)
+            lengths = {i: items[i].fed - context for i in members}
+            for numbers in batches(lengths, self.budget, self._device, context):
+                batch = TreeBatch([items[i] for i in numbers], context)
+                hidden = self._forward(batch, cache)
+                nll = self._head.nll(hidden, batch.source, batch.target, self._ignored)
+                result |= zip(numbers, batch.totals(nll, context_nll), strict=True)
                 self._count(sum(lengths[i] for i in numbers), batch.ids.size)
-                advance(len(numbers))
+                finished(numbers)
         return [result[i] for i in range(len(items))]
 
-    def _context(self, items: list[Item]) -> _Context:
-        """The cached common beginning of a group."""
-        length = shared_context(items)
-        if not length:
-            return _Context()
-        ids = torch.from_numpy(items[0].prefix[None, : length + 1]).to(self._device)
-        out = self.model.base_model(input_ids=ids[:, :length], use_cache=True)
-        rows = torch.arange(length, device=self._device)
-        nll = self._head.nll(out.last_hidden_state[0], rows, ids[0, 1:], self._ignored)
-        self._count(length, length, batches=0)
-        return _Context(length, nll.sum().item(), out.past_key_values)
-
-    def _forward(self, batch: TreeBatch, context: _Context) -> Tensor:
-        """Hidden states [B, T, H]."""
+    def _forward(self, batch: TreeBatch, shared: DynamicCache | None) -> Tensor:
+        """Return hidden states [B, T, H]. shared: keys and values of the beginning of all rows."""
         ids = torch.from_numpy(batch.ids).to(self._device)
-        if (
-            batch.causal
-        ):  # what is padded on the right nobody sees; attention without a mask takes half the time
+        if batch.causal:  # nobody sees the padding on the right; without a mask attention takes half the time
             return self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-        allowed = batch.allowed
-        mask = torch.zeros(allowed.shape, dtype=self._dtype, device=self._device)
-        mask.masked_fill_(~allowed.to(self._device), torch.finfo(self._dtype).min)
+        forbidden = ~batch.allowed.to(self._device)
+        mask = torch.zeros(forbidden.shape, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(forbidden, torch.finfo(self._dtype).min)
         cache = None
-        if context.cache is not None:
+        if shared is not None:
             cache = DynamicCache()
-            for layer, states in enumerate(context.cache.layers):
+            for layer, states in enumerate(shared.layers):
                 shape = (len(batch.ids), -1, -1, -1)
                 cache.update(states.keys.expand(shape), states.values.expand(shape), layer)  # type: ignore[union-attr]
         out = self.model.base_model(
@@ -230,51 +307,6 @@ class PrefixScorer:
         )
         return out.last_hidden_state
 
-    def _score_whole(self, items: Sequence[Item], advance: Advance) -> list[ItemScore]:
-        """The same sums from whole prompts, one row per label."""
-        prompts = [item.prompts() for item in items]
-        rows = [ids for of_item in prompts for ids in of_item]
-        owners = [i for i, of_item in enumerate(prompts) for _ in of_item]
-        left = [len(of_item) for of_item in prompts]
-        nll: dict[int, np.ndarray] = {}
-        for numbers in self._limits.batches({n: len(ids) for n, ids in enumerate(rows)}):
-            nll |= zip(numbers, self._whole_batch([rows[n] for n in numbers]), strict=True)
-            for n in numbers:
-                left[owners[n]] -= 1
-            advance(sum(left[i] == 0 for i in {owners[n] for n in numbers}))
-        rows_nll = (nll[n] for n in range(len(rows)))
-        return [
-            ItemScore.of_prompts(item, [next(rows_nll) for _ in of_item])
-            for item, of_item in zip(items, prompts, strict=True)
-        ]
-
-    def _whole_batch(self, rows: list[np.ndarray]) -> list[np.ndarray]:
-        """NLL of tokens 2..N of every row, which are padded at their ends."""
-        shape = (len(rows), max(map(len, rows)))
-        ids, mask = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        for r, row in enumerate(rows):
-            ids[r, : len(row)], mask[r, : len(row)] = row, 1
-        hidden = self.model.base_model(
-            input_ids=torch.from_numpy(ids).to(self._device),
-            attention_mask=torch.from_numpy(mask).to(self._device),
-            use_cache=False,
-        ).last_hidden_state
-        self._count(int(mask.sum()), ids.size)
-        return [
-            self._head.pairs(hidden[r : r + 1], np.arange(len(row) - 1), row[1:], self._ignored)
-            for r, row in enumerate(rows)
-        ]
-
-    def _score_own(self, items: Sequence[Item], advance: Advance) -> list[ItemScore]:
-        scores = []
-        for item in items:
-            scores.append(probe.own_score(self.model, item, self._ignored))
-            tokens = sum(map(len, item.prompts()))
-            self._count(tokens, tokens, max(len(item.tails), 1))
-            advance(1)
-        return scores
-
-    def _count(self, distinct: int, padded: int, batches: int = 1) -> None:
+    def _count(self, distinct: int, padded: int) -> None:
         self.work.distinct_tokens += distinct
         self.work.padded_tokens += padded
-        self.work.batches += batches

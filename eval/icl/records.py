@@ -1,6 +1,13 @@
-"""Records of test rows: prediction, demonstrations and scores, by our inferencer or by OpenICL's.
+"""Records of test rows: prediction, demonstrations and scores, by our scorer or by OpenICL's inferencer.
 
-Two further scores, each a forward of its own, are computed when asked for:
+OpenICL's score of label k is the NLL of the whole prompt divided by its number of tokens N_k:
+
+    PPL_k = (S + s_k) / (P + n_k)          S, P: NLL and length of the shared prefix; s_k, n_k: of the tail
+
+From the same forward follow  suffix_sum_k = s_k  and  suffix_mean_k = s_k / n_k.  The smallest score wins,
+the first label at a tie. Whole-prompt perplexity gives every extra label token a bonus of S / P nats, which
+moves with the model; the other two do not, hence all three are recorded. Two further scores, each a forward
+of its own, are computed when asked for:
 
 channel      -log p(text | label, demonstrations), with the label before the text in query and demonstrations
 calibrated   suffix_sum of the query less suffix_sum of a query without content: what the text adds to a label
@@ -10,6 +17,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,63 +25,72 @@ import numpy as np
 from datasets import DatasetDict
 
 from emo.common.errors import UserError
-from emo.eval.icl.inferencer import score_samples
 from emo.eval.icl.layout import Item, common_prefix
-from emo.eval.icl.openicl_compat import PPLInferencer, quiet
+from emo.eval.icl.openicl_compat import openicl, quiet
 from emo.eval.icl.prefix_scorer import Advance, PrefixScorer
 from emo.eval.icl.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
-from emo.eval.icl.retrieve import StoredRetriever, stored_retriever
-from emo.eval.icl.scores import winner
-from emo.eval.icl.settings import Settings
-from emo.eval.icl.tasks import Task
+from emo.eval.icl.retrieve import StoredRetriever
+from emo.eval.icl.settings import BUDGET, SCORES, Settings, winner
+from emo.eval.icl.tasks import Task, fill
 from emo.eval.model import EvaluatedModel
 
 Record = dict[str, Any]
+NO_CONTENT = "N/A"
 
 
 class Recorder:
-    """Makes the records of one model under some settings."""
+    """Makes the records of one model, which it loads, under some settings."""
 
-    def __init__(self, model: EvaluatedModel, settings: Settings, scorer: PrefixScorer | None) -> None:
-        self.model, self.settings, self.scorer = model, settings, scorer
+    def __init__(self, model: EvaluatedModel, settings: Settings, say: Callable[[str], None]) -> None:
+        self.model, self.settings = model, settings
+        self.context, limit = model.context_length(), settings.max_tokens
+        if self.context is not None and limit is not None and limit > self.context:
+            raise UserError(
+                f"--max_tokens {limit} exceeds the model's context of {self.context} tokens", code="context"
+            )
+        self.limit = limit if settings.faithful else limit or self.context
+        if settings.inferencer == "prefix":
+            count, longest = settings.batch_size, limit or self.context or BUDGET
+            self.scorer = PrefixScorer(model.model, BUDGET if count is None else count * longest, say)
 
     def records(
-        self, task: Task, part: DatasetDict, indices: list[list[int]], advance: Advance
+        self, task: Task, rows: DatasetDict, indices: list[list[int]], advance: Advance
     ) -> list[Record]:
-        """Return one record per test row of `part`, whose demonstrations are `indices`.
+        """Return one record per test row of `rows`, whose demonstrations are `indices`.
 
         advance: told how many rows are finished, as they are. Raises NotFiniteError.
         """
-        retriever = stored_retriever(task, part, indices)
-        if self.scorer is None:
-            return self._by_openicl(task, retriever)
-        settings, tokenizer = self.settings, self.model.tokenizer
-        limit, ignored = settings.max_tokens, None
-        if settings.faithful:
-            ignored = tokenizer.eos_token_id  # OpenICL pads with it, and neither counts nor scores padding
-        elif limit is None:
-            limit = self.model.context_length()
-        builder = (OpenICLPromptBuilder if settings.faithful else PromptBuilder)(
-            retriever, tokenizer, task.labels, task.demonstration_template, task.template, limit
-        )
-        samples = builder.build(range(len(indices)), indices)
-        self._require_context(max(len(ids) for sample in samples for ids in sample.ids))
+        if self.settings.inferencer == "ppl":
+            return self._by_openicl(task, StoredRetriever(task, rows, indices))
+        kind = OpenICLPromptBuilder if self.settings.faithful else PromptBuilder
+        samples = self._builder(task, rows, indices, kind).build()
+        longest = max(len(ids) for sample in samples for ids in sample.ids)
+        if self.context is not None and longest > self.context:
+            raise self._too_long()
+        # OpenICL pads with the end token, and neither counts nor scores padding.
+        ignored = self.model.tokenizer.eos_token_id if self.settings.faithful else None
         scores = score_samples(self.scorer, samples, ignored, advance)
-        if "channel" in settings.extras:
-            scores["channel"] = channel(task, part, indices, self.scorer, tokenizer, limit)
-        if "calibrated" in settings.extras:
-            plain = scores["suffix_sum"]
-            scores["calibrated"] = calibrated(task, part, samples, plain, self.scorer, tokenizer, limit)
+        if "channel" in self.settings.extras:
+            scores["channel"] = self.channel(task, rows, indices)
+        if "calibrated" in self.settings.extras:
+            scores["calibrated"] = scores["suffix_sum"] - self.without_content(task, rows, samples)
         return [
             self._record(task, {name: values[n].tolist() for name, values in scores.items()})
             | {"demonstrations": sample.demonstrations, "dropped": sample.dropped, "cut": sample.cut}
             for n, sample in enumerate(samples)
         ]
 
+    def _builder(
+        self, task: Task, rows: DatasetDict, indices: list[list[int]], kind: type[PromptBuilder]
+    ) -> PromptBuilder:
+        templates = task.demonstration_template, task.template
+        retriever = StoredRetriever(task, rows, indices)
+        return kind(retriever, self.model.tokenizer, task.labels, *templates, self.limit)
+
     def _by_openicl(self, task: Task, retriever: StoredRetriever) -> list[Record]:
         """OpenICL does not tell what it drops or cuts; its record file is read and thrown away."""
         with tempfile.TemporaryDirectory() as scratch, quiet():
-            inferencer = PPLInferencer(
+            inferencer = openicl.PPLInferencer(
                 self.model.model,
                 self.model.fresh_tokenizer(),
                 max_model_token_num=self.settings.max_tokens,
@@ -83,9 +100,10 @@ class Recorder:
             )
             try:
                 inferencer.inference(retriever, task.demonstration_template, task.template)
-            except IndexError:
-                self._require_context(None)
-                raise
+            except IndexError:  # of the embeddings of positions
+                if self.context is None:
+                    raise
+                raise self._too_long() from None
             saved = json.loads((Path(scratch) / "predictions.json").read_text(encoding="utf-8"))
         ppl = [[saved[str(n)][f"label: {label}"]["PPL"] for label in task.labels] for n in range(len(saved))]
         return [
@@ -93,69 +111,76 @@ class Recorder:
             for values, shots in zip(ppl, retriever.indices, strict=True)
         ]
 
+    def _too_long(self) -> UserError:
+        """OpenICL's ways know no limit but --max_tokens."""
+        return UserError(
+            f"a prompt exceeds the context of {self.context} tokens; give --max_tokens {self.context}",
+            code="context",
+        )
+
     def _record(self, task: Task, scores: dict[str, list[float]]) -> Record:
-        """Record the numbers that decide, to the last digit."""
-        # Nine digits: more than float32 has, and files stay readable.
+        # Nine digits: more than float32 has, and files stay readable. These numbers decide.
         rounded = {name: [float(f"{value:.9g}") for value in values] for name, values in scores.items()}
         return {"prediction": task.labels[winner(rounded[self.settings.score])], "scores": rounded}
 
-    def _require_context(self, longest: int | None) -> None:
-        """OpenICL's ways know no limit but --max_tokens. longest: None when it is not known, but too long."""
-        context = self.model.context_length()
-        if context is not None and (longest is None or longest > context):
-            raise UserError(
-                f"a prompt exceeds the model's context of {context} tokens; give --max_tokens {context}"
-            )
+    def channel(self, task: Task, rows: DatasetDict, indices: list[list[int]]) -> np.ndarray:
+        """Return -log p(text | label) of every row and label, float64 [rows, labels]."""
+        prompt, demonstration = task.channel_templates
+        retriever, tokenizer = StoredRetriever(task, rows, indices), self.model.tokenizer
+        builder = PromptBuilder(
+            retriever, tokenizer, task.labels, demonstration, prompt, self.limit, label_first=True
+        )
+        items = []
+        for sample in builder.build():
+            after = fill(task.require_channel().rsplit("{label}", 1)[1], rows["test"][sample.row])
+            encoded = tokenizer(sample.prompts, padding=False, truncation=False, return_offsets_mapping=True)
+            # A prompt without a common first token begins with one of its own, which is never a target.
+            shared = max(common_prefix(sample.ids), 1)
+            skip = []  # only the tokens after the label are scored
+            for text, offsets in zip(sample.prompts, encoded["offset_mapping"], strict=True):
+                first = next(i for i, (begin, _) in enumerate(offsets) if begin >= len(text) - len(after))
+                skip.append(max(0, first - shared))
+            items.append(Item(sample.ids[0][:shared], [ids[shared:] for ids in sample.ids], None, skip))
+        return np.array([score.tails for score in self.scorer.score(items)])
+
+    def without_content(self, task: Task, rows: DatasetDict, samples: list[Sample]) -> np.ndarray:
+        """Return suffix_sum [rows, labels] of the prompts of `samples` with empty queries."""
+        nothing = dict.fromkeys(task.inputs, NO_CONTENT)
+        blank = rows["test"].map(lambda row: row | nothing, load_from_cache_file=False)
+        emptied = DatasetDict({"train": rows["train"], "test": blank})
+        indices = [sample.demonstrations for sample in samples]
+        builder = self._builder(task, emptied, indices, PromptBuilder)
+        return score_samples(self.scorer, builder.build())["suffix_sum"]
 
 
-NO_CONTENT = "N/A"
-
-
-def channel(
-    task: Task,
-    rows: DatasetDict,
-    indices: list[list[int]],
+def score_samples(
     scorer: PrefixScorer,
-    tokenizer: Any,
-    limit: int | None,
-) -> np.ndarray:
-    """-log p(text | label) of every row and label, float64 [rows, labels]."""
-    prompt, demonstration = task.channel_templates
-    retriever = stored_retriever(task, rows, indices)
-    builder = PromptBuilder(retriever, tokenizer, task.labels, demonstration, prompt, limit, label_first=True)
-    samples = builder.build(range(len(indices)), indices)
-    items = [_channel_item(task, sample, rows["test"][sample.row], tokenizer) for sample in samples]
-    return np.array([score.tails for score in scorer.score(items)])
-
-
-def _channel_item(task: Task, sample: Sample, row: Record, tokenizer: Any) -> Item:
-    """The sample's prompts, of which only the tokens after the label are scored."""
-    after = task.fill(task.require_channel().rsplit("{label}", 1)[1], row)
-    encoded = tokenizer(sample.prompts, padding=False, truncation=False, return_offsets_mapping=True)
-    # A prompt without a common first token begins with one of its own, which is never a target.
-    shared = max(common_prefix(sample.ids), 1)
-    skip = []
-    for prompt, offsets in zip(sample.prompts, encoded["offset_mapping"], strict=True):
-        start = len(prompt) - len(after)
-        skip.append(max(0, next(i for i, (begin, _) in enumerate(offsets) if begin >= start) - shared))
-    return Item(sample.ids[0][:shared], [ids[shared:] for ids in sample.ids], None, skip)
-
-
-def calibrated(
-    task: Task,
-    rows: DatasetDict,
     samples: list[Sample],
-    suffix_sum: np.ndarray,
-    scorer: PrefixScorer,
-    tokenizer: Any,
-    limit: int | None,
-) -> np.ndarray:
-    """suffix_sum [rows, labels] of `samples` less that of the same prompts with empty queries."""
-    nothing = dict.fromkeys(task.inputs, NO_CONTENT)
-    blank = rows["test"].map(lambda row: row | nothing, load_from_cache_file=False)
-    emptied = DatasetDict({"train": rows["train"], "test": blank})
-    indices = [sample.demonstrations for sample in samples]
-    templates = task.demonstration_template, task.template
-    retriever = stored_retriever(task, emptied, indices)
-    builder = PromptBuilder(retriever, tokenizer, task.labels, *templates, limit)
-    return suffix_sum - score_samples(scorer, builder.build(range(len(indices)), indices))["suffix_sum"]
+    ignored: int | None = None,
+    advance: Advance = lambda count: None,
+) -> dict[str, np.ndarray]:
+    """Return all SCORES of all samples, arrays [rows, labels].
+
+    ignored: a token id that is not counted or scored; advance: told after every batch how many rows it
+    finished.
+    """
+
+    def counted(ids: np.ndarray) -> int:
+        return len(ids) if ignored is None else int((ids != ignored).sum())
+
+    items = [sample.items() for sample in samples]
+    flat = [item for of_sample in items for item in of_sample]
+    item_scores = iter(scorer.score(flat, ignored, advance))
+    scores: dict[str, list[np.ndarray]] = {name: [] for name in SCORES}
+    for sample, parts in zip(samples, items, strict=True):
+        results = [next(item_scores) for _ in parts]
+        lengths = np.array([counted(ids) for ids in sample.ids])
+        if len(parts) == 1:
+            prefix, tails = results[0].prefix, results[0].tails
+            tail_lengths = lengths - counted(parts[0].prefix)
+        else:  # nothing shared: every prompt is an item
+            prefix, tails, tail_lengths = 0.0, np.array([r.prefix for r in results]), lengths
+        scores["openicl_ppl"].append((prefix + tails) / lengths)
+        scores["suffix_sum"].append(tails)
+        scores["suffix_mean"].append(tails / np.maximum(tail_lengths, 1))
+    return {name: np.array(values) for name, values in scores.items()}

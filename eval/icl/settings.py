@@ -1,12 +1,15 @@
-"""What may be chosen about an evaluation. Light: mistakes in it are told before anything is loaded."""
+"""What may be chosen about an evaluation, and how scores choose a label. Light: reports import it too."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from emo.common.errors import UserError
-from emo.eval.icl.scores import EXTRA_SCORES, SCORES
 
+SCORES = ("openicl_ppl", "suffix_sum", "suffix_mean")  # from one forward
+EXTRA_SCORES = ("channel", "calibrated")  # each a forward of its own
 INFERENCERS = ("prefix", "ppl")
 RETRIEVERS = ("random", "bm25", "topk", "votek", "dpp", "mdl")  # OpenICL's own
 DENSE = ("topk", "votek", "dpp", "mdl")  # those of them that embed texts
@@ -33,29 +36,48 @@ class Settings:
     batch_size: int | None = None  # prompts of the full length; None: BUDGET tokens per batch
 
     def __post_init__(self) -> None:
-        _known("--inferencer", self.inferencer, INFERENCERS)
-        _known("--score", self.score, (*SCORES, *EXTRA_SCORES))
-        for name in self.extra:
-            _known("--extra_scores", name, EXTRA_SCORES)
+        for option, value, options in [
+            ("--inferencer", self.inferencer, INFERENCERS),
+            ("--score", self.score, (*SCORES, *EXTRA_SCORES)),
+            *(("--extra_scores", name, EXTRA_SCORES) for name in self.extra),
+        ]:
+            if value not in options:
+                raise UserError(f"{option} {value!r}; known: {', '.join(options)}")
         if self.inferencer == "ppl" and (self.score != "openicl_ppl" or self.extra):
             raise UserError("--inferencer ppl gives openicl_ppl only")
-        if self.shots is not None and self.shots < 0:
-            raise UserError("--num_fewshot must not be negative")
-        for name in ("limit", "max_tokens"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UserError(f"--{name} must be at least 1")
+        for option, number, least in [
+            ("--num_fewshot", self.shots, 0),
+            ("--limit", self.limit, 1),
+            ("--max_tokens", self.max_tokens, 1),
+        ]:
+            if number is not None and number < least:
+                raise UserError(f"{option} must be at least {least}")
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Further scores, the deciding one included."""
+        """Return the further scores, the deciding one included."""
         return tuple(name for name in EXTRA_SCORES if name in (*self.extra, self.score))
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """All scores that records hold."""
+        """Return all scores that records hold."""
         return ("openicl_ppl",) if self.inferencer == "ppl" else (*SCORES, *self.extras)
 
+    @property
+    def sentence_model(self) -> str:
+        """Return the model that texts are embedded with where demonstrations are chosen by their vectors."""
+        return self.encoder if self.retriever in RETRIEVERS else self.retriever
 
-def _known(option: str, value: str, options: tuple[str, ...]) -> None:
-    if value not in options:
-        raise UserError(f"{option} {value!r}; known: {', '.join(options)}")
+
+class NotFiniteError(ValueError):
+    """A score is NaN or infinite, so that no label can be chosen by it."""
+
+
+def winner(values: Sequence[float]) -> int:
+    """Return the index of the label that a row's scores choose: the smallest, the first of equal ones.
+
+    Raises NotFiniteError: a comparison with NaN is always false, and would choose the first label.
+    """
+    if not all(map(math.isfinite, values)):
+        raise NotFiniteError(f"a score is not finite: {', '.join(f'{value:g}' for value in values)}")
+    return min(range(len(values)), key=values.__getitem__)

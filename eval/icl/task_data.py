@@ -17,13 +17,10 @@ from emo.common.errors import UserError, nearest, one_line
 from emo.common.untrusted import parse_json
 from emo.data_prep.inputs import read_text
 from emo.eval import store
-from emo.eval.icl.task_file import GROUP, LABEL, ROW, Column
-from emo.eval.icl.tasks import Task
+from emo.eval.icl.tasks import GROUP, LABEL, ROW, Task
 
 if TYPE_CHECKING:
     from datasets import DatasetDict
-
-    from emo.eval.icl.openicl_compat import DatasetReader
 
 
 @dataclass(frozen=True)
@@ -40,28 +37,16 @@ class TaskData:
 
         return DatasetDict({split: Dataset.from_list(rows) for split, rows in self.canonical.items()})
 
-    def reader(self, task: Task) -> DatasetReader:
-        """OpenICL's reader over the rows."""
-        return reader(task, self.rows)
-
-
-def reader(task: Task, rows: DatasetDict) -> DatasetReader:
-    """OpenICL's reader over canonical rows of a task."""
-    from emo.eval.icl.openicl_compat import DatasetReader
-
-    return DatasetReader(rows, input_columns=task.inputs, output_column=LABEL)
-
 
 def load_data(task: Task, source: str, limit: int | None = None, shots: int | None = None) -> TaskData:
-    """Rows of a task from a directory (<source>/<task>/<split>.jsonl[.zst]) or, for `hub`, from the hub.
+    """Return a task's rows from a directory (<source>/<task>/<split>.jsonl[.zst]) or, for `hub`, the hub.
 
     limit: evenly spaced test rows, so that every group and label keeps its share.
     shots: demonstrations per prompt (None: the task's own number); UserError when the pool has fewer rows.
     """
-    splits = {"train": task.spec.splits.demonstrations, "test": task.spec.splits.test}
     canonical: dict[str, list[dict[str, Any]]] = {}
     raw: Iterable[dict[str, Any]]
-    for role, split in splits.items():
+    for role, split in (("train", task.spec.splits.demonstrations), ("test", task.spec.splits.test)):
         if source == "hub":
             raw, where = hub_rows(task, split)
         else:
@@ -93,21 +78,17 @@ def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
             continue
         try:
             row = parse_json(line)
+            if "\\ud" in line.lower():
+                json.dumps(row, ensure_ascii=False).encode()  # fails for half of a surrogate pair
         except ValueError as error:
-            reason = getattr(error, "msg", one_line(error, 120))
-            raise UserError(f"{path} line {number} is not JSON: {reason}") from None
+            raise UserError(f"{path} line {number} is not JSON: {one_line(error, 120)}") from None
         if not isinstance(row, dict):
             raise UserError(f"{path} line {number} is not an object")
-        if "\\ud" in line.lower():
-            try:
-                json.dumps(row, ensure_ascii=False).encode()
-            except UnicodeEncodeError:
-                raise UserError(f"{path} line {number} holds half of a surrogate pair (\\ud...)") from None
         yield row
 
 
 def hub_rows(task: Task, split: str) -> tuple[Iterable[dict[str, Any]], str]:
-    """A split as the hub has it, labels by name, and what to call it. Raises UserError if there is none."""
+    """Return a split as the hub has it, labels by name, and what to call it; UserError if there is none."""
     from datasets import ClassLabel, load_dataset
 
     hub = task.spec.hub
@@ -117,10 +98,8 @@ def hub_rows(task: Task, split: str) -> tuple[Iterable[dict[str, Any]], str]:
     try:
         data = load_dataset(hub.path, hub.name, split=split, revision=hub.revision)
     except Exception as error:  # datasets raises a dozen kinds: no network, no such id, no such split
-        cause = one_line(error, 200)
-        raise UserError(
-            f"cannot load {where} from the hub ({type(error).__name__}: {cause}); give --data DIRECTORY"
-        ) from None
+        reason = f"{type(error).__name__}: {one_line(error, 200)}"
+        raise UserError(f"cannot load {where} from the hub ({reason}); give --data DIRECTORY") from None
     for column, feature in data.features.items():
         if isinstance(feature, ClassLabel):  # numbers become the names that the data set itself gives them
             names = [None if v is None or v < 0 else feature.int2str(v) for v in data[column]]
@@ -129,33 +108,30 @@ def hub_rows(task: Task, split: str) -> tuple[Iterable[dict[str, Any]], str]:
 
 
 def _canonical(task: Task, row: dict[str, Any], index: int, where: str) -> dict[str, Any]:
-    """One row: inputs as text, the label by name, the group, and its number in the full split."""
+    """Return a row's inputs as text, its label by name, its group, and its number in the full split."""
     number = row.get(ROW)
     canonical: dict[str, Any] = {ROW: number if type(number) is int else index}
-    for name, column in task.spec.input.items():
-        spec = Column(column=column) if isinstance(column, str) else column
-        text = _text(row, spec.column, where)
+    for name, spec in task.columns.items():
+        canonical[name] = _text(row, spec.column, where)
         for old, new in spec.replace.items():
-            text = text.replace(old, new)
-        canonical[name] = text
+            canonical[name] = canonical[name].replace(old, new)
     label_column = next((c for c in task.spec.label.columns if c in row), None)
     if label_column is None:
         raise UserError(f"{where}: none of the label columns {', '.join(task.spec.label.columns)}")
-    value, names = row[label_column], task.spec.label.names
-    accepted = {(type(a), a): name for name, values in names.items() for a in values}
-    label = accepted.get((type(value), value)) if isinstance(value, str | int) else None
-    if label is None:
-        hint = "; the task file checks names, not numbers"
-        if not isinstance(value, int):
-            hint = f"; known: {', '.join(str(a) for _, a in accepted)}"
-        raise UserError(f"{where}: column {label_column}: unknown label {value!r}{hint}")
-    canonical[LABEL] = label
+    value = row[label_column]
+    for name, accepted in task.spec.label.names.items():
+        if any(type(a) is type(value) and a == value for a in accepted):
+            canonical[LABEL] = name
+            break
+    else:
+        known = ", ".join(str(a) for values in task.spec.label.names.values() for a in values)
+        raise UserError(f"{where}: column {label_column}: unknown label {value!r}; known: {known}")
     canonical[GROUP] = _text(row, task.spec.group, where) if task.spec.group else ""
     return canonical
 
 
 def _text(row: dict[str, Any], column: str, where: str) -> str:
-    """A column's (or, as in choices.0, an element's) text; numbers are spelt out, the rest is refused."""
+    """Return the text of a column or, as in choices.0, of its element; numbers are spelt out."""
     name, dot, element = column.partition(".")
     if name not in row:
         raise UserError(f"{where}: no column {name}; {nearest(name, row)}")

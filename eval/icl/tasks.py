@@ -1,4 +1,4 @@
-"""Tasks: one YAML file each, and the templates that follow from it.
+"""Tasks: what a task file may contain, and the templates that follow from it.
 
 A new task is a new file in `eval/icl/tasks/` (or any file given by path to `--tasks`); README.md there has an
 example. Labels are compared by name, never by number: copies of one data set number them differently.
@@ -7,26 +7,137 @@ OpenICL is imported only where a template is made: reports and mistakes need non
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, model_validator
 
 from emo.common.errors import UserError, nearest
 from emo.common.provenance import shipped
-from emo.common.recipe import load_section
-from emo.eval.icl.task_file import GROUP, ICE, LABEL, ROW, SLOT, Column, Prompt, TaskSpec, token_of
+from emo.common.recipe import Section, load_section
 from emo.eval.results import MODEL, SAMPLES
 
 if TYPE_CHECKING:
-    from emo.eval.icl.openicl_compat import PromptTemplate
-
-__all__ = ["GROUP", "LABEL", "PAPER_ORDER", "ROW", "Task", "known_tasks", "load_task", "select_tasks"]
+    from emo.eval.icl.openicl_compat import Template
 
 DIRECTORY = Path(__file__).parent / "tasks"
 PAPER_ORDER = ("tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu")
-# Results are called like their task, beside files of these names.
-RESERVED = tuple(Path(name).stem for name in (MODEL, SAMPLES))
+ICE = "</E>"  # where OpenICL puts the demonstrations
+LABEL, GROUP, ROW = "label", "group", "row"  # columns of the canonical rows, beside the inputs
+SLOT = re.compile(r"\{(\w+)\}")
+BRACES = re.compile(r"\{[^{}]*\}")
+
+
+class Hub(Section):
+    """A data set on the hub, for `--data hub`."""
+
+    path: str
+    name: str | None = None
+    revision: str | None = None
+
+
+class Splits(Section):
+    """The split that is tested, and the one that demonstrations come from."""
+
+    test: str = "test"
+    demonstrations: str = "train"
+
+
+class Column(Section):
+    """A column of the data, with literal replacements made in its text."""
+
+    column: str
+    replace: dict[str, str] = {}
+
+
+class Label(Section):
+    """The label column and, for each label, the values of the data that mean it."""
+
+    columns: list[str] = Field(min_length=1)  # the first one that the data has
+    names: dict[str, list[str | int]] = Field(min_length=2)  # also the order: ties go to the first label
+
+
+class Shots(Section):
+    """Demonstrations per prompt."""
+
+    count: int = Field(8, ge=0)
+    by: Literal["retrieval", "group"] = "retrieval"  # group: the first rows of the same group
+
+
+class Prompt(Section):
+    """One prompt version. {name} stands for an input, {label} for the label's words."""
+
+    text: str  # the query with a label; demonstrations look the same unless `demonstration` is given
+    before: str = ""  # once, before the demonstrations
+    demonstration: str | None = None
+    words: dict[str, str] = {}  # label -> words; a label without an entry stands for itself
+    order: list[str] | None = None  # another order of the labels
+    channel: str | None = None  # label first, for the channel score
+    pool_first: int | None = Field(None, gt=0)  # demonstrations from this many first rows only
+
+
+class TaskSpec(Section):
+    """A task file."""
+
+    title: str
+    hub: Hub | None = None
+    splits: Splits = Splits()
+    # Name in the prompts -> column ("choices.0": an element).
+    input: dict[str, str | Column] = Field(min_length=1)
+    group: str | None = None  # column: the score is the unweighted mean over its values
+    label: Label
+    shots: Shots = Shots()
+    metric: Literal["accuracy"] = "accuracy"
+    prompts: dict[str, Prompt] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> TaskSpec:
+        for name in self.input:
+            if name in (LABEL, GROUP, ROW) or f"</{name}>" == ICE or not re.fullmatch(r"\w+", name):
+                raise ValueError(
+                    f"input: {name!r} cannot be a name: it must be of letters, digits and _, and not "
+                    f"{LABEL}, {GROUP}, {ROW} or E"
+                )
+        values = [(type(v), v) for accepted in self.label.names.values() for v in accepted]
+        if len(set(values)) != len(values):
+            raise ValueError("label.names: one value stands for two labels")
+        if self.shots.by == "group" and self.group is None:
+            raise ValueError("shots.by: group needs the key `group`")
+        labels = list(self.label.names)
+        for version, prompt in self.prompts.items():
+            where = f"prompts.{version}"
+            for part in ("text", "before", "demonstration", "channel"):
+                if getattr(prompt, part) is not None:
+                    self._check_template(f"{where}.{part}", getattr(prompt, part), part != "before")
+            if unknown := [name for name in prompt.words if name not in labels]:
+                raise ValueError(f"{where}: {unknown[0]!r} is not one of the labels {', '.join(labels)}")
+            if prompt.order is not None and sorted(prompt.order) != sorted(labels):
+                raise ValueError(f"{where}.order must list every label once: {', '.join(labels)}")
+        return self
+
+    def _check_template(self, where: str, template: str, labelled: bool) -> None:
+        """Raise ValueError unless all braces are slots of inputs and, exactly if `labelled`, the label."""
+        for slot in SLOT.findall(template):
+            if slot != LABEL and slot not in self.input:
+                raise ValueError(f"{where} names {{{slot}}}, which `input` does not define")
+        if BRACES.search(SLOT.sub("", template)) or set(BRACES.findall(template)) != {
+            f"{{{slot}}}" for slot in SLOT.findall(template)
+        }:
+            raise ValueError(f"{where}: braces would stay as they are; a slot is written {{name}}")
+        for token in (ICE, *(f"</{name}>" for name in self.input)):
+            if token in template:
+                raise ValueError(f"{where} contains {token}, which is reserved")
+        if (f"{{{LABEL}}}" in template) != labelled:
+            raise ValueError(f"{where} {'must name' if labelled else 'must not name'} {{label}}")
+
+
+def fill(text: str, values: Mapping[str, Any]) -> str:
+    """Return `text` with every {name} replaced by its value."""
+    return SLOT.sub(lambda match: str(values[match.group(1)]), text)
 
 
 @dataclass(frozen=True)
@@ -43,110 +154,104 @@ class Task:
 
     @property
     def labels(self) -> list[str]:
-        """Label names in the order that decides ties."""
+        """Return the labels' names in the order that decides ties."""
         return self.prompt.order or list(self.spec.label.names)
 
     @property
     def inputs(self) -> list[str]:
         return list(self.spec.input)
 
+    @cached_property
+    def columns(self) -> dict[str, Column]:
+        """The inputs' columns by name."""
+        inputs = self.spec.input.items()
+        return {name: Column(column=c) if isinstance(c, str) else c for name, c in inputs}
+
     def words(self, label: str) -> str:
         """Return how a label is spelt in the prompt."""
         return self.prompt.words.get(label, label)
 
     @cached_property
-    def template(self) -> PromptTemplate:
+    def template(self) -> Template:
         """The prompt: demonstrations, then the query with a label."""
         return self._template(self.prompt.before, self.prompt.text, ice=True)
 
     @cached_property
-    def context_template(self) -> PromptTemplate:
+    def context_template(self) -> Template:
         """The prompt as far as all labels share it."""
         shared, _, _ = self.prompt.text.partition(f"{{{LABEL}}}")
         return self._template(self.prompt.before, shared, ice=True)
 
     @cached_property
-    def demonstration_template(self) -> PromptTemplate:
+    def demonstration_template(self) -> Template:
         return self._template("", self.prompt.demonstration or self.prompt.text, ice=False)
 
     @cached_property
-    def channel_templates(self) -> tuple[PromptTemplate, PromptTemplate]:
+    def channel_templates(self) -> tuple[Template, Template]:
         """(prompt, demonstration) with the label before the text, for the channel score."""
         text = self.require_channel()
         return self._template(self.prompt.before, text, ice=True), self._template("", text, ice=False)
 
     def require_channel(self) -> str:
-        """The text of the channel score, or UserError."""
+        """Return the text of the channel score, or raise UserError."""
         if self.prompt.channel is None:
             raise UserError(f"task {self.name}: prompts.{self.version} has no `channel` text")
         return self.prompt.channel
 
-    def fill(self, text: str, row: dict[str, Any]) -> str:
-        """`text` with {name} replaced by the inputs of a canonical row."""
-        return SLOT.sub(lambda match: str(row[match.group(1)]), text)
-
-    def _template(self, before: str, text: str, ice: bool) -> PromptTemplate:
+    def _template(self, before: str, text: str, ice: bool) -> Template:
         from emo.eval.icl.openicl_compat import Template
 
-        tokens = {name: token_of(name) for name in self.inputs}
-
-        def fill(part: str, label: str) -> str:
+        tokens = {name: f"</{name}>" for name in self.inputs}
+        by_label = {}
+        for label in self.labels:
             slots = tokens | {LABEL: self.words(label)}
-            return SLOT.sub(lambda match: slots[match.group(1)], part)
-
-        middle = ICE if ice else ""
-        by_label = {label: fill(before, label) + middle + fill(text, label) for label in self.labels}
+            by_label[label] = fill(before, slots) + (ICE if ice else "") + fill(text, slots)
         return Template(by_label, tokens, ice_token=ICE if ice else None)
 
     def identity(self) -> dict[str, Any]:
         """Return what of the task decides a score, data and retriever aside, in lists where order counts."""
-        columns = {
-            name: Column(column=column) if isinstance(column, str) else column
-            for name, column in self.spec.input.items()
-        }
         return {
             "prompt": self.prompt.model_dump(),
             "labels": [[label, self.words(label)] for label in self.labels],
-            "inputs": [[name, c.column, list(c.replace.items())] for name, c in columns.items()],
+            "inputs": [[name, c.column, list(c.replace.items())] for name, c in self.columns.items()],
             "group": self.spec.group,
         }
 
 
 def known_tasks() -> list[str]:
-    """Names of the built-in tasks, the paper's eight first and in its order."""
+    """Return the names of the built-in tasks, the paper's eight first and in its order."""
     names = {path.stem for path in DIRECTORY.glob("*.yaml")}
     return [n for n in PAPER_ORDER if n in names] + sorted(names - set(PAPER_ORDER))
 
 
 def load_task(name: str, version: str = "paper") -> Task:
-    """The built-in task `name`, or the task file at the path `name`.
+    """Return the built-in task `name`, or the task in the file at the path `name`.
 
     Raises UserError for an unknown name or version, or a malformed file.
     """
     path = shipped(Path(name)) if name.endswith((".yaml", ".yml")) else DIRECTORY / f"{name}.yaml"
     if not path.is_file():
         if path.parent != DIRECTORY:
-            raise UserError(f"task file {path} does not exist")
-        raise UserError(f"unknown task {name!r}; {nearest(name, known_tasks())}")
-    if path.stem in RESERVED:
-        raise UserError(f"task file {path}: results use the name {path.stem} themselves; rename the file")
+            raise UserError(f"task file {path} does not exist", code="task")
+        raise UserError(f"unknown task {name!r}; {nearest(name, known_tasks())}", code="task")
+    if path.stem in (Path(MODEL).stem, Path(SAMPLES).stem):  # results are called like their task
+        raise UserError(f"task file {path}: results use this name themselves; rename the file", code="task")
     try:
         spec = load_section(TaskSpec, path, ())
     except UserError as error:
-        raise UserError(f"task file {path}: {error}") from None
+        raise UserError(f"task file {path}: {error}", code="task") from None
     if version not in spec.prompts:
-        raise UserError(
-            f"task {path.stem} has no prompt version {version!r}; it has {', '.join(spec.prompts)}"
-        )
+        versions = ", ".join(spec.prompts)
+        raise UserError(f"task {path.stem} has no prompt version {version!r}; it has {versions}", code="task")
     return Task(path.stem, spec, version)
 
 
 def select_tasks(names: str, version: str = "paper") -> list[Task]:
-    """Tasks of a comma-separated list of names and files, or of `all`."""
+    """Return the tasks of a comma-separated list of names and files, or of `all`."""
     chosen = known_tasks() if names == "all" else [n.strip() for n in names.split(",") if n.strip()]
     if not chosen:
-        raise UserError(f"--tasks is empty; known: all, {', '.join(known_tasks())}")
+        raise UserError(f"--tasks is empty; known: all, {', '.join(known_tasks())}", code="task")
     tasks = [load_task(name, version) for name in chosen]
     if len({task.name for task in tasks}) != len(tasks):
-        raise UserError(f"--tasks names a task twice: {names}")
+        raise UserError(f"--tasks names a task twice: {names}", code="task")
     return tasks

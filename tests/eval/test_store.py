@@ -5,12 +5,9 @@ EVAL_KILLS sets the number of kills (15).
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import random
-import signal
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,6 @@ import pytest
 import torch
 
 from emo.common.errors import UserError
-from emo.common.files import DiskFullError
 from emo.eval import store
 from emo.eval.icl import job
 from emo.eval.icl.job import Job, run_all
@@ -53,12 +49,6 @@ def test_the_first_copy_of_a_chunk_counts(tmp_path: Path) -> None:
     assert entry.chunk(0) == [{"row": 0, "prediction": "b"}]
 
 
-def test_the_key_covers_everything_and_nothing_else(tmp_path: Path) -> None:
-    base = {"weights": "w", "task": {"a": 1, "b": 2}}
-    assert Entry(tmp_path, base).key == Entry(tmp_path, {"task": {"b": 2, "a": 1}, "weights": "w"}).key
-    assert Entry(tmp_path, base).key != Entry(tmp_path, base | {"weights": "v"}).key
-
-
 def test_digests_follow_content_not_names_or_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVAL_CACHE", str(tmp_path / "cache"))
     first, second = tmp_path / "a.bin", tmp_path / "sub" / "a.bin"
@@ -83,31 +73,30 @@ def test_digests_follow_content_not_names_or_times(tmp_path: Path, monkeypatch: 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Data, two models, warm embeddings, and the files of an undisturbed evaluation."""
+    """Data, a model, warm embeddings, and the files of an undisturbed evaluation."""
     root = tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EVAL_CACHE", str(root / "cache"))
         patch.setattr(job, "CHUNK", 4)
         write_tasks(root / "data", TASKS.split(","), train=30, test=24)
         tiny_model(root / "model")
-        tiny_model(root / "other", seed=1)
         evaluate(root, root / "reference")
         yield root
 
 
-def evaluate(root: Path, out: Path, log: Path | None = None, model: str = "model") -> None:
+def evaluate(root: Path, out: Path, log: Path | None = None) -> None:
     """Evaluate all tasks as a job does; with `log`, note every chunk that is begun."""
     if log is not None:
-        original = Job._score_rows
+        original = Job.score_rows
 
         def logged(self: Job, task: Any, data: Any, indices: Any, rows: range, *others: Any) -> Any:
             with log.open("a", encoding="utf-8") as file:
                 file.write(f"{task.name} {rows.start}\n")
             return original(self, task, data, indices, rows, *others)
 
-        Job._score_rows = logged  # type: ignore[method-assign]  # in this process only: it is a fork
+        Job.score_rows = logged  # type: ignore[method-assign]  # in this process only: it is a fork
     settings = Settings(data=str(root / "data"))
-    run_all(EvaluatedModel(str(root / model), "m"), select_tasks(TASKS), settings, out, lambda text: None)
+    run_all(EvaluatedModel(str(root / "model"), "m"), select_tasks(TASKS), settings, out, lambda text: None)
 
 
 def child(*arguments: Any) -> Any:
@@ -124,52 +113,25 @@ def everything(out: Path) -> dict[str, str]:
 
 @pytest.mark.slow
 def test_killed_at_any_moment_and_run_again(world: Path, tmp_path: Path) -> None:
-    """Kills at random moments, over as many evaluations as they take: always the same files in the end."""
-    rng, kills, campaigns = random.Random(0), 0, 0
-    while kills < KILLS or not campaigns:
-        out, log, killed = tmp_path / f"out{campaigns}", tmp_path / f"log{campaigns}", 0
-        while True:
-            worker = child(world, out, log)
-            worker.join(rng.uniform(0.0, 0.5) if kills < KILLS else None)
-            if not worker.is_alive():
-                break
-            worker.kill()
-            worker.join()
-            kills, killed = kills + 1, killed + 1
-        assert worker.exitcode == 0 and everything(out) == everything(world / "reference")
-        assert not list(out.rglob(".*.json.*")) or killed  # temporaries only where something was killed
+    """Three processes share every evaluation and are killed at random: always the same files in the end."""
+    rng, kills = random.Random(0), 0
+    while kills < KILLS:
+        out, log, killed = tmp_path / f"out{kills}", tmp_path / f"log{kills}", 0
+        workers = [child(world, out, log) for _ in range(3)]
+        while any(worker.is_alive() for worker in workers):
+            number = rng.randrange(3)
+            workers[number].join(rng.uniform(0.0, 0.5))
+            if workers[number].is_alive() and kills < KILLS:
+                workers[number].kill()
+                workers[number].join()
+                workers[number] = child(world, out, log)
+                kills, killed = kills + 1, killed + 1
+        assert all(worker.exitcode == 0 for worker in workers)
+        assert everything(out) == everything(world / "reference")
         begun = Counter(log.read_text().splitlines())
         assert len(begun) == CHUNKS
         assert sum(begun.values()) <= CHUNKS + killed  # only what was in flight was begun again
-        campaigns += 1
-
-
-def test_workers_share_the_work_and_continue_for_one_that_dies(world: Path, tmp_path: Path) -> None:
-    """Data parallel over processes: every chunk once, the same result as one process alone."""
-    log, out = tmp_path / "log", tmp_path / "out"
-    workers = [child(world, out, log) for _ in range(3)]
-    end = time.monotonic() + 60
-    while not log.is_file():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    os.kill(workers[0].pid, signal.SIGKILL)
-    for worker in workers:
-        worker.join()
-    assert [worker.exitcode for worker in workers[1:]] == [0, 0]
-    assert everything(out) == everything(world / "reference")
-    begun = Counter(log.read_text().splitlines())
-    assert len(begun) == CHUNKS and sum(begun.values()) <= CHUNKS + 1
-
-
-def test_asking_twice_costs_nothing_and_another_model_is_asked_itself(world: Path, tmp_path: Path) -> None:
-    settings = Settings(data=str(world / "data"))
-    for model, expected in (("model", CHUNKS), ("model", 0), ("other", CHUNKS)):
-        worker = Job(EvaluatedModel(str(world / model), "m"), settings, tmp_path)
-        for task in select_tasks(TASKS):
-            worker.run(task)
-        assert worker.computed == expected
-        assert ("model" in worker.model.__dict__) == bool(expected)  # else no weights were loaded
-    assert len(list(tmp_path.glob("store/*/result.json"))) == 6
+        kills += not killed
 
 
 def test_every_choice_is_part_of_the_key_but_the_batch_size(world: Path, tmp_path: Path) -> None:
@@ -181,19 +143,9 @@ def test_every_choice_is_part_of_the_key_but_the_batch_size(world: Path, tmp_pat
     for count, change in enumerate(changes, start=1):
         Job(model, Settings(data=str(world / "data"), **change), tmp_path).run(task)
         assert len(list(tmp_path.glob("store/*/result.json"))) == count
-    Job(model, Settings(data=str(world / "data"), batch_size=2), tmp_path).run(task)
-    assert len(list(tmp_path.glob("store/*/result.json"))) == len(changes)
-
-
-def spoil(path: Path, damage: str) -> None:
-    """Damage a file as disks, editors and killed copies do."""
-    text = path.read_bytes()
-    if damage == "fewer rows":
-        value = json.loads(text)
-        path.write_text(json.dumps(value | {"value": value["value"][:-1]}), encoding="utf-8")
-    else:
-        damaged = {"truncated": text[: len(text) // 2], "binary": bytes(range(256)), "other json": b"[]"}
-        path.write_bytes(damaged.get(damage, text.replace(b"1", b"2")))
+    again = Job(model, Settings(data=str(world / "data"), batch_size=2), tmp_path)
+    again.run(task)
+    assert again.computed == 0 and len(list(tmp_path.glob("store/*/result.json"))) == len(changes)
 
 
 @pytest.mark.parametrize("file", ["*/result.json", "*/chunks/00001.json", "retrieval/*.json"])
@@ -204,34 +156,28 @@ def test_damaged_files_are_computed_again(file: str, world: Path, tmp_path: Path
     Job(model, settings, tmp_path).run(task)
     whole = everything(tmp_path)
     [path] = (tmp_path / "store").glob(file)
-    for damage in ("truncated", "binary", "other json", "changed", "fewer rows")[
-        : 4 if "result" in file else 5
-    ]:
-        spoil(path, damage)
+    text = path.read_bytes()
+    for damaged in (text[: len(text) // 2], bytes(range(256)), b"[]", text.replace(b"1", b"2")):
+        path.write_bytes(damaged)
         if "chunks" in file:
             with pytest.raises(UserError):
                 store.read_records(tmp_path, path.parts[-3], 24)
         Job(model, settings, tmp_path, messages.append).run(task)
         assert everything(tmp_path) == whole
-        assert any(str(path) in text for text in messages)
+        assert any(str(path) in message for message in messages)
         messages.clear()
-    if "chunks" in file:
-        path.unlink()
-        with pytest.raises(UserError):
-            store.read_records(tmp_path, path.parts[-3], 24)
 
 
-INTERRUPTED = (
-    (KeyboardInterrupt(), 130),
-    (PermissionError(13, "Permission denied", "/x"), 2),
-    (OSError(28, "No space left on device"), 1),
-    (DiskFullError("no space left while writing /x/a; make room in /x"), 1),
-    (ConnectionError("reset"), 1),
-    (torch.OutOfMemoryError("out of memory"), 1),
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (KeyboardInterrupt(), 130),
+        (PermissionError(13, "Permission denied", "/x"), 2),
+        (OSError(28, "No space left on device"), 1),
+        (torch.OutOfMemoryError("out of memory"), 1),
+    ],
+    ids=lambda v: type(v).__name__,
 )
-
-
-@pytest.mark.parametrize(("error", "code"), INTERRUPTED, ids=lambda v: type(v).__name__)
 def test_exit_codes_tell_what_may_pass(
     error: BaseException, code: int, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,17 +185,8 @@ def test_exit_codes_tell_what_may_pass(
         raise error
 
     monkeypatch.setattr(job, "run_all", fail)
-    options = [
-        "--model",
-        world / "model",
-        "--data",
-        world / "data",
-        "--tasks",
-        "sst2",
-        "--output_path",
-        tmp_path,
-    ]
-    status, _, err = command("eval", *options)
+    model, data = world / "model", world / "data"
+    status, _, err = command("eval", "--model", model, "--data", data, "--output_path", tmp_path)
     assert status == code and len(lines(err)) == 1
 
 
@@ -273,9 +210,8 @@ def test_leaked_rows_are_flagged_with_a_clean_score(world: Path, tmp_path: Path)
 
 @pytest.mark.parametrize(
     "settings",
-    [{"score": "accuracy"}, {"inferencer": "gen"}, {"extra": ("pmi",)}, {"limit": 0}, {"shots": -1},
-     {"inferencer": "ppl", "score": "suffix_sum"}],
-)  # fmt: skip
+    [{"score": "accuracy"}, {"extra": ("pmi",)}, {"limit": 0}, {"inferencer": "ppl", "score": "suffix_sum"}],
+)
 def test_wrong_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         Settings(data="x", **settings)

@@ -13,11 +13,10 @@ import pytest
 import zstandard
 
 from emo.common.errors import UserError
-from emo.eval.icl.openicl_compat import PromptTemplate, Template
+from emo.eval.icl.openicl_compat import Template, openicl
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import DIRECTORY, known_tasks, load_task, select_tasks
 from tests.conftest import REPO
-from tests.helpers.evaluating import command
 
 EIGHT = ["tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu"]
 
@@ -72,17 +71,11 @@ def test_mmlu_prompt_is_opencompass() -> None:
 
 
 def test_a_demonstration_that_holds_a_column_token_stays_as_it_is() -> None:
-    stock = PromptTemplate({"a": "</E>Text: </text> a"}, {"text": "</text>"}, ice_token="</E>")
+    arguments = {"a": "</E>Text: </text> a"}, {"text": "</text>"}, None, None, "</E>"
     row, ice = {"text": "query"}, "Text: see </text> here a\n"
+    stock = openicl.PromptTemplate(*arguments)
     assert "see query here" in stock.generate_label_prompt_item(row, ice, "a")  # the fault
-    assert Template.of(stock).generate_label_prompt_item(row, ice, "a") == ice + "Text: query a"
-
-
-def test_a_separator_token_does_not_reach_the_prompt() -> None:
-    template = PromptTemplate({"a": "</E></X><SEP> a"}, {"text": "</X>"}, ice_token="</E>", sep_token="<SEP>")
-    assert "<SEP>" in template.generate_label_prompt_item({"text": "q"}, "", "a")  # the fault
-    assert Template.of(template).generate_label_prompt_item({"text": "q"}, "", "a") == "q a"
-    assert Template.of(template).generate_label_prompt_item({"text": "q"}, "", "a", True) == "q<SEP> a"
+    assert Template(*arguments).generate_label_prompt_item(row, ice, "a") == ice + "Text: query a"
 
 
 # --- rows -------------------------------------------------------------------------------------------------
@@ -98,14 +91,15 @@ def write(directory: Path, task: str, rows: list[dict], split: str, packed: bool
         path.write_bytes(text)
 
 
-def test_labels_are_read_by_name_whatever_their_number(tmp_path: Path) -> None:
+def test_labels_are_read_by_name_and_limited_rows_keep_their_numbers(tmp_path: Path) -> None:
     names = ["negative", "positive"]
-    rows = [{"text": f"t{i}", "label": i % 2, "label_text": names[i % 2]} for i in range(10)]
+    rows = [{"text": f"t{i}", "label": i % 2, "label_text": names[i % 2], "row": 2 * i} for i in range(100)]
     write(tmp_path, "sst2", rows, "train")
     write(tmp_path, "sst2", rows, "test", packed=True)
-    data = load_data(load_task("sst2"), str(tmp_path))
-    assert data.rows["test"]["label"][:2] == ["negative", "positive"]
-    assert data.reader(load_task("sst2")).references[:2] == ["negative", "positive"]
+    test = load_data(load_task("sst2"), str(tmp_path)).rows["test"]
+    assert test["label"][:2] == ["negative", "positive"]
+    test = load_data(load_task("sst2"), str(tmp_path), limit=4).rows["test"]  # evenly spaced
+    assert (test["text"][:], test["row"][:]) == (["t0", "t25", "t50", "t75"], [0, 50, 100, 150])
 
 
 def test_hub_rows_take_the_names_that_the_data_set_gives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,24 +117,6 @@ def test_hub_rows_take_the_names_that_the_data_set_gives(monkeypatch: pytest.Mon
         load_data(load_task("rotten_tomatoes"), "hub")
 
 
-def test_limit_takes_evenly_spaced_rows_and_keeps_their_numbers(tmp_path: Path) -> None:
-    rows = [{"text": f"t{i}", "label_text": "positive", "row": 2 * i} for i in range(100)]
-    write(tmp_path, "sst2", rows, "train")
-    write(tmp_path, "sst2", rows, "test")
-    data = load_data(load_task("sst2"), str(tmp_path), limit=4)
-    assert data.rows["test"]["text"][:] == ["t0", "t25", "t50", "t75"]
-    assert data.rows["test"]["row"][:] == [0, 50, 100, 150]
-
-
-def test_real_rows_load(shared_data: Path) -> None:
-    # Halves of the published splits, or the whole.
-    sizes = {"sst2": (911, 1821), "trec": (250, 500), "cr": (377, 753)}
-    for name, expected in sizes.items():
-        assert len(load_data(load_task(name), str(shared_data / "nlu")).canonical["test"]) in expected
-    pool = load_data(load_task("ag_news", "released"), str(shared_data / "nlu")).canonical["train"]
-    assert len(pool) in (10429, 36000)
-
-
 # --- mistakes ---------------------------------------------------------------------------------------------
 
 GOOD = """
@@ -151,97 +127,69 @@ prompts: {paper: {text: '{text} is {label}'}}
 """
 MALFORMED = {
     "not yaml": "a: [",
-    "not a mapping": "- a\n- b",
-    "binary": "\x00\x01",
-    "no input": GOOD.replace("input: {text: text}", ""),
-    "typo": GOOD + "metrc: accuracy",
-    "typo deep": GOOD + "shots: {cuont: 3}",
-    "one label": GOOD.replace(", b: [b]", ""),
     "same value twice": GOOD.replace("b: [b]", "b: [a]"),
     "unknown slot": GOOD.replace("{text} is", "{txt} is"),
     "no label slot": GOOD.replace("is {label}", "is"),
     "label in header": GOOD.replace("{text: '{text}", "{before: '{label}', text: '{text}"),
-    "unknown word": GOOD.replace("is {label}'}", "is {label}', words: {c: x}}"),
     "half an order": GOOD.replace("is {label}'}", "is {label}', order: [a]}"),
     "shots without group": GOOD + "shots: {by: group}",
-    "negative shots": GOOD + "shots: {count: -1}",
     "reserved input": GOOD.replace("{text: text}", "{text: text, row: x}"),
-    "wrong type": GOOD.replace("title: T", "title: [T]"),
     # What would silently stay in the prompt.
     "attribute": GOOD.replace("{text} is", "{text.__class__} is"),
-    "spaced slot": GOOD.replace("{text} is", "{ text } is"),
-    "conversion": GOOD.replace("{text} is", "{text!r} is"),
-    "empty slot": GOOD.replace("{text} is", "{} is"),
     "doubled braces": GOOD.replace("{text} is", "{{text}} is"),
     "demonstrations' token": GOOD.replace("{text} is", "</E> {text} is"),
     "an input's token": GOOD.replace("{text} is", "</text> {text} is"),
     "input called E": GOOD.replace("{text: text}", "{text: text, E: e}"),
-    "unusable input": GOOD.replace("{text: text}", "{text: text, a b: c}"),
     "other version": GOOD.replace("paper", "other"),
 }
 
 
 @pytest.mark.parametrize("kind", list(MALFORMED))
-def test_a_malformed_task_file_is_one_clear_line(kind: str, tmp_path: Path) -> None:
+def test_a_malformed_task_file_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(GOOD)
     assert load_task(str(path)).labels == ["a", "b"]
     path.write_text(MALFORMED[kind])
     with pytest.raises(UserError) as error:
         load_task(str(path))
-    assert "\n" not in str(error.value) and "mine" in str(error.value)  # it says which file
+    assert error.value.code == "task" and "mine" in str(error.value)  # it says which file
 
 
-@pytest.mark.parametrize("names", ["sst22", "nothing_like_it", "sst2,sst2", "", "no/such.yaml"])
-def test_wrong_task_names(names: str) -> None:
-    with pytest.raises(UserError):
-        select_tasks(names)
+@pytest.mark.parametrize(
+    "names", ["sst22", "sst2,sst2", "sst2,{dir}/sst2.yaml", "", "no/such.yaml", "{dir}/model.yaml"]
+)
+def test_wrong_task_names(names: str, tmp_path: Path) -> None:
+    for name in ("sst2", "model"):
+        (tmp_path / f"{name}.yaml").write_text(GOOD)
+    with pytest.raises(UserError) as error:
+        select_tasks(names.format(dir=tmp_path))
+    assert error.value.code == "task"
 
 
 ROWS = {
     "not JSON": "{", "no object": "[1]", "empty": "", "no text": '{"txt": "a", "label_text": "positive"}',
-    "no label": '{"text": "a"}', "other label": '{"text": "a", "label_text": "good"}',
-    "number": '{"text": "t", "label": 0}', "too few": '{"text": "a", "label_text": "positive"}',
-    "null": '{"text": null, "label_text": "positive"}', "list": '{"text": ["a"], "label_text": "positive"}',
+    "no label": '{"text": "a"}', "number": '{"text": "t", "label": 0}',
+    "too few": '{"text": "a", "label_text": "positive"}', "null": '{"text": null, "label_text": "positive"}',
     "half a pair": '{"text": "a\\ud83d", "label_text": "positive"}',
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ROWS)
-def test_wrong_rows_are_one_clear_line(kind: str, tmp_path: Path) -> None:
+def test_wrong_rows_are_refused(kind: str, tmp_path: Path) -> None:
     (tmp_path / "sst2").mkdir()
     (tmp_path / "sst2" / "train.jsonl").write_text(ROWS[kind])
     (tmp_path / "sst2" / "test.jsonl").write_text('{"text": "a", "label_text": "positive"}')
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError):
         load_data(load_task("sst2"), str(tmp_path))
-    assert "\n" not in str(error.value)
     (tmp_path / "sst2" / "train.jsonl").write_text('{"text": "a", "label_text": "positive"}\n' * 8)
     load_data(load_task("sst2"), str(tmp_path))
-
-
-@pytest.mark.parametrize("name", ["model", "samples"])
-def test_a_task_cannot_have_the_name_of_a_file_beside_its_result(name: str, tmp_path: Path) -> None:
-    path = tmp_path / f"{name}.yaml"
-    path.write_text(GOOD)
-    with pytest.raises(UserError):
-        load_task(str(path))
-
-
-def test_a_task_named_by_path_and_by_name_is_named_twice(tmp_path: Path) -> None:
-    path = tmp_path / "sst2.yaml"
-    path.write_text((DIRECTORY / "sst2.yaml").read_text())
-    with pytest.raises(UserError, match="names a task twice"):
-        select_tasks(f"sst2,{path}")
 
 
 def test_heavy_libraries_are_imported_when_something_is_computed() -> None:
     """Reports and comparisons, and mistakes in arguments, wait for neither torch nor datasets."""
     code = (
-        "import sys, emo.eval.cli, emo.eval.compare, emo.eval.report.gather\n"
-        "heavy = {'torch', 'transformers', 'datasets', 'openicl', 'matplotlib'} & set(sys.modules)\n"
-        "import emo.eval.icl.job\n"
-        "seldom = {'evaluate', 'nltk', 'openai', 'sentence_transformers'} & set(sys.modules)\n"
-        "print(*heavy, *seldom)"
+        "import sys, emo.eval.cli, emo.eval.compare, emo.eval.report.gather, emo.eval.icl.job\n"
+        "print(*{'torch', 'transformers', 'datasets', 'openicl', 'matplotlib'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "\n"), done.stderr
@@ -251,12 +199,10 @@ def test_without_openicl_one_line_says_how_to_install_it() -> None:
     """No installation of this project's package can bring it: its pins contradict the rest."""
     code = (
         "import sys\nsys.modules['openicl'] = None\nfrom emo.common.errors import UserError\n"
-        "try:\n    import emo.eval.icl.openicl_compat\nexcept UserError as error:\n    print(error)\n"
+        "try:\n    import emo.eval.icl.openicl_compat\nexcept UserError as error:\n    print(error.code)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
-    assert done.stdout.endswith("pip install --no-deps openicl\n") and done.stdout.count("\n") == 1, (
-        done.stderr
-    )
+    assert done.stdout == "openicl\n", done.stderr
 
 
 def test_the_documented_example_is_a_task(tmp_path: Path) -> None:
@@ -272,11 +218,3 @@ def test_the_documented_example_is_a_task(tmp_path: Path) -> None:
         write(tmp_path, "language", rows, split)
     data = load_data(task, str(tmp_path))
     assert set(data.rows["test"]["label"]) == set(task.labels)
-
-
-def test_a_mistake_is_one_line_and_code_2(tmp_path: Path) -> None:
-    actual = command("eval", "--model", "x", "--tasks", "sst22", "--data", "x")
-    assert actual == (2, "", "error: unknown task 'sst22'; did you mean sst2?\n")
-    arguments = ["eval", "--model", tmp_path, "--tasks", "sst2", "--data", "x"]
-    code, out, err = command(*arguments)
-    assert code == 2 and not out and err.count("\n") == 1

@@ -1,0 +1,235 @@
+"""emo export: which models, where to, what is refused, and the hub's files, read back by huggingface_hub."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard, parse_eval_result_entries
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from emo.eval import store
+from emo.eval.export import figures, harness, hub
+from emo.eval.model import EvaluatedModel
+from emo.eval.results import pick, read_models
+from tests.helpers.evaluating import command, tiny_model
+from tests.helpers.results import RIGHT, fabricated, finish, finished, tree, write_model, write_result
+
+OUTCOMES = st.lists(st.tuples(st.booleans(), st.sampled_from("xyz")), min_size=1, max_size=20)
+
+
+@settings(max_examples=10, deadline=None)
+@given(OUTCOMES)
+def test_what_is_read_back_is_what_was_exported(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[bool, str]]
+) -> None:
+    out = tmp_path_factory.mktemp("results")
+    write_model(out, "m")
+    right, groups = [ok for ok, _ in rows], [g for _, g in rows]
+    write_result(out, "m", "plain", right)
+    write_result(out, "m", "grouped", right, groups)
+    finish(out)
+    model = pick(read_models([out]), "m")
+    harness.write_harness(model, out / "exported", None)
+    hub.write_hub(model, out / "card", lambda text: None)
+    (path,) = (out / "exported" / "m").glob("results_*.json")
+    actual = json.loads(path.read_text())["results"]
+    for task, result in model.results.items():
+        assert actual[task]["acc,none"] == pytest.approx(result["accuracy"], abs=1e-12)
+        assert actual[task]["macro_f1,none"] == result["macro_f1"]
+        assert actual[task]["sample_len"] == len(rows)
+        entry = yaml.safe_load((out / "card" / ".eval_results" / f"emo-pipeline-{task}.yaml").read_text())
+        assert parse_eval_result_entries(entry)[0].value == actual[task]["acc,none"]
+    for group in set(groups):
+        of_group = [ok for ok, g in rows if g == group]
+        assert actual[f"grouped_{group}"]["acc,none"] == pytest.approx(statistics.fmean(of_group))
+
+
+@settings(max_examples=50, deadline=None)
+@given(OUTCOMES)
+def test_errors_are_those_of_the_definition(rows: list[tuple[bool, str]]) -> None:
+    """s / sqrt(n) with n - 1, by another implementation; sqrt(sum of squares) / k over groups."""
+    right = [ok for ok, _ in rows]
+    whole = figures.accuracy(right)
+    assert whole.value == pytest.approx(statistics.fmean(right)) and whole.n == len(right)
+    assert (whole.stderr is None) == (len(right) == 1)
+    if whole.stderr is not None:
+        assert whole.stderr == pytest.approx(statistics.stdev(map(float, right)) / math.sqrt(len(right)))
+    groups = [figures.accuracy([ok for ok, g in rows if g == group]) for group in {g for _, g in rows}]
+    mean = figures.unweighted_mean(groups)
+    assert mean.value == pytest.approx(statistics.fmean(group.value for group in groups))
+    squares = [group.stderr**2 for group in groups if group.stderr is not None]
+    assert (mean.stderr is None) == (len(squares) < len(groups))
+    assert mean.stderr is None or mean.stderr == pytest.approx(math.sqrt(sum(squares)) / len(groups))
+
+
+def test_mistakes_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    finished(out)
+    fabricated(out, "mle", {"sst2": RIGHT})
+    write_model(out, "described")
+    finish(out)
+    (tmp_path / "file").write_text("")
+
+    def refused(results: Path, form: str, *options: object, to: Path = tmp_path / "to") -> bool:
+        code, _, err = command("export", results, "--format", form, "--output_path", to, *options)
+        return code == 2 and err.count("error: ") == 1 and not (tmp_path / "to").exists()
+
+    assert refused(out, "lm_eval") and refused(tmp_path / "none", "hf")
+    assert refused(out, "hf")  # of which of the models?
+    assert refused(out, "hf", "--name", "mel") and refused(out, "hf", "--name", "described")
+    assert refused(out, "hf", to=tmp_path / "file") and refused(out, "lm-eval", to=out)
+    view = out / "models" / "mle" / "sst2.json"
+    (out / "store" / json.loads(view.read_text())["key"] / "result.json").unlink()
+    assert refused(out, "lm-eval", "--name", "mle")
+    view.write_text("{")
+    assert refused(out, "lm-eval", "--name", "mle")
+
+
+@pytest.mark.parametrize("change", [lambda r: r[2].update(prediction="a"), lambda r: r.pop()])
+def test_results_that_do_not_follow_from_their_rows_are_not_exported(change: Any, tmp_path: Path) -> None:
+    finished(tmp_path)
+    for chunk in (tmp_path / "store").glob("*/chunks/*.json"):
+        records: Any = store.unsealed(chunk)
+        change(records)
+        chunk.write_text(store.seal(records))
+    for form in ("lm-eval", "hf"):
+        assert command("export", tmp_path, "--format", form, "--output_path", tmp_path / "to")[0] == 2
+        assert not (tmp_path / "to").exists()
+
+
+def test_all_models_of_all_directories_are_exported(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        finished(tmp_path / name, name)
+    write_model(tmp_path / "a", "described")
+    arguments = ["--format", "lm-eval", "--output_path", tmp_path / "there"]
+    assert command("export", tmp_path / "a", tmp_path / "b", *arguments)[0] == 0
+    paths = sorted((tmp_path / "there").rglob("*.json"))
+    assert [(p.parent.name, p.name) for p in paths] == [(n, "results_2027-01-15T08-00-00.json") for n in "ab"]
+
+
+# --- the hub ----------------------------------------------------------------------------------------------
+
+CARD = """---
+license: apache-2.0   # of the weights
+tags: [a, "b"]
+model-index:
+- name: My Model
+  results:
+  - task: {type: text-generation}
+    dataset: {name: HellaSwag, type: hellaswag}
+    metrics: [{type: acc_norm, value: 0.5}]
+# the language of the text
+language:
+- en
+---
+# My model
+
+---
+model-index: of the text
+"""
+
+
+def test_the_hub_reads_its_files(tmp_path: Path) -> None:
+    model = finished(tmp_path / "out", step=10, run="/home/somebody/runs/emo")
+    hub.write_hub(model, tmp_path / "card", lambda text: None)
+    text = (tmp_path / "card" / "README.md").read_text()
+    card = ModelCard(text)
+    assert card.data.model_name == "emo"
+    assert card.data.eval_results is not None and len(card.data.eval_results) == 4
+    accuracy = next(r for r in card.data.eval_results if "SST-2" in r.dataset_name)
+    assert (accuracy.metric_type, accuracy.metric_value) == ("accuracy", 4 / 6)
+    assert accuracy.dataset_type == "SetFit/sst2" and accuracy.dataset_revision is None
+    assert accuracy.metric_args["stderr"] == pytest.approx(math.sqrt(4 / 6 * 2 / 6 / 5))
+    macro = next(r for r in card.data.eval_results if "MMLU" in r.dataset_name)
+    assert macro.metric_value == pytest.approx((1 + 1 / 3 + 1) / 3) and "stderr" not in macro.metric_args
+    path = tmp_path / "card" / ".eval_results" / "emo-pipeline-sst2.yaml"
+    (entry,) = parse_eval_result_entries(yaml.safe_load(path.read_text()))
+    assert (entry.dataset_id, entry.task_id, entry.value) == ("SetFit/sst2", "default", 4 / 6)
+    assert entry.date == "2027-01-15T08:00:00Z" and entry.dataset_revision is None
+    assert "/home" not in text + path.read_text()
+    finish(tmp_path / "out", from_hub=True)
+    hub.write_hub(pick(read_models([tmp_path / "out"]), "emo"), tmp_path / "card", lambda text: None)
+    (entry,) = parse_eval_result_entries(yaml.safe_load(path.read_text()))
+    assert entry.dataset_revision == "00ea8cc"
+
+
+@pytest.mark.parametrize("name", [None, "/data/sst2", "sst2"])
+def test_a_task_about_no_data_set_of_the_hub_is_in_the_card_alone(name: str | None, tmp_path: Path) -> None:
+    finished(tmp_path / "out")
+    finish(tmp_path / "out", hub=name)
+    hub.write_hub(pick(read_models([tmp_path / "out"]), "emo"), tmp_path / "card", lambda text: None)
+    assert not (tmp_path / "card" / ".eval_results").exists()
+    results = ModelCard.load(tmp_path / "card" / "README.md").data.eval_results or []
+    assert {r.dataset_type for r in results} == {"sst2", "mmlu"}
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_a_card_loses_nothing(newline: str, tmp_path: Path) -> None:
+    before = CARD.replace("\n", newline)
+    results = hub.index_of(finished(tmp_path), figures.all_figures(finished(tmp_path)))
+    after = hub.with_index(before, "emo", results)
+    assert hub.with_index(after, "emo", results) == after, "exported again, it is another card"
+    assert ("\n" in after.replace("\r\n", "")) == (newline == "\n")
+    assert after.endswith(before[before.index("# My model") :])
+    for line in ("license: apache-2.0   # of the weights", 'tags: [a, "b"]', "# the language of the text"):
+        assert line in after.split(newline)
+    actual = ModelCard(after).data
+    assert actual.model_name == "My Model" and actual.language == ["en"] and actual.eval_results is not None
+    assert [r.dataset_name for r in actual.eval_results].count("HellaSwag") == 1
+    assert len(actual.eval_results) == 1 + 4
+    better = hub.with_index(after, "emo", results[:1])  # of another evaluation: these take the place of ours
+    assert len(ModelCard(better).data.eval_results or []) == 1 + 2
+
+
+KEYS = st.dictionaries(
+    st.from_regex("[a-z][a-z_]{0,8}", fullmatch=True),
+    st.recursive(st.text(max_size=8) | st.integers() | st.booleans(), lambda x: st.lists(x, max_size=3)),
+    max_size=4,
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(KEYS, st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\r"), max_size=60))
+def test_any_card_keeps_its_keys_and_its_text(keys: dict[str, Any], body: str) -> None:
+    front = yaml.safe_dump(keys) if keys else ""
+    after = hub.with_index(f"---\n{front}---\n{body}", "m", [{"task": {"name": hub.OURS}}])
+    assert after.endswith(f"---\n{body}")
+    values = yaml.safe_load(after[4 : len(after) - len(f"---\n{body}")])
+    assert values.pop("model-index") == [{"name": "m", "results": [{"task": {"name": hub.OURS}}]}]
+    assert values == keys
+
+
+FRONTS = (
+    "a: [", "- a", "model-index: 3", "model-index: [{name: x}]", "{model-index: [], a: 1}",
+    "model-index: &x\n- {name: m, results: []}\nb: *x",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("front", FRONTS)
+def test_a_card_that_cannot_be_read_is_left_alone(front: str, tmp_path: Path) -> None:
+    finished(tmp_path / "out")
+    (tmp_path / "README.md").write_text(f"---\n{front}\n---\n# x\n")
+    before = tree(tmp_path)
+    assert command("export", tmp_path / "out", "--format", "hf", "--output_path", tmp_path)[0] == 2
+    assert tree(tmp_path) == before
+
+
+def test_a_directory_with_other_weights_is_refused(tmp_path: Path) -> None:
+    directories = [tiny_model(tmp_path / f"{n}", seed=n, num_hidden_layers=1) for n in (0, 1)]
+    finished(tmp_path / "out")
+    digest = EvaluatedModel(str(directories[0])).digest
+    for path in (tmp_path / "out" / "models" / "emo").glob("*.json"):  # as if it had been evaluated
+        path.write_text(path.read_text().replace(store.digest("emo"), digest))
+    (directories[0] / "README.md").write_text("---\nlicense: mit\n---\n# m\n")
+    before = tree(directories[1])
+    arguments = ["export", tmp_path / "out", "--format", "hf", "--output_path"]
+    assert command(*arguments, directories[1])[0] == 2 and tree(directories[1]) == before
+    assert command(*arguments, directories[0])[0] == 0
+    assert ModelCard.load(directories[0] / "README.md").data.license == "mit"
