@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from emo.common.errors import UserError, one_line
+from emo.data_prep.inputs import read_text as content
 from emo.data_prep.templates import VERSIONS, Conversation, Exchange, render
 from emo.data_prep.tokenizer import chat_template as tokenizer_template
 from emo.eval import store
-from emo.eval.generation.prefixes import content
-from emo.eval.generation.tokens import context_of
+from emo.eval.generation.decoding import context_of
 from emo.eval.judging.engines import Transformers, Vllm
 from emo.eval.model import EvaluatedModel
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from emo.common.errors import UserError
 from emo.common.weights import shown
 from emo.eval import store
-from emo.eval.generation.decoding import Decoding
-from emo.eval.generation.tokens import end_ids, identity_of, text_after
+from emo.eval.generation.decoding import Decoding, end_ids, identity_of, text_after
 
 if TYPE_CHECKING:
     from emo.eval.generation.sampling import Request

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from emo.common.errors import UserError
 from emo.common.files import write_text
 from emo.eval import store
-from emo.eval.generation.tokens import context_of
+from emo.eval.generation.decoding import context_of
 from emo.eval.judging.answers import (
     Row,
     chat_ids,

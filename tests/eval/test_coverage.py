@@ -167,4 +167,4 @@ def test_measures_of_texts_and_perplexities(prefixes: int) -> None:
 
 def test_no_interval_of_one_text() -> None:
     assert quality.shown(stats.ratio([3.0], None, [0]), "texts")["low"] is None
-    assert "(3 prefixes)" in quality._show(quality.shown(stats.ratio([1, 2, 4], None, [0, 1, 2]), "prefixes"))
+    assert "(3 prefixes)" in quality._cell(quality.shown(stats.ratio([1, 2, 4], None, [0, 1, 2]), "prefixes"))

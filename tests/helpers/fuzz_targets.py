@@ -289,7 +289,7 @@ def prefixes(directory: Path) -> None:
     from emo.eval.generation.prefixes import from_file
 
     for name in ("a.jsonl", "b.txt", "c.jsonl.zst"):
-        _ = from_file(directory / name).digest, from_file(directory / name, 2, 3)
+        _ = from_file(directory / name), from_file(directory / name, 2, 3)
 
 
 def make_task_rows(directory: Path) -> None:
