@@ -8,7 +8,7 @@ continuation, which begins with its space.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -90,19 +90,21 @@ def from_corpus(name: str, data: str, split: str = "test", limit: int | None = N
             cause = one_line(error, 200)
             raise UserError(f"cannot load {where} from the hub ({cause}); give --data DIRECTORY") from None
     else:
-        candidates = (
-            directory / f"{split}{ending}"
-            for folder in corpus.folders
-            for directory in (Path(data) / folder, *sorted(Path(data).glob(f"*/{folder}")))
-            for ending in (".jsonl", ".txt", ".jsonl.zst", ".txt.zst")
-        )
-        path = next(filter(Path.is_file, candidates), None)
+        stems = [f"{folder}/{split}" for folder in corpus.folders]
+        path = find_file(data, stems, (".jsonl", ".txt", ".jsonl.zst", ".txt.zst"))
         if path is None:
             folders = " or ".join(corpus.folders)
             raise UserError(f"corpus {name}: no {folders} with {split}.jsonl or .txt (or .zst) under {data}")
         texts, where = list(read_texts(path)), str(path)
     texts = [text for text in texts if text and not HEADING.fullmatch(text)]
     return _prefixes(name, texts, where, limit, corpus.words, corpus.tokens)
+
+
+def find_file(data: str, stems: Iterable[str], endings: Iterable[str]) -> Path | None:
+    """Return the first of the files DATA/[*/]STEM.ENDING that exists."""
+    folders = (Path(data), *sorted(Path(data).glob("*")))
+    paths = (folder / f"{stem}{ending}" for stem in stems for folder in folders for ending in endings)
+    return next(filter(Path.is_file, paths), None)
 
 
 def read_texts(path: Path, field: str = "text") -> Iterator[str]:

@@ -22,7 +22,7 @@ from emo.data_prep.templates import Conversation, render
 from emo.data_prep.tokenizer import save_tokenizer
 from emo.eval.judging import judging, pairs, results
 from emo.eval.judging.answers import read_answers, read_questions
-from emo.eval.judging.judges import JUDGES
+from emo.eval.judging.judging import JUDGES
 from tests.conftest import REPO
 from tests.helpers.corpus import alpaca_rows, data_config, texts, tiny_tokenizer
 from tests.helpers.fuzzing import target
@@ -361,7 +361,7 @@ def questions(directory: Path) -> None:
 @target("answers", make_answers, "a.json", "b.jsonl")
 def answers(directory: Path) -> None:
     """Two files of answers, and the prompts that are made of them."""
-    read_answers(directory / "b.jsonl").by_text()
+    read_answers(directory / "b.jsonl").keyed(False)
     judged = pairs.of_answers(directory / "a.json", directory / "b.jsonl")
     try:
         for judge in JUDGES.values():
@@ -392,7 +392,7 @@ def replies(directory: Path) -> None:
     judged, judge = pairs.of_answers(directory / "a.json", directory / "b.jsonl"), JUDGES["alpaca_eval"]
     for form in judging.FORMATS:
         read = judging.read_replies(judge, judged, directory / f"{form}.jsonl")
-        _summarise(pairs.of_replies(judge, "x", judged, read, {}))
+        _summarise(judging.of_replies(judge, "x", judged, read, {}))
 
 
 ANNOTATED = [
