@@ -186,7 +186,7 @@ def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int
     for judged, title in zip(judgements, titles, strict=True):
         path = args.output_path / JUDGEMENTS / f"{title}.json"
         before, numbers = read_json(path), write(judged, title, args.output_path)
-        if isinstance(before, dict) and (other := said_of(before.get("facts"), read_json(path)["facts"])):
+        if isinstance(before, dict) and (other := said_of(before.get("facts"), numbers["facts"])):
             say(f"{title} {other}")
         for line in lines(numbers):
             say(line)

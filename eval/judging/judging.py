@@ -325,9 +325,10 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Row]:
     rows = read_rows(file) if expected else []  # nothing was asked where all pairs have the same answer twice
     ids: list[str] = []
     for i, row in enumerate(rows, start=1):
-        ids.append(row.get("custom_id", row.get("id")))
-        if not isinstance(ids[-1], str):
+        name = row.get("custom_id", row.get("id"))
+        if not isinstance(name, str):
             raise UserError(f"{file} row {i}: no id; {FORMS}", code="no-id")
+        ids.append(name)
     require_once(ids, f"{file}: replies come")
     if foreign := [row_id for row_id in ids if row_id not in expected]:
         raise UserError(

@@ -7,7 +7,7 @@ that others gave: AlpacaEval's annotations, the published verdicts of PandaLM an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -117,7 +117,7 @@ def of_answers(a: Path, b: Path) -> Pairs:
     files = first, second = read_answers(a), read_answers(b)
     by_id = all(question.id for answers in files for question, _ in answers.rows)
     of_a, of_b = (answers.keyed(by_id) for answers in files)
-    _require_same("ids" if by_id else "questions", (of_a, first.path), (of_b, second.path))
+    _require_same("ids" if by_id else "questions", of_a, first.path, of_b, second.path)
     rows = []
     for key, (question, text) in of_a.items():
         other, text_of_b = of_b[key]
@@ -143,14 +143,15 @@ def of_answers(a: Path, b: Path) -> Pairs:
     return Pairs(*names, rows, notes, sets.pop() if len(sets) == 1 else "")
 
 
-def _require_same(kind: str, *sides: tuple[Collection[str], Path]) -> None:
-    """Raise UserError where one file has ids that the other lacks."""
-    (first, _), (second, _) = sides
-    only = [
-        named(only) for only in ([k for k in first if k not in second], [k for k in second if k not in first])
-    ]
-    if differing := [f"only in {path}: {ids}" for ids, (_, path) in zip(only, sides, strict=True) if ids]:
-        raise UserError(f"different questions; {kind} {'; '.join(differing)}", code="unmatched")
+def _require_same(kind: str, first: Iterable[str], a: Path, second: Iterable[str], b: Path | str) -> None:
+    """Raise UserError where one of two files has ids that the other lacks."""
+    x, y = dict.fromkeys(first), dict.fromkeys(second)
+    for path, only in ((a, [key for key in x if key not in y]), (b, [key for key in y if key not in x])):
+        if only:
+            raise UserError(
+                f"{a} and {b} are on different questions: {len(only)} {kind} only in {path}: {named(only)}",
+                code="unmatched",
+            )
 
 
 PANDALM_LABELS: dict[Any, Side] = {0: "tie", 1: "a", 2: "b"}
@@ -161,9 +162,10 @@ PANDALM_ANNOTATORS = ("annotator1", "annotator2", "annotator3")
 def labelled(path: Path) -> Pairs:
     """Return the pairs of a test set with human labels: PandaLM's (annotator1 to 3) or Auto-J's (label)."""
     rows, pairs = read_rows(path), []
-    names, labels, instruction, response = PANDALM_ANNOTATORS, PANDALM_LABELS, "instruction", "response"
-    if PANDALM_ANNOTATORS[0] not in rows[0]:
-        names, labels, instruction, response = ("label",), AUTO_J_LABELS, "prompt", "response "
+    of_pandalm = PANDALM_ANNOTATORS[0] in rows[0]
+    names = PANDALM_ANNOTATORS if of_pandalm else ("label",)
+    labels = PANDALM_LABELS if of_pandalm else AUTO_J_LABELS
+    instruction, response = ("instruction", "response") if of_pandalm else ("prompt", "response ")
     for i, row in enumerate(rows, start=1):
         where = f"{path} row {i}"
         for name in names:
@@ -245,7 +247,7 @@ def _pandalm(file: Path, rows: list[Row], name: str, pairs: Pairs, judge: str) -
     ids = [id_of(row) for row in rows]
     require_once(ids, f"{file}: ids come")
     by_id = dict(zip(ids, rows, strict=True))
-    _require_same("ids", (by_id, file), ([pair.key for pair in pairs.rows], Path("the labels")))
+    _require_same("ids", by_id, file, [pair.key for pair in pairs.rows], "the labels")
     sides: dict[str, Side] = {str(number): label for number, label in PANDALM_LABELS.items()} | {"tie": "tie"}
     verdicts = [str(by_id[pair.key].get(name)).strip().lower() for pair in pairs.rows]
     judged = [row_of(pair, [sides.get(verdict)]) for pair, verdict in zip(pairs.rows, verdicts, strict=True)]
