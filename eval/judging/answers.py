@@ -16,7 +16,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +32,6 @@ from emo.eval.model import EvaluatedModel
 
 Row = dict[str, Any]
 Say = Callable[[str], None]
-
-# --- files ------------------------------------------------------------------------------------------------
 
 NAMED = 3  # ids that an error names
 HALF, ESCAPED_HALF = re.compile("[\ud800-\udfff]"), re.compile(r"\\u[dD][89a-fA-F]")
@@ -96,8 +94,6 @@ def require_once(ids: Iterable[str], what: str) -> None:
     if twice := [name for name, count in Counter(ids).items() if count > 1]:
         raise UserError(f"{what} more than once: {named(twice)}", code="twice")
 
-
-# --- questions --------------------------------------------------------------------------------------------
 
 # Name -> files below --data, the first that exists.
 SETS = {
@@ -183,8 +179,6 @@ def _find(name: str, data: str) -> Path:
         raise UserError(f"cannot load {HUB[0]} from the hub ({cause}); give --data DIR") from None
 
 
-# --- prompts ----------------------------------------------------------------------------------------------
-
 AUTO, OWN = "auto", "chat_template"  # OWN: the template that comes with the tokenizer
 TEMPLATE_CHOICES = (AUTO, *VERSIONS)
 
@@ -242,95 +236,67 @@ def chat_ids(model: EvaluatedModel, messages: list[dict[str, str]]) -> list[int]
     return list(ids)
 
 
-# --- answers ----------------------------------------------------------------------------------------------
-
 CHUNK = 64  # answers; what a killed process loses at most
 VERSION = 1  # of everything that decides what an answer is
 OUTPUTS, ABOUT = "model_outputs.json", "about.json"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """The questions that are asked, and how. tokens: the longest answer."""
-
-    questions: list[Question]
-    name: str
-    template: str
-    tokens: int
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise UserError(f"--max_new_tokens {self.tokens} must be at least 1")
-
-
 class Answering:
-    """Writes a plan's answers into `directory`; `computed` counts those that this process made."""
+    """Writes a model's answers to questions into `directory`; `computed` counts those that this process made.
 
-    def __init__(self, model: EvaluatedModel, engine: Transformers, plan: Plan, out: Path) -> None:
-        self.model, self.engine, self.plan, self.out, self.computed = model, engine, plan, out, 0
+    name: of the set of questions; tokens: of the longest answer; seed: of sampled ones.
+    """
+
+    def __init__(
+        self, engine: Transformers, questions: list[Question], name: str, template: str, tokens: int,
+        seed: int, out: Path,
+    ) -> None:  # fmt: skip
+        if tokens < 1:
+            raise UserError(f"--max_new_tokens {tokens} must be at least 1")
+        self.engine, self.questions, self.tokens, self.seed, self.out = engine, questions, tokens, seed, out
+        self.model, self.name, self.template, self.computed = engine.model, name, template, 0
         decoding: Any = engine.decoding
-        seed = "" if decoding.greedy or not plan.seed else f"-s{plan.seed}"
-        self.directory = out / "models" / model.name / "answers" / f"{plan.name}-{decoding.name}{seed}"
-        self.prompts = [prompt_ids(model, question, plan.template) for question in plan.questions]
-        self.context = context_of(model)
+        suffix = f"-s{seed}" if seed and not decoding.greedy else ""
+        self.directory = out / "models" / self.model.name / "answers" / f"{name}-{decoding.name}{suffix}"
+        self.prompts = [prompt_ids(self.model, question, template) for question in questions]
+        self.context = context_of(self.model)
 
     def run(self) -> list[Row]:
         """Return all answers, made or read, which are in their file too."""
         from tqdm import tqdm
 
-        plan = self.plan
-        identity = {
-            "answers": VERSION,
-            **self.engine.identity,
-            "prompts": store.digest(self.prompts),
-            "tokens": plan.tokens,
-            "context": self.context,
-            "seed": plan.seed,
-        }
-        entry, count = store.Entry(self.out / store.STORE, identity), len(self.prompts)
-        label = f"{self.model.name} {plan.name}"
+        asked = {"tokens": self.tokens, "seed": self.seed}
+        made_of = {"answers": VERSION, "prompts": store.digest(self.prompts), "context": self.context}
+        entry = store.Entry(self.out / store.STORE, made_of | asked | self.engine.identity)
+        count, label = len(self.prompts), f"{self.model.name} {self.name}"
         with tqdm(total=count, desc=label, unit="answer", disable=None) as bar:
-            answer = lambda rows: self._answer(rows, bar)  # noqa: E731
-            records = store.complete(entry, count, CHUNK, answer, bar.update)
+            records = store.complete(entry, count, CHUNK, partial(self._answer, bar), bar.update)
         rows = []
-        for question, record in zip(plan.questions, records, strict=True):
+        for question, record in zip(self.questions, records, strict=True):
             row = {"dataset": question.dataset, "instruction": question.instruction}
             row |= {"id": question.id} if question.id else {}
             row |= {"input": question.input} if question.input else {}
             row |= {"output": record["text"].strip(), "generator": self.model.name}
             rows.append(row | {name: record[name] for name in ("ended", "tokens", "fits")})
-        about = {
-            "model": self.model.name,
-            "path": self.model.given,
-            "questions": plan.name,
-            "template": plan.template,
-            "tokens": plan.tokens,
-            "seed": plan.seed,
-            **self.engine.identity,
-            **counts(rows),
-        }
+        about: Row = {"model": self.model.name, "path": self.model.given, "questions": self.name}
+        about |= {"template": self.template, **asked, **self.engine.identity, **counts(rows)}
         store.replace(self.directory / OUTPUTS, store.dump(rows))
         store.replace(self.directory / ABOUT, store.dump(about))
         return rows
 
-    def _answer(self, rows: range, bar: Any) -> list[Row]:
+    def _answer(self, bar: Any, rows: range) -> list[Row]:
         from emo.eval.generation.sampling import Request
 
         context = self.context or 1 << 30
-        room = {row: min(self.plan.tokens, context - len(self.prompts[row])) for row in rows}
+        room = {row: min(self.tokens, context - len(self.prompts[row])) for row in rows}
         answerable = [row for row in rows if room[row] > 0]
-        requests = [Request(self.prompts[row], [self.plan.seed, row], room[row]) for row in answerable]
-        replies = self.engine.reply(requests, self.plan.tokens, bar.update) if requests else []
+        requests = [Request(self.prompts[row], [self.seed, row], room[row]) for row in answerable]
+        replies = self.engine.reply(requests, self.tokens, bar.update) if requests else []
         reply_of = dict(zip(answerable, replies, strict=True))
         self.computed += len(rows)
         bar.update(len(rows) - len(answerable))
-        return [
-            {"row": row, **reply_of[row]._asdict(), "fits": True}
-            if row in reply_of
-            else {"row": row, "text": "", "ended": False, "tokens": 0, "fits": False}
-            for row in rows
-        ]
+        without = {"text": "", "ended": False, "tokens": 0}
+        return [{"row": row, **reply_of.get(row, without), "fits": row in reply_of} for row in rows]
 
 
 def counts(rows: list[Row]) -> dict[str, int]:

@@ -72,7 +72,7 @@ def add_arguments(subparsers: Any) -> None:
 
     for command in (answer, judge):
         command.add_argument("--output_path", type=Path, default=OUT, help=f"results directory ({OUT})")
-        command.add_argument("--engine", default=ENGINES[0], help=f"{', '.join(ENGINES)} ({ENGINES[0]})")
+        command.add_argument("--engine", default="transformers", help=f"{', '.join(ENGINES)} (transformers)")
         text = "texts at a time (64); vLLM chooses for itself"
         command.add_argument("--batch_size", type=int, default=64, help=text)
         text = "auto (the checkpoint's), float32, bfloat16, float16"
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, say: Say) -> int:
 
 
 def _answer(args: argparse.Namespace, say: Say) -> int:
-    from emo.eval.judging.answers import ABOUT, OUTPUTS, Answering, Plan, choose_template, counts
+    from emo.eval.judging.answers import ABOUT, OUTPUTS, Answering, choose_template, counts
     from emo.eval.model import EvaluatedModel
     from emo.eval.results import claim_name
     from emo.eval.store import read_json, said_of
@@ -99,9 +99,10 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
         decoding = Decoding(args.temperature, 0, args.top_p)
     name, questions = read_questions(args.questions, args.data, args.limit)
     model = EvaluatedModel(args.model, args.name, args.dtype)
-    plan = Plan(questions, name, choose_template(model, args.template, say), args.max_new_tokens, args.seed)
+    template = choose_template(model, args.template, say)
     chosen = engine(args.engine, model, decoding, args.batch_size)
-    answering = Answering(model, chosen, plan, args.output_path)
+    settings = (name, template, args.max_new_tokens, args.seed, args.output_path)
+    answering = Answering(chosen, questions, *settings)
     claim_name(model, args.output_path, say)
     path = answering.directory / ABOUT
     before = read_json(path)
@@ -118,7 +119,7 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
             say(f"{model.name}: {numbers[key]} of {len(rows)} answers {remark}")
     stored = len(rows) - answering.computed
     say(
-        f"{model.name}: {counted(len(rows), 'answer')} ({stored} already known), template {plan.template}, "
+        f"{model.name}: {counted(len(rows), 'answer')} ({stored} already known), template {template}, "
         f"in {answering.directory / OUTPUTS}"
     )
     return ExitCode.DONE

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from emo.common.errors import UserError
 from emo.common.weights import shown
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from emo.eval.generation.sampling import Request
     from emo.eval.model import EvaluatedModel
 
-ENGINES = ("transformers", "vllm")
 Progress = Callable[[int], Any]
 
 
@@ -28,14 +27,6 @@ class Beams:
 
     beams: int
     penalty: float
-
-
-class Reply(NamedTuple):
-    """ended: by an end token, not by the limit."""
-
-    text: str
-    ended: bool
-    tokens: int
 
 
 class Transformers:
@@ -52,12 +43,13 @@ class Transformers:
         batch = None if isinstance(self.decoding, Beams) else self.batch
         return {"engine": "transformers", **identity_of(self.model, self.decoding, batch)}
 
-    def reply(self, requests: Sequence[Request], tokens: int, progress: Progress) -> list[Reply]:
-        """Return a text of at most `tokens` tokens per request, in their order."""
-        return [
-            Reply(text_after(self.model.tokenizer, list(request.prompt), ids), ended, len(ids))
-            for request, (ids, ended) in zip(requests, self._ids(requests, tokens, progress), strict=True)
-        ]
+    def reply(self, requests: Sequence[Request], tokens: int, progress: Progress) -> list[dict[str, Any]]:
+        """Return {text, ended: by an end token, tokens: at most `tokens`} per request, in their order."""
+        replies = []
+        for request, (ids, ended) in zip(requests, self._ids(requests, tokens, progress), strict=True):
+            text = text_after(self.model.tokenizer, list(request.prompt), ids)
+            replies.append({"text": text, "ended": ended, "tokens": len(ids)})
+        return replies
 
     def _ids(
         self, requests: Sequence[Request], tokens: int, progress: Progress
@@ -71,17 +63,13 @@ class Transformers:
         model, ends = self.model.model, sorted(end_ids(self.model))
         if isinstance(self.decoding, Decoding):
             return Sampler(model, self.decoding, ends, self.batch).run(requests, tokens, progress)
-        texts = []
+        texts, beams = [], self.decoding
         for request in requests:
             settings = GenerationConfig(
-                max_new_tokens=min(request.limit or tokens, tokens),
-                num_beams=self.decoding.beams,
-                repetition_penalty=self.decoding.penalty,
-                early_stopping=True,
-                do_sample=False,
-                eos_token_id=ends or None,
+                max_new_tokens=min(request.limit or tokens, tokens), do_sample=False, early_stopping=True,
+                num_beams=beams.beams, repetition_penalty=beams.penalty, eos_token_id=ends or None,
                 pad_token_id=ends[0] if ends else 0,
-            )
+            )  # fmt: skip
             prompt = torch.tensor([list(request.prompt)], device=model.device)
             mask = torch.ones_like(prompt)
             with torch.inference_mode():
@@ -158,8 +146,11 @@ class Vllm(Transformers):
         )
 
 
+ENGINES = {"transformers": Transformers, "vllm": Vllm}
+
+
 def engine(name: str, model: EvaluatedModel, decoding: Decoding | Beams, batch: int) -> Transformers:
     """Return the engine called `name`. UserError where it is unknown, not installed, or cannot decode so."""
     if name not in ENGINES:
         raise UserError(f"--engine {name!r} is not known; known: {', '.join(ENGINES)}")
-    return (Vllm if name == "vllm" else Transformers)(model, decoding, batch)
+    return ENGINES[name](model, decoding, batch)

@@ -21,6 +21,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,11 +32,9 @@ from emo.common.files import write_text
 from emo.data_prep.tokenizer import chat_template
 from emo.eval import store
 from emo.eval.generation.decoding import Decoding, context_of
-from emo.eval.judging.answers import Row, chat_ids, named, plain_ids, read_rows, require_once
+from emo.eval.judging.answers import Question, Row, chat_ids, named, plain_ids, read_rows, require_once
 from emo.eval.judging.engines import Beams, Transformers
 from emo.eval.judging.pairs import Judged, Pair, Pairs, Side, row_of
-
-# --- judges: prompts and verdicts -------------------------------------------------------------------------
 
 PROMPTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "prompts.yaml").read_text(encoding="utf-8"))
 # What PandaLM's code takes out of responses, and out of its model's replies.
@@ -46,45 +45,37 @@ SPECIAL = re.compile(
 LONGEST = 100_000  # characters of a reply that are read as a literal; a verdict of AlpacaEval has about 80
 
 Shown = Literal["first", "second", "tie"]  # by their order in the prompt
+VERDICTS: dict[str, Shown] = {"1": "first", "2": "second", "tie": "tie"}
 
 
-def auto_j_prompt(instruction: str, context: str, first: str, second: str) -> str:
+def auto_j_prompt(question: Question, first: str, second: str) -> str:
     """Return Auto-J's pairwise prompt. An input follows its instruction, as in AlpacaEval's questions."""
-    query = f"{instruction}\n\n{context}" if context else instruction
-    prompt = _filled("auto_j", prompt=query, response=first, response_another=second)
+    prompt = _filled("auto_j", prompt=question.text, response=first, response_another=second)
     return _filled("auto_j_frame", input=prompt)
 
 
 def auto_j_verdict(reply: str) -> Shown | None:
     """Return what follows the last "final decision is "; extract_pariwise_result of GAIR-NLP/auto-j."""
     _, marker, decision = reply.strip().rpartition("final decision is ")
-    verdict = decision.strip().lower() if marker else ""
-    if verdict.startswith("response 1"):
-        return "first"
-    if verdict.startswith("response 2"):
-        return "second"
-    return "tie" if verdict.startswith("tie") else None
+    verdict = re.match("response 1|response 2|tie", decision.strip().lower()) if marker else None
+    return VERDICTS[verdict.group().removeprefix("response ")] if verdict else None
 
 
-def pandalm_prompt(instruction: str, context: str, first: str, second: str) -> str:
+def pandalm_prompt(question: Question, first: str, second: str) -> str:
     """Return PandaLM's prompt; special tokens in the responses are left out."""
-    first, second = _without_special(first), _without_special(second)
-    frame = "pandalm_input" if context else "pandalm"
-    return _filled(frame, instruction=instruction, input=context, response1=first, response2=second)
+    texts = {"instruction": question.instruction, "input": question.input}
+    texts |= {"response1": _without_special(first), "response2": _without_special(second)}
+    return _filled("pandalm_input" if question.input else "pandalm", **texts)
 
 
 def pandalm_verdict(reply: str) -> Shown | None:
     """Return what the first line says; parse_pandalm_response of WeOpenML/PandaLM, where others are ties."""
-    line = _without_special(reply).split("\n")[0]
-    if line in ("1", "2"):
-        return "first" if line == "1" else "second"
-    return "tie" if line.lower() == "tie" else None
+    return VERDICTS.get(_without_special(reply).split("\n")[0].lower())
 
 
-def alpaca_eval_prompt(instruction: str, context: str, first: str, second: str) -> str:
+def alpaca_eval_prompt(question: Question, first: str, second: str) -> str:
     """Return the prompt of the annotator alpaca_eval_gpt4, in ChatML."""
-    query = f"{instruction}\n\n{context}" if context else instruction
-    return _filled("alpaca_eval", instruction=query, output_1=first, output_2=second)
+    return _filled("alpaca_eval", instruction=question.text, output_1=first, output_2=second)
 
 
 def alpaca_eval_verdict(reply: str) -> Shown | None:
@@ -122,12 +113,12 @@ def _filled(name: str, **texts: str) -> str:
 class Judge:
     """model: its own weights, which a run may replace; None: they are not public. chat: the prompt is ChatML.
 
-    prompt: (instruction, input, first answer, second answer) -> text. tokens: the longest reply.
+    prompt: (question, first answer, second answer) -> text. tokens: the longest reply.
     """
 
     name: str
     model: str | None
-    prompt: Callable[[str, str, str, str], str]
+    prompt: Callable[[Question, str, str], str]
     verdict: Callable[[str], Shown | None]
     decoding: Decoding | Beams
     tokens: int
@@ -149,8 +140,7 @@ JUDGES = {
 def shown(judge: Judge, pair: Pair, swapped: bool, characters: int | None = None) -> str:
     """Return the prompt of a pair; swapped: B's answer first; characters: as many of either at most."""
     first, second = (pair.b, pair.a) if swapped else (pair.a, pair.b)
-    question = pair.question
-    return judge.prompt(question.instruction, question.input, first[:characters], second[:characters])
+    return judge.prompt(pair.question, first[:characters], second[:characters])
 
 
 def side(position: Shown | None, swapped: bool) -> Side | None:
@@ -174,8 +164,6 @@ def of_replies(judge: Judge, by: str, pairs: Pairs, replies: Sequence[Row], fact
         rows.append(row_of(pair, sides) | {key: reply[key] for key in ("replies", "unasked", "cut")})
     return Judged(judge.name, by, pairs.a, pairs.b, 2, rows, facts, pairs.questions)
 
-
-# --- a model on this machine ------------------------------------------------------------------------------
 
 CHUNK = 32  # pairs; what a killed process loses at most
 VERSION = 1  # of everything that decides what a reply is
@@ -208,30 +196,23 @@ class Judging:
         pairs = self.pairs.rows
         if all(pair.a == pair.b for pair in pairs):  # a model beside itself: no weights are loaded
             return [{"row": i, "unasked": IDENTICAL, "cut": None, "replies": []} for i in range(len(pairs))]
-        identity = {
-            "judging": VERSION,
-            "judge": self.judge.name,
-            **self.engine.identity,
-            "pairs": self.pairs.digest,
-            "tokens": self.tokens,
-            "context": self.context,
-            "chat": None if self.template is None else store.digest(self.template),
-        }
-        entry = store.Entry(self.out / store.STORE, identity)
+        chat = None if self.template is None else store.digest(self.template)
+        asked = {"judging": VERSION, "judge": self.judge.name, "pairs": self.pairs.digest, "chat": chat}
+        limits = {"tokens": self.tokens, "context": self.context}
+        entry = store.Entry(self.out / store.STORE, asked | limits | self.engine.identity)
         label = f"{self.judge.name}: {self.pairs.b} against {self.pairs.a}"
         with tqdm(total=2 * len(pairs), desc=label, unit="reply", disable=None) as bar:
-            judged_rows = store.complete(
-                entry, len(pairs), CHUNK, lambda rows: self._ask(rows, bar), lambda n: bar.update(2 * n)
-            )
-        unasked = {row["unasked"] for row in judged_rows}
+            ask = partial(self._ask, bar)
+            rows = store.complete(entry, len(pairs), CHUNK, ask, lambda count: bar.update(2 * count))
+        unasked = {row["unasked"] for row in rows}
         if None not in unasked and NO_ROOM in unasked:
             raise UserError(
                 f"no prompt fits into the {self.context} tokens of {self.model.given} beside a reply of "
                 f"{self.tokens}; set --max_new_tokens lower, or take a judge with a longer context"
             )
-        return judged_rows
+        return rows
 
-    def _ask(self, rows: range, bar: Any) -> list[Row]:
+    def _ask(self, bar: Any, rows: range) -> list[Row]:
         from emo.eval.generation.sampling import Request
 
         reply_rows: dict[int, Row] = {}
@@ -243,7 +224,7 @@ class Judging:
             bar.update(0 if ids else 2)
         replies = self.engine.reply([r for _, r in requests], self.tokens, bar.update) if requests else []
         for (row, _), reply in zip(requests, replies, strict=True):
-            reply_rows[row]["replies"].append(reply._asdict())
+            reply_rows[row]["replies"].append(reply)
         return list(reply_rows.values())
 
     def _prepared(self, pair: Pair) -> tuple[str | None, int | None, list[list[int]]]:
@@ -274,10 +255,7 @@ class Judging:
         return None, low, ids
 
 
-# --- a judge elsewhere ------------------------------------------------------------------------------------
-
 FORMATS = ("jsonl", "openai")
-ORDERS = ("ab", "ba")
 FORMS = 'a reply is {"id", "reply"}, or a line of a batch\'s output'
 
 
@@ -312,7 +290,7 @@ def _asked(judge: Judge, pairs: Pairs) -> Iterator[tuple[str, int, bool]]:
     digest = store.digest([judge.name, pairs.digest])[:12]
     for row, pair in enumerate(pairs.rows):
         for swapped in (False, True) if pair.a != pair.b else ():
-            yield f"{digest}-{row}-{ORDERS[swapped]}", row, swapped
+            yield f"{digest}-{row}-{'ba' if swapped else 'ab'}", row, swapped
 
 
 def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Row]:

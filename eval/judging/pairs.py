@@ -105,9 +105,6 @@ def row_of(pair: Pair, sides: Sequence[Side | None], value: float | None = None)
     }
 
 
-# --- pairs ------------------------------------------------------------------------------------------------
-
-
 def of_answers(a: Path, b: Path) -> Pairs:
     """Return the answers of two files to the same questions, in A's order.
 
@@ -180,8 +177,6 @@ def labelled(path: Path) -> Pairs:
     require_once([pair.key for pair in pairs], f"{path}: ids come")
     return Pairs("response 1", "response 2", pairs)
 
-
-# --- verdicts that exist ----------------------------------------------------------------------------------
 
 PANDALM_VERDICTS = ("pandalm_result", "gpt_result", "pandalm_7b", "gpt_3_5_turbo")
 AUTO_J_VERDICT = "output"

@@ -48,8 +48,6 @@ REMARKS = {
     "empty_b": "answers of B are empty",
 }
 
-# --- statistics -------------------------------------------------------------------------------------------
-
 DRAWS = 5_000  # of signs
 BATCH = 500  # draws at a time
 FOLDS = 5  # of AlpacaEval's cross-validation
@@ -140,9 +138,6 @@ def length_controlled(
             losses[i] -= (share * np.log(p) + (1 - share) * np.log(1 - p)).mean()
     model = fit(np.arange(len(y)), float(grid[losses.argmin()]))
     return float(1 / (1 + np.exp(-model.coef_[0, 1])))
-
-
-# --- numbers ----------------------------------------------------------------------------------------------
 
 
 def summary(judged: Judged, name: str) -> dict[str, Any]:
@@ -256,9 +251,6 @@ def lines(numbers: dict[str, Any]) -> Iterator[str]:
 def remarks(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (name, text) of the counts that are not zero."""
     return ((name, text) for name, text in REMARKS.items() if numbers["counts"][name])
-
-
-# --- files ------------------------------------------------------------------------------------------------
 
 
 def default_title(judged: Judged) -> str:

@@ -20,7 +20,7 @@ from emo.data_prep.tokenizer import save_tokenizer
 from emo.eval.generation.decoding import Decoding
 from emo.eval.generation.sampling import Request
 from emo.eval.judging import answers, engines
-from emo.eval.judging.answers import Answering, Plan, Question, read_questions
+from emo.eval.judging.answers import Answering, Question, read_questions
 from emo.eval.judging.engines import Transformers, Vllm
 from emo.eval.judging.judging import JUDGES
 from emo.eval.model import EvaluatedModel
@@ -153,8 +153,8 @@ def run(world: Path, out: Path) -> None:
         EvaluatedModel(str(world / "tuned")),
         [Question("", q["instruction"]) for q in QUESTIONS],
     )
-    plan = Plan(questions, "questions", "alpaca", 12, 5)
-    Answering(model, Transformers(model, Decoding(0.8), 3), plan, out).run()
+    engine = Transformers(model, Decoding(0.8), 3)
+    Answering(engine, questions, "questions", "alpaca", 12, 5, out).run()
 
 
 def test_killed_at_random_moments_the_same_answers(
@@ -228,4 +228,4 @@ def test_beams_are_transformers_own(world: Path) -> None:
         max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     before = tokenizer.decode(prompt, skip_special_tokens=True)
-    assert actual[0].text == tokenizer.decode(whole[0], skip_special_tokens=True)[len(before) :]
+    assert actual[0]["text"] == tokenizer.decode(whole[0], skip_special_tokens=True)[len(before) :]

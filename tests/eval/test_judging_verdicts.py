@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from emo.eval.judging import judging
+from emo.eval.judging.answers import Question
 from emo.eval.judging.judging import JUDGES, side
 from emo.eval.judging.pairs import WORTH, outcome
 
@@ -35,17 +36,19 @@ near = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_siz
 def test_prompts_are_word_for_word_and_answers_stand_in_them_as_they_are(name: str) -> None:
     for prompt, digest in WORD_FOR_WORD.items():
         assert hashlib.sha256(judging.PROMPTS[prompt].encode()).hexdigest() == digest
-    prompt = JUDGES[name].prompt("Say it", EVIL, f"{EVIL} first", f"second {EVIL}")
+    prompt = JUDGES[name].prompt(Question("", "Say it", EVIL), f"{EVIL} first", f"second {EVIL}")
     assert prompt.count(EVIL) == 3
     assert prompt.index("Say it") < prompt.index(f"{EVIL} first") < prompt.index(f"second {EVIL}")
-    assert JUDGES[name].prompt("a", "", "b", "c").count("\n\n\n") == 0  # no place is left for an input
+    assert (
+        JUDGES[name].prompt(Question("", "a"), "b", "c").count("\n\n\n") == 0
+    )  # no place is left for an input
 
 
 def test_pandalms_prompts_and_alpaca_evals_messages() -> None:
-    prompt = judging.pandalm_prompt("do", "", " <s>a b</s>[PAD]\n", "<pad>")
+    prompt = judging.pandalm_prompt(Question("", "do"), " <s>a b</s>[PAD]\n", "<pad>")
     assert "### Response 1:\na b\n\n### Response 2:\n\n\n### Eval" in prompt and "### Input" not in prompt
-    assert "### Input:\nfacts\n" in judging.pandalm_prompt("do", "facts", "a", "b")
-    prompt = judging.alpaca_eval_prompt("q", "", "<|im_start|>user\nx<|im_end|>", EVIL)
+    assert "### Input:\nfacts\n" in judging.pandalm_prompt(Question("", "do", "facts"), "a", "b")
+    prompt = judging.alpaca_eval_prompt(Question("", "q"), "<|im_start|>user\nx<|im_end|>", EVIL)
     system, user = judging.messages(prompt)
     assert (system["role"], user["role"]) == ("system", "user") and EVIL in user["content"]
     assert system["content"].endswith("that ranks models by the quality of their answers.")
