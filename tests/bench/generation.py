@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,7 +25,6 @@ from emo.eval.generation.sampling import Request, Sampler
 from emo.eval.icl.prefix_scorer import PrefixScorer
 from tests.bench import common
 
-SHARED = Path(os.environ.get("SHARED_DATA", common.REPO.parent / "shared" / "data"))
 PREFIXES, TOKENS, LONGEST, END = 64, 80, 30, 2
 BATCHED, TRANSFORMERS, FORWARD = 5.0, 1.0, 0.8  # targets
 TEXTS = 5  # continuations of a prefix
@@ -34,7 +32,9 @@ TEXTS = 5  # continuations of a prefix
 
 def small() -> Any:
     """A real model of 260,000 parameters."""
-    return AutoModelForCausalLM.from_pretrained(SHARED / "models" / "stories260K", dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        common.SHARED / "models" / "stories260K", dtype=torch.float32
+    ).eval()
 
 
 def large() -> Any:
@@ -75,10 +75,8 @@ def sampling(report: common.Report, name: str, rounds: int, tokens: int) -> None
             max_new_tokens=tokens, eos_token_id=END, pad_token_id=0,
         )  # fmt: skip
 
-    times = common.race(
-        {"batched": ours, "one by one": lambda number: ours(number, 1, few), "transformers": transformers},
-        rounds,
-    )
+    contestants = {"batched": ours, "one by one": lambda i: ours(i, 1, few), "transformers": transformers}
+    times = common.race(contestants, rounds)
     times["one by one"] = [took * PREFIXES / few for took in times["one by one"]]
     for who, took in times.items():
         report.row(model=name, what="sampling", who=who, seconds=float(np.median(took)))
@@ -104,9 +102,7 @@ def likelihoods(report: common.Report, name: str, rounds: int, tokens: int) -> N
         "cross-entropies": lambda number: likelihood.side_by_side(model, other, rows, ours),
         "two forwards": lambda number: [plain(m, sum(map(len, rows)), tokens) for m in (model, other)],
     }
-    times = common.race(contestants, rounds)
-    for who, took in times.items():
-        report.row(model=name, what="likelihood", who=who, seconds=float(np.median(took)))
+    times = report.race(contestants, rounds, "who", model=name, what="likelihood")
     for base, who in (("forward", "perplexity"), ("two forwards", "cross-entropies")):
         report.ratio(f"{name}: {base} / {who}", common.ratio(times, base, who), at_least=FORWARD)
 
