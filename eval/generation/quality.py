@@ -36,19 +36,14 @@ from emo.eval.generation.records import Generation, Plan, Record, read_records
 from emo.eval.model import EvaluatedModel
 from emo.eval.stats import Estimate, Interval, ratio, student
 
-ROUGE = ("rouge1", "rougeL")
+ROUGE, WAYS = ("rouge1", "rougeL"), ("forward", "reverse")
 QUALITY = "quality.json"
 FEW = 20  # units below which a reader is told how many there were: Student's interval trusts the bell curve
 VERSION = 2
 MIN_TEXTS = 100  # of MAUVE: halves of 50 make five clusters; with fewer the score says nothing
 MAX_TOKENS = 256  # of a text that MAUVE's features are taken of, as in the paper
-MAUVE = {  # the paper's settings
-    "mauve_scaling_factor": 5,
-    "kmeans_num_redo": 5,
-    "kmeans_max_iter": 500,
-    "kmeans_explained_var": 0.9,
-    "seed": 25,
-}
+MAUVE: dict[str, Any] = {"mauve_scaling_factor": 5, "seed": 25}  # the paper's settings
+MAUVE |= {"kmeans_num_redo": 5, "kmeans_max_iter": 500, "kmeans_explained_var": 0.9}
 BATCH = 16  # texts
 
 Say = Callable[[str], None]
@@ -188,9 +183,6 @@ def _described(
     return {"mean": transform(value), "low": low, "high": high, "n": n, "unit": unit}
 
 
-# --- texts ------------------------------------------------------------------------------------------------
-
-
 def distinct(texts: Sequence[str], n: int) -> float:
     """Return the different n-grams of all texts together by the number of n-grams; 0 when there are none.
 
@@ -263,9 +255,6 @@ def _pairs(sampled: Sampled, records: list[Record], protocol: str) -> tuple[list
     return [text for text, _ in both], [human for _, human in both]
 
 
-# --- MAUVE ------------------------------------------------------------------------------------------------
-
-
 def _mauve(sampled: Sampled, name: str, request: Wanted) -> dict[str, Any]:
     """Return MAUVE of every draw beside its ceiling. The score depends on the number of texts."""
     if len(sampled.humans) < MIN_TEXTS:
@@ -329,13 +318,9 @@ def beside_ceiling(human: np.ndarray, sampled: Sequence[np.ndarray], splits: int
         order = np.random.default_rng(seed).permutation(n)
         halves.append((order[: n // 2], order[n // 2 : n // 2 * 2]))
     ceiling = [mauve(human[a], human[b]) for a, b in halves]
-    return {
-        "score": [mauve(human, features) for features in sampled],
-        "half": [float(np.mean([mauve(human[a], f[b]) for a, b in halves])) for f in sampled],
-        "ceiling": float(np.mean(ceiling)),
-        "ceiling_std": float(np.std(ceiling, ddof=1)),
-        "texts": n,
-    }
+    half = [float(np.mean([mauve(human[a], f[b]) for a, b in halves])) for f in sampled]
+    result = {"score": [mauve(human, features) for features in sampled], "half": half, "texts": n}
+    return result | {"ceiling": float(np.mean(ceiling)), "ceiling_std": float(np.std(ceiling, ddof=1))}
 
 
 def mauve(human: np.ndarray, sampled: np.ndarray) -> float:
@@ -353,9 +338,6 @@ def mauve(human: np.ndarray, sampled: np.ndarray) -> float:
         os.dup2(stderr, 2)
         os.close(stderr)
         os.close(nothing)
-
-
-# --- likelihoods ------------------------------------------------------------------------------------------
 
 
 def _oracle(sampled: Sampled, path: str, dtype: str, out: Path, say: Say) -> tuple[dict[str, Any], Estimate]:
@@ -376,12 +358,9 @@ def _oracle(sampled: Sampled, path: str, dtype: str, out: Path, say: Say) -> tup
         else:
             pairs = [split_ids(tokenizer, record["prefix"], record["text"]) for record in records]
         estimates.append(likelihood.continuations(oracle, pairs).estimate(sampled.clusters))
-    result = {
-        "oracle": {"path": path, "weights": oracle.digest},
-        "ppl_oracle": _perplexity(estimates[0], sampled.unit),
-        "ppl_oracle_floor": _perplexity(estimates[1], sampled.unit),
-    }
-    return result, estimates[0]
+    of_samples, of_floor = (_perplexity(nats, sampled.unit) for nats in estimates)
+    result = {"oracle": {"path": path, "weights": oracle.digest}, "ppl_oracle": of_samples}
+    return result | {"ppl_oracle_floor": of_floor}, estimates[0]
 
 
 def _perplexity(nats: Estimate, unit: str) -> dict[str, Any]:
@@ -399,15 +378,9 @@ def _recall(sampled: Sampled, request: Wanted, human: list[str]) -> dict[str, An
     likelihoods = likelihood.texts(model, human)
     nats = likelihoods.estimate(range(len(human)))
     perplexity = _perplexity(nats, "texts")["perplexity"]
-    result: dict[str, Any] = {
-        "ppl_test": {
-            "nats_per_token": nats.value,
-            "perplexity": perplexity["mean"],
-            "interval": perplexity,
-            "tokens": int(likelihoods.tokens.sum()),
-            "texts": len(human),
-        }
-    }
+    counts = {"tokens": int(likelihoods.tokens.sum()), "texts": len(human)}
+    shares = {"nats_per_token": nats.value, "perplexity": perplexity["mean"], "interval": perplexity}
+    result: dict[str, Any] = {"ppl_test": shares | counts}
     if request.reference:
         reference = EvaluatedModel(request.reference, dtype=request.dtype)
         if reference.tokenizer_digest != model.tokenizer_digest:
@@ -419,19 +392,12 @@ def _recall(sampled: Sampled, request: Wanted, human: list[str]) -> dict[str, An
         rows = [[*start, *ids][:limit] for start, ids in (split_ids(model.tokenizer, "", t) for t in human)]
         rows = [row for row in rows if len(row) > 1]
         means = likelihood.side_by_side(reference.model, model.model, rows, likelihood.cross_entropies)
-        intervals = {
-            way: shown(ratio(means[f"{way}_ce"].tolist(), None, range(len(rows))), "texts")
-            for way in ("forward", "reverse")
-        }
-        result["cross_entropy"] = {way: interval["mean"] for way, interval in intervals.items()} | {
-            "intervals": intervals,
-            "reference": {"path": request.reference, "weights": reference.digest},
-            "texts": len(rows),
-        }
+        estimates = {way: ratio(means[f"{way}_ce"].tolist(), None, range(len(rows))) for way in WAYS}
+        intervals = {way: shown(estimate, "texts") for way, estimate in estimates.items()}
+        about = {"reference": {"path": request.reference, "weights": reference.digest}, "texts": len(rows)}
+        of_ways = {way: interval["mean"] for way, interval in intervals.items()}
+        result["cross_entropy"] = of_ways | {"intervals": intervals} | about
     return result
-
-
-# --- the terminal -----------------------------------------------------------------------------------------
 
 
 def _table(head: str, rows: Sequence[tuple[str, dict[str, str]]]) -> list[str]:

@@ -88,15 +88,10 @@ class Generation:
         label = f"{model.name} {plan.prefixes.name}-{plan.decoding.name}"
         with tqdm(total=count * len(plan.seeds), desc=label, unit="text", disable=None) as bar:
             for seed in plan.seeds:
-                identity = {
-                    "generation": VERSION,
-                    **identity_of(model, plan.decoding, plan.batch),
-                    "prompts": store.digest(self.prompts),
-                    "prefixes": store.digest([plan.prefixes.texts, plan.prefixes.references]),
-                    "tokens": plan.tokens,
-                    "samples": plan.samples,
-                    "seed": seed,
-                }
+                identity = identity_of(model, plan.decoding, plan.batch) | {"generation": VERSION}
+                identity |= {"tokens": plan.tokens, "samples": plan.samples, "seed": seed}
+                identity["prompts"] = store.digest(self.prompts)
+                identity["prefixes"] = store.digest([plan.prefixes.texts, plan.prefixes.references])
                 entry = store.Entry(self.out / store.STORE, identity)
                 sample = partial(self._sample, sampler, seed, bar)
                 records += store.complete(entry, count, CHUNK, sample, bar.update)
@@ -106,32 +101,20 @@ class Generation:
 
     def _write(self, records: list[Record]) -> None:
         model, plan = self.model, self.plan
-        about = {
-            "model": model.name,
-            "path": model.given,
-            "weights": model.digest,
-            "dtype": str(model.model.dtype),
-            "tokenizer": model.tokenizer_digest,
-            "corpus": plan.prefixes.name,
-            "prefix_words": plan.prefixes.words,
-            "prefixes": len(self.prompts),
-            "decoding": asdict(plan.decoding) | {"name": plan.decoding.name},
-            "tokens": plan.tokens,
-            "samples": plan.samples,
-            "seeds": list(plan.seeds),
-            "records": len(records),
-        }
+        about: dict[str, Any] = {"model": model.name, "path": model.given, "weights": model.digest}
+        about |= {"dtype": str(model.model.dtype), "tokenizer": model.tokenizer_digest}
+        about |= {"corpus": plan.prefixes.name, "prefix_words": plan.prefixes.words}
+        about |= {"decoding": asdict(plan.decoding) | {"name": plan.decoding.name}, "tokens": plan.tokens}
+        about |= {"samples": plan.samples, "seeds": list(plan.seeds)}
+        about |= {"prefixes": len(self.prompts), "records": len(records)}
         lines = [json.dumps(record, ensure_ascii=False, sort_keys=True) + "\n" for record in records]
         store.replace(self.directory / RECORDS, "".join(lines))
         store.replace(self.directory / ABOUT, store.dump(about))
         if plan.decoding == Decoding():
             names = ("prefix", "text", "ended", "tokens")
-            view = {
-                "weights": model.digest,
-                "seed": plan.seeds[0],
-                "max_tokens": plan.tokens,
-                "samples": [{name: record[name] for name in names} for record in records[:SHOWN]],
-            }
+            samples = [{name: record[name] for name in names} for record in records[:SHOWN]]
+            view = {"weights": model.digest, "seed": plan.seeds[0], "max_tokens": plan.tokens}
+            view["samples"] = samples
             store.replace(self.out / MODELS / model.name / SAMPLES, store.dump(view))
 
     def _sample(self, sampler: Sampler, seed: int, bar: Any, numbers: range) -> list[Record]:
@@ -151,21 +134,12 @@ class Generation:
                 start, ids = split_ids(tokenizer, plan.prefixes.texts[p], reference)
                 shortened = text_after(tokenizer, start, ids[: plan.tokens])
                 human[p] = {"reference": reference, "human": shortened}
-        return [
-            {
-                "row": row,
-                "seed": seed,
-                "prefix_number": p,
-                "sample": s,
-                "prefix": plan.prefixes.texts[p],
-                "text": text_after(tokenizer, self.prompts[p], text.tokens),
-                "ids": text.tokens,
-                "ended": text.ended,
-                "tokens": len(text.tokens),
-            }
-            | human.get(p, {})
-            for row, (p, s), text in zip(numbers, draws, samples, strict=True)
-        ]
+        records = []
+        for row, (p, s), (ids, ended) in zip(numbers, draws, samples, strict=True):
+            record = {"row": row, "seed": seed, "prefix_number": p, "sample": s, "ids": ids, "ended": ended}
+            record |= {"prefix": plan.prefixes.texts[p], "tokens": len(ids), **human.get(p, {})}
+            records.append(record | {"text": text_after(tokenizer, self.prompts[p], ids)})
+        return records
 
 
 def read_records(directory: Path) -> tuple[dict[str, Any], list[Record]]:

@@ -144,12 +144,11 @@ def id_of(row: Row) -> str:
 
 def read_questions(source: str, data: str, limit: int | None = None) -> tuple[str, list[Question]]:
     """Return (name of the set, questions) of a set in SETS or a file; at most `limit`, evenly spaced."""
-    if source not in SETS:
-        path, name = Path(source), Path(source).name.split(".")[0]
-        if not path.is_file():
-            raise UserError(f"--questions {source} is neither a file nor one of {', '.join(SETS)}")
-    else:
+    path, name = Path(source), Path(source).name.split(".")[0]
+    if source in SETS:
         path, name = _find(source, data), source
+    elif not path.is_file():
+        raise UserError(f"--questions {source} is neither a file nor one of {', '.join(SETS)}")
     questions = []
     for i, row in enumerate(read_rows(path), start=1):
         questions.append(question_of(row, f"{path} row {i}", INSTRUCTION, name))
@@ -301,12 +300,9 @@ class Answering:
 
 def counts(rows: list[Row]) -> dict[str, int]:
     """Return the numbers of answers: all, empty, cut off by a limit, without room in the context."""
-    return {
-        "answers": len(rows),
-        "empty": sum(not row["output"] for row in rows),
-        "cut_off": sum(row["fits"] and not row["ended"] for row in rows),
-        "no_room": sum(not row["fits"] for row in rows),
-    }
+    cut_off = sum(row["fits"] and not row["ended"] for row in rows)
+    empty, no_room = (sum(not row[name] for row in rows) for name in ("output", "fits"))
+    return {"answers": len(rows), "empty": empty, "cut_off": cut_off, "no_room": no_room}
 
 
 class Answers(NamedTuple):

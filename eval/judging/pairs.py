@@ -90,19 +90,9 @@ def outcome(sides: Sequence[Side | None]) -> Outcome:
 def row_of(pair: Pair, sides: Sequence[Side | None], value: float | None = None) -> Row:
     """Return a judged pair. value: its score where the verdict is a number between the two."""
     result = outcome(sides)
-    return {
-        "id": pair.key,
-        "question": pair.question.text,
-        "a": pair.a,
-        "b": pair.b,
-        "verdicts": list(sides),
-        "outcome": result,
-        "score": WORTH[result] if value is None else value,
-        "human": list(pair.human),
-        "replies": [],
-        "unasked": None,
-        "cut": None,
-    }
+    row = {"id": pair.key, "question": pair.question.text, "a": pair.a, "b": pair.b, "verdicts": list(sides)}
+    row |= {"outcome": result, "score": WORTH[result] if value is None else value, "human": list(pair.human)}
+    return row | {"replies": [], "unasked": None, "cut": None}
 
 
 def of_answers(a: Path, b: Path) -> Pairs:
@@ -252,14 +242,10 @@ def _pandalm(file: Path, rows: list[Row], name: str, pairs: Pairs, judge: str) -
 def _auto_j(files: Sequence[Path], tables: list[list[Row]], pairs: Pairs, judge: str) -> Judged:
     """Return verdicts 0, 1, 2 line by line; those of the second file are on the answers exchanged."""
     if len(files) > 2:
-        raise UserError(
-            "--from takes at most two files of Auto-J: its verdicts, and those on exchanged answers"
-        )
+        raise UserError("--from takes at most two files of Auto-J: verdicts, and those on exchanged answers")
     for file, rows in zip(files, tables, strict=True):
-        if len(rows) != len(pairs.rows):
-            raise UserError(
-                f"{file} has {len(rows)} verdicts on {len(pairs.rows)} pairs; is it half-written?"
-            )
+        if (count := len(rows)) != len(pairs.rows):
+            raise UserError(f"{file} has {count} verdicts on {len(pairs.rows)} pairs; is it half-written?")
     exchange: dict[Side | None, Side | None] = {"a": "b", "b": "a", "tie": "tie", None: None}
     judged = []
     for pair, *rows_of_pair in zip(pairs.rows, *tables, strict=True):

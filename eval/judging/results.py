@@ -155,29 +155,20 @@ def summary(judged: Judged, name: str) -> dict[str, Any]:
         consistency = sum(row["outcome"] in LABELS for row in asked) / len(asked)
     outcomes = Counter(row["outcome"] for row in rows)
     unasked = Counter(row["unasked"] for row in rows)
-    counts = {
-        **{name: outcomes[name] for name in ("a", "b", "tie", "changed")},
-        "unreadable": outcomes["unreadable"] - unasked[NO_ROOM],
-        "no_room": unasked[NO_ROOM],
-        "identical": unasked[IDENTICAL],
-        "cut": sum(row["cut"] is not None for row in rows),
-        "empty_a": sum(not row["a"].strip() for row in rows),
-        "empty_b": sum(not row["b"].strip() for row in rows),
-        "unreadable_replies": sum(verdict is None for row in asked for verdict in row["verdicts"]),
-        "replies_cut_off": sum(reply.get("ended") is False for row in rows for reply in row["replies"]),
-    }
+    counts = {name: outcomes[name] for name in ("a", "b", "tie", "changed")}
+    counts |= {"unreadable": outcomes["unreadable"] - unasked[NO_ROOM], "no_room": unasked[NO_ROOM]}
+    counts |= {"identical": unasked[IDENTICAL], "cut": sum(row["cut"] is not None for row in rows)}
+    counts |= {f"empty_{side}": sum(not row[side].strip() for row in rows) for side in ("a", "b")}
+    counts["unreadable_replies"] = sum(verdict is None for row in asked for verdict in row["verdicts"])
+    counts["replies_cut_off"] = sum(r.get("ended") is False for row in rows for r in row["replies"])
+    lengths = {side: [len(row[side]) for row in rows] for side in ("a", "b")}
+    of_read = ([len(row[side]) for row in read] for side in ("a", "b"))
     return {
-        "version": VERSION,
-        "name": name,
         **{key: value for key, value in vars(judged).items() if key != "rows"},
-        "pairs": len(rows),
-        "read": len(read),
-        "counts": counts,
+        **{"version": VERSION, "name": name, "pairs": len(rows), "read": len(read), "counts": counts},
         **shares,
-        "length_controlled": length_controlled(
-            [row["score"] for row in read], *([len(row[side]) for row in read] for side in ("a", "b"))
-        ),
-        "lengths": {side: float(np.mean([len(row[side]) for row in rows])) for side in ("a", "b")},
+        "length_controlled": length_controlled([row["score"] for row in read], *of_read),
+        "lengths": {side: float(np.mean(values)) for side, values in lengths.items()},
         "consistency": consistency,
         "human": _human(rows) if rows[0]["human"] else None,
         "shown": [rows[i] for i in evenly(len(rows), SHOWN)],

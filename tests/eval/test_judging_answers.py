@@ -128,15 +128,6 @@ def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) ->
     assert choose(bare, "auto") == ("alpaca", 1)
 
 
-def test_sampled_answers_depend_on_their_seed_only(world: Path, tmp_path: Path) -> None:
-    texts = []
-    for i, (seed, batch) in enumerate([(0, 64), (0, 2), (1, 64)]):
-        sampling = ("--temperature", 0.9, "--top_p", 0.95, "--seed", seed, "--batch_size", batch)
-        assert answer(world, tmp_path / str(i), "--max_new_tokens", 8, *sampling)[0] == 0
-        texts.append(outputs(tmp_path / str(i), "questions-t0.9-p0.95" + (f"-s{seed}" if seed else "")))
-    assert texts[0] == texts[1] != texts[2]
-
-
 def test_questions_that_leave_no_room_are_counted(world: Path, tmp_path: Path) -> None:
     """One question longer than the context, one that leaves a few tokens: kept, and said."""
     file = write(tmp_path / "long.jsonl", [{"text": "why " * 300}, {"text": "why " * 90}, {"text": "why?"}])
