@@ -90,7 +90,13 @@ def outcome(sides: Sequence[Side | None]) -> Outcome:
 def row_of(pair: Pair, sides: Sequence[Side | None], value: float | None = None) -> Row:
     """Return a judged pair. value: its score where the verdict is a number between the two."""
     result = outcome(sides)
-    row = {"id": pair.key, "question": pair.question.text, "a": pair.a, "b": pair.b, "verdicts": list(sides)}
+    row: Row = {
+        "id": pair.key,
+        "question": pair.question.text,
+        "a": pair.a,
+        "b": pair.b,
+        "verdicts": list(sides),
+    }
     row |= {"outcome": result, "score": WORTH[result] if value is None else value, "human": list(pair.human)}
     return row | {"replies": [], "unasked": None, "cut": None}
 
