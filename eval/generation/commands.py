@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from emo.common.errors import ExitCode, UserError
+from emo.common.errors import ExitCode, UserError, nearest
 from emo.common.text import counted
+from emo.eval.generation.decoding import Decoding, end_ids
 from emo.eval.generation.prefixes import CORPORA, from_corpus, from_file, given, read_texts
 
 TOKENS, SAMPLES = 80, 8
 SHOWN = 16  # so many texts are printed
-MAUVE_HELP = (
-    "featurizer of MAUVE: minilm, a sentence model, or a language model by directory or id (gpt2-large)"
-)
+PROTOCOLS = ("paper", "released")
 
 
 def add_arguments(subparsers: Any) -> None:
-    """The commands `generate` and `quality` with their arguments."""
+    """Add the commands `generate` and `quality` with their arguments."""
     command = subparsers.add_parser("generate", help="sample text, by default from the whole distribution")
     add = command.add_argument
     add("--model", required=True, help="model directory (an export) or hub id")
@@ -37,9 +37,8 @@ def add_arguments(subparsers: Any) -> None:
     add("--split", default="test", help="with --corpus: train, validation or test (test)")
     add("--limit", type=int, help="evenly spaced prefixes (all)")
     add("--samples", type=int, help=f"texts per prefix ({SAMPLES}; greedy: 1)")
-    add(
-        "--max_new_tokens", type=int, help=f"longest continuation in tokens (the corpus's own, else {TOKENS})"
-    )
+    text = f"longest continuation in tokens (the corpus's own, else {TOKENS})"
+    add("--max_new_tokens", type=int, help=text)
     add("--seeds", default="0", help="comma-separated (0)")
     add("--batch_size", type=int, default=64, help="texts at a time (64); does not change them")
     add("--temperature", type=float, default=1.0, help="divides the logits (1)")
@@ -54,7 +53,10 @@ def add_arguments(subparsers: Any) -> None:
     add("--output_path", type=Path, default=Path("runs/eval"), help=text)
     add("--oracle", help="model whose perplexity of the samples is measured, and of its own beside it")
     add("--reference", help="model for forward and reverse cross-entropy; the same tokenizer")
-    add("--mauve", metavar="FEATURIZER", help=MAUVE_HELP)
+    text = (
+        "featurizer of MAUVE: minilm, a sentence model, or a language model by directory or id (gpt2-large)"
+    )
+    add("--mauve", metavar="FEATURIZER", help=text)
     text = "texts for PPL_test and cross-entropy (those of the corpus)"
     add("--test", type=Path, metavar="FILE", help=text)
     add("--protocol", default="paper", help="paper, or released: as the authors' scripts compare texts")
@@ -62,23 +64,19 @@ def add_arguments(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """Run `generate` or `quality`; returns the exit code."""
+    """Run `generate` or `quality`; return the exit code."""
     say(f"{args.command}: loading libraries")
     return (_generate if args.command == "generate" else _quality)(args, say)
 
 
 def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    from emo.eval.generation.decoding import Decoding
-
     decoding = Decoding(args.temperature, args.top_k, args.top_p, args.greedy)
     try:
         seeds = tuple(int(part) for part in args.seeds.split(","))
     except ValueError:
         raise UserError(f"--seeds {args.seeds!r} must be whole numbers with commas between them") from None
-    if args.prefix_words < 0:
-        raise UserError(f"--prefix_words {args.prefix_words} must not be negative")
-    if args.prefix_words and not args.prefixes:
-        raise UserError("--prefix_words goes with --prefixes FILE")
+    if args.prefix_words < 0 or (args.prefix_words and not args.prefixes):
+        raise UserError("--prefix_words goes with --prefixes FILE, and must not be negative")
     if args.prefixes:
         prefixes = from_file(args.prefixes, args.prefix_words, args.limit)
     elif args.corpus:
@@ -88,7 +86,6 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     tokens = (prefixes.tokens or TOKENS) if args.max_new_tokens is None else args.max_new_tokens
     samples = (1 if decoding.greedy else SAMPLES) if args.samples is None else args.samples
     from emo.eval.generation.records import ABOUT, Generation, Plan
-    from emo.eval.generation.tokens import end_ids
     from emo.eval.model import EvaluatedModel
     from emo.eval.results import claim_name
     from emo.eval.store import read_json, said_of
@@ -101,26 +98,32 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
         say(f"{model.name} has no end token: every text is {tokens} tokens long")
     if prefixes.short:
         say(f"{prefixes.name}: {prefixes.short} texts left out, they have at most {prefixes.words} words")
-    path = generation.directory / ABOUT
-    before = read_json(path)
+    directory = generation.directory
+    before = read_json(directory / ABOUT)
     records = generation.run()
-    if other := said_of(before, read_json(path), ("path", "records")):
-        say(f"{generation.directory} {other}")
+    if other := said_of(before, read_json(directory / ABOUT), ("path", "records")):
+        say(f"{directory} {other}")
     for record in records if len(records) <= SHOWN else []:
         say(f"{model.name}: {record['prefix']}{record['text']}".replace("\n", " ⏎ "))
     stored = len(records) - generation.computed
-    say(f"{model.name}: {counted(len(records), 'text')} ({stored} already known) in {generation.directory}")
+    say(f"{model.name}: {counted(len(records), 'text')} ({stored} already known) in {directory}")
     return ExitCode.DONE
 
 
 def _quality(args: argparse.Namespace, say: Callable[[str], None]) -> int:
+    if args.protocol not in PROTOCOLS:
+        raise UserError(f"--protocol {args.protocol!r} is not known; {nearest(args.protocol, PROTOCOLS)}")
+    if args.mauve and find_spec("mauve") is None:
+        raise UserError(
+            "MAUVE needs the package mauve-text (GPL-3.0, therefore not installed with this project): "
+            "pip install 'emo-pipeline[mauve]'"
+        )
     from emo.eval.generation.quality import Sampled, Wanted, measure, write
 
-    test = [t for t in read_texts(args.test) if t] if args.test else None
+    test = [text for text in read_texts(args.test) if text] if args.test else None
     if test == []:
         raise UserError(f"{args.test} has no texts")
     request = Wanted(args.oracle, args.reference, args.mauve, test, args.protocol, args.dtype)
-    sampled = [Sampled.read(directory) for directory in args.texts]
-    measured = [measure(texts, request, args.output_path, say) for texts in sampled]
-    say("\n".join(write(measured, args.texts)))
+    sampled = [Sampled(directory) for directory in args.texts]
+    say("\n".join(write([measure(texts, request, args.output_path, say) for texts in sampled])))
     return ExitCode.DONE

@@ -1,11 +1,17 @@
-"""How tokens are chosen, as a user says it. Light: mistakes in it are told before anything is loaded."""
+"""How a model is asked for text: how tokens are chosen, and prefixes and texts as token ids.
+
+Light: mistakes in the options are refused before any library of models is loaded.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from emo.common.errors import UserError
+from emo.common.untrusted import read_json
+from emo.eval.model import EvaluatedModel
 
 
 @dataclass(frozen=True)
@@ -30,15 +36,75 @@ class Decoding:
             )
 
     @property
-    def unbiased(self) -> bool:
-        """Return whether samples follow the model's own distribution."""
-        return self == Decoding()
-
-    @property
     def name(self) -> str:
-        """unbiased, greedy, or what differs: t0.8-k50-p0.95."""
-        if self.greedy or self.unbiased:
-            return "greedy" if self.greedy else "unbiased"
+        """Return unbiased, greedy, or what differs from the model's distribution: t0.8-k50-p0.95."""
         parts = [f"t{self.temperature:g}"] if self.temperature != 1 else []
         parts += [f"k{self.top_k}"] if self.top_k else []
-        return "-".join(parts + ([f"p{self.top_p:g}"] if self.top_p < 1 else []))
+        parts += [f"p{self.top_p:g}"] if self.top_p < 1 else []
+        return "greedy" if self.greedy else "-".join(parts) or "unbiased"
+
+
+def prompt_ids(model: EvaluatedModel, prefix: str) -> list[int]:
+    """Return the token ids of a prefix, without an end token; an empty one begins with BOS (or EOS)."""
+    ids = _without_end(model.tokenizer, prefix) or [first_id(model.tokenizer)]
+    if ids[0] is None:
+        raise UserError(f"{model.given}: its tokenizer has no BOS or EOS to begin with; give --prefix TEXT")
+    return ids
+
+
+def end_ids(model: EvaluatedModel) -> frozenset[int]:
+    """Return the ids that end a text, by the tokenizer and by the model's generation settings."""
+    configured = getattr(getattr(model.model, "generation_config", None), "eos_token_id", None)
+    ids = [model.tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
+    return frozenset(i for i in ids if i is not None)
+
+
+def identity_of(model: EvaluatedModel, decoding: Any, batch: int | None) -> dict[str, Any]:
+    """Return all that decides what a loaded model writes after a prompt and a seed.
+
+    batch: texts at a time, where it may decide close calls (in half precision, see `sampling`).
+    """
+    return {
+        "weights": model.digest,
+        "generation_config": model.generation_digest,
+        "dtype": str(model.model.dtype),
+        "tokenizer": model.tokenizer_digest,
+        "ends": sorted(end_ids(model)),
+        "decoding": asdict(decoding),
+        "batch": batch if model.model.dtype.itemsize < 4 else None,
+    }
+
+
+def context_of(model: EvaluatedModel) -> int | None:
+    """Return the longest sequence of a model in tokens, if its configuration says so."""
+    config = read_json(model.path / "config.json")
+    config = config.get("text_config", config)
+    return config.get("max_position_embeddings") or config.get("n_positions")
+
+
+def split_ids(tokenizer: Any, prefix: str, text: str) -> tuple[list[int], list[int]]:
+    """Return the ids of prefix + text as (prefix, at least one: BOS or the first token; the rest)."""
+    whole, start, first = list(tokenizer(prefix + text).input_ids), _without_end(tokenizer, prefix), None
+    if not start and (first := first_id(tokenizer)) is not None and whole[:1] != [first]:
+        whole = [first, *whole]
+    common = next((i for i, (a, b) in enumerate(zip(whole, start, strict=False)) if a != b), len(start))
+    common = max(1, min(common, len(whole)))
+    return whole[:common], whole[common:]
+
+
+def text_after(tokenizer: Any, start: list[int], ids: list[int]) -> str:
+    """Return the text of `ids` where it follows the ids of a prompt, special tokens left out."""
+    before = tokenizer.decode(start, skip_special_tokens=True)
+    return tokenizer.decode([*start, *ids], skip_special_tokens=True)[len(before) :]
+
+
+def first_id(tokenizer: Any) -> Any:
+    """Return BOS, or EOS where it stands for it, or None."""
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+
+def _without_end(tokenizer: Any, text: str) -> list[int]:
+    ids = list(tokenizer(text).input_ids) if text else []
+    while ids and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    return ids

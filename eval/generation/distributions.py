@@ -18,51 +18,41 @@ RARE = 1e-4  # a token less likely than this under P belongs to its tail
 
 
 def log_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
-    """log softmax(logits / temperature) in float64, whatever the dtype of the logits."""
+    """Return log softmax(logits / temperature) in float64, whatever the dtype of the logits."""
     return (logits.double() / temperature).log_softmax(dim=-1)
 
 
 def cross_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """-sum p log q; infinite where q misses a token that p has. P against Q is the forward one."""
+    """Return -sum p log q; infinite where q misses a token that p has. P against Q is the forward one."""
     p = log_p.exp()
     return -torch.where(p > 0, p * log_q, 0.0).sum(dim=-1)
 
 
 def entropy(log_p: Tensor) -> Tensor:
-    """-sum p log p."""
+    """Return -sum p log p."""
     return cross_entropy(log_p, log_p)
 
 
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """sum p log(p / q): the cost of Q where P is true. Both ways: exchange the arguments."""
+    """Return sum p log(p / q): the cost of Q where P is true. Both ways: exchange the arguments."""
     p = log_p.exp()
     return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(dim=-1)
 
 
-def jensen_shannon(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Half the sum of the divergences from the mean of P and Q; from 0 to log 2."""
+def measures(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:
+    """Return all measures of Q against P by name, each [...].
+
+    js: half the sum of the divergences from the mean of P and Q, from 0 to log 2. tv: half the sum of
+    absolute differences, from 0 to 1. tail_mass: what Q gives to tokens less likely than RARE under P.
+    """
+    p, q = log_p.exp(), log_q.exp()
     middle = torch.logaddexp(log_p, log_q) - math.log(2)
-    return (kl(log_p, middle) + kl(log_q, middle)) / 2
-
-
-def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Half the sum of absolute differences; from 0 to 1."""
-    return (log_p.exp() - log_q.exp()).abs().sum(dim=-1) / 2
-
-
-def tail_mass(log_p: Tensor, log_q: Tensor, below: float = RARE) -> Tensor:
-    """Return the probability that Q gives to tokens with a probability under P of less than `below`."""
-    return torch.where(log_p.exp() < below, log_q.exp(), 0.0).sum(dim=-1)
-
-
-def measures(log_p: Tensor, log_q: Tensor, below: float = RARE) -> dict[str, Tensor]:
-    """All measures of Q against P by name, each [...]."""
     return {
         "kl_pq": kl(log_p, log_q),
         "kl_qp": kl(log_q, log_p),
-        "js": jensen_shannon(log_p, log_q),
-        "tv": total_variation(log_p, log_q),
-        "tail_mass": tail_mass(log_p, log_q, below),
+        "js": (kl(log_p, middle) + kl(log_q, middle)) / 2,
+        "tv": (p - q).abs().sum(dim=-1) / 2,
+        "tail_mass": torch.where(p < RARE, q, 0.0).sum(dim=-1),
         "entropy_p": entropy(log_p),
         "entropy_q": entropy(log_q),
         "forward_ce": cross_entropy(log_p, log_q),
@@ -70,13 +60,11 @@ def measures(log_p: Tensor, log_q: Tensor, below: float = RARE) -> dict[str, Ten
     }
 
 
-def solve_temperature(
-    mean_entropy: Callable[[float], float], target: float, low: float = 1e-3, high: float = 1e3
-) -> float:
-    """The temperature at which `mean_entropy` is `target`, by Brent's method on its logarithm.
+def solve_temperature(mean_entropy: Callable[[float], float], target: float) -> float:
+    """Return the temperature at which `mean_entropy` is `target`, by Brent's method on its logarithm.
 
     mean_entropy: the entropy of softmax(logits / T), averaged over contexts; it grows with T. Raises
-    ValueError when no temperature between `low` and `high` gives the target.
+    ValueError when no temperature between 0.001 and 1000 gives the target.
     """
 
     def gap(log_t: float) -> float:
@@ -84,13 +72,13 @@ def solve_temperature(
 
     if abs(gap(0.0)) < 1e-12:  # already as certain; also where the entropy hardly depends on T
         return 1.0
-    # Near 1 first: far away the entropy is flat and costs steps.
-    for a, b in ((math.log(0.5), math.log(2.0)), (math.log(low), math.log(high))):
+    for bound in (2.0, 1e3):  # near 1 first: far away the entropy is flat and costs steps
+        a, b = math.log(1 / bound), math.log(bound)
         if gap(a) <= 0 <= gap(b):
             return math.exp(optimize.brentq(gap, a, b, xtol=1e-12, rtol=1e-14))
-    raise ValueError(f"no temperature between {low:g} and {high:g} gives an entropy of {target:g} nats")
+    raise ValueError(f"no temperature between 0.001 and 1000 gives an entropy of {target:g} nats")
 
 
 def matching_temperature(logits: Tensor, target: float) -> float:
-    """The temperature at which the mean entropy of rows of logits [n, V] is `target` nats; see above."""
+    """Return the temperature at which the mean entropy of rows of logits [n, V] is `target` nats."""
     return solve_temperature(lambda t: float(entropy(log_probs(logits, t)).mean()), target)

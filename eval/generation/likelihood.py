@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from emo.common.errors import UserError
-from emo.eval.generation.tokens import context_of, split_ids
+from emo.eval.generation.decoding import context_of, split_ids
 from emo.eval.icl.layout import Item, batches
 from emo.eval.icl.prefix_scorer import PrefixScorer
 from emo.eval.icl.settings import NotFiniteError
@@ -61,19 +61,18 @@ def continuations(model: EvaluatedModel, pairs: Sequence[tuple[Sequence[int], Se
 def continuation_nll(
     scorer: PrefixScorer, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> np.ndarray:
-    """The same by a loaded model's scorer: float64 [n]."""
+    """Return the same by a loaded model's scorer: float64 [n]."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, (prompt, _) in enumerate(pairs):
         groups.setdefault(tuple(prompt), []).append(i)
-    parts = []
+    parts, items = [], []
     for prompt, members in groups.items():
         # So many continuations share a row with their prompt; long rows cost more than they save.
         step = int(min(TAILS, max(1, len(prompt) // max(1, *(len(pairs[i][1]) for i in members)))))
-        parts += [members[i : i + step] for i in range(0, len(members), step)]
-    items = []
-    for part in parts:
-        tails = [np.array(pairs[i][1], dtype=np.int64) for i in part]
-        items.append(Item(np.array(pairs[part[0]][0], dtype=np.int64), tails))
+        for part in (members[i : i + step] for i in range(0, len(members), step)):
+            tails = [np.array(pairs[i][1], dtype=np.int64) for i in part]
+            parts.append(part)
+            items.append(Item(np.array(prompt, dtype=np.int64), tails))
     nll = np.zeros(len(pairs))
     for part, score in zip(parts, scorer.score(items), strict=True):
         nll[part] = score.tails
@@ -81,7 +80,7 @@ def continuation_nll(
 
 
 def texts(model: EvaluatedModel, rows: Sequence[str]) -> Likelihood:
-    """-log p of whole texts, each on its own; one longer than the context is cut into windows of it."""
+    """Return -log p of whole texts; one longer than the context is cut into windows of it."""
     limit = context_of(model) or 1 << 30
     pairs, owner = [], []
     for number, row in enumerate(rows):
@@ -97,37 +96,30 @@ def texts(model: EvaluatedModel, rows: Sequence[str]) -> Likelihood:
 
 
 def cross_entropies(p_logits: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
-    """forward -sum p log q and reverse -sum q log p of rows of logits [n, V], float64 [n].
+    """Return forward -sum p log q and reverse -sum q log p of rows of logits [n, V], float64 [n].
 
     The same as `distributions.measures` gives, from float32 terms summed in float64: half the time.
     """
+    means, logs = [], []
     weights = torch.empty_like(p_logits)
-    p_mass, p_log = _weigh(p_logits, weights)
-    forward = weights.mul_(q_logits).sum(dim=-1, dtype=torch.float64) / p_mass
-    q_mass, q_log = _weigh(q_logits, weights)
-    reverse = weights.mul_(p_logits).sum(dim=-1, dtype=torch.float64) / q_mass
-    return {"forward_ce": q_log - forward, "reverse_ce": p_log - reverse}
-
-
-def _weigh(logits: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
-    """out: exp(logits - largest) [n, V]; its sum and the logarithm of the sum of exp(logits), float64 [n]."""
-    largest = logits.amax(dim=-1, keepdim=True)
-    torch.sub(logits, largest, out=out).exp_()
-    mass = out.sum(dim=-1, dtype=torch.float64)
-    return mass, largest[:, 0].double() + mass.log()
+    for logits, other in ((p_logits, q_logits), (q_logits, p_logits)):
+        largest = logits.amax(dim=-1, keepdim=True)
+        torch.sub(logits, largest, out=weights).exp_()
+        mass = weights.sum(dim=-1, dtype=torch.float64)
+        means.append(weights.mul_(other).sum(dim=-1, dtype=torch.float64) / mass)
+        logs.append(largest[:, 0].double() + mass.log())
+    return {"forward_ce": logs[1] - means[0], "reverse_ce": logs[0] - means[1]}
 
 
 @torch.inference_mode()
 def side_by_side(
     p_model: Any, q_model: Any, rows: Sequence[Sequence[int]], measure: Measure
 ) -> dict[str, np.ndarray]:
-    """Measures of two models' next-token distributions after every token of rows of ids but the last.
+    """Return measures of two models' next-token distributions after every token of rows of ids but the last.
 
     Each is averaged over the positions of its row: float64 [n]. measure: takes float32 logits [m, V] of both
     and gives [m] by name. Rows have at least two tokens.
     """
-    if any(len(row) < 2 for row in rows):
-        raise ValueError("a row with fewer than two tokens predicts nothing")
     device = next(p_model.parameters()).device
     on_cpu = device.type == "cpu"
     vocabulary = max(model.get_output_embeddings().weight.shape[0] for model in (p_model, q_model))
@@ -136,14 +128,10 @@ def side_by_side(
     for part in batches({i: len(row) for i, row in enumerate(rows)}, room, device):
         # Padding is on the right, where a causal model does not see it: no mask is needed.
         width = max(len(rows[i]) for i in part) - 1
-        ids, valid = (
-            np.zeros((len(part), width), dtype=np.int64),
-            torch.zeros(len(part), width, dtype=torch.bool),
+        batch = torch.tensor(
+            [[*rows[i][:-1]] + [0] * (width + 1 - len(rows[i])) for i in part], device=device
         )
-        for r, i in enumerate(part):
-            count = len(rows[i]) - 1
-            ids[r, :count], valid[r, :count] = rows[i][:-1], True
-        batch = torch.from_numpy(ids).to(device)
+        valid = torch.arange(width) < torch.tensor([len(rows[i]) - 1 for i in part])[:, None]
         p, q = (m(input_ids=batch, use_cache=False).logits.flatten(0, 1) for m in (p_model, q_model))
         shared = min(p.shape[-1], q.shape[-1])  # heads may be padded beyond the tokenizer
         step = max(1, CACHED // (4 * p.shape[-1])) if on_cpu else len(p)

@@ -8,15 +8,14 @@ continuation, which begins with its space.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.untrusted import parse_json
 from emo.data_prep.inputs import read_text
-from emo.eval import store
 
 HEADING = re.compile(r"=.*=")  # a WikiText line that is a title
 
@@ -30,12 +29,13 @@ class Corpus(NamedTuple):
     hub: tuple[str, str | None] | None = None
 
 
-WIKITEXT = "Salesforce/wikitext"
+def _wikitext(name: str) -> Corpus:
+    return Corpus(20, 80, (f"{name}-raw-v1", f"{name}-v1"), ("Salesforce/wikitext", f"{name}-raw-v1"))
+
+
 CORPORA = {
-    "wikitext2": Corpus(20, 80, ("wikitext-2-raw-v1", "wikitext-2-v1"), (WIKITEXT, "wikitext-2-raw-v1")),
-    "wikitext103": Corpus(
-        20, 80, ("wikitext-103-raw-v1", "wikitext-103-v1"), (WIKITEXT, "wikitext-103-raw-v1")
-    ),
+    "wikitext2": _wikitext("wikitext-2"),
+    "wikitext103": _wikitext("wikitext-103"),
     "webtext": Corpus(20, 80, ("webtext", "webtext-short")),
     "ptb": Corpus(5, 25, ("ptb",)),
     "writingprompts": Corpus(35, 80, ("writingprompts",)),
@@ -54,37 +54,26 @@ class Prefixes:
     words: int = 0  # words of every prefix; 0: whole texts
     short: int = 0  # texts left out because nothing follows their prefix
 
-    @property
-    def digest(self) -> str:
-        return store.digest([self.texts, self.references])
-
 
 def given(texts: list[str] | None) -> Prefixes:
-    """Texts from the command line, or one empty one."""
+    """Return texts from the command line, or one empty one."""
     return Prefixes("given" if texts else "begin", texts or [""], None)
 
 
 def from_file(path: Path, words: int = 0, limit: int | None = None) -> Prefixes:
-    """Prefixes from JSON lines with `text` or from plain lines, either maybe .zst.
+    """Return prefixes from JSON lines with `text` or from plain lines, either maybe .zst.
 
     words: so many of every text are its prefix, the rest is the reference; 0: the whole text is the prefix.
     """
-    name = path.name.split(".")[0]
-    texts = [t for t in read_texts(path) if t]
-    if not words:
-        return _limited(Prefixes(name, texts, None), limit, str(path))
-    return _cut(name, texts, words, None, limit, str(path))
+    texts = [text for text in read_texts(path) if text]
+    return _prefixes(path.name.split(".")[0], texts, str(path), limit, words)
 
 
 def from_corpus(name: str, data: str, split: str = "test", limit: int | None = None) -> Prefixes:
-    """Prefixes of a corpus of the paper, from DATA/[*/]FOLDER/SPLIT.{jsonl,txt}[.zst] or `hub`."""
-    texts, where = corpus_texts(name, data, split)
-    corpus = CORPORA[name]
-    return _cut(name, texts, corpus.words, corpus.tokens, limit, where)
+    """Return prefixes of a corpus of the paper, from DATA/[*/]FOLDER/SPLIT.{jsonl,txt}[.zst] or `hub`.
 
-
-def corpus_texts(name: str, data: str, split: str) -> tuple[list[str], str]:
-    """The texts of a corpus of the paper, without empty ones and titles, and where they are from."""
+    Empty texts and titles are left out.
+    """
     if name not in CORPORA:
         raise UserError(f"--corpus {name!r} is not known; {nearest(name, CORPORA)}")
     corpus = CORPORA[name]
@@ -100,27 +89,29 @@ def corpus_texts(name: str, data: str, split: str) -> tuple[list[str], str]:
         except Exception as error:  # datasets raises a dozen kinds: no network, no such id, no such split
             cause = one_line(error, 200)
             raise UserError(f"cannot load {where} from the hub ({cause}); give --data DIRECTORY") from None
-    elif not Path(data).is_dir():
-        raise UserError(f"--data {data} is not a directory")
     else:
-        candidates = (
-            directory / f"{split}{ending}"
-            for folder in corpus.folders
-            for directory in (Path(data) / folder, *sorted(Path(data).glob(f"*/{folder}")))
-            for ending in (".jsonl", ".txt", ".jsonl.zst", ".txt.zst")
-        )
-        path = next(filter(Path.is_file, candidates), None)
+        stems = [f"{folder}/{split}" for folder in corpus.folders]
+        path = find_file(data, stems, (".jsonl", ".txt", ".jsonl.zst", ".txt.zst"))
         if path is None:
             folders = " or ".join(corpus.folders)
             raise UserError(f"corpus {name}: no {folders} with {split}.jsonl or .txt (or .zst) under {data}")
         texts, where = list(read_texts(path)), str(path)
-    return [t for t in texts if t and not HEADING.fullmatch(t)], where
+    texts = [text for text in texts if text and not HEADING.fullmatch(text)]
+    return _prefixes(name, texts, where, limit, corpus.words, corpus.tokens)
+
+
+def find_file(data: str, stems: Iterable[str], endings: Iterable[str]) -> Path | None:
+    """Return the first of the files DATA/[*/]STEM.ENDING that exists."""
+    folders = (Path(data), *sorted(Path(data).glob("*")))
+    paths = (folder / f"{stem}{ending}" for stem in stems for folder in folders for ending in endings)
+    return next(filter(Path.is_file, paths), None)
 
 
 def read_texts(path: Path, field: str = "text") -> Iterator[str]:
     """Yield the stripped texts of a file (maybe .zst): `field` of JSON lines (.jsonl, .json), or lines."""
-    for number, line in enumerate(content(path).split("\n"), start=1):
-        if not path.name.removesuffix(".zst").endswith((".jsonl", ".json")):
+    is_json = path.name.removesuffix(".zst").endswith((".jsonl", ".json"))
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
+        if not is_json:
             yield line.strip()
         elif line.strip():
             try:
@@ -134,41 +125,29 @@ def read_texts(path: Path, field: str = "text") -> Iterator[str]:
             yield row[field].strip()
 
 
-def content(path: Path) -> str:
-    """The text of a file, maybe .zst; UserError when it cannot be had."""
-    if not path.is_file():
-        raise UserError(f"{path} is not a file")
-    return read_text(path)
-
-
-def split_words(text: str, words: int) -> tuple[str, str]:
-    """A text after its first `words` words: (prefix, rest); the rest keeps its leading space."""
-    ends = [match.end() for _, match in zip(range(words), re.finditer(r"\S+", text), strict=False)]
-    end = ends[-1] if len(ends) == words else len(text)
-    return text[:end], text[end:]
-
-
-def _cut(
-    name: str, texts: list[str], words: int, tokens: int | None, limit: int | None, where: str
-) -> Prefixes:
-    pairs = [split_words(text, words) for text in texts]
-    long = [pair for pair in pairs if pair[1].strip()]
-    if texts and not long:
-        raise UserError(f"{where}: none of {len(texts)} texts has more than {words} words")
-    prefixes, references = [p for p, _ in long], [r for _, r in long]
-    result = Prefixes(name, prefixes, references, tokens, words, len(pairs) - len(long))
-    return _limited(result, limit, where)
-
-
-def _limited(prefixes: Prefixes, limit: int | None, where: str) -> Prefixes:
-    """At most `limit` of the prefixes, evenly spaced."""
-    if not prefixes.texts:
-        raise UserError(f"{where} has no texts")
+def evenly(count: int, limit: int | None) -> list[int]:
+    """Return at most `limit` of the numbers below `count`, evenly spaced."""
     if limit is not None and limit < 1:
         raise UserError(f"--limit {limit} must be at least 1")
-    n = len(prefixes.texts)
-    if limit is None or limit >= n:
-        return prefixes
-    chosen = [i * n // limit for i in range(limit)]
-    references = None if prefixes.references is None else [prefixes.references[i] for i in chosen]
-    return replace(prefixes, texts=[prefixes.texts[i] for i in chosen], references=references)
+    if limit is None or limit >= count:
+        return list(range(count))
+    return [i * count // limit for i in range(limit)]
+
+
+def _prefixes(
+    name: str, texts: list[str], where: str, limit: int | None, words: int, tokens: int | None = None
+) -> Prefixes:
+    """Return at most `limit` of the texts, evenly spaced, cut after `words` words (0: not at all)."""
+    if not texts:
+        raise UserError(f"{where} has no texts")
+    pairs = []
+    for text in texts:
+        prefix = re.match(rf"(?:\s*+\S++){{{words}}}", text) if words else None
+        end = prefix.end() if prefix else len(text)
+        if not words or text[end:].strip():
+            pairs.append((text[:end], text[end:]))
+    if not pairs:
+        raise UserError(f"{where}: none of {len(texts)} texts has more than {words} words")
+    chosen = [pairs[i] for i in evenly(len(pairs), limit)]
+    references = [reference for _, reference in chosen] if words else None
+    return Prefixes(name, [p for p, _ in chosen], references, tokens, words, len(texts) - len(pairs))

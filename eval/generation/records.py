@@ -11,20 +11,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from functools import cache, cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from emo.common.errors import UserError, one_line
-from emo.common.untrusted import parse_json, read_json
+from emo.common.errors import UserError
+from emo.common.untrusted import read_json
 from emo.data_prep.inputs import read_text
 from emo.eval import store
-from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.decoding import (
+    Decoding,
+    context_of,
+    end_ids,
+    identity_of,
+    prompt_ids,
+    split_ids,
+    text_after,
+)
 from emo.eval.generation.prefixes import Prefixes
 from emo.eval.generation.sampling import BATCH, Request, Sampler
-from emo.eval.generation.tokens import context_of, end_ids, identity_of, prompt_ids, split_ids, text_after
 from emo.eval.model import EvaluatedModel
 from emo.eval.results import MODELS, SAMPLES
 
@@ -56,137 +63,90 @@ class Plan:
         if self.decoding.greedy and (self.samples > 1 or len(self.seeds) > 1):
             raise UserError("--greedy gives one text per prefix; use it with --samples 1 and one seed")
 
-    @property
-    def name(self) -> str:
-        return f"{self.prefixes.name}-{self.decoding.name}"
-
 
 class Generation:
-    """Writes the texts of a plan; `computed` counts those that this process sampled."""
+    """Writes the texts of a plan into `directory`; `computed` counts those that this process sampled."""
 
     def __init__(self, model: EvaluatedModel, plan: Plan, out: Path) -> None:
-        self.model = model
-        self.plan = plan
-        self.out = out
-        self.computed = 0
+        self.model, self.plan, self.out, self.computed = model, plan, out, 0
+        name = f"{plan.prefixes.name}-{plan.decoding.name}"
+        self.directory = out / MODELS / model.name / "generated" / name
         self.prompts = [prompt_ids(model, text) for text in plan.prefixes.texts]
-        context = context_of(model)
-        longest = max(range(len(self.prompts)), key=lambda i: len(self.prompts[i]))
-        count = len(self.prompts[longest])
-        if context is not None and count + plan.tokens > context:
+        context, lengths = context_of(model), [len(prompt) for prompt in self.prompts]
+        if context is not None and max(lengths) + plan.tokens > context:
             raise UserError(
-                f"prefix {longest} has {count} tokens and --max_new_tokens is {plan.tokens}, together "
-                f"more than "
-                f"the context of {model.given}, {context} tokens; shorten one of them"
+                f"prefix {lengths.index(max(lengths))} has {max(lengths)} tokens and --max_new_tokens is "
+                f"{plan.tokens}, together more than the context of {model.given}, {context} tokens; shorten "
+                "one of them"
             )
 
-    @cached_property
-    def sampler(self) -> Sampler:
-        return Sampler(self.model.model, self.plan.decoding, end_ids(self.model), self.plan.batch)
-
-    @property
-    def directory(self) -> Path:
-        """Return where the records of this model, corpus and decoding are."""
-        return self.out / MODELS / self.model.name / "generated" / self.plan.name
-
     def run(self, publish: bool = True) -> list[Record]:
-        """All records, sampled or found; with `publish` in their file too."""
-        plan, records = self.plan, []
-        total = len(self.prompts) * plan.samples * len(plan.seeds)
-        label = f"{self.model.name} {plan.name}"
-        with tqdm(total=total, desc=label, unit="text", disable=None) as bar:
+        """Return all records, sampled or read; with `publish` in their file too."""
+        model, plan, records = self.model, self.plan, []
+        sampler = Sampler(model.model, plan.decoding, end_ids(model), plan.batch)
+        count = len(self.prompts) * plan.samples
+        label = f"{model.name} {plan.prefixes.name}-{plan.decoding.name}"
+        with tqdm(total=count * len(plan.seeds), desc=label, unit="text", disable=None) as bar:
             for seed in plan.seeds:
-                identity = {
-                    "generation": VERSION,
-                    **identity_of(self.model, plan.decoding, plan.batch),
-                    "prompts": store.digest(self.prompts),
-                    "prefixes": plan.prefixes.digest,
-                    "tokens": plan.tokens,
-                    "samples": plan.samples,
-                    "seed": seed,
-                }
+                identity = identity_of(model, plan.decoding, plan.batch) | {"generation": VERSION}
+                identity |= {"tokens": plan.tokens, "samples": plan.samples, "seed": seed}
+                identity["prompts"] = store.digest(self.prompts)
+                identity["prefixes"] = store.digest([plan.prefixes.texts, plan.prefixes.references])
                 entry = store.Entry(self.out / store.STORE, identity)
-                count = len(self.prompts) * plan.samples
-                records += store.complete(entry, count, CHUNK, partial(self._sample, seed, bar), bar.update)
+                sample = partial(self._sample, sampler, seed, bar)
+                records += store.complete(entry, count, CHUNK, sample, bar.update)
         if publish:
             self._write(records)
         return records
 
     def _write(self, records: list[Record]) -> None:
-        plan = self.plan
-        text = "".join(json.dumps(r, ensure_ascii=False, sort_keys=True) + "\n" for r in records)
-        about = {
-            "model": self.model.name,
-            "path": self.model.given,
-            "weights": self.model.digest,
-            "dtype": str(self.model.model.dtype),
-            "tokenizer": self.model.tokenizer_digest,
-            "corpus": plan.prefixes.name,
-            "prefix_words": plan.prefixes.words,
-            "prefixes": len(self.prompts),
-            "decoding": asdict(plan.decoding) | {"name": plan.decoding.name},
-            "tokens": plan.tokens,
-            "samples": plan.samples,
-            "seeds": list(plan.seeds),
-            "records": len(records),
-        }
-        store.replace(self.directory / RECORDS, text)
+        model, plan = self.model, self.plan
+        about: dict[str, Any] = {"model": model.name, "path": model.given, "weights": model.digest}
+        about |= {"dtype": str(model.model.dtype), "tokenizer": model.tokenizer_digest}
+        about |= {"corpus": plan.prefixes.name, "prefix_words": plan.prefixes.words}
+        about |= {"decoding": asdict(plan.decoding) | {"name": plan.decoding.name}, "tokens": plan.tokens}
+        about |= {"samples": plan.samples, "seeds": list(plan.seeds)}
+        about |= {"prefixes": len(self.prompts), "records": len(records)}
+        lines = [json.dumps(record, ensure_ascii=False, sort_keys=True) + "\n" for record in records]
+        store.replace(self.directory / RECORDS, "".join(lines))
         store.replace(self.directory / ABOUT, store.dump(about))
-        if plan.decoding.unbiased:
+        if plan.decoding == Decoding():
             names = ("prefix", "text", "ended", "tokens")
-            view = {
-                "weights": self.model.digest,
-                "seed": plan.seeds[0],
-                "max_tokens": plan.tokens,
-                "samples": [{name: record[name] for name in names} for record in records[:SHOWN]],
-            }
-            store.replace(self.out / MODELS / self.model.name / SAMPLES, store.dump(view))
+            samples = [{name: record[name] for name in names} for record in records[:SHOWN]]
+            view = {"weights": model.digest, "seed": plan.seeds[0], "max_tokens": plan.tokens}
+            view["samples"] = samples
+            store.replace(self.out / MODELS / model.name / SAMPLES, store.dump(view))
 
-    def _sample(self, seed: int, bar: Any, numbers: range) -> list[Record]:
-        """Records of some continuations; number n is sample n % samples of prefix n // samples."""
-        plan = self.plan
+    def _sample(self, sampler: Sampler, seed: int, bar: Any, numbers: range) -> list[Record]:
+        """Return records of continuations; number n is sample n % samples of prefix n // samples.
+
+        The human continuation is cut to as many tokens as a sampled one may have.
+        """
+        plan, tokenizer = self.plan, self.model.tokenizer
         draws = [divmod(n, plan.samples) for n in numbers]
         requests = [Request(self.prompts[p], [seed, p, s]) for p, s in draws]
-        samples = self.sampler.run(requests, plan.tokens, bar.update)
+        samples = sampler.run(requests, plan.tokens, bar.update)
         self.computed += len(samples)
+        human = {}
+        if plan.prefixes.references is not None:
+            for p in {p for p, _ in draws}:
+                reference = plan.prefixes.references[p]
+                start, ids = split_ids(tokenizer, plan.prefixes.texts[p], reference)
+                shortened = text_after(tokenizer, start, ids[: plan.tokens])
+                human[p] = {"reference": reference, "human": shortened}
         records = []
-        for row, (prefix, sample), text in zip(numbers, draws, samples, strict=True):
-            record = {
-                "row": row,
-                "seed": seed,
-                "prefix_number": prefix,
-                "sample": sample,
-                "prefix": plan.prefixes.texts[prefix],
-                "text": text_after(self.model.tokenizer, self.prompts[prefix], text.tokens),
-                "ids": text.tokens,
-                "ended": text.ended,
-                "tokens": len(text.tokens),
-            }
-            if plan.prefixes.references is not None:
-                record["reference"] = plan.prefixes.references[prefix]
-                record["human"] = self.human(prefix)
-            records.append(record)
+        for row, (p, s), (ids, ended) in zip(numbers, draws, samples, strict=True):
+            record = {"row": row, "seed": seed, "prefix_number": p, "sample": s, "ids": ids, "ended": ended}
+            record |= {"prefix": plan.prefixes.texts[p], "tokens": len(ids), **human.get(p, {})}
+            records.append(record | {"text": text_after(tokenizer, self.prompts[p], ids)})
         return records
-
-    @cache  # noqa: B019 - lives as long as the command
-    def human(self, prefix: int) -> str:
-        """The human continuation of a prefix, cut to as many tokens as a continuation may have."""
-        assert self.plan.prefixes.references is not None
-        text, reference = self.plan.prefixes.texts[prefix], self.plan.prefixes.references[prefix]
-        start, ids = split_ids(self.model.tokenizer, text, reference)
-        return text_after(self.model.tokenizer, start, ids[: self.plan.tokens])
 
 
 def read_records(directory: Path) -> tuple[dict[str, Any], list[Record]]:
     """Return (about, records) of a directory that `Generation` wrote."""
     if not (directory / ABOUT).is_file() or not (directory / RECORDS).is_file():
         raise UserError(f"{directory} has no {RECORDS}; make it with: emo generate")
-    try:
-        about = read_json(directory / ABOUT)
-        records = [parse_json(line) for line in read_text(directory / RECORDS).split("\n") if line]
-        written = about["records"]
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{directory} is damaged ({one_line(error, 120)}); generate again") from None
-    if not records or len(records) != written:
-        raise UserError(f"{directory}: {len(records)} records where {written} were written; generate again")
-    return about, records
+    about, lines = read_json(directory / ABOUT), read_text(directory / RECORDS).split("\n")
+    if lines[-1] or len(lines) != about["records"] + 1:
+        raise UserError(f"{directory / RECORDS} is not as it was written; generate again")
+    return about, [json.loads(line) for line in lines[:-1]]

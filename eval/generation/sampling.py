@@ -19,8 +19,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,12 +39,11 @@ from emo.eval.generation.decoding import Decoding
 BATCH = 64
 DIFFERENT = 1e-2  # a larger difference from the plain forward, relative to the logits, is not rounding
 SAFETY = 4  # times the largest difference that was seen
-# Larger than the difference between two batch shapes, relative to the largest logit; see `tolerance`.
+# Larger than the difference between two batch shapes, relative to the largest logit.
 ROUNDING = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-13}
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """prompt: token ids, at least one; seed: any JSON value, one per continuation.
 
     limit: at most so many tokens, where the run allows more.
@@ -56,12 +54,11 @@ class Request:
     limit: int | None = None
 
 
-@dataclass
-class Continuation:
+class Continuation(NamedTuple):
     """tokens: new ids, the end token included; ended: whether there is one."""
 
-    tokens: list[int] = field(default_factory=list)
-    ended: bool = False
+    tokens: list[int]
+    ended: bool
 
 
 class Sampler:
@@ -72,14 +69,9 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        decoding: Decoding | None = None,
-        ends: Iterable[int] = (),
+        self, model: PreTrainedModel, decoding: Decoding | None = None, ends: Iterable[int] = (),
         batch: int = BATCH,
-    ) -> None:
-        if batch < 1:
-            raise UserError(f"--batch_size {batch} must be at least 1")
+    ) -> None:  # fmt: skip
         self.model = model.eval()
         self.decoding = decoding or Decoding()
         self.ends = frozenset(ends)
@@ -91,18 +83,13 @@ class Sampler:
 
     @torch.inference_mode()
     def run(
-        self,
-        requests: Sequence[Request],
-        tokens: int,
-        progress: Callable[[int], Any] = lambda count: None,
+        self, requests: Sequence[Request], tokens: int, progress: Callable[[int], Any] = lambda count: None
     ) -> list[Continuation]:
         """Return one continuation of at most `tokens` tokens per request, in their order.
 
         progress: called with the number of texts that have just been finished. Raises UserError for weights
         that give no numbers, and for models whose cache does not reproduce their plain forward.
         """
-        if tokens < 1:
-            raise UserError(f"--max_new_tokens {tokens} must be at least 1")
         texts: dict[int, Continuation] = {}
         # Prompts of like length need little padding.
         order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), i))
@@ -125,12 +112,10 @@ class Sampler:
 
     def _batch(self, requests: Sequence[Request], tokens: int) -> list[Continuation]:
         limits = [min(request.limit or tokens, tokens) for request in requests]
-        lengths = [len(request.prompt) for request in requests]
-        width = max(lengths)
-        ids = torch.tensor(
-            [[r.prompt[0]] * (width - len(r.prompt)) + list(r.prompt) for r in requests], device=self.device
-        )
-        padding = torch.tensor([width - length for length in lengths], device=self.device)
+        choice = _Choice(self, requests, limits)
+        width = choice.width
+        ids = [[r.prompt[0]] * (width - len(r.prompt)) + list(r.prompt) for r in requests]
+        padding = torch.tensor([width - length for length in choice.lengths], device=self.device)
         settings = GenerationConfig(
             do_sample=False,  # `_Choice` leaves one token
             max_new_tokens=max(limits),
@@ -138,10 +123,10 @@ class Sampler:
             pad_token_id=min(self.ends, default=0),
         )
         out = self.model.generate(
-            ids,
+            torch.tensor(ids, device=self.device),
             attention_mask=(torch.arange(width, device=self.device) >= padding[:, None]).long(),
             generation_config=settings,
-            logits_processor=LogitsProcessorList([_Choice(self, requests, lengths, max(limits))]),
+            logits_processor=LogitsProcessorList([choice]),
             stopping_criteria=StoppingCriteriaList(
                 [_Limits(torch.tensor(limits, device=self.device) + width)]
             ),
@@ -151,10 +136,6 @@ class Sampler:
             end = next((i for i, token in enumerate(row[:limit]) if token in self.ends), None)
             texts.append(Continuation(row[:limit] if end is None else row[: end + 1], end is not None))
         return texts
-
-    def alone(self, ids: Tensor) -> Tensor:
-        """Return the logits [1, V] after ids [n], from a forward without cache, padding and neighbours."""
-        return self.model(input_ids=ids[None], use_cache=False).logits[:, -1].float()
 
 
 class _Limits(StoppingCriteria):
@@ -170,11 +151,10 @@ class _Limits(StoppingCriteria):
 class _Choice(LogitsProcessor):
     """Chooses the tokens of one batch; all others get no probability."""
 
-    def __init__(
-        self, sampler: Sampler, requests: Sequence[Request], lengths: Sequence[int], tokens: int
-    ) -> None:
-        self.sampler, self.requests, self.lengths, self.tokens = sampler, requests, lengths, tokens
-        self.width = max(lengths)
+    def __init__(self, sampler: Sampler, requests: Sequence[Request], limits: list[int]) -> None:
+        self.sampler, self.requests, self.limits = sampler, requests, limits
+        self.lengths = [len(request.prompt) for request in requests]
+        self.width = max(self.lengths)
         self.ends = torch.tensor(sorted(sampler.ends), device=sampler.device)
         self.random: Tensor | None = None
 
@@ -182,7 +162,7 @@ class _Choice(LogitsProcessor):
         step = input_ids.shape[1] - self.width
         if self.random is None:
             depth = levels(scores.shape[-1])
-            draws = [uniforms(request.seed, self.tokens, depth) for request in self.requests]
+            draws = [uniforms(request.seed, max(self.limits), depth) for request in self.requests]
             self.random = torch.stack(draws).to(scores.device)
         sampler, random = self.sampler, self.random[:, step]
         if step:
@@ -192,37 +172,37 @@ class _Choice(LogitsProcessor):
         tokens, close = choose(scores, sampler.decoding, random, self._rounding(scores))
         for row in close.nonzero()[:, 0].tolist():
             if self._runs(input_ids, row):
-                alone = sampler.alone(self._ids(input_ids, row))
+                alone = self._alone(input_ids, row)
                 again, _ = choose(alone, sampler.decoding, random[row : row + 1], self._rounding(alone))
                 tokens[row] = again[0]
                 sampler.redone += 1
         return torch.full_like(scores, -math.inf).scatter_(1, tokens[:, None], 0.0)
 
-    def _ids(self, input_ids: Tensor, row: int) -> Tensor:
-        """Return the prompt and the tokens so far of a row."""
-        return input_ids[row, self.width - self.lengths[row] :]
+    def _alone(self, input_ids: Tensor, row: int) -> Tensor:
+        """Return the logits [1, V] of a row, from a forward without cache, padding and neighbours."""
+        ids = input_ids[row : row + 1, self.width - self.lengths[row] :]
+        return self.sampler.model(input_ids=ids, use_cache=False).logits[:, -1].float()
 
     def _runs(self, input_ids: Tensor, row: int) -> bool:
         written = input_ids[row, self.width :]
-        limit = self.requests[row].limit or self.tokens
-        return len(written) < limit and not bool(torch.isin(written, self.ends).any())
+        return len(written) < self.limits[row] and not bool(torch.isin(written, self.ends).any())
 
     def _rounding(self, logits: Tensor) -> Tensor:
+        """Return how far logits [B, V] of one row may differ between batch shapes: [B]; -1 for never mind."""
         dtype = self.sampler.dtype
         if dtype not in (torch.float32, torch.float64):
             return torch.full_like(logits[:, 0], -1.0)
-        return tolerance(logits, dtype) * max(1.0, SAFETY * self.sampler.checked / ROUNDING[dtype])
+        largest = logits.masked_fill(logits.isinf(), 0).abs().amax(dim=-1).clamp_min(1.0)
+        return ROUNDING[dtype] * largest * max(1.0, SAFETY * self.sampler.checked / ROUNDING[dtype])
 
     def _compare(self, input_ids: Tensor, logits: Tensor) -> None:
         """Hold the logits of a row against the plain forward: are cache, mask and positions honoured?"""
         sampler = self.sampler
         running = [row for row in range(len(logits)) if self._runs(input_ids, row)]
-        row = (
-            min(running, key=self.lengths.__getitem__)
-            if sampler.steps == 1
-            else running[sampler.steps % len(running)]
-        )
-        plain = sampler.alone(self._ids(input_ids, row))
+        row = running[sampler.steps % len(running)]
+        if sampler.steps == 1:  # the row with most padding
+            row = min(running, key=self.lengths.__getitem__)
+        plain = self._alone(input_ids, row)
         finite = plain.isfinite() & logits[row : row + 1].isfinite()
         if not bool(finite.any()):
             return  # `choose` refuses it
@@ -239,12 +219,12 @@ class _Choice(LogitsProcessor):
 
 
 def levels(vocabulary: int) -> int:
-    """Uniform numbers that one token takes: the depth of the tree."""
+    """Return the uniform numbers that one token takes: the depth of the tree."""
     return max(1, math.ceil(math.log2(vocabulary)))
 
 
 def uniforms(seed: Any, tokens: int, depth: int) -> Tensor:
-    """float64 [tokens, depth] in [0, 1): the random numbers of one continuation.
+    """Return the random numbers of one continuation in [0, 1), float64 [tokens, depth].
 
     seed: any JSON value. A counter-based generator is keyed with its digest, so that continuations are
     independent, and a longer one begins like a shorter one.
@@ -254,67 +234,46 @@ def uniforms(seed: Any, tokens: int, depth: int) -> Tensor:
     return torch.from_numpy(generator.random((tokens, depth)))
 
 
-def tolerance(logits: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return how far logits [B, V] of one row may differ between batch shapes: float32 [B]."""
-    largest = logits.masked_fill(logits.isinf(), 0).abs().amax(dim=-1)
-    return ROUNDING[dtype] * largest.clamp_min(1.0)
-
-
 def choose(logits: Tensor, decoding: Decoding, random: Tensor, rounding: Tensor) -> tuple[Tensor, Tensor]:
-    """Tokens and whether each was a close decision: int64 [B], bool [B].
+    """Return the tokens, int64 [B], and whether each was a close decision, bool [B].
 
-    logits: float32 [B, V]; random: float64 [B, levels(V)]; rounding: [B], see `tolerance`. A row with a NaN,
-    or without any finite logit, raises FloatingPointError.
+    logits: float32 [B, V]; random: float64 [B, levels(V)]; rounding: [B], how far logits may be off. A row
+    with a NaN, or without any finite logit, raises FloatingPointError.
     """
+    largest = logits.amax(dim=-1, keepdim=True)
+    if not bool(largest.isfinite().all()):
+        raise FloatingPointError("logits that are not numbers")
     if decoding.greedy:
         best = logits.topk(min(2, logits.shape[-1]), dim=-1)
-        _require_numbers(best.values[:, 0])
-        gap = best.values[:, 0] - best.values[:, -1]
-        return best.indices[:, 0], gap <= 2 * rounding
+        return best.indices[:, 0], best.values[:, 0] - best.values[:, -1] <= 2 * rounding
     rounding = rounding / decoding.temperature
-    weights = (logits - logits.amax(dim=-1, keepdim=True)) / decoding.temperature
-    weights, close = _truncated(weights, decoding, rounding)
-    tokens, near = _descend(weights.exp_(), random, rounding)
-    return tokens, close | near
-
-
-def _require_numbers(values: Tensor) -> None:
-    if not bool(values.isfinite().all()):
-        raise FloatingPointError("logits that are not numbers")
-
-
-def _truncated(scores: Tensor, decoding: Decoding, rounding: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores (log weights) with -inf for tokens that top-k and top-p leave out, and close rows."""
+    scores = (logits - largest) / decoding.temperature
     close = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
     vocabulary = scores.shape[-1]
     if 0 < decoding.top_k < vocabulary:
-        _require_numbers(scores.amax(dim=-1))
         best = scores.topk(decoding.top_k + 1, dim=-1)
         close |= best.values[:, -2] - best.values[:, -1] <= 2 * rounding
         mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best.indices[:, :-1], True)
         scores = scores.masked_fill(~mask, -math.inf)
     if decoding.top_p < 1:
-        _require_numbers(scores.amax(dim=-1))
         ordered, order = scores.sort(dim=-1, descending=True, stable=True)
         total = ordered.double().softmax(dim=-1).cumsum(dim=-1)
-        count = (
-            (total < decoding.top_p).sum(dim=-1, keepdim=True).clamp_max(vocabulary - 1)
-        )  # last that is kept
+        last = (total < decoding.top_p).sum(dim=-1, keepdim=True).clamp_max(vocabulary - 1)  # that is kept
         border = (total - decoding.top_p).abs().amin(dim=-1) <= rounding
-        after = (count + 1).clamp_max(vocabulary - 1)
-        gap = (ordered.gather(1, count) - ordered.gather(1, after))[:, 0]
-        close |= border | ((gap <= 2 * rounding) & (after > count)[:, 0])
-        mask = torch.arange(vocabulary, device=scores.device) <= count
+        after = (last + 1).clamp_max(vocabulary - 1)
+        gap = (ordered.gather(1, last) - ordered.gather(1, after))[:, 0]
+        close |= border | ((gap <= 2 * rounding) & (after > last)[:, 0])
+        mask = torch.arange(vocabulary, device=scores.device) <= last
         scores = scores.masked_fill(~torch.zeros_like(mask).scatter_(1, order, mask), -math.inf)
-    return scores, close
+    tokens, near = _descend(scores.exp_(), random, rounding)
+    return tokens, close | near
 
 
 def _descend(weights: Tensor, random: Tensor, rounding: Tensor) -> tuple[Tensor, Tensor]:
-    """Walk down the tree over weights [B, V]: tokens [B], close rows [B]."""
+    """Walk down the tree over weights [B, V]; return tokens [B] and close rows [B]."""
     rows, vocabulary = weights.shape
     sums = torch.zeros(rows, vocabulary + 1, dtype=torch.float64, device=weights.device)
     torch.cumsum(weights, dim=-1, dtype=torch.float64, out=sums[:, 1:])
-    _require_numbers(sums[:, -1])
     left = torch.zeros(rows, 1, dtype=torch.int64, device=weights.device)
     below, above = sums[:, :1], sums[:, -1:]  # what lies left of the node, and of its right end
     margin = torch.full_like(below, math.inf)

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from emo.common.errors import ExitCode, UserError
+from emo.common.errors import ExitCode, UserError, nearest
 from emo.common.text import counted
 from emo.eval.generation.decoding import Decoding
-from emo.eval.judging.answers import SETS, TEMPLATE_CHOICES, named, read_questions, repeated
+from emo.eval.generation.prefixes import evenly
+from emo.eval.judging.answers import SETS, TEMPLATE_CHOICES, read_questions, require_once
 from emo.eval.judging.engines import ENGINES, engine
-from emo.eval.judging.judges import JUDGES, judge
-from emo.eval.judging.judging import FORMATS, read_replies, write_prompts
-from emo.eval.judging.pairs import Judged, Pairs, labelled, of_answers, of_replies
+from emo.eval.judging.judging import FORMATS, JUDGES, Judging, of_replies, read_replies, write_prompts
+from emo.eval.judging.pairs import Judged, Pairs, labelled, of_answers, read_existing
 
 TOKENS = 1024  # of an answer
 OUT = Path("runs/eval")
@@ -37,21 +37,7 @@ def add_arguments(subparsers: Any) -> None:
     raw = argparse.RawDescriptionHelpFormatter
     text = "answer instructions, in AlpacaEval's format"
     answer = subparsers.add_parser("answer", help=text, epilog=ANSWER_EXAMPLE, formatter_class=raw)
-    _answer_arguments(answer)
-    text = "win rates of two models' answers by a judge"
-    judging = subparsers.add_parser("judge", help=text, epilog=JUDGE_EXAMPLE, formatter_class=raw)
-    _judge_arguments(judging)
-    for command in (answer, judging):
-        command.add_argument("--output_path", type=Path, default=OUT, help=f"results directory ({OUT})")
-        command.add_argument("--engine", default=ENGINES[0], help=f"{', '.join(ENGINES)} ({ENGINES[0]})")
-        text = "texts at a time (64); vLLM chooses for itself"
-        command.add_argument("--batch_size", type=int, default=64, help=text)
-        text = "auto (the checkpoint's), float32, bfloat16, float16"
-        command.add_argument("--dtype", default="auto", help=text)
-
-
-def _answer_arguments(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
+    add = answer.add_argument
     add("--model", required=True, help="model directory (an export) or hub id")
     add("--name", help="how results call it (its directory)")
     add("--questions", required=True, help=f"{', '.join(SETS)}, or a file: a JSON array or JSON lines")
@@ -64,15 +50,15 @@ def _answer_arguments(command: argparse.ArgumentParser) -> None:
     add("--top_p", type=float, default=1.0, help="sample of the likeliest tokens that together reach p (1)")
     add("--seed", type=int, default=0, help="of sampled answers (0)")
 
-
-def _judge_arguments(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
+    text = "win rates of two models' answers by a judge"
+    judge = subparsers.add_parser("judge", help=text, epilog=JUDGE_EXAMPLE, formatter_class=raw)
+    add = judge.add_argument
     add("--judge", required=True, help=f"{', '.join(JUDGES)}: prompts and how replies are read")
     add("--a", type=Path, metavar="ANSWERS", help="the baseline's answers: a file, or what answer wrote")
     add("--b", type=Path, metavar="ANSWERS", help="the other model's answers to the same questions")
     add("--labelled", type=Path, metavar="FILE", help="instead: PandaLM's or Auto-J's human-labelled pairs")
     add("--limit", type=int, help="evenly spaced pairs (all)")
-    source = command.add_mutually_exclusive_group()
+    source = judge.add_mutually_exclusive_group()
     source.add_argument("--model", help="the judge's weights: a directory or hub id (the judge's own)")
     file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
     source.add_argument("--export", help="write the prompts of both orders and end", **file)
@@ -84,32 +70,39 @@ def _judge_arguments(command: argparse.ArgumentParser) -> None:
     add("--max_new_tokens", type=int, help="longest reply in tokens (the judge's own)")
     add("--name", help="what the judgement is called (B-vs-A-QUESTIONS-JUDGE)")
 
+    for command in (answer, judge):
+        command.add_argument("--output_path", type=Path, default=OUT, help=f"results directory ({OUT})")
+        command.add_argument("--engine", default="transformers", help=f"{', '.join(ENGINES)} (transformers)")
+        text = "texts at a time (64); vLLM chooses for itself"
+        command.add_argument("--batch_size", type=int, default=64, help=text)
+        text = "auto (the checkpoint's), float32, bfloat16, float16"
+        command.add_argument("--dtype", default="auto", help=text)
+
 
 def run(args: argparse.Namespace, say: Say) -> int:
-    """Run `answer` or `judge`; returns the exit code."""
+    """Run `answer` or `judge`; return the exit code."""
     if args.command == "answer" or not (args.existing or args.export or args.replies):  # a model is asked
         say(f"{args.command}: loading libraries")
     return (_answer if args.command == "answer" else _judge)(args, say)
 
 
 def _answer(args: argparse.Namespace, say: Say) -> int:
-    from emo.eval.judging.answers import ABOUT, OUTPUTS, Answering, Plan, choose_template, counts
+    from emo.eval.judging.answers import ABOUT, OUTPUTS, Answering, choose_template, counts
     from emo.eval.model import EvaluatedModel
     from emo.eval.results import claim_name
     from emo.eval.store import read_json, said_of
 
-    if args.temperature is None:
-        if args.top_p != 1:
-            raise UserError("--top_p goes with --temperature; without it the likeliest token is taken")
-        decoding = Decoding(greedy=True)
-    else:
+    if args.temperature is None and args.top_p != 1:
+        raise UserError("--top_p goes with --temperature; without it the likeliest token is taken")
+    decoding = Decoding(greedy=True)
+    if args.temperature is not None:
         decoding = Decoding(args.temperature, 0, args.top_p)
     name, questions = read_questions(args.questions, args.data, args.limit)
     model = EvaluatedModel(args.model, args.name, args.dtype)
-    plan = Plan(questions, name, choose_template(model, args.template, say), args.max_new_tokens, args.seed)
-    answering = Answering(
-        model, engine(args.engine, model, decoding, args.batch_size), plan, args.output_path
-    )
+    template = choose_template(model, args.template, say)
+    chosen = engine(args.engine, model, decoding, args.batch_size)
+    settings = (name, template, args.max_new_tokens, args.seed, args.output_path)
+    answering = Answering(chosen, questions, *settings)
     claim_name(model, args.output_path, say)
     path = answering.directory / ABOUT
     before = read_json(path)
@@ -126,63 +119,59 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
             say(f"{model.name}: {numbers[key]} of {len(rows)} answers {remark}")
     stored = len(rows) - answering.computed
     say(
-        f"{model.name}: {counted(len(rows), 'answer')} ({stored} already known), template {plan.template}, "
+        f"{model.name}: {counted(len(rows), 'answer')} ({stored} already known), template {template}, "
         f"in {answering.directory / OUTPUTS}"
     )
     return ExitCode.DONE
 
 
 def _judge(args: argparse.Namespace, say: Say) -> int:
-    chosen = judge(args.judge)
+    if args.judge not in JUDGES:
+        raise UserError(f"--judge {args.judge!r} is not known; {nearest(args.judge, JUDGES)}")
+    judge = JUDGES[args.judge]
     if args.existing:
-        from emo.eval.judging.pairs import read_existing
-
         if args.a or args.b or args.limit is not None:
             raise UserError("--from brings its own answers; leave out --a, --b and --limit")
-        judgements = read_existing(args.existing, args.labelled, chosen.name)
-        return _report(judgements, args, say)
+        return _report(read_existing(args.existing, args.labelled, judge.name), args, say)
     pairs = _pairs(args, say)
     if args.export:
-        prompts = write_prompts(chosen, pairs, args.export, args.format, args.ask_for, args.max_new_tokens)
+        prompts = write_prompts(judge, pairs, args.export, args.format, args.ask_for, args.max_new_tokens)
         say(f"{counted(prompts, 'prompt')} on {counted(len(pairs.rows), 'pair')} in {args.export}")
         return ExitCode.DONE
     if args.replies:
-        replies = read_replies(chosen, pairs, args.replies)
+        replies = read_replies(judge, pairs, args.replies)
         if failed := sum("failed" in reply for row in replies for reply in row["replies"]):
             say(f"{args.replies}: {failed} requests failed; their replies count as unreadable")
-        by = args.ask_for or chosen.remote or chosen.model or chosen.name
-        return _report([of_replies(chosen, by, pairs, replies, {"from": [args.replies.name]})], args, say)
-    from emo.eval.judging.judging import Judging
+        by = args.ask_for or judge.remote or judge.model or judge.name
+        return _report([of_replies(judge, by, pairs, replies, {"from": [args.replies.name]})], args, say)
     from emo.eval.model import EvaluatedModel
 
-    path = args.model or chosen.model
+    path = args.model or judge.model
     if path is None:
         raise UserError(
-            f"--judge {chosen.name}: its model is behind a service; give --model of another one, or --export "
+            f"--judge {judge.name}: its model is behind a service; give --model of another one, or --export "
             "the prompts and read the --replies"
         )
     model = EvaluatedModel(path, dtype=args.dtype)
-    answering = engine(args.engine, model, chosen.decoding, args.batch_size)
-    judging = Judging(chosen, pairs, answering, args.output_path, args.max_new_tokens)
+    chosen = engine(args.engine, model, judge.decoding, args.batch_size)
+    judging = Judging(judge, pairs, chosen, args.output_path, args.max_new_tokens)
     replies = judging.run()
-    facts: dict[str, Any] = {"path": path, "tokens": judging.tokens, "chat_template": judging.chat}
+    templated = judging.template is not None
+    facts: dict[str, Any] = {"path": path, "tokens": judging.tokens, "chat_template": templated}
     if any(row["replies"] for row in replies):
-        facts |= judging.engine.identity
-    return _report([of_replies(chosen, model.name, pairs, replies, facts)], args, say)
+        facts |= chosen.identity
+    return _report([of_replies(judge, model.name, pairs, replies, facts)], args, say)
 
 
 def _pairs(args: argparse.Namespace, say: Say) -> Pairs:
     if args.labelled and (args.a or args.b):
         raise UserError("--labelled brings its own answers; leave out --a and --b")
-    if args.labelled:
-        pairs = labelled(args.labelled)
-    elif args.a and args.b:
-        pairs = of_answers(args.a, args.b)
-    else:
+    if not args.labelled and not (args.a and args.b):
         raise UserError("give --a and --b, --labelled FILE, or --from FILE")
+    pairs = labelled(args.labelled) if args.labelled else of_answers(args.a, args.b)
     for note in pairs.notes:
         say(note)
-    return pairs.limited(args.limit)
+    return pairs._replace(rows=[pairs.rows[i] for i in evenly(len(pairs.rows), args.limit)])
 
 
 def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int:
@@ -194,17 +183,13 @@ def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int
     if args.name:
         several = len(judgements) > 1
         titles = [clean_name(f"{args.name}-{i}" if several else args.name) for i in range(len(judgements))]
-    if twice := repeated(titles):
-        raise UserError(
-            f"judgements of the same name: {named(twice)}; give their files one by one, with --name"
-        )
+    require_once(titles, "give files one by one, with --name; judgements come")
     for judged, title in zip(judgements, titles, strict=True):
         path = args.output_path / JUDGEMENTS / f"{title}.json"
         before, numbers = read_json(path), write(judged, title, args.output_path)
-        facts = [view.get("facts") if isinstance(view, dict) else None for view in (before, read_json(path))]
-        if other := said_of(facts[0], facts[1]):
+        if isinstance(before, dict) and (other := said_of(before.get("facts"), numbers["facts"])):
             say(f"{title} {other}")
         for line in lines(numbers):
             say(line)
-    say(f"{args.output_path / 'judgements'}; the report: emo report {args.output_path}")
+    say(f"{args.output_path / JUDGEMENTS}; the report: emo report {args.output_path}")
     return ExitCode.DONE

@@ -7,19 +7,17 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from emo.common.errors import UserError
 from emo.common.weights import shown
 from emo.eval import store
-from emo.eval.generation.decoding import Decoding
-from emo.eval.generation.tokens import end_ids, identity_of, text_after
+from emo.eval.generation.decoding import Decoding, end_ids, identity_of, text_after
 
 if TYPE_CHECKING:
     from emo.eval.generation.sampling import Request
     from emo.eval.model import EvaluatedModel
 
-ENGINES = ("transformers", "vllm")
 Progress = Callable[[int], Any]
 
 
@@ -31,18 +29,8 @@ class Beams:
     penalty: float
 
 
-class Reply(NamedTuple):
-    """ended: by an end token, not by the limit."""
-
-    text: str
-    ended: bool
-    tokens: int
-
-
 class Transformers:
     """The weights in this process; texts as `emo generate` samples them, or by beam search."""
-
-    name = "transformers"
 
     def __init__(self, model: EvaluatedModel, decoding: Decoding | Beams, batch: int) -> None:
         if batch < 1:
@@ -53,51 +41,52 @@ class Transformers:
     def identity(self) -> dict[str, Any]:
         """Return all that decides what it writes."""
         batch = None if isinstance(self.decoding, Beams) else self.batch
-        return {"engine": self.name, **identity_of(self.model, self.decoding, batch)}
+        return {"engine": "transformers", **identity_of(self.model, self.decoding, batch)}
 
-    def reply(self, requests: Sequence[Request], tokens: int, progress: Progress) -> list[Reply]:
-        """A text of at most `tokens` tokens per request, in their order."""
-        if isinstance(self.decoding, Beams):
-            return [self._searched(request, tokens, progress) for request in requests]
-        from emo.eval.generation.sampling import Sampler
+    def reply(self, requests: Sequence[Request], tokens: int, progress: Progress) -> list[dict[str, Any]]:
+        """Return {text, ended: by an end token, tokens: at most `tokens`} per request, in their order."""
+        replies = []
+        for request, (ids, ended) in zip(requests, self._ids(requests, tokens, progress), strict=True):
+            text = text_after(self.model.tokenizer, list(request.prompt), ids)
+            replies.append({"text": text, "ended": ended, "tokens": len(ids)})
+        return replies
 
-        sampler = Sampler(self.model.model, self.decoding, end_ids(self.model), self.batch)
-        texts = sampler.run(requests, tokens, progress)
-        return [
-            Reply(text_after(self.model.tokenizer, list(r.prompt), c.tokens), c.ended, len(c.tokens))
-            for r, c in zip(requests, texts, strict=True)
-        ]
-
-    def _searched(self, request: Request, tokens: int, progress: Progress) -> Reply:
+    def _ids(
+        self, requests: Sequence[Request], tokens: int, progress: Progress
+    ) -> Sequence[tuple[list[int], bool]]:
+        """Return (new ids, whether an end token ends them) of each request."""
         import torch
         from transformers import GenerationConfig
 
-        assert isinstance(self.decoding, Beams)
+        from emo.eval.generation.sampling import Sampler
+
         model, ends = self.model.model, sorted(end_ids(self.model))
-        settings = GenerationConfig(
-            max_new_tokens=min(request.limit or tokens, tokens),
-            num_beams=self.decoding.beams,
-            repetition_penalty=self.decoding.penalty,
-            early_stopping=True,
-            do_sample=False,
-            eos_token_id=ends or None,
-            pad_token_id=ends[0] if ends else 0,
-        )
-        prompt = torch.tensor([list(request.prompt)], device=model.device)
-        with torch.inference_mode():
-            whole = model.generate(prompt, attention_mask=torch.ones_like(prompt), generation_config=settings)
-        ids = whole[0, prompt.shape[1] :].tolist()
-        progress(1)
-        ended = bool(ids) and ids[-1] in ends
-        return Reply(text_after(self.model.tokenizer, list(request.prompt), ids), ended, len(ids))
+        if isinstance(self.decoding, Decoding):
+            return Sampler(model, self.decoding, ends, self.batch).run(requests, tokens, progress)
+        texts, beams = [], self.decoding
+        for request in requests:
+            settings = GenerationConfig(
+                max_new_tokens=min(request.limit or tokens, tokens), do_sample=False, early_stopping=True,
+                num_beams=beams.beams, repetition_penalty=beams.penalty, eos_token_id=ends or None,
+                pad_token_id=ends[0] if ends else 0,
+            )  # fmt: skip
+            prompt = torch.tensor([list(request.prompt)], device=model.device)
+            mask = torch.ones_like(prompt)
+            with torch.inference_mode():
+                whole = model.generate(prompt, attention_mask=mask, generation_config=settings)
+            ids = whole[0, prompt.shape[1] :].tolist()
+            texts.append((ids, bool(ids) and ids[-1] in ends))
+            progress(1)
+        return texts
 
 
-class Vllm:
+class Vllm(Transformers):
     """vLLM's offline interface on this machine's GPUs."""
 
-    name = "vllm"
+    decoding: Decoding
 
-    def __init__(self, model: EvaluatedModel, decoding: Decoding | Beams) -> None:
+    def __init__(self, model: EvaluatedModel, decoding: Decoding | Beams, batch: int = 1) -> None:
+        super().__init__(model, decoding, batch)
         if find_spec("vllm") is None:
             raise UserError("--engine vllm: vLLM is not installed; install it, or leave --engine out")
         if isinstance(decoding, Beams):
@@ -109,11 +98,10 @@ class Vllm:
                 f"--engine vllm: {model.given} holds an adapter, which is not applied there; merge it",
                 code="adapter",
             )
-        self.model, self.decoding = model, decoding
 
     @cached_property
     def llm(self) -> Any:
-        """The model in vLLM, over all GPUs that this process sees."""
+        """Return the model in vLLM, over all GPUs that this process sees."""
         import torch
         from vllm import LLM
 
@@ -126,9 +114,9 @@ class Vllm:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """All that decides what it writes, its own rounding aside: that may change with its version."""
+        """Return all that decides what it writes; its own rounding may change with its version."""
         return {
-            "engine": self.name,
+            "engine": "vllm",
             "version": version("vllm"),
             "weights": self.model.digest,
             "tokenizer": self.model.tokenizer_digest,
@@ -137,34 +125,32 @@ class Vllm:
             "decoding": asdict(self.decoding),
         }
 
-    def reply(self, requests: Sequence[Request], tokens: int, progress: Progress) -> list[Reply]:
-        """A text of at most `tokens` tokens per request, in their order."""
+    def _ids(
+        self, requests: Sequence[Request], tokens: int, progress: Progress
+    ) -> Sequence[tuple[list[int], bool]]:
         prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
-        outputs = self.llm.generate(prompts, [self._sampling(r, tokens) for r in requests], use_tqdm=False)
+        settings = [self._sampling(request, tokens) for request in requests]
+        outputs = [output.outputs[0] for output in self.llm.generate(prompts, settings, use_tqdm=False)]
         progress(len(requests))
-        replies = []
-        for request, output in zip(requests, outputs, strict=True):
-            ids, reason = list(output.outputs[0].token_ids), output.outputs[0].finish_reason
-            text = text_after(self.model.tokenizer, list(request.prompt), ids)
-            replies.append(Reply(text, reason == "stop", len(ids)))
-        return replies
+        return [(list(output.token_ids), output.finish_reason == "stop") for output in outputs]
 
     def _sampling(self, request: Request, tokens: int) -> Any:
         from vllm import SamplingParams
 
-        decoding = self.decoding
-        assert isinstance(decoding, Decoding)
         return SamplingParams(
             max_tokens=min(request.limit or tokens, tokens),
-            temperature=0.0 if decoding.greedy else decoding.temperature,
-            top_p=decoding.top_p,
-            top_k=decoding.top_k or -1,  # all; 0 is refused before vLLM 0.9
+            temperature=0.0 if self.decoding.greedy else self.decoding.temperature,
+            top_p=self.decoding.top_p,
+            top_k=self.decoding.top_k or -1,  # all; 0 is refused before vLLM 0.9
             seed=int(store.digest(request.seed)[:15], 16),
         )
 
 
-def engine(name: str, model: EvaluatedModel, decoding: Decoding | Beams, batch: int) -> Transformers | Vllm:
-    """The engine called `name`. UserError where it is unknown, not installed, or cannot decode so."""
+ENGINES = {"transformers": Transformers, "vllm": Vllm}
+
+
+def engine(name: str, model: EvaluatedModel, decoding: Decoding | Beams, batch: int) -> Transformers:
+    """Return the engine called `name`. UserError where it is unknown, not installed, or cannot decode so."""
     if name not in ENGINES:
         raise UserError(f"--engine {name!r} is not known; known: {', '.join(ENGINES)}")
-    return Vllm(model, decoding) if name == "vllm" else Transformers(model, decoding, batch)
+    return ENGINES[name](model, decoding, batch)

@@ -1,4 +1,4 @@
-"""A judge's replies to all pairs in both orders: by a model here, or elsewhere, by files.
+"""The judges, and their replies to all pairs in both orders: by a model here, or elsewhere, by files.
 
 A model on this machine replies in chunks that processes share. For a judge elsewhere, prompts are written to
 a file, and its replies read back; no key of any service is needed here.
@@ -7,61 +7,180 @@ a file, and its replies read back; no key of any service is needed here.
     {"custom_id": ID, "method", "url", "body"}     --export FILE --format openai; replies: its batch output
 
 ID is DIGEST-ROW-ORDER: replies to other pairs, or to another judge's prompts, are refused.
+
+Replies are read by the rules of the judge's own code. A parser takes any text and gives a verdict on the
+answers in the order in which the prompt shows them, or None: the reply is unreadable. Replies are data: they
+are searched and read as literals, never run.
 """
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Callable, Iterator
-from functools import cached_property
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
+
+import yaml
 
 from emo.common.errors import UserError
 from emo.common.files import write_text
+from emo.data_prep.tokenizer import chat_template
 from emo.eval import store
-from emo.eval.generation.tokens import context_of
-from emo.eval.judging.answers import (
-    Row,
-    chat_ids,
-    chat_template,
-    named,
-    plain_ids,
-    read_rows,
-    repeated,
-    whole_characters,
-)  # fmt: skip
-from emo.eval.judging.engines import Beams, Transformers, Vllm
-from emo.eval.judging.judges import Judge, messages
-from emo.eval.judging.pairs import IDENTICAL, NO_ROOM, Pair, Pairs
+from emo.eval.generation.decoding import Decoding, context_of
+from emo.eval.judging.answers import Question, Row, chat_ids, named, plain_ids, read_rows, require_once
+from emo.eval.judging.engines import Beams, Transformers
+from emo.eval.judging.pairs import Judged, Pair, Pairs, Side, row_of
 
-if TYPE_CHECKING:
-    from emo.eval.model import EvaluatedModel
+PROMPTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "prompts.yaml").read_text(encoding="utf-8"))
+# What PandaLM's code takes out of responses, and out of its model's replies.
+SPECIAL = re.compile(
+    r"<unk>|<pad>|<s>|</s>|\[PAD\]|<\|endoftext\|>|\[UNK\]|\[CLS\]|\[MASK\]"
+    r"|<\|startofpiece\|>|<\|endofpiece\|>|\[gMASK\]|\[sMASK\]"
+)
+LONGEST = 100_000  # characters of a reply that are read as a literal; a verdict of AlpacaEval has about 80
 
-CHUNK = 32  # pairs; what a killed process loses at most
-VERSION = 1  # of everything that decides what a reply is
+Shown = Literal["first", "second", "tie"]  # by their order in the prompt
+VERDICTS: dict[str, Shown] = {"1": "first", "2": "second", "tie": "tie"}
 
-Say = Callable[[str], None]
+
+def auto_j_prompt(question: Question, first: str, second: str) -> str:
+    """Return Auto-J's pairwise prompt. An input follows its instruction, as in AlpacaEval's questions."""
+    prompt = _filled("auto_j", prompt=question.text, response=first, response_another=second)
+    return _filled("auto_j_frame", input=prompt)
+
+
+def auto_j_verdict(reply: str) -> Shown | None:
+    """Return what follows the last "final decision is "; extract_pariwise_result of GAIR-NLP/auto-j."""
+    _, marker, decision = reply.strip().rpartition("final decision is ")
+    verdict = re.match("response 1|response 2|tie", decision.strip().lower()) if marker else None
+    return VERDICTS[verdict.group().removeprefix("response ")] if verdict else None
+
+
+def pandalm_prompt(question: Question, first: str, second: str) -> str:
+    """Return PandaLM's prompt; special tokens in the responses are left out."""
+    texts = {"instruction": question.instruction, "input": question.input}
+    texts |= {"response1": _without_special(first), "response2": _without_special(second)}
+    return _filled("pandalm_input" if question.input else "pandalm", **texts)
+
+
+def pandalm_verdict(reply: str) -> Shown | None:
+    """Return what the first line says; parse_pandalm_response of WeOpenML/PandaLM, where others are ties."""
+    return VERDICTS.get(_without_special(reply).split("\n")[0].lower())
+
+
+def alpaca_eval_prompt(question: Question, first: str, second: str) -> str:
+    """Return the prompt of the annotator alpaca_eval_gpt4, in ChatML."""
+    return _filled("alpaca_eval", instruction=question.text, output_1=first, output_2=second)
+
+
+def alpaca_eval_verdict(reply: str) -> Shown | None:
+    """Return the rank of model_1 in a Python list of dictionaries; ranking_parser of alpaca_eval 0.6.6."""
+    if len(reply) > LONGEST:
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a literal may look odd to Python
+            ranked: Any = ast.literal_eval(reply)
+        rank = next(entry["rank"] for entry in [entry for entry in ranked if entry["model"] == "model_1"])
+        return {1: "first", 2: "second"}.get(rank)  # type: ignore[return-value]
+    except Exception:  # whatever a text can do to a parser: it is no verdict
+        return None
+
+
+def messages(chatml: str) -> list[dict[str, str]]:
+    """Return the messages that AlpacaEval makes of its prompt; answers may hold the marks of ChatML."""
+    system, _, user = chatml.partition("<|im_start|>user\n")
+    instruction = system.removeprefix("<|im_start|>system\n").removesuffix("<|im_end|>\n")
+    request = user.removesuffix("<|im_end|>")
+    return [{"role": "system", "content": instruction.strip()}, {"role": "user", "content": request.strip()}]
+
+
+def _without_special(text: str) -> str:
+    return SPECIAL.sub("", text.strip()).strip()
+
+
+def _filled(name: str, **texts: str) -> str:
+    """Return a prompt with its {slots} filled in, in one pass: texts may contain braces, even {slots}."""
+    return re.sub(r"\{(\w+)\}", lambda match: texts[match.group(1)], PROMPTS[name])
+
+
+@dataclass(frozen=True)
+class Judge:
+    """model: its own weights, which a run may replace; None: they are not public. chat: the prompt is ChatML.
+
+    prompt: (question, first answer, second answer) -> text. tokens: the longest reply.
+    """
+
+    name: str
+    model: str | None
+    prompt: Callable[[Question, str, str], str]
+    verdict: Callable[[str], Shown | None]
+    decoding: Decoding | Beams
+    tokens: int
+    chat: bool = False
+    remote: str = ""  # what a batch file asks for
+
+
+GREEDY = Decoding(greedy=True)
+JUDGES = {
+    judge.name: judge
+    for judge in (
+        Judge("auto-j", "GAIR/autoj-13b", auto_j_prompt, auto_j_verdict, GREEDY, 1024),
+        Judge("pandalm", "WeOpenML/PandaLM-7B-v1", pandalm_prompt, pandalm_verdict, Beams(4, 1.2), 512),
+        Judge("alpaca_eval", None, alpaca_eval_prompt, alpaca_eval_verdict, GREEDY, 100, True, "gpt-4"),
+    )
+}
 
 
 def shown(judge: Judge, pair: Pair, swapped: bool, characters: int | None = None) -> str:
-    """The prompt of a pair; swapped: B's answer first; characters: as many of either answer at most."""
+    """Return the prompt of a pair; swapped: B's answer first; characters: as many of either at most."""
     first, second = (pair.b, pair.a) if swapped else (pair.a, pair.b)
-    question = pair.question
-    return judge.prompt(question.instruction, question.input, first[:characters], second[:characters])
+    return judge.prompt(pair.question, first[:characters], second[:characters])
+
+
+def side(position: Shown | None, swapped: bool) -> Side | None:
+    """Return whose answer a verdict prefers; swapped: the prompt showed B's first."""
+    if position is None or position == "tie":
+        return position
+    return "a" if (position == "first") != swapped else "b"
+
+
+def of_replies(judge: Judge, by: str, pairs: Pairs, replies: Sequence[Row], facts: dict[str, Any]) -> Judged:
+    """Return pairs with the replies to their prompts.
+
+    replies: one per pair, {"replies": [{"text", ...}, {"text", ...}]}, A's answer first and B's first; with
+    "unasked" instead where there was nothing to ask, and "cut" where both answers were cut.
+    """
+    rows = []
+    for pair, reply in zip(pairs.rows, replies, strict=True):
+        sides = [side(judge.verdict(r["text"]), bool(i)) for i, r in enumerate(reply["replies"])]
+        if reply["unasked"] == IDENTICAL:
+            sides = ["tie"] * 2  # as AlpacaEval's annotator has it
+        rows.append(row_of(pair, sides) | {key: reply[key] for key in ("replies", "unasked", "cut")})
+    return Judged(judge.name, by, pairs.a, pairs.b, 2, rows, facts, pairs.questions)
+
+
+CHUNK = 32  # pairs; what a killed process loses at most
+VERSION = 1  # of everything that decides what a reply is
+IDENTICAL, NO_ROOM = "identical", "no_room"  # why a pair was not asked
 
 
 class Judging:
-    """Asks a judge about pairs; `computed` counts the pairs that this process asked about."""
+    """Asks a judge about pairs in the engine's model."""
 
     def __init__(
-        self, judge: Judge, pairs: Pairs, engine: Transformers | Vllm, out: Path, tokens: int | None = None
+        self, judge: Judge, pairs: Pairs, engine: Transformers, out: Path, tokens: int | None = None
     ) -> None:
         self.judge, self.pairs, self.engine, self.out = judge, pairs, engine, out
-        self.model: EvaluatedModel = engine.model
+        self.model = engine.model
         self.tokens = judge.tokens if tokens is None else tokens
         self.context = context_of(self.model)
-        self.computed = 0
+        self.template = chat_template(self.model.path) if judge.chat else None
         if self.tokens < 1:
             raise UserError(f"--max_new_tokens {self.tokens} must be at least 1")
         if self.context is not None and self.tokens >= self.context:
@@ -70,46 +189,30 @@ class Judging:
                 f"{self.tokens}; set --max_new_tokens lower"
             )
 
-    @cached_property
-    def chat(self) -> bool:
-        """Return whether prompts go through the judge's own chat template."""
-        return self.judge.chat and chat_template(self.model) is not None
-
     def run(self) -> list[Row]:
-        """Return the rows that `judged.of_replies` takes: replies of all pairs, made or found."""
+        """Return the rows that `of_replies` takes: replies to all pairs, made or read."""
         from tqdm import tqdm
 
         pairs = self.pairs.rows
         if all(pair.a == pair.b for pair in pairs):  # a model beside itself: no weights are loaded
             return [{"row": i, "unasked": IDENTICAL, "cut": None, "replies": []} for i in range(len(pairs))]
-        entry = store.Entry(self.out / store.STORE, self.identity)
+        chat = None if self.template is None else store.digest(self.template)
+        asked = {"judging": VERSION, "judge": self.judge.name, "pairs": self.pairs.digest, "chat": chat}
+        limits = {"tokens": self.tokens, "context": self.context}
+        entry = store.Entry(self.out / store.STORE, asked | limits | self.engine.identity)
         label = f"{self.judge.name}: {self.pairs.b} against {self.pairs.a}"
         with tqdm(total=2 * len(pairs), desc=label, unit="reply", disable=None) as bar:
-            judged_rows = store.complete(
-                entry, len(pairs), CHUNK, lambda rows: self._ask(rows, bar), lambda n: bar.update(2 * n)
-            )
-        unasked = {row["unasked"] for row in judged_rows}
+            ask = partial(self._ask, bar)
+            rows = store.complete(entry, len(pairs), CHUNK, ask, lambda count: bar.update(2 * count))
+        unasked = {row["unasked"] for row in rows}
         if None not in unasked and NO_ROOM in unasked:
             raise UserError(
                 f"no prompt fits into the {self.context} tokens of {self.model.given} beside a reply of "
                 f"{self.tokens}; set --max_new_tokens lower, or take a judge with a longer context"
             )
-        return judged_rows
+        return rows
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """All that decides the replies."""
-        return {
-            "judging": VERSION,
-            "judge": self.judge.name,
-            **self.engine.identity,
-            "pairs": self.pairs.digest,
-            "tokens": self.tokens,
-            "context": self.context,
-            "chat": store.digest(chat_template(self.model)) if self.chat else None,
-        }
-
-    def _ask(self, rows: range, bar: Any) -> list[Row]:
+    def _ask(self, bar: Any, rows: range) -> list[Row]:
         from emo.eval.generation.sampling import Request
 
         reply_rows: dict[int, Row] = {}
@@ -121,37 +224,38 @@ class Judging:
             bar.update(0 if ids else 2)
         replies = self.engine.reply([r for _, r in requests], self.tokens, bar.update) if requests else []
         for (row, _), reply in zip(requests, replies, strict=True):
-            reply_rows[row]["replies"].append(reply._asdict())
-        self.computed += len(rows)
+            reply_rows[row]["replies"].append(reply)
         return list(reply_rows.values())
 
     def _prepared(self, pair: Pair) -> tuple[str | None, int | None, list[list[int]]]:
-        """(why it is not asked, characters that both answers are cut to, token ids in both orders)."""
+        """Return (why it is not asked, characters that both answers are cut to, ids in both orders)."""
+
+        def fitting(characters: int | None) -> list[list[int]] | None:
+            prompts = [shown(self.judge, pair, swapped, characters) for swapped in (False, True)]
+            if self.template is None:
+                ids = [plain_ids(self.model, prompt) for prompt in prompts]
+            else:
+                ids = [chat_ids(self.model, messages(prompt)) for prompt in prompts]
+            fits = self.context is None or max(map(len, ids)) + self.tokens <= self.context
+            return ids if fits else None
+
         if pair.a == pair.b:
             return IDENTICAL, None, []
-        ids = self._both(pair, None)
-        if self._fit(ids):
+        if ids := fitting(None):
             return None, None, ids
-        low, high = 0, max(len(pair.a), len(pair.b))
-        if not self._fit(self._both(pair, low)):
+        low, high, ids = 0, max(len(pair.a), len(pair.b)), fitting(0)
+        if ids is None:
             return NO_ROOM, None, []
         while high - low > 1:  # `low` fits, `high` does not
             middle = (low + high) // 2
-            low, high = (middle, high) if self._fit(self._both(pair, middle)) else (low, middle)
-        return None, low, self._both(pair, low)
-
-    def _fit(self, ids: list[list[int]]) -> bool:
-        return self.context is None or max(map(len, ids)) + self.tokens <= self.context
-
-    def _both(self, pair: Pair, characters: int | None) -> list[list[int]]:
-        prompts = [shown(self.judge, pair, swapped, characters) for swapped in (False, True)]
-        if self.chat:
-            return [chat_ids(self.model, messages(prompt)) for prompt in prompts]
-        return [plain_ids(self.model, prompt) for prompt in prompts]
+            if longer := fitting(middle):
+                low, ids = middle, longer
+            else:
+                high = middle
+        return None, low, ids
 
 
 FORMATS = ("jsonl", "openai")
-ORDERS = ("ab", "ba")
 FORMS = 'a reply is {"id", "reply"}, or a line of a batch\'s output'
 
 
@@ -175,27 +279,27 @@ def write_prompts(
             body |= {"max_tokens": tokens or judge.tokens, "temperature": 0}
             kind = "chat/completions" if judge.chat else "completions"
             line = {"custom_id": name, "method": "POST", "url": f"/v1/{kind}", "body": body}
-        lines.append(json.dumps(line, ensure_ascii=False))
+        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, "".join(f"{line}\n" for line in lines))
+    write_text(file, "".join(lines))
     return len(lines)
 
 
 def _asked(judge: Judge, pairs: Pairs) -> Iterator[tuple[str, int, bool]]:
-    """(id, row, swapped) of every prompt."""
+    """Yield (id, row, swapped) of every prompt, A's answer first, then B's."""
     digest = store.digest([judge.name, pairs.digest])[:12]
     for row, pair in enumerate(pairs.rows):
         for swapped in (False, True) if pair.a != pair.b else ():
-            yield f"{digest}-{row}-{ORDERS[swapped]}", row, swapped
+            yield f"{digest}-{row}-{'ba' if swapped else 'ab'}", row, swapped
 
 
 def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Row]:
-    """The replies to `write_prompts`, for `judged.of_replies`.
+    """Return the replies to `write_prompts`, for `of_replies`.
 
     UserError for a half-written file, and for replies that are missing, given twice, or to other prompts. A
     reply whose request failed is empty, hence unreadable, and says so: {"text": "", "failed": true}.
     """
-    expected = {name: (row, swapped) for name, row, swapped in _asked(judge, pairs)}
+    expected = {name: row for name, row, _ in _asked(judge, pairs)}
     rows = read_rows(file) if expected else []  # nothing was asked where all pairs have the same answer twice
     ids: list[str] = []
     for i, row in enumerate(rows, start=1):
@@ -203,17 +307,15 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Row]:
         if not isinstance(name, str):
             raise UserError(f"{file} row {i}: no id; {FORMS}", code="no-id")
         ids.append(name)
-    if twice := repeated(ids):
-        raise UserError(f"{file}: replies that come more than once: {named(twice)}", code="twice")
+    require_once(ids, f"{file}: replies come")
     if foreign := [row_id for row_id in ids if row_id not in expected]:
         raise UserError(
             f"{file}: {len(foreign)} replies are not to these prompts: {named(foreign)}; give the --judge, "
             "answers and options that the prompts were exported with",
             code="foreign",
         )
-    replies = {
-        name: _reply(row, f"{file} row {i}") for i, (name, row) in enumerate(zip(ids, rows, strict=True), 1)
-    }
+    numbered = enumerate(zip(ids, rows, strict=True), start=1)
+    replies = {name: _reply(row, f"{file} row {i}") for i, (name, row) in numbered}
     if absent := [name for name in expected if name not in replies]:
         raise UserError(
             f"{file}: {len(absent)} of {len(expected)} replies are missing: {named(absent)}", code="missing"
@@ -222,17 +324,17 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Row]:
         {"row": i, "unasked": IDENTICAL if pair.a == pair.b else None, "cut": None, "replies": []}
         for i, pair in enumerate(pairs.rows)
     ]
-    for name, (number, _) in expected.items():  # in order: A's answer first, then B's
+    for name, number in expected.items():
         answered[number]["replies"].append(replies[name])
     return answered
 
 
 def _reply(row: Row, where: str) -> Row:
-    """The reply in a row of either form; its text is "" where the judge said nothing (null)."""
+    """Return the reply in a row of either form; its text is "" where the judge said nothing (null)."""
     if "reply" in row:
         if not isinstance(row["reply"], str | None):
             raise UserError(f"{where}: reply is {str(row['reply'])[:40]!r}, and no text", code="no-text")
-        return {"text": whole_characters(row["reply"] or "")}
+        return {"text": row["reply"] or ""}
     if "response" not in row and "error" not in row:
         raise UserError(f"{where}: no reply; {FORMS}", code="no-reply")
     try:
@@ -243,7 +345,5 @@ def _reply(row: Row, where: str) -> Row:
         return {"text": "", "failed": True}
     message = choice.get("message")
     text = message.get("content") if isinstance(message, dict) else choice.get("text")
-    return {
-        "text": whole_characters(text) if isinstance(text, str) else "",
-        "ended": choice.get("finish_reason") != "length",
-    }
+    ended = choice.get("finish_reason") != "length"
+    return {"text": text if isinstance(text, str) else "", "ended": ended}

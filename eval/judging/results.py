@@ -23,49 +23,58 @@ import numpy as np
 
 from emo.common.errors import UserError
 from emo.eval import store
-from emo.eval.judging.answers import Row, evenly
-from emo.eval.judging.pairs import IDENTICAL, NO_ROOM, Judged
+from emo.eval.generation.prefixes import evenly
+from emo.eval.judging.answers import Row
+from emo.eval.judging.judging import IDENTICAL, NO_ROOM
+from emo.eval.judging.pairs import Judged
 from emo.eval.model import clean_name
 from emo.eval.stats import Interval, bounded_mean, confusion
 
+JUDGEMENTS = "judgements"
+VERSION = 3
+SHOWN = 5  # pairs in the report
+SHARES = ("win", "tie", "loss")
 LABELS = ("a", "b", "tie")
-
-
-def majority(labels: Sequence[str]) -> str:
-    """The label that most annotators gave; of several, the one given first, as PandaLM has it."""
-    counts = Counter(labels)
-    return max(counts, key=lambda label: counts[label])  # Counter keeps the order in which they came
-
-
-def accuracy(gold: Sequence[str], predicted: Sequence[str | None]) -> float:
-    """The share of labels [n] that were found; what is unreadable (None) is wrong."""
-    return float(np.mean([g == f for g, f in zip(gold, predicted, strict=True)]))
-
-
-def cohen(first: Sequence[str], second: Sequence[str]) -> float | None:
-    """Return Cohen's kappa (1960) of two raters; None where chance alone explains all agreement (p_e = 1)."""
-    from sklearn.metrics import cohen_kappa_score
-
-    if len({*first, *second}) == 1:
-        return None
-    return float(cohen_kappa_score(first, second))
-
-
-def fleiss(ratings: Sequence[Sequence[str]]) -> float | None:
-    """Fleiss' kappa (1971) of rows [n], each rated by as many raters, two at least. None where p_e = 1."""
-    raters = len(ratings[0])
-    labels = sorted({label for row in ratings for label in row})
-    counts = np.array([[list(row).count(label) for label in labels] for row in ratings], float)
-    agreeing = (counts * (counts - 1)).sum(axis=1) / (raters * (raters - 1))
-    expected = float(((counts.sum(axis=0) / counts.sum()) ** 2).sum())
-    return None if expected > 1 - 1e-12 else float((agreeing.mean() - expected) / (1 - expected))
-
+VERDICTS = (*LABELS, "unreadable")
+# Count -> how a reader is told about it.
+REMARKS = {
+    "changed": "verdicts change with the order; they count as ties",
+    "unreadable": "pairs have an unreadable verdict; they are left out",
+    "replies_cut_off": "replies were cut off before their end (--max_new_tokens)",
+    "identical": "pairs have the same answer twice: ties, not asked",
+    "cut": "pairs did not fit into the judge's context; both answers were cut alike",
+    "no_room": "pairs do not fit even without their answers; they are left out",
+    "empty_a": "answers of A are empty",
+    "empty_b": "answers of B are empty",
+}
 
 DRAWS = 5_000  # of signs
 BATCH = 500  # draws at a time
 FOLDS = 5  # of AlpacaEval's cross-validation
 LEAST = 2 * FOLDS  # verdicts that a length-controlled win rate needs
 NEXT_TO_NOTHING = 1e-12  # a weight
+
+
+def majority(labels: Sequence[str]) -> str:
+    """Return the label that most annotators gave; of several, the one given first, as PandaLM has it."""
+    return Counter(labels).most_common(1)[0][0]
+
+
+def cohen(first: Sequence[str], second: Sequence[str]) -> float | None:
+    """Return Cohen's kappa (1960) of two raters; None where chance alone explains all agreement (p_e = 1)."""
+    from sklearn.metrics import cohen_kappa_score
+
+    return None if len({*first, *second}) == 1 else float(cohen_kappa_score(first, second))
+
+
+def fleiss(ratings: Sequence[Sequence[str]]) -> float | None:
+    """Return Fleiss' kappa (1971) of rows [n], each rated by as many raters, at least 2; None for p_e = 1."""
+    raters = len(ratings[0])
+    labels = sorted({label for row in ratings for label in row})
+    counts = np.array([[list(row).count(label) for label in labels] for row in ratings], float)
+    agreeing = (counts * (counts - 1)).sum(axis=1) / (raters * (raters - 1))
+    expected = float(((counts.sum(axis=0) / counts.sum()) ** 2).sum())
+    return None if expected > 1 - 1e-12 else float((agreeing.mean() - expected) / (1 - expected))
 
 
 def paired(
@@ -90,13 +99,14 @@ def paired(
 def length_controlled(
     scores: Sequence[float], lengths_a: Sequence[int], lengths_b: Sequence[int]
 ) -> float | None:
-    """B's win rate as it were at equal lengths: AlpacaEval's `length_controlled_minimal` (alpaca_eval 0.6.6).
+    """Return B's win rate at equal lengths: AlpacaEval's `length_controlled_minimal` (alpaca_eval 0.6.6).
 
     A logistic model of the scores [n] on tanh(d / sd(d)) and a constant, d = characters of A's answer less
     those of B's; fitted with an L1 penalty chosen by cross-validation; predicted at d = 0. Instructions'
     difficulty, which the full form adds from a table of its own, is left out. None with fewer than LEAST
     scores or without any difference in length.
     """
+    from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GroupKFold
 
     score = np.asarray(scores, float)
@@ -107,58 +117,112 @@ def length_controlled(
     # A score is a probability: each pair stands there twice, won and lost, with its share as the weight.
     X, y = np.concatenate([features] * 2), np.repeat([1, 0], len(d))
     weight, pair = np.concatenate([score, 1 - score]), np.tile(np.arange(len(d)), 2)
+
+    def fit(rows: np.ndarray, C: float) -> Any:
+        weights = weight[rows]
+        if not all(weights[y[rows] == won].any() for won in (0, 1)):  # liblinear complains on the terminal
+            weights = np.maximum(weights, NEXT_TO_NOTHING)
+        model = LogisticRegression(
+            C=C, l1_ratio=1.0, solver="liblinear", fit_intercept=False, random_state=123
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # ConvergenceWarning of a fold
+            return model.fit(X[rows], y[rows], sample_weight=weights)
+
     grid = np.logspace(-4, 4, 10)  # inverse strengths of the penalty
     losses = np.zeros(len(grid))  # on the pairs left out
     for train, test in GroupKFold(FOLDS).split(X, y, pair):
         for i, C in enumerate(grid):
-            p = _fit(X[train], y[train], weight[train], C).predict_proba(X[test])[:, 1].clip(1e-15, 1 - 1e-15)
+            p = fit(train, C).predict_proba(X[test])[:, 1].clip(1e-15, 1 - 1e-15)
             share = np.where(y[test] == 1, weight[test], 1 - weight[test])
             losses[i] -= (share * np.log(p) + (1 - share) * np.log(1 - p)).mean()
-    model = _fit(X, y, weight, float(grid[losses.argmin()]))
+    model = fit(np.arange(len(y)), float(grid[losses.argmin()]))
     return float(1 / (1 + np.exp(-model.coef_[0, 1])))
 
 
-def _fit(X: np.ndarray, y: np.ndarray, weight: np.ndarray, C: float) -> Any:
-    from sklearn.linear_model import LogisticRegression
+def summary(judged: Judged, name: str) -> dict[str, Any]:
+    """Return all numbers of a judgement; shares and win rate are null where no verdict can be read."""
+    rows = judged.rows
+    read = [row for row in rows if row["score"] is not None]
+    asked = [row for row in rows if row["unasked"] is None]
+    shares: dict[str, Any] = dict.fromkeys((*SHARES, "win_rate"))
+    if read:
+        scores, questions = np.array([row["score"] for row in read]), [row["question"] for row in read]
+        columns = (scores > 0.5, scores == 0.5, scores < 0.5, scores)
+        shares = {name: _share(c.tolist(), questions) for name, c in zip(shares, columns, strict=True)}
+    consistency = None  # share of pairs whose verdict is the same in both orders
+    if judged.orders == 2 and asked:
+        consistency = sum(row["outcome"] in LABELS for row in asked) / len(asked)
+    outcomes = Counter(row["outcome"] for row in rows)
+    unasked = Counter(row["unasked"] for row in rows)
+    counts = {name: outcomes[name] for name in ("a", "b", "tie", "changed")}
+    counts |= {"unreadable": outcomes["unreadable"] - unasked[NO_ROOM], "no_room": unasked[NO_ROOM]}
+    counts |= {"identical": unasked[IDENTICAL], "cut": sum(row["cut"] is not None for row in rows)}
+    counts |= {f"empty_{side}": sum(not row[side].strip() for row in rows) for side in ("a", "b")}
+    counts["unreadable_replies"] = sum(verdict is None for row in asked for verdict in row["verdicts"])
+    counts["replies_cut_off"] = sum(r.get("ended") is False for row in rows for r in row["replies"])
+    lengths = {side: [len(row[side]) for row in rows] for side in ("a", "b")}
+    of_read = ([len(row[side]) for row in read] for side in ("a", "b"))
+    return {
+        **{key: value for key, value in vars(judged).items() if key != "rows"},
+        **{"version": VERSION, "name": name, "pairs": len(rows), "read": len(read), "counts": counts},
+        **shares,
+        "length_controlled": length_controlled([row["score"] for row in read], *of_read),
+        "lengths": {side: float(np.mean(values)) for side, values in lengths.items()},
+        "consistency": consistency,
+        "human": _human(rows) if rows[0]["human"] else None,
+        "shown": [rows[i] for i in evenly(len(rows), SHOWN)],
+    }
 
-    if not all(weight[y == won].any() for won in (0, 1)):  # liblinear complains on the terminal
-        weight = np.maximum(weight, NEXT_TO_NOTHING)
-    model = LogisticRegression(C=C, l1_ratio=1.0, solver="liblinear", fit_intercept=False, random_state=123)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # ConvergenceWarning of a fold
-        return model.fit(X, y, sample_weight=weight)
+
+def _share(values: Sequence[float], questions: Sequence[str]) -> dict[str, float]:
+    """Return a mean from 0 to 1 with its interval; the unit is the question."""
+    value, interval = bounded_mean(values, questions)
+    return {"value": value, **asdict(interval)}
 
 
-# Count -> how a reader is told about it.
-REMARKS = {
-    "changed": "verdicts change with the order; they count as ties",
-    "unreadable": "pairs have an unreadable verdict; they are left out",
-    "replies_cut_off": "replies were cut off before their end (--max_new_tokens)",
-    "identical": "pairs have the same answer twice: ties, not asked",
-    "cut": "pairs did not fit into the judge's context; both answers were cut alike",
-    "no_room": "pairs do not fit even without their answers; they are left out",
-    "empty_a": "answers of A are empty",
-    "empty_b": "answers of B are empty",
-}
+def _human(rows: list[Row]) -> dict[str, Any]:
+    """Return how the verdicts agree with the people's labels.
+
+    agreement: a verdict that is unreadable, or changes with the order, is wrong, as Auto-J counts.
+    unreadable_as_ties: the same with what is unreadable made a tie, as PandaLM counts. kappa: of readable
+    verdicts, changed ones as ties.
+    """
+    people, outcomes = [row["human"] for row in rows], [row["outcome"] for row in rows]
+    gold = [majority(labels) for labels in people]
+    right = [float(g == f) for g, f in zip(gold, outcomes, strict=True)]
+    as_ties = [g == ("tie" if f == "unreadable" else f) for g, f in zip(gold, outcomes, strict=True)]
+    settled = ["tie" if outcome == "changed" else outcome for outcome in outcomes]
+    both = [(g, f) for g, f in zip(gold, settled, strict=True) if f != "unreadable"]
+    return {
+        "rows": len(rows),
+        "raters": len(people[0]),
+        "no_majority": sum(len(labels) > 2 and len(set(labels)) > 2 for labels in people),
+        "agreement": _share(right, [row["question"] for row in rows]),
+        "unreadable_as_ties": float(np.mean(as_ties)),
+        "kappa": cohen(*zip(*both, strict=True)) if both else None,
+        "kappa_of_people": fleiss(people) if len(people[0]) > 1 else None,
+        "labels": list(VERDICTS),
+        "confusion": confusion(gold, settled, VERDICTS)[:3],
+    }
 
 
 def lines(numbers: dict[str, Any]) -> Iterator[str]:
-    """Yield the numbers of `results.summary` as sentences, the most important first."""
+    """Yield the numbers of `summary` as sentences, the most important first."""
 
-    def percent(share: dict[str, float]) -> str:
-        return f"{100 * share['value']:.1f} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]"
+    def percent(share: dict[str, float], digits: int = 1) -> str:
+        return f"{100 * share['value']:.{digits}f} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]"
 
     parties = f"{numbers['b']} against {numbers['a']}, judged by {numbers['by']} ({numbers['judge']})"
     if not numbers["read"]:
         yield f"{parties}: none of the verdicts on {numbers['pairs']} pairs can be read"
     else:
         yield f"{parties}: " + ", ".join(f"{name} {percent(numbers[name])}" for name in SHARES)
-        rate, lengths, controlled = numbers["win_rate"], numbers["lengths"], numbers["length_controlled"]
+        lengths, controlled = numbers["lengths"], numbers["length_controlled"]
         at_equal = "" if controlled is None else f"; at equal lengths {100 * controlled:.2f}"
         yield (
-            f"  win rate {100 * rate['value']:.2f} [{100 * rate['low']:.1f}, {100 * rate['high']:.1f}] on "
-            f"{numbers['read']} of {numbers['pairs']} pairs{at_equal}; characters {lengths['b']:.0f} against "
-            f"{lengths['a']:.0f}"
+            f"  win rate {percent(numbers['win_rate'], 2)} on {numbers['read']} of {numbers['pairs']} "
+            f"pairs{at_equal}; characters {lengths['b']:.0f} against {lengths['a']:.0f}"
         )
     for name, text in remarks(numbers):
         yield f"  {numbers['counts'][name]} {text}"
@@ -180,13 +244,6 @@ def remarks(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
     return ((name, text) for name, text in REMARKS.items() if numbers["counts"][name])
 
 
-JUDGEMENTS = "judgements"
-VERSION = 3
-SHOWN = 5  # pairs in the report
-SHARES = ("win", "tie", "loss")
-VERDICTS = (*LABELS, "unreadable")
-
-
 def default_title(judged: Judged) -> str:
     """Return the name of a judgement where nobody says otherwise."""
     by = judged.judge if judged.by == judged.judge else f"{judged.judge}-{Path(judged.by).name}"
@@ -194,101 +251,12 @@ def default_title(judged: Judged) -> str:
     return clean_name(f"{judged.b}-vs-{judged.a}{questions}-{by}")
 
 
-def summary(judged: Judged, name: str) -> dict[str, Any]:
-    """All numbers of a judgement; shares and win rate are null where not one verdict can be read."""
-    rows = judged.rows
-    read = [row for row in rows if row["score"] is not None]
-    judged_rows = [row for row in rows if row["unasked"] is None]
-    shares: dict[str, Any] = dict.fromkeys((*SHARES, "win_rate"))
-    if read:
-        scores, questions = np.array([row["score"] for row in read]), [row["question"] for row in read]
-        columns = (scores > 0.5, scores == 0.5, scores < 0.5, scores)
-        shares = {name: _share(c.tolist(), questions) for name, c in zip(shares, columns, strict=True)}
-    consistency = None  # share of pairs whose verdict is the same in both orders
-    if judged.orders == 2 and judged_rows:
-        consistency = sum(row["outcome"] in LABELS for row in judged_rows) / len(judged_rows)
-    return {
-        "version": VERSION,
-        "name": name,
-        "judge": judged.judge,
-        "by": judged.by,
-        "a": judged.a,
-        "b": judged.b,
-        "questions": judged.questions,
-        "orders": judged.orders,
-        "facts": judged.facts,
-        "pairs": len(rows),
-        "read": len(read),
-        "counts": _counts(rows),
-        **shares,
-        "length_controlled": length_controlled(
-            [row["score"] for row in read], *([len(row[side]) for row in read] for side in ("a", "b"))
-        ),
-        "lengths": {side: float(np.mean([len(row[side]) for row in rows])) for side in ("a", "b")},
-        "consistency": consistency,
-        "human": _human(rows) if rows[0]["human"] else None,
-        "shown": [rows[i] for i in evenly(len(rows), SHOWN)],
-    }
-
-
-def _counts(rows: list[Row]) -> dict[str, int]:
-    """Return outcomes, and apart from them what a reader should know about the pairs."""
-    outcomes = Counter(row["outcome"] for row in rows)
-    unasked = Counter(row["unasked"] for row in rows)
-    sides = [verdict for row in rows if row["unasked"] is None for verdict in row["verdicts"]]
-    return {
-        **{name: outcomes[name] for name in ("a", "b", "tie", "changed")},
-        "unreadable": outcomes["unreadable"] - unasked[NO_ROOM],
-        "no_room": unasked[NO_ROOM],
-        "identical": unasked[IDENTICAL],
-        "cut": sum(row["cut"] is not None for row in rows),
-        "empty_a": sum(not row["a"].strip() for row in rows),
-        "empty_b": sum(not row["b"].strip() for row in rows),
-        "unreadable_replies": sum(verdict is None for verdict in sides),
-        "replies_cut_off": sum(reply.get("ended") is False for row in rows for reply in row["replies"]),
-    }
-
-
-def _share(values: Sequence[float], questions: Sequence[str]) -> dict[str, float]:
-    """Return a mean from 0 to 1 with its interval; the unit is the question."""
-    value, interval = bounded_mean(values, questions)
-    return {"value": value, **asdict(interval)}
-
-
-def _human(rows: list[Row]) -> dict[str, Any]:
-    """Return how the verdicts agree with the people's labels.
-
-    agreement: a verdict that is unreadable, or changes with the order, is wrong, as Auto-J counts.
-    unreadable_as_ties: the same with what is unreadable made a tie, as PandaLM counts. kappa: of readable
-    verdicts, changed ones as ties.
-    """
-    gold = [majority(row["human"]) for row in rows]
-    outcomes = [row["outcome"] for row in rows]
-    right = [float(g == f) for g, f in zip(gold, outcomes, strict=True)]
-    settled = ["tie" if outcome == "changed" else outcome for outcome in outcomes]
-    both = [(g, f) for g, f in zip(gold, settled, strict=True) if f != "unreadable"]
-    several = len(rows[0]["human"]) > 1
-    return {
-        "rows": len(rows),
-        "raters": len(rows[0]["human"]),
-        "no_majority": sum(len(row["human"]) > 2 and len(set(row["human"])) > 2 for row in rows),
-        "agreement": _share(right, [row["question"] for row in rows]),
-        "unreadable_as_ties": accuracy(gold, ["tie" if f == "unreadable" else f for f in outcomes]),
-        "kappa": cohen(*zip(*both, strict=True)) if both else None,
-        "kappa_of_people": fleiss([row["human"] for row in rows]) if several else None,
-        "labels": list(VERDICTS),
-        "confusion": confusion(gold, settled, VERDICTS)[:3],
-    }
-
-
 def write(judged: Judged, name: str, out: Path) -> dict[str, Any]:
-    """Write both files of a judgement; its numbers."""
-    numbers = summary(judged, name)
-    directory = out / JUDGEMENTS
-    lines = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in judged.rows)
-    numbers["rows_digest"] = store.digest(lines)
-    store.replace(directory / f"{name}.jsonl", lines)
-    store.replace(directory / f"{name}.json", store.dump(numbers))
+    """Write both files of a judgement; return its numbers."""
+    text = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in judged.rows)
+    numbers = summary(judged, name) | {"rows_digest": store.digest(text)}
+    store.replace(out / JUDGEMENTS / f"{name}.jsonl", text)
+    store.replace(out / JUDGEMENTS / f"{name}.json", store.dump(numbers))
     return numbers
 
 
@@ -299,17 +267,9 @@ class Judgement:
     numbers: dict[str, Any]
     path: Path
 
-    @property
-    def name(self) -> str:
-        return str(self.numbers["name"])
-
-    def interval(self, share: str) -> Interval:
-        """The interval of a share or of the win rate, of which there must be one."""
-        return Interval(self.numbers[share]["low"], self.numbers[share]["high"])
-
     @cached_property
     def scores(self) -> dict[str, tuple[str, float]]:
-        """Key of a pair -> (its question, B's score), of readable verdicts. UserError when it is damaged."""
+        """Return key of a pair -> (its question, B's score), of readable verdicts; UserError if damaged."""
         file = self.path.with_suffix(".jsonl")
         try:
             text = file.read_text(encoding="utf-8")
@@ -322,18 +282,17 @@ class Judgement:
 
 
 def read_judgements(outs: Sequence[Path], say: Callable[[str], None]) -> list[Judgement]:
-    """All judgements under some results directories. say: told which files are skipped, and why."""
+    """Return all judgements under some results directories. say: told which files are skipped, and why."""
     judgements = []
-    for out in outs:
-        for path in sorted((out / JUDGEMENTS).glob("*.json")):
-            value = store.read_json(path)
-            # Shares and win rate stand there exactly where verdicts were read.
-            if (
-                isinstance(value, dict)
-                and value.get("version") == VERSION
-                and all(isinstance(value[n], dict) == bool(value["read"]) for n in (*SHARES, "win_rate"))
-            ):
-                judgements.append(Judgement(value, path))
-            else:
-                say(f"skipped {path}: damaged, or a judgement of another version; judge again")
+    for path in (path for out in outs for path in sorted((out / JUDGEMENTS).glob("*.json"))):
+        value = store.read_json(path)
+        # Shares and win rate stand there exactly where verdicts were read.
+        if (
+            isinstance(value, dict)
+            and value.get("version") == VERSION
+            and all(isinstance(value[n], dict) == bool(value["read"]) for n in (*SHARES, "win_rate"))
+        ):
+            judgements.append(Judgement(value, path))
+        else:
+            say(f"skipped {path}: damaged, or a judgement of another version; judge again")
     return judgements

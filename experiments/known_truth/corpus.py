@@ -17,10 +17,9 @@ from pathlib import Path
 
 from emo.common.errors import ExitCode, outcome
 from emo.common.files import write_text
-from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.decoding import Decoding, prompt_ids
 from emo.eval.generation.prefixes import given
 from emo.eval.generation.records import Generation, Plan
-from emo.eval.generation.tokens import prompt_ids
 from emo.eval.model import EvaluatedModel
 from emo.experiments.code import code_digest
 

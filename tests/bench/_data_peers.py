@@ -20,11 +20,9 @@ AXOLOTL, NUMBA, LLVMLITE = "axolotl==0.19.0", "numba", "llvmlite"
 
 def bare_encode_batch(texts: list[str], tokenizer: Tokenizer, portion: int = 256) -> int:
     """Only the tokenizer, on text that is in memory already."""
-    count = 0
-    for start in range(0, len(texts), portion):
-        encoded = tokenizer.encode_batch(texts[start : start + portion], add_special_tokens=False)
-        count += sum(len(one.ids) for one in encoded)
-    return count
+    portions = (texts[start : start + portion] for start in range(0, len(texts), portion))
+    batches = (tokenizer.encode_batch(texts, add_special_tokens=False) for texts in portions)
+    return sum(len(row.ids) for batch in batches for row in batch)
 
 
 def run_clm(file: Path, tokenizer_dir: Path, block: int, cache: Path) -> int:
@@ -57,55 +55,37 @@ def datatrove(folder: Path, tokenizer_dir: Path, eos: str, out: Path, batch: int
     readers = common.import_peer(DATATROVE, "datatrove.pipeline.readers")
     tokens = common.import_peer(DATATROVE, "datatrove.pipeline.tokens")
     common.import_peer("loguru==0.7.3", "loguru").logger.remove()
-    executor.LocalPipelineExecutor(
-        pipeline=[
-            readers.JsonlReader(str(folder), glob_pattern="*.jsonl", text_key="text"),
-            tokens.DocumentTokenizer(
-                str(out / "tokens"),
-                str(tokenizer_dir / "tokenizer.json"),
-                eos_token=eos,
-                shuffle_documents=False,
-                batch_size=batch,
-            ),
-        ],
-        tasks=1,
-        workers=1,
-        logging_dir=str(out / "logs"),
-        skip_completed=False,
-    ).run()
+    reader = readers.JsonlReader(str(folder), glob_pattern="*.jsonl", text_key="text")
+    paths, options = (
+        (out / "tokens", tokenizer_dir / "tokenizer.json"),
+        {"eos_token": eos, "batch_size": batch},
+    )
+    writer = tokens.DocumentTokenizer(*map(str, paths), shuffle_documents=False, **options)
+    settings = {"tasks": 1, "workers": 1, "logging_dir": str(out / "logs"), "skip_completed": False}
+    executor.LocalPipelineExecutor(pipeline=[reader, writer], **settings).run()
 
 
-def trl_bins(lengths: np.ndarray, capacity: int) -> int:
-    """TRL's best-fit-decreasing, over all rows at once."""
+def trl_bins(lengths: np.ndarray, capacity: int, portions: bool = False) -> int:
+    """TRL's best-fit-decreasing, over all rows at once, or in its default portions of 1,000 rows."""
     import datasets
 
     datasets.disable_progress_bars()
     pack_dataset = common.import_peer(TRL, "trl.data_utils").pack_dataset
     rows = datasets.Dataset.from_dict({"input_ids": [[1] * int(n) for n in lengths]})
-    packed = pack_dataset(rows, capacity, "bfd", map_kwargs={"batch_size": len(rows)})
-    return len(packed)
-
-
-def trl_default_bins(lengths: np.ndarray, capacity: int) -> int:
-    """The same with its default portions of 1,000 rows."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    pack_dataset = common.import_peer(TRL, "trl.data_utils").pack_dataset
-    rows = datasets.Dataset.from_dict({"input_ids": [[1] * int(n) for n in lengths]})
-    return len(pack_dataset(rows, capacity, "bfd"))
+    return len(
+        pack_dataset(rows, capacity, "bfd", **({} if portions else {"map_kwargs": {"batch_size": len(rows)}}))
+    )
 
 
 def llama_factory_bins(lengths: np.ndarray, capacity: int) -> int:
     """LLaMA-Factory's greedy knapsack; its module is read alone, the package would import its trainer."""
-    common.import_peer(LLAMA_FACTORY, "llamafactory")
-    file = (
-        common.import_peer(LLAMA_FACTORY, "llamafactory").__path__[0] + "/data/processor/processor_utils.py"
-    )
+    package = Path(common.import_peer(LLAMA_FACTORY, "llamafactory").__path__[0])
+    source = (package / "data/processor/processor_utils.py").read_text(encoding="utf-8")
     names: dict = {}
-    source = Path(file).read_text(encoding="utf-8")
-    body = source[source.index("def search_for_fit") : source.index("def infer_seqlen")]
-    exec(compile("import bisect\n" + body, file, "exec"), names)
+    exec(
+        "import bisect\n" + source[source.index("def search_for_fit") : source.index("def infer_seqlen")],
+        names,
+    )
     return len(names["greedy_knapsack"](lengths.tolist(), capacity))
 
 
@@ -115,7 +95,5 @@ def axolotl_bins(lengths: np.ndarray, capacity: int) -> int:
     common.import_peer(NUMBA, "numba")
     logging.disable(logging.WARNING)
     module = common.import_peer(AXOLOTL, "axolotl.utils.samplers.multipack")
-    bins = module.pack_parallel(
-        lengths, capacity, group_size=100_000, bin_size=200, num_processes=1, safe_mode=True
-    )
-    return len(bins)
+    options = {"group_size": 100_000, "bin_size": 200, "num_processes": 1, "safe_mode": True}
+    return len(module.pack_parallel(lengths, capacity, **options))

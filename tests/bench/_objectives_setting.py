@@ -1,14 +1,15 @@
-"""What the objectives bench measures with: heads, batches of real labels, and every contestant on them."""
+"""What the objectives bench measures with: heads, batches of real labels, and every contestant on them.
+
+The naive objectives are as people write them, from logits of all tokens.
+"""
 
 from __future__ import annotations
 
 import functools
 import io
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,6 @@ from emo.pipeline.loss.cost import CostEmbedding, TokenPlan, open_rows, plan_tok
 from emo.pipeline.loss.fused import fused_linear_loss
 from emo.pipeline.loss.objectives import get_objective
 from tests.bench import common
-from tests.bench._objectives_naive import NAIVE
 
 AUTHORS, LIGER, CCE, TRL = "EMOLoss==0.0.2", "liger-kernel==0.8.5", "cut-cross-entropy==25.1.1", "trl==1.16.0"
 GPU = torch.cuda.is_available()
@@ -48,44 +48,74 @@ class Shape:
 
 def shapes(quick: bool) -> list[Shape]:
     """The sizes that the targets speak of."""
+    heads = [("LLaMA-like head", 2048, 32000, 1024), ("GPT-2 head", 1024, 50257, 768)]
     if quick:
-        return [Shape("small", 256, 5000, 64, "float32"), Shape("small", 256, 5000, 64, "bfloat16")]
-    if GPU:
-        return [
-            Shape("LLaMA-7B head", 8192, 32000, 4096, "bfloat16"),
-            Shape("GPT-2 head", 8192, 50257, 768, "bfloat16"),
-        ]
-    return [
-        Shape("LLaMA-like head", 2048, 32000, 1024, "float32"),
-        Shape("LLaMA-like head", 2048, 32000, 1024, "bfloat16"),
-        Shape("GPT-2 head", 1024, 50257, 768, "float32"),
-        Shape("GPT-2 head", 1024, 50257, 768, "bfloat16"),
-    ]
+        heads = [("small", 256, 5000, 64)]
+    elif GPU:
+        heads = [("LLaMA-7B head", 8192, 32000, 4096), ("GPT-2 head", 8192, 50257, 768)]
+    dtypes = ("bfloat16",) if GPU and not quick else ("float32", "bfloat16")
+    return [Shape(*head, dtype) for head in heads for dtype in dtypes]
+
+
+def focal(logits: Tensor, labels: Tensor) -> Tensor:
+    """Focal loss with gamma 2."""
+    m = F.cross_entropy(logits.float(), labels, reduction="none")
+    return ((1 - torch.exp(-m)) ** 2 * m).mean()
+
+
+def dft(logits: Tensor, labels: Tensor) -> Tensor:
+    """Dynamic fine-tuning."""
+    m = F.cross_entropy(logits.float(), labels, reduction="none")
+    return (torch.exp(-m).detach() * m).mean()
+
+
+def mile(logits: Tensor, labels: Tensor) -> Tensor:
+    """MiLe with gamma 1, its weights without gradient."""
+    logits = logits.float()
+    m = F.cross_entropy(logits, labels, reduction="none")
+    with torch.no_grad():
+        log_p = logits.log_softmax(-1)
+        weight = 1 - (log_p.exp() * log_p).sum(-1)
+    return (weight / weight.mean() * m).mean()
+
+
+def deft(logits: Tensor, labels: Tensor) -> Tensor:
+    """DEFT."""
+    log_p = logits.float().log_softmax(-1)
+    a = log_p.detach().exp().square().sum(-1)
+    p = log_p.gather(-1, labels[:, None])[:, 0].exp()
+    return ((1 - p**a) / a).mean()
+
+
+def neg_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """An entropy bonus."""
+    log_p = logits.float().log_softmax(-1)
+    return (log_p.exp() * log_p).sum(-1).mean()
+
+
+NAIVE = {function.__name__: function for function in (focal, dft, mile, deft, neg_entropy)}
 
 
 @functools.cache
 def text_tokens(vocab_size: int) -> tuple[Tensor, str]:
     """A long run of token ids and where they come from: Alpaca text if at hand, else Zipf's law."""
-    data = Path(os.environ.get("SHARED_DATA", common.REPO.parent / "shared" / "data"))
-    text = data / "instruct" / "alpaca_davinci003_9k" / "train.jsonl.zst"
-    model = data / "tokenizers" / "llama" / "tokenizer.model"
+    text = common.SHARED / "instruct" / "alpaca_davinci003_9k" / "train.jsonl.zst"
+    model = common.SHARED / "tokenizers" / "llama" / "tokenizer.model"
     if vocab_size == 32000 and text.is_file() and model.is_file():
         import sentencepiece
         import zstandard
 
         kept = common.RESULTS / "tokens.pt"  # child processes need them again
-        if kept.is_file():
-            return torch.load(kept), ALPACA
-
-        encode = sentencepiece.SentencePieceProcessor(model_file=str(model)).encode
-        ids: list[int] = []
-        with text.open("rb") as file:
-            for line in io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(file), "utf-8"):
-                row = json.loads(line)
-                ids += [*encode("\n".join((row["instruction"], row["input"], row["output"]))), 2]
-        common.RESULTS.mkdir(parents=True, exist_ok=True)
-        torch.save(torch.tensor(ids), kept)
-        return torch.tensor(ids), ALPACA
+        if not kept.is_file():
+            encode = sentencepiece.SentencePieceProcessor(model_file=str(model)).encode
+            ids: list[int] = []
+            with text.open("rb") as file:
+                for line in io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(file), "utf-8"):
+                    row = json.loads(line)
+                    ids += [*encode("\n".join((row["instruction"], row["input"], row["output"]))), 2]
+            common.RESULTS.mkdir(parents=True, exist_ok=True)
+            torch.save(torch.tensor(ids), kept)
+        return torch.load(kept), ALPACA
     generator = torch.Generator().manual_seed(0)
     rank = torch.arange(vocab_size, dtype=torch.float64)
     ids_drawn = torch.multinomial((rank + 2.7) ** -1.07, 600_000, replacement=True, generator=generator)
@@ -150,7 +180,7 @@ class Setting:
         return run
 
     def from_logits(self, name: str) -> Callable[[int], None]:
-        """An objective as people write it (`_objectives_naive.py`)."""
+        """An objective as people write it."""
         return lambda i: self.backward(NAIVE[name](F.linear(self.hidden, self.weight), self.labels(i)))
 
     def naive(self, i: int) -> None:

@@ -14,15 +14,17 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -30,6 +32,8 @@ import torch
 
 REPO = Path(__file__).resolve().parents[2]
 RESULTS = REPO / "runs" / "bench"
+SHARED = Path(os.environ.get("SHARED_DATA", REPO.parent / "shared" / "data"))
+Times = dict[str, list[float]]  # seconds by contestant and round
 
 
 def settle(threads: int = 1) -> None:
@@ -39,25 +43,14 @@ def settle(threads: int = 1) -> None:
 
 def machine() -> str:
     """The machine in words, without any name of it."""
-    cores = f"{os.cpu_count()} cores"
-    model = next(
-        (
-            line.partition(":")[2].strip()
-            for line in _read("/proc/cpuinfo").splitlines()
-            if line.startswith("model name")
-        ),
-        platform.machine(),
-    )
-    words = f"{model}, {cores}, torch {torch.__version__}, {torch.get_num_threads()} thread(s)"
-    if torch.cuda.is_available():
-        words += f", {torch.cuda.get_device_name()}"
-    return words
-
-
-def _read(path: str) -> str:
-    with contextlib.suppress(OSError):
-        return Path(path).read_text(encoding="utf-8")
-    return ""
+    known = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    words = [
+        known[1] if known else platform.machine(),
+        f"{os.cpu_count()} cores",
+        f"torch {torch.__version__}",
+    ]
+    words += [f"{torch.get_num_threads()} thread(s)"]
+    return ", ".join(words + ([torch.cuda.get_device_name()] if torch.cuda.is_available() else []))
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -75,16 +68,14 @@ def seconds(run: Callable[[], object]) -> float:
     return time.process_time() - begin
 
 
-def race(
-    contestants: dict[str, Callable[[int], object]], rounds: int, warm_up: int = 1
-) -> dict[str, list[float]]:
+def race(contestants: dict[str, Callable[[int], object]], rounds: int) -> Times:
     """Seconds of each contestant in each round; `contestant(i)` gets the round's number (>= 0).
 
     Rounds below zero warm up and do not count. The order turns by one place every round.
     """
-    times: dict[str, list[float]] = {name: [] for name in contestants}
+    times: Times = {name: [] for name in contestants}
     names = list(contestants)
-    for i in range(-warm_up, rounds):
+    for i in range(-1, rounds):
         turn = i % len(names)
         for name in names[turn:] + names[:turn]:
             gc.collect()
@@ -94,7 +85,7 @@ def race(
     return times
 
 
-def ratio(times: dict[str, list[float]], name: str, base: str) -> float:
+def ratio(times: Times, name: str, base: str) -> float:
     """Median over rounds of `name` divided by `base` in the same round."""
     return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
 
@@ -114,34 +105,23 @@ def peak_memory_mb(run: Callable[[], object]) -> float:
         run()
         torch.cuda.synchronize()
         return (torch.cuda.max_memory_allocated() - before) / 2**20
-    Path("/proc/self/clear_refs").write_text(
-        "5", encoding="utf-8"
-    )  # sets the high-water mark back to the present
-    before = _status_kb("VmRSS")
+    # Sets the high-water mark back to the present.
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+    def status_kb(key: str) -> int:
+        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        return int(next(line for line in lines if line.startswith(key)).split()[1])
+
+    before = status_kb("VmRSS")
     run()
-    return (_status_kb("VmHWM") - before) / 1024
-
-
-def _status_kb(key: str) -> int:
-    line = next(line for line in _read("/proc/self/status").splitlines() if line.startswith(key))
-    return int(line.split()[1])
+    return (status_kb("VmHWM") - before) / 1024
 
 
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
     """`function(*arguments)` in a fresh Python process; large buffers go back to the system at once."""
-    given = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    old = {key: os.environ.get(key) for key in given}
-    os.environ.update(given)
-    try:
-        context = multiprocessing.get_context("spawn")
-        with context.Pool(1) as pool:
-            return pool.apply(function, arguments)
-    finally:
-        for key, value in old.items():
-            if value is None:
-                os.environ.pop(key)
-            else:
-                os.environ[key] = value
+    settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+    with mock.patch.dict(os.environ, settings), multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
 
 
 def import_peer(package: str, module: str) -> Any:
@@ -193,42 +173,40 @@ class Report:
             entry |= {"better": "higher", "met": value is not None and value >= at_least}
         self.ratios[name] = entry
 
-    def lines(self) -> Iterator[str]:
+    def race(
+        self, contestants: dict[str, Callable[[int], object]], rounds: int, column: str, **cells: Any
+    ) -> Times:
+        """Race, with a row for each contestant, named in `column`: its median seconds."""
+        times = race(contestants, rounds)
+        for name, took in times.items():
+            self.row(**cells, **{column: name}, seconds=statistics.median(took))
+        return times
+
+    def finish(self, **settings: Any) -> int:
+        """Print the table, write runs/bench/NAME.json; 1 when a target falls short, else 0."""
+        print(f"\n{machine()}")
         columns = list(dict.fromkeys(key for row in self.rows for key in row))
-        cells = [[_show(row.get(column)) for column in columns] for row in self.rows]
+        shown = [
+            {key: f"{v:.3f}" if isinstance(v, float) else v for key, v in row.items()} for row in self.rows
+        ]
+        cells = [["" if row.get(c) is None else str(row[c]) for c in columns] for row in shown]
         widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
         for line in [columns, ["-" * width for width in widths], *cells]:
-            yield "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
-        yield ""
+            print("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |")
+        print()
         for name, entry in self.ratios.items():
             sign = {"lower": "<=", "higher": ">="}.get(entry.get("better", ""), "")
             target = f"target {sign} {entry['target']}" if sign else "no target"
             mark = {True: "met", False: "MISSED", None: ""}[entry.get("met")]
             value = "not measured" if entry["value"] is None else f"{entry['value']:.3f}"
-            yield f"{name}: {value} ({target}) {mark}".rstrip()
-
-    def finish(self, **settings: Any) -> int:
-        """Print the table, write runs/bench/NAME.json; 1 when a target falls short, else 0."""
-        print("\n".join(["", machine(), *self.lines()]))
+            print(f"{name}: {value} ({target}) {mark}".rstrip())
         RESULTS.mkdir(parents=True, exist_ok=True)
         path = RESULTS / f"{self.name}.json"
-        content = {
-            "name": self.name,
-            "machine": machine(),
-            "settings": settings,
-            "rows": self.rows,
-            "ratios": self.ratios,
-            "notes": self.notes,
-        }
+        content = {"name": self.name, "machine": machine(), "settings": settings}
+        content |= {"rows": self.rows, "ratios": self.ratios, "notes": self.notes}
         path.write_text(json.dumps(content, indent=1) + "\n")
         print(f"written to {path.relative_to(REPO)}")
         return int(any(entry.get("met") is False for entry in self.ratios.values()))
-
-
-def _show(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def parser(description: str, rounds: int = 5) -> argparse.ArgumentParser:

@@ -9,11 +9,13 @@ duplicates, packing, hashing, writing. Scaling is wall time, so it needs a machi
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,24 +29,26 @@ import numpy as np
 import torch
 import yaml
 
+from emo.common.errors import UserError
 from emo.common.recipe import parse_section
 from emo.data_prep.config import DataConfig
 from emo.data_prep.inputs import open_text
 from emo.data_prep.pack import first_fit_decreasing
 from emo.data_prep.prepare import prepare
+from emo.data_prep.shards import TokenDataset
 from emo.data_prep.templates import Conversation, Exchange
 from emo.data_prep.tokenizer import save_tokenizer
+from emo.data_prep.verify import verify
 from emo.data_prep.words import encoder
 from emo.pipeline.config import MixtureConfig
 from emo.pipeline.order import Holding, MixedOrder
 from tests.bench import _data_peers as peers
-from tests.bench import _data_real, common
+from tests.bench import common
 from tests.helpers.corpus import alpaca_rows, random_dataset, tiny_tokenizer, write_jsonl
 from tests.helpers.corpus import texts as made_up
 
-DATA = Path(os.environ.get("SHARED_DATA", common.REPO.parent / "shared" / "data"))
+DATA = common.SHARED
 BLOCK = 256
-PARTS = ("tokenise", "scale", "read", "pack", "real")
 
 
 class Bench:
@@ -71,15 +75,9 @@ class Bench:
         return place
 
     def config(self, folder: Path, out: Path, **data: Any) -> DataConfig:
-        common_keys = {
-            "dir": str(out),
-            "root": str(folder),
-            "tokenizer": str(self.tokenizer),
-            "sequence_len": BLOCK,
-        }
-        return parse_section(
-            DataConfig, common_keys | {"shards": 2, "sources": [{"files": "text.jsonl"}]} | data, "data"
-        )
+        keys = {"dir": str(out), "root": str(folder), "tokenizer": str(self.tokenizer), "sequence_len": BLOCK}
+        keys |= {"shards": 2, "sources": [{"files": "text.jsonl"}]}
+        return parse_section(DataConfig, keys | data, "data")
 
 
 def real_texts() -> list[str]:
@@ -101,9 +99,7 @@ def quiet(_: str) -> None:
 
 def tokenise(bench: Bench) -> None:
     """CPU seconds of the whole preparation against the bare tokenizer, run_clm's recipe and datatrove."""
-    report = bench.report
-    folder = bench.folder("text")
-    bare = encoder(bench.tokenizer)
+    report, folder, bare = bench.report, bench.folder("text"), encoder(bench.tokenizer)
     tokens = peers.bare_encode_batch(bench.texts, bare)
 
     def fresh(name: str) -> Path:
@@ -128,46 +124,34 @@ def tokenise(bench: Bench) -> None:
         "datatrove": lambda _: peers.datatrove(folder, bench.tokenizer, "</s>", fresh("datatrove")),
     }
     if bench.real:
-        nlu = str(DATA / "nlu")
-        contestants["prepare, contamination check"] = ours(contamination=nlu)
+        contestants["prepare, contamination check"] = ours(contamination=str(DATA / "nlu"))
     try:
-        peers.datatrove(folder, bench.tokenizer, "</s>", fresh("datatrove"))
+        contestants["datatrove"](0)
     except ImportError as error:
         report.note(f"skipped: datatrove ({error})")
         del contestants["datatrove"]
     times = common.race(contestants, bench.rounds)
     for name, own in times.items():
         report.row(part="tokenise", what=name, tokens_per_cpu_s=round(tokens / statistics.median(own)))
-    report.ratio(
-        "prepare / bare encode_batch, tokens/s",
-        common.ratio(times, "bare encode_batch", "prepare"),
-        at_least=1.6,
-    )
-    report.ratio(
-        "prepare / run_clm recipe, tokens/s", common.ratio(times, "run_clm recipe", "prepare"), at_least=2.2
-    )
-    if "datatrove" in times:
-        report.ratio(
-            "prepare / datatrove, tokens/s", common.ratio(times, "datatrove", "prepare"), at_least=1.55
-        )
-    for name in set(times) - {"bare encode_batch", "run_clm recipe", "datatrove", "prepare"}:
+    targets = {"bare encode_batch": 1.6, "run_clm recipe": 2.2, "datatrove": 1.55}
+    for name, target in targets.items():
+        if name in times:
+            value = common.ratio(times, name, "prepare")
+            report.ratio(f"prepare / {name}, tokens/s", value, at_least=target)
+    for name in times.keys() - targets.keys() - {"prepare"}:
         report.ratio(f"{name} / prepare, CPU time", common.ratio(times, name, "prepare"))
 
 
 def scale(bench: Bench) -> None:
     """Wall seconds with one and with two workers, in turn; the command is the user's."""
-    import subprocess
-
-    report = bench.report
-    folder = bench.folder("much", copies=1 if bench.quick else 20)
+    report, folder = bench.report, bench.folder("much", copies=1 if bench.quick else 20)
+    out, recipe = bench.work / "scaled", bench.work / "scale.yaml"
+    config = bench.config(folder, out).model_dump(mode="json")
+    recipe.write_text(yaml.safe_dump({"data": config}))
     times: dict[int, list[float]] = {1: [], 2: []}
     for i in range(bench.rounds):
         for workers in ((1, 2), (2, 1))[i % 2]:
-            out = bench.work / "scaled"
             shutil.rmtree(out, ignore_errors=True)
-            recipe = bench.work / "scale.yaml"
-            config = bench.config(folder, out).model_dump(mode="json")
-            recipe.write_text(yaml.safe_dump({"data": config}))
             command = [sys.executable, "-m", "emo", "prepare", str(recipe), "--workers", str(workers)]
             begin = time.perf_counter()
             subprocess.run(command, cwd=common.REPO, check=True, capture_output=True)
@@ -195,13 +179,11 @@ def bare_scaling(bench: Bench) -> float:
     return 2 * walls[0] / walls[1]
 
 
-_LOADED: dict[Path, Any] = {}
+_encoder = functools.cache(encoder)
 
 
 def _bare(tokenizer: Path, texts: list[str]) -> int:
-    if tokenizer not in _LOADED:
-        _LOADED[tokenizer] = encoder(tokenizer)
-    return peers.bare_encode_batch(texts, _LOADED[tokenizer])
+    return peers.bare_encode_batch(texts, _encoder(tokenizer))
 
 
 def read(bench: Bench) -> None:
@@ -224,29 +206,34 @@ def read(bench: Bench) -> None:
         for step in range(steps):
             data.batch(mixed.step_rows(start + step))
 
-    train_s = training_step_seconds(batch)
+    train = training_step_seconds(batch) * steps
     warm = common.race({"read": lambda i: pick(i * steps * batch)}, bench.rounds)["read"]
     cold = []
     for i in range(bench.rounds):
-        drop_from_cache(bench.work / "large")
+        for path in (bench.work / "large").glob("*.arrow"):  # the kernel is asked to forget the files' pages
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         begin = time.perf_counter()
         pick((i + bench.rounds) * steps * batch)
         cold.append(time.perf_counter() - begin)
     of_domains = common.race({"read": lambda i: pick_mixed((i + 1) * steps)}, bench.rounds)["read"]
-    tokens = batch * BLOCK * steps
-    mixed_rate = tokens / statistics.median(of_domains)
-    warm_rate, cold_rate = tokens / statistics.median(warm), tokens / statistics.median(cold)
-    train_rate = batch * BLOCK / train_s
-    report.row(part="read", what="quickstart step, one thread", tokens_per_s=round(train_rate))
-    report.row(part="read", what="reader, random rows", tokens_per_s=round(warm_rate))
-    report.row(part="read", what="reader, a mixture of 4 domains", tokens_per_s=round(mixed_rate))
-    report.row(part="read", what="reader, random rows, cold files", tokens_per_s=round(cold_rate))
-    report.ratio("reader / training step, tokens/s", warm_rate / train_rate, at_least=50)
-    report.ratio("reader of 4 domains / training step, tokens/s", mixed_rate / train_rate, at_least=500)
-    report.ratio("cold reader / training step, tokens/s", cold_rate / train_rate, at_least=50)
+    for what, ratio, times, target in (
+        ("quickstart step, one thread", "", [train], 0),
+        ("reader, random rows", "reader", warm, 50),
+        ("reader, a mixture of 4 domains", "reader of 4 domains", of_domains, 500),
+        ("reader, random rows, cold files", "cold reader", cold, 50),
+    ):
+        took = statistics.median(times)
+        report.row(part="read", what=what, tokens_per_s=round(batch * BLOCK * steps / took))
+        if ratio:
+            report.ratio(f"{ratio} / training step, tokens/s", train / took, at_least=target)
 
-    before = resident_mb()
-    peak = before
+    def resident_mb() -> float:  # mapped files included
+        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    before = peak = resident_mb()
     for start in range(0, rows, 64):
         data.batch(order[start : start + 64])
         if start % 6400 == 0:
@@ -273,31 +260,16 @@ def training_step_seconds(batch: int) -> float:
     return statistics.median(common.race({"step": step}, 3)["step"])
 
 
-def drop_from_cache(place: Path) -> None:
-    """Ask the kernel to forget the files' pages."""
-    for path in place.glob("*.arrow"):
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def resident_mb() -> float:
-    """Resident memory of this process, mapped files included."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def pack(bench: Bench) -> None:
     """Waste of the bins on instruction rows, ours and the peers', on the same lengths."""
     report = bench.report
     for capacity, limit in ((512, 0.02), (2048, 0.01)):
         lengths = np.minimum(instruction_lengths(bench), capacity)
-        begin = time.process_time()
-        bins = {"first-fit-decreasing (ours)": len(first_fit_decreasing(lengths, capacity))}
-        seconds = {"first-fit-decreasing (ours)": time.process_time() - begin}
-        contestants = {
+        own, bins, seconds = "first-fit-decreasing (ours)", {}, {}
+        contestants: dict[str, Callable[[np.ndarray, int], int]] = {
+            own: lambda lengths, capacity: len(first_fit_decreasing(lengths, capacity)),
             "TRL bfd": peers.trl_bins,
-            "TRL bfd, default portions": peers.trl_default_bins,
+            "TRL bfd, default portions": functools.partial(peers.trl_bins, portions=True),
             "LLaMA-Factory greedy knapsack": peers.llama_factory_bins,
             "axolotl multipack": peers.axolotl_bins,
         }
@@ -306,22 +278,16 @@ def pack(bench: Bench) -> None:
                 contestant(lengths[:50], capacity)  # imports and compiles
                 begin = time.process_time()
                 bins[name] = contestant(lengths, capacity)
-                seconds[name] = time.process_time() - begin
+                seconds[name] = round(time.process_time() - begin, 3)
             except Exception as error:  # a peer that cannot run here
                 report.note(f"skipped: {name} ({type(error).__name__}: {str(error)[:120]})")
-        waste = {name: 1 - lengths.sum() / (count * capacity) for name, count in bins.items()}
+        waste = {name: float(1 - lengths.sum() / (count * capacity)) for name, count in bins.items()}
+        part = f"pack {len(lengths):,} rows at {capacity}"
         for name, count in bins.items():
-            report.row(
-                part=f"pack {len(lengths):,} rows at {capacity}",
-                what=name,
-                bins=count,
-                waste=round(float(waste[name]), 5),
-                cpu_s=round(seconds[name], 3),
-            )
-        own = "first-fit-decreasing (ours)"
-        best = min(share for name, share in waste.items() if name != own) if len(waste) > 1 else waste[own]
-        report.ratio(f"waste at {capacity}", float(waste[own]), at_most=limit)
-        report.ratio(f"waste at {capacity} / best peer's", float(waste[own] / best), at_most=1.05)
+            report.row(part=part, what=name, bins=count, waste=round(waste[name], 5), cpu_s=seconds[name])
+        best = min((share for name, share in waste.items() if name != own), default=waste[own])
+        report.ratio(f"waste at {capacity}", waste[own], at_most=limit)
+        report.ratio(f"waste at {capacity} / best peer's", waste[own] / best, at_most=1.05)
 
 
 def instruction_lengths(bench: Bench) -> np.ndarray:
@@ -339,25 +305,67 @@ def instruction_lengths(bench: Bench) -> np.ndarray:
     return made.conversations(dialogues).lengths
 
 
+# Formats that the names and first lines do not show.
+FORMATS = {
+    "lm/tinyshakespeare/input.txt.zst": "document",
+    "lm/wikitext-2-raw-v1/train_head_lossy.txt.zst": "lines",  # its headings are lost
+}
+
+
 def real(bench: Bench) -> None:
-    """All real sets, prepared with near-duplicate removal and the overlap check."""
+    """Prepare all real sets with near-duplicate removal and the overlap check: a row of the report for each.
+
+    Files that are no such data must say so in one line.
+    """
+    report, place = bench.report, bench.work / "real"
     if not bench.real:
-        bench.report.note("skipped: real sets, there are none here")
+        report.note("skipped: real sets, there are none here")
         return
-    _data_real.prepare_all(DATA, bench.work, 1, bench.report)
+    for kind, folder, block in (("text", "lm", 256), ("instruct", "instruct", 512)):
+        for file in sorted(p for p in (DATA / folder).rglob("*") if p.suffix == ".zst"):
+            name = str(file.relative_to(DATA))
+            shutil.rmtree(place, ignore_errors=True)
+            source = {"files": name, "format": FORMATS.get(name, "auto")}
+            source |= {"clean": "writingprompts"} if "writingprompts" in name else {}
+            keys = {"kind": kind, "sequence_len": block, "tokenizer": "tokenizers/llama", "sources": [source]}
+            checks = {"dedup": "near", "contamination": "nlu"}
+            try:
+                prepare(bench.config(DATA, place, **keys, **checks), (0, 1), 1, False, False, quiet)
+            except UserError as error:
+                report.row(set=name, refused=str(error)[:100])
+                continue
+            faults = verify(place)[1]
+            assert not faults, faults
+            report.row(set=name.removesuffix(".zst"), **_cells(place))
+
+
+def _cells(place: Path) -> dict[str, Any]:
+    """What the manifest and the overlap report say."""
+    m = TokenDataset(place / "train").manifest
+    overlap = json.loads((place / "train/contamination.json").read_text())["tasks"]
+    touched = {task: found["overlapping"] for task, found in overlap.items() if found["overlapping"]}
+    rejected, cut, overlapping = (
+        ", ".join(f"{count} {name}" for name, count in counts.items()) or "-"
+        for counts in (m.rejected, m.counts, touched)
+    )
+    cells = {"source_rows": m.sources[0]["rows"], "used": m.documents, "rejected": rejected, "rows": m.rows}
+    cells |= {"tokens": m.tokens, "targets": m.valid_tokens, "waste": f"{m.waste:.2%}", "cut": cut}
+    return cells | {"test_rows_overlapping": overlapping}
+
+
+PARTS = {"tokenise": tokenise, "scale": scale, "read": read, "pack": pack, "real": real}
 
 
 def main() -> int:
     """Run the chosen parts; exit code 1 when a target is missed."""
     parser = common.parser(__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS[:-1])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:-1])
     args = parser.parse_args()
     common.settle()
     with tempfile.TemporaryDirectory() as work:
         bench = Bench(Path(work), args.rounds, args.quick)
         for part in args.parts:
-            runs = {"tokenise": tokenise, "scale": scale, "read": read, "pack": pack, "real": real}
-            runs[part](bench)
+            PARTS[part](bench)
         return bench.report.finish(rounds=args.rounds, parts=list(args.parts), quick=args.quick)
 
 

@@ -15,7 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from emo.eval.model import quiet_libraries
 from tests.bench import common
 
 HARNESS = "lm_eval==0.4.13"
-SHARED = Path(os.environ.get("SHARED_DATA", common.REPO.parent / "shared" / "data"))
+SHARED = common.SHARED
 SCRATCH = Path(tempfile.gettempdir()) / f"bench-evaluation-{os.getuid()}"
 POOL = 1500  # rows that demonstrations come from: enough for real ones, embedded in reasonable time
 # The distinct tokens of TREC allow about 6.
@@ -53,14 +53,8 @@ def language_model() -> tuple[Any, Any]:
     """The model that is timed, and its tokenizer."""
     tokenizer = load_tokenizer(SHARED / "tokenizers" / "llama" / "tokenizer.model")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        max_position_embeddings=4096,
-    )
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8}
+    config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=4096, **sizes)
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():  # labels of an untrained model would differ by rounding only
         model.lm_head.weight.mul_(20)
@@ -103,21 +97,17 @@ def task_rows(name: str, size: int) -> Rows:
     return Rows(task, data, retriever.retrieve(), size)
 
 
-@dataclass
 class Contestants:
     """The evaluators on one task; what each predicts is kept for the comparison."""
 
-    rows: Rows
-    model: Any
-    tokenizer: Any
-    harness: Any
-    openicl_batch: int = 8
-    predictions: dict[tuple[str, int], list[str]] = field(default_factory=dict)
-    scores: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.scorer = PrefixScorer(self.model)
-        self.scratch = str(SCRATCH / "out")
+    def __init__(self, rows: Rows, model: Any, tokenizer: Any, harness: Any) -> None:
+        self.rows, self.model, self.tokenizer, self.harness = rows, model, tokenizer, harness
+        self.predictions: dict[tuple[str, int], list[str]] = {}
+        self.scores: dict[tuple[str, int], np.ndarray] = {}
+        self.scorer, self.scratch = PrefixScorer(model), str(SCRATCH / "out")
+        # OpenICL's better batch size of 1 and 8, by one measurement each.
+        took = {b: common.seconds(lambda b=b: self.openicl(-1, b)) for b in (8, 1)}  # type: ignore[misc]
+        self.openicl_batch = min(took, key=took.__getitem__)
 
     def ours(self, number: int) -> None:
         """The prefix scorer."""
@@ -125,13 +115,6 @@ class Contestants:
         labels = self.rows.task.labels
         self.scores["ours", number] = scores
         self.predictions["ours", number] = [labels[winner(row)] for row in scores.tolist()]
-
-    def compare_first(self, rounds: int) -> float:
-        """Score every round's rows once; CPU seconds. Whenever prompts get longer the scorer compares itself
-        with the plain model, which takes as long as these few rows, and nothing beside a whole task."""
-        took = common.seconds(lambda: [self.ours(number) for number in range(-1, rounds)])
-        self.scorer.work = Work()
-        return took
 
     def openicl(self, number: int, batch: int | None = None) -> None:
         """OpenICL's PPLInferencer on the same loaded model."""
@@ -163,16 +146,10 @@ class Contestants:
             for label in task.labels:
                 prompt = retriever.generate_label_prompt(row, ice, label, prompt_template=task.template)
                 at = prompt.rindex(f" {task.words(label)}")
-                arguments = (prompt[:at], prompt[at:])
-                requests.append(Instance("loglikelihood", {}, arguments, len(requests)))
+                requests.append(Instance("loglikelihood", {}, (prompt[:at], prompt[at:]), len(requests)))
         scores = [x for x, _ in self.harness.loglikelihood(requests, disable_tqdm=True)]
         best = np.array(scores).reshape(-1, len(task.labels)).argmax(axis=1)
         self.predictions["lm-eval", number] = [task.labels[k] for k in best]
-
-    def faster_batch(self) -> int:
-        """OpenICL's better batch size of 1 and 8, by one measurement each."""
-        took = {b: common.seconds(lambda b=b: self.openicl(-1, b)) for b in (8, 1)}  # type: ignore[misc]
-        return min(took, key=took.__getitem__)
 
 
 def floor_seconds(model: Any, tokens: int, length: int) -> float:
@@ -199,54 +176,39 @@ def scoring(report: common.Report, rounds: int, quick: bool) -> None:
     for name in ("trec", "ag_news", "mmlu"):
         size = 6 if quick else {"trec": 24, "ag_news": 16, "mmlu": 32}[name]
         contestants = Contestants(task_rows(name, size), model, tokenizer, harness)
-        contestants.openicl_batch = contestants.faster_batch()
         racing = {"ours": contestants.ours, "openicl": contestants.openicl}
         if name == "trec" and harness is not None:
             racing["lm-eval"] = contestants.lm_eval
         slower = 8 if contestants.openicl_batch == 1 else 1
         racing[f"openicl at batch {slower}"] = lambda i, c=contestants, b=slower: c.openicl(i, b)
-        first = contestants.compare_first(rounds)
-        work = contestants.scorer.work
+        # Whenever prompts get longer the scorer compares itself with the plain model, which takes as long as
+        # these few rows, and nothing beside a whole task: every round's rows are scored once before.
+        first = common.seconds(lambda c=contestants: [c.ours(i) for i in range(-1, rounds)])  # type: ignore[misc]
+        work = contestants.scorer.work = Work()
         times = common.race(racing, rounds)
-        total = sum(len(p) for (who, i), p in contestants.predictions.items() if who == "ours" and i >= 0)
+        predictions, scores = contestants.predictions, contestants.scores
+        total = sum(len(predictions["ours", i]) for i in range(rounds))
         for who in racing:
-            name_of = "openicl" if who.startswith("openicl") else who
-            same = sum(
-                a == b
-                for i in range(rounds)
-                for a, b in zip(
-                    contestants.predictions[name_of, i], contestants.predictions["openicl", i], strict=True
-                )
-            )
-            report.row(
-                task=name,
-                evaluator=who + (f" (batch {contestants.openicl_batch})" if who == "openicl" else ""),
-                rows=size,
-                seconds=statistics.median(times[who]),
-                **{
-                    "rows like OpenICL": f"{same}/{total}",
-                    "OpenICL / this": common.ratio(times, "openicl", who),
-                },
-            )
+            key = "openicl" if who.startswith("openicl") else who
+            pairs = [(predictions[key, i], predictions["openicl", i]) for i in range(rounds)]
+            same = sum(a == b for mine, theirs in pairs for a, b in zip(mine, theirs, strict=True))
+            cells = {"rows like OpenICL": f"{same}/{total}"}
+            cells |= {"OpenICL / this": common.ratio(times, "openicl", who)}
+            shown = who + (f" (batch {contestants.openicl_batch})" if who == "openicl" else "")
+            report.row(task=name, evaluator=shown, rows=size, seconds=statistics.median(times[who]), **cells)
             if who == "ours":
                 report.ratio(f"{name}: rows that differ from OpenICL", total - same, at_most=0.5)
         again = statistics.mean(times["ours"]) * (rounds + 1)
         report.row(task=name, evaluator="ours, comparisons at the start", seconds=first - again)
-        difference = max(
-            np.abs(contestants.scores["ours", i] - contestants.scores["openicl", i]).max()
-            for i in range(rounds)
-        )
+        difference = max(np.abs(scores["ours", i] - scores["openicl", i]).max() for i in range(rounds))
         report.ratio(f"{name}: largest score difference x 1e5", float(difference) / SCORE_TARGET, at_most=1.0)
-        report.ratio(
-            f"{name}: OpenICL's time / ours", common.ratio(times, "openicl", "ours"), at_least=TARGETS[name]
-        )
-        report.ratio(
-            f"{name}: OpenICL's time at batch {slower} / ours",
-            common.ratio(times, f"openicl at batch {slower}", "ours"),
-        )
-        if "lm-eval" in times:
-            harness_ratio = common.ratio(times, "lm-eval", "ours")
-            report.ratio(f"{name}: lm-eval's time / ours", harness_ratio, at_least=HARNESS_TARGET)
+        for who, what, target in (
+            ("openicl", "OpenICL's time", TARGETS[name]),
+            (f"openicl at batch {slower}", f"OpenICL's time at batch {slower}", None),
+            ("lm-eval", "lm-eval's time", HARNESS_TARGET),
+        ):
+            if who in times:
+                report.ratio(f"{name}: {what} / ours", common.ratio(times, who, "ours"), at_least=target)
         # The warm-up round's work is counted too, so the mean is over one round more.
         tokens, length = work.distinct_tokens / (rounds + 1), work.distinct_tokens / (size * (rounds + 1))
         floor = floor_seconds(model, round(tokens), max(16, round(length)))
@@ -281,16 +243,9 @@ def retrieval(report: common.Report, rounds: int, quick: bool) -> None:
     flat = faiss.IndexFlatIP(384)
     flat.add(index)
     found: dict[str, np.ndarray] = {}
-
-    def ours(_: int) -> None:
-        found["ours"] = top_k(queries, index, 8)
-
-    def theirs(_: int) -> None:
-        found["faiss"] = flat.search(queries, 8)[1]
-
-    times = common.race({"ours": ours, "faiss": theirs}, rounds)
-    for who, took in times.items():
-        report.row(task=f"search {q} in {n}", evaluator=who, rows=q, seconds=statistics.median(took))
+    searches = {"ours": lambda: top_k(queries, index, 8), "faiss": lambda: flat.search(queries, 8)[1]}
+    contestants = {who: lambda _, who=who: found.update({who: searches[who]()}) for who in searches}
+    times = report.race(contestants, rounds, "evaluator", task=f"search {q} in {n}", rows=q)
     value = common.ratio(times, "ours", "faiss")
     report.ratio("search: our time / faiss's", value, at_most=1.05)  # it is faiss and the order of ties
     same = (found["ours"] == found["faiss"]).all(axis=1).mean()
@@ -301,8 +256,8 @@ def retrieval(report: common.Report, rounds: int, quick: bool) -> None:
         cold = common.seconds(lambda: Encoder("minilm", Path(cache))(texts))
         again = Encoder("minilm", Path(cache))
         warm = common.seconds(lambda: again(texts))
-    report.row(task=f"embed {len(texts)} texts", evaluator="cold", rows=len(texts), seconds=cold)
-    report.row(task=f"embed {len(texts)} texts", evaluator="cached", rows=len(texts), seconds=warm)
+    for evaluator, took in (("cold", cold), ("cached", warm)):
+        report.row(task=f"embed {len(texts)} texts", evaluator=evaluator, rows=len(texts), seconds=took)
     report.ratio("texts embedded again with a warm cache", again.computed, at_most=0.5)
 
 
@@ -328,9 +283,8 @@ def memory(report: common.Report, quick: bool) -> None:
     peaks = {}
     for budget in (4096, 16384):
         peaks[budget], longest = common.in_child(peak, budget)
-        report.row(
-            task=f"longest MMLU prompts ({longest} tokens)", evaluator=f"budget {budget}", MiB=peaks[budget]
-        )
+        task = f"longest MMLU prompts ({longest} tokens)"
+        report.row(task=task, evaluator=f"budget {budget}", MiB=peaks[budget])
     report.ratio("memory: budget 4096 / budget 16384", peaks[4096] / peaks[16384], at_most=0.75)
 
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,7 +25,6 @@ from emo.eval.generation.sampling import Request, Sampler
 from emo.eval.icl.prefix_scorer import PrefixScorer
 from tests.bench import common
 
-SHARED = Path(os.environ.get("SHARED_DATA", common.REPO.parent / "shared" / "data"))
 PREFIXES, TOKENS, LONGEST, END = 64, 80, 30, 2
 BATCHED, TRANSFORMERS, FORWARD = 5.0, 1.0, 0.8  # targets
 TEXTS = 5  # continuations of a prefix
@@ -34,21 +32,16 @@ TEXTS = 5  # continuations of a prefix
 
 def small() -> Any:
     """A real model of 260,000 parameters."""
-    return AutoModelForCausalLM.from_pretrained(SHARED / "models" / "stories260K", dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        common.SHARED / "models" / "stories260K", dtype=torch.float32
+    ).eval()
 
 
 def large() -> Any:
     """A random LLaMA of 21 million parameters with 32,000 tokens."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        max_position_embeddings=2048,
-    )
-    return LlamaForCausalLM(config).eval()
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=32000, max_position_embeddings=2048, **sizes)).eval()
 
 
 MODELS = {"stories260K": (small, 8), "llama-21M": (large, 4)}  # and prefixes that one by one is measured on
@@ -70,71 +63,48 @@ def sampling(report: common.Report, name: str, rounds: int, tokens: int) -> None
         requests = [Request(prompt, [number, i]) for i, prompt in enumerate(prompts[:count])]
         return Sampler(model, ends=[END], batch=batch).run(requests, tokens)
 
-    contestants: dict[str, Callable[[int], Any]] = {
-        "batched": ours,
-        "one by one": lambda number: ours(number, 1, few),
-        "transformers": lambda number: hf_generate(model, prompts, tokens, number),
-    }
+    @torch.inference_mode()
+    def transformers(number: int) -> Any:
+        """generate on one left-padded batch."""
+        width = max(map(len, prompts))
+        torch.manual_seed(number)
+        return model.generate(
+            torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
+            attention_mask=torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]),
+            do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            max_new_tokens=tokens, eos_token_id=END, pad_token_id=0,
+        )  # fmt: skip
+
+    contestants = {"batched": ours, "one by one": lambda i: ours(i, 1, few), "transformers": transformers}
     times = common.race(contestants, rounds)
     times["one by one"] = [took * PREFIXES / few for took in times["one by one"]]
-    for damaged, took in times.items():
-        report.row(model=name, what="sampling", who=damaged, seconds=float(np.median(took)))
-    report.ratio(
-        f"{name}: one by one / batched", common.ratio(times, "one by one", "batched"), at_least=BATCHED
-    )
-    report.ratio(
-        f"{name}: transformers / batched",
-        common.ratio(times, "transformers", "batched"),
-        at_least=TRANSFORMERS,
-    )
+    for who, took in times.items():
+        report.row(model=name, what="sampling", who=who, seconds=float(np.median(took)))
+    for who, target in (("one by one", BATCHED), ("transformers", TRANSFORMERS)):
+        report.ratio(f"{name}: {who} / batched", common.ratio(times, who, "batched"), at_least=target)
     same = sum(a == b for a, b in zip(ours(0)[:few], ours(0, 1, few), strict=True))
     report.ratio(f"{name}: equal texts of {few}", same / few, at_least=1.0)
 
 
-@torch.inference_mode()
-def hf_generate(model: Any, prompts: Sequence[list[int]], tokens: int, seed: int) -> Any:
-    """transformers' generate on one left-padded batch."""
-    width = max(map(len, prompts))
-    torch.manual_seed(seed)
-    return model.generate(
-        torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
-        attention_mask=torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts]),
-        do_sample=True,
-        temperature=1.0,
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=tokens,
-        eos_token_id=END,
-        pad_token_id=0,
-    )
-
-
 def likelihoods(report: common.Report, name: str, rounds: int, tokens: int) -> None:
     """PPL of continuations that share prefixes, and cross-entropies, beside the plain forward."""
-    model = MODELS[name][0]()
-    other = MODELS[name][0]()
-    scorer = PrefixScorer(model)
-    random = np.random.default_rng(1)
+    model, other = (MODELS[name][0]() for _ in range(2))
+    scorer, random = PrefixScorer(model), np.random.default_rng(1)
     vocabulary = model.config.vocab_size
     prompts = prefixes(vocabulary)[: PREFIXES // 4]
     pairs = [(p, random.integers(3, vocabulary, tokens - i).tolist()) for p in prompts for i in range(TEXTS)]
     distinct = sum(map(len, prompts)) + sum(len(tail) - 1 for _, tail in pairs)
     rows = [random.integers(3, vocabulary, tokens + 1 - i % 16).tolist() for i in range(PREFIXES // 2)]
+    ours = likelihood.cross_entropies
     contestants: dict[str, Callable[[int], Any]] = {
         "perplexity": lambda number: likelihood.continuation_nll(scorer, pairs),
         "forward": lambda number: plain(model, distinct, tokens),
-        "cross-entropies": lambda number: likelihood.side_by_side(
-            model, other, rows, likelihood.cross_entropies
-        ),
+        "cross-entropies": lambda number: likelihood.side_by_side(model, other, rows, ours),
         "two forwards": lambda number: [plain(m, sum(map(len, rows)), tokens) for m in (model, other)],
     }
-    times = common.race(contestants, rounds)
-    for damaged, took in times.items():
-        report.row(model=name, what="likelihood", who=damaged, seconds=float(np.median(took)))
-    speed = common.ratio(times, "forward", "perplexity")
-    report.ratio(f"{name}: forward / perplexity", speed, at_least=FORWARD)
-    speed = common.ratio(times, "two forwards", "cross-entropies")
-    report.ratio(f"{name}: two forwards / cross-entropies", speed, at_least=FORWARD)
+    times = report.race(contestants, rounds, "who", model=name, what="likelihood")
+    for base, who in (("forward", "perplexity"), ("two forwards", "cross-entropies")):
+        report.ratio(f"{name}: {base} / {who}", common.ratio(times, base, who), at_least=FORWARD)
 
 
 @torch.inference_mode()

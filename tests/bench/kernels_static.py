@@ -19,7 +19,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import triton
@@ -42,10 +44,8 @@ TOKENS = 64  # of a chunk; the kernels see one row at a time
 BATCH = 8192  # tokens whose labels say how many rows of costs are shared
 REGISTERS, WARPS = 65536, 64  # of a multiprocessor
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64"}
-BANDWIDTH, PRODUCTS = (
-    3.35e12,
-    660e12,
-)  # of an H100: bytes/s, and bf16 operations/s that a large product reaches
+# Of an H100: bytes/s, and bf16 operations/s that a large product reaches.
+BANDWIDTH, PRODUCTS = 3.35e12, 660e12
 
 
 class Flavour(NamedTuple):
@@ -57,6 +57,7 @@ class Flavour(NamedTuple):
     terms: dict[str, float] = {}
 
 
+SMOOTH = {"z_loss": 1e-4, "label_smoothing": 0.1}
 FLAVOURS = {
     "mle": Flavour("mle"),
     "emo, exact costs": Flavour("emo", "exact"),
@@ -68,9 +69,7 @@ FLAVOURS = {
     "gem": Flavour("gem"),
     "gem, exact costs reported": Flavour("gem", "exact"),
     "mle, soft cap": Flavour("mle", terms={"softcap": 30.0}),
-    "emo, exact, z-loss and smoothing": Flavour(
-        "emo", "exact", terms={"z_loss": 1e-4, "label_smoothing": 0.1}
-    ),
+    "emo, exact, z-loss and smoothing": Flavour("emo", "exact", terms=SMOOTH),
     "emo, exact, soft cap and bias": Flavour("emo", "exact", True, {"softcap": 30.0}),
 }
 
@@ -83,51 +82,28 @@ class Launch(NamedTuple):
     warps: int
 
 
-class _Recorder:
-    """Stands where a kernel is launched."""
-
-    def __init__(self, kernel: Any, found: list[Launch]) -> None:
-        self.kernel, self.found = kernel, found
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*given: Any, num_warps: int, **flags: Any) -> None:
-            arguments = dict(zip(self.kernel.arg_names, given, strict=False)) | flags
-            self.found.append(Launch(self.kernel, arguments, num_warps))
-
-        return launch
-
-
 @contextlib.contextmanager
 def recording() -> Iterator[list[Launch]]:
     """Within the block the kernels are not launched but listed."""
     found: list[Launch] = []
+
+    class Recorder:
+        """Stands where a kernel is launched."""
+
+        def __init__(self, kernel: Any) -> None:
+            self.kernel = kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def launch(*given: Any, num_warps: int, **flags: Any) -> None:
+                arguments = dict(zip(self.kernel.arg_names, given, strict=False)) | flags
+                found.append(Launch(self.kernel, arguments, num_warps))
+
+            return launch
+
     names = ("statistics_kernel", "gradient_kernel")
-    kernels = {name: getattr(kernels_triton, name) for name in names}
-    try:
-        for name, kernel in kernels.items():
-            setattr(kernels_triton, name, _Recorder(kernel, found))
+    recorders = {name: Recorder(getattr(kernels_triton, name)) for name in names}
+    with mock.patch.multiple(kernels_triton, **recorders):
         yield found
-    finally:
-        for name, kernel in kernels.items():
-            setattr(kernels_triton, name, kernel)
-
-
-class _Rows:
-    """The same cost rows for whatever tokens."""
-
-    def __init__(self, costs: Costs) -> None:
-        self.costs = costs
-
-    def group(self, start: int, stop: int) -> Costs:
-        return self.costs
-
-
-def cost_rows(V: int, kind: str) -> Costs:
-    """Rows of costs as the kernels get them on an accelerator."""
-    labels = torch.empty(TOKENS, dtype=torch.int64, device=META)
-    if kind == "cached":
-        return Costs(CostCache(V, 1024 * V * 4 / 2**20, META).rows, labels)
-    return Costs(padded_rows(TOKENS, V, torch.float32, META), labels, similarity=True)
 
 
 def launches(V: int, dtype: torch.dtype, flavour: Flavour) -> list[Launch]:
@@ -139,10 +115,15 @@ def launches(V: int, dtype: torch.dtype, flavour: Flavour) -> list[Launch]:
     labels = torch.empty(TOKENS, dtype=torch.int64, device=META)
     shift = None if dtype == wide else scalar.to(dtype)
     bias = torch.empty(V, dtype=wide, device=META) if flavour.bias else None
-    costs = None if flavour.costs is None else _Rows(cost_rows(V, flavour.costs))
+    costs = None  # rows of costs as the kernels get them on an accelerator, the same for whatever tokens
+    if flavour.costs == "cached":
+        costs = Costs(CostCache(V, 1024 * V * 4 / 2**20, META).rows, labels)
+    elif flavour.costs == "exact":
+        costs = Costs(padded_rows(TOKENS, V, torch.float32, META), labels, similarity=True)
+    rows = costs and SimpleNamespace(group=lambda start, stop: costs)
     chunk = Chunk(0, labels, scalar, shift, bias)
     with recording() as found:
-        process_chunk(logits, chunk, costs, Terms(objective, **flavour.terms), gradient=True, triton=True)
+        process_chunk(logits, chunk, rows, Terms(objective, **flavour.terms), gradient=True, triton=True)
     return found
 
 
@@ -175,11 +156,6 @@ class Code(NamedTuple):
     narrow: int  # those of less
     bytes: float  # loaded and stored per column, by the loop
 
-    def resident_warps(self, warps: int) -> int:
-        """Warps of a multiprocessor that are at work at a time, as registers allow."""
-        programs = REGISTERS // (-(-self.registers // 8) * 8 * 32 * warps)
-        return min(WARPS, programs * warps)
-
 
 ACCESS = re.compile(r"\b(?:ld|st)\.global\S*?(?:\.v(\d))?\.[bfsu](\d+)\s")
 LABEL, BRANCH = re.compile(r"^(\$L__BB\w+):"), re.compile(r"\bbra\S*\s+(\$L__BB\w+)")
@@ -197,9 +173,8 @@ def compiled(launch: Launch, capability: int) -> Code:
         name = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
         assert name is not None
         command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name[1]}", str(file)]
-        said = subprocess.run(
-            [*command, "-o", "/dev/null"], capture_output=True, text=True, check=True
-        ).stderr
+        command += ["-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = re.search(r"Used (\d+) registers", said)
     spills = re.findall(r"(\d+) bytes spill", said)
     assert registers is not None and spills, said
@@ -230,18 +205,12 @@ def least(launch: Launch) -> tuple[int, int]:
     return own + bias, given["costs"].element_size() if given["HAS_COST"] else 0
 
 
-def shared_costs(V: int) -> float:
-    """Distinct targets per token in a batch of labels."""
-    tokens, _ = text_tokens(V)
-    return len(tokens[:BATCH].unique()) / BATCH
-
-
 def measure(report: common.Report, quick: bool) -> None:
     """A row for every kernel, and the worst of each kind against its target."""
     known: dict[str, Code] = {}
     worst: dict[int, tuple[float, int, int]] = dict.fromkeys(CAPABILITIES, (0.0, 0, 0))
     for V in (50257,) if quick else VOCABULARIES:
-        share = shared_costs(V)
+        share = len(text_tokens(V)[0][:BATCH].unique()) / BATCH  # distinct targets per token of real labels
         for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32):
             for what, flavour in FLAVOURS.items():
                 found = launches(V, dtype, flavour)
@@ -270,21 +239,13 @@ def _add_rows(
         code = known[key] if key in known else known.setdefault(key, compiled(launch, capability))
         own, costs = least(launch)
         issued = code.bytes * launch.arguments["width"] / V
-        report.row(
-            V=V,
-            logits=logits,
-            flavour=what,
-            gpu=f"sm_{capability}",
-            kernel=launch.kernel.__name__.removesuffix("_kernel"),
-            registers=code.registers,
-            warps=code.resident_warps(launch.warps),
-            spilled=code.spilled,
-            vectors=code.vectors,
-            narrow=code.narrow,
-            bytes_per_logit=issued,
-            least=own + costs,
-            from_memory=issued - costs * (1 - share),
-        )
+        cells = {"V": V, "logits": logits, "flavour": what, "gpu": f"sm_{capability}"}
+        cells |= {"kernel": launch.kernel.__name__.removesuffix("_kernel"), "registers": code.registers}
+        # Warps of a multiprocessor that are at work at a time, as registers allow.
+        programs = REGISTERS // (-(-code.registers // 8) * 8 * 32 * launch.warps)
+        cells |= {"warps": min(WARPS, programs * launch.warps), "spilled": code.spilled}
+        cells |= {"vectors": code.vectors, "narrow": code.narrow, "bytes_per_logit": issued}
+        report.row(**cells, least=own + costs, from_memory=issued - costs * (1 - share))
         moved, needed = moved + issued, needed + own + costs
         spilled, narrow = max(spilled, code.spilled), max(narrow, code.narrow)
     return moved / needed, spilled, narrow

@@ -20,11 +20,11 @@ from emo.pipeline.loss.cost import CostEmbedding
 from emo.pipeline.loss.head import fuse_head
 from emo.pipeline.loss.objectives import OBJECTIVES, get_objective
 from tests.bench import common
-from tests.bench._objectives_naive import NAIVE
 from tests.bench._objectives_setting import (
     CACHE_MB,
     DEVICE,
     GPU,
+    NAIVE,
     WARM_BATCHES,
     Setting,
     Shape,
@@ -47,15 +47,12 @@ AUTHORS_EMO = "authors' EMOLoss"
 
 def contestant(setting: Setting, name: str) -> Callable[[int], None]:
     """What `name` runs; ImportError where it cannot run here."""
-    if name == OURS_MLE:
-        return setting.ours("mle", None)
-    if name == OURS_EMO:
-        return setting.ours("emo", setting.cost)
-    if name == OURS_CACHE:
-        return setting.ours("emo", setting.cached_cost())
+    if name in PEERS:
+        return PEERS[name](setting)
     if name == AUTHORS_EMO:
         return setting.authors()
-    return PEERS[name](setting)
+    costs = {OURS_MLE: lambda: None, OURS_EMO: lambda: setting.cost, OURS_CACHE: setting.cached_cost}
+    return setting.ours("mle" if name == OURS_MLE else "emo", costs[name]())
 
 
 def runnable(setting: Setting, report: common.Report) -> dict[str, Callable[[int], None]]:
@@ -67,9 +64,20 @@ def runnable(setting: Setting, report: common.Report) -> dict[str, Callable[[int
             run(-2)
             found[name] = run
         except Exception as error:
-            line = " ".join(str(error).split())[:160]
-            report.note(f"{name} left out ({setting.shape}): {line}")
+            report.note(f"{name} left out ({setting.shape}): {' '.join(str(error).split())[:160]}")
     return found
+
+
+def add_rows(
+    report: common.Report, shape: object, times: common.Times, base: str, peaks: dict[str, float]
+) -> None:
+    """A row for each contestant: its time and peak memory, beside those of `base`."""
+    for name, took in times.items():
+        cells: dict[str, Any] = {"seconds": common.statistics.median(took)}
+        cells["time_to_mle"] = common.ratio(times, name, base)
+        if peaks:
+            cells |= {"peak_mb": peaks[name], "memory_to_mle": peaks[name] / peaks[base]}
+        report.row(shape=str(shape), contestant=name, **cells)
 
 
 def peak(shape: Shape, name: str) -> float:
@@ -90,38 +98,28 @@ def race_shape(shape: Shape, report: common.Report, rounds: int, memory: bool) -
     report.note(f"{shape}: labels are {setting.source}")
     runs = runnable(setting, report)
     times = common.race(runs, rounds)
-    peaks: dict[str, float] = {}
-    for name in runs:
-        if memory:
-            peaks[name] = common.in_child(peak, shape, name)
-        report.row(
-            shape=str(shape),
-            contestant=name,
-            seconds=common.statistics.median(times[name]),
-            time_to_mle=common.ratio(times, name, OURS_MLE),
-            peak_mb=peaks.get(name),
-            memory_to_mle=peaks[name] / peaks[OURS_MLE] if memory else None,
-        )
+    peaks = {name: common.in_child(peak, shape, name) for name in runs} if memory else {}
+    add_rows(report, shape, times, OURS_MLE, peaks)
+    llama = shape.V == 32000  # the shape that the targets name; elsewhere ratios are reported only
     peers = [name for name in PEERS if name in runs]
     best = min(peers, key=lambda name: common.statistics.median(times[name]))
-    report.ratio(f"{shape}: MLE time / best peer ({best})", common.ratio(times, OURS_MLE, best), at_most=1.0)
-    llama = shape.V == 32000  # the shape that the targets name; elsewhere ratios are reported only
     most = (1.02 if GPU else 1.05) if llama or not GPU else None
-    report.ratio(f"{shape}: EMO time / MLE", common.ratio(times, OURS_CACHE, OURS_MLE), at_most=most)
-    report.ratio(f"{shape}: exact EMO time / MLE", common.ratio(times, OURS_EMO, OURS_MLE))
+    value = functools.partial(common.ratio, times)
+    report.ratio(f"{shape}: MLE time / best peer ({best})", value(OURS_MLE, best), at_most=1.0)
+    report.ratio(f"{shape}: EMO time / MLE", value(OURS_CACHE, OURS_MLE), at_most=most)
+    report.ratio(f"{shape}: exact EMO time / MLE", value(OURS_EMO, OURS_MLE))
     if AUTHORS_EMO in runs:
-        value = common.ratio(times, AUTHORS_EMO, OURS_CACHE)
-        report.ratio(f"{shape}: authors' time / EMO", value, at_least=2.2 if llama else None)
+        least = 2.2 if llama else None
+        report.ratio(f"{shape}: authors' time / EMO", value(AUTHORS_EMO, OURS_CACHE), at_least=least)
     if memory:
-        least = min(peers, key=peaks.__getitem__)
-        value = peaks[OURS_MLE] / peaks[least]
-        report.ratio(f"{shape}: MLE memory / leanest peer ({least})", value, at_most=1.0)
-        value = peaks[OURS_CACHE] / peaks[OURS_MLE]
-        report.ratio(f"{shape}: EMO memory / MLE", value, at_most=1.05 if llama else None)
-        report.ratio(f"{shape}: exact EMO memory / MLE", peaks[OURS_EMO] / peaks[OURS_MLE])
+        lean = min(peers, key=peaks.__getitem__)
+        mle, emo, exact = (peaks[name] for name in (OURS_MLE, OURS_CACHE, OURS_EMO))
+        report.ratio(f"{shape}: MLE memory / leanest peer ({lean})", mle / peaks[lean], at_most=1.0)
+        report.ratio(f"{shape}: EMO memory / MLE", emo / mle, at_most=1.05 if llama else None)
+        report.ratio(f"{shape}: exact EMO memory / MLE", exact / mle)
         if AUTHORS_EMO in runs:
-            value = peaks[AUTHORS_EMO] / peaks[OURS_CACHE]
-            report.ratio(f"{shape}: authors' memory / EMO", value, at_least=8 if llama else None)
+            least = 8 if llama else None
+            report.ratio(f"{shape}: authors' memory / EMO", peaks[AUTHORS_EMO] / emo, at_least=least)
     if GPU:
         flops = 3 * 2 * shape.N * shape.V * shape.H
         for name in (OURS_MLE, OURS_CACHE):
@@ -132,52 +130,43 @@ def race_shape(shape: Shape, report: common.Report, rounds: int, memory: bool) -
 def library(report: common.Report, rounds: int, quick: bool, memory: bool) -> None:
     """Every objective beside likelihood, and five of them beside what people write from logits."""
     setting = Setting(shapes(quick)[0])
-    cost = setting.cached_cost()
-    stored = torch.full((setting.shape.N,), -2.0, device=DEVICE)
-    runs: dict[str, Callable[[int], None]] = {}
-    for name in OBJECTIVES:
-        if name != "demd_dense":
-            runs[f"ours: {name}"] = setting.ours(
-                name, cost if get_objective(name).needs_cost else None, stored
-            )
-    for name in NAIVE:
-        runs[f"naive: {name}"] = setting.from_logits(name)
-    times = common.race(runs, rounds)
-    peaks = {name: common.in_child(library_peak, quick, name) for name in runs} if memory else {}
-    for name in runs:
-        value = common.ratio(times, name, "ours: mle")
-        report.row(
-            shape=str(setting.shape),
-            contestant=name,
-            seconds=common.statistics.median(times[name]),
-            time_to_mle=value,
-            peak_mb=peaks.get(name),
-            memory_to_mle=peaks[name] / peaks["ours: mle"] if memory else None,
-        )
-        if name.startswith("ours") and name != "ours: mle":
+    names = [f"ours: {name}" for name in OBJECTIVES if name != "demd_dense"]
+    names += [f"naive: {name}" for name in NAIVE]
+    times = common.race(library_runs(setting, names), rounds)
+    peaks = {name: common.in_child(library_peak, quick, name) for name in names} if memory else {}
+    add_rows(report, setting.shape, times, "ours: mle", peaks)
+    for name in names:
+        ours, what, most = "ours: mle", "MLE", None
+        if name.startswith("naive"):
+            ours, what = name.replace("naive", "ours"), "ours"
+        elif not quick:
             entropy = "H" in get_objective(name.removeprefix("ours: ")).needs
-            most = (1.15 if entropy and not GPU else 1.10) if not quick else None
-            report.ratio(f"{name} time / MLE", value, at_most=most)
+            most = 1.15 if entropy and not GPU else 1.10
+        if name != "ours: mle":
+            report.ratio(f"{name} time / {what}", common.ratio(times, name, ours), at_most=most)
             if memory:
-                report.ratio(f"{name} memory / MLE", peaks[name] / peaks["ours: mle"], at_most=most)
-        elif name.startswith("naive"):
-            ours = name.replace("naive", "ours")
-            report.ratio(f"{name} time / ours", common.ratio(times, name, ours))
-            if memory:
-                report.ratio(f"{name} memory / ours", peaks[name] / peaks[ours])
+                report.ratio(f"{name} memory / {what}", peaks[name] / peaks[ours], at_most=most)
+
+
+def library_runs(setting: Setting, names: list[str]) -> dict[str, Callable[[int], None]]:
+    """What each name (`ours: OBJECTIVE` or `naive: OBJECTIVE`) runs; they share a cost embedding."""
+    runs, stored = {}, torch.full((setting.shape.N,), -2.0, device=DEVICE)
+    cost = functools.cache(setting.cached_cost)
+    for name in names:
+        who, _, objective = name.partition(": ")
+        runs[name] = (
+            setting.from_logits(objective)
+            if who == "naive"
+            else setting.ours(objective, cost() if get_objective(objective).needs_cost else None, stored)
+        )
+    return runs
 
 
 def library_peak(quick: bool, name: str) -> float:
     """Peak memory of one run of `library` above its inputs; in a child process."""
     common.settle()
     setting = Setting(shapes(quick)[0])
-    who, _, objective = name.partition(": ")
-    if who == "naive":
-        run = setting.from_logits(objective)
-    else:
-        needs_cost = get_objective(objective).needs_cost
-        stored = torch.full((setting.shape.N,), -2.0, device=DEVICE)
-        run = setting.ours(objective, setting.cached_cost() if needs_cost else None, stored)
+    run = library_runs(setting, [name])[name]
     setting.labels(0)
     return common.peak_memory_mb(lambda: run(0))
 
@@ -188,9 +177,9 @@ def long_batch(report: common.Report, quick: bool) -> None:
     V, H = (5000, 64) if quick else (32000, 1024)
     for dtype in ("float32", "bfloat16"):
         shape = Shape("long batch", N, V, H, dtype)
-        peaks = {}
-        for name in (OURS_MLE, OURS_CACHE, AUTHORS_EMO):
-            peaks[name] = common.in_child(peak, shape, name)
+        names = (OURS_MLE, OURS_CACHE, AUTHORS_EMO)
+        peaks = {name: common.in_child(peak, shape, name) for name in names}
+        for name in names:
             report.row(shape=str(shape), contestant=name, peak_mb=peaks[name])
         value = peaks[AUTHORS_EMO] / peaks[OURS_CACHE]
         report.ratio(f"{shape}: authors' memory / EMO", value, at_least=None if quick else 25)
@@ -203,19 +192,12 @@ def whole_step(report: common.Report, rounds: int, quick: bool) -> None:
 
     torch.manual_seed(0)
     dtype = torch.bfloat16 if GPU else torch.float32
-    size = (64, 2, 128) if quick else ((2048, 8, 2048) if GPU else (512, 8, 512))
-    hidden, layers, length = size
-    config = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        tie_word_embeddings=False,
-        use_cache=False,
-    )
+    hidden, layers, length = (64, 2, 128) if quick else ((2048, 8, 2048) if GPU else (512, 8, 512))
+    sizes = {"hidden_size": hidden, "intermediate_size": hidden * 11 // 4, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": hidden // 64, "vocab_size": 32000}
+    config = LlamaConfig(tie_word_embeddings=False, use_cache=False, **sizes)
     tokens, source = text_tokens(32000)
-    models, runs = {}, {}
+    models = {}
     first = LlamaForCausalLM(config).to(DEVICE, dtype)
     cost = CostEmbedding.from_weight(first.lm_head.weight, cache_mb=CACHE_MB)
     for name in ("mle", "emo"):
@@ -238,18 +220,12 @@ def whole_step(report: common.Report, rounds: int, quick: bool) -> None:
     del first
     for i in range(4 if quick else WARM_BATCHES):  # from text that the steps do not use
         fill(cost, tokens[-(i + 1) * 2048 - 1 : -i * 2048 - 1].to(DEVICE))
-    runs = {name: functools.partial(step, name) for name in models}
+    runs = {f"ours: {name.upper()}": functools.partial(step, name) for name in models}
     times = common.race(runs, rounds)
     what = f"LLaMA {hidden} x {layers}, {length} tokens a row, {str(dtype).removeprefix('torch.')}"
-    for name in runs:
-        report.row(
-            shape=f"whole step, {what}",
-            contestant=f"ours: {name.upper()}",
-            seconds=common.statistics.median(times[name]),
-            time_to_mle=common.ratio(times, name, "mle"),
-        )
+    add_rows(report, f"whole step, {what}", times, "ours: MLE", {})
     report.note(f"whole step: {what}; labels are {source}")
-    report.ratio("whole step: EMO time / MLE", common.ratio(times, "emo", "mle"), at_most=1.03)
+    report.ratio("whole step: EMO time / MLE", common.ratio(times, "ours: EMO", "ours: MLE"), at_most=1.03)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import sys
@@ -56,19 +57,16 @@ def write_text(path: Path, size: int) -> None:
 
 def recipe_of(work: Path, name: str, dedup: str) -> Path:
     recipe = work / f"{name}.yaml"
-    recipe.write_text(
-        f"data: "
-        f"{{dir: {work / name}, root: {work}, tokenizer: {tiny_tokenizer()}, sequence_len: 1024, shards: 16, "
-        f"validation_fraction: 0.01, dedup: {dedup}, sources: [{{files: text.txt, format: lines}}]}}\n"
-    )
+    keys = {"dir": str(work / name), "root": str(work), "tokenizer": str(tiny_tokenizer()), "dedup": dedup}
+    keys |= {"sequence_len": 1024, "shards": 16, "validation_fraction": 0.01}
+    recipe.write_text(json.dumps({"data": keys | {"sources": [{"files": "text.txt", "format": "lines"}]}}))
     return recipe
 
 
 def start(what: str, recipe: Path, job: int = 0, jobs: int = 1) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", CHILD, what, str(recipe), str(job), str(jobs)]
-    return subprocess.Popen(
-        command, cwd=common.REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, cwd=common.REPO, **pipes)
 
 
 def finish(child: subprocess.Popen[str]) -> tuple[float, float]:
@@ -115,10 +113,9 @@ def scanning(report: common.Report, work: Path, gigabytes: float, rounds: int) -
                 finish(child)
             times[jobs].append(time.perf_counter() - began)
     for jobs, own in times.items():
-        rate = gigabytes * 1000 / statistics.median(own)
-        report.row(
-            part="scan", jobs=jobs, gb=gigabytes, wall_s=round(statistics.median(own), 2), mb_s=round(rate, 1)
-        )
+        wall = statistics.median(own)
+        rate = round(gigabytes * 1000 / wall, 1)
+        report.row(part="scan", jobs=jobs, gb=gigabytes, wall_s=round(wall, 2), mb_s=rate)
     gain = statistics.median(a / b for a, b in zip(times[1], times[JOBS], strict=True))
     report.ratio(f"scan, {JOBS} jobs / 1 job, speed", gain, at_least=1.8)
 

@@ -40,10 +40,7 @@ CONTESTANTS = (
     *("ours", "bare", "Trainer", "ours, saving aside", "ours, saving at once"),
     *("ours, one domain", "ours, four domains"),
 )
-DATA = [
-    f"data.dir={common.RESULTS}/training-data",
-    "data.sources=[{embedded: world}]",
-]
+DATA = [f"data.dir={common.RESULTS}/training-data", "data.sources=[{embedded: world}]"]
 NAMES = ("a", "b", "c", "d")
 MIXTURE = json.dumps({"shares": dict(zip(NAMES, (0.4, 0.3, 0.2, 0.1), strict=True))})
 
@@ -56,9 +53,8 @@ def data_of(who: str) -> list[str]:
     sources: list[dict[str, Any]] = []
     for index, name in enumerate(NAMES):  # a quarter of the world each
         path = common.RESULTS / f"{name}.jsonl"
-        path.write_text(
-            "".join(json.dumps(row) + "\n" for row in rows[index :: len(NAMES)]), encoding="utf-8"
-        )
+        text = "".join(json.dumps(row) + "\n" for row in rows[index :: len(NAMES)])
+        path.write_text(text, encoding="utf-8")
         sources.append({"files": str(path)} | ({"domain": name} if "four" in who else {}))
     name = who.split(", ")[1].replace(" ", "-")
     return [f"data.dir={common.RESULTS}/training-data-{name}", f"data.sources={json.dumps(sources)}"]
@@ -146,16 +142,9 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
     import torch
 
     from emo.data_prep.shards import TokenDataset
-    from emo.pipeline import engine, identity
+    from emo.pipeline import engine, identity, model
     from emo.pipeline.batches import rank_rows
     from emo.pipeline.config import lr_at, solve_batch
-    from emo.pipeline.model import (
-        build_model,
-        load_losses,
-        model_config,
-        training_objective,
-        write_initial_weights,
-    )
     from emo.pipeline.order import BatchOrder
     from emo.pipeline.planning.ds_file import deepspeed_config
 
@@ -163,18 +152,18 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
     batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, world.ranks)
     order = BatchOrder(len(data), batch.batch, config.train.seed)
     if world.is_main:
-        write_initial_weights(config)
+        model.write_initial_weights(config)
         identity.claim(config, {"data": data.fingerprint})
     torch.distributed.barrier()
-    losses = load_losses(config, training_objective(config), model_config(config.model).vocab_size)
+    vocabulary = model.model_config(config.model).vocab_size
+    losses = model.load_losses(config, model.training_objective(config), vocabulary)
     ds_config = deepspeed_config(config, batch)
     partitioned = engine.build_partitioned(ds_config)
-    ds = engine.Engine(build_model(config, losses), ds_config, world).ds
+    ds = engine.Engine(model.build_model(config, losses), ds_config, world).ds
     del partitioned
     batches = []
     for step in range(config.train.max_steps):
-        rows = rank_rows(order.step_rows(step), world.rank, world.ranks)
-        arrays = data.batch(rows)
+        arrays = data.batch(rank_rows(order.step_rows(step), world.rank, world.ranks))
         batches.append({k: torch.from_numpy(v) for k, v in arrays.items()})
     ds.train()
     for step, arrays in enumerate(batches):
@@ -188,6 +177,7 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
 
 
 def _trainer(config: Any, world: Any, clock: Clock) -> None:
+    import numpy as np
     import torch
     from torch.utils.data import Dataset
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
@@ -210,15 +200,9 @@ def _trainer(config: Any, world: Any, clock: Clock) -> None:
             return len(tokens)
 
         def __getitem__(self, row: int) -> dict[str, Any]:
-            import numpy as np
-
             arrays = tokens.batch(np.array([row]))
-            ids = torch.from_numpy(arrays["input_ids"][0])
-            return {
-                "input_ids": ids,
-                "labels": ids,
-                "position_ids": torch.from_numpy(arrays["position_ids"][0]),
-            }
+            ids, positions = (torch.from_numpy(arrays[name][0]) for name in ("input_ids", "position_ids"))
+            return {"input_ids": ids, "labels": ids, "position_ids": positions}
 
     class Ticks(TrainerCallback):
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -228,23 +212,12 @@ def _trainer(config: Any, world: Any, clock: Clock) -> None:
             clock.tick()
 
     arguments = TrainingArguments(
-        output_dir=str(config.output_dir),
-        max_steps=config.train.max_steps,
-        per_device_train_batch_size=batch.micro,
-        gradient_accumulation_steps=batch.accumulation,
-        learning_rate=config.train.learning_rate,
-        lr_scheduler_type="cosine",
-        warmup_steps=2,
-        adam_beta2=config.train.betas[1],
-        max_grad_norm=config.train.max_grad_norm,
-        logging_steps=config.train.logging_steps,
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-        deepspeed=ds_config,
-        use_cpu=True,
-        optim="adamw_torch",
-    )
+        output_dir=str(config.output_dir), max_steps=config.train.max_steps, optim="adamw_torch",
+        use_cpu=True, per_device_train_batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation,
+        learning_rate=config.train.learning_rate, lr_scheduler_type="cosine", warmup_steps=2,
+        adam_beta2=config.train.betas[1], max_grad_norm=config.train.max_grad_norm, deepspeed=ds_config,
+        logging_steps=config.train.logging_steps, save_strategy="no", report_to=[], disable_tqdm=True,
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_config(model_config(config.model), attn_implementation="sdpa")
     Trainer(model, arguments, train_dataset=Rows(), callbacks=[Ticks()]).train()
 
@@ -265,33 +238,22 @@ def run(who: str, steps: int) -> Outcome:
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
         command += [f"--master-port={port}", "-m", "tests.bench.training", "--worker", who]
+        command += ["--steps", str(steps), "--directory", directory]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
-            [*command, "--steps", str(steps), "--directory", directory],
-            cwd=common.REPO,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        return outcome(Path(directory), done.returncode, done.stdout + done.stderr)
-
-
-def outcome(directory: Path, code: int, output: str) -> Outcome:
-    """What the ranks left in `directory`, and why their launcher ended with `code`."""
-    trouble = None
-    if code:
-        # torchrun lists the ranks that failed: "traceback : Signal 6 (SIGABRT) received by PID 12".
-        said = [
-            line.strip() for line in output.splitlines() if re.search(r"Error|Signal|terminate called", line)
-        ]
-        trouble = " ".join((said or output.strip().splitlines() or ["no message"])[-1].split())[:200]
-    try:
-        ranks = [json.loads((directory / f"rank-{r}.json").read_text()) for r in range(RANKS)]
-    except (OSError, ValueError):
-        return Outcome(None, f"exit code {code}: {trouble}")
+        done = subprocess.run(command, cwd=common.REPO, env=environment, capture_output=True, text=True)
+        output, trouble = done.stdout + done.stderr, ""
+        if done.returncode:
+            # torchrun lists the ranks that failed: "traceback : Signal 6 (SIGABRT) received by PID 12".
+            pattern, lines = re.compile("Error|Signal|terminate called"), output.strip().splitlines()
+            last = ([line for line in lines if pattern.search(line)] or lines or ["no message"])[-1]
+            trouble = f"exit code {done.returncode}: {' '.join(last.split())[:200]}"
+        try:
+            ranks = [json.loads((Path(directory) / f"rank-{r}.json").read_text()) for r in range(RANKS)]
+        except (OSError, ValueError):
+            return Outcome(None, trouble or "exit code 0: no times")
     times = {kind: sum(r[kind] for r in ranks) for kind in ("cpu", "host")}
     times["wall"] = max(r["wall"] for r in ranks)
-    return Outcome(times, None if trouble is None else f"after its last step: exit code {code}: {trouble}")
+    return Outcome(times, (trouble and f"after its last step: {trouble}") or None)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -322,52 +284,40 @@ def tabulate(found: dict[str, list[Outcome]], steps: int, held: bool) -> common.
     """The table and the ratios; a contestant without a measured run has its reason instead of numbers."""
     report = common.Report("training")
     tokens = (steps - WARM) * 8 * 256
-    kinds = ("cpu", "wall", "host")
-    cpu, wall, host = ({who: _column(runs, kind) for who, runs in found.items()} for kind in kinds)
+
+    def ratio(who: str, base: str, kind: str, base_kind: str = "") -> float | None:
+        """Median over the rounds in which both were measured; None without any."""
+        rounds = zip(found[who], found[base], strict=True)
+        pairs = [(a.times[kind], b.times[base_kind or kind]) for a, b in rounds if a.times and b.times]
+        return statistics.median(a / b for a, b in pairs) if pairs else None
+
+    walls = {who: [run.times["wall"] for run in runs if run.times] for who, runs in found.items()}
     for who, runs in found.items():
-        trouble = next((run.trouble for run in runs if run.trouble), "")
-        if not wall[who]:
-            report.row(contestant=who, trouble=trouble)
-            continue
-        report.row(
-            contestant=who,
-            cpu_seconds=statistics.median(cpu[who].values()),
-            cpu_to_bare=_ratio(cpu[who], cpu["bare"]),
-            wall_seconds=statistics.median(wall[who].values()),
-            wall_to_bare=_ratio(wall[who], wall["bare"]),
-            tokens_per_s=round(tokens / statistics.median(wall[who].values())),
-            trouble=trouble,
-        )
-    ratios = {
-        "ours / bare DeepSpeed loop, CPU": (_ratio(cpu["ours"], cpu["bare"]), {"at_most": 0.96}),
-        "tokens per CPU second, ours / Trainer": (_ratio(cpu["Trainer"], cpu["ours"]), {"at_least": 1.05}),
-        "tokens per second, ours / Trainer": (_ratio(wall["Trainer"], wall["ours"]), {}),
-        "host / whole step of ours, CPU": (_ratio(host["ours"], cpu["ours"]), {"at_most": 0.02}),
-    }
-    for name, (value, target) in ratios.items():
-        if value is None and wall["ours"]:
+        cells: dict[str, Any] = {"contestant": who}
+        if walls[who]:
+            cpu = statistics.median(run.times["cpu"] for run in runs if run.times)
+            wall = statistics.median(walls[who])
+            cells |= {"cpu_seconds": cpu, "cpu_to_bare": ratio(who, "bare", "cpu"), "wall_seconds": wall}
+            cells |= {"wall_to_bare": ratio(who, "bare", "wall"), "tokens_per_s": round(tokens / wall)}
+        report.row(**cells, trouble=next((run.trouble for run in runs if run.trouble), ""))
+    for name, value, target in (
+        ("ours / bare DeepSpeed loop, CPU", ratio("ours", "bare", "cpu"), {"at_most": 0.96}),
+        ("tokens per CPU second, ours / Trainer", ratio("Trainer", "ours", "cpu"), {"at_least": 1.05}),
+        ("tokens per second, ours / Trainer", ratio("Trainer", "ours", "wall"), {}),
+        ("host / whole step of ours, CPU", ratio("ours", "ours", "host", "cpu"), {"at_most": 0.02}),
+    ):
+        if value is None and walls["ours"]:
             report.note(f"{name}: not measured, as a peer gave no time")
         else:
             report.ratio(name, value, **(target if held else {}))
-    of_domains = _ratio(cpu["ours, four domains"], cpu["ours, one domain"])
+    of_domains = ratio("ours, four domains", "ours, one domain", "cpu")
     report.ratio("four domains with a mixture / one, CPU", of_domains, **({"at_most": 1.01} if held else {}))
     saves = max(1, (steps - WARM) // 5)
     for who in ("ours, saving aside", "ours, saving at once"):
-        if wall[who] and wall["ours"]:
-            extra = statistics.median(wall[who].values()) - statistics.median(wall["ours"].values())
+        if walls[who] and walls["ours"]:
+            extra = statistics.median(walls[who]) - statistics.median(walls["ours"])
             report.row(contestant=f"{who}: stall of one save", wall_seconds=extra / saves)
     return report
-
-
-def _column(runs: list[Outcome], kind: str) -> dict[int, float]:
-    """One kind of time by round, of the rounds that were measured."""
-    return {number: run.times[kind] for number, run in enumerate(runs) if run.times is not None}
-
-
-def _ratio(times: dict[int, float], base: dict[int, float]) -> float | None:
-    """Median over the rounds in which both were measured; None without any."""
-    shared = [times[number] / base[number] for number in times.keys() & base.keys()]
-    return statistics.median(shared) if shared else None
 
 
 if __name__ == "__main__":

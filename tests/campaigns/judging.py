@@ -1,4 +1,4 @@
-"""Answers and verdicts survive kills: `eval answer` and `eval judge`, killed over and over and run again.
+"""Answers and verdicts survive kills: `emo answer` and `emo judge`, killed over and over and run again.
 
     python -m tests.campaigns.judging [--kills 20] [--questions 50] [--seed 0]
 
@@ -31,84 +31,51 @@ from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_judge, tiny_model
 from tests.helpers.killing import to_the_end
 
+MODELS = ("mle", "emo")
 NAMES = ["cat", "dog", "lamp", "town", "boat"]
 VERBS = ["see", "draw", "find", "carry", "forget", "paint", "sell", "hide", "name", "describe"]
 
 
-def _run(*arguments: object) -> None:
+def _run(*arguments: str) -> None:
     """`emo ARGUMENTS` with small chunks."""
     answers.CHUNK, judging.CHUNK = 8, 4
-    sys.argv = ["eval", *map(str, arguments)]
     with Path(os.devnull).open("w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
-        sys.exit(main_of_eval())
-
-
-def finished(*arguments: object) -> float:
-    """Seconds of an undisturbed run."""
-    began = time.monotonic()
-    to_the_end(_run, arguments, 0, float)
-    return time.monotonic() - began
+        sys.exit(main_of_eval(list(arguments)))
 
 
 def files(out: Path) -> dict[str, bytes]:
     """Every file of a results directory, leases aside."""
-    return {
-        p.relative_to(out).as_posix(): p.read_bytes()
-        for p in sorted(out.rglob("*"))
-        if p.is_file() and "leases" not in p.parts and not p.name.endswith(".part")
-    }
+    paths = [p for p in sorted(out.rglob("*")) if p.is_file() and "leases" not in p.parts]
+    return {p.relative_to(out).as_posix(): p.read_bytes() for p in paths if not p.name.endswith(".part")}
 
 
-def commands(root: Path, out: Path, judge: Path, tokens: int) -> list[list[object]]:
+def commands(root: Path, out: Path, judge: Path, tokens: int) -> list[tuple[str, ...]]:
     """What is killed: answers of one model, then verdicts on them and the other's."""
-    questions, folder = root / "questions.jsonl", "answers/questions-greedy"
-    sets: list[list[object]] = [
-        [
-            "answer",
-            "--model",
-            root / name,
-            "--questions",
-            questions,
-            "--max_new_tokens",
-            40,
-            "--output_path",
-            out,
-        ]
-        for name in ("mle", "emo")
-    ]
-    a, b = (out / "models" / name / folder for name in ("mle", "emo"))
-    asked = [
-        "--a",
-        a,
-        "--b",
-        b,
-        "--model",
-        judge,
-        "--max_new_tokens",
-        tokens,
-        "--name",
-        "v",
-        "--output_path",
-        out,
-    ]
-    return [*sets, ["judge", "--judge", "pandalm", *asked]]
+    common = f"--output_path {out} --max_new_tokens"
+    asked = f"--questions {root}/questions.jsonl {common} 40"
+    texts = [f"answer --model {root / name} {asked}" for name in MODELS]
+    a, b = (out / "models" / name / "answers/questions-greedy" for name in MODELS)
+    texts.append(f"judge --judge pandalm --a {a} --b {b} --model {judge} --name v {common} {tokens}")
+    return [tuple(text.split()) for text in texts]
 
 
 def kills(root: Path, judge: Path, tokens: int, count: int, rng: random.Random, show: Campaign) -> None:
     """Kill the commands `count` times in all, over as many directories as that takes."""
-    whole = root / f"{judge.name}-whole"
-    seconds = [finished(*command) for command in commands(root, whole, judge, tokens)]
+    whole, seconds = root / f"{judge.name}-whole", []
+    for command in commands(root, whole, judge, tokens):
+        began = time.monotonic()
+        to_the_end(_run, command, 0, float)
+        seconds.append(time.monotonic() - began)
     expected = files(whole)
     killed, lives, same = 0, 0, 0
     while killed < count:
         out, lives = root / f"{judge.name}-{lives}", lives + 1
         for command, length in zip(commands(root, out, judge, tokens), seconds, strict=True):
             moment = functools.partial(rng.uniform, 0, length)  # about two kills
-            killed += to_the_end(_run, tuple(command), count - killed, moment)
-        results = files(out)
-        mine = {name.replace(str(out), str(whole)): text for name, text in results.items()}
+            killed += to_the_end(_run, command, count - killed, moment)
+        mine = {name.replace(str(out), str(whole)): text for name, text in files(out).items()}
         same += mine == expected
-        for name in sorted(mine.keys() ^ expected.keys() | {n for n in mine if mine[n] != expected.get(n)}):
+        for name in sorted(n for n in mine.keys() | expected.keys() if mine.get(n) != expected.get(n)):
             show("kills", f"{judge.name}: {name}", "differs", False)
     numbers = json.loads(expected["judgements/v.json"])
     read = f"{numbers['read']} of {numbers['pairs']} verdicts read, {numbers['counts']['changed']} change"
@@ -117,18 +84,16 @@ def kills(root: Path, judge: Path, tokens: int, count: int, rng: random.Random, 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--questions", type=int, default=50)
-    parser.add_argument("--seed", type=int, default=0)
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
+    for option, default in (("kills", 20), ("questions", 50), ("seed", 0)):
+        parser.add_argument(f"--{option}", type=int, default=default)
     args = parser.parse_args()
     show, rng = Campaign("judging"), random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="judging-") as made:
         root = Path(made)
         os.environ["EVAL_CACHE"] = str(root / "cache")
-        for seed, name in enumerate(("mle", "emo")):
+        for seed, name in enumerate(MODELS):
             tiny_model(root / name, seed)
         asked = [f"How would you {verb} a {name}?" for name in NAMES for verb in VERBS][: args.questions]
         rows = [json.dumps({"id": i, "instruction": text}) for i, text in enumerate(asked)]

@@ -52,21 +52,20 @@ def alpaca_file(instruct: Path, name: str) -> Path:
 @pytest.mark.parametrize("name", CONTROLLED)
 def test_alpaca_eval_win_rates(instruct: Path, name: str) -> None:
     """(n_2 + n_0 / 2) / n of the file, counted here; lengths and the length-controlled rate with it."""
-    path = alpaca_file(instruct, name)
-    rows = plain_rows(path)
-    (judged,) = read_existing([path], None, "alpaca_eval")
-    actual = summary(judged, name)
-    n = Counter(int(row["preference"]) for row in rows)
-    expected = 100 * (n[2] + n[0] / 2) / len(rows)
-    assert abs(100 * actual["win_rate"]["value"] - expected) < 0.01
-    assert actual["win_rate"]["low"] < actual["win_rate"]["value"] < actual["win_rate"]["high"]
+    rows = plain_rows(alpaca_file(instruct, name))
+    (judged,) = read_existing([alpaca_file(instruct, name)], None, "alpaca_eval")
+    actual, n = summary(judged, name), Counter(int(row["preference"]) for row in rows)
+    rate = actual["win_rate"]
+    assert rate["value"] == pytest.approx((n[2] + n[0] / 2) / len(rows))
+    assert rate["low"] < rate["value"] < rate["high"]
     assert (actual["counts"]["b"], actual["counts"]["tie"], actual["counts"]["a"]) == (n[2], n[0], n[1])
     assert judged.b == rows[0]["generator_2"]  # falcon-7b-instruct's file is of falcon-40b-instruct
     assert abs(100 * actual["length_controlled"] - CONTROLLED[name]) < 0.01
     assert actual["lengths"]["b"] == pytest.approx(sum(len(r["output_2"]) for r in rows) / len(rows))
 
 
-def test_paired_differences_on_real_annotations(instruct: Path) -> None:
+def test_paired_differences(instruct: Path) -> None:
+    """On real annotations; where there is no difference, p is not small."""
     scores: list[dict[str, float]] = []
     for name in ("alpaca-7b", "llama-2-7b-chat-hf"):
         rows = plain_rows(alpaca_file(instruct, name))
@@ -77,27 +76,28 @@ def test_paired_differences_on_real_annotations(instruct: Path) -> None:
     assert mean == pytest.approx(sum(other) / len(keys) - sum(first) / len(keys))
     assert interval.low < mean < interval.high and p < 0.001
     assert interval.high - interval.low < 0.15  # pairing: about 1.96 * 2 * sd / sqrt(403)
+    assert paired(first, first, keys)[2] == 1.0
+    a, b = np.random.default_rng(1).choice([0.0, 0.5, 1.0], (2, len(keys)))
+    assert paired(a.tolist(), b.tolist(), keys)[2] > 0.05
 
 
 def test_pandalm_labels_and_verdicts(instruct: Path) -> None:
     path = instruct / "pandalm" / "test.jsonl.zst"
-    rows = plain_rows(path)
+    rows, names = plain_rows(path), {"tie": 0, "a": 1, "b": 2, "unreadable": None}
     votes = [[row[f"annotator{i}"] for i in (1, 2, 3)] for row in rows]
     gold = [max(sorted(set(v), key=v.index), key=v.count) for v in votes]
-    pairs = labelled(path)
-    names = {"tie": 0, "a": 1, "b": 2}
-    assert [names[results.majority(pair.human)] for pair in pairs.rows] == gold
+    assert [names[results.majority(pair.human)] for pair in labelled(path).rows] == gold
     by = {judged.by: judged for judged in read_existing([path], path, "pandalm")}
     assert set(by) == {"pandalm_7b", "gpt_3_5_turbo"}
     for column, judged in by.items():
         verdicts = [{"tie": 0, "garbage": None}.get(str(r[column]).lower(), r[column]) for r in rows]
         verdicts = [None if value is None else int(value) for value in verdicts]
-        assert [{**names, "unreadable": None}[row["outcome"]] for row in judged.rows] == verdicts
+        assert [names[row["outcome"]] for row in judged.rows] == verdicts
         actual = summary(judged, column)["human"]
-        right = sum(g == v for g, v in zip(gold, verdicts, strict=True)) / len(rows)
-        assert actual["agreement"]["value"] == pytest.approx(right)
-        as_ties = sum(g == (v or 0) for g, v in zip(gold, verdicts, strict=True)) / len(rows)
-        assert actual["unreadable_as_ties"] == pytest.approx(as_ties)
+        assert actual["agreement"]["value"] == pytest.approx(np.mean(np.equal(gold, verdicts)))
+        assert actual["unreadable_as_ties"] == pytest.approx(
+            np.mean(np.equal(gold, [v or 0 for v in verdicts]))
+        )
     assert summary(by["gpt_3_5_turbo"], "g")["counts"]["unreadable"] == 9
 
 
@@ -106,30 +106,20 @@ def test_auto_js_agreement_and_consistency(instruct: Path, tmp_path: Path) -> No
     path = instruct / "auto_j" / "pairwise.jsonl.zst"
     rows, draw = plain_rows(path), random.Random(0)
     straight = [draw.choice([row["label"], 0, 1, 2]) for row in rows]
-    exchange = {0: 1, 1: 0, 2: 2}
     second = [v if draw.random() < 0.8 else draw.choice([0, 1, 2]) for v in straight]
     files = [tmp_path / "o.jsonl", tmp_path / "e.jsonl"]
-    for file, values in zip(files, (straight, [exchange[v] for v in second]), strict=True):
+    for file, values in zip(files, (straight, [(1, 0, 2)[v] for v in second]), strict=True):
         file.write_text("".join(json.dumps({"output": v}) + "\n" for v in values))
     (judged,) = read_existing(files, path, "auto-j")
     actual = summary(judged, "x")
-    n = len(rows)
-    alike = sum(a == b for a, b in zip(straight, second, strict=True)) / n
-    right = sum(a == b == r["label"] for a, b, r in zip(straight, second, rows, strict=True)) / n
-    assert actual["consistency"] == pytest.approx(alike)
-    assert actual["human"]["agreement"]["value"] == pytest.approx(right)
-    assert actual["counts"]["changed"] == sum(a != b for a, b in zip(straight, second, strict=True))
+    alike = np.equal(straight, second)
+    right = alike & np.equal(straight, [row["label"] for row in rows])
+    assert actual["consistency"] == pytest.approx(alike.mean())
+    assert actual["human"]["agreement"]["value"] == pytest.approx(right.mean())
+    assert actual["counts"]["changed"] == sum(~alike)
 
 
-def test_no_difference_has_no_small_p() -> None:
-    scores = [0.0, 1.0, 0.5, 1.0] * 10
-    assert paired(scores, scores, [str(i) for i in range(40)])[2] == 1.0
-    rng = np.random.default_rng(1)
-    first, other = (rng.choice([0.0, 0.5, 1.0], 200) for _ in range(2))
-    assert paired(first, other, [str(i) for i in range(200)])[2] > 0.05  # type: ignore[arg-type]
-
-
-def test_length_control_takes_out_what_length_gives() -> None:
+def test_length_control_takes_out_what_length_gives(capfd: pytest.CaptureFixture[str]) -> None:
     """A judge that only counts characters: the plain rate follows lengths, the controlled one is a half."""
     rng = np.random.default_rng(0)
     d = rng.normal(60, 100, 600)  # B is longer
@@ -140,6 +130,10 @@ def test_length_control_takes_out_what_length_gives() -> None:
     assert scores.mean() > 0.62 and actual is not None and abs(actual - 0.5) < 0.06
     assert length_controlled([1.0] * 20, [5] * 20, [5] * 20) is None  # nothing to learn from
     assert length_controlled([1.0] * 3, [1, 2, 3], [3, 1, 2]) is None
+    for score in (0.0, 1.0):  # one side always wins: what liblinear writes does not reach the terminal
+        actual = length_controlled([score] * 40, range(1, 41), range(40, 0, -1))
+        assert actual == pytest.approx(score, abs=1e-3)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_kappas_of_textbooks() -> None:
@@ -154,50 +148,32 @@ def test_kappas_of_textbooks() -> None:
     assert results.cohen(["a"] * 3, ["a"] * 3) is None and results.fleiss([["a", "a"]] * 3) is None
 
 
-def test_weighted_preferences_are_means(tmp_path: Path) -> None:
-    """AlpacaEval 2's preferences between 1 and 2: the win rate is their mean; NaN and 7 are unreadable."""
-    values: list[Any] = [1.2, 1.9, 1.5, 0, 2, 1, math.nan, 7, None, "2", True, 10**400]
-    rows = [
-        {"instruction": str(i), "output_1": "x", "output_2": "y", "generator_1": "a", "generator_2": "b",
-         "preference": value}
-        for i, value in enumerate(values)
-    ]  # fmt: skip
-    path = tmp_path / "annotations.json"
-    path.write_text(json.dumps(rows))
-    (judged,) = read_existing([path], None, "alpaca_eval")
-    actual = summary(judged, "w")
-    assert actual["read"] == 6 and actual["counts"]["unreadable"] == 6
-    assert actual["win_rate"]["value"] == pytest.approx((0.2 + 0.9 + 0.5 + 0.5 + 1 + 0) / 6)
-    assert actual["win"]["value"] == pytest.approx(2 / 6) and actual["tie"]["value"] == pytest.approx(2 / 6)
-
-
-def annotations(path: Path, ids: range, preference: float = 2) -> Path:
+def annotations(path: Path, preferences: dict[int, Any]) -> Path:
     row = {"output_1": "x", "output_2": "y", "generator_1": "a", "generator_2": "b"}
-    path.write_text(
-        json.dumps([row | {"instruction": str(i), "preference": preference} for i in ids]), encoding="utf-8"
-    )
+    rows = [row | {"instruction": str(i), "preference": p} for i, p in preferences.items()]
+    path.write_text(json.dumps(rows), encoding="utf-8")
     return path
 
 
-def test_annotations_in_several_files_are_one_comparison(tmp_path: Path) -> None:
-    """Both halves of AlpacaEval's questions count, and none of them twice."""
-    files = [annotations(tmp_path / "1.json", range(6)), annotations(tmp_path / "2.json", range(6, 8), 1)]
+def test_preferences_of_one_and_of_several_files(tmp_path: Path) -> None:
+    """AlpacaEval 2's between 1 and 2: the win rate is their mean; NaN and 7 are unreadable."""
+    values: list[Any] = [1.2, 1.9, 1.5, 0, 2, 1, math.nan, 7, None, "2", True, 10**400]
+    file = annotations(tmp_path / "w.json", dict(enumerate(values)))
+    actual = summary(read_existing([file], None, "alpaca_eval")[0], "w")
+    assert actual["read"] == 6 and actual["counts"]["unreadable"] == 6
+    assert actual["win_rate"]["value"] == pytest.approx((0.2 + 0.9 + 0.5 + 0.5 + 1 + 0) / 6)
+    assert actual["win"]["value"] == pytest.approx(2 / 6) and actual["tie"]["value"] == pytest.approx(2 / 6)
+    files = [tmp_path / "1.json", tmp_path / "2.json"]
+    for path, preferences in zip(files, (dict.fromkeys(range(6), 2), {6: 1, 7: 1}), strict=True):
+        annotations(path, preferences)
     (judged,) = read_existing(files, None, "alpaca_eval")
     assert judged.facts == {"from": ["1.json", "2.json"]}
     assert summary(judged, "n")["win_rate"]["value"] == 6 / 8
-    annotations(files[1], range(5, 8))
+    annotations(files[1], {5: 2, 6: 2})
     for same in (files, [files[0], files[0]]):
-        with pytest.raises(UserError):
+        with pytest.raises(UserError) as error:
             read_existing(same, None, "alpaca_eval")
-
-
-def test_equal_lengths_where_one_side_always_wins(capfd: pytest.CaptureFixture[str]) -> None:
-    """What liblinear writes by itself does not reach the terminal."""
-    lengths = list(range(1, 41))
-    for score in (0.0, 1.0):
-        actual = length_controlled([score] * 40, lengths, lengths[::-1])
-        assert actual == pytest.approx(score, abs=1e-3)
-    assert capfd.readouterr() == ("", "")
+        assert error.value.code == "twice"
 
 
 def test_nothing_readable_gives_no_numbers() -> None:

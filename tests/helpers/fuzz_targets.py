@@ -30,7 +30,7 @@ from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import load_task, select_tasks
 from emo.eval.judging import judging, pairs, results
 from emo.eval.judging.answers import read_answers, read_questions
-from emo.eval.judging.judges import JUDGES
+from emo.eval.judging.judging import JUDGES
 from emo.eval.model import EvaluatedModel
 from emo.eval.targets import DamagedError, NotWholeError, Target
 from emo.experiments.design import chosen, expand, read_experiment, trials
@@ -276,7 +276,7 @@ PREFIXES = {
 @target("prefixes", files(**PREFIXES))
 def prefixes(directory: Path) -> None:
     for name in ("a.jsonl", "b.txt", "c.jsonl.zst"):
-        _ = from_file(directory / name).digest, from_file(directory / name, 2, 3)
+        _ = from_file(directory / name), from_file(directory / name, 2, 3)
 
 
 def make_task_rows(directory: Path) -> None:
@@ -341,7 +341,7 @@ def questions(directory: Path) -> None:
 @target("answers", make_answers)
 def answers(directory: Path) -> None:
     """Two files of answers, and the prompts that are made of them."""
-    read_answers(directory / "b.jsonl").by_text()
+    read_answers(directory / "b.jsonl").keyed(False)
     judged = pairs.of_answers(directory / "a.json", directory / "b.jsonl")
     try:
         for judge in JUDGES.values():
@@ -372,7 +372,7 @@ def replies(directory: Path) -> None:
     judged, judge = pairs.of_answers(directory / "a.json", directory / "b.jsonl"), JUDGES["alpaca_eval"]
     for form in judging.FORMATS:
         read = judging.read_replies(judge, judged, directory / f"{form}.jsonl")
-        _summarise(pairs.of_replies(judge, "x", judged, read, {}))
+        _summarise(judging.of_replies(judge, "x", judged, read, {}))
 
 
 ANNOTATED = [
