@@ -144,6 +144,7 @@ def _ours(config: Any, world: Any, clock: Clock) -> None:
 
 def _bare(config: Any, world: Any, clock: Clock) -> None:
     import torch
+    from transformers.integrations import HfDeepSpeedConfig
 
     from emo.data_prep.shards import TokenDataset
     from emo.pipeline import engine, identity
@@ -168,7 +169,7 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
     torch.distributed.barrier()
     losses = load_losses(config, training_objective(config), model_config(config.model).vocab_size)
     ds_config = deepspeed_config(config, batch)
-    partitioned = engine.build_partitioned(ds_config)
+    partitioned = HfDeepSpeedConfig(ds_config)
     ds = engine.Engine(build_model(config, losses), ds_config, world).ds
     del partitioned
     batches = []
