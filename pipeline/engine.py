@@ -283,8 +283,8 @@ class Snapshots(TorchCheckpointEngine):
         waiting, self._waiting = self._waiting, []
         for state, _ in waiting:
             buffers = set(state.get("buffer_names") or ())
-            for path, leaf in pytree.tree_leaves_with_path(state):
-                keys = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
+            for keys_of_leaf, leaf in pytree.tree_leaves_with_path(state):
+                keys = [str(getattr(key, "key", getattr(key, "idx", key))) for key in keys_of_leaf]
                 if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.numel():
                     continue
                 if not bool(torch.isfinite(torch.stack(leaf.aminmax())).all()) and keys[-1] not in buffers:

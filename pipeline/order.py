@@ -154,8 +154,10 @@ def shares(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[Ramp]:
         raise UserError(f"{problem}; {cure}", code="mixture-domains")
     ramps = []
     for share in (mixture.shares[name] for name in names):
-        moves = isinstance(share, RampConfig)
-        ramps.append(Ramp(getattr(share, "from"), share.to, share.steps) if moves else Ramp(share, share, 1))
+        if isinstance(share, RampConfig):
+            ramps.append(Ramp(getattr(share, "from"), share.to, share.steps))
+        else:
+            ramps.append(Ramp(share, share, 1))
     return ramps
 
 
