@@ -182,6 +182,7 @@ def test_reads_other_files(tmp_path: Path) -> None:
     torch.save({"cost": E, "step": 3}, tmp_path / "named.pt")
     for name in ("cost.safetensors", "cost.pt", "named.pt"):
         cost = load_cost(str(tmp_path / name), 12, dtype=torch.float64)
+        assert cost.fingerprint == load_cost(str(tmp_path / "cost.pt"), 12).fingerprint != None  # noqa: E711
         torch.testing.assert_close(cost.costs(torch.arange(12)), cost_matrix(E), rtol=0, atol=1e-6)
 
 
@@ -225,26 +226,12 @@ def test_unusable_sources_are_refused(tmp_path: Path) -> None:
         assert error.value.code == code and source in str(error.value), source
 
 
-def test_fingerprints_tell_cost_embeddings_apart(tmp_path: Path) -> None:
-    """Fingerprints are of the stored tensor: normalised rows differ in last bits between processors."""
-    E = torch.randn(12, 5, generator=torch.Generator().manual_seed(0))
-    changed = E.clone()
-    changed[11, 4] += 1e-3
-    fingerprints = []
-    for i, weight in enumerate((E, E.clone(), changed, E.flip(0), E.to(torch.bfloat16))):
-        save_file({"weight": weight.contiguous()}, tmp_path / f"{i}.safetensors")
-        fingerprints.append(load_cost(str(tmp_path / f"{i}.safetensors"), 12, cache_mb=i).fingerprint)
-    assert fingerprints[0] is not None and fingerprints[0] == fingerprints[1]
-    assert len(set(fingerprints)) == 4
-
-
 def test_permuted_costs_are_those_of_other_tokens() -> None:
     torch.manual_seed(0)
     cost, tokens = CostEmbedding.from_weight(torch.randn(30, 6)), torch.arange(30)
     true, permuted = cost.costs(tokens), cost.permuted(1).costs(tokens)
     assert not torch.allclose(true, permuted)
     assert torch.allclose(true.flatten().sort().values, permuted.flatten().sort().values, atol=1e-6)
-    assert torch.equal(permuted, cost.permuted(1).costs(tokens))
     assert cost.permuted(1).fingerprint != cost.permuted(2).fingerprint
 
 
@@ -281,19 +268,6 @@ def test_small_costs_keep_their_digits_in_half_precision(
     for name, costs in rows.items():
         near = costs[torch.arange(600), torch.arange(600) + 600].double()
         assert float(((near - want) / want).abs().max()) <= 0.05, name
-
-
-def test_costs_never_overflow() -> None:
-    """Tokens of eight and of four hundred digits, raw embeddings of any size; in the cache's float16 too."""
-    numbers = [*map(str, range(12)), "66666666", "9" * 400]
-    rows = number_cost(["a", *numbers], len(numbers) + 1).costs(torch.arange(len(numbers) + 1)).half()
-    assert rows.isfinite().all() and not rows[0].any()
-    assert (rows[1, 1:].diff() > 0).all()  # further off costs more
-    for size in (1e-30, 1.0, 1e30):
-        E = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)) * size
-        for dtype in (torch.float16, torch.bfloat16, torch.float32):
-            costs = CostEmbedding.from_weight(E, dtype).costs(torch.arange(40))
-            assert 0 <= float(costs.min()) <= float(costs.max()) <= 2.01
 
 
 def test_twins() -> None:

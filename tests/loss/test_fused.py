@@ -134,21 +134,14 @@ def test_extreme_logits(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("vocab", [60, 4200])
-@pytest.mark.parametrize("name", ["emo", "demd"])
-def test_free_alternatives(name: str, vocab: int) -> None:
+def test_free_alternatives(vocab: int) -> None:
     """Wrong tokens with the target's own direction cost nothing: D is almost 0 and m / D enormous."""
     h, w, labels, _ = inputs(n=40, vocab=vocab)
     E = torch.where(torch.rand(vocab, 1) < 0.5, 1.0, -1.0) * torch.tensor([[1.0, 0.0]])
     with torch.no_grad():
         h[:, 0], w[:, 0] = 40.0, E[:, 0]  # all mass on one half of the vocabulary
     labels[:] = E[:, 0].argmax()  # in it
-    if name == "emo":
-        compare(h, w, labels, E, name, 1e-5)
-        return
-    sums = fused_linear_loss(h, w, labels, make(name), CostEmbedding.from_weight(E), memory_mb=TINY_MB)
-    sums.loss.backward()
-    assert 0 <= sums.loss.item() < 1e-20
-    assert max(h.grad.abs().max(), w.grad.abs().max()) < 1e-20  # of 1e-34, nothing is left in float32
+    compare(h, w, labels, E, "emo", 1e-5)
 
 
 def test_never_all_logits() -> None:

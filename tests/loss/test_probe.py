@@ -9,9 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from emo.common.errors import UserError
+from emo.pipeline.config import ModelConfig
 from emo.pipeline.loss import fuse_model, get_objective, head_options, probe_model
+from emo.pipeline.planning.attention import usable_attention
 from tests.helpers.families import FAMILIES, VOCAB, family
 from tests.helpers.loss_reference import relative_error
+from tests.helpers.packing import documents, packed_rows
 from tests.helpers.refusals import refused
 
 MASKED = {"opt", "falcon", "mpt", "xglm", "biogpt", "bert-generation"}
@@ -25,28 +29,33 @@ PACKING = {
     for name in FAMILIES
     if name not in ELSEWHERE
 }
-DOCUMENTS = [5, 9, 1, 7]  # tokens
+VARLEN = ModelConfig(architecture={"model_type": "llama"}, attn_implementation="varlen")
+# Differences from their usual form: no dropout of attention, no soft cap, grouped heads, windows.
+CHANGES: dict[str, dict[str, Any]] = {
+    "gpt2": {"attn_pdrop": 0.0},
+    "gpt_bigcode": {"attn_pdrop": 0.0},
+    "llama": {"num_key_value_heads": 1},
+    "mistral": {"num_key_value_heads": 1},
+    "gemma": {"num_key_value_heads": 1},
+    "qwen2": {
+        "num_key_value_heads": 1,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+    },
+}
+# Their own attention, soft caps, recurrences, or dropout.
+NOT_OFFERED = {
+    *("gpt_neo", "gptj", "falcon", "falcon-alibi", "mpt", "bloom", "xglm", "biogpt", "stablelm", "bert"),
+    *("gemma2", "mamba", "mamba2", "rwkv", "jamba", "bamba", "falcon_h1", "recurrent_gemma", "xlstm"),
+    *("openai-gpt", "bart", "bert-generation", "minimax", "falcon_mamba", "lfm2", "gpt_oss"),
+}
 
 
-def fused(name: str, **changes: Any) -> Any:
-    model = family(name, **changes)
+def fused(name: str, attention: str | None = None, **changes: Any) -> Any:
+    model = family(name, attention, **changes)
     fuse_model(model, get_objective("mle"))
     return model
-
-
-def packed_row() -> tuple[Tensor, Tensor, Tensor]:
-    """A row of documents as the trainer gets it: ids, shifted labels, positions, each [1, L]."""
-    generator = torch.Generator().manual_seed(1)
-    documents = [torch.randint(VOCAB, (n,), generator=generator) for n in DOCUMENTS]
-    labels = [torch.cat([d[1:], torch.tensor([-100])]) for d in documents]
-    positions = [torch.arange(n) for n in DOCUMENTS]
-    return tuple(torch.cat(parts)[None] for parts in (documents, labels, positions))  # type: ignore[return-value]
-
-
-def ordinary_loss(model: Any, ids: Tensor) -> Tensor:
-    """Summed next-token loss of one document [n], by the model's ordinary forward and PyTorch alone."""
-    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].float()
-    return F.cross_entropy(logits, ids[1:], reduction="sum")
 
 
 def gradients(model: nn.Module, loss: Tensor) -> Tensor:
@@ -55,31 +64,44 @@ def gradients(model: nn.Module, loss: Tensor) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+def compare(model: Any, ordinary: Any, rows: tuple[Tensor, Tensor, Tensor]) -> None:
+    """The loss and every gradient of packed rows are those of their documents in the ordinary forward."""
+    ids, labels, positions = rows
+    logits = (ordinary(input_ids=part[None], use_cache=False).logits[0, :-1] for part in documents(ids))
+    pairs = zip(logits, documents(ids), strict=True)
+    want = sum(F.cross_entropy(z.float(), part[1:], reduction="sum") for z, part in pairs)
+    sums = model(input_ids=ids, labels=labels, position_ids=positions)
+    assert relative_error(sums.loss.detach(), want.detach()) <= 1e-5
+    assert relative_error(gradients(model, sums.loss), gradients(ordinary, want)) <= 2e-4
+
+
 @pytest.mark.parametrize(("name", "packing"), PACKING.items())
 def test_packed_rows_train_like_single_documents_or_not_at_all(name: str, packing: str) -> None:
-    """The fused loss and every gradient of a packed row are those of its documents alone.
-
-    The documents go through the model's ordinary forward, the row through the one that training calls.
-    """
     model = fused(name)
     assert probe_model(model, packed=False) == packing
-    ids, labels, positions = packed_row()
-    if packing == "refused":
-        for call in (
-            lambda: model(input_ids=ids, labels=labels, position_ids=positions),
-            lambda: probe_model(model, packed=True),
-        ):
-            with refused("packing"):
-                call()
-        ids, labels, positions = ids[:, :5], labels[:, :5], positions[:, :5]  # one document per row is fine
-    sums = model(input_ids=ids, labels=labels, position_ids=positions)
-    got = gradients(model, sums.loss)
-    # one forward per document, as a one-token document has no target
-    parts = torch.split(ids[0], DOCUMENTS if packing != "refused" else 5)
-    want_loss = torch.stack([ordinary_loss(model, part) for part in parts if len(part) > 1]).sum()
-    want = gradients(model, want_loss)
-    assert relative_error(sums.loss.detach(), want_loss.detach()) <= 1e-5
-    assert relative_error(got, want) <= 2e-4
+    ids, labels, positions = packed_rows()
+    if packing != "refused":
+        compare(model, family(name), (ids, labels, positions))
+        return
+    with refused("packing"):
+        model(input_ids=ids, labels=labels, position_ids=positions)
+    with refused("packing"):
+        probe_model(model, packed=True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_under_varlen(name: str) -> None:
+    """A family either is offered it, and is right, or is refused it in one line."""
+    changes = CHANGES.get(name, {})
+    ordinary = family(name, **changes)
+    try:
+        model = fused(name, usable_attention(VARLEN, ordinary.config), **changes)
+        assert probe_model(model) == "positions"
+    except UserError as error:
+        assert name in NOT_OFFERED, error
+        return
+    assert name not in NOT_OFFERED
+    compare(model, ordinary, packed_rows())
 
 
 @pytest.mark.parametrize("name", ["opt", "gpt2", "mpt", "gemma2"])
@@ -89,13 +111,13 @@ def test_in_bfloat16(name: str) -> None:
     assert probe_model(model) == PACKING[name]
     if PACKING[name] == "mask":
         model.packing = "positions"
-        ids, labels, positions = packed_row()
+        ids, labels, positions = packed_rows()
         leaking = model(input_ids=ids, labels=labels, position_ids=positions).nll
         model.packing = "mask"
         assert abs(leaking - model(input_ids=ids, labels=labels, position_ids=positions).nll) > 0.02
 
 
-CHANGES: dict[str, Any] = {  # of a LLaMA's logits, as families make them
+SKEWED: dict[str, Any] = {  # of a LLaMA's logits, as families make them
     "scale": lambda z: z * 0.9,
     "cap": lambda z: 3 * torch.tanh(z / 3),
     "mask": lambda z: z.index_fill(-1, torch.tensor([7, 9]), torch.finfo(z.dtype).min),
@@ -105,7 +127,7 @@ CHANGES: dict[str, Any] = {  # of a LLaMA's logits, as families make them
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", SKEWED)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_treated_in_an_unknown_way_are_refused(change: str, dtype: torch.dtype) -> None:
     model = family("llama").to(dtype)
@@ -114,7 +136,7 @@ def test_logits_treated_in_an_unknown_way_are_refused(change: str, dtype: torch.
     class Peculiar(ordinary):  # type: ignore[misc, valid-type]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             out = super().forward(*args, **kwargs)
-            out.logits = CHANGES[change](out.logits)
+            out.logits = SKEWED[change](out.logits)
             return out
 
     model.__class__ = Peculiar

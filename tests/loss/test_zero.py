@@ -9,19 +9,14 @@ import torch
 
 from tests.helpers.launching import run_module
 from tests.helpers.loss_reference import relative_error
-from tests.helpers.zero_worker import CASES, compare_objectives, run_unsharded
+from tests.helpers.zero_worker import CASES, run_unsharded
 
 
 @pytest.mark.slow
 def test_sharded_training_equals_one_process(tmp_path: Path) -> None:
-    """Losses, first gradients and the parameters after three AdamW steps of every case.
-
-    And of every objective, losses and gradients of two batches under ZeRO-3; one rank has nothing to learn
-    from in the second.
-    """
+    """Losses, first gradients and parameters after three AdamW steps; in the second a rank has no labels."""
     run_module(2, "tests.helpers.zero_worker", str(tmp_path / "results.pt"))
-    cases, objectives = torch.load(tmp_path / "results.pt")
-    for case, (_, got) in zip(CASES, cases, strict=True):
+    for case, (_, got) in zip(CASES, torch.load(tmp_path / "results.pt"), strict=True):
         want = run_unsharded(case)
         torch.testing.assert_close(got["losses"], want["losses"], rtol=1e-5, atol=0)
         # stage 0 does not expose averaged gradients before the step
@@ -29,11 +24,6 @@ def test_sharded_training_equals_one_process(tmp_path: Path) -> None:
         assert len(compared) > 10 and ("grad.model.lm_head.weight" in want) != (case.frozen_head or case.tied)
         for name in compared:
             assert relative_error(got[name], want[name]) <= 1e-5, (case, name)
-    for name, want in compare_objectives().items():
-        got = objectives[name]
-        assert want.keys() == got.keys() and len(want) > 40
-        for key, value in want.items():
-            assert value.abs().max() > 0 and relative_error(got[key], value) <= 1e-5, (name, key)
 
 
 @pytest.mark.slow

@@ -16,11 +16,9 @@ import yaml
 
 from emo.common.recipe import marked
 from emo.data_prep import scores
-from emo.data_prep.config import DataConfig
-from emo.data_prep.prepare import prepare
 from emo.data_prep.shards import open_prepared
 from emo.pipeline import checkpoint, identity
-from emo.pipeline.config import FREE, RunConfig, dump_config, load_config
+from emo.pipeline.config import FREE, RunConfig, load_config
 from emo.pipeline.order import Holding
 from emo.pipeline.planning.checks import check
 from emo.pipeline.ranks import World
@@ -130,16 +128,6 @@ def test_a_damaged_or_missing_config_is_refused(tmp_path: Path) -> None:
     written(tmp_path, {})
     with refused("config-missing"):
         identity.compare(config(tmp_path), DATA)
-
-
-def test_first_weights_of_a_launch_that_failed_are_not_taken(tmp_path: Path) -> None:
-    """A mistake that ends a launch before its first step must not decide what the next one trains."""
-    for claimed in (False, True):
-        (tmp_path / "initial").mkdir()
-        if claimed:
-            (tmp_path / CONFIG).write_text(dump_config(config(tmp_path)))
-        identity.clear_unstarted(config(tmp_path))
-        assert (tmp_path / "initial").exists() == claimed
 
 
 def written(run_dir: Path, state: dict) -> Path:
@@ -264,24 +252,6 @@ def test_changed_scores(folder: Path) -> None:
     check(config, ranks=1, local=True)
     write_scores(-2.0)
     refuses(config, "changed-scores")
-
-
-def test_a_changed_validation_set(folder: Path) -> None:
-    """Its text, under the same name; and a set that is new."""
-    config = recipe(folder)
-    begun(config)
-    tree = yaml.safe_load((folder / "recipe.yaml").read_text())
-    tree["data"]["validation_fraction"] = 0.0
-    (folder / "held.txt").write_text("\n".join(f"Something else, number {i}." for i in range(60)))
-    for validation in ([{"files": "held.txt", "format": "lines"}], {"new": [{"files": "held.txt"}]}):
-        tree["data"]["validation"] = validation
-        # Rows of the training data stay what they were: only the other set is prepared anew.
-        data = DataConfig(**tree["data"] | {"dir": folder / "other"})
-        prepare(data, (0, 1), 1, True, False, lambda _: None)
-        train = open_prepared(config.data)[0]
-        now = identity.of_data(train, {data.splits[1]: open_prepared(data)[1][data.validation_sets[0]]})
-        with refused("changed-validation"):
-            identity.compare(config, now)
 
 
 def test_a_changed_deepspeed_file(folder: Path) -> None:
