@@ -1,14 +1,13 @@
 """Which rows each step consumes: an order that no rank, restart or topology changes, with or without shares.
 
 Without a mixture step s consumes positions [s*B, (s+1)*B) of an endless sequence: one seeded permutation of
-the rows per epoch, one epoch after the other. With one every domain has such a sequence of its own, and
+the rows per epoch. With one every domain has such a sequence of its own, and
 
     k_d(s) = the rows of domain d whose middle is due by t(s),     sum_d k_d(s) = s B
 
 says how far each has come: the middles of its rows, in tokens from the first, are laid against what is due,
 and the clock t(s) is moved until the rows are s whole batches. The tokens of a domain are therefore never
-further than a row from its share, however uneven its rows are, and any step is found at once. Nothing of it
-depends on the number of ranks, the micro-batch or the accumulation.
+further than a row from its share, and any step is computed at once.
 
 What is due is known before any row is looked at. With shares w_d of tokens and a mean of mu_d tokens in a row
 of domain d, a step of B rows holds

@@ -60,10 +60,9 @@ def touchable(*rows: Tensor) -> int:
 
 @functools.cache
 def _lacks_instructions() -> bool:
-    """Return True on an x86 CPU without bfloat16 products; other CPUs are left alone."""
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return False
-    return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    """Return whether this is an x86 CPU without bfloat16 products; other CPUs are left alone."""
+    x86 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return x86 and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def widens(factor: Tensor) -> bool:
@@ -133,10 +132,7 @@ class OnDevice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TokenPlan:
-    """The valid tokens of a batch, sorted by label so that one row of costs serves all with the same target.
-
-    It stands for the labels wherever a fused head or model takes them.
-    """
+    """The valid tokens of a batch, sorted by label: stands for labels wherever a fused head takes them."""
 
     size: int  # labels in the batch, valid or not
     positions: np.ndarray  # [T] in the flat batch
@@ -448,8 +444,7 @@ class CostCache:
     def allocate(self, missing: np.ndarray, current: np.ndarray) -> np.ndarray:
         """Return a row of the table for each of the targets `missing` [k] from it, k <= window, int64 [k].
 
-        Targets of the batch under way (`current`) stay. Those in `missing` that are less frequent than
-        everything in the table get a passing row behind it.
+        Targets of the batch under way (`current`) stay; rare ones get a passing row behind the table.
         """
         slots = np.arange(len(missing)) + self.capacity
         free = min(self.capacity - self.used, len(missing))
@@ -537,11 +532,7 @@ class CachedRows:
         return Costs(rows, which - low)
 
     def _filled(self, low: int, high: int) -> Tensor:
-        """Return all slots on the device, once targets [low, high) are in the table.
-
-        Missing ones are computed, and the next missing ones with them. high - low is at most the table's
-        window, so that all of them fit even if none is frequent enough to stay.
-        """
+        """Return all slots on the device, once targets [low, high), at most a window, are in the table."""
         device = self.cost.rows.device
         if (self.slots[low:high] < 0).any():
             # passing rows are overwritten with this window; mark their targets missing again

@@ -27,16 +27,10 @@ def load_cost(
 ) -> CostEmbedding:
     """Return the cost embedding [V, H] of a pre-trained model, without loading that model.
 
-    Args:
-        source: a model directory or hub id, of which only the output head's tensor is read (the
-            input embedding where the two are tied), or a .safetensors / .pt file holding one matrix [V, H].
-        vocab_size: V of the model to be trained.
-        dtype: of the normalised rows.
-        cache_mb: megabytes for cost rows of frequent targets (`CostEmbedding`).
-        revision: a commit of the hub model.
-
-    Raises:
-        UserError: for a source that is missing, damaged, ambiguous, or of another vocabulary.
+    source: a model directory or hub id, of which only the output head's tensor is read (the input embedding
+    where the two are tied), or a .safetensors / .pt file holding one matrix [V, H]. cache_mb: for cost rows
+    of frequent targets (`CostEmbedding`). Raises UserError for a source that is missing, damaged, ambiguous,
+    or of another vocabulary than `vocab_size` tokens.
     """
     path = Path(source)
     if path.suffix in FILES and not path.is_dir():

@@ -4,8 +4,7 @@ The logits of all tokens never exist together. Tokens are taken in chunks; each 
 chunk's gradient in place and are used up by two matrix products at once, in the forward pass, so that nothing
 is computed twice. Between forward and backward only the gradients [N, H] and [V, H] are held.
 
-Tokens are sorted by label first (`TokenPlan`): a row of transport costs then serves all tokens with that
-target. The file follows a token: its options (`Spec`), `fused_linear_loss`, `run_chunks` (its logits),
+The file follows a token: its options (`Spec`), `fused_linear_loss`, `run_chunks` (its logits),
 `process_chunk` (its loss and the gradient G of its logits), `Accumulator` (the gradients of hidden state and
 head), `Totals` (the sums).
 
@@ -287,11 +286,8 @@ def fused_linear_loss(
         memory_mb: budget of a chunk's logits; by default 32 or 48 on a CPU, 512 elsewhere.
 
     Returns:
-        LossSums: loss, NLL and DEMD in nats, nats and costs, summed in float64 and returned in float32
-        (float64 for float64 inputs); divide by `tokens` for means.
-
-    Raises:
-        UserError: for shapes, dtypes or options that do not fit, and for an objective without its inputs.
+        LossSums, summed in float64. Raises UserError for shapes, dtypes or options that do not fit, or an
+        objective without its inputs.
     """
     spec = make_spec(objective.fixed(), cost, **options)
     return apply_fused(hidden, weight, bias, labels, spec, teacher, stored)
@@ -594,11 +590,7 @@ class Accumulator:
 
 
 def use_up(blocks: Blocks | None, dtype: torch.dtype | None, factor: Tensor) -> Tensor | None:
-    """Return the gradient in `blocks` times the scalar `factor`, in `dtype`; empties the list.
-
-    In place where there is one block of the right dtype, else block by block, each freed as it has been
-    rounded.
-    """
+    """Return the gradient in `blocks` times the scalar `factor`, in `dtype`, and empty the list."""
     if blocks is None or dtype is None:
         return None
     if len(blocks) == 1 and blocks[0].dtype == dtype:

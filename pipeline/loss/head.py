@@ -46,10 +46,7 @@ def segments(positions: Tensor) -> tuple[Tensor, int]:
 
 
 def by_document(values: Tensor, bounds: Tensor) -> Tensor:
-    """Return the sums of `values` [N] over the documents with these `bounds` (of `segments`), float64.
-
-    Each is summed in one order, so that equal values have equal sums.
-    """
+    """Return the sums of `values` [N] over the documents with these `bounds` (of `segments`), float64."""
     return torch.segment_reduce(values.double(), "sum", lengths=bounds.diff())
 
 
@@ -117,8 +114,8 @@ LOGITS_ONLY = ("num_items_in_batch", "logits_to_keep", "return_dict", "skip_logi
 class FusedHead(nn.Linear):
     """An output head that computes the loss itself when it is given labels.
 
-    Made from an existing Linear by `fuse_head`. The weight is used inside the module's own forward, so
-    everything that gathers parameters around modules (ZeRO-3, FSDP) treats it like any other.
+    The weight is used inside the module's own forward: what gathers parameters around modules (ZeRO-3, FSDP)
+    treats it like any other.
     """
 
     spec: Spec
@@ -130,10 +127,7 @@ class FusedHead(nn.Linear):
         teacher: Teacher | None = None,
         stored: Tensor | None = None,
     ) -> Tensor | LossSums:
-        """Return the logits [..., V] of `hidden` [..., H], or the LossSums against `labels` [...].
-
-        `teacher` and `stored` [...] as in `fused_linear_loss`, whose errors it raises.
-        """
+        """Return the logits [..., V] of `hidden` [..., H], or the LossSums against `labels` [...]."""
         if labels is None:
             return super().forward(hidden)
         return apply_fused(hidden, self.weight, self.bias, labels, self.spec, teacher, stored)
@@ -192,11 +186,7 @@ class FusedCausalLM:
     takes_positions: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> LossSums | Any:
-        """Return the LossSums against `labels` [b, L], already shifted; without labels the ordinary result.
-
-        Labels may be planned already (`plan_tokens`). `stored` [b, L]: a log-probability of each label, for
-        objectives that read one.
-        """
+        """Return the LossSums against `labels` [b, L], already shifted; else the ordinary result."""
         inputs = self.named(args, kwargs)
         labels, stored = inputs.pop("labels", None), inputs.pop("stored", None)
         if labels is None:
@@ -249,17 +239,9 @@ def fuse_model(
     """Make a Hugging Face causal LM end in the fused head when it is given labels; in place.
 
     Parameters, their names, saved files and the signature of its forward stay. Calling it again changes the
-    loss.
-
-    Args:
-        model: a causal LM with a Linear output head and a body apart from it.
-        objective: from `get_objective` or `weighted_sum`.
-        cost: transport costs of the model's vocabulary, for objectives that read D.
-        forward: a subclass of FusedCausalLM that takes labels or returns results in another form.
-        options: as in `fused_linear_loss`; logit scale and soft cap default to those of the configuration.
-
-    Raises:
-        UserError: for a model without such a head or body, or whose forward was replaced.
+    loss. `forward`: a subclass of FusedCausalLM that takes labels or returns results in another form.
+    `options`: as in `fused_linear_loss`; logit scale and soft cap default to those of the configuration.
+    Raises UserError for a model without a Linear head apart from its body, or whose forward was replaced.
     """
     _uncover_forward(model)
     # a class made here before is replaced; one made from it by a wrapper (FSDP) is built upon
@@ -301,11 +283,7 @@ def fuse_model(
 
 
 def _uncover_forward(model: nn.Module) -> None:
-    """Remove the forward that a Trainer gave to this instance: it would hide the fused one of the class.
-
-    Accelerate's mixed precision wraps the class's forward, and the next Trainer does it again; TRL's computes
-    another loss. Raises UserError for any other forward.
-    """
+    """Remove the forward that Accelerate or TRL gave to this instance, which would hide the class's."""
     forward = vars(model).get("forward")
     if forward is None:
         return

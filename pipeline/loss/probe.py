@@ -146,22 +146,12 @@ def probe_model(
     collective: bool = False,
     device: torch.device | None = None,
 ) -> str:
-    """Check that training `model`, fused by `fuse_model`, optimises the loss of the model's logits.
+    """Return the `packing` that it gives a fused model: `positions`, `mask` or `refused`.
 
-    Args:
-        model: a causal LM after `fuse_model`.
-        forward: the callable of training (an engine, a wrapped model), by default the model.
-        packed: rows hold several documents, so that `refused` is an error.
-        collective: all ranks call and agree.
-        device: of the inputs, by default the head's.
-
-    Returns:
-        The model's `packing`, which it sets, the way documents in a row are separated: `positions`, `mask` or
-        `refused`.
-
-    Raises:
-        UserError: for a family whose logits the fused head does not reproduce, whose values are not finite,
-            that is not causal, or that lets packed documents see each other.
+    forward: the callable of training (an engine, a wrapped model), by default the model. packed: rows hold
+    several documents, so that `refused` is an error. collective: all ranks call and agree. Raises UserError
+    for a family whose logits the fused head does not reproduce, whose values are not finite, that is not
+    causal, or that lets packed documents see each other.
     """
     run = model if forward is None else forward
     root = run if isinstance(run, nn.Module) else model
