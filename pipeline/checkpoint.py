@@ -10,6 +10,7 @@ renamed. So a directory without a matching COMPLETE is not a checkpoint, and a t
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import logging
 import os
@@ -32,7 +33,7 @@ from emo.pipeline.engine import DamagedError, Engine, to_universal
 from emo.pipeline.export import Copied, ExportError, check_aside, copy_model, write_export
 from emo.pipeline.identity import PARTS, Identity, check_same
 from emo.pipeline.lock import RunLock
-from emo.pipeline.ranks import PATIENCE, World, gather_objects, host_group, lost_a_peer, on_main
+from emo.pipeline.ranks import PATIENCE, World, gather_objects, lost_a_peer, on_main
 from emo.pipeline.run_dir import (
     COMPLETE,
     HF,
@@ -89,7 +90,8 @@ class Saver:
         self._problem: UserError | None = None
         self._thread: threading.Thread | None = None
         self._step, self._deadline = 0, 0.0  # of the thread
-        self.group = host_group()
+        # through host memory, for the thread
+        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE))
         target = config.train.copy_to
         self._uploads = Uploads(config.output_dir, target) if target and engine.world.is_main else None
 

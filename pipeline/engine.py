@@ -223,8 +223,8 @@ class Engine:
         optimizer = getattr(self.ds.optimizer, "optimizer", self.ds.optimizer)
         for parameter, state in optimizer.state.items():
             if "step" in state:
-                own_step = torch.as_tensor(state["step"], dtype=torch.float32).clone()
-                state["step"] = own_step.to(parameter.device)
+                count = torch.as_tensor(state["step"], dtype=torch.float32).clone()
+                state["step"] = count.to(parameter.device)
 
     def _frozen_sum(self) -> int:
         """Return a sum of the bits of all parameters that do not train, the same for any number of ranks."""

@@ -89,11 +89,6 @@ def on_main(world: World, work: Callable[[], None]) -> None:
         raise error
 
 
-def host_group() -> Any:
-    """Return a process group of all ranks through host memory, for a thread that works beside training."""
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE))
-
-
 def wait_at_most(minutes: float, spare: Any = None) -> None:
     """Set how long a collective may take before it counts as failed, in every group except `spare`."""
     for group in list(distributed_c10d._world.pg_map):
