@@ -37,8 +37,10 @@ ATTRIBUTES = {
         "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine",
         "deepspeed.runtime.engine:DeepSpeedEngine._copy_recovery_script",
         "deepspeed.runtime.engine:DeepSpeedEngine.was_step_applied",
-        "deepspeed.runtime.engine:DeepSpeedEngine.get_global_grad_norm",
         "deepspeed.checkpoint.ds_to_universal:parse_arguments",
+    ],
+    "pipeline/train.py": [
+        "deepspeed.runtime.engine:DeepSpeedEngine.get_global_grad_norm",
         "transformers.integrations:HfDeepSpeedConfig",
     ],
     "pipeline/export.py": ["transformers.integrations:unset_hf_deepspeed_config"],
@@ -185,7 +187,7 @@ def adam_may_be_pytorchs() -> None:
 
 
 def models_are_built_partitioned() -> None:
-    """pipeline/engine.py"""
+    """pipeline/train.py"""
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 

@@ -87,11 +87,15 @@ def keep_apart(model: Any, positions: Tensor, inputs: dict[str, Any]) -> None:
 def refusal(model: Any) -> str:
     """Return the reason why packed rows cannot train `model`, in one line."""
     attention = model.config._attn_implementation
-    problem = f"{type(model).__name__} lets documents that share a row see each other ({attention})"
+    problem = (
+        f"{type(model).__name__} lets documents that share a row see each other, with attn_implementation"
+    )
     if by_segments(attention):
-        return f"{problem}; set attn_implementation=sdpa or eager"
-    families = "LLaMA, GPT-2, OPT, Mistral, Qwen, Gemma"
-    return f"{problem}; train it on rows of one document each, or choose a family that does not ({families})"
+        reason = "it does not heed where they begin; set attn_implementation=sdpa or eager"
+    else:
+        families = "LLaMA, GPT-2, OPT, Mistral, Qwen, Gemma"
+        reason = f"train it on rows of one document each, or choose a family that does not ({families})"
+    return f"{problem}={attention}: {reason}"
 
 
 def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
