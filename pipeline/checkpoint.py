@@ -1,8 +1,7 @@
 """The checkpoints of a run: written while training continues, published, removed, found valid and read again.
 
-The stall of a save is the copy into host memory. What follows runs beside training on every rank: writing,
-hashing what was written, and on rank 0 the export, COMPLETE, the final name and pruning; upload.py copies.
-Ranks talk through a process group of their own, so that all learn when one of them could not write.
+The stall of a save is the copy into host memory. The rest runs beside training on every rank, which talk
+through a process group of their own, so that all learn when one of them could not write; upload.py copies.
 
 A checkpoint is written as step-N.partial, hashed, given COMPLETE (every file with its size and hash) and
 renamed. So a directory without a matching COMPLETE is not a checkpoint, and a torn one is never resumed.
@@ -11,6 +10,7 @@ renamed. So a directory without a matching COMPLETE is not a checkpoint, and a t
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import logging
 import os
@@ -33,7 +33,7 @@ from emo.pipeline.engine import DamagedError, Engine, to_universal
 from emo.pipeline.export import Copied, ExportError, check_aside, copy_model, write_export
 from emo.pipeline.identity import PARTS, Identity, check_same
 from emo.pipeline.lock import RunLock
-from emo.pipeline.ranks import PATIENCE, World, gather_objects, host_group, lost_a_peer, on_main
+from emo.pipeline.ranks import PATIENCE, World, gather_objects, lost_a_peer, on_main
 from emo.pipeline.run_dir import (
     COMPLETE,
     HF,
@@ -73,10 +73,7 @@ def remove(directory: Path) -> None:
 
 
 def prune(run_dir: Path, keep_last: int, keep_every: int = 0, spared: Path | None = None) -> None:
-    """Delete complete checkpoints but the newest `keep_last`, those of every `keep_every`-th step, `spared`.
-
-    What is left partial or converted goes too.
-    """
+    """Delete checkpoints but the newest `keep_last`, those of every `keep_every`-th step, and `spared`."""
     for directory in checkpoints(run_dir)[:-keep_last]:
         if directory != spared and (not keep_every or step_of(directory) % keep_every):
             remove(directory)
@@ -93,15 +90,15 @@ class Saver:
         self._problem: UserError | None = None
         self._thread: threading.Thread | None = None
         self._step, self._deadline = 0, 0.0  # of the thread
-        self.group = host_group()
+        # through host memory, for the thread
+        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE))
         target = config.train.copy_to
         self._uploads = Uploads(config.output_dir, target) if target and engine.world.is_main else None
 
     def save(self, step: int, tokens: int, progress: dict[str, Any]) -> None:
-        """Begin the checkpoint after `step` by the directory protocol; all ranks must call.
+        """Begin the checkpoint after `step`, once the one before is complete; all ranks must call.
 
-        progress: what metrics and guard have counted, for the run that resumes from here. Raises UserError
-        when the checkpoint before could not be written.
+        progress: what metrics and guard have counted, for the run that resumes from here.
         """
         self.finish()
         partial = partial_directory(self.config.output_dir, step)
@@ -119,7 +116,8 @@ class Saver:
             "identity": self.identity,
             "progress": progress,
         }
-        self._step, self._deadline = step, time.monotonic() + 60 * PATIENCE
+        self._step = step
+        self._goes_on()
         self._thread = threading.Thread(target=self._write, args=(partial, state, copied), daemon=True)
         self._thread.start()
         if not self.config.train.async_save:
@@ -130,15 +128,11 @@ class Saver:
         """Return why the last checkpoint could not be written, on any rank, or None."""
         writing = self._thread is not None and self._thread.is_alive()
         if self._problem is None and writing and time.monotonic() > self._deadline:
-            hung = f"nothing was written for {PATIENCE:g} minutes, as when a disk hangs"
-            return self._given_up(FailureError(hung))
+            return self._given_up(FailureError(f"nothing was written for {PATIENCE:g} minutes"))
         return self._problem
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is complete; all ranks must call.
-
-        Raises UserError, on all ranks alike, when it could not be written or the run directory was lost.
-        """
+        """Wait until the last checkpoint is complete; all ranks must call, and raise why it could not be."""
         while self._thread is not None and self._thread.is_alive() and self.problem is None:
             self._thread.join(max(0.0, self._deadline - time.monotonic()))
         failed, self._thread = self.problem, None
@@ -167,25 +161,38 @@ class Saver:
 
     def _given_up(self, why: UserError) -> UserError:
         """Return the error that ends the run, of the same kind as `why`."""
-        message = f"the checkpoint after step {self._step} cannot be written ({why}); the last complete one"
+        remains = "the last complete one remains"
+        message = f"the checkpoint after step {self._step} cannot be written ({why}); {remains}"
         if isinstance(why, DamagedError):
-            return DamagedError(f"{message} remains", code=why.code)
+            return DamagedError(message, code=why.code)
         if isinstance(why, ExportError):
-            cure = "set train.export_checkpoints=false to go on from it without exports"
-            return ExportError(f"{message} remains; {cure}")
-        return FailureError(f"{message} remains; make room, then {RESUME} from it")
+            return ExportError(f"{message}; set train.export_checkpoints=false to go on without exports")
+        return FailureError(f"{message}; make room, then {RESUME} from it")
 
     def _write(self, partial: Path, state: dict[str, Any], copied: Copied | None) -> None:
-        """Write one rank's part, and on rank 0 make a checkpoint of all parts."""
+        """Write one rank's part, and on rank 0 make a checkpoint of all parts: marker, name, pruning."""
         error: UserError | None
+        train = self.config.train
         try:
             error, files = self._write_part(partial, state, copied)
             self._goes_on()
             parts = gather_objects((error, files), self.group)
             error = next((e for e, _ in parts if e is not None), None)
             self._goes_on()
-            if error is None and self.engine.world.is_main:
-                error = self._publish(partial, {k: v for _, part in parts for k, v in part.items()})
+            if error is None and self.engine.world.is_main and self.lock.problem is not None:
+                error = FailureError(self.lock.problem)
+            elif error is None and self.engine.world.is_main:
+                try:
+                    write_complete(partial, {k: v for _, part in parts for k, v in part.items()})
+                    final = publish(self.config.output_dir, self._step)
+                    event = {"event": "saved", "step": self._step, "path": str(final)}
+                    log.info("saved: %s", final, extra={"event_fields": event})
+                    spared = self._uploads.current if self._uploads is not None else None
+                    prune(self.config.output_dir, train.save_total_limit, train.keep_every, spared)
+                    if self._uploads is not None:
+                        self._uploads.wake()
+                except OSError as failure:
+                    error = FailureError(f"rank 0: {one_line(failure, 200)}")
             error = gather_objects(error, self.group)[0]
         except Exception as failure:
             lost = isinstance(failure, RuntimeError) and lost_a_peer(failure)
@@ -225,24 +232,6 @@ class Saver:
         except Exception as failure:  # whatever it is: the other ranks wait to hear of it
             return FailureError(f"rank {rank}: {one_line(failure, 200)}"), {}
 
-    def _publish(self, partial: Path, files: dict[str, FileFacts]) -> UserError | None:
-        """Give a checkpoint its marker and name, and remove old ones; return what failed, or None."""
-        train = self.config.train
-        if self.lock.problem is not None:
-            return FailureError(self.lock.problem)
-        try:
-            write_complete(partial, files)
-            final = publish(self.config.output_dir, self._step)
-            event = {"event": "saved", "step": self._step, "path": str(final)}
-            log.info("saved: %s", final, extra={"event_fields": event})
-            spared = self._uploads.current if self._uploads is not None else None
-            prune(self.config.output_dir, train.save_total_limit, train.keep_every, spared)
-            if self._uploads is not None:
-                self._uploads.wake()
-        except OSError as error:
-            return FailureError(f"rank 0: {one_line(error, 200)}")
-        return None
-
     def export_info(self, step: int, tokens: int) -> dict[str, Any]:
         """Return what an export says of its origin."""
         config = self.config
@@ -278,10 +267,7 @@ class Saved(NamedTuple):
 
 
 def newest_valid(run_dir: Path, world: World) -> Saved | None:
-    """Return the newest checkpoint whose files are as COMPLETE says, or None; all ranks must call.
-
-    Others are passed over with a line that says why. Every rank hashes a part of the files.
-    """
+    """Return the newest checkpoint whose files are as COMPLETE says, or None; all ranks hash a part."""
     for directory in reversed(checkpoints(run_dir)):
         problems = [p for p in gather_objects(problem(directory, world.rank, world.ranks)) if p is not None]
         if not problems:
@@ -291,19 +277,14 @@ def newest_valid(run_dir: Path, world: World) -> Saved | None:
 
 
 def read_saved(directory: Path) -> Saved:
-    """Return what state.json says of a checkpoint.
-
-    Raises UserError when the checkpoint is of a version that described it differently.
-    """
+    """Return what state.json says of a checkpoint. Raises UserError for one of another version."""
     try:
         state = read_json(directory / STATE)
         return Saved(directory, **{key: state[key] for key in Saved._fields[1:]})
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{directory} was written by another version of this program ({STATE}: {one_line(error, 80)}); "
-            "continue it with that version, or start a new output_dir",
-            code="other-version",
-        ) from None
+        problem = f"{directory} is of another version of this program ({STATE}: {one_line(error, 80)})"
+        cure = "continue it with that version, or start a new output_dir"
+        raise UserError(f"{problem}; {cure}", code="other-version") from None
 
 
 def check_identity(saved: Saved | None, identity: Identity) -> None:
@@ -312,10 +293,8 @@ def check_identity(saved: Saved | None, identity: Identity) -> None:
     for other in others:
         if other != first:
             part = next(part for part in first if other.get(part) != first[part])
-            raise UserError(
-                f"hosts read different things as {PARTS[part][0]}; give all of them the same files",
-                code=f"hosts-{part}",
-            )
+            problem = f"hosts read different things as {PARTS[part][0]}; give all of them the same files"
+            raise UserError(problem, code=f"hosts-{part}")
     if saved is not None:
         check_same(saved.directory, saved.identity, identity)
 
@@ -323,24 +302,21 @@ def check_identity(saved: Saved | None, identity: Identity) -> None:
 def loadable(saved: Saved, ds_config: dict[str, Any], world: World) -> tuple[Path, bool]:
     """Return the path from which this many ranks can load `saved`, and whether that is a universal copy.
 
-    On as many ranks as saved it: the checkpoint itself. Else: a universal copy, in a folder of its own.
-    Raises UserError when that would have to hold Muon's state, of which DeepSpeed's universal format knows
-    nothing.
+    A universal copy is made where another number of ranks saved it; Muon's state has no place in one.
     """
     if saved.ranks == world.ranks:
         return saved.directory, False
     if ds_config["optimizer"]["type"] == "Muon":
-        raise UserError(
-            f"{saved.directory} was saved by {saved.ranks} ranks, and DeepSpeed cannot convert the state of "
-            f"Muon for {world.ranks}; start {saved.ranks} ranks, or a new output_dir from an export",
-            code="muon-ranks",
+        problem = (
+            f"{saved.directory} holds the state of Muon, which cannot be converted for {world.ranks} ranks"
         )
+        cure = f"start {saved.ranks} ranks, or a new output_dir from an export"
+        raise UserError(f"{problem}; {cure}", code="muon-ranks")
     copy = saved.directory.with_name(saved.directory.name + ".universal")
 
     def convert() -> None:
-        log.info(
-            "%s was saved by %d ranks: converting it for %d", saved.directory.name, saved.ranks, world.ranks
-        )
+        line = "%s was saved by %d ranks: converting it for %d"
+        log.info(line, saved.directory.name, saved.ranks, world.ranks)
         shutil.rmtree(copy, ignore_errors=True)
         to_universal(saved.directory / "state", copy / "state")
 
@@ -349,21 +325,13 @@ def loadable(saved: Saved, ds_config: dict[str, Any], world: World) -> tuple[Pat
 
 
 def check_engine(saved: Saved, engine: Engine) -> None:
-    """Raise UserError where the engine is not that of the checkpoint.
-
-    Its optimizer may group parameters otherwise, or weights that do not train, which no checkpoint holds, may
-    not be what they were.
-    """
+    """Raise UserError for other groups of parameters, or other weights that do not train, than were saved."""
     if saved.groups != engine.groups:
-        raise UserError(
-            f"{saved.directory} was saved with {saved.groups} parameters in the optimizer's groups, and this "
-            f"run has {engine.groups}: the model or this program has changed; set output_dir to a new "
-            f"directory",
-            code="changed-groups",
+        problem = (
+            f"{saved.directory} has {saved.groups} parameters in the optimizer's groups, not {engine.groups}"
         )
+        raise UserError(f"{problem}; set output_dir to a new directory", code="changed-groups")
     if saved.frozen != engine.frozen:
-        raise UserError(
-            f"{saved.directory} holds adapters of another base model than model.path is now; put the old "
-            "weights back, or set output_dir to a new directory",
-            code="changed-base",
-        )
+        problem = f"{saved.directory} holds adapters of another base model than model.path is now"
+        cure = "put the old weights back, or set output_dir to a new directory"
+        raise UserError(f"{problem}; {cure}", code="changed-base")

@@ -32,7 +32,6 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from transformers.integrations import HfDeepSpeedConfig
 
 from emo.common.errors import FailureError, UserError, one_line
 from emo.pipeline.batches import DOMAIN
@@ -66,10 +65,7 @@ class Sums(NamedTuple):
 
 
 def start_world(timeout_minutes: float = PATIENCE) -> World:
-    """Join the process group that the launcher describes; alone when there is none.
-
-    Raises UserError for a torchrun whose restarts could not work, and for a GPU that cannot be used.
-    """
+    """Join the process group that the launcher describes; alone when there is none."""
     check_gpus()
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
@@ -79,24 +75,19 @@ def start_world(timeout_minutes: float = PATIENCE) -> World:
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(
-            RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-        )
+            port = str(probe.getsockname()[1])
+        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     accelerator = get_accelerator()
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
     if accelerator.device_name() != "cpu":
-        accelerator.set_device(local_rank)
+        accelerator.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     # On a CPU DeepSpeed would compile a shared-memory all-reduce here. Only inference uses it, the first
     # start would wait half a minute, and one killed meanwhile leaves a lock that hangs every later one.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
+    timeout = datetime.timedelta(minutes=timeout_minutes)
     try:
-        deepspeed.init_distributed(
-            dist_backend=backend,
-            timeout=datetime.timedelta(minutes=timeout_minutes),
-            verbose=False,
-        )
+        deepspeed.init_distributed(dist_backend=backend, timeout=timeout, verbose=False)
     except torch.distributed.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
@@ -111,25 +102,10 @@ def start_world(timeout_minutes: float = PATIENCE) -> World:
     return World(dist.get_rank(), dist.get_world_size(), device)
 
 
-def build_partitioned(ds_config: dict[str, Any]) -> HfDeepSpeedConfig:
-    """Return an object; while it lives, transformers builds models partitioned if the stage is 3."""
-    return HfDeepSpeedConfig(ds_config)
-
-
 # DeepSpeed's states are pickles, which could run any program. They are read as tensors and plain values, and
 # besides these classes of its own, which do nothing when they are made, name no other.
 STATE_CLASSES = (LossScaler, ZeroStageEnum, fragment_address)
 ONLY_DATA = {"TORCH_FORCE_WEIGHTS_ONLY_LOAD": "1"}  # DeepSpeed itself asks for the contrary
-CONVERT = [
-    "import torch",
-    *(f"from {cls.__module__} import {cls.__name__}" for cls in STATE_CLASSES),
-    f"torch.serialization.add_safe_globals([{', '.join(cls.__name__ for cls in STATE_CLASSES)}])",
-    "from deepspeed.checkpoint import ds_to_universal",
-    "ds_to_universal.main(ds_to_universal.parse_arguments())",
-]
-
-# Of a group of parameters; no checkpoint decides them.
-OF_RECIPE = ("lr", "betas", "eps", "momentum", "weight_decay")
 
 
 class Engine:
@@ -177,8 +153,7 @@ class Engine:
         """Take an optimizer step on this rank's micro-batches; `valid` counts the tokens of the global batch.
 
         domains: those of each domain, where losses are to be summed apart; the head must then tell them by
-        token, and the micro-batches which rows are of which. DeepSpeed does not apply a step whose gradient
-        norm is not finite; `applied` says so.
+        token, and the micro-batches which rows are of which.
         """
         for group, rate in zip(self.ds.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = lr * rate
@@ -226,11 +201,6 @@ class Engine:
         apart = tuple(itertools.starmap(DomainSums, pairs))
         return Sums(loss, nll, demd, int(tokens), stop > 0, weights=tuple(weights), domains=apart)
 
-    def gradient_norm(self) -> float:
-        """Return the norm of the last step's gradient over all parameters, before clipping."""
-        norm = self.ds.get_global_grad_norm()
-        return float("nan") if norm is None else float(norm)
-
     def snapshot(self, directory: Path) -> None:
         """Copy this rank's part of the state, to be written below `directory`; all ranks must call."""
         self.ds.save_checkpoint(
@@ -240,7 +210,8 @@ class Engine:
     def load(self, directory: Path) -> None:
         """Read the state that as many ranks saved; all ranks must call."""
         groups = self.ds.optimizer.param_groups
-        recipe_settings = [{key: group[key] for key in OF_RECIPE if key in group} for group in groups]
+        keys = ("lr", "betas", "eps", "momentum", "weight_decay")  # which no checkpoint decides
+        recipe_settings = [{key: group[key] for key in keys if key in group} for group in groups]
         with _only_data(directory):
             path, _ = self.ds.load_checkpoint(str(directory), tag="state", load_module_strict=False)
         if path is None:
@@ -252,17 +223,18 @@ class Engine:
         optimizer = getattr(self.ds.optimizer, "optimizer", self.ds.optimizer)
         for parameter, state in optimizer.state.items():
             if "step" in state:
-                own_step = torch.as_tensor(state["step"], dtype=torch.float32).clone()
-                state["step"] = own_step.to(parameter.device)
+                count = torch.as_tensor(state["step"], dtype=torch.float32).clone()
+                state["step"] = count.to(parameter.device)
 
     def _frozen_sum(self) -> int:
         """Return a sum of the bits of all parameters that do not train, the same for any number of ranks."""
-        if all(parameter.requires_grad for parameter in self.model.parameters()):
+        frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
+        if not frozen:
             return 0
         total = 0
-        for name, parameter in self.model.named_parameters():
+        for name, parameter in frozen:
             part = getattr(parameter, "ds_tensor", None)  # this rank's part under ZeRO-3
-            if parameter.requires_grad or (part is None and not self.world.is_main):
+            if part is None and not self.world.is_main:
                 continue
             values: Any = parameter
             if part is not None:  # without the padding behind the last rank's values
@@ -289,21 +261,36 @@ class Snapshots(TorchCheckpointEngine):
 
     def save(self, state_dict: Any, path: str) -> None:
         """Copy `state_dict`; every tensor becomes its own storage on the host."""
+
+        def copy(leaf: Any) -> Any:
+            if isinstance(leaf, ZeroStageEnum):  # a number: Python up to 3.11.3 pickles a call
+                return int(leaf)
+            return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+
         # A shape stays what it is: as a plain tuple DeepSpeed's own zero_to_fp32 could not read it.
-        copied = pytree.tree_map(_copy, state_dict, is_leaf=lambda n: isinstance(n, torch.Size))
+        copied = pytree.tree_map(copy, state_dict, is_leaf=lambda n: isinstance(n, torch.Size))
         self._waiting.append((copied, path))
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing yet: a snapshot does not touch the disk."""
+        """Do nothing: a snapshot does not touch the disk."""
 
     def write(self) -> list[Path]:
         """Write what was copied and return the files.
 
-        Raises DamagedError before anything is written where weights or the optimizer's state are not finite.
+        Raises DamagedError before anything is written where weights or the optimizer's state are not finite;
+        only a model's buffers may be so.
         """
         waiting, self._waiting = self._waiting, []
         for state, _ in waiting:
-            _check_finite(state)
+            buffers = set(state.get("buffer_names") or ())
+            for keys_of_leaf, leaf in pytree.tree_leaves_with_path(state):
+                keys = [str(getattr(key, "key", getattr(key, "idx", key))) for key in keys_of_leaf]
+                if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.numel():
+                    continue
+                if not bool(torch.isfinite(torch.stack(leaf.aminmax())).all()) and keys[-1] not in buffers:
+                    problem = f"{'.'.join(keys)[-120:]} holds NaN or infinity"
+                    cure = "lower train.learning_rate, and look at the last losses"
+                    raise DamagedError(f"{problem}; {cure}", code="not-finite")
         for state, path in waiting:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             super().save(state, path)
@@ -312,28 +299,6 @@ class Snapshots(TorchCheckpointEngine):
 
 class DamagedError(UserError):
     """A state to be saved holds NaN or infinity: a run that resumed from it could only go on with them."""
-
-
-def _check_finite(state: dict[str, Any]) -> None:
-    """Raise DamagedError for a tensor of a state that is not finite; only a model's buffers may be so."""
-    buffers = set(state.get("buffer_names") or ())
-    for path, leaf in pytree.tree_leaves_with_path(state):
-        keys = [str(getattr(key, "key", getattr(key, "idx", key))) for key in path]
-        if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.numel():
-            continue
-        if not bool(torch.isfinite(torch.stack(leaf.aminmax())).all()) and keys[-1] not in buffers:
-            raise DamagedError(
-                f"{'.'.join(keys)[-120:]} holds NaN or infinity; lower train.learning_rate, and look at "
-                f"the last losses",
-                code="not-finite",
-            )
-
-
-def _copy(leaf: Any) -> Any:
-    """Return a tensor on the host; the ZeRO stage as a number, for Python up to 3.11.3 pickles a call."""
-    if isinstance(leaf, ZeroStageEnum):
-        return int(leaf)
-    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _detached(sums: Any, domain: Tensor | None = None, domains: int = 0) -> Tensor:
@@ -351,10 +316,7 @@ def _detached(sums: Any, domain: Tensor | None = None, domains: int = 0) -> Tens
 
 @contextlib.contextmanager
 def _only_data(directory: Path) -> Iterator[None]:
-    """Keep `torch.load` from running anything within the block, whatever its caller asks for.
-
-    Raises UserError for a state that would.
-    """
+    """Refuse a state for which `torch.load` would run anything within the block, whatever its caller asks."""
     before = {name: os.environ.get(name) for name in ONLY_DATA}
     os.environ.update(ONLY_DATA)
     try:
@@ -371,10 +333,8 @@ def _more_than_data(directory: Path, message: str) -> UserError:
     """Return the error for torch's refusal to read a pickle; its `message` names a class or function."""
     match = re.search(r"GLOBAL (\S+)", message)
     reason = match[1] if match else one_line(message, 120)
-    return UserError(
-        f"{directory} holds a state that is more than data ({reason}); "
-        "the trainer does not write such a one, and it is not loaded; delete it to use an older checkpoint"
-    )
+    problem = f"{directory} holds a state that is more than data ({reason}), and is not loaded"
+    return UserError(f"{problem}; delete it to use an older checkpoint")
 
 
 def to_universal(state: Path, target: Path) -> None:
@@ -382,9 +342,15 @@ def to_universal(state: Path, target: Path) -> None:
 
     Raises UserError with the converter's last line when it fails, FailureError where another try may succeed.
     """
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    alone |= ONLY_DATA
-    command = [sys.executable, "-c", "; ".join(CONVERT)]
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", **ONLY_DATA}
+    program = [
+        "import torch",
+        *(f"from {cls.__module__} import {cls.__name__}" for cls in STATE_CLASSES),
+        f"torch.serialization.add_safe_globals([{', '.join(cls.__name__ for cls in STATE_CLASSES)}])",
+        "from deepspeed.checkpoint import ds_to_universal",
+        "ds_to_universal.main(ds_to_universal.parse_arguments())",
+    ]
+    command = [sys.executable, "-c", "; ".join(program)]
     # DeepSpeed wants a description of tensor-parallel layouts; there are none, and it can say so itself.
     command += ["--input_folder", str(state), "--output_folder", str(target), "--inject_missing_state"]
     # It inherits blocked signals, and must not outlive this process and write beside the next start's.
@@ -398,8 +364,3 @@ def to_universal(state: Path, target: Path) -> None:
         passing = done.returncode < 0 or "No space left" in last  # killed, or a full disk
         kind = FailureError if passing else UserError
         raise kind(f"{state} cannot be converted for another number of ranks: {last}")
-
-
-def step_seed(seed: int, step: int) -> int:
-    """Return a seed for the dropout of one step."""
-    return zlib.crc32(f"{seed}/{step}".encode())

@@ -71,75 +71,53 @@ MIXTURES = "mixtures"  # in config.yaml, once it has changed: which mixture held
 
 
 def compare(config: RunConfig, identity: Identity) -> None:
-    """Refuse a run directory that another configuration or other content started.
+    """Raise UserError where another configuration or other content started the run; it names the first key.
 
-    Fields marked `free` may differ, and the mixture where `train.mixture_from` says so. Raises UserError
-    naming the first key that was changed, added or removed, or what else is not what it was.
+    Fields marked `free` may differ, and the mixture where `train.mixture_from` says so.
     """
-    if not (config.output_dir / CONFIG).is_file():
-        if checkpoints(config.output_dir):
-            raise UserError(
-                f"{config.output_dir} holds checkpoints but not the {CONFIG} that they were trained with; "
-                "put it back, or set output_dir to a new directory",
-                code="config-missing",
-            )
+    run_dir, train = config.output_dir, config.train
+    anew = "or set output_dir to a new directory"
+    if not (run_dir / CONFIG).is_file():
+        if checkpoints(run_dir):
+            problem = f"{run_dir} holds checkpoints but not the {CONFIG} that they were trained with"
+            raise UserError(f"{problem}; put it back, {anew}", code="config-missing")
         return
-    claimed = _claimed(config.output_dir)
+    claimed = _claimed(run_dir)
     previous, current = _flatten(claimed), _flatten(yaml.safe_load(dump_config(config)))
     free = (*marked(RunConfig, "free"), MIXTURES, IDENTITY)
     for key in dict.fromkeys((*current, *previous)):
         if current.get(key) == previous.get(key) or any(f"{key}.".startswith(f"{part}.") for part in free):
             continue
         if f"{key}.".startswith("train.mixture."):
-            if config.train.mixture is None:
-                raise UserError(
-                    f"{config.output_dir} was trained with a train.mixture, and without one its domains "
-                    f"could "
-                    "not go on where they are; train.mixture={temperature: 1} takes all in proportion, or "
-                    "set output_dir to a new directory",
-                    code="mixture-gone",
-                )
-            if config.train.mixture_from is None:
-                newest = max(map(step_of, checkpoints(config.output_dir)), default=0)
-                raise UserError(
-                    f"{config.output_dir} was trained with another train.mixture; set "
-                    f"train.mixture_from={newest} to let this one hold from its newest checkpoint on, or "
-                    "restore the old one",
-                    code="changed-mixture",
-                )
+            if train.mixture is None:
+                problem = f"{run_dir} was trained with a train.mixture, where its domains go on"
+                cure = "train.mixture={temperature: 1} takes all in proportion"
+                raise UserError(f"{problem}; {cure}, {anew}", code="mixture-gone")
+            if train.mixture_from is None:
+                newest = max(map(step_of, checkpoints(run_dir)), default=0)
+                cure = f"train.mixture_from={newest} lets this one hold from its newest checkpoint on"
+                problem = f"{run_dir} was trained with another train.mixture"
+                raise UserError(f"{problem}; {cure}; or restore the old one", code="changed-mixture")
             continue
         before, now = (f"{key}={shown(t[key])}" if key in t else f"no {key}" for t in (previous, current))
-        raise UserError(
-            f"{config.output_dir} was started with {before}, and the recipe now has {now}; set output_dir "
-            f"to a new "
-            "directory, or restore the old value",
-            code="changed-key",
-        )
-    check_same(config.output_dir, claimed.get(IDENTITY), identity)
+        problem = f"{run_dir} was started with {before}, and the recipe now has {now}"
+        raise UserError(f"{problem}; restore the old value, {anew}", code="changed-key")
+    check_same(run_dir, claimed.get(IDENTITY), identity)
 
 
 def _claimed(run_dir: Path) -> dict[str, Any]:
     """Return the content of config.yaml."""
     path = run_dir / CONFIG
     try:
-        tree = read_written(path)
-        if not isinstance(tree, dict):
-            raise ValueError("it holds no keys")
-        return tree
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} cannot be read ({one_line(error, 100)}); put the original back, or set output_dir to "
-            f"a new "
-            "directory",
-            code="config-unreadable",
-        ) from None
+        return dict(read_written(path))
+    except (OSError, ValueError, TypeError) as error:
+        cure = "put the original back, or set output_dir to a new directory"
+        problem = f"{path} cannot be read ({one_line(error, 100)})"
+        raise UserError(f"{problem}; {cure}", code="config-unreadable") from None
 
 
 def mixtures(config: RunConfig) -> list[Holding]:
-    """Return the mixtures by first step: those that the run was trained with, and the recipe's.
-
-    `compare` has found that it may change, where it does.
-    """
+    """Return the mixtures by first step: those that the run was trained with, and the recipe's."""
     recorded, now, start = _recorded(config.output_dir), config.train.mixture, config.train.mixture_from
     if not recorded or recorded[-1].mixture == now:
         return recorded or [Holding(0, now)]
@@ -152,11 +130,9 @@ def check_mixture(config: RunConfig, step: int) -> None:
     """Raise UserError for a mixture that changes at another step than `step`, from which the run goes on."""
     recorded = _recorded(config.output_dir)
     if recorded and recorded != mixtures(config) and config.train.mixture_from != step:
-        raise UserError(
-            f"train.mixture_from={config.train.mixture_from}, and the run goes on from step {step}; set "
-            f"train.mixture_from={step}, or restore the old train.mixture",
-            code="mixture-step",
-        )
+        problem = f"train.mixture_from={config.train.mixture_from}, and the run goes on from step {step}"
+        cure = f"set train.mixture_from={step}, or restore the old train.mixture"
+        raise UserError(f"{problem}; {cure}", code="mixture-step")
 
 
 def _recorded(run_dir: Path) -> list[Holding]:
@@ -179,8 +155,8 @@ def claim(config: RunConfig, identity: Identity) -> None:
     """Write config.yaml: from now on the run directory belongs to this configuration and what it has read."""
     tree, history = {**yaml.safe_load(dump_config(config)), IDENTITY: identity}, mixtures(config)
     if len(history) > 1:
-        entries = [(step, None if m is None else m.model_dump(mode="json")) for step, m in history]
-        tree[MIXTURES] = [{"step": step, "mixture": mixture} for step, mixture in entries]
+        mixed = ((step, m and m.model_dump(mode="json")) for step, m in history)
+        tree[MIXTURES] = [{"step": step, "mixture": mixture} for step, mixture in mixed]
     write_text(config.output_dir / CONFIG, yaml.safe_dump(tree, sort_keys=False))
 
 
@@ -196,10 +172,8 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 def of_data(data: TokenDataset, validation: Mapping[str, TokenDataset]) -> Identity:
     """Return what rows are trained on and measured."""
-    return {
-        "data": data.fingerprint,
-        "validation": {name: rows.fingerprint for name, rows in validation.items()},
-    }
+    measured = {name: rows.fingerprint for name, rows in validation.items()}
+    return {"data": data.fingerprint, "validation": measured}
 
 
 def of_scores(scores: Sequence[Scores | None]) -> Identity:
@@ -242,20 +216,15 @@ def check_same(run_dir: Path, before: Any, now: Identity) -> None:
     Parts that `now` does not have are not known yet, and not compared.
     """
     if not isinstance(before, dict):
-        raise UserError(
-            f"{run_dir} does not say what it was trained with: another version of this program made it; "
-            "continue it with that version, or set output_dir to a new directory",
-            code="other-version",
-        )
+        problem = f"{run_dir} does not say what it was trained with: another version of this program made it"
+        cure = "continue it with that version, or set output_dir to a new directory"
+        raise UserError(f"{problem}; {cure}", code="other-version")
     for part, value in now.items():
-        if part in before and before[part] == value:
-            continue
-        subject, cure = PARTS[part]
-        raise UserError(
-            f"{run_dir} was trained with another {subject}: {_difference(before.get(part), value)}; {cure}, "
-            "or set output_dir to a new directory",
-            code=f"changed-{part}",
-        )
+        if part not in before or before[part] != value:
+            subject, cure = PARTS[part]
+            problem = f"another {subject}: {_difference(before.get(part), value)}"
+            line = f"{run_dir} was trained with {problem}; {cure}, or set output_dir to a new directory"
+            raise UserError(line, code=f"changed-{part}")
 
 
 def _difference(before: Any, now: Any) -> str:
@@ -282,10 +251,9 @@ def _digest(value: Any) -> str:
 def programs(config: RunConfig) -> dict[str, str]:
     """Return the sha256 of each file of the recipe's objectives that are programs, by module or file name.
 
-    These are the file that the recipe or an installed package names and, of the modules that it imports,
-    those of its own package and those that are part of no installed library, and whatever else is loaded that
-    is part of none. Call it again once the objectives are made: what they import is known then, and whether a
-    file was changed meanwhile. Data files and environment variables that a program reads are not known.
+    These are the file that the recipe or an installed package names, the modules of its own package that it
+    imports, and all that it imports or is loaded and part of no installed library. Call it again once the
+    objectives are made: what they import by name is known then. Data files that a program reads are not.
     """
     hashes: dict[str, str] = {}
     for name in (config.objective.name, *(part.name for part in config.objective.sum or ())):
@@ -300,10 +268,9 @@ def programs(config: RunConfig) -> dict[str, str]:
             _add_program(hashes, path.name if where.endswith(".py") else where, path, where.split(".")[0])
             for module in [name for name in sys.modules if name != "__main__"]:  # imported by name, maybe
                 file = _file_of(module)
-                beside = file is not None and (
-                    file.is_relative_to(path.parent) or not file.is_relative_to(REPOSITORY)
-                )
-                if file is not None and beside and _is_of_user(module, file):
+                if file is None or not _is_of_user(module, file):
+                    continue
+                if file.is_relative_to(path.parent) or not file.is_relative_to(REPOSITORY):
                     _add_program(hashes, module, file, module.split(".")[0])
     return hashes
 

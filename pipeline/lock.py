@@ -1,10 +1,8 @@
 """One launch per run directory, and what it is doing: the lock and heartbeat.json.
 
 Rank 0 holds a lease on the run directory (common/lease.py) and a thread renews it, so that a second launch is
-refused while the first lives, and takes over when it has died. The same thread writes the heartbeat.
-
-A container's health check cannot know the run directory, where moreover the heartbeat of a run before this
-one may lie: the file that PIPELINE_HEARTBEAT names gets each heartbeat too, and goes with the lock.
+refused while the first lives, and takes over when it has died. The same thread writes the heartbeat, also to
+the file that PIPELINE_HEARTBEAT names: a container's health check cannot know the run directory.
 """
 
 from __future__ import annotations
@@ -61,14 +59,12 @@ class RunLock:
                         line = "%s is locked by %s: waiting up to %.0f s to see whether it still runs"
                         log.info(line, self.run_dir, first, LOCK_SECONDS)
                 if holder is not None and first is not None:
-                    renewed = holder.renewed > first.renewed
-                    if renewed or (holder.here and time.monotonic() - began > 2 * BEAT):
+                    waited = holder.here and time.monotonic() - began > 2 * BEAT
+                    if waited or holder.renewed > first.renewed:
                         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
-                        raise UserError(
-                            f"{self.run_dir} is in use by {holder}, started {when}; wait until it has ended, "
-                            "or set output_dir to another directory",
-                            code="run-in-use",
-                        )
+                        cure = "wait until it has ended, or set output_dir to another directory"
+                        problem = f"{self.run_dir} is in use by {holder}, started {when}; {cure}"
+                        raise UserError(problem, code="run-in-use")
                 time.sleep(LOOK)
         except OSError as error:
             kind = FailureError if may_pass(error) else UserError
@@ -79,9 +75,10 @@ class RunLock:
     @property
     def problem(self) -> str | None:
         """Return why this launch must not write any more, or None; looks at the directory."""
-        if self._lease is None or self._lease.held():
-            return None
-        return f"another launch took over {self.run_dir}: this one had not renewed its lock for long"
+        held = self._lease is None or self._lease.held()
+        return (
+            None if held else f"another launch took over {self.run_dir}, whose lock was not renewed for long"
+        )
 
     def reached(self, step: int) -> None:
         """Note that step `step` has been taken."""
@@ -89,7 +86,7 @@ class RunLock:
 
     @contextlib.contextmanager
     def doing(self, activity: str) -> Iterator[None]:
-        """Name an activity in the heartbeat within the block: loading, validating, saving, exporting."""
+        """Name an activity in the heartbeat within the block."""
         before = self._doing
         self.now(activity)
         yield

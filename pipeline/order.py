@@ -1,14 +1,13 @@
 """Which rows each step consumes: an order that no rank, restart or topology changes, with or without shares.
 
 Without a mixture step s consumes positions [s*B, (s+1)*B) of an endless sequence: one seeded permutation of
-the rows per epoch, one epoch after the other. With one every domain has such a sequence of its own, and
+the rows per epoch. With one every domain has such a sequence of its own, and
 
     k_d(s) = the rows of domain d whose middle is due by t(s),     sum_d k_d(s) = s B
 
 says how far each has come: the middles of its rows, in tokens from the first, are laid against what is due,
 and the clock t(s) is moved until the rows are s whole batches. The tokens of a domain are therefore never
-further than a row from its share, however uneven its rows are, and any step is found at once. Nothing of it
-depends on the number of ranks, the micro-batch or the accumulation.
+further than a row from its share, and any step is computed at once.
 
 What is due is known before any row is looked at. With shares w_d of tokens and a mean of mu_d tokens in a row
 of domain d, a step of B rows holds
@@ -36,10 +35,7 @@ from emo.common.errors import UserError, nearest
 from emo.pipeline.config import MixtureConfig, RampConfig
 from emo.pipeline.loss.objectives import Ramp
 
-NEWTON = 6  # steps towards t(s) by the number of rows that are missing, before it is enclosed by halves
-KEPT = 2  # epochs of a domain that are kept at hand
 STAIRS = 1024  # of a ramp at most
-DIGITS = 12  # of a share by temperature: a power may differ in its last bit from host to host
 
 # Up to so many epochs of the same text are almost as good as new text: Muennighoff et al., "Scaling
 # Data-Constrained Language Models" (2023), section 6.
@@ -56,19 +52,15 @@ class BatchOrder:
 
     def __init__(self, rows: int, batch: int, seed: int) -> None:
         self.rows, self.batch, self.seed = rows, batch, seed
-        self._epochs: dict[int, np.ndarray] = {}
+        # all rows in the order of an epoch, int64 [rows]; the last one is kept
+        self.permutation = functools.lru_cache(maxsize=1)(lambda epoch: shuffled(seed, epoch, rows))
 
     def step_rows(self, step: int) -> np.ndarray:
         """Return rows of the global batch of `step`, int64 [batch]."""
         positions = np.arange(step * self.batch, (step + 1) * self.batch)
         epochs, offsets = np.divmod(positions, self.rows)
-        self._epochs = {e: self.permutation(e) for e in np.unique(epochs).tolist()}
-        return np.array([self._epochs[e][o] for e, o in zip(epochs, offsets, strict=True)])
-
-    def permutation(self, epoch: int) -> np.ndarray:
-        """Return all rows in the order of an epoch, int64 [rows]."""
-        cached = self._epochs.get(epoch)
-        return shuffled(self.seed, epoch, self.rows) if cached is None else cached
+        parts = [self.permutation(epoch)[offsets[epochs == epoch]] for epoch in np.unique(epochs).tolist()]
+        return np.concatenate(parts)
 
 
 class Holding(NamedTuple):
@@ -98,19 +90,13 @@ class Flow(NamedTuple):
         knot = max(0, bisect_right(self.times, time) - 1)
         return self.due[knot] + (time - self.times[knot]) * self.rates[knot]
 
-    @property
-    def dry(self) -> bool:
-        """Return whether nothing comes any more after the last knot."""
-        return not self.rates[-1].any()
-
 
 def mixture_flow(
     mixture: MixtureConfig, domains: Sequence[Domain], batch: int, start: int, done: Sequence[float]
 ) -> Flow:
     """Return the flow of `mixture` from step `start` on, by when so much of each domain is `done`.
 
-    Ramps begin at `start`; epochs count from the beginning of the run. Raises UserError for domains that do
-    not fit.
+    Ramps begin at `start`; epochs count from the beginning of the run.
     """
     weights = shares(mixture, domains)
     most = [mixture.max_epochs.get(domain.name, math.inf) * domain.amount for domain in domains]
@@ -152,37 +138,30 @@ def shares(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[Ramp]:
     """
     names = [domain.name for domain in domains]
     for key, section in (("shares", mixture.shares), ("max_epochs", mixture.max_epochs)):
-        for name in section:
-            if name not in names:
-                hint = nearest(name, names)
-                problem = f"train.mixture.{key} names {name}, of which the data hold no rows; {hint}"
-                raise UserError(problem, code="mixture-domains")
+        if unknown := [name for name in section if name not in names]:
+            problem = f"train.mixture.{key} names {unknown[0]}, of which the data hold no rows"
+            raise UserError(f"{problem}; {nearest(unknown[0], names)}", code="mixture-domains")
     if mixture.temperature is not None:
         most = max(domain.amount for domain in domains)  # divided by it: a power of it alone may overflow
         raised = [(domain.amount / most) ** (1 / mixture.temperature) for domain in domains]
         total = math.fsum(raised)
-        parts = (round(power / total, DIGITS) for power in raised)
-        return [Ramp(part, part, 1) for part in parts]
-    forgotten = [name for name in names if name not in mixture.shares]
-    if forgotten:
-        raise UserError(
-            f"train.mixture.shares says nothing of {', '.join(forgotten)}; give every domain of the data a "
-            "share, 0 leaves it out",
-            code="mixture-domains",
-        )
-    return [
-        Ramp(getattr(share, "from"), share.to, share.steps)
-        if isinstance(share, RampConfig)
-        else Ramp(share, share, 1)
-        for share in (mixture.shares[name] for name in names)
-    ]
+        # the last bits of a power may differ from host to host
+        return [Ramp(part, part, 1) for part in (round(power / total, 12) for power in raised)]
+    if forgotten := [name for name in names if name not in mixture.shares]:
+        problem = f"train.mixture.shares says nothing of {', '.join(forgotten)}"
+        cure = "give every domain of the data a share, 0 leaves it out"
+        raise UserError(f"{problem}; {cure}", code="mixture-domains")
+    ramps = []
+    for share in (mixture.shares[name] for name in names):
+        if isinstance(share, RampConfig):
+            ramps.append(Ramp(getattr(share, "from"), share.to, share.steps))
+        else:
+            ramps.append(Ramp(share, share, 1))
+    return ramps
 
 
 def normalised(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[tuple[float, float]]:
-    """Return the share of each domain when the mixture begins to hold, and when its ramps have ended.
-
-    They add up to 1. Epochs that run out are not looked at.
-    """
+    """Return the share of each domain when the mixture begins to hold, and when its ramps have ended."""
     ramps = shares(mixture, domains)
     first, last = ([ramp.at(step) for ramp in ramps] for step in (0, max(ramp.steps for ramp in ramps)))
     return [(a / math.fsum(first), b / math.fsum(last)) for a, b in zip(first, last, strict=True)]
@@ -197,8 +176,16 @@ class Stream:
 
     def __init__(self, rows: np.ndarray, sizes: np.ndarray, order: Callable[[int], np.ndarray]) -> None:
         self.rows, self.amount = rows, int(sizes.sum())
-        self._sizes, self._order = _narrow(sizes), order
-        self._epochs: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        narrow = _narrow(sizes)
+
+        @functools.lru_cache(maxsize=2)
+        def epoch_of(epoch: int) -> tuple[np.ndarray, np.ndarray]:
+            """Return the rows' indices in an epoch's order, and their middles in it."""
+            indices = _narrow(order(epoch))
+            ordered = narrow[indices].astype(np.float64)
+            return indices, np.cumsum(ordered) - ordered / 2
+
+        self._sizes, self._epoch = narrow, epoch_of
 
     def count(self, due: float) -> int:
         """Return rows whose middle is due when so much is; it never falls when more is."""
@@ -216,18 +203,6 @@ class Stream:
         epochs, positions = np.divmod(np.arange(start, stop), len(self.rows))
         parts = [self._epoch(epoch)[0][positions[epochs == epoch]] for epoch in np.unique(epochs).tolist()]
         return self.rows[np.concatenate([np.zeros(0, np.int64), *parts])]
-
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the rows' indices in an epoch's order, and their middles in it."""
-        entry = self._epochs.pop(epoch, None)
-        if entry is None:
-            order = _narrow(self._order(epoch))
-            sizes = self._sizes[order].astype(np.float64)
-            entry = order, np.cumsum(sizes) - sizes / 2
-            while len(self._epochs) >= KEPT:
-                del self._epochs[next(iter(self._epochs))]
-        self._epochs[epoch] = entry
-        return entry
 
 
 def _narrow(numbers: np.ndarray) -> np.ndarray:
@@ -316,12 +291,11 @@ class MixedOrder:
 
     def portions(self, steps: int) -> list[Portion]:
         """Return each domain's part of the first `steps` steps."""
-        portions = []
         columns = (self.names, self._legs[-1].shares, self._rows, self.taken(steps).tolist())
-        for name, shares, rows, taken in zip(*columns, strict=True):
-            epochs = taken / len(rows)
-            portions.append(Portion(name, shares, taken, epochs, epochs * int(self._tokens[rows].sum())))
-        return portions
+        return [
+            Portion(name, shares, taken, taken / len(rows), taken / len(rows) * int(self._tokens[rows].sum()))
+            for name, shares, rows, taken in zip(*columns, strict=True)
+        ]
 
     def _leg(self, step: int, mixture: MixtureConfig) -> Leg:
         """Return the leg that begins at `step`, after those before it."""
@@ -359,16 +333,16 @@ class MixedOrder:
                 return counts
             if missing > 0:
                 low, below = time, counts
-                if leg.flow.dry and time > leg.flow.times[-1]:
+                if time > leg.flow.times[-1] and not leg.flow.rates[-1].any():
+                    problem = "train.mixture: every domain that has a share has had its max_epochs"
+                    steps = (rows - missing) // self.batch
                     raise UserError(
-                        "train.mixture: every domain that has a share has had its max_epochs after "
-                        f"{(rows - missing) // self.batch:,} steps; raise them, or set train.max_steps to "
-                        f"that"
+                        f"{problem} after {steps:,} steps; raise them, or set train.max_steps to that"
                     )
             else:
                 high, above = time, counts
             time += missing / self.batch  # as if rows came evenly
-            if tries >= NEWTON or not low < time < high:
+            if tries >= 6 or not low < time < high:
                 time = (low + high) / 2 if high < math.inf else low + 2.0**tries
             if not low < time < high:  # neighbours: rows of several domains are due at once
                 extra = np.cumsum(above - below)

@@ -62,11 +62,7 @@ def first_reason(reason: str | None) -> str | None:
 
 
 def agreed(work: Callable[[], T]) -> T:
-    """Return what `work` returns on this rank; a UserError of any rank is raised on all of them.
-
-    All ranks must call. So a mistake that only one host can see ends the run with one line, not with ranks
-    that wait for the one that has left.
-    """
+    """Return what `work` returns on this rank; a UserError of any rank is raised on all, which must call."""
     result, error = None, None
     try:
         result = work()
@@ -91,11 +87,6 @@ def on_main(world: World, work: Callable[[], None]) -> None:
     error = gather_objects(error)[0]
     if error is not None:
         raise error
-
-
-def host_group() -> Any:
-    """Return a process group of all ranks through host memory, for a thread that works beside training."""
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE))
 
 
 def wait_at_most(minutes: float, spare: Any = None) -> None:
@@ -148,17 +139,13 @@ def lost_a_peer(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and several and LOST.search(str(error).lower()) is not None
 
 
-def broken_device(error: BaseException) -> bool:
-    """Return whether a device or driver of this host failed, here or in what led to this error."""
-    return _says(error, DEVICE)
-
-
 def broken_hardware(error: BaseException) -> bool:
     """Return whether hardware failed, on this host or on the way to another one."""
-    return _says(error, DEVICE) or _says(error, NETWORK)
+    return broken_device(error) or broken_device(error, NETWORK)
 
 
-def _says(error: BaseException, signs: re.Pattern[str]) -> bool:
+def broken_device(error: BaseException, signs: re.Pattern[str] = DEVICE) -> bool:
+    """Return whether a device or driver of this host failed, here or in what led to this error."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RuntimeError) and not isinstance(cause, OutOfMemoryError):
@@ -190,10 +177,10 @@ def explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
     if isinstance(error, OSError | SafetensorError) and (advanced or passing):
         return ExitCode.FAILURE, f"{line}; when that is cured, {RESUME} from the last checkpoint"
     if isinstance(error, OutOfMemoryError | MemoryError) and not advanced:
-        return ExitCode.MISTAKE, (
-            f"out of memory before the first step was done ({one_line(error, 200)}); set a smaller "
-            "train.micro_batch_size, model.activation_checkpointing=true, or a DeepSpeed file with a "
-            "higher ZeRO "
-            "stage or offload; `emo plan` says what fits"
+        problem = f"out of memory before the first step was done ({one_line(error, 200)})"
+        cure = (
+            "smaller train.micro_batch_size, model.activation_checkpointing=true, or a DeepSpeed file with "
         )
+        cure += "a higher ZeRO stage or offload; `emo plan` says what fits"
+        return ExitCode.MISTAKE, f"{problem}; set a {cure}"
     return ExitCode.FAILURE if advanced else ExitCode.MISTAKE, None

@@ -77,8 +77,8 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 def list_files(directory: Path) -> list[str]:
     """Return the relative names of a checkpoint's files except COMPLETE, sorted."""
-    files = (p for p in directory.rglob("*") if p.is_file())
-    return sorted(p.relative_to(directory).as_posix() for p in files if p.name != COMPLETE)
+    files = (p for p in directory.rglob("*") if p.is_file() and p.name != COMPLETE)
+    return sorted(p.relative_to(directory).as_posix() for p in files)
 
 
 def describe(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
@@ -93,10 +93,7 @@ def describe(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
 
 
 def problem(directory: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Return why a checkpoint must not be loaded, or None. `part` of `parts` hashes every parts-th file.
-
-    Links are not followed: what is loaded lies in the run directory itself.
-    """
+    """Return why a checkpoint must not be loaded, or None. `part` of `parts` hashes every parts-th file."""
     link = next((path for path in (directory, *sorted(directory.rglob("*"))) if path.is_symlink()), None)
     if link is not None:
         return f"{link.relative_to(directory.parent)} is a link, which the trainer does not write"
@@ -136,10 +133,7 @@ def mismatch(directory: Path, listed: dict[str, FileFacts], part: int = 0, parts
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return a run's records: numbers by name, those of single `domains`, and the `set` of a validation.
-
-    Lines that are torn or damaged are left out.
-    """
+    """Return a run's records: numbers by name, those of single `domains`, and the `set` of a validation."""
     return read_records(run_dir / METRICS)[0]
 
 
@@ -159,9 +153,8 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 def read_heartbeat(run_dir: Path) -> dict[str, Any]:
     """Return the content of heartbeat.json; empty where it says nothing."""
-    with contextlib.suppress(OSError, ValueError):
-        beat = read_json(run_dir / HEARTBEAT)
-        return beat if isinstance(beat, dict) else {}
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return dict(read_json(run_dir / HEARTBEAT))
     return {}
 
 
@@ -171,9 +164,7 @@ def read_export_info(export: Path) -> dict[str, Any]:
     Raises ValueError when export.json holds anything but an object.
     """
     path = export / EXPORT_INFO
-    if not path.is_file():
-        return {}
-    info = read_json(path)
+    info = read_json(path) if path.is_file() else {}
     if not isinstance(info, dict):
         raise ValueError(f"{path} is not a JSON object")
     return info

@@ -28,17 +28,16 @@ from emo.pipeline.run_dir import STOP
 
 REQUESTS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 PARENT_DIED = signal.SIGUSR2  # sent by the kernel
+LIBC = ctypes.CDLL(None)
 TICK = 0.2  # seconds between looks at the launchers
-KILL_AFTER = (
-    30.0  # seconds between the signal that a launcher passes on and its SIGKILL, unless torchrun is told
-)
+KILL_AFTER = 30.0  # seconds between the signal that a launcher passes on and its SIGKILL, unless it is told
 MARGIN = 10.0  # of them in which a rank ends its launcher instead
 REPORTS = "PIPELINE_RANK_REPORTS"  # a directory; set by launch/supervise.py and train.sbatch
 CONSOLE = "PIPELINE_CONSOLE"  # set by launch/supervise.py where standard input is the real standard output
 CALLED = "PIPELINE_COMMAND"  # the console script that the user gave; set by launch/supervise.py
 HARDWARE = "hardware"  # the code of a FailureError whose cause is a device of this host
 CHOSEN_PORT = "PIPELINE_PORT"  # where ranks meet, if launch/supervise.py and not the user chose it
-LIBC = ctypes.CDLL(None)
+
 RESUME = "run the same command again to resume"
 
 STARTING, LOADING, TRAINING = range(3)
@@ -61,7 +60,7 @@ class Watch:
         self._blamed = ""  # the node, once a device of it has failed
         self._kill_at: float | None = None  # when the launcher is going to kill this rank, less a margin
         signal.pthread_sigmask(signal.SIG_BLOCK, [*REQUESTS, PARENT_DIED])
-        _prctl_parent_death(PARENT_DIED)
+        die_with_parent(PARENT_DIED)
         self._chain = launchers()
         self._orphan = _born_orphan(self._chain)
         threading.Thread(target=self._run, name="stop requests", daemon=True).start()
@@ -101,26 +100,25 @@ class Watch:
         while True:
             info = signal.sigtimedwait([*REQUESTS, PARENT_DIED], TICK)
             if info is not None and info.si_signo in REQUESTS:
-                self._request(signal.Signals(info.si_signo).name, info.si_pid)
-            if not self.launcher_gone and (self._orphan or _is_broken(self._chain)):
-                self._lose_launcher()
+                name = signal.Signals(info.si_signo).name
+                self.signal = self.signal or name
+                if self._phase == STARTING:
+                    self._leave(f"stopped ({name}) before the run was opened")
+                if info.si_pid == self._chain[0] and self._kill_at is None:
+                    self._kill_at = time.monotonic() + _grace(command_line(info.si_pid))
+            pairs = itertools.pairwise(self._chain)
+            gone = os.getppid() != self._chain[0] or any(_parent(c) not in (pid, None) for c, pid in pairs)
+            if (self._orphan or gone) and not self.launcher_gone:
+                self.launcher_gone = True
+                if os.getppid() != self._chain[0]:
+                    self._end_deepspeed()  # it takes the death of its launch.py by a signal for success
+                if self._phase < TRAINING:
+                    self._leave(
+                        "the launcher is gone, and nothing has been trained since the last checkpoint"
+                    )
             if self._kill_at is not None and time.monotonic() > self._kill_at:
                 self._kill_at = None
                 self._outlive_launcher()
-
-    def _request(self, name: str, sender: int) -> None:
-        self.signal = self.signal or name
-        if self._phase == STARTING:
-            self._leave(f"stopped ({name}) before the run was opened")
-        if sender == self._chain[0] and self._kill_at is None:
-            self._kill_at = time.monotonic() + _grace(command_line(sender))
-
-    def _lose_launcher(self) -> None:
-        self.launcher_gone = True
-        if os.getppid() != self._chain[0]:
-            self._end_deepspeed()  # it takes the death of its launch.py by a signal for success
-        if self._phase < TRAINING:
-            self._leave("the launcher is gone, and nothing has been trained since the last checkpoint")
 
     def _outlive_launcher(self) -> None:
         """End the launcher before it kills this rank in the middle of a long step or save.
@@ -190,13 +188,6 @@ def launchers() -> list[int]:
     return chain
 
 
-def _is_broken(chain: list[int]) -> bool:
-    """Return whether a process of `launchers()` has ended."""
-    if os.getppid() != chain[0]:
-        return True
-    return any(_parent(child) not in (pid, None) for child, pid in itertools.pairwise(chain))
-
-
 def _born_orphan(chain: list[int]) -> bool:
     """Return whether a launcher had died before this process could look at it."""
     if "CROSS_RANK" in os.environ and len(chain) == 1:  # DeepSpeed's launch.py sets it
@@ -217,18 +208,16 @@ def _grace(launcher: list[str]) -> float:
 
     DeepSpeed's launch.py waits KILL_AFTER; torchrun as long as its --shutdown-timeout or environment says.
     """
-    wait: str | float = KILL_AFTER
+    seconds = KILL_AFTER
     if "deepspeed.launcher.launch" not in launcher:
-        names = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
-        wait = next((os.environ[name] for name in names if name in os.environ), KILL_AFTER)
+        names = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT")
+        given = [os.environ[name] for name in names if name in os.environ]
         for option, following in zip(launcher, [*launcher[1:], ""], strict=True):
             name, _, value = option.replace("_", "-").partition("=")
             if name == "--shutdown-timeout":
-                wait = value or following
-    try:
-        seconds = float(wait)
-    except ValueError:
-        seconds = KILL_AFTER
+                given.append(value or following)
+        with contextlib.suppress(ValueError):
+            seconds = float(given[-1]) if given else KILL_AFTER
     return max(seconds - MARGIN, seconds / 2)
 
 
@@ -254,12 +243,8 @@ def node_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or os.environ.get("NODE_NAME") or socket.gethostname()
 
 
-def die_with_parent() -> None:
-    """Have this child process killed when its parent ends, however it ends."""
-    _prctl_parent_death(signal.SIGKILL)
-
-
-def _prctl_parent_death(number: int) -> None:
+def die_with_parent(number: int = signal.SIGKILL) -> None:
+    """Have this child process sent a signal when its parent ends, however it ends."""
     with contextlib.suppress(AttributeError):  # a system without it
         LIBC.prctl(1, int(number))  # PR_SET_PDEATHSIG
 

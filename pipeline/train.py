@@ -16,6 +16,7 @@ import logging
 import math
 import socket
 import statistics
+import zlib
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -23,9 +24,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.integrations import HfDeepSpeedConfig
 
 from emo.common.errors import UserError, one_line
-from emo.data_prep.shards import TokenDataset
 from emo.pipeline import checkpoint, engine, identity
 from emo.pipeline.batches import Batches, Loader, check_content
 from emo.pipeline.config import RunConfig, TrainConfig, lr_at
@@ -64,10 +65,6 @@ from emo.pipeline.run_dir import BAD_BATCHES, EXPORT
 from emo.pipeline.stop import RESUME, StopRequest, Watch
 
 log = logging.getLogger(__name__)
-
-WINDOW = 50  # applied steps that a spike is measured against
-COLLECT = 10  # steps between collections of garbage, which take a share of every step otherwise
-ENOUGH = 10  # of them before anything is called a spike
 
 
 def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bool:
@@ -108,58 +105,48 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
         lock.release(ended)
 
 
-def _load(
-    config: RunConfig,
-    world: World,
-    ready: Ready,
-    losses: Losses,
-    saved: checkpoint.Saved | None,
-    console: Console,
-) -> Engine:
-    """Return the model under DeepSpeed, as it was saved where something was."""
-    source, ds_config = None, ready.ds_config
-    if saved is not None:
-        source, universal = checkpoint.loadable(saved, ds_config, world)
-        if universal:
-            ds_config["checkpoint"] = {"load_universal": True}
-    with compiling(), console.compiling():
-        partitioned = engine.build_partitioned(ds_config)  # transformers looks for it while it is alive
-        trainer = Engine(build_model(config, losses), ds_config, world, config.model.compile)
-        del partitioned
-    assert ready.data is not None
-    sets = [data.manifest for data in (ready.data, *ready.validation.values())]
-    check_model(trainer, config, sets)
-    if saved is not None and source is not None:
-        checkpoint.check_engine(saved, trainer)
-        trainer.load(source)
-        log.info("resumed from %s", saved.directory)
-    return trainer
-
-
 def _train(
     config: RunConfig, world: World, watch: Watch, ready: Ready, lock: RunLock, launch: Launch
 ) -> bool:
     """Train in a directory that this launch owns; return whether the run is finished."""
     data, steps, order = ready.data, ready.steps, ready.order
     assert data is not None and steps is not None and order is not None
+    sets, scores = (data, *ready.validation.values()), ready.scores
     stop = StopRequest(config.output_dir, config.train.max_minutes, watch)
     vocab_size = ready.hf_config.get_text_config().vocab_size
     losses = agreed(lambda: load_losses(config, ready.objective, vocab_size))
-    scores = ready.scores
-    files = (data, *ready.validation.values(), *scores)
-    check_content(config.output_dir, [file for file in files if file is not None], world)
+    check_content(config.output_dir, [file for file in (*sets, *scores) if file is not None], world)
     saved = checkpoint.newest_valid(config.output_dir, world)
     step, tokens, progress = (saved.step, saved.tokens, saved.progress) if saved else (0, 0, {})
     agreed(lambda: identity.check_mixture(config, step))
     read = ready.identity | {"cost": getattr(losses.measure, "fingerprint", None)}
     checkpoint.check_identity(saved, read)
-    trainer = _load(config, world, ready, losses, saved, launch.console)
+    source, ds_config = None, ready.ds_config
+    if saved is not None:
+        source, universal = checkpoint.loadable(saved, ds_config, world)
+        if universal:
+            ds_config["checkpoint"] = {"load_universal": True}
+    with compiling(), launch.console.compiling():
+        partitioned = HfDeepSpeedConfig(ds_config)  # while it lives transformers builds models partitioned
+        trainer = Engine(build_model(config, losses), ds_config, world, config.model.compile)
+        del partitioned
+    check_model(trainer, config, [rows.manifest for rows in sets])
+    if saved is not None and source is not None:
+        checkpoint.check_engine(saved, trainer)
+        trainer.load(source)
+        log.info("resumed from %s", saved.directory)
     watch.trains()
     if _stops_unstarted(stop, step, world, launch):
         return False
     hosts = len(set(gather_objects(socket.gethostname())))
     on_main(world, lambda: identity.claim(config, read))
     launch.begun(config, ready, step, tokens, hosts)
+    gpu = accelerator(torch.cuda.get_device_name()) if on_gpu() else None
+    peak_share = None  # of the GPUs' peak, that one step per second would be
+    if gpu is not None:
+        half, (_, micro, accumulation, ranks) = config.model.dtype == "bfloat16", ready.batch
+        setup = Setup(ranks, 0, micro, config.data.sequence_len, accumulation, bf16=half)
+        peak_share = utilisation(sizes_of(ready.model, ready.hf_config), setup, 1.0, gpu)
     reporter = functools.partial(
         Metrics,
         config,
@@ -171,7 +158,7 @@ def _train(
         domains=data.domains,
         rows=len(data),
     )
-    metrics = agreed(lambda: reporter(_peak_share(config, ready), progress.get("metrics")))
+    metrics = agreed(lambda: reporter(peak_share, progress.get("metrics")))
     samples = Samples(config, step, writes=world.is_main)
     guard = Guard(config.output_dir, config.train, writes=world.is_main, state=progress.get("guard"))
     saver = checkpoint.Saver(trainer, config, lock, read)
@@ -222,7 +209,7 @@ def _train(
             batch.micro,
             valid=batch.valid,
             lr=lr,
-            seed=engine.step_seed(config.train.seed, step),
+            seed=zlib.crc32(f"{config.train.seed}/{step}".encode()),  # of dropout
             stop=any((stop.reason, saver.problem, lock.lost)),
             domains=batch.domains,
         )
@@ -230,10 +217,11 @@ def _train(
         watch.stepped()
         if step == first + 1:
             wait_at_most(config.train.timeout_minutes, saver.group)
-        if step % COLLECT == 0:
+        if step % 10 == 0:
             gc.collect()
         lock.reached(step)
-        metrics.step(step, sums, trainer.gradient_norm())
+        norm = trainer.ds.get_global_grad_norm()  # before clipping
+        metrics.step(step, sums, math.nan if norm is None else float(norm))
         warning = guard.observe(step, sums, functools.partial(data.provenance, batch.rows))
         if warning:
             log.warning(warning)
@@ -271,24 +259,22 @@ def _train(
 class Guard:
     """Watches the steps of one rank for losses and gradients that are not finite, and losses that jump.
 
-    A step whose loss or gradient is not finite is never applied (DeepSpeed drops it on all ranks at once). It
-    is counted, and where its rows come from is written to bad_batches.jsonl, so that it can be looked at and
-    replayed. After `train.max_skipped` such steps in a row the run stops: the weights or the data are at
-    fault, not one batch. All ranks see the same sums and decide alike.
+    A step whose loss or gradient is not finite is never applied (DeepSpeed drops it on all ranks at once).
+    Where its rows come from is written to bad_batches.jsonl. After `train.max_skipped` such steps in a row
+    the run stops: the weights or the data are at fault, not one batch. All ranks see the same sums and decide
+    alike.
     """
 
     def __init__(
         self, run_dir: Path, train: TrainConfig, writes: bool, state: dict[str, Any] | None = None
     ) -> None:
         """state: what `state` returned when the checkpoint was saved from which the run resumes."""
-        self.path = run_dir / BAD_BATCHES
-        self.train = train
-        self.writes = writes
-        self.skipped = 0  # in this process
+        self.path, self.train, self.writes = run_dir / BAD_BATCHES, train, writes
         state = state or {}
         self._in_a_row = int(state.get("in_a_row", 0))
-        self._recent: deque[float] = deque(state.get("recent", ()), maxlen=WINDOW)  # NLL
-        self._losses: deque[float] = deque(state.get("losses", ()), maxlen=WINDOW)
+        # applied steps that a spike is measured against
+        self._recent: deque[float] = deque(state.get("recent", ()), maxlen=50)  # NLL
+        self._losses: deque[float] = deque(state.get("losses", ()), maxlen=50)
 
     def state(self) -> dict[str, Any]:
         """Return what later steps are judged by, so that a resumed run judges alike."""
@@ -301,21 +287,17 @@ class Guard:
         """
         loss, nll = (total / max(1, sums.tokens) for total in (sums.loss, sums.nll))
         if not sums.applied or not math.isfinite(loss):
-            self.skipped += 1
             self._in_a_row += 1
             self._record("not finite", step, loss, nll, rows)
             if self._in_a_row >= self.train.max_skipped:
-                raise UserError(
-                    f"{self._in_a_row} steps in a row up to step {step} had no finite gradient and were "
-                    f"skipped; their rows are listed in {self.path}; lower train.learning_rate or look at "
-                    f"the rows",
-                    code="not-finite",
-                )
+                problem = f"{self._in_a_row} steps in a row up to step {step} had no finite gradient"
+                cure = f"lower train.learning_rate or look at the rows in {self.path}"
+                raise UserError(f"{problem} and were skipped; {cure}", code="not-finite")
             return f"step {step} skipped: its loss or gradient is not finite ({self._in_a_row} in a row)"
         self._in_a_row = 0
         jumped = None
         for name, value, recent in (("loss", loss, self._losses), ("NLL", nll, self._recent)):
-            usual = statistics.median(recent) if len(recent) >= ENOUGH else math.inf
+            usual = statistics.median(recent) if len(recent) >= 10 else math.inf
             if math.isfinite(value):
                 recent.append(value)
             if self.train.spike_factor and usual > 0 and value > self.train.spike_factor * usual:
@@ -324,11 +306,8 @@ class Guard:
             return None
         self._record("spike", step, loss, nll, rows)
         if self.train.spike_stops:
-            raise UserError(
-                f"{jumped}; its rows are listed in {self.path}; lower train.learning_rate, or set "
-                "train.spike_stops=false to continue",
-                code="spike",
-            )
+            cure = "lower train.learning_rate, or set train.spike_stops=false to continue"
+            raise UserError(f"{jumped}; its rows are listed in {self.path}; {cure}", code="spike")
         return jumped
 
     def _record(self, reason: str, step: int, loss: float, nll: float, rows: Callable[[], list[Any]]) -> None:
@@ -351,17 +330,6 @@ def _stops_unstarted(stop: StopRequest, step: int, world: World, launch: Launch)
     return True
 
 
-def _peak_share(config: RunConfig, ready: Ready) -> float | None:
-    """Return the share of the GPUs' peak that one step per second would be; None on unknown hardware."""
-    gpu = accelerator(torch.cuda.get_device_name()) if on_gpu() else None
-    if gpu is None:
-        return None
-    batch = ready.batch
-    half = config.model.dtype == "bfloat16"
-    setup = Setup(batch.ranks, 0, batch.micro, config.data.sequence_len, batch.accumulation, bf16=half)
-    return utilisation(sizes_of(ready.model, ready.hf_config), setup, 1.0, gpu)
-
-
 def evaluate(
     trainer: Engine, losses: Losses, validation: Batches, most: int
 ) -> tuple[engine.Sums, Documents]:
@@ -378,14 +346,11 @@ def evaluate(
     with measuring(trainer.model, losses):
         sums, *columns = trainer.evaluate(validation.read(padded[local], real[local]))
     nll, tokens = (np.concatenate(parts) for parts in zip(*gather_objects(columns), strict=True))
-    sources = np.concatenate([_sources(validation.data, int(row)) for row in padded])
-    return sums, by_document(validation.data.fingerprint, sources, nll, tokens)
-
-
-def _sources(data: TokenDataset, row: int) -> np.ndarray:
-    """Return the documents of a row's segments; padding is one more segment, of no document."""
-    padding = data.tokens_of(row) < data.manifest.block
-    return np.append(data.sources_of(row), np.zeros(int(padding), np.uint64))
+    data, sources = validation.data, []  # the document of each segment
+    for row in padded.tolist():
+        padding = int(data.tokens_of(row) < data.manifest.block)  # one more segment, of no document
+        sources.append(np.append(data.sources_of(row), np.zeros(padding, np.uint64)))
+    return sums, by_document(data.fingerprint, np.concatenate(sources), nll, tokens)
 
 
 def _due(step: int, every: int, steps: int) -> bool:

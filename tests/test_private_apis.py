@@ -33,8 +33,10 @@ ATTRIBUTES = {
         "deepspeed.runtime.checkpoint_engine:TorchCheckpointEngine",
         "deepspeed.runtime.engine:DeepSpeedEngine._copy_recovery_script",
         "deepspeed.runtime.engine:DeepSpeedEngine.was_step_applied",
-        "deepspeed.runtime.engine:DeepSpeedEngine.get_global_grad_norm",
         "deepspeed.checkpoint.ds_to_universal:parse_arguments",
+    ],
+    "pipeline/train.py": [
+        "deepspeed.runtime.engine:DeepSpeedEngine.get_global_grad_norm",
         "transformers.integrations:HfDeepSpeedConfig",
     ],
     "pipeline/export.py": ["transformers.integrations:unset_hf_deepspeed_config"],

@@ -11,9 +11,8 @@ from emo.common.labels import IGNORE
 from emo.pipeline.loss.cost import LIVE, CostEmbedding, LiveCost, NumberCost, TokenPlan, plan_tokens
 from emo.pipeline.loss.cost_files import load_cost, number_cost
 from emo.pipeline.loss.dense import Teacher
-from emo.pipeline.loss.fused import LossSums, fused_linear_loss
+from emo.pipeline.loss.fused import LossSums, fused_linear_loss, logits_loss
 from emo.pipeline.loss.head import FusedCausalLM, FusedHead, fuse_head, fuse_model, head_options, shift_left
-from emo.pipeline.loss.logits import logits_loss
 from emo.pipeline.loss.objectives import (
     OBJECTIVES,
     Coefficients,

@@ -1,26 +1,19 @@
 """Transport costs between tokens: c(i, j) = 1 - cos(e_i, e_j) >= 0, from a frozen embedding E [V, H].
 
-E is the output head of a pre-trained model (the trained model's own by default). It never receives
-a gradient and is not a parameter: sharded optimizers must not see it. Its hidden size need not be the
-trained model's.
+E is the output head of a pre-trained model (the trained model's own by default). It never receives a gradient
+and is not a parameter: sharded optimizers must not see it. Its hidden size need not be the trained model's.
 
-The fused loss asks for rows of costs (`open_rows`). A `TokenPlan` sorts a batch's tokens by target, so the
-distinct targets are met one after the other and a small window of cost rows [w, V] suffices. `ExactRows`
-computes every row once a batch. `CachedRows` keeps the rows of frequent targets in float16 between calls:
-text repeats itself, and most rows are then only read.
+A `TokenPlan` sorts a batch's tokens by target, so that a small window of cost rows [w, V] suffices.
+`ExactRows` computes every row once a batch, `CachedRows` keeps the rows of frequent targets in float16
+between calls. The plan is made on the host (arrays there are NumPy's), which has the labels before the GPU:
+it knows which costs a group of tokens needs without asking the device, whose queue never runs dry.
 
-The plan is made on the host, which has the labels before the GPU and sorts a few thousand of them in less
-than a millisecond: it then knows where a group of tokens begins and which costs it needs without asking the
-device, whose queue never runs dry. Arrays on the host are NumPy's, on the device PyTorch's.
-
-Padding. A row of V = 50257 numbers ends in the middle of a vector, and the next one would start there: a
-kernel then reads one number at a time, and a matrix product takes its slow path. On an accelerator rows
-therefore lie a multiple of ALIGNMENT numbers apart. Kernels may read and write the numbers between two rows,
-so that the last vector of a row is a whole one, and must not use them.
+Padding. A row of V = 50257 numbers ends in the middle of a vector, and kernels would read the next one a
+number at a time. On an accelerator rows therefore lie a multiple of ALIGNMENT numbers apart. Kernels may read
+and write the numbers between two rows, and must not use them.
 
 Products. On a CPU without instructions for bfloat16 a product takes four times as long in it as in float32
-(measured with AVX-512). There the factors are widened, the larger one a block of rows at a time: the same
-products in float32, and more exact.
+(measured with AVX-512). There the factors are widened, the larger one a block of rows at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +23,7 @@ import functools
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -67,20 +60,14 @@ def touchable(*rows: Tensor) -> int:
 
 @functools.cache
 def _lacks_instructions() -> bool:
-    """Return True on an x86 CPU without bfloat16 products; other CPUs are left alone."""
-    if torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return False
-    return not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    """Return whether this is an x86 CPU without bfloat16 products; other CPUs are left alone."""
+    x86 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    return x86 and not (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def widens(factor: Tensor) -> bool:
     """Return True where products with `factor` are faster through the functions below than `torch.mm`."""
     return factor.device.type == "cpu" and factor.element_size() == 2 and _lacks_instructions()
-
-
-def half_dtype(device: torch.device) -> torch.dtype:
-    """Return the half precision with most digits for numbers up to 1 whose products are fast on `device`."""
-    return torch.bfloat16 if device.type == "cpu" and not _lacks_instructions() else torch.float16
 
 
 def in_float32(x: Tensor, rows: Tensor, out: Tensor | None = None) -> Tensor:
@@ -145,10 +132,7 @@ class OnDevice(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TokenPlan:
-    """The valid tokens of a batch, sorted by label so that one row of costs serves all with the same target.
-
-    It stands for the labels wherever a fused head or model takes them.
-    """
+    """The valid tokens of a batch, sorted by label: stands for labels wherever a fused head takes them."""
 
     size: int  # labels in the batch, valid or not
     positions: np.ndarray  # [T] in the flat batch
@@ -163,12 +147,10 @@ class TokenPlan:
         return len(self.positions)
 
     def check(self, vocab_size: int) -> None:
-        """Check the labels. Raises UserError for one that has no row in a vocabulary of this size."""
-        for label in (self.labels[:1], self.labels[-1:]):
-            if len(label) and not 0 <= label[0] < vocab_size:
-                raise UserError(
-                    f"label {label[0]} lies outside the vocabulary of {vocab_size} tokens", code="label-range"
-                )
+        """Raise UserError for a label that has no row in a vocabulary of this size."""
+        for label in (*self.labels[:1], *self.labels[-1:]):
+            if not 0 <= label < vocab_size:
+                raise UserError(f"label {label} lies outside the {vocab_size} tokens", code="label-range")
 
     def per_document(self, bounds: Tensor) -> np.ndarray:
         """Return the valid tokens of each document, int64 [documents]; bounds on the host, of `segments`."""
@@ -193,7 +175,7 @@ def plan_tokens(labels: Tensor, pin: bool = False) -> TokenPlan:
     """Return the plan for integer `labels` [...]; -100 leaves a token out.
 
     Labels on a device are fetched first, the only wait for it. `pin`: hold the plan in pinned memory, from
-    which it reaches a GPU without delay. Raises UserError for labels that are not integers.
+    which it reaches a GPU without delay.
     """
     if labels.is_floating_point() or labels.is_complex():
         raise UserError(f"labels must be whole numbers (given: {labels.dtype})", code="dtypes")
@@ -214,7 +196,6 @@ def plan_tokens(labels: Tensor, pin: bool = False) -> TokenPlan:
     return TokenPlan(len(flat), sorted_positions, sorted_labels, which, targets, counts, packed)
 
 
-DIGIT = 9.0  # distances between numbers up to which their cost is the distance
 NORMALISE_ROWS = 4096  # rows normalised at a time, so that the float32 copy stays small
 WINDOW_MB = 8.0  # of exact rows alive at a time on a CPU
 CACHE_WINDOW_CPU, CACHE_WINDOW = 64, 1024  # missing rows computed together; a request of kernels must fit
@@ -236,12 +217,10 @@ class CostEmbedding:
 
         With `cache_mb` above 0 the cost rows of frequent targets are kept in that much memory, in
         float16: every cost is then off by up to 5e-4 of itself, or 3e-8, gradients by less than 2e-3. With 0
-        (the default) they are as exact as the rows. Raises UserError for a negative `cache_mb`.
+        (the default) they are as exact as the rows.
         """
         if cache_mb < 0:
-            raise UserError(
-                f"the cost cache's memory must not be negative (given: {cache_mb:g} MB)", code="option-range"
-            )
+            raise UserError(f"the cost cache needs 0 MB or more (given: {cache_mb:g})", code="option-range")
         self.rows = rows
         self.cache_mb = cache_mb
         self.fingerprint: str | None = None  # of the tensor that `load_cost` read it from
@@ -282,7 +261,10 @@ class CostEmbedding:
         For a half-precision model the rows become float16 (entries are at most 1, so its three more bits are
         worth having), or bfloat16 on a CPU that multiplies only those fast.
         """
-        dtype = half_dtype(device) if model_dtype.itemsize == 2 else self.rows.dtype
+        dtype = self.rows.dtype
+        if model_dtype.itemsize == 2:
+            fast = device.type == "cpu" and not _lacks_instructions()
+            dtype = torch.bfloat16 if fast else torch.float16
         if self.rows.device == device and self.rows.dtype == dtype:
             return self
         if self._placed is None or (self._placed.rows.device, self._placed.rows.dtype) != (device, dtype):
@@ -297,10 +279,9 @@ class CostEmbedding:
     def from_weight(
         cls, weight: Tensor, dtype: torch.dtype | None = None, cache_mb: float = 0.0
     ) -> CostEmbedding:
-        """Return the embedding of a normalised copy of `weight` [V, H] in `dtype`, by default as `unit_rows`.
+        """Return the embedding of a normalised copy of `weight` [V, H], with the errors of `unit_rows`.
 
-        A parameter that ZeRO-3 or FSDP2 keeps in pieces is gathered first (a collective call). Raises
-        UserError when the weight is not a matrix or holds NaN or infinity.
+        A parameter that ZeRO-3 or FSDP2 keeps in pieces is gathered first (a collective call).
         """
         with whole(weight) as matrix:
             return cls(unit_rows(matrix, dtype), cache_mb)
@@ -309,11 +290,6 @@ class CostEmbedding:
     def vocab_size(self) -> int:
         """Return V."""
         return self.rows.shape[0]
-
-    @property
-    def hidden_size(self) -> int:
-        """Return H."""
-        return self.rows.shape[1]
 
     def cosines(self, targets: Tensor, out: Tensor | None = None) -> Tensor:
         """Return the cosines [u, V] of the tokens `targets` [u] with all, in float32 (float64 if E is).
@@ -341,26 +317,19 @@ class CostEmbedding:
         if self.rows.dtype == dtype:
             self.cosines(targets, out).neg_().add_(1)
         else:
-            excess = self.excess()
+            if self._excess is None:  # (|e_i|^2 - 1) / 2 [V], from rounding; 0 for rows without length
+                parts = self.rows.split(NORMALISE_ROWS)
+                squares = torch.cat([torch.linalg.vector_norm(p.float(), dim=1) for p in parts]).square_()
+                self._excess = torch.where(squares > 0, (squares - 1) / 2, 0.0)
             rows = self.rows[targets]
             if rows.device.type == "cpu" and not widens(rows):
                 # the difference is taken inside the product, which is rounded to eight bits afterwards
                 out.copy_(torch.ones_like(out, dtype=rows.dtype).addmm_(rows, self.rows.t(), alpha=-1))
-                out.add_(excess)
+                out.add_(self._excess)
             else:
-                torch.sub(excess + 1, self.cosines(targets, out), out=out)
-            out.add_(excess[targets][:, None])
+                torch.sub(self._excess + 1, self.cosines(targets, out), out=out)
+            out.add_(self._excess[targets][:, None])
         return out.clamp_(min=0).scatter_(1, targets[:, None], 0)
-
-    def excess(self) -> Tensor:
-        """Return (|e_i|^2 - 1) / 2 of every row [V], from rounding, in float32; 0 for rows without length."""
-        if self._excess is None:
-            parts = [
-                torch.linalg.vector_norm(part.float(), dim=1) for part in self.rows.split(NORMALISE_ROWS)
-            ]
-            squares = torch.cat(parts).square_()
-            self._excess = torch.where(squares > 0, (squares - 1) / 2, 0.0)
-        return self._excess
 
 
 def unit_rows(weight: Tensor, dtype: torch.dtype | None = None, checked: bool = True) -> Tensor:
@@ -371,11 +340,10 @@ def unit_rows(weight: Tensor, dtype: torch.dtype | None = None, checked: bool = 
     infinity stay in the rows, and the host does not wait for the device.
     """
     if weight.dim() != 2 or weight.numel() == 0:
-        raise UserError(
-            f"cost embedding needs a full [V, H] matrix (got shape {list(weight.shape)}); "
-            "gather the parameter first if it is sharded",
-            code="cost-shape",
+        problem = (
+            f"cost embedding needs a matrix [V, H] (got {list(weight.shape)}); gather it first if sharded"
         )
+        raise UserError(problem, code="cost-shape")
     usual = torch.float16 if weight.dtype == torch.bfloat16 else weight.dtype
     rows = torch.empty_like(weight, dtype=dtype or usual)
     work = torch.promote_types(torch.promote_types(weight.dtype, rows.dtype), torch.float32)
@@ -395,11 +363,8 @@ def unit_rows(weight: Tensor, dtype: torch.dtype | None = None, checked: bool = 
     if not torch.stack(finite).all():
         raise UserError("cost embedding holds NaN or infinite values", code="not-finite")
     if count := int(sum(zeros)):
-        warnings.warn(
-            f"cost embedding: {count} of {len(rows)} rows have length zero; "
-            "their cost to every other token is 1",
-            stacklevel=2,
-        )
+        problem = f"{count} of {len(rows)} rows have length zero; their cost to every other token is 1"
+        warnings.warn(f"cost embedding: {problem}", stacklevel=2)
     return rows
 
 
@@ -426,8 +391,8 @@ class NumberCost(CostEmbedding):
         c = 9 (1 + ln(d / 9))     beyond
 
     With `demd` beside likelihood in a sum this is the number token loss (NTL-WAS, arXiv 2411.02083) between
-    digits: a wrong one costs more the further it is off. A vocabulary's long numbers would swamp it, since a
-    token may be 66666666; beyond nine the cost grows with the ratio, smoothly, and never passes 800.
+    digits. A vocabulary's long numbers, as 66666666, would swamp it: beyond nine the cost grows with the
+    ratio, smoothly, and never passes 800.
     """
 
     def __init__(self, rows: Tensor, cache_mb: float = 0.0) -> None:
@@ -435,7 +400,7 @@ class NumberCost(CostEmbedding):
         super().__init__(rows.view(-1, 1), cache_mb)
 
     def placed(self, device: torch.device, model_dtype: torch.dtype) -> CostEmbedding:
-        """The values on the model's device, never narrowed: 1234 has no place in bfloat16."""
+        """Return the values on the model's device, never narrowed: 1234 has no place in bfloat16."""
         return self if self.rows.device == device else NumberCost(self.rows.to(device), self.cache_mb)
 
     def cosines(self, targets: Tensor, out: Tensor | None = None) -> Tensor:
@@ -446,7 +411,7 @@ class NumberCost(CostEmbedding):
         """Return costs [u, V] for the tokens `targets` [u], in the values' dtype or in `out`."""
         values = self.rows[:, 0]
         distance = (values - values[targets][:, None]).abs_().nan_to_num_(nan=0.0)
-        costs = distance.clamp(max=DIGIT).add_(distance.clamp_(min=DIGIT).div_(DIGIT).log_().mul_(DIGIT))
+        costs = distance.clamp(max=9.0).add_(distance.clamp_(min=9.0).div_(9.0).log_().mul_(9.0))
         return costs if out is None else out.copy_(costs)
 
 
@@ -460,10 +425,8 @@ LIVE = LiveCost()
 class CostCache:
     """A table of cost rows of frequent targets in float16, within a memory budget, that lives between calls.
 
-    Rounding to float16 changes a cost by less than 5e-4 of itself, or 3e-8, and the gradients of a batch by
-    less than 2e-3 (relative norm; 1e-4 to 7e-4 measured). A row is rounded whether it was in the table or
-    not, so results do not depend on earlier batches. When the table is full, a target that has become more
-    frequent replaces the least frequent one.
+    A row is rounded whether it was in the table or not, so results do not depend on earlier batches. When the
+    table is full, a target that has become more frequent replaces the least frequent one.
     """
 
     def __init__(self, vocab_size: int, memory_mb: float, device: torch.device) -> None:
@@ -481,13 +444,12 @@ class CostCache:
     def allocate(self, missing: np.ndarray, current: np.ndarray) -> np.ndarray:
         """Return a row of the table for each of the targets `missing` [k] from it, k <= window, int64 [k].
 
-        Targets of the batch under way (`current`) stay. Those in `missing` that are less frequent than
-        everything in the table get a passing row behind it.
+        Targets of the batch under way (`current`) stay; rare ones get a passing row behind the table.
         """
         slots = np.arange(len(missing)) + self.capacity
         free = min(self.capacity - self.used, len(missing))
         slots[:free] = np.arange(self.used, self.used + free)
-        self._assign(missing[:free], slots[:free])
+        self.slot[missing[:free]], self.owner[slots[:free]] = slots[:free], missing[:free]
         self.used += free
         remaining = len(missing) - free
         if remaining and self.capacity:
@@ -500,12 +462,8 @@ class CostCache:
             chosen, taken = eager[wins] + free, victims[wins]
             slots[chosen] = taken
             self.slot[self.owner[taken]] = -1
-            self._assign(missing[chosen], slots[chosen])
+            self.slot[missing[chosen]], self.owner[taken] = taken, missing[chosen]
         return slots
-
-    def _assign(self, targets: np.ndarray, slots: np.ndarray) -> None:
-        self.slot[targets] = slots
-        self.owner[slots] = targets
 
 
 class Costs(NamedTuple):
@@ -516,38 +474,8 @@ class Costs(NamedTuple):
     similarity: bool = False  # the rows hold cosines s instead of costs max(0, 1 - s), the target's included
 
 
-class CostRows(Protocol):
-    """A source of cost rows for the kernels."""
-
-    def group(self, start: int, stop: int) -> Costs:
-        """Return the rows for tokens [start, stop) of the plan; valid until the next call."""
-
-
-def open_rows(
-    cost: CostEmbedding,
-    plan: TokenPlan,
-    order: OnDevice,
-    dtype: torch.dtype,
-    most: int,
-    chunk: int,
-    as_stored: bool,
-) -> CostRows:
-    """Return the cost rows of a plan's targets, for requests of at most `most` tokens.
-
-    `order` is the plan on the device. They come as costs in the statistics' `dtype`; with `as_stored` in
-    whatever form they have, for kernels that convert while reading. Windows of rows are no larger than
-    WINDOW_MB on a CPU, nor than a `chunk` of logits; elsewhere a request is served alone.
-    """
-    if cost.cache is not None:
-        return CachedRows(cost, cost.cache, plan, order, dtype, as_stored)
-    on_cpu = cost.rows.device.type == "cpu"
-    fitting = int(WINDOW_MB * 2**20) // (cost.vocab_size * dtype.itemsize) if on_cpu else 1
-    window = max(most, min(chunk, fitting))
-    return ExactRows(cost, plan, order, None if as_stored else dtype, min(window, len(plan.targets)))
-
-
 class ExactRows:
-    """Every row computed from the embedding, in its precision, once."""
+    """Every row computed from the embedding, in its precision, once; a window of `size` of them is held."""
 
     def __init__(
         self, cost: CostEmbedding, plan: TokenPlan, order: OnDevice, dtype: torch.dtype | None, size: int
@@ -559,7 +487,7 @@ class ExactRows:
         self.rows = padded_rows(size, cost.vocab_size, dtype, cost.rows.device)
 
     def group(self, start: int, stop: int) -> Costs:
-        """Return the rows for tokens [start, stop), which may move the window on to their targets."""
+        """Return the rows for tokens [start, stop) of the plan, valid until the next call."""
         low, high = int(self.plan.which[start]), int(self.plan.which[stop - 1]) + 1
         if high > self.last:
             overlap = self.last - low
@@ -568,10 +496,8 @@ class ExactRows:
             first, self.first = max(low, self.last), low
             self.last = min(low + self.size, len(self.plan.targets))
             targets, out = self.order.targets[first : self.last], self.rows[first - low : self.last - low]
-            if self.similarity:
-                self.cost.cosines(targets, out)
-            else:
-                self.cost.costs(targets, out)
+            compute = self.cost.cosines if self.similarity else self.cost.costs
+            compute(targets, out)
         rows = self.rows[low - self.first : high - self.first]
         return Costs(rows, self.order.which[start:stop] - low, self.similarity)
 
@@ -585,11 +511,9 @@ class CachedRows:
         cache: CostCache,
         plan: TokenPlan,
         order: OnDevice,
-        dtype: torch.dtype,
-        as_stored: bool,
+        dtype: torch.dtype | None,
     ) -> None:
-        self.cost, self.cache, self.plan, self.order = cost, cache, plan, order
-        self.dtype, self.as_stored = dtype, as_stored
+        self.cost, self.cache, self.plan, self.order, self.dtype = cost, cache, plan, order, dtype
         cache.frequency[plan.targets] += plan.counts
         self.slots = cache.slot[plan.targets]  # -1: not in the table
         self._slots_on_device: Tensor | None = None
@@ -598,21 +522,17 @@ class CachedRows:
         """Return the rows for tokens [start, stop): the whole table, or a copy of them in `dtype`."""
         low, high = int(self.plan.which[start]), int(self.plan.which[stop - 1]) + 1
         which = self.order.which[start:stop]
-        if self.as_stored and high - low <= self.cache.window:
+        if self.dtype is None and high - low <= self.cache.window:
             return Costs(self.cache.rows, self._filled(low, high)[which])
         shape = (high - low, self.cost.vocab_size)
-        rows = torch.empty(shape, dtype=self.dtype, device=which.device)
+        rows = torch.empty(shape, dtype=self.dtype or torch.float32, device=which.device)
         for first in range(low, high, self.cache.window):
             last = min(first + self.cache.window, high)
             rows[first - low : last - low] = self.cache.rows[self._filled(first, last)[first:last]]
         return Costs(rows, which - low)
 
     def _filled(self, low: int, high: int) -> Tensor:
-        """Return all slots on the device, once targets [low, high) are in the table.
-
-        Missing ones are computed, and the next missing ones with them. high - low is at most the table's
-        window, so that all of them fit even if none is frequent enough to stay.
-        """
+        """Return all slots on the device, once targets [low, high), at most a window, are in the table."""
         device = self.cost.rows.device
         if (self.slots[low:high] < 0).any():
             # passing rows are overwritten with this window; mark their targets missing again
@@ -635,6 +555,23 @@ def _sent(array: np.ndarray, device: torch.device) -> Tensor:
     """Return a copy of an array on `device` that the host does not wait for."""
     tensor = torch.from_numpy(array.copy())
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def open_rows(
+    cost: CostEmbedding, plan: TokenPlan, order: OnDevice, dtype: torch.dtype | None, most: int, chunk: int
+) -> ExactRows | CachedRows:
+    """Return the cost rows of a plan's targets, for requests of at most `most` tokens.
+
+    `order` is the plan on the device. They come as costs in the statistics' `dtype`; for None in whatever
+    form they have, for kernels that convert while reading. Windows of rows are no larger than WINDOW_MB on a
+    CPU, nor than a `chunk` of logits; elsewhere a request is served alone.
+    """
+    if cost.cache is not None:
+        return CachedRows(cost, cost.cache, plan, order, dtype)
+    on_cpu = cost.rows.device.type == "cpu"
+    itemsize = (dtype or torch.float32).itemsize
+    fitting = int(WINDOW_MB * 2**20) // (cost.vocab_size * itemsize) if on_cpu else 1
+    return ExactRows(cost, plan, order, dtype, min(max(most, min(chunk, fitting)), len(plan.targets)))
 
 
 def twins(cost: CostEmbedding) -> tuple[int, int]:

@@ -15,8 +15,6 @@ from emo.common.untrusted import read_json
 from emo.common.weights import load_config, shard_names
 from emo.pipeline.loss.cost import CostEmbedding, NumberCost
 
-OLD_HEAD_NAMES = ("embed_out.weight",)  # names in checkpoints of a head that transformers renames
-SPACES = " \u2581\u0120"  # how tokenizers write the space before a word
 FILES = (".safetensors", ".pt", ".pth", ".bin")
 
 
@@ -29,41 +27,27 @@ def load_cost(
 ) -> CostEmbedding:
     """Return the cost embedding [V, H] of a pre-trained model, without loading that model.
 
-    Args:
-        source: a model directory or hub id, of which only the output head's tensor is read (the
-            input embedding where the two are tied), or a .safetensors / .pt file holding one matrix [V, H].
-        vocab_size: V of the model to be trained.
-        dtype: of the normalised rows.
-        cache_mb: megabytes for cost rows of frequent targets (`CostEmbedding`).
-        revision: a commit of the hub model.
-
-    Raises:
-        UserError: naming the file, when it is missing, damaged, ambiguous, or has another vocabulary.
+    source: a model directory or hub id, of which only the output head's tensor is read (the input embedding
+    where the two are tied), or a .safetensors / .pt file holding one matrix [V, H]. cache_mb: for cost rows
+    of frequent targets (`CostEmbedding`). Raises UserError for a source that is missing, damaged, ambiguous,
+    or of another vocabulary than `vocab_size` tokens.
     """
     path = Path(source)
     if path.suffix in FILES and not path.is_dir():
         if not path.is_file():
-            raise UserError(f"cost embedding file {source} does not exist", code="cost-missing")
+            raise UserError(f"cost embedding {source} does not exist", code="cost-missing")
         matrices = _read(path)
         if len(matrices) != 1:
-            raise UserError(
-                f"cost embedding file {path} must hold exactly one matrix [V, H] (it holds {len(matrices)}); "
-                "give a model directory to use that model's output head",
-                code="cost-shape",
-            )
+            problem = f"{source} must hold exactly one matrix [V, H] (it holds {len(matrices)})"
+            raise UserError(f"{problem}; a model directory gives its output head", code="cost-shape")
         (weight,) = matrices.values()
     else:
         weight = _head_of_model(source, revision)
     if weight.shape[0] != vocab_size:
-        raise UserError(
-            f"cost embedding {source} has {weight.shape[0]} rows but the model's vocabulary has "
-            f"{vocab_size}; both must share one vocabulary",
-            code="cost-vocabulary",
-        )
+        problem = f"{weight.shape[0]} rows but the model's vocabulary has {vocab_size}"
+        raise UserError(f"cost embedding {source} has {problem}; they must agree", code="cost-vocabulary")
     if not weight.is_floating_point():
-        raise UserError(
-            f"cost embedding {source} holds {weight.dtype}, not floating-point numbers", code="dtypes"
-        )
+        raise UserError(f"cost embedding {source} holds {weight.dtype}, no fractions", code="dtypes")
     try:
         cost = CostEmbedding.from_weight(weight, dtype, cache_mb)
     except UserError as error:
@@ -79,13 +63,11 @@ def number_cost(pieces: Sequence[str], vocab_size: int) -> NumberCost:
     """
     values = torch.full((vocab_size,), torch.nan)
     for token, piece in enumerate(pieces[:vocab_size]):
-        text = piece.strip(SPACES)
+        text = piece.strip(" \u2581\u0120")  # as tokenizers write the space before a word
         if text.isascii() and text.isdecimal():
             values[token] = min(float(text), torch.finfo(values.dtype).max)
     if int(values.isfinite().sum()) < 2:
-        raise UserError(
-            "objective.cost=numbers, but the tokenizer has no tokens that are numbers", code="no-numbers"
-        )
+        raise UserError("objective.cost=numbers, but no tokens are numbers", code="no-numbers")
     cost = NumberCost(values)
     cost.fingerprint = f"numbers, log {_digest(values.nan_to_num(nan=-1.0))}"
     return cost
@@ -98,10 +80,7 @@ def _digest(weight: Tensor) -> str:
 
 
 def _read(path: Path, names: list[str] | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a file: those of `names` that it holds, or all matrices.
-
-    Raises UserError naming the file when it cannot be read.
-    """
+    """Return the tensors of a file: those of `names` that it holds, or all matrices."""
     from safetensors import safe_open
 
     try:
@@ -112,20 +91,13 @@ def _read(path: Path, names: list[str] | None = None) -> dict[str, Tensor]:
                     names = [name for name in keys if len(file.get_slice(name).get_shape()) == 2]
                 return {name: file.get_tensor(name) for name in names if name in keys}
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        tensors = {"": content} if isinstance(content, Tensor) else dict(content)
     except Exception as error:  # the operations of a damaged pickle fail in every way
-        raise UserError(
-            f"cost embedding file {path} cannot be read: {one_line(error, 160)}", code="cost-unreadable"
-        ) from None
-    if isinstance(content, Tensor):
-        content = {"": content}
-    if not isinstance(content, dict):
-        raise UserError(
-            f"cost embedding file {path} holds a {type(content).__name__}, not tensors",
-            code="cost-unreadable",
-        )
+        line = f"cost embedding file {path} cannot be read: {one_line(error, 160)}"
+        raise UserError(line, code="cost-unreadable") from None
     if names is None:
-        return {k: v for k, v in content.items() if isinstance(v, Tensor) and v.dim() == 2}
-    return {name: content[name].clone() for name in names if name in content}
+        return {k: v for k, v in tensors.items() if isinstance(v, Tensor) and v.dim() == 2}
+    return {name: tensors[name].clone() for name in names if name in tensors}
 
 
 def _head_of_model(source: str, revision: str | None) -> Tensor:
@@ -139,41 +111,25 @@ def _head_of_model(source: str, revision: str | None) -> Tensor:
     except UserError:
         raise
     except Exception as error:  # whatever a configuration that is damaged or made up makes of transformers
-        if not Path(source).exists():
-            raise UserError(
-                f"cost embedding {source} is neither here nor a hub model that can be reached; give a "
-                f"model's directory or hub id, or a file that holds one matrix ({', '.join(FILES)})",
-                code="cost-missing",
-            ) from None
-        line = one_line(error, 200)
-        raise UserError(
-            f"cost embedding {source} is not a causal LM's directory or hub id: {line}", code="cost-model"
-        ) from None
+        code = "cost-model" if Path(source).exists() else "cost-missing"
+        line = "is no directory or reachable hub id of a causal LM, and no file that holds one matrix"
+        raise UserError(f"cost embedding {source} {line}: {one_line(error, 200)}", code=code) from None
     head = model.get_output_embeddings()
-    if getattr(head, "weight", None) is None:
-        raise UserError(
-            f"cost embedding {source}: {type(model).__name__} has no output head to read", code="cost-model"
-        )
     # names that a checkpoint may use for the head: the head's first, then those of a tied embedding
     tied = model.get_input_embeddings() if model.config.get_text_config().tie_word_embeddings else None
     names = [f"{n}.weight" for module in (head, tied) for n, m in model.named_modules() if m is module]
     prefix = f"{model.base_model_prefix}."
     # checkpoints of a bare base model lack the prefix
     names += [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
-    for name in (*names, *OLD_HEAD_NAMES):
+    for name in (*names, "embed_out.weight"):  # the last of old checkpoints, renamed by transformers
         tensor = _read_tensor(source, revision, name)
         if tensor is None:
             continue
         if tensor.shape != head.weight.shape:
-            raise UserError(
-                f"cost embedding {source}: {name} has shape {list(tensor.shape)}, "
-                f"but its config.json says {list(head.weight.shape)}",
-                code="cost-shape",
-            )
+            problem = f"has shape {list(tensor.shape)}, but its config.json says {list(head.weight.shape)}"
+            raise UserError(f"cost embedding {source}: {name} {problem}", code="cost-shape")
         return tensor
-    raise UserError(
-        f"model {source} holds none of the head's tensors ({', '.join(names)})", code="cost-missing"
-    )
+    raise UserError(f"{source} holds no output head ({', '.join(names)})", code="cost-missing")
 
 
 def _read_tensor(source: str, revision: str | None, name: str) -> Tensor | None:
@@ -185,14 +141,11 @@ def _read_tensor(source: str, revision: str | None, name: str) -> Tensor | None:
             try:
                 shard = shard_names(index, read_json(index)).get(name)
             except (OSError, ValueError):
-                raise UserError(
-                    f"cost embedding {source}: {index.name} is damaged", code="cost-unreadable"
-                ) from None
+                line = f"cost embedding {source}: {index.name} is damaged"
+                raise UserError(line, code="cost-unreadable") from None
             if shard is not None and _checkpoint_file(source, revision, shard) is None:
-                raise UserError(
-                    f"cost embedding {source}: {index.name} names {shard}, which is missing",
-                    code="cost-missing",
-                )
+                line = f"cost embedding {source}: {index.name} names {shard}, which is missing"
+                raise UserError(line, code="cost-missing")
         path = _checkpoint_file(source, revision, shard) if shard else None
         if path is not None:
             tensors = _read(path, [name])

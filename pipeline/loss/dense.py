@@ -40,17 +40,6 @@ class Teacher(NamedTuple):
         return torch.softmax(z, 1, out=z)
 
 
-def mean_costs(P: Tensor, cost: CostEmbedding) -> Tensor:
-    """Return C P [n, V] for distributions P [n, V], with c_ii = 0 whatever the rounding."""
-    rows = cost.rows
-    half = rows.dtype.itemsize == 2
-    direction = torch.mm(P.to(rows.dtype), rows)
-    costs = (in_float32(direction, rows) if half else torch.mm(direction, rows.t())).to(P.dtype)
-    # 1 - |e_i|^2: rounding for unit rows, and 1 for rows of length zero, whose cost to themselves is 0 too
-    diagonal = 1 - torch.linalg.vecdot(rows, rows).to(P.dtype)
-    return costs.neg_().add_(1).addcmul_(P, diagonal, value=-1).clamp_(min=0)
-
-
 def process_dense_chunk(
     logits: Tensor, chunk: Chunk, P: Tensor, cost: CostEmbedding, terms: Terms, gradient: bool
 ) -> Tokens:
@@ -74,8 +63,14 @@ def process_dense_chunk(
     z_mean = z.mean(1)
     q = torch.softmax(z, 1, out=z)
 
+    rows = cost.rows
+    direction = torch.mm(P.to(rows.dtype), rows)
+    half = rows.dtype.itemsize == 2
+    costs = (in_float32(direction, rows) if half else torch.mm(direction, rows.t())).to(P.dtype)
+    # 1 - |e_i|^2: rounding for unit rows, and 1 for rows of length zero, whose cost to themselves is 0 too
+    diagonal = 1 - torch.linalg.vecdot(rows, rows).to(P.dtype)
+    costs = costs.neg_().add_(1).addcmul_(P, diagonal, value=-1).clamp_(min=0)  # C P, with c_ii = 0
     difference = q - P
-    costs = mean_costs(P, cost)
     demd = torch.linalg.vecdot(difference.abs(), costs)
     smoothing = terms.label_smoothing
     loss = (1 - smoothing) * demd + smoothing * (lse - z_mean) + terms.z_loss * lse.square()

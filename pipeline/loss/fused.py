@@ -4,8 +4,7 @@ The logits of all tokens never exist together. Tokens are taken in chunks; each 
 chunk's gradient in place and are used up by two matrix products at once, in the forward pass, so that nothing
 is computed twice. Between forward and backward only the gradients [N, H] and [V, H] are held.
 
-Tokens are sorted by label first (`TokenPlan`): a row of transport costs then serves all tokens with that
-target. The file follows a token: its options (`Spec`), `fused_linear_loss`, `run_chunks` (its logits),
+The file follows a token: its options (`Spec`), `fused_linear_loss`, `run_chunks` (its logits),
 `process_chunk` (its loss and the gradient G of its logits), `Accumulator` (the gradients of hidden state and
 head), `Totals` (the sums).
 
@@ -22,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -29,11 +29,11 @@ from torch import Tensor
 from emo.common.errors import UserError
 from emo.pipeline.loss.cost import (
     BLOCK,
+    CachedRows,
     CostEmbedding,
-    CostRows,
+    ExactRows,
     Labels,
     LiveCost,
-    OnDevice,
     TokenPlan,
     against_rows,
     label_count,
@@ -47,7 +47,7 @@ from emo.pipeline.loss.cost import (
 )
 from emo.pipeline.loss.dense import Teacher, process_dense_chunk
 from emo.pipeline.loss.objectives import Objective
-from emo.pipeline.loss.rows import Chunk, RowPass, Terms, Tokens, TorchRows, solve, statistics_dtype
+from emo.pipeline.loss.rows import Chunk, Terms, Tokens, TorchRows, solve, statistics_dtype
 
 # MB of logits alive at a time, unless asked otherwise. Each chunk reads the head twice, and reads and writes
 # the float32 sum of its gradient: at most 394 / n of the time of the three products for n tokens on an H100,
@@ -70,6 +70,18 @@ class Spec:
     kernels: str = "auto"  # auto | torch | triton
     by_token: bool = False  # whether the sums come with the losses of every token
 
+    def uses_triton(self, like: Tensor) -> bool:
+        """Return whether the element-wise part of the loss of `like` runs in Triton."""
+        if self.kernels == "torch" or like.dtype == torch.float64:
+            return False
+        installed = importlib.util.find_spec("triton") is not None
+        if self.kernels == "auto":
+            return like.is_cuda and installed
+        if not (installed and (like.is_cuda or os.environ.get("TRITON_INTERPRET") == "1")):
+            needs = "triton and a GPU (or TRITON_INTERPRET=1, for tests)"
+            raise UserError(f"kernels=triton needs {needs}; set kernels=auto", code="no-triton")
+        return True
+
 
 def make_spec(
     objective: Objective,
@@ -84,81 +96,39 @@ def make_spec(
 ) -> Spec:
     """Return the options of `fused_linear_loss` in a Spec. Raises UserError naming the one out of range."""
     if cost is not None and not isinstance(cost, CostEmbedding | LiveCost):
-        raise UserError(
-            f"costs come as a CostEmbedding (given: {type(cost).__name__}); "
-            "CostEmbedding.from_weight makes one of a tensor",
-            code="cost-type",
-        )
-    if softcap is not None and softcap <= 0:
-        raise UserError(f"softcap must be above 0 (given: {softcap:g})", code="option-range")
-    if z_loss < 0:
-        raise UserError(f"z_loss must not be negative (given: {z_loss:g})", code="option-range")
-    if not 0 <= label_smoothing < 1:
-        raise UserError(
-            f"label_smoothing must lie in [0, 1) (given: {label_smoothing:g})", code="option-range"
-        )
-    if memory_mb is not None and memory_mb <= 0:
-        raise UserError(f"memory_mb must be above 0 (given: {memory_mb:g})", code="option-range")
-    if kernels not in ("auto", "torch", "triton"):
-        raise UserError(f"kernels must be auto, torch or triton (given: {kernels})", code="option-range")
+        given = f"costs come as a CostEmbedding (given: {type(cost).__name__})"
+        raise UserError(f"{given}; CostEmbedding.from_weight makes one of a tensor", code="cost-type")
+    for name, value, valid, wanted in (
+        ("softcap", softcap, softcap is None or softcap > 0, "above 0"),
+        ("z_loss", z_loss, z_loss >= 0, "0 or more"),
+        ("label_smoothing", label_smoothing, 0 <= label_smoothing < 1, "in [0, 1)"),
+        ("memory_mb", memory_mb, memory_mb is None or memory_mb > 0, "above 0"),
+        ("kernels", kernels, kernels in ("auto", "torch", "triton"), "auto, torch or triton"),
+    ):
+        if not valid:
+            raise UserError(f"{name} must be {wanted} (given: {value})", code="option-range")
     if (objective.logit_scale != 1.0 or objective.normalised) and (z_loss or label_smoothing):
         reason = "divides its weights by their mean" if objective.normalised else "changes the logits' scale"
         raise UserError(
-            f"objective {objective.name} {reason} and cannot be combined with z_loss or label_smoothing; "
-            "leave them out",
-            code="options-clash",
+            f"objective {objective.name} {reason}; leave z_loss and label_smoothing out", code="options-clash"
         )
     terms = Terms(objective, softcap, z_loss, label_smoothing)
     return Spec(terms, cost, logit_scale, memory_mb, kernels)
 
 
 def check_inputs(spec: Spec, labels: int, stored: Tensor | None, vocab_size: int) -> None:
-    """Check the inputs of a call with this number of labels. Raises UserError where the objective lacks an
-    input or gets one that does not fit."""
+    """Raise UserError where the objective lacks an input or gets one that does not fit `labels` labels."""
     objective = spec.terms.objective
     if spec.cost is None and objective.needs_cost:
         raise UserError(f"objective {objective.name} needs a cost embedding", code="needs-cost")
     if isinstance(spec.cost, CostEmbedding) and spec.cost.vocab_size != vocab_size:
-        raise UserError(
-            f"the cost embedding has {spec.cost.vocab_size} rows but the logits have {vocab_size} columns; "
-            "both must share one vocabulary",
-            code="cost-vocabulary",
-        )
+        problem = f"the cost embedding has {spec.cost.vocab_size} rows but the logits {vocab_size} columns"
+        raise UserError(f"{problem}; they must share one vocabulary", code="cost-vocabulary")
     if stored is None and "stored" in objective.needs:
-        raise UserError(
-            f"objective {objective.name} needs a stored log-probability for every token", code="needs-stored"
-        )
+        problem = f"objective {objective.name} needs a stored log-probability for every token"
+        raise UserError(problem, code="needs-stored")
     if stored is not None and stored.numel() != labels:
         raise UserError(f"stored {list(stored.shape)} and {labels} labels do not fit", code="shapes")
-
-
-def use_triton(spec: Spec, like: Tensor) -> bool:
-    """Return True where the element-wise part of the loss of `like` runs in Triton.
-
-    Raises UserError where `kernels=triton` cannot run.
-    """
-    if spec.kernels == "torch" or like.dtype == torch.float64:
-        return False
-    installed = importlib.util.find_spec("triton") is not None
-    if spec.kernels == "auto":
-        return like.is_cuda and installed
-    if not installed:
-        raise UserError(
-            "kernels=triton, but triton is not installed; install it or set kernels=torch", code="no-triton"
-        )
-    if not (like.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"):
-        raise UserError(
-            "kernels=triton needs a GPU (or TRITON_INTERPRET=1, for tests); set kernels=auto",
-            code="no-triton",
-        )
-    return True
-
-
-def chunk_size(spec: Spec, logits: torch.dtype, vocab_size: int, device: torch.device) -> int:
-    """Return the tokens per chunk that keep its logits within the memory budget."""
-    budget = spec.memory_mb or (CHUNK_MB_CPU[logits.itemsize] if device.type == "cpu" else CHUNK_MB)
-    matrices = 4 if spec.terms.objective.dense else 1  # the teacher's distribution and two temporaries
-    return max(16, int(budget * 2**20) // (vocab_size * logits.itemsize * matrices))
 
 
 def group_size(vocab_size: int, dtype: torch.dtype, device: torch.device, most: int) -> int:
@@ -197,9 +167,8 @@ class Totals:
 
     def add(self, tokens: Tokens, positions: Tensor) -> None:
         """Add a chunk, whose tokens stand at these positions [n] of the flat batch."""
-        self.sums += torch.stack(
-            (tokens.loss.sum(), tokens.nll.sum(), tokens.demd.sum(), tokens.weight.sum())
-        )
+        columns = (tokens.loss, tokens.nll, tokens.demd, tokens.weight)
+        self.sums += torch.stack([column.sum() for column in columns])
         self.tokens += len(tokens.loss)
         self.weights += histogram(tokens.weight, self.spec.terms.objective.cap)
         if self.spec.by_token:
@@ -212,17 +181,21 @@ class Totals:
         tokens of all ranks, which then call together.
         """
         factor = None
+        loss, nll, demd, weight = self.sums.unbind()
         if self.spec.terms.objective.normalised:
-            counts = torch.stack((torch.full_like(self.sums[3], self.tokens), self.sums[3]))
+            counts = torch.stack((torch.full_like(weight, self.tokens), weight))
             if training and dist.is_available() and dist.is_initialized():
                 dist.all_reduce(counts)
             tokens, weight = counts.unbind()
             factor = torch.where(weight > 0, tokens / weight, 1.0)
-        loss, nll, demd, _ = self.sums.to(self.dtype).unbind()
+        loss, nll, demd = (x.to(self.dtype) for x in (loss, nll, demd))
         if factor is not None:
             loss = loss * factor.to(self.dtype)
             self.by_token[0] *= factor.to(self.dtype)
-            self.weights = rescaled(self.weights, factor)
+            shift = (factor.log2() * PER_OCTAVE).round().long()  # of the histogram, to a bin
+            index = (torch.arange(BINS, device=loss.device) + shift).clamp(0, BINS - 1)
+            shifted = torch.zeros_like(self.weights).scatter_add_(0, index, self.weights[:BINS])
+            shifted[BINS], self.weights = self.weights[BINS], shifted
         if self.spec.cost is None:
             demd = torch.full_like(nll, torch.nan)
         count = torch.full((), self.tokens, dtype=torch.int64, device=loss.device)
@@ -244,28 +217,16 @@ def histogram(weight: Tensor, cap: float | None) -> Tensor:
     return counts
 
 
-def rescaled(counts: Tensor, factor: Tensor) -> Tensor:
-    """Return the histogram [BINS + 1] of the same weights times the scalar `factor`, to a bin."""
-    shift = (factor.double().log2() * PER_OCTAVE).round().long()
-    shifted = torch.zeros_like(counts)
-    index = (torch.arange(BINS, device=counts.device) + shift).clamp(0, BINS - 1)
-    shifted.scatter_add_(0, index, counts[:BINS])
-    shifted[BINS] = counts[BINS]
-    return shifted
-
-
 def quantile(counts: Sequence[float], share: float) -> float:
-    """Return the weight that `share` of all tokens do not exceed, to a quarter of an octave.
+    """Return the weight that a `share` above 0 of all tokens does not exceed, to a quarter of an octave.
 
     NaN without tokens; 0 in the lowest bin.
     """
-    total = sum(counts[:BINS])
-    passed = 0.0
-    for index, count in enumerate(counts[:BINS]):
-        passed += count
-        if count and passed >= share * total:
-            return float(2.0 ** (LOWEST + index / PER_OCTAVE)) if index else 0.0
-    return float("nan")
+    passed = np.cumsum(counts[:BINS])
+    if not passed[-1]:
+        return float("nan")
+    index = int(np.searchsorted(passed, share * passed[-1]))
+    return float(2.0 ** (LOWEST + index / PER_OCTAVE)) if index else 0.0
 
 
 def summary(counts: Sequence[float]) -> dict[str, float]:
@@ -276,21 +237,14 @@ def summary(counts: Sequence[float]) -> dict[str, float]:
     total = sum(counts[:BINS])
     if counts[-LOWEST * PER_OCTAVE] == total:
         return {}
-    result = {
-        "weight_p50": quantile(counts, 0.5),
-        "weight_p99": quantile(counts, 0.99),
-        "weight_max": quantile(counts, 1.0),
-    }
-    if counts[BINS]:
-        result["weight_capped"] = counts[BINS] / total
-    return result
+    shares = {"weight_p50": 0.5, "weight_p99": 0.99, "weight_max": 1.0}
+    result = {name: quantile(counts, share) for name, share in shares.items()}
+    return result | ({"weight_capped": counts[BINS] / total} if counts[BINS] else {})
 
 
 BLOCKS = 8  # of the head's gradient on an accelerator
-
 Blocks = list[Tensor]  # consecutive rows of a gradient
-Gradients = tuple[Blocks | None, Blocks | None, Blocks | None]  # of hidden, weight and bias
-Needs = tuple[bool, bool, bool]  # which of them autograd asks for
+Needs = tuple[bool, bool, bool]  # which gradients autograd asks for: hidden states or logits, weight, bias
 
 
 def fused_linear_loss(
@@ -332,11 +286,8 @@ def fused_linear_loss(
         memory_mb: budget of a chunk's logits; by default 32 or 48 on a CPU, 512 elsewhere.
 
     Returns:
-        LossSums: loss, NLL and DEMD in nats, nats and costs, summed in float64 and returned in float32
-        (float64 for float64 inputs); divide by `tokens` for means.
-
-    Raises:
-        UserError: for shapes, dtypes or options that do not fit, and for an objective without its inputs.
+        LossSums, summed in float64. Raises UserError for shapes, dtypes or options that do not fit, or an
+        objective without its inputs.
     """
     spec = make_spec(objective.fixed(), cost, **options)
     return apply_fused(hidden, weight, bias, labels, spec, teacher, stored)
@@ -370,6 +321,38 @@ def apply_fused(
         return LossSums(*_FusedLoss.apply(hidden, weight, bias, labels, spec, needs, teacher, stored))
 
 
+@torch.compiler.disable
+def logits_loss(
+    logits: Tensor,
+    labels: Tensor,
+    objective: Objective,
+    cost: CostEmbedding | LiveCost | None = None,
+    *,
+    stored: Tensor | None = None,
+    **options: Any,
+) -> LossSums:
+    """Return the loss of `logits` [..., V] against `labels` [...], for code without hidden states.
+
+    Arguments and results are those of `fused_linear_loss`, soft cap and scale applied already. The gradient,
+    made in forward, is the only other tensor of the logits' size. Raises UserError for shapes or options that
+    do not fit; for `demd_dense` and `LIVE`, which need the fused head.
+    """
+    for name in ("softcap", "logit_scale"):
+        if name in options:
+            raise UserError(f"{name} is part of the logits already; leave it out", code="options-clash")
+    spec, V = make_spec(objective.fixed(), cost, **options), logits.shape[-1]
+    if logits.shape[:-1] != labels.shape:
+        shapes = f"logits {list(logits.shape)} and labels {list(labels.shape)}"
+        raise UserError(f"{shapes} do not fit", code="shapes")
+    if isinstance(cost, LiveCost) or objective.dense:
+        raise UserError("the live head and demd_dense need the fused head (fuse_head)", code="needs-head")
+    check_inputs(spec, labels.numel(), stored, V)
+    needs = (torch.is_grad_enabled() and logits.requires_grad, False, False)
+    flat, stored = logits.reshape(-1, V), None if stored is None else stored.reshape(-1)
+    with torch.autocast(logits.device.type, enabled=False):  # it would round the costs' products
+        return LossSums(*_FusedLoss.apply(flat, None, None, labels.reshape(-1), spec, needs, None, stored))
+
+
 @torch.no_grad()
 def token_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, spec: Spec) -> Tensor:
     """Return -log p of every label in nats, like `labels` [...], float32 (float64); 0 where one is ignored.
@@ -379,37 +362,28 @@ def token_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tenso
     flat = hidden.reshape(-1, hidden.shape[-1])
     _check(flat, weight, labels, spec, None)
     out = torch.zeros(labels.numel(), dtype=statistics_dtype(hidden.dtype), device=hidden.device)
-    for chunk in run_chunks(flat, weight, bias, labels, spec, False, None, None):
-        out[chunk.positions] = chunk.tokens.nll
+    for positions, _, tokens in run_chunks(flat, weight, bias, labels, spec, False):
+        out[positions] = tokens.nll
     return out.view(labels.shape)
 
 
 def _check(hidden: Tensor, weight: Tensor, labels: Labels, spec: Spec, teacher: Teacher | None) -> None:
     V, N = len(weight), label_count(labels)
     if weight.dim() != 2 or weight.numel() == 0:
+        problem = f"fused loss: the head's weight has shape {list(weight.shape)}; under ZeRO-3 call the head"
         raise UserError(
-            f"fused loss: the head's weight has shape {list(weight.shape)}; under ZeRO-3 call the head "
-            "module itself (fuse_head) or gather the weight around loss and backward",
-            code="sharded-head",
+            f"{problem} itself (fuse_head) or gather it around loss and backward", code="sharded-head"
         )
     if hidden.shape != (N, weight.shape[1]):
-        raise UserError(
-            f"fused loss: hidden {list(hidden.shape)}, labels [{N}] and head "
-            f"{list(weight.shape)} do not fit; expected [N, H], [N], [V, H]",
-            code="shapes",
-        )
+        shapes = f"hidden {list(hidden.shape)}, labels [{N}] and head {list(weight.shape)}"
+        raise UserError(f"fused loss: {shapes} do not fit; expected [N, H], [N], [V, H]", code="shapes")
     if hidden.dtype != weight.dtype:
         raise UserError(f"fused loss: hidden is {hidden.dtype} but the head is {weight.dtype}", code="dtypes")
     if spec.terms.objective.dense != (teacher is not None):
-        raise UserError(
-            "objective demd_dense needs a teacher, and no other objective takes one", code="needs-teacher"
-        )
+        raise UserError("demd_dense needs a teacher, and no other objective takes one", code="needs-teacher")
     if teacher is not None and teacher.hidden.shape[:-1].numel() * len(teacher.weight) != N * V:
-        raise UserError(
-            f"teacher: hidden {list(teacher.hidden.shape)} and head {list(teacher.weight.shape)} do not "
-            f"fit {N} tokens and {V} vocabulary entries",
-            code="shapes",
-        )
+        shapes = f"hidden {list(teacher.hidden.shape)} and head {list(teacher.weight.shape)}"
+        raise UserError(f"teacher: {shapes} do not fit {N} tokens and {V} entries", code="shapes")
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -418,8 +392,8 @@ class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
+        x: Tensor,
+        weight: Tensor | None,
         bias: Tensor | None,
         labels: Labels,
         spec: Spec,
@@ -427,14 +401,14 @@ class _FusedLoss(torch.autograd.Function):
         teacher: Teacher | None,
         stored: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        gradients, totals = Accumulator(hidden, weight, needs), Totals(spec, label_count(labels), hidden)
-        for chunk in run_chunks(hidden, weight, bias, labels, spec, any(needs), teacher, stored):
-            totals.add(chunk.tokens, chunk.positions)
+        gradients, totals = Accumulator(x, weight, needs), Totals(spec, label_count(labels), x)
+        for positions, G, tokens in run_chunks(x, weight, bias, labels, spec, any(needs), teacher, stored):
+            totals.add(tokens, positions)
             if any(needs):
-                gradients.add(chunk.z, chunk.tokens.row, chunk.positions, spec.logit_scale)
+                gradients.add(G, tokens.row, positions, spec.logit_scale)
         sums, ctx.factor = totals.finish(training=any(needs))
         ctx.gradients = gradients.finish()
-        ctx.dtypes = (hidden.dtype, weight.dtype, None if bias is None else bias.dtype)
+        ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in (x, weight, bias)]
         ctx.mark_non_differentiable(*sums[1:])
         return tuple(sums)
 
@@ -448,101 +422,81 @@ class _FusedLoss(torch.autograd.Function):
         return (*scaled, None, None, None, None, None)
 
 
-class Walk(NamedTuple):
-    """The order in which a batch is processed, whether its logits exist already or not."""
-
-    total: int  # valid tokens
-    order: OnDevice
-    size: int  # tokens per chunk
-    triton: bool
-    rows: CostRows | None  # None without costs, and with a whole distribution per token as the target
-
-
-def walk_over(spec: Spec, cost: CostEmbedding | None, labels: Labels, vocab_size: int, like: Tensor) -> Walk:
-    """Return the walk over `labels`, whose logits will have the dtype and device of `like`.
-
-    Raises UserError for labels that do not fit the vocabulary or the batch.
-    """
-    dtype, device = like.dtype, like.device
-    plan = labels if isinstance(labels, TokenPlan) else plan_tokens(labels, pin=device.type == "cuda")
-    plan.check(vocab_size)
-    order, total = plan.on(device), len(plan)
-    size = min(chunk_size(spec, dtype, vocab_size, device), max(total, 1))
-    triton = use_triton(spec, like)
-    rows: CostRows | None = None
-    if cost is not None and total and not spec.terms.objective.dense:
-        group = group_size(vocab_size, dtype, device, size)
-        placed = cost.placed(device, dtype)
-        rows = open_rows(placed, plan, order, statistics_dtype(dtype), group, size, as_stored=triton)
-    return Walk(total, order, size, triton, rows)
-
-
-class ProcessedChunk(NamedTuple):
-    """A chunk of tokens that has gone through the head."""
-
-    positions: Tensor  # [n] in the flat batch
-    z: Tensor  # [n, V] the gradient rows G, or the logits as the kernels leave them
-    tokens: Tokens
-
-
 def run_chunks(
-    hidden: Tensor,
-    weight: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
     bias: Tensor | None,
     labels: Labels,
     spec: Spec,
     gradient: bool,
-    teacher: Teacher | None,
-    stored: Tensor | None,
-) -> Iterator[ProcessedChunk]:
-    """Yield the chunks of a batch, all in the same buffer; with `gradient`, their z is G.
+    teacher: Teacher | None = None,
+    stored: Tensor | None = None,
+) -> Iterator[tuple[Tensor, Tensor, Tokens]]:
+    """Yield positions [n] in the flat batch, gradient rows G [n, V] and results of each chunk of tokens.
 
-    hidden [N, H], weight [V, H], bias [V], labels and stored [N]. In half precision the product h W^T is
-    rounded to 8 bits, coarse for a logit of 30 and fine near 0. So the target's logit, computed in float32,
-    is subtracted inside the product, before the rounding: logits that compete with the target keep their
-    digits.
+    x: hidden states [N, H] under a head's weight [V, H] and bias [V], or logits [N, V] where weight is None.
+    Without `gradient` the rows are what the kernels leave of the logits; the next chunk overwrites them.
+
+    In half precision the product h W^T is rounded to 8 bits, coarse for a logit of 30 and fine near 0. So the
+    target's logit, computed in float32, is subtracted inside the product, before the rounding: logits that
+    compete with the target keep their digits.
     """
-    V, device = len(weight), hidden.device
-    stats = statistics_dtype(hidden.dtype)
-    cost = spec.cost
-    if isinstance(cost, LiveCost):
+    device, dtype, stats = x.device, x.dtype, statistics_dtype(x.dtype)
+    V = x.shape[1] if weight is None else len(weight)
+    plan = labels if isinstance(labels, TokenPlan) else plan_tokens(labels, pin=device.type == "cuda")
+    plan.check(V)
+    order, total, triton = plan.on(device), len(plan), spec.uses_triton(x)
+    budget = spec.memory_mb or (CHUNK_MB_CPU[dtype.itemsize] if device.type == "cpu" else CHUNK_MB)
+    matrices = 4 if spec.terms.objective.dense else 1  # the teacher's distribution and two temporaries
+    size = min(max(16, int(budget * 2**20) // (V * dtype.itemsize * matrices)), max(total, 1))
+    cost, rows = spec.cost, None
+    if isinstance(cost, LiveCost) and weight is not None:
         cost = CostEmbedding(unit_rows(weight.detach(), checked=False))
-    total, order, size, triton, rows = walk_over(spec, cost, labels, V, hidden)
-    buffer = padded_rows(size if total else 0, V, hidden.dtype, device)
+    if isinstance(cost, CostEmbedding) and total:
+        cost = cost.placed(device, dtype)
+        if teacher is None:
+            most = group_size(V, dtype, device, size)
+            rows = open_rows(cost, plan, order, None if triton else stats, most, size)
+    buffer = padded_rows(size if total and weight is not None else 0, V, dtype, device)
     wide_bias = None if bias is None else bias.to(stats)
     for start in range(0, total, size):
         stop = min(start + size, total)
         positions, y = order.positions[start:stop], order.labels[start:stop]
-        h = hidden[positions]
-        if spec.logit_scale != 1.0:
-            h.mul_(spec.logit_scale)
-        z = buffer[: len(h)]
-        shift = None
-        if hidden.dtype == stats:
-            torch.mm(h, weight.t(), out=z)
-            target = z.gather(1, y[:, None])[:, 0]
+        z, shift = x[positions], None
+        if weight is None:
+            target = z.gather(1, y[:, None])[:, 0].to(stats)
         else:
-            target = torch.linalg.vecdot(h.to(stats), weight[y].to(stats))
-            shift = target.to(h.dtype)
-            if widens(h):
-                against_rows(h, weight, z, less=shift)
+            h, z = z if spec.logit_scale == 1.0 else z.mul_(spec.logit_scale), buffer[: len(z)]
+            if dtype == stats:
+                torch.mm(h, weight.t(), out=z)
+                target = z.gather(1, y[:, None])[:, 0]
             else:
-                z.copy_((-shift)[:, None].expand_as(z))
-                z.addmm_(h, weight.t())
+                target = torch.linalg.vecdot(h.to(stats), weight[y].to(stats))
+                shift = target.to(dtype)
+                if widens(h):
+                    against_rows(h, weight, z, less=shift)
+                else:
+                    z.copy_((-shift)[:, None].expand_as(z))
+                    z.addmm_(h, weight.t())
         if wide_bias is not None:
             target = target + wide_bias[y]
         column = None if stored is None else stored[positions].to(stats)
         chunk = Chunk(start, y, target, shift, wide_bias, column)
-        if teacher is not None and cost is not None:
+        if teacher is not None and isinstance(cost, CostEmbedding):
             P = teacher.probabilities(positions)
-            tokens = process_dense_chunk(z, chunk, P, cost.placed(device, hidden.dtype), spec.terms, gradient)
+            tokens = process_dense_chunk(z, chunk, P, cost, spec.terms, gradient)
         else:
             tokens = process_chunk(z, chunk, rows, spec.terms, gradient, triton)
-        yield ProcessedChunk(positions, z, tokens)
+        yield positions, z, tokens
 
 
 def process_chunk(
-    logits: Tensor, chunk: Chunk, costs: CostRows | None, terms: Terms, gradient: bool, triton: bool
+    logits: Tensor,
+    chunk: Chunk,
+    costs: ExactRows | CachedRows | None,
+    terms: Terms,
+    gradient: bool,
+    triton: bool,
 ) -> Tokens:
     """Return the losses of a chunk of logits [n, V]; with `gradient`, overwrite these by G (`rows.py`)."""
     n, V = logits.shape
@@ -550,10 +504,9 @@ def process_chunk(
     # kernels without temporaries have no use for groups where no cost rows are to be kept few
     step = n if triton and costs is None else group_size(V, logits.dtype, logits.device, n)
     in_full = terms.softcap is not None or logits.dtype == torch.float16
-    scratch = None
+    scratch = spare = None
     if logits.dtype != dtype and not triton:
         scratch = torch.empty(step, V, dtype=dtype, device=logits.device)
-    spare = None
     if "H" in terms.objective.needs and not triton:
         spare = torch.empty(step, V, dtype=dtype, device=logits.device)
     parts = []
@@ -561,16 +514,14 @@ def process_chunk(
         stop = min(start + step, n)
         block, part = logits[start:stop], chunk.rows(start, stop)
         rows = None if costs is None else costs.group(chunk.start + start, chunk.start + stop)
-        group: RowPass
         if triton:
             from emo.pipeline.loss.kernels_triton import TritonRows
 
-            group = TritonRows(block, part, rows, terms)
+            group: TorchRows | TritonRows = TritonRows(block, part, rows, terms)
         else:
             wide = block if scratch is None else scratch[: stop - start]
-            group = TorchRows(
-                wide, block, part, rows, terms, None if spare is None else spare[: stop - start]
-            )
+            entropy = None if spare is None else spare[: stop - start]
+            group = TorchRows(wide, block, part, rows, terms, entropy)
         tokens, update = solve(terms, group.statistics(), part.stored, V, in_full)
         if gradient:
             group.write(update)
@@ -587,64 +538,59 @@ class Accumulator:
     rows: each is freed as it is rounded, so that the sum and its rounded copy never both exist whole.
     """
 
-    def __init__(self, hidden: Tensor, weight: Tensor, needs: Needs) -> None:
-        self.hidden, self.weight = hidden, weight
-        V, stats = len(weight), statistics_dtype(hidden.dtype)
-        self.d_hidden = torch.zeros_like(hidden) if needs[0] else None
-        self.d_bias = torch.zeros(V, dtype=stats, device=hidden.device) if needs[2] else None
+    def __init__(self, x: Tensor, weight: Tensor | None, needs: Needs) -> None:
+        """x and weight as in `run_chunks`."""
+        self.x, self.weight = x, weight
+        V, stats = x.shape[1] if weight is None else len(weight), statistics_dtype(x.dtype)
+        self.d_x = torch.zeros_like(x) if needs[0] else None
+        self.d_bias = torch.zeros(V, dtype=stats, device=x.device) if needs[2] else None
         self.rows = V
-        if hidden.dtype != stats:
-            self.rows = padded_width(-(-V // BLOCKS)) if hidden.is_cuda else BLOCK
+        if x.dtype != stats:
+            self.rows = padded_width(-(-V // BLOCKS)) if x.is_cuda else BLOCK
         self.blocks: Blocks | None = [] if needs[1] else None
 
     def add(self, G: Tensor, row: Tensor, positions: Tensor, scale: float) -> None:
         """Add one chunk: G [n, V] in the model's dtype, row factors [n], positions [n] in the batch."""
-        factor = (row * scale)[:, None]
-        if self.d_hidden is not None:
-            product = with_rows(G, self.weight) if widens(G) else torch.mm(G, self.weight)
-            self.d_hidden[positions] = (product * factor).to(G.dtype)
-        if self.blocks is not None:
-            self._add_weight(G, (self.hidden[positions] * factor).to(G.dtype), self.blocks)
+        factor, widened, stats = (row * scale)[:, None], widens(G), statistics_dtype(G.dtype)
+        if self.d_x is not None and self.weight is None:
+            self.d_x[positions] = G.mul_(row[:, None].to(G.dtype))
+        elif self.d_x is not None and self.weight is not None:
+            product = with_rows(G, self.weight) if widened else torch.mm(G, self.weight)
+            self.d_x[positions] = (product * factor).to(G.dtype)
         if self.d_bias is not None:
-            for start in range(0, len(self.weight), BLOCK):
+            for start in range(0, len(self.d_bias), BLOCK):
                 block = slice(start, start + BLOCK)
                 self.d_bias[block] += torch.mv(G[:, block].t().to(row.dtype), row)
-
-    def _add_weight(self, G: Tensor, scaled: Tensor, blocks: Blocks) -> None:
-        """d_weight += G^T scaled, in place."""
-        stats = statistics_dtype(G.dtype)
+        if self.blocks is None:
+            return
         mixed = G.is_cuda and G.dtype != stats  # only CUDA multiplies half precision into a float32 sum
-        first, widened = not blocks, widens(G)
+        scaled = (self.x[positions] * factor).to(G.dtype)
         scaled = scaled.to(stats) if widened else scaled
+        first = not self.blocks
         for index, start in enumerate(range(0, G.shape[1], self.rows)):
             part = G[:, start : start + self.rows].t()
             part = part.to(stats) if widened else part
             if first:
-                blocks.append(
-                    torch.mm(part, scaled, out_dtype=stats) if mixed else torch.mm(part, scaled).to(stats)
-                )
+                product = torch.mm(part, scaled, out_dtype=stats) if mixed else torch.mm(part, scaled)
+                self.blocks.append(product.to(stats))
             elif part.dtype == stats:
-                blocks[index].addmm_(part, scaled)
+                self.blocks[index].addmm_(part, scaled)
             elif mixed:
-                torch.addmm(blocks[index], part, scaled, out_dtype=stats, out=blocks[index])
+                sums = self.blocks[index]
+                torch.addmm(sums, part, scaled, out_dtype=stats, out=sums)
             else:
-                blocks[index] += torch.mm(part, scaled)
+                self.blocks[index] += torch.mm(part, scaled)
 
-    def finish(self) -> Gradients:
-        """Return the three gradients of the loss sum; all zero if no chunk came."""
-        if self.blocks is not None and not self.blocks:
-            stats = statistics_dtype(self.weight.dtype)
-            self.blocks.append(torch.zeros_like(self.weight, dtype=stats))
-        d_hidden, d_bias = ([x] if x is not None else None for x in (self.d_hidden, self.d_bias))
-        return d_hidden, self.blocks, d_bias
+    def finish(self) -> tuple[Blocks | None, Blocks | None, Blocks | None]:
+        """Return the gradients of the loss sum in x, weight and bias; all zero if no chunk came."""
+        if self.blocks == [] and self.weight is not None:
+            self.blocks.append(torch.zeros_like(self.weight, dtype=statistics_dtype(self.weight.dtype)))
+        d_x, d_bias = ([x] if x is not None else None for x in (self.d_x, self.d_bias))
+        return d_x, self.blocks, d_bias
 
 
 def use_up(blocks: Blocks | None, dtype: torch.dtype | None, factor: Tensor) -> Tensor | None:
-    """Return the gradient in `blocks` times the scalar `factor`, in `dtype`; empties the list.
-
-    In place where there is one block of the right dtype, else block by block, each freed as it has been
-    rounded.
-    """
+    """Return the gradient in `blocks` times the scalar `factor`, in `dtype`, and empty the list."""
     if blocks is None or dtype is None:
         return None
     if len(blocks) == 1 and blocks[0].dtype == dtype:

@@ -30,7 +30,7 @@ SEGMENTS = (BOUNDS, "cu_seq_lens_k", LONGEST, "max_length_k")
 
 
 def by_segments(attention: str) -> bool:
-    """Return True for attention that takes the documents' bounds, and needs no mask to separate them."""
+    """Return whether an attention takes the documents' bounds, and needs no mask to separate them."""
     return attention == VARLEN or "flash" in attention
 
 
@@ -46,10 +46,7 @@ def segments(positions: Tensor) -> tuple[Tensor, int]:
 
 
 def by_document(values: Tensor, bounds: Tensor) -> Tensor:
-    """Return the sums of `values` [N] over the documents with these `bounds` (of `segments`), float64.
-
-    Each is summed in one order, so that equal values have equal sums.
-    """
+    """Return the sums of `values` [N] over the documents with these `bounds` (of `segments`), float64."""
     return torch.segment_reduce(values.double(), "sum", lengths=bounds.diff())
 
 
@@ -63,19 +60,16 @@ def keep_apart(model: Any, positions: Tensor, inputs: dict[str, Any]) -> None:
     bounds, _, longest, _ = (inputs.pop(name, None) for name in SEGMENTS)
     mask = inputs.get("attention_mask")
     if mask is not None:
-        if mask.dim() != 2 or not _restart(positions):
+        starts = _starts(positions)
+        if mask.dim() != 2 or not bool(starts.any()):
             return
         # padding after a document is never seen; padding before one must be separated by its position
-        begins = mask[:, 1:].bool() & ~mask[:, :-1].bool()
-        if bool((begins & ~_starts(positions)).any()):
-            raise UserError(
-                "attention_mask and position_ids contradict each other: a document follows padding although "
-                "its positions continue; pad on the right, or restart position_ids where a document starts",
-                code="mask-positions",
-            )
+        if bool((mask[:, 1:].bool() & ~mask[:, :-1].bool() & ~starts).any()):
+            problem = "a document follows padding in attention_mask although its position_ids continue"
+            raise UserError(f"{problem}; pad on the right, or restart them there", code="mask-positions")
         del inputs["attention_mask"]  # with it, transformers would not look at the positions
     attention = model.config._attn_implementation
-    if model.packing == "refused" and _restart(positions):
+    if model.packing == "refused" and bool(_starts(positions).any()):
         raise UserError(refusal(model), code="packing")
     if model.packing == "mask":
         kind = model.device.type
@@ -94,16 +88,14 @@ def refusal(model: Any) -> str:
     """Return the reason why packed rows cannot train `model`, in one line."""
     attention = model.config._attn_implementation
     problem = (
-        f"{type(model).__name__} lets documents that share a row see each other, with "
-        f"attn_implementation={attention}: "
+        f"{type(model).__name__} lets documents that share a row see each other, with attn_implementation"
     )
     if by_segments(attention):
-        return f"{problem}it does not heed where documents begin; set attn_implementation=sdpa or eager"
-    return (
-        f"{problem}it ignores restarting positions and cannot be given a mask that separates them; train it "
-        "on rows of one document each, or choose a model family that keeps them apart (LLaMA, GPT-2, OPT, "
-        "Mistral, Qwen, Gemma)"
-    )
+        reason = "it does not heed where they begin; set attn_implementation=sdpa or eager"
+    else:
+        families = "LLaMA, GPT-2, OPT, Mistral, Qwen, Gemma"
+        reason = f"train it on rows of one document each, or choose a family that does not ({families})"
+    return f"{problem}={attention}: {reason}"
 
 
 def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -119,29 +111,15 @@ def _starts(positions: Tensor) -> Tensor:
     return positions.diff(dim=1) != 1
 
 
-def _restart(positions: Tensor) -> bool:
-    return bool(_starts(positions).any())
-
-
-# Keys of configurations for a scale or cap of the logits. `probe.py` finds models that use them otherwise.
-DIVISORS = ("logits_scaling",)
-FACTORS = ("logit_scale", "lm_head_multiplier")
-CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-MULTIPLIES_BY_DIVISOR = ("hyperclovax",)  # model types that mean a factor where the others mean a divisor
-
-LOGITS_ONLY = (
-    "num_items_in_batch",
-    "logits_to_keep",
-    "return_dict",
-    "skip_logits",
-)  # for a forward that makes logits
+# Arguments for a forward that makes logits.
+LOGITS_ONLY = ("num_items_in_batch", "logits_to_keep", "return_dict", "skip_logits")
 
 
 class FusedHead(nn.Linear):
     """An output head that computes the loss itself when it is given labels.
 
-    Made from an existing Linear by `fuse_head`. The weight is used inside the module's own forward, so
-    everything that gathers parameters around modules (ZeRO-3, FSDP) treats it like any other.
+    The weight is used inside the module's own forward: what gathers parameters around modules (ZeRO-3, FSDP)
+    treats it like any other.
     """
 
     spec: Spec
@@ -153,10 +131,7 @@ class FusedHead(nn.Linear):
         teacher: Teacher | None = None,
         stored: Tensor | None = None,
     ) -> Tensor | LossSums:
-        """Return the logits [..., V] of `hidden` [..., H], or the LossSums against `labels` [...].
-
-        `teacher` and `stored` [...] as in `fused_linear_loss`, whose errors it raises.
-        """
+        """Return the logits [..., V] of `hidden` [..., H], or the LossSums against `labels` [...]."""
         if labels is None:
             return super().forward(hidden)
         return apply_fused(hidden, self.weight, self.bias, labels, self.spec, teacher, stored)
@@ -177,7 +152,7 @@ def fuse_head(
     ordinary = type(head)
     if not isinstance(head, FusedHead):
         if not isinstance(head, nn.Linear) or ordinary.forward is not nn.Linear.forward:
-            raise UserError(f"fuse_head needs a torch.nn.Linear (got {ordinary.__name__})", code="head-type")
+            raise UserError(f"fuse_head needs a torch.nn.Linear, no {ordinary.__name__}", code="head-type")
         # a subclass, such as FSDP's, keeps its own behaviour
         head.__class__ = FusedHead if ordinary is nn.Linear else type("FusedHead", (FusedHead, ordinary), {})
     head.spec = make_spec(objective, cost, **options)  # type: ignore[assignment]
@@ -185,18 +160,16 @@ def fuse_head(
 
 def head_options(config: Any) -> dict[str, float]:
     """Return those of `logit_scale` and `softcap` that a Hugging Face `config` gives its model."""
+    # `probe.py` finds models that use these keys otherwise
     text = config.get_text_config()
+    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
     options: dict[str, float] = {}
-    for name in (*DIVISORS, *FACTORS, *CAPS):
+    for name in ("logits_scaling", "logit_scale", "lm_head_multiplier", *caps):
         value = getattr(text, name, None)
-        if not isinstance(value, (int, float)) or not value:
-            continue
-        if name in CAPS:
-            options["softcap"] = float(value)
-        elif name in DIVISORS and text.model_type not in MULTIPLIES_BY_DIVISOR:
-            options["logit_scale"] = 1.0 / value
-        else:
-            options["logit_scale"] = float(value)
+        if isinstance(value, int | float) and value:
+            divides = name == "logits_scaling" and text.model_type != "hyperclovax"  # which multiplies
+            option = "softcap" if name in caps else "logit_scale"
+            options[option] = 1.0 / value if divides else float(value)
     return options
 
 
@@ -217,11 +190,7 @@ class FusedCausalLM:
     takes_positions: bool
 
     def forward(self, *args: Any, **kwargs: Any) -> LossSums | Any:
-        """Return the LossSums against `labels` [b, L], already shifted; without labels the ordinary result.
-
-        Labels may be planned already (`plan_tokens`). `stored` [b, L]: a log-probability of each label, for
-        objectives that read one.
-        """
+        """Return the LossSums against `labels` [b, L], already shifted; else the ordinary result."""
         inputs = self.named(args, kwargs)
         labels, stored = inputs.pop("labels", None), inputs.pop("stored", None)
         if labels is None:
@@ -231,11 +200,11 @@ class FusedCausalLM:
         return self.fused_sums(labels, inputs, stored)
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """All arguments of a call of the model by name."""
+        """Return all arguments of a call of the model by name."""
         return dict(zip(self.order, args, strict=False)) | kwargs
 
     def fused_sums(self, labels: Labels, inputs: dict[str, Any], stored: Tensor | None = None) -> LossSums:
-        """Sums of losses over the valid `labels` [b, L], already shifted: labels[i] is predicted at i.
+        """Return the LossSums over the valid `labels` [b, L], already shifted: labels[i] is predicted at i.
 
         inputs: the arguments of the model's ordinary forward. `position_ids` [b, L] that restart mark
         documents, which do not see each other; a padding mask beside them is not needed and not used. The
@@ -274,35 +243,20 @@ def fuse_model(
     """Make a Hugging Face causal LM end in the fused head when it is given labels; in place.
 
     Parameters, their names, saved files and the signature of its forward stay. Calling it again changes the
-    loss.
-
-    Args:
-        model: a causal LM with a Linear output head and a body apart from it.
-        objective: from `get_objective` or `weighted_sum`.
-        cost: transport costs of the model's vocabulary, for objectives that read D.
-        forward: a subclass of FusedCausalLM that takes labels or returns results in another form.
-        options: as in `fused_linear_loss`; logit scale and soft cap default to those of the configuration.
-
-    Raises:
-        UserError: for a model without such a head or body, or whose forward was replaced.
+    loss. `forward`: a subclass of FusedCausalLM that takes labels or returns results in another form.
+    `options`: as in `fused_linear_loss`; logit scale and soft cap default to those of the configuration.
+    Raises UserError for a model without a Linear head apart from its body, or whose forward was replaced.
     """
     _uncover_forward(model)
     # a class made here before is replaced; one made from it by a wrapper (FSDP) is built upon
     ordinary: Any = vars(type(model)).get("ordinary", type(model))
     head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise UserError(f"{ordinary.__name__} has no linear output head to fuse", code="needs-head")
-    if model.base_model is model:
-        raise UserError(
-            f"{ordinary.__name__} has no body apart from its head: its loss cannot be fused",
-            code="needs-body",
-        )
+    if not isinstance(head, nn.Linear) or model.base_model is model:
+        problem = f"{ordinary.__name__} has no linear output head apart from its body: it cannot be fused"
+        raise UserError(problem, code="needs-head")
     if getattr(model.config.get_text_config(), "output_router_logits", False):
-        warnings.warn(
-            "config.output_router_logits is set, but the fused loss does not include the router's "
-            "auxiliary loss",
-            stacklevel=2,
-        )
+        problem = "config.output_router_logits: the fused loss is without the router's auxiliary loss"
+        warnings.warn(problem, stacklevel=2)
     fuse_head(head, objective, cost, **head_options(model.config) | options)
     signature = inspect.signature(ordinary.forward)
     accepted = inspect.signature(model.base_model.forward).parameters
@@ -333,11 +287,7 @@ def fuse_model(
 
 
 def _uncover_forward(model: nn.Module) -> None:
-    """Remove the forward that a Trainer gave to this instance: it would hide the fused one of the class.
-
-    Accelerate's mixed precision wraps the class's forward, and the next Trainer does it again; TRL's computes
-    another loss. Raises UserError for any other forward.
-    """
+    """Remove the forward that Accelerate or TRL gave to this instance, which would hide the class's."""
     forward = vars(model).get("forward")
     if forward is None:
         return
@@ -348,10 +298,8 @@ def _uncover_forward(model: nn.Module) -> None:
     innermost = inspect.unwrap(getattr(forward, "__func__", forward), stop=of_trl)
     wraps = innermost is inspect.unwrap(type(model).forward) and not hasattr(model, "_hf_hook")
     if not (wraps or of_trl(innermost)):
-        raise UserError(
-            f"the forward of this {type(model).__name__} was replaced, and would hide the fused loss: load "
-            "the model anew, without device_map over several devices",
-            code="forward-replaced",
-        )
+        problem = f"the forward of this {type(model).__name__} was replaced and would hide the fused loss"
+        cure = "load the model anew, without device_map over several devices"
+        raise UserError(f"{problem}; {cure}", code="forward-replaced")
     for name in ("forward", "_original_forward"):
         vars(model).pop(name, None)

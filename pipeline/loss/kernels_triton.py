@@ -5,9 +5,8 @@ the matrix product, costs as they are stored, and everything in between stays in
 One program handles one row. With TRITON_INTERPRET=1 the kernels run on a CPU, for tests.
 
 Rows have V columns, of which the kernels touch `width`: more where rows are padded (`cost.py`), so that
-the mask of the last block ends on a whole vector. Were it to end at an odd V, every load of the row would
-take one number at a time. What stands beyond V may be anything, NaN too, and never enters a sum.
-`tests/bench/kernels_static.py` counts registers, vector loads and bytes of the compiled code.
+the mask of the last block ends on a whole vector. What stands beyond V may be anything, NaN too, and never
+enters a sum. `tests/bench/kernels_static.py` counts registers, vector loads and bytes of the compiled code.
 """
 
 from __future__ import annotations
@@ -178,10 +177,7 @@ class TritonRows:
         self.cap_slope: Tensor | None = None
 
     def _common(self, with_cost: bool) -> tuple[tuple, dict, int]:
-        """Return pointers and flags that both kernels take, and the columns that they may touch.
-
-        An unused pointer is that of the logits.
-        """
+        """Return pointers (those unused to the logits), flags, and the columns that may be touched."""
         logits, costs = self.logits, self.costs if with_cost else None
         rows = logits if costs is None else costs.rows
         which = self.labels if costs is None else costs.which
@@ -200,8 +196,7 @@ class TritonRows:
 
     def statistics(self) -> Statistics:
         """Return the statistics of the rows, which stay as they are."""
-        cap, smoothing = self.terms.softcap, self.terms.label_smoothing
-        objective = self.terms.objective
+        cap, smoothing, objective = self.terms.softcap, self.terms.label_smoothing, self.terms.objective
         offset, z_y = self.shift, self.target_logit - self.shift
         if cap is not None:
             tanh = torch.tanh(self.target_logit / cap)
@@ -232,10 +227,8 @@ class TritonRows:
     def write(self, update: RowUpdate) -> None:
         """Overwrite the rows by G."""
         pointers, flags, width = self._common(with_cost=update.beta is not None)
-        unused = self.lse
-        beta = unused if update.beta is None else update.beta
-        kappa = unused if update.kappa is None else update.kappa
-        scale = unused if update.scale is None else update.scale
+        optional = (update.beta, update.kappa, update.scale)
+        beta, kappa, scale = (self.lse if x is None else x for x in optional)  # an unused pointer
         target = update.target if self.cap_slope is None else update.target * self.cap_slope
         gradient_kernel[(len(self.logits),)](
             *pointers, self.lse, beta, kappa, scale, target,

@@ -26,9 +26,9 @@ import math
 import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,22 +60,20 @@ class Coefficients(NamedTuple):
     weight: Tensor | None = None  # the token's weight, for reports; None: A
 
 
-class Traits(NamedTuple):
-    """Properties of an objective that its function cannot express."""
-
-    logit_scale: Callable[..., float] | None = None  # of its options: scalars are of softmax(scale z)
-    normalised: bool = False  # weights are divided by their mean over the batch
-    warning: str | None = None  # issued when the objective is chosen
-
-
 ObjectiveFunction = Callable[..., Tensor | Coefficients]
 
 
-def traits(**properties: Any) -> Callable[[ObjectiveFunction], ObjectiveFunction]:
-    """Return a decorator that attaches `Traits` to an objective's function."""
+def traits(
+    logit_scale: Callable[..., float] | None = None, normalised: bool = False, warning: str | None = None
+) -> Callable[[ObjectiveFunction], ObjectiveFunction]:
+    """Return a decorator for an objective's function, for properties that the function cannot express.
+
+    logit_scale: of its options, the scale of softmax(scale z) that its scalars are of. normalised: weights
+    are divided by their mean over the batch. warning: issued when the objective is chosen.
+    """
 
     def attach(function: ObjectiveFunction) -> ObjectiveFunction:
-        function.traits = Traits(**properties)  # type: ignore[attr-defined]
+        function.traits = (logit_scale, normalised, warning)  # type: ignore[attr-defined]
         return function
 
     return attach
@@ -89,11 +87,11 @@ def mle(m: Tensor) -> Tensor:
 def emo(m: Tensor, D: Tensor, *, ratio_cap: float | None = None) -> Coefficients:
     """EMO (arXiv 2310.04691, eq. 19): L = (m + sg[w] D) / 2 with w = m / (D + eps), at most `ratio_cap`.
 
-    A = (1 - w D) / 2, B = w / 2. Raises UserError for a `ratio_cap` that is not above 0.
+    A = (1 - w D) / 2, B = w / 2.
     """
     w = (m / (D + EPS)).detach()
     if ratio_cap is not None:
-        _positive("emo", ratio_cap=ratio_cap)
+        _require("above 0", ratio_cap=ratio_cap)
         w = w.clamp(max=ratio_cap)
     return Coefficients(0.5 * (m + w * D), A=0.5 * (1 - w * D), B=0.5 * w, weight=w)
 
@@ -111,21 +109,15 @@ def demd(D: Tensor) -> Coefficients:
 
 
 def tailr(m: Tensor, p: Tensor, *, gamma: float = 0.8, w_min: float = 0.0) -> Tensor:
-    """TaiLr (EMO's eq. 17; arXiv 2302.13344): w = p_y / (gamma + (1 - gamma) p_y), clamped to [w_min, 1].
-
-    Raises UserError for `gamma` or `w_min` outside [0, 1].
-    """
-    _unit("tailr", gamma=gamma, w_min=w_min)
+    """TaiLr (EMO's eq. 17; arXiv 2302.13344): w = p_y / (gamma + (1 - gamma) p_y), clamped to [w_min, 1]."""
+    _require("in [0, 1]", gamma=gamma, w_min=w_min)
     floor = torch.finfo(p.dtype).tiny  # gamma = 0 and p_y = 0: the weight is 1, not 0 / 0
     return ((p + floor) / (gamma + (1 - gamma) * p + floor)).clamp(w_min, 1.0)
 
 
 def mixce(m: Tensor, p: Tensor, *, gamma: float = 0.8) -> Tensor:
-    """MixCE (EMO's eq. 18; arXiv 2305.16958): w = gamma + (1 - gamma) p_y.
-
-    Raises UserError for `gamma` outside [0, 1].
-    """
-    _unit("mixce", gamma=gamma)
+    """MixCE (EMO's eq. 18; arXiv 2305.16958): w = gamma + (1 - gamma) p_y."""
+    _require("in [0, 1]", gamma=gamma)
     return gamma + (1 - gamma) * p
 
 
@@ -159,9 +151,9 @@ def focal(m: Tensor, p: Tensor, *, gamma: float = 2.0) -> Coefficients:
     """Focal loss (arXiv 1708.02002): L = (1 - p_y)^gamma m, differentiated whole, as its authors do.
 
     A = (1 - p)^gamma + gamma p m (1 - p)^(gamma - 1). Implementations that detach the factor drop the second
-    term. Raises UserError for a `gamma` that is not above 0.
+    term.
     """
-    _positive("focal", gamma=gamma)
+    _require("above 0", gamma=gamma)
     others = -torch.expm1(-m)  # 1 - p without cancellation
     factor = others.pow(gamma)
     ratio = torch.where(others > 0, m / others.clamp_min(torch.finfo(m.dtype).tiny), 1.0)
@@ -171,19 +163,15 @@ def focal(m: Tensor, p: Tensor, *, gamma: float = 2.0) -> Coefficients:
 def power(m: Tensor, *, alpha: float = 0.5) -> Coefficients:
     """Power family (arXiv 2510.00526): L = (1 - p_y^alpha) / alpha; A = p_y^alpha.
 
-    alpha = 1 has the gradient of `dft`, alpha -> 0 that of `mle`. Raises UserError for an `alpha` that is not
-    above 0.
+    alpha = 1 has the gradient of `dft`, alpha -> 0 that of `mle`.
     """
-    _positive("power", alpha=alpha)
+    _require("above 0", alpha=alpha)
     return Coefficients(-torch.expm1(-alpha * m) / alpha, A=torch.exp(-alpha * m))
 
 
 def threshold(p: Tensor, *, least: float = 0.1) -> Tensor:
-    """Likelihood of the tokens that the model finds likely enough (arXiv 2510.00526): w = 1[p_y >= least].
-
-    Raises UserError for `least` outside [0, 1].
-    """
-    _unit("threshold", least=least)
+    """Likelihood of the tokens that the model finds likely enough (arXiv 2510.00526): w = 1[p_y >= least]."""
+    _require("in [0, 1]", least=least)
     return (p >= least).to(p.dtype)
 
 
@@ -216,7 +204,7 @@ def gem(m: Tensor, *, beta: float = 0.7) -> Tensor:
     That is beta times maximum likelihood at logits z / beta, which m here belongs to. The authors' default,
     with log-sigmoids, is another objective.
     """
-    _positive("gem", beta=beta)
+    _require("above 0", beta=beta)
     return torch.full_like(m, beta)
 
 
@@ -226,7 +214,7 @@ def psft(m: Tensor, stored: Tensor, *, clip: float = 0.2) -> Coefficients:
     `stored` holds log p_old, the log-probability under the policy before this round of training. A token
     that has gained enough has no gradient any more: A = rho 1[rho <= 1 + clip].
     """
-    _positive("psft", clip=clip)
+    _require("above 0", clip=clip)
     most = 1 + clip
     rho = torch.exp((-m - stored).clamp(max=20.0))
     return Coefficients(-rho.clamp(max=most), A=torch.where(rho <= most, rho, 0.0))
@@ -252,19 +240,12 @@ BUILT_IN["demd_dense"] = demd  # `dense.py`; for a one-hot teacher the same as d
 OBJECTIVES = tuple(BUILT_IN)
 
 
-def _unit(objective: str, **options: float) -> None:
+def _require(wanted: str, **options: float) -> None:
+    """Raise UserError for an option that is not "above 0", or not "in [0, 1]"."""
     for name, value in options.items():
-        if not 0 <= value <= 1:
+        if not (value > 0 if wanted == "above 0" else 0 <= value <= 1):
             raise UserError(
-                f"objective {objective}: {name} must lie in [0, 1] (given: {value:g})", code="option-range"
-            )
-
-
-def _positive(objective: str, **options: float) -> None:
-    for name, value in options.items():
-        if not value > 0:
-            raise UserError(
-                f"objective {objective}: {name} must be above 0 (given: {value:g})", code="option-range"
+                f"objective.params: {name} must be {wanted} (given: {value:g})", code="option-range"
             )
 
 
@@ -288,9 +269,7 @@ class Objective:
     logit_scale: float = 1.0  # its scalars, and its gradient, are those of softmax(logit_scale z)
     normalised: bool = False  # weights are divided by their mean over the batch
     dense: bool = False  # compares with a teacher's whole distribution instead of one target
-    schedule: Callable[[int], Objective] | None = (
-        None  # the objective at an optimizer step; None: always this
-    )
+    schedule: Callable[[int], Objective] | None = None  # the objective at a step; None: always this
 
     @property
     def cap(self) -> float | None:
@@ -309,11 +288,9 @@ class Objective:
     def fixed(self) -> Objective:
         """Return the objective itself. Raises UserError for a schedule, whose step is not known."""
         if self.schedule is not None:
-            raise UserError(
-                f"objective {self.name} changes from step to step, and here the step is not known: give "
-                "objective.at(step), anew before every step, or train with FusedLossMixin or a recipe",
-                code="schedule-without-step",
-            )
+            cure = "give objective.at(step) before every step, or train with FusedLossMixin or a recipe"
+            problem = f"objective {self.name} changes from step to step; {cure}"
+            raise UserError(problem, code="schedule-without-step")
         return self
 
     def __str__(self) -> str:
@@ -328,27 +305,12 @@ def get_objective(name: str, **params: float | None) -> Objective:
     `emo_pipeline.objectives`, or FILE.py:FUNCTION or MODULE:FUNCTION. Objectives that are not built in are
     checked here (`check_objective`). Raises UserError for an unknown name or option, naming the nearest one.
     """
-    if name in BUILT_IN:
-        objective = _bind(name, BUILT_IN[name], params)
-        objective.coefficients(_ANY)  # refuses options out of range
-        return objective
-    if ":" in name:
-        function = _imported(name)
-    else:
-        points = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
-        if name not in points:
-            raise UserError(
-                f"unknown objective {name!r}; {nearest(name, [*BUILT_IN, *points], OTHER_NAMES)}",
-                code="unknown-objective",
-            )
-        try:
-            function = points[name].load()
-        except Exception as error:  # whatever a package does when it is imported
-            raise UserError(
-                f"objective {name}: {points[name].value}: {one_line(error)}", code="objective-import"
-            ) from error
+    function = BUILT_IN[name] if name in BUILT_IN else _imported(name)
     objective = _bind(name, function, params)
-    check_objective(name, objective.coefficients, objective.logit_scale)
+    if name in BUILT_IN:
+        objective.coefficients(_ANY)  # refuses options out of range
+    else:
+        check_objective(name, objective.coefficients, objective.logit_scale)
     return objective
 
 
@@ -359,11 +321,8 @@ def _bind(name: str, function: ObjectiveFunction, params: Mapping[str, float | N
     options = {key: p.default for key, p in signature.items() if p.kind is p.KEYWORD_ONLY}
     for key in scalars:
         if key not in Scalars._fields:
-            raise UserError(
-                f"objective {name} asks for {key}, which is no scalar of a token; known: "
-                f"{', '.join(Scalars._fields)}; make it keyword-only (after *) if it is an option",
-                code="objective-signature",
-            )
+            problem = f"{key} is no scalar of a token ({', '.join(Scalars._fields)}); options stand after *"
+            raise UserError(f"objective {name}: {problem}", code="objective-signature")
     for key in params:
         if key not in options:
             hint = nearest(key, options) if options else "it has no parameters"
@@ -373,59 +332,50 @@ def _bind(name: str, function: ObjectiveFunction, params: Mapping[str, float | N
     bound = {key: params.get(key, default) for key, default in options.items()}
     for key, value in bound.items():
         if value is inspect.Parameter.empty:
-            raise UserError(
-                f"objective {name} needs a value for {key}; set objective.params", code="needs-parameter"
-            )
+            raise UserError(f"objective {name}: set objective.params.{key}", code="needs-parameter")
         if value is None and options[key] is None:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise UserError(
-                f"objective {name}: {key} must be a finite number (given: {value!r})", code="option-range"
-            )
-    declared: Traits = getattr(function, "traits", Traits())
-    if declared.warning:
-        warnings.warn(declared.warning, stacklevel=3)
+            problem = f"objective {name}: {key} must be a finite number (given: {value!r})"
+            raise UserError(problem, code="option-range")
+    scale, normalised, warning = getattr(function, "traits", (None, False, None))
+    if warning:
+        warnings.warn(warning, stacklevel=3)
 
     def coefficients(token: Scalars) -> Coefficients:
         result = function(*(getattr(token, key) for key in scalars), **bound)
         if isinstance(result, Coefficients):
             for coefficient, scalar in (("B", "D"), ("C", "H")):
                 if getattr(result, coefficient) is not None and scalar not in scalars:
-                    raise UserError(
-                        f"objective {name} returns {coefficient}, whose gradient needs {scalar}; "
-                        f"name {scalar} among its parameters",
-                        code="objective-signature",
-                    )
+                    problem = f"objective {name} returns {coefficient} and must take {scalar} as well"
+                    raise UserError(problem, code="objective-signature")
             return result
         if not isinstance(result, Tensor):
-            kind = type(result).__name__
-            raise UserError(
-                f"objective {name} must return a weight per token or Coefficients (got: {kind})",
-                code="objective-shape",
-            )
+            problem = f"a weight per token or Coefficients (got: {type(result).__name__})"
+            raise UserError(f"objective {name} must return {problem}", code="objective-shape")
         weight = result.detach()
         return Coefficients(weight * token.m, A=weight, weight=weight)
 
-    if declared.logit_scale is not None:
+    if scale is not None:
         coefficients(_ANY)  # refuses options out of range before they are divided by
     return Objective(
         name,
         frozenset(scalars),
         coefficients,
         tuple(bound.items()),
-        logit_scale=1.0 if declared.logit_scale is None else declared.logit_scale(**bound),
-        normalised=declared.normalised,
+        logit_scale=1.0 if scale is None else scale(**bound),
+        normalised=normalised,
         dense=name == "demd_dense",
     )
 
 
 def _imported(name: str) -> ObjectiveFunction:
-    """Return the function that FILE.py:FUNCTION or MODULE:FUNCTION names."""
-    source, _, attribute = name.rpartition(":")
-    if not attribute:
-        raise UserError(f"objective {name} names no function; give FILE.py:FUNCTION", code="objective-import")
-    if source.endswith(".py") and not Path(source).is_file():
-        raise UserError(f"objective {name}: {source} does not exist", code="objective-import")
+    """Return the function that FILE.py:FUNCTION, MODULE:FUNCTION or a package's entry point names."""
+    points = {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    source, _, attribute = points.get(name, name).rpartition(":")
+    if not source:
+        hint = nearest(name, [*BUILT_IN, *points], OTHER_NAMES)
+        raise UserError(f"unknown objective {name!r}; {hint}", code="unknown-objective")
     try:
         if source.endswith(".py"):
             spec = importlib.util.spec_from_file_location(Path(source).stem, Path(source))
@@ -435,16 +385,13 @@ def _imported(name: str) -> ObjectiveFunction:
         else:
             module = importlib.import_module(source)
     except (Exception, SystemExit) as error:  # whatever a user's file does when it is executed
-        raise UserError(
-            f"objective {name}: {source} cannot be imported: {one_line(error)}", code="objective-import"
-        ) from error
+        problem = f"objective {name}: {source} cannot be imported: {one_line(error)}"
+        raise UserError(problem, code="objective-import") from error
     function = getattr(module, attribute, None)
     if not callable(function):
-        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise UserError(
-            f"objective {name}: {source} has no function {attribute}; {nearest(attribute, functions)}",
-            code="objective-import",
-        )
+        hint = nearest(attribute, [key for key, value in vars(module).items() if inspect.isfunction(value)])
+        problem = f"objective {name}: {source} has no function {attribute}; {hint}"
+        raise UserError(problem, code="objective-import")
     return function
 
 
@@ -470,46 +417,26 @@ def weighted_sum(parts: Sequence[tuple[Objective, float | Ramp]]) -> Objective:
     share a pass: `demd_dense`, normalised weights, and logits at two scales.
     """
     objectives = [objective for objective, _ in parts]
-    if not parts:
-        raise UserError("a sum of objectives needs parts", code="empty-sum")
     if all(weight == 0 for _, weight in parts):
-        raise UserError("the weights of a sum are all 0: nothing would be learned", code="empty-sum")
+        raise UserError("a sum of objectives needs a part with a weight other than 0", code="empty-sum")
     for objective, weight in parts:
         if not isinstance(objective, Objective):
-            raise UserError(
-                f"a sum is made of what get_objective returns (given: {objective!r})", code="sum-part"
-            )
-        numbers = (weight.first, weight.last) if isinstance(weight, Ramp) else (weight,)
-        if not all(map(math.isfinite, numbers)):
-            raise UserError(
-                f"objective {objective.name}: its weight must be finite (given: {weight})",
-                code="option-range",
-            )
-        if isinstance(weight, Ramp) and weight.steps < 1:
-            raise UserError(
-                f"objective {objective.name}: a ramp takes 1 step or more (given: {weight.steps})",
-                code="option-range",
-            )
-    for objective in objectives:
+            given = f"a sum is made of what get_objective returns (given: {objective!r})"
+            raise UserError(given, code="sum-part")
+        first, last, steps = weight if isinstance(weight, Ramp) else (weight, weight, 1)
+        if not (math.isfinite(first) and math.isfinite(last) and steps >= 1):
+            problem = f"needs a finite weight, and a ramp a step (given: {weight})"
+            raise UserError(f"objective {objective.name} {problem}", code="option-range")
         if objective.dense or objective.normalised:
             reason = "compares with a teacher" if objective.dense else "divides its weights by their mean"
-            raise UserError(
-                f"objective {objective.name} {reason} and cannot be part of a sum", code="sum-part"
-            )
-    scales = {objective.logit_scale for objective in objectives}
-    if len(scales) > 1:
+            problem = f"objective {objective.name} {reason} and cannot be part of a sum"
+            raise UserError(problem, code="sum-part")
+    if len({objective.logit_scale for objective in objectives}) > 1:
         names = ", ".join(f"{o.name} at {o.logit_scale:g}" for o in objectives)
         raise UserError(f"the parts of a sum must see the logits at one scale ({names})", code="sum-scales")
     total = _sum(parts, 0)
     if any(isinstance(weight, Ramp) or objective.schedule for objective, weight in parts):
-        return Objective(
-            total.name,
-            total.needs,
-            total.coefficients,
-            total.params,
-            total.logit_scale,
-            schedule=lambda step: _sum(parts, step),
-        )
+        return replace(total, schedule=lambda step: _sum(parts, step))
     return total
 
 
@@ -533,11 +460,6 @@ def _sum(parts: Sequence[tuple[Objective, float | Ramp]], step: int) -> Objectiv
     return Objective(name, needs, coefficients, logit_scale=objectives[0].logit_scale)
 
 
-ROWS, TOKENS = 64, 9  # rows of logits, and columns
-TOLERANCE = 1e-6  # of a row's largest entry
-EXTREMES = (0.0, 1e-9, 30.0, 1e4)  # nats of the target: solved to hopeless
-
-
 class Rows(NamedTuple):
     """Random rows of logits z [n, V] with targets y [n] and costs [n, V]."""
 
@@ -547,43 +469,66 @@ class Rows(NamedTuple):
     stored: Tensor
 
 
-Function = Callable[[Scalars], Coefficients]
-
-
-def check_objective(name: str, function: Function, logit_scale: float = 1.0) -> None:
+def check_objective(name: str, function: Callable[[Scalars], Coefficients], logit_scale: float = 1.0) -> None:
     """Check the objective called `name`. Raises UserError, with the row, where a claim does not hold.
 
     Every result has one number per token, which follows from that token's scalars alone; these are not
     changed in place; the gradient that its coefficients claim is that of its loss (detached factors are
     constants); nothing is NaN or infinite where the target's probability is 0 or 1.
     """
-    generator = torch.Generator().manual_seed(0)
-    options = {"generator": generator, "dtype": torch.float64}
-    logits = 3 * torch.randn(ROWS, TOKENS, **options)  # type: ignore[call-overload]
-    logits[ROWS // 2 :] *= 20  # targets from certain to hopeless
-    y = torch.randint(TOKENS, (ROWS,), generator=generator)
-    costs = torch.rand(ROWS, TOKENS, **options).scatter(1, y[:, None], 0)  # type: ignore[call-overload]
-    stored = -3 * torch.rand(ROWS, **options)  # type: ignore[call-overload]
+
+    def called(scalars: Scalars) -> Coefficients:
+        try:
+            return function(scalars)
+        except UserError:
+            raise
+        except Exception as error:  # whatever a user's function does
+            problem = f"objective {name}: {type(error).__name__}: {one_line(error)}"
+            raise UserError(problem, code="objective-fails") from error
+
+    n, V, generator = 64, 9, torch.Generator().manual_seed(0)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(*shape, generator=generator, dtype=torch.float64)
+
+    logits = 3 * torch.randn(n, V, generator=generator, dtype=torch.float64)
+    logits[n // 2 :] *= 20  # targets from certain to hopeless
+    y = torch.randint(V, (n,), generator=generator)
+    costs, stored = uniform(n, V).scatter(1, y[:, None], 0), -3 * uniform(n)
     stored[::3] *= 30
     rows = Rows(logits, y, costs, stored)
     z = rows.z.clone().requires_grad_()
     scalars = scalars_of(z, rows, logit_scale)
-    result = _call(name, function, scalars)
+    result = called(scalars)
     for key, value in result._asdict().items():
         if value is None and key not in ("loss", "A"):
             continue
-        if not isinstance(value, Tensor) or value.shape != (len(y),):
+        if not isinstance(value, Tensor) or value.shape != (n,):
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise UserError(
-                f"objective {name}: {key} must have one number per token (got: {shape})",
-                code="objective-shape",
+            problem = f"objective {name}: {key} must have one number per token (got: {shape})"
+            raise UserError(problem, code="objective-shape")
+
+    # a token's numbers depend neither on the tokens beside it, nor on chance or earlier calls
+    present = {k: v for k, v in scalars_of(rows.z, rows, logit_scale)._asdict().items() if v is not None}
+    before = {key: value.clone() for key, value in present.items()}
+    together = called(Scalars(**present))
+    if changed := [key for key, value in present.items() if not torch.equal(value, before[key])]:
+        problem = f"objective {name} changes {changed[0]} in place, which others read; work on a copy"
+        raise UserError(problem, code="objective-in-place")
+    odd = called(Scalars(**{key: value[1::2] for key, value in before.items()}))
+    for key, half, full in zip(Coefficients._fields, odd, together, strict=True):
+        if half is None or full is None:
+            continue
+        if not torch.allclose(half, full[1::2], rtol=1e-9, atol=1e-12):
+            reason = (
+                "changes with the tokens beside it, or by chance: batches are taken in chunks of any size"
             )
-    _check_independence(name, function, scalars_of(rows.z, rows, logit_scale))
+            raise UserError(f"objective {name}: {key} of a token {reason}", code="objective-batch")
+
     _check_finite(name, result, scalars)
     if result.loss.grad_fn is None:
-        raise UserError(
-            f"objective {name}: its loss depends on none of its scalars", code="objective-gradient"
-        )
+        problem = f"objective {name}: its loss depends on none of its scalars"
+        raise UserError(problem, code="objective-gradient")
     (want,) = torch.autograd.grad(result.loss.sum(), z)
     with torch.no_grad():
         claimed = gradient(result, scalars, rows, logit_scale)
@@ -591,51 +536,38 @@ def check_objective(name: str, function: Function, logit_scale: float = 1.0) -> 
     off = (claimed - want).abs().amax(1)
     # autograd's own rounding: 1 - p_y, times whatever the objective makes of it
     rounding = 1e-14 * result.A.detach().abs()
-    allowed = TOLERANCE * torch.maximum(want.abs().amax(1), claimed.abs().amax(1)).clamp_min(1e-3) + rounding
+    allowed = 1e-6 * torch.maximum(want.abs().amax(1), claimed.abs().amax(1)).clamp_min(1e-3) + rounding
     if bool((off > allowed).any()):
         worst = int((off - allowed).argmax())
-        claims, slopes = (
-            "[" + ", ".join(f"{value:.3g}" for value in row[worst].tolist()) + "]" for row in (claimed, want)
-        )
+        claims, slopes = ([float(f"{x:.3g}") for x in row[worst].tolist()] for row in (claimed, want))
         raise UserError(
-            f"objective {name}: its coefficients claim another gradient than its loss has at the "
-            f"row with {_row(scalars, worst)}: {claims} against {slopes} by autograd; detach() what shall "
-            "only scale",
+            f"objective {name}: its coefficients claim another gradient than its loss has at the row with "
+            f"{_row(scalars, worst)}: {claims}, not {slopes} as autograd; detach() what shall only scale",
             code="objective-gradient",
         )
     for dtype in (torch.float64, torch.float32):
         # targets from solved to hopeless, whose mistakes cost nothing, or as much as they can
-        m = torch.tensor(EXTREMES, dtype=dtype).repeat(2)
+        m = torch.tensor((0.0, 1e-9, 30.0, 1e4), dtype=dtype).repeat(2)
         p, others, zero = torch.exp(-m), -torch.expm1(-m), torch.zeros_like(m)
-        price = torch.tensor([0.0, 1.0], dtype=dtype).repeat_interleave(len(EXTREMES))
+        price = torch.tensor([0.0, 1.0], dtype=dtype).repeat_interleave(4)
         squares = p * p + others * others
         extreme = Scalars(m, p, others * price, zero, squares, torch.maximum(p, others), -5 * price)
         with torch.no_grad():
-            _check_finite(name, _call(name, function, extreme), extreme)
+            _check_finite(name, called(extreme), extreme)
 
 
-def _check_independence(name: str, function: Function, scalars: Scalars) -> None:
-    """Check that a token's numbers depend neither on the tokens beside it, nor on chance or earlier calls."""
-    present = {key: value for key, value in scalars._asdict().items() if value is not None}
-    before = {key: value.clone() for key, value in present.items()}
-    whole = _call(name, function, scalars)
-    for key, value in present.items():
-        if not torch.equal(value, before[key]):
-            raise UserError(
-                f"objective {name} changes {key} in place, which others read; work on a copy",
-                code="objective-in-place",
-            )
-    odd = slice(1, None, 2)
-    part = _call(name, function, Scalars(**{key: value[odd] for key, value in before.items()}))
-    for key, half, full in zip(Coefficients._fields, part, whole, strict=True):
-        if half is None or full is None:
-            continue
-        if not torch.allclose(half, full[odd], rtol=1e-9, atol=1e-12):
-            raise UserError(
-                f"objective {name}: {key} of a token changes with the tokens beside it, or by chance; it "
-                "must follow from its own scalars alone (batches are taken in chunks of any size)",
-                code="objective-batch",
-            )
+def _check_finite(name: str, result: Coefficients, scalars: Scalars) -> None:
+    for key, value in result._asdict().items():
+        if value is not None and not bool(torch.isfinite(value).all()):
+            worst = int((~torch.isfinite(value)).nonzero()[0, 0])
+            problem = f"{key} is {float(value[worst].detach())} at the row with {_row(scalars, worst)}"
+            raise UserError(f"objective {name}: {problem}", code="objective-finite")
+
+
+def _row(scalars: Scalars, i: int) -> str:
+    """Return the scalars of row i as text."""
+    present = {name: value for name, value in scalars._asdict().items() if value is not None}
+    return ", ".join(f"{name}={float(value[i].detach()):.4g}" for name, value in present.items())
 
 
 def scalars_of(z: Tensor, rows: Rows, logit_scale: float = 1.0) -> Scalars:
@@ -643,15 +575,8 @@ def scalars_of(z: Tensor, rows: Rows, logit_scale: float = 1.0) -> Scalars:
     log_p = (logit_scale * z).log_softmax(-1)
     p = log_p.exp()
     m = -log_p.gather(1, rows.y[:, None])[:, 0]
-    return Scalars(
-        m=m,
-        p=torch.exp(-m),
-        D=(p * rows.costs).sum(1),
-        H=-(p * log_p).sum(1),
-        S=p.square().sum(1),
-        top=p.amax(1),
-        stored=rows.stored,
-    )
+    D, H = (p * rows.costs).sum(1), -(p * log_p).sum(1)
+    return Scalars(m, torch.exp(-m), D, H, p.square().sum(1), p.amax(1), rows.stored)
 
 
 def gradient(result: Coefficients, scalars: Scalars, rows: Rows, logit_scale: float = 1.0) -> Tensor:
@@ -667,31 +592,3 @@ def gradient(result: Coefficients, scalars: Scalars, rows: Rows, logit_scale: fl
     assert scalars.D is not None and scalars.H is not None  # `scalars_of` computes them all
     K = result.A + B * scalars.D - C * scalars.H
     return logit_scale * row.scatter_add(1, rows.y[:, None], -K[:, None])
-
-
-def _call(name: str, function: Function, scalars: Scalars) -> Coefficients:
-    try:
-        return function(scalars)
-    except UserError:
-        raise
-    except Exception as error:  # whatever a user's function does
-        raise UserError(
-            f"objective {name}: {type(error).__name__}: {one_line(error)}", code="objective-fails"
-        ) from error
-
-
-def _check_finite(name: str, result: Coefficients, scalars: Scalars) -> None:
-    for key, value in result._asdict().items():
-        if value is not None and not bool(torch.isfinite(value).all()):
-            worst = int((~torch.isfinite(value)).nonzero()[0, 0])
-            raise UserError(
-                f"objective {name}: {key} is {float(value[worst].detach())} at the row with "
-                f"{_row(scalars, worst)}",
-                code="objective-finite",
-            )
-
-
-def _row(scalars: Scalars, i: int) -> str:
-    """Return the scalars of row i as text."""
-    present = {name: value for name, value in scalars._asdict().items() if value is not None}
-    return ", ".join(f"{name}={float(value[i].detach()):.4g}" for name, value in present.items())

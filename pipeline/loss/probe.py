@@ -18,7 +18,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,17 +31,9 @@ from emo.pipeline.loss.objectives import get_objective
 log = logging.getLogger(__name__)
 
 LENGTH = 12  # tokens of a document
-ROUNDING = 4.0  # a leak is more than so many times the change by rounding
 HEAD_TOLERANCE = {False: 1e-3, True: 5e-3}  # share of the logits' range; True: half precision
 ALONE_TOLERANCE = {False: 1e-2, True: 1e-1}  # share of the hidden states' norm
 WINDOWS = ("sliding_window", "attention_window_size", "window_size", "attention_chunk_size")
-
-
-class HeadCall(NamedTuple):
-    """Input and output of a call of the head."""
-
-    hidden: Tensor  # [b, L, H] float32
-    result: Any  # logits or LossSums
 
 
 class Probe:
@@ -66,10 +58,10 @@ class Probe:
 
     def run(
         self, ids: Tensor, labels: Tensor | None = None, positions: Tensor | None = None
-    ) -> tuple[Any, HeadCall]:
-        """Return the model's result for rows of `ids` [b, L], and the call of its head."""
-        calls: list[HeadCall] = []
-        hook = self.head.register_forward_hook(lambda _, args, out: calls.append(HeadCall(args[0], out)))
+    ) -> tuple[Any, Tensor, Any]:
+        """Return what the model makes of `ids` [b, L], the hidden states [b, L, H], and the head's result."""
+        calls: list[tuple[Tensor, Any]] = []
+        hook = self.head.register_forward_hook(lambda _, args, out: calls.append((args[0], out)))
         inputs: dict[str, Any] = {"input_ids": ids, "position_ids": positions}
         inputs[self.model.shifted_labels] = labels
         if labels is None and "use_cache" in self.model.order:
@@ -79,12 +71,10 @@ class Probe:
         finally:
             hook.remove()
         if not calls:
-            raise UserError(
-                f"{self.name} does not call its output head in its forward: its loss cannot be fused",
-                code="head-unused",
-            )
+            problem = f"{self.name} does not call its output head in its forward: its loss cannot be fused"
+            raise UserError(problem, code="head-unused")
         hidden, out = calls[-1]
-        return result, HeadCall(hidden.reshape(*ids.shape, -1).float(), out)
+        return result, hidden.reshape(*ids.shape, -1).float(), out
 
     def worst(self, *numbers: float) -> list[float]:
         """Return the largest of each number over all ranks, which decide alike; NaN counts as infinite."""
@@ -95,30 +85,28 @@ class Probe:
         return values.tolist()
 
     def check_head(self) -> None:
-        """Check the head. Raises UserError when the fused loss is not that of the model's logits."""
-        result, call = self.run(self.documents)
+        """Raise UserError where the fused loss is not that of the model's logits."""
+        result, hidden, out = self.run(self.documents)
         logits = result["logits"] if isinstance(result, dict) else result[0]
-        self.half = logits.dtype.itemsize == 2 or call.result.dtype.itemsize == 2
+        self.half = logits.dtype.itemsize == 2 or out.dtype.itemsize == 2
         z = logits.float()
         spread = (z.amax(-1) - z.amin(-1)).sum()
         errors = []
         for labels in (z.argmin(-1), z.argmax(-1)):
             want = (z.logsumexp(-1) - z.gather(-1, labels[..., None])[..., 0]).sum()
-            got = self.run(self.documents, labels)[1].result.nll
+            got = self.run(self.documents, labels)[2].nll
             errors.append(float((got - want).abs() / spread))
-        broken = float(not bool(torch.isfinite(call.hidden).all()))
+        broken = float(not bool(torch.isfinite(hidden).all()))
         columns = float(logits.shape[-1] != self.head.out_features)
         broken, columns, *errors = self.worst(broken, columns, *errors)
         if broken:
-            raise UserError(
-                f"{self.name} computes values that are not finite: its weights are damaged", code="not-finite"
-            )
+            problem = f"{self.name} computes values that are not finite: its weights are damaged"
+            raise UserError(problem, code="not-finite")
         if columns or max(errors) > HEAD_TOLERANCE[self.half]:
+            problem = f"{self.name} does something to its logits that the fused head does not know"
+            cure = "choose another model family, or train from logits with emo.pipeline.hf.loss_function"
             raise UserError(
-                f"{self.name} does something to its logits that the fused head does not know (their losses "
-                f"differ by {max(errors):.2g} of the logits' range), so the fused loss is wrong; choose "
-                "another model family, or train from logits with emo.pipeline.hf.loss_function",
-                code="head-differs",
+                f"{problem} (off by {max(errors):.2g} of their range); {cure}", code="head-differs"
             )
 
     def packs(self) -> bool:
@@ -130,7 +118,7 @@ class Probe:
         rows = torch.stack([torch.cat(pair) for pair in ((x, y), (other_x, y), (x, other_y))])
         positions = torch.arange(n, device=self.device).repeat(2).expand(len(rows), -1)
         try:
-            packed = self.run(rows, rows, positions)[1].hidden
+            packed = self.run(rows, rows, positions)[1]
         except (TypeError, ValueError, RuntimeError, IndexError) as error:
             if isinstance(error, torch.cuda.OutOfMemoryError):
                 raise
@@ -138,20 +126,16 @@ class Probe:
                 dist.barrier()  # fails where the reason is a rank that is gone
             log.debug("%s with packing by %s: %s", self.name, self.model.packing, one_line(error))
             return False
-        alone = self.run(self.documents, self.documents)[1].hidden[2]
+        alone = self.run(self.documents, self.documents)[1][2]
         leak = float((packed[0, n:] - packed[1, n:]).abs().max())
         rounding = float((packed[0, :n] - packed[2, :n]).abs().max())
         apart = float((packed[0, n:] - alone).norm() / alone.norm())
-        least = 1e-6 * float(packed.abs().max())
+        largest, tolerance = float(packed.abs().max()), ALONE_TOLERANCE[self.half]
         leak, rounding, apart = self.worst(leak, rounding, apart)
-        if rounding > ALONE_TOLERANCE[self.half] * float(
-            packed.abs().max()
-        ):  # it moved with a later document
-            raise UserError(
-                f"{self.name} is not causal: a token sees those after it; it cannot be trained to predict",
-                code="not-causal",
-            )
-        return leak <= ROUNDING * rounding + least and apart <= ALONE_TOLERANCE[self.half]
+        if rounding > tolerance * largest:  # it moved with a later document
+            problem = f"{self.name} is not causal: a token sees those after it; it cannot learn to predict"
+            raise UserError(problem, code="not-causal")
+        return leak <= 4 * rounding + 1e-6 * largest and apart <= tolerance
 
 
 def probe_model(
@@ -162,22 +146,12 @@ def probe_model(
     collective: bool = False,
     device: torch.device | None = None,
 ) -> str:
-    """Check that training `model`, fused by `fuse_model`, optimises the loss of the model's logits.
+    """Return the `packing` that it gives a fused model: `positions`, `mask` or `refused`.
 
-    Args:
-        model: a causal LM after `fuse_model`.
-        forward: the callable of training (an engine, a wrapped model), by default the model.
-        packed: rows hold several documents, so that `refused` is an error.
-        collective: all ranks call and agree.
-        device: of the inputs, by default the head's.
-
-    Returns:
-        The model's `packing`, which it sets, the way documents in a row are separated: `positions`, `mask` or
-        `refused`.
-
-    Raises:
-        UserError: for a family whose logits the fused head does not reproduce, whose values are not finite,
-            that is not causal, or that lets packed documents see each other.
+    forward: the callable of training (an engine, a wrapped model), by default the model. packed: rows hold
+    several documents, so that `refused` is an error. collective: all ranks call and agree. Raises UserError
+    for a family whose logits the fused head does not reproduce, whose values are not finite, that is not
+    causal, or that lets packed documents see each other.
     """
     run = model if forward is None else forward
     root = run if isinstance(run, nn.Module) else model

@@ -17,16 +17,14 @@ log p_i = log p'_i + log r_y and K = A + B D - C H,
 
 Where the objective takes the logits at a scale s, all this is of softmax(s z), and r is s times as much.
 The factor r then multiplies [n, H] matrices instead of [n, V] ones. Where z-loss, label smoothing or
-soft-capping join in, the row is completed in place and r = 1.
-
-Reading a row of logits and writing its gradient is left to `TorchRows`, or to `kernels_triton.py`; `solve`
-stands between, with a few numbers per token.
+soft-capping join in, the row is completed in place and r = 1. `TorchRows`, or `TritonRows` of
+`kernels_triton.py`, reads rows and writes their gradient; `solve` stands between, with numbers per token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -101,9 +99,10 @@ def solve(
     scale = terms.objective.logit_scale
     others = torch.sigmoid(gap)
     p_y, m, D = torch.sigmoid(-gap), F.softplus(gap), others * stats.d_rest
-    H = S = top = None
+    H = S = top = log_others = None
     if stats.entropy is not None:
-        H = others * (stats.entropy - F.logsigmoid(gap)) + p_y * m
+        log_others = F.logsigmoid(gap)
+        H = others * (stats.entropy - log_others) + p_y * m
     if stats.squares is not None:
         S = others.square() * stats.squares + p_y.square()
     if stats.top is not None:
@@ -113,7 +112,7 @@ def solve(
     nll, demd = m, D
     if stats.plain_gap is not None and stats.plain_d is not None:
         nll, demd = F.softplus(stats.plain_gap), torch.sigmoid(stats.plain_gap) * stats.plain_d
-    common = A if C is None else A + C * F.logsigmoid(gap)  # factor of every p'_i of the row
+    common = A if C is None or log_others is None else A + C * log_others  # factor of every p'_i of the row
     if not (in_full or smoothing or z_loss):
         a, beta, kappa = _ratios(common, B, C)
         target = -torch.ones_like(m)
@@ -134,8 +133,8 @@ def solve(
     target = extra * p_y - keep * others * A - uniform
     if B is not None:
         target = target - keep * B * D
-    if C is not None and stats.entropy is not None:
-        target = target + keep * C * others * (stats.entropy - F.logsigmoid(gap))
+    if C is not None and stats.entropy is not None and log_others is not None:
+        target = target + keep * C * others * (stats.entropy - log_others)
     a = keep * common + extra
     a, beta, kappa = _ratios(a, None if B is None else keep * B, None if C is None else keep * C)
     update = RowUpdate(beta, kappa, scale * a * others, uniform, scale * target)
@@ -164,44 +163,25 @@ class Chunk(NamedTuple):
 
     def rows(self, start: int, stop: int) -> Chunk:
         """Return tokens [start, stop) of it."""
-        part = slice(start, stop)
-        shift = None if self.shift is None else self.shift[part]
-        target = self.target_logit[part]
-        stored = None if self.stored is None else self.stored[part]
-        return Chunk(self.start + start, self.labels[part], target, shift, self.bias, stored)
-
-
-class RowPass(Protocol):
-    """A group of rows of logits [k, V]: read once, then overwritten."""
-
-    def statistics(self) -> Statistics:
-        """Return the statistics of the rows."""
-
-    def write(self, update: RowUpdate) -> None:
-        """Overwrite the rows by G."""
-
-
-L2_BYTES = 512 * 1024  # rows of one pass; half of a typical L2 cache
+        columns = (self.labels, self.target_logit, self.shift, self.stored)
+        labels, target, shift, stored = (None if x is None else x[start:stop] for x in columns)
+        assert labels is not None and target is not None
+        return Chunk(self.start + start, labels, target, shift, self.bias, stored)
 
 
 class TorchRows:
     """A group of rows in PyTorch, on a CPU few enough for the cache: z in, p' in between, G out."""
 
     def __init__(
-        self,
-        z: Tensor,
-        logits: Tensor,
-        chunk: Chunk,
-        costs: Costs | None,
-        terms: Terms,
-        spare: Tensor | None = None,
+        self, z: Tensor, logits: Tensor, chunk: Chunk, costs: Costs | None, terms: Terms, spare: Tensor | None
     ) -> None:
         self.z = z  # [k, V] statistics' dtype; `logits` itself where that has the same dtype
         self.logits = logits  # [k, V] model dtype: read once, written once
         self.chunk, self.costs, self.terms = chunk, costs, terms
         self.y = chunk.labels[:, None]
         V, on_cpu = z.shape[1], z.device.type == "cpu"
-        self.step = max(1, L2_BYTES // (V * z.element_size())) if on_cpu else len(z)
+        l2_bytes = 512 * 1024  # rows of one pass; half of a typical L2 cache
+        self.step = max(1, l2_bytes // (V * z.element_size())) if on_cpu else len(z)
         self.row_loop = on_cpu and V >= 4096  # below, Python would cost more than it saves
         self.slope: Tensor | None = None  # d capped / d uncapped logit
         self.p_log_p = spare  # [k, V] becomes p' log p', where the objective asks for the entropy
@@ -273,8 +253,7 @@ class TorchRows:
 
     def write(self, update: RowUpdate) -> None:
         """Overwrite p' by G, in the model's dtype."""
-        z = self.z
-        costs, beta = self.costs, update.beta
+        z, costs, beta = self.z, self.costs, update.beta
         if costs is not None and beta is not None and not self.row_loop:
             z.mul_(costs.rows[costs.which].mul_(beta[:, None]).add_(1))
         elif costs is not None and beta is not None:

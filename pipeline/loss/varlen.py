@@ -22,7 +22,6 @@ from emo.pipeline.loss.head import VARLEN
 
 LARGEST_HEAD = 256  # the kernel's limit on values of a head, in steps of
 HEAD_STEP = 8
-UNSUPPORTED = ("softcap", "s_aux", "position_bias")  # arguments of families that the kernel lacks
 
 
 def varlen_attention(
@@ -48,7 +47,7 @@ def varlen_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
-    lacking = [name for name in UNSUPPORTED if kwargs.get(name) is not None]
+    lacking = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     causal = kwargs.get("is_causal")
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         lacking.append("attention to later tokens")
@@ -83,11 +82,9 @@ def attend_at_once(
     q [T, H, D], k and v [T, H', D] in half precision; document i is tokens bounds[i] to bounds[i + 1] - 1. A
     token sees itself and `left` tokens before it, all for -1.
     """
-    out = varlen_attn(
-        q, k, v, bounds, bounds, longest, longest, scale=scale, window_size=(left, 0), enable_gqa=True
-    )
-    assert isinstance(out, Tensor)
-    return out
+    window = (left, 0)
+    lengths = (bounds, bounds, longest, longest)
+    return varlen_attn(q, k, v, *lengths, scale=scale, window_size=window, enable_gqa=True)  # type: ignore
 
 
 def attend_in_turn(

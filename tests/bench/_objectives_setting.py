@@ -125,7 +125,7 @@ def text_tokens(vocab_size: int) -> tuple[Tensor, str]:
 def fill(cost: CostEmbedding, labels: Tensor) -> None:
     """Let the cache see a batch of labels without computing any loss."""
     plan = plan_tokens(labels)
-    rows = open_rows(cost, plan, plan.on(DEVICE), torch.float32, 64, 64, as_stored=True)
+    rows = open_rows(cost, plan, plan.on(DEVICE), None, 64, 64)
     for start in range(0, len(plan), 64):
         rows.group(start, min(start + 64, len(plan)))
 

@@ -140,6 +140,7 @@ def _ours(config: Any, world: Any, clock: Clock) -> None:
 
 def _bare(config: Any, world: Any, clock: Clock) -> None:
     import torch
+    from transformers.integrations import HfDeepSpeedConfig
 
     from emo.data_prep.shards import TokenDataset
     from emo.pipeline import engine, identity, model
@@ -158,7 +159,7 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
     vocabulary = model.model_config(config.model).vocab_size
     losses = model.load_losses(config, model.training_objective(config), vocabulary)
     ds_config = deepspeed_config(config, batch)
-    partitioned = engine.build_partitioned(ds_config)
+    partitioned = HfDeepSpeedConfig(ds_config)
     ds = engine.Engine(model.build_model(config, losses), ds_config, world).ds
     del partitioned
     batches = []

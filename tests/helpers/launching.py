@@ -48,16 +48,17 @@ def tiny_recipe(
     who = ["man", "woman", "cat", "dog", "child", "king"]
     did = ["saw", "took", "lost", "ate"]
     what = ["a fish", "the red ball", "it"]
-    sentences = [
-        f"The {rng.choice(who)} {rng.choice(did)} {rng.choice(what)} on day {n}." for n in range(600)
-    ]
+    subjects = [(rng.choice(who), rng.choice(did), rng.choice(what)) for _ in range(600)]
+    sentences = [f"The {a} {b} {c} on day {n}." for n, (a, b, c) in enumerate(subjects)]
     texts = [" ".join(sentences[i : i + 4]) for i in range(0, 600, 4)]
     (directory / "text.txt").write_text("\n".join(texts))
     for i, name in enumerate(sets):
         held_out = [f"A {rng.choice(who)} {rng.choice(did)} {n} of {name}." for n in range(20 + 20 * i)]
         (directory / f"{name}.txt").write_text("\n".join(held_out))
-    held_out_of = {name: [{"files": f"{name}.txt", "format": "lines"}] for name in sets}
-    held_out_share = 0.0 if sets else 0.1
+    architecture = {
+        **{"model_type": "llama", "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64},
+        **{"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64},
+    }
     recipe = {
         "output_dir": str(directory / "run"),
         "data": {
@@ -67,22 +68,11 @@ def tiny_recipe(
             "sequence_len": 32,
             "shards": 1,
             "sources": [{"files": "text.txt", "format": "lines"}],
-            "validation": held_out_of or [],
-            "validation_fraction": held_out_share,
+            "validation": {name: [{"files": f"{name}.txt", "format": "lines"}] for name in sets} or [],
+            "validation_fraction": 0.0 if sets else 0.1,
             **(data or {}),
         },
-        "model": {
-            "architecture": {
-                "model_type": "llama",
-                "vocab_size": 384,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 2,
-                "max_position_embeddings": 64,
-            },
-            "dtype": "float32",
-        },
+        "model": {"architecture": architecture, "dtype": "float32"},
         "objective": {"name": "emo"},
         "train": {
             "max_steps": 8,
@@ -121,7 +111,7 @@ def script_command(ranks: int, *arguments: str, script: str = "continual") -> li
 
 
 def popen(command: list[str], stdout: int | IO[str] = subprocess.PIPE) -> subprocess.Popen[str]:
-    """Start a command of the product in a process group of its own, as a terminal would."""
+    """Start a command of the product in a separate process group, as a terminal would."""
     return subprocess.Popen(
         command,
         cwd=REPO,
@@ -130,13 +120,9 @@ def popen(command: list[str], stdout: int | IO[str] = subprocess.PIPE) -> subpro
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        preexec_fn=_as_in_a_terminal,
+        # a shell that runs the tests in the background has made Ctrl-C ignored for all that they start
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-
-
-def _as_in_a_terminal() -> None:
-    """A shell that runs the tests in the background has made Ctrl-C ignored for all that they start."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def start(ranks: int, *arguments: str) -> subprocess.Popen[str]:
@@ -265,13 +251,13 @@ def wait_for_step(run_dir: Path, step: int, timeout: float = 300) -> None:
 
 def processes_of(run_dir: Path) -> list[psutil.Process]:
     """The living processes that have this run directory among their arguments."""
-    found = []
+    living = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             ours = f"output_dir={run_dir}" in process.cmdline()
             if ours and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                living.append(process)
+    return living
 
 
 def wait_until_gone(run_dir: Path, timeout: float = 300) -> None:

@@ -13,6 +13,18 @@ def stored_for(labels: Tensor) -> Tensor:
     return -0.3 - (labels % 7).double() / 3
 
 
+def inputs(
+    n: int = 70, vocab: int = 53, hidden: int = 12, dtype: torch.dtype = torch.float32, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(hidden, weight, labels with every fifth ignored, cost embedding of another width)."""
+    generator = torch.Generator().manual_seed(n + vocab)
+    h = (torch.randn(n, hidden, generator=generator) * scale).to(dtype).requires_grad_()
+    w = torch.randn(vocab, hidden, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(vocab, (n,), generator=generator)
+    labels[::5] = -100
+    return h, w, labels, torch.randn(vocab, hidden + 3, generator=generator)
+
+
 def token_losses(
     name: str, m: Tensor, D: Tensor, p: Tensor, H: Tensor, S: Tensor, stored: Tensor, *,
     gamma: float | None = None, w_min: float = 0.0, ratio_cap: float | None = None,

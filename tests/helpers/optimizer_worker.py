@@ -31,15 +31,10 @@ CASES = {
     **{f"adamw-{stage}": [*ADAM, f"deepspeed=ds_configs/zero{stage}.json"] for stage in (1, 2, 3)},
     "adamw-offload": [*ADAM, "deepspeed=ds_configs/zero3_offload.json"],
     **{f"muon-{stage}": [*MUON, f"deepspeed=ds_configs/zero{stage}.json"] for stage in (1, 2, 3)},
-    **{
-        f"muon-{stage}-bf16": [*MUON, f"deepspeed=ds_configs/zero{stage}.json", "model.dtype=bfloat16"]
-        for stage in (1, 2, 3)
-    },
+    "muon-2-bf16": [*MUON, "deepspeed=ds_configs/zero2.json", "model.dtype=bfloat16"],
     "adamw-hpz": [*ADAM, "deepspeed=HPZ"],  # last: its groups of ranks stay for the life of the process
 }
-
-
-RESUMED = ("adamw-3", "adamw-offload", "muon-1", "muon-1-bf16", "muon-2-bf16", "muon-3")
+RESUMED = ("adamw-3", "adamw-offload", "muon-1", "muon-2-bf16", "muon-3")
 
 
 def recipe(overrides: list[str]) -> RunConfig:
@@ -102,19 +97,19 @@ def trained(config: RunConfig, world: World, saved: Path | None) -> dict[str, An
     if saved is not None:
         engine.snapshot(saved)
         engine.files.write()
-    found = {"losses": torch.cat((first, train(engine, config, range(STEPS // 2, STEPS))))}
-    found["groups"] = engine.groups
+    results = {"losses": torch.cat((first, train(engine, config, range(STEPS // 2, STEPS))))}
+    results["groups"] = engine.groups
     for name, parameter in engine.model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
-            found[name] = parameter.detach().float().clone()
+            results[name] = parameter.detach().float().clone()
     engine.ds.destroy()
     if saved is not None:
-        found["resumed"] = resumed(config, world, saved)
+        results["resumed"] = resumed(config, world, saved)
     if saved is not None and saved.name == "adamw-3":
         copy = saved.with_name("converted")
         on_main(world, lambda: to_universal(saved / "state", copy / "state"))
-        found["converted"] = resumed(config, world, copy, universal=True)
-    return found
+        results["converted"] = resumed(config, world, copy, universal=True)
+    return results
 
 
 def resumed(config: RunConfig, world: World, saved: Path, universal: bool = False) -> Tensor:
@@ -186,12 +181,12 @@ def main() -> None:
     hpz = json.loads((REPO / "ds_configs/zero3_hpz.json").read_text())
     hpz["zero_optimization"] |= {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
     (directory / f"hpz-{world.rank}.json").write_text(json.dumps(hpz))
-    found = {}
+    results = {}
     for name, overrides in CASES.items():
         given = [o.replace("HPZ", f"{directory}/hpz-{world.rank}.json") for o in overrides]
-        found[name] = trained(recipe(given), world, directory / name if name in RESUMED else None)
+        results[name] = trained(recipe(given), world, directory / name if name in RESUMED else None)
     if world.is_main:
-        torch.save(found, directory / "found.pt")
+        torch.save(results, directory / "results.pt")
     dist.barrier()
     end_world()
 

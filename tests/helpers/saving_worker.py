@@ -1,8 +1,6 @@
-"""One rank of a run whose saving is disturbed: python -m ... WHAT RECIPE [key=value ...], run_dir among them
+"""A rank of a run that is disturbed: python -m ... WHAT RECIPE [key=value ...], output_dir among them.
 
 late      a checkpoint's export is not written before a later step was taken
-limited   no file may be larger than 120 KiB
-hung      a write of rank 1 never ends
 damaged   a weight of rank 0 is not finite after the second step
 """
 
@@ -10,16 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 from emo.eval.targets import targets
-from emo.pipeline import checkpoint, export
+from emo.pipeline import export
 from emo.pipeline.cli import leave, run_recipe
-from emo.pipeline.engine import Engine, Snapshots
+from emo.pipeline.engine import Engine
 from emo.pipeline.run_dir import checkpoints, read_metrics, step_of
 from emo.pipeline.stop import Watch
 from tests.helpers.launching import wait_for
@@ -28,42 +24,22 @@ LAST = 4  # the last step of the run
 SEEN = "seen.jsonl"  # beside the run: what was there while an export was about to be written
 
 
-def on_export(run_dir: Path, act: Any) -> None:
-    """Before a checkpoint's weights are written call `act` with its step and the tensors."""
+def late(run_dir: Path) -> None:
     write = export.save_file
 
     def disturbed(tensors: Any, path: str, **options: Any) -> None:
         name = Path(path).relative_to(run_dir).parts[0]
         if name.startswith("step-"):
-            act(int(name.removesuffix(".partial").removeprefix("step-")), tensors)
+            step = int(name.removesuffix(".partial").removeprefix("step-"))
+            if step < LAST:
+                wait_for(lambda: read_metrics(run_dir)[-1]["step"] > step, f"step after {step}")
+            seen = {"step": step, "checkpoints": [step_of(d) for d in checkpoints(run_dir)]}
+            seen["targets"] = [target.name for target in targets(run_dir)]
+            with (run_dir.parent / SEEN).open("a") as file:
+                file.write(json.dumps(seen) + "\n")
         write(tensors, path, **options)
 
     export.save_file = disturbed
-
-
-def late(run_dir: Path) -> None:
-    def wait(step: int, tensors: Any) -> None:
-        if step < LAST:
-            wait_for(lambda: read_metrics(run_dir)[-1]["step"] > step, f"step after {step}")
-        seen = {
-            "step": step,
-            "checkpoints": [step_of(d) for d in checkpoints(run_dir)],
-            "targets": [target.name for target in targets(run_dir)],
-        }
-        with (run_dir.parent / SEEN).open("a") as file:
-            file.write(json.dumps(seen) + "\n")
-
-    on_export(run_dir, wait)
-
-
-def limited(run_dir: Path) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (120 * 1024, 120 * 1024))
-
-
-def hung(run_dir: Path) -> None:
-    checkpoint.PATIENCE = 0.05  # minutes
-    if os.environ["RANK"] == "1":
-        Snapshots.write = lambda self: threading.Event().wait()  # type: ignore[assignment, method-assign, return-value]
 
 
 def damaged(run_dir: Path) -> None:
@@ -81,5 +57,5 @@ def damaged(run_dir: Path) -> None:
 if __name__ == "__main__":
     what, arguments = sys.argv[1], sys.argv[2:]
     (run_dir,) = (a.removeprefix("output_dir=") for a in arguments if a.startswith("output_dir="))
-    {"late": late, "limited": limited, "hung": hung, "damaged": damaged}[what](Path(run_dir))
+    {"late": late, "damaged": damaged}[what](Path(run_dir))
     leave(run_recipe(Watch(), arguments))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,48 +21,37 @@ READING = {
 MOVING = {"tolist", "cpu", "tensor", "as_tensor", "new_tensor"}
 
 
-class _Operations(TorchDispatchMode):
-    def __init__(self, found: list[str]) -> None:
-        super().__init__()
-        self.found = found
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        by_mask = name in ("index", "index_put_") and any(
-            isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
-        )
-        if name in READING or by_mask:
-            self.found.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-class _Calls(TorchFunctionMode):
-    def __init__(self, found: list[str]) -> None:
-        super().__init__()
-        self.found = found
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        name = (resolve_name(function) or getattr(function, "__name__", "")).rpartition(".")[2]
-        if name in MOVING:
-            self.found.append(name)
-        return function(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def waits() -> Iterator[list[str]]:
     """Within the block the list grows by a name for each time the host waits."""
-    found: list[str] = []
+    names: list[str] = []
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = func.overloadpacket.__name__
+            by_mask = name in ("index", "index_put_") and any(
+                isinstance(index, Tensor) and index.dtype == torch.bool for index in args[1]
+            )
+            if name in READING or by_mask:
+                names.append(name)
+            return func(*args, **(kwargs or {}))
+
+    class Calls(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = (resolve_name(function) or getattr(function, "__name__", "")).rpartition(".")[2]
+            if name in MOVING:
+                names.append(name)
+            return function(*args, **(kwargs or {}))
+
     if not torch.cuda.is_available():
-        with _Calls(found), _Operations(found):
-            yield found
+        with Calls(), Operations():
+            yield names
         return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
         try:
-            yield found
+            yield names
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            found += [str(w.message) for w in caught if "synchroniz" in str(w.message)]
+            names += [str(w.message) for w in caught if "synchroniz" in str(w.message)]

@@ -1,4 +1,4 @@
-"""Bounds of documents in packed rows, and the inputs with which a model separates them."""
+"""Bounds of documents in packed rows, the inputs with which a model separates them, and varlen attention."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import modeling_flash_attention_utils as flash_utils
 
-from emo.common.errors import UserError
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens
 from emo.pipeline.loss.head import (
     BOUNDS,
@@ -22,9 +22,10 @@ from emo.pipeline.loss.head import (
     keep_apart,
     segments,
 )
-from emo.pipeline.loss.varlen import attend_in_turn
+from emo.pipeline.loss.varlen import attend_in_turn, varlen_attention
 from tests.helpers.families import family, tiny_llama
 from tests.helpers.packing import documents, packed_rows
+from tests.helpers.refusals import refused
 from tests.helpers.waits import waits
 
 
@@ -96,20 +97,14 @@ def test_padding_masks_give_way_to_restarting_positions_and_to_nothing_else() ->
     assert inputs == {"attention_mask": mask}
     keep_apart(model, packed, inputs)
     assert inputs["attention_mask"].numel() == 0 and inputs["cu_seq_lens_q"].tolist() == [0, 5, 8]
-    contradicting = {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])}
-    with pytest.raises(UserError) as error:
-        keep_apart(model, packed, contradicting)
-    assert error.value.code == "mask-positions"
-
-
-def test_documents_that_cannot_be_kept_apart_are_refused() -> None:
-    with pytest.raises(UserError) as error:
-        keep_apart(stand_in("refused", "eager"), rows([5, 3]), {})
-    assert error.value.code == "packing"
+    with refused("mask-positions"):
+        keep_apart(model, packed, {"attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1]])})
+    with refused("packing"):
+        keep_apart(stand_in("refused", "eager"), packed, {})
     keep_apart(stand_in("refused", "eager"), rows([8], [8]), {})
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral", "opt"])
+@pytest.mark.parametrize("name", ["mistral", "opt"])
 def test_flash_attention_takes_segments_without_a_search_in_every_layer(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,10 +144,7 @@ def test_flash_attention_takes_segments_without_a_search_in_every_layer(
     assert calls == [int(segments(positions)[1])] * 2  # once in each layer
 
 
-@pytest.mark.parametrize("objective", ["mle", "emo"])
-def test_a_micro_batch_of_the_trainer_never_waits_for_the_device(
-    objective: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_micro_batch_of_the_trainer_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """With segments and labels planned by the loader, from the token ids to the gradients of all weights."""
     monkeypatch.setattr(
         "emo.pipeline.loss.varlen.attend_in_turn", lambda q, k, v, *_: q + (k + v).repeat(1, 2, 1)
@@ -160,7 +152,7 @@ def test_a_micro_batch_of_the_trainer_never_waits_for_the_device(
     model = tiny_llama(61, num_attention_heads=4, num_key_value_heads=2)
     model.set_attn_implementation("varlen")
     cost = CostEmbedding.from_weight(model.get_output_embeddings().weight.detach())
-    fuse_model(model, get_objective(objective), cost)
+    fuse_model(model, get_objective("emo"), cost)
     ids, labels, positions = packed_rows()
     bounds, longest = segments(positions)
     plan, inputs = plan_tokens(labels), {"input_ids": ids, "position_ids": positions}
@@ -184,3 +176,82 @@ def test_sums_by_document() -> None:
     assert plan_tokens(labels).per_document(bounds).tolist() == [2, 1, 0, 4]
     none = plan_tokens(torch.full((2, 6), -100))
     assert none.per_document(bounds).tolist() == [0, 0, 0, 0]
+
+
+LAYER = SimpleNamespace(is_causal=True)
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor, bounds: list[int], scale: float, window: int | None) -> Tensor:
+    """The definition, in float64: softmax(q k^T * scale) v over earlier tokens of the document, [T, H, D]."""
+    token = torch.arange(bounds[-1])
+    document = torch.bucketize(token, torch.tensor(bounds), right=True)
+    apart = token[:, None] - token[None, :]
+    visible = (document[:, None] == document) & (apart >= 0) & (apart < (window or bounds[-1]))
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q.double(), k) * scale
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("window", [None, 1, 9])
+@pytest.mark.parametrize(
+    ("heads", "groups", "size", "value_size", "scaling"),
+    [(2, 2, 16, 16, None), (4, 2, 8, 8, 0.3), (4, 1, 10, 10, None), (2, 1, 12, 7, None)],
+)
+def test_documents_attend_to_themselves(
+    window: int | None, heads: int, groups: int, size: int, value_size: int, scaling: float | None
+) -> None:
+    """Values and gradients against the definition: grouped heads, windows, widths that the kernel lacks."""
+    positions = packed_rows()[2]
+    b, length = positions.shape
+    bounds, longest = segments(positions)
+    torch.manual_seed(0)
+    q = torch.randn(b, heads, length, size, requires_grad=True)
+    k = torch.randn(b, groups, length, size, requires_grad=True)
+    v = torch.randn(b, groups, length, value_size, requires_grad=True)
+    weights = torch.randn(b, length, heads, value_size)
+    bounded: dict[str, Any] = {"cu_seq_lens_q": bounds, "max_length_q": longest}
+    out, _ = varlen_attention(LAYER, q, k, v, None, scaling=scaling, sliding_window=window, **bounded)
+    flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]
+    want = alone(*flat, bounds.tolist(), size**-0.5 if scaling is None else scaling, window)
+    torch.testing.assert_close(out.flatten(0, 1).double(), want, rtol=1e-5, atol=1e-5)
+    got = torch.autograd.grad((out * weights).sum(), (q, k, v), retain_graph=True)
+    expected = torch.autograd.grad((want * weights.flatten(0, 1)).sum(), (q, k, v))
+    for a, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("keys", [{"dropout": 0.1}, {"softcap": 3.0}, {"is_causal": False}])
+def test_unsupported_arguments_are_errors(keys: dict[str, Any]) -> None:
+    x = torch.randn(1, 2, 8, 8)
+    bounded: dict[str, Any] = {"cu_seq_lens_q": torch.tensor([0, 8], dtype=torch.int32), "max_length_q": 8}
+    with pytest.raises(ValueError):
+        varlen_attention(LAYER, x, x, x, None, **bounded, **keys)
+
+
+def test_no_tensor_grows_with_the_square_of_a_block() -> None:
+    """A block of 4,096 tokens, forward and backward; under SDPA its mask alone has 4,096 squared."""
+    length, elements = 4096, 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal elements
+            out = func(*args, **(kwargs or {}))
+            tensors = out if isinstance(out, (tuple, list)) else (out,)
+            elements = max([elements, *(t.numel() for t in tensors if isinstance(t, Tensor))])
+            return out
+
+    lengths = [1500, 600, 1, 1995]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    ids = torch.arange(length)[None] % 61
+    largest = {}
+    for attention in ("sdpa", "varlen"):
+        model = tiny_llama(61, max_position_embeddings=length, num_key_value_heads=1)
+        model.set_attn_implementation(attention)
+        fuse_model(model, get_objective("mle"))
+        elements = 0
+        with Watch():
+            model(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
+        largest[attention] = elements
+    assert largest["sdpa"] >= length**2
+    assert largest["varlen"] <= 128 * length

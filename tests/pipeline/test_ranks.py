@@ -1,46 +1,52 @@
-"""What the ranks tell each other: that one has failed, and how."""
+"""What the ranks tell each other, and which exit code an error of every class ends with in every phase."""
 
 from __future__ import annotations
+
+import errno
+import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import AcceleratorError, OutOfMemoryError
+from torch.distributed import DistBackendError, DistNetworkError
 
-from emo.common.errors import FailureError, UserError
-from emo.pipeline import ranks
-from emo.pipeline.ranks import World, agreed, lost_a_peer, on_main
-
-PREFIX = (
-    "[3] is setting up NCCL communicator and retrieving ncclUniqueId from [0] via c10d key-value store by "
-)
+from emo.common.errors import ExitCode, FailureError, UserError
+from emo.common.files import DiskFullError
+from emo.pipeline import cli, ranks
+from emo.pipeline.ranks import World, agreed, broken_device, explain, lost_a_peer, on_main
+from emo.pipeline.stop import HARDWARE, TRAINING, Watch, node_name
 
 
-@pytest.mark.parametrize(
-    ("text", "lost"),
-    [
-        ("Connection closed by peer [10.0.0.3]:4711", True),
-        ("Connection reset by peer", True),
-        ("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Timed out waiting 600000ms for recv", True),
-        ("Gloo connectFullMesh failed with [pair.cc:144] no error, Connection refused", True),
-        (f"{PREFIX}store->get('0'), but store->get('0') got error: failed to recv, got 0 bytes", True),
-        (f"{PREFIX}store->get('0') got error: wait timeout after 600000ms, keys: /default_pg//0//0", True),
-        ("This may indicate a possible application crash on rank 0 or a network set up issue.", True),
-        ("NCCL error: ncclRemoteError: A call failed possibly due to a network error", True),
-        ("socketPollConnect: connect returned No route to host", True),
-        ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)", True),
-        ("ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 7000", False),
-        ("ncclSystemError: Error while creating shared memory segment: No space left on device", False),
-        ("CUDA error: an illegal memory access was encountered", False),
-        ("mat1 and mat2 shapes cannot be multiplied", False),
-    ],
-)
-def test_errors_of_a_collective_that_mean_another_rank(
-    text: str, lost: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(autouse=True)
+def several(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
-    assert lost_a_peer(RuntimeError(text)) == lost
-    assert not lost_a_peer(ValueError(text))
+
+
+LOST = """
+Connection closed by peer [10.0.0.3]:4711
+[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Timed out waiting 600000ms for recv
+Gloo connectFullMesh failed with [pair.cc:144] no error, Connection refused
+[3] is setting up NCCL communicator via c10d store: store->get('0') got error: failed to recv, got 0 bytes
+This may indicate a possible application crash on rank 0 or a network set up issue.
+NCCL error: ncclRemoteError: A call failed possibly due to a network error
+socketPollConnect: connect returned No route to host
+[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)
+""".strip().splitlines()
+NOT_LOST = """
+ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 7000
+ncclSystemError: Error while creating shared memory segment: No space left on device
+mat1 and mat2 shapes cannot be multiplied
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("text", [*LOST, *NOT_LOST])
+def test_errors_of_a_collective_that_mean_another_rank(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lost_a_peer(RuntimeError(text)) == (text in LOST)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     assert not lost_a_peer(RuntimeError(text))
 
@@ -54,9 +60,88 @@ def test_an_error_keeps_its_kind_on_all_ranks(kind: type[UserError], monkeypatch
 
     others: list[object] = [("elsewhere", None)]
     monkeypatch.setattr(ranks, "gather_objects", lambda value: [value, *others])
-    with pytest.raises(UserError, match=r"^on \S+: the disk is full$") as caught:
-        agreed(fail)
-    assert type(caught.value) is kind and caught.value.code == "full"
-    with pytest.raises(UserError, match=r"^the disk is full$") as caught:
-        on_main(World(0, 2, torch.device("cpu")), fail)
-    assert type(caught.value) is kind and caught.value.code == "full"
+    for call in (lambda: agreed(fail), lambda: on_main(World(0, 2, torch.device("cpu")), fail)):
+        with pytest.raises(UserError) as caught:
+            call()
+        assert type(caught.value) is kind and caught.value.code == "full"
+
+
+DEVICE = [
+    AcceleratorError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be"),
+    RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable"),
+    RuntimeError("CUDA unknown error - this may be due to an incorrectly set up environment"),
+    RuntimeError("CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error"),
+    RuntimeError("GPU 0000:3B:00.0 has fallen off the bus (Xid 79)"),
+    RuntimeError("No CUDA GPUs are available"),
+    DistBackendError("ncclUnhandledCudaError: Cuda failure 'uncorrectable ECC error encountered'"),
+]
+NETWORK = [
+    DistBackendError("NCCL error in: NCCLUtils.hpp:94, unhandled system error, NCCL version 2.28"),
+    RuntimeError("NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
+    DistNetworkError("The client socket has timed out"),
+]
+PASSING = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    DiskFullError("no space left while writing runs/a; make room in runs"),
+    SafetensorError("Error while serializing: I/O error (os error 28)"),
+]
+LASTING = [
+    SafetensorError("Error while deserializing header"),
+    FileNotFoundError(errno.ENOENT, "No such file", "costs.pt"),
+]
+OTHER = [
+    OutOfMemoryError("CUDA out of memory"),
+    MemoryError(),
+    KeyError("x"),
+    OSError("CUDA_HOME environment variable is not set"),  # no nvcc, when something compiles
+    RuntimeError("NCCL error: invalid usage (Duplicate GPU detected)"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    DistBackendError("ncclUnhandledCudaError: Call failed. Last error: Cuda failure 2 'out of memory'"),
+    ValueError("the tax id of xidel; ecc errors"),
+]
+CASES = [
+    *((error, ExitCode.FAILURE, ExitCode.FAILURE) for error in (*DEVICE, *NETWORK, *PASSING)),
+    *((error, ExitCode.MISTAKE, ExitCode.MISTAKE) for error in LASTING),
+    *((error, ExitCode.MISTAKE, ExitCode.FAILURE) for error in OTHER),
+]
+
+
+@pytest.mark.parametrize(("error", "before", "later"), CASES, ids=lambda value: str(value)[:60])
+def test_every_class_in_every_phase(error: Exception, before: ExitCode, later: ExitCode) -> None:
+    assert (explain(error, advanced=False)[0], explain(error, advanced=True)[0]) == (before, later)
+    assert broken_device(error) == (error in DEVICE)
+    assert error in OTHER or explain(error, advanced=False)[1] is not None  # others keep their traceback
+
+
+@pytest.mark.parametrize(
+    ("error", "advanced", "report"),
+    [
+        (DEVICE[0], True, "1 node-7"),
+        (FailureError("7 of 8 GPUs", code=HARDWARE), False, "1 node-7"),
+        (NETWORK[0], False, "1"),
+        (UserError("a mistake"), True, "2"),
+        (OTHER[2], False, "2"),
+    ],
+)
+def test_a_rank_reports_its_code_and_the_node_to_avoid(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, advanced: bool, report: str
+) -> None:
+    """As train.sbatch and the supervisor read it; the node's name is Slurm's."""
+    monkeypatch.setenv("SLURMD_NODENAME", "node-7")
+
+    class Quiet(Watch):
+        def __init__(self) -> None:
+            self._report = os.open(tmp_path / "rank-0", os.O_RDWR | os.O_CREAT)
+            self._blamed, self._phase, self.advanced = "", TRAINING, advanced
+
+    def run() -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "leave", lambda code: sys.exit(code))
+    watch = Quiet()
+    try:
+        watch.ended(cli._reported(run, watch))
+    except SystemExit as end:
+        watch.ended(int(end.code or 0))
+    assert (tmp_path / "rank-0").read_text(encoding="utf-8") == f"{os.getpid()} {report}\n"
+    assert node_name() == "node-7"

@@ -1,0 +1,18 @@
+"""What users are told: one line with a code."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from emo.common.errors import UserError
+
+
+@contextlib.contextmanager
+def refused(code: str) -> Iterator[None]:
+    """Expect a UserError of one line with this code within the block."""
+    with pytest.raises(UserError) as error:
+        yield
+    assert error.value.code == code and "\n" not in str(error.value), error.value
