@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from emo.common.errors import UserError
 from emo.pipeline.config import ModelConfig
 from emo.pipeline.loss import fuse_model, get_objective, head_options, probe_model
-from emo.pipeline.planning.attention import usable_attention
+from emo.pipeline.planning.host import usable_attention
 from tests.helpers.families import FAMILIES, VOCAB, family
 from tests.helpers.loss_reference import relative_error
 from tests.helpers.packing import documents, packed_rows
