@@ -1,4 +1,4 @@
-"""What all commands of this project have: names in usage lines, a version, completion, hints at mistakes."""
+"""What all commands of this project have: completion, overrides anywhere, hints at mistakes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 
-from emo import __version__
 from emo.common.errors import similar
 from emo.common.text import printable
 
@@ -18,23 +17,16 @@ def first_word(subject: object) -> None:
     print(printable(f"{subject}: loading libraries"), file=sys.stderr, flush=True)
 
 
-def offer_completion(parser: argparse.ArgumentParser) -> None:
-    """Give `parser` its --version; answer a shell that asks for words of it, and end.
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Like `parser.parse_args`, but commands that take `overrides` find them after their options too.
 
-    `eval "$(register-python-argcomplete NAME)"` makes a shell ask.
+    What is misspelt is answered with the nearest command or option of the command that was called. A shell
+    that asks for words gets them (`eval "$(register-python-argcomplete emo)"` makes it ask).
     """
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete  # only then: commands shall start fast
 
         argcomplete.autocomplete(parser)
-
-
-def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Like `parser.parse_args`, but commands that take `overrides` find them after their options too.
-
-    What is misspelt is answered with the nearest command or option of the command that was called.
-    """
     parser.exit_on_error = False  # the parser's own mistakes come here; its commands' end the program
     try:
         args, unknown = parser.parse_known_args(argv)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
-from emo.common.commands import first_word, offer_completion, parse_arguments
+from emo.common.commands import first_word, parse_arguments
 from emo.common.errors import ExitCode, UserError, outcome
 from emo.common.text import counted, printable
 from emo.data_prep.config import load_data_config
@@ -21,7 +21,6 @@ def main(argv: list[str] | None = None) -> int:
     Exit codes: 0 done, 1 the system failed, 2 a mistake in the input or damaged data, 130 interrupted.
     """
     parser = _parser()
-    offer_completion(parser)
     args = parse_arguments(parser, argv)
     return outcome(lambda: _run(args))
 
@@ -48,8 +47,8 @@ def _parser() -> argparse.ArgumentParser:
         "verify",
         help="check a prepared directory: hashes, counts and every row; text of a sample encoded again",
         description="Checks what is in the directory: hashes of all shards, counts and sums, settings, the "
-        "tokenizer, every row as training reads it; and of each shard a few whole documents, whose text must "
-        "get the ids that they have. The sources are not read: prepare compares their hashes in every job.",
+        "tokenizer, every row as training reads it; and of each shard a few documents, whose beginning must "
+        "have the ids of its own text. The sources are not read: prepare compares their hashes in every job.",
     )
     verify.add_argument("directory", type=Path, help="the prepared directory, or one split of it")
     sniff = commands.add_parser("sniff", help="what a file is taken for, examples, and a recipe to paste")

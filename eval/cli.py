@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from emo.common.commands import first_word, offer_completion, parse_arguments
+from emo.common.commands import first_word, parse_arguments
 from emo.common.errors import ExitCode, FailureError, UserError, one_line, outcome
 from emo.common.text import counted, on_one_line, printable
 from emo.eval.export import commands as exporting
@@ -245,7 +245,6 @@ def say(text: str) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code; what ends it early is one line on stderr, but for bugs."""
     commands_and_options = parser()
-    offer_completion(commands_and_options)
     args = parse_arguments(commands_and_options, argv)
     # Evaluations are started many at a time: none of them may take all cores for its tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

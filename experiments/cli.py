@@ -10,7 +10,7 @@ import string
 import sys
 from pathlib import Path
 
-from emo.common.commands import offer_completion, parse_arguments
+from emo.common.commands import parse_arguments
 from emo.common.errors import AGAIN, ExitCode, UserError, outcome
 from emo.common.files import finite, write_text
 from emo.experiments.design import PREPARE, RESULTS, Experiment, chosen, read_experiment, trials
@@ -36,7 +36,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--slurm", type=Path, metavar="FILE", help="write an array job instead of running")
     parser.add_argument("--kubernetes", type=Path, metavar="FILE", help="write an Indexed Job instead")
     parser.add_argument("--workers", type=int, default=8, help="of those jobs (%(default)s)")
-    offer_completion(parser)
     args = parse_arguments(parser, argv)
     command = _table if args.command == "table" else _run
     return outcome(lambda: command(args, read_experiment(args.file, args.overrides)))

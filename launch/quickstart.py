@@ -19,7 +19,7 @@ from types import FrameType
 
 sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / "emo").is_dir())))
 
-from emo.common.commands import offer_completion, parse_arguments
+from emo.common.commands import parse_arguments
 from emo.common.errors import ExitCode
 from emo.common.provenance import REPOSITORY as SHIPPED
 from emo.common.provenance import shipped
@@ -124,7 +124,6 @@ def quickstart(words: list[str]) -> int:
     """Run all steps, and stop at the first that fails, with its exit code; words[0] is the command itself."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="emo quickstart", description=ABOUT, formatter_class=raw)
-    offer_completion(parser)
     parse_arguments(parser, words[1:])
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from emo.common.commands import first_word, offer_completion, parse_arguments
+from emo.common.commands import first_word, parse_arguments
 from emo.common.errors import ExitCode, UserError, one_line, outcome
 from emo.common.text import printable, without_secrets
 from emo.pipeline.config import load_config
@@ -67,7 +67,6 @@ def main(argv: list[str] | None = None) -> int:
     """
     arguments = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local_rank")]
     parser = _parser()
-    offer_completion(parser)
     args = parse_arguments(parser, arguments)
     commands = {"plan": _plan, "preflight": _preflight, "score": _score, "report": _report}
     _quieten()
