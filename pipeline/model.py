@@ -40,6 +40,7 @@ from emo.pipeline.loss import (
     probe_model,
     weighted_sum,
 )
+from emo.pipeline.loss.cost import TWIN_COST, USUAL_TWINS, twins
 from emo.pipeline.loss.head import by_segments, refusal
 from emo.pipeline.planning.host import family_has, usable_attention
 from emo.pipeline.ranks import broken_hardware, gather_objects, lost_a_peer
@@ -162,6 +163,15 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
         source, revision = origin(config)
         cost = load_cost(source, vocab_size, cache_mb=megabytes, revision=revision)
         cost = cost.permuted(config.objective.cost_seed) if kind == "permuted" else cost
+    measured = objective.needs_cost and kind not in ("constant", "numbers")
+    if isinstance(cost, CostEmbedding) and measured and log.isEnabledFor(logging.INFO):
+        alike, among = twins(cost)
+        if alike > USUAL_TWINS * among:
+            log.info(
+                "objective.cost hardly tells tokens apart: %d of %d are within a cost of %g of another one; watch "
+                "weight_max in metrics.jsonl",
+                *(alike, among, TWIN_COST),
+            )
     return Losses(objective, cost if objective.needs_cost else None, cost)
 
 
