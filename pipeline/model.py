@@ -168,8 +168,8 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
         alike, among = twins(cost)
         if alike > USUAL_TWINS * among:
             log.info(
-                "objective.cost hardly tells tokens apart: %d of %d are within a cost of %g of another one; watch "
-                "weight_max in metrics.jsonl",
+                "objective.cost hardly tells tokens apart: %d of %d are within a cost of %g of another one; "
+                "watch weight_max in metrics.jsonl",
                 *(alike, among, TWIN_COST),
             )
     return Losses(objective, cost if objective.needs_cost else None, cost)

@@ -227,7 +227,8 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
         problem = f"{path}: remove zenflow, super_offload and ratio, which need DeepSpeed's own Adam"
     elif size > 1 and (stage != 3 or ranks % size):
         groups = f"ranks in groups of {size}, not stage {stage} and {ranks} ranks"
-        problem = f"{path}: zero_hpz_partition_size={size} needs ZeRO stage 3 and {groups}"
+        problem = f"{path}: zero_hpz_partition_size={size} needs ZeRO stage 3 and {groups}; "
+        problem += "set it to the ranks of a host, or remove it"
     elif muon and (offload or zero.get("reduce_scatter")):  # not possible, or never compared with plain Muon
         problem = f"{path}: train.optimizer=muon goes without offload_optimizer and reduce_scatter; "
         problem += "set deepspeed=ds_configs/zero2.json, or train.optimizer=adamw without muon_lr"
