@@ -7,9 +7,37 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from emo.common.errors import similar
 from emo.common.text import printable
+
+# Options by their names in other programs and in earlier versions of this one.
+OTHER_OPTIONS = {
+    "__out": ("--output_path", "--results"),
+    "__output": ("--output_path",),
+    "__output_dir": ("--output_path",),
+    "__output_path": ("--results",),
+    "__shots": ("--num_fewshot",),
+    "__fewshot": ("--num_fewshot",),
+    "__budget": ("--batch_size",),
+    "__batch": ("--batch_size",),
+    "__model_args": ("--model",),
+    "__model_name_or_path": ("--model",),
+    "__tokens": ("--max_new_tokens",),
+    "__max_length": ("--max_new_tokens", "--max_tokens"),
+    "__max_tokens": ("--max_new_tokens",),
+    "__prompt": ("--prefix",),
+    "__num_return_sequences": ("--samples",),
+    "__num_gpus": ("--gpus",),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose options are written out; its commands' parsers are of this class too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options | {"allow_abbrev": False})
 
 
 def first_word(subject: object) -> None:
@@ -56,6 +84,8 @@ def _called(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
 
 
 def hint(word: str, choices: Iterable[str]) -> str:
-    """Return `; did you mean ...?` with the choice that is nearest to a word, or nothing."""
-    match = similar(word, choices)
+    """Return `; did you mean ...?` with the choice that is meant by a word, or nothing."""
+    known = [choice for choice in choices if choice not in ("-h", "--help")]
+    meant = [name for name in OTHER_OPTIONS.get(word.replace("-", "_"), ()) if name in known]
+    match = next(iter(meant), None) or similar(word, known)
     return f"; did you mean {match}?" if match else ""

@@ -28,26 +28,35 @@ LARGEST = 2**53  # integers beyond it are mistakes: floats can no longer count t
 # Settings of a recipe, and their names in other trainers.
 _NAMES_ELSEWHERE = {
     "output_dir": "run_dir",
-    "data.sequence_len": "max_seq_length max_length block_size seq_len cutoff_len",
+    "data.sequence_len": "max_seq_length max_length block_size seq_len cutoff_len model_max_length block",
+    "data.sources": "train_file data_path",
     "data.validation_fraction": "val_fraction",
-    "model.path": "model_name_or_path",
+    "model.path": "model_name_or_path pretrained",
     "model.dtype": "bf16 fp16 precision torch_dtype",
     "model.activation_checkpointing": "gradient_checkpointing",
     "objective.name": "loss_type",
     "train.learning_rate": "lr",
-    "train.global_batch_size": "batch_size train_batch_size",
-    "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size "
+    "train.global_batch_size": "batch_size train_batch_size batch",
+    "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size micro_batch "
     "gradient_accumulation_steps",
     "train.num_train_epochs": "epochs num_epochs",
-    "train.max_grad_norm": "gradient_clipping",
+    "train.max_steps": "steps max_iters",
+    "train.max_grad_norm": "gradient_clipping gradient_clip_val clip_grad grad_clip clip",
     "train.warmup_ratio": "warmup_steps",
     "train.lr_scheduler_type": "lr_scheduler schedule",
     "train.optimizer": "optim",
     "train.eps": "adam_epsilon",
     "train.betas": "adam_beta1 adam_beta2",
+    "train.logging_steps": "log_every log_interval",
+    "train.eval_steps": "eval_every eval_interval",
+    "train.save_steps": "save_every save_interval",
+    "train.save_total_limit": "keep_last",
+    "train.report_to": "tensorboard wandb",
     "train.project": "wandb_project",
 }
-OTHER_NAMES = {name: key for key, names in _NAMES_ELSEWHERE.items() for name in names.split()}
+OTHER_NAMES = {
+    name: key for key, names in _NAMES_ELSEWHERE.items() for name in (key.rpartition(".")[2], *names.split())
+}
 
 
 class Loader(yaml.SafeLoader):

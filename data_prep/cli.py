@@ -9,7 +9,7 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
-from emo.common.commands import first_word, parse_arguments
+from emo.common.commands import Parser, first_word, parse_arguments
 from emo.common.errors import ExitCode, UserError, outcome
 from emo.common.text import counted, printable
 from emo.data_prep.config import load_data_config
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="emo", description="Text to token shards.")
+    parser = Parser(prog="emo", description="Text to token shards.")
     commands = parser.add_subparsers(dest="command", required=True)
     prepare = commands.add_parser(
         "prepare", help="make the shards of a recipe; run it again to make what is missing"

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from emo.common.commands import first_word, parse_arguments
+from emo.common.commands import Parser, first_word, parse_arguments
 from emo.common.errors import ExitCode, FailureError, UserError, one_line, outcome
 from emo.common.text import counted, on_one_line, printable
 from emo.eval.export import commands as exporting
@@ -31,7 +31,7 @@ EXPORT_HELP = "export each: lm-eval=DIR, hf=DIR (DIR/NAME each) or wandb (into t
 
 def parser() -> argparse.ArgumentParser:
     """Return all commands and their arguments."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="emo",
         description="What a model can do, and whether it is better: tasks, samples, judges, reports.",
     )
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     judging.add_arguments(commands)
 
     add = commands.add_parser("report", help="write report.html, report.md and results.json").add_argument
-    add("results", nargs="+", type=Path, help="directories given as --output_path to run or watch")
+    add("results", nargs="+", type=Path, help="directories given as --output_path to eval or watch")
     out_help = "directory, or file.html, .md or .json (the first results directory); - is Markdown on stdout"
     add("--output_path", metavar="PATH", help=out_help)
     several: dict[str, Any] = {"action": "append", "default": []}

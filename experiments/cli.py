@@ -10,7 +10,7 @@ import string
 import sys
 from pathlib import Path
 
-from emo.common.commands import parse_arguments
+from emo.common.commands import Parser, parse_arguments
 from emo.common.errors import AGAIN, ExitCode, UserError, outcome
 from emo.common.files import finite, write_text
 from emo.experiments.design import PREPARE, RESULTS, Experiment, chosen, read_experiment, trials
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 
     0 done, 1 a run failed, 2 a mistake in the input or a run that ended so, 75 stopped, 130 interrupted.
     """
-    parser = argparse.ArgumentParser(prog="emo", description=ABOUT)
+    parser = Parser(prog="emo", description=ABOUT)
     parser.add_argument("command", choices=("sweep", "table"), help="do the runs, or gather their table")
     parser.add_argument("file", type=Path, help="an experiment file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")

@@ -19,7 +19,7 @@ from types import FrameType
 
 sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / "emo").is_dir())))
 
-from emo.common.commands import parse_arguments
+from emo.common.commands import Parser, parse_arguments
 from emo.common.errors import ExitCode
 from emo.common.provenance import REPOSITORY as SHIPPED
 from emo.common.provenance import shipped
@@ -123,7 +123,7 @@ def run(commands: list[list[str]]) -> list[int]:
 def quickstart(words: list[str]) -> int:
     """Run all steps, and stop at the first that fails, with its exit code; words[0] is the command itself."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="emo quickstart", description=ABOUT, formatter_class=raw)
+    parser = Parser(prog="emo quickstart", description=ABOUT, formatter_class=raw)
     parse_arguments(parser, words[1:])
 
     def stop(number: int, frame: FrameType | None) -> None:

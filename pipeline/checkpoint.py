@@ -273,6 +273,8 @@ def newest_valid(run_dir: Path, world: World) -> Saved | None:
         if not problems:
             return read_saved(directory)
         log.warning("%s is not used: %s", directory.name, problems[0])
+    if checkpoints(run_dir):
+        log.warning("no checkpoint in %s is whole: training begins again from step 0", run_dir)
     return None
 
 

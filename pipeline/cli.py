@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from emo.common.commands import first_word, parse_arguments
+from emo.common.commands import Parser, first_word, hint, parse_arguments
 from emo.common.errors import ExitCode, UserError, one_line, outcome
 from emo.common.text import printable, without_secrets
 from emo.pipeline.config import load_config
@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="emo",
         description="Before you train: plan predicts memory, step time and hours of a recipe on given GPUs; "
         "preflight checks, under any launcher, that every host is fit to train; score writes a model's "
@@ -170,10 +170,13 @@ def _run(watch: Watch, argv: list[str] | None) -> int:
         console.close()
 
 
-class _OfScript(argparse.ArgumentParser):
+class _OfScript(Parser):
     def error(self, message: str) -> NoReturn:
         """End with `message`; users may give the launcher's options where those of training belong."""
-        if message.startswith("unrecognized arguments"):
+        unknown = message.removeprefix("unrecognized arguments: ")
+        if unknown != message and (meant := hint(unknown.split()[0], self._option_string_actions)):
+            message += meant
+        elif unknown != message:
             way = f"{self.prog.removeprefix('deepspeed ')} --num_gpus 2 -- RECIPE"
             message += f"; options of the launcher come first and end with --: {way}"
         super().error(message)

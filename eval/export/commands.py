@@ -32,12 +32,12 @@ def add_arguments(subparsers: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = command.add_argument
-    add("results", nargs="+", type=Path, help="directories given as --output_path to run or watch")
+    add("results", nargs="+", type=Path, help="directories given as --output_path to eval or watch")
     add("--format", required=True, help=f"one of {', '.join(FORMATS)}")
     out_help = "a directory; hf: the model's; wandb: the training run's"
     add("--output_path", required=True, type=Path, help=out_help)
     add("--name", help="only the model that results call so (all)")
-    add("--data", help="lm-eval: where the rows are, as for run; without it there are no samples")
+    add("--data", help="lm-eval: where the rows are, as for eval; without it there are no samples")
     add("--tasks", default="", help="lm-eval: task files of your own, comma-separated")
 
 

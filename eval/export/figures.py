@@ -22,7 +22,7 @@ from emo.eval.results import Model
 class Source:
     """The data and task files that rows of results can be read from again.
 
-    data: as `run` has it. tasks: names or files of tasks, by the task's name; others are built in.
+    data: as `emo eval` has it. tasks: names or files of tasks, by the task's name; others are built in.
     """
 
     data: str

@@ -48,7 +48,12 @@ def add_arguments(subparsers: Any) -> None:
 
     command = subparsers.add_parser("quality", help="measure sampled text: MAUVE, ROUGE, perplexities")
     add = command.add_argument
-    add("texts", nargs="+", type=Path, help="directories that generate wrote: OUT/models/NAME/generated/*")
+    add(
+        "texts",
+        nargs="+",
+        type=Path,
+        help="what generate wrote: OUTPUT_PATH/models/NAME/generated/*",
+    )
     text = "results directory, for the oracle's texts (runs/eval)"
     add("--output_path", type=Path, default=Path("runs/eval"), help=text)
     add("--oracle", help="model whose perplexity of the samples is measured, and of its own beside it")

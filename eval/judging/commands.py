@@ -27,7 +27,7 @@ JUDGE_EXAMPLE = """examples:
   emo judge --judge alpaca_eval --a DAVINCI.json --b EMO.json --replies batch_output.jsonl
   emo judge --judge alpaca_eval --from annotations.json
   emo judge --judge pandalm --labelled testset-v1.json --from pandalm-7b-testset-v1.json
-A is the baseline; the win rate is B's. The report: emo report OUT"""
+A is the baseline; the win rate is B's. The report: emo report OUTPUT_PATH"""
 
 Say = Callable[[str], None]
 

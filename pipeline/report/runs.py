@@ -132,7 +132,9 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def _read(path: Path) -> Run:
     run_dir = path.absolute()
     if not any((run_dir / name).is_file() for name in (CONFIG, METRICS, LAUNCHES)):
-        raise UserError(f"{path} is no run directory: it has neither {CONFIG} nor {METRICS}; give a run_dir")
+        raise UserError(
+            f"{path} is no run directory: neither {CONFIG} nor {METRICS} is there; give an output_dir"
+        )
     run = Run(run_dir.name, run_dir, records=read_metrics(run_dir), beat=read_heartbeat(run_dir))
     try:
         run.config = read_written(run_dir / CONFIG)
