@@ -54,20 +54,12 @@ def test_equals_reference(name: str, scale: float, dtype: torch.dtype, bound: fl
 
 
 @pytest.mark.parametrize("name", ONE_TARGET)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"z_loss": 1e-2},
-        {"label_smoothing": 0.1},
-        {"softcap": 5.0, "logit_scale": 0.3},
-        {"z_loss": 1e-2, "label_smoothing": 0.2, "softcap": 3.0, "logit_scale": 2.0},
-    ],
-    ids=lambda options: "+".join(options),
-)
-def test_options_compose(name: str, options: dict[str, float]) -> None:
-    if composes(name, options):
-        bias = torch.randn(V, dtype=torch.float64).requires_grad_()
-        compare(*inputs(dtype=torch.float64), name, 1e-10, bias=bias, **options)
+def test_options_compose(name: str) -> None:
+    options = {"softcap": 3.0, "logit_scale": 2.0}
+    beside = {"z_loss": 1e-2, "label_smoothing": 0.2}
+    options |= beside if composes(name, beside) else {}
+    bias = torch.randn(V, dtype=torch.float64).requires_grad_()
+    compare(*inputs(dtype=torch.float64), name, 1e-10, bias=bias, **options)
 
 
 @pytest.mark.parametrize("name", ONE_TARGET)

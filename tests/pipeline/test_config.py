@@ -181,12 +181,9 @@ OFFLOAD = '"stage": 3, "offload_optimizer": {"device": "cpu"}'
         ('"train_batch_size": 4, "zero_optimization": {"stage": 2}', (), "ds-owned"),
         *((f'"{key}": {{"enabled": true}}', (), "ds-owned") for key in REPORTS),
         ('"zero_optimization": {"stage": 2, "reduce_scatter": true}', MUON, "ds-combination"),
-        (f'"zero_optimization": {{{OFFLOAD}}}', MUON, "ds-combination"),
-        ('"zero_optimization": {"stage": 2}', (*MUON, "model.lora.r=4"), "ds-combination"),
         (f'"zero_optimization": {{{OFFLOAD[:-1]}, "ratio": 0.5}}}}', (), "ds-combination"),
         (f'"zero_optimization": {{{OFFLOAD.replace("cpu", "nvme")}}}', (), "ds-combination"),
         ('"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}', (), "ds-combination"),
-        ('"zero_optimization": {"stage": 3}', ("model.compile=true",), "ds-combination"),
     ],
 )
 def test_what_does_not_go_together(

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,9 @@ import pytest
 import yaml
 
 import emo.launch.quickstart as quickstart
-from emo.data_prep.cli import main as data_prep
-from emo.eval.cli import parser
 from emo.pipeline.config import load_config
-from emo.pipeline.planning.plan import print_plan
 from tests.campaigns.kubernetes import installed_kustomize, problems, render, targets
 from tests.conftest import REPO
-from tests.helpers.evaluating import tiny_model
 
 # Stand-ins for Slurm's commands. The ranks' reports are given as "rank-0=2 rank-1=".
 SRUN = """#!/bin/bash
@@ -166,23 +161,3 @@ def test_the_quickstart_continues_what_it_trained_first(monkeypatch: pytest.Monk
         assert config.model.path == str(base.output_dir / "export")
         assert config.data.tokenizer == str(base.data.dir / "tokenizer") and config.data == others[0].data
     assert {config.objective.name for config in others} == {"mle", "emo"}
-
-
-def test_the_lines_to_run_next_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user's file is prepared, training with it is planned, evaluation and report are understood."""
-    monkeypatch.chdir(REPO)
-    model = tiny_model(tmp_path / "model")
-    diary = tmp_path / "own.jsonl"
-    diary.write_text("".join(json.dumps({"text": f"Page {i} of my diary. " * 20}) + "\n" for i in range(120)))
-    (prepare,), (train,), (evaluate, report) = quickstart.following(str(diary))
-    assert Path(prepare[0]).absolute() == Path(sys.executable)
-    elsewhere = [f"data.dir={tmp_path / 'data'}", f"data.tokenizer={model}"]
-    assert prepare[1:3] == ["-m", "emo"] and data_prep([*prepare[3:], *elsewhere]) == 0
-    assert train[:4] == TRAIN
-    recipe, *overrides = train[4:]
-    print_plan(load_config(Path(recipe), [*overrides, *elsewhere, f"model.path={model}"]), quickstart.RANKS)
-    scored = parser().parse_args(evaluate[3:])
-    config = load_config(Path(recipe), overrides)
-    assert scored.model == str(config.output_dir / "export")
-    reported = parser().parse_args(report[3:])
-    assert reported.run == [f"{scored.name}={config.output_dir}"] and reported.results == [scored.output_path]
