@@ -132,9 +132,9 @@ def run(what: str, recipe: Path, run_dir: Path, *options: str) -> subprocess.Com
     return launching.run_group(2, command)
 
 
-def test_exports_are_written_beside_training_and_of_their_own_step(recipe: Path) -> None:
+def test_exports_are_written_beside_training_and_of_their_own_step(recipe: Path, tmp_path: Path) -> None:
     """Steps are taken meanwhile and do not show; nobody sees the new checkpoint, and one is kept."""
-    run_dir, copies = recipe.parent / "whole", recipe.parent / "copies"
+    run_dir, copies = tmp_path / "whole", tmp_path / "copies"
     done = run("late", recipe, run_dir, "train.save_total_limit=1", f"train.copy_to={copies}")
     assert done.returncode == 0, done.stdout
     assert [json.loads(line) for line in (run_dir.parent / SEEN).read_text().splitlines()] == [
