@@ -25,6 +25,7 @@ from typing import NamedTuple
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.footprint import ACCELERATORS, Accelerator, Setup, Sizes
 
+LLAMA_7B = Sizes(6_738_415_616, 6_738_415_616, 6_476_271_616, 32, 4096, 11008, 4096, True, 32000, 291)
 MPT = {"1B": (2048, 24), "3B": (2560, 32), "7B": (4096, 32)}  # hidden, layers
 MPT |= {"13B": (5120, 40), "30B": (7168, 48), "70B": (8192, 80)}
 LLAMA = {  # hidden, layers, inner, width of keys, vocabulary

@@ -1,22 +1,38 @@
-"""The directory protocol: torn, altered and incomplete checkpoints are never believed."""
+"""Checkpoints: torn and altered ones are never believed, and copies elsewhere are verified and resumed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
-from emo.pipeline import checkpoint
-from emo.pipeline.run_dir import STATE, checkpoints, describe, list_files, partial_directory, problem, step_of
+from emo.pipeline import checkpoint, upload
+from emo.pipeline.run_dir import (
+    COMPLETE,
+    STATE,
+    checkpoints,
+    describe,
+    list_files,
+    partial_directory,
+    problem,
+    step_of,
+)
+from emo.pipeline.upload import Uploads, copy_checkpoint
+
+FILES = {STATE: b"{}", "state/rank0.pt": b"zero" * 100, "state/rank1.pt": b"one" * 100}
 
 
 def write(run_dir: Path, step: int) -> Path:
     partial = partial_directory(run_dir, step)
     (partial / "state").mkdir(parents=True)
-    (partial / "state" / "rank0.pt").write_bytes(bytes(range(200)))
-    (partial / "state" / "rank1.pt").write_bytes(b"abc" * step)
-    (partial / STATE).write_text("{}")
+    for name, content in FILES.items():
+        (partial / name).write_bytes(content)
     checkpoint.write_complete(partial, describe(partial, list_files(partial)))
     return checkpoint.publish(run_dir, step)
 
@@ -67,3 +83,98 @@ def test_an_interrupted_removal_leaves_no_valid_checkpoint(
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *a, **k: None)
     checkpoint.remove(directory)
     assert directory.is_dir() and checkpoints(tmp_path) == []
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_what_is_there_is_not_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    open_file = MemoryFileSystem.open
+
+    def opening(self: MemoryFileSystem, path: str, mode: str = "rb", **options: object) -> object:
+        if "w" in mode:
+            written.append(path.rpartition("/")[2])
+        return open_file(self, path, mode, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "open", opening)
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    source, system = write(tmp_path, 3), fsspec.filesystem("memory")
+    root = f"/bucket/{source.name}"
+    copy_checkpoint(source, "memory://bucket", lambda: None)
+    assert {"rank0.pt", "rank1.pt", "state.json"} <= set(written) and not system.exists(f"{root}/UPLOADING")
+    written.clear()
+    copy_checkpoint(source, "memory://bucket", lambda: None)
+    assert written == []
+    # interrupted: a file is short, another one is missing
+    system.rm_file(f"{root}/{COMPLETE}")
+    system.pipe_file(f"{root}/UPLOADING", (source / COMPLETE).read_bytes())
+    system.pipe_file(f"{root}/state/rank0.pt", b"zero")
+    system.rm_file(f"{root}/state.json")
+    written.clear()
+    copy_checkpoint(source, "memory://bucket", lambda: None)
+    assert sorted(set(written) - {COMPLETE, "UPLOADING"}) == ["rank0.pt", "state.json"]
+    assert system.cat_file(f"{root}/state/rank0.pt") == FILES["state/rank0.pt"]
+
+
+def test_a_launch_goes_on_with_what_is_left_and_tries_failures_again(tmp_path: Path) -> None:
+    run, target = tmp_path / "run", tmp_path / "copies"
+    write(run, 1)
+    target.write_text("in the way")
+    uploads = Uploads(run, str(target))
+    until(lambda: not uploads.goes_on())
+    assert uploads.unfinished() == ["step-000001"]
+    target.unlink()
+    write(run, 2)
+    uploads.wake()
+    until(lambda: not uploads.goes_on())
+    assert uploads.unfinished() == [] and len(checkpoints(target)) == 2
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A store that takes no piece until the event is set."""
+    go_on = threading.Event()
+
+    def copy(directory: Path, target: str, moved: Callable[[], None]) -> None:
+        go_on.wait()
+        shutil.copytree(directory, Path(target) / directory.name)
+
+    monkeypatch.setattr(upload, "copy_checkpoint", copy)
+    yield go_on
+    go_on.set()
+
+
+def test_what_is_being_copied_is_not_pruned(tmp_path: Path, slow: threading.Event) -> None:
+    run = tmp_path / "run"
+    write(run, 1)
+    uploads = Uploads(run, str(tmp_path / "copies"))
+    until(lambda: uploads.current is not None)
+    for step in (2, 3):
+        write(run, step)
+    checkpoint.prune(run, 1, 0, uploads.current)
+    assert [d.name for d in checkpoints(run)] == ["step-000001", "step-000003"]
+    slow.set()
+    uploads.wake()
+    until(lambda: not uploads.goes_on())
+    assert [d.name for d in checkpoints(tmp_path / "copies")] == ["step-000001", "step-000003"]
+
+
+def test_the_end_waits_as_long_as_something_moves(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow: threading.Event
+) -> None:
+    write(tmp_path / "run", 1)
+    uploads = Uploads(tmp_path / "run", str(tmp_path / "copies"))
+    monkeypatch.setattr(upload, "STALL", 0.3)
+    for _ in range(4):  # longer than a stall
+        time.sleep(0.1)
+        uploads._move()
+        assert uploads.goes_on()
+    until(lambda: not uploads.goes_on())
+    assert uploads.unfinished() == ["step-000001"]
+    slow.set()
+    until(lambda: uploads.unfinished() == [])

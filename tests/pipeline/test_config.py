@@ -1,16 +1,33 @@
-"""Recipes: what resolves, and the one line that each mistake gets."""
+"""Recipes and DeepSpeed files: what resolves, what is refused, and the groups of the optimizer."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
+from transformers.trainer_pt_utils import get_parameter_names
 
 from emo.common.errors import UserError
 from emo.common.recipe import parse_section
-from emo.pipeline.config import ObjectiveConfig, TrainConfig, dump_config, load_config, lr_at, solve_batch
+from emo.pipeline.config import (
+    Batch,
+    ObjectiveConfig,
+    TrainConfig,
+    dump_config,
+    load_config,
+    lr_at,
+    solve_batch,
+)
+from emo.pipeline.planning import ds_file, host
+from emo.pipeline.planning.ds_file import REPORTS, check_host, deepspeed_config, parameter_groups
+from tests.conftest import REPO
+from tests.helpers.families import family
+from tests.helpers.refusals import refused
 
 RECIPE = """
 output_dir: runs/x
@@ -43,13 +60,9 @@ def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> 
     ("override", "named"),
     [
         ("train.warmup_ration=0.1", "warmup_ratio"),
-        ("trian.lr=1", "train"),
         ("train.learning_rate", "key.sub=value"),
         ("train.learning_rate=-1", "train.learning_rate"),
-        (
-            "train.num_train_epochs=2",
-            "train.num_train_epochs=null, or train.num_train_epochs=2 train.max_steps=null",
-        ),
+        ("train.num_train_epochs=2", "train.num_train_epochs=null"),
         ("train.optimizer=muon", "muon_lr"),
         ("train.muon_lr=0.02", "adamw"),
         ("train.profile=[5,2]", "profile"),
@@ -58,9 +71,7 @@ def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> 
         ("objective={name: mle, sum: [{name: emo}]}", "not both"),
         ("objective.sum=[{name: emo, cost: live}, {name: mle}]", "cost"),
         ("objective.sum=[{name: emo, weight: {from: 1, to: 0}}]", "steps"),
-        ("objective.sum=[{name: emo, nme: 1}]", "nme"),
         ("train.mixture={}", "shares and temperature"),
-        ("train.mixture={shares: {home: -1, abroad: 1}}", "home"),
         ("train.mixture={temperature: 2, max_epochs: {home: 0}}", "max_epochs"),
     ],
 )
@@ -103,3 +114,122 @@ def test_sums_of_objectives() -> None:
     dumped = config.model_dump(mode="json")
     assert dumped["sum"][1]["weight"] == {"from": 0.5, "to": 0.0, "steps": 9}
     assert parse_section(ObjectiveConfig, dumped, "objective") == config
+
+
+def resolved(path: Path, *overrides: str, ranks: int = 4) -> dict[str, Any]:
+    recipe = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
+    batch = Batch(16, 16 // ranks, 1, ranks)
+    return deepspeed_config(load_config(recipe, [f"deepspeed={path}", *overrides]), batch)
+
+
+def refusal(tree: dict[str, Any]) -> str | None:
+    try:
+        check_host({"zero_optimization": {"stage": 3, **tree}})
+    except UserError as error:
+        return error.code
+    return None
+
+
+def test_what_a_host_must_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ranks for copies of weights; libaio, a directory and nvcc for NVMe; a compiler for Triton."""
+    for ranks, code in (("8", None), ("4", "hpz-ranks"), ("12", "hpz-ranks")):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert refusal({"zero_hpz_partition_size": 8}) == code
+    there, absent = str(tmp_path), str(tmp_path / "none")
+    for present, path, code in (
+        (False, there, "nvme-libaio"),
+        (True, absent, "nvme-path"),
+        (True, there, None),
+    ):
+        monkeypatch.setattr(ds_file.AsyncIOBuilder, "is_compatible", lambda _, present=present: present)
+        assert refusal({"offload_param": {"device": "nvme", "nvme_path": path}}) == code
+    monkeypatch.setattr(host, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    for home, code in ((None, "nvme-nvcc"), ("/usr/local/cuda", None)):
+        monkeypatch.setattr(ds_file.cpp_extension, "CUDA_HOME", home)
+        assert refusal({"offload_param": {"device": "nvme", "nvme_path": there}}) == code
+    monkeypatch.setattr(ds_file, "compiler", lambda: None)
+    assert refusal({}) == "compiler"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("[" * 100_000, ""),
+        ('{"zero_optimization": {"stage": 1}, "zero_optimization": {"stage": 3}}', "zero_optimization"),
+        ('{"zero_optimization": {"stage": 7}}', "zero_optimization.stage"),
+        ('{"zero_optimisation": {"stage": 3}}', "did you mean zero_optimization?"),
+    ],
+)
+def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, named: str) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        resolved(path)
+    message = str(error.value)
+    assert error.value.code == "ds-file" and str(path) in message and named in message
+
+
+MUON = ("train.optimizer=muon", "train.muon_lr=0.02", "train.max_grad_norm=0")
+OFFLOAD = '"stage": 3, "offload_optimizer": {"device": "cpu"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "overrides", "code"),
+    [
+        ('"tensor_parallel": {"autotp_size": 2}', (), "ds-cuts"),
+        ('"zero_optimization": {}', (), "zero-stage"),
+        ('"train_batch_size": 4, "zero_optimization": {"stage": 2}', (), "ds-owned"),
+        *((f'"{key}": {{"enabled": true}}', (), "ds-owned") for key in REPORTS),
+        ('"zero_optimization": {"stage": 2, "reduce_scatter": true}', MUON, "ds-combination"),
+        (f'"zero_optimization": {{{OFFLOAD[:-1]}, "ratio": 0.5}}}}', (), "ds-combination"),
+        (f'"zero_optimization": {{{OFFLOAD.replace("cpu", "nvme")}}}', (), "ds-combination"),
+        ('"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}', (), "ds-combination"),
+    ],
+)
+def test_what_does_not_go_together(
+    tmp_path: Path, content: str, overrides: tuple[str, ...], code: str
+) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(f"{{{content}}}")
+    with refused(code):
+        resolved(path, *overrides)
+
+
+def test_the_files_of_this_repository_are_accepted() -> None:
+    """AdamW is PyTorch's, so that nothing is compiled; the fused one also steps offloaded optimizers."""
+    for path in sorted((REPO / "ds_configs").glob("*.json")):
+        tree = resolved(path, ranks=8)
+        section = tree["optimizer"]
+        assert tree["train_batch_size"] == 16 and section["type"] == "AdamW"
+        offloads = "offload_optimizer" in tree["zero_optimization"]
+        assert section["params"]["torch_adam"] and section["params"].get("fused", False) == offloads
+    tree = resolved(REPO / "ds_configs/zero3.json", *MUON)
+    assert tree["zero_optimization"]["reduce_scatter"] is False, "Muon needs whole gradients"
+    assert tree["optimizer"]["params"]["muon_lr"] == 0.02
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_biases_and_gains_of_norms_do_not_decay_as_in_trainer(name: str) -> None:
+    model = family(name)
+    forbidden = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)", r"\.ln_", "^ln_"]
+    decaying = set(get_parameter_names(model, [nn.LayerNorm], forbidden))
+    names = {id(p): n for n, p in model.named_parameters()}
+    first, second = parameter_groups(model, 0.1)
+    assert {names[id(p)] for p in first["params"]} == decaying & set(names.values())
+    assert {names[id(p)] for p in second["params"]} == set(names.values()) - decaying
+    assert (first["weight_decay"], second["weight_decay"]) == (0.1, 0.0)
+
+
+def test_muon_takes_the_matrices_of_the_body_and_refuses_others() -> None:
+    model = family("opt")
+    first, *others = parameter_groups(model, 0.1, use_muon=True)
+    names = {id(p): n for n, p in model.named_parameters()}
+    taken = {names[id(p)] for p in first["params"]}
+    assert first["use_muon"] and first["weight_decay"] == 0.1
+    assert taken and all(model.get_parameter(name).dim() == 2 for name in taken)
+    assert not any(word in name for name in taken for word in ("embed", "lm_head", "wte", "wpe"))
+    together = [p for group in (first, *others) for p in group["params"]]
+    assert len(together) == len({id(p) for p in together}) == len(names)
+    for refused_name in ("gpt2", "mixtral"):  # transposed matrices; experts in one tensor
+        with pytest.raises(UserError, match="muon"):
+            parameter_groups(family(refused_name), 0.1, use_muon=True)

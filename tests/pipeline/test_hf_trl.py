@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer with the fused loss: what it prepares, logs and learns, beside a naive computation.
+"""TRL's SFTTrainer with the fused loss beside a naive computation; examples and the README's snippet.
 
 `make doors-test` runs these with the oldest TRL that pyproject.toml allows, too.
 """
@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import json
+import re
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import peft
@@ -18,11 +22,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from emo.common.errors import UserError
 from emo.pipeline.hf import FusedLossMixin
 from emo.pipeline.loss import Ramp, get_objective, weighted_sum
+from tests.conftest import REPO
+from tests.helpers.corpus import texts, tiny_tokenizer
 from tests.helpers.families import VOCAB, family, tiny_llama
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error
+from tests.helpers.refusals import refused
 from tests.pipeline.test_hf import stepped
 
 EOS = VOCAB - 1
@@ -70,7 +76,7 @@ def prompted() -> list[dict[str, Any]]:
     return [{"prompt": words(p), "completion": " " + words(c)} for p, c in parts()]
 
 
-def texts() -> list[dict[str, Any]]:
+def plain_rows() -> list[dict[str, Any]]:
     return [{"text": words(p + c) + " "} for p, c in parts()]
 
 
@@ -118,12 +124,12 @@ def naive(
 
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
 CASES: dict[str, tuple[list[dict[str, Any]], list[Document], dict[str, Any]]] = {
-    "smoothed text": (texts(), documents(True), {"label_smoothing_factor": 0.2}),
+    "smoothed text": (plain_rows(), documents(True), {"label_smoothing_factor": 0.2}),
     "accumulated completions": (prompted(), documents(False), ACCUMULATED),
     "packed completions": (prompted(), documents(False), {"packing": True, "max_length": 16}),
     "without padding": (prompted(), documents(False), {"padding_free": True, "max_length": None}),
     "answers": (conversations(), answers(), {"assistant_only_loss": True}),
-    "in bfloat16 and chunks": (texts(), documents(True), {"bf16": True, "loss_type": "chunked_nll"}),
+    "in bfloat16 and chunks": (plain_rows(), documents(True), {"bf16": True, "loss_type": "chunked_nll"}),
 }
 
 
@@ -178,9 +184,8 @@ def test_adapters(kind: str, made_by: str, tmp_path: Path) -> None:
     assert not any(float(got[name].abs().max()) for name in set(got) - trained)
     if kind == "prompt":
         packed = trainer_of(model, settings(tmp_path, packing=True, max_length=16), prompted())
-        with pytest.raises(UserError) as error:
+        with refused("prompt-packed"):
             packed.train()
-        assert error.value.code == "prompt-packed"
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -196,9 +201,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_what_cannot_be_honoured_is_refused_at_the_start(code: str, tmp_path: Path) -> None:
     changes, options = REFUSED[code]
     model = family("mixtral", output_router_logits=True) if code == "router-loss" else tiny_llama(VOCAB)
-    with pytest.raises(UserError) as error:
-        trainer_of(model, settings(tmp_path, **changes), texts(), **options)
-    assert error.value.code == code
+    with refused(code):
+        trainer_of(model, settings(tmp_path, **changes), plain_rows(), **options)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -207,9 +211,54 @@ def test_a_schedule_follows_the_steps(tmp_path: Path) -> None:
     logged = {}
     for name, objective in {"sum": weighted_sum(parts), "mle": "mle", "emo2": "emo2"}.items():
         args = settings(tmp_path, learning_rate=0.0, max_steps=3)
-        trainer = trainer_of(tiny_llama(VOCAB), args, texts(), objective=objective)
+        trainer = trainer_of(tiny_llama(VOCAB), args, plain_rows(), objective=objective)
         trainer.train()
         logged[name] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     for step, share in enumerate((0.0, 0.5, 1.0)):
         want = (1 - share) * logged["emo2"][step] + share * logged["mle"][step]
         assert logged["sum"][step] == pytest.approx(want, rel=1e-5)
+
+
+OWN = "examples/my_objective.py:unsure"
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, REPO / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model with its tokenizer, a text, and the repository as the working directory."""
+    from emo.data_prep.tokenizer import load_tokenizer
+
+    tiny_llama(400).save_pretrained(tmp_path / "model")
+    load_tokenizer(str(tiny_tokenizer())).save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("\n".join(texts(400)), encoding="utf-8")
+    rows = ({"prompt": f"Say {i}.", "completion": text} for i, text in enumerate(texts(20)))
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    monkeypatch.chdir(REPO)
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", ["plain_loop", "trainer", "sft_trainer"])
+def test_examples(folder: Path, name: str) -> None:
+    texts = "rows.jsonl" if name == "sft_trainer" else "text.txt"
+    out = [] if name == "plain_loop" else [str(folder / "out")]
+    losses = example(name).main(str(folder / "model"), str(folder / texts), OWN, *out)
+    assert len(losses) == 5 and all(0 < loss < 20 for loss in losses)
+
+
+def test_the_snippet_of_the_readme(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As printed, on a machine without a GPU too; only the model is another GPT-2."""
+    text = (REPO / "README.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    hub = "openai-community/gpt2"
+    assert hub in snippet
+    family("gpt2", vocab_size=400, n_positions=256).save_pretrained(folder / "model")
+    (folder / "text.txt").rename(folder / "notes.txt")
+    monkeypatch.chdir(folder)
+    exec(snippet.replace(hub, str(folder / "model")), {"__name__": "snippet"})

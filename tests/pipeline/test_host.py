@@ -1,16 +1,19 @@
-"""What a host must have: GPUs that can be used, no build left half done, and a rank's share of the cores."""
+"""What a host must have: GPUs, no build left half done, a rank's share of the cores, the network of NCCL."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from emo.common.errors import FailureError
 from emo.pipeline.planning import host
+from emo.pipeline.planning import preflight as module
 from emo.pipeline.planning.host import BINDING, Gpus, compiling, refusal, threads
+from emo.pipeline.planning.preflight import Fabric, fabric
 from emo.pipeline.stop import HARDWARE
 
 OLD = (
@@ -97,3 +100,56 @@ def test_a_killed_build_does_not_hang_the_next_start(tmp_path: Path, monkeypatch
     other.communicate()
     with compiling():
         assert not lock.exists()
+
+
+def host_with(
+    directory: Path, *ports: tuple[str, str, str, str], uverbs: bool = True, **environment: str
+) -> Fabric:
+    """Return the network of a host with ports of (driver, link layer, rate, state)."""
+    for number, (driver, layer, rate, state) in enumerate(ports):
+        device = directory / "class" / f"device_{number}"
+        port = device / "ports/1"
+        port.mkdir(parents=True)
+        for name, text in (("link_layer", layer), ("rate", rate), ("state", state)):
+            (port / name).write_text(f"{text}\n")
+        (directory / "drivers" / driver).mkdir(parents=True, exist_ok=True)
+        (device / "device").mkdir()
+        (device / "device/driver").symlink_to(directory / "drivers" / driver)
+    (directory / "dev").mkdir()
+    if uverbs:
+        (directory / "dev/uverbs0").touch()
+    return fabric(directory / "class", directory / "dev", environment)
+
+
+NDR = ("mlx5_core", "InfiniBand", "400 Gb/sec (4X NDR)", "4: ACTIVE")
+ROCE = ("mlx5_core", "Ethernet", "100 Gb/sec (4X EDR)", "4: ACTIVE")
+EFA = ("efa", "Unspecified", "100 Gb/sec (4X EDR)", "4: ACTIVE")
+DOWN = ("mlx5_core", "InfiniBand", "10 Gb/sec (4X SDR)", "1: DOWN")
+
+
+@pytest.mark.parametrize(
+    ("ports", "options", "missing", "kind", "gbytes"),
+    [
+        ([DOWN], {}, "", "sockets", None),
+        ([NDR, DOWN, ROCE], {}, "", "InfiniBand", 50),
+        ([ROCE, ROCE], {}, "", "RoCE", 25),
+        ([EFA] * 4, {}, "", "EFA", 50),
+        ([EFA], {}, "libnccl-net.so", "sockets", None),
+        ([NDR], {}, "libibverbs.so.1", "sockets", None),  # an image without it: TCP without a word
+        ([NDR], {"uverbs": False}, "", "sockets", None),  # a container without the device
+        ([NDR], {"NCCL_IB_DISABLE": "1"}, "", "sockets", None),
+    ],
+)
+def test_the_network_that_nccl_would_use(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    ports: list[tuple[str, str, str, str]],
+    options: dict[str, Any],
+    missing: str,
+    kind: str,
+    gbytes: float | None,
+) -> None:
+    monkeypatch.setattr(module, "_loads", lambda library: library != missing)
+    network = host_with(tmp_path, *ports, **options)
+    assert (network.kind, network.gbytes) == (kind, gbytes)
+    assert bool(network.advice) == (kind == "sockets" and ports != [DOWN])

@@ -1,8 +1,9 @@
-"""What a run directory's second start must have in common with its first: one line, with a code, exit 2."""
+"""What a run directory's second start must share with its first; files of others do no harm."""
 
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -14,15 +15,19 @@ import pytest
 import torch
 import yaml
 
+from emo.common.errors import UserError
 from emo.common.recipe import marked
 from emo.data_prep import scores
 from emo.data_prep.shards import open_prepared
 from emo.pipeline import checkpoint, identity
-from emo.pipeline.config import FREE, RunConfig, load_config
+from emo.pipeline.config import FREE, RunConfig, dump_config, load_config
+from emo.pipeline.engine import STATE_CLASSES, _only_data
+from emo.pipeline.export import _model_card
 from emo.pipeline.order import Holding
 from emo.pipeline.planning.checks import check
 from emo.pipeline.ranks import World
 from emo.pipeline.run_dir import CONFIG, STATE, describe, list_files, partial_directory
+from tests.common.test_untrusted import Harmful
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.families import family
@@ -31,9 +36,11 @@ from tests.helpers.refusals import refused
 DATA = {"data": "f" * 64}  # an identity
 
 
+RECIPE = REPO / "launch/recipes/quickstart-pretrain.yaml"
+
+
 def config(run_dir: Path, *overrides: str) -> RunConfig:
-    recipe = REPO / "launch/recipes/quickstart-pretrain.yaml"
-    return load_config(recipe, [f"output_dir={run_dir}", *overrides])
+    return load_config(RECIPE, [f"output_dir={run_dir}", *overrides])
 
 
 @pytest.mark.parametrize(
@@ -306,3 +313,58 @@ def test_costs_of_another_tokenizer(folder: Path, form: str) -> None:
         check(config, ranks=1, local=True)
     (folder / "data/tokenizer/tokenizer.json").write_text(json.dumps(tree))  # that would be exported
     refuses(recipe(folder), "changed-tokenizer")
+
+
+OWN = "examples/my_objective.py:unsure"
+
+
+def test_states_are_read_as_data_whatever_deepspeed_asks(tmp_path: Path) -> None:
+    state = tmp_path / "a.pt"
+    torch.save({"x": torch.ones(2), "scale": STATE_CLASSES[0](1.0)}, state)
+    with _only_data(tmp_path):
+        assert torch.load(state, weights_only=False)["x"].tolist() == [1, 1]
+    torch.save({"x": Harmful(tmp_path / "ran")}, state)
+    with pytest.raises(UserError, match=r"more than data \(posix.system\)"), _only_data(tmp_path):
+        torch.load(state, weights_only=False)
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(pickle.UnpicklingError, match="LossScaler"):  # outside the block nothing is allowed
+        torch.save(STATE_CLASSES[0](1.0), state)
+        torch.load(state, weights_only=True)
+
+
+def test_no_recipe_runs_a_program_by_itself(tmp_path: Path) -> None:
+    """An objective of one's own is one; whoever runs the recipe names it in the command."""
+    losses = tmp_path / "own.py"
+    losses.write_text("raise SystemExit('ran')\n")
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(RECIPE.read_text().replace("{ name: mle }", f"{{ name: '{losses}:f' }}"))
+    with refused("objective-program"):
+        load_config(recipe, [])
+    parts = f"[{{name: mle}}, {{name: '{OWN}'}}]"
+    recipe.write_text(RECIPE.read_text().replace("{ name: mle }", f"{{ sum: {parts} }}"))
+    with refused("objective-program"):
+        load_config(recipe, [f"output_dir=runs/{OWN}"])
+    assert load_config(recipe, [f"objective.sum={parts}"]).objective.sum
+    assert config(tmp_path, f"objective.name={OWN}").objective.name == OWN
+
+
+def test_secrets_are_kept_out_of_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for override in ("train.copy_to=https://me:hunter2@host/x", "model.path=hf_" + "hunter2" * 5):
+        with pytest.raises(UserError) as caught:
+            config(tmp_path, override)
+        assert caught.value.code == "secret" and "hunter2" not in str(caught.value)
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "s3cret" * 6)
+    written = config(tmp_path)
+    identity.claim(written, {"data": "f"})
+    text = (tmp_path / CONFIG).read_text() + dump_config(written) + _model_card(written, {"step": 1})
+    assert "s3cret" not in text
+
+
+def test_a_model_card_names_no_folder_of_the_machine(tmp_path: Path) -> None:
+    """It is published with the model."""
+    names = config(
+        tmp_path / "emo", f"data.sources=[{{files: {tmp_path}/mine/*.jsonl}}]", "model.path=/m/base"
+    )
+    card = _model_card(names, {"run": str(tmp_path / "emo"), "params": {"cost": "/mnt/x/cost.pt"}})
+    assert str(tmp_path) not in card and "/mnt" not in card and "/m/" not in card
+    assert "| run | emo |" in card and "Trained from base with" in card and ".jsonl" in card

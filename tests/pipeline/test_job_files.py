@@ -1,16 +1,21 @@
-"""Slurm's and Kubernetes' job files: what they start again, and the cores that every rank gets."""
+"""Slurm's and Kubernetes' job files, the image's health, and the quickstart: what is run, and run again."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+import emo.launch.quickstart as quickstart
+from emo.pipeline.config import load_config
 from tests.campaigns.kubernetes import installed_kustomize, problems, render, targets
 from tests.conftest import REPO
 
@@ -111,3 +116,48 @@ def test_kustomize_renders_what_agrees(target: Path, tmp_path: Path) -> None:
     if target.parent.name == "overlays":  # one that a site keeps in a repository of its own
         (tmp_path / "kustomization.yaml").write_text(elsewhere)
         assert render(tmp_path, command) == render(target, command)
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    """The image's entry point beside stand-ins that say how they were called."""
+    shutil.copy(REPO / "launch/entrypoint.sh", tmp_path)
+    for name in ("continual.sh", "instruct.sh", "python"):
+        (tmp_path / name).write_text(f'#!/bin/sh\necho "{name} $*"\n')
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def call(image: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    settings = os.environ | {"PATH": f"{image}:{os.environ['PATH']}"} | environment
+    return subprocess.run([image / "entrypoint.sh", *arguments], env=settings, capture_output=True, text=True)
+
+
+def test_health_is_how_long_a_run_has_been_at_what_it_does(image: Path) -> None:
+    beat = image / "heartbeat.json"
+
+    def health() -> subprocess.CompletedProcess[str]:
+        return call(image, "health", PIPELINE_HEARTBEAT=str(beat), HANG_SECONDS="100")
+
+    assert health().returncode == 0  # nothing trains here
+    for idle, code in ((10, 0), (200, 1)):
+        beat.write_text(
+            f'{{"time": {time.time()}, "step": 7, "doing": "saving", "since": {time.time() - idle}}}'
+        )
+        assert health().returncode == code
+    assert re.fullmatch(r"no progress for 20\d s\n", health().stdout)
+
+
+TRAIN = ["launch/continual.sh", "--num_gpus", "2", "--"]
+
+
+def test_the_quickstart_continues_what_it_trained_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice from one model, with its tokenizer and the same data: the comparison is fair."""
+    monkeypatch.chdir(REPO)
+    commands = (command for _, side_by_side in quickstart.steps() for command in side_by_side)
+    settings = [command[4:] for command in commands if command[:4] == TRAIN]
+    base, *others = (load_config(Path(recipe), overrides) for recipe, *overrides in settings)
+    for config in others:
+        assert config.model.path == str(base.output_dir / "export")
+        assert config.data.tokenizer == str(base.data.dir / "tokenizer") and config.data == others[0].data
+    assert {config.objective.name for config in others} == {"mle", "emo"}

@@ -1,4 +1,4 @@
-"""metrics.jsonl: token-weighted means, honest about skipped steps, cut back on resume."""
+"""What a run measures: windows averaged over tokens, bad steps, and the change of a set's NLL."""
 
 from __future__ import annotations
 
@@ -12,15 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from emo.pipeline.config import RunConfig, load_config
+from emo.data_prep.pack import BlockPacker
+from emo.pipeline.config import RunConfig, TrainConfig, load_config
 from emo.pipeline.engine import DomainSums, Sums
 from emo.pipeline.loss.fused import histogram
 from emo.pipeline.report.console import Console
 from emo.pipeline.report.metrics import Metrics
-from emo.pipeline.report.validation import Documents, read
-from emo.pipeline.run_dir import METRICS, PROFILE, read_metrics
+from emo.pipeline.report.validation import FEWEST, Change, Documents, by_document, change, drop, read, write
+from emo.pipeline.run_dir import BAD_BATCHES, METRICS, PROFILE, VALIDATION, read_metrics
+from emo.pipeline.train import Guard
 from tests.conftest import REPO
+from tests.helpers.refusals import refused
 
 
 def config(run_dir: Path, **train: object) -> RunConfig:
@@ -28,21 +33,20 @@ def config(run_dir: Path, **train: object) -> RunConfig:
     return load_config(REPO / "launch/recipes/quickstart-pretrain.yaml", overrides)
 
 
-def documents(nll: float) -> Documents:
+def documents(nll: list[float] | np.ndarray, tokens: list[int] | np.ndarray) -> Documents:
+    return Documents("set", np.asarray(nll, np.float64), np.asarray(tokens, np.int64))
+
+
+def alike(nll: float) -> Documents:
     """Return five documents with that NLL per token."""
-    tokens = np.arange(3, 8)
-    return Documents("set", nll * tokens, tokens)
-
-
-def reporter(run_dir: Path, step: int = 0) -> Metrics:
-    return Metrics(config(run_dir), step, 10, active=True)
+    return documents(nll * np.arange(3, 8), np.arange(3, 8))
 
 
 def test_a_window_is_averaged_over_tokens(tmp_path: Path) -> None:
     """Steps that were skipped count, and do not spoil the mean; records say when and how far."""
     before = time.time()
     metrics = Metrics(config(tmp_path, global_batch_size=8), 0, 10, active=True, rows=32)
-    metrics.validation(0, 0, "home", Sums(1.0, 2.0, 3.0, 4, False), documents(1.0))
+    metrics.validation(0, 0, "home", Sums(1.0, 2.0, 3.0, 4, False), alike(1.0))
     few, many = (tuple(histogram(torch.tensor(w), 8.0).tolist()) for w in ([0.5] * 98, [1.0, 8.0]))
     metrics.step(1, Sums(10.0, 20.0, 3.0, 10, False, weights=few), 0.4)
     metrics.step(2, Sums(30.0, 40.0, 5.0, 30, False, weights=many), 0.6)
@@ -102,18 +106,18 @@ def test_domains_are_averaged_apart(tmp_path: Path) -> None:
 def test_resume_drops_later_and_damaged_records(tmp_path: Path) -> None:
     """From a checkpoint those after it; without one the first measurement is made again, and told once."""
     nothing = Sums(1.0, 1.0, 1.0, 1, False)
-    metrics = reporter(tmp_path)
+    metrics = Metrics(config(tmp_path), 0, 10, active=True)
     for step in (0, 2, 4):
-        metrics.validation(step, 10 * step, "home", nothing, documents(1.0 + step))
+        metrics.validation(step, 10 * step, "home", nothing, alike(1.0 + step))
     metrics.close()
     with (tmp_path / METRICS).open("ab") as file:
         file.write(b'\xff\x00\n[3]\n{"step": 1, "nll": Infinity}\n{"ste')
-    reporter(tmp_path, step=2).close()
+    Metrics(config(tmp_path), 2, 10, active=True).close()
     assert [r["step"] for r in read_metrics(tmp_path)] == [0, 2, 1]
     assert "Infinity" not in (tmp_path / METRICS).read_text()
     assert [read(tmp_path, "home", step) is not None for step in (0, 2, 4)] == [True, True, False]
-    again = reporter(tmp_path)
-    again.validation(0, 0, "home", nothing, documents(1.0))
+    again = Metrics(config(tmp_path), 0, 10, active=True)
+    again.validation(0, 0, "home", nothing, alike(1.0))
     again.close()
     assert [(r["step"], r["set"]) for r in read_metrics(tmp_path)] == [(0, "home")]
     assert read(tmp_path, "home", 2) is None
@@ -149,7 +153,7 @@ def test_pauses_and_what_the_console_hears(tmp_path: Path) -> None:
     )
     run_steps(metrics, clock, range(1, 31), pause_after=25)
     for step, name, nll in ((0, "validation", 2.0), (30, "validation", 2.5), (30, "home", 2.5)):
-        metrics.validation(step, 10 * step, name, Sums(10.0, 20.0, math.nan, 10, False), documents(nll))
+        metrics.validation(step, 10 * step, name, Sums(10.0, 20.0, math.nan, 10, False), alike(nll))
     metrics.close()
     records = [r for r in read_metrics(tmp_path) if "loss" in r]
     assert [r["tokens_per_s"] for r in records] == [5.0, 5.0, 5.0]
@@ -188,7 +192,7 @@ def test_each_set_has_curves_of_its_own(tmp_path: Path) -> None:
 
     metrics = Metrics(config(tmp_path, report_to="[tensorboard]"), 0, 10, active=True)
     for name in ("validation", "home"):
-        metrics.validation(0, 0, name, Sums(10.0, 20.0, math.nan, 10, False), documents(2.0))
+        metrics.validation(0, 0, name, Sums(10.0, 20.0, math.nan, 10, False), alike(2.0))
     metrics.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
@@ -204,6 +208,133 @@ def test_a_window_of_steps_is_profiled(tmp_path: Path) -> None:
         metrics.step(step, Sums(1.0, 1.0, 1.0, 1, False), 1.0)
     metrics.close()
     assert json.loads((tmp_path / PROFILE).read_text())["traceEvents"]
+
+
+ROWS = [["shard-00000", 3]]
+
+
+def sums(nll: float, applied: bool = True) -> Sums:
+    return Sums(loss=nll * 10, nll=nll * 10, demd=1.0, tokens=10, stop=False, applied=applied)
+
+
+def guard(run_dir: Path, **train: Any) -> Guard:
+    return Guard(run_dir, TrainConfig(max_steps=1, **train), writes=True)
+
+
+@pytest.mark.parametrize("bad", [sums(math.nan), sums(2.0, applied=False), sums(2.0)._replace(loss=math.nan)])
+def test_only_bad_steps_in_a_row_end_the_run(tmp_path: Path, bad: Sums) -> None:
+    watch, good = guard(tmp_path, max_skipped=3), sums(1.0)
+    warned = [watch.observe(step, this, lambda: ROWS) for step, this in enumerate([bad, bad, good, bad, bad])]
+    assert [line is not None for line in warned] == [True, True, False, True, True]
+    with refused("not-finite"):
+        watch.observe(6, bad, lambda: ROWS)
+    records = [json.loads(line) for line in (tmp_path / BAD_BATCHES).read_text().splitlines()]
+    assert [(r["step"], r["rows"]) for r in records] == [(step, ROWS) for step in (0, 1, 3, 4, 6)]
+
+
+@pytest.mark.parametrize("jump", [sums(9.0), sums(2.0)._replace(loss=100.0)])
+def test_a_spike_is_noted_or_ends_the_run(tmp_path: Path, jump: Sums) -> None:
+    """Also one of the loss alone, as where transport costs are at fault."""
+    for stops in (False, True):
+        watch = guard(tmp_path, spike_factor=3, spike_stops=stops)
+        for step in range(20):
+            assert watch.observe(step, sums(2.0 + step % 2), lambda: ROWS) is None
+        if stops:
+            with refused("spike"):
+                watch.observe(20, jump, lambda: ROWS)
+        else:
+            assert watch.observe(20, jump, lambda: ROWS) is not None
+
+
+def test_a_resumed_run_judges_as_an_undisturbed_one(tmp_path: Path) -> None:
+    """Nothing that is measured over several steps depends on where a run was interrupted."""
+    first = guard(tmp_path, spike_factor=3, max_skipped=3)
+    for step in range(20):
+        first.observe(step, sums(2.0 + step % 2), lambda: ROWS)
+    first.observe(20, sums(math.nan), lambda: ROWS)
+    state = json.loads(json.dumps(first.state(), allow_nan=False))
+    second = Guard(tmp_path, first.train, writes=True, state=state)
+    assert "2 in a row" in (second.observe(21, sums(math.nan), lambda: ROWS) or "")
+    third = Guard(tmp_path, first.train, writes=True, state=state)
+    assert third.observe(21, sums(9.0), lambda: ROWS) is not None
+
+
+TRUTH = 0.05
+
+
+def sampled(rng: np.random.Generator, n: int, spread: float) -> tuple[Documents, Documents]:
+    """Documents of uneven lengths, each with a shift of its own around TRUTH per token."""
+    tokens = np.maximum(1, rng.lognormal(4, spread, n)).astype(int)
+    shift = tokens * rng.normal(TRUTH, 0.3, n) + np.sqrt(tokens) * rng.normal(0, 0.5, n)
+    before = tokens * rng.normal(3.0, 0.5, n)
+    return documents(before, tokens), documents(before + shift, tokens)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100), st.integers(1, 99)), min_size=FEWEST, max_size=9)
+)
+@settings(max_examples=50)
+def test_the_way_back_is_the_opposite_and_no_change_is_none(rows: list[tuple[float, float, int]]) -> None:
+    first, second, tokens = (np.array(column) for column in zip(*rows, strict=True))
+    before, after = documents(first, tokens), documents(second, tokens)
+    forward, back = change(before, after), change(after, before)
+    assert forward is not None and back is not None
+    assert forward.value == pytest.approx((second.sum() - first.sum()) / tokens.sum(), abs=1e-9)
+    assert (back.value, back.low, back.high) == pytest.approx((-forward.value, -forward.high, -forward.low))
+    assert forward.direction == -back.direction
+    assert change(before, before) == Change(0.0, 0.0, 0.0, len(rows))
+
+
+@pytest.mark.parametrize("spread", [0.3, 1.0])
+def test_the_interval_is_a_naive_bootstrap_s(spread: float) -> None:
+    """Documents drawn again and again with replacement: what the formula stands for."""
+    rng = np.random.default_rng(1)
+    before, after = sampled(rng, 400, spread)
+    result = change(before, after)
+    assert result is not None
+    drawn = rng.integers(400, size=(4000, 400))
+    ratios = (after.nll - before.nll)[drawn].sum(1) / before.tokens[drawn].sum(1)
+    low, high = np.quantile(ratios, [0.025, 0.975])
+    assert (result.low, result.high) == pytest.approx((low, high), abs=0.1 * (high - low))
+
+
+@pytest.mark.parametrize(("n", "block"), [(6, 64), (30, 2048)])
+def test_the_interval_covers_the_truth_where_documents_span_rows(n: int, block: int) -> None:
+    """Documents are sampled, and packed into rows as data are prepared."""
+    rng = np.random.default_rng(block)
+    covered = naive = 0
+    for _ in range(400):
+        lengths = rng.integers(200, 1200, n)
+        ids, sources = np.zeros(lengths.sum(), np.uint16), np.arange(n, dtype=np.uint64)
+        rows = BlockPacker(block).add(ids, lengths, sources)
+        tokens = rows.segments - 1
+        shift = rng.normal(TRUTH, 0.2, n)[rows.sources] * tokens + rng.normal(0, np.sqrt(tokens))
+        nlls = 3.0 * tokens, 3.0 * tokens + shift
+        result = change(*(by_document("set", rows.sources, nll, tokens) for nll in nlls))
+        alone = change(*(documents(nll[tokens > 0], tokens[tokens > 0]) for nll in nlls))
+        assert result is not None and alone is not None and result.value == pytest.approx(alone.value)
+        assert result.documents <= n < alone.documents
+        covered += result.low <= TRUTH <= result.high
+        naive += alone.low <= TRUTH <= alone.high
+    assert 0.92 <= covered / 400 <= 0.98
+    assert block > 1000 or naive / 400 < 0.7, "rows are not independent, or this would test nothing"
+
+
+def test_what_has_no_interval_or_no_pairs() -> None:
+    for n in range(1, FEWEST):
+        few = change(documents([2.0] * n, [2] * n), documents([3.0] * n, [2] * n))
+        assert few is not None and few.value == 0.5 and math.isnan(few.low) and few.direction == 0
+        assert few.interval == ""
+    full = documents([2.0] * 9, [5] * 9)
+    assert change(full, full._replace(fingerprint="other")) is None, "also with as many tokens"
+    assert change(documents([2.0, 1.0], [2, 2]), documents([2.0, 1.0], [2, 3])) is None
+    assert change(documents([2.0], [2]), documents([2.0, 1.0], [2, 2])) is None
+    assert change(documents([], []), documents([], [])) is None
+    infinite = documents([np.inf, 1.0], [2, 2])
+    result = change(infinite, infinite)
+    assert result is not None and math.isnan(result.value) and result.direction == 0
+    assert str(Change(0.02, 0.01, 0.03, 5)) == "+0.0200 [+0.0100, +0.0300]"
+    assert [Change(v, v - 1, v + 1, 5).direction for v in (-2.0, 0.5, 2.0)] == [-1, 0, 1]
 
 
 def test_wandb_gets_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,3 +355,21 @@ def test_wandb_gets_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert ids[0] != ids[1] and ids[0] == ids[2]
     written = next(iter((tmp_path / "b" / "run").glob("wandb/offline-run-*/*.wandb")))
     assert b"train/nll" in written.read_bytes()
+
+
+def test_measurements_are_written_and_dropped_by_step(tmp_path: Path) -> None:
+    for step in (0, 100, 1_000_000):
+        write(tmp_path, "home", step, documents([1.5 + step, 2.0], [3, 4]))
+        stored = read(tmp_path, "home", step)
+        assert stored is not None and stored.nll.tolist() == [1.5 + step, 2.0]
+        assert (stored.fingerprint, stored.tokens.tolist()) == ("set", [3, 4])
+    folder = tmp_path / VALIDATION / "home"
+    (folder / "step-notes.npz").write_bytes(b"")
+    drop(tmp_path, 100)
+    names = ["step-000000.npz", "step-000100.npz", "step-notes.npz"]
+    assert sorted(path.name for path in folder.iterdir()) == names
+    whole = (folder / names[0]).read_bytes()
+    for damaged in (b"", whole[:-4], whole.replace(b"documents", b"somethin_")):
+        (folder / names[0]).write_bytes(damaged)
+        assert read(tmp_path, "home", 0) is None
+    assert read(tmp_path, "home", 1_000_000) is None

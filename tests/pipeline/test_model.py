@@ -1,8 +1,9 @@
-"""What is loaded is what was saved, what does not fit is refused, attention, adapters."""
+"""What is loaded is what was saved, what does not fit is refused; attention, adapters, and their export."""
 
 from __future__ import annotations
 
 import functools
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -13,14 +14,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
-from emo.common.errors import UserError
+from emo.common.errors import FailureError, UserError
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
-from emo.pipeline.config import ModelConfig, RunConfig
+from emo.pipeline import export
+from emo.pipeline.config import ModelConfig, RunConfig, load_config
+from emo.pipeline.export import exported_tensors, write_shards
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective
 from emo.pipeline.model import Losses, add_lora, check_fits, check_model, load_pretrained, measuring
+from emo.pipeline.planning.checks import rehearse
 from emo.pipeline.planning.host import usable_attention
+from tests.conftest import REPO
 from tests.helpers.families import family
 
 
@@ -196,3 +201,70 @@ def test_attention_that_is_told_of_documents_in_vain_gives_way() -> None:
         else:
             with pytest.raises(UserError, match="=varlen"):
                 check_model(engine, config, shards)  # type: ignore[arg-type]
+
+
+def adapted_model(name: str, **lora: Any) -> tuple[nn.Module, RunConfig]:
+    """A small model, with adapters whose values are not zero if `lora` is given, and its recipe."""
+    overrides = [f"model.lora.{k}={v}" for k, v in lora.items()]
+    config = load_config(REPO / "launch/recipes/quickstart-pretrain.yaml", overrides)
+    torch.manual_seed(0)
+    plain = family(name).eval()
+    if not lora:
+        return plain, config
+    chosen = ModelConfig(architecture={"model_type": name}, lora=config.model.lora)
+    adapted = add_lora(plain, chosen, 0).eval()
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                parameter.normal_(std=0.3)
+    return adapted, config
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize("targets", ["all-linear", "embedding"])
+def test_merged_tensors_give_the_adapted_model(name: str, targets: str) -> None:
+    """GPT-2's Conv1D stores [in, out]; embeddings carry adapters of another shape."""
+    if targets == "embedding":
+        targets = {"llama": "[embed_tokens]", "gpt2": "[wte]", "opt": "[embed_tokens]"}[name]
+    adapted, config = adapted_model(name, r=4, alpha=16, targets=targets)
+    if targets != "all-linear" and adapted.get_base_model().config.tie_word_embeddings:  # type: ignore[operator]
+        with pytest.raises(UserError, match=r"model.lora.targets: .* and lm_head.weight are one tensor"):
+            rehearse(adapted, config)
+        return
+    rehearse(adapted, config)
+    merged = {t.name: t.merged(*(p.detach() for p in t.parts)) for t in exported_tensors(adapted)}
+    assert any(t.adapters for t in exported_tensors(adapted))
+    plain, _ = adapted_model(name)
+    plain.load_state_dict(merged, strict=False)
+    ids = torch.arange(16)[None]
+    with torch.no_grad():
+        result, expected = plain(input_ids=ids).logits, adapted(input_ids=ids).logits
+    assert torch.allclose(result, expected, atol=1e-4)
+
+
+def test_a_full_disk_leaves_the_gathers_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other ranks must still find rank 0 in them: the error is returned, and tensors can be drained."""
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export, "save_file", full)
+    monkeypatch.setattr(export, "SHARD_BYTES", 100)
+    plain, config = adapted_model("llama")
+    copied = export.Copied(plain, torch.zeros(1), torch.zeros(1), (t for t in tensors(5)))  # type: ignore[arg-type]
+    error = export.write_export(copied, config, tmp_path / "x", {}, export.check)
+    assert isinstance(error, FailureError) and not (tmp_path / "x").exists()
+    assert len(list(copied.tensors)) == 3  # two were taken when the first shard was full
+
+
+def tensors(count: int) -> list[tuple[str, torch.Tensor]]:
+    return [(f"t{i}", torch.zeros(20)) for i in range(count)]
+
+
+def test_shards_are_named_and_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "SHARD_BYTES", 100)
+    write_shards(tmp_path / "x", tensors(3))
+    index = json.loads((tmp_path / "x/model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {f"t{i}": f"model-0000{i + 1}-of-00003.safetensors" for i in range(3)}
+    assert index["metadata"] == {"total_size": 240}
+    assert all((tmp_path / "x" / file).is_file() for file in index["weight_map"].values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from emo.pipeline.report.page import document
 from emo.pipeline.report.runs import KILLED, read_runs, regressions
 from emo.pipeline.report.validation import Documents, write
 from tests.helpers.html import Page
+from tests.helpers.refusals import refused
 
-ATTACK = '<script>alert("x")</script>'
 TOKENS = np.full(50, 100)
 
 
@@ -31,16 +30,13 @@ def train_record(step: int, **changes: Any) -> dict[str, Any]:
     return {"step": step, "tokens": 1000 * step, "loss": 5 - step / 20, "tokens_per_s": 500.0} | changes
 
 
-def make_run(directory: Path, steps: int = 40, more: dict[str, float] | None = None, **facts: Any) -> Path:
-    """A run directory as the trainer leaves it after `steps`; more: in its records; facts: of its launch."""
+def make_run(directory: Path, steps: int = 40, **facts: Any) -> Path:
+    """A run directory as the trainer leaves it after `steps`; facts: of its launch."""
     directory.mkdir(parents=True)
     config = {"model": {"path": "some/model"}, "objective": {"name": "emo"}, "train": {"learning_rate": 1e-3}}
     (directory / run_dir.CONFIG).write_text(yaml.safe_dump(config))
     for step in range(10, steps + 1, 10):
-        append(directory / run_dir.METRICS, train_record(step, **(more or {})))
-        if more:
-            record = {"step": step, "tokens": 1000 * step, "set": "validation", "validation_nll": 2.5}
-            append(directory / run_dir.METRICS, record)
+        append(directory / run_dir.METRICS, train_record(step))
     begin = {"event": "begin", "time": 1.7e9, "step": 0, "steps": 100, "ranks": 2, "hosts": 1}
     begin |= {"device": "CPU", "batch": 8, "block": 256, "planned": None}
     append(directory / run_dir.LAUNCHES, begin | facts)
@@ -70,32 +66,9 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
     return plain, replay
 
 
-def shown(*paths: Path, over: str = "step") -> tuple[str, Page]:
-    text = document(read_runs(paths), over, paths[0]).html()
+def shown(*paths: Path) -> tuple[str, Page]:
+    text = document(read_runs(paths), "step", paths[0]).html()
     return text, Page(text)
-
-
-def test_a_run_is_one_page(tmp_path: Path) -> None:
-    more = {"lr": 1e-3, "nll": 2.0, "demd": 0.5, "grad_norm": 1.0, "skipped": 0}
-    text, page = shown(make_run(tmp_path / "run", more=more))
-    (row,) = page.table("Run", "State")
-    assert (row["Steps"], row["Objective"], row["From"]) == ("40 of 100", "emo", "some/model")
-    assert (row["Loss"], row["Held-out loss"], row["State"]) == ("2", "2.5", KILLED)
-    assert row["Time"] == "1 min"  # 40 steps of 2 s are 80 s
-    for title in ("NLL", "DEMD", "objective minimises", "Learning rate", "Supervised tokens per second"):
-        assert title in text
-    for title in ("MFU)", "Skipped steps", "Held-out loss on"):
-        assert title not in text, "nothing is drawn that no record has, and one set is drawn over training"
-
-
-def test_thirty_runs_share_the_figures(tmp_path: Path) -> None:
-    """Of many the first and the best are in colour, and the others are named."""
-    paths = [make_run(tmp_path / str(i) / "run", 20, {"nll": 3 - i / 100}) for i in range(30)]
-    text, page = shown(*paths, over="tokens")
-    assert {row["Run"] for row in page.table("Run", "State")} == {f"{i}/run" for i in range(30)}
-    assert "training tokens" in text and "training steps" not in text
-    legend = re.findall(r"</span>([^<]*)</li>", text[: text.index("<nav")])
-    assert legend[0] == "0/run" and len(legend) == 8 and "In grey: " in text
 
 
 def test_states_and_launches(tmp_path: Path) -> None:
@@ -134,25 +107,6 @@ def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
         "30.0% planned 50.0%, ratio 0.60",
         "70.0 planned 60.0, ratio 1.17",
     ]
-
-
-def test_texts_domains_mixtures_and_bad_steps(tmp_path: Path) -> None:
-    """The last sample is first; names and texts of data are shown as they are."""
-    run, plain = make_run(tmp_path / "mixed", steps=0), make_run(tmp_path / "plain")
-    for step in (0, 10, 20):
-        append(run / run_dir.SAMPLES, {"step": step, "prompt": "The cat", "text": f" said {step} {ATTACK}"})
-        parts = {name: {"tokens": step, "nll": 3.0, "loss": 2.0} for name in ("home", "abroad <b>")}
-        append(run / run_dir.METRICS, train_record(step, domains=parts))
-    mixtures = [{"step": 0, "mixture": None}, {"step": 10, "mixture": "0.3 home + 0.7 abroad"}]
-    append(run / run_dir.LAUNCHES, {"event": "begin", "time": 1.7e9, "step": 10, "mixtures": mixtures})
-    append(run / run_dir.BAD_BATCHES, {"step": 7, "reason": ATTACK, "nll": "nan", "rows": []})
-    text, page = shown(run, plain)
-    positions = [text.index(f" said {step} &lt;script") for step in (20, 0, 10)]
-    assert positions == sorted(positions) and "2 earlier" in text and ATTACK not in text
-    assert "Loss on domain home" in text and "Loss on domain abroad &lt;b&gt;" in text
-    rows = [list(row.values())[1:] for row in page.table("Run", "Mixture")]
-    assert rows == [["none: all rows alike", "0"], ["0.3 home + 0.7 abroad", "10"]]
-    assert page.table("Run", "Step") == [{"Run": "mixed", "Step": "7", "What": ATTACK, "Loss": "nan"}]
 
 
 def test_what_is_missing_or_damaged_is_a_remark(tmp_path: Path) -> None:
@@ -212,9 +166,8 @@ def test_what_cannot_be_paired_says_so(tmp_path: Path) -> None:
         "lost": "not comparable", "late": "not measured at step 0", "short": "too few documents",
     }  # fmt: skip
     assert "without an interval" in page.answer
-    with pytest.raises(UserError) as error:
+    with refused("no-verdict"):
         regressions(read_runs([run]), ["short"])
-    assert error.value.code == "no-verdict"
 
 
 def test_a_lost_set_is_a_regression(runs: tuple[Path, Path], tmp_path: Path) -> None:

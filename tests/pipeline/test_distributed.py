@@ -1,4 +1,4 @@
-"""Real 2-rank ZeRO-3 runs: resume is exact on any ranks, stop requests are honoured, the export reloads."""
+"""Real runs: preflight, exact resume on any ranks, stop requests, domains, adapters, exports."""
 
 from __future__ import annotations
 
@@ -20,9 +20,13 @@ from emo.common.labels import IGNORE
 from emo.data_prep.config import split_of
 from emo.data_prep.shards import TokenDataset
 from emo.data_prep.tokenizer import load_tokenizer
+from emo.pipeline.config import MixtureConfig
+from emo.pipeline.order import Holding, MixedOrder
 from emo.pipeline.report.validation import change, read
 from emo.pipeline.run_dir import (
     BAD_BATCHES,
+    CONFIG,
+    EXPORT,
     LAUNCHES,
     LOG,
     SAMPLES,
@@ -31,6 +35,7 @@ from emo.pipeline.run_dir import (
     problem,
     read_metrics,
     read_records,
+    step_directory,
 )
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
@@ -169,14 +174,6 @@ def test_another_number_of_ranks_resumes_with_the_same_losses(undisturbed: Path,
         assert result == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_mistake_ends_with_one_line(recipe: Path) -> None:
-    run_dir = recipe.parent / "refused"
-    done = launching.run_alone(str(recipe), f"output_dir={run_dir}", "model.architecture.vocab_size=100")
-    assert done.returncode == ExitCode.MISTAKE and "Traceback" not in done.stdout, done.stdout
-    assert sum(line.startswith("error: ") for line in done.stdout.splitlines()) == 1, done.stdout
-    assert not (run_dir / "config.yaml").exists()
-
-
 # An objective whose loss is not finite although its gradient is, for tokens as a new model predicts them.
 LOST = """
 import torch
@@ -221,3 +218,101 @@ def test_adapters_reach_their_export_and_stay_with_their_base(recipe: Path, tmp_
     (tmp_path / "right").rename(base / "model.safetensors")
     again = launching.run_alone(*options)
     assert again.returncode == 0 and "resumed from" in again.stdout, again.stdout
+
+
+SHARES = {"home": {"from": 0.2, "to": 0.5, "steps": 4}, "abroad": 0.5}
+LATER = {"home": 0.1, "abroad": 0.9}
+
+
+@pytest.fixture(scope="module")
+def mixed_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sources = [{"embedded": f"world-{name}", "limit": 400, "domain": name} for name in ("home", "abroad")]
+    directory = tmp_path_factory.mktemp("domains")
+    return launching.tiny_recipe(
+        directory,
+        data={"sources": sources},
+        mixture={"shares": SHARES},
+        logging_steps=2,
+        save_steps=3,
+        save_total_limit=5,
+    )
+
+
+@pytest.fixture(scope="module")
+def mixed(mixed_recipe: Path) -> Path:
+    """The run directory of a finished run on two ranks, in several passes each."""
+    run_dir = mixed_recipe.parent / "mixed"
+    done = launching.run_ranks(2, str(mixed_recipe), f"output_dir={run_dir}")
+    assert done.returncode == 0, done.stdout
+    assert "domain home: 28.6% to 50.0% of tokens" in done.stdout
+    return run_dir
+
+
+def rows_of(mixed_recipe: Path, history: list[Holding], steps: range) -> tuple[np.ndarray, np.ndarray]:
+    """Domain and supervised tokens of the rows that these steps take."""
+    data = TokenDataset(mixed_recipe.parent / "data" / "train")
+    order = MixedOrder(data.domain, data.valid, data.domains, 8, 42, history)
+    rows = np.concatenate([order.step_rows(step) for step in steps])
+    return data.domain[rows], data.valid[rows]
+
+
+def first_mixture() -> Holding:
+    return Holding(0, MixtureConfig.model_validate({"shares": SHARES}))
+
+
+def trained(run_dir: Path) -> list[dict]:
+    return [record for record in read_metrics(run_dir) if "lr" in record]
+
+
+def test_the_parts_are_the_whole(mixed_recipe: Path, mixed: Path) -> None:
+    """Tokens are those of the order; losses and NLLs of the domains add up to those of the step."""
+    before = dict.fromkeys(("home", "abroad"), 0)
+    for index, record in enumerate(trained(mixed)):
+        domain, tokens = rows_of(mixed_recipe, [first_mixture()], range(2 * index + 2))
+        parts = record["domains"]
+        assert [parts[name]["tokens"] for name in before] == [tokens[domain == d].sum() for d in (0, 1)]
+        counts = {name: part["tokens"] - before[name] for name, part in parts.items()}
+        for key in ("nll", "loss"):
+            whole = sum(counts[name] * part[key] for name, part in parts.items()) / sum(counts.values())
+            assert whole == pytest.approx(record[key], rel=1e-5)
+        before = {name: part["tokens"] for name, part in parts.items()}
+
+
+def test_a_mixture_changes_at_a_resume(mixed_recipe: Path, mixed: Path) -> None:
+    """From the checkpoint of step 3: by its key alone, recorded, and without a row that comes early."""
+    run_dir = mixed_recipe.parent / "changed"
+    shutil.copytree(mixed, run_dir)
+    shutil.rmtree(run_dir / EXPORT)
+    for step in (6, 8):
+        shutil.rmtree(step_directory(run_dir, step))
+    arguments = (str(mixed_recipe), f"output_dir={run_dir}", f"train.mixture={json.dumps({'shares': LATER})}")
+    done = launching.run_ranks(2, *arguments, "train.mixture_from=3")
+    assert done.returncode == 0, done.stdout
+    history = [first_mixture(), Holding(3, MixtureConfig.model_validate({"shares": LATER}))]
+    domain, tokens = rows_of(mixed_recipe, history, range(8))
+    last = trained(run_dir)[-1]["domains"]
+    assert [last[name]["tokens"] for name in ("home", "abroad")] == [
+        tokens[domain == d].sum() for d in (0, 1)
+    ]
+    assert last != trained(mixed)[-1]["domains"]
+    assert trained(run_dir)[0] == trained(mixed)[0]
+    written = yaml.safe_load((run_dir / CONFIG).read_text())["mixtures"]
+    assert [entry["step"] for entry in written] == [0, 3] and written[1]["mixture"]["shares"] == LATER
+    begun = [line for line in read_records(run_dir / LAUNCHES)[0] if line["event"] == "begin"]
+    assert begun[-1]["mixtures"][1] == {"step": 3, "mixture": "0.1 home + 0.9 abroad, by tokens"}
+
+
+def test_preflight_of_fit_and_unfit_hosts(recipe: Path, tmp_path: Path) -> None:
+    """Two ranks; then one without data, and a run directory that cannot be: each with what to do."""
+    command = [f"{launching.BIN}/python", "-m", "emo", "preflight", str(recipe)]
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "COLUMNS": "200", "MASTER_ADDR": "127.0.0.1"}
+    group["MASTER_PORT"] = str(launching.free_port())
+    ranks = [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+    done = launching.run_forked([*command, f"output_dir={tmp_path / 'run'}"], ranks)
+    assert done.returncode == 0 and "all-reduce" in done.stdout, done.stdout
+    assert not (tmp_path / "run").exists()  # nothing stays behind
+    (tmp_path / "file").write_text("")
+    wrong = [f"output_dir={tmp_path / 'file' / 'run'}", f"data.dir={tmp_path / 'none'}"]
+    done = launching.run_forked([*command, *wrong], [{"COLUMNS": "200"}])
+    assert done.returncode == 1, done.stdout
+    assert all(cure in done.stdout for cure in ("emo prepare", "set output_dir to where you may write"))
