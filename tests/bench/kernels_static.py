@@ -268,7 +268,7 @@ def chunk_notes(report: common.Report) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The report; 1 when a target is missed."""
-    given = common.parser(__doc__.splitlines()[0]).parse_args(arguments)
+    given = common.parser(__doc__).parse_args(arguments)
     report = common.Report("kernels_static")
     measure(report, given.quick)
     chunk_notes(report)

@@ -146,14 +146,6 @@ def corpus(root: Path, **data: Any) -> DataConfig:
     return data_config(root, **(common | data))
 
 
-def run_at_once(config: DataConfig, count: int) -> None:
-    jobs = [threading.Thread(target=run, args=(config, (i, count))) for i in range(count)]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join()
-
-
 def test_bytes_do_not_depend_on_units_or_on_jobs_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,7 +167,11 @@ def test_bytes_do_not_depend_on_units_or_on_jobs_at_once(
         scan_unit(directory, unit, *others)
 
     monkeypatch.setattr(planning, "scan_unit", noted)
-    run_at_once(config, 3)
+    jobs = [threading.Thread(target=run, args=(config, (i, 3))) for i in range(3)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
     assert sorted(scanned) == list(range(len(scanned))) and len(scanned) > 8, "each unit once"
     shards = {name: data for name, data in file_bytes(whole.dir).items() if "plan" not in name}
     assert {name: data for name, data in file_bytes(config.dir).items() if "plan" not in name} == shards
