@@ -225,10 +225,7 @@ def measure(report: common.Report, quick: bool) -> None:
 
 
 def _add_rows(
-    report: common.Report,
-    case: tuple[int, str, str, int, float],
-    found: list[Launch],
-    known: dict[str, Code],
+    report: common.Report, case: tuple[int, str, str, int, float], found: list[Launch], known: dict[str, Code]
 ) -> tuple[float, int, int]:
     """Rows of one case; its bytes beside the least, spilled bytes, and narrow loads and stores."""
     V, logits, what, capability, share = case

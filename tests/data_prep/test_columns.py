@@ -91,28 +91,15 @@ def test_columns_of_a_recipe_give_the_data_of_known_names(tmp_path: Path) -> Non
     assert own.sources[0]["columns_not_read"] == ["n"]
 
 
-def test_messages_may_have_keys_of_their_own() -> None:
-    names = {"messages": "dialog", "role": "who", "content": "said"}
-    assert read({"dialog": TALK}, **names) == talked(("q", "a"))
-    assert spoken(read({"dialog": TALK}, chat=True, **names)) == [("user", "q"), ("assistant", "a")]
-    # a prompt that is named wins over messages that are there as well
-    assert read({**QUESTION, "messages": TALK}, instruction="ask", output="reply") == talked(("q", "a"))
-
-
 def test_what_is_proposed_is_read() -> None:
-    """Never an answer that was rejected."""
+    """Never an answer that was rejected; what is named wins over messages that are there as well."""
     for row in (QUESTION, {"dialog": TALK}, {"frage": "q", "antwort": "a"}, {"a": "q", "b": "a"}):
         assert read(row, **guess(row, "instruct")) == talked(("q", "a"))
-    for row in (
-        {"prompt": "q", "chosen": "a", "rejected": "a much longer answer"},
-        {"question": "q", "incorrect_answers": "b", "chosen": "a"},
-    ):
-        assert guess(row, "instruct")["output"] == "chosen"
-    for row in (
-        {"instruction": "q", "output_1": "a", "output_2": "b", "preference": 2},
-        {"prompt": "q", "response_a": "a", "response_b": "b", "winner": "b"},
-    ):
-        assert guess(row, "instruct") == {}
+    assert read({**QUESTION, "messages": TALK}, instruction="ask", output="reply") == talked(("q", "a"))
+    names = guess({"dialog": TALK}, "instruct")
+    assert spoken(read({"dialog": TALK}, chat=True, **names)) == [("user", "q"), ("assistant", "a")]
+    assert guess({"prompt": "q", "chosen": "a", "rejected": "longer"}, "instruct")["output"] == "chosen"
+    assert guess({"prompt": "q", "response_a": "a", "response_b": "b", "winner": "b"}, "instruct") == {}
 
 
 def parts(*texts: str) -> list[dict[str, str]]:

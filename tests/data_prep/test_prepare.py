@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import os
 import random
 import signal
@@ -17,7 +15,6 @@ import psutil
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import zstandard
 
 from emo.common.errors import UserError
 from emo.common.files import DiskFullError
@@ -98,33 +95,6 @@ def test_finish_needs_all_shards_and_comes_once(tmp_path: Path) -> None:
     assert manifest.stat().st_ino == inode
 
 
-def test_every_file_form_gives_the_same_tokens(tmp_path: Path) -> None:
-    made = texts(300)
-    rows = [{"id": i, "text": text} for i, text in enumerate(made)]
-    jsonl = write_jsonl(tmp_path / "a.jsonl", rows).read_bytes()
-    half = jsonl.index(b"\n", len(jsonl) // 2) + 1
-    for name, content in {
-        "b.jsonl.gz": gzip.compress(jsonl),
-        "c.jsonl.zst": zstandard.compress(jsonl[:half]) + zstandard.compress(jsonl[half:]),
-        "d.json": json.dumps(rows).encode(),
-        "e.json": json.dumps({"version": 1, "data": rows}, indent=1).encode(),
-        "f.json": jsonl,
-        "h.txt": "\n".join(made).encode(),
-        "i.txt": "\n\n".join(made).encode(),
-    }.items():
-        (tmp_path / name).write_bytes(content)
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "g.parquet", row_group_size=70)
-    for i in range(3):
-        write_jsonl(tmp_path / f"j/{i}.jsonl", rows[i * 100 : i * 100 + 100])
-    names = [*sorted(path.name for path in tmp_path.glob("[a-h].*")), "j/*"]
-    prints = set()
-    for source in [*({"files": name} for name in names), {"files": "i.txt", "format": "paragraphs"}]:
-        config = prepared(tmp_path, dir=str(tmp_path / f"out{source['files'][0]}"), sources=[source])
-        assert rows_of(config) == made
-        prints.add(train_set(config).fingerprint)
-    assert len(prints) == 1
-
-
 ARTICLES = [f"Title {i} = x" if i == 3 else f"Title {i}" for i in range(40)]
 
 
@@ -155,13 +125,10 @@ def test_wikitext_documents_begin_at_level_one_headings(tmp_path: Path) -> None:
 
 
 def test_quirks_of_data_sets_are_undone(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "one <newline> <newline>two<newline>three"}])
-    write_jsonl(tmp_path / "b.jsonl", [{"text": "Wall St.\\band #39;s"}])
-    config = prepared(
-        tmp_path,
-        sequence_len=4,
-        sources=[{"files": "a.jsonl", "clean": "writingprompts"}, {"files": "b.jsonl", "clean": "ag_news"}],
-    )
+    write_jsonl(tmp_path / "a.jsonl", ["one <newline> <newline>two<newline>three"])
+    write_jsonl(tmp_path / "b.jsonl", ["Wall St.\\band #39;s"])
+    sources = [{"files": "a.jsonl", "clean": "writingprompts"}, {"files": "b.jsonl", "clean": "ag_news"}]
+    config = prepared(tmp_path, sequence_len=4, sources=sources)
     assert rows_of(config) == ["one\n\ntwo\nthree", "Wall St. band's"]
 
 
@@ -182,9 +149,8 @@ def test_weights_mix_sources(tmp_path: Path) -> None:
     first, second = texts(2000, seed=1, sentences=1), texts(500, seed=2, sentences=1)
     write_jsonl(tmp_path / "a.jsonl", first)
     write_jsonl(tmp_path / "b.jsonl", second)
-    config = prepared(
-        tmp_path, sources=[{"files": "a.jsonl", "weight": 0.25}, {"files": "b.jsonl", "weight": 2.5}]
-    )
+    sources = [{"files": "a.jsonl", "weight": 0.25}, {"files": "b.jsonl", "weight": 2.5}]
+    config = prepared(tmp_path, sources=sources)
     times = Counter(rows_of(config))
     few, many = [times[t] for t in first], [times[t] for t in second]
     assert set(few) == {0, 1} and abs(sum(few) - 500) < 70

@@ -264,17 +264,12 @@ def test_a_file_that_changes_as_it_is_read_is_refused(
 
 
 def test_patterns_leave_hidden_files_out(tmp_path: Path) -> None:
-    for name in ("a.txt", ".b.txt", ".ipynb_checkpoints/a-checkpoint.txt", "c/.d/e.txt", "c/f.txt"):
+    for name in ("a.txt", ".b.txt", ".ipynb_checkpoints/a.txt", "c/.d/e.txt", "c/f.txt"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{name}\n", encoding="utf-8")
-    for pattern, found in {
-        "*.txt": ["a.txt"],
-        "**/*.txt": ["a.txt", "c/f.txt"],
-        ".*.txt": [".b.txt"],
-        "c/.d/*.txt": ["c/.d/e.txt"],
-        ".b.txt": [".b.txt"],
-    }.items():
-        assert rows_of(tmp_path, files=pattern) == found
+    found = {"*.txt": ["a.txt"], "**/*.txt": ["a.txt", "c/f.txt"], ".*.txt": [".b.txt"]}
+    found |= {"c/.d/*.txt": ["c/.d/e.txt"], ".b.txt": [".b.txt"]}
+    assert {pattern: rows_of(tmp_path, files=pattern) for pattern in found} == found
 
 
 def test_old_line_ends_are_refused(tmp_path: Path) -> None:
@@ -296,12 +291,9 @@ def test_a_byte_order_mark_is_one_at_the_beginning_alone(tmp_path: Path, form: s
     found = rows_of(tmp_path, files="a.txt", format=form)
     expected = ["\n\n".join(lines)] if form == "document" else lines
     assert [row.rstrip("\n") for row in found] == [expected[0].removeprefix(mark), *expected[1:]]
-    config = data_config(tmp_path, sources=[{"files": "a.txt", "format": form}], shards=1)
-    run(config)  # what is read for a shard is what was scanned
-    row = {"text": "a"}
-    (tmp_path / "b.jsonl").write_text(
-        "".join(mark + json.dumps(row) + "\n" for _ in range(3)), encoding="utf-8"
-    )
+    # what is read for a shard is what was scanned
+    run(data_config(tmp_path, sources=[{"files": "a.txt", "format": form}], shards=1))
+    (tmp_path / "b.jsonl").write_text(f'{mark}{{"text": "a"}}\n' * 3, encoding="utf-8")
     assert rows_of(tmp_path, files="b.jsonl") == ["a", "a", "a"]  # around JSON it is nobody's text
 
 
@@ -368,12 +360,28 @@ def test_rows_are_read_from_saved_data_sets(tmp_path: Path) -> None:
         rows_of(tmp_path, files="two", split="dev")
 
 
-def test_json_on_one_line(tmp_path: Path) -> None:
-    """An object that holds the rows, on one line, longer than a read; one row is still a row."""
-    (tmp_path / "a.json").write_text(json.dumps({"version": "1", "data": [{"text": t} for t in texts(3000)]}))
-    (tmp_path / "b.json").write_text(json.dumps({"text": "a single row"}))
-    assert rows_of(tmp_path, files="a.json") == texts(3000)
-    assert rows_of(tmp_path, files="b.json") == ["a single row"]
+def test_every_file_form_gives_the_same_rows(tmp_path: Path) -> None:
+    made = texts(3000)
+    rows = [{"text": text} for text in made]
+    jsonl = lines(*rows)
+    half = jsonl.index(b"\n", len(jsonl) // 2) + 1
+    for name, content in {
+        "two frames.jsonl.zst": zstandard.compress(jsonl[:half]) + zstandard.compress(jsonl[half:]),
+        "array.json": json.dumps(rows).encode(),
+        "on one line longer than a read.json": json.dumps({"version": 1, "data": rows}).encode(),
+        "over lines.json": json.dumps({"version": 1, "data": rows}, indent=1).encode(),
+        "rows.json": jsonl,
+        "lines.txt": "\n".join(made).encode(),
+    }.items():
+        (tmp_path / name).write_bytes(content)
+        assert rows_of(tmp_path, files=name) == made, name
+    (tmp_path / "a.txt").write_text("\n\n".join(made))
+    assert [row.rstrip() for row in rows_of(tmp_path, files="a.txt", format="paragraphs")] == made
+    put(tmp_path / "some.parquet", made[:7])
+    put(tmp_path / "some.txt", made[7:9])
+    assert rows_of(tmp_path, files="some.*") == made[:9]
+    (tmp_path / "one.json").write_text(json.dumps(rows[0]))
+    assert rows_of(tmp_path, files="one.json") == made[:1]
 
 
 def test_a_tokenizer_that_draws_is_made_to_stop(tmp_path: Path) -> None:
@@ -407,10 +415,8 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if Quiet.broken:
-            self.send_error(503)
-        elif self.path.startswith("/private"):
-            self.send_error(403)
+        if Quiet.broken or self.path.startswith("/private"):
+            self.send_error(503 if Quiet.broken else 403)
         elif Quiet.parts and "Range" in self.headers:
             content = (Path(self.directory) / self.path[1:]).read_bytes()
             first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -125,44 +124,35 @@ def test_training_is_deterministic_and_knows_every_byte(tmp_path: Path) -> None:
     assert len(tokenizer) == 350
 
 
-def test_a_vocabulary_of_the_wrong_size_is_refused_with_the_right_cure(tmp_path: Path) -> None:
+def test_a_vocabulary_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
     many = ["".join(map(chr, range(0x4E00, 0x4E60)))]
     for size, lines, code in ((300, many, "vocabulary-too-small"), (5000, ["ab"], "vocabulary-too-large")):
         with pytest.raises(UserError) as error:
             train_sentencepiece(lines, size, tmp_path / "tokenizer.model")
         assert error.value.code == code
-        least = re.search(r"data\.train_tokenizer=(\d+)", str(error.value))
-        assert (least is not None) == (code == "vocabulary-too-small")
-        if least is not None:
-            train_sentencepiece(lines, int(least[1]), tmp_path / "tokenizer.model")
 
 
 @pytest.mark.parametrize("form", ["tokenizer.model", "tokenizer.json"])
-def test_no_bos_where_the_configuration_says_so(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("begins", [True, False])
+def test_no_bos_where_the_configuration_says_so(tmp_path: Path, form: str, begins: bool) -> None:
     """add_bos_token: false, as LLaMA's kind of tokenizer_config.json has it."""
     place = tmp_path / "tokenizer"
     place.mkdir()
-    source = tiny_tokenizer() / ("model" if form == "tokenizer.model" else "") / form
-    (place / form).write_bytes(source.read_bytes())
-    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    rows = [{"text": text} for text in texts(80)]
-    write_jsonl(tmp_path / "a.jsonl", rows)
-    for begins in (True, False):
-        text = json.dumps(config | {"add_bos_token": begins})
-        (place / "tokenizer_config.json").write_text(text, encoding="utf-8")
-        made = prepared(tmp_path, tokenizer=str(place), dir=str(tmp_path / str(begins)))
-        data = train_set(made)
-        assert (data.manifest.bos_id is not None) == begins
-        ids = np.concatenate([data.batch(np.array([row]))["input_ids"][0] for row in range(len(data))])
-        assert (1 in ids) == begins
-        own = load_tokenizer(made.dir / "tokenizer")
-        auto = AutoTokenizer.from_pretrained(made.dir / "tokenizer")
-        auto.save_pretrained(tmp_path / "again")
-        for tokenizer in (own, auto, load_tokenizer(place), load_tokenizer(tmp_path / "again")):
-            assert (tokenizer("a b").input_ids[0] == 1) == begins
-            assert tokenizer.bos_token == "<s>"  # a chat_template may write it
-            assert tokenizer_fingerprint(tokenizer) == data.manifest.tokenizer_fingerprint
-        assert not verify(made.dir)[1]
+    shutil.copy(tiny_tokenizer() / ("model" if form == "tokenizer.model" else "") / form, place)
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": begins}
+    (place / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_jsonl(tmp_path / "a.jsonl", texts(80))
+    made = prepared(tmp_path, tokenizer=str(place))
+    data = train_set(made)
+    assert (data.manifest.bos_id is not None) == begins
+    assert (1 in data.batch(np.arange(len(data)))["input_ids"]) == begins
+    auto = AutoTokenizer.from_pretrained(made.dir / "tokenizer")
+    auto.save_pretrained(tmp_path / "again")
+    for tokenizer in (auto, *map(load_tokenizer, (made.dir / "tokenizer", place, tmp_path / "again"))):
+        assert (tokenizer("a b").input_ids[0] == 1) == begins
+        assert tokenizer.bos_token == "<s>"  # a chat_template may write it
+        assert tokenizer_fingerprint(tokenizer) == data.manifest.tokenizer_fingerprint
+    assert not verify(made.dir)[1]
 
 
 # White space of every sort, what Python alone takes for white space, and what tokenizers treat apart.
