@@ -198,7 +198,7 @@ class Setting:
 
     def authors(self) -> Callable[[int], None]:
         """The package shifts labels itself, so it gets one more row and label of padding."""
-        loss = common.import_peer(AUTHORS, "emo").EMOLoss
+        loss = common.import_peer_as("authors_emo", AUTHORS, "emo").EMOLoss
         embedding = self.weight.detach().clone()
 
         def run(i: int) -> None:

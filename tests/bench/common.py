@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -44,12 +45,8 @@ def settle(threads: int = 1) -> None:
 def machine() -> str:
     """The machine in words, without any name of it."""
     known = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-    words = [
-        known[1] if known else platform.machine(),
-        f"{os.cpu_count()} cores",
-        f"torch {torch.__version__}",
-    ]
-    words += [f"{torch.get_num_threads()} thread(s)"]
+    words = [known[1] if known else platform.machine(), f"{os.cpu_count()} cores"]
+    words += [f"torch {torch.__version__}", f"{torch.get_num_threads()} thread(s)"]
     return ", ".join(words + ([torch.cuda.get_device_name()] if torch.cuda.is_available() else []))
 
 
@@ -124,25 +121,35 @@ def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.apply(function, arguments)
 
 
-def import_peer(package: str, module: str) -> Any:
-    """Import `module` of a peer `package` (NAME==VERSION), installed for this process only.
-
-    It is put into a temporary directory behind everything else on the path, without dependencies, so
-    that nothing of the project's environment changes. Raises ImportError with the reason.
-    """
-    with contextlib.suppress(ImportError):
-        return importlib.import_module(module)
+def peer_directory(package: str) -> Path:
+    """Where a peer `package` (NAME==VERSION) is installed for benches alone, without what it depends on."""
     target = Path(tempfile.gettempdir()) / f"bench-peers-{os.getuid()}" / package
     if not target.is_dir():
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target)]
         done = subprocess.run([*command, package], capture_output=True, text=True)
         if done.returncode:
-            reason = done.stderr.strip().splitlines() or ["pip failed"]
-            raise ImportError(f"{package} could not be installed: {reason[-1]}")
-    if str(target) not in sys.path:
-        sys.path.append(str(target))
+            raise ImportError(f"{package} could not be installed: {done.stderr.strip()[-200:]}")
+    return target
+
+
+def import_peer(package: str, module: str) -> Any:
+    """Import `module` of a peer, behind everything else on the path; ImportError with the reason."""
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(module)
+    if (target := str(peer_directory(package))) not in sys.path:
+        sys.path.append(target)
     importlib.invalidate_caches()
     return importlib.import_module(module)
+
+
+def import_peer_as(name: str, package: str, module: str) -> Any:
+    """A peer's top-level `module` under another `name`, where this project has one of its own name."""
+    file = peer_directory(package) / module / "__init__.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 @dataclass
@@ -186,16 +193,17 @@ class Report:
         """Print the table, write runs/bench/NAME.json; 1 when a target falls short, else 0."""
         print(f"\n{machine()}")
         columns = list(dict.fromkeys(key for row in self.rows for key in row))
-        shown = [
-            {key: f"{v:.3f}" if isinstance(v, float) else v for key, v in row.items()} for row in self.rows
-        ]
-        cells = [["" if row.get(c) is None else str(row[c]) for c in columns] for row in shown]
-        widths = [max(len(line[i]) for line in [columns, *cells]) for i in range(len(columns))]
-        for line in [columns, ["-" * width for width in widths], *cells]:
+        lines = [columns]
+        for row in self.rows:
+            cells = (row.get(column) for column in columns)
+            shown = (f"{cell:.3f}" if isinstance(cell, float) else cell for cell in cells)
+            lines.append(["" if cell is None else str(cell) for cell in shown])
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        for line in [columns, ["-" * width for width in widths], *lines[1:]]:
             print("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |")
         print()
         for name, entry in self.ratios.items():
-            sign = {"lower": "<=", "higher": ">="}.get(entry.get("better", ""), "")
+            sign = {"lower": "<=", "higher": ">="}.get(entry.get("better", ""))
             target = f"target {sign} {entry['target']}" if sign else "no target"
             mark = {True: "met", False: "MISSED", None: ""}[entry.get("met")]
             value = "not measured" if entry["value"] is None else f"{entry['value']:.3f}"
@@ -209,9 +217,9 @@ class Report:
         return int(any(entry.get("met") is False for entry in self.ratios.values()))
 
 
-def parser(description: str, rounds: int = 5) -> argparse.ArgumentParser:
-    """Options that all benches have."""
-    result = argparse.ArgumentParser(description=description)
+def parser(description: str | None, rounds: int = 5) -> argparse.ArgumentParser:
+    """Options that all benches have; the description is the first line."""
+    result = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     result.add_argument("--rounds", type=int, default=rounds, help="measured rounds per contestant")
     result.add_argument("--quick", action="store_true", help="small sizes: does it run at all")
     return result

@@ -1,6 +1,6 @@
 """Data preparation beside its peers: tokenising, scaling, reading, packing.
 
-    python -m tests.bench.data [--rounds 5] [--parts tokenise scale read pack real] [--quick]
+    python -m tests.bench.data [--rounds 5] [--parts tokenise scale read pack] [--quick]
 
 Everybody gets the same text and the same tokenizer (LLaMA's where the real data are at hand). Tokenising is
 compared by CPU seconds on one thread; `prepare` there does all of its work: reading, checking, removing
@@ -26,19 +26,17 @@ from typing import Any
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import numpy as np
+import psutil
 import torch
 import yaml
 
-from emo.common.errors import UserError
 from emo.common.recipe import parse_section
 from emo.data_prep.config import DataConfig
 from emo.data_prep.inputs import open_text
 from emo.data_prep.pack import first_fit_decreasing
 from emo.data_prep.prepare import prepare
-from emo.data_prep.shards import TokenDataset
 from emo.data_prep.templates import Conversation, Exchange
 from emo.data_prep.tokenizer import save_tokenizer
-from emo.data_prep.verify import verify
 from emo.data_prep.words import encoder
 from emo.pipeline.config import MixtureConfig
 from emo.pipeline.order import Holding, MixedOrder
@@ -58,21 +56,18 @@ class Bench:
         self.work, self.rounds, self.quick = work, rounds, quick
         self.report = common.Report("data")
         self.tokenizer = work / "tokenizer"
-        real = (DATA / "tokenizers/llama").is_dir()
+        self.real = real = (DATA / "tokenizers/llama").is_dir()
         if not real:
             self.report.note(f"no real data at {DATA} (set SHARED_DATA): made-up text, small tokenizer")
         save_tokenizer(DATA / "tokenizers/llama" if real else tiny_tokenizer(), None, self.tokenizer)
         self.texts = real_texts() if real else made_up(20_000, sentences=40)
         if quick:
             self.texts = self.texts[:60]
-        self.real = real
 
     def folder(self, name: str, copies: int = 1) -> Path:
         """A directory with the text as JSON lines, `copies` times, each copy's rows made different."""
-        place = self.work / name
-        rows = ({"text": f"{t} {i}" if i else t} for i in range(copies) for t in self.texts)
-        write_jsonl(place / "text.jsonl", rows)
-        return place
+        rows = (f"{t} {i}" if i else t for i in range(copies) for t in self.texts)
+        return write_jsonl(self.work / name / "text.jsonl", rows).parent
 
     def config(self, folder: Path, out: Path, **data: Any) -> DataConfig:
         keys = {"dir": str(out), "root": str(folder), "tokenizer": str(self.tokenizer), "sequence_len": BLOCK}
@@ -93,35 +88,25 @@ def real_texts() -> list[str]:
     return pages
 
 
-def quiet(_: str) -> None:
-    """prepare's words are not wanted here."""
-
-
 def tokenise(bench: Bench) -> None:
     """CPU seconds of the whole preparation against the bare tokenizer, run_clm's recipe and datatrove."""
     report, folder, bare = bench.report, bench.folder("text"), encoder(bench.tokenizer)
     tokens = peers.bare_encode_batch(bench.texts, bare)
 
     def fresh(name: str) -> Path:
-        place = bench.work / name
-        shutil.rmtree(place, ignore_errors=True)
-        return place
+        shutil.rmtree(bench.work / name, ignore_errors=True)
+        return bench.work / name
 
     def ours(**data: Any) -> Callable[[int], None]:
-        def run(_: int) -> None:
-            out = fresh("ours")
-            prepare(bench.config(folder, out, **data), (0, 1), 1, False, False, quiet)
+        return lambda _: prepare(bench.config(folder, fresh("ours"), **data), (0, 1), 1, False, False, str)
 
-        return run
-
+    file, tokenizer = folder / "text.jsonl", bench.tokenizer
     contestants: dict[str, Callable[[int], object]] = {
         "bare encode_batch": lambda _: peers.bare_encode_batch(bench.texts, bare),
         "prepare": ours(),
         "prepare, near-duplicates": ours(dedup="near"),
-        "run_clm recipe": lambda _: peers.run_clm(
-            folder / "text.jsonl", bench.tokenizer, BLOCK, fresh("run_clm")
-        ),
-        "datatrove": lambda _: peers.datatrove(folder, bench.tokenizer, "</s>", fresh("datatrove")),
+        "run_clm recipe": lambda _: peers.run_clm(file, tokenizer, BLOCK, fresh("run_clm")),
+        "datatrove": lambda _: peers.datatrove(folder, tokenizer, "</s>", fresh("datatrove")),
     }
     if bench.real:
         contestants["prepare, contamination check"] = ours(contamination=str(DATA / "nlu"))
@@ -134,20 +119,19 @@ def tokenise(bench: Bench) -> None:
     for name, own in times.items():
         report.row(part="tokenise", what=name, tokens_per_cpu_s=round(tokens / statistics.median(own)))
     targets = {"bare encode_batch": 1.6, "run_clm recipe": 2.2, "datatrove": 1.55}
-    for name, target in targets.items():
-        if name in times:
-            value = common.ratio(times, name, "prepare")
-            report.ratio(f"prepare / {name}, tokens/s", value, at_least=target)
-    for name in times.keys() - targets.keys() - {"prepare"}:
-        report.ratio(f"{name} / prepare, CPU time", common.ratio(times, name, "prepare"))
+    for name in (name for name in times if name != "prepare"):
+        value = common.ratio(times, name, "prepare")
+        if name in targets:
+            report.ratio(f"prepare / {name}, tokens/s", value, at_least=targets[name])
+        else:
+            report.ratio(f"{name} / prepare, CPU time", value)
 
 
 def scale(bench: Bench) -> None:
     """Wall seconds with one and with two workers, in turn; the command is the user's."""
     report, folder = bench.report, bench.folder("much", copies=1 if bench.quick else 20)
     out, recipe = bench.work / "scaled", bench.work / "scale.yaml"
-    config = bench.config(folder, out).model_dump(mode="json")
-    recipe.write_text(yaml.safe_dump({"data": config}))
+    recipe.write_text(yaml.safe_dump({"data": bench.config(folder, out).model_dump(mode="json")}))
     times: dict[int, list[float]] = {1: [], 2: []}
     for i in range(bench.rounds):
         for workers in ((1, 2), (2, 1))[i % 2]:
@@ -167,14 +151,12 @@ def scale(bench: Bench) -> None:
 
 def bare_scaling(bench: Bench) -> float:
     """How much more two processes that only tokenise get done than one: what the machine itself allows."""
-    context = multiprocessing.get_context("spawn")
-    texts = bench.texts[: len(bench.texts) // 2]
     walls = []
     for count in (1, 2):
-        with context.Pool(count) as pool:
-            pool.starmap(_bare, [(bench.tokenizer, texts[:5])] * count, chunksize=1)  # imports and loads
-            begin = time.perf_counter()
-            pool.starmap(_bare, [(bench.tokenizer, texts)] * count, chunksize=1)
+        with multiprocessing.get_context("spawn").Pool(count) as pool:
+            for texts in (bench.texts[:5], bench.texts[: len(bench.texts) // 2]):  # first imports and loads
+                begin = time.perf_counter()
+                pool.starmap(_bare, [(bench.tokenizer, texts)] * count, chunksize=1)
             walls.append(time.perf_counter() - begin)
     return 2 * walls[0] / walls[1]
 
@@ -193,21 +175,20 @@ def read(bench: Bench) -> None:
     data = random_dataset(bench.work / "large", rows, BLOCK)
     batch, steps = 16, 20 if bench.quick else 400
     order = np.random.default_rng(0).permutation(rows)
-
-    def pick(start: int) -> None:
-        for step in range(steps):
-            at = (start + step * batch) % (rows - batch)
-            data.batch(order[at : at + batch])
-
     shares = MixtureConfig(shares={"a": 0.4, "b": 0.3, "c": 0.2, "d": 0.1})
     mixed = MixedOrder(np.arange(rows) % 4, data.valid, ("a", "b", "c", "d"), batch, 0, [Holding(0, shares)])
 
-    def pick_mixed(start: int) -> None:
-        for step in range(steps):
-            data.batch(mixed.step_rows(start + step))
+    def pick(i: int) -> None:
+        for step in range(i * steps, (i + 1) * steps):
+            at = step * batch % (rows - batch)
+            data.batch(order[at : at + batch])
+
+    def pick_mixed(i: int) -> None:
+        for step in range((i + 1) * steps, (i + 2) * steps):
+            data.batch(mixed.step_rows(step))
 
     train = training_step_seconds(batch) * steps
-    warm = common.race({"read": lambda i: pick(i * steps * batch)}, bench.rounds)["read"]
+    warm = common.race({"read": pick}, bench.rounds)["read"]
     cold = []
     for i in range(bench.rounds):
         for path in (bench.work / "large").glob("*.arrow"):  # the kernel is asked to forget the files' pages
@@ -215,9 +196,9 @@ def read(bench: Bench) -> None:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         begin = time.perf_counter()
-        pick((i + bench.rounds) * steps * batch)
+        pick(i + bench.rounds)
         cold.append(time.perf_counter() - begin)
-    of_domains = common.race({"read": lambda i: pick_mixed((i + 1) * steps)}, bench.rounds)["read"]
+    of_domains = common.race({"read": pick_mixed}, bench.rounds)["read"]
     for what, ratio, times, target in (
         ("quickstart step, one thread", "", [train], 0),
         ("reader, random rows", "reader", warm, 50),
@@ -228,19 +209,16 @@ def read(bench: Bench) -> None:
         report.row(part="read", what=what, tokens_per_s=round(batch * BLOCK * steps / took))
         if ratio:
             report.ratio(f"{ratio} / training step, tokens/s", train / took, at_least=target)
-
-    def resident_mb() -> float:  # mapped files included
-        pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
-        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-    before = peak = resident_mb()
+    process = psutil.Process()  # its resident memory has mapped files in it
+    before = peak = process.memory_info().rss
     for start in range(0, rows, 64):
         data.batch(order[start : start + 64])
         if start % 6400 == 0:
-            peak = max(peak, resident_mb())
-    size = sum(info.bytes for info in data.manifest.shards) / 2**20
-    report.row(part="read", what=f"an epoch over {size:.0f} MiB of shards", grows_mb=round(peak - before, 1))
-    report.ratio("resident memory over an epoch / size of the shards", (peak - before) / size, at_most=0.25)
+            peak = max(peak, process.memory_info().rss)
+    size, grown = sum(info.bytes for info in data.manifest.shards), peak - before
+    what = f"an epoch over {size >> 20} MiB of shards"
+    report.row(part="read", what=what, grows_mb=round(grown / 2**20, 1))
+    report.ratio("resident memory over an epoch / size of the shards", grown / size, at_most=0.25)
 
 
 def training_step_seconds(batch: int) -> float:
@@ -305,68 +283,19 @@ def instruction_lengths(bench: Bench) -> np.ndarray:
     return made.conversations(dialogues).lengths
 
 
-# Formats that the names and first lines do not show.
-FORMATS = {
-    "lm/tinyshakespeare/input.txt.zst": "document",
-    "lm/wikitext-2-raw-v1/train_head_lossy.txt.zst": "lines",  # its headings are lost
-}
-
-
-def real(bench: Bench) -> None:
-    """Prepare all real sets with near-duplicate removal and the overlap check: a row of the report for each.
-
-    Files that are no such data must say so in one line.
-    """
-    report, place = bench.report, bench.work / "real"
-    if not bench.real:
-        report.note("skipped: real sets, there are none here")
-        return
-    for kind, folder, block in (("text", "lm", 256), ("instruct", "instruct", 512)):
-        for file in sorted(p for p in (DATA / folder).rglob("*") if p.suffix == ".zst"):
-            name = str(file.relative_to(DATA))
-            shutil.rmtree(place, ignore_errors=True)
-            source = {"files": name, "format": FORMATS.get(name, "auto")}
-            source |= {"clean": "writingprompts"} if "writingprompts" in name else {}
-            keys = {"kind": kind, "sequence_len": block, "tokenizer": "tokenizers/llama", "sources": [source]}
-            checks = {"dedup": "near", "contamination": "nlu"}
-            try:
-                prepare(bench.config(DATA, place, **keys, **checks), (0, 1), 1, False, False, quiet)
-            except UserError as error:
-                report.row(set=name, refused=str(error)[:100])
-                continue
-            faults = verify(place)[1]
-            assert not faults, faults
-            report.row(set=name.removesuffix(".zst"), **_cells(place))
-
-
-def _cells(place: Path) -> dict[str, Any]:
-    """What the manifest and the overlap report say."""
-    m = TokenDataset(place / "train").manifest
-    overlap = json.loads((place / "train/contamination.json").read_text())["tasks"]
-    touched = {task: found["overlapping"] for task, found in overlap.items() if found["overlapping"]}
-    rejected, cut, overlapping = (
-        ", ".join(f"{count} {name}" for name, count in counts.items()) or "-"
-        for counts in (m.rejected, m.counts, touched)
-    )
-    cells = {"source_rows": m.sources[0]["rows"], "used": m.documents, "rejected": rejected, "rows": m.rows}
-    cells |= {"tokens": m.tokens, "targets": m.valid_tokens, "waste": f"{m.waste:.2%}", "cut": cut}
-    return cells | {"test_rows_overlapping": overlapping}
-
-
-PARTS = {"tokenise": tokenise, "scale": scale, "read": read, "pack": pack, "real": real}
+PARTS = {"tokenise": tokenise, "scale": scale, "read": read, "pack": pack}
 
 
 def main() -> int:
-    """Run the chosen parts; exit code 1 when a target is missed."""
-    parser = common.parser(__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS)[:-1])
+    parser = common.parser(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
     common.settle()
     with tempfile.TemporaryDirectory() as work:
         bench = Bench(Path(work), args.rounds, args.quick)
         for part in args.parts:
             PARTS[part](bench)
-        return bench.report.finish(rounds=args.rounds, parts=list(args.parts), quick=args.quick)
+        return bench.report.finish(**vars(args))
 
 
 if __name__ == "__main__":

@@ -119,7 +119,6 @@ PARTS = {"sampling": sampling, "likelihoods": likelihoods}
 
 
 def main() -> int:
-    """Both models, all contestants."""
     parser = common.parser(__doc__, rounds=3)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))

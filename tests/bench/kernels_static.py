@@ -225,10 +225,7 @@ def measure(report: common.Report, quick: bool) -> None:
 
 
 def _add_rows(
-    report: common.Report,
-    case: tuple[int, str, str, int, float],
-    found: list[Launch],
-    known: dict[str, Code],
+    report: common.Report, case: tuple[int, str, str, int, float], found: list[Launch], known: dict[str, Code]
 ) -> tuple[float, int, int]:
     """Rows of one case; its bytes beside the least, spilled bytes, and narrow loads and stores."""
     V, logits, what, capability, share = case
@@ -268,7 +265,7 @@ def chunk_notes(report: common.Report) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The report; 1 when a target is missed."""
-    given = common.parser(__doc__.splitlines()[0]).parse_args(arguments)
+    given = common.parser(__doc__).parse_args(arguments)
     report = common.Report("kernels_static")
     measure(report, given.quick)
     chunk_notes(report)

@@ -120,11 +120,6 @@ def race_shape(shape: Shape, report: common.Report, rounds: int, memory: bool) -
         if AUTHORS_EMO in runs:
             least = 8 if llama else None
             report.ratio(f"{shape}: authors' memory / EMO", peaks[AUTHORS_EMO] / emo, at_least=least)
-    if GPU:
-        flops = 3 * 2 * shape.N * shape.V * shape.H
-        for name in (OURS_MLE, OURS_CACHE):
-            rate = flops / common.statistics.median(times[name]) / 1e12
-            report.note(f"{shape}: {name} does {rate:.0f} TFLOP/s of head products")
 
 
 def library(report: common.Report, rounds: int, quick: bool, memory: bool) -> None:
@@ -132,8 +127,9 @@ def library(report: common.Report, rounds: int, quick: bool, memory: bool) -> No
     setting = Setting(shapes(quick)[0])
     names = [f"ours: {name}" for name in OBJECTIVES if name != "demd_dense"]
     names += [f"naive: {name}" for name in NAIVE]
-    times = common.race(library_runs(setting, names), rounds)
-    peaks = {name: common.in_child(library_peak, quick, name) for name in names} if memory else {}
+    cost = functools.cache(setting.cached_cost)
+    times = common.race({name: library_run(setting, name, cost) for name in names}, rounds)
+    peaks = {name: common.in_child(library_peak, setting.shape, name) for name in names} if memory else {}
     add_rows(report, setting.shape, times, "ours: mle", peaks)
     for name in names:
         ours, what, most = "ours: mle", "MLE", None
@@ -148,25 +144,20 @@ def library(report: common.Report, rounds: int, quick: bool, memory: bool) -> No
                 report.ratio(f"{name} memory / {what}", peaks[name] / peaks[ours], at_most=most)
 
 
-def library_runs(setting: Setting, names: list[str]) -> dict[str, Callable[[int], None]]:
-    """What each name (`ours: OBJECTIVE` or `naive: OBJECTIVE`) runs; they share a cost embedding."""
-    runs, stored = {}, torch.full((setting.shape.N,), -2.0, device=DEVICE)
-    cost = functools.cache(setting.cached_cost)
-    for name in names:
-        who, _, objective = name.partition(": ")
-        runs[name] = (
-            setting.from_logits(objective)
-            if who == "naive"
-            else setting.ours(objective, cost() if get_objective(objective).needs_cost else None, stored)
-        )
-    return runs
+def library_run(setting: Setting, name: str, cost: Callable[[], CostEmbedding]) -> Callable[[int], None]:
+    """What a name (`ours: OBJECTIVE` or `naive: OBJECTIVE`) runs."""
+    who, _, objective = name.partition(": ")
+    if who == "naive":
+        return setting.from_logits(objective)
+    stored = torch.full((setting.shape.N,), -2.0, device=DEVICE)
+    return setting.ours(objective, cost() if get_objective(objective).needs_cost else None, stored)
 
 
-def library_peak(quick: bool, name: str) -> float:
+def library_peak(shape: Shape, name: str) -> float:
     """Peak memory of one run of `library` above its inputs; in a child process."""
     common.settle()
-    setting = Setting(shapes(quick)[0])
-    run = library_runs(setting, [name])[name]
+    setting = Setting(shape)
+    run = library_run(setting, name, setting.cached_cost)
     setting.labels(0)
     return common.peak_memory_mb(lambda: run(0))
 
@@ -229,7 +220,7 @@ def whole_step(report: common.Report, rounds: int, quick: bool) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = common.parser(__doc__.splitlines()[0])
+    options = common.parser(__doc__)
     options.add_argument("--parts", nargs="+", default=["time", "memory", "library", "long", "step"])
     options.add_argument("--only", default="", help="shapes whose description contains this")
     given = options.parse_args(arguments)

@@ -27,17 +27,16 @@ from emo.data_prep.prepare import prepare
 from emo.data_prep.planning import Planning, set_up
 what, recipe, job, jobs = sys.argv[1:]
 config = load_data_config(Path(recipe), [])
-quiet = lambda line: None
 if what == "set up":
     config.dir.mkdir()
-    set_up(config, False, quiet)
+    set_up(config, False, str)
 elif what == "scan":
-    planning = Planning(config, quiet)
+    planning = Planning(config, str)
     print("ready", flush=True)
     sys.stdin.readline()
     planning.scan(int(job) / int(jobs), 1)
 else:
-    prepare(config, (0, 1), 1, False, False, quiet)
+    prepare(config, (0, 1), 1, False, False, str)
 status = Path("/proc/self/status").read_text().splitlines()
 peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
 print("done", time.process_time(), peak / 1024, flush=True)
@@ -121,8 +120,7 @@ def scanning(report: common.Report, work: Path, gigabytes: float, rounds: int) -
 
 
 def main() -> int:
-    """Measure; exit code 1 when a target is missed."""
-    parser = common.parser(__doc__.partition("\n")[0] if __doc__ else "", rounds=3)
+    parser = common.parser(__doc__, rounds=3)
     parser.add_argument("--sizes", nargs="+", type=float, default=[0.1, 0.5], metavar="GB", help="of text")
     parser.add_argument("--dedup", nargs="+", choices=("exact", "near"), default=["exact"])
     args = parser.parse_args()

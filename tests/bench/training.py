@@ -36,10 +36,8 @@ from tests.bench import common
 WARM = 10  # steps that do not count
 RANKS = 2
 RECIPE = common.REPO / "launch" / "recipes" / "quickstart-pretrain.yaml"
-CONTESTANTS = (
-    *("ours", "bare", "Trainer", "ours, saving aside", "ours, saving at once"),
-    *("ours, one domain", "ours, four domains"),
-)
+SAVING = ("ours, saving aside", "ours, saving at once")
+CONTESTANTS = ("ours", "bare", "Trainer", *SAVING, "ours, one domain", "ours, four domains")
 DATA = [f"data.dir={common.RESULTS}/training-data", "data.sources=[{embedded: world}]"]
 NAMES = ("a", "b", "c", "d")
 MIXTURE = json.dumps({"shares": dict(zip(NAMES, (0.4, 0.3, 0.2, 0.1), strict=True))})
@@ -79,17 +77,14 @@ class Clock:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             began = time.thread_time()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.host += sign * (time.thread_time() - began)
+            result = function(*args, **kwargs)
+            self.host += sign * (time.thread_time() - began)
+            return result
 
         return run
 
     def result(self) -> dict[str, float]:
-        begin, end = self.marks
-        names = ("cpu", "wall", "host")
-        return {name: after - before for name, before, after in zip(names, begin, end, strict=True)}
+        return {name: b - a for name, a, b in zip(("cpu", "wall", "host"), *self.marks, strict=True)}
 
 
 def worker(who: str, steps: int, directory: Path) -> None:
@@ -209,8 +204,7 @@ def _trainer(config: Any, world: Any, clock: Clock) -> None:
         def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
             clock.tick()
 
-        def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-            clock.tick()
+        on_train_end = on_step_begin
 
     arguments = TrainingArguments(
         output_dir=str(config.output_dir), max_steps=config.train.max_steps, optim="adamw_torch",
@@ -242,12 +236,11 @@ def run(who: str, steps: int) -> Outcome:
         command += ["--steps", str(steps), "--directory", directory]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, cwd=common.REPO, env=environment, capture_output=True, text=True)
-        output, trouble = done.stdout + done.stderr, ""
+        trouble = ""
         if done.returncode:
             # torchrun lists the ranks that failed: "traceback : Signal 6 (SIGABRT) received by PID 12".
-            pattern, lines = re.compile("Error|Signal|terminate called"), output.strip().splitlines()
-            last = ([line for line in lines if pattern.search(line)] or lines or ["no message"])[-1]
-            trouble = f"exit code {done.returncode}: {' '.join(last.split())[:200]}"
+            last = re.findall(".*(?:Error|Signal|terminate called).*", done.stdout + done.stderr)[-1:]
+            trouble = f"exit code {done.returncode}: {' '.join(last)[:200]}"
         try:
             ranks = [json.loads((Path(directory) / f"rank-{r}.json").read_text()) for r in range(RANKS)]
         except (OSError, ValueError):
@@ -259,7 +252,7 @@ def run(who: str, steps: int) -> Outcome:
 
 def main(arguments: list[str] | None = None) -> int:
     """The bench, or with --worker one rank of it."""
-    options = common.parser(__doc__.splitlines()[0], rounds=3)
+    options = common.parser(__doc__, rounds=3)
     options.add_argument("--steps", type=int, default=60)
     options.add_argument("--worker")
     options.add_argument("--directory", type=Path)
@@ -294,13 +287,12 @@ def tabulate(found: dict[str, list[Outcome]], steps: int, held: bool) -> common.
 
     walls = {who: [run.times["wall"] for run in runs if run.times] for who, runs in found.items()}
     for who, runs in found.items():
-        cells: dict[str, Any] = {"contestant": who}
+        cells: dict[str, Any] = {f"{kind}_to_bare": ratio(who, "bare", kind) for kind in ("cpu", "wall")}
         if walls[who]:
-            cpu = statistics.median(run.times["cpu"] for run in runs if run.times)
             wall = statistics.median(walls[who])
-            cells |= {"cpu_seconds": cpu, "cpu_to_bare": ratio(who, "bare", "cpu"), "wall_seconds": wall}
-            cells |= {"wall_to_bare": ratio(who, "bare", "wall"), "tokens_per_s": round(tokens / wall)}
-        report.row(**cells, trouble=next((run.trouble for run in runs if run.trouble), ""))
+            cells |= {"cpu_seconds": statistics.median(run.times["cpu"] for run in runs if run.times)}
+            cells |= {"wall_seconds": wall, "tokens_per_s": round(tokens / wall)}
+        report.row(contestant=who, **cells, trouble=next((run.trouble for run in runs if run.trouble), ""))
     for name, value, target in (
         ("ours / bare DeepSpeed loop, CPU", ratio("ours", "bare", "cpu"), {"at_most": 0.96}),
         ("tokens per CPU second, ours / Trainer", ratio("Trainer", "ours", "cpu"), {"at_least": 1.05}),
@@ -314,7 +306,7 @@ def tabulate(found: dict[str, list[Outcome]], steps: int, held: bool) -> common.
     of_domains = ratio("ours, four domains", "ours, one domain", "cpu")
     report.ratio("four domains with a mixture / one, CPU", of_domains, **({"at_most": 1.01} if held else {}))
     saves = max(1, (steps - WARM) // 5)
-    for who in ("ours, saving aside", "ours, saving at once"):
+    for who in SAVING:
         if walls[who] and walls["ours"]:
             extra = statistics.median(walls[who]) - statistics.median(walls["ours"])
             report.row(contestant=f"{who}: stall of one save", wall_seconds=extra / saves)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ from emo.data_prep.templates import Chat
 from emo.data_prep.templates.chat import ChatEncoder, RefusedError, check_template, read_template, render
 from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer
 from emo.data_prep.verify import verify
-from tests.helpers.corpus import data_config, run, segments, tiny_tokenizer, train_set, write_jsonl
+from tests.helpers.corpus import prepared, run, segments, tiny_tokenizer, train_set, write_jsonl
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -42,7 +41,8 @@ THINKING = (  # as Qwen3's: the last answer has thoughts, an earlier one has non
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-UNENDED = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+
+
 DATED = (
     "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}1 Jan 2024{% endif %}\n" + CHATML
 )
@@ -96,14 +96,13 @@ def test_ids_are_those_of_generation(place: Path, template: str) -> None:
     messages = json.loads(PLAIN.messages)
     ids, spans = ChatEncoder(saved, read_template(saved, "t")).encode(PLAIN)
     assert spans[-1, 1] == len(ids), "nothing after the last answer is kept"
-    if template is not LLAMA:
-        assert supervised(saved, ids, spans) == ["a bird<|im_end|>", "y<|im_end|>"]
     first = theirs.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
     assert ids[: spans[0, 0]] == first
-    whole = theirs.apply_chat_template(messages)["input_ids"]
-    assert theirs.decode(ids) == theirs.decode(whole[: len(ids)])
+    whole = theirs.apply_chat_template(messages)["input_ids"][: len(ids)]
+    assert theirs.decode(ids) == theirs.decode(whole)
     if template is not LLAMA:  # there a space of the answer's first word is a token of its own
-        assert ids == whole[: len(ids)]
+        assert ids == whole
+        assert supervised(saved, ids, spans) == ["a bird<|im_end|>", "y<|im_end|>"]
 
 
 SAID = st.lists(
@@ -134,10 +133,8 @@ def test_what_people_say_never_ends_a_turn(
     ("template", "row", "reason"),
     [
         (THINKING, PLAIN, "response_not_found"),
-        (UNENDED, PLAIN, "response_not_found"),
         (LLAMA, TWO, "refused_by_chat_template"),
         ("{{ ''.__class__.__mro__ }}" + CHATML, PLAIN, "refused_by_chat_template"),
-        (CHATML.replace("m.content", "''"), PLAIN, "response_not_found"),
         (MARKED.replace("{{ m.content }}<|im_end|>{% endg", "{% endg"), PLAIN, "response_not_found"),
     ],
 )
@@ -177,40 +174,22 @@ def test_tools_and_developers(place: Path) -> None:
     assert "<|im_start|>developer" in render(Chat(json.dumps(messages)), other).text
 
 
-def rows_of(count: int) -> list[dict[str, Any]]:
-    return [
-        {"messages": json.loads(chat(("user", f"q {i}"), ("assistant", f"a {i}")).messages)}
-        for i in range(count)
-    ]
-
-
-def config_with(tmp_path: Path, tokenizer: Path, **more: Any) -> Any:
-    own = {"kind": "instruct", "template": "chat_template", "sequence_len": 64, "tokenizer": str(tokenizer)}
-    return data_config(tmp_path, **(own | {"sources": [{"files": "a.jsonl"}]} | more))
-
-
 def test_the_shards_hold_the_answers_and_their_ends(tmp_path: Path, place: Path) -> None:
-    saved = tokenizer_with(CHATML, place)
-    write_jsonl(tmp_path / "a.jsonl", rows_of(120))
-    config = config_with(tmp_path, saved)
-    run(config)
+    """... and another template at the same place is noticed."""
+    saved = tmp_path / "own"
+    save_tokenizer(tokenizer_with(CHATML, place), None, saved)
+    rows = (chat(("user", f"q {i}"), ("assistant", f"a {i}")) for i in range(120))
+    write_jsonl(tmp_path / "a.jsonl", ({"messages": json.loads(row.messages)} for row in rows))
+    own = {"kind": "instruct", "template": "chat_template", "sequence_len": 64, "tokenizer": str(saved)}
+    config = prepared(tmp_path, **own)
     assert verify(config.dir)[1] == []
-    backend = Tokenizer.from_file(str(saved / "tokenizer.json"))
     found = [
-        backend.decode([label for label in labels if label >= 0], skip_special_tokens=False)
-        for _, labels in segments(train_set(config))
+        supervised(saved, labels, np.array([[0, len(labels)]]))[0]
+        for labels in ([label for label in row if label >= 0] for _, row in segments(train_set(config)))
     ]
     assert sorted(found) == sorted(f"a {i}<|im_end|>" for i in range(120))
     assert train_set(config).manifest.template == "chat_template/1"
-
-
-def test_another_template_is_noticed(tmp_path: Path, place: Path) -> None:
-    own = tmp_path / "own"
-    save_tokenizer(tokenizer_with(CHATML, place), None, own)
-    write_jsonl(tmp_path / "a.jsonl", rows_of(60))
-    config = config_with(tmp_path, own)
-    run(config)
-    settings_file = own / "tokenizer_config.json"
+    settings_file = saved / "tokenizer_config.json"
     settings_file.write_text(settings_file.read_text().replace('"{% for m', '"Hello{% for m'))
     with pytest.raises(UserError) as error:
         run(config)

@@ -1,18 +1,35 @@
-"""Columns by any name, roles and content parts: read as the recipe says, refused with what to write."""
+"""Columns, roles and content parts are read as the recipe says; `sniff` proposes what `prepare` reads."""
 
 from __future__ import annotations
 
+import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
+from rich.console import Console
 
+from emo.data_prep.cli import main
+from emo.data_prep.config import load_data_config
 from emo.data_prep.rows import Rejected, RowSpec, guess, parse
+from emo.data_prep.sniff import sniff
 from emo.data_prep.templates import Chat, Conversation, Exchange
-from emo.data_prep.tokenizer import save_tokenizer
 from emo.data_prep.verify import verify
-from tests.helpers.corpus import alpaca_rows, prepared, segments, tiny_tokenizer, train_set, write_jsonl
+from tests.data_prep.test_chat import CHATML, THINKING, tokenizer_with
+from tests.helpers.corpus import (
+    alpaca_rows,
+    prepared,
+    run,
+    segments,
+    texts,
+    tiny_tokenizer,
+    train_set,
+    write_jsonl,
+)
 
 QUESTION = {"ask": "q", "reply": "a"}
 TALK = [{"who": "human", "said": "q"}, {"who": "gpt", "said": "a"}]
@@ -42,11 +59,8 @@ def spoken(chat: Any) -> list[tuple[str, Any]]:
         ({"instruction": "q", "context": "c", "response": "a"}, talked(("q", "a", "c"))),
         ({**PAIR, "input": "", "context": "c"}, talked(("q", "a"))),
         ({**PAIR, "system": "s"}, talked(("q", "a"), system="s")),
-        ({"system": None, "prompt": "q", "output": "a"}, talked(("q", "a"))),
         ({**PAIR, "history": [["q0", "a0"], ["q1", "a1"]]}, talked(("q0", "a0"), ("q1", "a1"), ("q", "a"))),
         ({"question": "q", "answer": "a"}, talked(("q", "a"))),
-        ({"conversations": [{"from": "gpt", "value": "hello"}, *CHAT]}, talked(("q", "a"), unused=1)),
-        ({"conversations": [*CHAT, {"from": "human", "value": "bye"}]}, talked(("q", "a"), unused=1)),
         (
             {"system": "s", "conversations": [{"from": "gpt", "value": "x"}, *CHAT, *CHAT, CHAT[0]]},
             talked(("q", "a"), ("q", "a"), system="s", unused=2),
@@ -63,28 +77,29 @@ def test_columns_of_a_recipe_give_the_data_of_known_names(tmp_path: Path) -> Non
     write_jsonl(tmp_path / "known.jsonl", rows)
     names = {"instruction": "frage", "input": "kontext", "output": "antwort"}
     write_jsonl(tmp_path / "own.jsonl", ({names[k]: v for k, v in row.items()} | {"n": 1} for row in rows))
-    manifests = []
-    for source in ({"files": "known.jsonl"}, {"files": "own.jsonl", "columns": names}):
-        kind = {"kind": "instruct", "sequence_len": 200, "dir": str(tmp_path / f"of {source['files']}")}
-        config = prepared(tmp_path, sources=[source], **kind)
-        manifests.append(train_set(config).manifest)
-    assert manifests[0].fingerprint == manifests[1].fingerprint
-    assert manifests[1].sources[0]["columns"] == sorted(names.values())
-    assert manifests[1].sources[0]["columns_not_read"] == ["n"]
-
-
-def test_messages_may_have_keys_of_their_own() -> None:
-    names = {"messages": "dialog", "role": "who", "content": "said"}
-    assert read({"dialog": TALK}, **names) == talked(("q", "a"))
-    assert spoken(read({"dialog": TALK}, chat=True, **names)) == [("user", "q"), ("assistant", "a")]
-    # a prompt that is named wins over messages that are there as well
-    assert read({**QUESTION, "messages": TALK}, instruction="ask", output="reply") == talked(("q", "a"))
+    known, own = (
+        train_set(
+            prepared(tmp_path, sources=[source], kind="instruct", sequence_len=200, dir=str(tmp_path / name))
+        ).manifest
+        for name, source in {
+            "known": {"files": "known.jsonl"},
+            "own": {"files": "own.jsonl", "columns": names},
+        }.items()
+    )
+    assert known.fingerprint == own.fingerprint
+    assert own.sources[0]["columns"] == sorted(names.values())
+    assert own.sources[0]["columns_not_read"] == ["n"]
 
 
 def test_what_is_proposed_is_read() -> None:
+    """Never an answer that was rejected; what is named wins over messages that are there as well."""
     for row in (QUESTION, {"dialog": TALK}, {"frage": "q", "antwort": "a"}, {"a": "q", "b": "a"}):
-        proposed = guess(row, "instruct")
-        assert read(row, **proposed) == talked(("q", "a")), proposed
+        assert read(row, **guess(row, "instruct")) == talked(("q", "a"))
+    assert read({**QUESTION, "messages": TALK}, instruction="ask", output="reply") == talked(("q", "a"))
+    names = guess({"dialog": TALK}, "instruct")
+    assert spoken(read({"dialog": TALK}, chat=True, **names)) == [("user", "q"), ("assistant", "a")]
+    assert guess({"prompt": "q", "chosen": "a", "rejected": "longer"}, "instruct")["output"] == "chosen"
+    assert guess({"prompt": "q", "response_a": "a", "response_b": "b", "winner": "b"}, "instruct") == {}
 
 
 def parts(*texts: str) -> list[dict[str, str]]:
@@ -133,11 +148,9 @@ def test_system_tool_and_developer_messages_reach_a_chat_template() -> None:
 @pytest.mark.parametrize(
     ("roles", "used", "unused"),
     [
-        ("user assistant", "user assistant", 0),
         ("system assistant assistant user assistant", "system user assistant", 2),
         ("user assistant user user tool", "user assistant", 3),
         ("user user assistant", "user user assistant", 0),
-        ("human gpt", "user assistant", 0),
         *((roles, "", 0) for roles in ("", "system user", "assistant", "user critic assistant")),
     ],
 )
@@ -169,18 +182,20 @@ def test_alpaca_rows_are_chats_too() -> None:
             "instruct",
             "empty_instruction",
         ),
-        ({"messages": [{"role": None, "from": "human", "content": "q"}, TURN]}, "instruct", "wrong_type"),
     ],
 )
 def test_an_empty_column_is_not_passed_over(row: Any, kind: str, expected: str) -> None:
     assert read(row, kind).reason == expected
 
 
-def marked(*marks: dict[str, Any]) -> dict[str, Any]:
+def marked(*marks: dict[str, Any], row: int = 0) -> dict[str, Any]:
     """Return a chat with an answer for each of the marks."""
     turns = []
     for i, mark in enumerate(marks):
-        turns += [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": f"a{i}", **mark}]
+        turns += [
+            {"role": "user", "content": f"q{i} {row}"},
+            {"role": "assistant", "content": f"a{i} {row}", **mark},
+        ]
     return {"messages": turns}
 
 
@@ -209,47 +224,92 @@ def test_marks_that_cannot_be_followed_are_refused(mark: dict[str, Any]) -> None
     talk[0]["train"] = True  # what the user says is never trained on
     assert read({"messages": talk}).reason == "wrong_type"
     talk[0] = {"role": "user", "content": "q", "weight": 1}
-    assert read({"messages": talk}) == read(marked({}))._replace(exchanges=(Exchange("q", "a0"),))
+    assert read({"messages": talk}) == read(marked({}))._replace(exchanges=(Exchange("q", "a0 0"),))
 
 
 @pytest.mark.parametrize("template", ["chat", "chat_template"])
 def test_only_what_is_learned_is_supervised(tmp_path: Path, template: str) -> None:
     """From the file to labels: the context is the same, the answer that is marked has none."""
-    save_tokenizer(tiny_tokenizer(), None, tmp_path / "tokenizer")
-    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(
-        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% if m['role'] == 'assistant' %}</s>"
-        "{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    common = {"kind": "instruct", "template": template, "sequence_len": 400, "tokenizer": "tokenizer"}
+    tokenizer = tokenizer_with(CHATML, tmp_path)
+    common = {"kind": "instruct", "template": template, "sequence_len": 400, "tokenizer": str(tokenizer)}
     found = []
-    for name in ("marked", "all"):
-        rows = [
-            marked({"weight": i % 2 or name == "all"}, {"weight": 1 - i % 2 or name == "all"})
-            for i in range(40)
-        ]
-        for i, row in enumerate(rows):
-            for message in row["messages"]:
-                message["content"] += f" {i}"
-        write_jsonl(tmp_path / "a.jsonl", rows)
-        config = prepared(tmp_path, dir=str(tmp_path / name), shards=1, **common)
+    for every in (False, True):
+        write_jsonl(
+            tmp_path / "a.jsonl",
+            (marked({"weight": i % 2 or every}, {"weight": 1 - i % 2 or every}, row=i) for i in range(40)),
+        )
+        config = prepared(tmp_path, dir=str(tmp_path / str(every)), shards=1, **common)
         found.append(segments(train_set(config)))
         assert not verify(config.dir)[1]
     assert [ids for ids, _ in found[0]] == [ids for ids, _ in found[1]]
-    for (_, some), (_, every) in zip(*found, strict=True):
-        assert 0 < sum(label != -100 for label in some) < sum(label != -100 for label in every)
-        assert all(a in (b, -100) for a, b in zip(some, every, strict=True))
+    for (_, some), (_, all_of_it) in zip(*found, strict=True):
+        assert 0 < sum(label != -100 for label in some) < sum(label != -100 for label in all_of_it)
+        assert all(a in (b, -100) for a, b in zip(some, all_of_it, strict=True))
 
 
-def test_answers_that_were_rejected_are_not_proposed() -> None:
-    for row in (
-        {"prompt": "q", "chosen": "a", "rejected": "a much longer answer"},
-        {"question": "q", "incorrect_answers": "b", "chosen": "a"},
-        {"prompt": "q", "lose": "b", "chosen": "a"},
-    ):
-        assert guess(row, "instruct")["output"] == "chosen"
-    for row in (
-        {"instruction": "q", "output_1": "a", "output_2": "b", "preference": 2},
-        {"prompt": "q", "response_a": "a", "response_b": "b", "winner": "b"},
-    ):
-        assert guess(row, "instruct") == {}
-    assert guess({"chosen": "a talk", "rejected": "another and longer talk"}, "text") == {"text": "chosen"}
+def shown(files: Path | str, tokenizer: Path | None = None, colours: str | None = None) -> tuple[str, str]:
+    """What is printed, and the recipe."""
+    sink = io.StringIO()
+    console = Console(file=sink, force_terminal=bool(colours), width=100, color_system=colours)  # type: ignore[arg-type]
+    recipe = sniff(str(files), None if tokenizer is None else str(tokenizer), console)
+    return sink.getvalue(), recipe
+
+
+# what is written, and what the recipe must say of it
+CSV = "".join(f'"{row["instruction"]}","{row["output"]}"\n' for row in alpaca_rows(80))
+BOOK = "\n\n".join("\n".join(text.split(". ")) for text in texts(90, sentences=8)) + "\n"
+SHARED = json.dumps([{"conversations": CHAT}] * 2 + [marked({}, {}, row=i) for i in range(60)])
+FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
+    "alpaca.jsonl": (lambda p: write_jsonl(p, alpaca_rows(80)), ["kind: instruct", "template: alpaca"]),
+    "own names.csv": (lambda p: p.write_text(f'"Frage, bitte",reply\n{CSV}'), ["instruction: Frage, bitte"]),
+    "share.json": (lambda p: p.write_text(SHARED), ["template: chat"]),
+    "body.parquet": (lambda p: pyarrow.parquet.write_table(pa.table({"body": texts(90)}), p), ["text: body"]),
+    "lines.txt": (lambda p: p.write_text("\n".join(texts(90))), ["lines.txt\n"]),
+    "book [1].txt": (lambda p: p.write_text(BOOK), ["format: paragraphs"]),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_lines_work_when_they_are_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Sniff, paste, prepare, inspect: as a newcomer does it."""
+    write, expected = FILES[name]
+    write(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert main(["sniff", name, "--tokenizer", str(tiny_tokenizer())]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    start = next(i for i, line in enumerate(lines) if "recipe lines to paste" in line) + 1
+    recipe = "\n".join(lines[start:]) + "\n"
+    assert all(line in recipe for line in expected), recipe
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    assert main(["prepare", "recipe.yaml", "--workers", "1"]) == 0
+    config = load_data_config(tmp_path / "recipe.yaml", [])
+    assert verify(config.dir)[1] == [] and len(train_set(config)) > 0
+    assert main(["inspect", str(config.dir / "train")]) == 0
+
+
+def test_examples_show_what_is_supervised(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"instruction": "ask", "output": "the answer"}])
+    for tokenizer, answer in ((None, "the answer"), (tiny_tokenizer(), "the answer</s>")):
+        plain, _ = shown(tmp_path / "a.jsonl", tokenizer)
+        assert f"### Response:⟦{answer}" in plain and plain.count("⟦") == 2 and "\x1b" not in plain
+        coloured, _ = shown(tmp_path / "a.jsonl", tokenizer, colours="truecolor")
+        assert f"\x1b[1;32m{answer}" in coloured and "⟦" not in coloured
+    write_jsonl(tmp_path / "b.jsonl", texts(40))
+    plain, _ = shown(tmp_path / "b.jsonl", tiny_tokenizer())
+    assert [plain.count(f"row {at} ─") for at in (1, 20, 21, 40)] in ([1, 1, 0, 1], [1, 0, 1, 1])
+
+
+def test_a_chat_template_is_used_where_it_can_be(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", (marked({}, {}, row=i) for i in range(40)))
+    for template, expected in ((CHATML, "chat_template"), (THINKING, "chat")):
+        printed, recipe = shown(tmp_path / "a.jsonl", tokenizer_with(template, tmp_path))
+        assert f"template: {expected}\n" in recipe
+        assert ("cannot be used" in printed) == (template is THINKING)
+        if template is CHATML:
+            assert "⟦a0 0<|im_end|>⟧" in printed
+        (tmp_path / "recipe.yaml").write_text(recipe)
+        config = load_data_config(tmp_path / "recipe.yaml", [f"data.dir={tmp_path / expected}"])
+        run(config)
+        assert train_set(config).manifest.documents == 40

@@ -1,4 +1,4 @@
-"""Loss on responses and EOS only, for any dialogue and policy; packed rows train as single documents."""
+"""Loss on responses and EOS only, for any dialogue; packing loses nothing and trains as single documents."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections import Counter
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM as Models
 from transformers import GPT2Config, LlamaConfig
 
 from emo.data_prep.encode import EncodeSettings, RowEncoder
+from emo.data_prep.pack import BlockPacker, first_fit_decreasing, packed_rows
 from emo.data_prep.shards import TokenDataset
 from emo.data_prep.templates import Conversation, Exchange, render
 from emo.data_prep.tokenizer import tokenizer_facts
@@ -178,12 +180,8 @@ def test_alpaca_text_is_the_published_one() -> None:
 DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 SMALL: dict[str, Any] = {
     "llama": LlamaConfig(
-        vocab_size=400,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        **{"vocab_size": 400, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2},
     ),
     "gpt2": GPT2Config(vocab_size=400, n_embd=32, n_layer=2, n_head=4, n_positions=512, **DROPOUT),
 }
@@ -230,3 +228,105 @@ def test_packed_equals_unpacked(tmp_path: Path, name: str, kind: str) -> None:
     torch.testing.assert_close(loss, loss_alone, rtol=1e-5, atol=1e-5)
     for a, b in zip(gradients, gradients_alone, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(1.0, float(b.abs().max())))
+
+
+def naive_first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
+    """The textbook version."""
+    bins: list[list[int]] = []
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        for members in bins:
+            if sum(lengths[m] for m in members) + lengths[item] <= capacity:
+                members.append(item)
+                break
+        else:
+            bins.append([item])
+    return bins
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
+def test_bins_are_those_of_first_fit_decreasing(lengths: list[int], capacity: int) -> None:
+    bins = first_fit_decreasing(np.array(lengths, np.int64), capacity)
+    assert [b.tolist() for b in bins] == naive_first_fit_decreasing(lengths, capacity)
+
+
+Documents = list[list[int]]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 60_000), max_size=40), max_size=30),
+    st.integers(2, 16),
+    st.lists(st.integers(0, 30), max_size=4),
+)
+def test_blocks_are_the_documents_cut(documents: Documents, block: int, splits: list[int]) -> None:
+    """Whatever portions the documents arrive in."""
+    packer = BlockPacker(block)
+    cuts = sorted({0, len(documents), *(s for s in splits if s < len(documents))})
+    found: dict[str, list[int]] = {
+        name: [] for name in ("ids", "segments", "segment_counts", "sources", "valid")
+    }
+    for a, b in pairwise(cuts):
+        flat = np.array([t for d in documents[a:b] for t in d], np.uint16)
+        lengths = np.array([len(d) for d in documents[a:b]], np.int64)
+        rows = packer.add(flat, lengths, np.arange(a, b, dtype=np.uint64))
+        assert rows.ids.dtype == np.uint16
+        assert (rows.lengths == block).all() and rows.lengths.sum() == len(rows.ids)
+        for name, values in found.items():
+            values += getattr(rows, name).tolist()
+    stream = [(t, d) for d, document in enumerate(documents) for t in document]
+    full = len(stream) // block
+    assert packer.remainder == len(stream) - full * block
+    owners = [[d for _, d in stream[row * block : (row + 1) * block]] for row in range(full)]
+    runs = [[row.count(d) for d in sorted(set(row))] for row in owners]
+    assert found == {
+        "ids": [t for t, _ in stream[: full * block]],
+        "segments": [r for row in runs for r in row],
+        "segment_counts": [len(row) for row in runs],
+        "sources": [d for row in owners for d in sorted(set(row))],
+        "valid": [sum(r - 1 for r in row) for row in runs],
+    }
+
+
+Example = tuple[list[int], list[tuple[int, int]]]
+
+
+@st.composite
+def examples(draw: st.DrawFn) -> list[Example]:
+    """Token sequences of at most 20, each with disjoint supervised spans."""
+    found = []
+    for number in range(draw(st.integers(1, 25))):
+        length = draw(st.integers(2, 20))
+        edges = sorted(draw(st.sets(st.integers(0, length), min_size=2, max_size=4)))
+        spans = list(zip(edges[::2], edges[1::2], strict=False))
+        found.append(([number * 100 + i for i in range(length)], spans))
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(examples())
+def test_packed_examples_keep_their_tokens_and_spans(made: list[Example]) -> None:
+    lengths = np.array([len(ids) for ids, _ in made], np.int64)
+    flat = np.array([t for ids, _ in made for t in ids], np.uint16)
+    starts = np.cumsum(lengths) - lengths
+    spans = [np.array(s, np.int64).reshape(-1, 2) for _, s in made]
+    found = {}
+    for row in packed_rows(flat, starts, lengths, spans, np.arange(len(made), dtype=np.uint64) // 2, 24):
+        assert row.lengths.tolist() == [row.segments.sum()] and row.segments.sum() <= 24
+        at = 0
+        supervised = np.zeros(len(row.ids), bool)
+        for a, b in row.spans.reshape(-1, 2):
+            supervised[a:b] = True
+        targets = 0
+        for segment, length in enumerate(row.segments):
+            own = slice(at, at + length)
+            number = int(row.ids[at]) // 100
+            assert row.sources[segment] == number // 2
+            found[number] = (row.ids[own].tolist(), supervised[own].tolist())
+            targets += int(supervised[at + 1 : at + length].sum())
+            at += length
+        assert row.valid.tolist() == [targets]
+    assert len(found) == len(made)
+    for number, (ids, given_spans) in enumerate(made):
+        mask = [any(a <= i < b for a, b in given_spans) for i in range(len(ids))]
+        assert found[number] == (ids, mask)

@@ -1,24 +1,31 @@
-"""`prepare`: the same bytes however the work is shared out, and every choice of rows as the recipe says."""
+"""`prepare`: the same bytes however work is shared out, killed or out of disk; rows as the recipe says."""
 
 from __future__ import annotations
 
-import gzip
-import json
+import os
 import random
+import signal
+import subprocess
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-import zstandard
 
 from emo.common.errors import UserError
+from emo.common.files import DiskFullError
 from emo.data_prep.cli import main
 from emo.data_prep.config import DataConfig
 from emo.data_prep.plan import Plan
 from emo.data_prep.rows import Rejected, parse, plain_text
+from emo.data_prep.shards import TokenDataset
 from emo.data_prep.sources import open_inputs
+from emo.data_prep.verify import verify
+from tests.conftest import REPO
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,
@@ -47,11 +54,9 @@ def rejected(config: DataConfig) -> dict[str, int]:
     return Plan.load(config.dir / "plan.parquet").summary["rejected"]
 
 
-def documents(tmp_path: Path, count: int = 400) -> list[str]:
-    """Documents in a.jsonl, enough for several pieces."""
-    made = texts(count, sentences=60)
-    write_jsonl(tmp_path / "a.jsonl", made)
-    return made
+def documents(tmp_path: Path) -> None:
+    """Write documents to a.jsonl, enough for several pieces."""
+    write_jsonl(tmp_path / "a.jsonl", texts(400, sentences=60))
 
 
 @pytest.mark.parametrize("kind", ["text", "instruct"])
@@ -79,43 +84,15 @@ def test_bytes_do_not_depend_on_workers_or_jobs(tmp_path: Path, kind: str) -> No
 def test_finish_needs_all_shards_and_comes_once(tmp_path: Path) -> None:
     documents(tmp_path)
     config = data_config(tmp_path)
-    said = run(config, shard=(1, 2))
-    assert "train: 1 of 2 shards are still to be made" in said
-    with pytest.raises(UserError):
-        run(config, finish=True)
-    with pytest.raises(UserError):
-        train_set(config)
+    run(config, shard=(1, 2))
+    for early in (lambda: run(config, finish=True), lambda: train_set(config)):
+        with pytest.raises(UserError):
+            early()
     run(config, shard=(0, 2))
     manifest = config.dir / "train/manifest.json"
     inode = manifest.stat().st_ino
     run(config, finish=True)
     assert manifest.stat().st_ino == inode
-
-
-def test_every_file_form_gives_the_same_tokens(tmp_path: Path) -> None:
-    made = texts(300)
-    rows = [{"id": i, "text": text} for i, text in enumerate(made)]
-    jsonl = write_jsonl(tmp_path / "a.jsonl", rows).read_bytes()
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(jsonl))
-    half = jsonl.index(b"\n", len(jsonl) // 2) + 1
-    (tmp_path / "c.jsonl.zst").write_bytes(
-        zstandard.compress(jsonl[:half]) + zstandard.compress(jsonl[half:])
-    )
-    (tmp_path / "d.json").write_text(json.dumps(rows))
-    (tmp_path / "e.json").write_text(json.dumps({"version": 1, "data": rows}, indent=1))
-    (tmp_path / "f.json").write_bytes(jsonl)
-    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "g.parquet", row_group_size=70)
-    (tmp_path / "h.txt").write_text("\n".join(made))
-    (tmp_path / "i.txt").write_text("\n\n".join(made))
-    for i in range(3):
-        write_jsonl(tmp_path / f"j/{i}.jsonl", rows[i * 100 : i * 100 + 100])
-    names = [*sorted(path.name for path in tmp_path.glob("[a-h].*")), "j/*"]
-    prints = set()
-    for source in [*({"files": name} for name in names), {"files": "i.txt", "format": "paragraphs"}]:
-        config = prepared(tmp_path, dir=str(tmp_path / f"out{source['files'][0]}"), sources=[source])
-        assert rows_of(config) == made
-        prints.add(train_set(config).fingerprint)
-    assert len(prints) == 1
 
 
 ARTICLES = [f"Title {i} = x" if i == 3 else f"Title {i}" for i in range(40)]
@@ -148,13 +125,10 @@ def test_wikitext_documents_begin_at_level_one_headings(tmp_path: Path) -> None:
 
 
 def test_quirks_of_data_sets_are_undone(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", [{"text": "one <newline> <newline>two<newline>three"}])
-    write_jsonl(tmp_path / "b.jsonl", [{"text": "Wall St.\\band #39;s"}])
-    config = prepared(
-        tmp_path,
-        sequence_len=4,
-        sources=[{"files": "a.jsonl", "clean": "writingprompts"}, {"files": "b.jsonl", "clean": "ag_news"}],
-    )
+    write_jsonl(tmp_path / "a.jsonl", ["one <newline> <newline>two<newline>three"])
+    write_jsonl(tmp_path / "b.jsonl", ["Wall St.\\band #39;s"])
+    sources = [{"files": "a.jsonl", "clean": "writingprompts"}, {"files": "b.jsonl", "clean": "ag_news"}]
+    config = prepared(tmp_path, sequence_len=4, sources=sources)
     assert rows_of(config) == ["one\n\ntwo\nthree", "Wall St. band's"]
 
 
@@ -175,9 +149,8 @@ def test_weights_mix_sources(tmp_path: Path) -> None:
     first, second = texts(2000, seed=1, sentences=1), texts(500, seed=2, sentences=1)
     write_jsonl(tmp_path / "a.jsonl", first)
     write_jsonl(tmp_path / "b.jsonl", second)
-    config = prepared(
-        tmp_path, sources=[{"files": "a.jsonl", "weight": 0.25}, {"files": "b.jsonl", "weight": 2.5}]
-    )
+    sources = [{"files": "a.jsonl", "weight": 0.25}, {"files": "b.jsonl", "weight": 2.5}]
+    config = prepared(tmp_path, sources=sources)
     times = Counter(rows_of(config))
     few, many = [times[t] for t in first], [times[t] for t in second]
     assert set(few) == {0, 1} and abs(sum(few) - 500) < 70
@@ -202,31 +175,123 @@ def test_the_split_goes_by_content(tmp_path: Path) -> None:
     assert set(rows_of(other, 1)) != {text for text, side in sides[0].items() if side}
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    documents(tmp_path)
-    recipe = tmp_path / "recipe.yaml"
+def recipe_of(root: Path, out: Path) -> Path:
+    """A recipe for `emo prepare`; `config_of` is the same."""
+    recipe = root / f"{out.name}.yaml"
     recipe.write_text(
-        f"data: {{dir: {tmp_path / 'out'}, root: {tmp_path}, tokenizer: {tiny_tokenizer()}, "
-        "sources: [{files: a.jsonl}], sequence_len: 32}"
+        f"data: {{dir: {out}, root: {root}, tokenizer: {tiny_tokenizer()}, sequence_len: 64, shards: 6, "
+        "validation_fraction: 0.2, sources: [{files: a.jsonl}]}"
     )
-    assert main(["prepare", str(recipe), "data.shards=2", "--workers", "1"]) == 0
-    assert "shard-00001-of-00002.arrow" in capsys.readouterr().out
-    assert main(["prepare", str(recipe), "data.shards=2"]) == 0
+    return recipe
+
+
+def config_of(root: Path, out: Path) -> DataConfig:
+    return data_config(root, dir=str(out), sequence_len=64, shards=6, validation_fraction=0.2)
+
+
+def start(root: Path, out: Path, workers: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "emo", "prepare", str(recipe_of(root, out)), "--workers", str(workers)]
+    return subprocess.Popen(command, cwd=REPO)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes], float]:
+    """A directory with a.jsonl, the bytes of an undisturbed run, and the seconds that it took."""
+    root = tmp_path_factory.mktemp("crash")
+    write_jsonl(root / "a.jsonl", texts(1200, sentences=20))
+    began = time.monotonic()
+    assert start(root, root / "reference", 2).wait(120) == 0
+    seconds = time.monotonic() - began
+    assert verify(root / "reference")[1] == []
+    return root, file_bytes(root / "reference"), seconds
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_then_rerun(corpus: tuple[Path, dict[str, bytes], float]) -> None:
+    root, expected, seconds = corpus
+    caught, partial = 0, 0
+    for trial in range(4):
+        rng = random.Random(trial)
+        out = root / f"killed-{trial}"
+        job = start(root, out, 1 + trial % 2)
+        if trial < 2:
+            time.sleep(rng.uniform(0.1, 1.0) * seconds)
+        count = rng.randint(1, 6) if trial >= 2 else 0  # shards come within a moment: wait for one of them
+        while job.poll() is None and len(list(out.glob("*/shard-*"))) < count:
+            time.sleep(0.001)
+        workers = psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
+        job.send_signal(signal.SIGKILL)
+        caught += job.wait(120) == -signal.SIGKILL
+        assert not psutil.wait_procs(workers, timeout=10)[1], "workers outlived their job"
+        complete = [split for split in ("train", "validation") if (out / split / "manifest.json").is_file()]
+        partial += bool(list(out.glob("*/shard-*"))) and len(complete) < 2
+        run(config_of(root, out))
+        assert file_bytes(out) == expected, f"trial {trial}"
+    assert caught >= 2, "most trials must meet a running job"
+    assert partial >= 1, "some trials must leave some shards"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):  # type: ignore[no-untyped-def]
+    """A function that mounts a file system of so many kilobytes, or resizes it."""
+    place = tmp_path / "disk"
+    place.mkdir()
+
+    def resize(kilobytes: int) -> Path:
+        mounted = os.path.ismount(place)
+        options = f"size={kilobytes}k" + (",remount" if mounted else "")
+        if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]).returncode:
+            assert not mounted
+            pytest.skip("cannot mount a small file system here")
+        return place
+
+    yield resize
+    if os.path.ismount(place):
+        subprocess.run(["umount", str(place)], check=True)
+
+
+def test_full_disk(corpus: tuple[Path, dict[str, bytes], float], small_disk) -> None:  # type: ignore[no-untyped-def]
+    """At every step the disk may be full: one line says so, nothing half stays, and then it goes on."""
+    root, expected, _ = corpus
+    total = sum(map(len, expected.values())) // 1024
+    met = set()
+    for kilobytes in sorted({8, 24, 60, 100, 160, total // 3, total * 2 // 3, total - 20}):
+        out = small_disk(kilobytes) / "out"
+        with pytest.raises(DiskFullError) as caught:
+            run(config_of(root, out))
+        assert "\n" not in str(caught.value)
+        met.add(str(caught.value).split("writing ")[1].split(";")[0])
+        assert [p for p in out.rglob("*") if p.name.endswith(".part")] == []
+        assert not list(out.rglob("manifest.json")) or kilobytes > total // 2
+        for split in ("train", "validation"):
+            if (out / split / "manifest.json").is_file():
+                TokenDataset(out / split)
+    assert len(met) >= 3, met
+    out = small_disk(total * 3) / "out"
+    run(config_of(root, out))
+    assert file_bytes(out) == expected
+
+
+def test_slurm_array(tmp_path: Path) -> None:
+    """An array that starts at 1, as some sites like it."""
+    write_jsonl(tmp_path / "a.jsonl", texts(300))
+    recipe = recipe_of(tmp_path, tmp_path / "out")
+    slurm = {"SLURM_ARRAY_TASK_COUNT": "3", "SLURM_ARRAY_TASK_MIN": "1", "SLURM_CPUS_PER_TASK": "1"}
+    slurm |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    script = ["bash", "launch/slurm/prepare.sbatch", str(recipe), "data.seed=0"]
+    environments = [os.environ | slurm | {"SLURM_ARRAY_TASK_ID": str(i)} for i in (1, 2, 3)]
+    jobs = [subprocess.Popen(script, cwd=REPO, env=environment) for environment in environments]
+    assert [job.wait(120) for job in jobs] == [0] * 3
+    assert len(TokenDataset(tmp_path / "out/train").manifest.shards) == 6 and not verify(tmp_path / "out")[1]
+
+
+def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    documents(tmp_path)
+    recipe = str(recipe_of(tmp_path, tmp_path / "out"))
+    assert main(["prepare", recipe, "data.shards=2", "--workers", "1"]) == 0
+    assert main(["prepare", recipe, "data.shards=2"]) == 0
     assert "nothing to do" in capsys.readouterr().out
-    assert main(["prepare", str(recipe), "data.shard=2"]) == 2
-    assert capsys.readouterr().err == "error: unknown key data.shard; did you mean shards?\n"
-    assert main(["prepare", str(tmp_path / "no.yaml")]) == 2
+    assert main(["prepare", recipe, "data.shard=2"]) == main(["prepare", str(tmp_path / "no.yaml")]) == 2
     for bad in ("2/2", "x", "1", "-1/2"):
         with pytest.raises(SystemExit):
-            main(["prepare", str(recipe), f"--shard={bad}"])
-
-
-def test_the_last_line_says_what_is_not_there(tmp_path: Path) -> None:
-    """Of every job, and again when all is there."""
-    rows = [*alpaca_rows(60), *alpaca_rows(5), {"instruction": "q", "output": " "}]
-    write_jsonl(tmp_path / "a.jsonl", rows)
-    config = data_config(tmp_path, kind="instruct", sequence_len=150, overlong="drop")
-    first, second, again = run(config, shard=(0, 2))[-1], run(config, shard=(1, 2))[-1], run(config)[-1]
-    for line in (first, second, again):
-        assert "6 rows (" in line and "5 duplicate" in line and "1 empty response" in line
-    assert second == again != first
+            main(["prepare", recipe, f"--shard={bad}"])

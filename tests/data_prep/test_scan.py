@@ -146,12 +146,19 @@ def corpus(root: Path, **data: Any) -> DataConfig:
     return data_config(root, **(common | data))
 
 
-def run_at_once(config: DataConfig, count: int) -> None:
-    jobs = [threading.Thread(target=run, args=(config, (i, count))) for i in range(count)]
-    for job in jobs:
-        job.start()
-    for job in jobs:
-        job.join()
+def noted_units(monkeypatch: pytest.MonkeyPatch, most: int = 1000) -> list[int]:
+    """The numbers of units as they are scanned; the process is interrupted after the last that may be."""
+    numbers: list[int] = []
+    scan_unit = planning.scan_unit
+
+    def noted(directory: Path, unit: Unit, *others: Any) -> None:
+        if len(numbers) == most:
+            raise KeyboardInterrupt
+        numbers.append(unit.number)
+        scan_unit(directory, unit, *others)
+
+    monkeypatch.setattr(planning, "scan_unit", noted)
+    return numbers
 
 
 def test_bytes_do_not_depend_on_units_or_on_jobs_at_once(
@@ -167,15 +174,12 @@ def test_bytes_do_not_depend_on_units_or_on_jobs_at_once(
     monkeypatch.setattr(fcntl, "flock", refused)
     monkeypatch.setattr(fcntl, "lockf", refused)
     config = corpus(tmp_path)
-    scanned: list[int] = []
-    scan_unit = planning.scan_unit
-
-    def noted(directory: Path, unit: Unit, *others: Any) -> None:
-        scanned.append(unit.number)
-        scan_unit(directory, unit, *others)
-
-    monkeypatch.setattr(planning, "scan_unit", noted)
-    run_at_once(config, 3)
+    scanned = noted_units(monkeypatch)
+    jobs = [threading.Thread(target=run, args=(config, (i, 3))) for i in range(3)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
     assert sorted(scanned) == list(range(len(scanned))) and len(scanned) > 8, "each unit once"
     shards = {name: data for name, data in file_bytes(whole.dir).items() if "plan" not in name}
     assert {name: data for name, data in file_bytes(config.dir).items() if "plan" not in name} == shards
@@ -187,17 +191,8 @@ def test_parts_that_are_whole_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
     small(monkeypatch)
     run(other := corpus(tmp_path, dir=str(tmp_path / "other")))
     config = corpus(tmp_path)
-    scanned: list[int] = []
-    scan_unit = planning.scan_unit
-
-    def failing(directory: Path, unit: Unit, *others: Any) -> None:
-        if len(scanned) == 7:
-            raise KeyboardInterrupt
-        scanned.append(unit.number)
-        scan_unit(directory, unit, *others)
-
-    monkeypatch.setattr(planning, "scan_unit", failing)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        scanned = noted_units(patch, most=7)
         run(config)
     assert scanned == list(range(7))
     rows = config.dir / ".new/scan/000002.parquet"
@@ -205,10 +200,7 @@ def test_parts_that_are_whole_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
     first = tmp_path / "a.jsonl"
     first.write_bytes(first.read_bytes())  # the same text, but nobody can know
     changed = [u.number for u in divide(planning.planned_inputs(config)) if u.stretches[0].input == 0]
-    again: list[int] = []
-    monkeypatch.setattr(
-        planning, "scan_unit", lambda p, u, *others: (again.append(u.number), scan_unit(p, u, *others))
-    )
+    again = noted_units(monkeypatch)
     run(config)
     assert set(again) == {2, *changed} | set(range(7, max(again) + 1)) and len(again) == len(set(again))
     assert file_bytes(config.dir) == file_bytes(other.dir)

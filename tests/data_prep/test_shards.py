@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from emo.common.errors import UserError
-from emo.common.files import Hashes
+from emo.common.files import Hashes, sha256
 from emo.data_prep import inspect as look
 from emo.data_prep import scores
 from emo.data_prep.config import DataConfig
@@ -30,52 +28,42 @@ from tests.helpers.corpus import alpaca_rows, prepared, texts, train_set, write_
 @pytest.fixture
 def instruct_config(tmp_path: Path) -> DataConfig:
     write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60))
-    return prepared(tmp_path, kind="instruct", sequence_len=512)
+    return prepared(tmp_path, kind="instruct", sequence_len=512, shards=1)
 
 
-def plain_batch(row: dict[str, Any], block: int) -> tuple[list[int], list[int], list[int]]:
+def plain_batch(row: dict[str, Any], block: int) -> list[list[int]]:
     """ids, shifted labels and positions of a row, one token at a time."""
-    ids, labels, positions = [], [], []
-    spans = row.get("loss_spans")
-    at = 0
+    ids, labels, positions = list(row["input_ids"]), [], []
+    spans = row.get("loss_spans", [0, len(ids)])
+    learned = {i for a, b in zip(spans[::2], spans[1::2], strict=True) for i in range(a, b)}
     for length in row["segment_lengths"]:
-        for i in range(length):
-            ids.append(row["input_ids"][at + i])
-            positions.append(i)
-            supervised = i + 1 < length
-            if supervised and spans is not None:
-                supervised = any(a <= at + i + 1 < b for a, b in zip(spans[::2], spans[1::2], strict=True))
-            labels.append(row["input_ids"][at + i + 1] if supervised else -100)
-        at += length
-    padding = block - at
-    return ids + [0] * padding, labels + [-100] * padding, positions + list(range(padding))
+        at = len(positions)
+        positions += range(length)
+        labels += [ids[i] if i in learned else -100 for i in range(at + 1, at + length)] + [-100]
+    padding = block - len(positions)
+    return [ids + [0] * padding, labels + [-100] * padding, positions + list(range(padding))]
 
 
 @pytest.mark.parametrize("overlong", ["text", "split"])
 def test_a_segment_names_its_source_document(tmp_path: Path, overlong: str) -> None:
     """Parts of a long text or example in several rows, and its copies, are of one document."""
     if overlong == "text":
-        wholes = texts(40)
+        wholes, options = texts(40), {}
         write_jsonl(tmp_path / "a.jsonl", wholes)
-        options: dict[str, Any] = {"kind": "text"}
     else:
-        rows = [{"instruction": "Say it.", "input": "", "output": text} for text in texts(40, sentences=30)]
-        write_jsonl(tmp_path / "a.jsonl", rows)
-        wholes = [row["output"] for row in rows]
+        wholes = texts(40, sentences=30)
+        write_jsonl(tmp_path / "a.jsonl", ({"instruction": "Say it.", "output": text} for text in wholes))
         options = {"kind": "instruct", "overlong": "split", "sequence_len": 100}
     config = prepared(tmp_path, sources=[{"files": "a.jsonl", "weight": 2}], **options)
-    data = train_set(config)
-    tokenizer = load_tokenizer(config.dir / "tokenizer")
+    data, tokenizer = train_set(config), load_tokenizer(config.dir / "tokenizer")
     fits: dict[int, set[int]] = {}  # of each source: the rows whose text its segments can all be parts of
     for row in range(len(data)):
         ids, segments = data._row(row)[:2]
-        sources = data.sources_of(row)
-        assert len(sources) == len(segments)
-        for end, length, source in zip(np.cumsum(segments), segments, sources.tolist(), strict=True):
+        for end, length, source in zip(np.cumsum(segments), segments, data.sources_of(row), strict=True):
             text = tokenizer.decode(ids[end - length : end], skip_special_tokens=True)
             text = text.rpartition("### Response:")[2].strip()
             near = {i for i, whole in enumerate(wholes) if text in whole}
-            fits[source] = fits.get(source, near) & near
+            fits[int(source)] = fits.get(int(source), near) & near
     assert len(fits) == 40 < data.manifest.segments / 2
     assert sorted(row for rows in fits.values() for row in rows) == list(range(40))
 
@@ -101,7 +89,7 @@ def test_batches_are_what_the_columns_say(tmp_path: Path, overlong: str | None) 
     )
     for i, row in enumerate(chosen):
         expected = plain_batch(rows[row], config.sequence_len)
-        found = tuple(batch[name][i].tolist() for name in ("input_ids", "labels", "position_ids"))
+        found = [batch[name][i].tolist() for name in ("input_ids", "labels", "position_ids")]
         assert found == expected
         assert data.valid[row] == rows[row]["valid"] == sum(label != -100 for label in expected[1])
     assert data.provenance(chosen) == [files[row] for row in chosen]
@@ -131,16 +119,14 @@ def test_verify_counts_targets_again(instruct_config: DataConfig) -> None:
     counts = table.column("valid").to_numpy().copy()
     counts[3] += 1
     counts[4] -= 1
-    sink = io.BytesIO()
-    with pa.ipc.new_stream(sink, table.schema) as out:
+    with pa.OSFile(str(shard), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as out:
         out.write_table(table.set_column(4, "valid", pa.array(counts)))
-    shard.write_bytes(sink.getvalue())
-    changes = {"sha256": hashlib.sha256(sink.getvalue()).hexdigest(), "bytes": len(sink.getvalue())}
-    shards = [manifest.shards[0].model_copy(update=changes), *manifest.shards[1:]]
+    changes = {"sha256": sha256(shard), "bytes": shard.stat().st_size}
+    shards = [manifest.shards[0].model_copy(update=changes)]
     identity = content_fingerprint(manifest.kind, manifest.block, manifest.tokenizer_fingerprint, shards)
     changed = manifest.model_copy(update={"shards": shards, "fingerprint": identity})
     (train / "manifest.json").write_text(manifest_text(changed))
-    (train / "shard-00000-of-00002.json").unlink()
+    (train / "shard-00000-of-00001.json").unlink()
     (fault,) = verify(instruct_config.dir)[1]
     assert "row 3 supervises" in fault
 
@@ -184,16 +170,13 @@ def test_a_score_stands_where_its_label_stands(data: TokenDataset) -> None:
     for shard in range(2):
         at = 0
         for row in data.rows_of(shard):
-            batch, stored = data.batch(np.array([row])), found.batch(np.array([row]))[0]
-            n = data.tokens_of(int(row))
+            stored, n = found.batch(np.array([row]))[0], data.tokens_of(int(row))
             assert stored[: n - 1].tolist() == [-1e6 * shard - at - i for i in range(1, n)]
             assert not stored[n - 1 :].any()
-            labels = batch["labels"][0]
-            assert all(labels[i] in (-100, batch["input_ids"][0][i + 1]) for i in range(n - 1))
             at += n
 
 
-def test_what_is_missing_or_damaged(data: TokenDataset, tmp_path: Path) -> None:
+def test_scores_that_are_missing_or_damaged_are_refused(data: TokenDataset, tmp_path: Path) -> None:
     def refused(name: str = "ref") -> None:
         with pytest.raises(UserError):
             Scores(data, name)
@@ -203,17 +186,15 @@ def test_what_is_missing_or_damaged(data: TokenDataset, tmp_path: Path) -> None:
     assert not scores.seal(data, "ref", MODEL)
     refused()
     written(data)
-    refused("reff")
     refused("../ref")
     path = scores.shard_file(data, "ref", 1)
     content = path.read_bytes()
     path.write_bytes(content[:-4])
     refused()
-    path.write_bytes(content[:-4] + b"\0\0\0\0")
-    assert len(list(Scores(data, "ref").faults(Hashes(tmp_path / "hashes.json")))) == 1
-    assert not scores.seal(data, "ref", MODEL)
-    path.write_bytes(content)
-    assert not list(Scores(data, "ref").faults(Hashes(tmp_path / "hashes.json")))
+    for last, faults in ((b"\0\0\0\0", 1), (content[-4:], 0)):
+        path.write_bytes(content[:-4] + last)
+        assert len(list(Scores(data, "ref").faults(Hashes(tmp_path / "hashes.json")))) == faults
+        assert scores.seal(data, "ref", MODEL) == (not faults)
     about = scores.directory(data, "ref") / scores.ABOUT
     about.write_text(json.dumps(json.loads(about.read_text()) | {"data": "other"}))
     refused()
@@ -231,9 +212,10 @@ def test_only_log_probabilities_are_written(data: TokenDataset, bad: float) -> N
 def test_another_models_scores_are_not_completed(data: TokenDataset) -> None:
     scores.begin(data, "ref", MODEL)
     scores.begin(data, "ref", MODEL)
+    other = MODEL | {"weights": "1" * 64}
     with pytest.raises(UserError):
-        scores.begin(data, "ref", MODEL | {"weights": "1" * 64})
-    (data.directory / "scores" / "ref" / "mine.txt").write_text("keep me")
+        scores.begin(data, "ref", other)
+    (mine := data.directory / "scores/ref/mine.txt").write_text("keep me")
     scores.clear(data, "ref")
-    scores.begin(data, "ref", MODEL | {"weights": "1" * 64})
-    assert (data.directory / "scores" / "ref" / "mine.txt").is_file()
+    scores.begin(data, "ref", other)
+    assert mine.is_file()

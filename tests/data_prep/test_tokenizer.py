@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import shutil
 from functools import cache
 from pathlib import Path
 
@@ -87,35 +87,32 @@ def test_gpt2_and_opt_ids_are_the_published_ones(shared_data: Path) -> None:
 def test_saved_tokenizer_is_the_same_for_everybody(shared_data: Path, tmp_path: Path, name: str) -> None:
     tokenizer = load_tokenizer(shared_data / name)
     tokenizer.save_pretrained(tmp_path)
-    auto, own = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(tmp_path)
-    text = " A  line,\nwith <unk> and 日本語 🙂"
     save_tokenizer(shared_data / name, None, tmp_path / "light")
-    light = AutoTokenizer.from_pretrained(tmp_path / "light")
-    four = (tokenizer, auto, own, light)
-    assert all(t(text)["input_ids"] == tokenizer(text)["input_ids"] for t in four)
-    assert len({t.decode(t(text)["input_ids"]) for t in four}) == 1
-    assert all(t.special_tokens_map == tokenizer.special_tokens_map for t in four)
-    assert len({tokenizer_fingerprint(t) for t in four}) == 1
-    facts = tokenizer_facts(tmp_path)
-    assert facts.fingerprint == tokenizer_fingerprint(tokenizer)
-    assert facts[:3] == (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
+    own, auto = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    text = " A  line,\nwith <unk> and 日本語 🙂"
+    for other in (own, auto, AutoTokenizer.from_pretrained(tmp_path / "light")):
+        assert (ids := other(text)["input_ids"]) == tokenizer(text)["input_ids"]
+        assert other.decode(ids) == tokenizer.decode(ids)
+        assert other.special_tokens_map == tokenizer.special_tokens_map
+        assert tokenizer_fingerprint(other) == tokenizer_fingerprint(tokenizer)
+    assert tokenizer_facts(tmp_path).fingerprint == tokenizer_fingerprint(tokenizer)
+    ends = (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
+    assert tokenizer_facts(tmp_path)[:3] == ends
 
 
 def test_fingerprint_is_of_the_content(tmp_path: Path) -> None:
-    same = load_tokenizer(tiny_tokenizer())
-    assert tokenizer_fingerprint(same) == tokenizer_fingerprint(
-        load_tokenizer(tiny_tokenizer() / "model" / "tokenizer.model")
-    )
-    changed = json.loads((tiny_tokenizer() / "tokenizer.json").read_text())
-    vocab = changed["model"]["vocab"]
+    same = tokenizer_fingerprint(load_tokenizer(tiny_tokenizer()))
+    assert same == tokenizer_fingerprint(load_tokenizer(tiny_tokenizer() / "model" / "tokenizer.model"))
+    tree = json.loads((tiny_tokenizer() / "tokenizer.json").read_text())
+    vocab = tree["model"]["vocab"]
     first, second = sorted(vocab, key=vocab.get)[-2:]
     vocab[first], vocab[second] = vocab[second], vocab[first]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(changed))
-    (tmp_path / "tokenizer_config.json").write_text((tiny_tokenizer() / "tokenizer_config.json").read_text())
-    assert tokenizer_fingerprint(load_tokenizer(tmp_path)) != tokenizer_fingerprint(same)
+    shutil.copy(tiny_tokenizer() / "tokenizer_config.json", tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
+    assert tokenizer_fingerprint(load_tokenizer(tmp_path)) != same
     other_end = load_tokenizer(tiny_tokenizer())
     other_end.eos_token = "<s>"
-    assert tokenizer_fingerprint(other_end) != tokenizer_fingerprint(same)
+    assert tokenizer_fingerprint(other_end) != same
 
 
 def test_training_is_deterministic_and_knows_every_byte(tmp_path: Path) -> None:
@@ -127,44 +124,35 @@ def test_training_is_deterministic_and_knows_every_byte(tmp_path: Path) -> None:
     assert len(tokenizer) == 350
 
 
-def test_a_vocabulary_of_the_wrong_size_is_refused_with_the_right_cure(tmp_path: Path) -> None:
+def test_a_vocabulary_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
     many = ["".join(map(chr, range(0x4E00, 0x4E60)))]
     for size, lines, code in ((300, many, "vocabulary-too-small"), (5000, ["ab"], "vocabulary-too-large")):
         with pytest.raises(UserError) as error:
             train_sentencepiece(lines, size, tmp_path / "tokenizer.model")
         assert error.value.code == code
-        least = re.search(r"data\.train_tokenizer=(\d+)", str(error.value))
-        assert (least is not None) == (code == "vocabulary-too-small")
-        if least is not None:
-            train_sentencepiece(lines, int(least[1]), tmp_path / "tokenizer.model")
 
 
 @pytest.mark.parametrize("form", ["tokenizer.model", "tokenizer.json"])
-def test_no_bos_where_the_configuration_says_so(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("begins", [True, False])
+def test_no_bos_where_the_configuration_says_so(tmp_path: Path, form: str, begins: bool) -> None:
     """add_bos_token: false, as LLaMA's kind of tokenizer_config.json has it."""
     place = tmp_path / "tokenizer"
     place.mkdir()
-    source = tiny_tokenizer() / ("model" if form == "tokenizer.model" else "") / form
-    (place / form).write_bytes(source.read_bytes())
-    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    rows = [{"text": text} for text in texts(80)]
-    write_jsonl(tmp_path / "a.jsonl", rows)
-    for begins in (True, False):
-        text = json.dumps(config | {"add_bos_token": begins})
-        (place / "tokenizer_config.json").write_text(text, encoding="utf-8")
-        made = prepared(tmp_path, tokenizer=str(place), dir=str(tmp_path / str(begins)))
-        data = train_set(made)
-        assert (data.manifest.bos_id is not None) == begins
-        ids = np.concatenate([data.batch(np.array([row]))["input_ids"][0] for row in range(len(data))])
-        assert (1 in ids) == begins
-        own = load_tokenizer(made.dir / "tokenizer")
-        auto = AutoTokenizer.from_pretrained(made.dir / "tokenizer")
-        auto.save_pretrained(tmp_path / "again")
-        for tokenizer in (own, auto, load_tokenizer(place), load_tokenizer(tmp_path / "again")):
-            assert (tokenizer("a b").input_ids[0] == 1) == begins
-            assert tokenizer.bos_token == "<s>"  # a chat_template may write it
-            assert tokenizer_fingerprint(tokenizer) == data.manifest.tokenizer_fingerprint
-        assert not verify(made.dir)[1]
+    shutil.copy(tiny_tokenizer() / ("model" if form == "tokenizer.model" else "") / form, place)
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": begins}
+    (place / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_jsonl(tmp_path / "a.jsonl", texts(80))
+    made = prepared(tmp_path, tokenizer=str(place))
+    data = train_set(made)
+    assert (data.manifest.bos_id is not None) == begins
+    assert (1 in data.batch(np.arange(len(data)))["input_ids"]) == begins
+    auto = AutoTokenizer.from_pretrained(made.dir / "tokenizer")
+    auto.save_pretrained(tmp_path / "again")
+    for tokenizer in (auto, *map(load_tokenizer, (made.dir / "tokenizer", place, tmp_path / "again"))):
+        assert (tokenizer("a b").input_ids[0] == 1) == begins
+        assert tokenizer.bos_token == "<s>"  # a chat_template may write it
+        assert tokenizer_fingerprint(tokenizer) == data.manifest.tokenizer_fingerprint
+    assert not verify(made.dir)[1]
 
 
 # White space of every sort, what Python alone takes for white space, and what tokenizers treat apart.
@@ -264,16 +252,11 @@ def test_only_what_is_proven_is_cut() -> None:
     assert word_rule(tree_of(changed())) is not None
     assert word_rule(tree_of(with_merge("e", "x"))) is not None
     joining = (("e", "▁"), ("a", "▁b"), ("\n", "▁"), ("a", "\n"), ("\n", "a"), ("▁", "\n"), ("<0x0A>", "a"))
-    others = (
-        {"dropout": 0.1},
-        {"ignore_merges": True},
-        {"byte_fallback": False},
-        {"normalizer": {"type": "NFKC"}},
-    )
+    others = {"dropout": 0.1, "ignore_merges": True, "byte_fallback": False, "normalizer": {"type": "NFKC"}}
     digits, added = changed(), changed()
     digits.pre_tokenizer = pre_tokenizers.Digits()
     added.add_tokens(["a b"])
     unigram = Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0))
-    made = [*(with_merge(*pair) for pair in joining), *(changed(**other) for other in others)]
+    made = [*(with_merge(*pair) for pair in joining), *(changed(**{key: others[key]}) for key in others)]
     for tokenizer in (*made, digits, added, unigram):
         assert word_rule(tree_of(tokenizer)) is None
