@@ -135,10 +135,7 @@ def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
     launch, given = built.site / "emo" / "launch", tmp_path / "given"
     # And by which file its parent runs: ranks look for that name (pipeline/stop.py).
     tell = "cat /proc/$PPID/cmdline | tr '\\0' '\\n' | grep supervise.py"
-    programs = {
-        "deepspeed": f'exec >{given}\n{tell}\necho "$@"',
-        "python": f'exec {sys.executable} "$@"',
-    }
+    programs = {"deepspeed": f'exec >{given}\n{tell}\necho "$@"', "python": f'exec {sys.executable} "$@"'}
     (tmp_path / "bin").mkdir()
     for name, text in programs.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")

@@ -222,19 +222,3 @@ def test_mistakes_and_damage_are_shown(tmp_path: Path) -> None:
     assert "Data row 4: a, answered b" in text  # the third of every second row
     assert "nats per token of the whole prompt" in text and "Demonstrations" in text
     assert f"b, trec: {chunk}" in text
-
-
-def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
-    """No marks, no p-values and no mean over tasks of other prompts; every model's settings."""
-    for name, prompt in (("a", "x"), ("b", "y")):
-        write_model(tmp_path, name)
-        write_result(tmp_path, name, "sst2", rows(0.5 if name == "a" else 1))
-        write_result(tmp_path, name, "trec", rows(0.5), prompt=prompt, shots=len(prompt))
-    page, markdown, found = written(tmp_path)
-    assert [c["task"] for c in found["comparisons"]] == ["sst2"]
-    assert [(c["task"], c["reason"]) for c in found["not_compared"]] == [("trec", "other prompts")]
-    assert "- b, trec: other prompts" in markdown and "on 1 task" in page.answer
-    (row,) = page.table("Model", "Verdict")
-    assert row["trec"] == row["Mean"] == "not comparable"
-    assert [(r["Task"], r["Models"]) for r in page.table("Task", "Models")] == [
-        ("sst2", "a, b"), ("trec", "a"), ("trec", "b")]  # fmt: skip

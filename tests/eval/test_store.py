@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from emo.common.errors import UserError
 from emo.eval import store
@@ -23,8 +22,7 @@ from emo.eval.icl.settings import Settings
 from emo.eval.icl.tasks import select_tasks
 from emo.eval.model import EvaluatedModel
 from emo.eval.store import Entry
-from tests.helpers.evaluating import command, tiny_model, write_tasks
-from tests.helpers.said import lines
+from tests.helpers.evaluating import tiny_model, write_tasks
 
 KILLS = int(os.environ.get("EVAL_KILLS", "15"))
 FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
@@ -166,28 +164,6 @@ def test_damaged_files_are_computed_again(file: str, world: Path, tmp_path: Path
         assert everything(tmp_path) == whole
         assert any(str(path) in message for message in messages)
         messages.clear()
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (KeyboardInterrupt(), 130),
-        (PermissionError(13, "Permission denied", "/x"), 2),
-        (OSError(28, "No space left on device"), 1),
-        (torch.OutOfMemoryError("out of memory"), 1),
-    ],
-    ids=lambda v: type(v).__name__,
-)
-def test_exit_codes_tell_what_may_pass(
-    error: BaseException, code: int, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: object) -> None:
-        raise error
-
-    monkeypatch.setattr(job, "run_all", fail)
-    model, data = world / "model", world / "data"
-    status, _, err = command("eval", "--model", model, "--data", data, "--output_path", tmp_path)
-    assert status == code and len(lines(err)) == 1
 
 
 def test_leaked_rows_are_flagged_with_a_clean_score(world: Path, tmp_path: Path) -> None:

