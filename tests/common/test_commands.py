@@ -94,7 +94,7 @@ def test_every_command_ends_with_the_same_code_and_a_line(
             raise error
         return 0
 
-    monkeypatch.setitem(emo.data_prep.cli.COMMANDS, "inspect", work)
+    monkeypatch.setattr(emo.data_prep.cli, "_run", work)
     monkeypatch.setattr(emo.pipeline.cli, "_report", work)
     monkeypatch.setattr(emo.eval.cli, "_compare", work)
     monkeypatch.setattr(sys, "argv", ["eval", "compare", "a", "b"])

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import emo.eval.cli
 from emo.common.errors import UserError
 from emo.eval import store
 from emo.eval.icl import job
@@ -22,7 +24,7 @@ from emo.eval.icl.settings import Settings
 from emo.eval.icl.tasks import select_tasks
 from emo.eval.model import EvaluatedModel
 from emo.eval.store import Entry
-from tests.helpers.evaluating import tiny_model, write_tasks
+from tests.helpers.evaluating import command, tiny_model, write_tasks
 
 KILLS = int(os.environ.get("EVAL_KILLS", "15"))
 FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
@@ -191,3 +193,11 @@ def test_leaked_rows_are_flagged_with_a_clean_score(world: Path, tmp_path: Path)
 def test_wrong_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         Settings(data="x", **settings)
+
+
+def test_memory_that_others_use_may_be_free_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(args: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(emo.eval.cli, "_compare", full)
+    assert command("compare", "a", "b")[0] == 1
