@@ -70,20 +70,6 @@ def test_what_cannot_be_compared_is_refused(changed: dict[str, Any], tmp_path: P
         assert code == 2 and not out and len(lines(err)) == 1
 
 
-def test_stray_and_truncated_files_are_skipped_with_a_line(tmp_path: Path) -> None:
-    for name in "ab":
-        fabricated(tmp_path, name, {"sst2": [True] * 10})
-    directory = tmp_path / "models" / "a"
-    view = (directory / "sst2.json").read_text()
-    texts = {"notes.json": '{"mine": 1}', "sst3.json": view[: len(view) // 2], "list.json": "[1, 2]"}
-    texts["../c/model.json"] = '{"name": "c"'
-    (tmp_path / "models" / "c").mkdir()
-    for name, text in texts.items():
-        (directory / name).write_text(text)
-    code, _, err = command("compare", "a", "b", "--results", tmp_path)
-    assert code == 0 and len(lines(err)) == 4
-
-
 def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None:
     """A file that is easily edited must not say anything else than the store, which is not."""
     for name in "ab":

@@ -108,16 +108,6 @@ def test_results_that_do_not_follow_from_their_rows_are_not_exported(change: Any
         assert not (tmp_path / "to").exists()
 
 
-def test_all_models_of_all_directories_are_exported(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        finished(tmp_path / name, name)
-    write_model(tmp_path / "a", "described")
-    arguments = ["--format", "lm-eval", "--output_path", tmp_path / "there"]
-    assert command("export", tmp_path / "a", tmp_path / "b", *arguments)[0] == 0
-    paths = sorted((tmp_path / "there").rglob("*.json"))
-    assert [(p.parent.name, p.name) for p in paths] == [(n, "results_2027-01-15T08-00-00.json") for n in "ab"]
-
-
 # --- the hub ----------------------------------------------------------------------------------------------
 
 CARD = """---

@@ -222,9 +222,6 @@ def test_weights_that_are_not_numbers_give_no_number(world: Path, sampled: Path,
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
     model.save_pretrained(broken)
-    code, _, err = command("generate", "--model", broken, "--output_path", tmp_path, "--max_new_tokens", 4)
-    assert code == 2 and len(lines(err)) == 1
-    assert not list(tmp_path.rglob("records.jsonl")) and not list(tmp_path.rglob("chunks/*.json"))
     for option in ("--oracle", "--reference"):
         (sampled / "quality.json").unlink(missing_ok=True)
         assert command("quality", sampled, "--output_path", tmp_path, option, broken)[0] == 2

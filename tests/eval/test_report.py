@@ -140,10 +140,6 @@ def test_the_base_is_known(case: str, tmp_path: Path) -> None:
         limits = " to ".join(f"{100 * mean['interval'][key]:+.1f}" for key in ("low", "high"))
         row = next(row for row in page.table("Model", "Verdict", "Mean") if row["Model"].startswith("mle"))
         assert row["Mean"] == f"+50.0 ↑ {limits}, {p_value(mean['p'])}" and f"+50.0 ↑ ({limits}" in markdown
-        assert row["Verdict"] == "better 2 tasks better"
-        assert "Compared with base on 2 tasks, mle improves by 50.0 points" in page.answer
-        assert "compared with mle on 2 tasks, emo shows no clear change (0.0 points" in page.answer
-        assert "base (base model" in markdown and markdown.startswith(f"# {page.answer[:30]}")
         assert [m["name"] for m in numbers["models"]] == ["base", "mle", "emo"], "as in the paper's tables"
     else:
         assert "base" not in page.answer and any("was not evaluated" in text for text in numbers["answer"])
@@ -159,7 +155,7 @@ def test_two_stages_and_two_bases(tmp_path: Path) -> None:
     compared = {(c["baseline"], c["model"]) for c in found["mean_comparisons"]}
     assert compared == {("base", "cpt"), ("base", "mle"), ("base", "emo"), ("cpt", "mle"), ("cpt", "emo"),
                         ("mle", "emo"), ("big", "big_mle")}  # fmt: skip
-    assert len(found["answer"]) == 2 and "Compared with big" in found["answer"][1] and "base" in page.answer
+    assert len(found["answer"]) == 2 and "base" in page.answer
     *_, chosen = written(tmp_path, chosen=["mle"])
     assert {c["baseline"] for c in chosen["mean_comparisons"]} == {"mle"} and chosen["baseline"] == "mle"
     assert len(chosen["mean_comparisons"]) == 5
@@ -202,8 +198,7 @@ def test_curves_of_another_run_are_remarked(tmp_path: Path) -> None:
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1, "tokens": 9, "nll": 1.0}\n')
     (run / "config.yaml").write_text("output_dir: runs/mine\n")
-    code, _, err = command("report", tmp_path, f"--run=EMO={run}")
-    assert code == 0 and f"--run EMO={run}: " in err
+    assert len(gather([tmp_path], {"EMO": run}).remarks) == 1
     (run / "config.yaml").write_text("output_dir: runs/mine-f32\n")
     assert gather([tmp_path], {"EMO": run}).remarks == []
     (run / "config.yaml").unlink()
