@@ -9,9 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emo.common import progress as module
 from emo.common.errors import UserError, one_line
-from emo.common.progress import progress
 from emo.common.text import markdown, on_one_line, printable, publishable, without_secrets
 from emo.common.untrusted import arrays, is_plain_name, read_bytes, read_json
 from emo.common.weights import check_directory, load_causal_lm, load_config
@@ -184,15 +182,3 @@ def test_long_texts_take_no_time() -> None:
         assert without_secrets(text) == text
     for text in ("~" * 100_000, "/" * 100_000, "a/" * 50_000, "/" + "!" * 100_000):
         assert publishable(text) == text
-
-
-def test_without_a_terminal_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(module.sys.stderr, "isatty", lambda: False, raising=False)
-    lines: list[str] = []
-    with progress("reading", 100, lines.append) as at:
-        for done in range(100):
-            now[0] += 1
-            at(done)
-    assert [line.partition("(")[2].partition(")")[0] for line in lines] == ["29%", "59%", "89%"]

@@ -152,16 +152,9 @@ def test_the_hub_reads_its_files(tmp_path: Path) -> None:
     hub.write_hub(pick(read_models([tmp_path / "out"]), "emo"), tmp_path / "card", lambda text: None)
     (entry,) = parse_eval_result_entries(yaml.safe_load(path.read_text()))
     assert entry.dataset_revision == "00ea8cc"
-
-
-@pytest.mark.parametrize("name", [None, "/data/sst2", "sst2"])
-def test_a_task_about_no_data_set_of_the_hub_is_in_the_card_alone(name: str | None, tmp_path: Path) -> None:
-    finished(tmp_path / "out")
-    finish(tmp_path / "out", hub=name)
-    hub.write_hub(pick(read_models([tmp_path / "out"]), "emo"), tmp_path / "card", lambda text: None)
-    assert not (tmp_path / "card" / ".eval_results").exists()
-    results = ModelCard.load(tmp_path / "card" / "README.md").data.eval_results or []
-    assert {r.dataset_type for r in results} == {"sst2", "mmlu"}
+    finish(tmp_path / "out", hub="/data/sst2")  # no data set of the hub
+    hub.write_hub(pick(read_models([tmp_path / "out"]), "emo"), tmp_path / "alone", lambda text: None)
+    assert [path.name for path in (tmp_path / "alone").iterdir()] == ["README.md"]
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])

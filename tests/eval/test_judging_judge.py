@@ -256,7 +256,7 @@ def test_bad_options_are_refused(world: Path, monkeypatch: pytest.MonkeyPatch, o
 
 
 def test_published_files_have_odd_answers_and_belong_to_their_labels(tmp_path: Path) -> None:
-    """PandaLM's test set has answers that became true when it was written. Nothing is written over."""
+    """PandaLM's test set has answers that became true when it was written."""
     labels = {f"annotator{i}": 1 for i in (1, 2, 3)}
     first = {"idx": 5, "instruction": "a", "input": "", "response1": True, "response2": None, **labels}
     files, result = [tmp_path / name for name in ("t.json", "v.json")], "pandalm_result"
@@ -266,10 +266,6 @@ def test_published_files_have_odd_answers_and_belong_to_their_labels(tmp_path: P
         write(files[1], [json.dumps([verdict | {result: 1} for verdict in verdicts])])
         assert command("judge", "--judge", "pandalm", *options)[0] == code
     assert (read(tmp_path)[1][0]["a"], read(tmp_path)[1][0]["b"]) == ("True", "")
-    for file in files:
-        write(file, [json.dumps([first | {result: 1}])])
-    options = ("--from", *files, "--output_path", tmp_path / "o")
-    assert command("judge", "--judge", "pandalm", *options)[0] == 2 and not (tmp_path / "o").exists()
 
 
 def run(world: Path, out: Path) -> None:

@@ -192,20 +192,6 @@ def test_text_and_models_without_scores(tmp_path: Path) -> None:
     assert [m["name"] for m in report.data["models"]] == ["EMO", "other", "unscored"]
 
 
-def test_curves_of_another_run_are_remarked(tmp_path: Path) -> None:
-    """Not those of a renamed run: export and configuration agree on where it began."""
-    described, run = scored(tmp_path, "EMO", run="runs/mine-f32", objective="emo"), tmp_path / "mine"
-    run.mkdir()
-    (run / "metrics.jsonl").write_text('{"step": 1, "tokens": 9, "nll": 1.0}\n')
-    (run / "config.yaml").write_text("output_dir: runs/mine\n")
-    assert len(gather([tmp_path], {"EMO": run}).remarks) == 1
-    (run / "config.yaml").write_text("output_dir: runs/mine-f32\n")
-    assert gather([tmp_path], {"EMO": run}).remarks == []
-    (run / "config.yaml").unlink()
-    change(described, path=f"{run}/export")
-    assert gather([tmp_path], {"EMO": run}).remarks == []
-
-
 def test_mistakes_and_damage_are_shown(tmp_path: Path) -> None:
     """Of mistakes row, unit and demonstrations; what the comparison cannot read is named."""
     models(tmp_path, a=0.5, b=0.5)

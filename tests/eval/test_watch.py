@@ -22,7 +22,6 @@ import pytest
 import yaml
 
 from emo.common.errors import ExitCode
-from emo.common.lease import Lease, held
 from emo.eval import store
 from emo.eval import targets as targets_module
 from emo.eval import watch as watch_module
@@ -35,7 +34,7 @@ from emo.eval.model import EvaluatedModel
 from emo.eval.targets import targets
 from emo.eval.watch import Watch
 from emo.pipeline import checkpoint
-from emo.pipeline.run_dir import HF, LOCK, LOCK_SECONDS, describe, list_files, partial_directory
+from emo.pipeline.run_dir import HF, describe, list_files, partial_directory
 from tests.conftest import REPO
 from tests.helpers.evaluating import command, tiny_model, write_tasks
 from tests.helpers.results import tree
@@ -188,69 +187,49 @@ def test_the_final_export_counts_and_again_when_it_is_replaced(world: Path, tmp_
         assert done(run)["run"]["step"] == step
 
 
-def trainer_checkpoint(world: Path, run: Path, step: int, age: float = 0.0) -> Path:
-    """A checkpoint of the Hugging Face Trainer whose last file was written `age` seconds ago."""
-    path = run / f"checkpoint-{step}"
-    shutil.copytree(world / "models" / f"{step}", path)
-    (path / "trainer_state.json").write_text("{}")
-    rest(path, age)
-    return path
-
-
 def rest(path: Path, age: float) -> None:
     for file in path.iterdir():
         os.utime(file, (time.time() - age,) * 2)
 
 
 def test_a_trainer_checkpoint_counts_when_it_rests(world: Path, tmp_path: Path) -> None:
-    """Foreign runs have no marker: trainer_state.json, every shard of the index, none cut short, at rest."""
-    run = tmp_path / "run"
-    path = trainer_checkpoint(world, run, 5, age=60)
-    watch = watcher(world, run)
+    """Foreign runs have no marker: trainer_state.json, every shard of the index, none cut short, at rest.
+    One that stays cut short has failed, so that `--until_finished` can end; what is written again counts.
+    """
+    run, name = tmp_path / "run", "run-checkpoint-5"
+    path = Path(shutil.copytree(world / "models" / "5", run / "checkpoint-5"))
+    weights, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    content, shards = weights.read_bytes(), [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 
     def not_ready(age: float = 60) -> None:
         rest(path, age)
-        assert watch.once() == 0 and list(watch.waiting) == ["run-checkpoint-5"]
+        watch = watcher(world, run)
+        assert watch.once() == 0 and list(watch.waiting) == [name]
 
-    (path / "trainer_state.json").rename(tmp_path / "state")
     not_ready()
-    (tmp_path / "state").rename(path / "trainer_state.json")
-    weights, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    content = weights.read_bytes()
-    for part in (content[:-1], content[:5]):
-        weights.write_bytes(part)
-        not_ready()
-    weights.write_bytes(content)
+    (path / "trainer_state.json").write_text("{}")
     not_ready(age=0)
-    weights.rename(path / "model-00001-of-00002.safetensors")
-    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    for text in (json.dumps({"weight_map": names}), json.dumps({"weight_map": names})[:-4]):
-        index.write_text(text)
+    text = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))})
+    weights.rename(path / shards[0])
+    for listed in (text, text[:-4]):
+        index.write_text(listed)
         not_ready()
     index.unlink()
     not_ready()
-    (path / "model-00001-of-00002.safetensors").rename(weights)
-    rest(path, 60)
-    assert watcher(world, run).once() == 1 and list(done(run)) == ["run-checkpoint-5"]
-
-
-def test_a_checkpoint_that_stays_cut_short_has_failed(world: Path, tmp_path: Path) -> None:
-    """Its writer is gone. `--until_finished` can end, and what is written again counts."""
-    run = tmp_path / "run"
-    weights = trainer_checkpoint(world, run, 5) / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-1])
-    rest(weights.parent, 3600)
-    seen = run / "eval" / "watch" / "seen" / "run-checkpoint-5.json"
-    for age in (0, 3000):
+    (path / shards[0]).unlink()
+    for part in (content[:5], content[:-1]):
+        weights.write_bytes(part)
+        not_ready()
+    seen = run / "eval" / "watch" / "seen" / f"{name}.json"
+    rest(path, 3600)
+    for outcome in ("waiting", "failed"):
         for _ in range(2):
             watch = watcher(world, run)
-            assert watch.once() == 0
-            assert list(watch.failed if age else watch.waiting) == ["run-checkpoint-5"]
+            assert watch.once() == 0 and list(getattr(watch, outcome)) == [name]
         seen.write_text(json.dumps(json.loads(seen.read_text()) | {"since": time.time() - 3000}))
     weights.write_bytes(content)
-    rest(weights.parent, 60)
-    assert watcher(world, run).once() == 1
+    rest(path, 60)
+    assert watcher(world, run).once() == 1 and list(done(run)) == [name]
 
 
 def test_other_tasks_or_settings_are_evaluated_anew(world: Path, tmp_path: Path) -> None:
@@ -307,10 +286,10 @@ def test_a_passing_trouble_is_tried_again(
     publish(world, run, 4)
     evaluate = watch_module.run_all
 
-    def lost(model: Any, *arguments: Any) -> Any:
+    def lost(model: Any, *others: Any) -> Any:
         if model.name.endswith("3"):
             raise OSError(5, "Input/output error")
-        return evaluate(model, *arguments)
+        return evaluate(model, *others)
 
     arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data"]
     with monkeypatch.context() as patch:
@@ -381,25 +360,6 @@ def test_every_checkpoint_is_exported_once(
         ] * 3
         marks.append(tree(run / "eval" / "watch" / "exported"))
     assert marks[0] == marks[1]
-
-
-def test_wandb_waits_for_the_end_of_the_run(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two writers would spoil the run's lines there; `--until_finished` ends after both."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    run = tmp_path / "run"
-    shutil.copytree(world / "models" / "4", run / "export")
-    (run / "config.yaml").write_text("train: {report_to: [wandb], project: emo-test}\n")
-    (run / "wandb-id").write_text("0123456789abcdef")
-    settings, tasks = Settings(data=str(world / "data")), select_tasks("sst2")
-    watch = Watch(run, tasks, settings, run / "eval", "auto", lambda text: None, [Export("wandb", run)])
-    with held(Lease(run, LOCK, LOCK_SECONDS)) as ours_first:
-        assert ours_first and watch.once() == 1 and not watch.finished() and not watch.unexported
-        assert watch.once() == 0 and not watch.finished() and not list(run.glob("wandb/*.wandb"))
-    assert watch.once() == 0 and watch.finished()
-    assert len(list(run.glob("wandb/offline-run-*/*.wandb"))) == 1
-    assert watch.once() == 0 and len(list(run.glob("wandb/offline-run-*/*.wandb"))) == 1
 
 
 @pytest.mark.parametrize("export", ["hf", "wandb=here", "csv=here", "lm-eval={run}/eval"])
