@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +27,9 @@ def read(out: Path, name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real evaluation of six of eight rows, exported."""
     root = tmp_path_factory.mktemp("export")
-    os.environ["EVAL_CACHE"] = str(root / "cache")
     write_tasks(root / "data", TASKS, train=12, test=8)
     model = tiny_model(root / "models" / "m", num_hidden_layers=1)
     (model / "export.json").write_text(json.dumps({"step": 2, "tokens": 8, "objective": "emo", "run": "/r"}))
@@ -41,8 +38,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     assert command("eval", "--model", model, *arguments, *out)[0] == 0
     export = ["export", root / "out", "--format", "lm-eval", "--output_path", root / "there"]
     assert command(*export, "--data", root / "data")[0] == 0
-    yield root
-    del os.environ["EVAL_CACHE"]
+    return root
 
 
 def samples(world: Path) -> dict[str, list[dict[str, Any]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -46,14 +45,12 @@ def measured(world: Path, texts: list[Path], *options: object) -> tuple[str, lis
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Two models of one tokenizer, and a corpus."""
     root = tmp_path_factory.mktemp("generation")
-    os.environ["EVAL_CACHE"] = str(root / "cache")
     for name, seed in (("small", 1), ("oracle", 2)):
         tiny_model(root / name, seed, max_position_embeddings=96)
     lines = [f"the cat number {i} sat on the mat and looked at the door of the house again" for i in range(6)]
     (root / "data" / "ptb").mkdir(parents=True)
     (root / "data" / "ptb" / "test.txt").write_text("\n".join(["", " = A title = ", *lines, "too short"]))
-    yield root
-    del os.environ["EVAL_CACHE"]
+    return root
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +36,10 @@ QUESTIONS = [
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model that was tuned with Alpaca's template, and questions."""
     root = tmp_path_factory.mktemp("answers")
-    os.environ["EVAL_CACHE"] = str(root / "cache")
     tiny_model(root / "tuned", max_position_embeddings=512)
     (root / "tuned" / "export.json").write_text(json.dumps({"step": 9, "tokens": 9, "template": "alpaca/1"}))
     write(root / "questions.jsonl", QUESTIONS)
-    yield root
-    del os.environ["EVAL_CACHE"]
+    return root
 
 
 def write(path: Path, rows: list[Any]) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -32,15 +31,13 @@ NAMES = ["cat", "dog", "lamp", "town", "boat", "tree", "rain", "road", "bird", "
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A judge whose replies are 1 or 2, and two models' answers to ten questions; one pair is the same."""
     root = tmp_path_factory.mktemp("judging")
-    os.environ["EVAL_CACHE"] = str(root / "cache")
     tiny_judge(root / "judge")
     rows = [{"id": n, "instruction": f"Tell me about the {n}.", "output": f"The {n} is old."} for n in NAMES]
     other = [row | {"output": f"A {row['id']} sees it." * 2} for row in rows]
     other[3]["output"], other[4]["output"] = rows[3]["output"], ""
     answers(root / "a.json", rows, "mle")
     answers(root / "b.json", other[::-1], "emo")  # the order of a file does not matter
-    yield root
-    del os.environ["EVAL_CACHE"]
+    return root
 
 
 def answers(path: Path, rows: list[dict[str, Any]], generator: str = "m") -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ TASKS = "sst2,mmlu"
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Results of two runs, one at two steps, with training logs and sampled text."""
     root = tmp_path_factory.mktemp("report")
-    os.environ["EVAL_CACHE"] = str(root / "cache")
     write_tasks(root / "data", TASKS.split(","), train=20, test=20)
     for objective, step in (("mle", 100), ("mle", 200), ("emo", 200)):
         run, name = root / "runs" / objective, f"{objective}-{step}"
@@ -43,8 +41,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
         (prepared / "contamination.json").write_text(json.dumps(overlap))
         (run / "config.yaml").write_text(f"data: {{dir: {prepared.parent}}}\n")
     assert command("generate", *arguments, "--samples", 2, "--max_new_tokens", 12)[0] == 0
-    yield root
-    del os.environ["EVAL_CACHE"]
+    return root
 
 
 def test_the_report_of_real_evaluations(world: Path, tmp_path: Path) -> None:

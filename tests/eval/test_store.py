@@ -76,7 +76,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Data, a model, warm embeddings, and the files of an undisturbed evaluation."""
     root = tmp_path_factory.mktemp("store")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EVAL_CACHE", str(root / "cache"))
         patch.setattr(job, "CHUNK", 4)
         write_tasks(root / "data", TASKS.split(","), train=30, test=24)
         tiny_model(root / "model")

@@ -48,14 +48,12 @@ FORK = multiprocessing.get_context("fork")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Data, models of several steps, warm embeddings."""
     root = tmp_path_factory.mktemp("watch")
-    os.environ["EVAL_CACHE"] = str(root / "cache")
     write_tasks(root / "data", ["sst2"], train=20, test=12)
     for step in range(STEPS):
         tiny_model(root / "models" / f"{step}", seed=step, num_hidden_layers=1)
         facts = {"step": step, "tokens": 1000 * step, "objective": "emo", "run": "run"}
         (root / "models" / f"{step}" / "export.json").write_text(json.dumps(facts))
-    yield root
-    del os.environ["EVAL_CACHE"]
+    return root
 
 
 def write_partial(world: Path, run: Path, step: int) -> Path:

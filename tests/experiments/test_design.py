@@ -142,11 +142,12 @@ def test_jobs_share_the_runs(tmp_path: Path) -> None:
 RECIPE = """
 output_dir: {root}/run
 data:
-  {{ dir: {root}/data, root: {root}, train_tokenizer: 384, sources: [{{ files: text.txt, format: lines }}] }}
+  {{ dir: {root}/data, root: {root}, train_tokenizer: 384, validation_fraction: 0.1,
+    sources: [{{ files: text.txt, format: lines }}] }}
 model:
   architecture: {{ model_type: llama, vocab_size: 384, hidden_size: 32, intermediate_size: 64,
     num_hidden_layers: 2, num_attention_heads: 2 }}
-train: {{ max_steps: 3 }}
+train: {{ max_steps: 3, global_batch_size: 8 }}
 """
 
 

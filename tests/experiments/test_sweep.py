@@ -14,7 +14,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import yaml
 
 from emo.common.errors import ExitCode, UserError
 from emo.experiments import report
@@ -26,6 +25,7 @@ from emo.experiments.table import gather
 from emo.experiments.workers import Workers
 from emo.pipeline.config import load_config
 from tests.conftest import REPO
+from tests.experiments.test_design import RECIPE
 from tests.helpers.killing import FORK
 from tests.helpers.launching import wait_for
 from tests.helpers.sweeping import notes, opened, pretend, sweep
@@ -38,19 +38,8 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    tree = {
-        "output_dir": "unused",
-        "data": {
-            "dir": "unused",
-            "train_tokenizer": 384,
-            "sources": [{"files": f"{tmp_path}/text.txt", "format": "lines"}],
-            "validation_fraction": 0.1,
-        },
-        "model": {"architecture": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2}},
-        "train": {"max_steps": 3, "global_batch_size": 8},
-    }
     (tmp_path / "text.txt").write_text("A line.\n")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(root=tmp_path))
     return tmp_path / "recipe.yaml"
 
 
