@@ -50,9 +50,9 @@ class Built(NamedTuple):
     source: Path
     site: Path
 
-    def run(self, code: str, directory: Path, **extra: str) -> str:
+    def run(self, code: str, directory: Path) -> str:
         """Return what a Python prints that has the wheel and no checkout."""
-        environment = os.environ | {"PYTHONPATH": str(self.site)} | extra
+        environment = os.environ | {"PYTHONPATH": str(self.site)}
         done = subprocess.run(
             [sys.executable, "-c", code], cwd=directory, env=environment, capture_output=True, text=True
         )

@@ -179,9 +179,7 @@ BAD_REPLIES: dict[str, Callable[[list[str]], list[str]]] = {
     "twice": lambda lines: [*lines, lines[0]],
     "foreign": lambda lines: [*lines, json.dumps({"id": "x-1-ab", "reply": "1"})],
     "no-id": lambda lines: [*lines, json.dumps({"reply": "1"})],
-    "no-rows": lambda lines: [],
     "no-reply": lambda lines: [line.replace("reply", "text") for line in lines],
-    "no-text": lambda lines: [line.replace('"1"', "1") for line in lines],
 }
 
 

@@ -371,36 +371,29 @@ def test_a_mistake_in_an_export_is_told_first(export: str, tmp_path: Path) -> No
 SCRIPT = REPO / "launch/slurm/evaluate.sbatch"
 
 
-@pytest.fixture
-def slurm(tmp_path: Path) -> Any:
-    """Runs the batch script with stand-ins for Slurm's commands, which write down how they were called."""
-    tools = tmp_path / "bin"
+def test_slurm_queues_again_only_what_may_pass(tmp_path: Path) -> None:
+    """With stand-ins for Slurm's commands, which write down how they were called."""
+    tools, log = tmp_path / "bin", tmp_path / "calls"
     tools.mkdir()
-    calls = tmp_path / "calls"
     stubs = {
         "srun": f'echo "$*" > {tmp_path}/asked; exit "$FAKE_CODE"',
-        "scontrol": f'[ "$1" != show ] || exec echo "Command={SCRIPT} a"; echo "scontrol $*" >> {calls}',
-        "sbatch": f'echo "sbatch $*" >> {calls}',
+        "scontrol": f'[ "$1" != show ] || exec echo "Command={SCRIPT} a"; echo "scontrol $*" >> {log}',
+        "sbatch": f'echo "sbatch $*" >> {log}',
     }
     for name, body in stubs.items():
         (tools / name).write_text(f"#!/bin/bash\n{body}\n")
         (tools / name).chmod(0o755)
+    # The script puts the checkout's own environment first; the stand-ins must win.
+    copy = tmp_path / "slurm_script"
+    copy.write_text(SCRIPT.read_text().replace("PATH=$repository/.venv/bin:$PATH", "PATH=$PATH"))
 
-    def run(*arguments: object, **environment: str) -> tuple[int, list[str]]:
-        calls.unlink(missing_ok=True)
+    def slurm(*arguments: object, **environment: str) -> tuple[int, list[str]]:
+        log.unlink(missing_ok=True)
         environment |= {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-        # The script puts the checkout's own environment first; the stand-ins must win.
-        copy = tmp_path / "slurm_script"
-        copy.write_text(SCRIPT.read_text().replace("PATH=$repository/.venv/bin:$PATH", "PATH=$PATH"))
-        done = subprocess.run(
-            ["bash", copy, *map(str, arguments)], cwd=REPO, env=os.environ | environment, capture_output=True
-        )
-        return done.returncode, calls.read_text().splitlines() if calls.is_file() else []
+        words = ["bash", copy, *map(str, arguments)]
+        done = subprocess.run(words, cwd=REPO, env=os.environ | environment, capture_output=True)
+        return done.returncode, log.read_text().splitlines() if log.is_file() else []
 
-    return run
-
-
-def test_slurm_queues_again_only_what_may_pass(slurm: Any, tmp_path: Path) -> None:
     for ending, calls in ((ExitCode.FAILURE, ["scontrol requeue 7"]), (ExitCode.MISTAKE, [])):
         assert slurm(tmp_path, tmp_path, FAKE_CODE=str(ending)) == (ending, calls)
     assert slurm(tmp_path, tmp_path, FAKE_CODE="1", SLURM_RESTART_COUNT="5")[1] == []  # not for ever
