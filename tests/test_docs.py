@@ -86,23 +86,3 @@ def test_mistakes_are_found(tmp_path: Path) -> None:
     for text, fault in MISTAKES.items():
         (tmp_path / "page.md").write_text(f"# Page\n\n{text}\n")
         assert any(fault in line for line in documents.faults(tmp_path / "page.md")), text
-
-
-RIGHT = """# A page: of `code`
-
-[x](#a-page-of-code) `train.learning_rate`, `objective.params.ratio_cap`, `--tasks sst2`
-
-```bash
-# needs: hosts
-./launch/continual.sh --hostfile HOSTS -- RECIPE train.learning_rate=1e-5  # a remark
-```
-"""
-
-
-def test_what_is_right_is_left_alone(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(RIGHT)
-    assert documents.faults(page) == []
-    (block,) = documents.blocks(page)
-    assert block.needs == ["hosts"]
-    assert block.commands == ["./launch/continual.sh --hostfile HOSTS -- RECIPE train.learning_rate=1e-5"]

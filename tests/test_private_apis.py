@@ -62,11 +62,9 @@ ATTRIBUTES = {
     ],
     "eval/icl/prefix_scorer.py": ["torch:ops.aten._log_softmax.out"],
     "eval/icl/openicl_compat.py": [
-        *("openicl.icl_retriever.icl_bm25_retriever:word_tokenize", "openicl.utils.collators:ListWrapper"),
+        *("openicl.icl_retriever.icl_bm25_retriever:word_tokenize", "openicl.utils.collators:ListWrapper")
     ],
-    "tests/bench/kernels_static.py": [
-        *("triton.backends.compiler:GPUTarget", "triton.compiler:ASTSource"),
-    ],
+    "tests/bench/kernels_static.py": [*("triton.backends.compiler:GPUTarget", "triton.compiler:ASTSource")],
 }
 # By file of this project: names that it uses and that stand in the source of a module or class of a library.
 IN_SOURCES = {

@@ -23,7 +23,7 @@ def read(path: Path) -> str:
         return str(lines.read())
 
 
-def test_rows_text_and_files_come_under_the_names_that_tests_know(tmp_path: Path) -> None:
+def test_what_can_be_fetched_has_the_names_that_tests_know_and_the_rest_is_named(tmp_path: Path) -> None:
     wiki = data_set(tmp_path / "wiki", "train", [{"text": " = Ä = \n"}, {"text": ""}, {"text": "no end"}])
     rows = [{"instruction": f"i{n}", "output": "o", "more": "x"} for n in range(9)]
     alpaca = data_set(tmp_path / "alpaca", "train", rows)
@@ -31,31 +31,22 @@ def test_rows_text_and_files_come_under_the_names_that_tests_know(tmp_path: Path
     (tmp_path / "model" / "vocab.json").write_text("{}")
     out = tmp_path / "out"
     sets: dict[str, Rows | Files] = {
+        "lm/no/train.txt.zst": Rows(str(tmp_path / "nowhere"), None, None, "train", ("text",)),
+        "lm/column/train.txt.zst": Rows(wiki, None, None, "train", ("words",)),
         "lm/wiki/train.txt.zst": Rows(wiki, None, None, "train", ("text",)),
         "instruct/a/train.jsonl.zst": Rows(alpaca, None, None, "train", ("instruction", "output"), 2),
         "tokenizers/m": Files(str(tmp_path / "model"), ("vocab.json",)),
     }
-    assert fetch(out, sets, []) == []
+    missing = [str(out / name) for name in list(sets)[:2]]
+    assert [line.split(":")[0] for line in fetch(out, sets, [])] == missing
+    assert not any(Path(name).exists() for name in missing)
     assert read(out / "lm/wiki/train.txt.zst") == " = Ä = \n\nno end\n"
     taken = [json.loads(line) for line in read(out / "instruct/a/train.jsonl.zst").splitlines()]
     assert taken == [{"instruction": "i0", "output": "o"}, {"instruction": "i1", "output": "o"}]
     assert (out / "tokenizers/m/vocab.json").read_text() == "{}"
-
-
-def test_what_cannot_be_fetched_is_named_and_the_rest_goes_on(tmp_path: Path) -> None:
-    good = data_set(tmp_path / "good", "train", [{"text": "a"}])
-    sets: dict[str, Rows | Files] = {
-        "lm/no/train.txt.zst": Rows(str(tmp_path / "nowhere"), None, None, "train", ("text",)),
-        "lm/column/train.txt.zst": Rows(good, None, None, "train", ("words",)),
-        "lm/good/train.txt.zst": Rows(good, None, None, "train", ("text",)),
-    }
-    out = tmp_path / "out"
-    missing = fetch(out, sets, [])
-    assert [line.split(":")[0] for line in missing] == [str(out / name) for name in list(sets)[:2]]
-    assert [path.name for path in out.rglob("*") if path.is_file()] == ["train.txt.zst"]
-    (out / "lm/good/train.txt.zst").write_bytes(b"mine")
+    (out / "lm/wiki/train.txt.zst").write_bytes(b"mine")
     assert len(fetch(out, sets, [])) == 2
-    assert (out / "lm/good/train.txt.zst").read_bytes() == b"mine"  # what is there stays
+    assert (out / "lm/wiki/train.txt.zst").read_bytes() == b"mine"  # what is there stays
 
 
 def test_every_built_in_task_has_a_hub_id() -> None:

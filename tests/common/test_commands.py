@@ -1,7 +1,8 @@
-"""The one command: every word leads to a room, which says a first word before it loads what takes seconds."""
+"""The one command: its rooms, its mistakes, its exit codes, and a first word before what takes seconds."""
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -9,7 +10,11 @@ from pathlib import Path
 
 import pytest
 
+import emo.data_prep.cli
+import emo.eval.cli
+import emo.pipeline.cli
 from emo.__main__ import COMMANDS, main
+from emo.common.errors import DiskFullError, FailureError, UserError, may_pass, outcome
 from tests.conftest import REPO
 
 
@@ -21,33 +26,10 @@ def test_every_command_answers_help(command: str, capsys: pytest.CaptureFixture[
     assert "usage: emo " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("words", "meant"),
-    [
-        ("prepar", "prepare"),
-        ("prepare x --wrkers 3", "--workers"),
-        ("sweep oracle.yaml --dry-rnu", "--dry_run"),
-    ],
-)
-def test_a_mistake_is_answered_with_what_is_nearest(
-    words: str, meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as end:
-        sys.exit(main(words.split()))
-    assert end.value.code == 2
-    assert f"{meant}?" in capsys.readouterr().err
-
-
 def test_without_the_packages_a_line_says_so() -> None:
-    done = subprocess.run(
-        [sys.executable, "-S", "-m", "emo", "--version"],  # -S: no site-packages
-        env={"PATH": os.environ["PATH"]},
-        cwd=REPO,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1
+    command = [sys.executable, "-S", "-m", "emo", "--version"]  # -S: no site-packages
+    done = subprocess.run(command, env={"PATH": os.environ["PATH"]}, cwd=REPO, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
 
 
 HEAVY = {"torch", "transformers", "datasets", "deepspeed", "numpy", "scipy", "pyarrow", "pandas", "rich"}
@@ -67,12 +49,10 @@ runpy.run_module('emo', run_name='__main__', alter_sys=True)
 RECIPE = "launch/recipes/stories260k-tinystories.yaml"
 LINES = {
     "prepare": ["prepare", RECIPE],
-    "sniff": ["sniff", "DIR/a.csv"],
     "plan": ["plan", RECIPE, "--gpus", "8xA100-80G"],
     "score": ["score", RECIPE, "--model", "DIR"],
     "report": ["report", "DIR/run"],
     "eval": ["eval", "--model", "DIR", "--data", "DIR", "--tasks", "sst2"],
-    "generate": ["generate", "--model", "DIR", "--data", "DIR"],
     "quality": ["quality", "DIR"],
 }
 
@@ -87,3 +67,65 @@ def test_the_first_word_comes_before_the_libraries(tmp_path: Path, command: str)
     done = subprocess.run([sys.executable, "-c", code, *words], cwd=REPO, capture_output=True, text=True)
     output, _, loaded = done.stdout.partition("\n")
     assert output and not loaded.strip(), f"{output} comes after {loaded}"
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (UserError("no such key"), 2),
+        (FailureError("a worker was killed"), 1),
+        (DiskFullError("no space left"), 1),
+        (OSError(errno.EIO, "Input/output error"), 1),
+        (PermissionError(errno.EACCES, "Permission denied"), 2),
+        (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1),  # of a connection: the output is still read
+        (KeyboardInterrupt(), 130),
+        (None, 0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_every_command_ends_with_the_same_code_and_a_line(
+    error: BaseException | None,
+    code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def work(args: object) -> int:
+        if error is not None:
+            raise error
+        return 0
+
+    monkeypatch.setattr(emo.data_prep.cli, "_run", work)
+    monkeypatch.setattr(emo.pipeline.cli, "_report", work)
+    monkeypatch.setattr(emo.eval.cli, "_compare", work)
+    monkeypatch.setattr(sys, "argv", ["eval", "compare", "a", "b"])
+    assert outcome(lambda: work(None)) == code
+    assert capsys.readouterr().err.count("\n") == (error is not None)
+    assert emo.data_prep.cli.main(["inspect", "x"]) == code
+    assert emo.pipeline.cli.main(["report", "x"]) == code
+    assert emo.eval.cli.main() == code
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), True),
+        (OSError(errno.ESTALE, "Stale file handle"), True),
+        (PermissionError(errno.EACCES, "Permission denied"), False),
+        (FileNotFoundError("not in the cache, and the hub cannot be reached"), False),  # without a number
+        (OSError("nobody knows"), None),
+    ],
+)
+def test_errors_tell_whether_they_may_pass(error: OSError, passes: bool | None) -> None:
+    assert may_pass(error) is passes
+
+
+@pytest.mark.parametrize("size", [1, 10**6])  # what is written at the end, and what fails at once
+def test_a_reader_that_leaves_ends_the_command_quietly(size: int) -> None:
+    program = "import sys; from emo.common.errors import outcome; "
+    program += f"sys.exit(outcome(lambda: print('x' * {size}) or 0))"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={}
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 141

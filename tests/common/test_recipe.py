@@ -1,4 +1,4 @@
-"""Recipes: whatever a file or an override holds, it ends in a tree or in one line, and soon."""
+"""Recipes end in a tree or in one line, and soon; what a message advises is a cure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import Field
 
 from emo.common.commands import parse_arguments
 from emo.common.errors import UserError
 from emo.common.recipe import OTHER_NAMES, Section, mark, marked, parse_section, read_recipe
 from emo.data_prep.cli import main as data_prep
+from emo.data_prep.config import load_data_config
 from emo.pipeline.cli import main as pipeline
 from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.planning.checks import check
+from tests.helpers.corpus import alpaca_rows, run, texts, write_jsonl
 
 GOOD = (
     "output_dir: runs/x\n"
@@ -164,8 +168,47 @@ def test_other_names_lead_to_keys_of_a_recipe() -> None:
             section = section.model_fields[part].annotation
 
 
-@pytest.mark.parametrize("name", ["stories260k-wikitext2", "storis260k-wikitext2.yaml"])
-def test_a_recipe_that_comes_with_this_program_is_found_by_its_name(name: str) -> None:
-    with pytest.raises(UserError, match=r"stories260k-wikitext2\.yaml\?") as error:
-        read_recipe(Path(name), [])
-    assert error.value.code == "no-recipe"
+TINY = "vocab_size: 96, hidden_size: 16, intermediate_size: 32, num_hidden_layers: 1, num_attention_heads: 2"
+MUON = "train.optimizer=muon; train.muon_lr=0.02; train.max_grad_norm=0"
+CASES = [  # overrides that are a mistake, the advice, and overrides that follow it
+    ("train.global_batch_size=7", "global_batch_size=6", "train.global_batch_size=6"),
+    ("model.compile=true; deepspeed=ds_configs/zero3.json", "zero1.json", "deepspeed=ds_configs/zero1.json"),
+    (f"{MUON}; model.lora={{r: 2}}", "optimizer=adamw", "train.optimizer=adamw; train.muon_lr=null"),
+    (f"{MUON}; deepspeed=ds_configs/zero3_offload.json", "zero2.json", "deepspeed=ds_configs/zero2.json"),
+    ("data.train_tokenizer=270", "set data.train_tokenizer=", "data.train_tokenizer=NUMBER"),
+    ("data.sequence_len=8192; data.shards=4", "sequence_len", "data.sequence_len=32"),
+    ("data.sources=[{files: chats.jsonl}]", "kind=instruct", "data.kind=instruct; data.sequence_len=256"),
+    ("data.sources=[{files: broken.jsonl}]", "strict=false", "data.strict=false"),
+]
+
+
+@pytest.mark.parametrize(("mistake", "advice", "cure"), CASES)
+def test_advice_is_a_cure(tmp_path: Path, mistake: str, advice: str, cure: str) -> None:
+    """NUMBER in a cure is the one that the message names."""
+    (tmp_path / "text.txt").write_text("\n".join(texts(200)))
+    write_jsonl(tmp_path / "chats.jsonl", alpaca_rows(40))
+    write_jsonl(tmp_path / "broken.jsonl", [*({"text": text} for text in texts(200)), {"text": 3}])
+    data = {"dir": str(tmp_path / "data"), "root": str(tmp_path), "train_tokenizer": 384, "sequence_len": 32}
+    tree = {
+        "output_dir": str(tmp_path / "run"),
+        "data": data | {"shards": 1, "sources": [{"files": "text.txt", "format": "lines"}]},
+        "model": {"architecture": yaml.safe_load(f"{{model_type: llama, {TINY}}}")},
+        "train": {"max_steps": 3, "global_batch_size": 8},
+    }
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(tree))
+
+    def attempt(overrides: list[str]) -> None:
+        if mistake.startswith("data."):
+            run(load_data_config(recipe, overrides), force=True)
+        else:
+            check(load_config(recipe, overrides), ranks=2, local=False)
+
+    mistakes = mistake.split("; ")
+    with pytest.raises(UserError) as error:
+        attempt(mistakes)
+    assert advice in str(error.value), error.value
+    number = re.search(rf"{re.escape(advice)}(\d+)", str(error.value))
+    cures = cure.replace("NUMBER", number[1] if number else "").split("; ")
+    keys = {override.partition("=")[0] for override in cures}
+    attempt([*(override for override in mistakes if override.partition("=")[0] not in keys), *cures])

@@ -62,9 +62,3 @@ def test_the_commands_in_a_header_can_be_run(
         script = next(word for word in words if word.startswith("launch/") and word.endswith(".sh"))
         assert words[:2] == ["deepspeed", "--num_gpus"] and (REPO / script).is_file()
         print_plan(load_config(recipe, overrides), int(words[2]))  # the dry run
-
-
-def test_most_recipes_say_how_they_are_run() -> None:
-    """All that do not only change the model or the data of another one."""
-    silent = [path.name for path in RECIPES if not commands(path) and "extends" not in path.read_text()]
-    assert silent == []

@@ -1,4 +1,4 @@
-"""Files of others: read within bounds, and nowhere but beside them; no code of theirs runs."""
+"""Files of others are read within bounds and run no code; their texts act on nothing and tell no secrets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from emo.common.errors import UserError
+from emo.common.errors import UserError, one_line
+from emo.common.text import markdown, on_one_line, printable, publishable, without_secrets
 from emo.common.untrusted import arrays, is_plain_name, read_bytes, read_json
 from emo.common.weights import check_directory, load_causal_lm, load_config
 
@@ -102,3 +103,82 @@ def test_pickled_weights_are_tensors_or_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         load_causal_lm(directory)
     assert error.value.code == "pickle" and not (tmp_path / "ran").exists()
+
+
+TITLE = "\x1b]0;owned\a"  # an OSC sequence, which sets a terminal's title
+ACTING = ["\x1b[2J", TITLE, "a\rb", "\x9b31m", "\u202egpj.exe", "\u2066x\u2069", "\u2028", "\ud800", "\x7f"]
+
+
+@pytest.mark.parametrize("text", ACTING)
+def test_what_acts_on_a_terminal_is_written_out(text: str) -> None:
+    for shown in (printable(text), on_one_line(text), markdown(text), str(UserError(text)), one_line(text)):
+        shown.encode()
+        assert not set(shown) & set("\x1b\a\b\r\x7f\x9b\u202e\u2066\u2069\u2028\ud800")
+
+
+def test_plain_text_stays_as_it_is() -> None:
+    text = "na\u00efve \u65e5\u672c \U0001f642, 50 % of a/b_c.txt: tab\tand line\n"
+    assert printable(text) == text
+    assert on_one_line("two  spaces\nstay") == "two  spaces stay"
+
+
+def test_a_long_line_keeps_its_ends() -> None:
+    line = str(UserError(f"ds.json: unknown key {'x' * 10_000}; did you mean stage?"))
+    assert len(line) < 2000
+    assert line.startswith("ds.json: unknown key x") and line.endswith("x; did you mean stage?")
+
+
+def test_markdown_makes_no_links_tags_or_cells() -> None:
+    assert markdown("see https://x.org and www.x.org") == "see https&#58;//x.org and www&#46;x.org"
+    assert markdown("<b>|[a](b)`c`") == "&lt;b&gt;\\|\\[a\\](b)\\`c\\`"
+
+
+SECRETS = {
+    "https://me:hunter2@host/x": "https://***@host/x",
+    "s3://KEY:SECRET@bucket/x": "s3://***@bucket/x",
+    "https://h/x?a=1&X-Amz-Signature=abc123&b=2": "https://h/x?a=1&X-Amz-Signature=***&b=2",
+    "https://h/x?access_token=abc": "https://h/x?access_token=***",
+    "Authorization: Bearer abcdefghijklmnopqrstuvwxyz": "Authorization: Bearer ***",
+    "401 for hf_" + "aB3" * 11: "401 for hf_***",
+    "ghp_" + "a1" * 18: "ghp_***",
+    "glpat-abcdefghijklmnopqrst": "glpat-***",
+}
+
+
+INNOCENT = [
+    "s3://bucket/x",
+    "https://h:8080/x",
+    "hf_checkpoints_of_a_llama",
+    "the bearer of it",
+    "git@host:a/b",
+]
+
+
+def test_secrets_are_left_out() -> None:
+    for text, expected in SECRETS.items():
+        assert without_secrets(text) == expected
+        assert expected in str(UserError(f"cannot read {text}"))
+        assert expected in one_line(ValueError(text))
+    assert [without_secrets(text) for text in INNOCENT] == INNOCENT
+
+
+PUBLISHABLE = {
+    "/home/me/runs/emo": "emo",
+    "['/data/a/*.jsonl', '/data/b.txt']": "['*.jsonl', 'b.txt']",
+    "from ~me/models/base, /mnt/x/cost.pt:f": "from base, cost.pt:f",
+    "https://me:hunter2@host/a/b": "https://***@host/a/b",
+}
+
+
+def test_what_is_published_names_no_folder() -> None:
+    for text, expected in PUBLISHABLE.items():
+        assert publishable(text) == expected
+    for text in ("runs/emo", "and/or", "https://h/a/b c/d", "s3://bucket/a/b", "/ 1/2"):
+        assert publishable(text) == text
+
+
+def test_long_texts_take_no_time() -> None:
+    for text in ("a-" * 100_000, "://" + ":" * 100_000, "?" + "a" * 100_000, "://a" * 50_000):
+        assert without_secrets(text) == text
+    for text in ("~" * 100_000, "/" * 100_000, "a/" * 50_000, "/" + "!" * 100_000):
+        assert publishable(text) == text

@@ -1,4 +1,4 @@
-"""Models side by side: what is compared, what is refused, and what counts as a regression."""
+"""Models side by side: what is compared or refused, what is a regression, and gates on stored results."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from emo.common.errors import UserError
+from emo.eval import store
 from emo.eval.compare import compare_pair, regression, table
 from emo.eval.results import read_models
 from emo.eval.store import replace, seal
-from tests.helpers.evaluating import command
+from tests.helpers.evaluating import command, tiny_model, write_tasks
 from tests.helpers.results import fabricated, write_result
 from tests.helpers.said import lines
 
@@ -69,20 +70,6 @@ def test_what_cannot_be_compared_is_refused(changed: dict[str, Any], tmp_path: P
         assert code == 2 and not out and len(lines(err)) == 1
 
 
-def test_stray_and_truncated_files_are_skipped_with_a_line(tmp_path: Path) -> None:
-    for name in "ab":
-        fabricated(tmp_path, name, {"sst2": [True] * 10})
-    directory = tmp_path / "models" / "a"
-    view = (directory / "sst2.json").read_text()
-    texts = {"notes.json": '{"mine": 1}', "sst3.json": view[: len(view) // 2], "list.json": "[1, 2]"}
-    texts["../c/model.json"] = '{"name": "c"'
-    (tmp_path / "models" / "c").mkdir()
-    for name, text in texts.items():
-        (directory / name).write_text(text)
-    code, _, err = command("compare", "a", "b", "--results", tmp_path)
-    assert code == 0 and len(lines(err)) == 4
-
-
 def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None:
     """A file that is easily edited must not say anything else than the store, which is not."""
     for name in "ab":
@@ -95,20 +82,15 @@ def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None
     path.write_text(json.dumps(view | {"result": view["result"] | {"accuracy": 0.9}}))
     code, out, err = command("compare", "a", "b", "--results", tmp_path)
     assert code == 0 and "not compared, for want of a result: trec (b)" in out
-    assert f"skipped {path}: it differs from the result that the store has sealed" in err
-    assert command("report", tmp_path)[0] == 0
-    page, markdown = ((tmp_path / f"report.{kind}").read_text() for kind in ("html", "md"))
-    assert "<b>unreadable</b>" in page and f"skipped {path}" in page and "Unreadable: the result" in page
-    assert [line for line in markdown.splitlines() if "| unreadable |" in line and "| b |" in line]
+    assert f"skipped {path}" in err
     sealed.write_text("{")  # what is damaged itself cannot contradict
     assert "trec" in read_models([tmp_path])[1].results
 
 
 def test_a_gate_on_named_tasks_heeds_no_others(tmp_path: Path) -> None:
     """Neither their regressions nor their absence; Holm and the mean are over those that are named."""
-    good, bad = [True] * 40, [True] * 10 + [False] * 30
-    fabricated(tmp_path, "base", {"sst2": good, "trec": good, "mr": good})
-    fabricated(tmp_path, "new", {"sst2": bad, "trec": good})
+    fabricated(tmp_path, "base", {"sst2": GOOD, "trec": GOOD, "mr": GOOD})
+    fabricated(tmp_path, "new", {"sst2": BAD, "trec": GOOD})
 
     def gate(*tasks: str) -> tuple[int, str, str]:
         return command("compare", "base", "new", "--results", tmp_path, "--fail_on_regression", *tasks)
@@ -117,3 +99,66 @@ def test_a_gate_on_named_tasks_heeds_no_others(tmp_path: Path) -> None:
     code, out, _ = gate("trec")
     assert code == 0 and "on 1 task: +0.0 points" in out and "sst2" not in out
     assert [gate(tasks)[0] for tasks in ("trec,mr", "mr", "sst3", "sst2,")] == [2] * 4
+
+
+GOOD, BAD = [True] * 40, [True] * 10 + [False] * 30
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("gates")
+    tiny_model(root / "model")
+    write_tasks(root / "data", ["sst2", "trec"], train=20, test=8)
+    return root
+
+
+def evaluated(run: Path, name: str) -> None:
+    """Mark a checkpoint as any watcher does that has evaluated it."""
+    mark = {"name": name, "state": "evaluated", "files": "f", "asked": {"a": "evaluated"}}
+    store.replace(run / "eval/watch/done" / f"{name}.json", store.dump(mark))
+
+
+def watch(run: Path, data: Path, *options: Any) -> int:
+    arguments = ["watch", run, "--once", "--no_report", "--tasks", "sst2", "--data", data]
+    return command(*arguments, "--fail_on_regression", "base", *options)[0]
+
+
+def test_a_watch_answers_the_same_however_often_it_is_asked(world: Path, tmp_path: Path) -> None:
+    """Nothing is left to evaluate in any of these passes: other watchers, or earlier ones, did it."""
+    data, out = world / "data", tmp_path / "eval"
+    fabricated(out, "base", {"sst2": GOOD})
+    fabricated(out, "run-step-000001", {"sst2": GOOD})
+    evaluated(tmp_path, "run-step-000001")
+    assert [watch(tmp_path, data) for _ in range(2)] == [0, 0]
+    fabricated(out, "run-step-000002", {"sst2": BAD})
+    assert watch(tmp_path, data) == 0  # no checkpoint of this run yet
+    evaluated(tmp_path, "run-step-000002")
+    assert [watch(tmp_path, data) for _ in range(2)] == [3, 3]
+
+
+@pytest.mark.parametrize("lost", ["task", "model"])
+def test_a_watch_without_all_results_gives_no_verdict(lost: str, world: Path, tmp_path: Path) -> None:
+    out, name = tmp_path / "eval", "run-step-000001"
+    fabricated(out, "base", {"sst2": GOOD, "trec": GOOD})
+    fabricated(out, name, {"sst2": GOOD} if lost == "task" else {"sst2": GOOD, "trec": GOOD})
+    evaluated(tmp_path, name)
+    if lost == "model":
+        (out / "models" / name / "model.json").write_text("{", encoding="utf-8")
+    assert [watch(tmp_path, world / "data") for _ in range(2)] == [2, 2]
+
+
+def test_names_stay_on_their_line(tmp_path: Path) -> None:
+    forged = "emo\nall is well: no regression \x1b[32m"
+    text = table(*(fabricated(tmp_path, name, {"sst2": [True, False]}) for name in ("base", forged)))
+    assert "\x1b" not in text and not any(line.startswith("all is well") for line in text.splitlines())
+
+
+def test_gates_that_cannot_fail_are_mistakes(world: Path, tmp_path: Path) -> None:
+    fabricated(tmp_path, "base", {"sst2": GOOD})
+    fabricated(tmp_path, "new", {"sst2": BAD})
+    run = ["eval", "--model", world / "model", "--data", world / "data", "--output_path", tmp_path]
+    gate = ["--fail_on_regression", "base"]
+    assert command(*run, "--tasks", "sst2", "--max_drop", 1)[0] == 2  # alone it would decide nothing
+    assert command(*run, "--tasks", "sst2", "--name", "base", *gate)[0] == 2
+    for pair, options in (("base new", [*gate[:1], "--max_drop", "nan"]), ("new new", gate[:1])):
+        assert command("compare", *pair.split(), "--results", tmp_path, *options)[0] == 2

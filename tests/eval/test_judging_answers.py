@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,15 +13,13 @@ from emo.data_prep.encode import EncodeSettings, RowEncoder
 from emo.data_prep.templates import Chat, Conversation, Exchange
 from emo.data_prep.templates.chat import ChatEncoder, read_template
 from emo.data_prep.tokenizer import save_tokenizer
-from emo.eval.generation.decoding import Decoding
 from emo.eval.generation.sampling import Request
-from emo.eval.judging import answers, engines
-from emo.eval.judging.answers import Answering, Question, read_questions
-from emo.eval.judging.engines import Transformers, Vllm
+from emo.eval.judging import answers
+from emo.eval.judging.answers import Question, read_questions
+from emo.eval.judging.engines import Transformers
 from emo.eval.judging.judging import JUDGES
 from emo.eval.model import EvaluatedModel
 from tests.helpers.evaluating import command, load, tiny_model
-from tests.helpers.killing import undisturbed_and_killed
 from tests.helpers.said import lines
 
 CHAT = (
@@ -42,12 +36,10 @@ QUESTIONS = [
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model that was tuned with Alpaca's template, and questions."""
     root = tmp_path_factory.mktemp("answers")
-    os.environ["EVAL_CACHE"] = str(root / "cache")
     tiny_model(root / "tuned", max_position_embeddings=512)
     (root / "tuned" / "export.json").write_text(json.dumps({"step": 9, "tokens": 9, "template": "alpaca/1"}))
     write(root / "questions.jsonl", QUESTIONS)
-    yield root
-    del os.environ["EVAL_CACHE"]
+    return root
 
 
 def write(path: Path, rows: list[Any]) -> Path:
@@ -138,25 +130,6 @@ def test_questions_that_leave_no_room_are_counted(world: Path, tmp_path: Path) -
     assert "1 of 3 answers had no room" in out and "1 of 3 answers are empty" in out
 
 
-def run(world: Path, out: Path) -> None:
-    """What `answer` does."""
-    model, questions = (
-        EvaluatedModel(str(world / "tuned")),
-        [Question("", q["instruction"]) for q in QUESTIONS],
-    )
-    engine = Transformers(model, Decoding(0.8), 3)
-    Answering(engine, questions, "questions", "alpaca", 12, 5, out).run()
-
-
-def test_killed_at_random_moments_the_same_answers(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A quick form of tests/campaigns/judging.py, in chunks of two."""
-    monkeypatch.setattr(answers, "CHUNK", 2)
-    whole, killed = undisturbed_and_killed(run, world, tmp_path, 0)
-    assert outputs(whole, "questions-t0.8-s5") == outputs(killed, "questions-t0.8-s5")
-
-
 BAD = [
     [{"id": 1, "instruction": "a"}, {"id": 1, "instruction": "b"}], [{"id": 1, "text": "a"}, {"text": "b"}],
     [{"instruction": " "}], [{"title": "x"}], [{"text": 3}], [], [["a"]],
@@ -174,23 +147,6 @@ def test_bad_questions_and_options_are_refused(world: Path, tmp_path: Path, case
     code, _, err = answer(world, tmp_path / "o", *options)
     assert code == 2 and len(lines(err)) == 1
     assert not (tmp_path / "o").exists()
-
-
-def test_what_vllm_is_asked(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All tokens are -1 for every version of vLLM: before 0.9 it refused 0. Versions share no answers."""
-    vllm = ModuleType("vllm")
-    vllm.__spec__ = ModuleSpec("vllm", None)
-    vllm.SamplingParams = dict  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "vllm", vllm)
-    monkeypatch.setattr(engines, "version", lambda name: f"{name} 0.9")
-    model, names = EvaluatedModel(str(world / "tuned")), ("temperature", "top_k", "top_p", "max_tokens")
-    for decoding, expected in (
-        (Decoding(greedy=True), [0.0, -1, 1.0, 4]), (Decoding(0.7, 5, 0.9), [0.7, 5, 0.9, 4])
-    ):  # fmt: skip
-        engine = engines.engine("vllm", model, decoding, 64)
-        assert isinstance(engine, Vllm) and engine.identity["version"] == "vllm 0.9"
-        settings = engine._sampling(Request([1], 3, 4), 6)
-        assert [settings[name] for name in names] == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Win rates, intervals, lengths and agreement: against plain arithmetic, and on real annotations."""
+"""Win rates, intervals, lengths and agreement: against plain arithmetic, on annotations, in the report."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ import zstandard
 
 from emo.common.errors import UserError
 from emo.eval.judging import results
-from emo.eval.judging.pairs import Judged, labelled, read_existing
+from emo.eval.judging.answers import Question
+from emo.eval.judging.pairs import Judged, Pair, labelled, read_existing, row_of
 from emo.eval.judging.results import length_controlled, paired, summary
+from emo.eval.report.gather import gather
+from emo.eval.report.page import document
+from tests.helpers.html import Page
 
 # Files of annotations -> alpaca_eval 0.6.6's own length-controlled win rate of them (its functions
 # make_dmatrix_for_model and fit_LogisticRegressionCV with length_controlled_minimal's formula), in per cent.
@@ -181,3 +186,60 @@ def test_nothing_readable_gives_no_numbers() -> None:
            "score": None, "human": [], "replies": [], "unasked": None, "cut": None}  # fmt: skip
     actual = summary(Judged("auto-j", "me", "a", "b", 1, [row]), "n")
     assert actual["read"] == 0 and actual["win_rate"] is None and actual["counts"]["empty_b"] == 1
+
+
+def judged(b: str, sides: str, by: str = "judge", human: tuple[Any, ...] = (), text: str = "") -> Judged:
+    """One verdict in both orders per letter: a, b, t(ie), c(hanged), u(nreadable)."""
+    kinds: dict[str, list[Any]] = {"a": ["a", "a"], "b": ["b", "b"], "t": ["tie"] * 2, "c": ["a", "b"],
+                                   "u": ["a", None]}  # fmt: skip
+    rows = []
+    for i, letter in enumerate(sides):
+        pair = Pair(
+            f"q{i}", Question(f"q{i}", f"{text}ask {i}"), f"{text}A says {i}", f"{text}B {i}" * 2, human
+        )
+        said = [{"text": f"{text}reply {i} {order}"} for order in range(2)]
+        rows.append(row_of(pair, kinds[letter]) | {"replies": said})
+    return Judged("auto-j", by, "mle", b, 2, rows)
+
+
+def keep(out: Path, one: Judged) -> dict[str, Any]:
+    return results.write(one, results.default_title(one), out)
+
+
+def written(out: Path) -> tuple[str, str, dict[str, Any]]:
+    """(HTML, Markdown, JSON) of a report on everything in `out`."""
+    report = document(gather([out], {}))
+    Page(report.html())
+    return report.html(), report.markdown(), json.loads(report.json())
+
+
+def test_sets_of_questions_stay_apart(tmp_path: Path) -> None:
+    """The same models on two sets are two judgements; the same ids are not the same questions."""
+    for i, name in enumerate(("vicuna", "koala")):
+        for b in ("emo", "dpo"):
+            keep(tmp_path, replace(judged(b, "ab" * (i + 2), text=name), questions=name))
+    page, markdown, data = written(tmp_path)
+    assert len(data["judgements"]) == 4
+    pairs = [(pair["questions"], pair["n"]) for pair in data["paired_judgements"]]
+    assert pairs == [("koala", 6), ("vicuna", 4)]
+    for name in ("vicuna", "koala"):
+        assert f"emo against mle on {name}" in page and f"| emo (against mle on {name}) |" in markdown
+    for name, text in (("emo", "one "), ("dpo", "other ")):
+        keep(tmp_path / "apart", judged(name, "abab", text=text))
+    assert written(tmp_path / "apart")[2]["paired_judgements"] == []
+
+
+def test_three_formats_show_the_same_numbers(tmp_path: Path) -> None:
+    keep(tmp_path, judged("emo", "bbbbbbatcu" * 4))
+    keep(tmp_path, judged("dpo", "aaaaabtcuu" * 4))
+    page, markdown, found = written(tmp_path)
+    assert {one["b"]: one["read"] for one in found["judgements"]} == {"emo": 36, "dpo": 32}
+    table = {row["B"]: " ".join(row.values()) for row in Page(page).table("B", "Verdict")}
+    for one in found["judgements"]:
+        shown = [f"{100 * one[name]['value']:.1f}" for name in ("win", "tie", "loss", "win_rate")]
+        shown.append(f"{100 * one['consistency']:.1f}")
+        line = next(row for row in markdown.split("\n") if row.startswith(f"| {one['b']} (against mle) |"))
+        assert all(number in line and number in table[f"{one['b']} against mle"] for number in shown)
+    (pair,) = found["paired_judgements"]
+    assert (pair["first"], pair["second"], pair["n"]) == ("dpo", "emo", 32) and pair["difference"] > 0.4
+    assert page.count(">Question<") == 10, "each comparison shows five of its pairs"

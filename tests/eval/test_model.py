@@ -26,8 +26,7 @@ from emo.eval import store
 from emo.eval.icl.job import Job, run_all
 from emo.eval.icl.settings import Settings
 from emo.eval.icl.tasks import Task, TaskSpec, load_task, select_tasks
-from emo.eval.model import EvaluatedModel, clean_name, default_name
-from emo.eval.results import pick, read_models
+from emo.eval.model import EvaluatedModel
 from tests.helpers.evaluating import command, tiny_model, tiny_tokenizer, write_tasks
 from tests.helpers.said import lines
 
@@ -148,26 +147,12 @@ def test_names_that_results_cannot_have(name: str, copy: Path) -> None:
     assert EvaluatedModel(str(copy), "emo 7B_v1.2+x").name == "emo 7B_v1.2+x"
 
 
-def test_names_from_directories_are_usable() -> None:
-    assert default_name(Path("/runs/$emo_1/export")) == "emo_1"
-    assert default_name(Path("/runs/emo/step-000100/hf")) == "emo-step-000100"
-    assert clean_name("__a=b,c$") == "a-b-c-" and clean_name("/") == "model"
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["eval", "--max_tokens", 2000],
-        ["eval", "--num_fewshot", 99],
-        ["eval", "--max_drop", "nan"],
-        ["watch", "--poll", 0],
-    ],
-)
-def test_impossible_numbers_are_one_line(arguments: list[Any], root: Path, tmp_path: Path) -> None:
-    options: list[Any] = [root] if arguments[0] == "watch" else ["--model", root / "model"]
-    options += ["--data", root / "data", "--tasks", "sst2", "--retriever", "random"]
-    code, _, err = command(*arguments, *options, "--output_path", tmp_path / "out")
-    assert code == 2 and len(lines(err)) == 1
+def test_impossible_numbers_are_one_line(root: Path, tmp_path: Path) -> None:
+    common = ["--data", root / "data", "--tasks", "sst2", "--retriever", "random", "--output_path", tmp_path]
+    for options in (["--max_tokens", 2000], ["--num_fewshot", 99], ["--max_drop", "nan"]):
+        code, _, err = command("eval", "--model", root / "model", *common, *options)
+        assert code == 2 and len(lines(err)) == 1
+    assert command("watch", root, *common, "--poll", 0)[0] == 2
 
 
 # --- the key of a model -----------------------------------------------------------------------------------
@@ -290,54 +275,32 @@ def test_a_tokenizer_that_changes_meanwhile_is_refused(copy: Path, root: Path) -
     assert error.value.code == "changed"
 
 
-# --- task files -------------------------------------------------------------------------------------------
-
-
 def test_the_order_of_inputs_labels_and_replacements_is_part_of_the_key() -> None:
     replace = {"a": "b", "b": "c"}
-    base: dict[str, Any] = {
-        "title": "pair",
-        "input": {"one": {"column": "one", "replace": replace}, "two": "two"},
-        "label": {"columns": ["label"], "names": {"0": ["0"], "1": ["1"]}},
-        "prompts": {"paper": {"text": "{one} {two} {label}"}},
-    }
+    inputs, names = {"one": {"column": "one", "replace": replace}, "two": "two"}, {"0": ["0"], "1": ["1"]}
+
+    def key(inputs: dict[str, Any], names: dict[str, Any]) -> str:
+        tree = {"title": "pair", "input": inputs, "label": {"columns": ["label"], "names": names}}
+        tree["prompts"] = {"paper": {"text": "{one} {two} {label}"}}
+        return store.digest(Task("pair", TaskSpec.model_validate(tree), "paper").identity())
 
     def turned(table: dict[str, Any]) -> dict[str, Any]:
-        return dict(reversed(list(table.items())))
+        return dict(reversed(table.items()))
 
-    variants = [
-        base,
-        base | {"input": turned(base["input"])},
-        base | {"label": base["label"] | {"names": turned(base["label"]["names"])}},
-        base | {"input": {"one": {"column": "one", "replace": turned(replace)}, "two": "two"}},
-    ]
-    tasks = [Task("pair", TaskSpec.model_validate(variant), "paper") for variant in variants]
-    assert len({store.digest(task.identity()) for task in tasks}) == 4
-
-
-# --- names ------------------------------------------------------------------------------------------------
+    replaced = inputs | {"one": {"column": "one", "replace": turned(replace)}}
+    variants = [(inputs, names), (turned(inputs), names), (inputs, turned(names)), (replaced, names)]
+    assert len({key(*variant) for variant in variants}) == 4
 
 
 def test_one_name_stands_for_one_dtype_and_unlike_dtypes_are_not_paired(root: Path, tmp_path: Path) -> None:
     tasks, settings = select_tasks("sst2"), Settings(data=str(root / "data"))
-    messages: list[str] = []
-
-    def run(name: str, dtype: str) -> None:
-        run_all(EvaluatedModel(str(root / "model"), name, dtype), tasks, settings, tmp_path, messages.append)
-
     for name, dtype in (("a", "auto"), ("b", "float32"), ("c", "bfloat16")):
-        run(name, dtype)
+        model = EvaluatedModel(str(root / "model"), name, dtype)
+        run_all(model, tasks, settings, tmp_path, lambda text: None)
     assert len(list(tmp_path.glob("store/*/result.json"))) == 2  # a's own dtype is float32
     assert command("compare", "a", "b", "--results", tmp_path)[0] == 0
-    code, out, err = command("compare", "a", "c", "--results", tmp_path, "--fail_on_regression")
-    assert code == 2 and not out and "dtype: float32 and bfloat16" in err
-    messages.clear()
-    run("a", "bfloat16")
-    assert "float32" in messages[0] and "bfloat16" in messages[0]  # what is no longer shown is said
-    assert pick(read_models([tmp_path]), "a").description["dtype"] == "bfloat16"
-
-
-# --- costs ------------------------------------------------------------------------------------------------
+    code, out, _ = command("compare", "a", "c", "--results", tmp_path, "--fail_on_regression")
+    assert code == 2 and not out
 
 
 def test_a_known_result_imports_no_library_that_computes(root: Path, tmp_path: Path) -> None:

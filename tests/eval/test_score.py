@@ -12,7 +12,7 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from emo.common.errors import UserError
-from emo.eval.icl import layout, probe
+from emo.eval.icl import layout
 from emo.eval.icl.layout import Item, common_prefix
 from emo.eval.icl.prefix_scorer import OWN, TREE, WHOLE, PrefixScorer
 from emo.eval.icl.prompts import PromptBuilder
@@ -294,11 +294,6 @@ def test_embeddings_that_depend_on_a_batchs_longest_row_are_scored_alone() -> No
     scorer = PrefixScorer(random_model("llama", max_position_embeddings=32, rope_parameters=rope))
     assert scorer.way == OWN
     check(scorer, random_items(384, 4, shared=30))
-
-
-def test_a_model_that_sees_the_future_is_not_causal() -> None:
-    assert probe.is_causal(random_model("llama")) and probe.is_causal(random_model("mamba"))
-    assert not probe.is_causal(random_model("bert", is_decoder=False))
 
 
 def test_a_token_beyond_the_embeddings_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Watching a run: every complete checkpoint exactly once, no other ever.
+"""Watching a run: every complete checkpoint exactly once, no other ever; its scheduler files.
 
 EVAL_CRASHES sets the number of crashes (10).
 """
@@ -9,18 +9,23 @@ import json
 import multiprocessing
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from emo.common.errors import UserError
-from emo.common.lease import Lease, held
+from emo.common.errors import ExitCode
+from emo.eval import store
 from emo.eval import targets as targets_module
 from emo.eval import watch as watch_module
+from emo.eval.cli import parser
 from emo.eval.export.commands import Export
 from emo.eval.icl.job import Job
 from emo.eval.icl.settings import Settings
@@ -29,7 +34,8 @@ from emo.eval.model import EvaluatedModel
 from emo.eval.targets import targets
 from emo.eval.watch import Watch
 from emo.pipeline import checkpoint
-from emo.pipeline.run_dir import HF, LOCK, LOCK_SECONDS, describe, list_files, partial_directory
+from emo.pipeline.run_dir import HF, describe, list_files, partial_directory
+from tests.conftest import REPO
 from tests.helpers.evaluating import command, tiny_model, write_tasks
 from tests.helpers.results import tree
 
@@ -42,14 +48,12 @@ FORK = multiprocessing.get_context("fork")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Data, models of several steps, warm embeddings."""
     root = tmp_path_factory.mktemp("watch")
-    os.environ["EVAL_CACHE"] = str(root / "cache")
     write_tasks(root / "data", ["sst2"], train=20, test=12)
     for step in range(STEPS):
         tiny_model(root / "models" / f"{step}", seed=step, num_hidden_layers=1)
         facts = {"step": step, "tokens": 1000 * step, "objective": "emo", "run": "run"}
         (root / "models" / f"{step}" / "export.json").write_text(json.dumps(facts))
-    yield root
-    del os.environ["EVAL_CACHE"]
+    return root
 
 
 def write_partial(world: Path, run: Path, step: int) -> Path:
@@ -105,28 +109,22 @@ def test_two_watchers_many_checkpoints_and_crashes(world: Path, tmp_path: Path) 
     run.mkdir()
     rng = random.Random(1)
     crashes, steps = 0, list(range(STEPS))
-    write_partial(world, run, STEPS - 1)  # never completed before the end
     workers: list[Any] = [None, None]
-    while steps or len(done(run)) < STEPS or crashes < CRASHES:
+    while True:
         for i, worker in enumerate(workers):
             if worker is None or not worker.is_alive():
                 workers[i] = FORK.Process(target=_loop, args=(world, run, log, STEPS))
                 workers[i].start()
         if steps and rng.random() < 0.7:
-            step = steps.pop(0)
-            if step == STEPS - 1:
-                complete(partial_directory(run, STEPS - 1))
-                checkpoint.publish(run, STEPS - 1)
-            else:
-                publish(world, run, step)
+            publish(world, run, steps.pop(0))
         time.sleep(rng.uniform(0.05, 0.3))
         if crashes < CRASHES and rng.random() < 0.6:
             victim = rng.choice(workers)
             os.kill(victim.pid, signal.SIGKILL)
             victim.join()
             crashes += 1
-        if len(done(run)) == STEPS and crashes < CRASHES:  # slow machines: crash idle watchers too
-            crashes = CRASHES
+        if len(done(run)) == STEPS:
+            break
     for worker in workers:
         worker.join(60)
         assert worker.exitcode in (0, -signal.SIGKILL)
@@ -148,17 +146,13 @@ def test_two_watchers_many_checkpoints_and_crashes(world: Path, tmp_path: Path) 
 
 BROKEN = {
     "no COMPLETE": lambda c: (c / "COMPLETE").unlink(),
-    "empty COMPLETE": lambda c: (c / "COMPLETE").write_text(""),
-    "flipped byte": lambda c: _change(c / "hf" / "model.safetensors", lambda b: b[:-9] + b"\x55" + b[-8:]),
-    "missing tokenizer": lambda c: (c / "hf" / "tokenizer.json").unlink(),
+    "changed bytes": lambda c: _overwrite(c / "hf" / "model.safetensors"),
     "no export": lambda c: shutil.rmtree(c / "hf"),
 }
 
 
-def _change(path: Path, change: Any) -> None:
-    data = path.read_bytes()
-    assert change(data) != data
-    path.write_bytes(change(data))
+def _overwrite(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9] + b"123456789")
 
 
 @pytest.mark.parametrize("kind", list(BROKEN))
@@ -191,69 +185,49 @@ def test_the_final_export_counts_and_again_when_it_is_replaced(world: Path, tmp_
         assert done(run)["run"]["step"] == step
 
 
-def trainer_checkpoint(world: Path, run: Path, step: int, age: float = 0.0) -> Path:
-    """A checkpoint of the Hugging Face Trainer whose last file was written `age` seconds ago."""
-    path = run / f"checkpoint-{step}"
-    shutil.copytree(world / "models" / f"{step}", path)
-    (path / "trainer_state.json").write_text("{}")
-    rest(path, age)
-    return path
-
-
 def rest(path: Path, age: float) -> None:
     for file in path.iterdir():
         os.utime(file, (time.time() - age,) * 2)
 
 
 def test_a_trainer_checkpoint_counts_when_it_rests(world: Path, tmp_path: Path) -> None:
-    """Foreign runs have no marker: trainer_state.json, every shard of the index, none cut short, at rest."""
-    run = tmp_path / "run"
-    path = trainer_checkpoint(world, run, 5, age=60)
-    watch = watcher(world, run)
+    """Foreign runs have no marker: trainer_state.json, every shard of the index, none cut short, at rest.
+    One that stays cut short has failed, so that `--until_finished` can end; what is written again counts.
+    """
+    run, name = tmp_path / "run", "run-checkpoint-5"
+    path = Path(shutil.copytree(world / "models" / "5", run / "checkpoint-5"))
+    weights, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    content, shards = weights.read_bytes(), [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 
     def not_ready(age: float = 60) -> None:
         rest(path, age)
-        assert watch.once() == 0 and list(watch.waiting) == ["run-checkpoint-5"]
+        watch = watcher(world, run)
+        assert watch.once() == 0 and list(watch.waiting) == [name]
 
-    (path / "trainer_state.json").rename(tmp_path / "state")
     not_ready()
-    (tmp_path / "state").rename(path / "trainer_state.json")
-    weights, index = path / "model.safetensors", path / "model.safetensors.index.json"
-    content = weights.read_bytes()
-    for part in (content[:-1], content[:5]):
-        weights.write_bytes(part)
-        not_ready()
-    weights.write_bytes(content)
+    (path / "trainer_state.json").write_text("{}")
     not_ready(age=0)
-    weights.rename(path / "model-00001-of-00002.safetensors")
-    names = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
-    for text in (json.dumps({"weight_map": names}), json.dumps({"weight_map": names})[:-4]):
-        index.write_text(text)
+    text = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))})
+    weights.rename(path / shards[0])
+    for listed in (text, text[:-4]):
+        index.write_text(listed)
         not_ready()
     index.unlink()
     not_ready()
-    (path / "model-00001-of-00002.safetensors").rename(weights)
-    rest(path, 60)
-    assert watcher(world, run).once() == 1 and list(done(run)) == ["run-checkpoint-5"]
-
-
-def test_a_checkpoint_that_stays_cut_short_has_failed(world: Path, tmp_path: Path) -> None:
-    """Its writer is gone. `--until_finished` can end, and what is written again counts."""
-    run = tmp_path / "run"
-    weights = trainer_checkpoint(world, run, 5) / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-1])
-    rest(weights.parent, 3600)
-    seen = run / "eval" / "watch" / "seen" / "run-checkpoint-5.json"
-    for age in (0, 3000):
+    (path / shards[0]).unlink()
+    for part in (content[:5], content[:-1]):
+        weights.write_bytes(part)
+        not_ready()
+    seen = run / "eval" / "watch" / "seen" / f"{name}.json"
+    rest(path, 3600)
+    for outcome in ("waiting", "failed"):
         for _ in range(2):
             watch = watcher(world, run)
-            assert watch.once() == 0
-            assert list(watch.failed if age else watch.waiting) == ["run-checkpoint-5"]
+            assert watch.once() == 0 and list(getattr(watch, outcome)) == [name]
         seen.write_text(json.dumps(json.loads(seen.read_text()) | {"since": time.time() - 3000}))
     weights.write_bytes(content)
-    rest(weights.parent, 60)
-    assert watcher(world, run).once() == 1
+    rest(path, 60)
+    assert watcher(world, run).once() == 1 and list(done(run)) == [name]
 
 
 def test_other_tasks_or_settings_are_evaluated_anew(world: Path, tmp_path: Path) -> None:
@@ -279,12 +253,13 @@ def test_other_tasks_or_settings_are_evaluated_anew(world: Path, tmp_path: Path)
 
 
 def test_a_bad_checkpoint_does_not_hold_up_the_others(world: Path, tmp_path: Path) -> None:
-    """It is marked with a reason, the others are evaluated and reported, and the exit code tells."""
+    """It is marked, the others are evaluated and reported, an exit code tells; missing data mark none."""
     run = tmp_path / "run"
     arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data"]
     assert command(*arguments)[0] == 2  # there is no such run
     for step in (3, 5):
         publish(world, run, step)
+    assert command(*arguments[:-1], tmp_path / "nowhere")[0] == 2 and not done(run)
     partial = write_partial(world, run, 6)  # complete, and yet not a model
     (partial / "hf" / "config.json").write_text('{"model_type": "llama", "hidden_size": 48}')
     complete(partial)
@@ -301,14 +276,6 @@ def test_a_bad_checkpoint_does_not_hold_up_the_others(world: Path, tmp_path: Pat
     assert command(*arguments)[0] == 0 and done(run)["run-step-000006"]["state"] == "evaluated"
 
 
-def test_data_at_fault_are_not_a_checkpoints_fault(world: Path, tmp_path: Path) -> None:
-    publish(world, tmp_path / "run", 3)
-    settings = Settings(data=str(tmp_path / "nowhere"))
-    with pytest.raises(UserError):
-        Watch(tmp_path / "run", select_tasks("sst2"), settings, tmp_path, "auto", lambda text: None).once()
-    assert not done(tmp_path / "run")
-
-
 def test_a_passing_trouble_is_tried_again(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -317,10 +284,10 @@ def test_a_passing_trouble_is_tried_again(
     publish(world, run, 4)
     evaluate = watch_module.run_all
 
-    def lost(model: Any, *arguments: Any) -> Any:
+    def lost(model: Any, *others: Any) -> Any:
         if model.name.endswith("3"):
             raise OSError(5, "Input/output error")
-        return evaluate(model, *arguments)
+        return evaluate(model, *others)
 
     arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data"]
     with monkeypatch.context() as patch:
@@ -354,15 +321,11 @@ def test_every_checkpoint_is_exported_once(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed between evaluation and export, and run again: everything is there, nothing twice, no row scored
-    again. A card of the checkpoint is added to in the copy. An export that fails stops nothing.
+    again. An export that fails stops nothing.
     """
-    run = tmp_path / "run"
+    run, names = tmp_path / "run", ["run-step-000003", "run-step-000004"]
     for step in (3, 4):
-        partial = write_partial(world, run, step)
-        (partial / HF / "README.md").write_text("---\nlicense: mit\n---\n# mine\n")
-        complete(partial)
-        checkpoint.publish(run, step)
-    listed = {path: content for path, content in tree(run).items() if path.startswith("step-")}
+        publish(world, run, step)
     options = [f"--export=lm-eval={tmp_path / 'to'}", f"--export=hf={tmp_path / 'hf'}"]
     arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data", *options]
 
@@ -372,7 +335,6 @@ def test_every_checkpoint_is_exported_once(
     with monkeypatch.context() as patch:
         patch.setattr(Export, "each", killed)
         assert command(*arguments)[0] == 130
-    names = ["run-step-000003", "run-step-000004"]
     assert list(done(run)) == names[:1] and not (tmp_path / "to").exists()
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / names[0]).write_text("in the way")
@@ -387,35 +349,15 @@ def test_every_checkpoint_is_exported_once(
         assert command(*arguments)[0] == 1
     assert list(done(run)) == names and (tmp_path / "hf" / names[1] / "README.md").is_file()
     (tmp_path / "hf" / names[0]).unlink()
-    assert command(*arguments)[0] == 0
-    actual = tree(tmp_path / "to") | tree(tmp_path / "hf")
-    assert sum("/samples_" in path for path in actual) == sum("/results_" in path for path in actual) == 2
-    for name in names:
-        card = actual[f"{name}/README.md"].decode()
-        assert card.startswith("---\nlicense: mit\nmodel-index:\n") and card.endswith("---\n# mine\n")
-    marks = tree(run / "eval" / "watch" / "exported")
-    assert command(*arguments)[0] == 0 and marks == tree(run / "eval" / "watch" / "exported")
-    assert actual == tree(tmp_path / "to") | tree(tmp_path / "hf")
-    assert listed == {path: content for path, content in tree(run).items() if path.startswith("step-")}
-
-
-def test_wandb_waits_for_the_end_of_the_run(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two writers would spoil the run's lines there; `--until_finished` ends after both."""
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    run = tmp_path / "run"
-    shutil.copytree(world / "models" / "4", run / "export")
-    (run / "config.yaml").write_text("train: {report_to: [wandb], project: emo-test}\n")
-    (run / "wandb-id").write_text("0123456789abcdef")
-    settings, tasks = Settings(data=str(world / "data")), select_tasks("sst2")
-    watch = Watch(run, tasks, settings, run / "eval", "auto", lambda text: None, [Export("wandb", run)])
-    with held(Lease(run, LOCK, LOCK_SECONDS)) as ours_first:
-        assert ours_first and watch.once() == 1 and not watch.finished() and not watch.unexported
-        assert watch.once() == 0 and not watch.finished() and not list(run.glob("wandb/*.wandb"))
-    assert watch.once() == 0 and watch.finished()
-    assert len(list(run.glob("wandb/offline-run-*/*.wandb"))) == 1
-    assert watch.once() == 0 and len(list(run.glob("wandb/offline-run-*/*.wandb"))) == 1
+    marks = []
+    for _ in range(2):
+        assert command(*arguments)[0] == 0
+        actual = tree(tmp_path / "to") | tree(tmp_path / "hf")
+        assert [sum(kind in path for path in actual) for kind in ("/samples_", "/results_", "README")] == [
+            2
+        ] * 3
+        marks.append(tree(run / "eval" / "watch" / "exported"))
+    assert marks[0] == marks[1]
 
 
 @pytest.mark.parametrize("export", ["hf", "wandb=here", "csv=here", "lm-eval={run}/eval"])
@@ -424,3 +366,69 @@ def test_a_mistake_in_an_export_is_told_first(export: str, tmp_path: Path) -> No
     arguments = ["watch", tmp_path, "--once", "--data", "x", "--export", export.format(run=tmp_path)]
     code, out, _ = command(*arguments)
     assert code == 2 and not out
+
+
+SCRIPT = REPO / "launch/slurm/evaluate.sbatch"
+
+
+def test_slurm_queues_again_only_what_may_pass(tmp_path: Path) -> None:
+    """With stand-ins for Slurm's commands, which write down how they were called."""
+    tools, log = tmp_path / "bin", tmp_path / "calls"
+    tools.mkdir()
+    stubs = {
+        "srun": f'echo "$*" > {tmp_path}/asked; exit "$FAKE_CODE"',
+        "scontrol": f'[ "$1" != show ] || exec echo "Command={SCRIPT} a"; echo "scontrol $*" >> {log}',
+        "sbatch": f'echo "sbatch $*" >> {log}',
+    }
+    for name, body in stubs.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+    # The script puts the checkout's own environment first; the stand-ins must win.
+    copy = tmp_path / "slurm_script"
+    copy.write_text(SCRIPT.read_text().replace("PATH=$repository/.venv/bin:$PATH", "PATH=$PATH"))
+
+    def slurm(*arguments: object, **environment: str) -> tuple[int, list[str]]:
+        log.unlink(missing_ok=True)
+        environment |= {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+        words = ["bash", copy, *map(str, arguments)]
+        done = subprocess.run(words, cwd=REPO, env=os.environ | environment, capture_output=True)
+        return done.returncode, log.read_text().splitlines() if log.is_file() else []
+
+    for ending, calls in ((ExitCode.FAILURE, ["scontrol requeue 7"]), (ExitCode.MISTAKE, [])):
+        assert slurm(tmp_path, tmp_path, FAKE_CODE=str(ending)) == (ending, calls)
+    assert slurm(tmp_path, tmp_path, FAKE_CODE="1", SLURM_RESTART_COUNT="5")[1] == []  # not for ever
+    assert slurm(tmp_path, tmp_path, FAKE_CODE="2", EVERY="20")[1] == []
+    [again] = slurm(tmp_path, tmp_path, FAKE_CODE="1", EVERY="20")[1]  # the next pass tries again
+    early = tmp_path / "not-yet"  # training has not begun: a pass without work, and another one after it
+    code, [call] = slurm(early, tmp_path, "--tasks", "sst2", FAKE_CODE="2", EVERY="20")
+    assert code == 0 and call == f"sbatch --begin=now+20minutes {SCRIPT} {early} {tmp_path} --tasks sst2"
+    assert again == f"sbatch --begin=now+20minutes {SCRIPT} {tmp_path} {tmp_path}"
+    for export, calls in ((False, 1), (True, 0)):  # the final export is done: no further pass
+        if export:
+            (tmp_path / "export").mkdir()
+            store.replace(tmp_path / "eval/watch/done" / f"{tmp_path.name}.json", "{}")
+        code, called = slurm(tmp_path, tmp_path, FAKE_CODE="0", EVERY="20")
+        assert (code, len(called)) == (0, calls)
+    words = (tmp_path / "asked").read_text().split()
+    assert str(parser().parse_args(words[words.index("emo") + 1 :]).run_dir) == str(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "once"), [("evaluate.yaml", True), ("watch.yaml", False)])
+def test_kubernetes_runs_the_commands_there_are(name: str, once: bool) -> None:
+    document = yaml.safe_load((REPO / "launch/k8s/base" / name).read_text())
+    job = document["spec"].get("jobTemplate", document)["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    command = container["args"]
+    if "command" in container:
+        command = shlex.split(command[0].splitlines()[-1].removeprefix("exec launch/entrypoint.sh "))
+    verb, *arguments = command
+    assert verb == "watch"  # the image's, which is `emo watch`
+    literals = yaml.safe_load((REPO / "launch/k8s/base/kustomization.yaml").read_text())
+    for literal in literals["configMapGenerator"][0]["literals"]:
+        setting, _, value = literal.partition("=")
+        arguments = [re.sub(rf"\$\(?{setting}\b\)?", value, argument) for argument in arguments]
+    parsed = parser().parse_args([verb, *arguments])
+    assert (parsed.once, parsed.until_finished) == (once, not once)
+    assert "$" not in f"{parsed.run_dir} {parsed.data}"
+    codes = job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"]
+    assert codes == [ExitCode.MISTAKE, ExitCode.REGRESSION]  # everything else is tried again

@@ -1,4 +1,4 @@
-"""Experiment files: expansion, choice on development data, and what is refused."""
+"""Experiment files: expansion, choice on development data, and what is refused before the first run."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
+from emo.common.errors import UserError
+from emo.experiments.checks import check
 from emo.experiments.cli import main
 from emo.experiments.design import chosen, expand, read_experiment, trials
+from emo.experiments.sweep import Sweep
+from tests.helpers.sweeping import sweep
 
 AXES = {
     "objective": {"mle": {"objective.name": "mle"}, "emo": {"objective.name": "emo"}},
@@ -119,25 +123,65 @@ def test_names_are_filled_into_overrides_and_labels_give_them_another_text(tmp_p
     assert far.overrides["data.root"] == "there/where/far"
 
 
-def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path, out=str(tmp_path / "out"), minutes=2.0)
-    assert main(["sweep", str(path), "--dry_run", "--jobs", "2"]) == 0
-    output = capsys.readouterr().out
-    assert "12 combinations; to do now 4 of 4 runs" in output
-    assert "about 4 minutes with 2 at a time" in output
-    assert not (tmp_path / "out").exists()
-
-
 def test_jobs_share_the_runs(tmp_path: Path) -> None:
     """Workers of a Slurm array and of a Kubernetes job run the same command."""
-    path = write(tmp_path, out=str(tmp_path / "out"), ranks=2)
-    slurm, kubernetes = tmp_path / "a.sbatch", tmp_path / "a.yaml"
-    options = ["--slurm", str(slurm), "--kubernetes", str(kubernetes), "--workers", "3"]
+    path, files = (
+        write(tmp_path, out=str(tmp_path / "out"), ranks=2),
+        [tmp_path / "a.sbatch", tmp_path / "a.yaml"],
+    )
+    options = ["--slurm", str(files[0]), "--kubernetes", str(files[1]), "--workers", "3"]
     assert main(["sweep", str(path), *options]) == 0
-    script, job = slurm.read_text(), yaml.safe_load(kubernetes.read_text())
-    assert "#SBATCH --array=1-3\n" in script and "#SBATCH --gpus=2\n" in script
-    assert script.endswith(f" -m emo sweep {path}\n")
-    assert job["spec"]["parallelism"] == job["spec"]["completions"] == 3
-    (container,) = job["spec"]["template"]["spec"]["containers"]
+    script, job = files[0].read_text(), yaml.safe_load(files[1].read_text())["spec"]
+    assert {"#SBATCH --array=1-3", "#SBATCH --gpus=2"} <= set(script.splitlines())
+    assert script.endswith(f" -m emo sweep {path}\n") and job["parallelism"] == job["completions"] == 3
+    (container,) = job["template"]["spec"]["containers"]
     assert container["command"] == ["python", "-m", "emo", "sweep", str(path)]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
+
+
+RECIPE = """
+output_dir: {root}/run
+data:
+  {{ dir: {root}/data, root: {root}, train_tokenizer: 384, validation_fraction: 0.1,
+    sources: [{{ files: text.txt, format: lines }}] }}
+model:
+  architecture: {{ model_type: llama, vocab_size: 384, hidden_size: 32, intermediate_size: 64,
+    num_hidden_layers: 2, num_attention_heads: 2 }}
+train: {{ max_steps: 3, global_batch_size: 8 }}
+"""
+
+
+def small_sweep(root: Path, late: dict[str, Any] | None = None, **changes: Any) -> Sweep:
+    """Return a sweep whose second label has the overrides `late`."""
+    (root / "recipe.yaml").write_text(RECIPE.format(root=root))
+    (root / "text.txt").write_text("A line.\n")
+    axes = {
+        "objective": {"mle": {"objective.name": "mle"}, "late": {"objective.name": "emo"} | (late or {})},
+        "seed": {"train.seed": [1, 2]},
+    }
+    path = sweep(root, root / "recipe.yaml", axes=axes, **{"questions": {}} | changes)
+    return Sweep(read_experiment(path, []))
+
+
+@pytest.mark.parametrize(
+    ("late", "local"),
+    [
+        ({"objective.name": "emoo"}, False),
+        ({"deepspeed": "ds_configs/zero9.json"}, False),
+        ({"objective.cost": "./pretraind"}, True),
+        ({"model.path": "{out}/nowhere"}, True),
+        ({"data.root": "{out}/nowhere"}, True),
+    ],
+)
+def test_mistakes_of_late_runs(tmp_path: Path, late: dict[str, Any], local: bool) -> None:
+    """Files must be there only where the runs are."""
+    if local:
+        check(small_sweep(tmp_path, late), local=False)
+    with pytest.raises(UserError, match=r"late-1: .*"):
+        check(small_sweep(tmp_path, late), local=local)
+
+
+def test_files_that_are_made_first_may_be_missing(tmp_path: Path) -> None:
+    late = {"model.path": "{out}/model", "data.root": "{out}/corpus"}
+    check(small_sweep(tmp_path, late, before={"corpus": "python -c pass"}), local=True)
+    assert not (tmp_path / "out").exists()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import emo.experiments.code
 from emo.common.errors import UserError
@@ -28,26 +26,26 @@ def opened(root: Path, **changes: Any) -> Sweep:
     )
 
 
+BASE = """
+output_dir: {root}/run
+data:
+  {{ dir: {root}/data, root: {root}, train_tokenizer: 384, validation_fraction: 0.1,
+    sources: [{{ files: text.txt }}] }}
+model: {{ path: {root}/weights }}
+train: {{ max_steps: 3, learning_rate: 0.1, eval_rows: 8 }}
+deepspeed: {root}/ds.json
+"""
+
+
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
     """An experiment of which all runs are done; its recipe extends another one and names files of its own."""
-    data = {"dir": f"{tmp_path}/data", "root": str(tmp_path), "train_tokenizer": 384}
-    tree = {
-        "output_dir": str(tmp_path / "run"),
-        "data": data | {"sources": [{"files": "text.txt"}], "validation_fraction": 0.1},
-        "model": {"path": str(tmp_path / "weights")},
-        "train": {"max_steps": 3, "learning_rate": 0.1, "eval_rows": 8},
-        "deepspeed": str(tmp_path / "ds.json"),
-    }
     (tmp_path / "weights").mkdir()
-    for name, text in {
-        "base.yaml": yaml.safe_dump(tree),
-        "recipe.yaml": "extends: base.yaml\n",
-        "ds.json": json.dumps({"zero_optimization": {"stage": 1}}),
-        "weights/model.safetensors": "weights",
-        "make.py": "pass",
-    }.items():
-        (tmp_path / name).write_text(text)
+    (tmp_path / "base.yaml").write_text(BASE.format(root=tmp_path))
+    recipe("")(tmp_path)
+    text("ds.json", '{"zero_optimization": {"stage": 1}}')(tmp_path)
+    text("weights/model.safetensors", "weights")(tmp_path)
+    text("make.py", "pass")(tmp_path)
     work = opened(tmp_path)
     for stage in work.before():
         stage.write(1.0)

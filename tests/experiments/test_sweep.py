@@ -1,16 +1,19 @@
-"""Sweeps repeat nothing, share work, choose on development data and say what failed; their table."""
+"""Sweeps repeat nothing, share work, choose on development data, say what failed, and leave nobody behind."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
+import signal
+import subprocess
 import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
-import yaml
 
 from emo.common.errors import ExitCode, UserError
 from emo.experiments import report
@@ -19,8 +22,12 @@ from emo.experiments.design import Run
 from emo.experiments.stages import Stage
 from emo.experiments.sweep import Sweep
 from emo.experiments.table import gather
+from emo.experiments.workers import Workers
 from emo.pipeline.config import load_config
+from tests.conftest import REPO
+from tests.experiments.test_design import RECIPE
 from tests.helpers.killing import FORK
+from tests.helpers.launching import wait_for
 from tests.helpers.sweeping import notes, opened, pretend, sweep
 
 
@@ -31,19 +38,8 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    tree = {
-        "output_dir": "unused",
-        "data": {
-            "dir": "unused",
-            "train_tokenizer": 384,
-            "sources": [{"files": f"{tmp_path}/text.txt", "format": "lines"}],
-            "validation_fraction": 0.1,
-        },
-        "model": {"architecture": {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 2}},
-        "train": {"max_steps": 3, "global_batch_size": 8},
-    }
     (tmp_path / "text.txt").write_text("A line.\n")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(tree))
+    (tmp_path / "recipe.yaml").write_text(RECIPE.format(root=tmp_path))
     return tmp_path / "recipe.yaml"
 
 
@@ -208,3 +204,73 @@ def test_only_what_was_chosen_is_measured_on_test_data(tmp_path: Path, recipe: P
     assert results["rows"][0]["measures"]["score"]["mean"] == 3  # the mean of 5 and 1
     assert [row["at_end"] for row in results["rows"]] == [[], ["gamma"]]  # 0.1 and 0.25 were tried
     assert "0.25 (end)" in report.sweep(results).markdown()
+
+
+# Two workers, each at a shell that has started another program and waits for it.
+SWEEP = """
+import itertools, os, sys
+from emo.experiments.workers import StoppedError, Workers
+workers, number = Workers(), itertools.count()
+
+def work():
+    path = f"{sys.argv[1]}/{next(number)}"
+    command = f"sleep 600 & echo $$ $! > {path}.part; mv {path}.part {path}; wait"
+    workers.run(["sh", "-c", command], sys.stdout.buffer, dict(os.environ))
+
+try:
+    workers.together(work, 2)
+except StoppedError:
+    sys.exit(75)
+"""
+
+
+def lives(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_nothing_outlives_the_sweep(tmp_path: Path, number: int, code: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SWEEP, str(tmp_path)],
+        cwd=REPO,
+        stderr=subprocess.PIPE,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    wait_for(lambda: all((tmp_path / name).exists() for name in "01"), "commands of two workers")
+    children = [int(pid) for name in "01" for pid in (tmp_path / name).read_text().split()]
+    assert len(children) == 4 and all(map(lives, children))
+    os.kill(process.pid, number)
+    process.communicate(timeout=120)
+    assert process.returncode == code
+    wait_for(lambda: not any(map(lives, children)), "end of what was started")
+
+
+def test_the_others_finish_their_command(tmp_path: Path) -> None:
+    """The first worker fails; the second one's command is not cut off, and it begins no other."""
+    workers, codes = Workers(), []
+    first = iter([True, False])
+
+    def work() -> None:
+        with (tmp_path / "log").open("ab") as output:
+            if next(first):
+                wait_for(lambda: (tmp_path / "begun").exists(), "other worker")
+                raise ValueError("the first fails")
+            command = f"touch {tmp_path}/begun; sleep 1; exit 3"
+            codes.append(workers.run(["sh", "-c", command], output, dict(os.environ)))
+            codes.append(workers.run(["true"], output, dict(os.environ)))
+
+    with pytest.raises(ValueError, match="the first fails"):
+        workers.together(work, 2)
+    assert codes == [3]
+
+
+def leashed(*command: str) -> subprocess.Popen[str]:
+    words = [sys.executable, "-m", "emo.experiments.workers", str(os.getpid()), *command]
+    return subprocess.Popen(words, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def test_a_leash_ends_as_its_command_does() -> None:
+    for command, code in (["sh", "-c", "exit 7"], 7), (["sh", "-c", "kill -KILL $$"], 137), (["/nowhere"], 2):
+        process = leashed(*command)
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == code and output.count("\n") == (code == 2)
