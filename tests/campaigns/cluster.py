@@ -15,7 +15,6 @@ Prints a table and exits 1 when something fails. Where it cannot run it says why
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shutil
@@ -28,10 +27,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from emo.pipeline.run_dir import read_metrics
-from tests.campaigns.campaign import Campaign, can_install, install
+from tests.campaigns.campaign import Campaign, call, can_install, options
 from tests.campaigns.kubernetes import kubernetes
 from tests.campaigns.slurm import PACKAGES as SLURM
-from tests.campaigns.slurm import call, scheduled, slurm
+from tests.campaigns.slurm import scheduled, slurm
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
@@ -68,17 +67,14 @@ def two_hosts(directory: Path) -> Iterator[dict[str, str]]:
             servers.append(subprocess.Popen(inside(name, ["/usr/sbin/sshd", "-D", "-f", str(config)])))
         wrapper = directory / "bin" / "ssh"
         wrapper.parent.mkdir()
-        options = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
-        wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -i {key} {options} "$@"\n')
+        trusting = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
+        wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -i {key} {trusting} "$@"\n')
         wrapper.chmod(0o755)
         everywhere = {
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "PYTHONUNBUFFERED": "1",
             "GLOO_SOCKET_IFNAME": "eth0",
             "PATH": f"{wrapper.parent}:{launching.ENVIRONMENT['PATH']}",
         }
+        everywhere = launching.CHANGES | everywhere
         # what other hosts get reaches them by this file (README: .deepspeed_env)
         environment = directory / "deepspeed_env"
         environment.write_text("".join(f"{key}={value}\n" for key, value in everywhere.items()))
@@ -88,13 +84,18 @@ def two_hosts(directory: Path) -> Iterator[dict[str, str]]:
         for server in servers:
             server.terminate()
         for name in HOSTS:
-            for pid in subprocess.run(
-                ["ip", "netns", "pids", name], capture_output=True, text=True
-            ).stdout.split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
+            _kill(name)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
+
+
+def _kill(host: str, word: bytes = b"") -> None:
+    """Kill the processes of a host whose command has this word."""
+    listed = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout
+    for pid in listed.split():
+        with contextlib.suppress(OSError):
+            if word in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(int(pid), signal.SIGKILL)
 
 
 def inside(host: str, command: list[str]) -> list[str]:
@@ -111,14 +112,7 @@ def run_on(
     Whatever still runs after `timeout` is killed and shows as -9.
     """
     processes = [
-        subprocess.Popen(
-            inside(host, command),
-            cwd=REPO,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        subprocess.Popen(inside(host, command), cwd=REPO, env=environment, **launching.PIPED)
         for host, command in zip(hosts, commands, strict=True)
     ]
 
@@ -172,10 +166,7 @@ def hosts(directory: Path, show: Campaign) -> None:
         command.append("train.lr_scheduler_type=constant")
         finish = run_on(["emo-a"], [command], environment, timeout=90)
         wait_for_step(run_dir, 5)
-        for pid in call("ip", "netns", "pids", "emo-b").split():
-            with contextlib.suppress(OSError):
-                if b"--local_rank=" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    os.kill(int(pid), signal.SIGKILL)
+        _kill("emo-b", b"--local_rank=")
         begun = time.monotonic()
         codes, output = finish()
         ended = codes[0] not in (0, -9) and "lost another rank" in output
@@ -198,16 +189,12 @@ def main() -> int:
         "scheduled": (scheduled, SLURM),
         "kubernetes": (kubernetes, []),
     }
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", default=list(parts), choices=list(parts))
-    args = parser.parse_args()
+    args = options(__doc__, parts).parse_args()
     show = Campaign("cluster")
     for part in args.parts:
         run, packages = parts[part]
-        if packages and not can_install():
-            show(part, "everything", "skipped: needs root on Debian", True)
+        if packages and not can_install(show, part, packages):
             continue
-        install(packages)
         with tempfile.TemporaryDirectory() as directory:
             run(Path(directory), show)
     return show.finish(vars(args))

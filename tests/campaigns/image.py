@@ -16,7 +16,6 @@ Prints a table and exits 1 when something fails. Where it cannot run it says why
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import os
@@ -30,7 +29,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.campaigns.campaign import Campaign, can_install, install
+from tests.campaigns.campaign import Campaign, call, can_install, options
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_model, write_tasks
 from tests.helpers.launching import losses, tiny_recipe, wait_for, wait_for_step
@@ -64,14 +63,12 @@ class Image:
 
     def ask(self, *arguments: str) -> str:
         """Return what a command of podman prints; its errors go to the terminal."""
-        command = [*self.podman, *arguments]
-        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+        return call(*self.podman, *arguments)
 
     def build(self, torch_args: str) -> None:
         """Make base and image."""
         base, secrets = self.directory / "base", self.directory / "pip"
-        command = ["debootstrap", "--variant=minbase", SUITE, str(base)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        call("debootstrap", "--variant=minbase", SUITE, base)
         archive = subprocess.Popen(["tar", "-C", str(base), "-c", "."], stdout=subprocess.PIPE)
         command = [*self.podman, "import", "--quiet", "-", "emo-base"]
         subprocess.run(command, check=True, stdin=archive.stdout, stdout=subprocess.DEVNULL)
@@ -255,10 +252,9 @@ def evaluation(image: Image, show: Campaign) -> None:
     show("evaluation", "watch --once", "evaluated", good, out[-800:])
     good = (run / "eval" / "report.html").is_file() and done.stat().st_uid == UNKNOWN
     show("evaluation", "report.html", f"written by user {UNKNOWN}", good, out[-800:])
-    options = ("--name", "emo-test-watch")
-    waiting = subprocess.Popen(
-        image.command("watch", "/emo/runs/empty", *tasks, user=UNKNOWN, options=options)
-    )
+    named = ("--name", "emo-test-watch")
+    command = image.command("watch", "/emo/runs/empty", *tasks, user=UNKNOWN, options=named)
+    waiting = subprocess.Popen(command)
     wait_for(lambda: "emo-test-watch" in image.ask("ps", "--format", "{{.Names}}"), "container")
     time.sleep(5)
     began = time.monotonic()
@@ -280,19 +276,16 @@ def main() -> int:
     """Build, then run the parts; return 0 when all pass or nothing can run here."""
     parts: dict[str, Callable[[Image, Campaign], None]]
     parts = {"verbs": verbs, "stops": stops, "evaluation": evaluation, "quickstart": quickstart}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", default=list(parts), choices=list(parts))
-    parser.add_argument(
-        "--torch-args", default="", help="TORCH_ARGS of the build, to choose PyTorch for CPUs"
-    )
+    parser = options(__doc__, parts)
+    parser.add_argument("--torch-args", default="", help="TORCH_ARGS of the build: which PyTorch")
     args = parser.parse_args()
     show = Campaign("image")
     free = shutil.disk_usage(tempfile.gettempdir()).free / 2**30
-    if not can_install() or free < NEEDED:
-        why = f"needs {NEEDED} GiB of disk, {free:.0f} are free" if can_install() else "needs root on Debian"
-        show("image", "everything", f"skipped: {why}", True)
+    if free < NEEDED:
+        words = f"skipped: needs {NEEDED} GiB of disk, {free:.0f} are free"
+        show("image", "everything", words, True)
+    if free < NEEDED or not can_install(show, "image", PACKAGES):
         return show.finish(vars(args))
-    install(PACKAGES)
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         image = Image(Path(directory))

@@ -98,9 +98,8 @@ def kubernetes(directory: Path, show: Campaign) -> None:
     for target in targets():
         documents = render(target, kustomize)
         results = problems(documents)
-        show(
-            "kubernetes", f"{target.name}: numbers, rights, mounts", "agree", not results, "; ".join(results)
-        )
+        case = f"{target.name}: numbers, rights, mounts"
+        show("kubernetes", case, "agree", not results, "; ".join(results))
         for version in VERSIONS:
             wrong = []
             for document in documents:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.campaigns.campaign import Campaign
+from tests.campaigns.campaign import Campaign, call
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.evaluating import tiny_model, write_tasks
@@ -26,12 +26,6 @@ PACKAGES = ["slurmctld", "slurmd", "slurm-client", "munge"]
 LONG = ("train.max_steps=200000", "train.lr_scheduler_type=constant")
 LISTS = Path("/etc/apt")  # where this machine's package lists come from
 OVER = re.compile("JobState=(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY)")
-
-
-def call(*command: str | Path, cwd: Path | None = None) -> str:
-    """Return what a command prints. Raises CalledProcessError where it fails."""
-    words = list(map(str, command))
-    return subprocess.run(words, check=True, capture_output=True, text=True, cwd=cwd).stdout.strip()
 
 
 @contextlib.contextmanager
@@ -61,20 +55,17 @@ def slurm_cluster(directory: Path) -> Iterator[dict[str, str]]:
     for folder in (directory, directory.parent):
         folder.chmod(0o755)
     environment = launching.ENVIRONMENT | {"SLURM_CONF": str(config)}
-    munge = ["munged", "-F", "--force", f"--key-file={key}", f"--socket={directory}/munge.socket"]
-    munge += [f"--pid-file={directory}/munge.pid", f"--log-file={directory}/log/munge"]
-    munge += [f"--seed-file={directory}/munge.seed"]
+    munge = ["munged", "-F", "--force", f"--key-file={key}", f"--log-file={directory}/log/munge"]
+    kinds = {"socket": "socket", "pid-file": "pid", "seed-file": "seed"}
+    munge += [f"--{option}={directory}/munge.{kind}" for option, kind in kinds.items()]
     services = []
     try:
         for command in (munge, ["slurmctld", "-D"], ["slurmd", "-D"]):
             log = (directory / f"{command[0]}.out").open("w")
             services.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
             time.sleep(2)
-        deadline = time.monotonic() + 60
-        while "idle" not in ask(environment, "sinfo", "-h", "-o", "%t"):
-            logs = "".join(p.read_text()[-400:] for p in directory.glob("*.out"))
-            assert time.monotonic() < deadline, f"no idle node after 60 s: {logs}"
-            time.sleep(1)
+        sinfo = ("sinfo", "-h", "-o", "%t")
+        launching.wait_for(lambda: "idle" in ask(environment, *sinfo), f"idle node; see {directory}", 60)
         yield environment
     finally:
         subprocess.run(["scancel", "-u", "root"], env=environment, capture_output=True)

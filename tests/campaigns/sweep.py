@@ -13,7 +13,6 @@ Prints a table, writes runs/sweep.json, and exits 1 when something was repeated 
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -22,7 +21,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.campaigns.campaign import Campaign, can_install, install
+from tests.campaigns.campaign import Campaign, can_install, options
 from tests.campaigns.slurm import OVER, PACKAGES, ask, slurm_cluster, state_of
 from tests.helpers.launching import tiny_recipe
 from tests.helpers.sweeping import notes, start, sweep
@@ -88,11 +87,7 @@ def array(path: Path, expected: str, show: Campaign) -> None:
 
 def main() -> int:
     """Run the parts; 0 when nothing was repeated and every table is the same."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--parts", nargs="+", default=["kills", "slurm"], choices=["kills", "slurm"])
-    args = parser.parse_args()
+    args = options(__doc__, ["kills", "slurm"], kills=20, seed=0).parse_args()
     show = Campaign("sweep")
     with tempfile.TemporaryDirectory() as directory:
         path = sweep(Path(directory), tiny_recipe(Path(directory), max_steps=3))
@@ -101,10 +96,7 @@ def main() -> int:
         took = time.monotonic() - began
         if "kills" in args.parts:
             kills(path, expected, args.kills, took, random.Random(args.seed), show)
-        if "slurm" in args.parts and not can_install():
-            show("slurm", "everything", "skipped: needs root on Debian", True)
-        elif "slurm" in args.parts:
-            install(PACKAGES)
+        if "slurm" in args.parts and can_install(show, "slurm", PACKAGES):
             array(path, expected, show)
     return show.finish(vars(args))
 

@@ -222,7 +222,8 @@ def options(owner: str) -> frozenset[str]:
         return _declared(REPO / "pipeline" / "cli.py") | _declared(Path(spec.origin))
     path = REPO / owner.replace(".", "/")
     files = [*path.rglob("*.py")] if path.is_dir() else [path.with_suffix(".py")]
-    files += [path.parent / "common.py"] if owner.startswith("tests.bench.") else []
+    shared = {"tests.bench": "common.py", "tests.campaigns": "campaign.py"}.get(owner.rpartition(".")[0])
+    files += [path.parent / shared] if shared else []
     return frozenset().union(*map(_declared, files))
 
 

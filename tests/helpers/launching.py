@@ -27,13 +27,25 @@ from tests.conftest import REPO
 
 BIN = Path(sys.executable).parent
 PATIENCE = 60  # seconds for the other ranks to notice that one failed
-ENVIRONMENT = os.environ | {
-    "DS_ACCELERATOR": "cpu",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONUNBUFFERED": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-}
+CHANGES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = os.environ | CHANGES | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+PIPED: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
+
+RECIPE = """
+data:
+  {train_tokenizer: 384, sequence_len: 32, shards: 1, sources: [{files: text.txt, format: lines}],
+   validation: [], validation_fraction: 0.1}
+model:
+  architecture:
+    {model_type: llama, vocab_size: 384, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+     num_attention_heads: 2, max_position_embeddings: 64}
+  dtype: float32
+objective: {name: emo}
+train:
+  {max_steps: 8, global_batch_size: 8, micro_batch_size: 2, learning_rate: 0.001, logging_steps: 1,
+   eval_rows: 6}
+"""
 
 
 def tiny_recipe(
@@ -52,38 +64,16 @@ def tiny_recipe(
     sentences = [f"The {a} {b} {c} on day {n}." for n, (a, b, c) in enumerate(subjects)]
     texts = [" ".join(sentences[i : i + 4]) for i in range(0, 600, 4)]
     (directory / "text.txt").write_text("\n".join(texts))
+    recipe = yaml.safe_load(RECIPE) | {"output_dir": str(directory / "run")}
+    recipe["data"] |= {"dir": str(directory / "data"), "root": str(directory)}
     for i, name in enumerate(sets):
-        held_out = [f"A {rng.choice(who)} {rng.choice(did)} {n} of {name}." for n in range(20 + 20 * i)]
-        (directory / f"{name}.txt").write_text("\n".join(held_out))
-    architecture = {
-        **{"model_type": "llama", "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64},
-        **{"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64},
-    }
-    recipe = {
-        "output_dir": str(directory / "run"),
-        "data": {
-            "dir": str(directory / "data"),
-            "root": str(directory),
-            "train_tokenizer": 384,
-            "sequence_len": 32,
-            "shards": 1,
-            "sources": [{"files": "text.txt", "format": "lines"}],
-            "validation": {name: [{"files": f"{name}.txt", "format": "lines"}] for name in sets} or [],
-            "validation_fraction": 0.0 if sets else 0.1,
-            **(data or {}),
-        },
-        "model": {"architecture": architecture, "dtype": "float32"},
-        "objective": {"name": "emo"},
-        "train": {
-            "max_steps": 8,
-            "global_batch_size": 8,
-            "micro_batch_size": 2,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "eval_rows": 6,
-            **train,
-        },
-    }
+        lines = [f"A {rng.choice(who)} {rng.choice(did)} {n} of {name}." for n in range(20 + 20 * i)]
+        (directory / f"{name}.txt").write_text("\n".join(lines))
+    if sets:
+        held_out = {name: [{"files": f"{name}.txt", "format": "lines"}] for name in sets}
+        recipe["data"] |= {"validation": held_out, "validation_fraction": 0.0}
+    recipe["data"] |= data or {}
+    recipe["train"] |= train
     path = directory / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
     prepared = run_forked([str(BIN / "python"), "-m", "emo", "prepare", str(path)], [{}])
@@ -104,25 +94,18 @@ def launch_command(ranks: int, *arguments: str, script: str = "continual") -> li
     return [str(BIN / "deepspeed"), *options, f"launch/{script}.sh", *arguments]
 
 
-def script_command(ranks: int, *arguments: str, script: str = "continual") -> list[str]:
-    """`launch/SCRIPT.sh ARGUMENTS` as a shell runs it, on `ranks` CPU ranks."""
+def script_command(ranks: int, *arguments: str) -> list[str]:
+    """`launch/continual.sh ARGUMENTS` as a shell runs it, on `ranks` CPU ranks."""
     options = [f"--num_gpus={ranks}", f"--master_port={free_port()}"]
-    return [f"launch/{script}.sh", *options, "--", *arguments]
+    return ["launch/continual.sh", *options, "--", *arguments]
 
 
 def popen(command: list[str], stdout: int | IO[str] = subprocess.PIPE) -> subprocess.Popen[str]:
     """Start a command of the product in a separate process group, as a terminal would."""
-    return subprocess.Popen(
-        command,
-        cwd=REPO,
-        env=ENVIRONMENT,
-        stdout=stdout,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # a shell that runs the tests in the background has made Ctrl-C ignored for all that they start
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    # a shell that runs the tests in the background has made Ctrl-C ignored for all that they start
+    options: dict[str, Any] = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    options |= PIPED | {"stdout": stdout, "start_new_session": True}
+    return subprocess.Popen(command, cwd=REPO, env=ENVIRONMENT, **options)
 
 
 def start(ranks: int, *arguments: str) -> subprocess.Popen[str]:
@@ -132,15 +115,8 @@ def start(ranks: int, *arguments: str) -> subprocess.Popen[str]:
 
 def run(ranks: int, *arguments: str, script: str = "continual") -> subprocess.CompletedProcess[str]:
     """Run to the end; stdout and stderr together in `.stdout`."""
-    return subprocess.run(
-        launch_command(ranks, *arguments, script=script),
-        cwd=REPO,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
+    command = launch_command(ranks, *arguments, script=script)
+    return subprocess.run(command, cwd=REPO, env=ENVIRONMENT, timeout=600, **PIPED)
 
 
 def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
