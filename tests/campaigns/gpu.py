@@ -43,21 +43,11 @@ from emo.pipeline.run_dir import EXPORT, PROFILE, read_metrics
 from tests.bench import common
 from tests.campaigns import gpu_kernels
 from tests.campaigns import gpu_setting as setting
-from tests.campaigns.gpu_setting import (
-    DEVICE,
-    GIB,
-    GPU,
-    MILLI,
-    REPO,
-    WARM,
-    Figures,
-    MissingError,
-    last_words,
-    measure,
-)
+from tests.campaigns.gpu_setting import DEVICE, GIB, GPU, MILLI, WARM, Figures, MissingError, last_words
 
 POLL = 0.2  # seconds between looks at the figures of a part
 LOG_BYTES = 128 * 1024  # of a part's output that are kept, its end
+REPO = setting.REPO
 RUNS = REPO / "runs"
 RUN_SECONDS = 40  # that a measured run takes, as far as one can tell
 TRACE_STEP = 6  # the one that is recorded: a trace is large
@@ -87,7 +77,7 @@ def waits(show: Figures) -> None:
             options = [f"objective.name={objective}", f"objective.cost_cache_mb={cache}"]
             options += ["deepspeed=ds_configs/zero2.json", f"train.profile=[{TRACE_STEP},{TRACE_STEP}]"]
             run = f"waits-{objective}-{cache}"
-            results = measure(show, run, sizes(show), *options, "--waits", seconds=100)
+            results = setting.measure(show, run, sizes(show), *options, "--waits", seconds=100)
             if GPU:
                 show(f"{name}: waits of the head a micro-batch", max(results["head_waits"]), at_most=most)
                 note = "with the engine's own: the norm of the gradient, the sums for the log"
@@ -107,12 +97,9 @@ Settings = tuple[list[str], dict[str, Any]]  # overrides of the recipe, and keyw
 
 
 def _pair(
-    show: Figures,
-    cases: dict[str, Callable[[], Settings]],
-    figure: tuple[str, Callable[[dict[str, Any]], float]],
-    words: str,
-    at_most: float | None = None,
-) -> None:
+    show: Figures, cases: dict[str, Callable[[], Settings]],
+    figure: tuple[str, Callable[[dict[str, Any]], float]], words: str, at_most: float | None = None,
+) -> None:  # fmt: skip
     """Measure two runs of one recipe: the second's time of a step over the first's, and their losses.
 
     figure: seconds that each is shown with besides. words: both, the second first, with {} between them.
@@ -121,7 +108,7 @@ def _pair(
     for name, settings in cases.items():
         with show.attempt(name):
             options, keywords = settings()
-            results.append(measure(show, name.replace(" ", "-"), sizes(show), *options, **keywords))
+            results.append(setting.measure(show, name.replace(" ", "-"), sizes(show), *options, **keywords))
             show(f"{name}: time of a step", step_seconds(results[-1]) * MILLI, "ms")
             show(f"{name}: {figure[0]}", figure[1](results[-1]), "s")
     if len(results) == 2:
@@ -185,7 +172,7 @@ def plan(show: Figures) -> None:
             options = [f"deepspeed=ds_configs/zero{stage}.json"]
             options += [f"model.activation_checkpointing={str(checkpointing).lower()}"]
             name, shape = f"{stage}-{checkpointing}-{rows}", (size, block, rows)
-            _beside_plan(show, words, measure(show, name, shape, *options, least=RUN_SECONDS))
+            _beside_plan(show, words, setting.measure(show, name, shape, *options, least=RUN_SECONDS))
 
 
 def lora(show: Figures) -> None:
@@ -196,7 +183,9 @@ def lora(show: Figures) -> None:
         with show.attempt(words):
             setting.needs("peft")
             options = [f"deepspeed=ds_configs/zero{stage}.json", "model.lora={r: 16, alpha: 32}"]
-            results = measure(show, f"lora-{stage}", (size, block, micro), *options, least=RUN_SECONDS)
+            results = setting.measure(
+                show, f"lora-{stage}", (size, block, micro), *options, least=RUN_SECONDS
+            )
             float32 = sum("float32" in kind for kind in results["adapters"])
             kinds = ", ".join(results["adapters"])
             show(f"{words}: adapters in float32", float32, at_most=0, always=True, note=kinds)
@@ -229,7 +218,7 @@ def stops(show: Figures) -> None:
     results: dict[str, Any] = {}
     alone, stopped = show.run_dir("alone"), show.run_dir("stopped")
     with show.attempt("a run left alone"):
-        results = measure(show, "alone", sizes(show), *options, "--whole", seconds=PATIENCE, least=20)
+        results = setting.measure(show, "alone", sizes(show), *options, "--whole", seconds=PATIENCE, least=20)
         written, stall = BYTES * results["predicted"]["parameters"] / 1e9, max(results["stalls"])
         note = f"{written:.1f} GB are copied, {written / stall:.1f} GB/s"
         show("stall of a save", stall, "s", note=note)
@@ -350,10 +339,11 @@ def run_part(number: int, work: Path, out: Path, quick: bool) -> None:
     command = [sys.executable, "-m", "tests.campaigns.gpu", "--output_path", str(out)]
     command += ["--part", str(number), str(end), str(work), *(["--quick"] if quick else [])]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    environment["PIP_NO_INDEX"] = "1"  # peers that are not installed are left out, not looked for
-    if not GPU:
-        environment["TRITON_INTERPRET"] = "1"  # Triton looks when it is first imported
-        environment["TORCHDYNAMO_DISABLE"] = "1"  # a peer would be compiled for longer than all else takes
+    environment |= {"PIP_NO_INDEX": "1"}  # peers that are not installed are left out, not looked for
+    if (
+        not GPU
+    ):  # Triton looks when it is first imported; a peer would be compiled for longer than all else takes
+        environment |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
     options: dict[str, Any] = {"cwd": REPO, "env": environment, "stderr": subprocess.STDOUT}
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, start_new_session=True, **options)
@@ -376,16 +366,14 @@ def run_part(number: int, work: Path, out: Path, quick: bool) -> None:
         log.write_bytes(b"... cut: the end of %d bytes\n" % len(content) + content[-LOG_BYTES:])
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main() -> int:
     """Run the campaign; return 0 when all targets are met, 1 when one is missed, 2 where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", type=int, default=list(PARTS), choices=list(PARTS))
-    parser.add_argument(
-        "--output_path", type=Path, metavar="DIR", help="default: runs/gpu, or runs/gpu-quick"
-    )
+    parser.add_argument("--output_path", type=Path, metavar="DIR", help="runs/gpu, or runs/gpu-quick")
     parser.add_argument("--quick", action="store_true", help="small sizes, on a CPU too: does it run at all")
     parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)  # the child's: number, end, work
-    given = parser.parse_args(arguments)
+    given = parser.parse_args()
     usual = RUNS / ("gpu-quick" if given.quick else "gpu")
     out: Path = (given.output_path or usual).resolve()
     if given.part is not None:

@@ -124,7 +124,7 @@ def kernels(show: Figures) -> None:
         name = str(dtype).removeprefix("torch.")
         for V in vocabularies:
             with show.attempt(f"V={V} {name}"):
-                show.need_seconds(20)  # Triton compiles the kernels of a vocabulary anew
+                show.need_seconds(20)
                 _compare(show, V, dtype, name)
 
 
@@ -149,13 +149,10 @@ def _compare(show: Figures, V: int, dtype: torch.dtype, name: str) -> None:
 
 def speed(show: Figures) -> None:
     """Part 2: time and memory of the fused loss beside peers, at LLaMA-7B's head and at V = 152064."""
+    shapes = [Shape("LLaMA-7B head", 8192, 32000, 4096, "bfloat16")]
+    shapes.append(Shape("large vocabulary", 8192, 152064, 4096, "bfloat16"))
     if show.quick:
         shapes = [Shape("small", 128, 2000, 64, "bfloat16")]
-    else:
-        shapes = [
-            Shape("LLaMA-7B head", 8192, 32000, 4096, "bfloat16"),
-            Shape("large vocabulary", 8192, 152064, 4096, "bfloat16"),
-        ]
     for shape in shapes:
         with show.attempt(str(shape)):
             show.need_seconds(60)

@@ -70,8 +70,8 @@ class Image:
         base, secrets = self.directory / "base", self.directory / "pip"
         call("debootstrap", "--variant=minbase", SUITE, base)
         archive = subprocess.Popen(["tar", "-C", str(base), "-c", "."], stdout=subprocess.PIPE)
-        command = [*self.podman, "import", "--quiet", "-", "emo-base"]
-        subprocess.run(command, check=True, stdin=archive.stdout, stdout=subprocess.DEVNULL)
+        imported = [*self.podman, "import", "--quiet", "-", "emo-base"]
+        subprocess.run(imported, check=True, stdin=archive.stdout, stdout=subprocess.DEVNULL)
         shutil.rmtree(base)
         mounts = pip_configuration(secrets)
         command = ["buildah", *self.storage, "bud", "--isolation", "chroot", "--format", "docker"]
@@ -101,11 +101,9 @@ class Image:
 def pip_configuration(directory: Path) -> list[Path]:
     """Write pip.conf as pip is configured here; return the directories that it needs at the same place."""
     directory.mkdir()
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
     settings = {}
-    for line in listed.stdout.splitlines():
-        section, _, rest = line.partition(".")
-        key, _, value = rest.partition("=")
+    for line in call(sys.executable, "-m", "pip", "config", "list").splitlines():
+        (section, key), value = (words := line.partition("="))[0].rsplit(".", 1), words[2]
         if section in ("global", ":env:"):
             settings[key] = str(ast.literal_eval(value))
     mounts = {Path(url).parent for url in re.findall(r"file://(\S+)", " ".join(settings.values()))}

@@ -81,11 +81,8 @@ def documents() -> list[Path]:
 def blocks(path: Path) -> list[Block]:
     """Return the fenced blocks of a document."""
     name = path.relative_to(REPO) if path.is_relative_to(REPO) else path.name
-    return [
-        Block(f"{name}:{t.map[0] + 1}", t.info, t.content)
-        for t in _parsed(path)
-        if t.type == "fence" and t.map
-    ]
+    fences = [token for token in _parsed(path) if token.type == "fence"]
+    return [Block(f"{name}:{t.map[0] + 1}", t.info, t.content) for t in fences if t.map]
 
 
 def faults(path: Path) -> list[str]:
@@ -213,9 +210,8 @@ def options(owner: str) -> frozenset[str]:
     if owner.startswith("emo "):
         function = COMMANDS[owner.removeprefix("emo ")].function
         rooms = [name.split(".")[1] for name in ([function] if function else [TRAINING, EVALUATION])]
-        return frozenset().union(
-            *(options("launch" if room == "launch" else f"emo.{room}") for room in rooms)
-        )
+        owners = ("launch" if room == "launch" else f"emo.{room}" for room in rooms)
+        return frozenset().union(*map(options, owners))
     if owner == "launch" or owner in LAUNCHERS:
         spec = importlib.util.find_spec(LAUNCHERS.get(owner, LAUNCHERS["deepspeed"]))
         assert spec is not None and spec.origin is not None
