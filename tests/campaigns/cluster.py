@@ -90,7 +90,6 @@ def two_hosts(directory: Path) -> Iterator[dict[str, str]]:
 
 
 def _kill(host: str, word: bytes = b"") -> None:
-    """Kill the processes of a host whose command has this word."""
     listed = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout
     for pid in listed.split():
         with contextlib.suppress(OSError):
@@ -99,7 +98,6 @@ def _kill(host: str, word: bytes = b"") -> None:
 
 
 def inside(host: str, command: list[str]) -> list[str]:
-    """`command` on one of the two hosts."""
     names = ["unshare", "--uts", "sh", "-c", f'hostname {host}; exec "$@"', "sh"]
     return ["ip", "netns", "exec", host, *names, *command]
 
@@ -182,7 +180,6 @@ def hosts(directory: Path, show: Campaign) -> None:
 
 
 def main() -> int:
-    """Run the parts; return 0 when all pass or nothing can run here."""
     parts: Parts = {
         "hosts": (hosts, ["iproute2", "openssh-server", "openssh-client", "pdsh"]),
         "slurm": (slurm, SLURM),

@@ -63,8 +63,6 @@ PARSERS = {  # what reads the options of a launcher
 
 
 class Done(NamedTuple):
-    """A command that was run or checked."""
-
     how: str
     code: int
     output: str
@@ -204,7 +202,6 @@ class Scratch:
 
 
 def filled(text: str) -> str:
-    """Return a block with the reader's words filled in."""
     for word, meant in (FILLED | ({"RECIPE": "tuned.yaml"} if "instruct" in text else {})).items():
         text = re.sub(rf"(?<![\w$-]){word}(?![\w=])", meant, text)
     return text.replace("--data hub", "--data data/nlu")
@@ -237,7 +234,6 @@ def go_through(block: Block, scratch: Scratch, show: Campaign) -> None:
 
 
 def main() -> int:
-    """Go through all documents; return 1 when a command failed or a document names what is not there."""
     parser = options(__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="PAGE", help="these pages; see --keep")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work here, and leave it for --only")

@@ -20,14 +20,12 @@ TESTS = ("tests/pipeline/test_hf_trl.py", "tests/pipeline/test_examples.py")
 
 
 def oldest() -> str:
-    """Return the release of TRL from which pyproject.toml allows all."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (bound,) = (line for line in project["optional-dependencies"]["test"] if line.startswith("trl>="))
     return bound.removeprefix("trl>=")
 
 
 def main(versions: list[str]) -> int:
-    """Run the doors' tests with each release of TRL; the first exit code that is not 0, or 0."""
     for version in versions or [oldest()]:
         with tempfile.TemporaryDirectory() as directory:
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", directory]

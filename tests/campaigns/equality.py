@@ -130,7 +130,6 @@ def write_sources(root: Path) -> None:
 
 
 def lines(rows: Any) -> str:
-    """Return rows as JSON lines."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
@@ -144,7 +143,6 @@ def run(*command: str | Path) -> None:
 
 
 def write_recipe(root: Path, name: str, data: dict[str, Any]) -> Path:
-    """Write the recipe of a `data` section, with a tiny model to train; return its path."""
     common = {"dir": str(root / "data" / name), "root": str(root), "sequence_len": 64, "shards": 2}
     if "train_tokenizer" not in data:
         common["tokenizer"] = str(root / "data" / "text" / "tokenizer")
@@ -170,7 +168,6 @@ def rows_of(split: Path) -> Iterator[dict[str, Any]]:
 
 
 def digest(items: Any) -> str:
-    """Return 16 hex digits of the sha256 of JSON values, one after the other."""
     sha = hashlib.sha256()
     for item in items:
         sha.update(json.dumps(item, ensure_ascii=False, sort_keys=True).encode() + b"\n")
@@ -222,7 +219,6 @@ def predictions(root: Path, name: str) -> dict[str, str]:
 
 
 def results(recipes: dict[str, dict[str, Any]], only: list[str]) -> dict[str, str]:
-    """Return all digests by name."""
     digests: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
@@ -240,7 +236,6 @@ def results(recipes: dict[str, dict[str, Any]], only: list[str]) -> dict[str, st
 
 
 def main() -> int:
-    """Compare with the file; return 1 when anything differs."""
     recipes = yaml.safe_load(RECIPES)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", action="store_true", help="make the file anew")

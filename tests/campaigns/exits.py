@@ -55,12 +55,10 @@ def command(name: str) -> list[str]:
 
 
 def newest(run_dir: Path) -> int:
-    """Return the step of a run's newest checkpoint, 0 without one."""
     return max((step_of(directory) for directory in checkpoints(run_dir)), default=0)
 
 
 def start(name: str, run_dir: Path, *settings: str) -> subprocess.Popen[str]:
-    """Start a run by a launcher."""
     arguments = [str(run_dir.parent / "recipe.yaml"), f"output_dir={run_dir}", *settings]
     return launching.popen([*command(name), *arguments], stdout=run_dir.with_suffix(".log").open("a"))
 
@@ -102,7 +100,6 @@ def disturb(
 
 
 def measure(name: str, home: Path, only: str, show: Campaign) -> None:
-    """Measure all cells of one launcher."""
     code = start(name, home / f"mistake-{name}", "train.learning_rate=-1").wait(120)
     show(name, "a mistake in the recipe", f"exit code {code}", code == 2 or name == "torchrun")
     for victim, numbers, when in CELLS[name]:
@@ -117,7 +114,6 @@ def measure(name: str, home: Path, only: str, show: Campaign) -> None:
 
 
 def main() -> int:
-    """Measure; return 0 when all runs that did not finish said so, saved, and left nothing behind."""
     parser = options(__doc__)
     parser.add_argument("--launchers", nargs="+", default=list(CELLS), choices=list(CELLS))
     parser.add_argument("--only", default="", help="cells whose description contains this")

@@ -36,7 +36,6 @@ def _fuzz_for(name: str, seconds: float, seed: int) -> None:
 
 
 def main() -> int:
-    """Run the campaign; 0 when nothing crashed."""
     parser = options(__doc__, seconds=600.0, seed=int(time.time()))
     parser.add_argument("--only", nargs="+", choices=list(TARGETS), default=list(TARGETS), metavar="NAME")
     args = parser.parse_args()

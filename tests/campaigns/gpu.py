@@ -60,7 +60,6 @@ PATIENCE = 90.0  # seconds for a run to come to where it is wanted
 
 
 def step_seconds(results: dict[str, Any]) -> float:
-    """Return the median over the steps that count."""
     return statistics.median(results["seconds"][WARM:])
 
 
@@ -193,7 +192,6 @@ def lora(show: Figures) -> None:
 
 
 def _beside_plan(show: Figures, words: str, results: dict[str, Any]) -> None:
-    """Step time and peak memory of a measured run, and each divided by what `plan` says."""
     seconds, predicted = step_seconds(results), results["predicted"]
     note = f"{seconds * MILLI:.0f} ms a step"
     show(f"{words}: speed", predicted["tokens"] / seconds, "tokens/s", note=note)
@@ -308,8 +306,6 @@ def _stop_and_resume(show: Figures, arguments: list[str], run_dir: Path) -> bool
 
 
 class Part(NamedTuple):
-    """A part of the campaign, and the seconds that it may take."""
-
     function: Callable[[Figures], None]
     seconds: int
     needs_gpu: bool = False
@@ -367,7 +363,6 @@ def run_part(number: int, work: Path, out: Path, quick: bool) -> None:
 
 
 def main() -> int:
-    """Run the campaign; return 0 when all targets are met, 1 when one is missed, 2 where there is no GPU."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", type=int, default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--output_path", type=Path, metavar="DIR", help="runs/gpu, or runs/gpu-quick")

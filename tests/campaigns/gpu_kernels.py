@@ -166,7 +166,6 @@ def speed(show: Figures) -> None:
 
 
 def _race(show: Figures, shape: Shape, first: bool) -> None:
-    """All contestants that run here, in turn."""
     setting = Setting(shape)
     report = common.Report("gpu")
     runs: dict[str, Callable[[int], Any]] = objectives.runnable(setting, report)
@@ -177,7 +176,6 @@ def _race(show: Figures, shape: Shape, first: bool) -> None:
     h, w = setting.hidden.detach(), setting.weight.detach()
 
     def products(i: int) -> None:
-        """The three matrix products that no linear cross-entropy can do without, and nothing else."""
         logits = h @ w.T
         logits @ w
         logits.T @ h
@@ -280,7 +278,6 @@ def _functions(show: Figures, lengths: tuple[int, ...]) -> None:
 
 
 def _outcome(attend: Attention, q: Tensor, k: Tensor, v: Tensor, above: Tensor) -> dict[str, Tensor]:
-    """Return output [b, L, H, D] and the gradients of queries, keys and values."""
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
     output = attend(q, k, v)
     gradients = torch.autograd.grad(output, (q, k, v), above.transpose(1, 2))
@@ -322,7 +319,6 @@ def _documents(model: Any, lengths: tuple[int, ...], seed: int) -> list[Tensor]:
 
 
 def _row(documents: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return ids, positions and labels of one row [1, L] that holds the documents."""
     ids = torch.cat(documents)[None]
     positions = torch.cat([torch.arange(len(d), device=DEVICE) for d in documents])[None]
     labels = torch.cat([torch.cat((d[1:], d.new_tensor([IGNORE]))) for d in documents])[None]

@@ -119,7 +119,6 @@ class Figures:
         return max(1.0, min(seconds, self.deadline - time.monotonic() - CLOSING))
 
     def run_dir(self, name: str) -> Path:
-        """Return a run directory of this part."""
         return self.work / "runs" / f"{self.part}-{name}"
 
     def _keep(self, case: str, value: Any, unit: str, target: str, met: bool | None, note: str) -> None:
@@ -174,7 +173,6 @@ def table(directory: Path) -> int:
 
 
 def needs(*packages: str) -> None:
-    """Raises MissingError for a package that is not installed."""
     for name in packages:
         if importlib.util.find_spec(name) is None:
             raise MissingError(f"{name} is not installed")
@@ -222,7 +220,6 @@ def recipe(show: Figures, size: str, block: int, micro: int) -> Path:
 
 
 def environment(**changes: Any) -> dict[str, str]:
-    """Return what processes of the campaign inherit; None takes a variable away."""
     # tests.bench.common has set the number of threads; on a GPU the trainer chooses for itself
     usual = {"OMP_NUM_THREADS": None} if GPU else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     merged = os.environ | {"PYTHONUNBUFFERED": "1"} | usual | changes

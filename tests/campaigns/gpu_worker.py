@@ -129,7 +129,6 @@ def predicted(config: RunConfig) -> dict[str, float]:
 
 
 def main() -> int:
-    """Watch a run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=10)

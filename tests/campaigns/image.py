@@ -66,7 +66,6 @@ class Image:
         return call(*self.podman, *arguments)
 
     def build(self, torch_args: str) -> None:
-        """Make base and image."""
         base, secrets = self.directory / "base", self.directory / "pip"
         call("debootstrap", "--variant=minbase", SUITE, base)
         archive = subprocess.Popen(["tar", "-C", str(base), "-c", "."], stdout=subprocess.PIPE)
@@ -82,18 +81,15 @@ class Image:
         subprocess.run(command, cwd=REPO, check=True)
 
     def command(self, *arguments: str, user: int = 1001, options: tuple[str, ...] = ()) -> list[str]:
-        """Return the command that runs the image with `arguments`."""
         where = ["--volume", f"{self.volume}:/emo/runs", "--user", f"{user}:{user}"]
         return [*self.podman, "run", "--rm", *CONFINED, *where, *options, self.NAME, *arguments]
 
     def run(self, *arguments: str, user: int = 1001, options: tuple[str, ...] = ()) -> tuple[int, str]:
-        """Return exit code and all output of a container."""
         command = self.command(*arguments, user=user, options=options)
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         return done.returncode, done.stdout
 
     def remove(self) -> None:
-        """Remove containers, images and mounts."""
         for arguments in (["rm", "--all", "--force"], ["rmi", "--all", "--force"]):
             subprocess.run([*self.podman, *arguments], capture_output=True)
 
@@ -150,8 +146,6 @@ def verbs(image: Image, show: Campaign) -> None:
 
 
 class Training:
-    """A training in a container, by its name."""
-
     def __init__(self, image: Image, run: str, *extra: str, options: tuple[str, ...] = ()) -> None:
         self.image, self.name, self.run_dir = image, f"emo-test-{run}", image.volume / run
         self.log = image.directory / f"{run}.log"
@@ -169,20 +163,16 @@ class Training:
         return self.process.wait(600)
 
     def stop(self) -> int:
-        """Do what `docker stop` and a drained node do."""
         return self.end("stop", "--time", "120")
 
     def healthy(self) -> bool:
-        """Return what its health check says."""
         command = [*self.image.podman, "healthcheck", "run", self.name]
         return subprocess.run(command, capture_output=True).returncode == 0
 
     def output(self) -> str:
-        """Return the end of its output."""
         return self.log.read_text()[-800:]
 
     def last_step(self) -> int:
-        """Return the last step that it has logged."""
         return int(losses(self.run_dir)[-1][0])
 
 
@@ -262,7 +252,6 @@ def evaluation(image: Image, show: Campaign) -> None:
 
 
 def quickstart(image: Image, show: Campaign) -> None:
-    """The whole product, by an unknown user."""
     began = time.monotonic()
     code, out = image.run("quickstart", user=UNKNOWN)
     good = code == 0 and (image.volume / "quickstart" / "report.html").is_file()
@@ -271,7 +260,6 @@ def quickstart(image: Image, show: Campaign) -> None:
 
 
 def main() -> int:
-    """Build, then run the parts; return 0 when all pass or nothing can run here."""
     parts: dict[str, Callable[[Image, Campaign], None]]
     parts = {"verbs": verbs, "stops": stops, "evaluation": evaluation, "quickstart": quickstart}
     parser = options(__doc__, parts)

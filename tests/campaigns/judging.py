@@ -43,7 +43,6 @@ def _run(*arguments: str) -> None:
 
 
 def files(out: Path) -> dict[str, bytes]:
-    """Every file of a results directory, leases aside."""
     paths = [p for p in sorted(out.rglob("*")) if p.is_file() and "leases" not in p.parts]
     return {p.relative_to(out).as_posix(): p.read_bytes() for p in paths if not p.name.endswith(".part")}
 

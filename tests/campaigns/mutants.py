@@ -62,7 +62,6 @@ def killed(tree: Path, mutant: dict[str, Any], tests: list[str]) -> bool:
 
 
 def main() -> int:
-    """Run the mutants; 1 when one survives that was killed before, or its line is gone."""
     parser = options(__doc__, jobs=2)
     parser.add_argument("--only", default="", metavar="PART", help="of files whose path has this in it")
     parser.add_argument("--write", action="store_true", help="note which are killed")

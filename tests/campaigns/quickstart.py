@@ -36,12 +36,10 @@ COMMAND = [sys.executable, "launch/quickstart.py"]
 
 
 def results(directory: Path) -> dict[str, Any]:
-    """Return the results that a quickstart in this directory has written."""
     return json.loads((directory / quickstart.RUN / "results.json").read_text())
 
 
 def accuracies(directory: Path) -> dict[tuple[str, str], float]:
-    """Return the accuracy of every model on every task."""
     return {(row["model"], row["task"]): row["accuracy"] for row in results(directory)["rows"]}
 
 
@@ -114,7 +112,6 @@ def afterwards(directory: Path, show: Campaign) -> None:
 
 
 def main() -> int:
-    """Run the parts; return 0 when every promise is kept."""
     args = options(__doc__, kills=8, seed=0).parse_args()
     show = Campaign("quickstart-campaign")
     with tempfile.TemporaryDirectory() as temporary:

@@ -76,12 +76,10 @@ def slurm_cluster(directory: Path) -> Iterator[dict[str, str]]:
 
 
 def ask(environment: dict[str, str], *command: str | Path) -> str:
-    """What a command of the cluster prints."""
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=REPO).stdout.strip()
 
 
 def tail(log: Path) -> str:
-    """Return the end of what a job printed."""
     return log.read_text("utf-8")[-1500:] if log.is_file() else "no output"
 
 
@@ -132,11 +130,9 @@ class Job:
             time.sleep(0.5)
 
     def story(self) -> str:
-        """Return the end of its output, and what the scheduler said of job and node, in order."""
         return f"{tail(self.log)}\n" + "\n".join(self.history)
 
     def cancel(self) -> None:
-        """Take the job away and wait until it is gone."""
         ask(self.environment, "scancel", self.id)
         self.wait(timeout=120)
 

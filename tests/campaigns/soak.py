@@ -46,14 +46,12 @@ VICTIMS = ["deepspeed", "launch.py", "rank 0", "rank 1", "everything", EXPORTING
 
 
 def undisturbed(recipe: Path, run_dir: Path, *options: str) -> Losses:
-    """Return the losses of a run that is left alone."""
     done = launching.run(2, str(recipe), f"output_dir={run_dir}", *options)
     assert done.returncode == 0, done.stdout
     return losses(run_dir)
 
 
 def last_step(run_dir: Path) -> int:
-    """Return the last step that a run has logged, 0 before its first."""
     return int((read_metrics(run_dir) or [{"step": 0}])[-1]["step"])
 
 
@@ -137,7 +135,6 @@ def _flip(path: Path) -> None:
 
 
 def _forge(directory: Path, **changes: object) -> None:
-    """COMPLETE that says something else of the largest file."""
     marker = json.loads((directory / COMPLETE).read_text())
     name = _largest(directory).relative_to(directory).as_posix()
     marker["files"][name].update(changes)
@@ -170,7 +167,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 def damage(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
-    """Every damage to the newest checkpoint, one after the other."""
     settings = ["train.max_steps=12", "train.save_steps=3", "train.save_total_limit=3", "train.eval_rows=2"]
     origin = recipe.parent / "origin"
     expected = undisturbed(recipe, origin, *settings)
@@ -227,7 +223,6 @@ def stops(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
 
 
 def main() -> int:
-    """Run the campaign; return 0 when nothing was lost."""
     parts = {"kills": kills, "damage": damage, "disks": disks, "stops": stops}
     args = options(__doc__, parts, kills=20, seed=0).parse_args()
     show = Campaign("soak")

@@ -30,7 +30,6 @@ WORKERS = 2
 
 
 def finished(path: Path, out: Path) -> str:
-    """Run the sweep to its end; its table."""
     output, _ = (process := start(path, f"out={out}")).communicate(timeout=1800)
     assert process.returncode == 0, output
     return (out / "table.md").read_text()
@@ -68,7 +67,6 @@ def kills(path: Path, expected: str, count: int, took: float, rng: random.Random
 
 
 def array(path: Path, expected: str, show: Campaign) -> None:
-    """The array job of the same sweep."""
     out, job = path.parent / "array", path.parent / "array.sbatch"
     process = start(path, f"out={out}", "--slurm", str(job), "--workers", str(WORKERS))
     output, _ = process.communicate(timeout=120)
@@ -86,7 +84,6 @@ def array(path: Path, expected: str, show: Campaign) -> None:
 
 
 def main() -> int:
-    """Run the parts; 0 when nothing was repeated and every table is the same."""
     args = options(__doc__, ["kills", "slurm"], kills=20, seed=0).parse_args()
     show = Campaign("sweep")
     with tempfile.TemporaryDirectory() as directory:

@@ -46,8 +46,6 @@ _PATH = re.compile(rf"(?<![\w./-])(?:{ROOMS}|ds_configs|examples|tests|docs)/[\w
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a document."""
-
     where: str  # docs/tasks.md:12
     language: str
     text: str
@@ -79,7 +77,6 @@ def documents() -> list[Path]:
 
 
 def blocks(path: Path) -> list[Block]:
-    """Return the fenced blocks of a document."""
     name = path.relative_to(REPO) if path.is_relative_to(REPO) else path.name
     fences = [token for token in _parsed(path) if token.type == "fence"]
     return [Block(f"{name}:{t.map[0] + 1}", t.info, t.content) for t in fences if t.map]
@@ -178,7 +175,6 @@ def _is_key(key: str) -> bool:
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
-    """Yield a type, and those that it is made of."""
     yield getattr(annotation, "__origin__", annotation)
     for part in get_args(annotation):
         yield from _parts(part)
@@ -232,12 +228,10 @@ def _every_option() -> frozenset[str]:
 
 @cache
 def _declared(path: Path) -> frozenset[str]:
-    """Return the options that stand between quotes in a source file."""
     return frozenset(re.findall(r"""["'](--[a-z][\w-]*)["']""", path.read_text("utf-8")))
 
 
 def functions(path: Path) -> set[str]:
-    """Return names of the functions, classes and methods of a module; methods as `Class.method`."""
     names: set[str] = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -27,7 +27,6 @@ OBJECTIVE = {"normalised": "mile", "own": "examples/my_objective.py:unsure"}  # 
 
 
 def build(case: str) -> LlamaForCausalLM:
-    """A small model that ends in the fused loss."""
     model = tiny_llama(VOCAB, num_hidden_layers=2)
     if case == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -104,7 +103,6 @@ def together(case: str, directory: str) -> dict[str, Tensor]:
 
 
 def main(directory: str) -> None:
-    """Every case, by all ranks; rank 0 writes what came out."""
     dist.init_process_group("gloo")
     found = {case: together(case, directory) for case in CASES}
     if dist.get_rank() == 0:

@@ -84,7 +84,6 @@ def command(*arguments: object) -> tuple[int, str, str]:
 
 
 def load(directory: Path | str) -> tuple[Any, Any]:
-    """(model in float32, tokenizer) of a directory."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return model.eval(), load_tokenizer(directory)
 

@@ -56,7 +56,6 @@ def files(**content: bytes | str) -> Callable[[Path], None]:
 
 
 def rows(values: list[Any]) -> str:
-    """Return JSON lines."""
     return "".join(json.dumps(value) + "\n" for value in values)
 
 
@@ -71,9 +70,8 @@ RECIPE = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
     crashes=(("b.yaml", f"extends: {LONG}\n".encode()), ("a.yaml", b"a: &a {b: *a}")),
 )
 def recipe(directory: Path) -> None:
-    dump_config(
-        load_config(directory / "b.yaml", ["train.global_batch_size=32", "objective.params.ratio_cap=2"])
-    )
+    overrides = ["train.global_batch_size=32", "objective.params.ratio_cap=2"]
+    dump_config(load_config(directory / "b.yaml", overrides))
 
 
 @target("experiment", files(a__yaml=(REPO / "experiments/oracle.yaml").read_text()))
@@ -117,18 +115,14 @@ def _read_all(directory: Path, kind: str, **source: Any) -> None:
     config = data_config(directory, kind=kind, sources=[source], strict=False, max_chars=10_000)
     for opened in open_inputs(config):
         opened.probe()
-        places = []
-        for piece in opened.pieces():
-            if piece.payload is None:
-                continue
-            places.append(piece.extent)
+        pieces = [piece for piece in opened.pieces() if piece.payload is not None]
+        for piece in pieces:
             for row in parse(piece.payload, opened.spec):
                 if isinstance(row, Conversation):
                     _ = [render(row, template) for template in ("alpaca", "chat")]
                 elif isinstance(row, Rejected):
                     _ = f"{row.reason} {row.detail}"
-        for _ in opened.read(places):
-            pass
+        list(opened.read([piece.extent for piece in pieces]))
 
 
 @target("rows of text", files(a__jsonl=rows(TEXTS)))
@@ -147,13 +141,12 @@ def token_rows(directory: Path) -> None:
     _read_all(directory, "text", files="a.jsonl", format="tokens")
 
 
-PACKED = {
-    "b__txt__gz": gzip.compress(PLAIN.encode(), mtime=0),
-    "c__txt__zst": zstandard.compress(PLAIN.encode()),
-}
+SQUEEZED = zstandard.compress(PLAIN.encode())
 
 
-@target("text files", files(a__txt=PLAIN, **PACKED))
+@target(
+    "text files", files(a__txt=PLAIN, b__txt__gz=gzip.compress(PLAIN.encode(), mtime=0), c__txt__zst=SQUEEZED)
+)
 def text_files(directory: Path) -> None:
     for form in ("auto", "document", "lines", "paragraphs", "wikitext"):
         _read_all(directory, "text", files="*.txt*", format=form)
@@ -173,13 +166,9 @@ def tables(directory: Path) -> None:
 
 @target("payloads", files(a__txt=PLAIN))
 def payloads(directory: Path) -> None:
-    """Any bytes as any kind of payload."""
-    for kind, form, lines in (
-        ("text", "auto", True),
-        ("instruct", "auto", True),
-        ("text", "wikitext", False),
-    ):
-        list(parse((directory / "a.txt").read_bytes(), RowSpec(kind, form, lines, None, "ag_news", 10_000)))
+    for kind, form in (("text", "auto"), ("instruct", "auto"), ("text", "wikitext")):
+        spec = RowSpec(kind, form, form == "auto", None, "ag_news", 10_000)
+        list(parse((directory / "a.txt").read_bytes(), spec))
 
 
 # --- tokenizers and models --------------------------------------------------------------------------------
@@ -194,19 +183,15 @@ def make_tokenizers(directory: Path) -> None:
     (directory / "bytes/merges.txt").write_text("#version: 0.2\na b\n")
 
 
-@target(
-    "tokenizer",
-    make_tokenizers,
-    "whole/tokenizer.json",
-    "whole/tokenizer_config.json",
-    "model/tokenizer.model",
-    "bytes/vocab.json",
-    "bytes/merges.txt",
-    crashes=(
-        ("bytes/vocab.json", b'{"a": 0, "b": 7885472806622122365, "ab": 2, "<|endoftext|>": 3}'),
-        ("whole/tokenizer_config.json", b'{"bos_token": ["<s>"], "eos_token": "</s>", "unk_token": "<unk>"}'),
-    ),
+TOKENIZERS = ("whole/tokenizer.json", "whole/tokenizer_config.json", "model/tokenizer.model")
+TOKENIZERS += ("bytes/vocab.json", "bytes/merges.txt")
+TOKENIZER_CRASHES = (
+    ("bytes/vocab.json", b'{"a": 0, "b": 7885472806622122365, "ab": 2, "<|endoftext|>": 3}'),
+    ("whole/tokenizer_config.json", b'{"bos_token": ["<s>"], "eos_token": "</s>", "unk_token": "<unk>"}'),
 )
+
+
+@target("tokenizer", make_tokenizers, *TOKENIZERS, crashes=TOKENIZER_CRASHES)
 def tokenizer(directory: Path) -> None:
     out = directory.with_name(f"{directory.name}-out")
     try:
@@ -221,11 +206,12 @@ MODEL = {
     "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 16, "max_position_embeddings": 32,
     "torch_dtype": "float32", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
-MODEL_CRASHES = (
-    {"vocab_size": [[]]},
-    {"architectures": "a\0b", "vocab_size": -1410185927},
-    {"torch_dtype": "caf\u00e9"},
-)
+CHANGES = ({"vocab_size": [[]]}, {"architectures": "a\0b", "vocab_size": -1410185927})
+CHANGES += ({"torch_dtype": "caf\u00e9"},)
+MODEL_CRASHES = [("config.json", json.dumps(MODEL | change).encode()) for change in CHANGES]
+LONG_NAME = json.dumps({"weight_map": {"lm_head.weight": LONG}}).encode()
+MODEL_CRASHES.append(("model.safetensors.index.json", LONG_NAME))
+MODEL_FILES = ("config.json", "model.safetensors.index.json", "generation_config.json")
 
 
 def make_model(directory: Path) -> None:
@@ -235,17 +221,9 @@ def make_model(directory: Path) -> None:
 
 
 @target(
-    "model directory",
-    make_model,
-    "config.json",
-    "model.safetensors.index.json",
-    "generation_config.json",
-    "model-00001-of-00004.safetensors",
-    crashes=(
-        *(("config.json", json.dumps(MODEL | change).encode()) for change in MODEL_CRASHES),
-        ("model.safetensors.index.json", json.dumps({"weight_map": {"lm_head.weight": LONG}}).encode()),
-    ),
-)
+    "model directory", make_model, *MODEL_FILES, "model-00001-of-00004.safetensors",
+    crashes=tuple(MODEL_CRASHES),
+)  # fmt: skip
 def model_directory(directory: Path) -> None:
     with contextlib.suppress(DamagedError, NotWholeError):
         Target("model", directory, foreign=True).require_whole(directory, settled=True)
@@ -266,14 +244,15 @@ def cost_file(directory: Path) -> None:
 
 # --- evaluation -------------------------------------------------------------------------------------------
 
-PREFIXES = {
-    "a__jsonl": rows(TEXTS),
-    "b__txt": "one two three four\nfive six seven\n",
-    "c__jsonl__zst": zstandard.compress(rows(TEXTS).encode()),
-}
 
-
-@target("prefixes", files(**PREFIXES))
+@target(
+    "prefixes",
+    files(
+        a__jsonl=rows(TEXTS),
+        b__txt="one two three four\nfive six seven\n",
+        c__jsonl__zst=zstandard.compress(rows(TEXTS).encode()),
+    ),
+)
 def prefixes(directory: Path) -> None:
     for name in ("a.jsonl", "b.txt", "c.jsonl.zst"):
         _ = from_file(directory / name), from_file(directory / name, 2, 3)
@@ -281,10 +260,8 @@ def prefixes(directory: Path) -> None:
 
 def make_task_rows(directory: Path) -> None:
     sst2 = [{"text": f"text {i}", "label_text": ("negative", "positive")[i % 2]} for i in range(12)]
-    mmlu = [
-        {"question": "q", "choices": ["a", "b", "c", "d"], "answer": "ABCD"[i % 4], "subject": "s"}
-        for i in range(6)
-    ]
+    question = {"question": "q", "choices": ["a", "b", "c", "d"], "subject": "s"}
+    mmlu = [question | {"answer": "ABCD"[i % 4]} for i in range(6)]
     for name, splits, content in (("sst2", ("train", "test"), sst2), ("mmlu", ("dev", "test"), mmlu)):
         (directory / name).mkdir()
         for split in splits:

@@ -77,7 +77,6 @@ def _slots(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _edited(values: list[Any], edits: list[tuple[int, Any]]) -> bytes:
-    """Return a document, or JSON lines, with the values at some places replaced or left out."""
     values = json.loads(json.dumps(values, default=str))
     for number, value in edits:
         slots = list(_slots(values))
@@ -109,7 +108,6 @@ def _values(content: bytes) -> list[Any] | None:
 
 
 def damaged(content: bytes) -> st.SearchStrategy[bytes]:
-    """Return a strategy for files like `content`."""
     bytes_ = st.builds(  # some of its bytes replaced, or cut off
         lambda start, length, inserted: content[:start] + inserted + content[start + length :],
         st.integers(0, len(content)),
@@ -169,12 +167,9 @@ def fuzz(name: str, examples: int, seeded: int | None = None) -> None:
         directory = Path(temporary)
         parser.make(directory)
         parser.read(directory)
-        names = parser.damaged or sorted(
-            str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()
-        )
-        files = st.sampled_from(names).flatmap(
-            lambda file: st.tuples(st.just(file), damaged((directory / file).read_bytes()))
-        )
+        there = sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+        contents = {name: damaged((directory / name).read_bytes()) for name in parser.damaged or there}
+        files = st.one_of(*(st.tuples(st.just(name), content) for name, content in contents.items()))
 
         def trial(case: tuple[str, bytes]) -> None:
             attempt(parser, directory, *case)

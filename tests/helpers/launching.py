@@ -82,7 +82,6 @@ def tiny_recipe(
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -109,7 +108,6 @@ def popen(command: list[str], stdout: int | IO[str] = subprocess.PIPE) -> subpro
 
 
 def start(ranks: int, *arguments: str) -> subprocess.Popen[str]:
-    """Start a run in a process group of its own."""
     return popen(launch_command(ranks, *arguments))
 
 
@@ -208,7 +206,6 @@ Losses = list[tuple[float, float, float]]
 
 
 def losses(run_dir: Path) -> Losses:
-    """Step, NLL and DEMD of every logged step."""
     return [(r["step"], r["nll"], r["demd"]) for r in read_metrics(run_dir) if "nll" in r]
 
 
@@ -221,7 +218,6 @@ def wait_for(condition: Callable[[], object], what: str, timeout: float = 300) -
 
 
 def wait_for_step(run_dir: Path, step: int, timeout: float = 300) -> None:
-    """Until a run has logged step `step`."""
     wait_for(lambda: any(r["step"] >= step for r in read_metrics(run_dir)), f"step {step}", timeout)
 
 
@@ -284,7 +280,6 @@ def below(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The training processes below a launcher."""
     below = psutil.Process(process.pid).children(recursive=True)
     return [p for p in below if any(a.startswith("--local_rank=") for a in p.cmdline())]
 

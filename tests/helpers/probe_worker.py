@@ -14,13 +14,9 @@ from emo.pipeline.engine import start_world
 from emo.pipeline.loss import fuse_model, get_objective, probe_model
 from emo.pipeline.loss.varlen import VARLEN
 from tests.helpers.families import family
-from tests.helpers.zero_worker import OPTIMIZER
+from tests.helpers.zero_worker import Case, ds_config
 
-CONFIG: dict[str, Any] = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "AdamW", "params": {"torch_adam": True, **OPTIMIZER}},
-    "zero_optimization": {"stage": 3, "overlap_comm": False, "stage3_param_persistence_threshold": 0},
-}
+CONFIG: dict[str, Any] = ds_config(Case()) | {"train_micro_batch_size_per_gpu": 1}
 
 
 def outcome(name: str, scale: float | None = None, attn: str | None = None) -> str:

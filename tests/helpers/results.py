@@ -108,7 +108,6 @@ def finished(out: Path, name: str = "emo", **facts: Any) -> Model:
 
 
 def tree(directory: Path) -> dict[str, bytes]:
-    """The files of a directory and what they hold."""
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 

@@ -31,7 +31,6 @@ CASES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
 
 
 def held() -> int:
-    """Return the bytes of all tensors' storages."""
     storages = {}
     for item in gc.get_objects():
         if isinstance(item, torch.Tensor) and not item.is_meta:

@@ -29,6 +29,8 @@ from tests.helpers.loss_reference import stored_for
 VOCAB, BLOCK, ROWS, STEPS = 96, 16, 6, 3  # rows of the global batch
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0}  # a tiny eps would amplify rounding
 
+ZERO = {"overlap_comm": False, "stage3_param_persistence_threshold": 0}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -62,14 +64,8 @@ class WithLoss(nn.Module):
 
 
 def build(case: Case) -> WithLoss:
-    model = tiny_llama(
-        VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        tie_word_embeddings=case.tied,
-        initializer_range=0.2,
-    )
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.2}
+    model = tiny_llama(VOCAB, tie_word_embeddings=case.tied, **shape)
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -77,7 +73,6 @@ def build(case: Case) -> WithLoss:
 
 
 def prepare(model: WithLoss, case: Case) -> None:
-    """Swap the head and freeze what the case wants frozen."""
     head = model.model.lm_head
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -122,17 +117,12 @@ def run_unsharded(case: Case) -> dict[str, Tensor]:
 
 
 def ds_config(case: Case) -> dict[str, Any]:
-    """What DeepSpeed is told of a case."""
     return {
         "train_micro_batch_size_per_gpu": ROWS // 2 // case.accumulation,
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": 0.0,  # the default is 1.0
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True, **OPTIMIZER}},
-        "zero_optimization": {
-            "stage": case.stage,
-            "overlap_comm": False,
-            "stage3_param_persistence_threshold": 0,
-        },
+        "zero_optimization": ZERO | {"stage": case.stage},
     }
 
 
