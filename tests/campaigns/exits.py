@@ -42,6 +42,9 @@ CELLS = {
 }
 
 
+Outcome = tuple[int, bool, float, float]
+
+
 def command(name: str) -> list[str]:
     """Return a launcher's command without arguments, on a port that nobody else uses."""
     if name == "deepspeed":
@@ -63,9 +66,7 @@ def start(name: str, run_dir: Path, *settings: str) -> subprocess.Popen[str]:
     return launching.popen([*command(name), *arguments], stdout=run_dir.with_suffix(".log").open("a"))
 
 
-def disturb(
-    name: str, home: Path, victim: str, number: signal.Signals, when: str
-) -> tuple[int, bool, float, float]:
+def disturb(name: str, home: Path, victim: str, number: signal.Signals, when: str) -> Outcome:
     """Send a run a signal; see how it ends.
 
     Returns its exit code as a shell shows it, whether a step was saved after the signal, and seconds until

@@ -62,7 +62,6 @@ class Image:
         self.podman = ["podman", *self.storage, "--log-level", "fatal", "--runtime", "runc"]
 
     def ask(self, *arguments: str) -> str:
-        """Return what a command of podman prints; its errors go to the terminal."""
         return call(*self.podman, *arguments)
 
     def build(self, torch_args: str) -> None:
@@ -99,7 +98,8 @@ def pip_configuration(directory: Path) -> list[Path]:
     directory.mkdir()
     settings = {}
     for line in call(sys.executable, "-m", "pip", "config", "list").splitlines():
-        (section, key), value = (words := line.partition("="))[0].rsplit(".", 1), words[2]
+        name, _, value = line.partition("=")
+        section, _, key = name.partition(".")
         if section in ("global", ":env:"):
             settings[key] = str(ast.literal_eval(value))
     mounts = {Path(url).parent for url in re.findall(r"file://(\S+)", " ".join(settings.values()))}
@@ -152,8 +152,8 @@ class Training:
         arguments = ["continual", "--num_gpus", "2", "--", "/emo/runs/recipe.yaml"]
         arguments += [f"output_dir=/emo/runs/{run}", *extra]
         options = ("--name", self.name, "--env", "OMP_NUM_THREADS=1", *options)
+        command = image.command(*arguments, options=options)
         with self.log.open("a") as log:
-            command = image.command(*arguments, options=options)
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def end(self, *command: str) -> int:
@@ -224,10 +224,10 @@ def stops(image: Image, show: Campaign) -> None:
 
 def evaluation(image: Image, show: Campaign) -> None:
     """A model and a run's export, by an unknown user; SIGTERM ends a watcher."""
-    run, empty = image.volume / "evaluated", image.volume / "empty"
+    run = image.volume / "evaluated"
     tiny_model(run / "export")
     write_tasks(image.volume / "tasks", ["sst2"], train=20, test=8)
-    empty.mkdir()
+    (image.volume / "empty").mkdir()
     for path in (image.volume, *image.volume.rglob("*")):
         os.chown(path, UNKNOWN, UNKNOWN)
     tasks = ("--data", "/emo/runs/tasks", "--tasks", "sst2")
@@ -268,8 +268,7 @@ def main() -> int:
     show = Campaign("image")
     free = shutil.disk_usage(tempfile.gettempdir()).free / 2**30
     if free < NEEDED:
-        words = f"skipped: needs {NEEDED} GiB of disk, {free:.0f} are free"
-        show("image", "everything", words, True)
+        show("image", "everything", f"skipped: needs {NEEDED} GiB of disk, {free:.0f} are free", True)
     if free < NEEDED or not can_install(show, "image", PACKAGES):
         return show.finish(vars(args))
     with tempfile.TemporaryDirectory() as directory:

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from tests.campaigns.campaign import Campaign, can_install, options
-from tests.campaigns.slurm import OVER, PACKAGES, ask, slurm_cluster, state_of
+from tests.campaigns.cluster import OVER, SLURM, ask, slurm_cluster, state_of
 from tests.helpers.launching import tiny_recipe
 from tests.helpers.sweeping import notes, start, sweep
 
@@ -93,7 +93,7 @@ def main() -> int:
         took = time.monotonic() - began
         if "kills" in args.parts:
             kills(path, expected, args.kills, took, random.Random(args.seed), show)
-        if "slurm" in args.parts and can_install(show, "slurm", PACKAGES):
+        if "slurm" in args.parts and can_install(show, "slurm", SLURM):
             array(path, expected, show)
     return show.finish(vars(args))
 

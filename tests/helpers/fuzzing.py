@@ -49,13 +49,8 @@ def target(
 
 
 # Written as they are into JSON or YAML, in the place of a value.
-RAW = {
-    "@digits@": "9" * 5000,
-    "@deep@": "[" * 5000,
-    "@deep and closed@": "[" * 900 + "]" * 900,
-    "@large@": "1e999",
-    "@nan@": "NaN",
-}
+RAW = {"@digits@": "9" * 5000, "@deep@": "[" * 5000, "@deep and closed@": "[" * 900 + "]" * 900}
+RAW |= {"@large@": "1e999", "@nan@": "NaN"}
 VALUES = [
     *(None, True, 0, -1, 2**31, 2**53 + 1, 2**64, 10**400, 0.5, 1e308, "", "0", "\n", [], {}, [[]], [None]),
     *({"": {}}, {"a": {"b": [1, {"c": "d"}]}}, ["a", 1, None, {}], "../../../etc/hostname", "/etc/hostname"),
@@ -180,11 +175,7 @@ def fuzz(name: str, examples: int, seeded: int | None = None) -> None:
         if seeded is not None:
             test = seed(seeded)(test)
         settings(
-            max_examples=examples,
-            deadline=None,
-            database=None,
-            derandomize=seeded is None,
-            report_multiple_bugs=False,
-            phases=(Phase.explicit, Phase.generate, Phase.shrink),
+            max_examples=examples, deadline=None, database=None, derandomize=seeded is None,
+            report_multiple_bugs=False, phases=(Phase.explicit, Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
-        )(test)()
+        )(test)()  # fmt: skip

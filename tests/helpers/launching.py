@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO, Any
+from unittest import mock
 
 import psutil
 import yaml
@@ -159,16 +160,16 @@ def run_forked(
             processes[-1].start()
         code, end = 0, time.monotonic() + timeout
         while any(process.is_alive() for process in processes) and time.monotonic() < end:
-            failed = [process.exitcode for process in processes if process.exitcode]
+            failed = next((process.exitcode for process in processes if process.exitcode), 0)
             if failed and not code:
-                code, end = failed[0], min(end, time.monotonic() + PATIENCE)
+                code, end = failed, min(end, time.monotonic() + PATIENCE)
             time.sleep(0.05)
-        code = code or next((process.exitcode for process in processes if process.exitcode), 0)
+        late = [process for process in processes if process.is_alive()]
+        for process in late:
+            process.kill()
         for process in processes:
-            if process.is_alive():
-                code = code or -signal.SIGKILL
-                process.kill()
             process.join()
+        code = code or next((process.exitcode for process in processes if process.exitcode), 0)
         output.seek(0)
         return subprocess.CompletedProcess(command, code, output.read())
 
@@ -178,11 +179,8 @@ def _imported() -> Any:
     """The process that ranks are forked from: a fresh interpreter with the ranks' environment."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["emo.pipeline.train", "emo.pipeline.cli", __name__])
-    before = os.environ.copy()
-    os.environ.update(ENVIRONMENT)
-    forkserver.ensure_running()
-    os.environ.clear()
-    os.environ.update(before)
+    with mock.patch.dict(os.environ, ENVIRONMENT):
+        forkserver.ensure_running()
     return context
 
 
@@ -194,11 +192,10 @@ def _become(arguments: list[str], environment: dict[str, str], output: str) -> N
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    sys.argv = arguments[arguments[0] == "-m" :]
     if arguments[0] == "-m":
-        sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,16 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
+from emo.common.errors import UserError
 from emo.pipeline.engine import start_world
+from emo.pipeline.loss import fuse_model, probe_model
 from emo.pipeline.loss.cost import CostEmbedding
 from emo.pipeline.loss.dense import Teacher
 from emo.pipeline.loss.fused import LossSums, fused_linear_loss
 from emo.pipeline.loss.head import fuse_head
 from emo.pipeline.loss.objectives import get_objective
-from tests.helpers.families import tiny_llama
+from emo.pipeline.loss.varlen import VARLEN
+from tests.helpers.families import family, tiny_llama
 from tests.helpers.loss_reference import stored_for
 
 VOCAB, BLOCK, ROWS, STEPS = 96, 16, 6, 3  # rows of the global batch
@@ -180,10 +183,40 @@ CASES = [
 ]
 
 
+def probed(name: str, scale: float | None = None, attn: str | None = None) -> str:
+    """Return the start-up probe's verdict on a family, after two training steps where it is admitted."""
+    model = family(name, attn)
+    fuse_model(model, get_objective("mle"), **({} if scale is None else {"logit_scale": scale}))
+    config = ds_config(Case()) | {"train_micro_batch_size_per_gpu": 1}
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+    try:
+        packing = probe_model(model, engine, packed=False, collective=True, device=torch.device("cpu"))
+    except UserError as error:
+        return error.code
+    ids = torch.arange(12)[None]
+    for _ in range(2):
+        sums = engine(input_ids=ids, labels=ids, position_ids=ids)
+        engine.backward(sums.loss / 12)
+        engine.step()
+    engine.destroy()
+    return packing
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     start_world()
-    results = [(asdict(case), run_sharded(case)) for case in CASES]
+    if sys.argv[2:] == ["probe"]:
+        given: list[tuple[Any, ...]] = [
+            ("llama",),
+            ("opt",),
+            ("bloom",),
+            ("granite", 0.3),
+            ("opt", None, VARLEN),
+        ]
+        results: list[Any] = [probed(*arguments) for arguments in given]
+    else:
+        results = [run_sharded(case) for case in CASES]
     if dist.get_rank() == 0:
         torch.save(results, Path(sys.argv[1]))
     dist.barrier()
