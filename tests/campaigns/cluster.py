@@ -75,11 +75,8 @@ def two_hosts(directory: Path) -> Iterator[dict[str, str]]:
         trusting = "-o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR"
         wrapper.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -i {key} {trusting} "$@"\n')
         wrapper.chmod(0o755)
-        everywhere = {
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "PATH": f"{wrapper.parent}:{launching.ENVIRONMENT['PATH']}",
-        }
-        everywhere = launching.CHANGES | everywhere
+        everywhere = launching.CHANGES | {"GLOO_SOCKET_IFNAME": "eth0"}
+        everywhere |= {"PATH": f"{wrapper.parent}:{launching.ENVIRONMENT['PATH']}"}
         # what other hosts get reaches them by this file (README: .deepspeed_env)
         environment = directory / "deepspeed_env"
         environment.write_text("".join(f"{key}={value}\n" for key, value in everywhere.items()))

@@ -43,14 +43,8 @@ MODELS = ("openai-community/gpt2",)  # of the hub, that documents train and eval
 PATIENCE = 600  # seconds for a command; other work may share the machine
 # What stands for the words that a reader fills in.
 FILLED = {"RECIPE": "mine.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": "openai-community/gpt2"}
-FILLED |= {
-    "RUN_DIR": "runs/mine",
-    "HOSTS": "hosts",
-    "HOST": "localhost",
-    "N": "2",
-    "URL": "none",
-    "FILE": "table2",
-}
+FILLED |= {"RUN_DIR": "runs/mine", "HOSTS": "hosts", "HOST": "localhost", "N": "2", "URL": "none"}
+FILLED |= {"FILE": "table2"}
 _PARSE = "import sys; from {} import parse_args; parse_args(sys.argv[1:])"
 PARSERS = {  # what reads the options of a launcher
     "deepspeed": _PARSE.format("deepspeed.launcher.runner"),

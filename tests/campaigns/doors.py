@@ -31,11 +31,9 @@ def main(versions: list[str]) -> int:
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", directory]
             subprocess.run([*pip, f"trl=={version}"], check=True)
             print(f"TRL {version}", flush=True)
-            done = subprocess.run(
-                [sys.executable, "-m", "pytest", "-n", "0", *TESTS],
-                cwd=REPO,
-                env=os.environ | {"PYTHONPATH": directory},
-            )
+            environment = os.environ | {"PYTHONPATH": directory}
+            command = [sys.executable, "-m", "pytest", "-n", "0", *TESTS]
+            done = subprocess.run(command, cwd=REPO, env=environment)
         if done.returncode:
             return done.returncode
     return 0

@@ -177,12 +177,10 @@ def trained(root: Path, name: str, script: str, ranks: int, *overrides: str) -> 
     """Train a recipe; return the digests of its losses and of its export's tensors, both by bit."""
     run(*launch_command(ranks, str(root / f"{name}.yaml"), *overrides, script=script))
     text = (root / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8")
-    losses = [
-        [record["step"], record.get("set"), key, float(record[key]).hex()]
-        for record in map(json.loads, text.splitlines())
-        for key in ("loss", "nll")
-        if isinstance(record.get(key), float)
-    ]
+    records, losses = map(json.loads, text.splitlines()), []
+    for record in records:
+        for key in (key for key in ("loss", "nll") if isinstance(record.get(key), float)):
+            losses.append([record["step"], record.get("set"), key, record[key].hex()])
     assert len(losses) >= 24, losses
     sha = hashlib.sha256()
     for file in sorted((root / "runs" / name / "export").glob("*.safetensors")):

@@ -34,7 +34,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -271,13 +271,10 @@ def _stop_and_resume(show: Figures, arguments: list[str], run_dir: Path) -> bool
 
     def life(stop: bool) -> tuple[int, str]:
         """Return exit code and output of the command; `stop` sends SIGTERM after some steps."""
-        options: dict[str, Any] = {
-            "cwd": REPO,
-            "env": setting.environment(PATH=path),
-            "stderr": subprocess.STDOUT,
-        }
+        options: dict[str, Any] = {"cwd": REPO, "env": setting.environment(PATH=path)}
+        options |= {"stderr": subprocess.STDOUT, "start_new_session": True}
         with log.open("w") as file:
-            process = subprocess.Popen(command, stdout=file, start_new_session=True, **options)
+            process = subprocess.Popen(command, stdout=file, **options)
             try:
                 end = time.monotonic() + show.limit(PATIENCE)
                 while stop and process.poll() is None and len(read_metrics(run_dir)) <= 10:
@@ -305,33 +302,17 @@ def _stop_and_resume(show: Figures, arguments: list[str], run_dir: Path) -> bool
     return good
 
 
-class Part(NamedTuple):
-    function: Callable[[Figures], None]
-    seconds: int
-    needs_gpu: bool = False
-
-    @property
-    def name(self) -> str:
-        return self.function.__name__
-
-
-PARTS = {
-    1: Part(gpu_kernels.kernels, 180),
-    2: Part(gpu_kernels.speed, 300),
-    3: Part(waits, 135),
-    4: Part(compiler, 150, needs_gpu=True),
-    5: Part(plan, 240),
-    6: Part(gpu_kernels.attention, 120),
-    7: Part(stops, 180),
-    8: Part(lora, 75),
-    9: Part(compiled, 110, needs_gpu=True),
-}
+FUNCTIONS = (gpu_kernels.kernels, gpu_kernels.speed, waits, compiler, plan, gpu_kernels.attention)
+FUNCTIONS += (stops, lora, compiled)
+SECONDS = (180, 300, 135, 150, 240, 120, 180, 75, 110)  # that each may take
+PARTS = dict(enumerate(zip(FUNCTIONS, SECONDS, strict=True), start=1))
+NEED_GPU = (compiler, compiled)
 
 
 def run_part(number: int, work: Path, out: Path, quick: bool) -> None:
     """Run a part in a process of its own, for as long as it may take; print its figures as they come."""
-    part, log = PARTS[number], out / f"{PARTS[number].name}.log"
-    printed, end = len(setting.read(out)["records"]), time.monotonic() + part.seconds
+    (function, seconds), printed = PARTS[number], len(setting.read(out)["records"])
+    log, end = out / f"{function.__name__}.log", time.monotonic() + seconds
     command = [sys.executable, "-m", "tests.campaigns.gpu", "--output_path", str(out)]
     command += ["--part", str(number), str(end), str(work), *(["--quick"] if quick else [])]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -350,10 +331,10 @@ def run_part(number: int, work: Path, out: Path, quick: bool) -> None:
         finally:
             late = process.poll() is None
             setting.kill_family(process)
-    show, content = Figures(out, part.name), log.read_bytes()
-    show("the whole part, time", time.monotonic() - end + part.seconds, "s", note=f"at most {part.seconds}")
+    show, content = Figures(out, function.__name__), log.read_bytes()
+    show("the whole part, time", time.monotonic() - end + seconds, "s", note=f"at most {seconds}")
     if late:
-        show.failed("the whole part", f"killed after {part.seconds} s; see {log}")
+        show.failed("the whole part", f"killed after {seconds} s; see {log}")
     elif process.returncode:
         words = last_words(content.decode(errors="replace"))
         show.failed("the whole part", f"exit code {process.returncode}: {words}; see {log}")
@@ -373,20 +354,20 @@ def main() -> int:
     out: Path = (given.output_path or usual).resolve()
     if given.part is not None:
         number, until, work = given.part
-        part = PARTS[int(number)]
-        show = Figures(out, part.name, given.quick, float(until), Path(work))
+        function, _ = PARTS[int(number)]
+        show = Figures(out, function.__name__, given.quick, float(until), Path(work))
         with show.attempt("the whole part"):
-            part.function(show)
+            function(show)
         return 0
     if not GPU and not given.quick:
         print("error: torch sees no GPU here; --quick tries the campaign on a CPU", file=sys.stderr)
         return 2
-    names = [PARTS[number].name for number in given.parts]
-    setting.begin(out, names, machine=common.machine(), quick=given.quick)
+    names = {number: PARTS[number][0].__name__ for number in given.parts}
+    setting.begin(out, list(names.values()), machine=common.machine(), quick=given.quick)
     for number in given.parts:
-        if PARTS[number].needs_gpu and not GPU:
+        if PARTS[number][0] in NEED_GPU and not GPU:
             printed = len(setting.read(out)["records"])
-            Figures(out, PARTS[number].name).skip("all of it", "needs a GPU")
+            Figures(out, names[number]).skip("all of it", "needs a GPU")
             setting.print_from(out, printed)
         else:
             run_part(number, usual / "work", out, given.quick)

@@ -19,16 +19,8 @@ from emo.pipeline.loss.fused import fused_linear_loss
 from emo.pipeline.loss.head import SEGMENTS, VARLEN, document_mask, segments
 from tests.bench import common, objectives
 from tests.bench._objectives_setting import Setting, Shape
-from tests.campaigns.gpu_setting import (
-    DEVICE,
-    GIB,
-    GPU,
-    MILLI,
-    Figures,
-    MissingError,
-    needs,
-    random_model,
-)
+from tests.campaigns import gpu_setting
+from tests.campaigns.gpu_setting import DEVICE, GIB, GPU, MILLI, Figures, MissingError
 from tests.helpers.loss_reference import losses_from_logits, relative_error, unit_rows
 
 DTYPE = torch.bfloat16 if GPU else torch.float32
@@ -293,7 +285,7 @@ def _model(name: str, size: str, layers: int) -> Any:
         if name == VARLEN:
             import emo.pipeline.loss.varlen  # noqa: F401 - registers it
         elif name == "flash_attention_2":
-            needs("flash_attn")
+            gpu_setting.needs("flash_attn")
     else:
         from transformers import LlamaConfig
 
@@ -306,7 +298,7 @@ def _model(name: str, size: str, layers: int) -> Any:
             usable_attention(config, LlamaConfig())
         except UserError as error:
             raise MissingError(error) from None
-    model = random_model(size, num_hidden_layers=layers, dtype=DTYPE, attn_implementation=name)
+    model = gpu_setting.random_model(size, num_hidden_layers=layers, dtype=DTYPE, attn_implementation=name)
     model.config.use_cache = False
     fuse_model(model, get_objective("mle"))
     return model

@@ -30,11 +30,8 @@ SECONDS = 600  # for the tests of one mutant; what takes longer hangs, and is no
 def tests_fail(tree: Path, tests: list[str]) -> bool:
     """Run tests in a copy until the first failure; True when one fails or they do not end."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    environment = os.environ | {
-        "PYTHONPATH": str(tree),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"OMP_NUM_THREADS": "1"}
     environment.setdefault("SHARED_DATA", str(REPO.parent / "shared" / "data"))
     try:
         for some in (["-m", "not launch"], []):

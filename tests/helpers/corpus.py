@@ -17,19 +17,11 @@ from typing import Any
 import numpy as np
 
 from emo.common.recipe import parse_section
+from emo.data_prep import shards
 from emo.data_prep.config import DEFAULT_DOMAIN, DataConfig
 from emo.data_prep.pack import PackedRows
 from emo.data_prep.prepare import prepare
-from emo.data_prep.shards import (
-    FORMAT,
-    MANIFEST,
-    DomainCounts,
-    Manifest,
-    TokenDataset,
-    content_fingerprint,
-    manifest_text,
-    shard_name,
-)
+from emo.data_prep.shards import TokenDataset
 from emo.data_prep.tokenizer import save_tokenizer, train_sentencepiece
 from emo.data_prep.write import ShardWriter, totals
 
@@ -134,7 +126,7 @@ def random_dataset(place: Path, rows: int, block: int) -> TokenDataset:
     rng, infos = np.random.default_rng(1), []
     none, two, full = np.zeros(0, np.int64), np.full(1000, 2), np.full(1000, block)
     halves = np.tile([block // 2, block - block // 2], 1000)
-    for name in (shard_name(0, 2), shard_name(1, 2)):
+    for name in (shards.shard_name(0, 2), shards.shard_name(1, 2)):
         with (place / name).open("wb") as file:
             writer = ShardWriter(file, "text", np.dtype(np.uint16), (DEFAULT_DOMAIN,))
             for _ in range(rows // 2000):
@@ -145,11 +137,17 @@ def random_dataset(place: Path, rows: int, block: int) -> TokenDataset:
                 writer.add(PackedRows(ids, full, halves, two, each, none, zeros, full - 2, domain))
             infos.append(writer.finish(place / name, Counter({DEFAULT_DOMAIN: rows}), Counter()))
     counts = totals(infos)
-    facts: dict[str, Any] = {"format": FORMAT, "tool": "test", "kind": "text", "split": "train", "waste": 0.0}
+    facts: dict[str, Any] = {
+        "format": shards.FORMAT,
+        "tool": "test",
+        "kind": "text",
+        "split": "train",
+        "waste": 0.0,
+    }
     facts |= dict.fromkeys(("bos_id", "eos_id", "template"))
     facts |= {"config": {}, "sources": [], "rejected": {}, "counts": {}, "vocab_size": 1000, "shards": infos}
     facts |= {"tokenizer_fingerprint": "none", "block": block}
-    facts |= {"fingerprint": content_fingerprint("text", block, "none", infos), **counts}
-    manifest = Manifest(**facts, domains=[DomainCounts(name=DEFAULT_DOMAIN, **counts)])
-    (place / MANIFEST).write_text(manifest_text(manifest))
+    facts |= {"fingerprint": shards.content_fingerprint("text", block, "none", infos), **counts}
+    manifest = shards.Manifest(**facts, domains=[shards.DomainCounts(name=DEFAULT_DOMAIN, **counts)])
+    (place / shards.MANIFEST).write_text(shards.manifest_text(manifest))
     return TokenDataset(place)

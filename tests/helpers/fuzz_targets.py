@@ -107,61 +107,44 @@ CHATS: list[Any] = [
     *alpaca_rows(2),
     {"instruction": "a", "output": "b", "history": [["c", "d"]], "system": "e"},
 ]
+TOKENS = [{"ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
+CHAT_FORMS = ("auto", "alpaca", "messages")
+FORMS = ("auto", "document", "lines", "paragraphs", "wikitext")
 PLAIN = "\n = A title = \n\nSome text .\n\n = = Part = = \n\nMore .\n\n = Another = \n\nThe end .\n"
 
 
-def _read_all(directory: Path, kind: str, **source: Any) -> None:
-    """Read all rows of a source as a worker reads them, and render conversations."""
-    config = data_config(directory, kind=kind, sources=[source], strict=False, max_chars=10_000)
-    for opened in open_inputs(config):
-        opened.probe()
-        pieces = [piece for piece in opened.pieces() if piece.payload is not None]
-        for piece in pieces:
-            for row in parse(piece.payload, opened.spec):
-                if isinstance(row, Conversation):
-                    _ = [render(row, template) for template in ("alpaca", "chat")]
-                elif isinstance(row, Rejected):
-                    _ = f"{row.reason} {row.detail}"
-        list(opened.read([piece.extent for piece in pieces]))
+def make_parquet(directory: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TEXTS), directory / "a.parquet")
 
 
-@target("rows of text", files(a__jsonl=rows(TEXTS)))
-def text_rows(directory: Path) -> None:
-    _read_all(directory, "text", files="a.jsonl")
+def _read_all(directory: Path, kind: str, name: str, *forms: str) -> None:
+    """Read all rows of files as a worker reads them, in every format, and render conversations."""
+    for form in forms or ("auto",):
+        source = {"files": name, "format": form}
+        config = data_config(directory, kind=kind, sources=[source], strict=False, max_chars=10_000)
+        for opened in open_inputs(config):
+            opened.probe()
+            pieces = [piece for piece in opened.pieces() if piece.payload is not None]
+            for piece in pieces:
+                for row in parse(piece.payload, opened.spec):
+                    if isinstance(row, Conversation):
+                        _ = [render(row, template) for template in ("alpaca", "chat")]
+                    elif isinstance(row, Rejected):
+                        _ = f"{row.reason} {row.detail}"
+            list(opened.read([piece.extent for piece in pieces]))
 
 
-@target("rows of instructions", files(a__jsonl=rows(CHATS)))
-def instruction_rows(directory: Path) -> None:
-    for form in ("auto", "alpaca", "messages"):
-        _read_all(directory, "instruct", files="a.jsonl", format=form)
-
-
-@target("rows of tokens", files(a__jsonl=rows([{"ids": [1, 2, 3]}, {"input_ids": [4, 5]}])))
-def token_rows(directory: Path) -> None:
-    _read_all(directory, "text", files="a.jsonl", format="tokens")
-
-
-SQUEEZED = zstandard.compress(PLAIN.encode())
-
-
-@target(
-    "text files", files(a__txt=PLAIN, b__txt__gz=gzip.compress(PLAIN.encode(), mtime=0), c__txt__zst=SQUEEZED)
-)
-def text_files(directory: Path) -> None:
-    for form in ("auto", "document", "lines", "paragraphs", "wikitext"):
-        _read_all(directory, "text", files="*.txt*", format=form)
-
-
-def make_tables(directory: Path) -> None:
-    (directory / "a.json").write_text(json.dumps({"version": 1, "data": TEXTS}))
-    (directory / "b.json").write_text(json.dumps(TEXTS))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TEXTS), directory / "c.parquet")
-
-
-@target("tables", make_tables)
-def tables(directory: Path) -> None:
-    for name in ("a.json", "b.json", "c.parquet"):
-        _read_all(directory, "text", files=name)
+GZIPPED, ZIPPED = gzip.compress(PLAIN.encode(), mtime=0), zstandard.compress(PLAIN.encode())
+for name, make, *given in (
+    ("rows of text", files(a__jsonl=rows(TEXTS)), "text", "a.jsonl"),
+    ("rows of instructions", files(a__jsonl=rows(CHATS)), "instruct", "a.jsonl", *CHAT_FORMS),
+    ("rows of tokens", files(a__jsonl=rows(TOKENS)), "text", "a.jsonl", "tokens"),
+    ("text files", files(a__txt=PLAIN, b__txt__gz=GZIPPED, c__txt__zst=ZIPPED), "text", "*.txt*", *FORMS),
+    ("JSON", files(a__json=json.dumps({"version": 1, "data": TEXTS})), "text", "a.json"),
+    ("a list in JSON", files(a__json=json.dumps(TEXTS)), "text", "a.json"),
+    ("parquet", make_parquet, "text", "a.parquet"),
+):
+    target(name, make)(lambda directory, given=given: _read_all(directory, *given))
 
 
 @target("payloads", files(a__txt=PLAIN))
@@ -286,11 +269,6 @@ REPLIES = {
     "pandalm": "1\n\n### Reason: it is better.\n\n### Reference: it\n",
     "alpaca_eval": repr([{"model": "model_1", "rank": 1}, {"model": "model_2", "rank": 2}]),
 }
-QUESTION_FILES = {
-    "a__jsonl": rows(QUESTIONS),
-    "b__json": json.dumps([{"prompt": "a"}, {"Instruction": "b"}]),
-    "c__jsonl__zst": zstandard.compress(rows([{"text": "a", "question_id": 1}]).encode()),
-}
 make_answers = files(a__json=json.dumps(ANSWERS["a"]), b__jsonl=rows(ANSWERS["b"]))
 
 
@@ -309,7 +287,14 @@ def judges_replies(directory: Path) -> None:
             assert judge.verdict(text) in ("first", "second", "tie", None)
 
 
-@target("questions", files(**QUESTION_FILES))
+@target(
+    "questions",
+    files(
+        a__jsonl=rows(QUESTIONS),
+        b__json=json.dumps([{"prompt": "a"}, {"Instruction": "b"}]),
+        c__jsonl__zst=zstandard.compress(rows([{"text": "a", "question_id": 1}]).encode()),
+    ),
+)
 def questions(directory: Path) -> None:
     for name in ("a.jsonl", "b.json", "c.jsonl.zst"):
         assert all(question.text.encode() for question in read_questions(str(directory / name), "hub", 2)[1])

@@ -207,14 +207,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     start_world()
     if sys.argv[2:] == ["probe"]:
-        given: list[tuple[Any, ...]] = [
-            ("llama",),
-            ("opt",),
-            ("bloom",),
-            ("granite", 0.3),
-            ("opt", None, VARLEN),
-        ]
-        results: list[Any] = [probed(*arguments) for arguments in given]
+        results: list[Any] = [probed("llama"), probed("opt"), probed("bloom"), probed("granite", 0.3)]
+        results.append(probed("opt", attn=VARLEN))
     else:
         results = [run_sharded(case) for case in CASES]
     if dist.get_rank() == 0:
