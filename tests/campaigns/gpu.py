@@ -14,10 +14,9 @@
 
 Needs no network, no pytest and no installation of the project: what the trainer imports is enough, and what
 else is missing is left out with a line. Every part runs in a process of its own that is killed when its time
-is over. Figures go to DIR/results.json as they come (runs/gpu unless set), traces and the end of the
-output beside it: a few MB. Weights, data and runs are in runs/gpu/work whatever DIR is. Parts that are run
-again replace their figures, so that several commands can share the work. Exits 1 when a target is missed or a
-part failed.
+is over. Figures go to DIR/results.json as they come (runs/gpu unless set), traces and output beside it.
+Weights, data and runs are in runs/gpu/work whatever DIR is. Parts that are run again replace their figures,
+so that several commands can share the work. Exits 1 when a target is missed or a part failed.
 `--quick` tries all of it in small on a CPU, where no target holds.
 """
 
@@ -46,7 +45,6 @@ from tests.campaigns import gpu_setting as setting
 from tests.campaigns.gpu_setting import DEVICE, GIB, GPU, MILLI, WARM, Figures, MissingError, last_words
 
 POLL = 0.2  # seconds between looks at the figures of a part
-LOG_BYTES = 128 * 1024  # of a part's output that are kept, its end
 REPO = setting.REPO
 RUNS = REPO / "runs"
 RUN_SECONDS = 40  # that a measured run takes, as far as one can tell
@@ -331,16 +329,14 @@ def run_part(number: int, work: Path, out: Path, quick: bool) -> None:
         finally:
             late = process.poll() is None
             setting.kill_family(process)
-    show, content = Figures(out, function.__name__), log.read_bytes()
+    show = Figures(out, function.__name__)
     show("the whole part, time", time.monotonic() - end + seconds, "s", note=f"at most {seconds}")
     if late:
         show.failed("the whole part", f"killed after {seconds} s; see {log}")
     elif process.returncode:
-        words = last_words(content.decode(errors="replace"))
+        words = last_words(log.read_text(errors="replace"))
         show.failed("the whole part", f"exit code {process.returncode}: {words}; see {log}")
     setting.print_from(out, printed)
-    if len(content) > LOG_BYTES:
-        log.write_bytes(b"... cut: the end of %d bytes\n" % len(content) + content[-LOG_BYTES:])
 
 
 def main() -> int:

@@ -137,16 +137,10 @@ def random_dataset(place: Path, rows: int, block: int) -> TokenDataset:
                 writer.add(PackedRows(ids, full, halves, two, each, none, zeros, full - 2, domain))
             infos.append(writer.finish(place / name, Counter({DEFAULT_DOMAIN: rows}), Counter()))
     counts = totals(infos)
-    facts: dict[str, Any] = {
-        "format": shards.FORMAT,
-        "tool": "test",
-        "kind": "text",
-        "split": "train",
-        "waste": 0.0,
-    }
+    facts: dict[str, Any] = {"format": shards.FORMAT, "tool": "test", "kind": "text", "split": "train"}
     facts |= dict.fromkeys(("bos_id", "eos_id", "template"))
     facts |= {"config": {}, "sources": [], "rejected": {}, "counts": {}, "vocab_size": 1000, "shards": infos}
-    facts |= {"tokenizer_fingerprint": "none", "block": block}
+    facts |= {"tokenizer_fingerprint": "none", "block": block, "waste": 0.0}
     facts |= {"fingerprint": shards.content_fingerprint("text", block, "none", infos), **counts}
     manifest = shards.Manifest(**facts, domains=[shards.DomainCounts(name=DEFAULT_DOMAIN, **counts)])
     (place / shards.MANIFEST).write_text(shards.manifest_text(manifest))
