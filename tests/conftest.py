@@ -97,9 +97,7 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     for item in items:
         if item.path.is_relative_to(REPO / "tests" / "loss"):
             item.extra_keyword_matches.add("objectives")
-        names = [
-            (getattr(v, "__name__", ""), getattr(v, "__module__", "")) for v in vars(item.module).values()
-        ]
-        if any(LAUNCHING in pair for pair in names):
+        members = vars(item.module).values()
+        if any(LAUNCHING in (getattr(v, "__name__", ""), getattr(v, "__module__", "")) for v in members):
             item.add_marker("launch")
     items.sort(key=lambda item: item.get_closest_marker("launch") is None)

@@ -28,7 +28,6 @@ YANKED = re.compile(r"`(\S+)==(\S+)` is yanked(?: \(reason: \"(.*)\"\))?")
 
 
 def pins(text: str) -> dict[str, Version]:
-    """Return the versions that a lock's lines give this Python and platform, by name."""
     versions = {}
     for line in text.splitlines():
         if line[:1].isalnum():
@@ -79,7 +78,6 @@ def newer(locked: dict[str, Version], uv: Path) -> list[str]:
 
 
 def main(tools: Path) -> int:
-    """Ask everything, print the answers, and return the exit code."""
     locked, answered, faults = pins(LOCK.read_text()), 0, 0
     for ask, tool in ((advisories, "pip-audit"), (withdrawn, "uv"), (newer, "uv")):
         try:

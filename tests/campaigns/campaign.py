@@ -1,11 +1,13 @@
-"""What a long campaign found: printed at once, shown as a table at the end, and kept as JSON."""
+"""What campaigns share: findings that are printed at once, shown as a table at the end and kept as JSON."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -40,26 +42,38 @@ class Campaign:
         return int(not all(row["good"] for row in self.rows))
 
 
+def options(about: str | None, parts: Iterable[str] = (), **numbers: float) -> argparse.ArgumentParser:
+    """Return a parser with `--parts`, all of them unless given, and with an option for each number."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if parts := list(parts):
+        parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
+    for name, default in numbers.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    return parser
+
+
+def call(*command: str | Path, cwd: Path | None = None) -> str:
+    """Return what a command prints. Raises CalledProcessError where it fails."""
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=cwd).stdout.strip()
+
+
 def copy_checkout(directory: Path) -> Path:
     """Copy the checkout's own files, as they are now; return the directory."""
-    listed = subprocess.run(["git", "ls-files"], cwd=REPO, capture_output=True, text=True, check=True)
-    for name in listed.stdout.splitlines():
+    for name in call("git", "ls-files", cwd=REPO).splitlines():
         if (REPO / name).exists():
             (directory / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPO / name, directory / name, follow_symlinks=False)  # emo/ is made of links
     return directory
 
 
-def can_install() -> bool:
-    """Whether `install` can work here."""
-    return os.geteuid() == 0 and shutil.which("apt-get") is not None
-
-
-def install(packages: list[str]) -> None:
-    """Install what is missing of Debian's packages, without starting any service."""
+def can_install(show: Campaign, part: str, packages: list[str]) -> bool:
+    """Install what is missing of Debian's packages, starting no service; False where that cannot be."""
+    if os.geteuid() or shutil.which("apt-get") is None:
+        show(part, "everything", "skipped: needs root on Debian", True)
+        return False
     missing = [p for p in packages if subprocess.run(["dpkg", "-s", p], capture_output=True).returncode]
-    if not missing:
-        return
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
     for command in (["update", "-qq"], ["install", "-y", "-qq", "--no-install-recommends", *missing]):
-        subprocess.run(["apt-get", *command], env=environment, check=True, stdout=subprocess.DEVNULL)
+        if missing:
+            subprocess.run(["apt-get", *command], env=environment, check=True, stdout=subprocess.DEVNULL)
+    return True

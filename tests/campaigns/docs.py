@@ -16,7 +16,6 @@ runs/docs.json; exits 1 when a command failed.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shlex
@@ -34,25 +33,18 @@ from typing import NamedTuple
 import zstandard
 
 from emo.__main__ import COMMANDS, DATA
-from tests.campaigns.campaign import Campaign, copy_checkout
+from tests.campaigns.campaign import Campaign, copy_checkout, options
 from tests.helpers.corpus import alpaca_rows, texts, write_jsonl
 from tests.helpers.documents import Block, blocks, documents, faults
 from tests.helpers.evaluating import tiny_model, tiny_tokenizer
+from tests.helpers.launching import ENVIRONMENT, PIPED
 
 MODELS = ("openai-community/gpt2",)  # of the hub, that documents train and evaluate
 PATIENCE = 600  # seconds for a command; other work may share the machine
 # What stands for the words that a reader fills in.
-FILLED = {
-    **{"RECIPE": "mine.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": "openai-community/gpt2"},
-    **{
-        "RUN_DIR": "runs/mine",
-        "HOSTS": "hosts",
-        "HOST": "localhost",
-        "N": "2",
-        "URL": "none",
-        "FILE": "table2",
-    },
-}
+FILLED = {"RECIPE": "mine.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": "openai-community/gpt2"}
+FILLED |= {"RUN_DIR": "runs/mine", "HOSTS": "hosts", "HOST": "localhost", "N": "2", "URL": "none"}
+FILLED |= {"FILE": "table2"}
 _PARSE = "import sys; from {} import parse_args; parse_args(sys.argv[1:])"
 PARSERS = {  # what reads the options of a launcher
     "deepspeed": _PARSE.format("deepspeed.launcher.runner"),
@@ -65,8 +57,6 @@ PARSERS = {  # what reads the options of a launcher
 
 
 class Done(NamedTuple):
-    """A command that was run or checked."""
-
     how: str
     code: int
     output: str
@@ -84,15 +74,8 @@ class Scratch:
         self.first = "ip link set lo up; "
         if subprocess.run([*self.alone, "ip", "link"], capture_output=True).returncode:
             self.alone, self.first = [], ""
-        self.environment = os.environ | {
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "PYTHONPATH": str(directory),
-            "HF_HOME": str(directory / "hub"),
-            "HF_HUB_OFFLINE": "1",
-            "DS_ACCELERATOR": "cpu",
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
+        self.environment = ENVIRONMENT | {"PYTHONPATH": str(directory), "HF_HOME": str(directory / "hub")}
+        self.environment |= {"GLOO_SOCKET_IFNAME": "lo"}
 
     def furnish(self) -> None:
         """Make models, texts, answers and tasks, by the names that the documents use."""
@@ -117,23 +100,15 @@ class Scratch:
 
     def run(self, command: str, how: str = "run") -> Done:
         """Run a shell command; code 124 when it takes too long."""
-        process = subprocess.Popen(
-            [*self.alone, "bash", "-o", "pipefail", "-c", f"{self.first}{command}"],
-            cwd=self.root,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            start_new_session=True,
-        )
+        words = [*self.alone, "bash", "-o", "pipefail", "-c", f"{self.first}{command}"]
+        options = PIPED | {"cwd": self.root, "env": self.environment, "stdin": subprocess.DEVNULL}
+        process = subprocess.Popen(words, start_new_session=True, **options)
         try:
             output, _ = process.communicate(timeout=PATIENCE)
+            return Done(how, process.returncode, output)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            return Done(how, 124, output)
-        return Done(how, process.returncode, output)
+            return Done(how, 124, process.communicate()[0])
 
     def check(self, command: str) -> Done:
         """Return what can be known of a command that cannot be run here."""
@@ -143,8 +118,10 @@ class Scratch:
         words = list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), shlex.split(command)))
         if words[0] == "kubectl":  # tests/pipeline/test_job_files.py has the schemas
             return self._files([b for a, b in pairwise(words) if a in ("-f", "--from-file", "-k")])
-        if words[0] in ("sbatch", "docker"):
-            return self._job(words[1:]) if words[0] == "sbatch" else self._docker(words)
+        if words[0] == "sbatch":
+            return self._job(words[1:])
+        if words[0] == "docker":
+            return self._docker(words)
         if words[0] == "pip":  # an extra of ours, or a package that one of them has
             project = tomllib.loads((self.root / "pyproject.toml").read_text())["project"]
             names = [name for extra in project["optional-dependencies"].values() for name in extra]
@@ -219,7 +196,6 @@ class Scratch:
 
 
 def filled(text: str) -> str:
-    """Return a block with the reader's words filled in."""
     for word, meant in (FILLED | ({"RECIPE": "tuned.yaml"} if "instruct" in text else {})).items():
         text = re.sub(rf"(?<![\w$-]){word}(?![\w=])", meant, text)
     return text.replace("--data hub", "--data data/nlu")
@@ -252,10 +228,7 @@ def go_through(block: Block, scratch: Scratch, show: Campaign) -> None:
 
 
 def main() -> int:
-    """Go through all documents; return 1 when a command failed or a document names what is not there."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = options(__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="PAGE", help="these pages; see --keep")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work here, and leave it for --only")
     args = parser.parse_args()

@@ -20,24 +20,20 @@ TESTS = "tests/pipeline/test_hf_trl.py"
 
 
 def oldest() -> str:
-    """Return the release of TRL from which pyproject.toml allows all."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     (bound,) = (line for line in project["optional-dependencies"]["test"] if line.startswith("trl>="))
     return bound.removeprefix("trl>=")
 
 
 def main(versions: list[str]) -> int:
-    """Run the doors' tests with each release of TRL; the first exit code that is not 0, or 0."""
     for version in versions or [oldest()]:
         with tempfile.TemporaryDirectory() as directory:
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", directory]
             subprocess.run([*pip, f"trl=={version}"], check=True)
             print(f"TRL {version}", flush=True)
-            done = subprocess.run(
-                [sys.executable, "-m", "pytest", "-n", "0", TESTS],
-                cwd=REPO,
-                env=os.environ | {"PYTHONPATH": directory},
-            )
+            environment = os.environ | {"PYTHONPATH": directory}
+            command = [sys.executable, "-m", "pytest", "-n", "0", TESTS]
+            done = subprocess.run(command, cwd=REPO, env=environment)
         if done.returncode:
             return done.returncode
     return 0

@@ -12,7 +12,6 @@ elsewhere they are reported as not comparable, and everything else is compared.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import platform
@@ -29,16 +28,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.campaigns.campaign import Campaign
+from tests.campaigns.campaign import Campaign, options
 from tests.conftest import REPO
-from tests.helpers.launching import BIN, ENVIRONMENT, launch_command
+from tests.helpers.launching import BIN, ENVIRONMENT, PIPED, launch_command
 
 EXPECTED = Path(__file__).with_suffix(".json")
 IGNORE = -100
-SUBJECTS = (
-    *("The miller", "Her aunt", "A tall soldier", "Nobody", "Der Müller", "Бабушка"),
-    *("The old 🐈", "An ox"),
-)
+SUBJECTS = ("The miller", "Her aunt", "A tall soldier", "Nobody", "Der Müller", "Бабушка")
+SUBJECTS += ("The old 🐈", "An ox")
 VERBS = ("found", "sold", "painted", "lost", "carried", "forgot")
 OBJECTS = ("a bell", "the red boat", "seven letters", "bread & salt", "ein Haus", "its tail", "the 3rd key")
 # The `data` sections by name; the first trains the tokenizer that the others use.
@@ -93,25 +90,19 @@ def write_sources(root: Path) -> None:
     rng.shuffle(documents)
     other = [text(rng, rng.randrange(1, 6)) for _ in range(200)]
     instructions = [
-        {
-            "instruction": f"Tell me about {rng.choice(OBJECTS)} and day {i}.",
-            "input": "" if i % 3 else text(rng, 2),
-            "output": text(rng, rng.randrange(1, 9)),
-        }
+        {"instruction": f"Tell me about {rng.choice(OBJECTS)} and day {i}.",
+         "input": "" if i % 3 else text(rng, 2), "output": text(rng, rng.randrange(1, 9))}
         for i in range(240)
-    ]
-    messages = [
-        {
-            "messages": [
-                *([{"role": "system", "content": "Answer briefly."}] if i % 4 == 0 else []),
-                {"role": "user", "content": f"Question {i}: {text(rng, 1)}"},
-                {"role": "assistant", "content": text(rng, rng.randrange(1, 5))},
-                {"role": "user", "content": "And then?"},
-                {"role": "assistant", "content": text(rng, 2)},
-            ]
-        }
+    ]  # fmt: skip
+    turns = [
+        [("user", f"Question {i}: {text(rng, 1)}"), ("assistant", text(rng, rng.randrange(1, 5))),
+         ("user", "And then?"), ("assistant", text(rng, 2))]
         for i in range(160)
-    ]
+    ]  # fmt: skip
+    messages = []
+    for i, given in enumerate(turns):
+        told = [("system", "Answer briefly."), *given] if i % 4 == 0 else given
+        messages.append({"messages": [{"role": role, "content": content} for role, content in told]})
     wiki = (f" = Title {i} = \n\n {document} \n\n" for i, document in enumerate(documents[:80]))
     ids = [{"input_ids": [rng.randrange(3, 380) for _ in range(rng.randrange(1, 90))]} for _ in other]
     files = {
@@ -130,21 +121,18 @@ def write_sources(root: Path) -> None:
 
 
 def lines(rows: Any) -> str:
-    """Return rows as JSON lines."""
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
 def run(*command: str | Path) -> None:
     """Run a command. Raises RuntimeError with the end of its output when it fails."""
-    done = subprocess.run(
-        [str(word) for word in command], cwd=REPO, env=ENVIRONMENT, capture_output=True, encoding="utf-8"
-    )
+    words = list(map(str, command))
+    done = subprocess.run(words, cwd=REPO, env=ENVIRONMENT, **PIPED)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, command))}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise RuntimeError(f"{' '.join(words)}: {done.stdout[-4000:]}")
 
 
 def write_recipe(root: Path, name: str, data: dict[str, Any]) -> Path:
-    """Write the recipe of a `data` section, with a tiny model to train; return its path."""
     common = {"dir": str(root / "data" / name), "root": str(root), "sequence_len": 64, "shards": 2}
     if "train_tokenizer" not in data:
         common["tokenizer"] = str(root / "data" / "text" / "tokenizer")
@@ -170,7 +158,6 @@ def rows_of(split: Path) -> Iterator[dict[str, Any]]:
 
 
 def digest(items: Any) -> str:
-    """Return 16 hex digits of the sha256 of JSON values, one after the other."""
     sha = hashlib.sha256()
     for item in items:
         sha.update(json.dumps(item, ensure_ascii=False, sort_keys=True).encode() + b"\n")
@@ -179,23 +166,21 @@ def digest(items: Any) -> str:
 
 def prepared(root: Path, name: str) -> dict[str, str]:
     """Return the digest of each split's rows, labels and order, with the number of rows."""
-    splits = {
-        f"{name}/{path.parent.name}": list(rows_of(path.parent))
-        for path in sorted((root / "data" / name).glob("*/manifest.json"))
-    }
-    return {split: f"{len(rows)} rows {digest(rows)}" for split, rows in splits.items()}
+    digests = {}
+    for path in sorted((root / "data" / name).glob("*/manifest.json")):
+        rows = list(rows_of(path.parent))
+        digests[f"{name}/{path.parent.name}"] = f"{len(rows)} rows {digest(rows)}"
+    return digests
 
 
 def trained(root: Path, name: str, script: str, ranks: int, *overrides: str) -> dict[str, str]:
     """Train a recipe; return the digests of its losses and of its export's tensors, both by bit."""
     run(*launch_command(ranks, str(root / f"{name}.yaml"), *overrides, script=script))
     text = (root / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8")
-    losses = [
-        [record["step"], record.get("set"), key, float(record[key]).hex()]
-        for record in map(json.loads, text.splitlines())
-        for key in ("loss", "nll")
-        if isinstance(record.get(key), float)
-    ]
+    records, losses = map(json.loads, text.splitlines()), []
+    for record in records:
+        for key in (key for key in ("loss", "nll") if isinstance(record.get(key), float)):
+            losses.append([record["step"], record.get("set"), key, record[key].hex()])
     assert len(losses) >= 24, losses
     sha = hashlib.sha256()
     for file in sorted((root / "runs" / name / "export").glob("*.safetensors")):
@@ -209,8 +194,8 @@ def predictions(root: Path, name: str) -> dict[str, str]:
     """Evaluate an export on the embedded tasks; return the digest of each task's predictions in order."""
     run(BIN / "python", "-m", "emo", "world", root / "tasks")
     model = ["--model", root / "runs" / name / "export", "--name", "m"]
-    options = ["--tasks", "all", "--data", root / "tasks", "--limit", "12", "--output_path", root / "results"]
-    run(BIN / "python", "-m", "emo", "eval", *model, *options)
+    tasks = ["--tasks", "all", "--data", root / "tasks", "--limit", "12", "--output_path", root / "results"]
+    run(BIN / "python", "-m", "emo", "eval", *model, *tasks)
     digests = {}
     for identity in (root / "results").glob("store/*/identity.json"):
         task = json.loads(identity.read_text(encoding="utf-8"))["value"]["task"]["name"]
@@ -222,7 +207,6 @@ def predictions(root: Path, name: str) -> dict[str, str]:
 
 
 def results(recipes: dict[str, dict[str, Any]], only: list[str]) -> dict[str, str]:
-    """Return all digests by name."""
     digests: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
@@ -240,9 +224,8 @@ def results(recipes: dict[str, dict[str, Any]], only: list[str]) -> dict[str, st
 
 
 def main() -> int:
-    """Compare with the file; return 1 when anything differs."""
     recipes = yaml.safe_load(RECIPES)
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--write", action="store_true", help="make the file anew")
     parser.add_argument("--only", nargs="*", default=[], choices=sorted(recipes), help="some recipes")
     args = parser.parse_args()

@@ -10,7 +10,6 @@ exits 1 when a run that did not finish ended with 0, lost what it could have sav
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import signal
@@ -21,7 +20,7 @@ import time
 from pathlib import Path
 
 from emo.pipeline.run_dir import checkpoints, step_of
-from tests.campaigns.campaign import Campaign
+from tests.campaigns.campaign import Campaign, options
 from tests.helpers import launching
 
 LONG = ["train.max_steps=100000", "train.lr_scheduler_type=constant", "train.save_steps=0"]
@@ -43,6 +42,9 @@ CELLS = {
 }
 
 
+Outcome = tuple[int, bool, float, float]
+
+
 def command(name: str) -> list[str]:
     """Return a launcher's command without arguments, on a port that nobody else uses."""
     if name == "deepspeed":
@@ -56,19 +58,15 @@ def command(name: str) -> list[str]:
 
 
 def newest(run_dir: Path) -> int:
-    """Return the step of a run's newest checkpoint, 0 without one."""
     return max((step_of(directory) for directory in checkpoints(run_dir)), default=0)
 
 
-def start(name: str, run_dir: Path, *options: str) -> subprocess.Popen[str]:
-    """Start a run by a launcher."""
-    arguments = [str(run_dir.parent / "recipe.yaml"), f"output_dir={run_dir}", *options]
+def start(name: str, run_dir: Path, *settings: str) -> subprocess.Popen[str]:
+    arguments = [str(run_dir.parent / "recipe.yaml"), f"output_dir={run_dir}", *settings]
     return launching.popen([*command(name), *arguments], stdout=run_dir.with_suffix(".log").open("a"))
 
 
-def disturb(
-    name: str, home: Path, victim: str, number: signal.Signals, when: str
-) -> tuple[int, bool, float, float]:
+def disturb(name: str, home: Path, victim: str, number: signal.Signals, when: str) -> Outcome:
     """Send a run a signal; see how it ends.
 
     Returns its exit code as a shell shows it, whether a step was saved after the signal, and seconds until
@@ -103,7 +101,6 @@ def disturb(
 
 
 def measure(name: str, home: Path, only: str, show: Campaign) -> None:
-    """Measure all cells of one launcher."""
     code = start(name, home / f"mistake-{name}", "train.learning_rate=-1").wait(120)
     show(name, "a mistake in the recipe", f"exit code {code}", code == 2 or name == "torchrun")
     for victim, numbers, when in CELLS[name]:
@@ -118,8 +115,7 @@ def measure(name: str, home: Path, only: str, show: Campaign) -> None:
 
 
 def main() -> int:
-    """Measure; return 0 when all runs that did not finish said so, saved, and left nothing behind."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = options(__doc__)
     parser.add_argument("--launchers", nargs="+", default=list(CELLS), choices=list(CELLS))
     parser.add_argument("--only", default="", help="cells whose description contains this")
     args = parser.parse_args()

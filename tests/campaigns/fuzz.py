@@ -1,12 +1,11 @@
 """Fuzzing of every parser of files that others write. python -m tests.campaigns.fuzz
 
 Each target has a process of its own with a limit on memory. A crash is printed as hypothesis has made it
-small: add it to the target's `crashes` in tests/helpers/fuzz_targets.py.
+small: add it to the target's `crashes` in tests/helpers/fuzz_targets.py. --seconds are for each target.
 """
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import resource
 import sys
@@ -15,7 +14,7 @@ import traceback
 
 import psutil
 
-from tests.campaigns.campaign import Campaign
+from tests.campaigns.campaign import Campaign, options
 from tests.helpers import fuzz_targets  # noqa: F401 - it registers them
 from tests.helpers.fuzzing import TARGETS, fuzz
 
@@ -37,11 +36,8 @@ def _fuzz_for(name: str, seconds: float, seed: int) -> None:
 
 
 def main() -> int:
-    """Run the campaign; 0 when nothing crashed."""
-    parser = argparse.ArgumentParser(description="Fuzz every parser of files that others write.")
-    parser.add_argument("--seconds", type=float, default=600, help="for each target (%(default)s)")
+    parser = options(__doc__, seconds=600.0, seed=int(time.time()))
     parser.add_argument("--only", nargs="+", choices=list(TARGETS), default=list(TARGETS), metavar="NAME")
-    parser.add_argument("--seed", type=int, default=int(time.time()), help="of what is drawn (the time)")
     args = parser.parse_args()
     show = Campaign("fuzz")
     for name in args.only:

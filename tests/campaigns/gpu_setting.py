@@ -39,15 +39,20 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 GIB, MILLI = 2**30, 1e3
 STEPS, WARM = 10, 3  # steps of a run that is measured, and the first of them, which do not count
 CONTEXT = 8192  # tokens, at most
-SHAPE = (
-    *("vocab_size", "hidden_size", "intermediate_size"),
-    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-)
+SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+SHAPE += ("num_attention_heads", "num_key_value_heads")
 SIZES = {
     "1.1B": dict(zip(SHAPE, (32000, 2048, 5632, 22, 32, 4), strict=True)),
     "220M": dict(zip(SHAPE, (32000, 1024, 2816, 12, 16, 16), strict=True)),
     "toy": dict(zip(SHAPE, (1024, 64, 128, 2, 4, 2), strict=True)),
 }
+RECIPE = """
+data:
+  {train_tokenizer: 1600, shards: 1, sources: [{embedded: world, limit: 3000}], validation_fraction: 0.02}
+objective: {name: emo}
+train: {max_steps: 1000, learning_rate: 0.00001, lr_scheduler_type: constant, logging_steps: 1}
+deepspeed: ds_configs/zero3.json
+"""
 
 
 class MissingError(Exception):
@@ -65,16 +70,9 @@ class Figures:
     work: Path = Path()  # for weights, data and runs, which are not small
 
     def __call__(
-        self,
-        case: str,
-        value: float | None,
-        unit: str = "",
-        *,
-        at_most: float | None = None,
-        at_least: float | None = None,
-        always: bool = False,
-        note: str = "",
-    ) -> None:
+        self, case: str, value: float | None, unit: str = "", *,
+        at_most: float | None = None, at_least: float | None = None, always: bool = False, note: str = "",
+    ) -> None:  # fmt: skip
         """Keep a figure with its target; both bounds: within them. None, or NaN, misses a target.
 
         `always`: it is a matter of right and wrong, and holds in small as well.
@@ -121,7 +119,6 @@ class Figures:
         return max(1.0, min(seconds, self.deadline - time.monotonic() - CLOSING))
 
     def run_dir(self, name: str) -> Path:
-        """Return a run directory of this part."""
         return self.work / "runs" / f"{self.part}-{name}"
 
     def _keep(self, case: str, value: Any, unit: str, target: str, met: bool | None, note: str) -> None:
@@ -176,7 +173,6 @@ def table(directory: Path) -> int:
 
 
 def needs(*packages: str) -> None:
-    """Raises MissingError for a package that is not installed."""
     for name in packages:
         if importlib.util.find_spec(name) is None:
             raise MissingError(f"{name} is not installed")
@@ -204,29 +200,15 @@ def recipe(show: Figures, size: str, block: int, micro: int) -> Path:
     if not model.is_dir():
         random_model(size, dtype=torch.bfloat16).save_pretrained(model.with_name(f"{size}.partial"))
         model.with_name(f"{size}.partial").rename(model)
-    content: dict[str, Any] = {
+    content = yaml.safe_load(RECIPE)
+    content |= {
         "output_dir": str(out / "runs" / "unnamed"),
-        "data": {
-            "dir": str(out / f"data-{block}"),
-            "train_tokenizer": 600 if show.quick else 1600,
-            "sequence_len": block,
-            "shards": 1,
-            "sources": [{"embedded": "world", "limit": 400 if show.quick else 3000}],
-            "validation_fraction": 0.02,
-        },
         "model": {"path": str(model), "dtype": "bfloat16"},
-        "objective": {"name": "emo"},
-        "train": {
-            "max_steps": 1000,
-            "global_batch_size": micro,
-            "micro_batch_size": micro,
-            "learning_rate": 1e-5,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "eval_rows": micro,
-        },
-        "deepspeed": "ds_configs/zero3.json",
     }
+    content["data"] |= {"dir": str(out / f"data-{block}"), "sequence_len": block}
+    content["train"] |= dict.fromkeys(("global_batch_size", "micro_batch_size", "eval_rows"), micro)
+    if show.quick:
+        content["data"] |= {"train_tokenizer": 600, "sources": [{"embedded": "world", "limit": 400}]}
     path = out / "recipes" / f"{size}-{block}-{micro}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(content))
@@ -238,7 +220,6 @@ def recipe(show: Figures, size: str, block: int, micro: int) -> Path:
 
 
 def environment(**changes: Any) -> dict[str, str]:
-    """Return what processes of the campaign inherit; None takes a variable away."""
     # tests.bench.common has set the number of threads; on a GPU the trainer chooses for itself
     usual = {"OMP_NUM_THREADS": None} if GPU else {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
     merged = os.environ | {"PYTHONUNBUFFERED": "1"} | usual | changes
@@ -247,16 +228,10 @@ def environment(**changes: Any) -> dict[str, str]:
 
 def run(arguments: list[str], seconds: float, **changes: Any) -> None:
     """Run a Python process. Raises RuntimeError with its last words where it fails or takes longer."""
+    options: dict[str, Any] = {"cwd": REPO, "env": environment(**changes), "timeout": seconds, "text": True}
+    options |= {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     try:
-        done = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=REPO,
-            env=environment(**changes),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=seconds,
-        )
+        done = subprocess.run([sys.executable, *arguments], **options)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{' '.join(arguments[:3])} was killed after {seconds:.0f} s") from None
     print(done.stdout, flush=True)
@@ -285,14 +260,9 @@ def last_words(output: str) -> str:
 
 
 def measure(
-    show: Figures,
-    name: str,
-    shape: tuple[str, int, int],
-    *options: str,
-    seconds: float = 90,
-    least: float = 30,
-    **changes: Any,
-) -> dict[str, Any]:
+    show: Figures, name: str, shape: tuple[str, int, int], *options: str,
+    seconds: float = 90, least: float = 30, **changes: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Return what the worker finds in STEPS steps of the recipe of a shape, with `options` as overrides.
 
     The run may take `seconds`, and no longer than the part has left, which must be `least`.

@@ -53,15 +53,13 @@ class Watcher:
         self.adapters: list[str] = []  # types of the weights that train
         self._steps, self._counts = steps, counts
         self._caught: list[warnings.WarningMessage] = []
-        for owner, name, around in (
-            (Engine, "train_step", self._step),
-            (FusedHead, "forward", self._head),
-            (Saver, "save", self._save),
-        ):
-            original = getattr(owner, name)
-            setattr(
-                owner, name, lambda *a, _f=original, _around=around, **k: _around(lambda: _f(*a, **k), a[0])
-            )
+        arounds = ((Engine, "train_step", self._step), (FusedHead, "forward", self._head))
+        for owner, name, around in (*arounds, (Saver, "save", self._save)):
+            setattr(owner, name, self._standing(getattr(owner, name), around))
+
+    @staticmethod
+    def _standing(original: Callable[..., Any], around: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *a, **k: around(lambda: original(*a, **k), a[0])
 
     def _step(self, original: Callable[[], Any], trainer: Engine) -> Any:
         if len(self.seconds) == self._steps:
@@ -131,12 +129,11 @@ def predicted(config: RunConfig) -> dict[str, float]:
 
 
 def main() -> int:
-    """Watch a run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--whole", action="store_true")
-    parser.add_argument("--waits", action="store_true")
+    for option in ("--whole", "--waits"):
+        parser.add_argument(option, action="store_true")
     parser.add_argument("recipe", type=Path)
     parser.add_argument("options", nargs="*")
     given = parser.parse_args()

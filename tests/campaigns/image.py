@@ -16,7 +16,6 @@ Prints a table and exits 1 when something fails. Where it cannot run it says why
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import os
@@ -30,7 +29,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.campaigns.campaign import Campaign, can_install, install
+from tests.campaigns.campaign import Campaign, call, can_install, options
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_model, write_tasks
 from tests.helpers.launching import losses, tiny_recipe, wait_for, wait_for_step
@@ -63,18 +62,14 @@ class Image:
         self.podman = ["podman", *self.storage, "--log-level", "fatal", "--runtime", "runc"]
 
     def ask(self, *arguments: str) -> str:
-        """Return what a command of podman prints; its errors go to the terminal."""
-        command = [*self.podman, *arguments]
-        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+        return call(*self.podman, *arguments)
 
     def build(self, torch_args: str) -> None:
-        """Make base and image."""
         base, secrets = self.directory / "base", self.directory / "pip"
-        command = ["debootstrap", "--variant=minbase", SUITE, str(base)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        call("debootstrap", "--variant=minbase", SUITE, base)
         archive = subprocess.Popen(["tar", "-C", str(base), "-c", "."], stdout=subprocess.PIPE)
-        command = [*self.podman, "import", "--quiet", "-", "emo-base"]
-        subprocess.run(command, check=True, stdin=archive.stdout, stdout=subprocess.DEVNULL)
+        imported = [*self.podman, "import", "--quiet", "-", "emo-base"]
+        subprocess.run(imported, check=True, stdin=archive.stdout, stdout=subprocess.DEVNULL)
         shutil.rmtree(base)
         mounts = pip_configuration(secrets)
         command = ["buildah", *self.storage, "bud", "--isolation", "chroot", "--format", "docker"]
@@ -85,18 +80,15 @@ class Image:
         subprocess.run(command, cwd=REPO, check=True)
 
     def command(self, *arguments: str, user: int = 1001, options: tuple[str, ...] = ()) -> list[str]:
-        """Return the command that runs the image with `arguments`."""
         where = ["--volume", f"{self.volume}:/emo/runs", "--user", f"{user}:{user}"]
         return [*self.podman, "run", "--rm", *CONFINED, *where, *options, self.NAME, *arguments]
 
     def run(self, *arguments: str, user: int = 1001, options: tuple[str, ...] = ()) -> tuple[int, str]:
-        """Return exit code and all output of a container."""
         command = self.command(*arguments, user=user, options=options)
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         return done.returncode, done.stdout
 
     def remove(self) -> None:
-        """Remove containers, images and mounts."""
         for arguments in (["rm", "--all", "--force"], ["rmi", "--all", "--force"]):
             subprocess.run([*self.podman, *arguments], capture_output=True)
 
@@ -104,11 +96,10 @@ class Image:
 def pip_configuration(directory: Path) -> list[Path]:
     """Write pip.conf as pip is configured here; return the directories that it needs at the same place."""
     directory.mkdir()
-    listed = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
     settings = {}
-    for line in listed.stdout.splitlines():
-        section, _, rest = line.partition(".")
-        key, _, value = rest.partition("=")
+    for line in call(sys.executable, "-m", "pip", "config", "list").splitlines():
+        name, _, value = line.partition("=")
+        section, _, key = name.partition(".")
         if section in ("global", ":env:"):
             settings[key] = str(ast.literal_eval(value))
     mounts = {Path(url).parent for url in re.findall(r"file://(\S+)", " ".join(settings.values()))}
@@ -155,16 +146,14 @@ def verbs(image: Image, show: Campaign) -> None:
 
 
 class Training:
-    """A training in a container, by its name."""
-
     def __init__(self, image: Image, run: str, *extra: str, options: tuple[str, ...] = ()) -> None:
         self.image, self.name, self.run_dir = image, f"emo-test-{run}", image.volume / run
         self.log = image.directory / f"{run}.log"
         arguments = ["continual", "--num_gpus", "2", "--", "/emo/runs/recipe.yaml"]
         arguments += [f"output_dir=/emo/runs/{run}", *extra]
         options = ("--name", self.name, "--env", "OMP_NUM_THREADS=1", *options)
+        command = image.command(*arguments, options=options)
         with self.log.open("a") as log:
-            command = image.command(*arguments, options=options)
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def end(self, *command: str) -> int:
@@ -174,20 +163,16 @@ class Training:
         return self.process.wait(600)
 
     def stop(self) -> int:
-        """Do what `docker stop` and a drained node do."""
         return self.end("stop", "--time", "120")
 
     def healthy(self) -> bool:
-        """Return what its health check says."""
         command = [*self.image.podman, "healthcheck", "run", self.name]
         return subprocess.run(command, capture_output=True).returncode == 0
 
     def output(self) -> str:
-        """Return the end of its output."""
         return self.log.read_text()[-800:]
 
     def last_step(self) -> int:
-        """Return the last step that it has logged."""
         return int(losses(self.run_dir)[-1][0])
 
 
@@ -239,10 +224,10 @@ def stops(image: Image, show: Campaign) -> None:
 
 def evaluation(image: Image, show: Campaign) -> None:
     """A model and a run's export, by an unknown user; SIGTERM ends a watcher."""
-    run, empty = image.volume / "evaluated", image.volume / "empty"
+    run = image.volume / "evaluated"
     tiny_model(run / "export")
     write_tasks(image.volume / "tasks", ["sst2"], train=20, test=8)
-    empty.mkdir()
+    (image.volume / "empty").mkdir()
     for path in (image.volume, *image.volume.rglob("*")):
         os.chown(path, UNKNOWN, UNKNOWN)
     tasks = ("--data", "/emo/runs/tasks", "--tasks", "sst2")
@@ -255,10 +240,9 @@ def evaluation(image: Image, show: Campaign) -> None:
     show("evaluation", "watch --once", "evaluated", good, out[-800:])
     good = (run / "eval" / "report.html").is_file() and done.stat().st_uid == UNKNOWN
     show("evaluation", "report.html", f"written by user {UNKNOWN}", good, out[-800:])
-    options = ("--name", "emo-test-watch")
-    waiting = subprocess.Popen(
-        image.command("watch", "/emo/runs/empty", *tasks, user=UNKNOWN, options=options)
-    )
+    named = ("--name", "emo-test-watch")
+    command = image.command("watch", "/emo/runs/empty", *tasks, user=UNKNOWN, options=named)
+    waiting = subprocess.Popen(command)
     wait_for(lambda: "emo-test-watch" in image.ask("ps", "--format", "{{.Names}}"), "container")
     time.sleep(5)
     began = time.monotonic()
@@ -268,7 +252,6 @@ def evaluation(image: Image, show: Campaign) -> None:
 
 
 def quickstart(image: Image, show: Campaign) -> None:
-    """The whole product, by an unknown user."""
     began = time.monotonic()
     code, out = image.run("quickstart", user=UNKNOWN)
     good = code == 0 and (image.volume / "quickstart" / "report.html").is_file()
@@ -277,22 +260,17 @@ def quickstart(image: Image, show: Campaign) -> None:
 
 
 def main() -> int:
-    """Build, then run the parts; return 0 when all pass or nothing can run here."""
     parts: dict[str, Callable[[Image, Campaign], None]]
     parts = {"verbs": verbs, "stops": stops, "evaluation": evaluation, "quickstart": quickstart}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--parts", nargs="+", default=list(parts), choices=list(parts))
-    parser.add_argument(
-        "--torch-args", default="", help="TORCH_ARGS of the build, to choose PyTorch for CPUs"
-    )
+    parser = options(__doc__, parts)
+    parser.add_argument("--torch-args", default="", help="TORCH_ARGS of the build: which PyTorch")
     args = parser.parse_args()
     show = Campaign("image")
     free = shutil.disk_usage(tempfile.gettempdir()).free / 2**30
-    if not can_install() or free < NEEDED:
-        why = f"needs {NEEDED} GiB of disk, {free:.0f} are free" if can_install() else "needs root on Debian"
-        show("image", "everything", f"skipped: {why}", True)
+    if free < NEEDED:
+        show("image", "everything", f"skipped: needs {NEEDED} GiB of disk, {free:.0f} are free", True)
+    if free < NEEDED or not can_install(show, "image", PACKAGES):
         return show.finish(vars(args))
-    install(PACKAGES)
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)
         image = Image(Path(directory))

@@ -13,7 +13,6 @@ Prints a table, writes runs/judging.json, and exits 1 when anything differs.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import json
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from emo.eval.cli import main as main_of_eval
 from emo.eval.judging import answers, judging
-from tests.campaigns.campaign import Campaign
+from tests.campaigns.campaign import Campaign, options
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_judge, tiny_model
 from tests.helpers.killing import to_the_end
@@ -44,7 +43,6 @@ def _run(*arguments: str) -> None:
 
 
 def files(out: Path) -> dict[str, bytes]:
-    """Every file of a results directory, leases aside."""
     paths = [p for p in sorted(out.rglob("*")) if p.is_file() and "leases" not in p.parts]
     return {p.relative_to(out).as_posix(): p.read_bytes() for p in paths if not p.name.endswith(".part")}
 
@@ -84,11 +82,7 @@ def kills(root: Path, judge: Path, tokens: int, count: int, rng: random.Random, 
 
 
 def main() -> int:
-    formatter = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=formatter)
-    for option, default in (("kills", 20), ("questions", 50), ("seed", 0)):
-        parser.add_argument(f"--{option}", type=int, default=default)
-    args = parser.parse_args()
+    args = options(__doc__, kills=20, questions=50, seed=0).parse_args()
     show, rng = Campaign("judging"), random.Random(args.seed)
     with tempfile.TemporaryDirectory(prefix="judging-") as made:
         root = Path(made)

@@ -23,12 +23,10 @@ Document = dict[str, Any]
 
 
 def targets() -> list[Path]:
-    """What can be applied: the base and every overlay."""
     return [ROOT / "base", *sorted(path.parent for path in ROOT.glob("overlays/*/kustomization.yaml"))]
 
 
 def render(target: Path, kustomize: list[str]) -> list[Document]:
-    """The documents of a target, rendered by the command `kustomize`."""
     done = subprocess.run([*kustomize, str(target)], capture_output=True, text=True)
     assert done.returncode == 0 and not done.stderr, done.stderr
     return list(yaml.safe_load_all(done.stdout))
@@ -98,9 +96,8 @@ def kubernetes(directory: Path, show: Campaign) -> None:
     for target in targets():
         documents = render(target, kustomize)
         results = problems(documents)
-        show(
-            "kubernetes", f"{target.name}: numbers, rights, mounts", "agree", not results, "; ".join(results)
-        )
+        case = f"{target.name}: numbers, rights, mounts"
+        show("kubernetes", case, "agree", not results, "; ".join(results))
         for version in VERSIONS:
             wrong = []
             for document in documents:

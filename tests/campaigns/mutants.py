@@ -7,7 +7,6 @@ copies of the working tree under build/mutants/.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import queue
@@ -20,42 +19,19 @@ from typing import Any
 
 import pytest
 
-from tests.campaigns.campaign import Campaign
+from tests.campaigns.campaign import Campaign, copy_checkout, options
 from tests.conftest import REPO
-from tests.test_repository import tracked
 
 MUTANTS = Path(__file__).with_suffix(".json")
 COPIES = REPO / "build" / "mutants"
 SECONDS = 600  # for the tests of one mutant; what takes longer hangs, and is noticed
 
 
-def copy_tree(target: Path) -> Path:
-    """Copy the tracked files of the working tree; returns the copy."""
-    shutil.rmtree(target, ignore_errors=True)
-    for file in tracked():
-        (target / file).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(REPO / file, target / file, follow_symlinks=False)
-    return target
-
-
 def tests_fail(tree: Path, tests: list[str]) -> bool:
     """Run tests in a copy until the first failure; True when one fails or they do not end."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-    ]
-    environment = os.environ | {
-        "PYTHONPATH": str(tree),
-        "PYTHONDONTWRITEBYTECODE": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment |= {"OMP_NUM_THREADS": "1"}
     environment.setdefault("SHARED_DATA", str(REPO.parent / "shared" / "data"))
     try:
         for some in (["-m", "not launch"], []):
@@ -83,12 +59,8 @@ def killed(tree: Path, mutant: dict[str, Any], tests: list[str]) -> bool:
 
 
 def main() -> int:
-    """Run the mutants; 1 when one survives that was killed before, or its line is gone."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument(
-        "--only", default="", metavar="PART", help="mutants of files whose path has this in it"
-    )
+    parser = options(__doc__, jobs=2)
+    parser.add_argument("--only", default="", metavar="PART", help="of files whose path has this in it")
     parser.add_argument("--write", action="store_true", help="note which are killed")
     args = parser.parse_args()
     plan = json.loads(MUTANTS.read_text(encoding="utf-8"))
@@ -96,32 +68,26 @@ def main() -> int:
     campaign = Campaign("mutants")
     trees: queue.Queue[Path] = queue.Queue()
     for job in range(args.jobs):
-        trees.put(copy_tree(COPIES / str(job)))
+        shutil.rmtree(COPIES / str(job), ignore_errors=True)
+        trees.put(copy_checkout(COPIES / str(job)))
 
-    def attempt(mutant: dict[str, Any]) -> bool | str:
+    def fails(tests: list[str], mutant: dict[str, Any] | None = None) -> bool | str:
         tree = trees.get()
         try:
-            return killed(tree, mutant, plan["tests"][mutant["file"]])
+            return tests_fail(tree, tests) if mutant is None else killed(tree, mutant, tests)
         except LookupError as error:
             return str(error)
         finally:
             trees.put(tree)
 
     with ThreadPoolExecutor(args.jobs) as pool:
-        suites = sorted({tuple(plan["tests"][mutant["file"]]) for mutant in mutants})
-
-        def passes(tests: tuple[str, ...]) -> bool:
-            tree = trees.get()
-            try:
-                return not tests_fail(tree, list(tests))
-            finally:
-                trees.put(tree)
-
-        broken = [tests for tests, good in zip(suites, pool.map(passes, suites), strict=True) if not good]
+        suites = [plan["tests"][mutant["file"]] for mutant in mutants]
+        each = sorted(set(map(tuple, suites)))
+        broken = [tests for tests, bad in zip(each, pool.map(fails, map(list, each)), strict=True) if bad]
         if broken:
             print(f"these tests fail without a mutant: {broken}", file=sys.stderr)
             return 1
-        verdicts = list(pool.map(attempt, mutants))
+        verdicts = list(pool.map(fails, suites, mutants))
     for mutant, verdict in zip(mutants, verdicts, strict=True):
         change = f"{mutant['before'].strip()}  ->  {mutant['after'].strip()}"
         if isinstance(verdict, str):

@@ -13,7 +13,6 @@ Prints a table, writes runs/quickstart-campaign.json, and exits 1 when a promise
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import random
@@ -29,7 +28,7 @@ from typing import Any
 import psutil
 
 from emo.launch import quickstart
-from tests.campaigns.campaign import Campaign, copy_checkout
+from tests.campaigns.campaign import Campaign, copy_checkout, options
 from tests.helpers.corpus import texts, write_jsonl
 
 CEILING = 0.95  # of the base model's accuracy on any task
@@ -37,12 +36,10 @@ COMMAND = [sys.executable, "launch/quickstart.py"]
 
 
 def results(directory: Path) -> dict[str, Any]:
-    """Return the results that a quickstart in this directory has written."""
     return json.loads((directory / quickstart.RUN / "results.json").read_text())
 
 
 def accuracies(directory: Path) -> dict[tuple[str, str], float]:
-    """Return the accuracy of every model on every task."""
     return {(row["model"], row["task"]): row["accuracy"] for row in results(directory)["rows"]}
 
 
@@ -80,11 +77,9 @@ def whole(directory: Path, show: Campaign) -> None:
 
 def killed(directory: Path, kills: int, rng: random.Random, expected: dict, show: Campaign) -> None:
     """A quickstart that is killed at random moments, and run again."""
-    done = 0
+    done, nothing = 0, subprocess.DEVNULL
     for _ in range(kills):
-        process = subprocess.Popen(
-            COMMAND, cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        process = subprocess.Popen(COMMAND, cwd=directory, stdout=nothing, stderr=nothing)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=rng.uniform(2, 75))
         if process.poll() is not None:
@@ -95,7 +90,7 @@ def killed(directory: Path, kills: int, rng: random.Random, expected: dict, show
                     item.kill()
         done += 1
         process.wait()
-    code = subprocess.run(COMMAND, cwd=directory, stdout=subprocess.DEVNULL).returncode
+    code = subprocess.run(COMMAND, cwd=directory, stdout=nothing).returncode
     same = code == 0 and accuracies(directory) == expected
     show("killed", f"{done} kills", f"exit code {code}, accuracies {'equal' if same else 'DIFFER'}", same)
 
@@ -117,22 +112,15 @@ def afterwards(directory: Path, show: Campaign) -> None:
 
 
 def main() -> int:
-    """Run the parts; return 0 when every promise is kept."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--kills", type=int, default=8)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    args = options(__doc__, kills=8, seed=0).parse_args()
     show = Campaign("quickstart-campaign")
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary).resolve()
         first = copy_checkout(work / "whole")
         whole(first, show)
         if (first / quickstart.RUN / "results.json").is_file():
-            killed(
-                copy_checkout(work / "killed"), args.kills, random.Random(args.seed), accuracies(first), show
-            )
+            copy, rng = copy_checkout(work / "killed"), random.Random(args.seed)
+            killed(copy, args.kills, rng, accuracies(first), show)
             afterwards(first, show)
     return show.finish(vars(args))
 

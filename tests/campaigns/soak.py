@@ -34,7 +34,7 @@ from pathlib import Path
 import psutil
 
 from emo.pipeline.run_dir import COMPLETE, EXPORT, HF, STATE, checkpoints, problem, read_metrics, step_of
-from tests.campaigns.campaign import Campaign
+from tests.campaigns.campaign import Campaign, options
 from tests.helpers import launching
 from tests.helpers.launching import Losses, losses
 
@@ -46,24 +46,22 @@ VICTIMS = ["deepspeed", "launch.py", "rank 0", "rank 1", "everything", EXPORTING
 
 
 def undisturbed(recipe: Path, run_dir: Path, *options: str) -> Losses:
-    """Return the losses of a run that is left alone."""
     done = launching.run(2, str(recipe), f"output_dir={run_dir}", *options)
     assert done.returncode == 0, done.stdout
     return losses(run_dir)
 
 
 def last_step(run_dir: Path) -> int:
-    """Return the last step that a run has logged, 0 before its first."""
     return int((read_metrics(run_dir) or [{"step": 0}])[-1]["step"])
 
 
 def kills(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
     """Disturb one run over and over: it must end with the right losses and tell the truth each time."""
     count, rng = args.kills, random.Random(args.seed)
-    options = [f"train.max_steps={50 * count}", "train.save_steps=5", "train.eval_rows=2"]
-    expected = undisturbed(recipe, recipe.parent / "whole", *options)
+    settings = [f"train.max_steps={50 * count}", "train.save_steps=5", "train.eval_rows=2"]
+    expected = undisturbed(recipe, recipe.parent / "whole", *settings)
     run_dir = recipe.parent / "killed"
-    arguments = [str(recipe), f"output_dir={run_dir}", *options]
+    arguments = [str(recipe), f"output_dir={run_dir}", *settings]
     resumed, slowest, honest, unheard = 0, 0.0, True, 0
     order = [victim for _ in range(-(-count // len(VICTIMS))) for victim in rng.sample(VICTIMS, len(VICTIMS))]
     for number, victim in enumerate(order[:count]):
@@ -137,7 +135,6 @@ def _flip(path: Path) -> None:
 
 
 def _forge(directory: Path, **changes: object) -> None:
-    """COMPLETE that says something else of the largest file."""
     marker = json.loads((directory / COMPLETE).read_text())
     name = _largest(directory).relative_to(directory).as_posix()
     marker["files"][name].update(changes)
@@ -170,16 +167,15 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 def damage(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
-    """Every damage to the newest checkpoint, one after the other."""
-    options = ["train.max_steps=12", "train.save_steps=3", "train.save_total_limit=3", "train.eval_rows=2"]
+    settings = ["train.max_steps=12", "train.save_steps=3", "train.save_total_limit=3", "train.eval_rows=2"]
     origin = recipe.parent / "origin"
-    expected = undisturbed(recipe, origin, *options)
+    expected = undisturbed(recipe, origin, *settings)
     shutil.rmtree(origin / "export")
     for name, harm in DAMAGE.items():
         run_dir = recipe.parent / name.replace(" ", "-")
         shutil.copytree(origin, run_dir)
         harm(checkpoints(run_dir)[-1])
-        done = launching.run(2, str(recipe), f"output_dir={run_dir}", *options)
+        done = launching.run(2, str(recipe), f"output_dir={run_dir}", *settings)
         right = done.returncode == 0 and losses(run_dir) == expected and "step-000009" in done.stdout
         show("damage", name, "resumed from step 9", right, done.stdout[-300:])
         shutil.rmtree(run_dir)
@@ -197,8 +193,8 @@ def disks(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
                 show("disks", case, "skipped: mounting needs root", True)
                 continue
             try:
-                options = ["train.max_steps=40", "train.save_steps=2", "train.save_total_limit=99"]
-                done = launching.run(2, str(recipe), f"output_dir={mount}/run", *options)
+                settings = ["train.max_steps=40", "train.save_steps=2", "train.save_total_limit=99"]
+                done = launching.run(2, str(recipe), f"output_dir={mount}/run", *settings)
                 output = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
                 remaining = checkpoints(Path(mount) / "run")
                 right = done.returncode not in (0, 75) and len(output) == 1 and bool(remaining)
@@ -227,13 +223,8 @@ def stops(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
 
 
 def main() -> int:
-    """Run the campaign; return 0 when nothing was lost."""
     parts = {"kills": kills, "damage": damage, "disks": disks, "stops": stops}
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--parts", nargs="+", default=list(parts), choices=list(parts))
-    args = parser.parse_args()
+    args = options(__doc__, parts, kills=20, seed=0).parse_args()
     show = Campaign("soak")
     with tempfile.TemporaryDirectory() as directory:
         recipe = launching.tiny_recipe(Path(directory))

@@ -13,7 +13,6 @@ Prints a table, writes runs/sweep.json, and exits 1 when something was repeated 
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import signal
@@ -22,8 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.campaigns.campaign import Campaign, can_install, install
-from tests.campaigns.slurm import OVER, PACKAGES, ask, slurm_cluster, state_of
+from tests.campaigns.campaign import Campaign, can_install, options
+from tests.campaigns.cluster import OVER, SLURM, ask, slurm_cluster, state_of
 from tests.helpers.launching import tiny_recipe
 from tests.helpers.sweeping import notes, start, sweep
 
@@ -31,7 +30,6 @@ WORKERS = 2
 
 
 def finished(path: Path, out: Path) -> str:
-    """Run the sweep to its end; its table."""
     output, _ = (process := start(path, f"out={out}")).communicate(timeout=1800)
     assert process.returncode == 0, output
     return (out / "table.md").read_text()
@@ -69,7 +67,6 @@ def kills(path: Path, expected: str, count: int, took: float, rng: random.Random
 
 
 def array(path: Path, expected: str, show: Campaign) -> None:
-    """The array job of the same sweep."""
     out, job = path.parent / "array", path.parent / "array.sbatch"
     process = start(path, f"out={out}", "--slurm", str(job), "--workers", str(WORKERS))
     output, _ = process.communicate(timeout=120)
@@ -87,12 +84,7 @@ def array(path: Path, expected: str, show: Campaign) -> None:
 
 
 def main() -> int:
-    """Run the parts; 0 when nothing was repeated and every table is the same."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--parts", nargs="+", default=["kills", "slurm"], choices=["kills", "slurm"])
-    args = parser.parse_args()
+    args = options(__doc__, ["kills", "slurm"], kills=20, seed=0).parse_args()
     show = Campaign("sweep")
     with tempfile.TemporaryDirectory() as directory:
         path = sweep(Path(directory), tiny_recipe(Path(directory), max_steps=3))
@@ -101,10 +93,7 @@ def main() -> int:
         took = time.monotonic() - began
         if "kills" in args.parts:
             kills(path, expected, args.kills, took, random.Random(args.seed), show)
-        if "slurm" in args.parts and not can_install():
-            show("slurm", "everything", "skipped: needs root on Debian", True)
-        elif "slurm" in args.parts:
-            install(PACKAGES)
+        if "slurm" in args.parts and can_install(show, "slurm", SLURM):
             array(path, expected, show)
     return show.finish(vars(args))
 

@@ -17,19 +17,11 @@ from typing import Any
 import numpy as np
 
 from emo.common.recipe import parse_section
+from emo.data_prep import shards
 from emo.data_prep.config import DEFAULT_DOMAIN, DataConfig
 from emo.data_prep.pack import PackedRows
 from emo.data_prep.prepare import prepare
-from emo.data_prep.shards import (
-    FORMAT,
-    MANIFEST,
-    DomainCounts,
-    Manifest,
-    TokenDataset,
-    content_fingerprint,
-    manifest_text,
-    shard_name,
-)
+from emo.data_prep.shards import TokenDataset
 from emo.data_prep.tokenizer import save_tokenizer, train_sentencepiece
 from emo.data_prep.write import ShardWriter, totals
 
@@ -41,19 +33,16 @@ WORDS = (
 
 
 def sentence(rng: random.Random, low: int = 4, high: int = 14) -> str:
-    """Some words and a full stop."""
     return " ".join(rng.choice(WORDS) for _ in range(rng.randint(low, high))) + "."
 
 
 def texts(count: int, seed: int = 0, sentences: int = 6) -> list[str]:
-    """Documents that differ."""
     rng = random.Random(seed)
     made = (" ".join(sentence(rng) for _ in range(rng.randint(1, sentences))) for _ in range(count))
     return [f"{i}. {text}" for i, text in enumerate(made)]
 
 
 def alpaca_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
-    """Instruction rows, some with an input."""
     rng = random.Random(seed)
     return [
         {
@@ -86,28 +75,17 @@ def tiny_tokenizer() -> Path:
 
 def data_config(root: Path, **data: Any) -> DataConfig:
     """A configuration with the tiny tokenizer that reads root/a.jsonl; data go to root/prepared."""
-    default: dict[str, Any] = {
-        "dir": str(root / "prepared"),
-        "root": str(root),
-        "sequence_len": 32,
-        "shards": 2,
-    }
-    default["sources"] = [{"files": "a.jsonl"}]
+    default: dict[str, Any] = {"dir": str(root / "prepared"), "root": str(root), "sequence_len": 32}
+    default |= {"shards": 2, "sources": [{"files": "a.jsonl"}]}
     if "train_tokenizer" not in data:
         default["tokenizer"] = str(tiny_tokenizer())
     return parse_section(DataConfig, default | data, "data")
 
 
-def run(
-    config: DataConfig,
-    shard: tuple[int, int] = (0, 1),
-    workers: int = 1,
-    force: bool = False,
-    finish: bool = False,
-) -> list[str]:
-    """Prepare in this process; what it said."""
+def run(config: DataConfig, shard: tuple[int, int] = (0, 1), workers: int = 1, **how: bool) -> list[str]:
+    """Prepare in this process; what it said. how: `force` and `finish`."""
     said: list[str] = []
-    prepare(config, shard, workers, force, finish, said.append)
+    prepare(config, shard, workers, how.get("force", False), how.get("finish", False), said.append)
     return said
 
 
@@ -119,7 +97,6 @@ def prepared(root: Path, **data: Any) -> DataConfig:
 
 
 def train_set(config: DataConfig) -> TokenDataset:
-    """The prepared training data."""
     return TokenDataset(config.dir / "train")
 
 
@@ -138,7 +115,6 @@ def segments(data: TokenDataset) -> list[tuple[list[int], list[int]]]:
 
 
 def file_bytes(directory: Path) -> dict[str, bytes]:
-    """All files of the splits, by relative name; hidden ones too."""
     splits = (directory / "train", *directory.glob("validation*"))
     files = (p for split in splits for p in split.rglob("*") if p.is_file())
     return {str(p.relative_to(directory)): p.read_bytes() for p in files}
@@ -150,7 +126,7 @@ def random_dataset(place: Path, rows: int, block: int) -> TokenDataset:
     rng, infos = np.random.default_rng(1), []
     none, two, full = np.zeros(0, np.int64), np.full(1000, 2), np.full(1000, block)
     halves = np.tile([block // 2, block - block // 2], 1000)
-    for name in (shard_name(0, 2), shard_name(1, 2)):
+    for name in (shards.shard_name(0, 2), shards.shard_name(1, 2)):
         with (place / name).open("wb") as file:
             writer = ShardWriter(file, "text", np.dtype(np.uint16), (DEFAULT_DOMAIN,))
             for _ in range(rows // 2000):
@@ -161,26 +137,11 @@ def random_dataset(place: Path, rows: int, block: int) -> TokenDataset:
                 writer.add(PackedRows(ids, full, halves, two, each, none, zeros, full - 2, domain))
             infos.append(writer.finish(place / name, Counter({DEFAULT_DOMAIN: rows}), Counter()))
     counts = totals(infos)
-    manifest = Manifest(
-        format=FORMAT,
-        tool="test",
-        kind="text",
-        split="train",
-        block=block,
-        vocab_size=1000,
-        tokenizer_fingerprint="none",
-        bos_id=None,
-        eos_id=None,
-        template=None,
-        fingerprint=content_fingerprint("text", block, "none", infos),
-        config={},
-        sources=[],
-        rejected={},
-        counts={},
-        **counts,
-        domains=[DomainCounts(name=DEFAULT_DOMAIN, **counts)],
-        waste=0.0,
-        shards=infos,
-    )
-    (place / MANIFEST).write_text(manifest_text(manifest))
+    facts: dict[str, Any] = {"format": shards.FORMAT, "tool": "test", "kind": "text", "split": "train"}
+    facts |= dict.fromkeys(("bos_id", "eos_id", "template"))
+    facts |= {"config": {}, "sources": [], "rejected": {}, "counts": {}, "vocab_size": 1000, "shards": infos}
+    facts |= {"tokenizer_fingerprint": "none", "block": block, "waste": 0.0}
+    facts |= {"fingerprint": shards.content_fingerprint("text", block, "none", infos), **counts}
+    manifest = shards.Manifest(**facts, domains=[shards.DomainCounts(name=DEFAULT_DOMAIN, **counts)])
+    (place / shards.MANIFEST).write_text(shards.manifest_text(manifest))
     return TokenDataset(place)

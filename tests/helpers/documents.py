@@ -46,8 +46,6 @@ _PATH = re.compile(rf"(?<![\w./-])(?:{ROOMS}|ds_configs|examples|tests|docs)/[\w
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block of a document."""
-
     where: str  # docs/tasks.md:12
     language: str
     text: str
@@ -79,13 +77,9 @@ def documents() -> list[Path]:
 
 
 def blocks(path: Path) -> list[Block]:
-    """Return the fenced blocks of a document."""
     name = path.relative_to(REPO) if path.is_relative_to(REPO) else path.name
-    return [
-        Block(f"{name}:{t.map[0] + 1}", t.info, t.content)
-        for t in _parsed(path)
-        if t.type == "fence" and t.map
-    ]
+    fences = [token for token in _parsed(path) if token.type == "fence"]
+    return [Block(f"{name}:{t.map[0] + 1}", t.info, t.content) for t in fences if t.map]
 
 
 def faults(path: Path) -> list[str]:
@@ -181,7 +175,6 @@ def _is_key(key: str) -> bool:
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
-    """Yield a type, and those that it is made of."""
     yield getattr(annotation, "__origin__", annotation)
     for part in get_args(annotation):
         yield from _parts(part)
@@ -213,16 +206,16 @@ def options(owner: str) -> frozenset[str]:
     if owner.startswith("emo "):
         function = COMMANDS[owner.removeprefix("emo ")].function
         rooms = [name.split(".")[1] for name in ([function] if function else [TRAINING, EVALUATION])]
-        return frozenset().union(
-            *(options("launch" if room == "launch" else f"emo.{room}") for room in rooms)
-        )
+        owners = ("launch" if room == "launch" else f"emo.{room}" for room in rooms)
+        return frozenset().union(*map(options, owners))
     if owner == "launch" or owner in LAUNCHERS:
         spec = importlib.util.find_spec(LAUNCHERS.get(owner, LAUNCHERS["deepspeed"]))
         assert spec is not None and spec.origin is not None
         return _declared(REPO / "pipeline" / "cli.py") | _declared(Path(spec.origin))
     path = REPO / owner.replace(".", "/")
     files = [*path.rglob("*.py")] if path.is_dir() else [path.with_suffix(".py")]
-    files += [path.parent / "common.py"] if owner.startswith("tests.bench.") else []
+    shared = {"tests.bench": "common.py", "tests.campaigns": "campaign.py"}.get(owner.rpartition(".")[0])
+    files += [path.parent / shared] if shared else []
     return frozenset().union(*map(_declared, files))
 
 
@@ -235,12 +228,10 @@ def _every_option() -> frozenset[str]:
 
 @cache
 def _declared(path: Path) -> frozenset[str]:
-    """Return the options that stand between quotes in a source file."""
     return frozenset(re.findall(r"""["'](--[a-z][\w-]*)["']""", path.read_text("utf-8")))
 
 
 def functions(path: Path) -> set[str]:
-    """Return names of the functions, classes and methods of a module; methods as `Class.method`."""
     names: set[str] = set()
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
 from emo.pipeline.hf import FusedLossMixin, fuse_causal_lm
@@ -27,7 +28,6 @@ OBJECTIVE = {"normalised": "mile", "own": "examples/my_objective.py:unsure"}  # 
 
 
 def build(case: str) -> LlamaForCausalLM:
-    """A small model that ends in the fused loss."""
     model = tiny_llama(VOCAB, num_hidden_layers=2)
     if case == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -85,8 +85,6 @@ def together(case: str, directory: str) -> dict[str, Tensor]:
     model: Any = build(case)
     wrapped = model
     if case == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
@@ -97,14 +95,11 @@ def together(case: str, directory: str) -> dict[str, Tensor]:
     mine = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks)
     loss = step(wrapped, model.parameters, case, mine, float(ranks))  # both wrappers average
     dist.all_reduce(loss)
-    found = {name: p.detach() for name, p in model.named_parameters()}
-    return {"loss": loss} | {
-        name: p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for name, p in found.items()
-    }
+    named = ((name, p.detach()) for name, p in model.named_parameters())
+    return {"loss": loss} | {n: p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for n, p in named}
 
 
 def main(directory: str) -> None:
-    """Every case, by all ranks; rank 0 writes what came out."""
     dist.init_process_group("gloo")
     found = {case: together(case, directory) for case in CASES}
     if dist.get_rank() == 0:

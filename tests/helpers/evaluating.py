@@ -23,14 +23,8 @@ def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **config: 
     directory.mkdir(parents=True, exist_ok=True)
     if tokenizer is None:
         tokenizer = tiny_tokenizer(directory.parent / "tokenizer")
-    settings = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "max_position_embeddings": 1024,
-    }
+    settings = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 64}
+    settings |= {"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 1024}
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**(settings | config)))
     with torch.no_grad():  # sharper than an initialised model, so that labels differ by more than rounding
@@ -84,7 +78,6 @@ def command(*arguments: object) -> tuple[int, str, str]:
 
 
 def load(directory: Path | str) -> tuple[Any, Any]:
-    """(model in float32, tokenizer) of a directory."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     return model.eval(), load_tokenizer(directory)
 

@@ -56,7 +56,6 @@ def files(**content: bytes | str) -> Callable[[Path], None]:
 
 
 def rows(values: list[Any]) -> str:
-    """Return JSON lines."""
     return "".join(json.dumps(value) + "\n" for value in values)
 
 
@@ -71,9 +70,8 @@ RECIPE = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
     crashes=(("b.yaml", f"extends: {LONG}\n".encode()), ("a.yaml", b"a: &a {b: *a}")),
 )
 def recipe(directory: Path) -> None:
-    dump_config(
-        load_config(directory / "b.yaml", ["train.global_batch_size=32", "objective.params.ratio_cap=2"])
-    )
+    overrides = ["train.global_batch_size=32", "objective.params.ratio_cap=2"]
+    dump_config(load_config(directory / "b.yaml", overrides))
 
 
 @target("experiment", files(a__yaml=(REPO / "experiments/oracle.yaml").read_text()))
@@ -109,77 +107,51 @@ CHATS: list[Any] = [
     *alpaca_rows(2),
     {"instruction": "a", "output": "b", "history": [["c", "d"]], "system": "e"},
 ]
+TOKENS = [{"ids": [1, 2, 3]}, {"input_ids": [4, 5]}]
+CHAT_FORMS = ("auto", "alpaca", "messages")
+FORMS = ("auto", "document", "lines", "paragraphs", "wikitext")
 PLAIN = "\n = A title = \n\nSome text .\n\n = = Part = = \n\nMore .\n\n = Another = \n\nThe end .\n"
 
 
-def _read_all(directory: Path, kind: str, **source: Any) -> None:
-    """Read all rows of a source as a worker reads them, and render conversations."""
-    config = data_config(directory, kind=kind, sources=[source], strict=False, max_chars=10_000)
-    for opened in open_inputs(config):
-        opened.probe()
-        places = []
-        for piece in opened.pieces():
-            if piece.payload is None:
-                continue
-            places.append(piece.extent)
-            for row in parse(piece.payload, opened.spec):
-                if isinstance(row, Conversation):
-                    _ = [render(row, template) for template in ("alpaca", "chat")]
-                elif isinstance(row, Rejected):
-                    _ = f"{row.reason} {row.detail}"
-        for _ in opened.read(places):
-            pass
+def make_parquet(directory: Path) -> None:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TEXTS), directory / "a.parquet")
 
 
-@target("rows of text", files(a__jsonl=rows(TEXTS)))
-def text_rows(directory: Path) -> None:
-    _read_all(directory, "text", files="a.jsonl")
+def _read_all(directory: Path, kind: str, name: str, *forms: str) -> None:
+    """Read all rows of files as a worker reads them, in every format, and render conversations."""
+    for form in forms or ("auto",):
+        source = {"files": name, "format": form}
+        config = data_config(directory, kind=kind, sources=[source], strict=False, max_chars=10_000)
+        for opened in open_inputs(config):
+            opened.probe()
+            pieces = [piece for piece in opened.pieces() if piece.payload is not None]
+            for piece in pieces:
+                for row in parse(piece.payload, opened.spec):
+                    if isinstance(row, Conversation):
+                        _ = [render(row, template) for template in ("alpaca", "chat")]
+                    elif isinstance(row, Rejected):
+                        _ = f"{row.reason} {row.detail}"
+            list(opened.read([piece.extent for piece in pieces]))
 
 
-@target("rows of instructions", files(a__jsonl=rows(CHATS)))
-def instruction_rows(directory: Path) -> None:
-    for form in ("auto", "alpaca", "messages"):
-        _read_all(directory, "instruct", files="a.jsonl", format=form)
-
-
-@target("rows of tokens", files(a__jsonl=rows([{"ids": [1, 2, 3]}, {"input_ids": [4, 5]}])))
-def token_rows(directory: Path) -> None:
-    _read_all(directory, "text", files="a.jsonl", format="tokens")
-
-
-PACKED = {
-    "b__txt__gz": gzip.compress(PLAIN.encode(), mtime=0),
-    "c__txt__zst": zstandard.compress(PLAIN.encode()),
-}
-
-
-@target("text files", files(a__txt=PLAIN, **PACKED))
-def text_files(directory: Path) -> None:
-    for form in ("auto", "document", "lines", "paragraphs", "wikitext"):
-        _read_all(directory, "text", files="*.txt*", format=form)
-
-
-def make_tables(directory: Path) -> None:
-    (directory / "a.json").write_text(json.dumps({"version": 1, "data": TEXTS}))
-    (directory / "b.json").write_text(json.dumps(TEXTS))
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(TEXTS), directory / "c.parquet")
-
-
-@target("tables", make_tables)
-def tables(directory: Path) -> None:
-    for name in ("a.json", "b.json", "c.parquet"):
-        _read_all(directory, "text", files=name)
+GZIPPED, ZIPPED = gzip.compress(PLAIN.encode(), mtime=0), zstandard.compress(PLAIN.encode())
+for name, make, *given in (
+    ("rows of text", files(a__jsonl=rows(TEXTS)), "text", "a.jsonl"),
+    ("rows of instructions", files(a__jsonl=rows(CHATS)), "instruct", "a.jsonl", *CHAT_FORMS),
+    ("rows of tokens", files(a__jsonl=rows(TOKENS)), "text", "a.jsonl", "tokens"),
+    ("text files", files(a__txt=PLAIN, b__txt__gz=GZIPPED, c__txt__zst=ZIPPED), "text", "*.txt*", *FORMS),
+    ("JSON", files(a__json=json.dumps({"version": 1, "data": TEXTS})), "text", "a.json"),
+    ("a list in JSON", files(a__json=json.dumps(TEXTS)), "text", "a.json"),
+    ("parquet", make_parquet, "text", "a.parquet"),
+):
+    target(name, make)(lambda directory, given=given: _read_all(directory, *given))
 
 
 @target("payloads", files(a__txt=PLAIN))
 def payloads(directory: Path) -> None:
-    """Any bytes as any kind of payload."""
-    for kind, form, lines in (
-        ("text", "auto", True),
-        ("instruct", "auto", True),
-        ("text", "wikitext", False),
-    ):
-        list(parse((directory / "a.txt").read_bytes(), RowSpec(kind, form, lines, None, "ag_news", 10_000)))
+    for kind, form in (("text", "auto"), ("instruct", "auto"), ("text", "wikitext")):
+        spec = RowSpec(kind, form, form == "auto", None, "ag_news", 10_000)
+        list(parse((directory / "a.txt").read_bytes(), spec))
 
 
 # --- tokenizers and models --------------------------------------------------------------------------------
@@ -194,19 +166,15 @@ def make_tokenizers(directory: Path) -> None:
     (directory / "bytes/merges.txt").write_text("#version: 0.2\na b\n")
 
 
-@target(
-    "tokenizer",
-    make_tokenizers,
-    "whole/tokenizer.json",
-    "whole/tokenizer_config.json",
-    "model/tokenizer.model",
-    "bytes/vocab.json",
-    "bytes/merges.txt",
-    crashes=(
-        ("bytes/vocab.json", b'{"a": 0, "b": 7885472806622122365, "ab": 2, "<|endoftext|>": 3}'),
-        ("whole/tokenizer_config.json", b'{"bos_token": ["<s>"], "eos_token": "</s>", "unk_token": "<unk>"}'),
-    ),
+TOKENIZERS = ("whole/tokenizer.json", "whole/tokenizer_config.json", "model/tokenizer.model")
+TOKENIZERS += ("bytes/vocab.json", "bytes/merges.txt")
+TOKENIZER_CRASHES = (
+    ("bytes/vocab.json", b'{"a": 0, "b": 7885472806622122365, "ab": 2, "<|endoftext|>": 3}'),
+    ("whole/tokenizer_config.json", b'{"bos_token": ["<s>"], "eos_token": "</s>", "unk_token": "<unk>"}'),
 )
+
+
+@target("tokenizer", make_tokenizers, *TOKENIZERS, crashes=TOKENIZER_CRASHES)
 def tokenizer(directory: Path) -> None:
     out = directory.with_name(f"{directory.name}-out")
     try:
@@ -221,11 +189,12 @@ MODEL = {
     "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 16, "max_position_embeddings": 32,
     "torch_dtype": "float32", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
 }  # fmt: skip
-MODEL_CRASHES = (
-    {"vocab_size": [[]]},
-    {"architectures": "a\0b", "vocab_size": -1410185927},
-    {"torch_dtype": "caf\u00e9"},
-)
+CHANGES = ({"vocab_size": [[]]}, {"architectures": "a\0b", "vocab_size": -1410185927})
+CHANGES += ({"torch_dtype": "caf\u00e9"},)
+MODEL_CRASHES = [("config.json", json.dumps(MODEL | change).encode()) for change in CHANGES]
+LONG_NAME = json.dumps({"weight_map": {"lm_head.weight": LONG}}).encode()
+MODEL_CRASHES.append(("model.safetensors.index.json", LONG_NAME))
+MODEL_FILES = ("config.json", "model.safetensors.index.json", "generation_config.json")
 
 
 def make_model(directory: Path) -> None:
@@ -235,17 +204,9 @@ def make_model(directory: Path) -> None:
 
 
 @target(
-    "model directory",
-    make_model,
-    "config.json",
-    "model.safetensors.index.json",
-    "generation_config.json",
-    "model-00001-of-00004.safetensors",
-    crashes=(
-        *(("config.json", json.dumps(MODEL | change).encode()) for change in MODEL_CRASHES),
-        ("model.safetensors.index.json", json.dumps({"weight_map": {"lm_head.weight": LONG}}).encode()),
-    ),
-)
+    "model directory", make_model, *MODEL_FILES, "model-00001-of-00004.safetensors",
+    crashes=tuple(MODEL_CRASHES),
+)  # fmt: skip
 def model_directory(directory: Path) -> None:
     with contextlib.suppress(DamagedError, NotWholeError):
         Target("model", directory, foreign=True).require_whole(directory, settled=True)
@@ -266,14 +227,15 @@ def cost_file(directory: Path) -> None:
 
 # --- evaluation -------------------------------------------------------------------------------------------
 
-PREFIXES = {
-    "a__jsonl": rows(TEXTS),
-    "b__txt": "one two three four\nfive six seven\n",
-    "c__jsonl__zst": zstandard.compress(rows(TEXTS).encode()),
-}
 
-
-@target("prefixes", files(**PREFIXES))
+@target(
+    "prefixes",
+    files(
+        a__jsonl=rows(TEXTS),
+        b__txt="one two three four\nfive six seven\n",
+        c__jsonl__zst=zstandard.compress(rows(TEXTS).encode()),
+    ),
+)
 def prefixes(directory: Path) -> None:
     for name in ("a.jsonl", "b.txt", "c.jsonl.zst"):
         _ = from_file(directory / name), from_file(directory / name, 2, 3)
@@ -281,10 +243,8 @@ def prefixes(directory: Path) -> None:
 
 def make_task_rows(directory: Path) -> None:
     sst2 = [{"text": f"text {i}", "label_text": ("negative", "positive")[i % 2]} for i in range(12)]
-    mmlu = [
-        {"question": "q", "choices": ["a", "b", "c", "d"], "answer": "ABCD"[i % 4], "subject": "s"}
-        for i in range(6)
-    ]
+    question = {"question": "q", "choices": ["a", "b", "c", "d"], "subject": "s"}
+    mmlu = [question | {"answer": "ABCD"[i % 4]} for i in range(6)]
     for name, splits, content in (("sst2", ("train", "test"), sst2), ("mmlu", ("dev", "test"), mmlu)):
         (directory / name).mkdir()
         for split in splits:
@@ -309,11 +269,6 @@ REPLIES = {
     "pandalm": "1\n\n### Reason: it is better.\n\n### Reference: it\n",
     "alpaca_eval": repr([{"model": "model_1", "rank": 1}, {"model": "model_2", "rank": 2}]),
 }
-QUESTION_FILES = {
-    "a__jsonl": rows(QUESTIONS),
-    "b__json": json.dumps([{"prompt": "a"}, {"Instruction": "b"}]),
-    "c__jsonl__zst": zstandard.compress(rows([{"text": "a", "question_id": 1}]).encode()),
-}
 make_answers = files(a__json=json.dumps(ANSWERS["a"]), b__jsonl=rows(ANSWERS["b"]))
 
 
@@ -332,7 +287,14 @@ def judges_replies(directory: Path) -> None:
             assert judge.verdict(text) in ("first", "second", "tie", None)
 
 
-@target("questions", files(**QUESTION_FILES))
+@target(
+    "questions",
+    files(
+        a__jsonl=rows(QUESTIONS),
+        b__json=json.dumps([{"prompt": "a"}, {"Instruction": "b"}]),
+        c__jsonl__zst=zstandard.compress(rows([{"text": "a", "question_id": 1}]).encode()),
+    ),
+)
 def questions(directory: Path) -> None:
     for name in ("a.jsonl", "b.json", "c.jsonl.zst"):
         assert all(question.text.encode() for question in read_questions(str(directory / name), "hub", 2)[1])

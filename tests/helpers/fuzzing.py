@@ -49,13 +49,8 @@ def target(
 
 
 # Written as they are into JSON or YAML, in the place of a value.
-RAW = {
-    "@digits@": "9" * 5000,
-    "@deep@": "[" * 5000,
-    "@deep and closed@": "[" * 900 + "]" * 900,
-    "@large@": "1e999",
-    "@nan@": "NaN",
-}
+RAW = {"@digits@": "9" * 5000, "@deep@": "[" * 5000, "@deep and closed@": "[" * 900 + "]" * 900}
+RAW |= {"@large@": "1e999", "@nan@": "NaN"}
 VALUES = [
     *(None, True, 0, -1, 2**31, 2**53 + 1, 2**64, 10**400, 0.5, 1e308, "", "0", "\n", [], {}, [[]], [None]),
     *({"": {}}, {"a": {"b": [1, {"c": "d"}]}}, ["a", 1, None, {}], "../../../etc/hostname", "/etc/hostname"),
@@ -77,7 +72,6 @@ def _slots(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _edited(values: list[Any], edits: list[tuple[int, Any]]) -> bytes:
-    """Return a document, or JSON lines, with the values at some places replaced or left out."""
     values = json.loads(json.dumps(values, default=str))
     for number, value in edits:
         slots = list(_slots(values))
@@ -109,7 +103,6 @@ def _values(content: bytes) -> list[Any] | None:
 
 
 def damaged(content: bytes) -> st.SearchStrategy[bytes]:
-    """Return a strategy for files like `content`."""
     bytes_ = st.builds(  # some of its bytes replaced, or cut off
         lambda start, length, inserted: content[:start] + inserted + content[start + length :],
         st.integers(0, len(content)),
@@ -169,12 +162,9 @@ def fuzz(name: str, examples: int, seeded: int | None = None) -> None:
         directory = Path(temporary)
         parser.make(directory)
         parser.read(directory)
-        names = parser.damaged or sorted(
-            str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file()
-        )
-        files = st.sampled_from(names).flatmap(
-            lambda file: st.tuples(st.just(file), damaged((directory / file).read_bytes()))
-        )
+        there = sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+        contents = {name: damaged((directory / name).read_bytes()) for name in parser.damaged or there}
+        files = st.one_of(*(st.tuples(st.just(name), content) for name, content in contents.items()))
 
         def trial(case: tuple[str, bytes]) -> None:
             attempt(parser, directory, *case)
@@ -185,11 +175,7 @@ def fuzz(name: str, examples: int, seeded: int | None = None) -> None:
         if seeded is not None:
             test = seed(seeded)(test)
         settings(
-            max_examples=examples,
-            deadline=None,
-            database=None,
-            derandomize=seeded is None,
-            report_multiple_bugs=False,
-            phases=(Phase.explicit, Phase.generate, Phase.shrink),
+            max_examples=examples, deadline=None, database=None, derandomize=seeded is None,
+            report_multiple_bugs=False, phases=(Phase.explicit, Phase.generate, Phase.shrink),
             suppress_health_check=list(HealthCheck),
-        )(test)()
+        )(test)()  # fmt: skip

@@ -66,12 +66,10 @@ class Page(HTMLParser):
 
     @property
     def answer(self) -> str:
-        """Return the first line."""
         return self.headings[0][1]
 
     @property
     def sections(self) -> list[str]:
-        """Return the titles of the sections."""
         return [text for name, text in self.headings if name == "h2"]
 
     def table(self, first: str, *others: str) -> list[dict[str, str]]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO, Any
+from unittest import mock
 
 import psutil
 import yaml
@@ -27,13 +28,25 @@ from tests.conftest import REPO
 
 BIN = Path(sys.executable).parent
 PATIENCE = 60  # seconds for the other ranks to notice that one failed
-ENVIRONMENT = os.environ | {
-    "DS_ACCELERATOR": "cpu",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONUNBUFFERED": "1",
-    "HF_HUB_OFFLINE": "1",
-    "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-}
+CHANGES = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = os.environ | CHANGES | {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
+PIPED: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+
+
+RECIPE = """
+data:
+  {train_tokenizer: 384, sequence_len: 32, shards: 1, sources: [{files: text.txt, format: lines}],
+   validation: [], validation_fraction: 0.1}
+model:
+  architecture:
+    {model_type: llama, vocab_size: 384, hidden_size: 32, intermediate_size: 64, num_hidden_layers: 2,
+     num_attention_heads: 2, max_position_embeddings: 64}
+  dtype: float32
+objective: {name: emo}
+train:
+  {max_steps: 8, global_batch_size: 8, micro_batch_size: 2, learning_rate: 0.001, logging_steps: 1,
+   eval_rows: 6}
+"""
 
 
 def tiny_recipe(
@@ -52,38 +65,16 @@ def tiny_recipe(
     sentences = [f"The {a} {b} {c} on day {n}." for n, (a, b, c) in enumerate(subjects)]
     texts = [" ".join(sentences[i : i + 4]) for i in range(0, 600, 4)]
     (directory / "text.txt").write_text("\n".join(texts))
+    recipe = yaml.safe_load(RECIPE) | {"output_dir": str(directory / "run")}
+    recipe["data"] |= {"dir": str(directory / "data"), "root": str(directory)}
     for i, name in enumerate(sets):
-        held_out = [f"A {rng.choice(who)} {rng.choice(did)} {n} of {name}." for n in range(20 + 20 * i)]
-        (directory / f"{name}.txt").write_text("\n".join(held_out))
-    architecture = {
-        **{"model_type": "llama", "vocab_size": 384, "hidden_size": 32, "intermediate_size": 64},
-        **{"num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64},
-    }
-    recipe = {
-        "output_dir": str(directory / "run"),
-        "data": {
-            "dir": str(directory / "data"),
-            "root": str(directory),
-            "train_tokenizer": 384,
-            "sequence_len": 32,
-            "shards": 1,
-            "sources": [{"files": "text.txt", "format": "lines"}],
-            "validation": {name: [{"files": f"{name}.txt", "format": "lines"}] for name in sets} or [],
-            "validation_fraction": 0.0 if sets else 0.1,
-            **(data or {}),
-        },
-        "model": {"architecture": architecture, "dtype": "float32"},
-        "objective": {"name": "emo"},
-        "train": {
-            "max_steps": 8,
-            "global_batch_size": 8,
-            "micro_batch_size": 2,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "eval_rows": 6,
-            **train,
-        },
-    }
+        lines = [f"A {rng.choice(who)} {rng.choice(did)} {n} of {name}." for n in range(20 + 20 * i)]
+        (directory / f"{name}.txt").write_text("\n".join(lines))
+    if sets:
+        held_out = {name: [{"files": f"{name}.txt", "format": "lines"}] for name in sets}
+        recipe["data"] |= {"validation": held_out, "validation_fraction": 0.0}
+    recipe["data"] |= data or {}
+    recipe["train"] |= train
     path = directory / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
     prepared = run_forked([str(BIN / "python"), "-m", "emo", "prepare", str(path)], [{}])
@@ -92,7 +83,6 @@ def tiny_recipe(
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -104,43 +94,28 @@ def launch_command(ranks: int, *arguments: str, script: str = "continual") -> li
     return [str(BIN / "deepspeed"), *options, f"launch/{script}.sh", *arguments]
 
 
-def script_command(ranks: int, *arguments: str, script: str = "continual") -> list[str]:
-    """`launch/SCRIPT.sh ARGUMENTS` as a shell runs it, on `ranks` CPU ranks."""
+def script_command(ranks: int, *arguments: str) -> list[str]:
+    """`launch/continual.sh ARGUMENTS` as a shell runs it, on `ranks` CPU ranks."""
     options = [f"--num_gpus={ranks}", f"--master_port={free_port()}"]
-    return [f"launch/{script}.sh", *options, "--", *arguments]
+    return ["launch/continual.sh", *options, "--", *arguments]
 
 
 def popen(command: list[str], stdout: int | IO[str] = subprocess.PIPE) -> subprocess.Popen[str]:
     """Start a command of the product in a separate process group, as a terminal would."""
-    return subprocess.Popen(
-        command,
-        cwd=REPO,
-        env=ENVIRONMENT,
-        stdout=stdout,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        # a shell that runs the tests in the background has made Ctrl-C ignored for all that they start
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    # a shell that runs the tests in the background has made Ctrl-C ignored for all that they start
+    options: dict[str, Any] = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
+    options |= PIPED | {"stdout": stdout, "start_new_session": True}
+    return subprocess.Popen(command, cwd=REPO, env=ENVIRONMENT, **options)
 
 
 def start(ranks: int, *arguments: str) -> subprocess.Popen[str]:
-    """Start a run in a process group of its own."""
     return popen(launch_command(ranks, *arguments))
 
 
 def run(ranks: int, *arguments: str, script: str = "continual") -> subprocess.CompletedProcess[str]:
     """Run to the end; stdout and stderr together in `.stdout`."""
-    return subprocess.run(
-        launch_command(ranks, *arguments, script=script),
-        cwd=REPO,
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-    )
+    command = launch_command(ranks, *arguments, script=script)
+    return subprocess.run(command, cwd=REPO, env=ENVIRONMENT, timeout=600, **PIPED)
 
 
 def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -185,16 +160,16 @@ def run_forked(
             processes[-1].start()
         code, end = 0, time.monotonic() + timeout
         while any(process.is_alive() for process in processes) and time.monotonic() < end:
-            failed = [process.exitcode for process in processes if process.exitcode]
+            failed = next((process.exitcode for process in processes if process.exitcode), 0)
             if failed and not code:
-                code, end = failed[0], min(end, time.monotonic() + PATIENCE)
+                code, end = failed, min(end, time.monotonic() + PATIENCE)
             time.sleep(0.05)
-        code = code or next((process.exitcode for process in processes if process.exitcode), 0)
+        late = [process for process in processes if process.is_alive()]
+        for process in late:
+            process.kill()
         for process in processes:
-            if process.is_alive():
-                code = code or -signal.SIGKILL
-                process.kill()
             process.join()
+        code = code or next((process.exitcode for process in processes if process.exitcode), 0)
         output.seek(0)
         return subprocess.CompletedProcess(command, code, output.read())
 
@@ -204,11 +179,8 @@ def _imported() -> Any:
     """The process that ranks are forked from: a fresh interpreter with the ranks' environment."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["emo.pipeline.train", "emo.pipeline.cli", __name__])
-    before = os.environ.copy()
-    os.environ.update(ENVIRONMENT)
-    forkserver.ensure_running()
-    os.environ.clear()
-    os.environ.update(before)
+    with mock.patch.dict(os.environ, ENVIRONMENT):
+        forkserver.ensure_running()
     return context
 
 
@@ -220,11 +192,10 @@ def _become(arguments: list[str], environment: dict[str, str], output: str) -> N
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
+    sys.argv = arguments[arguments[0] == "-m" :]
     if arguments[0] == "-m":
-        sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
-        sys.argv = arguments
         runpy.run_path(arguments[0], run_name="__main__")
 
 
@@ -232,7 +203,6 @@ Losses = list[tuple[float, float, float]]
 
 
 def losses(run_dir: Path) -> Losses:
-    """Step, NLL and DEMD of every logged step."""
     return [(r["step"], r["nll"], r["demd"]) for r in read_metrics(run_dir) if "nll" in r]
 
 
@@ -245,7 +215,6 @@ def wait_for(condition: Callable[[], object], what: str, timeout: float = 300) -
 
 
 def wait_for_step(run_dir: Path, step: int, timeout: float = 300) -> None:
-    """Until a run has logged step `step`."""
     wait_for(lambda: any(r["step"] >= step for r in read_metrics(run_dir)), f"step {step}", timeout)
 
 
@@ -308,7 +277,6 @@ def below(process: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The training processes below a launcher."""
     below = psutil.Process(process.pid).children(recursive=True)
     return [p for p in below if any(a.startswith("--local_rank=") for a in p.cmdline())]
 

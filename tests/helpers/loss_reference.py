@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -32,51 +34,31 @@ def token_losses(
     """Per-token loss as papers and released code have it, weights detached."""
     shifted = D + p.detach()  # D' of the released code: the gradient is that of D
     mixing = 0.8 if gamma is None else gamma
-    match name:
-        case "mle":
-            return m
-        case "emo":
-            ratio = (m / (D + EPS)).detach()
-            if ratio_cap is not None:
-                ratio = ratio.clamp(max=ratio_cap)
-            return 0.5 * (m + ratio * D)
-        case "emo2":
-            return (D / (m + EPS)).detach() * m + D
-        case "demd":
-            return D
-        case "tailr":
-            return (p / (mixing + (1 - mixing) * p)).detach().clamp(w_min, 1) * m
-        case "mixce":
-            return (mixing + (1 - mixing) * p).detach() * m
-        case "dft":
-            return p.detach() * m
-        case "emo_compat":
-            return 0.5 * (m + (m / (shifted + EPS)).detach() * shifted)
-        case "emo2_compat":
-            return (shifted / (m + EPS)).detach() * m + shifted
-        case "focal":
-            return (1 - p) ** 2 * m
-        case "power":
-            return (1 - torch.exp(-0.5 * m)) / 0.5
-        case "threshold":
-            return torch.where(p >= 0.1, m, 0.0)
-        case "chord":
-            return (p * (1 - p)).detach() * m
-        case "mile":
-            weight = (1 + H.detach()) ** (1.0 if gamma is None else gamma)
-            return weight / weight.mean() * m
-        case "deft":
-            a = S.detach()
-            return (1 - torch.exp(-a * m)) / a
-        case "neg_entropy":
-            return -H
-        case "gem":
-            return 0.7 * m
-        case "psft":
-            return -torch.minimum(p / stored.exp(), torch.tensor(1.2, dtype=p.dtype))
-        case "excess":
-            return torch.where(m + stored >= 0, m, 0.0)
-    raise AssertionError(name)
+    ratio = (m / (D + EPS)).detach()
+    weight = (1 + H.detach()) ** (1.0 if gamma is None else gamma)
+    a = S.detach()
+    known: dict[str, Callable[[], Tensor]] = {
+        "mle": lambda: m,
+        "emo": lambda: 0.5 * (m + (ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)) * D),
+        "emo2": lambda: (D / (m + EPS)).detach() * m + D,
+        "demd": lambda: D,
+        "tailr": lambda: (p / (mixing + (1 - mixing) * p)).detach().clamp(w_min, 1) * m,
+        "mixce": lambda: (mixing + (1 - mixing) * p).detach() * m,
+        "dft": lambda: p.detach() * m,
+        "emo_compat": lambda: 0.5 * (m + (m / (shifted + EPS)).detach() * shifted),
+        "emo2_compat": lambda: (shifted / (m + EPS)).detach() * m + shifted,
+        "focal": lambda: (1 - p) ** 2 * m,
+        "power": lambda: (1 - torch.exp(-0.5 * m)) / 0.5,
+        "threshold": lambda: torch.where(p >= 0.1, m, 0.0),
+        "chord": lambda: (p * (1 - p)).detach() * m,
+        "mile": lambda: weight / weight.mean() * m,
+        "deft": lambda: (1 - torch.exp(-a * m)) / a,
+        "neg_entropy": lambda: -H,
+        "gem": lambda: 0.7 * m,
+        "psft": lambda: -torch.minimum(p / stored.exp(), torch.tensor(1.2, dtype=p.dtype)),
+        "excess": lambda: torch.where(m + stored >= 0, m, 0.0),
+    }
+    return known[name]()
 
 
 def unit_rows(E: Tensor) -> Tensor:

@@ -38,19 +38,13 @@ RESUMED = ("adamw-3", "adamw-offload", "muon-1", "muon-2-bf16", "muon-3")
 
 
 def recipe(overrides: list[str]) -> RunConfig:
-    """A recipe whose training section is that of the test."""
-    given = [
-        "train.num_train_epochs=null",
-        f"train.max_steps={STEPS}",
-        f"train.global_batch_size={ROWS}",
-        "train.lr_scheduler_type=linear",
-    ]
-    given += ["train.warmup_ratio=0", "train.weight_decay=0.1", "model.dtype=float32", *overrides]
-    return load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", given)
+    given = ["train.num_train_epochs=null", f"train.max_steps={STEPS}", f"train.global_batch_size={ROWS}"]
+    given += ["train.lr_scheduler_type=linear", "train.warmup_ratio=0", "train.weight_decay=0.1"]
+    recipe = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
+    return load_config(recipe, [*given, "model.dtype=float32", *overrides])
 
 
 def build() -> nn.Module:
-    """The model, the same everywhere."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.2}
     model = tiny_llama(VOCAB, **shape)
     with warnings.catch_warnings():
@@ -78,7 +72,6 @@ def start(config: RunConfig, world: World, universal: bool = False) -> Engine:
 
 
 def train(engine: Engine, config: RunConfig, steps: range) -> Tensor:
-    """Losses of `steps`."""
     rank, share, losses = engine.world.rank, ROWS // engine.world.ranks, []
     for step in steps:
         whole = batch(step)
@@ -113,7 +106,6 @@ def trained(config: RunConfig, world: World, saved: Path | None) -> dict[str, An
 
 
 def resumed(config: RunConfig, world: World, saved: Path, universal: bool = False) -> Tensor:
-    """Losses of the second half."""
     engine = start(config, world, universal)
     engine.load(saved)
     losses = train(engine, config, range(STEPS // 2, STEPS))
@@ -127,13 +119,10 @@ def plain(config: RunConfig) -> dict[str, Any]:
     https://kellerjordan.github.io/posts/muon
     """
     model, train = build(), config.train
-    tables = ("embed_tokens.weight", "lm_head.weight")
     named = dict(model.named_parameters())
-    body = {
-        name: torch.zeros_like(p)
-        for name, p in named.items()
-        if train.optimizer == "muon" and p.dim() == 2 and not name.endswith(tables)
-    }
+    tables = ("embed_tokens.weight", "lm_head.weight")
+    matrices = [name for name, p in named.items() if p.dim() == 2 and not name.endswith(tables)]
+    body = {name: torch.zeros_like(named[name]) for name in matrices if train.optimizer == "muon"}
     rest = [p for name, p in named.items() if name not in body]
     groups = [
         {"params": [p for p in rest if p.dim() > 1], "weight_decay": train.weight_decay},

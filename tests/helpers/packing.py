@@ -32,9 +32,7 @@ def packed_rows() -> tuple[Tensor, Tensor, Tensor]:
 
 def documents(ids: Tensor) -> list[Tensor]:
     """The documents of `packed_rows` that have anything to predict, without padding."""
-    found = [
-        part
-        for row, lengths in zip(ids, ROWS, strict=True)
-        for part in row.split_with_sizes([*lengths, WIDTH - sum(lengths)])[: len(lengths)]
-    ]
+    found: list[Tensor] = []
+    for row, lengths in zip(ids, ROWS, strict=True):
+        found += row[: sum(lengths)].split_with_sizes(lengths)
     return [part for part in found if len(part) > 1]

@@ -38,8 +38,6 @@ class Rows(NamedTuple):
 
 
 class Files(NamedTuple):
-    """Files of a model, as they are."""
-
     hub: str
     names: tuple[str, ...]
 
@@ -114,7 +112,6 @@ def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def _copy(hub: str, path: Path) -> None:
-    """Copy a file of a model on the hub, or of a local directory."""
     from huggingface_hub import hf_hub_download
 
     source = Path(hub) / path.name if Path(hub).is_dir() else Path(hf_hub_download(hub, path.name))
@@ -122,7 +119,6 @@ def _copy(hub: str, path: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Fetch everything, and say what is missing."""
     if len(argv) != 1:
         print("usage: python -m tests.helpers.public_data DIRECTORY", file=sys.stderr)
         return ExitCode.MISTAKE

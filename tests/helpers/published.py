@@ -144,8 +144,6 @@ MEMORY = [
 
 
 class Run(NamedTuple):
-    """One published run."""
-
     mark: str
     name: str
     kind: str
@@ -155,12 +153,10 @@ class Run(NamedTuple):
     speed: float  # tokens/s/GPU
 
     def ratio(self) -> float:
-        """Predicted speed / published speed."""
         return predicted(self.sizes, self.setup, ACCELERATORS[self.kind], self.network) / self.speed
 
 
 def predicted(sizes: Sizes, setup: Setup, gpu: Accelerator, network: float) -> float:
-    """Tokens/s/GPU that the footprint predicts."""
     seconds = footprint.step_time(sizes, setup, gpu, network).total
     return setup.tokens * setup.accumulation / seconds
 
@@ -180,7 +176,6 @@ def sizes_of(model: str, block: int) -> Sizes:
 
 
 def runs() -> list[Run]:
-    """All published runs."""
     found = []
     for line in TABLE.strip().splitlines():
         mark, model, block, gpus, kind, micro, passes, *how, network, reduced, speed = line.split()

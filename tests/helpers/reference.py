@@ -57,7 +57,6 @@ def meanings(cls: type[Section]) -> dict[str, str]:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of a recipe, `extends` included."""
     tree = RunConfig.model_json_schema()
     for name, cls in sections(RunConfig).items():
         properties = (tree if cls is RunConfig else tree["$defs"][name])["properties"]
@@ -94,7 +93,6 @@ def type_of(field: dict[str, Any]) -> str:
 
 
 def table(title: str, section: dict[str, Any]) -> list[str]:
-    """Return a section's heading, description and table of keys."""
     lines = [f"## {title}", "", section.get("description", "").split("\n\n")[0].replace("\n", " "), ""]
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
     for name, field in section["properties"].items():
@@ -110,7 +108,6 @@ def table(title: str, section: dict[str, Any]) -> list[str]:
 
 
 def page() -> str:
-    """Return the reference as Markdown."""
     tree = schema()
     sections = {"Recipe": tree, **tree["$defs"]}
     lines = [line for title, section in sections.items() for line in table(title, section)]
@@ -118,7 +115,6 @@ def page() -> str:
 
 
 def schema_text() -> str:
-    """Return the JSON schema as it is written."""
     tree = schema()
     for section in (tree, *tree["$defs"].values()):
         section.pop("required", None)  # the recipe that this one extends may have them

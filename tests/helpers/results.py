@@ -31,16 +31,9 @@ def write_model(out: Path, name: str, **facts: Any) -> Path:
 
 
 def write_result(
-    out: Path,
-    name: str,
-    task: str,
-    right: Sequence[bool],
-    groups: Sequence[str] | None = None,
-    title: str = "",
-    labels: Sequence[str] = LABELS,
-    text: str = "a text",
-    **compared: Any,
-) -> None:
+    out: Path, name: str, task: str, right: Sequence[bool], groups: Sequence[str] | None = None,
+    title: str = "", labels: Sequence[str] = LABELS, text: str = "a text", **compared: Any,
+) -> None:  # fmt: skip
     """A finished result of `name`; compared: conditions that differ from COMPARED."""
     key = store.digest([str(out), name, task])[:32]
     values = {ok: {"openicl_ppl": [2.0 - ok, 1.0 + ok] + [3.0] * (len(labels) - 2)} for ok in (True, False)}
@@ -108,7 +101,6 @@ def finished(out: Path, name: str = "emo", **facts: Any) -> Model:
 
 
 def tree(directory: Path) -> dict[str, bytes]:
-    """The files of a directory and what they hold."""
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
 
 

@@ -15,19 +15,10 @@ from emo.data_prep.scan import Part, PartWriter, ScannedPiece, Seen, Stretch, Un
 
 
 def parts_of(
-    directory: Path,
-    source: np.ndarray,
-    hashes: np.ndarray,
-    chars: np.ndarray | int = 1,
-    reasons: np.ndarray | int = 0,
-    signatures: np.ndarray | None = None,
-    size: int = 1000,
-    weights: Any = (1,),
-    splits: Any = (0,),
-    threshold: float = 0.8,
-    seed: int = 0,
-    fraction: float = 0.0,
-) -> list[Part]:
+    directory: Path, source: np.ndarray, hashes: np.ndarray, chars: np.ndarray | int = 1,
+    reasons: np.ndarray | int = 0, signatures: np.ndarray | None = None, size: int = 1000,
+    weights: Any = (1,), splits: Any = (0,), threshold: float = 0.8, seed: int = 0, fraction: float = 0.0,
+) -> list[Part]:  # fmt: skip
     """Rows in parts of `size` rows each, every part with a piece for each source in it."""
     directory.mkdir(parents=True, exist_ok=True)
     chars, reasons = (np.broadcast_to(values, len(hashes)) for values in (chars, reasons))
@@ -39,9 +30,8 @@ def parts_of(
             bounds = [*(start + begins).tolist(), end]
             for i, first, last in zip(inputs.tolist(), bounds, bounds[1:], strict=False):
                 member = hashes[first:last].astype(np.uint64)
-                columns: dict[str, Any] = weighed(
-                    member, weights[i % len(weights)], splits[i % len(splits)], seed, fraction
-                )
+                weight, split = weights[i % len(weights)], splits[i % len(splits)]
+                columns: dict[str, Any] = weighed(member, weight, split, seed, fraction)
                 columns |= {"hash": member, "chars": chars[first:last].astype(np.uint32)}
                 columns["reason"] = reasons[first:last].astype(np.uint8)
                 if signatures is not None:
@@ -57,15 +47,9 @@ def parts_of(
 
 
 def select_in_memory(
-    config: DataConfig,
-    weights: np.ndarray,
-    splits: np.ndarray,
-    source: np.ndarray,
-    hashes: np.ndarray,
-    chars: np.ndarray,
-    reasons: np.ndarray,
-    signatures: np.ndarray,
-) -> tuple[list[int], list[int], list[int]]:
+    config: DataConfig, weights: np.ndarray, splits: np.ndarray, source: np.ndarray, hashes: np.ndarray,
+    chars: np.ndarray, reasons: np.ndarray, signatures: np.ndarray,
+) -> tuple[list[int], list[int], list[int]]:  # fmt: skip
     """Shard, copies and reason of each row by the definition; weights are whole, splits of the sources."""
     count = len(hashes)
     reason = [int(one) for one in reasons]

@@ -43,7 +43,6 @@ def sweep(tmp_path: Path, recipe: Path, **changes: Any) -> Path:
 
 
 def opened(path: Path, *overrides: str) -> Sweep:
-    """Return the sweep of an experiment file, silent."""
     return Sweep(read_experiment(path, list(overrides)), lambda _: None)
 
 
@@ -63,7 +62,6 @@ def pretend(work: Sweep, nll: dict[str, float] | None = None, tasks: Iterable[Ta
 
 
 def start(path: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start the command that does an experiment file."""
     return popen([sys.executable, "-m", "emo", "sweep", str(path), *arguments])
 
 

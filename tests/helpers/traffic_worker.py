@@ -31,7 +31,6 @@ CASES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
 
 
 def held() -> int:
-    """Return the bytes of all tensors' storages."""
     storages = {}
     for item in gc.get_objects():
         if isinstance(item, torch.Tensor) and not item.is_meta:
@@ -51,9 +50,8 @@ class Traffic:
 
     def _counted(self, name: str, collective: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
-            tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
-            tensors += [a for a in options.values() if isinstance(a, torch.Tensor)]
-            largest = max((t.numel() for t in tensors), default=0)
+            given = (*arguments, *options.values())
+            largest = max((a.numel() for a in given if isinstance(a, torch.Tensor)), default=0)
             if largest > WIDTH:  # no norms
                 self.elements[name] = self.elements.get(name, 0) + largest
                 self.peak = max(self.peak, held())

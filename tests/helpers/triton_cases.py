@@ -24,7 +24,6 @@ V, H = 150, 12
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks per row, the last one partial."""
     from emo.pipeline.loss import kernels_triton as triton_kernels
 
     monkeypatch.setattr(triton_kernels, "BLOCK", 64)
@@ -41,7 +40,6 @@ def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tens
 @pytest.mark.parametrize("name", ONE_TARGET)
 @pytest.mark.parametrize(("scale", "cache_mb"), [(0.05, 0.0), (2.0, 0.05)])
 def test_equals_reference(name: str, scale: float, cache_mb: float) -> None:
-    """The same bounds as for the PyTorch path."""
     h, w, labels, E = inputs(torch.float32, scale)
     cost = CostEmbedding.from_weight(E, cache_mb=cache_mb)
     beside = {"stored": stored_for(labels), "kernels": "triton", "memory_mb": 1e-4}
@@ -120,7 +118,6 @@ def test_what_stands_between_padded_rows_never_counts(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_confident_and_extreme_rows(dtype: torch.dtype) -> None:
-    """A target far above or far below the rest stays finite and right."""
     h = torch.tensor([[30.0, 0.0], [-30.0, 0.0], [1e3, 1e3]], dtype=dtype).requires_grad_()
     w = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.5, 0.5]], dtype=dtype).requires_grad_()
     labels, E = torch.tensor([0, 0, 3]), torch.randn(4, 3)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +17,22 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
+from emo.common.errors import UserError
 from emo.pipeline.engine import start_world
+from emo.pipeline.loss import fuse_model, probe_model
 from emo.pipeline.loss.cost import CostEmbedding
 from emo.pipeline.loss.dense import Teacher
 from emo.pipeline.loss.fused import LossSums, fused_linear_loss
 from emo.pipeline.loss.head import fuse_head
 from emo.pipeline.loss.objectives import get_objective
-from tests.helpers.families import tiny_llama
+from emo.pipeline.loss.varlen import VARLEN
+from tests.helpers.families import family, tiny_llama
 from tests.helpers.loss_reference import stored_for
 
 VOCAB, BLOCK, ROWS, STEPS = 96, 16, 6, 3  # rows of the global batch
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0}  # a tiny eps would amplify rounding
+
+ZERO = {"overlap_comm": False, "stage3_param_persistence_threshold": 0}
 
 
 @dataclass(frozen=True)
@@ -62,14 +67,8 @@ class WithLoss(nn.Module):
 
 
 def build(case: Case) -> WithLoss:
-    model = tiny_llama(
-        VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        tie_word_embeddings=case.tied,
-        initializer_range=0.2,
-    )
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.2}
+    model = tiny_llama(VOCAB, tie_word_embeddings=case.tied, **shape)
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -77,7 +76,6 @@ def build(case: Case) -> WithLoss:
 
 
 def prepare(model: WithLoss, case: Case) -> None:
-    """Swap the head and freeze what the case wants frozen."""
     head = model.model.lm_head
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -122,17 +120,12 @@ def run_unsharded(case: Case) -> dict[str, Tensor]:
 
 
 def ds_config(case: Case) -> dict[str, Any]:
-    """What DeepSpeed is told of a case."""
     return {
         "train_micro_batch_size_per_gpu": ROWS // 2 // case.accumulation,
         "gradient_accumulation_steps": case.accumulation,
         "gradient_clipping": 0.0,  # the default is 1.0
         "optimizer": {"type": "AdamW", "params": {"torch_adam": True, **OPTIMIZER}},
-        "zero_optimization": {
-            "stage": case.stage,
-            "overlap_comm": False,
-            "stage3_param_persistence_threshold": 0,
-        },
+        "zero_optimization": ZERO | {"stage": case.stage},
     }
 
 
@@ -190,10 +183,34 @@ CASES = [
 ]
 
 
+def probed(name: str, scale: float | None = None, attn: str | None = None) -> str:
+    """Return the start-up probe's verdict on a family, after two training steps where it is admitted."""
+    model = family(name, attn)
+    fuse_model(model, get_objective("mle"), **({} if scale is None else {"logit_scale": scale}))
+    config = ds_config(Case()) | {"train_micro_batch_size_per_gpu": 1}
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
+    try:
+        packing = probe_model(model, engine, packed=False, collective=True, device=torch.device("cpu"))
+    except UserError as error:
+        return error.code
+    ids = torch.arange(12)[None]
+    for _ in range(2):
+        sums = engine(input_ids=ids, labels=ids, position_ids=ids)
+        engine.backward(sums.loss / 12)
+        engine.step()
+    engine.destroy()
+    return packing
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     start_world()
-    results = [(asdict(case), run_sharded(case)) for case in CASES]
+    if sys.argv[2:] == ["probe"]:
+        results: list[Any] = [probed("llama"), probed("opt"), probed("bloom"), probed("granite", 0.3)]
+        results.append(probed("opt", attn=VARLEN))
+    else:
+        results = [run_sharded(case) for case in CASES]
     if dist.get_rank() == 0:
         torch.save(results, Path(sys.argv[1]))
     dist.barrier()
