@@ -27,8 +27,8 @@ def main(argv: list[str] | None = None) -> int:
 
     0 done, 1 a run failed, 2 a mistake in the input or a run that ended so, 75 stopped, 130 interrupted.
     """
-    parser = Parser(prog="emo", description=ABOUT)
-    parser.add_argument("command", choices=("sweep", "table"), help="do the runs, or gather their table")
+    command, *words = sys.argv[1:] if argv is None else argv
+    parser = Parser(prog=f"emo {command}", description=ABOUT)
     parser.add_argument("file", type=Path, help="an experiment file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--dry_run", action="store_true", help="print the runs and the time; run nothing")
@@ -36,9 +36,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--slurm", type=Path, metavar="FILE", help="write an array job instead of running")
     parser.add_argument("--kubernetes", type=Path, metavar="FILE", help="write an Indexed Job instead")
     parser.add_argument("--workers", type=int, default=8, help="of those jobs (%(default)s)")
-    args = parse_arguments(parser, argv)
-    command = _table if args.command == "table" else _run
-    return outcome(lambda: command(args, read_experiment(args.file, args.overrides)))
+    args = parse_arguments(parser, words)
+    work = _table if command == "table" else _run
+    return outcome(lambda: work(args, read_experiment(args.file, args.overrides)))
 
 
 def _run(args: argparse.Namespace, experiment: Experiment) -> int:
