@@ -101,6 +101,8 @@ class TextEncoder:
 
     def _after_space(self, text: str) -> bytes:
         """Return the ids of a space and a text. Raises KeyError where a space after it begins no word."""
+        if text.isalnum():  # without white space it is one word under every rule
+            return self._word(f" {text}")
         if not text or _ends_white(text):
             raise KeyError(text)
         assert self.words is not None
