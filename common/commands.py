@@ -14,22 +14,22 @@ from emo.common.text import printable
 
 # Options by their names in other programs and in earlier versions of this one.
 OTHER_OPTIONS = {
-    "__out": ("--output_path", "--results"),
-    "__output": ("--output_path",),
-    "__output_dir": ("--output_path",),
-    "__output_path": ("--results",),
-    "__shots": ("--num_fewshot",),
-    "__fewshot": ("--num_fewshot",),
-    "__budget": ("--batch_size",),
-    "__batch": ("--batch_size",),
-    "__model_args": ("--model",),
-    "__model_name_or_path": ("--model",),
-    "__tokens": ("--max_new_tokens",),
-    "__max_length": ("--max_new_tokens", "--max_tokens"),
-    "__max_tokens": ("--max_new_tokens",),
-    "__prompt": ("--prefix",),
-    "__num_return_sequences": ("--samples",),
-    "__num_gpus": ("--gpus",),
+    "out": ("--output_path", "--results"),
+    "output": ("--output_path",),
+    "output_dir": ("--output_path",),
+    "output_path": ("--results",),
+    "shots": ("--num_fewshot",),
+    "fewshot": ("--num_fewshot",),
+    "budget": ("--batch_size",),
+    "batch": ("--batch_size",),
+    "model_args": ("--model",),
+    "model_name_or_path": ("--model",),
+    "tokens": ("--max_new_tokens",),
+    "max_length": ("--max_new_tokens", "--max_tokens"),
+    "max_tokens": ("--max_new_tokens",),
+    "prompt": ("--prefix",),
+    "num_return_sequences": ("--samples",),
+    "num_gpus": ("--gpus",),
 }
 
 
@@ -85,7 +85,7 @@ def _called(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argpar
 
 def hint(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean ...?` with the choice that is meant by a word, or nothing."""
-    known = [choice for choice in choices if choice not in ("-h", "--help")]
-    meant = [name for name in OTHER_OPTIONS.get(word.replace("-", "_"), ()) if name in known]
-    match = next(iter(meant), None) or similar(word, known)
+    options = [choice for choice in choices if choice not in ("-h", "--help")]
+    others = OTHER_OPTIONS.get(word.lstrip("-").replace("-", "_"), ())
+    match = next((name for name in others if name in options), None) or similar(word, options)
     return f"; did you mean {match}?" if match else ""

@@ -16,7 +16,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,6 +26,18 @@ from emo.common.errors import UserError
 
 LOST = 255  # the exit code of a worker whose server has died
 JOIN = 10.0  # seconds for a worker to end by itself
+
+
+@contextlib.contextmanager
+def environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process's environment for a block; those alone are put back."""
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
 class Workers:
@@ -45,14 +57,9 @@ class Workers:
         self._context.set_forkserver_preload([make.__module__])
         # The server of workers is started by `python -c`, which would look in the working directory first:
         # there may lie a common.py or data_prep.py of the user's.
-        before = os.environ.copy()
-        os.environ["PYTHONPATH"] = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        os.environ["PYTHONSAFEPATH"] = "1"
-        try:
+        path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+        with environment({"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}):
             multiprocessing.forkserver.ensure_running()
-        finally:
-            os.environ.clear()
-            os.environ.update(before)
         self._threads = ThreadPoolExecutor(count)  # each thread talks to one worker, which it starts
         self._local = threading.local()
 

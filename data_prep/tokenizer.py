@@ -125,7 +125,7 @@ def tokenizer_facts(directory: Path) -> TokenizerFacts:
 def read_tokenizer(directory: Path) -> tuple[Tokenizer, TokenizerFacts]:
     """Return a saved tokenizer as its library loads it, and its facts. Raises UserError."""
     content = _content(directory)
-    backend, names = _read(directory, known=content in _FACTS)
+    backend, names = _read(directory, checked=content in _FACTS)
     if content not in _FACTS:
         _FACTS[content] = _facts(backend, names)
     return backend, _FACTS[content]
@@ -246,13 +246,13 @@ def _local(path: str | Path, revision: str | None) -> Path:
         ) from None
 
 
-def _read(path: Path, known: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
+def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
     """Return a tokenizer as data are encoded by it, and its special tokens. Raises UserError.
 
-    known: these very bytes were read before, so that their ids need no second look.
+    checked: these very bytes were read before, so that their ids need no second look.
     """
     try:
-        backend, names = _parsed(path, known)
+        backend, names = _parsed(path, checked)
         if getattr(backend.model, "dropout", None):
             backend.model.dropout = None  # it would give a text other ids every time
         if names.items() >= NO_BOS.items() and backend.encode("").ids[:1] == [
@@ -266,13 +266,13 @@ def _read(path: Path, known: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
         raise UserError(f"tokenizer {path} cannot be read: {one_line(error)}") from None
 
 
-def _parsed(path: Path, known: bool) -> tuple[Tokenizer, dict[str, Any]]:
+def _parsed(path: Path, checked: bool) -> tuple[Tokenizer, dict[str, Any]]:
     """Return the backend and the names of the special tokens, from a directory or a .model file."""
     if path.is_file():
         return _from_sentencepiece(path)
     if (path / "tokenizer.json").is_file():
         content = read_bytes(path / "tokenizer.json", FILE_BYTES).decode()
-        if not known:
+        if not checked:
             tree = parse_json(content)
             _check_ids(tree["model"]["vocab"], tree.get("added_tokens") or ())
         backend = Tokenizer.from_str(content)

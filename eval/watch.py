@@ -139,9 +139,10 @@ class Watch:
         others = (item for item in self.unexported.items() if not item[0].startswith(f"{export} "))
         self.unexported = dict(others)
         self.deferred.discard(str(export))
-        marks = {name: self.state / "exported" / f"{name}.json" for name in self._evaluated()}
+        evaluated = self._evaluated()
+        marks = {name: self.state / "exported" / f"{name}.json" for name in evaluated}
         due = {}  # name -> version of the results
-        for name, mark in self._evaluated().items():
+        for name, mark in evaluated.items():
             version = store.digest([mark.get("files"), mark.get("asked")])
             if _read(marks[name]).get(str(export)) != version:
                 due[name] = version

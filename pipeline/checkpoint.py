@@ -268,12 +268,13 @@ class Saved(NamedTuple):
 
 def newest_valid(run_dir: Path, world: World) -> Saved | None:
     """Return the newest checkpoint whose files are as COMPLETE says, or None; all ranks hash a part."""
-    for directory in reversed(checkpoints(run_dir)):
+    directories = checkpoints(run_dir)
+    for directory in reversed(directories):
         problems = [p for p in gather_objects(problem(directory, world.rank, world.ranks)) if p is not None]
         if not problems:
             return read_saved(directory)
         log.warning("%s is not used: %s", directory.name, problems[0])
-    if checkpoints(run_dir):
+    if directories:
         log.warning("no checkpoint in %s is whole: training begins again from step 0", run_dir)
     return None
 

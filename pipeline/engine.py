@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from emo.common.errors import FailureError, UserError, one_line
+from emo.common.parallel import environment
 from emo.pipeline.batches import DOMAIN
 from emo.pipeline.loss.fused import BINS
 from emo.pipeline.loss.head import BOUNDS, by_document
@@ -317,16 +318,11 @@ def _detached(sums: Any, domain: Tensor | None = None, domains: int = 0) -> Tens
 @contextlib.contextmanager
 def _only_data(directory: Path) -> Iterator[None]:
     """Refuse a state for which `torch.load` would run anything within the block, whatever its caller asks."""
-    before = {name: os.environ.get(name) for name in ONLY_DATA}
-    os.environ.update(ONLY_DATA)
     try:
-        with torch.serialization.safe_globals(list(STATE_CLASSES)):
+        with environment(ONLY_DATA), torch.serialization.safe_globals(list(STATE_CLASSES)):
             yield
     except pickle.UnpicklingError as error:
         raise _more_than_data(directory, str(error)) from None
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
 def _more_than_data(directory: Path, message: str) -> UserError:

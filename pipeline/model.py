@@ -99,9 +99,8 @@ class Losses(NamedTuple):
 
     objective: Objective
     cost: CostEmbedding | LiveCost | None  # None where the objective has no transport part
-    measure: (
-        CostEmbedding | LiveCost | None
-    )  # in validation DEMD is reported for every objective, to compare them
+    # In validation DEMD is reported for every objective, to compare them.
+    measure: CostEmbedding | LiveCost | None
 
 
 def objective_parts(config: RunConfig) -> list[Objective]:

@@ -9,7 +9,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -23,6 +22,7 @@ from torch.utils import cpp_extension
 from transformers.pytorch_utils import Conv1D
 
 from emo.common.errors import UserError, nearest, one_line
+from emo.common.parallel import environment
 from emo.common.provenance import REPOSITORY, shipped
 from emo.common.untrusted import JSON_BYTES, read_bytes
 from emo.pipeline.config import Batch, RunConfig
@@ -305,5 +305,5 @@ def import_muon() -> None:
     Their decorators alone would load PyTorch's compiler: a second of every start. On a GPU that trains with
     Muon they stay compiled.
     """
-    with mock.patch.dict(os.environ, TORCHDYNAMO_DISABLE="1"):
+    with environment({"TORCHDYNAMO_DISABLE": "1"}):
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
