@@ -1,16 +1,22 @@
 """The checkpoints of a run: written while training continues, published, removed, found valid and read again.
 
 The stall of a save is the copy into host memory. The rest runs beside training on every rank, which talk
-through a process group of their own, so that all learn when one of them could not write; upload.py copies.
+through a process group of their own, so that all learn when one of them could not write.
 
 A checkpoint is written as step-N.partial, hashed, given COMPLETE (every file with its size and hash) and
 renamed. So a directory without a matching COMPLETE is not a checkpoint, and a torn one is never resumed.
+
+Checkpoints are copied to `train.copy_to` beside training. What is left to copy is read from the two
+directories: checkpoints whose COMPLETE the target lacks. So a launch goes on where an earlier one was
+interrupted, and no upload, however slow, holds up a save. In the target UPLOADING holds what COMPLETE will
+say while files are missing, and COMPLETE comes last.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import json
 import logging
 import os
@@ -18,9 +24,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import fsspec
 import torch.distributed as dist
 
 from emo.common.errors import FailureError, UserError, one_line
@@ -29,9 +37,9 @@ from emo.common.provenance import code_version, library_versions
 from emo.common.untrusted import read_json
 from emo.data_prep.config import settings
 from emo.pipeline.config import RunConfig
-from emo.pipeline.engine import DamagedError, Engine, to_universal
-from emo.pipeline.export import Copied, ExportError, check_aside, copy_model, write_export
-from emo.pipeline.identity import PARTS, Identity, check_same
+from emo.pipeline.engine import Engine, to_universal
+from emo.pipeline.export import Copied, check_aside, copy_model, write_export
+from emo.pipeline.identity import ANEW, PARTS, Identity, check_same
 from emo.pipeline.lock import RunLock
 from emo.pipeline.ranks import PATIENCE, World, gather_objects, lost_a_peer, on_main
 from emo.pipeline.run_dir import (
@@ -41,6 +49,7 @@ from emo.pipeline.run_dir import (
     FileFacts,
     checkpoints,
     describe,
+    is_complete,
     list_files,
     partial_directory,
     problem,
@@ -48,9 +57,10 @@ from emo.pipeline.run_dir import (
     step_of,
 )
 from emo.pipeline.stop import RESUME
-from emo.pipeline.upload import Uploads
 
 log = logging.getLogger(__name__)
+
+STALL = 600.0  # seconds without a piece after which the end of a run no longer waits
 
 
 def write_complete(directory: Path, files: dict[str, FileFacts]) -> None:
@@ -81,6 +91,19 @@ def prune(run_dir: Path, keep_last: int, keep_every: int = 0, spared: Path | Non
         shutil.rmtree(directory, ignore_errors=True)
 
 
+class Saved(NamedTuple):
+    """A checkpoint that is valid by content."""
+
+    directory: Path
+    step: int
+    tokens: int  # supervised tokens up to this step
+    ranks: int
+    groups: list[int]  # parameters in each of the optimizer's groups
+    frozen: int  # of the engine: which weights the adapters belong to
+    identity: Identity  # of what was trained with
+    progress: dict[str, Any]  # of metrics and guard, between two records
+
+
 class Saver:
     """Writes the checkpoints of a run, one at a time."""
 
@@ -101,24 +124,17 @@ class Saver:
         progress: what metrics and guard have counted, for the run that resumes from here.
         """
         self.finish()
-        partial = partial_directory(self.config.output_dir, step)
-        if self.engine.world.is_main:
+        engine, partial = self.engine, partial_directory(self.config.output_dir, step)
+        if engine.world.is_main:
             remove(partial)
         dist.barrier()
-        self.engine.snapshot(partial)
-        copied = copy_model(self.engine) if self.config.train.export_checkpoints else None
-        state = {
-            "step": step,
-            "tokens": tokens,
-            "ranks": self.engine.world.ranks,
-            "groups": self.engine.groups,
-            "frozen": self.engine.frozen,
-            "identity": self.identity,
-            "progress": progress,
-        }
+        engine.snapshot(partial)
+        copied = copy_model(engine) if self.config.train.export_checkpoints else None
+        facts = (step, tokens, engine.world.ranks, engine.groups, engine.frozen, self.identity, progress)
         self._step = step
         self._goes_on()
-        self._thread = threading.Thread(target=self._write, args=(partial, state, copied), daemon=True)
+        arguments = (Saved(partial, *facts), copied)
+        self._thread = threading.Thread(target=self._write, args=arguments, daemon=True)
         self._thread.start()
         if not self.config.train.async_save:
             self.finish()
@@ -161,76 +177,69 @@ class Saver:
 
     def _given_up(self, why: UserError) -> UserError:
         """Return the error that ends the run, of the same kind as `why`."""
-        remains = "the last complete one remains"
-        message = f"the checkpoint after step {self._step} cannot be written ({why}); {remains}"
-        if isinstance(why, DamagedError):
-            return DamagedError(message, code=why.code)
-        if isinstance(why, ExportError):
-            return ExportError(f"{message}; set train.export_checkpoints=false to go on without exports")
-        return FailureError(f"{message}; make room, then {RESUME} from it")
+        problem = f"the checkpoint after step {self._step} cannot be written ({why})"
+        cure = f"make room, then {RESUME}" if isinstance(why, FailureError) else "correct that first"
+        return type(why)(f"{problem}; the last complete one remains; {cure}", code=why.code)
 
-    def _write(self, partial: Path, state: dict[str, Any], copied: Copied | None) -> None:
+    def _write(self, saved: Saved, copied: Copied | None) -> None:
         """Write one rank's part, and on rank 0 make a checkpoint of all parts: marker, name, pruning."""
-        error: UserError | None
-        train = self.config.train
+        error: UserError | None = None
+        files: dict[str, FileFacts] = {}
+        rank, train, partial = self.engine.world.rank, self.config.train, saved.directory
         try:
-            error, files = self._write_part(partial, state, copied)
+            try:
+                files = self._write_part(saved, copied)
+            except Exception as failure:  # whatever it is: the other ranks wait to hear of it
+                error = failure if isinstance(failure, UserError) else FailureError(one_line(failure, 200))
             self._goes_on()
             parts = gather_objects((error, files), self.group)
             error = next((e for e, _ in parts if e is not None), None)
             self._goes_on()
-            if error is None and self.engine.world.is_main and self.lock.problem is not None:
+            if error is None and rank == 0 and self.lock.problem is not None:
                 error = FailureError(self.lock.problem)
-            elif error is None and self.engine.world.is_main:
+            elif error is None and rank == 0:
                 try:
                     write_complete(partial, {k: v for _, part in parts for k, v in part.items()})
-                    final = publish(self.config.output_dir, self._step)
-                    event = {"event": "saved", "step": self._step, "path": str(final)}
+                    final = publish(self.config.output_dir, saved.step)
+                    event = {"event": "saved", "step": saved.step, "path": str(final)}
                     log.info("saved: %s", final, extra={"event_fields": event})
                     spared = self._uploads.current if self._uploads is not None else None
                     prune(self.config.output_dir, train.save_total_limit, train.keep_every, spared)
                     if self._uploads is not None:
                         self._uploads.wake()
                 except OSError as failure:
-                    error = FailureError(f"rank 0: {one_line(failure, 200)}")
+                    error = FailureError(one_line(failure, 200))
             error = gather_objects(error, self.group)[0]
         except Exception as failure:
             lost = isinstance(failure, RuntimeError) and lost_a_peer(failure)
             error = FailureError("another rank has not written its part" if lost else one_line(failure))
         if error is not None:
             self._problem = self._given_up(error)
-            if self.engine.world.is_main:
+            if rank == 0:
                 with contextlib.suppress(OSError):  # the disk that failed may fail again
                     remove(partial)
 
-    def _write_part(
-        self, partial: Path, state: dict[str, Any], copied: Copied | None
-    ) -> tuple[UserError | None, dict[str, FileFacts]]:
-        """Write this rank's files, and on rank 0 the export; return why that failed, or None, and hashes."""
-        rank = self.engine.world.rank
-        try:
-            if rank == 0:
-                partial.mkdir(parents=True, exist_ok=True)
-                write_text(partial / STATE, json.dumps(state, allow_nan=False))
-            written = self.engine.files.write()
+    def _write_part(self, saved: Saved, copied: Copied | None) -> dict[str, FileFacts]:
+        """Write this rank's files, and on rank 0 the export; return their sizes and hashes."""
+        partial, rank = saved.directory, self.engine.world.rank
+        if rank == 0:
+            partial.mkdir(parents=True, exist_ok=True)
+            state = saved._asdict()
+            del state["directory"]
+            write_text(partial / STATE, json.dumps(state, allow_nan=False))
+        written = self.engine.files.write()
+        self._goes_on()
+        if rank == 0 and copied is not None:
+            info = self.export_info(saved.step, saved.tokens)
+            write_export(copied, self.config, partial / HF, info, check_aside)
             self._goes_on()
-            if rank == 0 and copied is not None:
-                info = self.export_info(state["step"], state["tokens"])
-                error = write_export(copied, self.config, partial / HF, info, check_aside)
-                if error is not None:
-                    return type(error)(f"rank 0: {error}"), {}
-                self._goes_on()
-            names = [path.relative_to(partial).as_posix() for path in written]
-            if rank == 0:  # which owns whatever no DeepSpeed rank wrote
-                names += [n for n in list_files(partial) if not n.startswith("state/")]
-            for name in names:
-                with (partial / name).open("rb") as file:
-                    os.fsync(file.fileno())  # a power cut after COMPLETE must not find unwritten pages
-            return None, describe(partial, names)
-        except DamagedError as damage:
-            return damage, {}
-        except Exception as failure:  # whatever it is: the other ranks wait to hear of it
-            return FailureError(f"rank {rank}: {one_line(failure, 200)}"), {}
+        names = [path.relative_to(partial).as_posix() for path in written]
+        if rank == 0:  # which owns whatever no DeepSpeed rank wrote
+            names += [n for n in list_files(partial) if not n.startswith("state/")]
+        for name in names:
+            with (partial / name).open("rb") as file:
+                os.fsync(file.fileno())  # a power cut after COMPLETE must not find unwritten pages
+        return describe(partial, names)
 
     def export_info(self, step: int, tokens: int) -> dict[str, Any]:
         """Return what an export says of its origin."""
@@ -253,19 +262,6 @@ class Saver:
         }
 
 
-class Saved(NamedTuple):
-    """A checkpoint that is valid by content."""
-
-    directory: Path
-    step: int
-    tokens: int  # supervised tokens up to this step
-    ranks: int
-    groups: list[int]  # parameters in each of the optimizer's groups
-    frozen: int  # of the engine: which weights the adapters belong to
-    identity: Identity  # of what was trained with
-    progress: dict[str, Any]  # of metrics and guard, between two records
-
-
 def newest_valid(run_dir: Path, world: World) -> Saved | None:
     """Return the newest checkpoint whose files are as COMPLETE says, or None; all ranks hash a part."""
     directories = checkpoints(run_dir)
@@ -281,13 +277,11 @@ def newest_valid(run_dir: Path, world: World) -> Saved | None:
 
 def read_saved(directory: Path) -> Saved:
     """Return what state.json says of a checkpoint. Raises UserError for one of another version."""
-    try:
-        state = read_json(directory / STATE)
-        return Saved(directory, **{key: state[key] for key in Saved._fields[1:]})
-    except (ValueError, KeyError, TypeError) as error:
-        problem = f"{directory} is of another version of this program ({STATE}: {one_line(error, 80)})"
-        cure = "continue it with that version, or start a new output_dir"
-        raise UserError(f"{problem}; {cure}", code="other-version") from None
+    state = read_json(directory / STATE)
+    if state.keys() != set(Saved._fields[1:]):
+        problem = f"{directory} is of another version of this program"
+        raise UserError(f"{problem}; continue it with that version, {ANEW}", code="other-version")
+    return Saved(directory, **state)
 
 
 def check_identity(saved: Saved | None, identity: Identity) -> None:
@@ -310,11 +304,8 @@ def loadable(saved: Saved, ds_config: dict[str, Any], world: World) -> tuple[Pat
     if saved.ranks == world.ranks:
         return saved.directory, False
     if ds_config["optimizer"]["type"] == "Muon":
-        problem = (
-            f"{saved.directory} holds the state of Muon, which cannot be converted for {world.ranks} ranks"
-        )
-        cure = f"start {saved.ranks} ranks, or a new output_dir from an export"
-        raise UserError(f"{problem}; {cure}", code="muon-ranks")
+        problem = f"{saved.directory} holds Muon's state, which cannot be converted for {world.ranks} ranks"
+        raise UserError(f"{problem}; start {saved.ranks} ranks, {ANEW}", code="muon-ranks")
     copy = saved.directory.with_name(saved.directory.name + ".universal")
 
     def convert() -> None:
@@ -330,11 +321,100 @@ def loadable(saved: Saved, ds_config: dict[str, Any], world: World) -> tuple[Pat
 def check_engine(saved: Saved, engine: Engine) -> None:
     """Raise UserError for other groups of parameters, or other weights that do not train, than were saved."""
     if saved.groups != engine.groups:
-        problem = (
-            f"{saved.directory} has {saved.groups} parameters in the optimizer's groups, not {engine.groups}"
-        )
+        problem = f"{saved.directory} has groups of {saved.groups} parameters, not of {engine.groups}"
         raise UserError(f"{problem}; set output_dir to a new directory", code="changed-groups")
     if saved.frozen != engine.frozen:
         problem = f"{saved.directory} holds adapters of another base model than model.path is now"
-        cure = "put the old weights back, or set output_dir to a new directory"
-        raise UserError(f"{problem}; {cure}", code="changed-base")
+        raise UserError(f"{problem}; put the old weights back, {ANEW}", code="changed-base")
+
+
+class Uploads:
+    """A thread that copies the checkpoints of a run, oldest first."""
+
+    def __init__(self, run_dir: Path, target: str) -> None:
+        self.run_dir, self.target = run_dir, target
+        self.current: Path | None = None  # is being copied, and must not be pruned
+        self._copied: set[str] = set()
+        self._work, self._idle = threading.Event(), threading.Event()
+        self._moved = time.monotonic()
+        self.wake()  # for what an earlier launch has left
+        threading.Thread(target=self._run, name="upload", daemon=True).start()
+
+    def wake(self) -> None:
+        """Let the thread look for checkpoints that have become complete."""
+        self._idle.clear()
+        self._work.set()
+
+    def goes_on(self) -> bool:
+        """Return whether something is being copied and moves."""
+        return not self._idle.is_set() and time.monotonic() - self._moved < STALL
+
+    def unfinished(self) -> list[str]:
+        """Return the names of complete checkpoints that are not in the target."""
+        return [d.name for d in checkpoints(self.run_dir) if d.name not in self._copied]
+
+    def _run(self) -> None:
+        while self._work.wait():
+            self._work.clear()
+            for directory in checkpoints(self.run_dir):
+                if directory.name in self._copied:
+                    continue
+                self.current = directory
+                self._move()
+                try:
+                    copy_checkpoint(directory, self.target, self._move)
+                    self._copied.add(directory.name)
+                except Exception as error:  # of whatever store it is; the next `wake` tries again
+                    why = one_line(error, 200)
+                    if not is_complete(directory):
+                        why = "it was removed before its turn came: copies are slower than saves"
+                    log.warning("%s was not copied to train.copy_to=%s: %s", directory.name, self.target, why)
+            self.current = None
+            if not self._work.is_set():
+                self._idle.set()
+
+    def _move(self) -> None:
+        self._moved = time.monotonic()
+
+
+def copy_checkpoint(directory: Path, target: str, moved: Callable[[], None]) -> None:
+    """Copy a complete checkpoint into `target`, calling `moved` after every piece.
+
+    Files that an interrupted copy of the same checkpoint has left whole stay. Raises OSError for a file that
+    is no longer what COMPLETE says.
+    """
+    system, root = fsspec.core.url_to_fs(f"{target}/{directory.name}")
+    system.invalidate_cache()
+    marker = (directory / COMPLETE).read_bytes()
+    listed = json.loads(marker)["files"]
+    complete, uploading = f"{root}/{COMPLETE}", f"{root}/UPLOADING"
+
+    def content(path: str) -> bytes | None:
+        return system.cat_file(path) if system.exists(path) else None
+
+    def copy(name: str) -> None:
+        path = f"{root}/{name}"
+        if resumes and system.exists(path) and system.size(path) == listed[name]["size"]:
+            return
+        system.makedirs(path.rpartition("/")[0], exist_ok=True)
+        digest = hashlib.sha256()
+        with (directory / name).open("rb") as source, system.open(path, "wb") as sink:
+            while piece := source.read(16 << 20):
+                sink.write(piece)
+                digest.update(piece)
+                moved()
+        if digest.hexdigest() != listed[name]["sha256"]:
+            raise OSError(f"{name} has another content than {COMPLETE} says")
+
+    if content(complete) != marker:
+        resumes = content(uploading) == marker
+        if system.exists(complete):  # of another checkpoint of this name
+            system.rm_file(complete)
+        if not resumes:
+            system.makedirs(root, exist_ok=True)
+            system.pipe_file(uploading, marker)
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(copy, sorted(listed)))
+        system.pipe_file(complete, marker)
+    if system.exists(uploading):
+        system.rm_file(uploading)

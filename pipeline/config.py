@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BeforeValidator, Field, ValidationError, create_model, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from emo.common.errors import UserError
 from emo.common.recipe import Section, mark, parse_section, read_recipe
@@ -64,29 +64,19 @@ class ModelConfig(Section):
     def _some_origin(self) -> ModelConfig:
         if self.path is None and self.architecture is None:
             raise ValueError("give path (pre-trained), architecture (a new model), or both")
-        if self.architecture is not None and "model_type" not in self.architecture:
+        if "model_type" not in (self.architecture or {"model_type": ""}):
             raise ValueError("architecture needs model_type, for example llama")
         return self
 
 
-if TYPE_CHECKING:
+class RampConfig(Section):
+    """A number that moves in a straight line over the first steps and then stays."""
 
-    class RampConfig(Section):
-        """See below; `from` is no name that Python allows here."""
+    model_config = ConfigDict(serialize_by_alias=True)
 
-        to: float
-        steps: int
-else:
-    RampConfig = create_model(
-        "RampConfig",
-        __base__=Section,
-        __doc__="A number that moves in a straight line over the first steps and then stays.",
-        **{
-            "from": (float, Field(description="Value at the first step.")),
-            "to": (float, Field(description="Value from step `steps` on.")),
-            "steps": (int, Field(gt=0, description="Steps that the way takes.")),
-        },
-    )
+    first: float = Field(alias="from", description="Value at the first step.")
+    to: float = Field(description="Value from step `steps` on.")
+    steps: int = Field(gt=0, description="Steps that the way takes.")
 
 
 def _as_ramp(weight: Any) -> Any:
@@ -105,7 +95,7 @@ Weight = Annotated[float | RampConfig, BeforeValidator(_as_ramp)]
 
 def _ends(weight: float | RampConfig) -> tuple[float, float]:
     """Return the first and the last value of a number or ramp."""
-    return (getattr(weight, "from"), weight.to) if isinstance(weight, RampConfig) else (weight, weight)
+    return (weight.first, weight.to) if isinstance(weight, RampConfig) else (weight, weight)
 
 
 def _labelled(weight: float | RampConfig, name: str) -> str:
@@ -168,10 +158,8 @@ class ObjectiveConfig(Section):
     def _one_way(self) -> ObjectiveConfig:
         if self.sum and (self.name, self.params) != ("emo", {}):
             raise ValueError("give name and params, or sum, not both")
-        others = {part.cost for part in self.sum or ()} - {None, self.cost}
-        if others:
-            costs = ", ".join(map(str, others))
-            raise ValueError(f"the parts of a sum share one cost embedding: set cost, not {costs} in a part")
+        if {part.cost for part in self.sum or ()} - {None, self.cost}:
+            raise ValueError("the parts of a sum share one cost embedding: set cost beside the sum")
         return self
 
 
@@ -195,15 +183,11 @@ class MixtureConfig(Section):
     def _possible(self) -> MixtureConfig:
         if bool(self.shares) == (self.temperature is not None):
             raise ValueError("give exactly one of shares and temperature")
-        for name, share in self.shares.items():
-            if min(_ends(share)) < 0:
-                raise ValueError(f"the share of {name} must not be negative")
-        for end in (0, 1) if self.shares else ():
-            if not any(_ends(share)[end] for share in self.shares.values()):
-                raise ValueError(f"the shares are all 0 {('in the beginning', 'in the end')[end]}")
-        for name, epochs in self.max_epochs.items():
-            if epochs < 1:
-                raise ValueError(f"max_epochs of {name} must be above 0; a share of 0 leaves a domain out")
+        for end in zip(*map(_ends, self.shares.values()), strict=True):  # in the beginning, in the end
+            if min(end) < 0 or not any(end):
+                raise ValueError("shares must not be negative, and not all of them 0")
+        if min(self.max_epochs.values(), default=1) < 1:
+            raise ValueError("max_epochs must be above 0; a share of 0 leaves a domain out")
         return self
 
     @property
@@ -296,20 +280,12 @@ class TrainConfig(Section):
     @model_validator(mode="after")
     def _consistent(self) -> TrainConfig:
         if (self.num_train_epochs is None) == (self.max_steps is None):
-            first, other = (
-                f"max_steps={self.max_steps or 'N'}",
-                f"num_train_epochs={self.num_train_epochs or 'N'}".removesuffix(".0"),
-            )
-            if self.max_steps is not None:
-                first, other = f"{first} train.num_train_epochs=null", f"{other} train.max_steps=null"
-            either = f"train.{first}, or train.{other}"
+            either = "train.num_train_epochs=null or train.max_steps=null sets one aside"
             raise ValueError(f"give exactly one of num_train_epochs and max_steps: {either}")
         if (self.optimizer == "muon") != (self.muon_lr is not None):
             raise ValueError("optimizer muon needs muon_lr (0.02 is usual), which adamw does not read")
         if self.optimizer == "muon" and self.max_grad_norm:
-            raise ValueError(
-                "optimizer muon needs max_grad_norm 0: DeepSpeed would clip its update, not the gradient"
-            )
+            raise ValueError("optimizer muon needs max_grad_norm 0: its update would be clipped")
         if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
             raise ValueError("profile names the first and last step to record, from 1")
         return self
@@ -341,10 +317,8 @@ class Batch(NamedTuple):
     ranks: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.batch} rows per step = {self.micro} per pass x {self.accumulation} accumulated "
-            f"x {counted(self.ranks, 'rank')}"
-        )
+        passes = f"{self.micro} per pass x {self.accumulation} accumulated"
+        return f"{self.batch} rows per step = {passes} x {counted(self.ranks, 'rank')}"
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
@@ -357,9 +331,8 @@ def load_config(path: Path, overrides: list[str]) -> RunConfig:
     objectives = " ".join(override for override in overrides if override.startswith("objective"))
     for name in (config.objective.name, *(part.name for part in config.objective.sum or ())):
         if ":" in name and name not in objectives:
-            problem = f"{path} names an objective that is a program, and no recipe has one run by itself"
             cure = f"read it, then name it in the command: objective.name={name}"
-            raise UserError(f"{problem}: {cure}", code="objective-program")
+            raise UserError(f"{path} names an objective that is a program; {cure}", code="objective-program")
     return config
 
 
@@ -374,8 +347,8 @@ def solve_batch(batch: int, micro: int, ranks: int) -> Batch:
     Raises UserError when no whole number fits, naming values that would.
     """
     if batch % ranks:
-        fits, over = max(ranks, batch - batch % ranks), counted(ranks, "rank")
-        problem = f"train.global_batch_size={batch} does not divide over {over}"
+        problem = f"train.global_batch_size={batch} does not divide over {counted(ranks, 'rank')}"
+        fits = max(ranks, batch - batch % ranks)
         raise UserError(f"{problem}; set train.global_batch_size={fits} or change the number of ranks")
     per_rank = batch // ranks
     micro = min(micro, per_rank)
@@ -397,6 +370,6 @@ def lr_at(train: TrainConfig, step: int, steps: int) -> float:
     progress = (step - warmup) / max(1, steps - warmup)
     if train.lr_scheduler_type == "cosine":
         return train.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
-    if train.lr_scheduler_type == "linear":
-        return train.learning_rate * (1 - progress)
-    return train.learning_rate
+    return (
+        train.learning_rate * (1 - progress) if train.lr_scheduler_type == "linear" else train.learning_rate
+    )

@@ -31,7 +31,7 @@ from emo.common.files import write_text
 from emo.common.provenance import REPOSITORY
 from emo.common.text import markdown, on_one_line, publishable
 from emo.pipeline.config import RunConfig
-from emo.pipeline.ranks import gather_objects
+from emo.pipeline.ranks import agreed
 from emo.pipeline.run_dir import EXPORT_INFO
 from emo.pipeline.stop import RESUME, die_with_parent
 
@@ -82,17 +82,18 @@ class Copied(NamedTuple):
 def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str, object]) -> None:
     """Write the model to `target`; all ranks must call.
 
-    Raises, on all ranks alike, FailureError when it cannot be written, and ExportError when it does not
-    reproduce the logits.
+    Raises the errors of `write_export` on all ranks alike.
     """
     streamed = _streamed(engine)
-    problem = write_export(streamed, config, target, info, check) if engine.world.is_main else None
-    deque(streamed.tensors, maxlen=0)  # all ranks take part in the gathers, whatever has failed on the first
-    problem = gather_objects(problem)[0]
-    if isinstance(problem, FailureError):
-        raise FailureError(f"{problem}; make room, then {RESUME}")
-    if problem is not None:
-        raise problem
+
+    def write() -> None:
+        try:
+            if engine.world.is_main:
+                write_export(streamed, config, target, info, check)
+        finally:  # all ranks take part in the gathers, whatever has failed on the first
+            deque(streamed.tensors, maxlen=0)
+
+    agreed(write)
 
 
 def copy_model(engine: Engine) -> Copied:
@@ -108,8 +109,11 @@ def write_export(
     target: Path,
     info: dict[str, object],
     check: Callable[[Path, Tensor, Tensor], None],
-) -> UserError | None:
-    """Write and check `target` on rank 0, whole or not at all; return an error as above, or None."""
+) -> None:
+    """Write and check `target` on rank 0, whole or not at all.
+
+    Raises FailureError when it cannot be written, and ExportError when it does not reproduce the logits.
+    """
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -118,13 +122,11 @@ def write_export(
         check(partial, copied.probe, copied.logits)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-    except FailureError as error:
-        return error
     except (OSError, SafetensorError) as error:
-        return FailureError(f"{partial} cannot be written ({one_line(error, 200)})")
-    except (UserError, RuntimeError, ValueError) as error:
-        return ExportError(one_line(error, 400))
-    return None
+        problem = f"{partial} cannot be written ({one_line(error, 200)})"
+        raise FailureError(f"{problem}; make room, then {RESUME}") from None
+    except (RuntimeError, ValueError) as error:
+        raise ExportError(one_line(error, 400)) from None
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:

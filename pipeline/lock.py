@@ -49,22 +49,19 @@ class RunLock:
         """
         if self._lease is None:
             return
+        began, first = time.monotonic(), None
         try:
-            began, first = time.monotonic(), None
             while not self._lease.acquire(self._beat):
                 holder = self._lease.holder()
                 if holder is not None and first is None:
                     first = holder
-                    if not first.here:
-                        line = "%s is locked by %s: waiting up to %.0f s to see whether it still runs"
-                        log.info(line, self.run_dir, first, LOCK_SECONDS)
-                if holder is not None and first is not None:
+                    line = "%s is locked by %s: waiting up to %.0f s to see whether it still runs"
+                    log.info(line, self.run_dir, first, 2 * BEAT if first.here else LOCK_SECONDS)
+                elif holder is not None and first is not None:
                     waited = holder.here and time.monotonic() - began > 2 * BEAT
                     if waited or holder.renewed > first.renewed:
-                        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder.since))
-                        cure = "wait until it has ended, or set output_dir to another directory"
-                        problem = f"{self.run_dir} is in use by {holder}, started {when}; {cure}"
-                        raise UserError(problem, code="run-in-use")
+                        problem = f"{self.run_dir} is in use by {holder}; wait until it has ended"
+                        raise UserError(f"{problem}, or set another output_dir", code="run-in-use")
                 time.sleep(LOOK)
         except OSError as error:
             kind = FailureError if may_pass(error) else UserError
@@ -75,10 +72,9 @@ class RunLock:
     @property
     def problem(self) -> str | None:
         """Return why this launch must not write any more, or None; looks at the directory."""
-        held = self._lease is None or self._lease.held()
-        return (
-            None if held else f"another launch took over {self.run_dir}, whose lock was not renewed for long"
-        )
+        if self._lease is None or self._lease.held():
+            return None
+        return f"another launch took over {self.run_dir}, whose lock was not renewed for long"
 
     def reached(self, step: int) -> None:
         """Note that step `step` has been taken."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
 import re
 from collections.abc import Iterator, Sequence
@@ -32,7 +31,6 @@ from emo.pipeline.loss import (
     CostEmbedding,
     LiveCost,
     Objective,
-    Ramp,
     fuse_model,
     get_objective,
     load_cost,
@@ -42,6 +40,7 @@ from emo.pipeline.loss import (
 )
 from emo.pipeline.loss.cost import TWIN_COST, USUAL_TWINS, twins
 from emo.pipeline.loss.head import by_segments, refusal
+from emo.pipeline.order import ramp
 from emo.pipeline.planning.host import family_has, usable_attention
 from emo.pipeline.ranks import broken_hardware, gather_objects, lost_a_peer
 from emo.pipeline.run_dir import INITIAL
@@ -66,19 +65,19 @@ def model_config(config: ModelConfig, online: bool = True) -> PretrainedConfig:
     except (OSError, ValueError) as error:
         raise UserError(_unreachable(config.path, error)) from None
     for key, value in (config.architecture or {}).items():
-        if getattr(hf_config, key, None) != value:
-            actual = f"model.path={config.path} has {key}={getattr(hf_config, key, None)!r}"
-            raise UserError(f"{actual}, but model.architecture says {value!r}; correct one of them")
+        if (actual := getattr(hf_config, key, None)) != value:
+            problem = f"model.path={config.path} has {key}={actual!r}, and model.architecture {value!r}"
+            raise UserError(f"{problem}; correct one of them")
     return hf_config
 
 
 def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest) -> None:
     """Refuse data that this model cannot read: too many ids, too long blocks, another tokenizer."""
-    vocab_size = config.get_text_config().vocab_size
-    if manifest.vocab_size > vocab_size:
-        problem = f"the prepared data use {manifest.vocab_size} token ids, the model's head has {vocab_size}"
+    text = config.get_text_config()
+    context = getattr(text, "max_position_embeddings", None)
+    if manifest.vocab_size > text.vocab_size:
+        problem = f"the data use {manifest.vocab_size} token ids, the model's head has {text.vocab_size}"
         raise UserError(f"{problem}; set data.tokenizer to the model's own and prepare again")
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
     if context is not None and manifest.block > context:
         problem = f"rows of {manifest.block} tokens are longer than the model's context of {context}"
         raise UserError(f"{problem}; set data.sequence_len={context} or less and prepare again")
@@ -115,28 +114,18 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
     parts = parts or objective_parts(config)
     objective = parts[0]
     if chosen.sum:
-        weights: list[float | Ramp] = [
-            Ramp(getattr(part.weight, "from"), part.weight.to, part.weight.steps)
-            if isinstance(part.weight, RampConfig)
-            else part.weight
-            for part in chosen.sum
-        ]
+        weights = (
+            ramp(part.weight) if isinstance(part.weight, RampConfig) else part.weight for part in chosen.sum
+        )
         objective = weighted_sum(list(zip(parts, weights, strict=True)))
-    problem = None
     if objective.dense:
-        problem = (
-            "compares with a teacher, which a recipe cannot name; use emo.pipeline.loss.fused from Python, "
-            "or set objective.name to another"
-        )
-    elif "stored" in objective.needs and chosen.scores is None:
-        problem = (
-            "compares with another model's log-probabilities; write them with "
-            "`emo score RECIPE --model MODEL --name NAME` and set objective.scores=NAME"
-        )
-    elif chosen.scores is not None and "stored" not in objective.needs:
-        problem = f"reads no scores; leave out objective.scores={chosen.scores}"
-    if problem is not None:
-        raise UserError(f"objective {objective.name} {problem}")
+        cure = "set objective.name to another, or use emo.pipeline.loss.fused from Python"
+        raise UserError(f"objective {objective.name} needs a teacher, which no recipe names; {cure}")
+    if "stored" in objective.needs and chosen.scores is None:
+        cure = "run `emo score RECIPE --model MODEL --name NAME` and set objective.scores=NAME"
+        raise UserError(f"objective {objective.name} needs another model's log-probabilities; {cure}")
+    if chosen.scores is not None and "stored" not in objective.needs:
+        raise UserError(f"objective {objective.name} reads no scores; leave out objective.scores")
     return objective
 
 
@@ -221,23 +210,21 @@ def write_initial_weights(config: RunConfig) -> None:
 def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
     """Return the model from its weights; under ZeRO-3 it is built partitioned (see engine.py)."""
     path, revision = origin(config)
+    dtype = getattr(torch, config.model.dtype)
     try:
-        loaded = load_causal_lm(
-            path, revision, dtype=getattr(torch, config.model.dtype), attn_implementation=attn
-        )
+        loaded = load_causal_lm(path, revision, dtype=dtype, attn_implementation=attn)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         if broken_hardware(error) or lost_a_peer(error):
             raise  # weights go to the GPU and, under ZeRO-3, to other ranks
         raise UserError(_unreachable(path, error)) from None
-    problems = {"lacks": loaded.missing, "has another shape for": loaded.mismatched}
-    problems["holds what this kind of model has not:"] = loaded.unexpected
-    for problem, names in problems.items():
+    for problem, names in (
+        ("lacks", loaded.missing),
+        ("has another shape for", loaded.mismatched),
+        ("holds what this kind of model has not:", loaded.unexpected),
+    ):
         if names:
-            remainder = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            listed = f"{', '.join(names[:3])}{remainder}"
-            raise UserError(
-                f"model.path={path} {problem} {listed}: it is damaged, or no causal language model"
-            )
+            listed = f"{', '.join(names[:3])} ({len(names)} in all)"
+            raise UserError(f"model.path={path} {problem} {listed}: it is damaged, or no causal LM")
     if loaded.fault is not None:
         raise UserError(f"model.path={path} {loaded.fault}; correct it, or set model.path to another")
     broken = ""
@@ -280,17 +267,16 @@ def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]
     if config.model.lora is not None:
         base = base.get_base_model()
     settings: Any = {"packed": False, "collective": True, "device": engine.world.device}
-    probe = functools.partial(probe_model, base, engine.ds, **settings)
-    verdict = probe()
+    verdict = probe_model(base, engine.ds, **settings)
     first = base.config._attn_implementation
     if verdict == "refused" and by_segments(first) and config.model.attn_implementation == "auto":
         other = "sdpa" if family_has(base.config, "sdpa") else "eager"
         log.info("attention: %s; %s does not keep the documents of a row apart here", other, first)
         base.set_attn_implementation(other)
-        verdict = probe()
+        verdict = probe_model(base, engine.ds, **settings)
+    if verdict == "refused" and packed:
+        raise UserError(refusal(base))
     if verdict == "refused":
-        if packed:
-            raise UserError(refusal(base))
         base.packing = "alone"  # what follows a row's one document is padding, which nobody learns from
 
 
@@ -300,18 +286,10 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
 
     assert config.lora is not None
     targets = config.lora.targets
-    layers = [name for name, module in model.named_modules() if name and not list(module.children())]
-    # peft reads a single string as a regular expression for whole names
-    for target in [] if targets == "all-linear" else [targets] if isinstance(targets, str) else targets:
-        try:
-            if isinstance(targets, str):
-                matches = any(re.fullmatch(target, name) for name in layers)
-            else:
-                matches = any(name == target or name.endswith(f".{target}") for name in layers)
-        except re.error as error:
-            raise UserError(f"model.lora.targets={target} is not a regular expression: {error}") from None
-        if not matches:
-            suffixes = {name.rpartition(".")[2] for name in layers if not name.endswith(".lm_head")}
+    for target in targets if isinstance(targets, list) else ():  # of one string peft says it itself
+        names = [name for name, module in model.named_modules() if name and not list(module.children())]
+        if not any(f".{name}".endswith(f".{target}") for name in names):
+            suffixes = {name.rpartition(".")[2] for name in names if not name.endswith(".lm_head")}
             hint = nearest(target, sorted(name for name in suffixes if not name.isdigit()))
             raise UserError(f"model.lora.targets={target} names no layer of {type(model).__name__}; {hint}")
     settings = peft.LoraConfig(
@@ -327,14 +305,12 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
             # In the model's dtype: else float32 where ZeRO-3 builds the model, and what ZeRO-2 casts it to.
             # DeepSpeed keeps a float32 copy of whatever trains.
             return peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
-    except ValueError as error:
+    except (ValueError, re.error) as error:
         raise UserError(f"model.lora.targets={targets}: {one_line(error)}") from None
 
 
 def _unreachable(path: str, error: Exception) -> str:
     if Path(path).exists():
         return f"model.path={path} cannot be loaded: {one_line(error)}"
-    return (
-        f"model.path={path} is neither a directory here nor a hub model that can be reached; "
-        "set model.path to a local directory, or download it where there is network (HF_HOME)"
-    )
+    problem = f"model.path={path} is neither a directory here nor a hub model that can be reached"
+    return f"{problem}; set it to a directory, or download it where there is network (HF_HOME)"

@@ -151,13 +151,14 @@ def shares(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[Ramp]:
         problem = f"train.mixture.shares says nothing of {', '.join(forgotten)}"
         cure = "give every domain of the data a share, 0 leaves it out"
         raise UserError(f"{problem}; {cure}", code="mixture-domains")
-    ramps = []
-    for share in (mixture.shares[name] for name in names):
-        if isinstance(share, RampConfig):
-            ramps.append(Ramp(getattr(share, "from"), share.to, share.steps))
-        else:
-            ramps.append(Ramp(share, share, 1))
-    return ramps
+    return [ramp(mixture.shares[name]) for name in names]
+
+
+def ramp(weight: float | RampConfig) -> Ramp:
+    """Return a weight of a recipe over the steps; a number stays what it is."""
+    if isinstance(weight, RampConfig):
+        return Ramp(weight.first, weight.to, weight.steps)
+    return Ramp(weight, weight, 1)
 
 
 def normalised(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[tuple[float, float]]:

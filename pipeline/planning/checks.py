@@ -63,22 +63,23 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     local: training shall start on this host, so that model, data and run directory must be at hand; otherwise
     what is absent is passed over. Raises UserError for whatever would stop the run.
     """
-    batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, ranks)
+    train, path = config.train, config.model.path
+    batch = solve_batch(train.global_batch_size, train.micro_batch_size, ranks)
     ds_config = deepspeed_config(config, batch)
     if local:
         check_host(ds_config)
-        for package in config.train.report_to:
+        for package in train.report_to:
             if importlib.util.find_spec(package) is None:
                 cure = f"pip install {package}, or leave it out"
                 raise UserError(f"train.report_to: {package} is not installed: {cure}", code="missing-extra")
     parts = objective_parts(config)
-    programs, objective = identity.programs(config), training_objective(config, parts)
+    objective = training_objective(config, parts)
     data, validation = _data(config, local)
     hf_config = model_config(config.model, online=local)
-    for part in () if data is None else (data, *validation.values()):
-        check_fits(hf_config, config.model, part.manifest)
+    for rows in () if data is None else (data, *validation.values()):
+        check_fits(hf_config, config.model, rows.manifest)
     implementation = usable_attention(config.model, hf_config) if local else config.model.attn_implementation
-    train, steps = config.train, config.train.max_steps
+    steps = train.max_steps
     if steps is None and data is not None:  # as many whole batches as the epochs hold
         epochs = train.num_train_epochs or 0
         steps = int(epochs * len(data) / train.global_batch_size)
@@ -87,62 +88,35 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
             raise UserError(f"{amount} are less than a batch; set a smaller train.global_batch_size")
     if train.profile is not None and steps is not None and train.profile[1] > steps:
         raise UserError(f"train.profile={list(train.profile)} ends after the run's {steps} steps")
-    try:
-        with torch.device("meta"):  # names and shapes without weights
-            model: nn.Module = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
-            if config.model.lora is not None:
-                model = add_lora(model, config.model, train.seed)  # type: ignore[arg-type]
-    except UserError:
-        raise
-    except Exception as error:  # whatever a configuration that cannot be makes of transformers
-        where = "model.path" if config.model.path else "model.architecture"
-        where += "" if config.model.lora is None else " or model.lora"
-        raise UserError(f"{where}: no model can be built from it ({one_line(error, 250)})") from None
-    if config.train.optimizer == "muon":
-        parameter_groups(model, config.train.weight_decay, use_muon=True)
-    settings: Any = hf_config.get_text_config()
-    for key in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
-        value = None
-        with contextlib.suppress(Exception):  # configurations compute some, and some are for single layers
-            value = getattr(settings, key)
-        if type(value) is not int or value < 1:
-            problem = f"model_type {hf_config.model_type} has no {key} of all layers; take a transformer"
-            raise UserError(problem, code="architecture")
-    path = config.model.path
+    model = _outline(config, hf_config)
     if path is not None and (local or Path(path).exists()):
         with contextlib.suppress(OSError):  # generation defaults, if any, are carried on by the export
-            try:
-                revision = config.model.revision or "main"
-                unwrap(model).generation_config = GenerationConfig.from_pretrained(path, revision=revision)
-            except ValueError as error:
-                problem = f"model.path={path}: its generation_config.json is wrong: {one_line(error)}"
-                raise UserError(problem) from None
+            revision = config.model.revision or "main"
+            unwrap(model).generation_config = GenerationConfig.from_pretrained(path, revision=revision)
     rehearse(model, config)
     _check_cost(config, hf_config.get_text_config().vocab_size, local)
     scores: list[Scores | None] = []
-    facts = identity.of_objective(parts, programs, batch) | identity.of_deepspeed(ds_config)
-    if local:
-        facts |= identity.of_model(hf_config, model)
     if data is not None:
         prompt_ids(config)
-        facts |= identity.of_data(data, validation)
         if local:
             name = config.objective.scores  # of the column that the objective reads beside the tokens
             scores = [None if name is None else Scores(rows, name) for rows in (data, *validation.values())]
-            facts |= identity.of_scores(scores)
+    elif train.mixture is not None:  # a recipe knows its domains, though not what they hold
+        shares(train.mixture, [Domain(name, 1, 1) for name in config.data.domains_of(TRAIN)])
+    opened = (data, validation, scores)
+    facts = identity.identify(parts, config, batch, ds_config, (hf_config, model) if local else None, *opened)
+    if data is not None:
         identity.compare(config, facts)
-    elif config.train.mixture is not None:  # a recipe knows its domains, though not what they hold
-        shares(config.train.mixture, [Domain(name, 1, 1) for name in config.data.domains_of(TRAIN)])
-    history = [Holding(0, config.train.mixture)] if data is None else identity.mixtures(config)
+    history = [Holding(0, train.mixture)] if data is None else identity.mixtures(config)
     order: BatchOrder | MixedOrder | None = None
     if data is not None and steps is not None:
-        order = BatchOrder(len(data), config.train.global_batch_size, config.train.seed)
+        order = BatchOrder(len(data), train.global_batch_size, train.seed)
         if history[-1].mixture is not None:
-            rows = (data.domain, data.valid, data.domains)
-            order = MixedOrder(*rows, config.train.global_batch_size, config.train.seed, history)
+            columns = (data.domain, data.valid, data.domains)
+            order = MixedOrder(*columns, train.global_batch_size, train.seed, history)
             order.taken(steps)  # a mixture that ends before the last step is refused
     resolved = (batch, steps, ds_config, hf_config, model, objective, implementation)
-    return Ready(*resolved, data, validation, scores, history, order, facts)
+    return Ready(*resolved, *opened, history, order, facts)
 
 
 def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[str, TokenDataset]]:
@@ -152,13 +126,7 @@ def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[
     data, validation = open_prepared(config.data)
     for rows in (data, *validation.values()):  # the tokenizer beside them, which is exported, is theirs
         directory = rows.directory.parent / "tokenizer"
-        try:
-            fingerprint = tokenizer_facts(directory).fingerprint
-        except UserError:
-            raise
-        except Exception as error:  # `tokenizers` raises plain Exception for a broken file
-            raise UserError(f"{directory} cannot be read ({one_line(error)}); {AGAIN} --force") from None
-        if fingerprint != rows.manifest.tokenizer_fingerprint:
+        if tokenizer_facts(directory).fingerprint != rows.manifest.tokenizer_fingerprint:
             problem = f"{directory} is not what the rows beside it were prepared with; {AGAIN} --force"
             raise UserError(problem, code="changed-tokenizer")
     if not data.valid.sum():
@@ -166,45 +134,65 @@ def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[
     return data, validation
 
 
+def _outline(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
+    """Return the model that would train, with its adapters, on the meta device: names and shapes alone."""
+    try:
+        with torch.device("meta"):
+            model: nn.Module = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
+            if config.model.lora is not None:
+                model = add_lora(model, config.model, config.train.seed)  # type: ignore[arg-type]
+    except UserError:
+        raise
+    except Exception as error:  # whatever a configuration that cannot be makes of transformers
+        where = "model.path" if config.model.path else "model.architecture"
+        where += "" if config.model.lora is None else " or model.lora"
+        raise UserError(f"{where}: no model can be built from it ({one_line(error, 250)})") from None
+    if config.train.optimizer == "muon":
+        parameter_groups(model, config.train.weight_decay, use_muon=True)
+    for key in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
+        value = None
+        with contextlib.suppress(Exception):  # configurations compute some, and some are for single layers
+            value = getattr(hf_config.get_text_config(), key)
+        if type(value) is not int or value < 1:
+            problem = f"model_type {hf_config.model_type} has no {key} of all layers; take a transformer"
+            raise UserError(problem, code="architecture")
+    return model
+
+
 def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
     """Read the cost embedding once, where it exists already and is at hand."""
     source, path = config.objective.cost, config.model.path
-    if source in ("constant", "numbers"):
+    if source in ("constant", "numbers", "live") or (source in ("pretrained", "permuted") and path is None):
+        return  # without a file, or the head of weights that the run itself is going to write
+    if path is not None and source in ("pretrained", "permuted", path):
+        if local or Path(path).exists():
+            load_cost(path, vocab_size, revision=config.model.revision)
         return
-    if source in ("pretrained", "permuted"):
-        if path is None:
-            return  # the head of weights that the run itself is going to write
-        source = path
     is_file = Path(source).suffix in FILES
-    is_path = is_file or source.startswith(("/", ".", "~")) or source.count("/") > 1
-    if is_path and source != path and not Path(source).exists() and (local or is_file):
+    if not Path(source).exists() and (is_file or (local and (source[0] in "/.~" or source.count("/") > 1))):
         raise UserError(
             f"objective.cost={source} does not exist; give pretrained, live, constant, permuted or numbers, "
             f"a model's directory or hub id, or a file that holds one matrix ({', '.join(FILES)})"
         )
-    if source == "live" or not (local or is_file or Path(source).exists()):
+    if not (local or is_file or Path(source).exists()):
         return
-    load_cost(source, vocab_size, revision=config.model.revision if source == path else None)
-    if is_file or not local or source == path:
+    load_cost(source, vocab_size)
+    if is_file or not local:
         return
     # Another model's costs must be of the same tokens; special ones may differ, for training renames them.
     tokenizer = load_tokenizer(str(config.data.dir / "tokenizer"))
     try:
         other = load_tokenizer(source)
     except UserError:
-        log.warning(
-            "objective.cost=%s carries no tokenizer: cannot check that its costs fit the data", source
-        )
+        log.warning("objective.cost=%s has no tokenizer: cannot check that its costs fit the data", source)
         return
     special = {*tokenizer.added_tokens_decoder, *other.added_tokens_decoder}
     names = {token: name for name, token in other.get_vocab().items()}
     for name, token in tokenizer.get_vocab().items():
         if token not in special and names.get(token) != name:
-            problem = (
-                f"objective.cost={source} has another tokenizer than the data: its token {token} is "
-                f"{shown(names.get(token))}, not {shown(name)}; set objective.cost=pretrained"
-            )
-            raise UserError(problem, code="cost-tokenizer")
+            problem = f"objective.cost={source} has another tokenizer than the data: its token {token} is"
+            words = f"{shown(names.get(token))}, not {shown(name)}; set objective.cost=pretrained"
+            raise UserError(f"{problem} {words}", code="cost-tokenizer")
 
 
 def rehearse(model: nn.Module, config: RunConfig) -> None:
@@ -214,26 +202,22 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
         directory = Path(temporary)
         try:
             write_rest(base, config, directory, {})
-            settings = AutoConfig.from_pretrained(directory)
             with torch.device("meta"):
-                plain = AutoModelForCausalLM.from_config(settings)
+                plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
         except (OSError, ValueError, KeyError) as error:
             problem = f"its configuration cannot be written and read back ({one_line(error, 200)})"
             raise UserError(f"the trained model could not be exported: {problem}") from None
     names: dict[int, list[str]] = {}
     for name, parameter in base.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
-    actual: dict[str, list[int] | str] = {}
+    actual: dict[str, list[int]] = {}
     for tensor in exported_tensors(model):
         sharing = names[id(tensor.base)]
         if tensor.adapters and len(sharing) > 1:  # merged into one, they would change the other as well
             problem = f"{' and '.join(sharing)} are one tensor, and adapters on one cannot be exported"
             raise UserError(f"model.lora.targets: {problem}; leave it out of the targets")
         whole = [torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for p in tensor.parts]
-        try:
-            actual[tensor.name] = list(tensor.merged(*whole).shape)
-        except RuntimeError as error:  # its parts do not fit together
-            actual[tensor.name] = one_line(error, 100)
+        actual[tensor.name] = list(tensor.merged(*whole).shape)
     expected = {name: list(p.shape) for name, p in plain.named_parameters()}
     for name in sorted(expected.keys() | actual.keys()):
         if expected.get(name) != actual.get(name):

@@ -63,11 +63,11 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
     tree = _read(path, config.deepspeed)
     for key in tree:
         if key in OWNED_BY_RECIPE:
-            instead = OWNED_BY_RECIPE[key]
-            raise UserError(f"{path} sets {key}; remove it and set {instead} in the recipe", code="ds-owned")
+            cure = f"set {OWNED_BY_RECIPE[key]} in the recipe"
+            raise UserError(f"{path} sets {key}; remove it and {cure}", code="ds-owned")
         if key in CUT_OVER_RANKS:
-            problem = f"{path} sets {key}, which cuts {CUT_OVER_RANKS[key]} over ranks; remove it: the loss"
-            raise UserError(f"{problem} needs it whole, and ZeRO-3 saves memory, too", code="ds-cuts")
+            problem = f"{path} sets {key}, and the loss needs {CUT_OVER_RANKS[key]} whole"
+            raise UserError(f"{problem}; remove it: ZeRO-3 saves memory, too", code="ds-cuts")
     _check_keys(tree, path)
     _check_combination(config, tree, path, batch.ranks)
     on_cpu = get_accelerator().device_name() == "cpu"
@@ -120,30 +120,23 @@ def zero_stage(ds_config: Mapping[str, Any]) -> int:
 def check_host(ds_config: dict[str, Any]) -> None:
     """Raise UserError when this host lacks what the configuration needs of it."""
     if on_gpu() and importlib.util.find_spec("triton") is not None and compiler() is None:
-        problem = "Triton needs a C compiler for its kernels, and this host has none; install gcc"
-        raise UserError(problem, code="compiler")
+        raise UserError(
+            "Triton compiles its kernels, and there is no C compiler: install gcc", code="compiler"
+        )
     zero = ds_config.get("zero_optimization", {})
     size, ranks = zero.get("zero_hpz_partition_size", 1), ranks_here()
-    offload = zero.get("offload_param") or {}
-    directory = offload.get("nvme_path") or "(not given)"
     if size > 1 and ranks % size:
         problem = f"zero_hpz_partition_size={size} must divide the {ranks} ranks of a host"
         raise UserError(f"{problem}; set it to {ranks} or a divisor", code="hpz-ranks")
+    offload = zero.get("offload_param") or {}
     if offload.get("device") != "nvme":
         return
     if on_gpu() and cpp_extension.CUDA_HOME is None and not installed_ops.get("async_io"):
-        problem = (
-            "DeepSpeed compiles an operation for weights on NVMe with nvcc, which is not here; install the"
-        )
-        raise UserError(
-            f"{problem} CUDA toolkit, or set deepspeed=ds_configs/zero3_offload.json", code="nvme-nvcc"
-        )
+        raise UserError("weights on NVMe need nvcc: install the CUDA toolkit", code="nvme-nvcc")
     if not AsyncIOBuilder().is_compatible():
-        problem = "weights on NVMe need libaio and its headers: install libaio-dev on every host"
-        raise UserError(problem, code="nvme-libaio")
-    if not os.access(directory, os.W_OK):
-        problem = f"nvme_path {directory} is not a writable directory; set it to one"
-        raise UserError(problem, code="nvme-path")
+        raise UserError("weights on NVMe need libaio: install libaio-dev on every host", code="nvme-libaio")
+    if not os.access(offload.get("nvme_path") or "(not given)", os.W_OK):
+        raise UserError("nvme_path is not a writable directory; set it to one", code="nvme-path")
 
 
 def _read(path: Path, setting: Path) -> dict[str, Any]:
@@ -159,11 +152,12 @@ def _read(path: Path, setting: Path) -> dict[str, Any]:
         return values
 
     try:
-        tree = json.loads(read_bytes(path, JSON_BYTES).decode(), object_pairs_hook=without_repeats)
-    except (ValueError, OSError, RecursionError) as error:
-        raise UserError(f"deepspeed={path} is not JSON: {one_line(error, 150)}", code="ds-file") from None
-    if not isinstance(tree, dict):
-        raise UserError(f"deepspeed={path} must hold a JSON object; see ds_configs/", code="ds-file")
+        tree: dict[str, Any] = json.loads(read_bytes(path, JSON_BYTES), object_pairs_hook=without_repeats)
+        tree.keys()
+    except (ValueError, AttributeError, OSError, RecursionError) as error:
+        raise UserError(
+            f"deepspeed={path} is no JSON object: {one_line(error, 150)}", code="ds-file"
+        ) from None
     return tree
 
 
@@ -176,10 +170,6 @@ class _Lookups(dict[str, Any]):
         self.keys_read.add(key)
         return super().get(key, default)
 
-    def __getitem__(self, key: str) -> Any:
-        self.keys_read.add(key)
-        return super().__getitem__(key)
-
     def __contains__(self, key: object) -> bool:
         self.keys_read.add(str(key))
         return super().__contains__(key)
@@ -190,11 +180,6 @@ def _check_keys(tree: dict[str, Any], path: Path) -> None:
 
     DeepSpeed itself says which keys it knows: it is given the file, and what it does not look up is unknown.
     """
-    types = tree.get("data_types", {})
-    accumulated = types.get("grad_accum_dtype", "fp32") if isinstance(types, dict) else None
-    if accumulated not in ("fp32", "bf16", "fp16") or types.keys() - {"grad_accum_dtype"}:
-        problem = f"{path}: data_types must be an object with grad_accum_dtype, one of fp32, bf16, fp16"
-        raise UserError(problem, code="ds-file")
     lookups = _Lookups(tree, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1)
     lookups.keys_read = set()
     section = "zero_optimization."
@@ -202,6 +187,8 @@ def _check_keys(tree: dict[str, Any], path: Path) -> None:
         DeepSpeedZeroConfig(**tree.get("zero_optimization", {}))
         section = ""
         DeepSpeedConfig(lookups)
+        if tree.get("data_types", {}).keys() - {"grad_accum_dtype"}:
+            raise ValueError("data_types may hold grad_accum_dtype alone")
     except ValidationError as error:
         first = error.errors()[0]
         key = section + ".".join(map(str, first["loc"]))
@@ -220,28 +207,22 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
     stage, size = int(zero.get("stage", 0)), zero.get("zero_hpz_partition_size", 1)
     offload, muon = zero.get("offload_optimizer") or {}, config.train.optimizer == "muon"
     if stage == 0:
-        fault = f"{path} sets ZeRO stage 0, under which DeepSpeed applies gradients that are not finite"
-        raise UserError(f"{fault}; set stage 1, which gives the same numbers", code="zero-stage")
+        problem = f"{path} sets ZeRO stage 0, under which DeepSpeed applies gradients that are not finite"
+        raise UserError(f"{problem}; set stage 1, which gives the same numbers", code="zero-stage")
     problem = None
     if offload.get("ratio", 1.0) != 1.0 or offload.get("super_offload") or zero.get("zenflow"):
-        problem = f"{path}: remove zenflow, super_offload and ratio, which need DeepSpeed's own Adam"
+        problem = "remove zenflow, super_offload and ratio, which need DeepSpeed's own Adam"
     elif size > 1 and (stage != 3 or ranks % size):
-        groups = f"ranks in groups of {size}, not stage {stage} and {ranks} ranks"
-        problem = f"{path}: zero_hpz_partition_size={size} needs ZeRO stage 3 and {groups}; "
-        problem += "set it to the ranks of a host, or remove it"
-    elif muon and (offload or zero.get("reduce_scatter")):  # not possible, or never compared with plain Muon
-        problem = f"{path}: train.optimizer=muon goes without offload_optimizer and reduce_scatter; "
-        problem += "set deepspeed=ds_configs/zero2.json, or train.optimizer=adamw without muon_lr"
-    elif muon and config.model.lora is not None:
-        problem = "train.optimizer=muon is not for the factors of model.lora; "
-        problem += "set train.optimizer=adamw without muon_lr"
+        problem = f"zero_hpz_partition_size={size} needs ZeRO stage 3, and ranks that it divides; remove it"
+    elif muon and (offload or zero.get("reduce_scatter") or config.model.lora is not None):
+        # not possible, or never compared with plain Muon
+        problem = "train.optimizer=muon goes without model.lora, offload_optimizer and reduce_scatter"
     elif offload.get("device") == "nvme":
-        problem = f"{path} puts the optimizer on NVMe, and DeepSpeed does not bring its weights back when a "
-        problem += "run resumes; set its device to cpu (weights may be: see ds_configs/zero3_nvme.json)"
+        problem = "an optimizer on NVMe does not resume (weights do: ds_configs/zero3_nvme.json); set cpu"
     elif config.model.compile and stage == 3:
-        problem = "model.compile=true is not for ZeRO-3; set deepspeed=ds_configs/zero1.json or zero2.json"
+        problem = "model.compile=true is for ds_configs/zero1.json and zero2.json, not for ZeRO-3"
     if problem is not None:
-        raise UserError(problem, code="ds-combination")
+        raise UserError(f"{path}: {problem}", code="ds-combination")
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = False) -> list[dict[str, Any]]:
@@ -256,14 +237,10 @@ def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = Fal
     dimensions = {id(p): len(getattr(p, "ds_shape", p.shape)) for p in trainable}
     groups: list[dict[str, Any]] = []
     if use_muon:
-        problem = None
-        if any(isinstance(module, Conv1D) for module in model.modules()):
-            problem = "scales a matrix by outputs over inputs, and this model stores them transposed (Conv1D)"
-        elif max(dimensions.values()) > 2:
-            problem = "is for matrices, and this model has its experts in tensors of three dimensions"
-        if problem is not None:
-            cure = "set train.optimizer=adamw without muon_lr"
-            raise UserError(f"train.optimizer=muon {problem}; {cure}", code="muon-dimensions")
+        transposed = any(isinstance(module, Conv1D) for module in model.modules())
+        if transposed or max(dimensions.values()) > 2:
+            problem = "train.optimizer=muon is not for transposed matrices (Conv1D) and experts in one tensor"
+            raise UserError(f"{problem}; set train.optimizer=adamw without muon_lr", code="muon-dimensions")
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         head: Any = model.get_output_embeddings()  # type: ignore[operator]
         tables = {id(p) for m in (*embeddings, head) for p in m.parameters()}

@@ -59,9 +59,8 @@ def preflight(config: RunConfig) -> int:
         if "NCCL_DEBUG" not in os.environ:
             os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(log))
         world = engine.start_world(timeout_minutes=5)
-        several = world.ranks > int(
-            os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_SIZE", world.ranks))
-        )
+        of_host = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world.ranks
+        several = world.ranks > int(of_host)
         network, ready, findings = fabric(), None, []
         try:
             ready = check(config, world.ranks, local=True)
@@ -205,23 +204,15 @@ def _bandwidth(world: World, network: Fabric, several: bool) -> Iterator[Finding
             torch.cuda.synchronize()
         rates.append(2 * (world.ranks - 1) / world.ranks * bytes_ / (time.perf_counter() - began) / 1e9)
     measured = statistics.median(rates[1:])
-    expected = expected_bandwidth("" if on_cpu else torch.cuda.get_device_name(), network, several)
     words, advice = f"{measured:.2f} GB/s of bus bandwidth", ""
-    if expected is not None:
+    device = "" if on_cpu else torch.cuda.get_device_name()
+    gpu = None if "PCIE" in device.upper() else accelerator(device)
+    limits = [gpu.link_gb] * (gpu is not None) + [network.gbytes or 0.0] * several  # 0: unknown
+    if limits and (expected := min(limits) * BUS_EFFICIENCY):
         words += f", {expected:.0f} expected"
         if measured < 0.5 * expected:  # TCP in place of InfiniBand is a hundredth
             advice = f"far too slow: see {network.kind} of every host, cables, GPUDirect, NVLink"
     yield Finding("all", "all-reduce", words, advice)
-
-
-def expected_bandwidth(device: str, fabric: Fabric, several: bool) -> float | None:
-    """Return the GB/s of bus bandwidth that an all-reduce should reach, or None where that is unknown."""
-    gpu = accelerator(device)
-    inside = None if gpu is None or "PCIE" in device.upper() else gpu.link_gb
-    limits = [rate for rate in (inside, fabric.gbytes if several else None) if rate is not None]
-    if not limits or (several and fabric.gbytes is None):
-        return None
-    return min(limits) * BUS_EFFICIENCY
 
 
 class Fabric(NamedTuple):

@@ -12,7 +12,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from emo.pipeline import checkpoint, upload
+from emo.pipeline import checkpoint
+from emo.pipeline.checkpoint import Uploads, copy_checkpoint
 from emo.pipeline.run_dir import (
     COMPLETE,
     STATE,
@@ -23,7 +24,6 @@ from emo.pipeline.run_dir import (
     problem,
     step_of,
 )
-from emo.pipeline.upload import Uploads, copy_checkpoint
 
 FILES = {STATE: b"{}", "state/rank0.pt": b"zero" * 100, "state/rank1.pt": b"one" * 100}
 
@@ -144,7 +144,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         go_on.wait()
         shutil.copytree(directory, Path(target) / directory.name)
 
-    monkeypatch.setattr(upload, "copy_checkpoint", copy)
+    monkeypatch.setattr(checkpoint, "copy_checkpoint", copy)
     yield go_on
     go_on.set()
 
@@ -169,7 +169,7 @@ def test_the_end_waits_as_long_as_something_moves(
 ) -> None:
     write(tmp_path / "run", 1)
     uploads = Uploads(tmp_path / "run", str(tmp_path / "copies"))
-    monkeypatch.setattr(upload, "STALL", 0.3)
+    monkeypatch.setattr(checkpoint, "STALL", 0.3)
     for _ in range(4):  # longer than a stall
         time.sleep(0.1)
         uploads._move()

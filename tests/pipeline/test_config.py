@@ -64,7 +64,6 @@ def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> 
         ("train.learning_rate=-1", "train.learning_rate"),
         ("train.num_train_epochs=2", "train.num_train_epochs=null"),
         ("train.optimizer=muon", "muon_lr"),
-        ("train.muon_lr=0.02", "adamw"),
         ("train.profile=[5,2]", "profile"),
         ("model.architecture={hidden_size: 8}", "model_type"),
         ("data.sources=[{files: a, hub: b}]", "hub, files, embedded"),
