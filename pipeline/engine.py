@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-import itertools
 import os
 import pickle
 import re
@@ -41,7 +40,7 @@ from emo.pipeline.loss.head import BOUNDS, by_document
 from emo.pipeline.planning.ds_file import import_muon, muon, parameter_groups, zero_stage
 from emo.pipeline.planning.host import check_gpus, threads
 from emo.pipeline.ranks import PATIENCE, World, gather_objects
-from emo.pipeline.stop import CHOSEN_PORT, RESUME, die_with_parent
+from emo.pipeline.stop import CHOSEN_PORT, die_with_parent
 
 
 class DomainSums(NamedTuple):
@@ -70,9 +69,8 @@ def start_world(timeout_minutes: float = PATIENCE) -> World:
     check_gpus()
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-        raise UserError(  # its store keeps the addresses of dead ranks, and restarted ones would call them
-            "torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment"
-        )
+        # its store keeps the addresses of dead ranks, and restarted ones would call them
+        raise UserError("torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 set")
     if "RANK" not in os.environ:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -93,10 +91,9 @@ def start_world(timeout_minutes: float = PATIENCE) -> World:
         if "EADDRINUSE" not in str(error):
             raise
         port = os.environ["MASTER_PORT"]
-        if os.environ.get(CHOSEN_PORT) == port:  # of this program's own choice
-            raise FailureError(f"port {port} of this host, free a moment ago, is taken; {RESUME}") from None
-        way = "launch/continual.sh --master_port N -- RECIPE"
-        raise UserError(f"port {port} of this host is taken; name another one: {way}", code="port") from None
+        kind = FailureError if os.environ.get(CHOSEN_PORT) == port else UserError  # by launch/supervise.py
+        way = "launch/continual.sh --master_port N -- RECIPE names another one"
+        raise kind(f"port {port} of this host is taken; {way}", code="port") from None
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(threads())
     device = torch.device(accelerator.current_device_name())
@@ -197,9 +194,10 @@ class Engine:
         """Add [loss, nll, demd, tokens, stop, *weights, *losses, *nlls] over all ranks."""
         dist.all_reduce(totals)
         loss, nll, demd, tokens, stop, *details = totals.tolist()
-        weights, losses = details[: BINS + 1], details[BINS + 1 :]
-        pairs = zip(domains, losses[: len(domains)], losses[len(domains) :], strict=True)
-        apart = tuple(itertools.starmap(DomainSums, pairs))
+        weights, n = details[: BINS + 1], BINS + 1 + len(domains)
+        apart = tuple(
+            DomainSums(*sums) for sums in zip(domains, details[BINS + 1 : n], details[n:], strict=True)
+        )
         return Sums(loss, nll, demd, int(tokens), stop > 0, weights=tuple(weights), domains=apart)
 
     def snapshot(self, directory: Path) -> None:
@@ -215,8 +213,7 @@ class Engine:
         recipe_settings = [{key: group[key] for key in keys if key in group} for group in groups]
         with _only_data(directory):
             path, _ = self.ds.load_checkpoint(str(directory), tag="state", load_module_strict=False)
-        if path is None:
-            raise UserError(f"{directory} holds no DeepSpeed state; delete it to use an older checkpoint")
+        assert path is not None, directory
         # A universal checkpoint brings the first group's settings to all of them: norms would decay, too.
         for group, settings in zip(self.ds.optimizer.param_groups, recipe_settings, strict=True):
             group.update(settings)
@@ -229,20 +226,15 @@ class Engine:
 
     def _frozen_sum(self) -> int:
         """Return a sum of the bits of all parameters that do not train, the same for any number of ranks."""
-        frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
-        if not frozen:
-            return 0
         total = 0
-        for name, parameter in frozen:
-            part = getattr(parameter, "ds_tensor", None)  # this rank's part under ZeRO-3
-            if part is None and not self.world.is_main:
-                continue
+        for name, parameter in self.model.named_parameters():
             values: Any = parameter
-            if part is not None:  # without the padding behind the last rank's values
-                size = getattr(parameter, "ds_numel", 0)
+            if (part := getattr(parameter, "ds_tensor", None)) is not None:  # this rank's under ZeRO-3
+                size = getattr(parameter, "ds_numel", 0)  # without the padding behind the last rank's values
                 values = part[: max(0, size - self.world.rank * part.numel())]
-            bits = values.detach().view({2: torch.int16, 4: torch.int32}[values.element_size()])
-            total += int(bits.sum(dtype=torch.int64)) * zlib.crc32(name.encode())
+            if not parameter.requires_grad and (part is not None or self.world.is_main):
+                bits = values.detach().view({2: torch.int16, 4: torch.int32}[values.element_size()])
+                total += int(bits.sum(dtype=torch.int64)) * zlib.crc32(name.encode())
         return sum(gather_objects(total)) % 2**64
 
     def _zeros(self, domains: int = 0) -> Tensor:
@@ -278,28 +270,24 @@ class Snapshots(TorchCheckpointEngine):
     def write(self) -> list[Path]:
         """Write what was copied and return the files.
 
-        Raises DamagedError before anything is written where weights or the optimizer's state are not finite;
-        only a model's buffers may be so.
+        Raises UserError before anything is written where weights or the optimizer's state are not finite; a
+        run that resumed from them could only go on so. Only a model's buffers may hold infinity.
         """
         waiting, self._waiting = self._waiting, []
         for state, _ in waiting:
             buffers = set(state.get("buffer_names") or ())
-            for keys_of_leaf, leaf in pytree.tree_leaves_with_path(state):
-                keys = [str(getattr(key, "key", getattr(key, "idx", key))) for key in keys_of_leaf]
+            for keys, leaf in pytree.tree_leaves_with_path(state):
                 if not isinstance(leaf, Tensor) or not leaf.is_floating_point() or not leaf.numel():
                     continue
-                if not bool(torch.isfinite(torch.stack(leaf.aminmax())).all()) and keys[-1] not in buffers:
-                    problem = f"{'.'.join(keys)[-120:]} holds NaN or infinity"
+                finite = bool(torch.isfinite(torch.stack(leaf.aminmax())).all())
+                if not finite and getattr(keys[-1], "key", None) not in buffers:
+                    problem = f"{pytree.keystr(keys)[-120:]} holds NaN or infinity"
                     cure = "lower train.learning_rate, and look at the last losses"
-                    raise DamagedError(f"{problem}; {cure}", code="not-finite")
+                    raise UserError(f"{problem}; {cure}", code="not-finite")
         for state, path in waiting:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             super().save(state, path)
         return [Path(path) for _, path in waiting]
-
-
-class DamagedError(UserError):
-    """A state to be saved holds NaN or infinity: a run that resumed from it could only go on with them."""
 
 
 def _detached(sums: Any, domain: Tensor | None = None, domains: int = 0) -> Tensor:
@@ -327,8 +315,7 @@ def _only_data(directory: Path) -> Iterator[None]:
 
 def _more_than_data(directory: Path, message: str) -> UserError:
     """Return the error for torch's refusal to read a pickle; its `message` names a class or function."""
-    match = re.search(r"GLOBAL (\S+)", message)
-    reason = match[1] if match else one_line(message, 120)
+    (reason,) = re.findall(r"GLOBAL (\S+)", message)[:1] or [one_line(message, 120)]
     problem = f"{directory} holds a state that is more than data ({reason}), and is not loaded"
     return UserError(f"{problem}; delete it to use an older checkpoint")
 
@@ -355,8 +342,7 @@ def to_universal(state: Path, target: Path) -> None:
     )
     if "Weights only load failed" in done.stderr:
         raise _more_than_data(state, done.stderr)
-    if done.returncode:
+    if done.returncode:  # killed, or a full disk, or an input that is not what it should be
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        passing = done.returncode < 0 or "No space left" in last  # killed, or a full disk
-        kind = FailureError if passing else UserError
+        kind = FailureError if done.returncode < 0 or "No space left" in last else UserError
         raise kind(f"{state} cannot be converted for another number of ranks: {last}")

@@ -47,15 +47,7 @@ from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.planning.footprint import Setup, accelerator, utilisation
 from emo.pipeline.planning.host import compiling, on_gpu
 from emo.pipeline.planning.plan import sizes_of
-from emo.pipeline.ranks import (
-    World,
-    agreed,
-    first_reason,
-    gather_objects,
-    on_main,
-    patience,
-    wait_at_most,
-)
+from emo.pipeline.ranks import World, agreed, first_reason, gather_objects, on_main, patience, wait_at_most
 from emo.pipeline.report.console import Console
 from emo.pipeline.report.launches import Launch
 from emo.pipeline.report.metrics import Metrics
@@ -147,18 +139,9 @@ def _train(
         half, (_, micro, accumulation, ranks) = config.model.dtype == "bfloat16", ready.batch
         setup = Setup(ranks, 0, micro, config.data.sequence_len, accumulation, bf16=half)
         peak_share = utilisation(sizes_of(ready.model, ready.hf_config), setup, 1.0, gpu)
-    reporter = functools.partial(
-        Metrics,
-        config,
-        step,
-        steps,
-        world.is_main,
-        console=launch.console,
-        validates=bool(ready.validation),
-        domains=data.domains,
-        rows=len(data),
-    )
-    metrics = agreed(lambda: reporter(peak_share, progress.get("metrics")))
+    facts: dict[str, Any] = {"validates": bool(ready.validation), "domains": data.domains, "rows": len(data)}
+    facts |= {"peak_share": peak_share, "window": progress.get("metrics"), "console": launch.console}
+    metrics = agreed(lambda: Metrics(config, step, steps, world.is_main, **facts))
     samples = Samples(config, step, writes=world.is_main)
     guard = Guard(config.output_dir, config.train, writes=world.is_main, state=progress.get("guard"))
     saver = checkpoint.Saver(trainer, config, lock, read)
@@ -183,7 +166,7 @@ def _train(
                 launch.sampled(step, samples.take(trainer, step, tokens))
         metrics.pause()
 
-    finished, first, saved_step = True, step, step
+    finished, first = True, step
     if step == 0:
         validate()
         if _stops_unstarted(stop, step, world, launch):
@@ -234,16 +217,11 @@ def _train(
             launch.stopping(step, first_reason(stop.reason))
         if not finished or _due(step, config.train.save_steps, steps):
             save()
-            saved_step = step
         if not finished:
             break
     loader.close()
-    if finished and saved_step != steps:
-        save()
-    with (
-        lock.doing("exporting" if finished else "saving"),
-        patience(config.train.timeout_minutes, saver.group),
-    ):
+    doing = lock.doing("exporting" if finished else "saving")
+    with doing, patience(config.train.timeout_minutes, saver.group):
         saver.finish()  # a failed export must not take the last checkpoint with it
         if finished:
             export_model(trainer, config, config.output_dir / EXPORT, saver.export_info(step, tokens))
@@ -286,35 +264,32 @@ class Guard:
         `rows()` tells where the rows of the batch come from. Raises UserError when the run must end.
         """
         loss, nll = (total / max(1, sums.tokens) for total in (sums.loss, sums.nll))
+        line = None
         if not sums.applied or not math.isfinite(loss):
             self._in_a_row += 1
-            self._record("not finite", step, loss, nll, rows)
-            if self._in_a_row >= self.train.max_skipped:
-                problem = f"{self._in_a_row} steps in a row up to step {step} had no finite gradient"
-                cure = f"lower train.learning_rate or look at the rows in {self.path}"
-                raise UserError(f"{problem} and were skipped; {cure}", code="not-finite")
-            return f"step {step} skipped: its loss or gradient is not finite ({self._in_a_row} in a row)"
-        self._in_a_row = 0
-        jumped = None
-        for name, value, recent in (("loss", loss, self._losses), ("NLL", nll, self._recent)):
-            usual = statistics.median(recent) if len(recent) >= 10 else math.inf
-            if math.isfinite(value):
-                recent.append(value)
-            if self.train.spike_factor and usual > 0 and value > self.train.spike_factor * usual:
-                jumped = jumped or f"the {name} jumped to {value:.3g} at step {step} (usual: {usual:.3g})"
-        if jumped is None:
-            return None
-        self._record("spike", step, loss, nll, rows)
-        if self.train.spike_stops:
+            reason, ends = "not finite", self._in_a_row >= self.train.max_skipped
+            line = f"step {step} skipped: its loss or gradient is not finite ({self._in_a_row} in a row)"
+            cure = "lower train.learning_rate"
+        else:
+            self._in_a_row = 0
+            reason, ends = "spike", self.train.spike_stops
             cure = "lower train.learning_rate, or set train.spike_stops=false to continue"
-            raise UserError(f"{jumped}; its rows are listed in {self.path}; {cure}", code="spike")
-        return jumped
-
-    def _record(self, reason: str, step: int, loss: float, nll: float, rows: Callable[[], list[Any]]) -> None:
+            for name, value, recent in (("loss", loss, self._losses), ("NLL", nll, self._recent)):
+                usual = statistics.median(recent) if len(recent) >= 10 else math.inf
+                if math.isfinite(value):
+                    recent.append(value)
+                if self.train.spike_factor and usual > 0 and value > self.train.spike_factor * usual:
+                    line = line or f"the {name} jumped to {value:.3g} at step {step} (usual: {usual:.3g})"
+        if line is None:
+            return None
         if self.writes:
             record = {"step": step, "reason": reason, "loss": repr(loss), "nll": repr(nll), "rows": rows()}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
+        if ends:
+            code = reason.replace(" ", "-")
+            raise UserError(f"{line}; its rows are listed in {self.path}; {cure}", code=code)
+        return line
 
 
 def _stops_unstarted(stop: StopRequest, step: int, world: World, launch: Launch) -> bool:

@@ -36,11 +36,10 @@ def load_cost(
     if path.suffix in FILES and not path.is_dir():
         if not path.is_file():
             raise UserError(f"cost embedding {source} does not exist", code="cost-missing")
-        matrices = _read(path)
+        matrices = list(_read(path).values())
         if len(matrices) != 1:
-            problem = f"{source} must hold exactly one matrix [V, H] (it holds {len(matrices)})"
-            raise UserError(f"{problem}; a model directory gives its output head", code="cost-shape")
-        (weight,) = matrices.values()
+            raise UserError(f"{source} holds {len(matrices)} matrices [V, H], not one", code="cost-shape")
+        weight = matrices[0]
     else:
         weight = _head_of_model(source, revision)
     if weight.shape[0] != vocab_size:
@@ -79,25 +78,23 @@ def _digest(weight: Tensor) -> str:
     return hashlib.sha256(content).hexdigest()  # type: ignore[arg-type]
 
 
-def _read(path: Path, names: list[str] | None = None) -> dict[str, Tensor]:
-    """Return the tensors of a file: those of `names` that it holds, or all matrices."""
+def _read(path: Path, name: str | None = None) -> dict[str, Tensor]:
+    """Return the tensor `name` of a file, if it holds that, or all its matrices."""
     from safetensors import safe_open
 
     try:
         if path.suffix == ".safetensors":
             with safe_open(path, framework="pt") as file:
-                keys = list(file.keys())
-                if names is None:
-                    names = [name for name in keys if len(file.get_slice(name).get_shape()) == 2]
-                return {name: file.get_tensor(name) for name in names if name in keys}
+                shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+                keys = [k for k, shape in shapes.items() if (k == name if name else len(shape) == 2)]
+                return {key: file.get_tensor(key) for key in keys}
         content: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         tensors = {"": content} if isinstance(content, Tensor) else dict(content)
     except Exception as error:  # the operations of a damaged pickle fail in every way
         line = f"cost embedding file {path} cannot be read: {one_line(error, 160)}"
         raise UserError(line, code="cost-unreadable") from None
-    if names is None:
-        return {k: v for k, v in tensors.items() if isinstance(v, Tensor) and v.dim() == 2}
-    return {name: tensors[name].clone() for name in names if name in tensors}
+    matrices = {k: v for k, v in tensors.items() if isinstance(v, Tensor) and v.dim() == 2}
+    return {k: v.clone() for k, v in matrices.items() if name in (None, k)}
 
 
 def _head_of_model(source: str, revision: str | None) -> Tensor:
@@ -111,9 +108,9 @@ def _head_of_model(source: str, revision: str | None) -> Tensor:
     except UserError:
         raise
     except Exception as error:  # whatever a configuration that is damaged or made up makes of transformers
-        code = "cost-model" if Path(source).exists() else "cost-missing"
         line = "is no directory or reachable hub id of a causal LM, and no file that holds one matrix"
-        raise UserError(f"cost embedding {source} {line}: {one_line(error, 200)}", code=code) from None
+        line = f"cost embedding {source} {line}: {one_line(error, 200)}"
+        raise UserError(line, code="cost-missing") from None
     head = model.get_output_embeddings()
     # names that a checkpoint may use for the head: the head's first, then those of a tied embedding
     tied = model.get_input_embeddings() if model.config.get_text_config().tie_word_embeddings else None
@@ -123,12 +120,11 @@ def _head_of_model(source: str, revision: str | None) -> Tensor:
     names += [name.removeprefix(prefix) for name in names if name.startswith(prefix)]
     for name in (*names, "embed_out.weight"):  # the last of old checkpoints, renamed by transformers
         tensor = _read_tensor(source, revision, name)
-        if tensor is None:
-            continue
-        if tensor.shape != head.weight.shape:
+        if tensor is not None and tensor.shape != head.weight.shape:
             problem = f"has shape {list(tensor.shape)}, but its config.json says {list(head.weight.shape)}"
             raise UserError(f"cost embedding {source}: {name} {problem}", code="cost-shape")
-        return tensor
+        if tensor is not None:
+            return tensor
     raise UserError(f"{source} holds no output head ({', '.join(names)})", code="cost-missing")
 
 
@@ -136,21 +132,10 @@ def _read_tensor(source: str, revision: str | None, name: str) -> Tensor | None:
     """Return tensor `name` of a checkpoint in one or many files, or None if it holds no such tensor."""
     for stem in ("model.safetensors", "pytorch_model.bin"):
         index = _checkpoint_file(source, revision, f"{stem}.index.json")
-        shard: str | None = stem
-        if index is not None:
-            try:
-                shard = shard_names(index, read_json(index)).get(name)
-            except (OSError, ValueError):
-                line = f"cost embedding {source}: {index.name} is damaged"
-                raise UserError(line, code="cost-unreadable") from None
-            if shard is not None and _checkpoint_file(source, revision, shard) is None:
-                line = f"cost embedding {source}: {index.name} names {shard}, which is missing"
-                raise UserError(line, code="cost-missing")
+        shard = stem if index is None else shard_names(index, read_json(index)).get(name)
         path = _checkpoint_file(source, revision, shard) if shard else None
-        if path is not None:
-            tensors = _read(path, [name])
-            if tensors:
-                return tensors[name]
+        if path is not None and (tensors := _read(path, name)):
+            return tensors[name]
     return None
 
 

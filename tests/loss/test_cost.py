@@ -219,7 +219,7 @@ def test_unusable_sources_are_refused(tmp_path: Path) -> None:
         ("shard", "cost-missing"),
         ("narrow", "cost-shape"),
         ("body", "cost-missing"),
-        ("t5", "cost-model"),
+        ("t5", "cost-missing"),
     ):
         with pytest.raises(UserError) as error:
             load_cost(str(tmp_path / source), 13 if "." in source else 96)
