@@ -42,22 +42,21 @@ from emo.pipeline.loss.cost import is_distributed, is_partitioned
 
 Cost = CostEmbedding | LiveCost | None
 Choice = str | Objective  # a name, as in a recipe, or the result of `get_objective` or `weighted_sum`
+Params = dict[str, Any] | None
 
 
-def chosen_objective(objective: Choice, params: dict[str, Any] | None) -> Objective:
+def chosen_objective(objective: Choice, params: Params) -> Objective:
     """Return the objective of that name with `params` bound, or the Objective itself, which has its own."""
     if params and not isinstance(objective, str):
         raise UserError(f"{objective} has its parameters already; leave params out", code="two-params")
     chosen = get_objective(objective, **(params or {})) if isinstance(objective, str) else objective
     if chosen.dense:
-        raise UserError(
-            f"objective {chosen.name} needs a teacher; give it to a FusedHead yourself", code="needs-teacher"
-        )
+        raise UserError(f"{chosen.name} needs a teacher, which a FusedHead takes", code="needs-teacher")
     return chosen
 
 
 def loss_function(
-    objective: Choice = "emo", cost: Cost = None, *, params: dict[str, Any] | None = None, **options: Any
+    objective: Choice = "emo", cost: Cost = None, *, params: Params = None, **options: Any
 ) -> Callable[..., Tensor]:
     """Return a `compute_loss_func(outputs, labels, num_items_in_batch=None)` for Trainer and TRL.
 
@@ -88,12 +87,7 @@ class EMOLoss(nn.Module):
     """
 
     def __init__(
-        self,
-        objective: Choice = "emo",
-        *,
-        shift: bool = True,
-        params: dict[str, Any] | None = None,
-        **options: Any,
+        self, objective: Choice = "emo", *, shift: bool = True, params: Params = None, **options: Any
     ) -> None:
         super().__init__()
         self.objective = chosen_objective(objective, params).fixed()
@@ -107,10 +101,10 @@ class EMOLoss(nn.Module):
         A tensor, whose rows may have any length, is normalised at every call, so that a change of it is never
         missed; a CostEmbedding is normalised already.
         """
-        given = cost_embedding
-        cost = CostEmbedding.from_weight(given) if isinstance(given, Tensor) else given
+        if isinstance(cost_embedding, Tensor):
+            cost_embedding = CostEmbedding.from_weight(cost_embedding)
         target = shift_left(labels) if self.shift else labels
-        sums = logits_loss(logits, target, self.objective, cost, **self.options)
+        sums = logits_loss(logits, target, self.objective, cost_embedding, **self.options)
         return sums.loss / _divisor(sums.tokens)
 
 
@@ -134,14 +128,11 @@ class _MeanLoss(FusedCausalLM):
             if ids is not None and ids.shape == labels.shape and ids.shape[-1] > 1:
                 counted = (labels != IGNORE)[..., :-1]
                 same, next_ = (counted & (labels[..., :-1] == i) for i in (ids[..., :-1], ids[..., 1:]))
-                valid, aligned, shifted_already = torch.stack(
-                    [m.sum() for m in (counted, same, next_)]
-                ).tolist()
+                counts = torch.stack([mask.sum() for mask in (counted, same, next_)])
+                valid, aligned, shifted_already = counts.tolist()
                 if valid >= 8 and shifted_already > 0.9 * valid > 2 * aligned:
-                    problem = (
-                        "labels[i] is input_ids[i + 1] already; give labels that are aligned with input_ids"
-                    )
-                    raise UserError(f"{problem}, or call them shift_labels", code="labels-shifted")
+                    problem = "labels[i] is input_ids[i + 1] already; align them, or call them shift_labels"
+                    raise UserError(problem, code="labels-shifted")
                 self.aligned = valid >= 8 and aligned > 0.5 * valid
             shifted = shift_left(labels)
             stored = None if stored is None else shift_left(stored)
@@ -156,7 +147,7 @@ def fuse_causal_lm(
     objective: Choice = "emo",
     cost: Cost = None,
     *,
-    params: dict[str, Any] | None = None,
+    params: Params = None,
     **options: Any,
 ) -> None:
     """Make `model(input_ids, labels=..., num_items_in_batch=...)` return the fused loss, in place.
@@ -214,43 +205,37 @@ class FusedLossMixin:
         args: Any = None,
         *positional: Any,
         objective: Choice = "emo",
-        params: dict[str, Any] | None = None,
+        params: Params = None,
         cost: Cost = None,
         loss_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         if not isinstance(model, nn.Module):
-            problem = "FusedLossMixin needs a loaded model as `model`, not a name or model_init"
-            raise UserError(problem, code="needs-model")
+            raise UserError("FusedLossMixin needs a loaded model as `model`", code="needs-model")
         for refused in ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics"):
             if kwargs.get(refused) is not None:
-                problem = f"FusedLossMixin builds no logits: {refused} cannot be used with it"
-                raise UserError(problem, code="needs-logits")
+                raise UserError(f"no logits are built: {refused} cannot be used", code="needs-logits")
         self._objective = chosen_objective(objective, params)
         options = dict(loss_options or {})
         if args is not None:
             smoothing = args.label_smoothing_factor
             if smoothing and options.setdefault("label_smoothing", smoothing) != smoothing:
-                both = f"label_smoothing_factor={smoothing:g} and label_smoothing in loss_options differ"
-                raise UserError(f"{both}; give one of them", code="two-smoothings")
+                problem = "label_smoothing_factor and label_smoothing in loss_options differ; give one"
+                raise UserError(problem, code="two-smoothings")
+            liger = args.liger_kernel_config or {} if args.use_liger_kernel else {}
             # unset, the likelihood, or the same in chunks: the defaults of SFTConfig's versions
-            if (loss := getattr(args, "loss_type", None)) not in (None, "nll", "chunked_nll"):
-                problem = f"loss_type={loss} in the SFTConfig, but FusedLossMixin minimises {self._objective}"
-                raise UserError(f"{problem}: leave loss_type out", code="two-losses")
+            other = getattr(args, "loss_type", None) not in (None, "nll", "chunked_nll")
+            if other or liger.get("fused_linear_cross_entropy") or liger.get("cross_entropy"):
+                problem = f"{self._objective} is minimised: leave loss_type out of the SFTConfig"
+                raise UserError(f"{problem}, and cross-entropy out of Liger's", code="two-losses")
             if args.use_liger_kernel:
-                liger = args.liger_kernel_config or {}
-                if liger.get("fused_linear_cross_entropy") or liger.get("cross_entropy"):
-                    problem = f"Liger's cross-entropy cannot be used while {self._objective} is minimised"
-                    raise UserError(f"{problem}: leave it out of liger_kernel_config", code="two-losses")
                 args.liger_kernel_config = liger | {"fused_linear_cross_entropy": False}
         super().__init__(model, args, *positional, **kwargs)  # type: ignore[call-arg]
         trainer: Any = self
         parallelism = getattr(trainer.accelerator, "parallelism_config", None)
         if trainer.args.n_gpu > 1 or (parallelism is not None and parallelism.non_data_parallel_size > 1):
-            problem = "FusedLossMixin shares the work by data alone (DDP, FSDP, ZeRO), one process per GPU"
-            raise UserError(
-                f"{problem}: start it with torchrun or accelerate launch", code="not-data-parallel"
-            )
+            problem = "FusedLossMixin is for DDP, FSDP and ZeRO: start it with torchrun or accelerate launch"
+            raise UserError(problem, code="not-data-parallel")
         if getattr(trainer.model.config.get_text_config(), "output_router_logits", False):
             problem = "the fused loss has no router loss: set router_aux_loss_coef=0.0 in the SFTConfig"
             raise UserError(f"{problem}, or the model's output_router_logits=False", code="router-loss")
@@ -275,8 +260,8 @@ class FusedLossMixin:
         adapter = getattr(trainer.model, "active_peft_config", None)
         prompt = getattr(adapter, "is_prompt_learning", False)  # PEFT then puts tokens before each row
         if prompt and inputs.get("position_ids") is not None:
-            problem = "PEFT drops the positions that keep packed documents apart beside a learned prompt"
-            raise UserError(f"{problem}: train without packing and padding_free", code="prompt-packed")
+            problem = "a learned prompt of PEFT needs rows without packing and padding_free"
+            raise UserError(problem, code="prompt-packed")
         if not self._probed:  # here the weights are where training uses them, whatever wraps the model
             path = None if prompt else model
             probe_model(self._fused, path, packed=False, collective=True, device=trainer.args.device)
@@ -284,8 +269,7 @@ class FusedLossMixin:
         if self._objective.schedule is not None:
             self._fused.get_output_embeddings().use(self._objective.at(trainer.state.global_step))
         if inputs.get("labels") is None and inputs.get("shift_labels") is None:
-            problem = "the rows have no labels: give each a column `labels`, like input_ids, -100 for what"
-            raise UserError(f"{problem} is not to be learned", code="no-labels")
+            raise UserError("the rows need a column `labels`, like input_ids", code="no-labels")
         inputs.pop("_prediction_loss_only", None)  # a note of TRL's to itself
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
         loss = outputs.loss

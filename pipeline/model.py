@@ -42,7 +42,7 @@ from emo.pipeline.loss.cost import TWIN_COST, USUAL_TWINS, twins
 from emo.pipeline.loss.head import by_segments, refusal
 from emo.pipeline.order import ramp
 from emo.pipeline.planning.host import family_has, usable_attention
-from emo.pipeline.ranks import broken_hardware, gather_objects, lost_a_peer
+from emo.pipeline.ranks import NETWORK, broken_device, gather_objects, lost_a_peer
 from emo.pipeline.run_dir import INITIAL
 
 log = logging.getLogger(__name__)
@@ -214,7 +214,7 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
     try:
         loaded = load_causal_lm(path, revision, dtype=dtype, attn_implementation=attn)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        if broken_hardware(error) or lost_a_peer(error):
+        if broken_device(error) or broken_device(error, NETWORK) or lost_a_peer(error):
             raise  # weights go to the GPU and, under ZeRO-3, to other ranks
         raise UserError(_unreachable(path, error)) from None
     for problem, names in (

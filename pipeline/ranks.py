@@ -69,24 +69,16 @@ def agreed(work: Callable[[], T]) -> T:
     except UserError as mistake:
         error = mistake
     errors = gather_objects((socket.gethostname(), error))
-    host, first = next(((h, e) for h, e in errors if e is not None), ("", None))
-    if first is not None:
-        text = str(first) if all(e is not None for _, e in errors) else f"on {host}: {first}"
-        raise type(first)(text, code=first.code)
+    for host, first in errors:
+        if first is not None:
+            text = str(first) if all(e is not None for _, e in errors) else f"on {host}: {first}"
+            raise type(first)(text, code=first.code)
     return cast("T", result)
 
 
 def on_main(world: World, work: Callable[[], None]) -> None:
     """Run `work` on rank 0 while the others wait; its UserError is raised on all ranks. All must call."""
-    error = None
-    if world.is_main:
-        try:
-            work()
-        except UserError as mistake:
-            error = mistake
-    error = gather_objects(error)[0]
-    if error is not None:
-        raise error
+    agreed(work if world.is_main else lambda: None)
 
 
 def wait_at_most(minutes: float, spare: Any = None) -> None:
@@ -139,11 +131,6 @@ def lost_a_peer(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and several and LOST.search(str(error).lower()) is not None
 
 
-def broken_hardware(error: BaseException) -> bool:
-    """Return whether hardware failed, on this host or on the way to another one."""
-    return broken_device(error) or broken_device(error, NETWORK)
-
-
 def broken_device(error: BaseException, signs: re.Pattern[str] = DEVICE) -> bool:
     """Return whether a device or driver of this host failed, here or in what led to this error."""
     cause: BaseException | None = error
@@ -171,7 +158,7 @@ def explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
         lost = "lost" if dist.is_initialized() else "did not reach"
         why = f"which may have said why ({one_line(error, 150)}); {RESUME} from the last checkpoint"
         return ExitCode.FAILURE, f"rank {os.environ.get('RANK', '0')} {lost} another rank, {why}"
-    if broken_hardware(error):
+    if broken_device(error, NETWORK):
         return ExitCode.FAILURE, f"NCCL failed on {node_name()} ({line}); {RESUME}"
     passing = "os error" in line or (isinstance(error, OSError) and may_pass(error))
     if isinstance(error, OSError | SafetensorError) and (advanced or passing):
@@ -179,8 +166,7 @@ def explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
     if isinstance(error, OutOfMemoryError | MemoryError) and not advanced:
         problem = f"out of memory before the first step was done ({one_line(error, 200)})"
         cure = (
-            "smaller train.micro_batch_size, model.activation_checkpointing=true, or a DeepSpeed file with "
+            "set a smaller train.micro_batch_size, model.activation_checkpointing=true, or a DeepSpeed file"
         )
-        cure += "a higher ZeRO stage or offload; `emo plan` says what fits"
-        return ExitCode.MISTAKE, f"{problem}; set a {cure}"
+        return ExitCode.MISTAKE, f"{problem}; {cure} with a higher ZeRO stage; `emo plan` says what fits"
     return ExitCode.FAILURE if advanced else ExitCode.MISTAKE, None

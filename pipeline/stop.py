@@ -12,6 +12,7 @@ training   the request is noted, and the ranks agree on the step after which the
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import fcntl
@@ -113,9 +114,7 @@ class Watch:
                 if os.getppid() != self._chain[0]:
                     self._end_deepspeed()  # it takes the death of its launch.py by a signal for success
                 if self._phase < TRAINING:
-                    self._leave(
-                        "the launcher is gone, and nothing has been trained since the last checkpoint"
-                    )
+                    self._leave("the launcher is gone, and there is nothing to save")
             if self._kill_at is not None and time.monotonic() > self._kill_at:
                 self._kill_at = None
                 self._outlive_launcher()
@@ -210,14 +209,11 @@ def _grace(launcher: list[str]) -> float:
     """
     seconds = KILL_AFTER
     if "deepspeed.launcher.launch" not in launcher:
-        names = ("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT")
-        given = [os.environ[name] for name in names if name in os.environ]
-        for option, following in zip(launcher, [*launcher[1:], ""], strict=True):
-            name, _, value = option.replace("_", "-").partition("=")
-            if name == "--shutdown-timeout":
-                given.append(value or following)
-        with contextlib.suppress(ValueError):
-            seconds = float(given[-1]) if given else KILL_AFTER
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        names = ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+        default = next((os.environ[name] for name in names if name in os.environ), KILL_AFTER)
+        parser.add_argument("--shutdown-timeout", "--shutdown_timeout", type=float, default=default)
+        seconds = parser.parse_known_args(launcher)[0].shutdown_timeout
     return max(seconds - MARGIN, seconds / 2)
 
 
