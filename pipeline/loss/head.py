@@ -87,15 +87,11 @@ def keep_apart(model: Any, positions: Tensor, inputs: dict[str, Any]) -> None:
 def refusal(model: Any) -> str:
     """Return the reason why packed rows cannot train `model`, in one line."""
     attention = model.config._attn_implementation
-    problem = (
-        f"{type(model).__name__} lets documents that share a row see each other, with attn_implementation"
-    )
+    cure = "train on rows of one document each, or choose another family (LLaMA, OPT, Mistral, Qwen, Gemma)"
     if by_segments(attention):
-        reason = "it does not heed where they begin; set attn_implementation=sdpa or eager"
-    else:
-        families = "LLaMA, GPT-2, OPT, Mistral, Qwen, Gemma"
-        reason = f"train it on rows of one document each, or choose a family that does not ({families})"
-    return f"{problem}={attention}: {reason}"
+        cure = "set attn_implementation=sdpa or eager"
+    problem = f"{type(model).__name__} lets documents that share a row see each other"
+    return f"{problem}, with attn_implementation={attention}; {cure}"
 
 
 def document_mask(positions: Tensor, dtype: torch.dtype) -> Tensor:
@@ -252,11 +248,9 @@ def fuse_model(
     ordinary: Any = vars(type(model)).get("ordinary", type(model))
     head = model.get_output_embeddings()
     if not isinstance(head, nn.Linear) or model.base_model is model:
-        problem = f"{ordinary.__name__} has no linear output head apart from its body: it cannot be fused"
-        raise UserError(problem, code="needs-head")
+        raise UserError(f"{ordinary.__name__} has no linear output head of its own", code="needs-head")
     if getattr(model.config.get_text_config(), "output_router_logits", False):
-        problem = "config.output_router_logits: the fused loss is without the router's auxiliary loss"
-        warnings.warn(problem, stacklevel=2)
+        warnings.warn("config.output_router_logits: the fused loss has no auxiliary loss", stacklevel=2)
     fuse_head(head, objective, cost, **head_options(model.config) | options)
     signature = inspect.signature(ordinary.forward)
     accepted = inspect.signature(model.base_model.forward).parameters
@@ -298,8 +292,7 @@ def _uncover_forward(model: nn.Module) -> None:
     innermost = inspect.unwrap(getattr(forward, "__func__", forward), stop=of_trl)
     wraps = innermost is inspect.unwrap(type(model).forward) and not hasattr(model, "_hf_hook")
     if not (wraps or of_trl(innermost)):
-        problem = f"the forward of this {type(model).__name__} was replaced and would hide the fused loss"
-        cure = "load the model anew, without device_map over several devices"
-        raise UserError(f"{problem}; {cure}", code="forward-replaced")
+        problem = f"the forward of this {type(model).__name__} was replaced; load it without device_map"
+        raise UserError(problem, code="forward-replaced")
     for name in ("forward", "_original_forward"):
         vars(model).pop(name, None)

@@ -71,8 +71,7 @@ class Probe:
         finally:
             hook.remove()
         if not calls:
-            problem = f"{self.name} does not call its output head in its forward: its loss cannot be fused"
-            raise UserError(problem, code="head-unused")
+            raise UserError(f"{self.name} does not call its output head in its forward", code="head-unused")
         hidden, out = calls[-1]
         return result, hidden.reshape(*ids.shape, -1).float(), out
 
@@ -104,10 +103,8 @@ class Probe:
             raise UserError(problem, code="not-finite")
         if columns or max(errors) > HEAD_TOLERANCE[self.half]:
             problem = f"{self.name} does something to its logits that the fused head does not know"
-            cure = "choose another model family, or train from logits with emo.pipeline.hf.loss_function"
-            raise UserError(
-                f"{problem} (off by {max(errors):.2g} of their range); {cure}", code="head-differs"
-            )
+            cure = "train from logits with emo.pipeline.hf.loss_function"
+            raise UserError(f"{problem} (off by {max(errors):.2g}); {cure}", code="head-differs")
 
     def packs(self) -> bool:
         """Return True where the model's present `packing` computes a packed document as if it were alone.
@@ -133,8 +130,7 @@ class Probe:
         largest, tolerance = float(packed.abs().max()), ALONE_TOLERANCE[self.half]
         leak, rounding, apart = self.worst(leak, rounding, apart)
         if rounding > tolerance * largest:  # it moved with a later document
-            problem = f"{self.name} is not causal: a token sees those after it; it cannot learn to predict"
-            raise UserError(problem, code="not-causal")
+            raise UserError(f"{self.name} is not causal: a token sees those after it", code="not-causal")
         return leak <= 4 * rounding + 1e-6 * largest and apart <= tolerance
 
 

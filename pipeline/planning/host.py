@@ -68,15 +68,14 @@ def usable_attention(model: ModelConfig, config: PretrainedConfig) -> str:
     """Return the attention that this model trains with here; `auto` takes the first that is possible."""
     requested = model.attn_implementation
     if requested != "auto":
-        missing = _lacking(requested, model, config)
-        if missing is not None:
+        if missing := _lacking(requested, model, config):
             problem = f"model.attn_implementation={requested} cannot be used: {missing}"
             raise UserError(f"{problem}; set model.attn_implementation=auto")
         return requested
     passed_over = []
     for name in PREFERENCE:
         missing = _lacking(name, model, config)
-        if missing is None and name == VARLEN and not on_gpu():
+        if name == VARLEN and not on_gpu():
             missing = "no GPU"
         if missing is None:
             break
@@ -93,13 +92,12 @@ def family_has(config: PretrainedConfig, name: str) -> bool:
 
 def _lacking(name: str, model: ModelConfig, config: PretrainedConfig) -> str | None:
     """Return what keeps this host or the family from attention of this name, or None."""
-    if by_segments(name):
-        if not on_gpu():
-            if name == "flash_attention_2":
-                return "no GPU"
-        elif model.dtype == "float32":
+    if name == "flash_attention_2" and not on_gpu():
+        return "no GPU"
+    if by_segments(name) and on_gpu():
+        if model.dtype == "float32":
             return "it computes in half precision only, and model.dtype is float32"
-        elif name == "flash_attention_2":
+        if name == "flash_attention_2":
             try:
                 import flash_attn  # noqa: F401
             except ImportError as error:
@@ -110,18 +108,14 @@ def _lacking(name: str, model: ModelConfig, config: PretrainedConfig) -> str | N
             return "it needs a GPU of compute capability 8.0 or newer"
     if not family_has(config, name):
         return f"{config.model_type} models have no {name}"
-    if name != VARLEN:
-        return None
-    text = config.get_text_config()  # of what it asks, torch's kernel has not all
-    for key, value in text.to_dict().items():
-        if "att" in key and "drop" in key and value:
-            return f"it has no dropout, and the model's {key} is {value}"
-    if getattr(text, "attn_logit_softcapping", None):
-        return "it has no soft cap, and the model's attn_logit_softcapping is set"
-    size = getattr(text, "head_dim", None) or 0
-    return (
-        f"its heads have at most {LARGEST_HEAD} values, the model's {size}" if size > LARGEST_HEAD else None
-    )
+    if name == VARLEN:  # of what a model asks, torch's kernel has not all
+        text = config.get_text_config()
+        for key, value in text.to_dict().items():
+            if value and (("att" in key and "drop" in key) or key == "attn_logit_softcapping"):
+                return f"it has neither dropout nor a soft cap, and the model's {key} is {value}"
+        if (size := getattr(text, "head_dim", None) or 0) > LARGEST_HEAD:
+            return f"its heads have at most {LARGEST_HEAD} values, the model's {size}"
+    return None
 
 
 class Gpus(NamedTuple):
@@ -144,28 +138,26 @@ def refusal(gpus: Gpus, ranks: int) -> UserError | None:
     hours; so a host with a GPU, and a PyTorch that was built for one, train on the CPU only when told to. A
     FailureError is a host that lacks what the scheduler or launcher promised: another host may have it.
     """
-    problem = gpus.problem.split(". ")[0].strip()
     if gpus.chosen == "cpu" or gpus.device not in ("cpu", "cuda"):
         return None
     if gpus.usable >= ranks and gpus.device == "cuda":
         return None
     if not gpus.usable and not gpus.build and not gpus.present and gpus.chosen is None:
         return None
+    problem, built = gpus.problem.split(". ")[0].strip(), f"this PyTorch is for {gpus.build or 'CPUs'}"
     code, text = HARDWARE, f"the GPU cannot be used: {problem or 'no device'}; see whether nvidia-smi works"
-    built = f"this PyTorch is built for {gpus.build or 'CPUs'}"
     if gpus.usable:
         promised = len(gpus.visible.split(",")) if gpus.visible else gpus.granted
         text = f"{ranks} ranks start here and only {gpus.usable} GPUs can be used; see nvidia-smi"
         if promised < ranks and (promised or gpus.usable == 1):
             code = "too-few-gpus"
-            text += "; start one rank per GPU, and show every rank all GPUs of its host (--gpus-per-node)"
+            text += ", start one rank per GPU, and show every rank all of them (--gpus-per-node)"
     elif not gpus.build:
         code, text = "cpu-build", f"{built}; install one for the GPU (make setup TORCH_ARGS=...)"
     elif gpus.visible is not None and gpus.visible.strip() in ("", "-1"):
         code, text = "gpus-hidden", f"CUDA_VISIBLE_DEVICES={gpus.visible!r} hides every GPU; unset it"
     elif "driver" in gpus.problem and "old" in gpus.problem:
-        cure = "update it, or install a PyTorch for an older CUDA (make setup TORCH_ARGS=...)"
-        code, text = "old-driver", f"{built}, and the GPU's driver is too old ({problem}); {cure}"
+        code, text = "old-driver", f"{built}, and the GPU's driver is too old for it; update the driver"
     elif not gpus.present and not gpus.granted:
         cure = "ask for one (docker run --gpus all, sbatch --gpus-per-node, nvidia.com/gpu)"
         code, text = "no-gpu", f"{built} and no GPU is here; {cure}"
@@ -185,16 +177,10 @@ def check_gpus() -> None:
             torch.cuda.init()
         except (RuntimeError, AssertionError) as failure:
             problem = str(failure)
-    gpus = Gpus(
-        get_accelerator().device_name(),
-        os.environ.get("DS_ACCELERATOR"),
-        build,
-        any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists(),
-        os.environ.get("CUDA_VISIBLE_DEVICES"),
-        int(os.environ.get("SLURM_GPUS_ON_NODE") or 0),
-        usable,
-        problem,
-    )
+    device, chosen = get_accelerator().device_name(), os.environ.get("DS_ACCELERATOR")
+    present = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
+    visible, granted = os.environ.get("CUDA_VISIBLE_DEVICES"), os.environ.get("SLURM_GPUS_ON_NODE") or 0
+    gpus = Gpus(device, chosen, build, present, visible, int(granted), usable, problem)
     error = refusal(gpus, max(ranks_here(), int(os.environ.get("LOCAL_RANK", 0)) + 1))
     if error is not None:
         raise type(error)(f"on {node_name()}: {error}", code=error.code)

@@ -33,7 +33,7 @@ from emo.common.text import counted
 from emo.pipeline.config import Batch, RunConfig, load_config, solve_batch
 from emo.pipeline.export import unwrap
 from emo.pipeline.loss.objectives import Objective
-from emo.pipeline.order import REPEATED, BatchOrder, MixedOrder
+from emo.pipeline.order import REPEATED, MixedOrder, Portion
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.planning.ds_file import deepspeed_config, zero_stage
@@ -78,9 +78,8 @@ def parse_cluster(text: str, network_gbit: float = 1600.0) -> Cluster:
     count, _, kind = text.partition("x")
     kinds = {name.upper(): name for name in ACCELERATORS}
     if not count.isdigit() or int(count) < 1 or kind.upper() not in kinds:
-        raise UserError(
-            f"--gpus {text}: give NUMBERxKIND, for example 8xA100-80G; kinds: {', '.join(ACCELERATORS)}"
-        )
+        form = "give NUMBERxKIND, for example 8xA100-80G"
+        raise UserError(f"--gpus {text}: {form}; kinds: {', '.join(ACCELERATORS)}")
     return Cluster(int(count), kinds[kind.upper()], network_gbit / 8)
 
 
@@ -211,43 +210,35 @@ def domain_rows(config: RunConfig, ready: Ready) -> list[tuple[str, str]]:
     rows = [] if mixture is None else [("mixture", mixture.label)]
     if data is None or ready.steps is None or order is None or (mixture is None and len(data.domains) < 2):
         return rows
-    parts: list[tuple[str, str, float, float, str]] = []  # name, share, tokens, epochs, note
-    if isinstance(order, BatchOrder):
+    if isinstance(order, MixedOrder):
+        portions = order.portions(ready.steps)
+    else:
         epochs, whole = ready.steps * ready.batch.batch / len(data), data.manifest.valid_tokens
-        for domain in data.manifest.domains:
-            n = domain.valid_tokens
-            parts.append((domain.name, f"{n / whole:.1%} of tokens", n * epochs, epochs, ""))
-    for portion in order.portions(ready.steps) if isinstance(order, MixedOrder) else ():
+        sizes = ((domain.name, domain.valid_tokens) for domain in data.manifest.domains)
+        portions = [Portion(name, (n / whole, n / whole), 0, epochs, n * epochs) for name, n in sizes]
+    for portion in portions:
         first, last = (f"{share:.1%}" for share in portion.shares)
-        share = f"{first if first == last else f'{first} to {last}'} of {mixture.by if mixture else 'rows'}"
-        often = f", more than {REPEATED}" if portion.epochs > REPEATED else ""
-        parts.append((portion.name, share, portion.tokens, portion.epochs, often))
-    for name, share, tokens, epochs, note in parts:
-        passes = counted(float(f"{epochs:.2g}"), "epoch")
-        rows.append((f"domain {name}", f"{share}; {tokens:,.0f} tokens, {passes}{note}"))
+        share = f"{first if first == last else f'{first} to {last}'} of {mixture.by if mixture else 'tokens'}"
+        often = f", more than {REPEATED}" if mixture and portion.epochs > REPEATED else ""
+        passes = counted(float(f"{portion.epochs:.2g}"), "epoch")
+        rows.append((f"domain {portion.name}", f"{share}; {portion.tokens:,.0f} tokens, {passes}{often}"))
     return rows
 
 
 def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
     """Return warnings on a run that can be trained, and perhaps not as its user thinks."""
-    train, data, steps = config.train, ready.data, ready.steps
-    portions = ready.order.portions(steps) if isinstance(ready.order, MixedOrder) and steps else []
-    warnings = [
-        f"domain {portion.name} is gone through {portion.epochs:.3g} times; after {REPEATED} epochs the "
-        "same text teaches less than new text: lower its share, or set train.mixture.max_epochs"
-        for portion in portions
-        if portion.epochs > REPEATED
-    ]
+    train, data, steps, warnings = config.train, ready.data, ready.steps, []
+    for portion in ready.order.portions(steps) if isinstance(ready.order, MixedOrder) and steps else ():
+        if portion.epochs > REPEATED:
+            cure = "the same text then teaches less: lower its share, or set train.mixture.max_epochs"
+            warnings.append(f"domain {portion.name} is gone through {portion.epochs:.3g} times; {cure}")
     if on_cpu and config.model.dtype == "bfloat16":
         cure = "set model.dtype=float32 in a new output_dir"
         warnings.append(f"bfloat16 on a CPU is several times slower than float32: {cure}")
     if train.num_train_epochs is not None and data is not None and steps is not None and steps < 10:
-        warnings.append(
-            f"only {counted(steps, 'step')}: {counted(train.num_train_epochs, 'epoch')} of "
-            f"{counted(len(data), 'packed row')} of {config.data.sequence_len:,} tokens each, "
-            f"{counted(train.global_batch_size, 'row')} per step; a smaller train.global_batch_size or "
-            f"more train.num_train_epochs gives more"
-        )
+        amount = f"{counted(len(data), 'packed row')} of {config.data.sequence_len:,} tokens"
+        cure = "a smaller train.global_batch_size or more train.num_train_epochs gives more"
+        warnings.append(f"only {counted(steps, 'step')} of {amount}: {cure}")
     return warnings
 
 
@@ -286,22 +277,18 @@ def fit(sizes: Sizes, setup: Setup, cluster: Cluster) -> str:
     changes = [f"set train.micro_batch_size={micro}"] if micro else []
     changes += ["set model.activation_checkpointing=true"] if fits(checkpointing=True) else []
     changes += [zero3] if fits(stage=3) else []
-    least: dict[str, Any] = {"micro": 1, "checkpointing": True, "stage": 3}
-    if not changes and fits(**least):
-        changes.append("set all of train.micro_batch_size=1, activation_checkpointing=true and zero3.json")
-    elif not changes and fits(**least, offload_optimizer=True):
-        changes.append(
-            "set deepspeed=ds_configs/zero3_offload.json, train.micro_batch_size=1, checkpointing on"
-        )
+    for offload in (False, True):
+        least = {"micro": 1, "checkpointing": True, "stage": 3, "offload_optimizer": offload}
+        if not changes and fits(**least):
+            file = "zero3_offload.json" if offload else "zero3.json"
+            changes = [f"set train.micro_batch_size=1 deepspeed=ds_configs/{file}, and checkpointing"]
     enough = next((n for i in range(1, 8) if fits(ranks=(n := cluster.gpus * 2**i))), None)
     changes += [f"take {enough} GPUs"] if enough else []
     remedies = "; or ".join(changes or ["no single change helps: take GPUs with more memory, or model.lora"])
     if memory.total > room:
         return f"NO; {remedies}"
-    return (
-        f"tight: {memory.total / GIB:.1f} of {room / GIB:.1f} GiB, and the estimate of all but states may be "
-        f"{footprint.MEMORY_ERROR:.0%} too low; to be safe {remedies}"
-    )
+    likely = f"tight: {memory.total / GIB:.1f} of {room / GIB:.1f} GiB, and all but states may take"
+    return f"{likely} {footprint.MEMORY_ERROR:.0%} more; to be safe {remedies}"
 
 
 class Choice(NamedTuple):
@@ -342,25 +329,18 @@ def print_best(config: RunConfig, cluster: Cluster) -> Choice:
     fitting = [c for c in every if c.memory.surely <= room]
     if not fitting:
         least = min(every, key=lambda c: c.memory.surely)
-        checkpointing = "with" if least.setup.checkpointing else "without"
-        settings = f"{least.file.name} {checkpointing} checkpointing, micro_batch_size {least.setup.micro}"
-        raise FailureError(
-            f"nothing surely fits on {cluster.gpus} x {cluster.kind}: of each {room / GIB:.1f} GiB are free, "
-            f"and {settings} may need {least.memory.surely / GIB:.1f}; take more or larger GPUs, or set "
-            "model.lora",
-            code="nothing-fits",
-        )
+        needs = f"{least.file.name} may need {least.memory.surely / GIB:.1f} GiB of {room / GIB:.1f}"
+        problem = f"nothing surely fits on {cluster.gpus} x {cluster.kind}: {needs}"
+        raise FailureError(f"{problem}; take more or larger GPUs, or set model.lora", code="nothing-fits")
     # the fastest first, and of those alike the smallest; one of every kind, with its best micro-batch
     fitting.sort(key=lambda c: (-round(math.log(c.speed) / ALIKE), c.memory.total))
     best: dict[tuple[Any, ...], Choice] = {}
     for choice in fitting:
         best.setdefault((choice.file, choice.setup.checkpointing, choice.setup.compiled), choice)
     shown = list(best.values())[:3]
-    title = (
-        f"{cluster.gpus} x {cluster.kind}: what surely fits into {room / GIB:.1f} GiB of each, "
-        f"if all but states takes {footprint.MEMORY_ERROR:.0%} more than predicted"
-    )
-    table = Table(title=title, padding=(0, 0))
+    fits = f"what surely fits into {room / GIB:.1f} GiB of each"
+    error = f"if all but states takes {footprint.MEMORY_ERROR:.0%} more than predicted"
+    table = Table(title=f"{cluster.gpus} x {cluster.kind}: {fits}, {error}", padding=(0, 0))
     for name in ("", "deepspeed", "check- points", "compile", "micro batch"):
         table.add_column(name, no_wrap=name == "deepspeed")
     for name in ("GiB", "tok/s /GPU", "MFU", "step", "host"):
@@ -432,13 +412,8 @@ def _without_choice(config: RunConfig, file: Path) -> RunConfig:
 
 def check_target(path: Path) -> None:
     """Raise UserError when no recipe can be written to `path`: a file is there, or no directory."""
-    problem = None
-    if path.exists():
-        problem = "the file is there already; give another name or remove it"
-    elif not path.parent.is_dir():
-        problem = f"{path.parent} is not a directory; make it first"
-    if problem is not None:
-        raise UserError(f"--write {path}: {problem}", code="write-target")
+    if path.exists() or not path.parent.is_dir():
+        raise UserError(f"--write {path}: give a new name in an existing directory", code="write-target")
 
 
 def write_recipe(
@@ -462,7 +437,5 @@ def write_recipe(
         file.write(text.encode())
         file.flush()
         if load_config(Path(file.name), []) != load_config(recipe, settings):
-            raise UserError(
-                "--write: an override replaces a whole section, and a recipe that extends another can only "
-                "complete it; write the override into the recipe first"
-            )
+            problem = "--write: an override replaces a whole section, which an extending recipe cannot"
+            raise UserError(f"{problem}; write it into the recipe first", code="write-section")

@@ -45,7 +45,7 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool) -> b
     files = sorted(p for p in Path(config.model.path).glob("*") if p.suffix in (".safetensors", ".bin"))
     weights = hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
     about = config.model.model_dump(include={"path", "revision", "dtype"})
-    about["weights"] = weights if files else None  # by which a directory is known
+    about["weights"] = weights if files else None
     for data in sets:
         if force:
             scores.clear(data, name)
