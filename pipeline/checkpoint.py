@@ -296,13 +296,14 @@ def check_identity(saved: Saved | None, identity: Identity) -> None:
         check_same(saved.directory, saved.identity, identity)
 
 
-def loadable(saved: Saved, ds_config: dict[str, Any], world: World) -> tuple[Path, bool]:
-    """Return the path from which this many ranks can load `saved`, and whether that is a universal copy.
+def loadable(saved: Saved, ds_config: dict[str, Any], world: World) -> Path:
+    """Return the path from which this many ranks can load `saved`.
 
-    A universal copy is made where another number of ranks saved it; Muon's state has no place in one.
+    Where another number of ranks saved it that is a universal copy, as `ds_config` then says; Muon's state
+    has no place in one.
     """
     if saved.ranks == world.ranks:
-        return saved.directory, False
+        return saved.directory
     if ds_config["optimizer"]["type"] == "Muon":
         problem = f"{saved.directory} holds Muon's state, which cannot be converted for {world.ranks} ranks"
         raise UserError(f"{problem}; start {saved.ranks} ranks, {ANEW}", code="muon-ranks")
@@ -315,7 +316,8 @@ def loadable(saved: Saved, ds_config: dict[str, Any], world: World) -> tuple[Pat
         to_universal(saved.directory / "state", copy / "state")
 
     on_main(world, convert)
-    return copy, True
+    ds_config["checkpoint"] = {"load_universal": True}
+    return copy
 
 
 def check_engine(saved: Saved, engine: Engine) -> None:

@@ -21,7 +21,6 @@ import hashlib
 import importlib.metadata
 import json
 import re
-import shutil
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ from emo.pipeline.config import Batch, MixtureConfig, RunConfig, dump_config
 from emo.pipeline.loss.objectives import BUILT_IN, ENTRY_POINTS, Objective
 from emo.pipeline.order import Holding
 from emo.pipeline.planning.ds_file import decisive
-from emo.pipeline.run_dir import CONFIG, INITIAL, checkpoints, step_of
+from emo.pipeline.run_dir import CONFIG, checkpoints, step_of
 
 Identity = dict[str, Any]  # part -> JSON value
 
@@ -242,12 +241,6 @@ def _recorded(run_dir: Path) -> list[Holding]:
     entries = tree.get(MIXTURES) or [{"step": 0, "mixture": tree["train"].get("mixture")}]
     pairs = ((entry["step"], entry["mixture"]) for entry in entries)
     return [Holding(step, None if m is None else MixtureConfig.model_validate(m)) for step, m in pairs]
-
-
-def clear_unstarted(config: RunConfig) -> None:
-    """Remove the first weights of a launch that ended before the run was claimed: it may have had others."""
-    if not (config.output_dir / CONFIG).is_file():
-        shutil.rmtree(config.output_dir / INITIAL, ignore_errors=True)
 
 
 def claim(config: RunConfig, identity: Identity) -> None:

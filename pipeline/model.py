@@ -163,17 +163,6 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
     return Losses(objective, cost if objective.needs_cost else None, cost)
 
 
-def use_objective(model: nn.Module, objective: Objective) -> None:
-    """Let the fused head minimise `objective` from now on: another step of a schedule."""
-    model.get_output_embeddings().use(objective)  # type: ignore[operator]
-
-
-def tell_by_token(model: nn.Module) -> None:
-    """Let the fused head hand out the losses of single tokens beside their sums, from now on."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    head.spec = dataclasses.replace(head.spec, by_token=True)
-
-
 @contextlib.contextmanager
 def measuring(model: nn.Module, losses: Losses) -> Iterator[None]:
     """Let the fused head report DEMD within the block, whatever the objective, and its losses by token."""
@@ -242,8 +231,7 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
 
 def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     """Return the model that trains: loaded, fused, with adapters and checkpointing as configured."""
-    path, revision = origin(config)
-    model = load_pretrained(config, usable_attention(config.model, load_config(path, revision)))
+    model = load_pretrained(config, usable_attention(config.model, load_config(*origin(config))))
     model.config.use_cache = False
     trained: nn.Module = model
     if config.model.lora is not None:  # first: peft looks layers up by class, and the fused head is no target

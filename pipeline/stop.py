@@ -55,7 +55,7 @@ class Watch:
     def __init__(self) -> None:
         self.signal: str | None = None
         self.launcher_gone = False
-        self.advanced = False  # whether a step was done since the start
+        self.advanced = False  # whether a step was done: what fails from then on is worth another start
         self._phase = STARTING
         self._report = _open_report()
         self._blamed = ""  # the node, once a device of it has failed
@@ -73,10 +73,6 @@ class Watch:
     def trains(self) -> None:
         """Note that the first step is next: from now on there is something to save."""
         self._phase = TRAINING
-
-    def stepped(self) -> None:
-        """Note that a step is done: this start works, and what fails from now on is worth another one."""
-        self.advanced = True
 
     def blame_node(self) -> None:
         """Report that a device of this node has failed: train.sbatch keeps the next start away from it."""

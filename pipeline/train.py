@@ -9,11 +9,13 @@ for each step s:
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import json
 import logging
 import math
+import shutil
 import socket
 import statistics
 import zlib
@@ -33,16 +35,7 @@ from emo.pipeline.config import RunConfig, TrainConfig, lr_at
 from emo.pipeline.engine import Engine, Sums
 from emo.pipeline.export import export_model
 from emo.pipeline.lock import RunLock
-from emo.pipeline.model import (
-    Losses,
-    build_model,
-    check_model,
-    load_losses,
-    measuring,
-    tell_by_token,
-    use_objective,
-    write_initial_weights,
-)
+from emo.pipeline.model import Losses, build_model, check_model, load_losses, measuring, write_initial_weights
 from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.planning.footprint import Setup, accelerator, utilisation
 from emo.pipeline.planning.host import compiling, on_gpu
@@ -53,7 +46,7 @@ from emo.pipeline.report.launches import Launch
 from emo.pipeline.report.metrics import Metrics
 from emo.pipeline.report.samples import Samples
 from emo.pipeline.report.validation import Documents, by_document
-from emo.pipeline.run_dir import BAD_BATCHES, EXPORT
+from emo.pipeline.run_dir import BAD_BATCHES, CONFIG, EXPORT, INITIAL
 from emo.pipeline.stop import RESUME, StopRequest, Watch
 
 log = logging.getLogger(__name__)
@@ -76,7 +69,8 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
         """Lock, compare and clear the run directory, before anything is loaded."""
         lock.take()
         identity.compare(config, ready.identity)  # again: a launch may have held the lock until now
-        identity.clear_unstarted(config)
+        if not (config.output_dir / CONFIG).is_file():  # of a launch that ended before the run was claimed
+            shutil.rmtree(config.output_dir / INITIAL, ignore_errors=True)
         if config.model.path is None:
             write_initial_weights(config)
 
@@ -113,11 +107,8 @@ def _train(
     agreed(lambda: identity.check_mixture(config, step))
     read = ready.identity | {"cost": getattr(losses.measure, "fingerprint", None)}
     checkpoint.check_identity(saved, read)
-    source, ds_config = None, ready.ds_config
-    if saved is not None:
-        source, universal = checkpoint.loadable(saved, ds_config, world)
-        if universal:
-            ds_config["checkpoint"] = {"load_universal": True}
+    ds_config = ready.ds_config
+    source = None if saved is None else checkpoint.loadable(saved, ds_config, world)
     with compiling(), launch.console.compiling():
         partitioned = HfDeepSpeedConfig(ds_config)  # while it lives transformers builds models partitioned
         trainer = Engine(build_model(config, losses), ds_config, world, config.model.compile)
@@ -173,8 +164,9 @@ def _train(
             metrics.close()
             return False
         launch.sampled(step, samples.take(trainer, step, tokens))
+    head: Any = trainer.model.get_output_embeddings()  # type: ignore[operator]
     if len(data.domains) > 1:
-        tell_by_token(trainer.model)
+        head.spec = dataclasses.replace(head.spec, by_token=True)
     lock.now("training")
     metrics.pause()
     gc.collect()
@@ -187,7 +179,7 @@ def _train(
         lr = lr_at(config.train, step, steps)
         metrics.starts(step + 1)
         if losses.objective.schedule is not None:
-            use_objective(trainer.model, losses.objective.at(step))
+            head.use(losses.objective.at(step))
         sums = trainer.train_step(
             batch.micro,
             valid=batch.valid,
@@ -197,7 +189,7 @@ def _train(
             domains=batch.domains,
         )
         step, tokens = step + 1, tokens + sums.tokens
-        watch.stepped()
+        watch.advanced = True
         if step == first + 1:
             wait_at_most(config.train.timeout_minutes, saver.group)
         if step % 10 == 0:

@@ -73,7 +73,7 @@ IN_SOURCES = {
         "deepspeed.checkpoint.ds_to_universal": ["--inject_missing_state"],
         "torch.serialization": ["TORCH_FORCE_WEIGHTS_ONLY_LOAD", "Weights only load failed"],
     },
-    "pipeline/train.py": {"deepspeed.runtime.constants": ["load_universal"]},
+    "pipeline/checkpoint.py": {"deepspeed.runtime.constants": ["load_universal"]},
     "pipeline/planning/ds_file.py": {
         "deepspeed.runtime.zero.utils": ["deepspeed.runtime.zero.muon.muon_optimizer"],
         "deepspeed.runtime.zero.stage_1_and_2": ["use_muon"],

@@ -1,193 +1,219 @@
-"""One rank of the ZeRO parity test: train a tiny LLaMA with the fused head in several set-ups.
+"""One rank of the parity tests under DeepSpeed: a tiny LLaMA in the engine, under every ZeRO stage.
 
-Run by two processes for the sharded runs, and imported for the unsharded one they are compared with.
+Run by two processes, and imported for the plain optimizers on one that they are compared with.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.utils import safe_get_full_grad
 from torch import Tensor, nn
 
 from emo.common.errors import UserError
-from emo.pipeline.engine import start_world
-from emo.pipeline.loss import fuse_model, probe_model
-from emo.pipeline.loss.cost import CostEmbedding
-from emo.pipeline.loss.dense import Teacher
-from emo.pipeline.loss.fused import LossSums, fused_linear_loss
-from emo.pipeline.loss.head import fuse_head
-from emo.pipeline.loss.objectives import get_objective
+from emo.pipeline.config import Batch, RunConfig, load_config, lr_at
+from emo.pipeline.engine import Engine, start_world, to_universal
+from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective, probe_model
 from emo.pipeline.loss.varlen import VARLEN
+from emo.pipeline.planning.ds_file import deepspeed_config
+from emo.pipeline.ranks import World, end_world, on_main
+from tests.conftest import REPO
 from tests.helpers.families import family, tiny_llama
-from tests.helpers.loss_reference import stored_for
 
-VOCAB, BLOCK, ROWS, STEPS = 96, 16, 6, 3  # rows of the global batch
-OPTIMIZER = {"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0}  # a tiny eps would amplify rounding
-
-ZERO = {"overlap_comm": False, "stage3_param_persistence_threshold": 0}
+VOCAB, BLOCK, ROWS, STEPS = 96, 16, 8, 4
+ADAM = ["train.learning_rate=1e-2", "train.eps=1e-3"]  # a tiny eps would amplify rounding
+MUON = [*ADAM, "train.optimizer=muon", "train.muon_lr=0.03", "train.max_grad_norm=0"]
 
 
-@dataclass(frozen=True)
-class Case:
-    objective: str = "emo"
-    stage: int = 3
+class Case(NamedTuple):
+    """A recipe, by its overrides and the name of its DeepSpeed file, and a model."""
+
+    overrides: list[str]
+    file: str
+    objective: str = "mle"
     tied: bool = False
     checkpointing: bool = False
-    accumulation: int = 1
-    zero_init: bool = False  # built in pieces from the start, cost embedding gathered
+    in_pieces: bool = False  # built so from the start, cost embedding gathered
     frozen_head: bool = False
-    external: bool = False  # the head's weight is used without calling it
+    accumulation: int = 2
 
 
-class WithLoss(nn.Module):
-    """A causal LM that returns the loss sums, as the trainer's model does."""
-
-    def __init__(self, model: nn.Module, external: bool) -> None:
-        super().__init__()
-        self.model, self.external = model, external
-
-    def forward(self, ids: Tensor, labels: Tensor) -> LossSums:
-        hidden, head = self.model.model(ids).last_hidden_state, self.model.lm_head
-        if self.external:
-            return fused_linear_loss(hidden, head.weight, labels, head.objective, head.cost)
-        teacher = None
-        if head.spec.terms.objective.dense:
-            generator = torch.Generator().manual_seed(7)
-            states = torch.randn(VOCAB, 8, generator=generator)[ids]  # a teacher that sees one token
-            teacher = Teacher(states, torch.randn(VOCAB, 8, generator=generator))
-        return head(hidden, labels, teacher, stored_for(labels))
+CASES = {
+    **{f"adamw-{stage}": Case(ADAM, f"zero{stage}") for stage in (1, 2, 3)},
+    "adamw-offload": Case(ADAM, "zero3_offload"),
+    **{f"muon-{stage}": Case(MUON, f"zero{stage}") for stage in (1, 2, 3)},
+    "muon-2-bf16": Case([*MUON, "model.dtype=bfloat16"], "zero2"),
+    "emo-1": Case(ADAM, "zero1", "emo"),
+    "emo-2-tied": Case(ADAM, "zero2", "emo", tied=True),
+    "emo-3-tied": Case(ADAM, "zero3", "emo", tied=True, checkpointing=True),
+    "emo-3-pieces": Case(ADAM, "zero3", "emo", tied=True, in_pieces=True),
+    "emo-3-frozen": Case(ADAM, "zero3", "emo", frozen_head=True),
+    "mile-3": Case(ADAM, "zero3", "mile", accumulation=1),  # weights are normalised over a pass
+    "adamw-hpz": Case(ADAM, "HPZ"),  # last: its groups of ranks stay for the life of the process
+}
+RESUMED = ("adamw-3", "adamw-offload", "muon-1", "muon-2-bf16", "muon-3")
 
 
-def build(case: Case) -> WithLoss:
+def recipe(case: Case, directory: Path = REPO / "ds_configs") -> RunConfig:
+    settings = ["train.num_train_epochs=null", f"train.max_steps={STEPS}", f"train.global_batch_size={ROWS}"]
+    settings += ["train.lr_scheduler_type=linear", "train.warmup_ratio=0", "train.weight_decay=0.1"]
+    settings += ["model.dtype=float32", f"deepspeed={directory}/{case.file}.json", *case.overrides]
+    return load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", settings)
+
+
+def build(case: Case) -> Any:
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.2}
     model = tiny_llama(VOCAB, tie_word_embeddings=case.tied, **shape)
     if case.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    return WithLoss(model, case.external)
+    return model.train()
 
 
-def prepare(model: WithLoss, case: Case) -> None:
-    head = model.model.lm_head
+def fuse(model: Any, case: Case) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         objective = get_objective(case.objective)
-    head.objective, head.cost = objective, CostEmbedding.from_weight(head.weight)
-    if not case.external:
-        fuse_head(head, objective, head.cost, memory_mb=16 * VOCAB * 4 / 2**20)
-    head.weight.requires_grad_(not case.frozen_head)
+        cost = CostEmbedding.from_weight(model.lm_head.weight) if objective.needs_cost else None
+        fuse_model(model, objective, cost)
+    model.lm_head.weight.requires_grad_(not case.frozen_head)
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    """The global batch: ids and labels [ROWS, BLOCK]; a different number of valid tokens per row."""
-    generator = torch.Generator().manual_seed(100 + step)
-    ids = torch.randint(VOCAB, (ROWS, BLOCK), generator=generator)
-    labels = ids.roll(-1, dims=1)
-    labels[:, -1] = -100
+def batch(step: int) -> dict[str, Tensor]:
+    """The global batch [ROWS, BLOCK] of a step; rows differ in how many tokens they supervise."""
+    ids = torch.randint(VOCAB, (ROWS, BLOCK), generator=torch.Generator().manual_seed(100 + step))
+    labels = ids.clone()
     for row in range(ROWS):
-        labels[row, : 2 * row] = -100
+        labels[row, :row] = -100
     if step == 1:
         labels[: ROWS // 2] = -100  # one rank has nothing to learn from in this step
-    return ids, labels
+    return {"input_ids": ids, "labels": labels}
 
 
-def run_unsharded(case: Case) -> dict[str, Tensor]:
-    """The truth: one process, whole batch, torch's own AdamW."""
+def start(case: Case, config: RunConfig, world: World, universal: bool = False) -> Engine:
+    """The engine of a recipe, each rank taking its rows in micro-batches."""
+    passes = case.accumulation
+    ds_config = deepspeed_config(config, Batch(ROWS, ROWS // world.ranks // passes, passes, world.ranks))
     model = build(case)
-    prepare(model, case)
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), **OPTIMIZER)
-    losses, first = [], {}
-    for step in range(STEPS):
-        ids, labels = batch(step)
-        sums = model(ids, labels)
-        loss = sums.loss / sums.tokens
-        optimizer.zero_grad()
-        loss.backward()
-        if step == 0:
-            first = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-        losses.append(loss.detach())
-    state = {f"param.{name}": p.detach().clone() for name, p in model.named_parameters()}
-    return {"losses": torch.stack(losses)} | {f"grad.{n}": g for n, g in first.items()} | state
-
-
-def ds_config(case: Case) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": ROWS // 2 // case.accumulation,
-        "gradient_accumulation_steps": case.accumulation,
-        "gradient_clipping": 0.0,  # the default is 1.0
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, **OPTIMIZER}},
-        "zero_optimization": ZERO | {"stage": case.stage},
-    }
-
-
-def run_sharded(case: Case) -> dict[str, Tensor]:
-    """This rank's part under DeepSpeed; every rank returns the gathered results."""
-    config = ds_config(case)
-    if case.zero_init:
-        source = build(case).state_dict()
-        with deepspeed.zero.Init(config_dict_or_path=config):
+    if case.in_pieces:
+        source = model.state_dict()
+        with deepspeed.zero.Init(config_dict_or_path=ds_config):
             model = build(case)
         with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
-            if dist.get_rank() == 0:
+            if world.is_main:
                 model.load_state_dict(source)
-    else:
-        model = build(case)
-    prepare(model, case)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=trained)
-    rank, losses = dist.get_rank(), []
-    grads: dict[str, Tensor] = {}
+    fuse(model, case)
+    if config.model.dtype == "bfloat16":
+        model.bfloat16()
+    return Engine(model, ds_config | {"checkpoint": {"load_universal": universal}}, world)
+
+
+def train(engine: Engine, case: Case, config: RunConfig, steps: range) -> Tensor:
+    rank, share, losses = engine.world.rank, ROWS // engine.world.ranks, []
+    size = share // case.accumulation
+    for step in steps:
+        whole = batch(step)
+        starts = range(rank * share, (rank + 1) * share, size)
+        micro = [{name: tensor[i : i + size] for name, tensor in whole.items()} for i in starts]
+        valid = int((whole["labels"] != -100).sum())
+        sums = engine.train_step(micro, valid, lr_at(config.train, step, STEPS), seed=0, stop=False)
+        losses.append(sums.loss / valid)
+    return torch.tensor(losses)
+
+
+def trained(case: Case, config: RunConfig, world: World, saved: Path | None) -> dict[str, Any]:
+    """Losses and final weights under DeepSpeed; also losses of runs that resume from `saved`, half way."""
+    engine = start(case, config, world)
+    first = train(engine, case, config, range(STEPS // 2))
+    if saved is not None:
+        engine.snapshot(saved)
+        engine.files.write()
+    results = {"losses": torch.cat((first, train(engine, case, config, range(STEPS // 2, STEPS))))}
+    results["groups"] = engine.groups
+    for name, parameter in engine.model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
+            results[name] = parameter.detach().float().clone()
+    engine.ds.destroy()
+    if saved is not None:
+        results["resumed"] = resumed(case, config, world, saved)
+    if saved is not None and saved.name == "adamw-3":
+        copy = saved.with_name("converted")
+        on_main(world, lambda: to_universal(saved / "state", copy / "state"))
+        results["converted"] = resumed(case, config, world, copy, universal=True)
+    return results
+
+
+def resumed(case: Case, config: RunConfig, world: World, saved: Path, universal: bool = False) -> Tensor:
+    engine = start(case, config, world, universal)
+    engine.load(saved)
+    losses = train(engine, case, config, range(STEPS // 2, STEPS))
+    engine.ds.destroy()
+    return losses
+
+
+def plain(case: Case) -> dict[str, Any]:
+    """The truth: one process, whole batches, Muon as its author wrote it and PyTorch's AdamW.
+
+    https://kellerjordan.github.io/posts/muon
+    """
+    model, train = build(case), recipe(case).train
+    fuse(model, case)
+    named = dict(model.named_parameters())
+    tables = ("embed_tokens.weight", "lm_head.weight")
+    matrices = [name for name, p in named.items() if p.dim() == 2 and not name.endswith(tables)]
+    body = {name: torch.zeros_like(named[name]) for name in matrices if train.optimizer == "muon"}
+    rest = [p for name, p in named.items() if name not in body]
+    groups = [
+        {"params": [p for p in rest if p.dim() > 1], "weight_decay": train.weight_decay},
+        {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    adam = torch.optim.AdamW(groups, betas=train.betas, eps=train.eps)
+    losses = []
     for step in range(STEPS):
-        ids, labels = (x.view(2, case.accumulation, -1, BLOCK)[rank] for x in batch(step))
-        tokens = int((batch(step)[1] != -100).sum())
-        total = torch.zeros(())
-        for i in range(case.accumulation):
-            sums = engine(ids[i], labels[i])
-            # DeepSpeed divides by ranks and accumulation, we by the tokens of the global batch
-            engine.backward(sums.loss * (2 * case.accumulation / tokens))
-            total += sums.loss.detach() / tokens
-            if step == 0 and i == case.accumulation - 1:
-                for name, p in engine.module.named_parameters():
-                    if p.requires_grad and case.stage > 0:
-                        grads[f"grad.{name}"] = safe_get_full_grad(p).clone()
-            engine.step()
-        dist.all_reduce(total)
-        losses.append(total)
-    state = {}
-    for name, p in engine.module.named_parameters():
-        with deepspeed.zero.GatheredParameters([p], modifier_rank=None):
-            state[f"param.{name}"] = p.detach().clone()
-    engine.destroy()
-    return {"losses": torch.stack(losses)} | grads | state
+        lr = lr_at(train, step, STEPS)
+        model.zero_grad()
+        sums = model(**batch(step))
+        loss = sums.loss / sums.tokens
+        loss.backward()
+        if train.max_grad_norm:
+            nn.utils.clip_grad_norm_(model.parameters(), train.max_grad_norm)
+        for group in adam.param_groups:
+            group["lr"] = lr
+        adam.step()
+        with torch.no_grad():
+            for name, momentum in body.items():
+                weight, gradient = named[name], named[name].grad
+                momentum.lerp_(gradient, 1 - 0.95)
+                update = orthogonal(gradient.lerp(momentum, 0.95))
+                rate = lr * train.muon_lr / train.learning_rate
+                weight.mul_(1 - rate * train.weight_decay)
+                weight.add_(update, alpha=-rate * max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5)
+        losses.append(loss.detach())
+    state = {name: p.detach().clone() for name, p in named.items()}
+    return {"losses": torch.stack(losses), **state}
 
 
-CASES = [
-    Case(objective="mile"),
-    Case(objective="demd_dense"),
-    Case(tied=True, checkpointing=True, accumulation=3),
-    Case(stage=0, tied=True, accumulation=3),
-    Case(stage=1, accumulation=3),
-    Case(stage=2, tied=True, accumulation=3),
-    Case(zero_init=True, tied=True),
-    Case(frozen_head=True),
-    Case(external=True),
-]
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Five Newton-Schulz steps towards the orthogonal factor of `matrix`."""
+    x = matrix / (matrix.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
 
 
 def probed(name: str, scale: float | None = None, attn: str | None = None) -> str:
     """Return the start-up probe's verdict on a family, after two training steps where it is admitted."""
     model = family(name, attn)
     fuse_model(model, get_objective("mle"), **({} if scale is None else {"logit_scale": scale}))
-    config = ds_config(Case()) | {"train_micro_batch_size_per_gpu": 1}
+    zero = {"overlap_comm": False, "stage3_param_persistence_threshold": 0, "stage": 3}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    config |= {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-2}}}
     engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=list(model.parameters()))
     try:
         packing = probe_model(model, engine, packed=False, collective=True, device=torch.device("cpu"))
@@ -202,20 +228,33 @@ def probed(name: str, scale: float | None = None, attn: str | None = None) -> st
     return packing
 
 
-def main() -> None:
+def main(out: Path, probes: bool) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    start_world()
-    if sys.argv[2:] == ["probe"]:
-        results: list[Any] = [probed("llama"), probed("opt"), probed("bloom"), probed("granite", 0.3)]
-        results.append(probed("opt", attn=VARLEN))
-    else:
-        results = [run_sharded(case) for case in CASES]
-    if dist.get_rank() == 0:
-        torch.save(results, Path(sys.argv[1]))
+    world = start_world()
+    results: dict[Any, Any] = {}
+    if probes:
+        models: list[tuple[Any, ...]] = [
+            ("llama",),
+            ("opt",),
+            ("bloom",),
+            ("granite", 0.3),
+            ("opt", None, VARLEN),
+        ]
+        results = {arguments: probed(*arguments) for arguments in models}
+    hpz = json.loads((REPO / "ds_configs/zero3_hpz.json").read_text())
+    hpz["zero_optimization"] |= {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+    (out.parent / f"{world.rank}").mkdir()
+    (out.parent / f"{world.rank}" / "HPZ.json").write_text(json.dumps(hpz))
+    for name, case in {} if probes else CASES.items():
+        files = (out.parent / f"{world.rank}",) if case.file == "HPZ" else ()
+        saved = out.parent / name if name in RESUMED else None
+        results[name] = trained(case, recipe(case, *files), world, saved)
+    if world.is_main:
+        torch.save(results, out)
     dist.barrier()
-    dist.destroy_process_group()
+    end_world()
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]), sys.argv[2:] == ["probe"])

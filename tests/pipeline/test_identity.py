@@ -157,7 +157,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             checkpoint.check_engine(other, engine)
     muon = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "Muon"}}
     world = World(0, saved.ranks, torch.device("cpu"))
-    assert checkpoint.loadable(saved, muon, world) == (saved.directory, False)
+    assert checkpoint.loadable(saved, muon, world) == saved.directory
     with refused("muon-ranks"):
         checkpoint.loadable(saved, muon, world._replace(ranks=saved.ranks + 1))
     with refused("other-version"):
