@@ -36,10 +36,9 @@ def check_content(run_dir: Path, sets: Sequence[TokenDataset | Scores], world: W
     hashes = Hashes(run_dir / DATA_HASHES)
     faults = [fault for data in sets for fault in data.faults(hashes, world.rank, world.ranks)]
     every = gather_objects((faults, hashes.new()))
-    all_faults = [fault for rank_faults, _ in every for fault in rank_faults]
-    if all_faults:
-        suffix = f" (and {len(all_faults) - 1} more files)" if len(all_faults) > 1 else ""
-        raise UserError(all_faults[0] + suffix)
+    for rank_faults, _ in every:
+        if rank_faults:
+            raise UserError(rank_faults[0])
     if world.is_main:
         hashes.save(new for _, new in every)
 

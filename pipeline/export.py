@@ -52,14 +52,9 @@ class Exported(NamedTuple):
     """A tensor of the exported model and the parameters that it is made of."""
 
     name: str
-    base: nn.Parameter
-    adapters: tuple[nn.Parameter, ...] = ()  # A [r, in] and B [out, r]
+    parts: tuple[nn.Parameter, ...]  # the weight, and of its adapters A [r, in] and B [out, r]
     scaling: float = 1.0
     transposed: bool = False  # the weight is stored as [in, out], as GPT-2's Conv1D and embeddings do
-
-    @property
-    def parts(self) -> list[nn.Parameter]:
-        return [self.base, *self.adapters]
 
     def merged(self, weight: Tensor, *adapters: Tensor) -> Tensor:
         """Return the exported tensor, from the whole tensors of `parts`."""
@@ -141,23 +136,20 @@ def exported_tensors(model: nn.Module) -> Iterator[Exported]:
     adapters on a layer that they cannot be merged into.
     """
     base = unwrap(model)
-    modules = dict(base.named_modules())
     for name, parameter in base.named_parameters():
         if ".lora_" in name:
             continue
         path, wrapped, _ = name.rpartition(".base_layer.")
-        layer: Any = modules[path] if wrapped else None
+        layer: Any = base.get_submodule(path)
         exported = name.replace(".base_layer.", ".")
-        if layer is None or not name.endswith(".weight"):
-            yield Exported(exported, parameter)
-            continue
-        scaling = layer.scaling[ADAPTER]
-        if ADAPTER in layer.lora_A:
-            adapters = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-            yield Exported(exported, parameter, adapters, scaling, layer.fan_in_fan_out)
+        if not wrapped or not name.endswith(".weight"):
+            yield Exported(exported, (parameter,))
+        elif ADAPTER in layer.lora_A:
+            parts = parameter, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+            yield Exported(exported, parts, layer.scaling[ADAPTER], layer.fan_in_fan_out)
         elif ADAPTER in layer.lora_embedding_A:
-            adapters = layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
-            yield Exported(exported, parameter, adapters, scaling, transposed=True)
+            parts = parameter, layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
+            yield Exported(exported, parts, layer.scaling[ADAPTER], transposed=True)
         else:
             raise UserError(f"model.lora.targets: adapters on {path} cannot be exported", code="adapters")
 
@@ -203,21 +195,21 @@ def _gathered(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of the export, in host memory, on rank 0; all ranks must exhaust it."""
     import deepspeed
 
+    def on_host(tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", copy=True).contiguous()
+
     for tensor in exported_tensors(engine.model):
         partitioned = [p for p in tensor.parts if hasattr(p, "ds_id")]
         copied = None
         with deepspeed.zero.GatheredParameters(partitioned) if partitioned else contextlib.nullcontext():
             if engine.world.is_main:
-                merged = tensor.merged(*(p.detach() for p in tensor.parts))
-                copied = merged.to("cpu", copy=True).contiguous()
+                copied = on_host(tensor.merged(*(p.detach() for p in tensor.parts)))
         if copied is not None:
             yield tensor.name, copied
     if engine.world.is_main:
         base = unwrap(engine.model)
-        persistent = set(base.state_dict())
-        for name, buffer in base.named_buffers():
-            if name in persistent:
-                yield name, buffer.detach().to("cpu", copy=True).contiguous()
+        persistent = base.state_dict().keys()
+        yield from ((name, on_host(buffer)) for name, buffer in base.named_buffers() if name in persistent)
 
 
 def write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: dict[str, object]) -> None:

@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 from transformers import PretrainedConfig
 
-from emo.common.errors import UserError, one_line
+from emo.common.errors import UserError
 from emo.common.files import sha256, write_text
 from emo.common.provenance import REPOSITORY
 from emo.common.recipe import marked, read_written, shown
@@ -199,13 +199,12 @@ def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, st
         return
     if trees:
         for name in dict.fromkeys(name for tree in trees for name in tree):
-            values = (tree.get(name) if isinstance(tree, dict) else None for tree in (before, now))
-            yield from _differences(*values, f"{key}.{name}" if key else str(name))
+            was, is_now = (tree.get(name) if isinstance(tree, dict) else None for tree in (before, now))
+            yield from _differences(was, is_now, f"{key}.{name}" if key else str(name))
         return
     hashed = re.compile("[0-9a-f]{64}")  # its beginning will do
-    texts = (one_line(shown(value), 80) for value in (before, now))
-    was, is_now = (hashed.sub(lambda digest: digest[0][:12], text) for text in texts)
-    yield key, was, is_now
+    texts = [hashed.sub(lambda digest: digest[0][:12], shown(value)) for value in (before, now)]
+    yield key, texts[0], texts[1]
 
 
 def _claimed(run_dir: Path) -> dict[str, Any]:

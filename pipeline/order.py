@@ -71,11 +71,11 @@ class Holding(NamedTuple):
 
 
 class Domain(NamedTuple):
-    """The rows of a domain, and their amount in rows or tokens."""
+    """A domain with its rows, and what these amount to in an epoch, in tokens or rows as shares are."""
 
     name: str
     rows: int
-    amount: int  # of one epoch, in what shares are of: tokens, or rows
+    amount: int
 
 
 class Flow(NamedTuple):
@@ -137,10 +137,10 @@ def shares(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[Ramp]:
     Raises UserError for a domain that the data lack, or that the mixture forgets.
     """
     names = [domain.name for domain in domains]
-    for key, section in (("shares", mixture.shares), ("max_epochs", mixture.max_epochs)):
-        if unknown := [name for name in section if name not in names]:
-            problem = f"train.mixture.{key} names {unknown[0]}, of which the data hold no rows"
-            raise UserError(f"{problem}; {nearest(unknown[0], names)}", code="mixture-domains")
+    for name in (*mixture.shares, *mixture.max_epochs):
+        if name not in names:
+            problem = f"train.mixture names {name}, of which the data hold no rows"
+            raise UserError(f"{problem}; {nearest(name, names)}", code="mixture-domains")
     if mixture.temperature is not None:
         most = max(domain.amount for domain in domains)  # divided by it: a power of it alone may overflow
         raised = [(domain.amount / most) ** (1 / mixture.temperature) for domain in domains]
@@ -148,9 +148,8 @@ def shares(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[Ramp]:
         # the last bits of a power may differ from host to host
         return [Ramp(part, part, 1) for part in (round(power / total, 12) for power in raised)]
     if forgotten := [name for name in names if name not in mixture.shares]:
-        problem = f"train.mixture.shares says nothing of {', '.join(forgotten)}"
-        cure = "give every domain of the data a share, 0 leaves it out"
-        raise UserError(f"{problem}; {cure}", code="mixture-domains")
+        problem = f"train.mixture.shares lacks {', '.join(forgotten)}; a share of 0 leaves a domain out"
+        raise UserError(problem, code="mixture-domains")
     return [ramp(mixture.shares[name]) for name in names]
 
 
@@ -191,8 +190,8 @@ class Stream:
     def count(self, due: float) -> int:
         """Return rows whose middle is due when so much is; it never falls when more is."""
         epoch = int(due // self.amount)
-        middles = self._epoch(epoch)[1]
-        return epoch * len(self.rows) + int(np.searchsorted(middles, due - epoch * self.amount, "right"))
+        within = np.searchsorted(self._epoch(epoch)[1], due - epoch * self.amount, "right")
+        return epoch * len(self.rows) + int(within)
 
     def amount_of(self, count: int) -> int:
         """Return the sum of the sizes of the first `count` rows."""
@@ -335,11 +334,10 @@ class MixedOrder:
             if missing > 0:
                 low, below = time, counts
                 if time > leg.flow.times[-1] and not leg.flow.rates[-1].any():
-                    problem = "train.mixture: every domain that has a share has had its max_epochs"
-                    steps = (rows - missing) // self.batch
-                    raise UserError(
-                        f"{problem} after {steps:,} steps; raise them, or set train.max_steps to that"
+                    problem = (
+                        f"the domains of train.mixture last for {(rows - missing) // self.batch:,} steps"
                     )
+                    raise UserError(f"{problem}; raise max_epochs, or set train.max_steps to that")
             else:
                 high, above = time, counts
             time += missing / self.batch  # as if rows came evenly

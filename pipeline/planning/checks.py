@@ -212,8 +212,8 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
         names.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
     actual: dict[str, list[int]] = {}
     for tensor in exported_tensors(model):
-        sharing = names[id(tensor.base)]
-        if tensor.adapters and len(sharing) > 1:  # merged into one, they would change the other as well
+        sharing = names[id(tensor.parts[0])]
+        if len(tensor.parts) > 1 and len(sharing) > 1:  # merged into one, they would change the other as well
             problem = f"{' and '.join(sharing)} are one tensor, and adapters on one cannot be exported"
             raise UserError(f"model.lora.targets: {problem}; leave it out of the targets")
         whole = [torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for p in tensor.parts]

@@ -209,7 +209,7 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
     if stage == 0:
         problem = f"{path} sets ZeRO stage 0, under which DeepSpeed applies gradients that are not finite"
         raise UserError(f"{problem}; set stage 1, which gives the same numbers", code="zero-stage")
-    problem = None
+    problem = ""
     if offload.get("ratio", 1.0) != 1.0 or offload.get("super_offload") or zero.get("zenflow"):
         problem = "remove zenflow, super_offload and ratio, which need DeepSpeed's own Adam"
     elif size > 1 and (stage != 3 or ranks % size):
@@ -221,7 +221,7 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
         problem = "an optimizer on NVMe does not resume (weights do: ds_configs/zero3_nvme.json); set cpu"
     elif config.model.compile and stage == 3:
         problem = "model.compile=true is for ds_configs/zero1.json and zero2.json, not for ZeRO-3"
-    if problem is not None:
+    if problem:
         raise UserError(f"{path}: {problem}", code="ds-combination")
 
 

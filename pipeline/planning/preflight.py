@@ -207,7 +207,8 @@ def _bandwidth(world: World, network: Fabric, several: bool) -> Iterator[Finding
     words, advice = f"{measured:.2f} GB/s of bus bandwidth", ""
     device = "" if on_cpu else torch.cuda.get_device_name()
     gpu = None if "PCIE" in device.upper() else accelerator(device)
-    limits = [gpu.link_gb] * (gpu is not None) + [network.gbytes or 0.0] * several  # 0: unknown
+    limits = [] if gpu is None else [gpu.link_gb]
+    limits += [network.gbytes or 0.0] if several else []  # 0: unknown
     if limits and (expected := min(limits) * BUS_EFFICIENCY):
         words += f", {expected:.0f} expected"
         if measured < 0.5 * expected:  # TCP in place of InfiniBand is a hundredth

@@ -233,7 +233,7 @@ def test_merged_tensors_give_the_adapted_model(name: str, targets: str) -> None:
         return
     rehearse(adapted, config)
     merged = {t.name: t.merged(*(p.detach() for p in t.parts)) for t in exported_tensors(adapted)}
-    assert any(t.adapters for t in exported_tensors(adapted))
+    assert any(len(t.parts) > 1 for t in exported_tensors(adapted))
     plain, _ = adapted_model(name)
     plain.load_state_dict(merged, strict=False)
     ids = torch.arange(16)[None]

@@ -151,7 +151,7 @@ def test_epochs_are_bounded_and_what_is_due_never_falls(draws: st.DataObject) ->
     except UserError as error:
         assert set(bounded.max_epochs) == set(order.names)
         most = sum(bounded.max_epochs[name] * n for name, n in zip(order.names, counts, strict=True))
-        assert most < steps * BATCH and f"after {most // BATCH:,} steps" in str(error)
+        assert most < steps * BATCH and f"for {most // BATCH:,} steps" in str(error)
         return
     assert sum(p.rows for p in portions) == steps * BATCH
     assert all(p.epochs <= bounded.max_epochs.get(p.name, math.inf) for p in portions)
