@@ -337,43 +337,37 @@ class Uploads:
         self.run_dir, self.target = run_dir, target
         self.current: Path | None = None  # is being copied, and must not be pruned
         self._copied: set[str] = set()
-        self._work, self._idle = threading.Event(), threading.Event()
-        self._moved = time.monotonic()
+        self._thread = ThreadPoolExecutor(1, "upload")
         self.wake()  # for what an earlier launch has left
-        threading.Thread(target=self._run, name="upload", daemon=True).start()
 
     def wake(self) -> None:
         """Let the thread look for checkpoints that have become complete."""
-        self._idle.clear()
-        self._work.set()
+        self._move()
+        self._last = self._thread.submit(self._copy_new)
 
     def goes_on(self) -> bool:
         """Return whether something is being copied and moves."""
-        return not self._idle.is_set() and time.monotonic() - self._moved < STALL
+        return not self._last.done() and time.monotonic() - self._moved < STALL
 
     def unfinished(self) -> list[str]:
         """Return the names of complete checkpoints that are not in the target."""
         return [d.name for d in checkpoints(self.run_dir) if d.name not in self._copied]
 
-    def _run(self) -> None:
-        while self._work.wait():
-            self._work.clear()
-            for directory in checkpoints(self.run_dir):
-                if directory.name in self._copied:
-                    continue
-                self.current = directory
-                self._move()
-                try:
-                    copy_checkpoint(directory, self.target, self._move)
-                    self._copied.add(directory.name)
-                except Exception as error:  # of whatever store it is; the next `wake` tries again
-                    why = one_line(error, 200)
-                    if not is_complete(directory):
-                        why = "it was removed before its turn came: copies are slower than saves"
-                    log.warning("%s was not copied to train.copy_to=%s: %s", directory.name, self.target, why)
-            self.current = None
-            if not self._work.is_set():
-                self._idle.set()
+    def _copy_new(self) -> None:
+        for directory in checkpoints(self.run_dir):
+            if directory.name in self._copied:
+                continue
+            self.current = directory
+            self._move()
+            try:
+                copy_checkpoint(directory, self.target, self._move)
+                self._copied.add(directory.name)
+            except Exception as error:  # of whatever store it is; the next `wake` tries again
+                why = one_line(error, 200)
+                if not is_complete(directory):
+                    why = "it was removed before its turn came: copies are slower than saves"
+                log.warning("%s was not copied to train.copy_to=%s: %s", directory.name, self.target, why)
+        self.current = None
 
     def _move(self) -> None:
         self._moved = time.monotonic()

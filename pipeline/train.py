@@ -38,7 +38,7 @@ from emo.pipeline.lock import RunLock
 from emo.pipeline.model import Losses, build_model, check_model, load_losses, measuring, write_initial_weights
 from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.planning.footprint import Setup, accelerator, utilisation
-from emo.pipeline.planning.host import compiling, on_gpu
+from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.planning.plan import sizes_of
 from emo.pipeline.ranks import World, agreed, first_reason, gather_objects, on_main, patience, wait_at_most
 from emo.pipeline.report.console import Console
@@ -109,7 +109,7 @@ def _train(
     checkpoint.check_identity(saved, read)
     ds_config = ready.ds_config
     source = None if saved is None else checkpoint.loadable(saved, ds_config, world)
-    with compiling(), launch.console.compiling():
+    with launch.console.compiling():
         partitioned = HfDeepSpeedConfig(ds_config)  # while it lives transformers builds models partitioned
         trainer = Engine(build_model(config, losses), ds_config, world, config.model.compile)
         del partitioned

@@ -42,7 +42,6 @@ ATTRIBUTES = {
     "pipeline/export.py": ["transformers.integrations:unset_hf_deepspeed_config"],
     "pipeline/model.py": ["transformers:PreTrainedModel.set_attn_implementation"],
     "pipeline/planning/host.py": [
-        "torch.utils.cpp_extension:get_default_build_root",
         "transformers:LlamaForCausalLM._supports_sdpa",
         "transformers:LlamaForCausalLM._supports_flash_attn",
         "transformers:LlamaForCausalLM._supports_attention_backend",

@@ -1,24 +1,18 @@
-"""What a host must have before a run starts: usable GPUs, an attention, no build that was left half done."""
+"""What a host must have before a run starts: usable GPUs and an attention."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 import torch
-import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
-from torch.utils import cpp_extension
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig
 
 from emo.common.errors import FailureError, UserError, one_line
-from emo.common.lease import Lease, joined, users, waited
 from emo.pipeline.config import ModelConfig
 from emo.pipeline.loss.head import VARLEN, by_segments
 from emo.pipeline.loss.varlen import LARGEST_HEAD, kernel_is_new_enough
@@ -184,32 +178,3 @@ def check_gpus() -> None:
     error = refusal(gpus, max(ranks_here(), int(os.environ.get("LOCAL_RANK", 0)) + 1))
     if error is not None:
         raise type(error)(f"on {node_name()}: {error}", code=error.code)
-
-
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """Enclose what may compile: DeepSpeed builds an operation where and when it is first used.
-
-    torch guards a build by a file named `lock`, which a killed process leaves behind and every later start
-    would wait for in silence. A start that finds no other one under way therefore removes such files, except
-    those that another program here has open.
-    """
-    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root())
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # nothing can be built there either
-            root.mkdir(parents=True, exist_ok=True)
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0 and os.access(root, os.W_OK):
-            with waited(Lease(root, "starting"), None):
-                if not users(root / "starts"):
-                    left = list(root.rglob("lock"))
-                    opened = set[str]()
-                    for process in psutil.process_iter() if left else ():
-                        with contextlib.suppress(psutil.Error):
-                            opened |= {file.path for file in process.open_files()}
-                    for lock in (lock for lock in left if str(lock) not in opened):
-                        log.info("%s was left by a start that was killed; removed", lock)
-                        lock.unlink()
-                stack.enter_context(joined(root / "starts"))
-        if dist.is_initialized():
-            dist.barrier()
-        yield

