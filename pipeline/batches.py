@@ -89,17 +89,14 @@ class StepBatch(NamedTuple):
     rows: np.ndarray  # of the global batch
     valid: int  # supervised tokens of the global batch
     domains: list[int]  # those of each domain; empty where there is one
-    damage: str | None  # why it cannot be what was prepared; every rank looks at the whole batch
     micro: list[dict[str, Any]]  # this rank's part
 
 
 class Loader:
     """The batches of a run, each read while the step before it computes."""
 
-    def __init__(
-        self, order: BatchOrder | MixedOrder, batches: Batches, vocab_size: int, world: World
-    ) -> None:
-        self.order, self.batches, self.vocab_size, self.world = order, batches, vocab_size, world
+    def __init__(self, order: BatchOrder | MixedOrder, batches: Batches, world: World) -> None:
+        self.order, self.batches, self.world = order, batches, world
         # A thread that pins memory would open a context on the first GPU otherwise.
         use = functools.partial(torch.cuda.set_device, world.device) if world.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "loader", initializer=use)
@@ -119,10 +116,8 @@ class Loader:
 
     def _read(self, step: int) -> StepBatch:
         data, rows = self.batches.data, self.order.step_rows(step)
-        damage = data.damage(rows, self.vocab_size)
         local_rows = rank_rows(rows, self.world.rank, self.world.ranks)
-        apart = len(data.domains) > 1
-        micro = [] if damage else list(self.batches.read(local_rows, apart=apart))
-        valid = data.valid[rows]
+        apart, valid = len(data.domains) > 1, data.valid[rows]
+        micro = list(self.batches.read(local_rows, apart=apart))
         counts = np.bincount(data.domain[rows], valid, len(data.domains)).astype(np.int64).tolist()
-        return StepBatch(rows, int(valid.sum()), counts if apart else [], damage, micro)
+        return StepBatch(rows, int(valid.sum()), counts if apart else [], micro)

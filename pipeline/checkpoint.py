@@ -322,11 +322,10 @@ def loadable(saved: Saved, ds_config: dict[str, Any], world: World) -> Path:
 
 def check_engine(saved: Saved, engine: Engine) -> None:
     """Raise UserError for other groups of parameters, or other weights that do not train, than were saved."""
-    if saved.groups != engine.groups:
-        problem = f"{saved.directory} has groups of {saved.groups} parameters, not of {engine.groups}"
-        raise UserError(f"{problem}; set output_dir to a new directory", code="changed-groups")
-    if saved.frozen != engine.frozen:
-        problem = f"{saved.directory} holds adapters of another base model than model.path is now"
+    if (saved.groups, saved.frozen) != (engine.groups, engine.frozen):
+        problem = (
+            f"{saved.directory} holds adapters or parameters of another base model than model.path is now"
+        )
         raise UserError(f"{problem}; put the old weights back, {ANEW}", code="changed-base")
 
 

@@ -99,8 +99,9 @@ def _train(
     assert data is not None and steps is not None and order is not None
     sets, scores = (data, *ready.validation.values()), ready.scores
     stop = StopRequest(config.output_dir, config.train.max_minutes, watch)
-    vocab_size = ready.hf_config.get_text_config().vocab_size
-    losses = agreed(lambda: load_losses(config, ready.objective, vocab_size))
+    losses = agreed(
+        lambda: load_losses(config, ready.objective, ready.hf_config.get_text_config().vocab_size)
+    )
     check_content(config.output_dir, [file for file in (*sets, *scores) if file is not None], world)
     saved = checkpoint.newest_valid(config.output_dir, world)
     step, tokens, progress = (saved.step, saved.tokens, saved.progress) if saved else (0, 0, {})
@@ -137,7 +138,7 @@ def _train(
     guard = Guard(config.output_dir, config.train, writes=world.is_main, state=progress.get("guard"))
     saver = checkpoint.Saver(trainer, config, lock, read)
     micro = ready.batch.micro
-    loader = Loader(order, Batches(data, scores[0], micro, world.device), vocab_size, world)
+    loader = Loader(order, Batches(data, scores[0], micro, world.device), world)
     held_out = {
         name: Batches(part, score, micro, world.device)
         for (name, part), score in zip(ready.validation.items(), scores[1:], strict=True)
@@ -174,8 +175,6 @@ def _train(
     gc.disable()
     while step < steps:
         batch = loader.step(step, last=step + 1 == steps)
-        if batch.damage is not None:  # all ranks end alike
-            raise UserError(f"{batch.damage}; run: emo prepare RECIPE --force")
         lr = lr_at(config.train, step, steps)
         metrics.starts(step + 1)
         if losses.objective.schedule is not None:

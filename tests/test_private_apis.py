@@ -70,6 +70,7 @@ IN_SOURCES = {
     "pipeline/engine.py": {
         "deepspeed.runtime.engine": ["checkpoint_engine", "scale_wrt_gas", "exclude_frozen_parameters"],
         "deepspeed.checkpoint.ds_to_universal": ["--inject_missing_state"],
+        "deepspeed.runtime.zero.partition_parameters": ["ds_tensor"],
         "torch.serialization": ["TORCH_FORCE_WEIGHTS_ONLY_LOAD", "Weights only load failed"],
     },
     "pipeline/checkpoint.py": {"deepspeed.runtime.constants": ["load_universal"]},
@@ -81,7 +82,6 @@ IN_SOURCES = {
     },
     "pipeline/loss/cost.py": {"deepspeed.runtime.zero.partition_parameters": ["ds_id"]},
     "pipeline/export.py": {"deepspeed.runtime.zero.partition_parameters": ["ds_id"]},
-    "pipeline/model.py": {"deepspeed.runtime.zero.partition_parameters": ["ds_tensor"]},
     "common/weights.py": {
         "transformers.utils.loading_report": ["LOAD REPORT", "CONVERSION"],
         "transformers:PreTrainedModel.tie_weights": ["tied weights"],

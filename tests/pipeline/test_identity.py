@@ -149,11 +149,8 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     saved = checkpoint.read_saved(written(tmp_path, STATE_NOW))
     engine: Any = SimpleNamespace(groups=[4, 2], frozen=0)
     checkpoint.check_engine(saved, engine)
-    for other, code in (
-        (saved._replace(groups=[6]), "changed-groups"),
-        (saved._replace(frozen=1), "changed-base"),
-    ):
-        with refused(code):
+    for other in (saved._replace(groups=[6]), saved._replace(frozen=1)):
+        with refused("changed-base"):
             checkpoint.check_engine(other, engine)
     muon = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "Muon"}}
     world = World(0, saved.ranks, torch.device("cpu"))
