@@ -99,9 +99,8 @@ def _train(
     assert data is not None and steps is not None and order is not None
     sets, scores = (data, *ready.validation.values()), ready.scores
     stop = StopRequest(config.output_dir, config.train.max_minutes, watch)
-    losses = agreed(
-        lambda: load_losses(config, ready.objective, ready.hf_config.get_text_config().vocab_size)
-    )
+    vocab_size = ready.hf_config.get_text_config().vocab_size
+    losses = agreed(lambda: load_losses(config, ready.objective, vocab_size))
     check_content(config.output_dir, [file for file in (*sets, *scores) if file is not None], world)
     saved = checkpoint.newest_valid(config.output_dir, world)
     step, tokens, progress = (saved.step, saved.tokens, saved.progress) if saved else (0, 0, {})

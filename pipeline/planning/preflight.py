@@ -130,57 +130,44 @@ def _host(
         yield Finding(host, "interface", chosen or f"{host} is {address}", advice)
 
 
-def _run_directory(host: str, config: RunConfig, ready: Ready | None, world: World) -> list[Finding]:
-    """Return whether all hosts see one run directory, how fast it takes data, and whether checkpoints fit."""
-    directory, mebibytes = config.output_dir, 64
+def _run_directory(host: str, config: RunConfig, ready: Ready | None, world: World) -> Iterator[Finding]:
+    """Yield whether all hosts see one run directory, and whether checkpoints fit into it."""
+    directory = config.output_dir
     probe = directory / f".preflight-{gather_objects(uuid.uuid4().hex)[0]}"
     created = not directory.exists()
-    findings = []
     if world.is_main:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            began = time.perf_counter()
-            with probe.open("wb") as file:
-                file.write(os.urandom(MIB) * mebibytes)
-                file.flush()
-                os.fsync(file.fileno())
-            rate = mebibytes * MIB / (time.perf_counter() - began) / 1e9
-            findings.append(Finding(host, "run directory", f"{directory}: writes {rate:.2f} GB/s"))
+            probe.touch()
+            yield Finding(host, "run directory", str(directory))
             if ready is not None:
                 trainable = sum(p.numel() for p in ready.model.parameters() if p.requires_grad)
                 needed = trainable * STATE_BYTES * (config.train.save_total_limit + 1)
                 free = shutil.disk_usage(directory).free
                 advice = "free space, set output_dir elsewhere, or a smaller train.save_total_limit"
                 words = f"{free / GIB:,.0f} GiB free, checkpoints take up to {needed / GIB:,.1f} GiB"
-                findings.append(Finding(host, "disk", words, "" if free > needed else advice))
+                yield Finding(host, "disk", words, "" if free > needed else advice)
         except OSError as error:
-            cure = "set output_dir to where you may write"
-            findings.append(Finding(host, "run directory", str(error), cure))
+            yield Finding(host, "run directory", str(error), "set output_dir to where you may write")
     dist.barrier()
     if not world.is_main and not probe.exists():
-        advice = f"put run_dir on a file system that all hosts share ({directory} is not)"
-        findings.append(Finding(host, "run directory", "not that of rank 0", advice))
+        advice = f"set output_dir to a file system that all hosts share ({directory} is not)"
+        yield Finding(host, "run directory", "not that of rank 0", advice)
     dist.barrier()
     if world.is_main:
         with contextlib.suppress(OSError):
             probe.unlink()
             if created:
                 directory.rmdir()
-    return findings
 
 
 def _agreement() -> Iterator[Finding]:
-    """Yield the versions that differ between hosts, or that none does, and the spread of their clocks."""
-    local = library_versions("torch", "deepspeed", "transformers")
-    local["python"] = platform.python_version()
-    everyone = gather_objects((socket.gethostname(), local))
-    for name, version in local.items():
-        differing = {host: versions[name] for host, versions in everyone if versions[name] != version}
-        if differing:
-            words = f"{differing}, elsewhere {version}"
-            yield Finding(next(iter(differing)), name, words, "install one version")
-    if all(versions == local for _, versions in everyone):
-        yield Finding("all", "versions", " ".join(f"{name} {version}" for name, version in local.items()))
+    """Yield the versions of rank 0, those of hosts that have others, and the spread of their clocks."""
+    local = library_versions("torch", "deepspeed", "transformers") | {"python": platform.python_version()}
+    words = " ".join(f"{name} {version}" for name, version in local.items())
+    (_, first), *others = gather_objects((socket.gethostname(), words))
+    yield Finding("all", "versions", first)
+    yield from (Finding(h, "versions", v, "install one version") for h, v in others if v != first)
     dist.barrier()  # right after it clocks are read at times far closer than the second that matters
     times = gather_objects(time.time())
     apart = max(times) - min(times)
@@ -247,19 +234,19 @@ def fabric(
     if not rates:
         return Fabric("sockets", None, "no active InfiniBand, RoCE or EFA device")
     kind = max(rates, key=lambda name: rates[name])
-    problem = cure = ""
+    library = EFA_PLUGIN if kind == "EFA" else VERBS
+    cure = ""
     if environment.get("NCCL_NET", "").lower() == "socket":
-        problem, cure = "NCCL_NET=Socket", "unset NCCL_NET"
-    elif kind == "EFA" and not _loads(EFA_PLUGIN):
-        problem, cure = f"{EFA_PLUGIN} is missing", "build the image with --build-arg EFA=VERSION"
+        cure = "unset NCCL_NET"
     elif kind != "EFA" and environment.get("NCCL_IB_DISABLE", "0") not in ("", "0"):
-        problem, cure = "NCCL_IB_DISABLE is set", "unset NCCL_IB_DISABLE"
-    elif kind != "EFA" and not _loads(VERBS):
-        problem, cure = f"{VERBS} is missing", "install libibverbs1 and ibverbs-providers"
+        cure = "unset NCCL_IB_DISABLE"
+    elif not _loads(library):
+        package = "libibverbs1 and ibverbs-providers" if kind != "EFA" else "--build-arg EFA=VERSION (image)"
+        cure = f"{library} is missing: install {package}"
     elif not any(devices.glob("uverbs*")):
-        problem, cure = f"no {devices}/uverbs* here", "give the container the RDMA devices"
-    if problem:
-        return Fabric("sockets", None, f"{kind} is here, but {problem}", cure)
+        cure = f"give the container the RDMA devices ({devices}/uverbs*)"
+    if cure:
+        return Fabric("sockets", None, f"{kind} is here and cannot be used", cure)
     return Fabric(kind, rates[kind] or None, f"{rates[kind]:g} GB/s of active ports")
 
 
