@@ -274,9 +274,6 @@ class FusedLossMixin:
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
         loss = outputs.loss
         if num_items_in_batch is None:  # a mean over this micro-batch alone
-            if model.training and trainer.current_gradient_accumulation_steps > 1:
-                problem = "compute_loss was called without num_items_in_batch, which the Trainer gives it"
-                warnings.warn(f"{problem}: every micro-batch weighs the same", stacklevel=2)
             loss = loss / (trainer.current_gradient_accumulation_steps if model.training else 1)
         elif trainer.args.average_tokens_across_devices:  # counted over ranks that average gradients
             loss = loss * trainer.accelerator.num_processes

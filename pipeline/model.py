@@ -134,31 +134,29 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
     The embedding is read from the weights before training, also on resume: costs are given a priori (section
     3.1). A new model's first weights mean nothing, so an objective without costs is not measured with them.
     """
-    kind, megabytes = config.objective.cost, config.objective.cost_cache_mb
+    kind = config.objective.cost
     cost: CostEmbedding | LiveCost | None = None
     if kind == "live":
         cost = LiveCost()
     elif kind == "constant":
-        cost = CostEmbedding.constant(vocab_size).cached(megabytes)
+        cost = CostEmbedding.constant(vocab_size)
     elif kind == "numbers":
         tokenizer = load_tokenizer(str(config.data.dir / "tokenizer"))
         pieces = [str(tokenizer.convert_ids_to_tokens(token)) for token in range(len(tokenizer))]
-        cost = number_cost(pieces, vocab_size).cached(megabytes)
+        cost = number_cost(pieces, vocab_size)
     elif kind not in ("pretrained", "permuted"):
-        cost = load_cost(kind, vocab_size, cache_mb=megabytes)
+        cost = load_cost(kind, vocab_size)
     elif config.model.path is not None or objective.needs_cost:
         source, revision = origin(config)
-        cost = load_cost(source, vocab_size, cache_mb=megabytes, revision=revision)
+        cost = load_cost(source, vocab_size, revision=revision)
         cost = cost.permuted(config.objective.cost_seed) if kind == "permuted" else cost
-    measured = objective.needs_cost and kind not in ("constant", "numbers")
-    if isinstance(cost, CostEmbedding) and measured and log.isEnabledFor(logging.INFO):
-        alike, among = twins(cost)
-        if alike > USUAL_TWINS * among:
-            log.info(
-                "objective.cost hardly tells tokens apart: %d of %d are within a cost of %g of another one; "
-                "watch weight_max in metrics.jsonl",
-                *(alike, among, TWIN_COST),
-            )
+    if isinstance(cost, CostEmbedding):
+        cost = cost.cached(config.objective.cost_cache_mb)
+        if objective.needs_cost and kind not in ("constant", "numbers") and log.isEnabledFor(logging.INFO):
+            alike, among = twins(cost)
+            if alike > USUAL_TWINS * among:
+                line = "objective.cost hardly tells tokens apart: %d of %d cost less than %g from another one"
+                log.info(f"{line}; watch weight_max in metrics.jsonl", alike, among, TWIN_COST)
     return Losses(objective, cost if objective.needs_cost else None, cost)
 
 

@@ -226,38 +226,3 @@ def test_loss_and_gradients_are_autograds(door: str, name: str, tmp_path: Path) 
     scale = max(float(g.norm()) for g in gradients.values())
     for key, gradient in gradients.items():
         assert float((got[key] - gradient).norm()) <= 1e-4 * scale, key
-
-
-DOCUMENTS = (7, 3, 10, 1, 6)
-
-
-@pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
-def test_packed_and_padded_rows_teach_what_documents_alone_do(name: str, tmp_path: Path) -> None:
-    """The Trainer drops columns that it does not find in the signature of the model's forward."""
-    ids = torch.randint(1, VOCAB, (4, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(5))
-    documents = [part for row in ids for part in row.split(DOCUMENTS)]
-    plain = without_dropout(family(name))
-    logits = [plain(input_ids=part[None]).logits[0, :-1] for part in documents]
-    cross_entropy = torch.nn.functional.cross_entropy
-    cross_entropy(torch.cat(logits), torch.cat([part[1:] for part in documents])).backward()
-    positions = torch.cat([torch.arange(n) for n in DOCUMENTS])
-    packed = [{"input_ids": row, "labels": row.masked_fill(positions == 0, -100)} for row in ids]
-    ways = [[row | {"position_ids": positions} for row in packed]]
-    for left in (False, True)[: 1 if name == "gpt2" else 2]:  # its positions count padding on the left
-        rows = []
-        for part in documents:
-            labels, seen = part.index_fill(0, torch.tensor(0), -100), torch.ones_like(part)
-            columns = {"input_ids": (part, 0), "labels": (labels, -100), "attention_mask": (seen, 0)}
-            fill = (10 - len(part), 0) if left else (0, 10 - len(part))
-            rows.append({k: torch.nn.functional.pad(v, fill, value=pad) for k, (v, pad) in columns.items()})
-        ways.append(rows)
-    for rows in ways:
-        model = without_dropout(family(name))
-        data = [{key: value.tolist() for key, value in row.items()} for row in rows]
-        step = {"max_steps": 1, "per_device_train_batch_size": len(rows), "optim": "sgd"}
-        trainer = EmoTrainer(model, arguments(tmp_path, **step), train_dataset=data, objective="mle")
-        _, got = stepped(trainer, model)
-        wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-        scale = max(float(gradient.norm()) for gradient in wanted.values())
-        for key, gradient in wanted.items():
-            assert float((got[key] - gradient).norm()) <= 1e-3 * scale, key

@@ -234,6 +234,9 @@ def test_published_memory() -> None:
     assert shared.total < shared.surely < shared.total * (1 + footprint.MEMORY_ERROR)
     first, second = (footprint.memory(LLAMA_7B, Setup(8, stage, 8, 2048)) for stage in (1, 2))
     assert first.total - second.total == pytest.approx((4 * 7 / 8 + 2) * LLAMA_7B.parameters, rel=0.01)
+    mistral = dataclasses.replace(LLAMA_7B, parameters=7_241_732_096, trainable=7_241_732_096)
+    setup = Setup(8, 1, 1, 256, cost=False)  # on 8xA100-80G 77.6 GiB of DeepSpeed's tensors alone
+    assert footprint.memory(mistral, setup).total / GIB == pytest.approx(77.6, abs=0.1)
 
 
 def test_a_token_passes_through_some_experts_only() -> None:
