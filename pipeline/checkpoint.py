@@ -290,7 +290,7 @@ def check_identity(saved: Saved | None, identity: Identity) -> None:
     for other in others:
         if other != first:
             part = next(part for part in first if other.get(part) != first[part])
-            problem = f"hosts read different things as {PARTS[part][0]}; give all of them the same files"
+            problem = f"hosts read different things as {PARTS[part]}; give all of them the same files"
             raise UserError(problem, code=f"hosts-{part}")
     if saved is not None:
         check_same(saved.directory, saved.identity, identity)

@@ -44,21 +44,18 @@ from emo.pipeline.run_dir import CONFIG, checkpoints, step_of
 
 Identity = dict[str, Any]  # part -> JSON value
 
-# Of each part: what it is called in a message, and how it is put right.
+# What each part is called in a message, and where it is put right.
 PARTS = {
-    "data": ("training data", "prepare the rows again that it was started with"),
-    "validation": ("validation set", "restore data.validation and its rows"),
-    "scores": ("stored scores", "write the scores again with the model that they were from"),
-    "objective": ("objective", "set its parameters in objective.params to what they were"),
-    "program": ("objective program", "restore the file"),
-    "normalisation": (
-        "number of rows that an objective with normalised weights sees together",
-        "set train.micro_batch_size, and start as many ranks, as before",
-    ),
-    "model": ("model configuration", "restore the config.json of model.path"),
-    "adapters": ("way to make adapters", "install the version of peft that it was started with"),
-    "deepspeed": ("DeepSpeed configuration", "restore the file that `deepspeed` names"),
-    "cost": ("cost embedding", "put the old model back where model.path or objective.cost names it"),
+    "data": "training data (data, emo prepare)",
+    "validation": "validation set (data.validation)",
+    "scores": "stored scores (emo score)",
+    "objective": "objective (objective.params)",
+    "program": "objective program (its files)",
+    "normalisation": "number of rows in a pass (train.micro_batch_size, ranks)",
+    "model": "model configuration (config.json of model.path)",
+    "adapters": "way to make adapters (the version of peft)",
+    "deepspeed": "DeepSpeed configuration (the file that `deepspeed` names)",
+    "cost": "cost embedding (model.path or objective.cost)",
 }
 # Of a model's configuration: what says where it is from and how it is held, not what it computes.
 NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
@@ -185,10 +182,11 @@ def check_same(run_dir: Path, before: Any, now: Identity) -> None:
         raise UserError(f"{problem}; continue it with that version, {ANEW}", code="other-version")
     for part, value in now.items():
         if part not in before or before[part] != value:
-            subject, cure = PARTS[part]
             key, was, is_now = next(_differences({part: before.get(part)}, {part: value}))
-            problem = f"another {subject}: {key} was {was} and is {is_now}"
-            raise UserError(f"{run_dir} was trained with {problem}; {cure}, {ANEW}", code=f"changed-{part}")
+            problem = f"another {PARTS[part]}: {key} was {was} and is {is_now}"
+            raise UserError(
+                f"{run_dir} was trained with {problem}; restore it, {ANEW}", code=f"changed-{part}"
+            )
 
 
 def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, str, str]]:

@@ -94,9 +94,6 @@ def describe(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
 
 def problem(directory: Path, part: int = 0, parts: int = 1) -> str | None:
     """Return why a checkpoint must not be loaded, or None. `part` of `parts` hashes every parts-th file."""
-    link = next((path for path in (directory, *sorted(directory.rglob("*"))) if path.is_symlink()), None)
-    if link is not None:
-        return f"{link.relative_to(directory.parent)} is a link, which the trainer does not write"
     listed = listed_files(directory)
     if not listed:
         return f"{COMPLETE} is missing, unreadable or empty"

@@ -54,7 +54,6 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "other content": lambda d: (d / "state" / "rank0.pt").write_bytes(b"zerp" * 100),
     "missing rank file": lambda d: (d / "state" / "rank1.pt").unlink(),
     "stray file": lambda d: (d / "state" / "rank2.pt").write_bytes(b"x"),
-    "link": lambda d: (d / "state" / "link").symlink_to(d / "COMPLETE"),
     "missing marker": lambda d: (d / "COMPLETE").unlink(),
     "empty marker": lambda d: (d / "COMPLETE").write_text(""),
 }
