@@ -182,11 +182,10 @@ def check_same(run_dir: Path, before: Any, now: Identity) -> None:
         raise UserError(f"{problem}; continue it with that version, {ANEW}", code="other-version")
     for part, value in now.items():
         if part not in before or before[part] != value:
-            key, was, is_now = next(_differences({part: before.get(part)}, {part: value}))
-            problem = f"another {PARTS[part]}: {key} was {was} and is {is_now}"
-            raise UserError(
-                f"{run_dir} was trained with {problem}; restore it, {ANEW}", code=f"changed-{part}"
-            )
+            trees = {part: before.get(part)}, {part: value}
+            key, was, is_now = next(_differences(*trees), (part, "not known", shown(value)))
+            problem = f"{run_dir} was trained with another {PARTS[part]}: {key} was {was} and is {is_now}"
+            raise UserError(f"{problem}; restore it, {ANEW}", code=f"changed-{part}")
 
 
 def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
