@@ -33,7 +33,7 @@ from emo.common.text import markdown, on_one_line, publishable
 from emo.pipeline.config import RunConfig
 from emo.pipeline.ranks import agreed
 from emo.pipeline.run_dir import EXPORT_INFO
-from emo.pipeline.stop import RESUME, die_with_parent
+from emo.pipeline.stop import die_with_parent
 
 if TYPE_CHECKING:  # the check in a process of its own needs no DeepSpeed, which takes seconds to import
     from emo.pipeline.engine import Engine
@@ -42,10 +42,6 @@ SHARD_BYTES = 4 * 10**9
 # Logits may differ by rounding only; a wrong or missing tensor changes them by far more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
 ADAPTER = "default"  # peft's name of the one adapter that a run trains
-
-
-class ExportError(UserError):
-    """The exported model does not reproduce the trained one."""
 
 
 class Exported(NamedTuple):
@@ -107,7 +103,7 @@ def write_export(
 ) -> None:
     """Write and check `target` on rank 0, whole or not at all.
 
-    Raises FailureError when it cannot be written, and ExportError when it does not reproduce the logits.
+    Raises FailureError when it cannot be written, UserError when it does not reproduce the logits.
     """
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -118,10 +114,9 @@ def write_export(
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     except (OSError, SafetensorError) as error:
-        problem = f"{partial} cannot be written ({one_line(error, 200)})"
-        raise FailureError(f"{problem}; make room, then {RESUME}") from None
+        raise FailureError(f"{partial} cannot be written, make room ({one_line(error, 200)})") from None
     except (RuntimeError, ValueError) as error:
-        raise ExportError(one_line(error, 400)) from None
+        raise UserError(one_line(error, 400), code="export") from None
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
@@ -241,7 +236,7 @@ def _model_card(config: RunConfig, info: dict[str, object]) -> str:
 
 
 def check(directory: Path, probe: Tensor, expected: Tensor) -> None:
-    """Raise ExportError when an export, loaded on the CPU, has other logits [1, T, V] than the trained model.
+    """Raise UserError when an export, loaded on the CPU, has other logits [1, T, V] than the trained model.
 
     Not beside training: transformers changes PyTorch's default dtype while it loads, in all threads.
     """
@@ -250,14 +245,15 @@ def check(directory: Path, probe: Tensor, expected: Tensor) -> None:
     model, report = loaded
     wrong = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
     if wrong:
-        raise ExportError(f"{directory}: tensors do not fit the configuration: {sorted(map(str, wrong))[:3]}")
+        names = sorted(map(str, wrong))[:3]
+        raise UserError(f"{directory}: tensors do not fit the configuration: {names}", code="export")
     model.eval()
     with torch.no_grad():
         logits = model(input_ids=probe).logits
     scale = expected.float().abs().max().clamp_min(1.0)
     error = ((logits.float() - expected.float()).abs().max() / scale).item()
     if not error <= TOLERANCE[model.dtype]:
-        raise ExportError(f"{directory}: reloaded logits differ by {error:.2g} of their size")
+        raise UserError(f"{directory}: reloaded logits differ by {error:.2g} of their size", code="export")
 
 
 def check_aside(directory: Path, probe: Tensor, expected: Tensor) -> None:
@@ -272,7 +268,7 @@ def check_aside(directory: Path, probe: Tensor, expected: Tensor) -> None:
     )
     line = (done.stderr.decode(errors="replace").splitlines() or [f"exit code {done.returncode}"])[-1]
     if done.returncode == ExitCode.MISTAKE:
-        raise ExportError(line)
+        raise UserError(line, code="export")
     if done.returncode:
         raise FailureError(f"{directory} cannot be read again ({one_line(line, 200)})")
 
