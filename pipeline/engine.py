@@ -37,7 +37,7 @@ from emo.common.parallel import environment
 from emo.pipeline.batches import DOMAIN
 from emo.pipeline.loss.fused import BINS
 from emo.pipeline.loss.head import BOUNDS, by_document
-from emo.pipeline.planning.ds_file import import_muon, muon, parameter_groups, zero_stage
+from emo.pipeline.planning.ds_file import import_muon, muon, parameter_groups
 from emo.pipeline.planning.host import check_gpus, threads
 from emo.pipeline.ranks import PATIENCE, World, gather_objects
 from emo.pipeline.stop import CHOSEN_PORT, die_with_parent
@@ -113,7 +113,6 @@ class Engine:
         self, model: nn.Module, ds_config: dict[str, Any], world: World, compiled: bool = False
     ) -> None:
         self.world = world
-        self.stage = zero_stage(ds_config)
         params, with_muon = ds_config["optimizer"]["params"], ds_config["optimizer"]["type"] == "Muon"
         groups = parameter_groups(model, params["weight_decay"], with_muon)
         # Part of a checkpoint's layout; DeepSpeed then replaces the parameters in the groups by its own.
