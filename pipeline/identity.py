@@ -126,7 +126,7 @@ def _programs(config: RunConfig) -> dict[str, str]:
         if name in BUILT_IN:
             continue
         source = name.rpartition(":")[0] or points[name]
-        program = Path(source if source.endswith(".py") else str(sys.modules[source].__file__))
+        program = Path(source if source.endswith(".py") else str(sys.modules[source].__file__)).absolute()
         hashes[program.name if source.endswith(".py") else source] = sha256(program)
         for module, loaded in sorted(sys.modules.items()):
             origin = getattr(getattr(loaded, "__spec__", None), "origin", None)
@@ -161,9 +161,7 @@ def compare(config: RunConfig, identity: Identity) -> None:
             raise UserError(f"{problem}; restore the old value, {ANEW}", code="changed-key")
         if train.mixture is None:
             cure = "train.mixture={temperature: 1} takes all domains in proportion"
-            raise UserError(
-                f"{run_dir} was trained with a train.mixture; {cure}, {ANEW}", code="mixture-gone"
-            )
+            raise UserError(f"{run_dir} was trained with a mixture; {cure}, {ANEW}", code="mixture-gone")
         if train.mixture_from is None:
             newest = max(map(step_of, checkpoints(run_dir)), default=0)
             cure = f"train.mixture_from={newest} lets this one hold from its newest checkpoint on"
