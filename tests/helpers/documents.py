@@ -167,7 +167,8 @@ def _is_key(key: str) -> bool:
         if dict in parts:
             return True
         inner = [cls for cls in parts if isinstance(cls, type) and issubclass(cls, Section)]
-        fields = [cls.model_fields[part].annotation for cls in inner if part in cls.model_fields]
+        known = [(field.alias or name, field) for cls in inner for name, field in cls.model_fields.items()]
+        fields = [field.annotation for name, field in known if name == part]
         if not fields:
             return False
         section = fields[0]
