@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
@@ -41,7 +42,7 @@ from emo.pipeline.loss.cost import TWIN_COST, USUAL_TWINS, twins
 from emo.pipeline.loss.head import by_segments, refusal
 from emo.pipeline.order import ramp
 from emo.pipeline.planning.host import family_has, usable_attention
-from emo.pipeline.ranks import NETWORK, broken_device, lost_a_peer
+from emo.pipeline.ranks import NETWORK, broken_device, gather_objects, lost_a_peer
 from emo.pipeline.run_dir import INITIAL
 
 log = logging.getLogger(__name__)
@@ -213,6 +214,16 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
             raise UserError(f"model.path={path} {problem} {listed}: it is damaged, or no causal LM")
     if loaded.fault is not None:
         raise UserError(f"model.path={path} {loaded.fault}; correct it, or set model.path to another")
+    broken = ""
+    for name, parameter in loaded.model.named_parameters():
+        values = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3: this rank's piece
+        at_hand = values.numel() and values.device.type != "meta"  # a piece on NVMe is not
+        if at_hand and not bool(torch.isfinite(torch.stack(values.aminmax())).all()):
+            broken = broken or name
+    if dist.is_initialized():
+        broken = next(filter(None, gather_objects(broken)), "")
+    if broken:
+        raise UserError(f"model.path={path} holds values in {broken} that are not finite: it is damaged")
     return loaded.model
 
 

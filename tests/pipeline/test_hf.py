@@ -226,3 +226,61 @@ def test_loss_and_gradients_are_autograds(door: str, name: str, tmp_path: Path) 
     scale = max(float(g.norm()) for g in gradients.values())
     for key, gradient in gradients.items():
         assert float((got[key] - gradient).norm()) <= 1e-4 * scale, key
+
+
+DOCUMENTS = (7, 3, 10, 1, 6)
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
+def test_packed_and_padded_rows_teach_what_documents_alone_do(name: str, tmp_path: Path) -> None:
+    """The Trainer drops columns that it does not find in the signature of the model's forward."""
+    ids = torch.randint(1, VOCAB, (4, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(5))
+    documents = [part for row in ids for part in row.split(DOCUMENTS)]
+    plain = without_dropout(family(name))
+    logits = [plain(input_ids=part[None]).logits[0, :-1] for part in documents]
+    cross_entropy = torch.nn.functional.cross_entropy
+    cross_entropy(torch.cat(logits), torch.cat([part[1:] for part in documents])).backward()
+    positions = torch.cat([torch.arange(n) for n in DOCUMENTS])
+    packed = [{"input_ids": row, "labels": row.masked_fill(positions == 0, -100)} for row in ids]
+    ways = [[row | {"position_ids": positions} for row in packed]]
+    for left in (False, True)[: 1 if name == "gpt2" else 2]:  # its positions count padding on the left
+        rows = []
+        for part in documents:
+            labels, seen = part.index_fill(0, torch.tensor(0), -100), torch.ones_like(part)
+            columns = {"input_ids": (part, 0), "labels": (labels, -100), "attention_mask": (seen, 0)}
+            fill = (10 - len(part), 0) if left else (0, 10 - len(part))
+            rows.append({k: torch.nn.functional.pad(v, fill, value=pad) for k, (v, pad) in columns.items()})
+        ways.append(rows)
+    for rows in ways:
+        model = without_dropout(family(name))
+        data = [{key: value.tolist() for key, value in row.items()} for row in rows]
+        step = {"max_steps": 1, "per_device_train_batch_size": len(rows), "optim": "sgd"}
+        trainer = EmoTrainer(model, arguments(tmp_path, **step), train_dataset=data, objective="mle")
+        _, got = stepped(trainer, model)
+        wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+        scale = max(float(gradient.norm()) for gradient in wanted.values())
+        for key, gradient in wanted.items():
+            assert float((got[key] - gradient).norm()) <= 1e-3 * scale, key
+
+
+def test_after_fully_shard(tmp_path: Path) -> None:
+    """FSDP2 makes DTensors of the weights; the loss is the same as where it comes later."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    model, plain = tiny_llama(VOCAB), tiny_llama(VOCAB)
+    fully_shard(model.lm_head, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for either in (model, plain):
+        fuse_causal_lm(either, "emo")
+    ids = torch.randint(VOCAB, (2, LENGTH))
+    losses = [m(input_ids=ids, labels=ids).loss for m in (model, plain)]
+    for loss in losses:
+        loss.backward()
+    torch.testing.assert_close(losses[0], losses[1])
+    got, want = model.lm_head.weight.grad.full_tensor(), plain.lm_head.weight.grad
+    torch.testing.assert_close(got, want)
+    torch.distributed.destroy_process_group()

@@ -113,6 +113,7 @@ UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
         (lambda t: t.pop(UP), f"lacks {UP}"),
         (lambda t: t.update(score=torch.ones(2, 32)), "holds what this kind of model has not: score"),
         (lambda t: t.update({NORM: torch.ones(31)}), f"has another shape for {NORM}"),
+        (lambda t: t[UP].view(-1)[5:6].fill_(torch.nan), f"holds values in {UP}"),
         (lambda t: t.update({NORM: torch.ones(32, dtype=torch.int64)}), f"holds {NORM} as int64"),
     ],
 )
@@ -123,6 +124,29 @@ def test_weights_that_are_not_those_of_the_model(change: Change, message: str, t
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=re.escape(f"model.path={tmp_path} {message}")):
         load_pretrained(run_config(str(tmp_path), tmp_path), "sdpa")
+
+
+@pytest.mark.parametrize("pickled", [False, True])
+@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+def test_tied_weights_that_differ_are_refused(model_type: str, pickled: bool, tmp_path: Path) -> None:
+    """Checkpoints of a bare base model, as GPT-2's are, have shorter names."""
+    model = family(model_type, tie_word_embeddings=True)
+    model.config.save_pretrained(tmp_path)
+    prefix = "model." if model_type == "llama" else ""
+    tensors = {f"{prefix}{name}": tensor.clone() for name, tensor in model.base_model.state_dict().items()}
+    short = next(name for name in tensors if name.endswith(("embed_tokens.weight", "wte.weight")))
+    for fault in (0, 1):
+        whole = tensors | {"lm_head.weight": tensors[short] + fault}
+        if pickled:
+            torch.save(whole, tmp_path / "pytorch_model.bin")
+        else:
+            save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
+        if fault:
+            with pytest.raises(UserError, match=f"lm_head.weight and {short}"):
+                load_pretrained(run_config(str(tmp_path), tmp_path), "sdpa")
+        else:
+            loaded = load_pretrained(run_config(str(tmp_path), tmp_path), "sdpa")
+            assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
 
 
 def manifest(**changes: object) -> SimpleNamespace:

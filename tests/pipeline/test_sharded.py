@@ -1,18 +1,28 @@
-"""Two real ranks are one process: losses, weights, optimizers and every wrapper."""
+"""Two real ranks are one process: losses, weights, optimizers, every wrapper; and what they send and hold."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
 
+from emo.pipeline.config import Batch, load_config
+from emo.pipeline.loss.objectives import get_objective
+from emo.pipeline.planning import footprint
+from emo.pipeline.planning.footprint import ACCELERATORS, Setup, Sizes
+from emo.pipeline.planning.plan import setup_of
 from tests.conftest import REPO
+from tests.helpers import traffic_worker
 from tests.helpers.doors_worker import CASES as WRAPPERS
 from tests.helpers.doors_worker import alone
 from tests.helpers.launching import run_module
 from tests.helpers.loss_reference import relative_error
+from tests.helpers.published import LLAMA_7B
 from tests.helpers.zero_worker import CASES, STEPS, build, plain
 
 
@@ -68,3 +78,44 @@ def test_the_probe_works_on_partitioned_weights(tmp_path: Path) -> None:
     run_module(2, "tests.helpers.zero_worker", str(path), "probe")
     verdicts = ["positions", "mask", "refused", "head-differs", "positions"]
     assert list(torch.load(path).values()) == verdicts
+
+
+@pytest.fixture(scope="module")
+def traffic(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What two ranks of the installed DeepSpeed send and hold, by case."""
+    out = tmp_path_factory.mktemp("traffic") / "cases.jsonl"
+    run_module(2, "tests.helpers.traffic_worker", str(out), *traffic_worker.CASES)
+    lines = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    return {line["case"]: line for line in lines}
+
+
+def test_zero2_reduces_as_the_plan_says(traffic: dict[str, dict[str, Any]]) -> None:
+    """All of the gradient in every pass: to all ranks, which moves it twice, or to its owner alone."""
+    sent, passes = traffic_worker.PARAMETERS, traffic_worker.PASSES
+    assert traffic["zero2"]["elements"] == {"all_reduce": passes * sent}
+    assert traffic["zero2-float32"]["elements"] == {"all_reduce": passes * sent}
+    assert traffic["zero2-root"]["elements"] == {"reduce": passes * sent}
+    assert traffic["zero1"]["elements"] == {"all_reduce": sent}  # once a step
+    config = load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", [])
+    batch, seconds = Batch(16, 1, 1, 16), []
+    objective = get_objective("mle")
+    for flag in (True, False):
+        ds_config = {"zero_optimization": {"stage": 2, "use_multi_rank_bucket_allreduce": flag}}
+        setup = dataclasses.replace(setup_of(config, batch, ds_config, objective), accumulation=64)
+        seconds.append(footprint.step_time(LLAMA_7B, setup, ACCELERATORS["A100-80G"], 5.0).communication)
+    assert seconds[0] / seconds[1] == pytest.approx(2 * 15 / 16, rel=0.1)
+
+
+@pytest.mark.parametrize("case", ["zero1", "zero1-float32", "zero2", "zero2-float32"])
+def test_the_plan_holds_what_deepspeed_holds_while_gradients_are_reduced(
+    traffic: dict[str, dict[str, Any]], case: str
+) -> None:
+    n, width = traffic_worker.PARAMETERS, traffic_worker.WIDTH
+    sizes = Sizes(n, n, n, traffic_worker.LAYERS, width, width, width, False, 0, traffic_worker.LAYERS)
+    bf16, stage = "float32" not in case, int(case[4])
+    setup = Setup(2, stage, 1, 1, 2, bf16=bf16, cost=False, chunk_mb=0, bucket=width * width)
+    predicted = footprint.memory(sizes, setup)
+    measured = traffic[case]["peak"]
+    assert sum(predicted[:3]) <= measured * 1.001 and measured <= predicted.total * 1.001
+    if stage == 1:
+        assert predicted.total == pytest.approx(measured, rel=0.01 if bf16 else 0.3)
