@@ -44,8 +44,9 @@ class Parser(argparse.ArgumentParser):
         """End with `message`, and with the option or command that was probably meant by a misspelt one."""
         if wrong := _WRONG.match(message):
             option, name, word = wrong.groups()
-            named = (a.choices for a in self._actions if name in (a.dest, a.metavar, *a.option_strings))
-            message += hint(option or word, self._option_string_actions if option else next(named, ()) or ())
+            actions = (a for a in self._actions if name in (a.dest, a.metavar, *a.option_strings))
+            choices = self._option_string_actions if option else next(actions).choices
+            message += hint(option or word, choices or ())
         super().error(message)
 
 

@@ -9,13 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from emo.pipeline.report.console import (
-    BOLD,
-    Console,
-    Handler,
-    Kind,
-    Progress,
-)
+from emo.pipeline.report.console import Console, Kind, Progress
 from emo.pipeline.run_dir import LOG
 from tests.conftest import REPO
 
@@ -25,6 +19,12 @@ def console(kind: Kind) -> tuple[Console, io.StringIO]:
     return Console(kind, stream, clock=lambda: 0.0), stream
 
 
+def logger_of(shown: Console) -> logging.Logger:
+    logger = logging.Logger("of this test")
+    logger.addHandler(shown)
+    return logger
+
+
 def test_plain_lines_come_every_few_seconds_and_cannot_act() -> None:
     shown, stream = console("lines")
     for step in range(1, 40):
@@ -32,10 +32,10 @@ def test_plain_lines_come_every_few_seconds_and_cannot_act() -> None:
         shown.progress(Progress(step, 2000, {}))
         shown.record({"step": step, "loss": 2.0}, Progress(step, 2000, {}))
     shown.record({"step": 2000}, Progress(2000, 2000, {}))  # the last one always
-    shown.event("validation", "step 40  \x1b[2Jgone\rover", BOLD, step=40)
+    shown.event("step 40  \x1b[2Jgone\rover", "validation", step=40)
     for _ in range(2):
-        shown.message("step 41: once")
-        shown.message("step 42", logging.WARNING)
+        logger_of(shown).info("step 41: once")
+        logger_of(shown).warning("step 42")
     steps = [text for line in stream.getvalue().splitlines() for text in line.split() if text[0].isdigit()]
     assert steps == ["1/2,000", "11/2,000", "21/2,000", "31/2,000", "2,000/2,000", "40", "41:", "42", "42"]
     assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
@@ -43,16 +43,12 @@ def test_plain_lines_come_every_few_seconds_and_cannot_act() -> None:
 
 def test_json_lines_hold_every_record() -> None:
     shown, stream = console("json")
-    logger = logging.Logger("of this test")
-    logger.addHandler(Handler(shown))
     shown.record({"step": 20, "loss": 2.0, "demd": None}, Progress(20, 30, {}))
-    shown.event("stopped", "stopped after step 20", step=20, reason="SIGTERM")
-    logger.info("saved: %s", "x", extra={"event_fields": {"event": "saved", "step": 3}})
-    logger.warning("late")
+    logger_of(shown).info("saved: %s", "x", extra={"event_fields": {"event": "saved", "step": 3}})
+    logger_of(shown).warning("late")
     records = [json.loads(line) | {"time": 0} for line in stream.getvalue().splitlines()]
     assert records == [
         {"event": "train", "time": 0, "step": 20, "loss": 2.0, "demd": None},
-        {"event": "stopped", "time": 0, "step": 20, "reason": "SIGTERM"},
         {"event": "saved", "time": 0, "step": 3},
         {"event": "message", "time": 0, "level": "warning", "text": "late"},
     ]

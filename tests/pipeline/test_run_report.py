@@ -76,7 +76,7 @@ def test_states_and_launches(tmp_path: Path) -> None:
     run, now = make_run(tmp_path / "run"), time.time()
     for age, expected in ((5, "runs: training"), (500, KILLED)):
         (run / run_dir.HEARTBEAT).write_text(json.dumps({"time": now - age, "doing": "training", "step": 3}))
-        assert read_runs([run])[0].state(now) == expected
+        assert read_runs([run])[0].state == expected
     with (run / run_dir.LAUNCHES).open("a") as file:
         file.write('{"event": "begin", "step": 2')  # the disk was full
     append(run / run_dir.LAUNCHES, {"event": "begin", "time": 1.7e9, "step": 30, "steps": 100, "ranks": 4})
@@ -89,7 +89,7 @@ def test_states_and_launches(tmp_path: Path) -> None:
     assert "launches.jsonl: 1 damaged line" in text
     assert page.table("Run", "State")[0]["Steps"] == "43 of 100", "three steps since the last record"
     (run / run_dir.EXPORT).mkdir()
-    assert read_runs([run])[0].state(now) == "finished"
+    assert read_runs([run])[0].state == "finished"
 
 
 def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
