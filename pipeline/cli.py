@@ -290,7 +290,8 @@ def _score(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from emo.common.report.document import STDOUT, folder_of, save
+    from emo.common.files import write_text
+    from emo.common.report.document import STDOUT, folder_of
     from emo.pipeline.report.page import document
     from emo.pipeline.report.runs import read_runs, regressions
 
@@ -303,7 +304,8 @@ def _report(args: argparse.Namespace) -> int:
     if args.json == STDOUT:
         print(page.json(), end="")
     elif args.json:
-        save(Path(args.json), page.json())
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        write_text(Path(args.json), page.json())
         lines.insert(0, f"written: {args.json}")
     if (written := page.write(out)) is not None:
         lines = [f"written: {written}", page.answer[0], *lines]

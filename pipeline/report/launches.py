@@ -81,7 +81,7 @@ class Launch:
     def sampled(self, step: int, text: str | None) -> None:
         """Show how the model went on with the first prompt."""
         if text is not None:
-            _tell(f"step {step:,}  sample: {one_line(text, 100)}", "sample", step=step, text=text)
+            _tell(f"step {step:,}  sample: {one_line(text[:100])}", "sample", step=step, text=text)
 
     def stopping(self, step: int, reason: str | None) -> None:
         """Note that all ranks stop after `step`; without a reason, an error that is to come says why."""
