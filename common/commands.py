@@ -14,22 +14,16 @@ from emo.common.text import printable
 
 # Options by their names in other programs and in earlier versions of this one.
 OTHER_OPTIONS = {
-    "out": ("--output_path", "--results"),
-    "output": ("--output_path",),
-    "output_dir": ("--output_path",),
-    "output_path": ("--results",),
-    "shots": ("--num_fewshot",),
-    "fewshot": ("--num_fewshot",),
-    "budget": ("--batch_size",),
-    "batch": ("--batch_size",),
-    "model_args": ("--model",),
-    "model_name_or_path": ("--model",),
-    "tokens": ("--max_new_tokens",),
-    "max_length": ("--max_new_tokens", "--max_tokens"),
-    "max_tokens": ("--max_new_tokens",),
-    "prompt": ("--prefix",),
-    "num_return_sequences": ("--samples",),
-    "num_gpus": ("--gpus",),
+    "--output_path": "out output output_dir",
+    "--results": "out output_path",
+    "--num_fewshot": "shots fewshot",
+    "--batch_size": "budget batch",
+    "--model": "model_args model_name_or_path",
+    "--max_new_tokens": "tokens max_length max_tokens",
+    "--max_tokens": "max_length",
+    "--prefix": "prompt",
+    "--samples": "num_return_sequences",
+    "--gpus": "num_gpus",
 }
 _WRONG = re.compile(r"unrecognized arguments: (?:.* )?(-[^ =]*)|argument (.*): invalid choice: '(.*?)'")
 
@@ -78,6 +72,9 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
 def hint(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean ...?` with the choice that is meant by a word, or nothing."""
     options = [choice for choice in choices if choice not in ("-h", "--help")]
-    others = OTHER_OPTIONS.get(word.lstrip("-").replace("-", "_"), ())
-    match = next((name for name in others if name in options), None) or similar(word, options)
+    name = word.lstrip("-").replace("-", "_")
+    others = (
+        option for option, names in OTHER_OPTIONS.items() if name in names.split() and option in options
+    )
+    match = next(others, None) or similar(word, options)
     return f"; did you mean {match}?" if match else ""

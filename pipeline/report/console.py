@@ -115,8 +115,8 @@ class Console(logging.Handler):
         """Draw a step that was taken, on a terminal and only as often as an eye can follow."""
         if self.kind == "terminal" and self._due(DRAW_EVERY):
             if self._bar is None:
-                options: dict[str, Any] = {"desc": " ", "dynamic_ncols": True, "leave": False}
-                self._bar = tqdm(bar_format="{desc}", file=self._stream, **options)
+                form: dict[str, Any] = {"bar_format": "{desc}", "desc": " ", "dynamic_ncols": True}
+                self._bar = tqdm(file=self._stream, leave=False, **form)
             self._bar.set_description_str(str(progress))
 
     def record(self, record: dict[str, Any], progress: Progress) -> None:
@@ -136,11 +136,8 @@ class Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Show a log record; a message that was shown lately and is no warning is not shown again."""
-        text, level, is_warning = (
-            record.getMessage(),
-            record.levelname.lower(),
-            record.levelno >= logging.WARNING,
-        )
+        text, level = record.getMessage(), record.levelname.lower()
+        is_warning = record.levelno >= logging.WARNING
         if "distutils" in record.pathname and self.chatter is not None:  # DeepSpeed tries the compiler
             print(text, file=self.chatter.stream)
             return
@@ -216,7 +213,7 @@ class Chatter:
     def __init__(self, shared: bool) -> None:
         """Descriptor 1 leads there already; shared: with the launcher and the other ranks of this host."""
         self._shared = shared
-        self.stream = open(1, "w", encoding="utf-8", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+        self.stream = _stream(1)
         self.path: Path | None = None  # once it is in a run directory
 
     def move(self, run_dir: Path, main: bool) -> None:
@@ -224,15 +221,13 @@ class Chatter:
 
         main: this rank copies what is shared. Where the log cannot be written, it stays where it is.
         """
-        with contextlib.suppress(OSError):
-            log = os.open(run_dir / LOG, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            before = self._text() if main or not self._shared else b""
+        with contextlib.suppress(OSError), (run_dir / LOG).open("a+b", buffering=0) as log:
             if main:
                 stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-                before = f"--- {stamp}, process {os.getpid()} on {socket.gethostname()}\n".encode() + before
-            os.write(log, before)
-            os.dup2(log, 1)
-            os.close(log)
+                log.write(f"--- {stamp}, process {os.getpid()} on {socket.gethostname()}\n".encode())
+            if main or not self._shared:
+                log.write(self._text())
+            os.dup2(log.fileno(), 1)
             self.path = run_dir / LOG
 
     def show(self) -> None:
@@ -250,23 +245,16 @@ class Chatter:
 def split() -> Chatter:
     """Part this process's output in two: sys.stdout remains the user's, descriptor 1 becomes chatter."""
     sys.stdout.flush()
-    launched = False
+    launched = False  # standard input is the real standard output, and 1 the launcher's log
     with contextlib.suppress(OSError):
         launched = CONSOLE in os.environ and fcntl.fcntl(0, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
     console = os.dup(0 if launched else 1)
-    if launched:  # standard input is the real standard output, and 1 the launcher's log
-        with Path(os.devnull).open("rb") as nothing:
-            os.dup2(nothing.fileno(), 0)
-    else:
-        with tempfile.TemporaryFile(prefix="log-") as file:
-            os.dup2(file.fileno(), 1)
-    sys.stdout, sys.stderr = (
-        io.TextIOWrapper(
-            io.BufferedWriter(Survivor(descriptor, "w", closefd=False)),
-            encoding=sys.stdout.encoding,
-            errors="backslashreplace",
-            line_buffering=True,
-        )
-        for descriptor in (console, sys.stderr.fileno())
-    )
+    with Path(os.devnull).open("rb") if launched else tempfile.TemporaryFile(prefix="log-") as file:
+        os.dup2(file.fileno(), 0 if launched else 1)
+    sys.stdout, sys.stderr = _stream(console), _stream(sys.stderr.fileno())
     return Chatter(shared=launched)
+
+
+def _stream(descriptor: int) -> TextIO:
+    raw = io.BufferedWriter(Survivor(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding=sys.stdout.encoding, errors="backslashreplace", line_buffering=True)

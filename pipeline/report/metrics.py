@@ -164,11 +164,9 @@ class Metrics:
     def log(self, step: int, tokens: int, lr: float) -> None:
         """Record the steps since the last record as one line. tokens: supervised tokens so far.
 
-        `time` is that of writing, in seconds of the epoch (UTC), and `epoch` how many times as many rows as
-        the data have were trained on; validation has them too.
-        `domains` has the tokens so far of each domain, and its loss and NLL over the window.
-        `mfu` is the share of the peak spent on the operations that the model needs: what is computed again
-        under activation checkpointing does not count. `memory_gib` is the most that rank 0's GPU held.
+        `domains` has the tokens so far of each domain, and its loss and NLL over the window. `mfu` is the
+        share of the peak spent on what the model needs: what is computed again under activation
+        checkpointing does not count. `memory_gib` is the most that rank 0's GPU held.
         """
         if not self.active or not self._window.steps:
             return
@@ -214,15 +212,20 @@ class Metrics:
 
     def close(self) -> None:
         """Flush the files."""
-        if self.active:
-            self._file.close()
-            if self._board is not None:
-                self._board.close()
-            if self._wandb is not None:
-                self._wandb.finish()
+        if not self.active:
+            return
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
     def _write(self, group: str, record: dict[str, Any]) -> dict[str, Any]:
-        """Add a record to all that is kept; return it with None where JSON has no number."""
+        """Keep a record; return it with None where JSON has no number.
+
+        In metrics.jsonl it has the `time` of writing, in seconds since 1970 (UTC), and in `epoch` how many
+        times as many rows as the data have were trained on.
+        """
         record, step = finite(record), int(record["step"])
         whole = finite({"time": time.time(), "epoch": self._epochs * step}) | record
         self._file.write(_line(whole))

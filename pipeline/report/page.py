@@ -145,27 +145,18 @@ def _answer(runs: Sequence[Run], effects: dict[str, list[Effect]]) -> list[str]:
     """Return what was gained and lost on each validation set, or what is known without one; and states."""
     several, answer = len(runs) > 1, []
     for title, group in effects.items():
-        gained = [  # of the loss less is better
-            Effect(
-                e.label if several else f"the loss on {e.label}",
-                None,
-                -e.direction,
-                -e.value,
-                -e.high,
-                -e.low,
-            )
-            for e in group
-        ]
+        names = [e.label if several else f"the loss on {e.label}" for e in group]
+        signs = [(-e.direction, -e.value, -e.high, -e.low) for e in group]  # of a loss less is better
+        gained = [Effect(name, None, *sign) for name, sign in zip(names, signs, strict=True)]
         answer.append(f"{f'On {title}' if several else title}, {changes(gained, UNIT, '{:.3f}')}.")
     if len(answer) in range(1, 4):
         answer = [" ".join(answer)]
     elif not answer:
         best = min(runs, key=last_loss)
-        subject = (
-            f"The last loss of {best.name}, the lowest of {len(runs)} runs," if several else "The last loss"
-        )
+        lowest = f" of {best.name}, the lowest of {len(runs)}," if several else ""
         value = f"is {last_loss(best):.4g} {UNIT}; nothing was measured before training to compare it with."
-        answer = [f"{subject} {value}" if math.isfinite(last_loss(best)) else "No loss is recorded yet."]
+        is_known = math.isfinite(last_loss(best))
+        answer = [f"The last loss{lowest} {value}" if is_known else "No loss is recorded yet."]
     states: dict[str, list[str]] = {}
     for run in runs:
         states.setdefault(f"{run.state} at step {run.progress}", []).append(run.name)
