@@ -31,13 +31,11 @@ def run_recipe(watch: Watch, argv: list[str] | None = None) -> int:
     # Threads that spin for long while they wait take a busy CPU from those that work. Read as torch comes in.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    code: int = ExitCode.FAILURE
     try:
         code = _reported(lambda: _run(watch, argv), watch)
     except SystemExit as end:  # argparse
         code = end.code if isinstance(end.code, int) else ExitCode.FAILURE
-    finally:
-        watch.ended(code)
+    watch.ended(code)
     if code != ExitCode.DONE and _is_main():
         print(f"exit code {code}", file=sys.stderr, flush=True)  # not every launcher passes it on
     return code
@@ -281,11 +279,11 @@ def _score(args: argparse.Namespace) -> int:
     config = load_config(args.recipe, [*args.overrides, *settings])
     from emo.pipeline.planning.score import score
 
-    complete = score(config, args.name, (int(index), int(count)), args.force)
-    cure = f"complete; use them with objective.scores={args.name}"
-    print(
-        f"scores called {args.name}: {cure if complete else f'part {args.part} is done, others are missing'}"
-    )
+    if score(config, args.name, (int(index), int(count)), args.force):
+        state = f"complete; use them with objective.scores={args.name}"
+    else:
+        state = f"part {args.part} is done, others are missing"
+    print(f"scores called {args.name}: {state}")
     return ExitCode.DONE
 
 
@@ -295,9 +293,8 @@ def _report(args: argparse.Namespace) -> int:
     from emo.pipeline.report.page import document
     from emo.pipeline.report.runs import read_runs, regressions
 
-    runs = read_runs(args.runs)
-    names = args.fail_on_regression
-    verdicts = regressions(runs, names.split(",") if names is not None else [])
+    runs, names = read_runs(args.runs), args.fail_on_regression
+    verdicts = regressions(runs, [] if names is None else names.split(","))
     out = args.output_path or str(runs[0].path)
     page = document(runs, args.over, folder_of(out).absolute())
     lines = [line for _, line in verdicts]

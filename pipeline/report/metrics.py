@@ -17,7 +17,7 @@ from emo.common.errors import UserError, one_line
 from emo.common.files import finite, write_once, write_text
 from emo.data_prep.config import VALIDATION, split_of
 from emo.pipeline.config import RunConfig
-from emo.pipeline.engine import DomainSums, Sums
+from emo.pipeline.engine import Sums
 from emo.pipeline.loss.fused import summary
 from emo.pipeline.planning.footprint import GIB
 from emo.pipeline.planning.host import on_gpu
@@ -53,6 +53,7 @@ class Window:
         self.tokens += sums.tokens
         self.seconds += seconds
         self.domain_tokens = _added(self.domain_tokens, [domain.tokens for domain in sums.domains])
+        self.domains = self.domains or [[0, 0.0, 0.0] for _ in sums.domains]
         if not sums.applied:
             self.skipped += 1
             return
@@ -63,8 +64,7 @@ class Window:
         self.norm += norm
         self.largest_norm = max(self.largest_norm, norm)
         self.weights = _added(self.weights, sums.weights)
-        none = [0.0] * len(DomainSums._fields)
-        self.domains = [_added(*two) for two in zip_longest(self.domains, sums.domains, fillvalue=none)]
+        self.domains = [_added(*two) for two in zip(self.domains, sums.domains, strict=True)]
 
     def record(self, domains: Sequence[str]) -> dict[str, Any]:
         """Return means over the window; of each of several `domains`, too."""
@@ -76,9 +76,8 @@ class Window:
             "tokens_per_s": _mean(self.tokens, self.seconds),
             **(summary(self.weights) if self.weights else {}),
         }
-        if self.domain_tokens:
-            none = [[0, 0.0, 0.0]] * len(self.domain_tokens)  # where no step was applied
-            parts = zip(domains, self.domain_tokens, self.domains or none, strict=True)
+        if self.domains:
+            parts = zip(domains, self.domain_tokens, self.domains, strict=True)
             record["domains"] = {
                 name: {"tokens": so_far, "nll": _mean(nll, tokens), "loss": _mean(loss, tokens)}
                 for name, so_far, (tokens, loss, nll) in parts

@@ -134,7 +134,8 @@ def last_loss(run: Run) -> float:
 
 def _held_out(run: Run, key: str = "validation_nll", over: str = "step") -> Points:
     """Return the measurements of a run with one validation set; of several none stands for the others."""
-    return pairs(run.held_out(run.sets[0]), over, key) if len(run.sets) == 1 else []
+    measured = [*run.held_out.values()]
+    return pairs(measured[0], over, key) if len(measured) == 1 else []
 
 
 def _name(run: Run) -> Cell:
@@ -196,7 +197,7 @@ def _summary(run: Run) -> Row:
 
 def _curves(runs: Sequence[Run], over: str) -> list[Curves]:
     """Return a panel for each quantity, each of several validation sets, and each domain."""
-    single = all(len(run.sets) < 2 for run in runs)
+    single = all(len(run.held_out) < 2 for run in runs)
     records = [r for run in runs for r in run.trained]
     both = [(r["loss"], r["nll"]) for r in records if None not in (r["loss"], r.get("nll"))]
     is_likelihood = bool(both) and all(abs(loss - nll) <= SAME * abs(nll) for loss, nll in both)
@@ -208,8 +209,8 @@ def _curves(runs: Sequence[Run], over: str) -> list[Curves]:
                 (pairs(run.trained, over, key), _held_out(run, held_out, over) if single else [])
                 for run in runs
             ]
-    for name in [] if single else dict.fromkeys(name for run in runs for name in run.sets):
-        measured = [pairs(run.held_out(name), over, "validation_nll") for run in runs]
+    for name in [] if single else dict.fromkeys(name for run in runs for name in run.held_out):
+        measured = [pairs(run.held_out.get(name, []), over, "validation_nll") for run in runs]
         drawn[f"Held-out loss on {name}"] = [(points, points) for points in measured]
     for name in dict.fromkeys(name for r in records for name in r.get("domains", ())):
         parts = [

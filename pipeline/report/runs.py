@@ -62,31 +62,24 @@ class Run:
             elif self.launches:
                 self.launches[-1]["end"] = self.launches[-1]["end"] or line
         self.last_launch: Record = self.launches[-1] if self.launches else {"end": {}}
-        # Of training, with the seconds that so many steps took where the record has a rate.
-        self.trained: list[Record] = []
+        self.held_out: dict[str, list[Record]] = {}  # by validation set, in the recipe's order
+        self.trained: list[Record] = []  # with the seconds that so many steps took where there is a rate
         tokens = step = 0
-        for record in (r for r in self.records if "loss" in r):
-            rate, total = record.get("tokens_per_s"), record.get("tokens") or tokens
-            pace = {}
-            if rate and total > tokens and record["step"] > step:
-                pace = {"seconds": (total - tokens) / rate, "steps": record["step"] - step}
-            self.trained.append(record | pace)
-            tokens, step = total, record["step"]
+        for record in self.records:
+            if "loss" in record:
+                rate, total = record.get("tokens_per_s"), record.get("tokens") or tokens
+                if rate and total > tokens and record["step"] > step:
+                    record |= {"seconds": (total - tokens) / rate, "steps": record["step"] - step}
+                tokens, step = total, record["step"]
+                self.trained.append(record)
+            elif is_plain_name(record.get("set")):
+                self.held_out.setdefault(record["set"], []).append(record)
 
     def _lines(self, name: str) -> list[Record]:
         records, damaged = read_records(self.path / name)
         if damaged:
             self.remarks.append(f"{self.path / name}: {counted(damaged, 'damaged line')} left out.")
         return records
-
-    @property
-    def sets(self) -> list[str]:
-        """Return the names of the validation sets that were measured, in the recipe's order."""
-        return list(dict.fromkeys(r["set"] for r in self.records if is_plain_name(r.get("set"))))
-
-    def held_out(self, name: str) -> list[Record]:
-        """Return the records of a validation set."""
-        return [r for r in self.records if r.get("set") == name]
 
     @property
     def progress(self) -> str:
@@ -165,12 +158,10 @@ class Gain(NamedTuple):
 def gains(runs: Sequence[Run]) -> list[Gain]:
     """Return every set of every run, set by set; only what was measured after step 0."""
     lines = []
-    for name in dict.fromkeys(name for run in runs for name in run.sets):
+    for name in dict.fromkeys(name for run in runs for name in run.held_out):
         reference = None  # of the first run
-        for run in runs:
-            if not (records := run.held_out(name)):
-                continue
-            first, last = records[0], records[-1]
+        for run in (run for run in runs if name in run.held_out):
+            first, last = run.held_out[name][0], run.held_out[name][-1]
             start = first if first["step"] == 0 else {}
             before, after = (read(run.path, name, r["step"]) if r else None for r in (start, last))
             if last["step"] > 0:
@@ -190,8 +181,8 @@ def regressions(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[bool, s
     verdicts = []
     for run in runs:
         for name in names:
-            if name not in run.sets:
-                raise UserError(f"{run.path} has no validation set {name}; {nearest(name, run.sets)}")
+            if name not in run.held_out:
+                raise UserError(f"{run.path} has no validation set {name}; {nearest(name, run.held_out)}")
             gain = measured.get((run.path, name))
             if gain is None or gain.change is None or not gain.change.interval:
                 problem = f"has not measured {FEWEST} documents or more both at step 0 and after it"

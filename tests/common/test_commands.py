@@ -51,10 +51,8 @@ RECIPE = "launch/recipes/stories260k-tinystories.yaml"
 LINES = {
     "prepare": ["prepare", RECIPE],
     "plan": ["plan", RECIPE, "--gpus", "8xA100-80G"],
-    "score": ["score", RECIPE, "--model", "DIR"],
     "report": ["report", "DIR/run"],
     "eval": ["eval", "--model", "DIR", "--data", "DIR", "--tasks", "sst2"],
-    "quality": ["quality", "DIR"],
 }
 
 

@@ -58,16 +58,15 @@ def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
     """A child process and a C library write to descriptor 1; Python's print is the user's."""
 
     def run(program: str) -> tuple[str, str]:
-        text = "import os, subprocess, sys\nfrom pathlib import Path\n"
+        text = "import os, sys\nfrom pathlib import Path\n"
         text += f"from emo.pipeline.report.console import Console, split\nchatter = split()\n{program}"
         command = [sys.executable, "-c", text, str(tmp_path)]
         done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
         return done.stdout, done.stderr
 
     program = (
-        "subprocess.run(['echo', 'g++ -c before'])\nprint('hello')\n"
-        "chatter.move(Path(sys.argv[1]), main=True)\n"
-        "subprocess.run(['echo', 'g++ -c after'])\n"
+        "os.system('echo g++ -c before')\nprint('hello')\n"
+        "chatter.move(Path(sys.argv[1]), main=True)\nos.system('echo g++ -c after')\n"
         "with Console(chatter=chatter).compiling():\n    print('Time to load op')\n"
         "print('bye', file=sys.stderr)\n"
     )
@@ -76,3 +75,15 @@ def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
     assert first.startswith("--- ") and others == ["g++ -c before", "g++ -c after", "Time to load op"]
     # Before there is a run directory, what a library printed may be the only explanation of a failure.
     assert run("os.write(1, b'nvcc: not found\\n')\nchatter.show()\n") == ("", "nvcc: not found\n")
+
+
+def test_a_lost_reader_breaks_no_rank() -> None:
+    program = "import sys; from emo.pipeline.report.console import split; split(); sys.stdin.readline()\n"
+    program += "for _ in range(3): print('a line')\nsys.stderr.write('went on')"
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    rank = subprocess.Popen([sys.executable, "-c", program], cwd=REPO, text=True, **pipes)
+    assert rank.stdin is not None and rank.stdout is not None and rank.stderr is not None
+    rank.stdout.close()
+    rank.stdin.write("go\n")
+    rank.stdin.flush()
+    assert rank.stderr.read() == "went on" and rank.wait() == 0

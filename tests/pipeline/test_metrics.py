@@ -282,15 +282,14 @@ def test_the_interval_is_a_naive_bootstrap_s() -> None:
     assert (result.low, result.high) == pytest.approx((low, high), abs=0.1 * (high - low))
 
 
-@pytest.mark.parametrize(("n", "block"), [(6, 64), (30, 2048)])
-def test_the_interval_covers_the_truth_where_documents_span_rows(n: int, block: int) -> None:
+def test_the_interval_covers_the_truth_where_documents_span_rows() -> None:
     """Documents are sampled, and packed into rows as data are prepared."""
-    rng = np.random.default_rng(block)
+    rng, n = np.random.default_rng(64), 6
     covered = naive = 0
     for _ in range(400):
         lengths = rng.integers(200, 1200, n)
         ids, sources = np.zeros(lengths.sum(), np.uint16), np.arange(n, dtype=np.uint64)
-        rows = BlockPacker(block).add(ids, lengths, sources)
+        rows = BlockPacker(64).add(ids, lengths, sources)
         tokens = rows.segments - 1
         shift = rng.normal(TRUTH, 0.2, n)[rows.sources] * tokens + rng.normal(0, np.sqrt(tokens))
         nlls = 3.0 * tokens, 3.0 * tokens + shift
@@ -301,7 +300,7 @@ def test_the_interval_covers_the_truth_where_documents_span_rows(n: int, block: 
         covered += result.low <= TRUTH <= result.high
         naive += alone.low <= TRUTH <= alone.high
     assert 0.92 <= covered / 400 <= 0.98
-    assert block > 1000 or naive / 400 < 0.7, "rows are not independent, or this would test nothing"
+    assert naive / 400 < 0.7, "rows are not independent, or this would test nothing"
 
 
 def test_what_has_no_interval_or_no_pairs() -> None:
