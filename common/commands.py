@@ -38,7 +38,7 @@ class Parser(argparse.ArgumentParser):
         """End with `message`, and with the option or command that was probably meant by a misspelt one."""
         if wrong := _WRONG.match(message):
             option, name, word = wrong.groups()
-            actions = (a for a in self._actions if name in (a.dest, a.metavar, *a.option_strings))
+            actions = (a for a in self._actions if name in ("/".join(a.option_strings), a.metavar, a.dest))
             choices = self._option_string_actions if option else next(actions).choices
             message += hint(option or word, choices or ())
         super().error(message)

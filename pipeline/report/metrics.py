@@ -7,6 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -113,6 +114,7 @@ class Metrics:
         """
         self.active, train = active, config.train
         self._clock, self._mark, self._paused = clock, clock(), 0.0
+        self._opened = ExitStack()
         if not active:
             return
         self._peak_share, self._domains = peak_share, domains
@@ -126,7 +128,7 @@ class Metrics:
         records = [r for r in read_metrics(run_dir) if 0 < step >= r["step"]]  # from 0 all is measured again
         validation.drop(run_dir, step)
         write_text(run_dir / METRICS, "".join(_line(r) for r in records))
-        self._file = (run_dir / METRICS).open("a", encoding="utf-8")
+        self._file = self._opened.enter_context((run_dir / METRICS).open("a", encoding="utf-8"))
         self._profiled = train.profile or (0, 0)  # steps
         self._profile: Any = None
         self._board = self._wandb = None
@@ -134,8 +136,10 @@ class Metrics:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else 0)
+            self._opened.callback(self._board.close)
         if "wandb" in train.report_to:
             self._wandb = _wandb_run(config)
+            self._opened.callback(self._wandb.finish)
         if on_gpu():
             torch.cuda.reset_peak_memory_stats()  # loading is over
 
@@ -211,13 +215,7 @@ class Metrics:
 
     def close(self) -> None:
         """Flush the files."""
-        if not self.active:
-            return
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        self._opened.close()
 
     def _write(self, group: str, record: dict[str, Any]) -> dict[str, Any]:
         """Keep a record; return it with None where JSON has no number.

@@ -40,15 +40,15 @@ class Samples:
         rows = self._continued(trainer)
         if not self._writes:
             return None
-        texts = []
-        for ids, new in zip(self._ids, rows, strict=True):  # alone they could lose the first space
+        records = []
+        for prompt, ids, new in zip(self.prompts, self._ids, rows, strict=True):
+            # Alone the new tokens could lose their first space.
             before, whole = (self._tokenizer.decode(i, skip_special_tokens=True) for i in (ids, ids + new))
-            texts.append(whole[len(before) :])
+            text = whole[len(before) :]
+            records.append({"step": step, "tokens": tokens, "prompt": prompt, "text": text})
         with self._path.open("a", encoding="utf-8") as file:
-            for prompt, text in zip(self.prompts, texts, strict=True):
-                record = {"step": step, "tokens": tokens, "prompt": prompt, "text": text}
-                file.write(json.dumps(record) + "\n")
-        return self.prompts[0] + texts[0]
+            file.writelines(json.dumps(record) + "\n" for record in records)
+        return f"{records[0]['prompt']}{records[0]['text']}"
 
     @torch.no_grad()
     def _continued(self, trainer: Engine) -> list[list[int]]:
