@@ -58,13 +58,12 @@ def run(argv: list[str]) -> NoReturn:
     leave(main(argv))
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run `emo plan | preflight | score | report`: what is done before and after training.
 
     Exit codes: 0 well, 1 it does not fit or a check failed, 2 a mistake in the input, 3 a regression.
     """
-    words = [word for word in (sys.argv[1:] if argv is None else argv) if not word.startswith("--local_rank")]
-    args = parse_arguments(_parser(), words)
+    args = parse_arguments(_parser(), argv)
     _quieten()
     if _is_first_of_host():
         first_word(args.command)
@@ -72,13 +71,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="emo",
-        description="Before you train: plan predicts memory, step time and hours of a recipe on given GPUs; "
-        "preflight checks, under any launcher, that every host is fit to train; score writes a model's "
-        "log-probability of every token beside the data, for objectives that compare with it; report "
-        "shows runs as a page, while they train and after.",
-    )
+    parser = Parser(prog="emo")
     commands = parser.add_subparsers(dest="command", required=True)
 
     about = "Memory, step time and hours of a recipe on given GPUs."
