@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -101,12 +100,11 @@ class Console(logging.Handler):
         stream: TextIO | None = None,
         colour: bool = False,
         chatter: Chatter | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__()
         self.kind, self.chatter = kind, chatter
         self._stream = stream if stream is not None else sys.stdout
-        self._colour, self._clock = colour, clock
+        self._colour, self._clock = colour, time.monotonic
         self._last = -math.inf  # when progress was last shown
         self._bar: tqdm[Any] | None = None
         self._messages: deque[str] = deque(maxlen=REMEMBERED)  # that were no warnings

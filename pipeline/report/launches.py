@@ -57,26 +57,14 @@ class Launch:
             seconds = step_time(sizes, setup, gpu).total
             planned = {"seconds": seconds, "mfu": utilisation(sizes, setup, seconds, gpu)}
             planned["memory_gib"] = memory(sizes, setup).total / GIB
-        mixtures = [{"step": first, "mixture": mix and mix.label} for first, mix in ready.mixtures]
-        self._append(
-            "begin",
-            step=step,
-            tokens=tokens,
-            steps=ready.steps,
-            ranks=batch.ranks,
-            hosts=hosts,
-            device=device,
-            batch=batch.batch,
-            micro_batch=batch.micro,
-            accumulation=batch.accumulation,
-            block=config.data.sequence_len,
-            zero_stage=zero_stage(ready.ds_config),
-            attention=ready.attention,
-            planned=planned,
-            **({"mixtures": mixtures} if any(mix["mixture"] for mix in mixtures) else {}),
-            git=code_version(),
-            **library_versions("torch", "transformers", "deepspeed"),
-        )
+        facts: dict[str, Any] = {"step": step, "tokens": tokens, "steps": ready.steps, "ranks": batch.ranks}
+        facts |= {"hosts": hosts, "device": device, "batch": batch.batch, "micro_batch": batch.micro}
+        facts |= {"accumulation": batch.accumulation, "block": config.data.sequence_len}
+        facts |= {"zero_stage": zero_stage(ready.ds_config), "attention": ready.attention, "planned": planned}
+        if any(mixture for _, mixture in ready.mixtures):
+            facts["mixtures"] = [{"step": first, "mixture": m and m.label} for first, m in ready.mixtures]
+        facts |= {"git": code_version(), **library_versions("torch", "transformers", "deepspeed")}
+        self._append("begin", **facts)
 
     def sampled(self, step: int, text: str | None) -> None:
         """Show how the model went on with the first prompt."""

@@ -241,17 +241,12 @@ def _wandb_run(config: RunConfig) -> Any:
     """Return the W&B run that belongs to the run directory, resumed after a restart."""
     import wandb
 
-    path = config.output_dir / WANDB_ID
-    write_once(path, secrets.token_hex(8))
+    run_dir = config.output_dir
+    write_once(run_dir / WANDB_ID, secrets.token_hex(8))
+    which: dict[str, Any] = {"project": config.train.project, "name": run_dir.name, "dir": run_dir}
+    which |= {"id": (run_dir / WANDB_ID).read_text(encoding="utf-8"), "resume": "allow"}
     try:
-        return wandb.init(
-            project=config.train.project,
-            name=config.output_dir.name,
-            id=path.read_text(encoding="utf-8"),
-            resume="allow",
-            dir=config.output_dir,
-            config=config.model_dump(mode="json"),
-        )
+        return wandb.init(**which, config=config.model_dump(mode="json"))
     except wandb.errors.Error as error:
         problem = f"train.report_to=[wandb]: {one_line(error, 200)}"
         raise UserError(f"{problem}; set WANDB_API_KEY, or WANDB_MODE=offline") from None

@@ -11,18 +11,7 @@ from urllib.parse import quote
 
 import yaml
 
-from emo.common.report.document import (
-    Block,
-    Cell,
-    Document,
-    Fold,
-    Items,
-    Quote,
-    Row,
-    Section,
-    Table,
-    estimated,
-)
+from emo.common.report.document import Cell, Document, Fold, Items, Quote, Row, Section, Table, estimated
 from emo.common.report.figure import Curve, Curves, Dots, Figure, Points, pairs
 from emo.common.report.numbers import DASH, Effect, changes, formatted, listed
 from emo.pipeline.report.console import duration
@@ -252,8 +241,8 @@ def _plan(run: Run) -> Row:
     return [_name(run), *cells] if run.launches and any(map(any, both)) else []
 
 
-def _samples(runs: Sequence[Run]) -> list[Block]:
-    blocks: list[Block] = []
+def _samples(runs: Sequence[Run]) -> list[Quote | Fold]:
+    blocks: list[Quote | Fold] = []
     for prompt in dict.fromkeys(r["prompt"] for run in runs for r in run.samples):
         for run in runs:
             records = [r for r in run.samples if r["prompt"] == prompt]

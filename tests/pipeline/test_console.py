@@ -16,7 +16,7 @@ from tests.conftest import REPO
 
 def console(kind: Kind) -> tuple[Console, io.StringIO]:
     stream = io.StringIO()
-    return Console(kind, stream, clock=lambda: 0.0), stream
+    return Console(kind, stream), stream
 
 
 def logger_of(shown: Console) -> logging.Logger:

@@ -140,8 +140,10 @@ def test_pauses_and_what_the_console_hears(tmp_path: Path) -> None:
     """Two seconds a step; an hour's pause slows no token down, and is counted in what is left."""
     clock, stream = Clock(), io.StringIO()
     run = config(tmp_path, eval_steps=25, save_steps=40)
-    options: dict[str, Any] = {"clock": clock, "console": Console("lines", stream, clock=clock)}
-    metrics = Metrics(run, 0, 100, active=True, peak_share=0.01, domains=DOMAINS, **options)
+    console = Console("lines", stream)
+    console._clock = clock
+    options: dict[str, Any] = {"clock": clock, "console": console, "domains": DOMAINS}
+    metrics = Metrics(run, 0, 100, active=True, peak_share=0.01, **options)
     run_steps(metrics, clock, range(1, 31), pause_after=25)
     for step, name, nll in ((0, "validation", 2.0), (30, "validation", 2.5), (30, "home", 2.5)):
         metrics.validation(step, 10 * step, name, Sums(10.0, 20.0, math.nan, 10, False), alike(nll))
