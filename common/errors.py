@@ -10,7 +10,6 @@ import select
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
-from types import MappingProxyType
 
 from emo.common.text import printable, without_secrets
 
@@ -125,7 +124,7 @@ def similar(name: str, options: Iterable[str], cutoff: float = 0.6) -> str | Non
     return next(iter(difflib.get_close_matches(name[:200], list(options), n=1, cutoff=cutoff)), None)
 
 
-def nearest(name: str, options: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
+def nearest(name: str, options: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:
     """Return a hint at the known name that was probably meant, or at all of them.
 
     elsewhere: what other programs call something, and what it is called here. Case does not matter.
@@ -133,6 +132,6 @@ def nearest(name: str, options: Iterable[str], elsewhere: Mapping[str, str] = Ma
     names = {str(key).lower(): str(key) for key in options}
     if not names:
         return "there are none"
-    meanings = {**elsewhere, **names}
+    meanings = {**(elsewhere or {}), **names}
     match = similar(name.lower(), meanings, 0.8) or similar(name.lower(), names, 0.5)
     return f"did you mean {meanings[match]}?" if match else f"known: {', '.join(names.values())}"
