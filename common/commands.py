@@ -7,30 +7,25 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from emo.common.errors import similar
 from emo.common.text import printable
 
 # Options by their names in other programs and in earlier versions of this one.
 OTHER_OPTIONS = {
-    "out": ("--output_path", "--results"),
-    "output": ("--output_path",),
-    "output_dir": ("--output_path",),
-    "output_path": ("--results",),
-    "shots": ("--num_fewshot",),
-    "fewshot": ("--num_fewshot",),
-    "budget": ("--batch_size",),
-    "batch": ("--batch_size",),
-    "model_args": ("--model",),
-    "model_name_or_path": ("--model",),
-    "tokens": ("--max_new_tokens",),
-    "max_length": ("--max_new_tokens", "--max_tokens"),
-    "max_tokens": ("--max_new_tokens",),
-    "prompt": ("--prefix",),
-    "num_return_sequences": ("--samples",),
-    "num_gpus": ("--gpus",),
+    "--output_path": "out output output_dir",
+    "--results": "out output_path",
+    "--num_fewshot": "shots fewshot",
+    "--batch_size": "budget batch",
+    "--model": "model_args model_name_or_path",
+    "--max_new_tokens": "tokens max_length max_tokens",
+    "--max_tokens": "max_length",
+    "--prefix": "prompt",
+    "--samples": "num_return_sequences",
+    "--gpus": "num_gpus",
 }
+_WRONG = re.compile(r"unrecognized arguments: (?:.* )?(-[^ =]*)|argument (.*): invalid choice: '(.*?)'")
 
 
 class Parser(argparse.ArgumentParser):
@@ -38,6 +33,15 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options | {"allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        """End with `message`, and with the option or command that was probably meant by a misspelt one."""
+        if wrong := _WRONG.match(message):
+            option, name, word = wrong.groups()
+            actions = (a for a in self._actions if name in ("/".join(a.option_strings), a.metavar, a.dest))
+            choices = self._option_string_actions if option else next(actions).choices
+            message += hint(option or word, choices or ())
+        super().error(message)
 
 
 def first_word(subject: object) -> None:
@@ -48,44 +52,29 @@ def first_word(subject: object) -> None:
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
     """Like `parser.parse_args`, but commands that take `overrides` find them after their options too.
 
-    What is misspelt is answered with the nearest command or option of the command that was called. A shell
-    that asks for words gets them (`eval "$(register-python-argcomplete emo)"` makes it ask).
+    A shell that asks for words gets them (`eval "$(register-python-argcomplete emo)"` makes it ask).
     """
     if "_ARGCOMPLETE" in os.environ:
         import argcomplete  # only then: commands shall start fast
 
         argcomplete.autocomplete(parser)
-    parser.exit_on_error = False  # the parser's own mistakes come here; its commands' end the program
-    try:
-        args, unknown = parser.parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        misspelt = re.search(r"^argument ([^:]*): invalid choice: '(.*?)'", str(error))
-        name, word = misspelt.groups() if misspelt else ("", "")
-        choices = (
-            action.choices or () for action in parser._actions if name in (action.dest, action.metavar)
-        )
-        parser.error(f"{error}{hint(word, next(choices, ()))}")
-    options = [argument for argument in unknown if argument.startswith("-")]
-    if options or (unknown and not hasattr(args, "overrides")):
-        called = _called(parser, args)
-        meant = hint(options[0].partition("=")[0], called._option_string_actions) if options else ""
-        called.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+    args, unknown = parser.parse_known_args(argv)
+    if any(word.startswith("-") for word in unknown) or (unknown and not hasattr(args, "overrides")):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):  # what is right, the command's parser knows
+                parser = action.choices.get(getattr(args, action.dest, ""), parser)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if unknown:
         args.overrides = [*args.overrides, *unknown]
     return args
 
 
-def _called(parser: argparse.ArgumentParser, args: argparse.Namespace) -> argparse.ArgumentParser:
-    """Return the parser of the command that was called, which is `parser` itself where it has no commands."""
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            return action.choices.get(getattr(args, action.dest, ""), parser)
-    return parser
-
-
 def hint(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean ...?` with the choice that is meant by a word, or nothing."""
     options = [choice for choice in choices if choice not in ("-h", "--help")]
-    others = OTHER_OPTIONS.get(word.lstrip("-").replace("-", "_"), ())
-    match = next((name for name in others if name in options), None) or similar(word, options)
+    name = word.lstrip("-").replace("-", "_")
+    others = (
+        option for option, names in OTHER_OPTIONS.items() if name in names.split() and option in options
+    )
+    match = next(others, None) or similar(word, options)
     return f"; did you mean {match}?" if match else ""

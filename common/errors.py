@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import os
@@ -9,9 +10,8 @@ import select
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from enum import IntEnum
-from types import MappingProxyType
 
-from emo.common.text import on_one_line, printable, without_secrets
+from emo.common.text import printable, without_secrets
 
 LONGEST = 1500  # characters of a line
 AGAIN = "run the same command again to resume"
@@ -42,10 +42,7 @@ class UserError(Exception):
         self.code = code
 
     def __str__(self) -> str:
-        text = without_secrets(on_one_line(super().__str__()))
-        if len(text) <= LONGEST:
-            return text
-        return f"{text[: LONGEST // 2]} ... {text[-LONGEST // 4 :]}"  # its end says what to do
+        return one_line(super().__str__(), LONGEST)
 
 
 class FailureError(UserError):
@@ -101,26 +98,25 @@ def outcome(work: Callable[[], int], alone: bool | Callable[[], bool] = True) ->
 
 def _is_unread() -> bool:
     """Return whether the reader of the output has gone, as in `... | head`; the rest then goes nowhere."""
-    try:
-        poll = select.poll()
+    poll = select.poll()
+    with contextlib.suppress(OSError, ValueError):  # it may be no file of the system
         poll.register(sys.stdout.fileno(), 0)
-        gone = any(event & select.POLLERR for _, event in poll.poll(0))
-    except (OSError, ValueError):  # it is no file of the system
-        return False
+    gone = any(event & select.POLLERR for _, event in poll.poll(0))
     if gone:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return gone
 
 
 def one_line(error: BaseException | str, limit: int = 300) -> str:
-    """Return the text of an error without line breaks, or its type, in at most `limit` characters.
+    """Return the text of an error without line breaks, or its type, in about `limit` characters.
 
-    As in a UserError, nothing in it can act on a terminal, and secrets are taken out.
+    Secrets are left out, what could act on a terminal, and the middle of what is longer: the end often says
+    what to do.
     """
     text = without_secrets(" ".join(str(error).split()))
     if not text and isinstance(error, BaseException):
         text = type(error).__name__
-    return printable(text if len(text) <= limit else text[: limit - 3] + "...")
+    return printable(text if len(text) <= limit else f"{text[: limit // 2]} ... {text[-limit // 4 :]}")
 
 
 def similar(name: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
@@ -128,7 +124,7 @@ def similar(name: str, options: Iterable[str], cutoff: float = 0.6) -> str | Non
     return next(iter(difflib.get_close_matches(name[:200], list(options), n=1, cutoff=cutoff)), None)
 
 
-def nearest(name: str, options: Iterable[str], elsewhere: Mapping[str, str] = MappingProxyType({})) -> str:
+def nearest(name: str, options: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:
     """Return a hint at the known name that was probably meant, or at all of them.
 
     elsewhere: what other programs call something, and what it is called here. Case does not matter.
@@ -136,6 +132,6 @@ def nearest(name: str, options: Iterable[str], elsewhere: Mapping[str, str] = Ma
     names = {str(key).lower(): str(key) for key in options}
     if not names:
         return "there are none"
-    meanings = {**elsewhere, **names}
+    meanings = {**(elsewhere or {}), **names}
     match = similar(name.lower(), meanings, 0.8) or similar(name.lower(), names, 0.5)
     return f"did you mean {meanings[match]}?" if match else f"known: {', '.join(names.values())}"

@@ -54,8 +54,11 @@ _NAMES_ELSEWHERE = {
     "train.report_to": "tensorboard wandb",
     "train.project": "wandb_project",
 }
+# Also the last word of a key, for one in the wrong section; `name` and `path` could be of anything.
 OTHER_NAMES = {
-    name: key for key, names in _NAMES_ELSEWHERE.items() for name in (key.rpartition(".")[2], *names.split())
+    name: key
+    for key, names in _NAMES_ELSEWHERE.items()
+    for name in ({key.rpartition(".")[2]} - {"name", "path"}) | set(names.split())
 }
 
 

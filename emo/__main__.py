@@ -47,7 +47,6 @@ COMMANDS = {
         "emo.launch.quickstart:quickstart", "see the whole product on a small world, in minutes"
     ),
 }
-USAGE = "usage: emo [-h] [--version] COMMAND ..."
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -56,23 +55,25 @@ def main(argv: list[str] | None = None) -> int:
         # Recipes name files in UTF-8, whatever the locale, and the manifest is the same on every machine.
         typed = Path("/proc/self/cmdline").read_bytes().split(b"\0")[1:-1]
         os.execv(sys.executable, [os.fsencode(sys.executable), b"-X", b"utf8", *typed])
-    from emo.common.commands import hint
-
     words = [word for word in (sys.argv[1:] if argv is None else argv) if not word.startswith("--local_rank")]
-    if "_ARGCOMPLETE" in os.environ:
-        return _complete()
-    if not words or words[0] in {"-h", "--help"}:
-        print(_help())
-        return 0 if words else 2
-    if words[0] == "--version":
-        from emo import __version__
+    # What a shell asks to complete; the options of a command are known to itself.
+    line = os.environ["COMP_LINE"] if "_ARGCOMPLETE" in os.environ else ""
+    _, *typed_words = line.split() or [""]
+    if typed_words and typed_words[0] in COMMANDS and (typed_words[1:] or line.endswith(" ")):
+        return run(typed_words)
+    from emo import __version__
+    from emo.common.commands import Parser, parse_arguments
 
-        print(f"emo {__version__}")
-        return 0
-    if words[0] not in COMMANDS:
-        meant = hint(words[0], COMMANDS)
-        print(f"{USAGE}\nemo: error: there is no command {words[0]}{meant}", file=sys.stderr)
-        return 2
+    parser = Parser(
+        prog="emo",
+        description="Continual pre-training and instruction tuning with EMO and its peers, and evaluation.",
+        epilog="`emo COMMAND --help` shows the options of a command.",
+    )
+    parser.add_argument("--version", action="version", version=f"emo {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.help, add_help=False)
+    parse_arguments(parser, words[:1])
     return run(words)
 
 
@@ -106,32 +107,6 @@ def _reports(words: list[str]) -> list[str]:
     paths = [Path(word) for word in values if not word.startswith("-")]
     is_run = any((path / name).exists() for path in paths[:1] for name in ("metrics.jsonl", "config.yaml"))
     return [TRAINING if is_run else EVALUATION]
-
-
-def _help() -> str:
-    lines = [
-        USAGE,
-        "",
-        "Continual pre-training and instruction tuning with EMO and its peers, and evaluation.",
-        "",
-    ]
-    lines += [f"  {name:12}{command.help}" for name, command in COMMANDS.items()]
-    return "\n".join([*lines, "", "`emo COMMAND --help` shows the options of a command."])
-
-
-def _complete() -> int:
-    """Answer a shell that asks for words: for the commands here, for options where the command is."""
-    words = os.environ.get("COMP_LINE", "").split()
-    if len(words) > 1 and words[1] in COMMANDS and (len(words) > 2 or os.environ["COMP_LINE"].endswith(" ")):
-        return run(words[1:])
-    import argparse
-
-    import argcomplete
-
-    parser = argparse.ArgumentParser(prog="emo")
-    parser.add_argument("command", choices=list(COMMANDS))
-    argcomplete.autocomplete(parser)
-    return 0
 
 
 if __name__ == "__main__":

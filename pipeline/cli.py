@@ -16,11 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from emo.common.commands import Parser, first_word, hint, parse_arguments
+from emo.common.commands import Parser, first_word, parse_arguments
 from emo.common.errors import ExitCode, UserError, one_line, outcome
-from emo.common.text import printable, without_secrets
+from emo.common.text import printable
 from emo.pipeline.config import load_config
-from emo.pipeline.report.console import Chatter, Console, Handler, duration, open_console, split
+from emo.pipeline.report.console import Chatter, Console, Kind, duration, split
 from emo.pipeline.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
 
 log = logging.getLogger(__name__)
@@ -31,13 +31,11 @@ def run_recipe(watch: Watch, argv: list[str] | None = None) -> int:
     # Threads that spin for long while they wait take a busy CPU from those that work. Read as torch comes in.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    code: int = ExitCode.FAILURE
     try:
         code = _reported(lambda: _run(watch, argv), watch)
     except SystemExit as end:  # argparse
         code = end.code if isinstance(end.code, int) else ExitCode.FAILURE
-    finally:
-        watch.ended(code)
+    watch.ended(code)
     if code != ExitCode.DONE and _is_main():
         print(f"exit code {code}", file=sys.stderr, flush=True)  # not every launcher passes it on
     return code
@@ -60,58 +58,45 @@ def run(argv: list[str]) -> NoReturn:
     leave(main(argv))
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str]) -> int:
     """Run `emo plan | preflight | score | report`: what is done before and after training.
 
     Exit codes: 0 well, 1 it does not fit or a check failed, 2 a mistake in the input, 3 a regression.
     """
-    arguments = [a for a in (sys.argv[1:] if argv is None else argv) if not a.startswith("--local_rank")]
-    parser = _parser()
-    args = parse_arguments(parser, arguments)
-    commands = {"plan": _plan, "preflight": _preflight, "score": _score, "report": _report}
+    args = parse_arguments(_parser(), argv)
     _quieten()
     if _is_first_of_host():
         first_word(args.command)
-    return outcome(lambda: commands[args.command](args), alone=_is_first_of_host())
+    return outcome(lambda: args.work(args), alone=_is_first_of_host())
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        prog="emo",
-        description="Before you train: plan predicts memory, step time and hours of a recipe on given GPUs; "
-        "preflight checks, under any launcher, that every host is fit to train; score writes a model's "
-        "log-probability of every token beside the data, for objectives that compare with it; report "
-        "shows runs as a page, while they train and after.",
-    )
+    parser = Parser(prog="emo")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    plan = commands.add_parser("plan", description="Memory, step time and hours of a recipe on given GPUs.")
-    add = _recipe_and_overrides(plan)
+    about = "Memory, step time and hours of a recipe on given GPUs."
+    add = _recipe_command(commands.add_parser("plan", description=about), _plan)
     add("--gpus", required=True, metavar="NxKIND", help="for example 8xA100-80G")
     add("--network", type=float, default=1600, metavar="GBIT", help="Gbit/s of a node (%(default)s)")
     add("--best", action="store_true", help="search for the fastest settings that surely fit")
     add("--write", type=Path, metavar="FILE", help="with --best: write a recipe with the best settings")
 
-    fit = "Is every host fit to train? Under any launcher."
-    _recipe_and_overrides(commands.add_parser("preflight", description=fit))
+    about = "Is every host fit to train? Under any launcher."
+    _recipe_command(commands.add_parser("preflight", description=about), _preflight)
 
-    score = commands.add_parser(
-        "score",
-        description="A model's log-probability of every token of a recipe's data, written once beside them. "
-        "Run the same command again to resume; several jobs share the work with --part.",
-    )
-    add = _recipe_and_overrides(score)
+    about = "A model's log-probability of every token of a recipe's data, written once beside them. "
+    about += "Run the same command again to resume; several jobs share the work with --part."
+    add = _recipe_command(commands.add_parser("score", description=about), _score)
     add("--model", required=True, help="directory or hub id of the model that reads the data")
     add("--revision", help="commit of the hub model")
     add("--name", default="reference", help="what objective.scores calls them (%(default)s)")
     add("--part", default="0/1", metavar="I/N", help="every N-th shard from the I-th (%(default)s)")
     add("--force", action="store_true", help="write again what is there")
 
-    report = commands.add_parser(
-        "report",
-        description="One or several runs as one page: curves, launches, the plan beside what was measured, "
-        "sampled text. Also while they train.",
-    )
+    about = "One or several runs as one page: curves, launches, the plan beside what was measured, "
+    about += "sampled text. Also while they train."
+    report = commands.add_parser("report", description=about)
+    report.set_defaults(work=_report)
     add = report.add_argument
     add("runs", nargs="+", type=Path, metavar="RUN_DIR")
     forms = "directory, or file.html, .md or .json (the first RUN_DIR); - is Markdown on stdout"
@@ -124,12 +109,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _recipe_and_overrides(parser: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
+def _recipe_command(
+    parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], int] | None = None
+) -> Callable[..., argparse.Action]:
     """Add what every command on a recipe takes; return the function that adds more."""
+    parser.set_defaults(work=work)
     parser.add_argument("recipe", type=Path)
-    parser.add_argument(
-        "overrides", nargs="*", default=[], metavar="key=value"
-    )  # without default: "required"
+    # Without a default argparse says that it is required.
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     return parser.add_argument
 
 
@@ -137,7 +124,7 @@ def _run(watch: Watch, argv: list[str] | None) -> int:
     """Parse, check, join the other ranks and train."""
     chatter = split()
     args = recipe_arguments(Path(sys.argv[0]).stem, argv)
-    console = _set_up_logging(args, chatter)
+    console = _open_console(args, chatter)
     try:
         config = load_config(args.recipe, args.overrides)
         if args.dry_run:
@@ -162,37 +149,27 @@ def _run(watch: Watch, argv: list[str] | None) -> int:
         ranks.end_world()
         return ExitCode.DONE if finished else ExitCode.STOPPED
     except Exception as error:
-        console.close()
         if _is_first_of_host() and not isinstance(error, UserError):
+            console.close()
             chatter.show()
         raise
     finally:
         console.close()
 
 
-class _OfScript(Parser):
-    def error(self, message: str) -> NoReturn:
-        """End with `message`; users may give the launcher's options where those of training belong."""
-        unknown = message.removeprefix("unrecognized arguments: ")
-        if unknown != message and (meant := hint(unknown.split()[0], self._option_string_actions)):
-            message += meant
-        elif unknown != message:
-            way = f"{self.prog.removeprefix('deepspeed ')} --num_gpus 2 -- RECIPE"
-            message += f"; options of the launcher come first and end with --: {way}"
-        super().error(message)
-
-
 def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
     """Return the arguments of launch/SCRIPT.sh. Ends the program when they are wrong, or ask for help."""
     path = f"launch/{script}.sh"
     called = os.environ.get(CALLED) or (f"./{path}" if REPORTS in os.environ else f"deepspeed {path}")
-    parser = _OfScript(
+    options = "recipe [key=value ...] [--dry_run] [--ranks RANKS] [--quiet | --json]"
+    parser = Parser(
         prog=called,
+        usage=f"{called.removeprefix('deepspeed ')} [options of the launcher, as --num_gpus 2, --] {options}",
         description="Train a recipe. Run the same command again to resume.",
         epilog="Exit codes: 0 finished, 1 a failure, 2 a mistake in the input or a failure before the first "
         "step, 75 stopped and saved; docs/operations.md says which launchers pass them on.",
     )
-    add = _recipe_and_overrides(parser)
+    add = _recipe_command(parser)
     add("--dry_run", action="store_true", help="resolve, check and plan; train nothing")
     add("--ranks", type=int, help="ranks that a dry run plans for")
     add("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds it
@@ -239,29 +216,15 @@ def _is_main() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-class Printable(logging.Formatter):
-    """Log lines whose names come from recipes and files, and cannot act on the terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the record's text."""
-        return without_secrets(printable(super().format(record)))
-
-
-def _set_up_logging(args: argparse.Namespace, chatter: Chatter) -> Console:
-    """Return the console. Rank 0 reports progress on stdout, libraries and the other ranks errors only."""
-    console = open_console(args.json, args.quiet, _is_main(), chatter)
-    visible, hidden = Handler(console), logging.StreamHandler(chatter.stream)
-    # DeepSpeed tries the compiler when it starts, and distutils logs the commands at the root.
-    visible.addFilter(lambda record: "distutils" not in record.pathname)
-    hidden.addFilter(lambda record: "distutils" in record.pathname)
-    level = logging.INFO if _is_main() else logging.ERROR
-    logging.basicConfig(level=level, format="%(message)s", handlers=[visible, hidden])
+def _open_console(args: argparse.Namespace, chatter: Chatter) -> Console:
+    """Return the console, which has all logging. Ranks other than 0 report errors only."""
+    able = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+    kind: Kind = "json" if args.json else "quiet" if args.quiet else "terminal" if able else "lines"
+    console = Console(kind, colour=able and not os.environ.get("NO_COLOR"), chatter=chatter)
+    console.setLevel(logging.INFO if _is_main() else logging.ERROR)
+    logging.basicConfig(level=console.level, handlers=[console])
+    logging.getLogger("DeepSpeed").addHandler(console)
     _quieten()
-    # Its log is chatter, and a user sees its warnings as any other; that there is no GPU this program says.
-    of_deepspeed = Handler(console)
-    of_deepspeed.setLevel(logging.WARNING)
-    of_deepspeed.addFilter(lambda record: record.module != "real_accelerator")
-    logging.getLogger("DeepSpeed").addHandler(of_deepspeed)
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -305,35 +268,34 @@ def _score(args: argparse.Namespace) -> int:
         raise UserError(f"--part {args.part}: give I/N with 0 <= I < N, for example 0/4", code="part")
     settings = [f"model.path={args.model}", "model.architecture=null", "model.lora=null", "objective={}"]
     settings.append(f"model.revision={args.revision or 'null'}")
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(Printable())
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    logging.basicConfig(level=logging.INFO, handlers=[Console()])
     config = load_config(args.recipe, [*args.overrides, *settings])
     from emo.pipeline.planning.score import score
 
-    complete = score(config, args.name, (int(index), int(count)), args.force)
-    done = f"complete; use them with objective.scores={args.name}"
-    print(
-        f"scores called {args.name}: {done if complete else f'part {args.part} is done, others are missing'}"
-    )
+    if score(config, args.name, (int(index), int(count)), args.force):
+        state = f"complete; use them with objective.scores={args.name}"
+    else:
+        state = f"part {args.part} is done, others are missing"
+    print(f"scores called {args.name}: {state}")
     return ExitCode.DONE
 
 
 def _report(args: argparse.Namespace) -> int:
-    from emo.common.report.document import STDOUT, folder_of, save
+    from emo.common.files import write_text
+    from emo.common.report.document import STDOUT, folder_of
     from emo.pipeline.report.page import document
     from emo.pipeline.report.runs import read_runs, regressions
 
-    runs = read_runs(args.runs)
-    names = args.fail_on_regression
-    verdicts = regressions(runs, names.split(",") if names is not None else [])
+    runs, names = read_runs(args.runs), args.fail_on_regression
+    verdicts = regressions(runs, [] if names is None else names.split(","))
     out = args.output_path or str(runs[0].path)
     page = document(runs, args.over, folder_of(out).absolute())
     lines = [line for _, line in verdicts]
     if args.json == STDOUT:
         print(page.json(), end="")
     elif args.json:
-        save(Path(args.json), page.json())
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        write_text(Path(args.json), page.json())
         lines.insert(0, f"written: {args.json}")
     if (written := page.write(out)) is not None:
         lines = [f"written: {written}", page.answer[0], *lines]

@@ -6,6 +6,7 @@ it is put; what could act on a terminal or turn the direction of writing is writ
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections import Counter
@@ -20,7 +21,7 @@ from markupsafe import Markup
 from emo.common.errors import UserError
 from emo.common.files import finite, write_text
 from emo.common.report.figure import MARKERS, Figure, style, svg
-from emo.common.report.numbers import DASH, between, formatted
+from emo.common.report.numbers import between, formatted
 from emo.common.text import markdown as escaped
 from emo.common.text import printable
 
@@ -43,6 +44,12 @@ class Cell:
         """Return the text, and of a number the arrow that says what its colour says."""
         arrow = ARROWS.get(self.tone, "") if any(c.isdigit() for c in self.text) else ""
         return f"{self.text} {arrow}".rstrip()
+
+    @property
+    def markdown(self) -> str:
+        """Return it as in a Markdown table."""
+        text = escaped(f"{self.shown} ({self.note})" if self.note else self.shown)
+        return f"**{text}**" if self.tone == "best" else text
 
 
 def estimated(value: Any, low: Any, high: Any, form: str, scale: float = 1, tone: str = "") -> Cell:
@@ -69,13 +76,10 @@ class Table:
     @property
     def cells(self) -> list[list[Cell]]:
         """Return the rows with every value as a cell."""
-
-        def text(value: str | float | None) -> str:
-            return (
-                DASH if value is None else formatted(value) if isinstance(value, int | float) else str(value)
-            )
-
-        return [[v if isinstance(v, Cell) else Cell(text(v)) for v in row] for row in self.rows]
+        return [
+            [v if isinstance(v, Cell) else Cell(v if isinstance(v, str) else formatted(v)) for v in row]
+            for row in self.rows
+        ]
 
 
 @dataclass
@@ -146,27 +150,16 @@ class Document:
             labels[label] += 1
             return label if labels[label] == 1 else f"{label} ({labels[label]})"
 
-        environment = jinja2.Environment(
-            loader=jinja2.FileSystemLoader(Path(__file__).parent),
-            autoescape=True,
-            finalize=lambda v: printable(v) if isinstance(v, str) and not isinstance(v, Markup) else v,
-            undefined=jinja2.StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
-        )
-        environment.globals |= {"style": style, "svg": svg, "MARKERS": MARKERS, "unique": unique}
-        environment.filters["kind"] = lambda block: type(block).__name__
-        page = environment.get_template("page.html.jinja")
-        return page.render(doc=self, sections=[section for section in self.sections if section])
+        return _page().render(doc=self, sections=[s for s in self.sections if s], unique=unique)
 
     def markdown(self) -> str:
         """Return the same numbers for a pull request or a terminal, without figures and long texts."""
         head, *texts = self.answer
-        lines = [f"# {escaped(head)}", "", *_markdown([*texts, self.about, Items(self.remarks)])]
+        parts = [f"# {escaped(head)}", *_markdown([*texts, self.about, Items(self.remarks)])]
         for section in self.sections:
-            if section and not section.page_only:
-                lines += [f"## {escaped(section.title)}", "", *_markdown(section.blocks)]
-        return "\n".join([*lines, *_markdown([self.notice])]).rstrip() + "\n"
+            blocks = _markdown(section.blocks) if section and not section.page_only else []
+            parts += [f"## {escaped(section.title)}", *blocks] if blocks else []
+        return "\n\n".join([*parts, *_markdown([self.notice])]) + "\n"
 
     def json(self) -> str:
         """Return its numbers."""
@@ -176,8 +169,8 @@ class Document:
         """Write it where --output_path says. Return the page, what was written instead, or None (stdout).
 
         A directory (one that exists, ends with a slash or has no suffix) gets the files `names`; a path that
-        ends with .html, .md or .json is that file; `-` is Markdown on stdout. Raises UserError where nothing
-        can be written.
+        ends with .html, .md or .json is that file; `-` is Markdown on stdout. Raises UserError for another
+        ending.
         """
         if str(out) == STDOUT:
             sys.stdout.write(self.markdown())
@@ -188,9 +181,10 @@ class Document:
         if files[0].suffix.lower() not in formats:
             accepted = "a directory (with / at its end), or a file that ends with .html, .md or .json"
             raise UserError(f"--output_path {out}: give {accepted}", code="report-out")
-        texts = {file: formats[file.suffix.lower()]() for file in files}
-        for file, text in texts.items():
-            save(file, text)
+        texts = [formats[file.suffix.lower()]() for file in files]
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, text in zip(files, texts, strict=True):
+            write_text(file, text)
         return files[0]
 
 
@@ -201,35 +195,37 @@ def folder_of(out: str | Path) -> Path:
     return path if whole else path.parent
 
 
-def save(file: Path, text: str) -> None:
-    """Write a file, whole or not at all. Raises UserError where that cannot be."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_text(file, text)
-    except OSError as error:
-        problem = f"{file} cannot be written ({error.strerror}); give another path"
-        raise UserError(problem, code="report-out") from None
+@functools.cache
+def _page() -> jinja2.Template:
+    """Return the template of all pages, which escapes text and whatever could act in it."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        finalize=lambda v: printable(v) if isinstance(v, str) and not isinstance(v, Markup) else v,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals |= {"style": style, "svg": svg, "MARKERS": MARKERS}
+    return environment.get_template("page.html.jinja")
 
 
 def _markdown(blocks: Sequence[Block]) -> list[str]:
-    """Return blocks as lines of Markdown, each block followed by an empty line; figures are left out."""
-    lines: list[str] = []
+    """Return paragraphs of Markdown; figures are left out."""
+    parts: list[str] = []
     for block in filter(None, blocks):
         match block:
             case str():
-                lines += [escaped(block), ""]
+                parts.append(escaped(block))
             case Table():
-                lines += [f"**{escaped(block.label)}**", ""] if block.label else []
-                rows = [[escaped(text) for text in block.head], ["---"] * len(block.head)]
-                for cells in block.cells:
-                    texts = [escaped(f"{c.shown} ({c.note})" if c.note else c.shown) for c in cells]
-                    best = [cell.tone == "best" for cell in cells]
-                    rows.append([f"**{text}**" if b else text for text, b in zip(texts, best, strict=True)])
-                lines += [*(f"| {' | '.join(row)} |" for row in rows), "", escaped(block.caption), ""]
+                rows = [map(escaped, block.head), ["---"] * len(block.head)]
+                rows += [[cell.markdown for cell in cells] for cells in block.cells]
+                parts.append(f"**{escaped(block.label)}**" if block.label else "")
+                parts += ["\n".join(f"| {' | '.join(row)} |" for row in rows), escaped(block.caption)]
             case Items():
-                lines += [escaped(block.title), "", *(f"- {escaped(item)}" for item in block.items), ""]
+                parts += [escaped(block.title), "\n".join(f"- {escaped(item)}" for item in block.items)]
             case Quote():
-                lines += [f"> {escaped(f'{block.title} {block.before}{block.text}')}", ""]
+                parts.append(f"> {escaped(f'{block.title} {block.before}{block.text}')}")
             case Fold():
-                lines += [f"**{escaped(block.title)}**", "", *_markdown(block.blocks), ""]
-    return lines
+                parts += [f"**{escaped(block.title)}**", *_markdown(block.blocks)]
+    return list(filter(None, parts))

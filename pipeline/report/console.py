@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import json
 import logging
 import math
@@ -22,9 +23,8 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, TextIO, cast
+from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
@@ -32,13 +32,13 @@ from emo.common.text import printable, without_secrets
 from emo.pipeline.run_dir import LOG
 from emo.pipeline.stop import CONSOLE
 
-Kind = Literal["terminal", "lines", "json", "quiet", "silent"]  # silent: ranks other than 0, errors alone
+Kind = Literal["terminal", "lines", "json", "quiet"]
 DRAW_EVERY, LINE_EVERY = 0.2, 10.0  # seconds between two drawings, and between two plain lines of progress
 REMEMBERED = 20  # messages: what is checked before and after loading has others between
 RECENT = 20  # steps that tell how fast it goes now
-BOLD, YELLOW, GREEN = "1", "33", "32"
-WARNING = logging.WARNING
 ENDS = ("finished", "stopped")  # events that --quiet shows
+BOLD, YELLOW, GREEN = "1", "33", "32"
+COLOURS = {"validation": BOLD, "stopping": YELLOW, "stopped": YELLOW, "finished": GREEN}  # of events
 
 
 class Progress:
@@ -48,24 +48,18 @@ class Progress:
         """every: what comes up, by name, and steps between it; 0 for never."""
         self.step, self.steps, self._every = step, steps, every
         self.loss = math.nan  # per supervised token, over the steps since the record before
-        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)
-        self._training = self._pausing = 0.0  # seconds, since the first step
-        self._counted = 0
+        self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)  # seconds, tokens
+        self._steps = -1  # of this launch, after its first
+        self._seconds = 0.0  # since that, with pauses
 
-    def count(self, step: int, seconds: float, tokens: int, loss: float) -> None:
-        """Count a step of so many supervised tokens, which took `seconds` of training."""
-        if self._counted == 1:
+    def count(self, step: int, seconds: float, pause: float, tokens: int, loss: float) -> None:
+        """Count a step of so many supervised tokens, which took `seconds` of training after a pause."""
+        self._steps += 1
+        self._seconds += pause + seconds if self._steps else 0.0
+        if self._steps == 1:
             self._recent.clear()
-            self._training = 0.0
-        self.step, self.loss = step, loss
-        self._counted += 1
         self._recent.append((seconds, tokens))
-        self._training += seconds
-
-    def pause(self, seconds: float) -> None:
-        """Saving, validation or sampling took `seconds`. What came before the first step does not count."""
-        if self._counted:
-            self._pausing += seconds
+        self.step, self.loss = step, loss
 
     def __str__(self) -> str:
         """Return `step 120/2,000  loss 2.31  41,200 tokens/s  12 min left  validation at 200`.
@@ -74,14 +68,10 @@ class Progress:
         """
         parts = [f"step {self.step:,}/{self.steps:,}"]
         parts.append(f"loss {self.loss:.4g}" if math.isfinite(self.loss) else "loss not finite")
-        seconds, tokens = (
-            (sum(column) for column in zip(*self._recent, strict=True)) if self._recent else (0, 0)
-        )
-        if seconds > 0:
-            parts.append(f"{tokens / seconds:,.0f} tokens/s")
-            left = (self.steps - self.step) * seconds / len(self._recent)
-            left *= 1 + self._pausing / self._training
-            parts += [f"{duration(left)} left"] if self.step < self.steps else []
+        seconds, tokens = map(sum, zip((0.0, 0), *self._recent, strict=True))
+        parts += [f"{tokens / seconds:,.0f} tokens/s"] if seconds else []
+        if self._steps > 0 and self.step < self.steps:
+            parts.append(f"{duration((self.steps - self.step) * self._seconds / self._steps)} left")
         due = {name: (self.step // n + 1) * n for name, n in self._every.items() if n > 0}
         first = min(due.values(), default=self.steps)
         names = " and ".join(name for name, step in due.items() if step == first)
@@ -92,16 +82,17 @@ def duration(seconds: float) -> str:
     """Return a time as `45 s`, `12 min`, `3 h 05 min` or `2 d 3 h`."""
     if seconds < 59.5:
         return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 60:
-        return f"{minutes} min"
-    if minutes < 48 * 60:
-        return f"{minutes // 60} h {minutes % 60:02d} min"
-    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    if hours < 48:
+        return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min"
+    return f"{hours // 24} d {hours % 24} h"
 
 
-class Console:
-    """Rank 0's way to the user. Safe to use from several threads."""
+class Console(logging.Handler):
+    """Rank 0's way to the user: log records, events and progress. Safe to use from several threads.
+
+    A log record that carries fields beside its text (`event_fields`) is an event, any other a message.
+    """
 
     def __init__(
         self,
@@ -109,49 +100,58 @@ class Console:
         stream: TextIO | None = None,
         colour: bool = False,
         chatter: Chatter | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        super().__init__()
         self.kind, self.chatter = kind, chatter
         self._stream = stream if stream is not None else sys.stdout
-        self._colour, self._clock = colour, clock
+        self._colour, self._clock = colour, time.monotonic
         self._last = -math.inf  # when progress was last shown
         self._bar: tqdm[Any] | None = None
-        self._messages: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)  # that were no warnings
+        self._messages: deque[str] = deque(maxlen=REMEMBERED)  # that were no warnings
 
     def progress(self, progress: Progress) -> None:
         """Draw a step that was taken, on a terminal and only as often as an eye can follow."""
         if self.kind == "terminal" and self._due(DRAW_EVERY):
             if self._bar is None:
-                self._bar = tqdm(
-                    bar_format="{desc}", desc=" ", dynamic_ncols=True, leave=False, file=self._stream
-                )
+                form: dict[str, Any] = {"bar_format": "{desc}", "desc": " ", "dynamic_ncols": True}
+                self._bar = tqdm(file=self._stream, leave=False, **form)
             self._bar.set_description_str(str(progress))
 
     def record(self, record: dict[str, Any], progress: Progress) -> None:
         """Show a line of metrics.jsonl, with None where JSON has no number."""
         if self.kind == "json":
-            self._object("train", record)
+            self.event("", "train", **record)
         elif self.kind == "lines" and (progress.step == progress.steps or self._due(LINE_EVERY)):
             self._print(str(progress))
 
-    def event(self, name: str, line: str, colour: str = "", /, **fields: Any) -> None:
-        """Something happened: `line` for people, the fields for programs."""
+    def event(self, line: str, event: str, **fields: Any) -> None:
+        """Something happened: `line` for people, the name of the event and its fields for programs."""
         if self.kind == "json":
-            self._object(name, fields)
-        elif self.kind in ("terminal", "lines") or (self.kind == "quiet" and name in ENDS):
-            self._print(line, colour)
+            record = {"event": event, "time": round(time.time(), 3), **fields}
+            self._print(json.dumps(record, allow_nan=False))
+        elif self.kind != "quiet" or event in ENDS:
+            self._print(line, COLOURS.get(event, ""))
 
-    def message(self, text: str, level: int = logging.INFO) -> None:
-        """Show a line of a library or of this program's log; what was shown lately is not shown again."""
-        if (self.kind == "silent" and level < logging.ERROR) or (level, text) in self._messages:
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show a log record; a message that was shown lately and is no warning is not shown again."""
+        text, level = record.getMessage(), record.levelname.lower()
+        is_warning = record.levelno >= logging.WARNING
+        if "distutils" in record.pathname and self.chatter is not None:  # DeepSpeed tries the compiler
+            print(text, file=self.chatter.stream)
             return
-        name = logging.getLevelName(level).lower()
-        if level < WARNING:
-            self._messages.append((level, text))
+        if record.name == "DeepSpeed" and (not is_warning or record.module == "real_accelerator"):
+            return  # its log is chatter; that there is no GPU this program says itself
+        if hasattr(record, "event_fields"):
+            self.event(text, **record.event_fields)
+            return
+        if not is_warning:
+            if text in self._messages:
+                return
+            self._messages.append(text)
         if self.kind == "json":
-            self._object("message", {"level": name, "text": text})
-        elif level >= WARNING:
-            self._print(f"{name}: {text}", YELLOW)
+            self.event("", "message", level=level, text=text)
+        elif is_warning:
+            self._print(f"{level}: {text}", YELLOW)
         elif self.kind != "quiet":
             self._print(text)
 
@@ -162,7 +162,7 @@ class Console:
         self.chatter.move(run_dir, main)
         if main and self.chatter.path is not None:
             path = str(self.chatter.path)
-            self.event("log", f"log of the launcher, compilers and libraries: {path}", path=path)
+            self.event(f"log of the launcher, compilers and libraries: {path}", "log", path=path)
 
     def compiling(self) -> contextlib.AbstractContextManager[object]:
         """Enclose what compiles: its output is chatter."""
@@ -173,6 +173,7 @@ class Console:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+        super().close()
 
     def _due(self, seconds: float) -> bool:
         now = self._clock()
@@ -181,71 +182,27 @@ class Console:
         self._last = now
         return True
 
-    def _object(self, name: str, fields: dict[str, Any]) -> None:
-        record = {"event": name, "time": round(time.time(), 3), **fields}
-        self._print(json.dumps(record, allow_nan=False))
-
     def _print(self, text: str, colour: str = "") -> None:
         line = without_secrets(printable(text))
         tqdm.write(f"\x1b[{colour}m{line}\x1b[0m" if self._colour and colour else line, file=self._stream)
         self._stream.flush()
 
 
-class Handler(logging.Handler):
-    """Log records as lines of a console."""
-
-    def __init__(self, console: Console) -> None:
-        super().__init__()
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Show one record; the fields that it carries besides its text are an event."""
-        fields = dict(getattr(record, "event_fields", {}))
-        if fields:
-            self._console.event(fields.pop("event"), record.getMessage(), **fields)
-        else:
-            self._console.message(record.getMessage(), record.levelno)
-
-
-def open_console(json_lines: bool, quiet: bool, main: bool, chatter: Chatter | None) -> Console:
-    """Return the console that fits standard output and the options. main: of rank 0."""
-    able = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    kind: Kind = "json" if json_lines else "quiet" if quiet else "terminal" if able else "lines"
-    colour = able and not os.environ.get("NO_COLOR")
-    return Console(kind if main else "silent", sys.stdout, colour, chatter)
-
-
-class Survivor:
-    """A text stream that a lost reader does not break: what is written from then on goes nowhere.
+class Survivor(io.FileIO):
+    """An output that a lost reader does not break: what is written from then on goes nowhere.
 
     Ctrl-C ends `... | tee log` as well, and a connection that drops takes the terminal with it; a rank that
     died of its next line of output would not save.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        """Write `text`, or drop it."""
-        with self._survived():
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        """Flush, or drop what is buffered."""
-        with self._survived():
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    @contextlib.contextmanager
-    def _survived(self) -> Iterator[None]:
+    def write(self, data: Any) -> int:
+        """Write `data`, or drop it."""
         try:
-            yield
+            return super().write(data)
         except OSError:
             with Path(os.devnull).open("wb") as nowhere:
-                os.dup2(nowhere.fileno(), self._stream.fileno())
+                os.dup2(nowhere.fileno(), self.fileno())
+            return len(data)
 
 
 class Chatter:
@@ -254,7 +211,7 @@ class Chatter:
     def __init__(self, shared: bool) -> None:
         """Descriptor 1 leads there already; shared: with the launcher and the other ranks of this host."""
         self._shared = shared
-        self.stream = open(1, "w", encoding="utf-8", buffering=1, closefd=False, errors="backslashreplace")  # noqa: SIM115
+        self.stream = _stream(1)
         self.path: Path | None = None  # once it is in a run directory
 
     def move(self, run_dir: Path, main: bool) -> None:
@@ -262,44 +219,40 @@ class Chatter:
 
         main: this rank copies what is shared. Where the log cannot be written, it stays where it is.
         """
-        with contextlib.suppress(OSError):
-            log = os.open(run_dir / LOG, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            before = self.text() if main or not self._shared else b""
+        with contextlib.suppress(OSError), (run_dir / LOG).open("a+b", buffering=0) as log:
             if main:
                 stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-                before = f"--- {stamp}, process {os.getpid()} on {socket.gethostname()}\n".encode() + before
-            os.write(log, before)
-            os.dup2(log, 1)
-            os.close(log)
+                log.write(f"--- {stamp}, process {os.getpid()} on {socket.gethostname()}\n".encode())
+            if main or not self._shared:
+                log.write(self._text())
+            os.dup2(log.fileno(), 1)
             self.path = run_dir / LOG
-
-    def text(self) -> bytes:
-        """Return what was kept so far, until it has moved."""
-        self.stream.flush()
-        return os.pread(1, os.fstat(1).st_size, 0) if self.path is None else b""
 
     def show(self) -> None:
         """Show what was kept, or its path, on standard error when an unexpected error ends this process."""
-        if self.path is not None:
-            print(f"log of the launcher, compilers and libraries: {self.path}", file=sys.stderr, flush=True)
-        else:
-            print(printable(self.text().decode(errors="replace")), end="", file=sys.stderr, flush=True)
+        path = f"log of the launcher, compilers and libraries: {self.path}\n"
+        text = path if self.path else printable(self._text().decode(errors="replace"))
+        print(text, end="", file=sys.stderr, flush=True)
+
+    def _text(self) -> bytes:
+        """Return what was kept so far."""
+        self.stream.flush()
+        return os.pread(1, os.fstat(1).st_size, 0)
 
 
 def split() -> Chatter:
     """Part this process's output in two: sys.stdout remains the user's, descriptor 1 becomes chatter."""
     sys.stdout.flush()
-    launched = False
+    launched = False  # standard input is the real standard output, and 1 the launcher's log
     with contextlib.suppress(OSError):
-        writable = fcntl.fcntl(0, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-        launched = CONSOLE in os.environ and writable
+        launched = CONSOLE in os.environ and fcntl.fcntl(0, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
     console = os.dup(0 if launched else 1)
-    if launched:  # standard input is the real standard output, and 1 the launcher's log
-        with Path(os.devnull).open("rb") as nothing:
-            os.dup2(nothing.fileno(), 0)
-    else:
-        with tempfile.TemporaryFile(prefix="log-") as file:
-            os.dup2(file.fileno(), 1)
-    stream = os.fdopen(console, "w", buffering=1, encoding=sys.stdout.encoding, errors="backslashreplace")
-    sys.stdout, sys.stderr = cast("TextIO", Survivor(stream)), cast("TextIO", Survivor(sys.stderr))
+    with Path(os.devnull).open("rb") if launched else tempfile.TemporaryFile(prefix="log-") as file:
+        os.dup2(file.fileno(), 0 if launched else 1)
+    sys.stdout, sys.stderr = _stream(console), _stream(sys.stderr.fileno())
     return Chatter(shared=launched)
+
+
+def _stream(descriptor: int) -> TextIO:
+    raw = io.BufferedWriter(Survivor(descriptor, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding=sys.stdout.encoding, errors="backslashreplace", line_buffering=True)

@@ -18,13 +18,12 @@ from emo.common.errors import one_line
 from emo.common.provenance import code_version, library_versions
 from emo.common.text import counted
 from emo.pipeline.config import RunConfig
-from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import Ready
 from emo.pipeline.planning.ds_file import zero_stage
-from emo.pipeline.planning.footprint import GIB, accelerator
+from emo.pipeline.planning.footprint import GIB, accelerator, memory, step_time, utilisation
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.planning.plan import domain_rows, remarks, setup_of, sizes_of
-from emo.pipeline.report.console import GREEN, YELLOW, Console
+from emo.pipeline.report.console import Console
 from emo.pipeline.run_dir import EXPORT, LAUNCHES
 from emo.pipeline.stop import RESUME
 
@@ -55,46 +54,28 @@ class Launch:
         if (gpu := accelerator(device)) is not None:  # what the footprint predicts of a step on it
             sizes = sizes_of(ready.model, ready.hf_config)
             setup = setup_of(config, batch, ready.ds_config, ready.objective)
-            seconds = footprint.step_time(sizes, setup, gpu).total
-            planned = {
-                "seconds": seconds,
-                "mfu": footprint.utilisation(sizes, setup, seconds, gpu),
-                "memory_gib": footprint.memory(sizes, setup).total / GIB,
-            }
-        record = {
-            "event": "begin",
-            "time": time.time(),
-            "step": step,
-            "tokens": tokens,
-            "steps": ready.steps,
-            "ranks": batch.ranks,
-            "hosts": hosts,
-            "device": device,
-            "batch": batch.batch,
-            "micro_batch": batch.micro,
-            "accumulation": batch.accumulation,
-            "block": config.data.sequence_len,
-            "zero_stage": zero_stage(ready.ds_config),
-            "attention": ready.attention,
-            "planned": planned,
-        }
+            seconds = step_time(sizes, setup, gpu).total
+            planned = {"seconds": seconds, "mfu": utilisation(sizes, setup, seconds, gpu)}
+            planned["memory_gib"] = memory(sizes, setup).total / GIB
+        facts: dict[str, Any] = {"step": step, "tokens": tokens, "steps": ready.steps, "ranks": batch.ranks}
+        facts |= {"hosts": hosts, "device": device, "batch": batch.batch, "micro_batch": batch.micro}
+        facts |= {"accumulation": batch.accumulation, "block": config.data.sequence_len}
+        facts |= {"zero_stage": zero_stage(ready.ds_config), "attention": ready.attention, "planned": planned}
         if any(mixture for _, mixture in ready.mixtures):
-            record["mixtures"] = [{"step": first, "mixture": m and m.label} for first, m in ready.mixtures]
-        record |= {"git": code_version(), **library_versions("torch", "transformers", "deepspeed")}
-        append(self._run_dir / LAUNCHES, record)
+            facts["mixtures"] = [{"step": first, "mixture": m and m.label} for first, m in ready.mixtures]
+        facts |= {"git": code_version(), **library_versions("torch", "transformers", "deepspeed")}
+        self._append("begin", **facts)
 
     def sampled(self, step: int, text: str | None) -> None:
         """Show how the model went on with the first prompt."""
         if text is not None:
-            line = f"step {step:,}  sample: {one_line(text, 100)}"
-            self.console.event("sample", line, step=step, text=text)
+            _tell(f"step {step:,}  sample: {one_line(text[:100])}", "sample", step=step, text=text)
 
     def stopping(self, step: int, reason: str | None) -> None:
         """Note that all ranks stop after `step`; without a reason, an error that is to come says why."""
         self._step, self.reason = step, reason
         if reason is not None:
-            line = f"stopping after step {step:,} ({reason}): saving"
-            self.console.event("stopping", line, YELLOW, step=step, reason=reason)
+            _tell(f"stopping after step {step:,} ({reason}): saving", "stopping", step=step, reason=reason)
 
     def done(self, step: int, finished: bool) -> None:
         """Note that all is written."""
@@ -102,26 +83,28 @@ class Launch:
         export = str(self._run_dir / EXPORT)
         if finished:
             text = f"finished after {counted(step, 'step')}; export: {export}"
-            self.console.event("finished", text, GREEN, step=step, export=export)
+            _tell(text, "finished", step=step, export=export)
         else:
             text = f"stopped after step {step:,} and saved ({self.reason}); {RESUME}"
-            self.console.event("stopped", text, YELLOW, step=step, reason=self.reason)
+            _tell(text, "stopped", step=step, reason=self.reason)
 
     def ended(self, outcome: str, step: int) -> None:
         """Note how it ended, finished, stopped or failed, and the last step that it took; 0 for none."""
-        if not self._main or self._step is None:
-            return
-        step = max(step, self._step)
-        record = {"event": "end", "time": time.time(), "step": step, "how": outcome, "reason": self.reason}
-        with contextlib.suppress(OSError):  # the full disk may be why it ends
-            append(self._run_dir / LAUNCHES, record)
+        if self._main and self._step is not None:
+            with contextlib.suppress(OSError):  # the full disk may be why it ends
+                self._append("end", step=max(step, self._step), how=outcome, reason=self.reason)
+
+    def _append(self, event: str, **fields: Any) -> None:
+        append(self._run_dir / LAUNCHES, {"event": event, "time": time.time(), **fields})
+
+
+def _tell(line: str, event: str, **fields: Any) -> None:
+    log.info("%s", line, extra={"event_fields": {"event": event, **fields}})
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
     """Add a line to a file of JSON lines, also where a killed writer has left a piece of one."""
     with path.open("a+b") as file:
-        torn = False
-        if file.tell():
-            file.seek(-1, 2)
-            torn = file.read(1) != b"\n"
+        file.seek(max(0, file.tell() - 1))
+        torn = file.read(1) not in (b"", b"\n")
         file.write(b"\n" * torn + json.dumps(record, allow_nan=False).encode() + b"\n")

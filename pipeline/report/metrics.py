@@ -7,6 +7,7 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -17,12 +18,12 @@ from emo.common.errors import UserError, one_line
 from emo.common.files import finite, write_once, write_text
 from emo.data_prep.config import VALIDATION, split_of
 from emo.pipeline.config import RunConfig
-from emo.pipeline.engine import DomainSums, Sums
+from emo.pipeline.engine import Sums
 from emo.pipeline.loss.fused import summary
 from emo.pipeline.planning.footprint import GIB
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.report import validation
-from emo.pipeline.report.console import BOLD, Console, Progress
+from emo.pipeline.report.console import Console, Progress
 from emo.pipeline.run_dir import METRICS, PROFILE, WANDB_ID, read_metrics
 
 
@@ -53,6 +54,7 @@ class Window:
         self.tokens += sums.tokens
         self.seconds += seconds
         self.domain_tokens = _added(self.domain_tokens, [domain.tokens for domain in sums.domains])
+        self.domains = self.domains or [[0, 0.0, 0.0] for _ in sums.domains]
         if not sums.applied:
             self.skipped += 1
             return
@@ -63,26 +65,20 @@ class Window:
         self.norm += norm
         self.largest_norm = max(self.largest_norm, norm)
         self.weights = _added(self.weights, sums.weights)
-        none = [0.0] * len(DomainSums._fields)
-        self.domains = [_added(*two) for two in zip_longest(self.domains, sums.domains, fillvalue=none)]
+        self.domains = [_added(*two) for two in zip(self.domains, sums.domains, strict=True)]
 
     def record(self, domains: Sequence[str]) -> dict[str, Any]:
         """Return means over the window; of each of several `domains`, too."""
-        nll, applied = _mean(self.nll, self.applied_tokens), self.steps - self.skipped
-        record: dict[str, Any] = {
-            "loss": _mean(self.loss, self.applied_tokens),
-            "nll": nll,
-            "perplexity": math.exp(min(nll, 100.0)),
-            "demd": _mean(self.demd, self.applied_tokens),
+        applied = self.steps - self.skipped
+        record: dict[str, Any] = _means(self, self.applied_tokens) | {
             "grad_norm": _mean(self.norm, applied),
             "grad_norm_max": self.largest_norm if applied else math.nan,
             "skipped": self.skipped,
             "tokens_per_s": _mean(self.tokens, self.seconds),
             **(summary(self.weights) if self.weights else {}),
         }
-        if self.domain_tokens:
-            none = [[0, 0.0, 0.0]] * len(self.domain_tokens)  # where no step was applied
-            parts = zip(domains, self.domain_tokens, self.domains or none, strict=True)
+        if self.domains:
+            parts = zip(domains, self.domain_tokens, self.domains, strict=True)
             record["domains"] = {
                 name: {"tokens": so_far, "nll": _mean(nll, tokens), "loss": _mean(loss, tokens)}
                 for name, so_far, (tokens, loss, nll) in parts
@@ -116,32 +112,34 @@ class Metrics:
         none is given. validates: whether the run has validation rows, for what comes next. domains: names of
         those whose sums come apart. rows: of the training data, where they are known.
         """
-        self.active = active
-        self._clock, self._mark = clock, clock()
-        self._peak_share = peak_share
+        self.active, train = active, config.train
+        self._clock, self._mark, self._paused = clock, clock(), 0.0
+        self._opened = ExitStack()
         if not active:
             return
-        self._window = Window(
-            **json.loads(json.dumps(window or {}).replace("null", "NaN"))
-        )  # as `state` has it
+        self._peak_share, self._domains = peak_share, domains
+        numbers = json.dumps(window or {}).replace("null", "NaN")  # as `state` has it
+        self._window = Window(**json.loads(numbers))
         self._console = console or Console()
-        every = {"validation": config.train.eval_steps * validates, "save": config.train.save_steps}
-        self._progress, self._domains = Progress(step, steps, every), domains
-        self._epochs = config.train.global_batch_size / rows if rows else math.nan  # of a step
+        every = {"validation": train.eval_steps * validates, "save": train.save_steps}
+        self._progress = Progress(step, steps, every)
+        self._epochs = train.global_batch_size / rows if rows else math.nan  # of a step
         self._run_dir = run_dir = config.output_dir
         records = [r for r in read_metrics(run_dir) if 0 < step >= r["step"]]  # from 0 all is measured again
         validation.drop(run_dir, step)
         write_text(run_dir / METRICS, "".join(_line(r) for r in records))
-        self._file = (run_dir / METRICS).open("a", encoding="utf-8")
-        self._profiled = config.train.profile or (0, 0)  # steps
+        self._file = self._opened.enter_context((run_dir / METRICS).open("a", encoding="utf-8"))
+        self._profiled = train.profile or (0, 0)  # steps
         self._profile: Any = None
         self._board = self._wandb = None
-        if "tensorboard" in config.train.report_to:
+        if "tensorboard" in train.report_to:
             from torch.utils.tensorboard import SummaryWriter
 
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else 0)
-        if "wandb" in config.train.report_to:
+            self._opened.callback(self._board.close)
+        if "wandb" in train.report_to:
             self._wandb = _wandb_run(config)
+            self._opened.callback(self._wandb.finish)
         if on_gpu():
             torch.cuda.reset_peak_memory_stats()  # loading is over
 
@@ -162,18 +160,16 @@ class Metrics:
         now = self._clock()
         self._window.add(sums, grad_norm, now - self._mark)
         loss = _mean(self._window.loss, self._window.applied_tokens)  # as the next record will have it
-        self._progress.count(step, now - self._mark, sums.tokens, loss)
-        self._mark = now
+        self._progress.count(step, now - self._mark, self._paused, sums.tokens, loss)
+        self._mark, self._paused = now, 0.0
         self._console.progress(self._progress)
 
     def log(self, step: int, tokens: int, lr: float) -> None:
         """Record the steps since the last record as one line. tokens: supervised tokens so far.
 
-        `time` is that of writing, in seconds of the epoch (UTC), and `epoch` how many times as many rows as
-        the data have were trained on; validation has them too.
-        `domains` has the tokens so far of each domain, and its loss and NLL over the window.
-        `mfu` is the share of the peak spent on the operations that the model needs: what is computed again
-        under activation checkpointing does not count. `memory_gib` is the most that rank 0's GPU held.
+        `domains` has the tokens so far of each domain, and its loss and NLL over the window. `mfu` is the
+        share of the peak spent on what the model needs: what is computed again under activation
+        checkpointing does not count. `memory_gib` is the most that rank 0's GPU held.
         """
         if not self.active or not self._window.steps:
             return
@@ -183,8 +179,7 @@ class Metrics:
         if on_gpu():
             record["memory_gib"] = torch.cuda.max_memory_allocated() / GIB  # a counter of the host's
         self._window = Window(domain_tokens=self._window.domain_tokens)
-        self._write("train", record)
-        self._console.record(finite(record), self._progress)
+        self._console.record(self._write("train", record), self._progress)
 
     def state(self) -> dict[str, Any]:
         """Return the steps that are counted and not recorded yet, as JSON can hold them."""
@@ -196,81 +191,71 @@ class Metrics:
         """Record a pass over the validation set `name`, and how it changed since step 0."""
         if not self.active:
             return
-        nll = _mean(sums.nll, sums.tokens)
-        record = {
-            "step": step,
-            "tokens": tokens,
-            "set": name,
-            "validation_loss": _mean(sums.loss, sums.tokens),
-            "validation_nll": nll,
-            "validation_perplexity": math.exp(min(nll, 100.0)),
-            "validation_demd": _mean(sums.demd, sums.tokens),
-        }
+        means = {f"validation_{key}": value for key, value in _means(sums, sums.tokens).items()}
+        record = {"step": step, "tokens": tokens, "set": name, **means}
         validation.write(self._run_dir, name, step, documents)
         start = validation.read(self._run_dir, name, 0) if step else None
         changed = None if start is None else validation.change(start, documents)
         if changed is not None:
             limits = {"": changed.value, "_low": changed.low, "_high": changed.high}
             record |= {f"validation_change{end}": value for end, value in limits.items()}
-        self._write(split_of(name), record)
-        event = finite(record)
-        keys = {"loss": "loss", "NLL": "nll", "perplexity": "perplexity", "DEMD": "demd"}
-        values = [(word, event[f"validation_{key}"]) for word, key in keys.items()]
+        event = self._write(split_of(name), record)
+        words = {"loss": "loss", "nll": "NLL", "perplexity": "perplexity", "demd": "DEMD"}
+        values = ((word, event[f"validation_{key}"]) for key, word in words.items())
         parts = [f"{word} {x:.4g}" for word, x in values if x is not None] or ["not finite"]
         parts += [f"NLL since step 0 {changed}"] if changed is not None else []
         title = "validation" if name == VALIDATION else f"validation {name}"
         text = f"step {step:,}/{self._progress.steps:,}  {title}: {', '.join(parts)}"
-        self._console.event("validation", text, BOLD, **event)
+        self._console.event(text, "validation", **event)
 
     def pause(self) -> None:
         """Leave the time since the last step out of the pace: it went into saving or validation."""
         now = self._clock()
-        if self.active:
-            self._progress.pause(now - self._mark)
-        self._mark = now
+        self._mark, self._paused = now, self._paused + now - self._mark
 
     def close(self) -> None:
         """Flush the files."""
-        if self.active:
-            self._file.close()
-            if self._board is not None:
-                self._board.close()
-            if self._wandb is not None:
-                self._wandb.finish()
+        self._opened.close()
 
-    def _write(self, group: str, record: dict[str, Any]) -> None:
-        record = {"time": time.time(), "epoch": self._epochs * record["step"], **record}
-        self._file.write(_line(record))
+    def _write(self, group: str, record: dict[str, Any]) -> dict[str, Any]:
+        """Keep a record; return it with None where JSON has no number.
+
+        In metrics.jsonl it has the `time` of writing, in seconds since 1970 (UTC), and in `epoch` how many
+        times as many rows as the data have were trained on.
+        """
+        record, step = finite(record), int(record["step"])
+        whole = finite({"time": time.time(), "epoch": self._epochs * step}) | record
+        self._file.write(_line(whole))
         self._file.flush()
-        values = dict(
-            _leaves({key: x for key, x in finite(record).items() if key not in ("set", "time")}, group)
-        )
-        if self._board is not None:
-            for key, value in values.items():
-                if key not in (f"{group}/step", f"{group}/tokens") and value is not None:
-                    self._board.add_scalar(key, value, int(record["step"]))
+        values = dict(_leaves({key: x for key, x in whole.items() if key not in ("set", "time")}, group))
         if self._wandb is not None:
-            self._wandb.log(values, step=int(record["step"]))
+            self._wandb.log(values, step=step)
+        if self._board is not None:
+            for key in values.keys() - {f"{group}/step", f"{group}/tokens"}:
+                if values[key] is not None:
+                    self._board.add_scalar(key, values[key], step)
+        return record
 
 
 def _wandb_run(config: RunConfig) -> Any:
     """Return the W&B run that belongs to the run directory, resumed after a restart."""
     import wandb
 
-    path = config.output_dir / WANDB_ID
-    write_once(path, secrets.token_hex(8))
+    run_dir = config.output_dir
+    write_once(run_dir / WANDB_ID, secrets.token_hex(8))
+    which: dict[str, Any] = {"project": config.train.project, "name": run_dir.name, "dir": run_dir}
+    which |= {"id": (run_dir / WANDB_ID).read_text(encoding="utf-8"), "resume": "allow"}
     try:
-        return wandb.init(
-            project=config.train.project,
-            name=config.output_dir.name,
-            id=path.read_text(encoding="utf-8"),
-            resume="allow",
-            dir=config.output_dir,
-            config=config.model_dump(mode="json"),
-        )
+        return wandb.init(**which, config=config.model_dump(mode="json"))
     except wandb.errors.Error as error:
         problem = f"train.report_to=[wandb]: {one_line(error, 200)}"
         raise UserError(f"{problem}; set WANDB_API_KEY, or WANDB_MODE=offline") from None
+
+
+def _means(sums: Window | Sums, tokens: int) -> dict[str, float]:
+    """Return losses per supervised token."""
+    loss, nll, demd = (_mean(total, tokens) for total in (sums.loss, sums.nll, sums.demd))
+    return {"loss": loss, "nll": nll, "perplexity": math.exp(min(nll, 100.0)), "demd": demd}
 
 
 def _mean(total: float, count: float) -> float:

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
 import yaml
 
-from emo.common.report.document import (
-    Block,
-    Cell,
-    Document,
-    Fold,
-    Items,
-    Quote,
-    Row,
-    Section,
-    Table,
-    estimated,
-)
+from emo.common.report.document import Cell, Document, Fold, Items, Quote, Row, Section, Table, estimated
 from emo.common.report.figure import Curve, Curves, Dots, Figure, Points, pairs
 from emo.common.report.numbers import DASH, Effect, changes, formatted, listed
 from emo.pipeline.report.console import duration
 from emo.pipeline.report.runs import KILLED, Gain, Run, ending, gains
+from emo.pipeline.report.validation import Change
 
 COLOURED = 8  # runs that curves show in colour; more are grey
 SAME = 1e-4  # relative difference of two values that a figure cannot tell apart
@@ -63,7 +53,13 @@ PLANNED = (
     "room for. MFU counts what the model needs, not what checkpointing computes again. Memory: rank 0's."
 )
 BAD = "Their rows are in bad_batches.jsonl. A step stands here twice where it was taken again."
+SUMMARY_HEAD = ["Run", "State", "From", "Objective", "Steps", "Tokens", "Loss", "Held-out loss"]
+SUMMARY_HEAD += ["Skipped", "Time"]
+LAUNCH_HEAD = ["Run", "How it ended", "Device", "Began", "After step", "Ended", "At step", "Ranks", "Hosts"]
+LAUNCH_HEAD += ["ZeRO stage", "Rows per pass"]
+PLAN_HEAD = ["Run", "Seconds per step", "Tokens per second", "MFU", "Peak memory, GiB"]
 VERDICTS = {1: ("lost", "worse"), -1: ("gained", "better"), 0: ("no clear change", "unclear")}
+STATES = {"finished": "better", KILLED: "worse", "failed": "worse"}
 
 
 def document(runs: Sequence[Run], over: str, folder: Path) -> Document:
@@ -103,15 +99,15 @@ def document(runs: Sequence[Run], over: str, folder: Path) -> Document:
     bad = [[_name(run), r["step"], r["reason"], str(r.get("nll", DASH))] for run in runs for r in run.bad]
     sections = [
         Section("Gained and lost", _gains(measured, runs[0].name if several else "")),
-        Section("Runs", _summary(runs)),
+        Section("Runs", Table(SUMMARY_HEAD, [_summary(run) for run in runs], SUMMARY, 4)),
         Section("Curves", Figure("Curves", panels, CURVES, legend, greys)),
-        Section("Launches", _launches(runs)),
+        Section("Launches", Table(LAUNCH_HEAD, [row for run in runs for row in _launches(run)], LAUNCHED, 3)),
         Section("Mixture of domains", Table(["Run", "Mixture", "After step"], mixtures, MIXED, 2)),
-        Section("Plan and measurement", _plan(runs)),
+        Section("Plan and measurement", Table(PLAN_HEAD, list(filter(None, map(_plan, runs))), PLANNED)),
         Section("Sampled text", "The likeliest continuations.", *_samples(runs), page_only=True),
         Section("Steps that went wrong", Table(["Run", "Step", "What", "Loss"], bad, BAD)),
         Section("Evaluations", Items(links), page_only=True),
-        Section("Settings", *_settings(runs), page_only=True),
+        Section("Settings", *(_settings(run) for run in runs if run.config), page_only=True),
     ]
     about = f"{len(runs)} runs." if several else f"Run {runs[0].path}."
     title = f"Run report: {listed([run.name for run in runs])}"
@@ -127,7 +123,8 @@ def last_loss(run: Run) -> float:
 
 def _held_out(run: Run, key: str = "validation_nll", over: str = "step") -> Points:
     """Return the measurements of a run with one validation set; of several none stands for the others."""
-    return pairs(run.held_out(run.sets[0]), over, key) if len(run.sets) == 1 else []
+    measured = [*run.held_out.values()]
+    return pairs(measured[0], over, key) if len(measured) == 1 else []
 
 
 def _name(run: Run) -> Cell:
@@ -138,91 +135,75 @@ def _answer(runs: Sequence[Run], effects: dict[str, list[Effect]]) -> list[str]:
     """Return what was gained and lost on each validation set, or what is known without one; and states."""
     several, answer = len(runs) > 1, []
     for title, group in effects.items():
-        names = [label if several else f"the loss on {label}" for label, *_ in group]
-        losses = zip(names, group, strict=True)
-        gained = [Effect(n, e.series, -e.direction, -e.value, -e.high, -e.low) for n, e in losses]
+        names = [e.label if several else f"the loss on {e.label}" for e in group]
+        signs = [(-e.direction, -e.value, -e.high, -e.low) for e in group]  # of a loss less is better
+        gained = [Effect(name, None, *sign) for name, sign in zip(names, signs, strict=True)]
         answer.append(f"{f'On {title}' if several else title}, {changes(gained, UNIT, '{:.3f}')}.")
     if len(answer) in range(1, 4):
         answer = [" ".join(answer)]
     elif not answer:
         best = min(runs, key=last_loss)
-        value = f"{last_loss(best):.4g} {UNIT}"
-        if last_loss(best) == float("inf"):
-            answer = ["No loss is recorded yet."]
-        elif several:
-            answer = [f"Of {len(runs)} runs {best.name} has the lowest last loss, {value}, with no interval."]
-        else:
-            answer = [f"The last loss is {value}; nothing was measured before training to compare it with."]
+        lowest = f" of {best.name}, the lowest of {len(runs)}," if several else ""
+        value = f"is {last_loss(best):.4g} {UNIT}; nothing was measured before training to compare it with."
+        is_known = math.isfinite(last_loss(best))
+        answer = [f"The last loss{lowest} {value}" if is_known else "No loss is recorded yet."]
     states: dict[str, list[str]] = {}
     for run in runs:
-        states.setdefault(f"{run.state(time.time())} at step {run.progress}", []).append(run.name)
+        states.setdefault(f"{run.state} at step {run.progress}", []).append(run.name)
     names = [f"{listed(v) if len(v) < 5 else f'{len(v)} runs'}: {state}" for state, v in states.items()]
     return [*answer, f"{'; '.join(names)}."] if len(states) < 5 else answer
 
 
 def _gains(measured: Sequence[Gain], first: str) -> Table:
     """Return the table of changes; first: the run that others are compared with, where there are several."""
+
+    def cell(change: Change | None) -> Cell | None:
+        return change and estimated(change.value, change.low, change.high, "{:+.4f}")
+
     rows: list[Row] = []
-    for _, name, step, start, end, *comparisons in measured:
-        c, run = comparisons[0], measured[len(rows)].run
-        word, tone = VERDICTS[c.direction] if c else ("not comparable", "quiet")
-        if start is None or (c and not c.interval):
+    for run, name, step, start, end, change, against in measured:
+        word, tone = VERDICTS[change.direction] if change else ("not comparable", "quiet")
+        if start is None or (change and not change.interval):
             word, tone = "not measured at step 0" if start is None else "too few documents", "quiet"
-        change, against = (estimated(*x[:3], "{:+.4f}") if x else None for x in comparisons)
         losses = [formatted(value, "{:.4f}") for value in (start, end)]
-        row = [Cell(word, tone=tone), change, *losses, step, c and c.documents]
-        rows.append([name, _name(run), *row, against] if first else [name, *row])
+        row = [Cell(word, tone=tone), cell(change), *losses, step, change and change.documents]
+        rows.append([name, _name(run), *row, cell(against)] if first else [name, *row])
     head = ["Verdict", "Change", "Loss at step 0", "Loss now", "At step", "Documents"]
     head = ["Set", "Run", *head, f"Against {first}"] if first else ["Set", *head]
     return Table(head, rows, CHANGES, 3 if first else 2)
 
 
-def _summary(runs: Sequence[Run]) -> Table:
-    tones = {"finished": "better", KILLED: "worse", "failed": "worse"}
-    rows: list[Row] = []
-    for run in runs:
-        state, objective = run.state(time.time()), run.config.get("objective", {})
-        origin = str(run.config.get("model", {}).get("path") or "a new model")
-        minimised = " + ".join(part["name"] for part in objective.get("sum") or ()) or objective.get("name")
-        last, held_out = run.trained[-1] if run.trained else {}, [y for _, y in _held_out(run)]
-        losses = [formatted(loss, "{:.4g}") for loss in (last.get("nll"), held_out[-1] if held_out else None)]
-        skipped = sum(r.get("skipped", 0) for r in run.trained)
-        spent = duration(sum(seconds for _, seconds, _ in run.seconds()))
-        words = [Cell(state, tone=tones.get(state.split(":")[0], "unclear")), origin, minimised, run.progress]
-        rows.append([_name(run), *words, last.get("tokens"), *losses, skipped, spent])
-    head = [
-        "Run",
-        "State",
-        "From",
-        "Objective",
-        "Steps",
-        "Tokens",
-        "Loss",
-        "Held-out loss",
-        "Skipped",
-        "Time",
-    ]
-    return Table(head, rows, SUMMARY, 4)
+def _summary(run: Run) -> Row:
+    state, objective = run.state, run.config.get("objective", {})
+    origin = str(run.config.get("model", {}).get("path") or "a new model")
+    minimised = " + ".join(part["name"] for part in objective.get("sum") or ()) or objective.get("name")
+    words = [Cell(state, tone=STATES.get(state.split(":")[0], "unclear")), origin, minimised, run.progress]
+    last, held_out = run.trained[-1] if run.trained else {}, [y for _, y in _held_out(run)]
+    losses = [formatted(loss, "{:.4g}") for loss in (last.get("nll"), held_out[-1] if held_out else None)]
+    skipped, seconds = (sum(r.get(key, 0) for r in run.trained) for key in ("skipped", "seconds"))
+    return [_name(run), *words, last.get("tokens"), *losses, skipped, duration(seconds)]
 
 
 def _curves(runs: Sequence[Run], over: str) -> list[Curves]:
     """Return a panel for each quantity, each of several validation sets, and each domain."""
+    single = all(len(run.held_out) < 2 for run in runs)
+    records = [r for run in runs for r in run.trained]
+    both = [(r["loss"], r["nll"]) for r in records if None not in (r["loss"], r.get("nll"))]
+    is_likelihood = bool(both) and all(abs(loss - nll) <= SAME * abs(nll) for loss, nll in both)
+    left_out = {"loss": is_likelihood, "skipped": not any(r.get("skipped") for r in records)}
     drawn: dict[str, list[tuple[Points, Points]]] = {}  # by title; of each run a line and circles
-    single = all(len(run.sets) < 2 for run in runs)
-    records = [r for run in runs for r in run.records if None not in (r.get("loss"), r.get("nll"))]
-    is_likelihood = all(abs(r["loss"] - r["nll"]) <= SAME * abs(r["nll"]) for r in records) and bool(records)
-    skips = any(r.get("skipped") for run in runs for r in run.trained)
     for key, title, held_out in QUANTITIES:
-        if (key != "loss" or not is_likelihood) and (key != "skipped" or skips):
-            marks = [_held_out(run, held_out, over) if single else [] for run in runs]
-            drawn[title] = [(pairs(run.trained, over, key), m) for run, m in zip(runs, marks, strict=True)]
-    for name in [] if single else dict.fromkeys(name for run in runs for name in run.sets):
-        measured = [pairs(run.held_out(name), over, "validation_nll") for run in runs]
+        if not left_out.get(key):
+            drawn[title] = [
+                (pairs(run.trained, over, key), _held_out(run, held_out, over) if single else [])
+                for run in runs
+            ]
+    for name in [] if single else dict.fromkeys(name for run in runs for name in run.held_out):
+        measured = [pairs(run.held_out.get(name, []), over, "validation_nll") for run in runs]
         drawn[f"Held-out loss on {name}"] = [(points, points) for points in measured]
-    for name in dict.fromkeys(n for run in runs for r in run.trained for n in r.get("domains", ())):
+    for name in dict.fromkeys(name for r in records for name in r.get("domains", ())):
         parts = [
-            [{over: r.get(over), "nll": r.get("domains", {}).get(name, {}).get("nll")} for r in run.trained]
-            for run in runs
+            [r.get("domains", {}).get(name, {}) | {over: r.get(over)} for r in run.trained] for run in runs
         ]
         drawn[f"Loss on domain {name}"] = [(pairs(part, over, "nll"), []) for part in parts]
     unit = "steps" if over == "step" else "tokens"
@@ -233,41 +214,35 @@ def _curves(runs: Sequence[Run], over: str) -> list[Curves]:
     ]
 
 
-def _launches(runs: Sequence[Run]) -> Table:
+def _launches(run: Run) -> list[Row]:
     rows: list[Row] = []
-    for run in runs:
-        for launch in run.launches:
-            end = launch["end"]
-            is_last = not end and launch is run.launches[-1]
-            times = [r.get("time") for r in (launch, end)]
-            began, ended = (t and time.strftime("%Y-%m-%d %H:%M", time.localtime(t)) for t in times)
-            numbers = [launch.get(key) for key in ("ranks", "hosts", "zero_stage", "micro_batch")]
-            words = [_name(run), run.state(time.time()) if is_last else ending(launch), launch.get("device")]
-            rows.append([*words, began, launch["step"], ended, end.get("step"), *numbers])
-    head = ["Run", "How it ended", "Device", "Began", "After step", "Ended", "At step", "Ranks", "Hosts"]
-    return Table([*head, "ZeRO stage", "Rows per pass"], rows, LAUNCHED, 3)
+    for launch in run.launches:
+        end = launch["end"]
+        is_last = not end and launch is run.last_launch
+        times = [time.localtime(r["time"]) if r.get("time") else None for r in (launch, end)]
+        began, ended = (t and time.strftime("%Y-%m-%d %H:%M", t) for t in times)
+        words = [_name(run), run.state if is_last else ending(launch), launch.get("device")]
+        numbers = [launch.get(key) for key in ("ranks", "hosts", "zero_stage", "micro_batch")]
+        rows.append([*words, began, launch["step"], ended, end.get("step"), *numbers])
+    return rows
 
 
-def _plan(runs: Sequence[Run]) -> Table:
-    rows: list[Row] = []
-    for run in runs:
-        size = run.last_launch.get("batch", 0) * run.last_launch.get("block", 0)
-        both, cells = [], []
-        for values in (run.measured(), run.last_launch.get("planned") or {}):
-            seconds = values.get("seconds")
-            tokens = size / seconds if seconds and size else None
-            both.append((seconds, tokens, values.get("mfu"), values.get("memory_gib")))
-        for after, before, form in zip(*both, ("{:.3g}", "{:,.0f}", "{:.1%}", "{:.1f}"), strict=True):
-            ratio = f", ratio {after / before:.2f}" if before and after is not None else ""
-            note = f"planned {formatted(before, form)}{ratio}" if before else ""
-            cells.append(Cell(formatted(after, form), note))
-        if run.launches and any(x is not None for values in both for x in values):
-            rows.append([_name(run), *cells])
-    return Table(["Run", "Seconds per step", "Tokens per second", "MFU", "Peak memory, GiB"], rows, PLANNED)
+def _plan(run: Run) -> Row:
+    """Return what was measured beside what was planned; empty where there is neither."""
+    launch, cells, both = run.last_launch, list[Cell](), []
+    for values in (run.measured(), launch.get("planned") or {}):
+        seconds, size = values.get("seconds"), launch.get("batch", 0) * launch.get("block", 0)
+        tokens = size / seconds if seconds and size else None
+        both.append((seconds, tokens, values.get("mfu"), values.get("memory_gib")))
+    for after, before, form in zip(*both, ("{:.3g}", "{:,.0f}", "{:.1%}", "{:.1f}"), strict=True):
+        ratio = f", ratio {after / before:.2f}" if before and after is not None else ""
+        note = f"planned {formatted(before, form)}{ratio}" if before else ""
+        cells.append(Cell(formatted(after, form), note))
+    return [_name(run), *cells] if run.launches and any(map(any, both)) else []
 
 
-def _samples(runs: Sequence[Run]) -> list[Block]:
-    blocks: list[Block] = []
+def _samples(runs: Sequence[Run]) -> list[Quote | Fold]:
+    blocks: list[Quote | Fold] = []
     for prompt in dict.fromkeys(r["prompt"] for run in runs for r in run.samples):
         for run in runs:
             records = [r for r in run.samples if r["prompt"] == prompt]
@@ -276,11 +251,8 @@ def _samples(runs: Sequence[Run]) -> list[Block]:
     return blocks
 
 
-def _settings(runs: Sequence[Run]) -> list[Fold]:
-    folds = []
-    for run in (run for run in runs if run.config):
-        facts: dict[str, Any] = run.last_launch
-        versions = [f"{k} {facts[k]}" for k in ("git", "torch", "transformers", "deepspeed") if k in facts]
-        text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
-        folds.append(Fold(run.name, [", ".join(versions), Quote(text)]))
-    return folds
+def _settings(run: Run) -> Fold:
+    names = ("git", "torch", "transformers", "deepspeed")
+    versions = [f"{name} {run.last_launch[name]}" for name in names if name in run.last_launch]
+    text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)
+    return Fold(run.name, [", ".join(versions), Quote(text)])

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,96 +23,103 @@ from emo.pipeline.run_dir import (
     METRICS,
     SAMPLES,
     read_heartbeat,
-    read_metrics,
     read_records,
 )
 
 KILLED = "ended without a record"  # killed, or the machine went down
 ENDED = ("finished", "stopped", "failed")  # what a heartbeat says of a launch that is over
 ALIVE = 60.0  # seconds that a heartbeat of a living run is old at most
+Record = dict[str, Any]
 
 
-@dataclass
 class Run:
-    """One run directory."""
+    """One run directory, as its files tell it."""
 
-    name: str
-    path: Path
-    config: dict[str, Any] = field(default_factory=dict)
-    records: list[dict[str, Any]] = field(default_factory=list)  # of metrics.jsonl
-    launches: list[dict[str, Any]] = field(default_factory=list)  # first lines, with the last one as `end`
-    samples: list[dict[str, Any]] = field(default_factory=list)
-    bad: list[dict[str, Any]] = field(default_factory=list)  # of bad_batches.jsonl
-    beat: dict[str, Any] = field(default_factory=dict)
-    remarks: list[str] = field(default_factory=list)  # on what could not be read
     series: int | None = 0  # in figures; None: in grey
     mark: int | str | None = ""  # in tables
 
-    @property
-    def trained(self) -> list[dict[str, Any]]:
-        """Return the records of training."""
-        return [r for r in self.records if "loss" in r]
+    def __init__(self, path: Path) -> None:
+        """Read what is there. Raises UserError for what is no run."""
+        self.path = path.absolute()
+        self.name = self.path.name
+        if not any((path / name).is_file() for name in (CONFIG, METRICS, LAUNCHES)):
+            problem = f"{path} is no run directory: neither {CONFIG} nor {METRICS} is there"
+            raise UserError(f"{problem}; give an output_dir")
+        self.remarks: list[str] = []  # on what could not be read
+        self.config: Record = {}
+        try:
+            self.config = read_written(path / CONFIG)
+        except (OSError, ValueError):
+            self.remarks.append(f"{self.path / CONFIG} is missing or cannot be read.")
+        self.records = self._lines(METRICS)
+        if not self.records:
+            self.remarks.append(f"{self.path / METRICS}: no step is recorded yet.")
+        self.samples, self.bad = self._lines(SAMPLES), self._lines(BAD_BATCHES)
+        self.launches: list[Record] = []  # first lines, each with the last one that follows it as `end`
+        for line in self._lines(LAUNCHES):
+            if line["event"] == "begin":
+                self.launches.append(line | {"end": {}})
+            elif self.launches:
+                self.launches[-1]["end"] = self.launches[-1]["end"] or line
+        self.last_launch: Record = self.launches[-1] if self.launches else {"end": {}}
+        self.held_out: dict[str, list[Record]] = {}  # by validation set, in the recipe's order
+        self.trained: list[Record] = []  # with the seconds that so many steps took where there is a rate
+        tokens = step = 0
+        for record in self.records:
+            if "loss" in record:
+                rate, total = record.get("tokens_per_s"), record.get("tokens") or tokens
+                if rate and total > tokens and record["step"] > step:
+                    record |= {"seconds": (total - tokens) / rate, "steps": record["step"] - step}
+                tokens, step = total, record["step"]
+                self.trained.append(record)
+            elif is_plain_name(record.get("set")):
+                self.held_out.setdefault(record["set"], []).append(record)
 
-    @property
-    def sets(self) -> list[str]:
-        """Return the names of the validation sets that were measured, in the recipe's order."""
-        return list(dict.fromkeys(r["set"] for r in self.records if is_plain_name(r.get("set"))))
-
-    def held_out(self, name: str) -> list[dict[str, Any]]:
-        """Return the records of a validation set."""
-        return [r for r in self.records if r.get("set") == name]
-
-    @property
-    def last_launch(self) -> dict[str, Any]:
-        """Return the last launch; empty where there is none."""
-        return self.launches[-1] if self.launches else {}
+    def _lines(self, name: str) -> list[Record]:
+        records, damaged = read_records(self.path / name)
+        if damaged:
+            self.remarks.append(f"{self.path / name}: {counted(damaged, 'damaged line')} left out.")
+        return records
 
     @property
     def progress(self) -> str:
         """Return the last step on record, which may be later than the last metrics, of how many."""
-        last = self.last_launch
-        steps = [number(r.get("step")) for r in (*self.trained[-1:], self.beat, last, last.get("end", {}))]
-        reached = max((int(step) for step in steps if step is not None), default=None)
-        total = last.get("steps")
-        return DASH if reached is None else f"{reached:,}{f' of {total:,}' if total else ''}"
+        launch = self.last_launch
+        records = (*self.trained[-1:], read_heartbeat(self.path), launch, launch["end"])
+        steps = [int(step) for r in records if (step := number(r.get("step"))) is not None]
+        total = f" of {launch['steps']:,}" if launch.get("steps") else ""
+        return f"{max(steps):,}{total}" if steps else DASH
 
-    def state(self, now: float) -> str:
+    @property
+    def state(self) -> str:
         """Return how the run is doing, in words."""
+        beat = read_heartbeat(self.path)
+        doing = str(beat.get("doing", ENDED[0]))
         if (self.path / EXPORT).is_dir():
             return "finished"
-        doing = str(self.beat.get("doing", ENDED[0]))
-        if now - (number(self.beat.get("time")) or -math.inf) < ALIVE and doing not in ENDED:
+        if time.time() - (number(beat.get("time")) or -math.inf) < ALIVE and doing not in ENDED:
             return f"runs: {doing}"
         return ending(self.last_launch) if self.launches else "unknown"
-
-    def seconds(self) -> list[tuple[dict[str, Any], float, int]]:
-        """Return (record, seconds of training, steps) of every record that has a rate."""
-        rows, tokens, step = [], 0.0, 0
-        for record in self.trained:
-            rate, total = record.get("tokens_per_s"), record.get("tokens")
-            if rate and total is not None and total > tokens and record["step"] > step:
-                rows.append((record, (total - tokens) / rate, record["step"] - step))
-            tokens, step = tokens if total is None else total, record["step"]
-        return rows
 
     def measured(self) -> dict[str, float | None]:
         """Return seconds per step, MFU and memory of the last launch, as `planned` has them.
 
         Its first record, in which libraries compile, is left out where there are others.
         """
-        first = self.last_launch.get("step", 0)
-        rows = [row for row in self.seconds() if row[0]["step"] > first]
+        launched = [r for r in self.trained if r["step"] > self.last_launch.get("step", 0)]
+        rows = [r for r in launched if "seconds" in r]
         rows = rows[1:] or rows
-        shares = [(mfu, seconds) for r, seconds, _ in rows if (mfu := r.get("mfu")) is not None]
-        peaks = [p for r in self.trained if r["step"] > first and (p := r.get("memory_gib")) is not None]
+        seconds, steps = (sum(row[key] for row in rows) for key in ("seconds", "steps"))
+        shares = [(row["mfu"], row["seconds"]) for row in rows if row.get("mfu") is not None]
+        peaks = [peak for row in launched if (peak := row.get("memory_gib")) is not None]
         return {
-            "seconds": sum(row[1] for row in rows) / sum(row[2] for row in rows) if rows else None,
-            "mfu": sum(mfu * s for mfu, s in shares) / sum(s for _, s in shares) if shares else None,
+            "seconds": seconds / steps if rows else None,
+            "mfu": statistics.fmean(*zip(*shares, strict=True)) if shares else None,
             "memory_gib": max(peaks, default=None),
         }
 
 
-def ending(launch: dict[str, Any]) -> str:
+def ending(launch: Record) -> str:
     """Return how a launch ended, as it noted."""
     end = launch["end"]
     return f"{end['how']}: {end['reason']}" if end.get("reason") else str(end.get("how", KILLED))
@@ -119,7 +127,7 @@ def ending(launch: dict[str, Any]) -> str:
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
     """Return all runs, named apart. Raises UserError for what is no run, and where nothing is recorded."""
-    runs = [_read(path) for path in paths]
+    runs = [Run(path) for path in paths]
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = f"{run.path.parent.name}/{run.name}"
@@ -127,34 +135,6 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
         files = ", ".join(str(run.path / METRICS) for run in runs)
         raise UserError(f"{files}: no step is recorded yet; the first is after train.logging_steps steps")
     return runs
-
-
-def _read(path: Path) -> Run:
-    run_dir = path.absolute()
-    if not any((run_dir / name).is_file() for name in (CONFIG, METRICS, LAUNCHES)):
-        raise UserError(
-            f"{path} is no run directory: neither {CONFIG} nor {METRICS} is there; give an output_dir"
-        )
-    run = Run(run_dir.name, run_dir, records=read_metrics(run_dir), beat=read_heartbeat(run_dir))
-    try:
-        run.config = read_written(run_dir / CONFIG)
-    except (OSError, ValueError):
-        run.remarks.append(f"{run_dir / CONFIG} is missing or cannot be read.")
-    if not run.records:
-        run.remarks.append(f"{run_dir / METRICS}: no step is recorded yet.")
-    lines = {}
-    for name in (METRICS, LAUNCHES, SAMPLES, BAD_BATCHES):
-        lines[name], damaged = read_records(run_dir / name)
-        damaged += len(lines[name]) - len(run.records) if name == METRICS else 0
-        if damaged:
-            run.remarks.append(f"{run_dir / name}: {counted(damaged, 'damaged line')} left out.")
-    for line in lines[LAUNCHES]:  # every beginning with the end that follows it
-        if line["event"] == "begin":
-            run.launches.append(line | {"end": {}})
-        elif run.launches:
-            run.launches[-1]["end"] = run.launches[-1]["end"] or line
-    run.samples, run.bad = lines[SAMPLES], lines[BAD_BATCHES]
-    return run
 
 
 class Gain(NamedTuple):
@@ -168,27 +148,26 @@ class Gain(NamedTuple):
     change: Change | None
     against_first: Change | None  # from the first run's last measurement of the same documents to this one
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> Record:
         """Return its numbers."""
-        changes = {key: c and c._asdict() for key, c in zip(self._fields[-2:], self[-2:], strict=True)}
-        return self._asdict() | {"run": str(self.run.path)} | changes
+        changes = {"change": self.change, "against_first": self.against_first}
+        numbers = {key: c and c._asdict() for key, c in changes.items()}
+        return self._asdict() | {"run": str(self.run.path)} | numbers
 
 
 def gains(runs: Sequence[Run]) -> list[Gain]:
     """Return every set of every run, set by set; only what was measured after step 0."""
     lines = []
-    for name in dict.fromkeys(name for run in runs for name in run.sets):
+    for name in dict.fromkeys(name for run in runs for name in run.held_out):
         reference = None  # of the first run
-        for run in runs:
-            if not (records := run.held_out(name)):
-                continue
-            first, last = records[0], records[-1]
-            after, initial = read(run.path, name, last["step"]), first["step"] == 0
-            before = read(run.path, name, 0) if initial else None
+        for run in (run for run in runs if name in run.held_out):
+            first, last = run.held_out[name][0], run.held_out[name][-1]
+            start = first if first["step"] == 0 else {}
+            before, after = (read(run.path, name, r["step"]) if r else None for r in (start, last))
             if last["step"] > 0:
-                start = first.get("validation_nll") if initial else None
                 changes = [change(d, after) if d and after else None for d in (before, reference)]
-                lines.append(Gain(run, name, last["step"], start, last.get("validation_nll"), *changes))
+                values = (r.get("validation_nll") for r in (start, last))
+                lines.append(Gain(run, name, last["step"], *values, *changes))
             reference = after if run is runs[0] else reference
     return lines
 
@@ -202,17 +181,15 @@ def regressions(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[bool, s
     verdicts = []
     for run in runs:
         for name in names:
-            if name not in run.sets:
-                raise UserError(f"{run.path} has no validation set {name}; {nearest(name, run.sets)}")
+            if name not in run.held_out:
+                raise UserError(f"{run.path} has no validation set {name}; {nearest(name, run.held_out)}")
             gain = measured.get((run.path, name))
-            if gain is None or gain.change is None or not math.isfinite(gain.change.low):
-                raise UserError(
-                    f"no verdict on {name}: {run.path} has not measured {FEWEST} documents or more both at "
-                    "step 0 and after it; measure more (train.eval_rows, data.validation) in a new "
-                    "output_dir",
-                    code="no-verdict",
-                )
-            lost, amount = gain.change.direction > 0, f"{gain.change} nats per token since step 0"
+            if gain is None or gain.change is None or not gain.change.interval:
+                problem = f"has not measured {FEWEST} documents or more both at step 0 and after it"
+                cure = "measure more (train.eval_rows, data.validation) in a new output_dir"
+                raise UserError(f"no verdict on {name}: {run.path} {problem}; {cure}", code="no-verdict")
+            lost = gain.change.direction > 0
             word = "regression" if lost else "no regression"
-            verdicts.append((lost, f"{run.name}: {word} on {name}: {amount}, at step {gain.step:,}"))
+            amount = f"{gain.change} nats per token since step 0, at step {gain.step:,}"
+            verdicts.append((lost, f"{run.name}: {word} on {name}: {amount}"))
     return verdicts

@@ -6,7 +6,6 @@ Greedily, so that what differs between two checkpoints is the model.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,18 +37,49 @@ class Samples:
         """Continue every prompt and write it down; return the first text on rank 0. All ranks must call."""
         if self._tokenizer is None:
             return None
-        generated = continuations(trainer, self._ids, self._tokens, self._tokenizer.eos_token_id)
+        rows = self._continued(trainer)
         if not self._writes:
             return None
-        texts = []
-        for ids, new in zip(self._ids, generated, strict=True):  # alone they could lose the first space
+        records = []
+        for prompt, ids, new in zip(self.prompts, self._ids, rows, strict=True):
+            # Alone the new tokens could lose their first space.
             before, whole = (self._tokenizer.decode(i, skip_special_tokens=True) for i in (ids, ids + new))
-            texts.append(whole[len(before) :])
+            text = whole[len(before) :]
+            records.append({"step": step, "tokens": tokens, "prompt": prompt, "text": text})
         with self._path.open("a", encoding="utf-8") as file:
-            for prompt, text in zip(self.prompts, texts, strict=True):
-                record = {"step": step, "tokens": tokens, "prompt": prompt, "text": text}
-                file.write(json.dumps(record) + "\n")
-        return self.prompts[0] + texts[0]
+            file.writelines(json.dumps(record) + "\n" for record in records)
+        return f"{records[0]['prompt']}{records[0]['text']}"
+
+    @torch.no_grad()
+    def _continued(self, trainer: Engine) -> list[list[int]]:
+        """Return the likeliest next tokens after each prompt; what follows the end of a text is cut off.
+
+        Every rank makes the same number of forward passes over the same tokens, those of rank 0, because
+        under ZeRO-3 all take part in each. No random number is drawn.
+        """
+        lengths = torch.tensor([len(ids) for ids in self._ids], device=trainer.world.device)
+        rows, widest = torch.arange(len(lengths), device=lengths.device), int(lengths.max())
+        ids = lengths.new_zeros(
+            (len(lengths), widest + self._tokens)
+        )  # attention is causal: all later is unseen
+        for row, prompt in enumerate(self._ids):
+            ids[row, : len(prompt)] = torch.tensor(prompt)
+        keeps = "logits_to_keep" in getattr(unwrap(trainer.model), "order", ())
+        trainer.ds.eval()
+        with torch.compiler.set_stance("force_eager"):  # another length at every pass
+            for last in range(widest - 1, widest - 1 + self._tokens):  # of the longest prompt
+                before, ends = ids[:, : last + 1], lengths + (last - widest)
+                if keeps:  # the head need not see the other positions
+                    positions, which = ends.unique(return_inverse=True)
+                    logits = trainer.ds(input_ids=before, logits_to_keep=positions).logits[rows, which]
+                else:
+                    logits = trainer.ds(input_ids=before).logits[rows, ends]
+                chosen = logits.argmax(-1)
+                dist.broadcast(chosen, 0)
+                ids[rows, ends + 1] = chosen
+        new = [row[n : n + self._tokens] for row, n in zip(ids.tolist(), lengths.tolist(), strict=True)]
+        end = self._tokenizer.eos_token_id
+        return [row[: row.index(end)] if end in row else row for row in new]
 
 
 def prompt_ids(config: RunConfig) -> list[list[int]]:
@@ -58,49 +88,17 @@ def prompt_ids(config: RunConfig) -> list[list[int]]:
     Raises UserError for a prompt without any token, and for one that with what is to follow does not fit into
     data.sequence_len.
     """
-    train = config.train
+    train, room = config.train, config.data.sequence_len
     if not train.sample_prompts:
         return []
     tokenizer = load_tokenizer(config.data.dir / "tokenizer")
     start = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
     prompts = [start + list(tokenizer(p, add_special_tokens=False).input_ids) for p in train.sample_prompts]
     for number, ids in enumerate(prompts):
-        if not ids or len(ids) + train.sample_tokens > config.data.sequence_len:
+        if not ids or len(ids) + train.sample_tokens > room:
             raise UserError(
                 f"train.sample_prompts[{number}] has {len(ids)} tokens; it needs at least one, and with "
-                f"train.sample_tokens={train.sample_tokens} at most "
-                f"data.sequence_len={config.data.sequence_len}",
+                f"train.sample_tokens={train.sample_tokens} at most data.sequence_len={room}",
                 code="sample-prompts",
             )
     return prompts
-
-
-@torch.no_grad()
-def continuations(
-    trainer: Engine, prompts: Sequence[Sequence[int]], tokens: int, end: int | None
-) -> list[list[int]]:
-    """Return the likeliest next token, `tokens` times, after each prompt; what follows `end` is cut off.
-
-    All ranks must call, with the same prompts. Every rank makes the same number of forward passes over the
-    same tokens, those of rank 0, because under ZeRO-3 all take part in each. No random number is drawn.
-    """
-    lengths = torch.tensor([len(ids) for ids in prompts], device=trainer.world.device)
-    rows, widest = torch.arange(len(prompts), device=lengths.device), int(max(map(len, prompts)))
-    ids = lengths.new_zeros((len(prompts), widest + tokens))  # attention is causal: what is later is unseen
-    for row, prompt in enumerate(prompts):
-        ids[row, : len(prompt)] = torch.tensor(prompt)
-    keeps = "logits_to_keep" in getattr(unwrap(trainer.model), "order", ())
-    trainer.ds.eval()
-    with torch.compiler.set_stance("force_eager"):  # another length at every pass
-        for count in range(tokens):
-            last, seen = lengths + (count - 1), ids[:, : widest + count]
-            if keeps:  # the head need not see the other positions
-                positions, which = last.unique(return_inverse=True)
-                logits = trainer.ds(input_ids=seen, logits_to_keep=positions).logits[rows, which]
-            else:
-                logits = trainer.ds(input_ids=seen).logits[rows, last]
-            chosen = logits.argmax(-1)
-            dist.broadcast(chosen, 0)
-            ids[rows, last + 1] = chosen
-    generated = [row[n : n + tokens] for row, n in zip(ids.tolist(), map(len, prompts), strict=True)]
-    return [row[: row.index(end)] if end in row else row for row in generated]

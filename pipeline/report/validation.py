@@ -8,8 +8,8 @@ Two measurements of the same set are paired document by document, within a run o
 
 from __future__ import annotations
 
+import contextlib
 import math
-import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from emo.common.files import write_atomically
+from emo.common.untrusted import arrays
 from emo.pipeline.run_dir import VALIDATION, step_directory, step_of
 
 LEVEL = 0.95
@@ -103,12 +104,10 @@ def write(run_dir: Path, name: str, step: int, measured: Documents) -> None:
 
 def read(run_dir: Path, name: str, step: int) -> Documents | None:
     """Return that measurement; None where it is not there or cannot be read."""
-    try:
-        with np.load(_file(run_dir, name, step)) as stored:
-            rows, fingerprint = stored["documents"], str(stored["fingerprint"])
-            return Documents(fingerprint, rows["nll"], rows["tokens"].astype(np.int64))
-    except (OSError, ValueError, LookupError, EOFError, zipfile.BadZipFile):
-        return None
+    with contextlib.suppress(OSError, ValueError), arrays(), np.load(_file(run_dir, name, step)) as stored:
+        rows, fingerprint = stored["documents"], str(stored["fingerprint"])
+        return Documents(fingerprint, rows["nll"], rows["tokens"].astype(np.int64))
+    return None
 
 
 def drop(run_dir: Path, after: int) -> None:

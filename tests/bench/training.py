@@ -130,7 +130,7 @@ def _ours(config: Any, world: Any, clock: Clock) -> None:
     for name in ("forward", "backward", "step"):
         setattr(DeepSpeedEngine, name, clock.counted(getattr(DeepSpeedEngine, name), -1))
     Loader._read = clock.counted(Loader._read, 1)  # type: ignore[method-assign]
-    train.train(config, world, Watch(), Console("silent"))
+    train.train(config, world, Watch(), Console("quiet"))
 
 
 def _bare(config: Any, world: Any, clock: Clock) -> None:

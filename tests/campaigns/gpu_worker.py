@@ -143,7 +143,7 @@ def main() -> int:
     watcher = Watcher(None if given.whole else given.steps, given.waits and GPU)
     began = time.perf_counter()
     with contextlib.suppress(EnoughError):
-        train.train(config, world, Watch(), Console("lines" if world.is_main else "silent"))
+        train.train(config, world, Watch(), Console("lines" if world.is_main else "quiet"))
     results = {key: value for key, value in vars(watcher).items() if not key.startswith("_")}
     results |= {"predicted": prediction, "total": time.perf_counter() - began}
     given.to.write_text(json.dumps(results, indent=1) + "\n")

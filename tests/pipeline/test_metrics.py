@@ -27,8 +27,12 @@ from emo.pipeline.train import Guard
 from tests.conftest import REPO
 from tests.helpers.refusals import refused
 
+ONE = Sums(1.0, 1.0, 1.0, 1, False)
+DOMAINS = ("home", "abroad")
+
 
 def config(run_dir: Path, **train: object) -> RunConfig:
+    run_dir.mkdir(parents=True, exist_ok=True)
     overrides = [f"output_dir={run_dir}", *(f"train.{k}={v}" for k, v in train.items())]
     return load_config(REPO / "launch/recipes/quickstart-pretrain.yaml", overrides)
 
@@ -56,11 +60,11 @@ def test_a_window_is_averaged_over_tokens(tmp_path: Path) -> None:
     metrics.step(4, Sums(10.0, 20.0, math.nan, 10, False, weights=ones), 0.5)
     metrics.log(4, 20, 1e-3)
     metrics.step(5, Sums(math.inf, math.inf, math.nan, 10, False), math.inf)
-    assert "Infinity" not in json.dumps(metrics.state())
+    assert json.dumps(metrics.state(), allow_nan=False)
     metrics.close()
     zero, first, second = read_metrics(tmp_path)
     assert [record["epoch"] for record in (zero, first, second)] == [0.0, 0.5, 1.0]
-    assert all(before <= record["time"] <= time.time() for record in (zero, first, second))
+    assert before <= zero["time"] <= second["time"] <= time.time()
     assert (first["step"], first["tokens"], first["lr"], first["skipped"]) == (2, 40, 1e-3, 0)
     values = [first[key] for key in ("loss", "nll", "perplexity", "demd", "grad_norm", "grad_norm_max")]
     assert values == pytest.approx([1.0, 1.5, math.exp(1.5), 0.2, 0.5, 0.6])  # over the window
@@ -80,35 +84,26 @@ def apart(*domains: tuple[int, float, float]) -> Sums:
 
 def test_domains_are_averaged_apart(tmp_path: Path) -> None:
     """Tokens are those of the run so far; loss and NLL are of the window, and of steps that were applied."""
-    metrics = Metrics(config(tmp_path), 0, 10, active=True, domains=("home", "abroad"))
+    metrics = Metrics(config(tmp_path), 0, 10, active=True, domains=DOMAINS)
+    skipped = apart((5, math.nan, math.nan), (35, 35.0, 35.0))._replace(applied=False)
     metrics.step(1, apart((10, 20.0, 30.0), (30, 30.0, 60.0)), 1.0)
-    metrics.step(2, apart((30, 20.0, 50.0), (10, 50.0, 40.0)), 1.0)
-    metrics.log(2, 80, 1e-3)
-    nan = math.nan
-    metrics.step(3, apart((5, nan, nan), (35, 35.0, 35.0))._replace(applied=False), math.inf)
-    metrics.step(4, apart((0, 0.0, 0.0), (40, 80.0, 120.0)), 1.0)
-    metrics.log(4, 160, 1e-3)
-    metrics.step(5, apart((5, nan, nan), (35, 35.0, 35.0))._replace(applied=False), math.inf)
-    metrics.log(5, 200, 1e-3)
+    metrics.step(2, skipped, math.inf)
+    metrics.step(3, apart((0, 0.0, 0.0), (10, 50.0, 40.0)), 1.0)
+    metrics.log(3, 90, 1e-3)
+    metrics.step(4, skipped, math.inf)
+    metrics.log(4, 130, 1e-3)
     metrics.close()
-    first, second, third = (record["domains"] for record in read_metrics(tmp_path))
-    assert first == {
-        "home": {"tokens": 40, "nll": 2.0, "loss": 1.0},
-        "abroad": {"tokens": 40, "nll": 2.5, "loss": 2.0},
-    }
-    assert second == {
-        "home": {"tokens": 45, "nll": None, "loss": None},
-        "abroad": {"tokens": 115, "nll": 3.0, "loss": 2.0},
-    }
-    assert third["home"] == {"tokens": 50, "nll": None, "loss": None}
+    first, second = (record["domains"] for record in read_metrics(tmp_path))
+    assert first["home"] == {"tokens": 15, "nll": 3.0, "loss": 2.0}
+    assert first["abroad"] == {"tokens": 75, "nll": 2.5, "loss": 2.0}
+    assert second["home"] == {"tokens": 20, "nll": None, "loss": None}
 
 
 def test_resume_drops_later_and_damaged_records(tmp_path: Path) -> None:
     """From a checkpoint those after it; without one the first measurement is made again, and told once."""
-    nothing = Sums(1.0, 1.0, 1.0, 1, False)
     metrics = Metrics(config(tmp_path), 0, 10, active=True)
     for step in (0, 2, 4):
-        metrics.validation(step, 10 * step, "home", nothing, alike(1.0 + step))
+        metrics.validation(step, 10 * step, "home", ONE, alike(1.0 + step))
     metrics.close()
     with (tmp_path / METRICS).open("ab") as file:
         file.write(b'\xff\x00\n[3]\n{"step": 1, "nll": Infinity}\n{"ste')
@@ -116,11 +111,8 @@ def test_resume_drops_later_and_damaged_records(tmp_path: Path) -> None:
     assert [r["step"] for r in read_metrics(tmp_path)] == [0, 2, 1]
     assert "Infinity" not in (tmp_path / METRICS).read_text()
     assert [read(tmp_path, "home", step) is not None for step in (0, 2, 4)] == [True, True, False]
-    again = Metrics(config(tmp_path), 0, 10, active=True)
-    again.validation(0, 0, "home", nothing, alike(1.0))
-    again.close()
-    assert [(r["step"], r["set"]) for r in read_metrics(tmp_path)] == [(0, "home")]
-    assert read(tmp_path, "home", 2) is None
+    Metrics(config(tmp_path), 0, 10, active=True).close()
+    assert not read_metrics(tmp_path) and read(tmp_path, "home", 2) is None
 
 
 class Clock:
@@ -147,10 +139,11 @@ def run_steps(metrics: Metrics, clock: Clock, steps: range, pause_after: int = 0
 def test_pauses_and_what_the_console_hears(tmp_path: Path) -> None:
     """Two seconds a step; an hour's pause slows no token down, and is counted in what is left."""
     clock, stream = Clock(), io.StringIO()
-    run, console = config(tmp_path, eval_steps=25, save_steps=40), Console("lines", stream, clock=clock)
-    metrics = Metrics(
-        run, 0, 100, active=True, peak_share=0.01, clock=clock, console=console, domains=("a", "b")
-    )
+    run = config(tmp_path, eval_steps=25, save_steps=40)
+    console = Console("lines", stream)
+    console._clock = clock
+    options: dict[str, Any] = {"clock": clock, "console": console, "domains": DOMAINS}
+    metrics = Metrics(run, 0, 100, active=True, peak_share=0.01, **options)
     run_steps(metrics, clock, range(1, 31), pause_after=25)
     for step, name, nll in ((0, "validation", 2.0), (30, "validation", 2.5), (30, "home", 2.5)):
         metrics.validation(step, 10 * step, name, Sums(10.0, 20.0, math.nan, 10, False), alike(nll))
@@ -168,13 +161,11 @@ def test_pauses_and_what_the_console_hears(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stopped", [3, 10])
 def test_a_resumed_run_logs_what_an_undisturbed_one_does(tmp_path: Path, stopped: int) -> None:
     """The sums of a window in progress go through the checkpoint."""
+    clock = Clock()
 
     def reporter(name: str, step: int = 0, window: dict[str, Any] | None = None) -> Metrics:
-        (tmp_path / name).mkdir(exist_ok=True)
-        domains = ("home", "abroad")
-        return Metrics(config(tmp_path / name), step, 20, True, window=window, clock=clock, domains=domains)
+        return Metrics(config(tmp_path / name), step, 20, True, None, window, clock, domains=DOMAINS)
 
-    clock = Clock()
     run_steps(reporter("a"), clock, range(1, 21))
     first = reporter("b")
     run_steps(first, clock, range(1, stopped + 1))
@@ -201,13 +192,28 @@ def test_each_set_has_curves_of_its_own(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == expected
 
 
-def test_a_window_of_steps_is_profiled(tmp_path: Path) -> None:
-    metrics = Metrics(config(tmp_path, profile="[2,3]"), 0, 10, active=True)
-    for step in range(1, 5):
-        metrics.starts(step)
-        metrics.step(step, Sums(1.0, 1.0, 1.0, 1, False), 1.0)
-    metrics.close()
-    assert json.loads((tmp_path / PROFILE).read_text())["traceEvents"]
+def test_wandb_gets_every_record_and_steps_are_profiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two run directories of one name are two runs, and a resumed one stays the same."""
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    ids, run = [], tmp_path / "b" / "run"
+    for run_dir in (tmp_path / "a" / "run", run, tmp_path / "a" / "run"):
+        options = {"report_to": "[wandb]", "project": "emo-test", "profile": "[2,3]"}
+        metrics = Metrics(config(run_dir, **options), 0, 10, active=True)
+        assert wandb.run is not None and wandb.run.project == "emo-test"
+        ids.append(wandb.run.id)
+        for step in range(1, 5):
+            metrics.starts(step)
+            metrics.step(step, ONE, 1.0)
+        metrics.log(4, 4, 1e-3)
+        metrics.close()
+    assert ids[0] != ids[1] and ids[0] == ids[2]
+    assert b"train/nll" in next(iter(run.glob("wandb/offline-run-*/*.wandb"))).read_bytes()
+    assert json.loads((run / PROFILE).read_text())["traceEvents"]
 
 
 ROWS = [["shard-00000", 3]]
@@ -217,8 +223,8 @@ def sums(nll: float, applied: bool = True) -> Sums:
     return Sums(loss=nll * 10, nll=nll * 10, demd=1.0, tokens=10, stop=False, applied=applied)
 
 
-def guard(run_dir: Path, **train: Any) -> Guard:
-    return Guard(run_dir, TrainConfig(max_steps=1, **train), writes=True)
+def guard(run_dir: Path, state: Any = None, **train: Any) -> Guard:
+    return Guard(run_dir, TrainConfig(max_steps=1, **train), writes=True, state=state)
 
 
 @pytest.mark.parametrize("bad", [sums(math.nan), sums(2.0, applied=False), sums(2.0)._replace(loss=math.nan)])
@@ -233,41 +239,21 @@ def test_only_bad_steps_in_a_row_end_the_run(tmp_path: Path, bad: Sums) -> None:
 
 
 @pytest.mark.parametrize("jump", [sums(9.0), sums(2.0)._replace(loss=100.0)])
-def test_a_spike_is_noted_or_ends_the_run(tmp_path: Path, jump: Sums) -> None:
+def test_a_spike_is_noted_or_ends_the_run_also_after_a_resume(tmp_path: Path, jump: Sums) -> None:
     """Also one of the loss alone, as where transport costs are at fault."""
-    for stops in (False, True):
-        watch = guard(tmp_path, spike_factor=3, spike_stops=stops)
-        for step in range(20):
-            assert watch.observe(step, sums(2.0 + step % 2), lambda: ROWS) is None
-        if stops:
-            with refused("spike"):
-                watch.observe(20, jump, lambda: ROWS)
-        else:
-            assert watch.observe(20, jump, lambda: ROWS) is not None
-
-
-def test_a_resumed_run_judges_as_an_undisturbed_one(tmp_path: Path) -> None:
-    """Nothing that is measured over several steps depends on where a run was interrupted."""
-    first = guard(tmp_path, spike_factor=3, max_skipped=3)
+    options: dict[str, Any] = {"spike_factor": 3, "max_skipped": 3}
+    first = guard(tmp_path, **options)
     for step in range(20):
-        first.observe(step, sums(2.0 + step % 2), lambda: ROWS)
+        assert first.observe(step, sums(2.0 + step % 2), lambda: ROWS) is None
     first.observe(20, sums(math.nan), lambda: ROWS)
     state = json.loads(json.dumps(first.state(), allow_nan=False))
-    second = Guard(tmp_path, first.train, writes=True, state=state)
-    assert "2 in a row" in (second.observe(21, sums(math.nan), lambda: ROWS) or "")
-    third = Guard(tmp_path, first.train, writes=True, state=state)
-    assert third.observe(21, sums(9.0), lambda: ROWS) is not None
+    assert guard(tmp_path, state, **options).observe(21, jump, lambda: ROWS) is not None
+    with refused("spike"):
+        guard(tmp_path, state, spike_stops=True, **options).observe(21, jump, lambda: ROWS)
+    assert "2 in a row" in (guard(tmp_path, state, **options).observe(21, sums(math.nan), lambda: ROWS) or "")
 
 
 TRUTH = 0.05
-
-
-def sampled(rng: np.random.Generator, n: int, spread: float) -> tuple[Documents, Documents]:
-    """Documents of uneven lengths, each with a shift of its own around TRUTH per token."""
-    tokens = np.maximum(1, rng.lognormal(4, spread, n)).astype(int)
-    shift = tokens * rng.normal(TRUTH, 0.3, n) + np.sqrt(tokens) * rng.normal(0, 0.5, n)
-    before = tokens * rng.normal(3.0, 0.5, n)
-    return documents(before, tokens), documents(before + shift, tokens)
 
 
 @given(
@@ -285,28 +271,27 @@ def test_the_way_back_is_the_opposite_and_no_change_is_none(rows: list[tuple[flo
     assert change(before, before) == Change(0.0, 0.0, 0.0, len(rows))
 
 
-@pytest.mark.parametrize("spread", [0.3, 1.0])
-def test_the_interval_is_a_naive_bootstrap_s(spread: float) -> None:
-    """Documents drawn again and again with replacement: what the formula stands for."""
+def test_the_interval_is_a_naive_bootstrap_s() -> None:
+    """Documents of uneven lengths, drawn again and again with replacement: what the formula stands for."""
     rng = np.random.default_rng(1)
-    before, after = sampled(rng, 400, spread)
-    result = change(before, after)
+    tokens = np.maximum(1, rng.lognormal(4, 1.0, 400)).astype(int)
+    shift = tokens * rng.normal(TRUTH, 0.3, 400) + np.sqrt(tokens) * rng.normal(0, 0.5, 400)
+    nll = tokens * rng.normal(3.0, 0.5, 400)
+    result = change(documents(nll, tokens), documents(nll + shift, tokens))
     assert result is not None
     drawn = rng.integers(400, size=(4000, 400))
-    ratios = (after.nll - before.nll)[drawn].sum(1) / before.tokens[drawn].sum(1)
-    low, high = np.quantile(ratios, [0.025, 0.975])
+    low, high = np.quantile(shift[drawn].sum(1) / tokens[drawn].sum(1), [0.025, 0.975])
     assert (result.low, result.high) == pytest.approx((low, high), abs=0.1 * (high - low))
 
 
-@pytest.mark.parametrize(("n", "block"), [(6, 64), (30, 2048)])
-def test_the_interval_covers_the_truth_where_documents_span_rows(n: int, block: int) -> None:
+def test_the_interval_covers_the_truth_where_documents_span_rows() -> None:
     """Documents are sampled, and packed into rows as data are prepared."""
-    rng = np.random.default_rng(block)
+    rng, n = np.random.default_rng(64), 6
     covered = naive = 0
     for _ in range(400):
         lengths = rng.integers(200, 1200, n)
         ids, sources = np.zeros(lengths.sum(), np.uint16), np.arange(n, dtype=np.uint64)
-        rows = BlockPacker(block).add(ids, lengths, sources)
+        rows = BlockPacker(64).add(ids, lengths, sources)
         tokens = rows.segments - 1
         shift = rng.normal(TRUTH, 0.2, n)[rows.sources] * tokens + rng.normal(0, np.sqrt(tokens))
         nlls = 3.0 * tokens, 3.0 * tokens + shift
@@ -317,44 +302,21 @@ def test_the_interval_covers_the_truth_where_documents_span_rows(n: int, block: 
         covered += result.low <= TRUTH <= result.high
         naive += alone.low <= TRUTH <= alone.high
     assert 0.92 <= covered / 400 <= 0.98
-    assert block > 1000 or naive / 400 < 0.7, "rows are not independent, or this would test nothing"
+    assert naive / 400 < 0.7, "rows are not independent, or this would test nothing"
 
 
 def test_what_has_no_interval_or_no_pairs() -> None:
     for n in range(1, FEWEST):
         few = change(documents([2.0] * n, [2] * n), documents([3.0] * n, [2] * n))
-        assert few is not None and few.value == 0.5 and math.isnan(few.low) and few.direction == 0
-        assert few.interval == ""
+        assert few is not None and few.value == 0.5 and few.interval == "" and few.direction == 0
     full = documents([2.0] * 9, [5] * 9)
     assert change(full, full._replace(fingerprint="other")) is None, "also with as many tokens"
     assert change(documents([2.0, 1.0], [2, 2]), documents([2.0, 1.0], [2, 3])) is None
     assert change(documents([2.0], [2]), documents([2.0, 1.0], [2, 2])) is None
     assert change(documents([], []), documents([], [])) is None
-    infinite = documents([np.inf, 1.0], [2, 2])
-    result = change(infinite, infinite)
+    result = change(documents([np.inf, 1.0], [2, 2]), documents([np.inf, 1.0], [2, 2]))
     assert result is not None and math.isnan(result.value) and result.direction == 0
-    assert str(Change(0.02, 0.01, 0.03, 5)) == "+0.0200 [+0.0100, +0.0300]"
     assert [Change(v, v - 1, v + 1, 5).direction for v in (-2.0, 0.5, 2.0)] == [-1, 0, 1]
-
-
-def test_wandb_gets_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two run directories of one name are two runs, and a resumed one stays the same."""
-    import wandb
-
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    ids = []
-    for run_dir in (tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "a" / "run"):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        metrics = Metrics(config(run_dir, report_to="[wandb]", project="emo-test"), 0, 10, active=True)
-        assert wandb.run is not None and wandb.run.project == "emo-test"
-        ids.append(wandb.run.id)
-        metrics.step(1, Sums(1.0, 1.0, 1.0, 1, False), 1.0)
-        metrics.log(1, 1, 1e-3)
-        metrics.close()
-    assert ids[0] != ids[1] and ids[0] == ids[2]
-    written = next(iter((tmp_path / "b" / "run").glob("wandb/offline-run-*/*.wandb")))
-    assert b"train/nll" in written.read_bytes()
 
 
 def test_measurements_are_written_and_dropped_by_step(tmp_path: Path) -> None:
@@ -372,4 +334,3 @@ def test_measurements_are_written_and_dropped_by_step(tmp_path: Path) -> None:
     for damaged in (b"", whole[:-4], whole.replace(b"documents", b"somethin_")):
         (folder / names[0]).write_bytes(damaged)
         assert read(tmp_path, "home", 0) is None
-    assert read(tmp_path, "home", 1_000_000) is None
