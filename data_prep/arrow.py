@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pyarrow as pa
 
@@ -21,11 +19,10 @@ def lists_of(offsets: np.ndarray, values: np.ndarray) -> pa.ListArray:
     return pa.Array.from_buffers(pa.list_(child.type), len(offsets) - 1, buffers, children=[child])
 
 
-def bytes_of(values: Sequence[bytes]) -> pa.Array:
-    """Return strings of bytes as an Arrow array."""
-    offsets = np.append(0, np.cumsum([len(value) for value in values])).astype(np.int64)
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(values))]
-    return pa.Array.from_buffers(pa.large_binary(), len(values), buffers)
+def bytes_of(offsets: np.ndarray, values: bytes) -> pa.Array:
+    """Return strings of bytes; offsets: where each begins among the values, and their length."""
+    buffers = [None, pa.py_buffer(np.ascontiguousarray(offsets, np.int64)), pa.py_buffer(values)]
+    return pa.Array.from_buffers(pa.large_binary(), len(offsets) - 1, buffers)
 
 
 def numbers_of(column: pa.Array | pa.ChunkedArray) -> np.ndarray:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from emo.common.errors import UserError
 from emo.data_prep.plan import Part
-from emo.data_prep.rows import Row, TokenIds, checksum, plain_text, take
+from emo.data_prep.rows import Row, TokenIds, plain_text, take
 from emo.data_prep.shards import Manifest, Shard
 from emo.data_prep.templates import Chat, Conversation, render
 from emo.data_prep.templates.chat import ChatTemplate
@@ -106,11 +106,11 @@ class Sampled(NamedTuple):
     row: Row
 
 
-def sample(part: Part, number: int) -> list[Sampled]:
-    """Return rows to encode again of part `number` of a shard: ROWS of its first, one of 1, 2, 4, 8 ..."""
-    used = np.flatnonzero(part.copies)
-    if number & (number - 1) or not len(used) or checksum(part.payload) != part.check:
-        return []  # that the payload changed, a worker says
+def sample(part: Part) -> list[Sampled]:
+    """Return rows of a part to encode again: ROWS of a shard's first part, one of its parts 1, 2, 4, 8 ..."""
+    used, number = np.flatnonzero(part.copies), part.number
+    if number & (number - 1) or not len(used):
+        return []
     chosen = np.unique(used[(part.check + np.arange(1 if number else ROWS) * len(used) // ROWS) % len(used)])
     copies = np.zeros_like(part.copies)
     copies[chosen] = 1
@@ -131,7 +131,7 @@ class ShardCheck:
         self._examples: list[tuple[int, Example]] = []
         self._tokens: Counter[int] = Counter()  # of each domain, so far
 
-    def add(self, domain: int, ids: np.ndarray, lengths: np.ndarray, rows: list[Sampled]) -> None:
+    def add(self, domain: int, ids: np.ndarray, lengths: np.ndarray, rows: Sequence[Sampled]) -> None:
         """Take note of what a part became, and of those of its rows that are to be compared."""
         for number, row in rows:
             if isinstance(row, str | TokenIds):

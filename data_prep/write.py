@@ -23,7 +23,7 @@ from emo.data_prep.arrow import array_of, lists_of
 from emo.data_prep.config import TRAIN, VALIDATION, DataConfig, settings
 from emo.data_prep.encode import Encoded
 from emo.data_prep.pack import BlockPacker, PackedRows, packed_rows
-from emo.data_prep.reencode import Sampled, ShardCheck
+from emo.data_prep.reencode import ShardCheck
 from emo.data_prep.scores import ABOUT, BEGUN, HASH, SCORES
 from emo.data_prep.shards import (
     FORMAT,
@@ -152,7 +152,7 @@ def write_shard(
     index: int,
     config: DataConfig,
     dtype: np.dtype,
-    encoded: Iterable[tuple[str, list[Sampled], Encoded]],
+    encoded: Iterable[Encoded],
     check: ShardCheck,
     quota: int | None = None,
 ) -> ShardInfo:
@@ -170,10 +170,10 @@ def write_shard(
 
     def counted_parts() -> Iterator[tuple[int, Encoded]]:
         nonlocal overlapping
-        for domain, rows, part in encoded:
-            number = domains.index(domain)
-            check.add(number, part.ids, part.lengths, rows)
-            documents[domain] += part.documents
+        for part in encoded:
+            number = domains.index(part.domain)
+            check.add(number, part.ids, part.lengths, part.sampled)
+            documents[part.domain] += part.documents
             counts.update(part.counts)
             overlap.update(part.overlap.tolist())
             overlapping += part.overlapping

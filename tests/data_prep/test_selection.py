@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emo.data_prep.contamination import Finder, collect
-from emo.data_prep.limit import _trimmed, in_turn
 from emo.data_prep.near import band_shape, signatures
+from emo.data_prep.plan import _trimmed, in_turn
 from emo.data_prep.scan import uniform
 from emo.data_prep.shards import Manifest
 from emo.data_prep.world import TASKS, corpus, read_rows, task_rows

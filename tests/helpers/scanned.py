@@ -7,40 +7,40 @@ from typing import Any
 
 import numpy as np
 
+from emo.data_prep.arrow import array_of
 from emo.data_prep.config import DataConfig
-from emo.data_prep.inputs import Extent
-from emo.data_prep.near import band_keys, band_shape
+from emo.data_prep.near import band_shape, near_columns
 from emo.data_prep.rows import CODE
-from emo.data_prep.scan import Part, PartWriter, ScannedPiece, Seen, Stretch, Unit, weighed
+from emo.data_prep.scan import Part, batch_of, read_part, weighed, write_part
 
 
 def parts_of(
-    directory: Path, source: np.ndarray, hashes: np.ndarray, chars: np.ndarray | int = 1,
-    reasons: np.ndarray | int = 0, signatures: np.ndarray | None = None, size: int = 1000,
-    weights: Any = (1,), splits: Any = (0,), threshold: float = 0.8, seed: int = 0, fraction: float = 0.0,
+    directory: Path, config: DataConfig, source: np.ndarray, hashes: np.ndarray, chars: np.ndarray,
+    reasons: np.ndarray, signatures: np.ndarray, weights: list[int], splits: list[int], size: int,
 ) -> list[Part]:  # fmt: skip
-    """Rows in parts of `size` rows each, every part with a piece for each source in it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    chars, reasons = (np.broadcast_to(values, len(hashes)) for values in (chars, reasons))
+    """Return rows in parts of `size` rows each, every part with a piece for each source in it."""
+    near = config.dedup == "near"
     parts = []
-    for number, start in enumerate(range(0, max(1, len(hashes)), size)):
-        unit, end = Unit(number, (Stretch(0, 0, None),), 1), min(start + size, len(hashes))
-        inputs, begins = np.unique(source[start:end], return_index=True)
-        with PartWriter(directory, unit, signatures is not None) as writer:
-            bounds = [*(start + begins).tolist(), end]
-            for i, first, last in zip(inputs.tolist(), bounds, bounds[1:], strict=False):
-                member = hashes[first:last].astype(np.uint64)
-                weight, split = weights[i % len(weights)], splits[i % len(splits)]
-                columns: dict[str, Any] = weighed(member, weight, split, seed, fraction)
-                columns |= {"hash": member, "chars": chars[first:last].astype(np.uint32)}
-                columns["reason"] = reasons[first:last].astype(np.uint8)
-                if signatures is not None:
-                    signed = signatures[first:last].astype(np.uint32)
-                    columns["signature"] = [row.tobytes() for row in signed]
-                    columns["bands"] = list(band_keys(signed, threshold))
-                writer.add(i, ScannedPiece(Extent(0, 0), 0, columns))
-            writer.finish("", [Seen(i, rows=1) for i in inputs.tolist()])
-        part = Part.read(directory, unit, "")
+    for number, start in enumerate(range(0, len(hashes), size)):
+        stretch = slice(start, start + size)
+        inputs, begins = np.unique(source[stretch], return_index=True)
+        bounds = [*(start + begins).tolist(), min(start + size, len(hashes))]
+        note: dict[str, Any] = {"key": "", "pieces": [], "inputs": []}
+        batches = []
+        for i, first, last in zip(inputs.tolist(), bounds, bounds[1:], strict=False):
+            member = hashes[first:last].astype(np.uint64)
+            columns = weighed(i, member, weights[i], splits[i], config)
+            columns |= {"hash": member, "chars": chars[first:last].astype(np.uint32)}
+            columns |= {"reason": reasons[first:last].astype(np.uint8)}
+            rows = {name: array_of(values) for name, values in columns.items()}
+            if near:
+                signed = signatures[first:last].astype(np.uint32)
+                rows |= near_columns(signed, np.ones(last - first, bool), config.near_threshold)
+            batches.append(batch_of(rows))
+            note["pieces"].append([i, 0, 0, last - first, 0])
+        path = directory / f"{number}.parquet"
+        write_part(path, near, batches, note)
+        part = read_part(path, "")
         assert part is not None
         parts.append(part)
     return parts
