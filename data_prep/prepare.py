@@ -31,6 +31,7 @@ from tokenizers import Tokenizer
 
 from emo.common.errors import FailureError, UserError, one_line
 from emo.common.files import (
+    PART,
     Hashes,
     claim,
     foreign,
@@ -59,10 +60,11 @@ from emo.data_prep.config import (
 )
 from emo.data_prep.encode import Encoded, EncodeSettings, counting, encoding, words_agree
 from emo.data_prep.inputs import AGAIN, Input
-from emo.data_prep.plan import Part, Plan, limit_tokens, select
+from emo.data_prep.plan import SPILL, Part, Plan, limit_tokens, select
 from emo.data_prep.reencode import PlainEncoder, ShardCheck
 from emo.data_prep.rows import plain_text, take
 from emo.data_prep.scan import BEYOND_LIMIT, Scan
+from emo.data_prep.scores import ABOUT, BEGUN, HASH, SCORES
 from emo.data_prep.shards import (
     FORMAT,
     MANIFEST,
@@ -75,6 +77,7 @@ from emo.data_prep.shards import (
 from emo.data_prep.sources import is_saved, open_inputs
 from emo.data_prep.templates.chat import ChatTemplate, check_template, read_template
 from emo.data_prep.tokenizer import (
+    FILES,
     TokenizerFacts,
     read_tokenizer,
     require_end,
@@ -83,24 +86,9 @@ from emo.data_prep.tokenizer import (
     train_sentencepiece,
 )
 from emo.data_prep.write import (
-    GRAMS,
-    HASHES,
-    JOBS,
-    LIMITED,
-    MARKER,
-    NEW,
-    NOTE,
-    OF_ALL,
-    OF_SPLIT,
-    OVERLAP,
     PLAN,
-    PLANNING,
-    ROWS,
-    SCAN,
-    SET_UP,
     SETTINGS,
     TOKENIZER,
-    UNFINISHED,
     columns_read,
     left_out,
     losses,
@@ -110,6 +98,24 @@ from emo.data_prep.write import (
     write_shard,
 )
 
+MARKER, GRAMS = "data_prep.json", "grams.npz"
+HASHES, OVERLAP = "hashes.json", "contamination.json"
+NEW, SCAN = ".new", "scan"  # what planning jobs have made so far; in it, parts of the scan
+ROWS, LIMITED = "rows.parquet", "limited.parquet"  # in .new: what is selected, before the plan is whole
+PLANNING, JOBS = ".planning", ".jobs"  # leases of the job that sets up or decides, and of all that run
+NOTE = '{"made_by": "emo prepare", "meaning": "prepare --force may clear this directory"}\n'
+SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, PLAN)
+SET_UP = (f"{NEW}/*", f"{NEW}/{TOKENIZER}/*", f"{NEW}/{SPILL}/*")
+UNFINISHED = (f"{NEW}/*", f"{NEW}/*/*")
+OF_SPLIT = (
+    "shard-[0-9]*-of-[0-9]*.arrow",
+    "shard-[0-9]*-of-[0-9]*.json",
+    MANIFEST,
+    OVERLAP,
+    f".*{PART}",
+    *(f"{SCORES}/*/{name}" for name in (ABOUT, BEGUN, "*.npy", f"*{HASH}", f".*{PART}")),
+)
+OF_ALL = (*SHARED, HASHES, f".*{PART}")
 TRAINING_CHARS = 50_000_000  # of text at most to train a tokenizer on
 
 Say = Callable[[str], None]

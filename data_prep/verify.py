@@ -25,6 +25,7 @@ from emo.data_prep.shards import (
     FORMAT,
     IGNORE,
     MANIFEST,
+    DomainCounts,
     Manifest,
     Shard,
     ShardInfo,
@@ -41,7 +42,7 @@ ROWS = 256  # rows looked at together
 
 
 def data_sets(directory: Path) -> list[Path]:
-    """The data sets that should be in a prepared directory, or the data set that the directory is."""
+    """Return the data sets that should be in a prepared directory, or the data set that the directory is."""
     if (directory / MANIFEST).is_file():
         return [directory]
     sets = sorted(path.name for path in directory.glob(f"{VALIDATION}-*"))
@@ -82,18 +83,16 @@ def verify(directory: Path) -> tuple[list[str], list[str]]:
             wrong.append(str(error))
         faults += wrong
         if not wrong:
-            encoded = (
-                counted(again, "document" if manifest.kind == "text" else "example") if again else "none"
-            )
+            noun = "document" if manifest.kind == "text" else "example"
             right.append(
                 f"{split}: {manifest.rows:,} rows in {len(manifest.shards)} shards, all as written; encoded "
-                f"again and the same: {encoded}"
+                f"again and the same: {counted(again, noun) if again else 'none'}"
             )
     return right, faults
 
 
 def _shard_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield faults of files: there, whole, unchanged, readable; and no others."""
+    """Yield faults of files: there, whole, unchanged, as counted; and no others."""
     names = [shard_name(i, len(manifest.shards)) for i in range(len(manifest.shards))]
     if [info.file for info in manifest.shards] != names:
         yield f"{directory / MANIFEST} does not list its shards in order"
@@ -136,63 +135,59 @@ def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifes
         if not np.array_equal(source_offsets, offsets):
             yield f"{path} has segments without a source"
     names = [domain.name for domain in manifest.domains]
-    listed = {domain.name: domain for domain in info.domains}
-    if [name for name in names if name in listed] != [domain.name for domain in info.domains]:
-        yield f"{path} is said to have domains that are not those of {MANIFEST}, in their order"
-        return
     amounts = (None, np.diff(shard.token_offsets()), shard.valid, np.concatenate(segments))
-    for key, values in zip(COUNTED, amounts, strict=True):
-        counts = np.bincount(shard.domain, values, len(names)).tolist()
-        expected = [getattr(listed[name], key) if name in listed else 0 for name in names]
-        if counts != expected:
-            yield f"{path} has {counts} {key} of the domains {', '.join(names)}, its manifest {expected}"
-    yield from _unequal(path, info, totals(info.domains), "its domains")
+    counts = [np.bincount(shard.domain, amount, len(names)).astype(int).tolist() for amount in amounts]
+    documents = {domain.name: domain.documents for domain in info.domains}
+    if len(counts[0]) > len(names):
+        yield f"{path} has rows of more than its {len(names)} domains"
+        return
+    domains = [
+        DomainCounts(name=name, documents=documents.get(name, 0), **dict(zip(COUNTED, amounts, strict=True)))
+        for name, *amounts in zip(names, *counts, strict=True)
+        if name in documents or amounts[0]
+    ]
+    yield from _unequal(path, info, {"domains": domains} | totals(domains))
 
 
 def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
     """Yield where a manifest differs from its shards, its settings, its plan, or its own digest."""
-    file, settled_with = directory / MANIFEST, manifest.config
-    yield from _unequal(file, manifest, totals(manifest.shards), "its shards")
+    file, settings = directory / MANIFEST, manifest.config
     for domain in manifest.domains:
         parts = totals(o for info in manifest.shards for o in info.domains if o.name == domain.name)
-        yield from _unequal(file, domain, parts, f"domain {domain.name} of its shards")
+        yield from _unequal(file, domain, parts)
     identity = (manifest.kind, manifest.block, manifest.tokenizer_fingerprint, manifest.shards)
-    expected = {
+    expected: dict[str, Any] = totals(manifest.shards) | {
         "counts": dict(sum((Counter(info.counts) for info in manifest.shards), Counter())),
         "waste": round(1 - manifest.tokens / max(1, manifest.rows * manifest.block), 6),
         "fingerprint": content_fingerprint(*identity),
         "digest": manifest_digest(manifest),
+        "split": directory.name if directory.name in splits_made(settings) else manifest.split,
+        "kind": settings.get("kind"),
+        "block": settings.get("sequence_len"),
+        "template": settings.get("template_version"),
     }
-    yield from _unequal(file, manifest, expected, "its content")
-    if len(manifest.shards) != settled_with.get("shards"):
-        yield f"{file} lists {len(manifest.shards)} shards of {settled_with.get('shards')}"
-    settled = {
-        "split": directory.name if directory.name in splits_made(settled_with) else manifest.split,
-        "kind": settled_with.get("kind"),
-        "block": settled_with.get("sequence_len"),
-        "template": settled_with.get("template_version"),
-    }
-    yield from _unequal(file, manifest, settled, "its settings")
+    if len(manifest.shards) != settings.get("shards"):
+        yield f"{file} lists {len(manifest.shards)} shards of {settings.get('shards')}"
+    home = directory.parent
     try:
-        tree = json.loads((directory.parent / SETTINGS).read_text(encoding="utf-8"))
-        summary = Plan.load(directory.parent / PLAN).summary
+        tree = json.loads((home / SETTINGS).read_text(encoding="utf-8"))
+        summary = Plan.load(home / PLAN).summary
+        expected |= {name: summary[name] for name in ("sources", "rejected")}
+        if tree != settings | {"format": FORMAT}:
+            yield f"{file} was not made with the settings in {home / SETTINGS}"
     except FileNotFoundError:  # a data set may be copied without them
-        return
+        pass
     except Exception as error:  # pyarrow and zlib raise many classes for a damaged file
-        yield f"{directory.parent}: {SETTINGS} or {PLAN} is damaged ({one_line(error)})"
-        return
-    if tree != settled_with | {"format": FORMAT}:
-        yield f"{file} was not made with the settings in {directory.parent / SETTINGS}"
-    planned = {name: summary[name] for name in ("sources", "rejected")}
-    yield from _unequal(file, manifest, planned, PLAN)
+        yield f"{home}: {SETTINGS} or {PLAN} is damaged ({one_line(error)})"
+    yield from _unequal(file, manifest, expected)
 
 
-def _unequal(file: Path, record: Any, expected: dict[str, Any], origin: str) -> Iterator[str]:
-    """Yield a fault for every field of a record that is not as expected by `origin`."""
+def _unequal(file: Path, record: Any, expected: dict[str, Any]) -> Iterator[str]:
+    """Yield a fault for every field of a record that is not as expected."""
     for name, value in expected.items():
         if (recorded := getattr(record, name)) != value:
             recorded, right = one_line(str(recorded), 80), one_line(str(value), 80)
-            yield f"{file} says {name} {recorded}, {origin} {right}; it was edited, or is of other data"
+            yield f"{file} says {name} {recorded}, but it is {right}; it was edited, or is of other data"
 
 
 def _row_faults(directory: Path) -> Iterator[str]:

@@ -328,9 +328,9 @@ def test_what_differs_is_not_sealed(files: Path, sort: str, monkeypatch: pytest.
             run(config)
     assert error.value.code == "not-as-tokenized"
     assert not [p for name in ("*.arrow", "manifest.json", "*.part") for p in config.dir.rglob(name)]
-    lists = write._lists
+    lists = write.lists_of
     with monkeypatch.context() as broken:
-        broken.setattr(write, "_lists", lambda values, lengths: lists(values[::-1].copy(), lengths))
+        broken.setattr(write, "lists_of", lambda offsets, values: lists(offsets, values[::-1].copy()))
         with pytest.raises(UserError):
             run(config)
     run(config)

@@ -311,21 +311,27 @@ def test_packed_examples_keep_their_tokens_and_spans(made: list[Example]) -> Non
     starts = np.cumsum(lengths) - lengths
     spans = [np.array(s, np.int64).reshape(-1, 2) for _, s in made]
     found = {}
-    for row in packed_rows(flat, starts, lengths, spans, np.arange(len(made), dtype=np.uint64) // 2, 24):
-        assert row.lengths.tolist() == [row.segments.sum()] and row.segments.sum() <= 24
-        at = 0
-        supervised = np.zeros(len(row.ids), bool)
-        for a, b in row.spans.reshape(-1, 2):
+    (rows,) = packed_rows(flat, starts, lengths, spans, np.arange(len(made), dtype=np.uint64) // 2, 24)
+    ends = [np.cumsum(counts) for counts in (rows.lengths, rows.segment_counts, rows.span_counts)]
+    for number_of_row in range(len(rows.lengths)):
+        ids, segments, row_spans = (
+            np.split(values, end[:-1])[number_of_row]
+            for values, end in zip((rows.ids, rows.segments, rows.spans), ends, strict=True)
+        )
+        sources = np.split(rows.sources, ends[1][:-1])[number_of_row]
+        assert rows.lengths[number_of_row] == segments.sum() <= 24
+        supervised = np.zeros(len(ids), bool)
+        for a, b in row_spans.reshape(-1, 2):
             supervised[a:b] = True
-        targets = 0
-        for segment, length in enumerate(row.segments):
+        at = targets = 0
+        for source, length in zip(sources, segments, strict=True):
             own = slice(at, at + length)
-            number = int(row.ids[at]) // 100
-            assert row.sources[segment] == number // 2
-            found[number] = (row.ids[own].tolist(), supervised[own].tolist())
+            number = int(ids[at]) // 100
+            assert source == number // 2
+            found[number] = (ids[own].tolist(), supervised[own].tolist())
             targets += int(supervised[at + 1 : at + length].sum())
             at += length
-        assert row.valid.tolist() == [targets]
+        assert rows.valid[number_of_row] == targets
     assert len(found) == len(made)
     for number, (ids, given_spans) in enumerate(made):
         mask = [any(a <= i < b for a, b in given_spans) for i in range(len(ids))]
