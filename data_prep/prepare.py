@@ -56,7 +56,6 @@ from emo.data_prep.config import (
     described,
     differences,
     settings,
-    splits_made,
 )
 from emo.data_prep.encode import Encoded, EncodeSettings, counting, encoding, words_agree
 from emo.data_prep.inputs import AGAIN, Input
@@ -107,14 +106,10 @@ NOTE = '{"made_by": "emo prepare", "meaning": "prepare --force may clear this di
 SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, PLAN)
 SET_UP = (f"{NEW}/*", f"{NEW}/{TOKENIZER}/*", f"{NEW}/{SPILL}/*")
 UNFINISHED = (f"{NEW}/*", f"{NEW}/*/*")
-OF_SPLIT = (
-    "shard-[0-9]*-of-[0-9]*.arrow",
-    "shard-[0-9]*-of-[0-9]*.json",
-    MANIFEST,
-    OVERLAP,
-    f".*{PART}",
-    *(f"{SCORES}/*/{name}" for name in (ABOUT, BEGUN, "*.npy", f"*{HASH}", f".*{PART}")),
-)
+OF_SPLIT = ("shard-[0-9]*-of-[0-9]*.arrow", "shard-[0-9]*-of-[0-9]*.json", MANIFEST, OVERLAP, f".*{PART}")
+OF_SCORES = tuple(f"{SCORES}/*/{name}" for name in (ABOUT, BEGUN, "*.npy", f"*{HASH}", f".*{PART}"))
+SPLITS = (TRAIN, VALIDATION, f"{VALIDATION}-*")
+OF_SPLITS = tuple(f"{split}/{name}" for split in SPLITS for name in (*OF_SPLIT, *OF_SCORES))
 OF_ALL = (*SHARED, HASHES, f".*{PART}")
 TRAINING_CHARS = 50_000_000  # of text at most to train a tokenizer on
 
@@ -199,12 +194,12 @@ class Preparation:
             return
         if not force and (directory / SETTINGS).is_file():
             check_settings(self.config, directory)
-        if not force and any((directory / split / MANIFEST).is_file() for split in self._splits()):
+        if not force and any(directory.glob(f"*/{MANIFEST}")):
             raise UserError(
                 f"{directory} holds prepared data, but its {PLAN} is gone; run prepare with --force",
                 code="plan-gone",
             )
-        patterns = (*OF_ALL, *self._of_splits(*OF_SPLIT), *UNFINISHED, MARKER, f"{PLANNING}/*", f"{JOBS}/*")
+        patterns = (*OF_ALL, *OF_SPLITS, *UNFINISHED, MARKER, f"{PLANNING}/*", f"{JOBS}/*")
         other = next(foreign(directory, patterns), None)
         if other is not None:
             raise UserError(
@@ -325,9 +320,8 @@ class Preparation:
             say(line)
         plan.save(self.new / PLAN)
         (config.dir / PLAN).unlink(missing_ok=True)  # first, as it vouches for the rest
-        remove_made(config.dir, self._of_splits(MANIFEST))
-        remove_made(config.dir, self._of_splits(*OF_SPLIT))  # before the settings, which name them
-        remove_made(config.dir, OF_ALL)
+        remove_made(config.dir, [f"{split}/{MANIFEST}" for split in SPLITS])
+        remove_made(config.dir, (*OF_SPLITS, *OF_ALL))
         for name in (SETTINGS, TOKENIZER, GRAMS, PLAN):
             if (self.new / name).exists():
                 (self.new / name).replace(config.dir / name)
@@ -347,17 +341,6 @@ class Preparation:
             plan.summary.get("by_words", True),
             self.chat(directory),
         )
-
-    def _splits(self) -> tuple[str, ...]:
-        """Return the splits that may be in the directory: the recipe's, and those of the settings before."""
-        earlier: tuple[str, ...] = ()
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            earlier = splits_made(read_json(self.config.dir / SETTINGS))
-        return tuple(dict.fromkeys((TRAIN, VALIDATION, *self.config.splits, *earlier)))
-
-    def _of_splits(self, *names: str) -> list[str]:
-        """Return names in every split that may be there."""
-        return [f"{split}/{name}" for split in self._splits() for name in names]
 
     def load(self, hashes: Hashes) -> tuple[Plan, list[Input] | str, Tokenizer]:
         """Return the plan, the inputs and the tokenizer, which must be those of the recipe and of the plan.

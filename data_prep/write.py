@@ -134,12 +134,11 @@ def write_shard(
     It is put in place, and then its note, only if `check` finds the rows in it that come with the sequences.
     quota: for text, tokens at most, in whole blocks.
     """
-    name = shard_name(index, config.shards)
-    domains = config.domains_of(directory.name)
+    name, domains = shard_name(index, config.shards), config.domains_of(directory.name)
     counts: Counter[str] = Counter()
     documents: Counter[str] = Counter()
-    overlapping = 0
     overlap: set[int] = set()
+    overlapping = 0
 
     def counted_parts() -> Iterator[tuple[int, Encoded]]:
         nonlocal overlapping
@@ -196,27 +195,23 @@ def _bins(
     """Pack bins, which need all lengths of the shard first: the ids wait in a file that has no name."""
     import tempfile
 
-    lengths, sources = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
-    domains = [np.zeros(0, np.uint16)]
-    spans: list[np.ndarray] = []
+    parts: dict[int, list[tuple[int, Encoded]]] = {}  # of each domain: where the ids begin
+    tokens = 0
     with tempfile.TemporaryFile(dir=directory) as spool:
         for domain, part in encoded:
             spool.write(part.ids.tobytes())
-            lengths.append(part.lengths)
-            domains.append(np.full(len(part.lengths), domain, np.uint16))
-            spans += part.spans
-            sources.append(part.sources)
+            parts.setdefault(domain, []).append((tokens, part._replace(ids=part.ids[:0].copy())))
+            tokens += len(part.ids)
         spool.flush()
-        size, domain_of, source_of = (np.concatenate(parts) for parts in (lengths, domains, sources))
-        starts = np.cumsum(size) - size
-        if not len(size):
+        if not tokens:
             return
-        ids = np.memmap(spool, dtype, mode="r", shape=(int(size.sum()),))
-        for domain in np.unique(domain_of).tolist():
-            members = np.flatnonzero(domain_of == domain)
-            chosen = [spans[i] for i in members.tolist()]
-            sizes, hashes = size[members], source_of[members]
-            for rows in packed_rows(ids, starts[members], sizes, chosen, hashes, block, domain):
+        ids = np.memmap(spool, dtype, mode="r", shape=(tokens,))
+        for domain, members in sorted(parts.items()):
+            starts = [begin + np.cumsum(part.lengths) - part.lengths for begin, part in members]
+            lengths = np.concatenate([part.lengths for _, part in members])
+            sources = np.concatenate([part.sources for _, part in members])
+            spans = [span for _, part in members for span in part.spans]
+            for rows in packed_rows(ids, np.concatenate(starts), lengths, spans, sources, block, domain):
                 writer.add(rows)
         del ids
 
