@@ -39,7 +39,6 @@ from emo.common.files import (
     remove_abandoned,
     remove_made,
     signature,
-    write_once,
     write_text,
 )
 from emo.common.lease import Lease, joined, users, waited
@@ -461,7 +460,7 @@ class Preparation:
     def seal(self, plan: Plan, split: str, required: bool) -> bool:
         """Write the manifest of a split whose shards are all there; return whether it was there already.
 
-        Exactly one job writes it. required: it is an error that shards are still to be made.
+        required: it is an error that shards are still to be made.
         """
         config, directory, infos = self.config, self.config.dir / split, self.notes(split)
         if len(infos) < config.shards:
@@ -489,14 +488,11 @@ class Preparation:
             tasks = overlap["tasks"].items()
             counts = ", ".join(f"{name} {task['overlapping']}/{task['rows']}" for name, task in tasks)
             self.say(f"{split}: test rows that share {n} words with {documents:,} documents: {counts}")
-        if write_once(file, text):
-            self.say(
-                f"{directory}: {counted(manifest.rows, 'row')} of {config.sequence_len}, "
-                f"{counted(manifest.tokens, 'token')}, {manifest.waste:.2%} padding"
-            )
-        elif file.read_bytes() != text.encode():
-            write_text(file, text)
-            self.say(f"{file} was not that of its shards; written again")
+        write_text(file, text)
+        self.say(
+            f"{directory}: {counted(manifest.rows, 'row')} of {config.sequence_len}, "
+            f"{counted(manifest.tokens, 'token')}, {manifest.waste:.2%} padding"
+        )
         return False
 
     def notes(self, split: str) -> dict[int, ShardInfo]:

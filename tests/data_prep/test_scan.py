@@ -69,16 +69,14 @@ def test_rows_are_selected_as_if_all_were_in_memory(
     tree = {"dir": "x", "tokenizer": "t", "sources": [{"files": "a"}], "shards": 3, "dedup": dedup}
     tree |= {"validation": {"a": [{"files": "v"}], "b": [{"files": "w"}]}, "near_threshold": 0.7}
     config = parse_section(DataConfig, tree, "data")
-    arrays = (np.array(weights), np.array(splits, np.uint16))
-    shard, copies, expected = select_in_memory(config, *arrays, source, hashes, chars, reasons, signatures)
-    columns = (source, hashes, chars, reasons, signatures, weights, splits)
+    columns = (source, hashes, chars, reasons, signatures)
+    taken, expected = select_in_memory(config, weights, splits, *columns)
     with tempfile.TemporaryDirectory() as name, contextlib.closing(duckdb.connect()) as db:
-        scanned = load_rows(db, parts_of(Path(name), config, *columns, size=11))
+        scanned = load_rows(db, parts_of(Path(name), config, *columns, weights, splits, size=11))
         select_rows(db, config, 4, scanned, path := Path(name) / "rows.parquet")
         dealt = pq.read_table(path).to_pydict()
         counts = dict(db.sql("SELECT reason, count(*) FROM rows GROUP BY reason").fetchall())
-    taken = [(shard[row], row, copies[row]) for row in range(len(shard)) if shard[row] >= 0]
-    assert list(zip(dealt["shard"], dealt["row"], dealt["copies"], strict=True)) == sorted(taken)
+    assert list(zip(dealt["shard"], dealt["row"], dealt["copies"], strict=True)) == taken
     assert [counts.get(code, 0) for code in range(len(REASONS))] == np.bincount(
         expected, minlength=len(REASONS)
     ).tolist()
