@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +46,10 @@ class PlainEncoder:
         added = backend.get_added_tokens_decoder().items()
         self.specials = {number: token.content for number, token in added if token.special}
         self.specials |= {number: str(backend.id_to_token(number)) for number in (*self.bos, *self.eos)}
+        # Its own normalizer and pre-tokenizer, and those that put no space before a text.
+        empty = {"normalizer": normalizers.Sequence([]), "pre_tokenizer": pre_tokenizers.Sequence([])}
+        whole = {name: part for name in empty if (part := getattr(backend, name)) is not None}
+        self._parts = whole, {name: _without_prefix(part, empty[name]) for name, part in whole.items()}
 
     def unsure(self, text: str) -> bool:
         """Return whether a text names a special token that is also a piece of the vocabulary.
@@ -60,31 +64,14 @@ class PlainEncoder:
 
     def ids(self, text: str, continuing: bool = False, markup: bool = False) -> list[int]:
         """Return the ids of a text; `continuing` an earlier one, or with special tokens as `markup` in it."""
-        with self._without_prefix() if continuing else nullcontext():
-            self.backend.encode_special_tokens = not markup
-            ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
-            return ids
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids."""
-        text: str = self.backend.decode(ids, skip_special_tokens=False)
-        return text
-
-    @contextmanager
-    def _without_prefix(self) -> Iterator[None]:
-        """Let the tokenizer put no space before a text in this block."""
-        before = self.backend.normalizer, self.backend.pre_tokenizer
-        try:
-            if before[0] is not None:
-                self.backend.normalizer = _plain_part(before[0], normalizers.Sequence([]))
-            if before[1] is not None:
-                self.backend.pre_tokenizer = _plain_part(before[1], pre_tokenizers.Sequence([]))
-            yield
-        finally:
-            self.backend.normalizer, self.backend.pre_tokenizer = before
+        for name, part in self._parts[continuing].items():
+            setattr(self.backend, name, part)
+        self.backend.encode_special_tokens = not markup
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        return ids
 
 
-def _plain_part(part: Any, empty: Any) -> Any:
+def _without_prefix(part: Any, empty: Any) -> Any:
     """Return a normalizer or pre-tokenizer that does the same but for a prefix; `empty` becomes it."""
     tree = json.loads(part.__getstate__())
     inner = tree.get("normalizers") or tree.get("pretokenizers") or [tree]
@@ -286,11 +273,12 @@ def _same(plain: PlainEncoder, before: list[int], ids: list[int], whole: bool) -
     settled = len(ids) if whole else max(0, len(ids) - MARGIN)
     if not plain.specials.keys().isdisjoint(ids):
         return None
-    prefix = plain.decode(before) if before else ""
-    text = plain.decode(before + ids)[len(prefix) :]
+    decode = partial(plain.backend.decode, skip_special_tokens=False)
+    prefix = decode(before) if before else ""
+    text = decode(before + ids)[len(prefix) :]
     again = plain.ids(text, continuing=bool(before))
     if again[:settled] == ids[:settled] and (len(again) == len(ids) or not whole):
         return True
     part = plain.ids(text[: len(text) // 2], continuing=bool(before))[:-MARGIN]
-    lossy = "\ufffd" in text or plain.decode(before + again)[len(prefix) :] != text
+    lossy = "\ufffd" in text or decode(before + again)[len(prefix) :] != text
     return None if lossy or part != again[: len(part)] or plain.unsure(text) else False
