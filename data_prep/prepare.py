@@ -440,7 +440,7 @@ class Preparation:
             current = next(groups, None)
             for shard in todo:
                 directory, number = config.dir / config.splits[shard // config.shards], shard % config.shards
-                check = ShardCheck(plain, config.template, config.sequence_len, config.overlong, encode.chat)
+                check = ShardCheck(plain, config, encode.chat)
                 own = current is not None and current[0] == shard  # a shard may have no rows
                 group = current[1] if current is not None and own else iter(())
                 quota = quotas[shard] if shard < len(quotas) else None

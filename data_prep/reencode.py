@@ -17,6 +17,7 @@ import numpy as np
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from emo.common.errors import UserError
+from emo.data_prep.config import DataConfig
 from emo.data_prep.plan import Part
 from emo.data_prep.rows import Row, TokenIds, plain_text, take
 from emo.data_prep.shards import Manifest, Shard
@@ -109,11 +110,8 @@ def sample(part: Part) -> list[Sampled]:
 class ShardCheck:
     """A comparison of some rows of a shard with what is in its file."""
 
-    def __init__(
-        self, plain: PlainEncoder, template: str, block: int, overlong: str, chat: ChatTemplate | None
-    ) -> None:
-        self.plain, self.template, self.block, self.overlong = plain, template, block, overlong
-        self.chat = chat
+    def __init__(self, plain: PlainEncoder, config: DataConfig, chat: ChatTemplate | None) -> None:
+        self.plain, self.config, self.chat = plain, config, chat
         self._texts: list[tuple[int, int, int, str | TokenIds]] = []  # domain, first token, tokens
         self._examples: list[tuple[int, Example]] = []
         self._tokens: Counter[int] = Counter()  # of each domain, so far
@@ -136,7 +134,7 @@ class ShardCheck:
         self._tokens[domain] += len(ids)
 
     def compare(self, part: Path, kind: str, path: Path) -> None:
-        """Raise UserError unless the rows are in the file `part`, which becomes the shard at `place`."""
+        """Raise UserError unless the rows are in the file `part`, which becomes the shard at `path`."""
         shard = Shard(part, kind)
         if not all(self._has_text(shard, *text) for text in self._texts) or not all(
             _has_example(shard, domain, *example) for domain, example in self._examples
@@ -150,11 +148,12 @@ class ShardCheck:
     def _has_text(self, shard: Shard, domain: int, start: int, count: int, text: str | TokenIds) -> bool:
         """Return whether a text's tokens are where they belong, as far as their rows were written."""
         rows = np.flatnonzero(shard.domain == domain)
-        used = rows[start // self.block : -(-(start + count) // self.block)].tolist()
+        block = self.config.sequence_len
+        used = rows[start // block : -(-(start + count) // block)].tolist()
         if not used:
             return True
         tokens = np.concatenate([shard.row(row)[0] for row in used]).tolist()
-        written = tokens[start % self.block : start % self.block + count]
+        written = tokens[start % block : start % block + count]
         if isinstance(text, TokenIds):
             return written == list(text.ids)[: len(written)]
         if len(text) > CHARS:  # a beginning, if that settles it
@@ -166,7 +165,7 @@ class ShardCheck:
 
     def _conversation(self, row: Conversation) -> Example:
         ids, spans = [*self.plain.bos], []
-        for number, turn in enumerate(render(row, self.template)):
+        for number, turn in enumerate(render(row, self.config.template)):
             ids += self.plain.ids(turn.text[: turn.start])
             begin = len(ids)
             ids += [*self.plain.ids(turn.text[turn.start :], continuing=True), *self.plain.eos]
@@ -191,14 +190,15 @@ class ShardCheck:
 
     def _fitted(self, ids: list[int], spans: list[tuple[int, int]]) -> list[Example]:
         """Return the rows that an example becomes: itself, or what data.overlong makes of it."""
-        if len(ids) > self.block and self.overlong == "drop":
+        block, overlong = self.config.sequence_len, self.config.overlong
+        if len(ids) > block and overlong == "drop":
             return []
         pieces = []
-        for start in range(0, len(ids) if self.overlong == "split" else 1, self.block):
-            inside = [(max(a - start, 0), min(b - start, self.block)) for a, b in spans]
+        for start in range(0, len(ids) if overlong == "split" else 1, block):
+            inside = [(max(a - start, 0), min(b - start, block)) for a, b in spans]
             inside = [(a, b) for a, b in inside if a < b]
-            if inside and (len(ids) <= self.block or inside[-1][1] > 1):
-                pieces.append((ids[start : start + self.block], inside))
+            if inside and (len(ids) <= block or inside[-1][1] > 1):
+                pieces.append((ids[start : start + block], inside))
         return pieces
 
 

@@ -130,7 +130,7 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(directory: Path) -> Manifest:
-    """Like `read_manifest`, without looking whether it was edited."""
+    """Return what `read_manifest` does, without looking whether it was edited."""
     file = directory / MANIFEST
     if not file.is_file():
         state = "is not complete" if directory.is_dir() else "does not exist"
