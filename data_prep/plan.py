@@ -33,8 +33,7 @@ from emo.data_prep.config import TRAIN, VALIDATION, DataConfig, set_called
 from emo.data_prep.inputs import AGAIN, Extent, Input
 from emo.data_prep.near import near_groups
 from emo.data_prep.rows import CODE, REASONS, UNREADABLE, Payload, RowSpec
-from emo.data_prep.scan import BEYOND_LIMIT, COLUMNS
-from emo.data_prep.scan import Part as ScannedPart
+from emo.data_prep.scan import BEYOND_LIMIT, COLUMNS, ScanPart
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -195,9 +194,7 @@ def _opened(path: Path) -> pq.ParquetFile:
     return pq.ParquetFile(path, page_checksum_verification=True, **limits)
 
 
-def select(
-    config: DataConfig, inputs: list[Input], parts: list[ScannedPart], path: Path, threads: int
-) -> Plan:
+def select(config: DataConfig, inputs: list[Input], parts: list[ScanPart], path: Path, threads: int) -> Plan:
     """Write the rows that shards take to `path`; return the plan, with what became of the rows.
 
     Weights come before duplicates, so that of equal rows one remains that its source uses; among those a
@@ -226,7 +223,7 @@ def select(
     return Plan(path, np.concatenate([part.pieces for part in parts]), summary)
 
 
-def load_rows(db: DuckDBPyConnection, parts: list[ScannedPart]) -> str:
+def load_rows(db: DuckDBPyConnection, parts: list[ScanPart]) -> str:
     """Make the table `rows` and the view `live` of those that are used; return a query of all parts."""
     counts = [int(part.pieces[:, 3].sum()) for part in parts]
     files = [_quoted(part.path) for part in parts]
@@ -324,7 +321,7 @@ def _rejected(counts: np.ndarray) -> dict[str, int]:
 
 
 def _sources(
-    config: DataConfig, inputs: list[Input], parts: list[ScannedPart], counts: np.ndarray
+    config: DataConfig, inputs: list[Input], parts: list[ScanPart], counts: np.ndarray
 ) -> list[dict[str, Any]]:
     """Return what the scan noted of each input; counts: see `_reasons`, before rows are compared.
 

@@ -437,15 +437,16 @@ class Preparation:
             began, tokens = time.perf_counter(), 0
             quotas = plan.summary.get("token_quotas", [])  # of the training shards, which come first
             groups = groupby(encoded(), lambda part: part.shard)
-            current = next(groups, None)
+            none: tuple[int, Iterator[Encoded]] = -1, iter(())
+            current, group = next(groups, none)
             for shard in todo:
                 directory, number = config.dir / config.splits[shard // config.shards], shard % config.shards
                 check = ShardCheck(plain, config, encode.chat)
-                own = current is not None and current[0] == shard  # a shard may have no rows
-                group = current[1] if current is not None and own else iter(())
                 quota = quotas[shard] if shard < len(quotas) else None
-                info = write_shard(directory, number, config, dtype, group, check, quota)
-                current = next(groups, None) if own else current
+                rows = group if current == shard else none[1]  # a shard may have none
+                info = write_shard(directory, number, config, dtype, rows, check, quota)
+                if current == shard:
+                    current, group = next(groups, none)
                 tokens += info.tokens
                 path = directory / info.file
                 hashes.remember(path, signature(path), info.sha256)

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
@@ -31,6 +31,7 @@ ROWS = 4  # of a shard's first part that are encoded again
 DOCUMENTS = 8  # of a shard that `verify` encodes again
 STRETCH = 512  # tokens of them at most
 MARGIN = 16  # tokens at the end of a text's beginning, which may depend on what follows
+Sampled = tuple[int, Row]  # a row of a part, and its number among those that the part gives, with copies
 Example = tuple[list[int], list[tuple[int, int]]]  # ids, and start and end of what is supervised
 Beginning = tuple[list[int], list[int], bool]  # ids before a text, its own, and whether that is all of it
 
@@ -87,13 +88,6 @@ def _without_prefix(part: Any, empty: Any) -> Any:
     return empty
 
 
-class Sampled(NamedTuple):
-    """A row of a part that is encoded again."""
-
-    number: int  # among the rows that the part gives, copies counted
-    row: Row
-
-
 def sample(part: Part) -> list[Sampled]:
     """Return rows of a part to encode again: ROWS of a shard's first part, one of its parts 1, 2, 4, 8 ..."""
     used, number = np.flatnonzero(part.copies), part.number
@@ -104,7 +98,7 @@ def sample(part: Part) -> list[Sampled]:
     copies[chosen] = 1
     rows = take(part.payload, part.spec, copies.tolist())
     before = np.cumsum(part.copies, dtype=np.int64) - part.copies
-    return [Sampled(*pair) for pair in zip(before[chosen].tolist(), rows, strict=True)]
+    return list(zip(before[chosen].tolist(), rows, strict=True))
 
 
 class ShardCheck:

@@ -81,7 +81,7 @@ class Unit(NamedTuple):
     size: int  # bytes
 
 
-class Part(NamedTuple):
+class ScanPart(NamedTuple):
     """A whole part on disk."""
 
     path: Path
@@ -143,7 +143,7 @@ class Scan:
         """chat: the template that must be able to write the rows, where the recipe asks for it."""
         self.config, self.inputs, self.chat, self.directory = config, inputs, chat, directory
         self.units = divide(inputs)
-        self.parts: dict[int, Part] = {}  # by number of the unit, those that were seen whole
+        self.parts: dict[int, ScanPart] = {}  # by number of the unit, those that were seen whole
         made_with = [settings(config), FORMAT, None if chat is None else chat.digest]
         self._keys = []  # a part with another one was made from something else
         for unit in self.units:
@@ -252,13 +252,13 @@ def write_part(path: Path, near: bool, batches: Iterable[pa.RecordBatch], note: 
         writer.add_key_value_metadata({"note": json.dumps(note)})
 
 
-def read_part(path: Path, key: str) -> Part | None:
+def read_part(path: Path, key: str) -> ScanPart | None:
     """Return a part, or None where it has to be made, from what `key` stands for."""
     try:
         note = json.loads(pq.read_metadata(path).metadata[b"note"])
         if note["key"] != key:
             return None
-        return Part(path, np.array(note["pieces"], np.int64).reshape(-1, 5), note["inputs"])
+        return ScanPart(path, np.array(note["pieces"], np.int64).reshape(-1, 5), note["inputs"])
     except (OSError, ValueError, KeyError, TypeError, pa.ArrowException):
         return None
 

@@ -87,13 +87,13 @@ def read_shard(path: Path, tokens: int) -> np.ndarray:
 
 def begin(data: TokenDataset, name: str, model: dict[str, Any]) -> None:
     """Take the directory for the scores of one model; any number of jobs may begin the same."""
-    where = directory(data, name)
-    where.mkdir(parents=True, exist_ok=True)
-    whose = json.dumps({"data": data.fingerprint, "model": model}, indent=1) + "\n"
-    write_once(where / BEGUN, whose)
-    if (where / BEGUN).read_text(encoding="utf-8") != whose:
+    folder = directory(data, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    origin = json.dumps({"data": data.fingerprint, "model": model}, indent=1) + "\n"
+    write_once(folder / BEGUN, origin)
+    if (folder / BEGUN).read_text(encoding="utf-8") != origin:
         raise UserError(
-            f"{where} holds scores of another model or of other data; choose another --name, or give --force"
+            f"{folder} holds scores of another model or of other data; choose another --name, or give --force"
         )
 
 
@@ -122,20 +122,22 @@ class Scores:
 
     def __init__(self, data: TokenDataset, name: str) -> None:
         self.data = data
-        where = directory(data, name)
-        if not (where / ABOUT).is_file():
-            names = [path.parent.name for path in where.parent.glob(f"*/{ABOUT}")]
-            problem = "not complete" if where.is_dir() else "not there"
+        folder = directory(data, name)
+        if not (folder / ABOUT).is_file():
+            names = [path.parent.name for path in folder.parent.glob(f"*/{ABOUT}")]
+            problem = "not complete" if folder.is_dir() else "not there"
             hint = f"; {nearest(name, names)}" if names else ""
-            raise UserError(f"the scores {where} are {problem}{hint}; {AGAIN} --name {name}")
+            raise UserError(f"the scores {folder} are {problem}{hint}; {AGAIN} --name {name}")
         try:
-            self.about = about = About.model_validate(read_json(where / ABOUT))
+            self.about = about = About.model_validate(read_json(folder / ABOUT))
         except ValueError as error:
-            raise UserError(f"{where / ABOUT} is damaged ({one_line(error, 120)}); {AGAIN} --force") from None
+            raise UserError(
+                f"{folder / ABOUT} is damaged ({one_line(error, 120)}); {AGAIN} --force"
+            ) from None
         infos = data.manifest.shards
         if (about.format, about.data, len(about.shards)) != (FORMAT, data.fingerprint, len(infos)):
             raise UserError(
-                f"the scores in {where} are of another version, or belong to other data than those in "
+                f"the scores in {folder} are of another version, or belong to other data than those in "
                 f"{data.directory}; {AGAIN} --force"
             )
         self.files = [shard_file(data, name, index) for index in range(len(infos))]

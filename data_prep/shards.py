@@ -183,12 +183,10 @@ class Shard:
         self._read = ["input_ids", "segment_lengths", *(["loss_spans"] if kind == "instruct" else [])]
         names = [*self._read, "sources"]
         # Offsets and values of list columns, as views of the mapped file (`to_numpy` would import pandas).
+        lists = {name: [batch.column(name) for batch in batches] for name in names}
         self.columns = {
-            name: [
-                (np.from_dlpack(batch.column(name).offsets), np.from_dlpack(batch.column(name).values))
-                for batch in batches
-            ]
-            for name in names
+            name: [(np.from_dlpack(column.offsets), np.from_dlpack(column.values)) for column in columns]
+            for name, columns in lists.items()
         }
         valid = [np.from_dlpack(batch.column("valid")) for batch in batches]
         self.valid = np.concatenate([np.zeros(0, np.int64), *valid]).astype(np.int64)

@@ -162,7 +162,7 @@ def write_shard(
     if config.contamination is not None:
         note = {"documents": overlapping, "grams": sorted(overlap)}
         write_text(overlap_path(directory, index, config.shards), json.dumps(note) + "\n")
-    write_text(note_path(directory, index, config.shards), info.model_dump_json(indent=1) + "\n")
+    write_text((directory / name).with_suffix(".json"), info.model_dump_json(indent=1) + "\n")
     return info
 
 
@@ -216,21 +216,16 @@ def _bins(
         del ids
 
 
-def note_path(directory: Path, index: int, count: int) -> Path:
-    """Return the path of the note that a shard is whole."""
-    return directory / shard_name(index, count).replace(".arrow", ".json")
-
-
 def overlap_path(directory: Path, index: int, count: int) -> Path:
     """Return the path of the grams of test rows that a shard's documents hold."""
-    return directory / shard_name(index, count).replace(".arrow", ".overlap.json")
+    return (directory / shard_name(index, count)).with_suffix(".overlap.json")
 
 
 def read_note(directory: Path, index: int, count: int) -> ShardInfo | None:
     """Return the note of a whole shard; None when the shard has to be made."""
     shard = directory / shard_name(index, count)
     try:
-        info = ShardInfo.model_validate_json(note_path(directory, index, count).read_bytes())
+        info = ShardInfo.model_validate_json(shard.with_suffix(".json").read_bytes())
         whole = shard.stat().st_size == info.bytes and (info.split, info.file) == (directory.name, shard.name)
     except (OSError, ValidationError):
         return None

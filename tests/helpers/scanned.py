@@ -11,13 +11,13 @@ from emo.data_prep.arrow import array_of
 from emo.data_prep.config import DataConfig
 from emo.data_prep.near import band_shape, near_columns
 from emo.data_prep.rows import CODE
-from emo.data_prep.scan import Part, batch_of, read_part, weighed, write_part
+from emo.data_prep.scan import ScanPart, batch_of, read_part, weighed, write_part
 
 
 def parts_of(
     directory: Path, config: DataConfig, source: np.ndarray, hashes: np.ndarray, chars: np.ndarray,
     reasons: np.ndarray, signatures: np.ndarray, weights: list[int], splits: list[int], size: int,
-) -> list[Part]:  # fmt: skip
+) -> list[ScanPart]:  # fmt: skip
     """Return rows in parts of `size` rows each, every part with a piece for each source in it."""
     near = config.dedup == "near"
     parts = []
