@@ -8,7 +8,7 @@ hashes that numpy computes for many texts at once, so that the check costs littl
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,18 @@ def collect(directory: Path, n: int) -> Grams:
     files = sorted(p for p in directory.glob("*/test.jsonl*") if p.suffix in (".jsonl", ".zst", ".gz"))
     if not files:
         raise UserError(f"data.contamination={directory} has no <task>/test.jsonl (.zst, .gz)")
-    rows = [(file.parent.name, *row) for file in files for row in _test_rows(file)]
+    rows: list[tuple[str, int, str]] = []  # task, number and text
+    for file in files:
+        for i, line in enumerate(read_text(file).split("\n")):
+            if not line.strip():
+                continue
+            try:
+                row: dict[str, Any] = json.loads(line)
+                text = next(row[column] for column in COLUMNS if isinstance(row.get(column), str))
+                rows.append((file.parent.name, int(row.get("row", i)), text))
+            except (ValueError, TypeError, AttributeError, StopIteration, RecursionError):
+                names = " or ".join(COLUMNS)
+                raise UserError(f"{file} line {i + 1} is not a JSON row with text in {names}") from None
     words = split([text for _, _, text in rows])
     size = np.minimum(words.totals(len(rows)) // WORD, n)  # words in each row's grams
     lengths = np.unique(size[size >= SHORTEST])
@@ -49,30 +60,12 @@ def collect(directory: Path, n: int) -> Grams:
         raise UserError(f"no test row in {directory} has {SHORTEST} words")
     grams = []
     for length in lengths.tolist():
-        hashes, row = words.grams(length)
-        grams.append((hashes[size[row] == length], row[size[row] == length]))
+        hashes, owners = words.grams(length)
+        grams.append((hashes[size[owners] == length], owners[size[owners] == length]))
     hashes, owners = (np.concatenate(column) for column in zip(*grams, strict=True))
     distinct, gram = np.unique(hashes, return_inverse=True)
     columns = [np.array(column) for column in zip(*rows, strict=True)]
     return Grams(distinct, lengths, np.stack([gram, owners], axis=1), *columns)
-
-
-def _test_rows(file: Path) -> Iterator[tuple[int, str]]:
-    """Yield number and text of a task's test rows."""
-    for i, line in enumerate(read_text(file).split("\n")):
-        if not line.strip():
-            continue
-        try:
-            row: dict[str, Any] = json.loads(line)
-            text = next(row[column] for column in COLUMNS if column in row)
-            text.encode  # noqa: B018
-            number = int(row.get("row", i))
-            if not isinstance(text, str):
-                raise TypeError
-        except (ValueError, TypeError, AttributeError, StopIteration, RecursionError):
-            named = " or ".join(COLUMNS)
-            raise UserError(f"{file} line {i + 1} is not a JSON row with text in {named}") from None
-        yield number, text
 
 
 def save(grams: Grams, path: Path) -> None:

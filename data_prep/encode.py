@@ -7,8 +7,8 @@ flat, so that little travels between processes. It imports no transformers, so i
 from __future__ import annotations
 
 import hashlib
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 
 from emo.common.errors import UserError
 from emo.data_prep.contamination import Finder, load
-from emo.data_prep.inputs import AGAIN, Input, TextInput
+from emo.data_prep.inputs import AGAIN, Input
 from emo.data_prep.plan import Part, Plan
 from emo.data_prep.reencode import Sampled, sample
 from emo.data_prep.rows import Row, TokenIds, checksum, plain_text, take
@@ -27,7 +27,6 @@ from emo.data_prep.tokenizer import TokenizerFacts
 from emo.data_prep.words import TextEncoder
 
 NONE = np.zeros(0, np.int64)
-
 SAMPLE_CHARS = 1000  # of a row that are compared
 
 Sequences = list[tuple[np.ndarray, np.ndarray]]  # ids, and int64 [k, 2] the supervised ones among them
@@ -55,8 +54,11 @@ class Encoded(NamedTuple):
     sources: np.ndarray  # uint64 [sequences]: a hash of the tokens of the row that each is of
     documents: int  # rows that went in
     counts: Counter[str]  # what was cut or dropped, by reason
-    overlap: np.ndarray  # int64: grams of test rows that the rows contain
-    overlapping: int  # rows that contain one
+    overlap: np.ndarray = NONE  # int64: grams of test rows that the rows contain
+    overlapping: int = 0  # rows that contain one
+    shard: int = 0  # that takes the rows, counted through all splits
+    domain: str = ""  # of all rows
+    sampled: Sequence[Sampled] = ()  # rows to be encoded again
 
 
 class RowEncoder:
@@ -73,59 +75,53 @@ class RowEncoder:
         self.finder = None if settings.grams is None else Finder(load(settings.grams))
 
     def encode(self, part: Part) -> Encoded:
-        """Encode the rows of a payload that the shard takes, as often as it takes them."""
+        """Return the rows of a payload that the shard takes, encoded as often as it takes them."""
         rows = _rows(part, part.copies)
-        texts, conversations = _of_kind(rows)
-        encoded = (
-            self.texts(texts, part.name) if part.spec.kind == "text" else self.conversations(conversations)
-        )
+        encoded = self.texts(rows, part.name) if part.spec.kind == "text" else self.conversations(rows)
+        encoded = encoded._replace(shard=part.shard, domain=part.domain, sampled=sample(part))
         if self.finder is None:
             return encoded
         hits, overlapping = self.finder.overlap([plain_text(row) for row in rows])
         return encoded._replace(overlap=hits, overlapping=overlapping)
 
     def count(self, part: Part) -> np.ndarray:
-        """Tokens of each row that the shard takes, of one copy: int64."""
-        texts, conversations = _of_kind(_rows(part, part.copies > 0))
+        """Return the tokens of each row that the shard takes, of one copy: int64."""
+        rows = _rows(part, part.copies > 0)
         if part.spec.kind == "text":
-            return self.texts(texts, part.name).lengths
-        examples = self._examples(conversations, Counter())
+            return self.texts(rows, part.name).lengths
+        examples = self._examples(rows, Counter())
         return np.array([sum(len(ids) for ids, _ in example) for example in examples], np.int64)
 
-    def texts(self, texts: list[str | TokenIds], name: str) -> Encoded:
-        """Each text as BOS, its tokens, EOS; tokens as they are. All are of the source `name`."""
+    def texts(self, texts: Sequence[Row], name: str) -> Encoded:
+        """Return each text as BOS, its tokens, EOS; tokens as they are. All are of the source `name`."""
         written = iter(self.text.encode([text for text in texts if isinstance(text, str)]))
-        encoded = [
-            self.bos + next(written) + self.eos if isinstance(text, str) else self._given(text, name)
-            for text in texts
-        ]
+        size, encoded = self.settings.tokenizer.vocab_size, []
+        for text in texts:
+            if not isinstance(text, TokenIds):
+                encoded.append(self.bos + next(written) + self.eos)
+                continue
+            if max(text.ids) >= size:
+                raise UserError(
+                    f"{name}: token {max(text.ids)} is not one of the tokenizer's {size:,}; name the "
+                    "tokenizer that these tokens are from"
+                )
+            encoded.append(np.array(text.ids, self.dtype).tobytes())
         lengths = np.array([self._count(ids) for ids in encoded], np.int64)
-        sources = _hashes(encoded)
-        return Encoded(self._array(b"".join(encoded)), lengths, [], sources, len(texts), Counter(), NONE, 0)
+        return Encoded(self._array(b"".join(encoded)), lengths, [], _hashes(encoded), len(texts), Counter())
 
-    def _given(self, text: TokenIds, name: str) -> bytes:
-        size = self.settings.tokenizer.vocab_size
-        if max(text.ids) >= size:
-            raise UserError(
-                f"{name}: token {max(text.ids)} is not one of the tokenizer's {size:,}; name the tokenizer "
-                "that these tokens are from"
-            )
-        return np.array(text.ids, self.dtype).tobytes()
-
-    def conversations(self, conversations: list[Conversation | Chat]) -> Encoded:
-        """Each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS."""
+    def conversations(self, rows: Sequence[Row]) -> Encoded:
+        """Return each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS."""
         counts: Counter[str] = Counter()
-        examples = self._examples(conversations, counts)
+        examples = self._examples(rows, counts)
         sequences = [sequence for example in examples for sequence in example]
         whole = _hashes([b"".join(ids.tobytes() for ids, _ in example) for example in examples])
         sources = np.repeat(whole, [len(example) for example in examples])
         lengths = np.array([len(ids) for ids, _ in sequences], np.int64)
         flat = np.concatenate([np.zeros(0, self.dtype), *(ids for ids, _ in sequences)])
-        spans = [spans for _, spans in sequences]
-        return Encoded(flat, lengths, spans, sources, len(conversations), counts, NONE, 0)
+        return Encoded(flat, lengths, [spans for _, spans in sequences], sources, len(rows), counts)
 
-    def _examples(self, rows: list[Conversation | Chat], counts: Counter[str]) -> list[Sequences]:
-        """The sequences of each conversation or chat, which are all one or the other.
+    def _examples(self, rows: Sequence[Row], counts: Counter[str]) -> list[Sequences]:
+        """Return the sequences of each conversation or chat; rows are all one or the other.
 
         Prompt and response are encoded apart, so that no token belongs to both, and training sees a prompt
         as the very ids that generation will give the model.
@@ -157,7 +153,7 @@ class RowEncoder:
         return np.frombuffer(ids, self.dtype)
 
     def _fit(self, ids: np.ndarray, spans: np.ndarray, counts: Counter[str]) -> Sequences:
-        """An example as sequences of at most `block` tokens, each with something supervised."""
+        """Return an example as sequences of at most `block` tokens, each with something supervised."""
         block, policy = self.settings.block, self.settings.overlong
         if len(ids) <= block:
             return [(ids, spans)]
@@ -198,71 +194,14 @@ def _rows(part: Part, copies: np.ndarray) -> list[Row]:
     return take(part.payload, part.spec, copies.tolist())
 
 
-def _of_kind(rows: list[Row]) -> tuple[list[str | TokenIds], list[Conversation | Chat]]:
-    """The texts and the conversations among some rows, which are all one or the other."""
-    return (
-        [row for row in rows if isinstance(row, str | TokenIds)],
-        [row for row in rows if isinstance(row, Conversation | Chat)],
-    )
-
-
 def encoding(settings: EncodeSettings) -> Callable[[Part], Encoded]:
-    """The function of workers that encode."""
+    """Return the function of workers that encode."""
     return RowEncoder(settings).encode
 
 
 def counting(settings: EncodeSettings) -> Callable[[Part], np.ndarray]:
-    """The function of workers that only count tokens."""
+    """Return the function of workers that only count tokens."""
     return RowEncoder(settings).count
-
-
-class PartStream:
-    """The parts of several shards as one stream, so that workers begin the next shard while this process
-    finishes the last; and what became of them, given back to each shard."""
-
-    def __init__(self, plan: Plan, inputs: list[Input], planned: list[int]) -> None:
-        self.plan, self.inputs, self.planned = plan, inputs, planned
-        self.encoded: Iterator[Encoded] = iter(())  # of `parts`, in order
-        # Shards, domains and some rows of the parts that were taken and have not come back.
-        self._order: deque[tuple[int, str, list[Sampled]]] = deque()
-        self._next: tuple[int, str, list[Sampled], Encoded] | None = None
-
-    def parts(self, progress: Callable[[int], None]) -> Iterator[Part]:
-        """All parts, shard after shard; `at` is told how many bytes of them have been taken, of `size`."""
-        done, row = 0, _row_size(self.plan)
-        for planned in self.planned:
-            for number, part in enumerate(self.plan.parts(self.inputs, planned)):
-                self._order.append((planned, part.domain, sample(part, number)))
-                yield part
-                done += len(part.payload) * (1 if isinstance(part.payload, bytes) else row)
-                progress(done)
-
-    def size(self) -> int:
-        """Bytes of text in all parts; of tables about as many as there are."""
-        texts = np.array([isinstance(opened, TextInput) for opened in self.inputs])
-        lengths = self.plan.pieces[:, 2]
-        sizes = np.where(texts[self.plan.pieces[:, 0]], lengths, lengths * _row_size(self.plan))
-        return sum(self.plan.part_sizes(planned, sizes) for planned in self.planned)
-
-    def of(self, planned: int) -> Iterator[tuple[str, list[Sampled], Encoded]]:
-        """Yield what is next in the stream, as long as it belongs to the shard: domain, some rows, ids."""
-        while True:
-            if self._next is None:
-                result = next(self.encoded, None)
-                if result is None:
-                    return
-                self._next = *self._order.popleft(), result
-            if self._next[0] != planned:
-                return
-            (_, domain, rows, ids), self._next = self._next, None
-            yield domain, rows, ids
-
-
-def _row_size(plan: Plan) -> int:
-    """Characters of a row, on average."""
-    chars = plan.summary["chars"]
-    copies = sum(source[split] for source in plan.summary["sources"] for split in chars)
-    return sum(chars.values()) // max(1, copies)
 
 
 def words_agree(settings: EncodeSettings, plan: Plan, inputs: list[Input]) -> bool:

@@ -64,7 +64,7 @@ class Input:
         self.size = size  # bytes as they are stored; 0: unknown
         self.path = path  # of its file, or the directory of a saved data set
         self._raw: IO[bytes] | None = None  # the stored bytes, while they are read
-        self._state = _state(path)  # before anything is read
+        self.state = _state(path)  # before anything is read
 
     def position(self) -> int:
         """Return how many of the stored bytes `pieces` has read."""
@@ -132,7 +132,7 @@ class Input:
         return file_identity(self.path)
 
     def _require_same(self) -> None:
-        if _state(self.path, again=True) != self._state:
+        if _state(self.path, again=True) != self.state:
             raise UserError(
                 f"{self.name} changed while it was read; run the same again when nothing writes to it",
                 code="source-changed",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pyarrow as pa
 
-from emo.data_prep.arrow import array_of, numbers_of
+from emo.data_prep.arrow import array_of, bytes_of, lists_of, numbers_of
 from emo.data_prep.grams import WORD, mixed, split
 from emo.data_prep.rows import Row, plain_text
 from emo.data_prep.templates import Chat, Conversation
@@ -85,6 +85,18 @@ def band_keys(signed: np.ndarray, threshold: float) -> np.ndarray:
     for number in range(width):
         keys = mixed((keys ^ both[:, number : bands * width : width]) + np.uint64(0x9E3779B97F4A7C15))
     return keys
+
+
+def near_columns(signed: np.ndarray, usable: np.ndarray, threshold: float) -> dict[str, pa.Array]:
+    """Return the columns of a part that rows are compared by, empty for those that are not usable.
+
+    signed: signatures of the usable rows; usable: bool [rows].
+    """
+    keys, before = band_keys(signed, threshold), np.append(0, np.cumsum(usable))
+    return {
+        "signature": bytes_of(before * signed[:1].nbytes, signed.tobytes()),
+        "bands": lists_of(before * keys.shape[1], keys.ravel()),
+    }
 
 
 def near_groups(db: DuckDBPyConnection, parts: str, threshold: float) -> None:

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+ROWS = 1024  # packed at once
+
 
 class PackedRows(NamedTuple):
     """Ragged rows, flat: what a shard's columns are made of."""
@@ -22,7 +24,7 @@ class PackedRows(NamedTuple):
     spans: np.ndarray  # int64: start, end of supervised tokens in the row, all rows; empty for text
     span_counts: np.ndarray  # int64 [rows]: numbers in spans, twice the spans
     valid: np.ndarray  # int64 [rows]: supervised targets after the shift
-    domain: np.ndarray  # uint16 [rows]: number of the domain that all segments of the row are of
+    domain: int  # number of the domain that all rows are of
 
 
 class BlockPacker:
@@ -67,7 +69,7 @@ class BlockPacker:
             none,
             np.zeros(full, np.int64),
             self.block - counts,
-            np.full(full, self.domain, np.uint16),
+            self.domain,
         )
 
 
@@ -106,26 +108,29 @@ def packed_rows(
     block: int,
     domain: int = 0,
 ) -> Iterator[PackedRows]:
-    """Examples of one domain into rows, one `PackedRows` of a single row at a time.
+    """Yield the rows of the examples of one domain, at most ROWS at a time.
 
-    ids: flat tokens (may be a memory map); starts, lengths: int64 [n] places of the examples in it;
-    spans: for each example int64 [k, 2], supervised tokens relative to its start; sources: uint64 [n].
+    ids: flat tokens (may be a memory map); starts, lengths: int64 [n], of the examples in it; spans: for each
+    example int64 [k, 2], supervised tokens relative to its start; sources: uint64 [n].
     """
-    for members in first_fit_decreasing(lengths, block):
-        sizes = lengths[members]
-        offsets = np.cumsum(sizes) - sizes
-        row_spans = [spans[m] + offset for m, offset in zip(members, offsets, strict=True)]
+    bins = first_fit_decreasing(lengths, block)
+    for begin in range(0, len(bins), ROWS):
+        counts = np.array([len(members) for members in bins[begin : begin + ROWS]])
+        members = np.concatenate(bins[begin : begin + ROWS])
+        sizes, row = lengths[members], np.repeat(np.arange(len(counts)), counts)
+        tokens = np.bincount(row, sizes).astype(np.int64)
+        offsets = np.cumsum(sizes) - sizes - (np.cumsum(tokens) - tokens)[row]  # in their rows
+        supervised = [spans[member] for member in members]
         # The first token of a segment has nothing before it that could predict it.
-        valid = sum(int((s[:, 1] - np.maximum(s[:, 0], 1)).sum()) for s in (spans[m] for m in members))
-        flat = np.concatenate(row_spans).reshape(-1)
+        targets = [int((span[:, 1] - np.maximum(span[:, 0], 1)).sum()) for span in supervised]
         yield PackedRows(
             np.concatenate([ids[starts[m] : starts[m] + lengths[m]] for m in members]),
-            sizes.sum(keepdims=True),
+            tokens,
             sizes,
-            np.array([len(members)]),
+            counts,
             sources[members],
-            flat,
-            np.array([len(flat)]),
-            np.array([valid]),
-            np.array([domain], np.uint16),
+            np.concatenate([span + offset for span, offset in zip(supervised, offsets, strict=True)]).ravel(),
+            np.bincount(row, [span.size for span in supervised]).astype(np.int64),
+            np.bincount(row, targets).astype(np.int64),
+            domain,
         )

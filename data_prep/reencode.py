@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from emo.common.errors import UserError
+from emo.data_prep.config import DataConfig
 from emo.data_prep.plan import Part
-from emo.data_prep.rows import Row, TokenIds, checksum, plain_text, take
+from emo.data_prep.rows import Row, TokenIds, plain_text, take
 from emo.data_prep.shards import Manifest, Shard
 from emo.data_prep.templates import Chat, Conversation, render
 from emo.data_prep.templates.chat import ChatTemplate
@@ -30,6 +31,7 @@ ROWS = 4  # of a shard's first part that are encoded again
 DOCUMENTS = 8  # of a shard that `verify` encodes again
 STRETCH = 512  # tokens of them at most
 MARGIN = 16  # tokens at the end of a text's beginning, which may depend on what follows
+Sampled = tuple[int, Row]  # a row of a part, and its number among those that the part gives, with copies
 Example = tuple[list[int], list[tuple[int, int]]]  # ids, and start and end of what is supervised
 Beginning = tuple[list[int], list[int], bool]  # ids before a text, its own, and whether that is all of it
 
@@ -46,6 +48,10 @@ class PlainEncoder:
         added = backend.get_added_tokens_decoder().items()
         self.specials = {number: token.content for number, token in added if token.special}
         self.specials |= {number: str(backend.id_to_token(number)) for number in (*self.bos, *self.eos)}
+        # Its own normalizer and pre-tokenizer, and those that put no space before a text.
+        empty = {"normalizer": normalizers.Sequence([]), "pre_tokenizer": pre_tokenizers.Sequence([])}
+        whole = {name: part for name in empty if (part := getattr(backend, name)) is not None}
+        self._parts = whole, {name: _without_prefix(part, empty[name]) for name, part in whole.items()}
 
     def unsure(self, text: str) -> bool:
         """Return whether a text names a special token that is also a piece of the vocabulary.
@@ -60,31 +66,14 @@ class PlainEncoder:
 
     def ids(self, text: str, continuing: bool = False, markup: bool = False) -> list[int]:
         """Return the ids of a text; `continuing` an earlier one, or with special tokens as `markup` in it."""
-        with self._without_prefix() if continuing else nullcontext():
-            self.backend.encode_special_tokens = not markup
-            ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
-            return ids
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids."""
-        text: str = self.backend.decode(ids, skip_special_tokens=False)
-        return text
-
-    @contextmanager
-    def _without_prefix(self) -> Iterator[None]:
-        """Let the tokenizer put no space before a text in this block."""
-        before = self.backend.normalizer, self.backend.pre_tokenizer
-        try:
-            if before[0] is not None:
-                self.backend.normalizer = _plain_part(before[0], normalizers.Sequence([]))
-            if before[1] is not None:
-                self.backend.pre_tokenizer = _plain_part(before[1], pre_tokenizers.Sequence([]))
-            yield
-        finally:
-            self.backend.normalizer, self.backend.pre_tokenizer = before
+        for name, part in self._parts[continuing].items():
+            setattr(self.backend, name, part)
+        self.backend.encode_special_tokens = not markup
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        return ids
 
 
-def _plain_part(part: Any, empty: Any) -> Any:
+def _without_prefix(part: Any, empty: Any) -> Any:
     """Return a normalizer or pre-tokenizer that does the same but for a prefix; `empty` becomes it."""
     tree = json.loads(part.__getstate__())
     inner = tree.get("normalizers") or tree.get("pretokenizers") or [tree]
@@ -99,39 +88,29 @@ def _plain_part(part: Any, empty: Any) -> Any:
     return empty
 
 
-class Sampled(NamedTuple):
-    """A row of a part that is encoded again."""
-
-    number: int  # among the rows that the part gives, copies counted
-    row: Row
-
-
-def sample(part: Part, number: int) -> list[Sampled]:
-    """Return rows to encode again of part `number` of a shard: ROWS of its first, one of 1, 2, 4, 8 ..."""
-    used = np.flatnonzero(part.copies)
-    if number & (number - 1) or not len(used) or checksum(part.payload) != part.check:
-        return []  # that the payload changed, a worker says
+def sample(part: Part) -> list[Sampled]:
+    """Return rows of a part to encode again: ROWS of a shard's first part, one of its parts 1, 2, 4, 8 ..."""
+    used, number = np.flatnonzero(part.copies), part.number
+    if number & (number - 1) or not len(used):
+        return []
     chosen = np.unique(used[(part.check + np.arange(1 if number else ROWS) * len(used) // ROWS) % len(used)])
     copies = np.zeros_like(part.copies)
     copies[chosen] = 1
     rows = take(part.payload, part.spec, copies.tolist())
     before = np.cumsum(part.copies, dtype=np.int64) - part.copies
-    return [Sampled(*pair) for pair in zip(before[chosen].tolist(), rows, strict=True)]
+    return list(zip(before[chosen].tolist(), rows, strict=True))
 
 
 class ShardCheck:
     """A comparison of some rows of a shard with what is in its file."""
 
-    def __init__(
-        self, plain: PlainEncoder, template: str, block: int, overlong: str, chat: ChatTemplate | None
-    ) -> None:
-        self.plain, self.template, self.block, self.overlong = plain, template, block, overlong
-        self.chat = chat
+    def __init__(self, plain: PlainEncoder, config: DataConfig, chat: ChatTemplate | None) -> None:
+        self.plain, self.config, self.chat = plain, config, chat
         self._texts: list[tuple[int, int, int, str | TokenIds]] = []  # domain, first token, tokens
         self._examples: list[tuple[int, Example]] = []
         self._tokens: Counter[int] = Counter()  # of each domain, so far
 
-    def add(self, domain: int, ids: np.ndarray, lengths: np.ndarray, rows: list[Sampled]) -> None:
+    def add(self, domain: int, ids: np.ndarray, lengths: np.ndarray, rows: Sequence[Sampled]) -> None:
         """Take note of what a part became, and of those of its rows that are to be compared."""
         for number, row in rows:
             if isinstance(row, str | TokenIds):
@@ -149,7 +128,7 @@ class ShardCheck:
         self._tokens[domain] += len(ids)
 
     def compare(self, part: Path, kind: str, path: Path) -> None:
-        """Raise UserError unless the rows are in the file `part`, which becomes the shard at `place`."""
+        """Raise UserError unless the rows are in the file `part`, which becomes the shard at `path`."""
         shard = Shard(part, kind)
         if not all(self._has_text(shard, *text) for text in self._texts) or not all(
             _has_example(shard, domain, *example) for domain, example in self._examples
@@ -163,11 +142,12 @@ class ShardCheck:
     def _has_text(self, shard: Shard, domain: int, start: int, count: int, text: str | TokenIds) -> bool:
         """Return whether a text's tokens are where they belong, as far as their rows were written."""
         rows = np.flatnonzero(shard.domain == domain)
-        used = rows[start // self.block : -(-(start + count) // self.block)].tolist()
+        block = self.config.sequence_len
+        used = rows[start // block : -(-(start + count) // block)].tolist()
         if not used:
             return True
         tokens = np.concatenate([shard.row(row)[0] for row in used]).tolist()
-        written = tokens[start % self.block : start % self.block + count]
+        written = tokens[start % block : start % block + count]
         if isinstance(text, TokenIds):
             return written == list(text.ids)[: len(written)]
         if len(text) > CHARS:  # a beginning, if that settles it
@@ -179,7 +159,7 @@ class ShardCheck:
 
     def _conversation(self, row: Conversation) -> Example:
         ids, spans = [*self.plain.bos], []
-        for number, turn in enumerate(render(row, self.template)):
+        for number, turn in enumerate(render(row, self.config.template)):
             ids += self.plain.ids(turn.text[: turn.start])
             begin = len(ids)
             ids += [*self.plain.ids(turn.text[turn.start :], continuing=True), *self.plain.eos]
@@ -204,14 +184,15 @@ class ShardCheck:
 
     def _fitted(self, ids: list[int], spans: list[tuple[int, int]]) -> list[Example]:
         """Return the rows that an example becomes: itself, or what data.overlong makes of it."""
-        if len(ids) > self.block and self.overlong == "drop":
+        block, overlong = self.config.sequence_len, self.config.overlong
+        if len(ids) > block and overlong == "drop":
             return []
         pieces = []
-        for start in range(0, len(ids) if self.overlong == "split" else 1, self.block):
-            inside = [(max(a - start, 0), min(b - start, self.block)) for a, b in spans]
+        for start in range(0, len(ids) if overlong == "split" else 1, block):
+            inside = [(max(a - start, 0), min(b - start, block)) for a, b in spans]
             inside = [(a, b) for a, b in inside if a < b]
-            if inside and (len(ids) <= self.block or inside[-1][1] > 1):
-                pieces.append((ids[start : start + self.block], inside))
+            if inside and (len(ids) <= block or inside[-1][1] > 1):
+                pieces.append((ids[start : start + block], inside))
         return pieces
 
 
@@ -286,11 +267,12 @@ def _same(plain: PlainEncoder, before: list[int], ids: list[int], whole: bool) -
     settled = len(ids) if whole else max(0, len(ids) - MARGIN)
     if not plain.specials.keys().isdisjoint(ids):
         return None
-    prefix = plain.decode(before) if before else ""
-    text = plain.decode(before + ids)[len(prefix) :]
+    decode = partial(plain.backend.decode, skip_special_tokens=False)
+    prefix = decode(before) if before else ""
+    text = decode(before + ids)[len(prefix) :]
     again = plain.ids(text, continuing=bool(before))
     if again[:settled] == ids[:settled] and (len(again) == len(ids) or not whole):
         return True
     part = plain.ids(text[: len(text) // 2], continuing=bool(before))[:-MARGIN]
-    lossy = "\ufffd" in text or plain.decode(before + again)[len(prefix) :] != text
+    lossy = "\ufffd" in text or decode(before + again)[len(prefix) :] != text
     return None if lossy or part != again[: len(part)] or plain.unsure(text) else False

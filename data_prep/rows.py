@@ -28,7 +28,7 @@ CONTENT = (
     *(*UNREADABLE, "empty", "no_letters", "repetitive", "too_long"),
     *("empty_instruction", "empty_response", "bad_roles", "no_loss"),
 )
-SELECTION = ("duplicate", "near_duplicate", "limit", "weight")  # found by comparing rows, see selection.py
+SELECTION = ("duplicate", "near_duplicate", "limit", "weight")  # found by comparing rows, see plan.py
 REASONS = ("", *STRUCTURE, *CONTENT, *SELECTION)
 CODE = {reason: code for code, reason in enumerate(REASONS)}
 

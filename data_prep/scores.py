@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import ValidationError
 
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.files import Hashes, remove_made, sha256, write_atomically, write_once, write_text
@@ -76,27 +75,25 @@ def written_hash(path: Path) -> str | None:
 
 def read_shard(path: Path, tokens: int) -> np.ndarray:
     """Return a shard's scores [tokens], memory-mapped. Raises UserError when the file cannot be that."""
-    if not path.is_file():
-        raise UserError(f"{path} is missing; {AGAIN}")
     try:
         with arrays():
             scores = np.load(path, mmap_mode="r")
+            if scores.dtype != np.float32 or scores.shape != (tokens,):
+                raise ValueError(f"it does not hold a number for each of {tokens} tokens")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}); delete it and {AGAIN}") from None
-    if scores.dtype != np.float32 or scores.shape != (tokens,):
-        raise UserError(f"{path} does not hold a number for each of {tokens} tokens; delete it and {AGAIN}")
     return scores
 
 
 def begin(data: TokenDataset, name: str, model: dict[str, Any]) -> None:
     """Take the directory for the scores of one model; any number of jobs may begin the same."""
-    where = directory(data, name)
-    where.mkdir(parents=True, exist_ok=True)
-    whose = json.dumps({"data": data.fingerprint, "model": model}, indent=1) + "\n"
-    write_once(where / BEGUN, whose)
-    if (where / BEGUN).read_text(encoding="utf-8") != whose:
+    folder = directory(data, name)
+    folder.mkdir(parents=True, exist_ok=True)
+    origin = json.dumps({"data": data.fingerprint, "model": model}, indent=1) + "\n"
+    write_once(folder / BEGUN, origin)
+    if (folder / BEGUN).read_text(encoding="utf-8") != origin:
         raise UserError(
-            f"{where} holds scores of another model or of other data; choose another --name, or give --force"
+            f"{folder} holds scores of another model or of other data; choose another --name, or give --force"
         )
 
 
@@ -125,21 +122,22 @@ class Scores:
 
     def __init__(self, data: TokenDataset, name: str) -> None:
         self.data = data
-        where = directory(data, name)
-        if not where.is_dir():
-            names = [path.name for path in where.parent.iterdir()] if where.parent.is_dir() else []
+        folder = directory(data, name)
+        if not (folder / ABOUT).is_file():
+            names = [path.parent.name for path in folder.parent.glob(f"*/{ABOUT}")]
+            problem = "not complete" if folder.is_dir() else "not there"
             hint = f"; {nearest(name, names)}" if names else ""
-            raise UserError(f"{data.directory} has no scores called {name}{hint}; {AGAIN} --name {name}")
-        if not (where / ABOUT).is_file():
-            raise UserError(f"the scores in {where} are not complete; {AGAIN} --name {name}")
+            raise UserError(f"the scores {folder} are {problem}{hint}; {AGAIN} --name {name}")
         try:
-            self.about = about = About.model_validate(read_json(where / ABOUT))
-        except (ValidationError, ValueError) as error:
-            raise UserError(f"{where / ABOUT} is damaged ({one_line(error, 120)}); {AGAIN} --force") from None
+            self.about = about = About.model_validate(read_json(folder / ABOUT))
+        except ValueError as error:
+            raise UserError(
+                f"{folder / ABOUT} is damaged ({one_line(error, 120)}); {AGAIN} --force"
+            ) from None
         infos = data.manifest.shards
         if (about.format, about.data, len(about.shards)) != (FORMAT, data.fingerprint, len(infos)):
             raise UserError(
-                f"the scores in {where} are of another version, or belong to other data than those in "
+                f"the scores in {folder} are of another version, or belong to other data than those in "
                 f"{data.directory}; {AGAIN} --force"
             )
         self.files = [shard_file(data, name, index) for index in range(len(infos))]
@@ -157,7 +155,7 @@ class Scores:
         width = self.data.manifest.block
         out = np.zeros((len(rows), width), np.float32)
         for i, row in enumerate(rows):
-            shard, row_in_shard = self.data.place(int(row))
-            start, stop = self._starts[shard][row_in_shard : row_in_shard + 2]
+            shard, number = self.data.place(int(row))
+            start, stop = self._starts[shard][number : number + 2]
             out[i, : stop - start - 1] = self.shards[shard][start + 1 : stop]
         return out

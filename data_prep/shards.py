@@ -23,19 +23,18 @@ from typing import Annotated, Any
 
 import numpy as np
 import pyarrow as pa
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import Field
 
 from emo.common.errors import UserError, one_line
 from emo.common.files import Hashes
 from emo.common.labels import IGNORE
 from emo.common.recipe import LARGEST, Section
-from emo.common.untrusted import read_bytes
+from emo.common.untrusted import read_json
 from emo.data_prep.config import MOST_TOKENS, TRAIN, DataConfig, check_prepared, split_of
 
 FORMAT = 5  # raised whenever the same configuration would give other bytes
 MANIFEST = "manifest.json"
 FORGET_EVERY = 256  # rows read until mapped pages are handed back: each may have mapped 64 KiB around it
-
 
 # Of a manifest at most: the largest number of shards takes 57 MB, each further domain in all of them 18, a
 # million files 400.
@@ -99,24 +98,18 @@ class Manifest(Section):
     digest: str = ""  # sha256 of all other fields as JSON, set by `manifest_text`
 
 
-class _Version(BaseModel):
-    """The version of any manifest."""
-
-    format: int
-
-
 def shard_name(index: int, count: int) -> str:
-    """File name of shard `index` of `count`."""
+    """Return the file name of shard `index` of `count`."""
     return f"shard-{index:05d}-of-{count:05d}.arrow"
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """uint16 when the vocabulary allows, else uint32."""
+    """Return uint16 when the vocabulary allows, else uint32."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
 def schema(kind: str, dtype: np.dtype) -> pa.Schema:
-    """Arrow schema of a shard."""
+    """Return the Arrow schema of a shard."""
     uint32 = pa.list_(pa.uint32())
     columns = [("input_ids", pa.list_(pa.from_numpy_dtype(dtype))), ("segment_lengths", uint32)]
     columns.append(("sources", pa.list_(pa.uint64())))
@@ -129,7 +122,7 @@ AGAIN = "run: emo prepare RECIPE"
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a data set. Raises UserError when it is missing, unreadable or was edited."""
+    """Return the manifest of a data set. Raises UserError when it is missing, unreadable or was edited."""
     manifest = parse_manifest(directory)
     if manifest.digest != manifest_digest(manifest):
         raise UserError(f"{directory / MANIFEST} was edited after it was written; {AGAIN}")
@@ -137,49 +130,34 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def parse_manifest(directory: Path) -> Manifest:
-    """Like `read_manifest`, without looking whether it was edited."""
+    """Return what `read_manifest` does, without looking whether it was edited."""
     file = directory / MANIFEST
     if not file.is_file():
         state = "is not complete" if directory.is_dir() else "does not exist"
         raise UserError(f"prepared data {directory} {state}; {AGAIN}")
     try:
-        content = read_bytes(file, MANIFEST_BYTES)
-        version = _Version.model_validate_json(content).format  # first: others have other fields
-        if version == FORMAT:
-            return Manifest.model_validate_json(content)
-    except (ValidationError, ValueError, OSError) as error:
-        reason = one_line(error)
-        if isinstance(error, ValidationError):
-            first = error.errors()[0]
-            reason = one_line(": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"]))))
-        raise UserError(f"{file} is not a manifest of this version ({reason}); {AGAIN}") from None
-    raise UserError(f"{file} has format {version}, this version reads {FORMAT}; {AGAIN} --force")
+        tree = read_json(file, MANIFEST_BYTES)
+        if tree["format"] == FORMAT:  # others have other fields
+            return Manifest.model_validate(tree)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is not a manifest of this version ({one_line(error)}); {AGAIN}") from None
+    raise UserError(f"{file} has format {tree['format']}, this version reads {FORMAT}; {AGAIN} --force")
 
 
 def manifest_digest(manifest: Manifest) -> str:
-    """sha256 of all that a manifest says, its own digest left out."""
+    """Return the sha256 of all that a manifest says, its own digest left out."""
     tree = manifest.model_dump(mode="json", exclude={"digest"})
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """Return the manifest as the text that is written, with its digest.
-
-    Raises UserError when it is larger than a reader takes.
-    """
+    """Return the manifest as the text that is written, with its digest."""
     tree = manifest.model_dump(mode="json") | {"digest": manifest_digest(manifest)}
-    text = json.dumps(tree, indent=1, sort_keys=True) + "\n"
-    if len(text) > MANIFEST_BYTES:
-        raise UserError(
-            f"the manifest would take {len(text):,} bytes, and {MANIFEST_BYTES:,} are read at most; join the "
-            "sources' files to fewer",
-            code="manifest-size",
-        )
-    return text
+    return json.dumps(tree, indent=1, sort_keys=True) + "\n"
 
 
 def content_fingerprint(kind: str, block: int, tokenizer: str, shards: list[ShardInfo]) -> str:
-    """Identity of a data set by what it holds: 64 hex digits."""
+    """Return the identity of a data set by what it holds: 64 hex digits."""
     content = [kind, block, tokenizer, *(info.sha256 for info in shards)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
@@ -197,10 +175,19 @@ class Shard:
         stream = pa.ipc.open_stream(pa.py_buffer(self._map))
         if not any(stream.schema.equals(schema(kind, np.dtype(token))) for token in (np.uint16, np.uint32)):
             raise ValueError(f"its columns are not those of a shard of kind {kind}")
-        batches = [_checked(batch, len(self._map)) for batch in stream]
+        batches = list(stream)
+        for batch in batches:
+            batch.validate(full=True)
+            if batch.nbytes > len(self._map) or any(column.null_count for column in batch.columns):
+                raise ValueError("a batch is packed or has gaps")
         self._read = ["input_ids", "segment_lengths", *(["loss_spans"] if kind == "instruct" else [])]
         names = [*self._read, "sources"]
-        self.columns = {name: [_ragged(batch.column(name)) for batch in batches] for name in names}
+        # Offsets and values of list columns, as views of the mapped file (`to_numpy` would import pandas).
+        lists = {name: [batch.column(name) for batch in batches] for name in names}
+        self.columns = {
+            name: [(np.from_dlpack(column.offsets), np.from_dlpack(column.values)) for column in columns]
+            for name, columns in lists.items()
+        }
         valid = [np.from_dlpack(batch.column("valid")) for batch in batches]
         self.valid = np.concatenate([np.zeros(0, np.int64), *valid]).astype(np.int64)
         domain = [np.from_dlpack(batch.column("domain")) for batch in batches]
@@ -227,19 +214,6 @@ class Shard:
         """Hand mapped pages back; the kernel keeps them in its cache, not in this process's memory."""
         if hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
-
-
-def _checked(batch: pa.RecordBatch, most: int) -> pa.RecordBatch:
-    """A batch that lies in its file as it says, in at most so many bytes: shards are not compressed."""
-    batch.validate(full=True)
-    if batch.nbytes > most or any(column.null_count for column in batch.columns):
-        raise ValueError("a batch is packed or has gaps")
-    return batch
-
-
-def _ragged(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets and values of a list column, as views of the mapped file (`to_numpy` would import pandas)."""
-    return np.from_dlpack(column.offsets), np.from_dlpack(column.values)
 
 
 class TokenDataset:
@@ -278,7 +252,7 @@ class TokenDataset:
         return int(self._starts[-1])
 
     def faults(self, hashes: Hashes, part: int = 0, parts: int = 1) -> Iterator[str]:
-        """Shards whose content is not what the manifest says; of several readers each looks at a part."""
+        """Yield shards that are not what the manifest says; of several readers each looks at a part."""
         for info in self.manifest.shards[part::parts]:
             path = self.directory / info.file
             try:
@@ -288,7 +262,7 @@ class TokenDataset:
                 yield f"{path} cannot be read ({error.strerror}); {AGAIN}"
 
     def batch(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Rows as int64 arrays [b, block]: input_ids, labels, position_ids.
+        """Return rows as int64 arrays [b, block]: input_ids, labels, position_ids.
 
         Labels are shifted: labels[i] is the token that position i predicts, or -100 where the next token
         belongs to another segment, is not supervised or is padding. Positions restart at 0 in every
@@ -316,7 +290,7 @@ class TokenDataset:
         return {"input_ids": ids, "labels": labels, "position_ids": positions}
 
     def tokens_of(self, row: int) -> int:
-        """Tokens in a row, padding not counted."""
+        """Return the tokens in a row, padding not counted."""
         return len(self._row(row)[0])
 
     def sources_of(self, row: int) -> np.ndarray:
@@ -328,15 +302,16 @@ class TokenDataset:
         return self._shards[shard].cell("sources", number)
 
     def damage(self, rows: np.ndarray, vocab_size: int) -> str | None:
-        """The first of `rows` that cannot be what was prepared, and why; None when all can be."""
+        """Return the first of `rows` that cannot be what was prepared, and why; None when all can be."""
         for row in rows:
             tokens, segments, *spans = self._row(int(row))
+            starts, ends = (spans[0][::2], spans[0][1::2]) if spans else (tokens[:0], tokens[:0])
             why = None
             if len(tokens) > self.manifest.block or segments.sum(dtype=np.int64) != len(tokens):
                 why = f"{len(tokens)} tokens in segments of {segments.sum(dtype=np.int64)}"
             elif len(tokens) and int(tokens.max()) >= vocab_size:
                 why = f"token id {tokens.max()} of a vocabulary of {vocab_size}"
-            elif spans and _stray(spans[0], len(tokens)):
+            elif len(starts) != len(ends) or (starts >= ends).any() or (ends > len(tokens)).any():
                 why = "supervised spans beyond its end"
             if why is not None:
                 ((file, number),) = self.provenance(np.array([row]))
@@ -344,25 +319,25 @@ class TokenDataset:
         return None
 
     def segment_lengths(self) -> np.ndarray:
-        """Lengths of all segments of all rows, int64."""
+        """Return the lengths of all segments of all rows, int64."""
         parts = [values for shard in self._shards for _, values in shard.columns["segment_lengths"]]
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
     def provenance(self, rows: np.ndarray) -> list[tuple[str, int]]:
-        """Shard file and row in that shard, of each row."""
+        """Return the shard file and the row in that shard, of each row."""
         located = (self.place(int(row)) for row in rows)
         return [(self.manifest.shards[shard].file, number) for shard, number in located]
 
     def token_offsets(self, shard: int) -> np.ndarray:
-        """See `Shard.token_offsets`."""
+        """Return what `Shard.token_offsets` does, of a shard."""
         return self._shards[shard].token_offsets()
 
     def rows_of(self, shard: int) -> np.ndarray:
-        """The rows that a shard holds, in order."""
+        """Return the rows that a shard holds, in order."""
         return np.arange(self._starts[shard], self._starts[shard + 1])
 
     def place(self, row: int) -> tuple[int, int]:
-        """The shard that holds a row, and its place there."""
+        """Return the shard that holds a row, and its row there."""
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         shard = int(np.searchsorted(self._starts, row, side="right")) - 1
@@ -377,19 +352,13 @@ class TokenDataset:
         return self._shards[shard].row(number)
 
 
-def _stray(spans: np.ndarray, tokens: int) -> bool:
-    """Return whether start, end, start, end ... are no stretches of a row of so many tokens."""
-    starts, ends = spans[::2], spans[1::2]
-    return len(starts) != len(ends) or bool((starts >= ends).any() or (ends > tokens).any())
-
-
 def is_prepared(config: DataConfig) -> bool:
     """Return whether the training data of a recipe's data section are there, sound or not."""
     return (config.dir / TRAIN / MANIFEST).is_file()
 
 
 def open_prepared(config: DataConfig) -> tuple[TokenDataset, dict[str, TokenDataset]]:
-    """The training data of a recipe's data section, and its validation sets by name, in the recipe's order.
+    """Return the training data of a recipe's data section, and its validation sets by name, in its order.
 
     Raises UserError when they are not there, are not whole, or were prepared with other settings.
     """

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,17 +18,15 @@ import pyarrow as pa
 from pydantic import ValidationError
 
 from emo.common.errors import UserError
-from emo.common.files import PART, part_file, write_text
+from emo.common.files import part_file, write_text
 from emo.common.text import counted
 from emo.data_prep.arrow import array_of, lists_of
 from emo.data_prep.config import TRAIN, VALIDATION, DataConfig, settings
 from emo.data_prep.encode import Encoded
 from emo.data_prep.pack import BlockPacker, PackedRows, packed_rows
-from emo.data_prep.reencode import Sampled, ShardCheck
-from emo.data_prep.scores import ABOUT, BEGUN, HASH, SCORES
+from emo.data_prep.reencode import ShardCheck
 from emo.data_prep.shards import (
     FORMAT,
-    MANIFEST,
     DomainCounts,
     Manifest,
     ShardInfo,
@@ -35,110 +34,84 @@ from emo.data_prep.shards import (
     schema,
     shard_name,
 )
-from emo.data_prep.tokenizer import FILES, TokenizerFacts
+from emo.data_prep.tokenizer import TokenizerFacts
 
-MARKER, SETTINGS, PLAN, GRAMS = "data_prep.json", "settings.json", "plan.parquet", "grams.npz"
-TOKENIZER, HASHES, OVERLAP = "tokenizer", "hashes.json", "contamination.json"
-NEW, SCAN = ".new", "scan"  # what planning jobs have made so far; in it, parts of the scan
-ROWS, LIMITED = "rows.parquet", "limited.parquet"  # in .new: what is selected, before the plan is whole
-PLANNING, JOBS = ".planning", ".jobs"  # leases of the job that sets up or decides, and of all that run
-NOTE = '{"made_by": "emo prepare", "meaning": "prepare --force may clear this directory"}\n'
-SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, PLAN)
-SET_UP = tuple(f"{NEW}/{name}" for name in (*SHARED, ROWS, LIMITED, "spill/*", f".*{PART}"))
-PARTS = ("[0-9]*.parquet", "[0-9]*.lease.[0-9]*")
-UNFINISHED = (*SET_UP, *(f"{NEW}/{SCAN}/{name}" for name in (*PARTS, ".clock.*", f".*{PART}")))
-OF_SPLIT = (
-    "shard-[0-9]*-of-[0-9]*.arrow",
-    "shard-[0-9]*-of-[0-9]*.json",
-    MANIFEST,
-    OVERLAP,
-    f".*{PART}",
-    *(f"{SCORES}/*/{name}" for name in (ABOUT, BEGUN, "*.npy", f"*{HASH}", f".*{PART}")),
-)
-OF_ALL = (*SHARED, HASHES, f".*{PART}")
+SETTINGS, PLAN, TOKENIZER = "settings.json", "plan.parquet", "tokenizer"
 TOOL = f"data_prep {FORMAT}"
 BATCH_ROWS = 1024  # rows of an Arrow record batch
 COUNTED = ("rows", "tokens", "valid_tokens", "segments")  # of each domain, while rows are written
 
 
 class ShardWriter:
-    """PackedRows of some domains into one shard file, hashed on the way."""
+    """PackedRows of some domains into one shard file."""
 
     def __init__(self, file: IO[bytes], kind: str, dtype: np.dtype, domains: tuple[str, ...]) -> None:
-        self._file, self._kind, self._dtype = file, kind, dtype
+        self._file, self._kind, self._dtype, self._domains = file, kind, dtype, domains
         self._schema = schema(kind, dtype)
-        self._hash = hashlib.sha256()
-        self._waiting: list[PackedRows] = []
-        self._waiting_rows = 0
-        self._domains = domains
-        self._counts = {key: np.zeros(len(domains), np.int64) for key in COUNTED}
-        self.bytes = 0
-        self._stream = pa.ipc.new_stream(pa.PythonFile(self, mode="w"), self._schema)
+        self._stream = pa.ipc.new_stream(file, self._schema)
+        self._waiting: list[pa.RecordBatch] = []
+        self._counts = np.zeros((len(domains), len(COUNTED)), np.int64)
 
-    closed = False  # Arrow asks the file that it writes to
+    def add(self, rows: PackedRows, most: int | None = None) -> int:
+        """Append the first `most` rows, or all; return how many. They are written BATCH_ROWS at a time."""
+        columns = [
+            lists_of(_ends(rows.lengths), rows.ids.astype(self._dtype, copy=False)),
+            lists_of(_ends(rows.segment_counts), rows.segments.astype(np.uint32)),
+            lists_of(_ends(rows.segment_counts), rows.sources),
+        ]
+        if self._kind == "instruct":
+            columns.append(lists_of(_ends(rows.span_counts), rows.spans.astype(np.uint32)))
+        domain = np.full(len(rows.lengths), rows.domain, np.uint16)
+        columns += [array_of(rows.valid.astype(np.uint32)), array_of(domain)]
+        batch = pa.RecordBatch.from_arrays(columns, schema=self._schema)
+        self._waiting.append(batch if most is None else batch.slice(0, most))
+        count = self._waiting[-1].num_rows
+        sums = [int(amount[:count].sum()) for amount in (rows.lengths, rows.valid, rows.segment_counts)]
+        self._counts[rows.domain] += (count, *sums)
+        if sum(batch.num_rows for batch in self._waiting) >= BATCH_ROWS:
+            self._write(BATCH_ROWS)
+        return count
 
-    def write(self, data: bytes) -> int:
-        """Write and hash bytes, for Arrow."""
-        self._hash.update(data)
-        self.bytes += len(data)
-        return self._file.write(data)
-
-    def flush(self) -> None:
-        """Flush the file, for Arrow."""
-        self._file.flush()
-
-    def add(self, rows: PackedRows) -> None:
-        """Append rows; they are written BATCH_ROWS at a time."""
-        self._waiting.append(rows)
-        self._waiting_rows += len(rows.lengths)
-        if self._waiting_rows >= BATCH_ROWS:
-            self._write_waiting(BATCH_ROWS)
+    def _write(self, multiple: int) -> None:
+        """Write as many of the rows that wait as are a multiple of some number."""
+        table = pa.Table.from_batches(self._waiting, self._schema)
+        count = table.num_rows // multiple * multiple
+        for start in range(0, count, BATCH_ROWS):
+            columns = table.slice(start, min(BATCH_ROWS, count - start)).columns
+            # Copied, since Arrow pads the buffers of what is a slice.
+            arrays = [pa.concat_arrays(column.chunks) for column in columns]
+            self._stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
+        self._waiting = table.slice(count).to_batches()
 
     def finish(self, path: Path, documents: Counter[str], counts: Counter[str]) -> ShardInfo:
-        """Write what waits and the end of the stream; return the note of a shard that is put at `place`.
+        """Write what waits and the end of the stream; return the note of a shard that gets the name `path`.
 
         documents: of each domain.
         """
-        self._write_waiting(1)
+        self._write(1)
         self._stream.close()
+        self._file.flush()
+        size = self._file.seek(0, os.SEEK_END)
+        self._file.seek(0)
         domains = [
-            DomainCounts(
-                name=name, documents=documents[name], **{k: int(v[i]) for k, v in self._counts.items()}
-            )
-            for i, name in enumerate(self._domains)
+            DomainCounts(name=name, documents=documents[name], **dict(zip(COUNTED, amounts, strict=True)))
+            for name, amounts in zip(self._domains, self._counts.tolist(), strict=True)
             if documents[name]
         ]
         return ShardInfo(
             split=path.parent.name,
             file=path.name,
-            bytes=self.bytes,
-            sha256=self._hash.hexdigest(),
+            bytes=size,
+            sha256=hashlib.file_digest(self._file, "sha256").hexdigest(),  # type: ignore[arg-type]
             **totals(domains),
             domains=domains,
             counts=dict(sorted((+counts).items())),
         )
 
-    def _write_waiting(self, least: int) -> None:
-        """Write batches while at least so many rows wait."""
-        if not self._waiting_rows:
-            return
-        rows = PackedRows(*(np.concatenate(column) for column in zip(*self._waiting, strict=True)))
-        while len(rows.lengths) >= least:
-            batch, rows = _cut(rows, BATCH_ROWS)
-            columns = [
-                _lists(batch.ids.astype(self._dtype), batch.lengths),
-                _lists(batch.segments.astype(np.uint32), batch.segment_counts),
-                _lists(batch.sources, batch.segment_counts),
-            ]
-            if self._kind == "instruct":
-                columns.append(_lists(batch.spans.astype(np.uint32), batch.span_counts))
-            columns += [array_of(batch.valid.astype(np.uint32)), array_of(batch.domain)]
-            self._stream.write_batch(pa.RecordBatch.from_arrays(columns, schema=self._schema))
-            sums = (None, batch.lengths, batch.valid, batch.segment_counts)
-            for key, amounts in zip(COUNTED, sums, strict=True):
-                by_domain = np.bincount(batch.domain, amounts, len(self._domains))
-                self._counts[key] += by_domain.astype(np.int64)
-        self._waiting, self._waiting_rows = [rows], len(rows.lengths)
+
+def _ends(lengths: np.ndarray) -> np.ndarray:
+    """Return where lists of some lengths begin, and where the last ends."""
+    return np.append(0, np.cumsum(lengths))
 
 
 def totals(parts: Iterable[DomainCounts | ShardInfo]) -> dict[str, int]:
@@ -152,7 +125,7 @@ def write_shard(
     index: int,
     config: DataConfig,
     dtype: np.dtype,
-    encoded: Iterable[tuple[str, list[Sampled], Encoded]],
+    encoded: Iterable[Encoded],
     check: ShardCheck,
     quota: int | None = None,
 ) -> ShardInfo:
@@ -161,19 +134,18 @@ def write_shard(
     It is put in place, and then its note, only if `check` finds the rows in it that come with the sequences.
     quota: for text, tokens at most, in whole blocks.
     """
-    name = shard_name(index, config.shards)
-    domains = config.domains_of(directory.name)
+    name, domains = shard_name(index, config.shards), config.domains_of(directory.name)
     counts: Counter[str] = Counter()
     documents: Counter[str] = Counter()
-    overlapping = 0
     overlap: set[int] = set()
+    overlapping = 0
 
     def counted_parts() -> Iterator[tuple[int, Encoded]]:
         nonlocal overlapping
-        for domain, rows, part in encoded:
-            number = domains.index(domain)
-            check.add(number, part.ids, part.lengths, rows)
-            documents[domain] += part.documents
+        for part in encoded:
+            number = domains.index(part.domain)
+            check.add(number, part.ids, part.lengths, part.sampled)
+            documents[part.domain] += part.documents
             counts.update(part.counts)
             overlap.update(part.overlap.tolist())
             overlapping += part.overlapping
@@ -186,12 +158,11 @@ def write_shard(
         else:
             _bins(writer, counted_parts(), config.sequence_len, dtype, directory)
         info = writer.finish(directory / name, documents, counts)
-        file.flush()
         check.compare(Path(file.name), config.kind, directory / name)
     if config.contamination is not None:
         note = {"documents": overlapping, "grams": sorted(overlap)}
         write_text(overlap_path(directory, index, config.shards), json.dumps(note) + "\n")
-    write_text(note_path(directory, index, config.shards), info.model_dump_json(indent=1) + "\n")
+    write_text((directory / name).with_suffix(".json"), info.model_dump_json(indent=1) + "\n")
     return info
 
 
@@ -207,12 +178,10 @@ def _blocks(
     for domain, part in encoded:
         packer = packers.setdefault(domain, BlockPacker(block, domain))
         rows = packer.add(part.ids, part.lengths, part.sources)
+        written = writer.add(rows, left)
         if left is not None:
-            if len(rows.lengths) > left:
-                counts["tokens_beyond_limit"] += (len(rows.lengths) - left) * block
-                rows = _cut(rows, left)[0]
-            left -= len(rows.lengths)
-        writer.add(rows)
+            counts["tokens_beyond_limit"] += (len(rows.lengths) - written) * block
+            left -= written
     counts["remainder_tokens_dropped"] += sum(packer.remainder for packer in packers.values())
 
 
@@ -226,59 +195,37 @@ def _bins(
     """Pack bins, which need all lengths of the shard first: the ids wait in a file that has no name."""
     import tempfile
 
-    lengths, sources = [np.zeros(0, np.int64)], [np.zeros(0, np.uint64)]
-    domains = [np.zeros(0, np.uint16)]
-    spans: list[np.ndarray] = []
+    parts: dict[int, list[tuple[int, Encoded]]] = {}  # of each domain: where the ids begin
+    tokens = 0
     with tempfile.TemporaryFile(dir=directory) as spool:
         for domain, part in encoded:
             spool.write(part.ids.tobytes())
-            lengths.append(part.lengths)
-            domains.append(np.full(len(part.lengths), domain, np.uint16))
-            spans += part.spans
-            sources.append(part.sources)
+            parts.setdefault(domain, []).append((tokens, part._replace(ids=part.ids[:0].copy())))
+            tokens += len(part.ids)
         spool.flush()
-        size, domain_of, source_of = (np.concatenate(parts) for parts in (lengths, domains, sources))
-        starts = np.cumsum(size) - size
-        if not len(size):
+        if not tokens:
             return
-        ids = np.memmap(spool, dtype, mode="r", shape=(int(size.sum()),))
-        for domain in np.unique(domain_of).tolist():
-            members = np.flatnonzero(domain_of == domain)
-            chosen = [spans[i] for i in members.tolist()]
-            sizes, hashes = size[members], source_of[members]
-            for rows in packed_rows(ids, starts[members], sizes, chosen, hashes, block, domain):
+        ids = np.memmap(spool, dtype, mode="r", shape=(tokens,))
+        for domain, members in sorted(parts.items()):
+            starts = [begin + np.cumsum(part.lengths) - part.lengths for begin, part in members]
+            lengths = np.concatenate([part.lengths for _, part in members])
+            sources = np.concatenate([part.sources for _, part in members])
+            spans = [span for _, part in members for span in part.spans]
+            for rows in packed_rows(ids, np.concatenate(starts), lengths, spans, sources, block, domain):
                 writer.add(rows)
         del ids
 
 
-def _lists(values: np.ndarray, lengths: np.ndarray) -> pa.ListArray:
-    return lists_of(np.append(0, np.cumsum(lengths)), values)
-
-
-def _cut(rows: PackedRows, count: int) -> tuple[PackedRows, PackedRows]:
-    """Return the first `count` rows, and those after them."""
-    ragged = (rows.lengths, rows.segment_counts, rows.span_counts)
-    tokens, segments, spans = (int(numbers[:count].sum()) for numbers in ragged)
-    ends = (tokens, count, segments, count, segments, spans, count, count, count)
-    pairs = list(zip(rows, ends, strict=True))
-    return PackedRows(*(c[:end] for c, end in pairs)), PackedRows(*(c[end:] for c, end in pairs))
-
-
-def note_path(directory: Path, index: int, count: int) -> Path:
-    """Return the path of the note that a shard is whole."""
-    return directory / shard_name(index, count).replace(".arrow", ".json")
-
-
 def overlap_path(directory: Path, index: int, count: int) -> Path:
     """Return the path of the grams of test rows that a shard's documents hold."""
-    return directory / shard_name(index, count).replace(".arrow", ".overlap.json")
+    return (directory / shard_name(index, count)).with_suffix(".overlap.json")
 
 
 def read_note(directory: Path, index: int, count: int) -> ShardInfo | None:
     """Return the note of a whole shard; None when the shard has to be made."""
     shard = directory / shard_name(index, count)
     try:
-        info = ShardInfo.model_validate_json(note_path(directory, index, count).read_bytes())
+        info = ShardInfo.model_validate_json(shard.with_suffix(".json").read_bytes())
         whole = shard.stat().st_size == info.bytes and (info.split, info.file) == (directory.name, shard.name)
     except (OSError, ValidationError):
         return None

@@ -23,18 +23,18 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from emo.data_prep.config import load_data_config
-from emo.data_prep.prepare import prepare
-from emo.data_prep.planning import Planning, set_up
+from emo.data_prep.prepare import Preparation, planned_inputs, prepare
+from emo.data_prep.scan import Scan
 what, recipe, job, jobs = sys.argv[1:]
 config = load_data_config(Path(recipe), [])
 if what == "set up":
     config.dir.mkdir()
-    set_up(config, False, str)
+    Preparation(config, 1, str).set_up()
 elif what == "scan":
-    planning = Planning(config, str)
+    scan = Scan(config, planned_inputs(config), None, config.dir / ".new/scan")
     print("ready", flush=True)
     sys.stdin.readline()
-    planning.scan(int(job) / int(jobs), 1)
+    scan.run(int(job) / int(jobs), 1, lambda: False, str)
 else:
     prepare(config, (0, 1), 1, False, False, str)
 status = Path("/proc/self/status").read_text().splitlines()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -51,13 +52,8 @@ def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(place: Path, **data: Any) -> DataConfig:
-    own = {
-        "sources": [{"files": "*.jsonl"}],
-        "shards": 3,
-        "validation_fraction": 0.2,
-        "tokenizer": "tokenizer",
-    }
-    return data_config(place, **(own | data))
+    common = {"sources": [{"files": "*.jsonl"}], "shards": 3, "validation_fraction": 0.2}
+    return data_config(place, **(common | {"tokenizer": "tokenizer"} | data))
 
 
 @pytest.fixture
@@ -92,7 +88,6 @@ SHARD, NOTE = "train/shard-00001-of-00003.arrow", "train/shard-00001-of-00003.js
 MENDED: dict[str, Callable[[Path], None]] = {
     "a shard is deleted": lambda d: (d / SHARD).unlink(),
     "a shard's last byte is flipped": lambda d: flip(d / SHARD),
-    "a note is damaged": lambda d: (d / NOTE).write_text("{"),
     "a note and its shard agree, but not with the manifest": lambda d: [
         flip(d / SHARD, 3000),
         edit(d / NOTE, sha256=sha256(d / SHARD)),
@@ -108,7 +103,6 @@ MENDED: dict[str, Callable[[Path], None]] = {
 REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
     "a new file matches": (lambda d: rows(d.parent / "b.jsonl", seed=9), "source-new"),
     "a source is edited at equal size": (lambda d: flip(d.parent / "a.jsonl", 200), "source-changed"),
-    "a source is renamed": (lambda d: (d.parent / "a.jsonl").rename(d.parent / "c.jsonl"), "source-new"),
     "the tokenizer is replaced": (lambda d: other_tokenizer(d.parent / "tokenizer"), "tokenizer-changed"),
     "the saved tokenizer is edited": (
         lambda d: (d / "tokenizer/tokenizer.json").write_text(
@@ -116,7 +110,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
         ),
         "tokenizer-changed",
     ),
-    "the saved tokenizer is gone": (lambda d: shutil.rmtree(d / "tokenizer"), "tokenizer-changed"),
     "settings are gone": (lambda d: (d / "settings.json").unlink(), "settings-damaged"),
     "settings are edited": (lambda d: edit(d / "settings.json", sequence_len=64), "settings-differ"),
     "the plan is flipped": (lambda d: [flip(d / "plan.parquet", 100), (d / SHARD).unlink()], "plan-damaged"),
@@ -136,14 +129,11 @@ def test_what_was_damaged_is_found_and_mended(config: DataConfig, case: str) -> 
     """By verify, by training, and by prepare, which gives the same bytes again."""
     expected = file_bytes(config.dir)
     MENDED[case](config.dir)
-    if case != "a note is damaged":
-        assert verify(config.dir)[1]
-    if case not in ("a note is damaged", "another split takes its place"):  # which says what it is
-        try:  # training opens it, and hashes it at a run's first start
+    assert verify(config.dir)[1]
+    if case != "another split takes its place":  # which says what it is
+        with contextlib.suppress(UserError):  # training opens it, and hashes it at a run's first start
             data, sets = open_prepared(config)
-            assert any(list(one.faults(Hashes(config.dir / "none"))) for one in (data, *sets.values()))
-        except UserError:
-            pass
+            assert any(list(each.faults(Hashes(config.dir / "none"))) for each in (data, *sets.values()))
     assert not any("nothing to do" in line for line in run(config))
     assert file_bytes(config.dir) == expected
     assert verify(config.dir)[1] == []
@@ -192,27 +182,19 @@ def test_ranks_share_the_hashing_and_touched_shards_are_hashed_again(
     assert SHARD in fault and read == [Path(SHARD).name]
 
 
-@pytest.mark.parametrize("inside", ["train/weights.bin", "notes.txt"])
-def test_a_directory_of_others_is_not_touched(tmp_path: Path, inside: str) -> None:
+def test_a_directory_of_others_is_not_touched(tmp_path: Path) -> None:
     rows(tmp_path / "a.jsonl")
-    own = tmp_path / "prepared" / inside
-    own.parent.mkdir(parents=True)
-    own.write_text("the only copy")
+    other = tmp_path / "prepared/train/weights.bin"
+    other.parent.mkdir(parents=True)
+    other.write_text("the only copy")
     for force in (False, True):
         with pytest.raises(UserError):
             run(data_config(tmp_path), force=force)
         kept = [p for p in tmp_path.rglob("*") if p.is_file() and ".planning" not in p.parts]
-        assert sorted(kept) == sorted([tmp_path / "a.jsonl", own]) and own.read_text() == "the only copy"
+        assert sorted(kept) == sorted([tmp_path / "a.jsonl", other]) and other.read_text() == "the only copy"
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"sources": [{"files": "no.jsonl"}]},
-        {"tokenizer": None, "train_tokenizer": 10**5},
-        {"contamination": "no"},
-    ],
-)
+@pytest.mark.parametrize("wrong", [{"sources": [{"files": "no.jsonl"}]}, {"contamination": "no"}])
 def test_a_wrong_recipe_under_force_loses_nothing(config: DataConfig, wrong: dict[str, Any]) -> None:
     """What is there is cleared when all that could fail has been done."""
     before = file_bytes(config.dir)
@@ -328,21 +310,18 @@ def test_what_differs_is_not_sealed(files: Path, sort: str, monkeypatch: pytest.
             run(config)
     assert error.value.code == "not-as-tokenized"
     assert not [p for name in ("*.arrow", "manifest.json", "*.part") for p in config.dir.rglob(name)]
-    lists = write._lists
+    lists = write.lists_of
     with monkeypatch.context() as broken:
-        broken.setattr(write, "_lists", lambda values, lengths: lists(values[::-1].copy(), lengths))
+        broken.setattr(write, "lists_of", lambda offsets, values: lists(offsets, values[::-1].copy()))
         with pytest.raises(UserError):
             run(config)
     run(config)
     right, faults = verify(config.dir)
     assert not faults and len(right) == len(config.splits)
-    assert not SORTS[sort][1] or all("same: none" not in line for line in right)
-
-
-@pytest.mark.parametrize("sort", [sort for sort, (_, told) in SORTS.items() if told])
-def test_verify_notices_what_is_wrong(files: Path, sort: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = sorted_config(files, sort)
-    monkeypatch.setattr(RowEncoder, "encode", shifted)
-    monkeypatch.setattr(ShardCheck, "compare", lambda *_: None)
-    run(config)
-    assert verify(config.dir)[1]
+    if SORTS[sort][1]:  # then `verify` can encode again, and notices what the check of a shard lets pass
+        assert all("same: none" not in line for line in right)
+        with monkeypatch.context() as broken:
+            broken.setattr(RowEncoder, "encode", shifted)
+            broken.setattr(ShardCheck, "compare", lambda *_: None)
+            run(config, force=True)
+        assert verify(config.dir)[1]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM as Models
 from transformers import GPT2Config, LlamaConfig
 
-from emo.data_prep.encode import EncodeSettings, RowEncoder
+from emo.data_prep.encode import Encoded, EncodeSettings, RowEncoder
 from emo.data_prep.pack import BlockPacker, first_fit_decreasing, packed_rows
 from emo.data_prep.shards import TokenDataset
 from emo.data_prep.templates import Conversation, Exchange, render
@@ -63,6 +63,12 @@ def supervised(length: int, spans: np.ndarray) -> np.ndarray:
     return mask
 
 
+def sequences(encoded: Encoded) -> list[tuple[list[int], list[bool]]]:
+    """Return the ids of each sequence, and which of them are supervised."""
+    ids = np.split(encoded.ids.astype(int), np.cumsum(encoded.lengths)[:-1]) if len(encoded.lengths) else []
+    return [(i.tolist(), supervised(len(i), s).tolist()) for i, s in zip(ids, encoded.spans, strict=True)]
+
+
 @settings(max_examples=250, deadline=None)
 @given(DIALOGUES, st.sampled_from(["alpaca", "chat"]))
 def test_mask_is_where_sentencepiece_says_the_responses_are(dialogue: Conversation, template: str) -> None:
@@ -80,8 +86,7 @@ def test_mask_is_where_sentencepiece_says_the_responses_are(dialogue: Conversati
         expected_mask += [False] * len(prompt) + [True] * (len(response) + 1)
 
     encoded = make_encoder(tiny_tokenizer(), template).conversations([dialogue])
-    assert encoded.ids.tolist() == expected_ids
-    assert supervised(len(expected_ids), encoded.spans[0]).tolist() == expected_mask
+    assert sequences(encoded) == [(expected_ids, expected_mask)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,35 +100,24 @@ def test_overlong_policies_lose_nothing_unseen(
 ) -> None:
     whole = make_encoder(tiny_tokenizer()).conversations(dialogues)
     cut = make_encoder(tiny_tokenizer(), "alpaca", block, policy).conversations(dialogues)
-    ends = np.cumsum(whole.lengths)
     expected, counts = [], Counter(whole.counts)
-    for end, length, spans in zip(ends, whole.lengths, whole.spans, strict=True):
-        ids, mask = whole.ids[end - length : end].tolist(), supervised(length, spans).tolist()
-        if length <= block:
+    for ids, mask in sequences(whole):
+        if len(ids) <= block:
             expected.append((ids, mask))
             continue
-        counts["overlong"] += 1
-        starts = {"drop": [], "truncate": [0], "split": range(0, length, block)}[policy]
+        starts = {"drop": [], "truncate": [0], "split": range(0, len(ids), block)}[policy]
         pieces = [(ids[a : a + block], mask[a : a + block]) for a in starts]
         kept = [piece for piece in pieces if any(piece[1][1:])]
         expected += kept
-        counts["overlong_tokens_lost"] += length - sum(len(piece[0]) for piece in kept)
-        if policy == "drop":
-            counts["overlong_dropped"] += 1
-        elif not kept:
-            counts["overlong_without_response"] += 1
-        else:
-            counts[{"truncate": "overlong_truncated", "split": "overlong_split"}[policy]] += 1
+        fate = {"drop": "dropped", "truncate": "truncated", "split": "split"}[policy]
+        fate = fate if kept or policy == "drop" else "without_response"
+        counts.update(["overlong", f"overlong_{fate}"])
+        counts["overlong_tokens_lost"] += len(ids) - sum(len(piece[0]) for piece in kept)
         if policy == "split":
             counts["overlong_pieces_without_response"] += len(pieces) - len(kept)
-    ends = np.cumsum(cut.lengths)
-    found = [
-        (cut.ids[end - n : end].tolist(), supervised(n, spans).tolist())
-        for end, n, spans in zip(ends, cut.lengths, cut.spans, strict=True)
-    ]
-    assert found == expected
+    assert sequences(cut) == expected
     assert +cut.counts == +counts
-    assert all(any(mask[1:]) for _, mask in found)
+    assert all(any(mask[1:]) for _, mask in sequences(cut))
 
 
 def as_messages(dialogue: Conversation) -> dict[str, Any]:
@@ -149,13 +143,7 @@ def test_labels_that_training_reads_are_the_masks(dialogues: list[Conversation])
             return
         run(config)
         found = segments(train_set(config))
-    ends = np.cumsum(encoded.lengths)
-    expected = []
-    for end, length, spans in zip(ends, encoded.lengths, encoded.spans, strict=True):
-        ids = encoded.ids[end - length : end].astype(int)
-        mask = supervised(length, spans)
-        labels = np.append(np.where(mask, ids, -100)[1:], -100)
-        expected.append((ids.tolist(), labels.tolist()))
+    expected = [(ids, [*np.where(mask, ids, -100)[1:].tolist(), -100]) for ids, mask in sequences(encoded)]
     assert sorted(found) == sorted(expected)
 
 
@@ -250,36 +238,32 @@ def test_bins_are_those_of_first_fit_decreasing(lengths: list[int], capacity: in
     assert [b.tolist() for b in bins] == naive_first_fit_decreasing(lengths, capacity)
 
 
-Documents = list[list[int]]
-
-
 @settings(max_examples=300, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 60_000), max_size=40), max_size=30),
     st.integers(2, 16),
     st.lists(st.integers(0, 30), max_size=4),
 )
-def test_blocks_are_the_documents_cut(documents: Documents, block: int, splits: list[int]) -> None:
+def test_blocks_are_the_documents_cut(documents: list[list[int]], block: int, splits: list[int]) -> None:
     """Whatever portions the documents arrive in."""
     packer = BlockPacker(block)
     cuts = sorted({0, len(documents), *(s for s in splits if s < len(documents))})
-    found: dict[str, list[int]] = {
+    packed_columns: dict[str, list[int]] = {
         name: [] for name in ("ids", "segments", "segment_counts", "sources", "valid")
     }
     for a, b in pairwise(cuts):
         flat = np.array([t for d in documents[a:b] for t in d], np.uint16)
         lengths = np.array([len(d) for d in documents[a:b]], np.int64)
         rows = packer.add(flat, lengths, np.arange(a, b, dtype=np.uint64))
-        assert rows.ids.dtype == np.uint16
-        assert (rows.lengths == block).all() and rows.lengths.sum() == len(rows.ids)
-        for name, values in found.items():
+        assert rows.ids.dtype == np.uint16 and (rows.lengths == block).all()
+        for name, values in packed_columns.items():
             values += getattr(rows, name).tolist()
     stream = [(t, d) for d, document in enumerate(documents) for t in document]
     full = len(stream) // block
     assert packer.remainder == len(stream) - full * block
     owners = [[d for _, d in stream[row * block : (row + 1) * block]] for row in range(full)]
     runs = [[row.count(d) for d in sorted(set(row))] for row in owners]
-    assert found == {
+    assert packed_columns == {
         "ids": [t for t, _ in stream[: full * block]],
         "segments": [r for row in runs for r in row],
         "segment_counts": [len(row) for row in runs],
@@ -288,45 +272,26 @@ def test_blocks_are_the_documents_cut(documents: Documents, block: int, splits: 
     }
 
 
-Example = tuple[list[int], list[tuple[int, int]]]
-
-
-@st.composite
-def examples(draw: st.DrawFn) -> list[Example]:
-    """Token sequences of at most 20, each with disjoint supervised spans."""
-    found = []
-    for number in range(draw(st.integers(1, 25))):
-        length = draw(st.integers(2, 20))
-        edges = sorted(draw(st.sets(st.integers(0, length), min_size=2, max_size=4)))
-        spans = list(zip(edges[::2], edges[1::2], strict=False))
-        found.append(([number * 100 + i for i in range(length)], spans))
-    return found
-
-
 @settings(max_examples=200, deadline=None)
-@given(examples())
-def test_packed_examples_keep_their_tokens_and_spans(made: list[Example]) -> None:
-    lengths = np.array([len(ids) for ids, _ in made], np.int64)
-    flat = np.array([t for ids, _ in made for t in ids], np.uint16)
-    starts = np.cumsum(lengths) - lengths
-    spans = [np.array(s, np.int64).reshape(-1, 2) for _, s in made]
-    found = {}
-    for row in packed_rows(flat, starts, lengths, spans, np.arange(len(made), dtype=np.uint64) // 2, 24):
-        assert row.lengths.tolist() == [row.segments.sum()] and row.segments.sum() <= 24
-        at = 0
-        supervised = np.zeros(len(row.ids), bool)
-        for a, b in row.spans.reshape(-1, 2):
-            supervised[a:b] = True
-        targets = 0
-        for segment, length in enumerate(row.segments):
-            own = slice(at, at + length)
-            number = int(row.ids[at]) // 100
-            assert row.sources[segment] == number // 2
-            found[number] = (row.ids[own].tolist(), supervised[own].tolist())
-            targets += int(supervised[at + 1 : at + length].sum())
-            at += length
-        assert row.valid.tolist() == [targets]
-    assert len(found) == len(made)
-    for number, (ids, given_spans) in enumerate(made):
-        mask = [any(a <= i < b for a, b in given_spans) for i in range(len(ids))]
-        assert found[number] == (ids, mask)
+@given(st.lists(st.tuples(st.integers(2, 20), st.sets(st.integers(0, 20), max_size=4)), min_size=1))
+def test_packed_examples_keep_their_tokens_and_spans(drawn: list[tuple[int, set[int]]]) -> None:
+    """Examples of some length, whose spans lie between pairs of edges; token i of example n is 100 n + i."""
+    lengths = np.array([length for length, _ in drawn])
+    edges = [sorted(min(edge, length) for edge in marks) for length, marks in drawn]
+    spans = [np.array([(a, b) for a, b in zip(e[::2], e[1::2], strict=False) if a < b]) for e in edges]
+    spans = [pairs.reshape(-1, 2).astype(np.int64) for pairs in spans]
+    flat = np.concatenate([100 * n + np.arange(length) for n, length in enumerate(lengths)])
+    numbers = np.arange(len(drawn), dtype=np.uint64)
+    (rows,) = packed_rows(flat, np.cumsum(lengths) - lengths, lengths, spans, numbers // 2, 24)
+    assert rows.lengths.max() <= 24 and sorted(rows.ids.tolist()) == sorted(flat.tolist())
+    columns = ((rows.ids, rows.lengths), (rows.segments, rows.segment_counts))
+    columns += ((rows.sources, rows.segment_counts), (rows.spans, rows.span_counts))
+    cut = [np.split(values, np.cumsum(counts)[:-1]) for values, counts in columns]
+    for ids, sizes, sources, marks, valid in zip(*cut, rows.valid, strict=True):
+        first = np.cumsum(sizes) - sizes
+        examples = ids[first] // 100
+        assert sizes.tolist() == lengths[examples].tolist() and sources.tolist() == (examples // 2).tolist()
+        assert ids.tolist() == [100 * n + i for n in examples for i in range(lengths[n])]
+        mask = np.concatenate([supervised(lengths[n], spans[n]) for n in examples])
+        assert supervised(len(ids), marks.reshape(-1, 2)).tolist() == mask.tolist()
+        assert valid == mask.sum() - mask[first].sum()

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 
 from emo.common.lease import Lease
 from emo.common.recipe import parse_section
-from emo.data_prep import near, plan, planning, scan
+from emo.data_prep import near, plan, scan
 from emo.data_prep.config import DataConfig, Source
 from emo.data_prep.inputs import Input, TextInput
-from emo.data_prep.prepare import prepare
+from emo.data_prep.plan import load_rows, select_rows
+from emo.data_prep.prepare import Preparation, planned_inputs, prepare
 from emo.data_prep.rows import REASONS, RowSpec, raw_rows
-from emo.data_prep.scan import Unit, divide
-from emo.data_prep.selection import write_selected
+from emo.data_prep.scan import Scan, Unit, divide
 from emo.data_prep.verify import verify
 from tests.helpers.corpus import data_config, file_bytes, run, texts, write_jsonl
 from tests.helpers.scanned import parts_of, select_in_memory
@@ -69,16 +69,14 @@ def test_rows_are_selected_as_if_all_were_in_memory(
     tree = {"dir": "x", "tokenizer": "t", "sources": [{"files": "a"}], "shards": 3, "dedup": dedup}
     tree |= {"validation": {"a": [{"files": "v"}], "b": [{"files": "w"}]}, "near_threshold": 0.7}
     config = parse_section(DataConfig, tree, "data")
-    arrays = (np.array(weights), np.array(splits, np.uint16))
-    shard, copies, expected = select_in_memory(config, *arrays, source, hashes, chars, reasons, signatures)
-    columns = (source, hashes, chars, reasons, signatures if dedup == "near" else None)
+    columns = (source, hashes, chars, reasons, signatures)
+    taken, expected = select_in_memory(config, weights, splits, *columns)
     with tempfile.TemporaryDirectory() as name, contextlib.closing(duckdb.connect()) as db:
-        parts = parts_of(Path(name), *columns, size=11, weights=weights, splits=splits, threshold=0.7)
-        write_selected(db, config, 4, parts, path := Path(name) / "rows.parquet")
+        scanned = load_rows(db, parts_of(Path(name), config, *columns, weights, splits, size=11))
+        select_rows(db, config, 4, scanned, path := Path(name) / "rows.parquet")
         dealt = pq.read_table(path).to_pydict()
         counts = dict(db.sql("SELECT reason, count(*) FROM rows GROUP BY reason").fetchall())
-    taken = [(shard[row], row, copies[row]) for row in range(len(shard)) if shard[row] >= 0]
-    assert list(zip(dealt["shard"], dealt["row"], dealt["copies"], strict=True)) == sorted(taken)
+    assert list(zip(dealt["shard"], dealt["row"], dealt["copies"], strict=True)) == taken
     assert [counts.get(code, 0) for code in range(len(REASONS))] == np.bincount(
         expected, minlength=len(REASONS)
     ).tolist()
@@ -149,15 +147,15 @@ def corpus(root: Path, **data: Any) -> DataConfig:
 def noted_units(monkeypatch: pytest.MonkeyPatch, most: int = 1000) -> list[int]:
     """The numbers of units as they are scanned; the process is interrupted after the last that may be."""
     numbers: list[int] = []
-    scan_unit = planning.scan_unit
+    make = Scan.make
 
-    def noted(directory: Path, unit: Unit, *others: Any) -> None:
+    def noted(self: Scan, unit: Unit, *others: Any) -> None:
         if len(numbers) == most:
             raise KeyboardInterrupt
         numbers.append(unit.number)
-        scan_unit(directory, unit, *others)
+        make(self, unit, *others)
 
-    monkeypatch.setattr(planning, "scan_unit", noted)
+    monkeypatch.setattr(Scan, "make", noted)
     return numbers
 
 
@@ -199,7 +197,7 @@ def test_parts_that_are_whole_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
     rows.write_bytes(rows.read_bytes()[:-1])
     first = tmp_path / "a.jsonl"
     first.write_bytes(first.read_bytes())  # the same text, but nobody can know
-    changed = [u.number for u in divide(planning.planned_inputs(config)) if u.stretches[0].input == 0]
+    changed = [u.number for u in divide(planned_inputs(config)) if u.stretches[0].input == 0]
     again = noted_units(monkeypatch)
     run(config)
     assert set(again) == {2, *changed} | set(range(7, max(again) + 1)) and len(again) == len(set(again))
@@ -212,7 +210,7 @@ def test_a_job_waits_for_a_unit_and_takes_over_from_a_dead_one(
     small(monkeypatch)
     config = corpus(tmp_path)
     other = Lease(config.dir / ".new/scan", "000001.lease")
-    set_up = planning.set_up
+    set_up = Preparation.set_up
 
     def taken(*arguments: Any) -> None:
         set_up(*arguments)
@@ -224,7 +222,7 @@ def test_a_job_waits_for_a_unit_and_takes_over_from_a_dead_one(
             other.release()  # it died, and its part was never written
 
     lines: list[str] = []
-    monkeypatch.setattr("emo.data_prep.prepare.set_up", taken)
+    monkeypatch.setattr(Preparation, "set_up", taken)
     prepare(config, (0, 1), 1, False, False, released)
     (waiting,) = (line for line in lines if "waiting for" in line)
     assert "1 of " in waiting and f"process {os.getpid()} on " in waiting

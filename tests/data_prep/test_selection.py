@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emo.data_prep.contamination import Finder, collect
-from emo.data_prep.limit import _trimmed, in_turn
 from emo.data_prep.near import band_shape, signatures
+from emo.data_prep.plan import _trimmed, in_turn
 from emo.data_prep.scan import uniform
 from emo.data_prep.shards import Manifest
 from emo.data_prep.world import TASKS, corpus, read_rows, task_rows
@@ -42,9 +42,13 @@ def test_a_weight_drops_no_row_of_another_source(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "b.jsonl", second)
     sources = [{"files": "a.jsonl", "weight": 0.1}, {"files": "b.jsonl"}]
     for name, dedup in (("exact", "exact"), ("near", "near")):
-        times = Counter(rows_of(prepared(tmp_path, dir=str(tmp_path / name), sources=sources, dedup=dedup)))
-        assert [times[text] for text in second] == [1] * 300
-        assert 10 < sum(times[text] for text in first) < 60
+        config = prepared(tmp_path, dir=str(tmp_path / name), sources=sources, dedup=dedup)
+        times = Counter(rows_of(config))
+        few = [times[text] for text in first]
+        assert [times[text] for text in second] == [1] * 300 and 10 < sum(few) < 60
+        taken = [source["train"] for source in train_set(config).manifest.sources]
+        assert sum(taken) == 300 + sum(few)
+        assert plan_rejected(config)["weight"] >= few.count(0)
     sources[0]["weight"] = 2
     times = Counter(rows_of(prepared(tmp_path, dir=str(tmp_path / "two"), sources=sources[::-1])))
     assert [times[text] for text in second] == [2] * 150 + [1] * 150  # the most that a source asks for
@@ -199,30 +203,23 @@ def rejected(tmp_path: Path, rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def passage(rng: random.Random, words: int = 150) -> str:
-    text = ""
-    while len(text.split()) < words:
-        text += f" {sentence(rng)} {rng.randrange(10**6)}"
-    return text
+    return " ".join(f"{sentence(rng)} {rng.randrange(10**6)}" for _ in range(words // 10))
 
 
 def asked(form: str, system: str, context: str, question: str, answer: str) -> dict[str, Any]:
-    """A row in one of the forms in which such rows come."""
+    """Return a row in one of the forms in which such rows come."""
     if form == "input":
         return {"instruction": question, "input": context, "output": answer, "system": system}
-    content = f"{context}\n\n{question}"
-    talk = [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]
-    return {"messages": [{"role": "system", "content": system}, *talk] if system else talk}
+    roles = {"system": system, "user": f"{context}\n\n{question}", "assistant": answer}
+    return {"messages": [{"role": role, "content": content} for role, content in roles.items() if content]}
 
 
 @pytest.mark.parametrize("form", ["input", "before"])
-@pytest.mark.parametrize("answers", ["long", "yes or no"])
-def test_questions_on_one_passage_are_all_kept(tmp_path: Path, form: str, answers: str) -> None:
-    rng = random.Random(5)
-    rows = []
-    for _ in range(12):
-        context = passage(rng)
-        for _ in range(5):
-            answer = passage(rng, 40) if answers == "long" else rng.choice(["Yes", "No"])
+def test_questions_on_one_passage_are_all_kept(tmp_path: Path, form: str) -> None:
+    """... whether their answers are long or but a word."""
+    rng, rows = random.Random(5), []
+    for context in (passage(rng) for _ in range(12)):
+        for answer in (passage(rng, 40), passage(rng, 40), "Yes", "Yes", "No"):
             rows.append(asked(form, "", context, sentence(rng, 6, 12), answer))
     assert rejected(tmp_path, rows) == {}
 

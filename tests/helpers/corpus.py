@@ -127,14 +127,13 @@ def random_dataset(place: Path, rows: int, block: int) -> TokenDataset:
     none, two, full = np.zeros(0, np.int64), np.full(1000, 2), np.full(1000, block)
     halves = np.tile([block // 2, block - block // 2], 1000)
     for name in (shards.shard_name(0, 2), shards.shard_name(1, 2)):
-        with (place / name).open("wb") as file:
+        with (place / name).open("w+b") as file:
             writer = ShardWriter(file, "text", np.dtype(np.uint16), (DEFAULT_DOMAIN,))
             for _ in range(rows // 2000):
                 ids = rng.integers(0, 1000, 1000 * block, dtype=np.uint16)
                 zeros = np.zeros(1000, np.int64)
-                domain = zeros.astype(np.uint16)
                 each = rng.integers(0, 1 << 63, 2000, dtype=np.uint64)
-                writer.add(PackedRows(ids, full, halves, two, each, none, zeros, full - 2, domain))
+                writer.add(PackedRows(ids, full, halves, two, each, none, zeros, full - 2, 0))
             infos.append(writer.finish(place / name, Counter({DEFAULT_DOMAIN: rows}), Counter()))
     counts = totals(infos)
     facts: dict[str, Any] = {"format": shards.FORMAT, "tool": "test", "kind": "text", "split": "train"}

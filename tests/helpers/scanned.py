@@ -7,100 +7,96 @@ from typing import Any
 
 import numpy as np
 
+from emo.data_prep.arrow import array_of
 from emo.data_prep.config import DataConfig
-from emo.data_prep.inputs import Extent
-from emo.data_prep.near import band_keys, band_shape
+from emo.data_prep.near import band_shape, near_columns
 from emo.data_prep.rows import CODE
-from emo.data_prep.scan import Part, PartWriter, ScannedPiece, Seen, Stretch, Unit, weighed
+from emo.data_prep.scan import ScanPart, batch_of, read_part, weighed, write_part
 
 
 def parts_of(
-    directory: Path, source: np.ndarray, hashes: np.ndarray, chars: np.ndarray | int = 1,
-    reasons: np.ndarray | int = 0, signatures: np.ndarray | None = None, size: int = 1000,
-    weights: Any = (1,), splits: Any = (0,), threshold: float = 0.8, seed: int = 0, fraction: float = 0.0,
-) -> list[Part]:  # fmt: skip
-    """Rows in parts of `size` rows each, every part with a piece for each source in it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    chars, reasons = (np.broadcast_to(values, len(hashes)) for values in (chars, reasons))
+    directory: Path, config: DataConfig, source: np.ndarray, hashes: np.ndarray, chars: np.ndarray,
+    reasons: np.ndarray, signatures: np.ndarray, weights: list[int], splits: list[int], size: int,
+) -> list[ScanPart]:  # fmt: skip
+    """Return rows in parts of `size` rows each, every part with a piece for each source in it."""
+    near = config.dedup == "near"
     parts = []
-    for number, start in enumerate(range(0, max(1, len(hashes)), size)):
-        unit, end = Unit(number, (Stretch(0, 0, None),), 1), min(start + size, len(hashes))
-        inputs, begins = np.unique(source[start:end], return_index=True)
-        with PartWriter(directory, unit, signatures is not None) as writer:
-            bounds = [*(start + begins).tolist(), end]
-            for i, first, last in zip(inputs.tolist(), bounds, bounds[1:], strict=False):
-                member = hashes[first:last].astype(np.uint64)
-                weight, split = weights[i % len(weights)], splits[i % len(splits)]
-                columns: dict[str, Any] = weighed(member, weight, split, seed, fraction)
-                columns |= {"hash": member, "chars": chars[first:last].astype(np.uint32)}
-                columns["reason"] = reasons[first:last].astype(np.uint8)
-                if signatures is not None:
-                    signed = signatures[first:last].astype(np.uint32)
-                    columns["signature"] = [row.tobytes() for row in signed]
-                    columns["bands"] = list(band_keys(signed, threshold))
-                writer.add(i, ScannedPiece(Extent(0, 0), 0, columns))
-            writer.finish("", [Seen(i, rows=1) for i in inputs.tolist()])
-        part = Part.read(directory, unit, "")
+    for number, start in enumerate(range(0, len(hashes), size)):
+        stretch = slice(start, start + size)
+        inputs, begins = np.unique(source[stretch], return_index=True)
+        bounds = [*(start + begins).tolist(), min(start + size, len(hashes))]
+        note: dict[str, Any] = {"key": "", "pieces": [], "inputs": []}
+        batches = []
+        for i, first, last in zip(inputs.tolist(), bounds, bounds[1:], strict=False):
+            member = hashes[first:last].astype(np.uint64)
+            columns = weighed(i, member, weights[i], splits[i], config)
+            columns |= {"hash": member, "chars": chars[first:last].astype(np.uint32)}
+            columns |= {"reason": reasons[first:last].astype(np.uint8)}
+            rows = {name: array_of(values) for name, values in columns.items()}
+            if near:
+                signed = signatures[first:last].astype(np.uint32)
+                rows |= near_columns(signed, np.ones(last - first, bool), config.near_threshold)
+            batches.append(batch_of(rows))
+            note["pieces"].append([i, 0, 0, last - first, 0])
+        path = directory / f"{number}.parquet"
+        write_part(path, near, batches, note)
+        part = read_part(path, "")
         assert part is not None
         parts.append(part)
     return parts
 
 
 def select_in_memory(
-    config: DataConfig, weights: np.ndarray, splits: np.ndarray, source: np.ndarray, hashes: np.ndarray,
+    config: DataConfig, weights: list[int], splits: list[int], source: np.ndarray, hashes: np.ndarray,
     chars: np.ndarray, reasons: np.ndarray, signatures: np.ndarray,
-) -> tuple[list[int], list[int], list[int]]:  # fmt: skip
-    """Shard, copies and reason of each row by the definition; weights are whole, splits of the sources."""
-    count = len(hashes)
-    reason = [int(one) for one in reasons]
-    copies = [int(weights[one]) for one in source]
-    split = [int(splits[one]) for one in source]
-    usable = [row for row in range(count) if not reason[row]]
+) -> tuple[list[tuple[int, int, int]], list[int]]:  # fmt: skip
+    """Return shard, row and copies of the rows that are used, and all reasons, by the definition."""
+    reason = reasons.tolist()
+    copies, split = ([values[number] for number in source] for values in (weights, splits))
+
+    def live() -> list[int]:
+        return [row for row in range(len(reason)) if not reason[row]]
+
+    def keep_best(groups: dict[int, int], code: int) -> None:
+        """Of each group keep the best row of the first split, or where that has none, of every split."""
+        for group in set(groups.values()):
+            members = sorted((split[row], -copies[row], row) for row in groups if groups[row] == group)
+            first: set[int] = set()
+            for number, _, row in members:
+                if number in first or 0 in first:
+                    reason[row] = code
+                first.add(number)
+
     if config.dedup != "none":
-        _keep_best({row: int(hashes[row]) for row in usable}, split, copies, reason, CODE["duplicate"])
+        keep_best({row: int(hashes[row]) for row in live()}, CODE["duplicate"])
     if config.dedup == "near":
-        left = [row for row in usable if not reason[row]]
-        group = _components(left, signatures, config.near_threshold)
-        _keep_best(group, split, copies, reason, CODE["near_duplicate"])
-    shard = [-1] * count
-    for one in range(len(config.splits)):
-        own = [row for row in range(count) if not reason[row] and split[row] == one]
-        total, before = sum(int(chars[row]) * copies[row] for row in own), 0
-        for row in own:
-            shard[row] = one * config.shards + before * config.shards // max(1, total)
+        keep_best(_components(live(), signatures, config.near_threshold), CODE["near_duplicate"])
+    taken = []
+    for number in range(len(config.splits)):
+        rows = [row for row in live() if split[row] == number]
+        total, before = sum(int(chars[row]) * copies[row] for row in rows), 0
+        for row in rows:
+            taken.append((number * config.shards + before * config.shards // max(1, total), row, copies[row]))
             before += int(chars[row]) * copies[row]
-    return shard, [c if s >= 0 else 0 for c, s in zip(copies, shard, strict=True)], reason
+    return sorted(taken), reason
 
 
-def _keep_best(
-    groups: dict[int, int], split: list[int], copies: list[int], reason: list[int], code: int
-) -> None:
-    """Of each group the best row of the first split, or where that has none, of every split."""
-    for group in set(groups.values()):
-        members = sorted((split[row], -copies[row], row) for row in groups if groups[row] == group)
-        kept: set[int] = set()
-        for which, _, row in members:
-            if which in kept or 0 in kept:
-                reason[row] = code
-            kept.add(which)
-
-
-def _components(left: list[int], signatures: np.ndarray, threshold: float) -> dict[int, int]:
+def _components(rows: list[int], signatures: np.ndarray, threshold: float) -> dict[int, int]:
     """Row -> group: similar ones, compared with the first and the last before that agrees in a band.
 
     signatures: uint32 [rows, 1 or 2, PERMUTATIONS]; those of a row together agree in a band, each is similar.
     """
     both = signatures.min(axis=1)
     bands, width = band_shape(threshold)
-    group = {row: row for row in left}
+    group = {row: row for row in rows}
     for band in range(bands):
         alike: dict[bytes, list[int]] = {}
-        for row in left:
+        for row in rows:
             others = alike.setdefault(both[row, band * width : (band + 1) * width].tobytes(), [])
             for other in (others[0], others[-1]) if others else ():
                 same = (signatures[row] == signatures[other]).mean(axis=1)
                 if (same >= threshold).all() and group[row] != group[other]:
                     old, new = max(group[row], group[other]), min(group[row], group[other])
-                    group = {one: new if g == old else g for one, g in group.items()}
+                    group = {member: new if number == old else number for member, number in group.items()}
             others.append(row)
     return group
