@@ -26,7 +26,7 @@ from emo.common.text import counted
 from emo.data_prep import contamination
 from emo.data_prep.config import DataConfig, context_of, settings
 from emo.data_prep.encode import EncodeSettings, counting, words_agree
-from emo.data_prep.inputs import Input
+from emo.data_prep.inputs import Input, is_saved
 from emo.data_prep.limit import limit_tokens
 from emo.data_prep.plan import Plan
 from emo.data_prep.rows import plain_text, take
@@ -43,8 +43,7 @@ from emo.data_prep.scan import (
 )
 from emo.data_prep.selection import select
 from emo.data_prep.shards import FORMAT
-from emo.data_prep.sources import is_saved
-from emo.data_prep.templates.chat import ChatTemplate, check_template, read_template
+from emo.data_prep.templates import ChatTemplate, check_template, read_template
 from emo.data_prep.tokenizer import (
     TokenizerFacts,
     require_end,

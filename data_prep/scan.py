@@ -45,8 +45,7 @@ from emo.data_prep.rows import (
     columns,
     judge,
 )
-from emo.data_prep.templates import Chat, Conversation
-from emo.data_prep.templates.chat import ChatTemplate, RefusedError, render
+from emo.data_prep.templates import Chat, ChatTemplate, Conversation, RefusedError, render_chat
 
 UNITS = 4096  # about as many at most, but for inputs whose size is not known
 UNIT = 8 << 20  # bytes of a unit at least, as they are stored
@@ -289,7 +288,7 @@ def _written(judged: Judged, chat: ChatTemplate) -> Judged:
     """Return the row, or its rejection where it is a chat that the template does not write."""
     try:
         if isinstance(judged.row, Chat):
-            render(judged.row, chat)
+            render_chat(judged.row, chat)
     except RefusedError as error:
         return Judged(Rejected(error.reason, error.detail))
     return judged

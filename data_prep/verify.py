@@ -23,7 +23,7 @@ from emo.common.files import Hashes, remove_abandoned, sha256
 from emo.common.text import counted
 from emo.common.untrusted import read_json
 from emo.data_prep.config import TRAIN, VALIDATION, DataConfig, described, differences, splits_made
-from emo.data_prep.inputs import AGAIN, Input
+from emo.data_prep.inputs import AGAIN, Input, open_inputs
 from emo.data_prep.plan import Plan
 from emo.data_prep.reencode import PlainEncoder, written_again
 from emo.data_prep.shards import (
@@ -40,8 +40,7 @@ from emo.data_prep.shards import (
     read_manifest,
     shard_name,
 )
-from emo.data_prep.sources import open_inputs
-from emo.data_prep.templates.chat import read_template
+from emo.data_prep.templates import read_template
 from emo.data_prep.tokenizer import TokenizerFacts, read_tokenizer, tokenizer_facts
 from emo.data_prep.write import COUNTED, PLAN, SETTINGS, TOKENIZER, overlap_path, read_note, totals
 

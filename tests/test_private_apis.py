@@ -56,7 +56,7 @@ ATTRIBUTES = {
         "transformers:PreTrainedModel._keys_to_ignore_on_load_unexpected",
         "transformers.modeling_utils:load_state_dict",
     ],
-    "data_prep/templates/chat.py": [
+    "data_prep/templates.py": [
         "transformers.utils.chat_template_utils:_get_control_token_patterns",
         "transformers.utils.chat_template_utils:mark_control_tokens",
     ],

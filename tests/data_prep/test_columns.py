@@ -15,8 +15,8 @@ from rich.console import Console
 
 from emo.data_prep.cli import main
 from emo.data_prep.config import load_data_config
-from emo.data_prep.rows import Rejected, RowSpec, guess, parse
-from emo.data_prep.sniff import sniff
+from emo.data_prep.rows import Rejected, RowSpec, parse
+from emo.data_prep.sniff import guess, sniff
 from emo.data_prep.templates import Chat, Conversation, Exchange
 from emo.data_prep.verify import verify
 from tests.data_prep.test_chat import CHATML, THINKING, tokenizer_with

@@ -24,10 +24,9 @@ import zstandard
 
 from emo.common.errors import FailureError, UserError
 from emo.data_prep import inputs
-from emo.data_prep.inputs import TableInput, TextInput
+from emo.data_prep.inputs import TableInput, TextInput, open_inputs
 from emo.data_prep.plan import Plan
 from emo.data_prep.rows import Rejected, RowSpec, parse
-from emo.data_prep.sources import open_inputs
 from emo.data_prep.tokenizer import load_tokenizer
 from emo.data_prep.verify import verify
 from tests.helpers.corpus import (
