@@ -65,6 +65,8 @@ class RowSpec(NamedTuple):
             return (self.column,)
         if part == "text" and self.format == "tokens" and not self.columns:
             return TOKEN_COLUMNS
+        if not self.columns:
+            return NAMES[part]
         return next(((name,) for key, name in self.columns if key == part), NAMES[part])
 
     def find(self, raw: dict[str, Any], part: str) -> str | None:

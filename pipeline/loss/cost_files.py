@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from emo.common.errors import UserError, one_line
-from emo.common.untrusted import read_json
 from emo.common.weights import load_config, shard_names
 from emo.pipeline.loss.cost import CostEmbedding, NumberCost
 
@@ -138,11 +137,7 @@ def _read_tensor(source: str, revision: str | None, name: str) -> Tensor | None:
         index = _checkpoint_file(source, revision, f"{stem}.index.json")
         shard: str | None = stem
         if index is not None:
-            try:
-                shard = shard_names(index, read_json(index)).get(name)
-            except (OSError, ValueError):
-                line = f"cost embedding {source}: {index.name} is damaged"
-                raise UserError(line, code="cost-unreadable") from None
+            shard = shard_names(index).get(name)
             if shard is not None and _checkpoint_file(source, revision, shard) is None:
                 line = f"cost embedding {source}: {index.name} names {shard}, which is missing"
                 raise UserError(line, code="cost-missing")

@@ -12,7 +12,7 @@ import pytest
 from emo.common.errors import UserError, one_line
 from emo.common.text import markdown, on_one_line, printable, publishable, without_secrets
 from emo.common.untrusted import arrays, is_plain_name, read_bytes, read_json
-from emo.common.weights import check_directory, load_causal_lm, load_config
+from emo.common.weights import load_causal_lm, load_config
 
 LLAMA = {"model_type": "llama", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 8}
 
@@ -58,13 +58,12 @@ def test_an_index_names_files_beside_it(tmp_path: Path, name: object) -> None:
     directory = model(tmp_path / "m")
     index = {"weight_map": {"lm_head.weight": name}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-    for read in (check_directory, load_causal_lm):
-        with pytest.raises(UserError) as error:
-            read(directory)
-        assert error.value.code == "model-index"
+    with pytest.raises(UserError) as error:
+        load_causal_lm(directory)
+    assert error.value.code == "model-index"
 
 
-@pytest.mark.parametrize("config", [{"vocab_size": [[]]}, {"dtype": "os"}, {"num_hidden_layers": 10**12}])
+@pytest.mark.parametrize("config", [{"vocab_size": [[]]}, {"dtype": "os"}])
 def test_a_configuration_that_cannot_be_is_a_value_error(tmp_path: Path, config: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"config.json: |vocab_size|dtype"):
         load_config(model(tmp_path / "m", **config))
