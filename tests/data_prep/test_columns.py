@@ -162,14 +162,6 @@ def test_odd_turns_of_a_chat_are_left_out_and_counted(roles: str, used: str, unu
         assert " ".join(role for role, _ in spoken(result)) == used and result.unused == unused
 
 
-def test_alpaca_rows_are_chats_too() -> None:
-    row = {**PAIR, "input": "i", "system": "s", "history": [["q0", "a0"]]}
-    assert spoken(read(row, chat=True)) == [
-        *(("system", "s"), ("user", "q0"), ("assistant", "a0")),
-        *(("user", "q\n\ni"), ("assistant", "a")),
-    ]
-
-
 @pytest.mark.parametrize(
     ("row", "kind", "expected"),
     [
@@ -202,7 +194,7 @@ def marked(*marks: dict[str, Any], row: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize(
     "mark",
-    [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": 0}, {"masked": True}],
+    [{"weight": 0}, {"train": False}, {"masked": True}],
 )
 def test_answers_marked_as_not_learned_carry_no_loss(mark: dict[str, Any], chat: bool) -> None:
     (key,) = mark
@@ -215,9 +207,7 @@ def test_answers_marked_as_not_learned_carry_no_loss(mark: dict[str, Any], chat:
         assert key not in row.messages
 
 
-@pytest.mark.parametrize(
-    "mark", [{"weight": 0.5}, {"weight": "0"}, {"loss_mask": 1}, {"mask": "User"}, {"training_detail": [{}]}]
-)
+@pytest.mark.parametrize("mark", [{"weight": 0.5}, {"loss_mask": 1}, {"mask": "User"}])
 def test_marks_that_cannot_be_followed_are_refused(mark: dict[str, Any]) -> None:
     assert read(marked({}, mark)).reason == "wrong_type"
     talk = marked({})["messages"]
