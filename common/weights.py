@@ -8,7 +8,6 @@ tensors and plain values, by torch's `weights_only`.
 from __future__ import annotations
 
 import contextlib
-import logging
 import pickle
 import re
 import tempfile
@@ -34,6 +33,16 @@ class Loaded(NamedTuple):
     mismatched: list[str]  # tensors that a file holds in another shape
     unexpected: list[str]  # tensors that this kind of model has not
     fault: str | None  # what else; the sentence begins with a verb: "holds ..."
+
+    @staticmethod
+    def of(model: Any, report: dict[str, Any]) -> Loaded:
+        """Return a model with what transformers reports of its files."""
+        missing, mismatched, unexpected = (
+            sorted(name if isinstance(name, str) else str(name[0]) for name in report[f"{kind}_keys"])
+            for kind in ("missing", "mismatched", "unexpected")
+        )
+        unexpected = [name for name in unexpected if not OLD_BUFFERS.search(name)]
+        return Loaded(model, missing, mismatched, unexpected, None)
 
     @property
     def faulty(self) -> bool:
@@ -145,7 +154,7 @@ def load_causal_lm(source: str | Path, revision: str | None = None, **options: A
             raise UserError(
                 f"{problem}; merge it into the weights, or remove {ADAPTER}", code="adapter"
             ) from None
-        return _loaded(loaded.model, report.to_dict())
+        return Loaded.of(loaded.model, report.to_dict())
     return loaded
 
 
@@ -164,20 +173,12 @@ def _load(directory: str | Path, source: str | Path, revision: str | None, **opt
     except pickle.UnpicklingError as error:
         problem = f"{source}: its weights are a pickle that is more than tensors ({one_line(error, 120)})"
         raise UserError(f"{problem}, which is not loaded; use safetensors", code="pickle") from None
-    loaded = _loaded(model, report)
-    if not loaded.faulty:
-        loaded = loaded._replace(fault=_silent_fault(model, _weights(directory, revision)))
-    return loaded
-
-
-def _loaded(model: Any, report: dict[str, Any]) -> Loaded:
-    """Return a model with what transformers reports of its files."""
-    missing, mismatched, unexpected = (
-        sorted(name if isinstance(name, str) else str(name[0]) for name in report[f"{kind}_keys"])
-        for kind in ("missing", "mismatched", "unexpected")
+    loaded = Loaded.of(model, report)
+    return (
+        loaded
+        if loaded.faulty
+        else loaded._replace(fault=_silent_fault(model, _weights(directory, revision)))
     )
-    unexpected = [name for name in unexpected if not OLD_BUFFERS.search(name)]
-    return Loaded(model, missing, mismatched, unexpected, None)
 
 
 def shard_names(index: Path) -> dict[str, str]:
@@ -204,23 +205,15 @@ def _refuse_code(error: Exception, source: str | Path) -> None:
 
 @contextlib.contextmanager
 def _without_report() -> Iterator[None]:
-    """Silence transformers' table of what a checkpoint lacks, which is told in one line afterwards.
+    """Silence transformers' table of what a checkpoint lacks, which is told in one line afterwards."""
+    from transformers.utils import logging
 
-    Faults of its own conversions stay: their error refers to the table.
-    """
-
-    def keep(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        return "CONVERSION" in message or not ("LOAD REPORT" in message or "tied weights" in message)
-
-    loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "integrations.peft")]
-    for logger in loggers:
-        logger.addFilter(keep)
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
-        for logger in loggers:
-            logger.removeFilter(keep)
+        logging.set_verbosity(level)
 
 
 def _silent_fault(model: Any, paths: list[Path]) -> str | None:
@@ -239,20 +232,15 @@ def _silent_fault(model: Any, paths: list[Path]) -> str | None:
             if not (quantized or tensor.is_floating_point() or known):
                 kind = str(tensor.dtype).removeprefix("torch.")
                 return f"holds {name} as {kind}, not as floating-point numbers"
-
-    def stored(name: str) -> str | None:
-        """Return the name of a tensor in the files: those of a bare base model lack the prefix."""
-        bare = name.removeprefix(f"{model.base_model_prefix}.")
-        return next((key for key in (name, bare) if key in files), None)
-
-    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        first, second = stored(target), stored(source)
-        if first is None or second is None or first == second:
+    prefix = f"{model.base_model_prefix}."  # which those of a bare base model lack
+    for pair in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        names = [key if key in files else key.removeprefix(prefix) for key in pair]
+        if names[0] == names[1] or not all(name in files for name in names):
             continue
-        tensors = [load_state_dict(files[name])[name].to(model.dtype) for name in (first, second)]
-        if not tensors[0].equal(tensors[1]):
+        first, second = (load_state_dict(files[name])[name].to(model.dtype) for name in names)
+        if not first.equal(second):
             return (
-                f"holds {first} and {second} with different values, but its config.json says that "
+                f"holds {names[0]} and {names[1]} with different values, but its config.json says that "
                 "they are one (tie_word_embeddings)"
             )
     return None
