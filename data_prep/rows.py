@@ -217,21 +217,18 @@ def plain_text(row: Row) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def columns(payload: Payload, spec: RowSpec) -> tuple[set[str], set[str], set[str]]:
-    """Return the columns that a payload's first rows give text from, those not read, and flags among these.
+def columns(payload: Payload, spec: RowSpec) -> tuple[set[str], set[str]]:
+    """Return the columns that a payload's first rows give text from, and those that are not read.
 
-    Keys of messages that are not read are among them, as `messages[].key`. Flags are true or false, and may
-    mark answers as bad.
+    Keys of messages that are not read are among these, as `messages[].key`.
     """
     read: set[str] = set()
     present: set[str] = set()
-    flags: set[str] = set()
     for raw in raw_rows(payload, spec)[:HEAD] if spec.lines or not isinstance(payload, bytes) else []:
         with contextlib.suppress(RowError):
             _row(raw, spec)
             row = _object(json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw)
             present |= set(map(str, row))
-            flags |= {str(name) for name, value in row.items() if isinstance(value, bool)}
             parts = ["text"] if spec.kind == "text" else ["system"]
             if spec.kind == "instruct" and (column := chat_column(row, spec)) is not None:
                 read.add(column)
@@ -243,8 +240,7 @@ def columns(payload: Payload, spec: RowSpec) -> tuple[set[str], set[str], set[st
                 parts += ["history", "instruction", "input", "output"]
             parts += ["tools"] if spec.chat else []
             read |= {name for part in parts if (name := spec.find(row, part)) is not None}
-    unread = present - read
-    return read, unread, flags & unread
+    return read, present - read
 
 
 def _row(raw: Any, spec: RowSpec) -> Row:

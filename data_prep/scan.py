@@ -247,7 +247,7 @@ def scanner(settings: ScanSettings) -> Callable[[tuple[Piece, RowSpec, float, in
         if settings.near is not None:
             noted |= _near(judged, spec.kind, settings.near)
         talks = [each.row.unused for each in judged if isinstance(each.row, Conversation | Chat)]
-        read = (set(), set()) if payload is None or extent.start else columns(payload, spec)[:2]
+        read = (set(), set()) if payload is None or extent.start else columns(payload, spec)
         return ScannedPiece(
             extent, 0 if payload is None else checksum(payload), noted, fault, read, sum(talks)
         )

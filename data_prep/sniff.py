@@ -7,6 +7,7 @@ import json
 import re
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -35,7 +36,6 @@ from emo.data_prep.rows import (
     columns,
     first,
     parse,
-    plain_text,
     raw_rows,
 )
 from emo.data_prep.templates import (
@@ -54,8 +54,7 @@ SHOWN = 1600  # characters of an example
 CHARS = 4  # in a token, roughly
 SHARD = 64 << 20  # bytes of a file for each shard
 UNNAMED = "openai-community/gpt2"  # the tokenizer where none was given
-VALIDATED = 0.05  # of the rows are not trained on, where there are enough
-SURELY = 5  # as many are expected where one is needed
+VALIDATED, SURELY = 0.05, 5  # share of the rows that is not trained on, where it is so many at least
 REASONS = {  # lines of the recipe, and what stands behind them
     f"tokenizer: {UNNAMED}": "that of the model to be trained",
     "strict: false": "or the first row that cannot be read, see above, would end prepare",
@@ -123,9 +122,8 @@ def sniff(files: str, tokenizer: str | None, console: Console) -> str:
                 look = _look(files, "instruct", look.proposed, None)
         for line in _description(look):
             console.print(Text(printable(line)), soft_wrap=True)
-        rows = [row for _, row in look.good]
-        picked = np.unique(np.linspace(0, len(rows) - 1, EXAMPLES).astype(int)).tolist()
-        examples, lengths = _examples(look, rows, picked, directory, chat, colours)
+        picked = np.unique(np.linspace(0, len(look.good) - 1, EXAMPLES).astype(int)).tolist()
+        examples, lengths = _examples(look, picked, directory, chat, colours)
     for number, example in zip(picked, examples, strict=True):
         console.rule(f"row {look.good[number][0] + 1}")
         example.truncate(SHOWN, overflow="ellipsis")
@@ -242,28 +240,22 @@ def _description(look: Look) -> list[str]:
     others = f" and {counted(look.files - 1, 'more file')}" if look.files > 1 else ""
     form = f", format {spec.format}" if spec.format != "auto" else ""
     lines = [f"{opened.name}{size}{others}: {kind}{form}"]
-    read, unread, marks = columns(look.payload, spec)
+    read, unread = columns(look.payload, spec)
     if read:
         names = ", ".join(sorted(unread)) or "none"
         lines.append(f"columns read: {', '.join(sorted(read))}; not read: {names}")
-    if marks:
-        lines.append(
-            f"{', '.join(sorted(marks))} is true or false and is not read: if it marks answers as bad, "
-            "these would be trained on too; leave such rows out first"
-        )
     if look.proposed:
         lines.append("no column has a known name; these were guessed, look whether they are right")
         if body := look.proposed.get("output"):
-            text = yaml.safe_dump({"text": body}, default_flow_style=True, width=10_000, allow_unicode=True)
             lines.append(
                 f"to read {body} as plain text instead, for continual pre-training: leave out kind and "
-                f"template below, and write columns: {text.strip()}"
+                f"template below, and write columns: {json.dumps({'text': body}, ensure_ascii=False)}"
             )
     rejected = [row for row in look.rows if isinstance(row, Rejected)]
     reasons = Counter(row.reason.replace("_", " ") for row in rejected)
     listed = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "none"
-    first, are = counted(len(look.rows), "row"), "is" if len(look.good) == 1 else "are"
-    lines.append(f"of the first {first} {len(look.good):,} {are} used; rejected: {listed}")
+    used = f"{counted(len(look.good), 'row')} used of the first {len(look.rows):,}"
+    lines.append(f"{used}; rejected: {listed}")
     if fault := next((row for row in rejected if row.detail), None):
         lines.append(f"the first of these: {fault.reason.replace('_', ' ')} ({fault.detail})")
     if unused := sum(row.unused for _, row in look.good if isinstance(row, Conversation | Chat)):
@@ -272,48 +264,50 @@ def _description(look: Look) -> list[str]:
 
 
 def _examples(
-    look: Look,
-    rows: list[Row],
-    picked: list[int],
-    directory: Path | None,
-    chat: ChatTemplate | None,
-    colours: bool,
+    look: Look, picked: list[int], directory: Path | None, chat: ChatTemplate | None, colours: bool
 ) -> tuple[list[Text], list[int]]:
     """Return the picked rows as training sees them, and the tokens of all; `directory`: of a tokenizer."""
-    if directory is None:  # about as many
-        examples = []
-        for row in (rows[number] for number in picked):
-            if not isinstance(row, Conversation):
-                examples.append(stretch(printable(str(row)), True, colours))
-                continue
-            examples.append(Text())
-            for number, (text, start) in enumerate(render(row, look.template)):
-                examples[-1].append(stretch(printable(text[:start]), False, colours))
-                learned = number not in row.unsupervised
-                examples[-1].append(stretch(printable(text[start:]) + "\n", learned, colours))
-        return examples, [len(plain_text(row)) // CHARS for row in rows]
-    written_by = chat if look.template == "chat_template" else None
-    encoder = RowEncoder(
-        EncodeSettings(
-            directory, tokenizer_facts(directory), look.template, WHOLE, "truncate", None, False, written_by
-        )
-    )
-    decoder = Tokenizer.from_file(str(directory / "tokenizer.json"))
     examples, lengths = [], []
-    for number, row in enumerate(rows):
-        if isinstance(row, Conversation | Chat):
+    encoder = None
+    decode: Callable[[list[int]], str] = _text
+    if directory is not None:
+        written_by = chat if look.template == "chat_template" else None
+        facts = tokenizer_facts(directory)
+        encoder = RowEncoder(
+            EncodeSettings(directory, facts, look.template, WHOLE, "truncate", None, False, written_by)
+        )
+        backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        decode = partial(backend.decode, skip_special_tokens=False)
+    for number, (_, row) in enumerate(look.good):
+        if encoder is None:
+            ids, supervised = _characters(row, look.template)
+        elif isinstance(row, Conversation | Chat):
             encoded = encoder.conversations([row])
-            supervised = np.zeros(len(encoded.ids), bool)
+            ids, supervised = encoded.ids, np.zeros(len(encoded.ids), bool)
             for begin, end in encoded.spans[0]:
                 supervised[begin:end] = True
         else:
-            encoded = encoder.texts([row], look.input.name)
-            supervised = np.ones(len(encoded.ids), bool)
-        lengths.append(len(encoded.ids))
+            ids = encoder.texts([row], look.input.name).ids
+            supervised = np.ones(len(ids), bool)
+        lengths.append(len(ids) if encoder is not None else len(ids) // CHARS)  # about as many
         if number in picked:
-            decode = partial(decoder.decode, skip_special_tokens=False)
-            examples.append(segment(encoded.ids, supervised, decode, colours))
+            examples.append(segment(ids, supervised, decode, colours))
     return examples, lengths
+
+
+def _text(characters: list[int]) -> str:
+    return "".join(map(chr, characters))
+
+
+def _characters(row: Row, template: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the characters of a row that training would see, as numbers, and which carry loss."""
+    parts = [(str(row), True)]
+    if isinstance(row, Conversation):
+        parts = []
+        for number, (text, start) in enumerate(render(row, template)):
+            parts += [(text[:start], False), (text[start:] + "\n", number not in row.unsupervised)]
+    ids = np.array([ord(character) for text, _ in parts for character in text])
+    return ids, np.repeat([learned for _, learned in parts], [len(text) for text, _ in parts])
 
 
 def recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int]) -> str:
