@@ -5,7 +5,7 @@
 To take a lease is to create the file with the next number, which exactly one process can do: neither
 locks of the file system nor exchanges of names are needed, which not all shared ones have. A holder renews
 its file's time; one that has not done so for the lease's time, or whose process is gone from this machine, is
-superseded by the next number. Released leases leave their file, as old as can be, so that numbers never come
+superseded by the next number. Released leases leave their file, empty and old, so that numbers never come
 again.
 """
 
@@ -111,6 +111,7 @@ class Lease:
         self._stop.set()
         self._thread.join()
         with contextlib.suppress(OSError):
+            os.truncate(self.path, 0)
             os.utime(self.path, (0, 0))
         self.path = None
 

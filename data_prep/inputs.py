@@ -139,7 +139,9 @@ def _file(source: Source, name: str, spec: RowSpec, path: File, size: int) -> In
         with open_text(path) as stream:
             head = next(chunks(stream, str(path)), b"")
         spec = wikitext if any(cuts(b"x\n\n" + head, wikitext)) else spec._replace(format="lines")
-    return TextInput(source, name, spec, size, path)
+    opened = TextInput(source, name, spec, size, path)
+    opened.cuttable = isinstance(path, Path) and path.suffix not in PACKED and spec.format != "document"
+    return opened
 
 
 def _suffix(path: File) -> str:
@@ -156,12 +158,14 @@ def _is_one_value(path: File) -> bool:
             line, _, others = text.partition(b"\n")
             if text.startswith(b"[") or others.strip() or len(text) > JSON_LIMIT:
                 break
-    several = bool(others.strip()) or len(text) > JSON_LIMIT
+    single = not others.strip() and len(text) <= JSON_LIMIT
+    if text.startswith(b"["):
+        return True
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
-        return several or text.startswith(b"[")
-    return isinstance(row, list) or (not several and isinstance(row, dict) and _rows_within(row) is not None)
+        return not single
+    return single and isinstance(row, dict) and _rows_within(row) is not None
 
 
 def _rows_within(tree: dict[str, Any]) -> list[Any] | None:
@@ -282,10 +286,6 @@ class Input:
 
 class TextInput(Input):
     """A .txt or .jsonl file, plain or packed."""
-
-    def __init__(self, source: Source, name: str, spec: RowSpec, size: int, path: File) -> None:
-        super().__init__(source, name, spec, size, path)
-        self.cuttable = isinstance(path, Path) and path.suffix not in PACKED and spec.format != "document"
 
     def _pieces(self, begin: int, end: int | None) -> Iterator[Piece]:
         raw = self._raw = self.path.open("rb")

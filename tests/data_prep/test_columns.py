@@ -57,7 +57,6 @@ def spoken(chat: Any) -> list[tuple[str, Any]]:
     ("row", "expected"),
     [
         ({"instruction": "q", "context": "c", "response": "a"}, talked(("q", "a", "c"))),
-        ({**PAIR, "input": "", "context": "c"}, talked(("q", "a"))),
         ({**PAIR, "system": "s"}, talked(("q", "a"), system="s")),
         ({**PAIR, "history": [["q0", "a0"], ["q1", "a1"]]}, talked(("q0", "a0"), ("q1", "a1"), ("q", "a"))),
         ({"question": "q", "answer": "a"}, talked(("q", "a"))),
@@ -166,14 +165,8 @@ def test_odd_turns_of_a_chat_are_left_out_and_counted(roles: str, used: str, unu
     ("row", "kind", "expected"),
     [
         ({"text": "", "document": "crawl/2.html"}, "text", "empty"),
-        ({"text": None, "story": "id-7"}, "text", "wrong_type"),
         ({**PAIR, "output": "", "answer": "B"}, "instruct", "empty_response"),
         ({"messages": [], **PAIR}, "instruct", "bad_roles"),
-        (
-            {"messages": [{"role": "user", "content": "", "value": "x"}, TURN]},
-            "instruct",
-            "empty_instruction",
-        ),
     ],
 )
 def test_an_empty_column_is_not_passed_over(row: Any, kind: str, expected: str) -> None:

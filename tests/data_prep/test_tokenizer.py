@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from emo.common.errors import UserError
 from emo.data_prep.inputs import open_text
+from emo.data_prep.shards import TokenDataset
 from emo.data_prep.tokenizer import (
     load_tokenizer,
     save_tokenizer,
@@ -26,7 +27,7 @@ from emo.data_prep.tokenizer import (
 )
 from emo.data_prep.verify import verify
 from emo.data_prep.words import TextEncoder, encoder, word_rule
-from tests.helpers.corpus import prepared, texts, tiny_tokenizer, train_set, write_jsonl
+from tests.helpers.corpus import prepared, texts, tiny_tokenizer, write_jsonl
 
 SPECIALS = ["</s>", "<s>", "<unk>", "<|endoftext|>", "<pad>"]
 
@@ -51,8 +52,8 @@ def real_texts(shared_data: Path) -> list[str]:
     return lines + spaces + SPECIALS
 
 
-@pytest.mark.parametrize("name", ["tokenizers/llama"])
-def test_sentencepiece_conversion_equals_sentencepiece_on_real_text(shared_data: Path, name: str) -> None:
+def test_sentencepiece_conversion_equals_sentencepiece_on_real_text(shared_data: Path) -> None:
+    name = "tokenizers/llama"
     original = sentencepiece.SentencePieceProcessor(model_file=str(shared_data / name / "tokenizer.model"))
     tokenizer = load_tokenizer(shared_data / name)
     fast = encoder(saved(shared_data / name))
@@ -141,27 +142,27 @@ def test_a_vocabulary_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
         assert error.value.code == code
 
 
-@pytest.mark.parametrize("form", ["tokenizer.model", "tokenizer.json"])
+@pytest.mark.parametrize("form", ["model/tokenizer.model", "tokenizer.json"])
 @pytest.mark.parametrize("begins", [True, False])
 def test_no_bos_where_the_configuration_says_so(tmp_path: Path, form: str, begins: bool) -> None:
     """add_bos_token: false, as LLaMA's kind of tokenizer_config.json has it."""
     place = tmp_path / "tokenizer"
     place.mkdir()
-    shutil.copy(tiny_tokenizer() / ("model" if form == "tokenizer.model" else "") / form, place)
+    shutil.copy(tiny_tokenizer() / form, place)
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": begins}
     (place / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     write_jsonl(tmp_path / "a.jsonl", texts(80))
-    made = prepared(tmp_path, tokenizer=str(place))
-    data = train_set(made)
+    directory = prepared(tmp_path, tokenizer=str(place)).dir
+    data = TokenDataset(directory / "train")
     assert (data.manifest.bos_id is not None) == begins
     assert (1 in data.batch(np.arange(len(data)))["input_ids"]) == begins
-    auto = AutoTokenizer.from_pretrained(made.dir / "tokenizer")
+    auto = AutoTokenizer.from_pretrained(directory / "tokenizer")
     auto.save_pretrained(tmp_path / "again")
-    for tokenizer in (auto, *map(load_tokenizer, (made.dir / "tokenizer", place, tmp_path / "again"))):
+    for tokenizer in (auto, *map(load_tokenizer, (directory / "tokenizer", place, tmp_path / "again"))):
         assert (tokenizer("a b").input_ids[0] == 1) == begins
         assert tokenizer.bos_token == "<s>"  # a chat_template may write it
         assert tokenizer_fingerprint(tokenizer) == data.manifest.tokenizer_fingerprint
-    assert not verify(made.dir)[1]
+    assert not verify(directory)[1]
 
 
 # White space of every sort, what Python alone takes for white space, and what tokenizers treat apart.
