@@ -134,10 +134,10 @@ def foreign(directory: Path, patterns: Sequence[str]) -> Iterator[Path]:
 
 def remove_made(directory: Path, patterns: Sequence[str]) -> None:
     """Delete the files that match one of the patterns, and directories that this leaves empty."""
-    made = [path for path, matches in _files(directory, patterns) if matches]
-    for path in made:
+    paths = [path for path, matches in _files(directory, patterns) if matches]
+    for path in paths:
         path.unlink(missing_ok=True)
-    parents = {parent for path in made for parent in path.parents if directory in parent.parents}
+    parents = {parent for path in paths for parent in path.parents if directory in parent.parents}
     for parent in sorted(parents, reverse=True):
         with contextlib.suppress(OSError):
             parent.rmdir()

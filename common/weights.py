@@ -228,8 +228,8 @@ def _silent_fault(model: Any, paths: list[Path]) -> str | None:
     for path in (path for path in paths if path.suffix != ".json"):
         for name, tensor in load_state_dict(path, map_location="meta").items():
             files[name] = path
-            known = name.rpartition(".")[2] in computed or any(rule.search(name) for rule in ignored)
-            if not (quantized or tensor.is_floating_point() or known):
+            buffer = name.rpartition(".")[2] in computed or any(rule.search(name) for rule in ignored)
+            if not (quantized or tensor.is_floating_point() or buffer):
                 kind = str(tensor.dtype).removeprefix("torch.")
                 return f"holds {name} as {kind}, not as floating-point numbers"
     prefix = f"{model.base_model_prefix}."  # which those of a bare base model lack

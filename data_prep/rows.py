@@ -290,18 +290,17 @@ def _object(raw: Any) -> Any:
 def _judged(row: Row, spec: RowSpec) -> Judged:
     """Return a row with its content hash and characters. Raises RowError for content that is useless."""
     if isinstance(row, Conversation | Chat):
-        if row.unsupervised and len(row.unsupervised) == row.answers:
-            raise RowError("no_loss", "every answer is marked as carrying no loss")
         if isinstance(row, Conversation):
-            said = [("user", exchange.prompt + exchange.input) for exchange in row.exchanges]
-            said += [("assistant", exchange.response) for exchange in row.exchanges]
+            speeches = [("user", exchange.prompt + exchange.input) for exchange in row.exchanges]
+            speeches += [("assistant", exchange.response) for exchange in row.exchanges]
         else:
-            said = [
-                (message["role"], message.get("content") or "")
-                for message in json.loads(row.messages)
-                if not message.get("tool_calls")
+            messages = json.loads(row.messages)
+            speeches = [
+                (m["role"], "calls" if m.get("tool_calls") else m.get("content") or "") for m in messages
             ]
-        for role, words in said:
+        if row.unsupervised and len(row.unsupervised) == sum(role == "assistant" for role, _ in speeches):
+            raise RowError("no_loss", "every answer is marked as carrying no loss")
+        for role, words in speeches:
             if role in _EMPTY and not words.strip():
                 raise RowError(_EMPTY[role])
     elif not (row.ids if isinstance(row, TokenIds) else row.strip()):

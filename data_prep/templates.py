@@ -48,11 +48,6 @@ class Conversation(NamedTuple):
     unused: int = 0  # messages that were left out: before the first prompt, after the last response
     unsupervised: tuple[int, ...] = ()  # numbers of the responses that the row marks as carrying no loss
 
-    @property
-    def answers(self) -> int:
-        """Return the number of its responses."""
-        return len(self.exchanges)
-
 
 class Chat(NamedTuple):
     """The messages of an instruction row, for a tokenizer's chat_template."""
@@ -61,11 +56,6 @@ class Chat(NamedTuple):
     tools: str = ""  # JSON: schemas of what the assistant may call
     unused: int = 0  # messages that were left out: before the first prompt, after the last response
     unsupervised: tuple[int, ...] = ()  # numbers of the answers that the row marks as carrying no loss
-
-    @property
-    def answers(self) -> int:
-        """Return how many messages are the assistant's."""
-        return sum(message["role"] == "assistant" for message in json.loads(self.messages))
 
 
 class Turn(NamedTuple):
@@ -116,16 +106,17 @@ class ChatTemplate(NamedTuple):
         """Return the identity by content, 64 hex digits."""
         return hashlib.sha256(json.dumps(self).encode()).hexdigest()
 
-    def last(self, text: str) -> str:
-        """Return the special token that ends a text, or ''."""
-        return next((special for special in self.specials if text.endswith(special)), "")
-
+    @property
     def patterns(self) -> tuple[re.Pattern[str], re.Pattern[str]]:
         """Return patterns of the special tokens in what people say, and of the same once protected."""
         from transformers.utils.chat_template_utils import _get_control_token_patterns
 
         patterns: tuple[re.Pattern[str], re.Pattern[str]] = _get_control_token_patterns(self.specials)
         return patterns
+
+    def last(self, text: str) -> str:
+        """Return the special token that ends a text, or ''."""
+        return next((special for special in self.specials if text.endswith(special)), "")
 
 
 class RefusedError(Exception):
@@ -177,7 +168,7 @@ def render_chat(chat: Chat, template: ChatTemplate) -> tuple[str, list[tuple[int
             "{% generation %}, or set data.template to chat",
         )
 
-    pattern, _ = template.patterns()
+    pattern, _ = template.patterns
     messages = mark_control_tokens(json.loads(chat.messages), pattern)
     if "developer" not in template.text:  # older templates know one name for it
         for message in messages:
@@ -273,7 +264,7 @@ class ChatEncoder:
     def _ids(self, text: str, tokenizer: Any) -> list[int]:
         """Return the ids of a stretch; the special tokens that people wrote in it are encoded as text."""
         ids: list[int] = []
-        for i, piece in enumerate(self.template.patterns()[1].split(text)):
+        for i, piece in enumerate(self.template.patterns[1].split(text)):
             if piece:
                 by = self.spoken if i % 2 else tokenizer if i == 0 else self.continuing
                 ids += by.encode(piece, add_special_tokens=False).ids

@@ -337,8 +337,8 @@ def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
     )
     controls = [p.piece for p in model.pieces if p.type in (UNKNOWN, CONTROL)]
     backend.add_special_tokens([AddedToken(c, special=True, normalized=False) for c in controls])
-    named = {"unk_token": unknown, "bos_token": trainer.bos_piece, "eos_token": trainer.eos_piece}
-    names = {name: piece for name, piece in named.items() if piece in vocab}
+    roles = {"unk_token": unknown, "bos_token": trainer.bos_piece, "eos_token": trainer.eos_piece}
+    names = {name: piece for name, piece in roles.items() if piece in vocab}
     original = SentencePieceProcessor(model_proto=content)
     backend.encode_special_tokens = True
     for text in PROBES:
