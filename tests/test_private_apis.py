@@ -84,8 +84,6 @@ IN_SOURCES = {
     "pipeline/export.py": {"deepspeed.runtime.zero.partition_parameters": ["ds_id"]},
     "pipeline/model.py": {"deepspeed.runtime.zero.partition_parameters": ["ds_tensor"]},
     "common/weights.py": {
-        "transformers.utils.loading_report": ["LOAD REPORT", "CONVERSION"],
-        "transformers:PreTrainedModel.tie_weights": ["tied weights"],
         "transformers:PreTrainedModel.from_pretrained": ["hf_quantizer"],
     },
     "pipeline/hf.py": {
