@@ -23,7 +23,6 @@ from typing import IO, Any, ClassVar, Literal, NamedTuple
 
 from emo.common.errors import UserError, one_line
 from emo.common.files import signature
-from emo.data_prep import world
 from emo.data_prep.addresses import RemoteFile, remote_files
 from emo.data_prep.config import DATA_FILES, DataConfig, Source
 from emo.data_prep.rows import CHAT_COLUMNS, TEXT_COLUMNS, Payload, Rejected, RowSpec, cuts, raw_rows
@@ -80,6 +79,8 @@ def _inputs(source: Source, config: DataConfig) -> Iterator[Input]:
                     code="empty-file",
                 )
     elif source.embedded is not None:
+        from emo.data_prep import world  # and with it pyarrow
+
         path = world.corpus(source.embedded)
         yield _file(source, source.embedded, spec, path, path.stat().st_size)
     elif is_saved(Path(str(source.hub))):

@@ -18,13 +18,12 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from emo.common.errors import UserError, one_line
-from emo.data_prep.tokenizer import chat_template, special_names
-from emo.data_prep.words import encoder, special_tokens
+
+if TYPE_CHECKING:  # rows are read without them, and commands shall start fast
+    import numpy as np
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # The date of the day would make other data every day: templates have one of their own for want of it.
@@ -129,6 +128,9 @@ class RefusedError(Exception):
 
 def read_template(directory: Path, name: str) -> ChatTemplate:
     """Return the chat_template of a saved tokenizer, called `name` by the user. Raises UserError."""
+    from emo.data_prep.tokenizer import chat_template, special_names
+    from emo.data_prep.words import special_tokens
+
     text = chat_template(directory)
     if text is None:
         raise UserError(
@@ -240,6 +242,8 @@ class ChatEncoder:
     """
 
     def __init__(self, directory: Path, template: ChatTemplate) -> None:
+        from emo.data_prep.words import encoder
+
         self.template = template
         self.beginning = encoder(directory, markup=True)
         self.continuing = encoder(directory, continuing=True, markup=True)
@@ -247,6 +251,8 @@ class ChatEncoder:
 
     def encode(self, chat: Chat) -> tuple[list[int], np.ndarray]:
         """Return the ids of a chat, and int64 [answers, 2], which of them are supervised."""
+        import numpy as np
+
         text, spans = render_chat(chat, self.template)
         ids: list[int] = []
         supervised = []
