@@ -107,10 +107,12 @@ def claim(directory: Path, marker: str, note: str, setting: str) -> None:
 
     Raises UserError, naming the `setting` that gave it, when it holds anything else or cannot be written.
     """
-    reason = "" if not directory.is_dir() or os.access(directory, os.W_OK) else "cannot be written"
+    reason = ""
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        if not reason and not (directory / marker).is_file():
+        if not os.access(directory, os.W_OK):
+            reason = "cannot be written"
+        elif not (directory / marker).is_file():
             beginning = f".{marker}.*{PART}"  # of another process that does the same
             names = sorted(p.name for p in directory.iterdir() if not fnmatch.fnmatchcase(p.name, beginning))
             if not names:
@@ -120,42 +122,39 @@ def claim(directory: Path, marker: str, note: str, setting: str) -> None:
     except DiskFullError:
         raise
     except OSError as error:
-        cause = "it is a file" if directory.is_file() else error.strerror or one_line(error)
-        reason = f"cannot be written: {cause}"
+        reason = f"cannot be written: {error.strerror or one_line(error)}"
     if reason:
         raise UserError(f"{setting}={directory} {reason}; set another {setting}", code="not-claimed")
 
 
 def foreign(directory: Path, patterns: Sequence[str]) -> Iterator[Path]:
     """Yield files and links below `directory` that match none of the patterns, such as `train/*.arrow`."""
-    return (path for path in _files(directory) if not _matches(path.relative_to(directory), patterns))
+    return (path for path, matches in _files(directory, patterns) if not matches)
 
 
 def remove_made(directory: Path, patterns: Sequence[str]) -> None:
     """Delete the files that match one of the patterns, and directories that this leaves empty."""
-    parents = set()
-    for path in list(_files(directory)):
-        if _matches(path.relative_to(directory), patterns):
-            path.unlink(missing_ok=True)
-            parents |= {p for p in path.parents if directory in p.parents}
+    paths = [path for path, matches in _files(directory, patterns) if matches]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    parents = {parent for path in paths for parent in path.parents if directory in parent.parents}
     for parent in sorted(parents, reverse=True):
         with contextlib.suppress(OSError):
             parent.rmdir()
 
 
-def _files(directory: Path) -> Iterator[Path]:
-    """Yield all files and links below a directory; links are not followed."""
+def _files(directory: Path, patterns: Sequence[str]) -> Iterator[tuple[Path, bool]]:
+    """Yield all files and links below a directory, and whether each matches a pattern.
+
+    Links are not followed. Paths match part by part: a star stays within its part.
+    """
+    split = [pattern.split("/") for pattern in patterns]
     for folder, names, files in os.walk(directory):
         links = [name for name in names if (Path(folder) / name).is_symlink()]
-        yield from (Path(folder) / name for name in sorted(files + links))
-
-
-def _matches(path: Path, patterns: Iterable[str]) -> bool:
-    """Return whether a relative path matches a pattern part by part; a star stays within its part."""
-    return any(
-        len(parts) == len(path.parts) and all(map(fnmatch.fnmatchcase, path.parts, parts))
-        for parts in (pattern.split("/") for pattern in patterns)
-    )
+        for path in (Path(folder) / name for name in sorted(files + links)):
+            parts = path.relative_to(directory).parts
+            same = (p for p in split if len(p) == len(parts))
+            yield path, any(all(map(fnmatch.fnmatchcase, parts, pattern)) for pattern in same)
 
 
 Signature = tuple[int, ...]  # changes whenever a file's content may have changed

@@ -5,7 +5,8 @@
 To take a lease is to create the file with the next number, which exactly one process can do: neither
 locks of the file system nor exchanges of names are needed, which not all shared ones have. A holder renews
 its file's time; one that has not done so for the lease's time, or whose process is gone from this machine, is
-superseded by the next number. Released leases leave their file, so that numbers never come again.
+superseded by the next number. Released leases leave their file, empty and old, so that numbers never come
+again.
 """
 
 from __future__ import annotations
@@ -21,26 +22,36 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from emo.common.untrusted import read_json
+from typing import NamedTuple
 
 SECONDS = 60.0  # after which a lease that is not renewed has ended; it is renewed four times in them
 WRITING_SECONDS = 5.0  # a lease file whose content does not appear within this is of a dead process
-POLL = 0.5  # seconds between looks at a lease that is waited for, at most
+POLL = 0.1  # seconds between looks at a lease that is waited for
 
 
 class Holder(NamedTuple):
-    """The process that a lease file names."""
+    """A process, as lease files name it: no other one has the same machine, number and start."""
 
-    host: str
+    machine: str  # and the process namespace there: a container's numbers are its own
     pid: int
-    since: float  # seconds since the epoch
-    here: bool  # on this machine
-    renewed: float  # time of the last renewal, by the file system's clock
+    started: float | None  # see `_started`
+    since: float  # at which it took the lease, seconds since the epoch
+    renewed: float = 0.0  # time of the last renewal, by the file system's clock
+
+    @staticmethod
+    def current() -> Holder:
+        """Return this process."""
+        namespace = Path("/proc/self/ns/pid")
+        machine = f"{socket.gethostname()}:{namespace.readlink() if namespace.exists() else ''}"
+        return Holder(machine, os.getpid(), _started(os.getpid()), time.time())
+
+    @property
+    def here(self) -> bool:
+        """Return whether it runs on this machine."""
+        return self.machine == Holder.current().machine
 
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host}"
+        return f"process {self.pid} on {self.machine.partition(':')[0]}"
 
 
 class Lease:
@@ -69,7 +80,7 @@ class Lease:
         path = self.directory / f"{self.name}.{number + 1:06d}"
         try:
             with path.open("x", encoding="utf-8") as file:
-                json.dump(_this_process(), file)
+                json.dump(Holder.current()._asdict(), file)
         except FileExistsError:
             return False
         if self._newest() != path:  # this process slept while others took, gave back and cleared the number
@@ -78,7 +89,7 @@ class Lease:
         self.path = path
         if newest is not None:
             newest.unlink(missing_ok=True)
-        self._thread = threading.Thread(target=self._beat, args=(renewed,), daemon=True)
+        self._thread = threading.Thread(target=self._beat, args=(path, renewed), daemon=True)
         self._thread.start()
         return True
 
@@ -89,18 +100,19 @@ class Lease:
     def holder(self) -> Holder | None:
         """Return who holds the lease, or None when that cannot be read."""
         newest = self._newest()
-        return None if newest is None else _holder(newest)
+        with contextlib.suppress(OSError):
+            return None if newest is None else _holder(newest)
+        return None
 
     def release(self) -> None:
         """Give the lease back; only this holder's file is touched."""
-        if self.path is None:
+        if self.path is None or self._thread is None:
             return
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
-        with contextlib.suppress(OSError), self.path.open("r+", encoding="utf-8") as file:
-            file.truncate(0)
-            json.dump({"released": True}, file)
+        self._thread.join()
+        with contextlib.suppress(OSError):
+            os.truncate(self.path, 0)
+            os.utime(self.path, (0, 0))
         self.path = None
 
     def _newest(self) -> Path | None:
@@ -108,10 +120,10 @@ class Lease:
         numbered = (path for path in paths if path.suffix[1:].isdecimal())
         return max(numbered, default=None, key=lambda path: int(path.suffix[1:]))
 
-    def _beat(self, renewed: Callable[[], None] | None) -> None:
+    def _beat(self, path: Path, renewed: Callable[[], None] | None) -> None:
         while not self._stop.wait(self.every):
             with contextlib.suppress(OSError):
-                os.utime(self.path)  # type: ignore[arg-type]
+                os.utime(path)
             if renewed is not None:
                 renewed()
 
@@ -129,13 +141,11 @@ def held(lease: Lease) -> Iterator[bool]:
 @contextlib.contextmanager
 def waited(lease: Lease, waiting: Callable[[str], None] | None) -> Iterator[None]:
     """Hold a lease for a block, waiting for it; `waiting` gets the holder's name, once, if there is one."""
-    pause = POLL / 32
     while not lease.acquire():
         if waiting is not None:
             waiting(str(lease.holder() or "a process that has just begun"))
             waiting = None
-        time.sleep(pause)
-        pause = min(2 * pause, POLL)
+        time.sleep(POLL)
     try:
         yield
     finally:
@@ -149,14 +159,11 @@ def joined(directory: Path, seconds: float = SECONDS) -> Iterator[None]:
     Whoever wants it alone, and whoever joins, has a common lease meanwhile.
     """
     lease = Lease(directory, f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", seconds)
-    lease.acquire()
-    path = lease.path
-    try:
+    with held(lease):
+        path = lease.path
         yield
-    finally:
-        lease.release()
-        if path is not None:  # nobody waits for its name
-            path.unlink(missing_ok=True)
+    if path is not None:  # nobody waits for its name
+        path.unlink(missing_ok=True)
 
 
 def users(directory: Path, seconds: float = SECONDS) -> list[Holder]:
@@ -164,7 +171,7 @@ def users(directory: Path, seconds: float = SECONDS) -> list[Holder]:
     living = []
     for path in sorted(directory.glob("*.[0-9]*")):
         if _alive(path, seconds):  # one that is being written has no holder yet
-            living.append(_holder(path) or Holder("a host", 0, time.time(), False, time.time()))
+            living.append(_holder(path) or Holder("a host", 0, None, time.time()))
         else:
             path.unlink(missing_ok=True)
     return living
@@ -172,9 +179,9 @@ def users(directory: Path, seconds: float = SECONDS) -> list[Holder]:
 
 def signed() -> str:
     """Return this process's mark for the names of its files, which `signer_ended` reads."""
-    process = _this_process()
-    machine = hashlib.sha256(process["machine"].encode()).hexdigest()[:8]
-    return f"{machine}-{process['pid']}-{process['started']:.0f}"
+    process = Holder.current()
+    machine = hashlib.sha256(process.machine.encode()).hexdigest()[:8]
+    return f"{machine}-{process.pid}-{process.started:.0f}"
 
 
 def signer_ended(mark: str) -> bool | None:
@@ -186,39 +193,24 @@ def signer_ended(mark: str) -> bool | None:
     return now is None or f"{now:.0f}" != started
 
 
-def _owner(path: Path) -> dict[str, Any]:
-    """Return what a lease file says of its process, empty where that is not written yet, or damaged."""
-    try:
-        tree = read_json(path, 4096)
-    except ValueError:
-        return {}
-    return tree if isinstance(tree, dict) else {}
-
-
 def _holder(path: Path) -> Holder | None:
-    """Return the holder that a lease file names, or None when that cannot be read."""
-    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError, OverflowError):
-        owner = _owner(path)
-        here = owner["machine"] == _this_process()["machine"]
-        host = owner["machine"].partition(":")[0]
-        return Holder(host, int(owner["pid"]), float(owner["time"]), here, path.stat().st_mtime)
-    return None
+    """Return the process that a lease file names; None while that is written, or where it is damaged."""
+    try:
+        holder = Holder(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
+        return None
+    return holder._replace(renewed=path.stat().st_mtime)
 
 
 def _alive(path: Path, seconds: float) -> bool:
     """Return whether the holder named in a lease file still works on it."""
     try:
-        age, owner = now_there(path.parent) - path.stat().st_mtime, _owner(path)
+        holder, age = _holder(path), now_there(path.parent) - path.stat().st_mtime
     except OSError:
         return True  # it is changing right now; ask again later
-    if not owner:
-        return age < min(seconds, WRITING_SECONDS)  # just created: the owner's name follows
-    if age > seconds or owner.get("released"):
-        return False
-    if owner.get("machine") != _this_process()["machine"]:
-        return True
-    pid = owner.get("pid")
-    return isinstance(pid, int) and _started(pid) == owner.get("started")
+    if holder is None:
+        return age < min(seconds, WRITING_SECONDS)  # just created: the holder's name follows
+    return age <= seconds and (not holder.here or _started(holder.pid) == holder.started)
 
 
 def now_there(directory: Path) -> float:
@@ -229,13 +221,6 @@ def now_there(directory: Path) -> float:
         return probe.stat().st_mtime
     finally:
         probe.unlink()
-
-
-def _this_process() -> dict[str, Any]:
-    """Return the identity of this process: no other one on the same machine has it."""
-    namespace = Path("/proc/self/ns/pid")
-    machine = f"{socket.gethostname()}:{namespace.readlink() if namespace.exists() else ''}"
-    return {"machine": machine, "pid": os.getpid(), "started": _started(os.getpid()), "time": time.time()}
 
 
 def _started(pid: int) -> float | None:

@@ -24,7 +24,6 @@ from typing import Any
 
 from emo.common.errors import UserError
 
-LOST = 255  # the exit code of a worker whose server has died
 JOIN = 10.0  # seconds for a worker to end by itself
 
 
@@ -104,13 +103,11 @@ class Workers:
             result, error = local.connection.recv()
         except (EOFError, OSError):  # the end of a pipe, between messages and in the middle of one
             local.process.join(JOIN)
-            code, why = (
-                local.process.exitcode,
-                "most likely for lack of memory; run again with fewer --workers",
-            )
-            if code is not None and 0 < code < LOST:
-                why = f"with exit code {code}; what it wrote above says why"
-            raise UserError(f"a worker process died, {why}") from None
+            code = local.process.exitcode
+            raise UserError(
+                f"a worker process died (exit code {code}), most likely for lack of memory; run again with "
+                "fewer --workers"
+            ) from None
         if error is not None:
             raise error
         return result

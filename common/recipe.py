@@ -7,6 +7,7 @@ section is a frozen pydantic model that refuses unknown keys. What cannot be rea
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
@@ -23,7 +24,6 @@ EXAMPLES = {"recipe": "launch/recipes", "experiment": "experiments"}  # by kind 
 KEYS = ("output_dir", "data", "model", "objective", "train", "deepspeed")  # of a recipe, besides `extends`
 FILE_BYTES = 128 << 10  # of a recipe at most: what is larger is data
 WRITTEN_BYTES = 8 << 20  # of a program's own YAML, whose defaults are written out
-ALIASES = 50  # in a file at most: nested ones may stand for any size
 LARGEST = 2**53  # integers beyond it are mistakes: floats can no longer count there
 # Settings of a recipe, and their names in other trainers.
 _NAMES_ELSEWHERE = {
@@ -63,49 +63,23 @@ OTHER_NAMES = {
 
 
 class Loader(yaml.SafeLoader):
-    """YAML in which keys are given once, no alias contains itself, and 2e-5 is a number.
-
-    What is not so raises MarkedYAMLError.
-    """
-
-    aliases = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """Return the next node, of which a bounded number are aliases."""
-        if self.check_event(yaml.AliasEvent):
-            self.aliases += 1
-            if self.aliases > ALIASES:
-                raise _fault(f"more than {ALIASES} aliases", self.peek_event())
-        node: yaml.Node | None = super().compose_node(parent, index)
-        return node
+    """YAML in which keys are given once, no alias contains itself, and 2e-5 is a number."""
 
     def construct_document(self, node: yaml.Node) -> Any:
         """Return the value of a document, at once: an alias that contains itself is then an error."""
         return self.construct_object(node, deep=True)
 
-    def construct_scalar(self, node: Any) -> Any:
-        """Return a scalar, which has no half characters: those are no text."""
-        if re.search("[\ud800-\udfff]", node.value):
-            raise _fault("half a character", node)
-        return super().construct_scalar(node)
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return a mapping, whose keys differ."""
-        keys: set[str] = set()
-        for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-            if key.value in keys:
-                raise _fault(f"key {key.value} given twice", key)
-            keys.add(key.value)
+        keys = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := [key for key, count in keys.items() if count > 1]:
+            raise yaml.MarkedYAMLError(problem=f"key {twice[0]} given twice", problem_mark=node.start_mark)
         return super().construct_mapping(node, deep)
 
 
 Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
-
-
-def _fault(problem: str, where: Any) -> yaml.MarkedYAMLError:
-    return yaml.MarkedYAMLError(problem=problem, problem_mark=where.start_mark)
 
 
 class Section(BaseModel):
@@ -118,14 +92,14 @@ class Section(BaseModel):
     def _no_bool_as_number(cls, tree: Any) -> Any:
         """Python takes `true` for 1; a recipe does not."""
         for key, field in cls.model_fields.items() if isinstance(tree, dict) else ():
-            types = list(_parts(field.annotation))
-            if bool in types or not (int in types or float in types):
-                continue
-            value = tree.get(key)
-            inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-            boolean = next((item for item in (value, *inner) if isinstance(item, bool)), None)
-            if boolean is not None:
-                raise ValueError(f"{key} must hold numbers, not {str(boolean).lower()}")
+            types = set(_parts(field.annotation))
+            if bool not in types and types & {int, float}:
+                value = tree.get(key)
+                inner = (
+                    value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+                )
+                if any(isinstance(item, bool) for item in (value, *inner)):
+                    raise ValueError(f"{key} must hold numbers, not true or false")
         return tree
 
 
@@ -196,12 +170,12 @@ def _read_tree(path: Path, before: tuple[Path, ...], noun: str) -> dict[str, Any
         circle = " -> ".join(p.name for p in (*before[before.index(path.resolve()) :], path))
         raise UserError(f"recipes extend each other in a circle: {circle}", code="recipe-circle")
     try:
-        if not path.exists():
-            examples = REPOSITORY / EXAMPLES[noun]
-            match = similar(path.stem, [file.stem for file in examples.glob("*.yaml")], 0.8)
-            hint = f"did you mean {EXAMPLES[noun]}/{match}.yaml?" if match else f"see {examples} for examples"
-            raise UserError(f"{noun} {path} does not exist; {hint}", code="no-recipe")
         tree = _load_yaml(read_bytes(path, FILE_BYTES))
+    except FileNotFoundError:
+        examples = REPOSITORY / EXAMPLES[noun]
+        match = similar(path.stem, [file.stem for file in examples.glob("*.yaml")], 0.8)
+        hint = f"did you mean {EXAMPLES[noun]}/{match}.yaml?" if match else f"see {examples} for examples"
+        raise UserError(f"{noun} {path} does not exist; {hint}", code="no-recipe") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else one_line(error)
         raise UserError(f"{noun} {path} cannot be read: {reason}", code="recipe-unreadable") from None
@@ -210,13 +184,11 @@ def _read_tree(path: Path, before: tuple[Path, ...], noun: str) -> dict[str, Any
     base = tree.pop("extends", None)
     if base is None:
         return tree
-    folders = (path.resolve().parent, REPOSITORY)
-    if not isinstance(base, str) or not any(
-        (path.parent / base).resolve().is_relative_to(folder) for folder in folders
-    ):
-        problem = "extends must name a file in its folder or of this program"
-        raise UserError(f"{noun} {path}: {problem}, not {shown(base)}", code="extends")
-    return _merge(_read_tree(path.parent / base, (*before, path.resolve()), noun), tree)
+    beside = (path.parent / str(base)).resolve()
+    if not any(beside.is_relative_to(folder) for folder in (path.resolve().parent, REPOSITORY)):
+        problem = f"extends must name a file in its folder or of this program, not {shown(base)}"
+        raise UserError(f"{noun} {path}: {problem}", code="extends")
+    return _merge(_read_tree(path.parent / str(base), (*before, path.resolve()), noun), tree)
 
 
 def read_written(path: Path) -> Any:
@@ -227,17 +199,18 @@ def read_written(path: Path) -> Any:
 def _load_yaml(content: bytes | str) -> Any:
     """Return a YAML value. Raises ValueError, whatever is wrong with the text."""
     try:
-        text = content if isinstance(content, str) else content.decode("utf-8-sig")
-        return yaml.load(text, Loader)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is not UTF-8 text") from None
+        return yaml.load(content if isinstance(content, str) else content.decode("utf-8-sig"), Loader)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        raise ValueError(f"not YAML: {error.problem}{line}") from None
-    except (yaml.YAMLError, AttributeError, TypeError) as error:  # some constructors fail on odd values
-        raise ValueError(f"not YAML: {one_line(error)}") from None
+    except (
+        yaml.YAMLError,
+        ValueError,
+        AttributeError,
+        TypeError,
+    ) as error:  # constructors fail on odd values
+        mark = getattr(error, "problem_mark", None)
+        line = "" if mark is None else f", line {mark.line + 1}"
+        raise ValueError(f"not YAML: {getattr(error, 'problem', None) or one_line(error)}{line}") from None
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -279,15 +252,14 @@ def parse_section(cls: type[SectionT], tree: Any, where: str) -> SectionT:
         section = cls.model_validate(tree)
     except ValidationError as error:
         first = error.errors()[0]
+        *above, key = first["loc"] or ("",)
         path = ".".join(str(part) for part in (where, *first["loc"]) if part != "")
         if first["type"] == "extra_forbidden":
-            *above, key = first["loc"]
             current: type[Section] = cls  # the section that has the key
             for part in above:
                 field = current.model_fields.get(part) if isinstance(part, str) else None
                 current = (_section(field.annotation) if field is not None else None) or current
-            elsewhere = OTHER_NAMES if path.split(".")[0] in KEYS else {}
-            hint = nearest(str(key), current.model_fields, elsewhere)
+            hint = nearest(str(key), current.model_fields, OTHER_NAMES if path.split(".")[0] in KEYS else {})
             raise UserError(f"unknown key {path}; {hint}", code="unknown-key") from None
         message = first["msg"].removeprefix("Value error, ")
         if first["type"] == "model_type":
@@ -316,11 +288,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def shown(value: Any) -> str:
-    """Return a value for a message, cut short; Python refuses to print very long numbers."""
-    try:
-        return one_line(repr(value), 80)
-    except ValueError:
-        return "a very long number"
+    """Return a value for a message, cut short."""
+    return one_line(repr(value), 80)
 
 
 def _section(annotation: Any) -> type[Section] | None:

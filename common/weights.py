@@ -8,7 +8,6 @@ tensors and plain values, by torch's `weights_only`.
 from __future__ import annotations
 
 import contextlib
-import logging
 import pickle
 import re
 import tempfile
@@ -22,9 +21,6 @@ from emo.common.untrusted import is_plain_name, read_json
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there counts; each may be in shards
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"  # beside a model's files, the one that transformers reads
-MOST_LAYERS = 10_000
-SETTINGS = (CONFIG, GENERATION, ADAPTER, "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json")
-SETTINGS_BYTES = 256 << 20  # of each at most
 # Masks that old checkpoints carry as tensors and that models now make themselves.
 OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$")
 
@@ -38,6 +34,16 @@ class Loaded(NamedTuple):
     unexpected: list[str]  # tensors that this kind of model has not
     fault: str | None  # what else; the sentence begins with a verb: "holds ..."
 
+    @staticmethod
+    def of(model: Any, report: dict[str, Any]) -> Loaded:
+        """Return a model with what transformers reports of its files."""
+        missing, mismatched, unexpected = (
+            sorted(name if isinstance(name, str) else str(name[0]) for name in report[f"{kind}_keys"])
+            for kind in ("missing", "mismatched", "unexpected")
+        )
+        unexpected = [name for name in unexpected if not OLD_BUFFERS.search(name)]
+        return Loaded(model, missing, mismatched, unexpected, None)
+
     @property
     def faulty(self) -> bool:
         """Return whether anything is wrong with the files."""
@@ -47,41 +53,42 @@ class Loaded(NamedTuple):
 def load_config(source: str | Path, revision: str | None = None) -> Any:
     """Return the configuration of the model in a directory or of the hub.
 
-    Raises UserError for what `check_directory` refuses and for a model that needs code of its own, OSError
-    when it is not there, and ValueError for one that cannot be.
+    Raises UserError for a model that needs code of its own, OSError when it is not there, and ValueError for
+    one that cannot be.
     """
     from transformers import AutoConfig
 
-    check_directory(source)
     try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
-        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         _refuse_code(error, source)
         raise
     except Exception as error:  # whatever a configuration makes of transformers that is damaged or made up
         raise ValueError(f"config.json: {type(error).__name__}: {one_line(error, 160)}") from None
-    if not isinstance(layers, int) or layers > MOST_LAYERS:
-        raise ValueError(f"config.json: num_hidden_layers is {one_line(repr(layers), 40)}")
-    return config
 
 
 def opened_files(directory: Path) -> list[Path]:
     """Return the files of a local checkpoint that decide what `load_causal_lm` gives.
 
     These are its configurations, its weights and the adapter among them, if there is one. Raises UserError
-    when weights are missing.
+    when weights are missing, or a configuration is no JSON.
     """
-    paths = [directory / name for name in (CONFIG, GENERATION) if (directory / name).is_file()]
     weights = _weights(directory, None)
     if not weights:
         raise UserError(f"{directory} has no weights ({' or '.join(FILES)}, or its index)", code="no-weights")
-    if (directory / ADAPTER).is_file():
-        if not (directory / ADAPTER_FILE).is_file():
-            problem = f"{directory} has {ADAPTER} but no {ADAPTER_FILE}; complete or remove it"
-            raise UserError(problem, code="no-weights")
-        weights += [directory / ADAPTER, directory / ADAPTER_FILE]
-    return paths + weights
+    if (directory / ADAPTER).is_file() and not (directory / ADAPTER_FILE).is_file():
+        problem = f"{directory} has {ADAPTER} but no {ADAPTER_FILE}; complete or remove it"
+        raise UserError(problem, code="no-weights")
+    for path in (directory / name for name in (CONFIG, GENERATION, ADAPTER)):
+        try:
+            if path.is_file() and not isinstance(read_json(path), dict):
+                raise ValueError("it must hold a JSON object")
+        except (OSError, ValueError) as error:
+            message = f"{path} cannot be read: {one_line(error, 120)}"
+            raise UserError(message, code="model-settings") from None
+    paths = [directory / CONFIG, directory / GENERATION, *weights]
+    paths += [directory / ADAPTER, directory / ADAPTER_FILE] if (directory / ADAPTER).is_file() else []
+    return [path for path in paths if path.is_file()]
 
 
 def _weights(source: str | Path, revision: str | None) -> list[Path]:
@@ -91,7 +98,7 @@ def _weights(source: str | Path, revision: str | None) -> list[Path]:
         if whole is not None:
             return [whole]
         if index is not None:
-            shards = sorted(set(shard_names(index, read_json(index)).values()))
+            shards = sorted(set(shard_names(index).values()))
             files = {shard: _file(source, revision, shard) for shard in shards}
             for shard in (shard for shard, file in files.items() if file is None):
                 message = f"{index.parent / shard} is missing; the checkpoint is not whole"
@@ -127,10 +134,9 @@ def load_causal_lm(source: str | Path, revision: str | None = None, **options: A
 
     transformers fills in what is missing and only warns: the callers refuse instead. An adapter in the
     directory is applied to the weights beside it, which must be whole without it. Raises UserError for what
-    `check_directory` refuses and for a model that needs code of its own, and whatever transformers makes of
+    `opened_files` refuses and for a model that needs code of its own, and whatever transformers makes of
     files that it cannot read.
     """
-    check_directory(source)
     if not Path(source).is_dir():
         return _load(source, source, revision, **options)
     load_config(source)  # refuses what needs code of its own
@@ -148,7 +154,7 @@ def load_causal_lm(source: str | Path, revision: str | None = None, **options: A
             raise UserError(
                 f"{problem}; merge it into the weights, or remove {ADAPTER}", code="adapter"
             ) from None
-        return _loaded(loaded.model, report.to_dict())
+        return Loaded.of(loaded.model, report.to_dict())
     return loaded
 
 
@@ -167,43 +173,22 @@ def _load(directory: str | Path, source: str | Path, revision: str | None, **opt
     except pickle.UnpicklingError as error:
         problem = f"{source}: its weights are a pickle that is more than tensors ({one_line(error, 120)})"
         raise UserError(f"{problem}, which is not loaded; use safetensors", code="pickle") from None
-    loaded = _loaded(model, report)
-    if not loaded.faulty:
-        loaded = loaded._replace(fault=_silent_fault(model, _weights(directory, revision)))
-    return loaded
-
-
-def _loaded(model: Any, report: dict[str, Any]) -> Loaded:
-    """Return a model with what transformers reports of its files."""
-    missing, mismatched, unexpected = (
-        sorted(name if isinstance(name, str) else str(name[0]) for name in report[f"{kind}_keys"])
-        for kind in ("missing", "mismatched", "unexpected")
+    loaded = Loaded.of(model, report)
+    return (
+        loaded
+        if loaded.faulty
+        else loaded._replace(fault=_silent_fault(model, _weights(directory, revision)))
     )
-    unexpected = [name for name in unexpected if not OLD_BUFFERS.search(name)]
-    return Loaded(model, missing, mismatched, unexpected, None)
 
 
-def check_directory(source: str | Path) -> None:
-    """Raise UserError for a local checkpoint whose settings cannot be read; of a hub id nothing is known."""
-    directory = Path(source)
-    paths = [*(directory / name for name in SETTINGS), *directory.glob("*.index.json")]
-    for path in (path for path in paths if path.is_file()):
-        try:
-            tree = read_json(path, SETTINGS_BYTES)
-        except (OSError, ValueError) as error:
-            message = f"{path} cannot be read: {one_line(error, 120)}"
-            raise UserError(message, code="model-settings") from None
-        if path.name.endswith(".index.json"):
-            shard_names(path, tree)
-        elif not isinstance(tree, dict):
-            raise UserError(f"{path} must hold a JSON object", code="model-settings")
-
-
-def shard_names(index: Path, tree: Any) -> dict[str, str]:
-    """Return tensor -> file of a checkpoint's index, whose content is `tree`.
+def shard_names(index: Path) -> dict[str, str]:
+    """Return tensor -> file of a checkpoint's index.
 
     Raises UserError when it is none, or names a file that is not beside it.
     """
+    tree = None
+    with contextlib.suppress(OSError, ValueError):
+        tree = read_json(index)
     names = tree.get("weight_map") if isinstance(tree, dict) else None
     if not isinstance(names, dict) or not all(is_plain_name(name) for name in names.values()):
         message = f"{index} is damaged: weight_map must give each tensor the name of a file beside it"
@@ -220,23 +205,15 @@ def _refuse_code(error: Exception, source: str | Path) -> None:
 
 @contextlib.contextmanager
 def _without_report() -> Iterator[None]:
-    """Silence transformers' table of what a checkpoint lacks, which is told in one line afterwards.
+    """Silence transformers' table of what a checkpoint lacks, which is told in one line afterwards."""
+    from transformers.utils import logging
 
-    Faults of its own conversions stay: their error refers to the table.
-    """
-
-    def keep(record: logging.LogRecord) -> bool:
-        message = record.getMessage()
-        return "CONVERSION" in message or not ("LOAD REPORT" in message or "tied weights" in message)
-
-    loggers = [logging.getLogger(f"transformers.{name}") for name in ("modeling_utils", "integrations.peft")]
-    for logger in loggers:
-        logger.addFilter(keep)
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
-        for logger in loggers:
-            logger.removeFilter(keep)
+        logging.set_verbosity(level)
 
 
 def _silent_fault(model: Any, paths: list[Path]) -> str | None:
@@ -251,24 +228,19 @@ def _silent_fault(model: Any, paths: list[Path]) -> str | None:
     for path in (path for path in paths if path.suffix != ".json"):
         for name, tensor in load_state_dict(path, map_location="meta").items():
             files[name] = path
-            known = name.rpartition(".")[2] in computed or any(rule.search(name) for rule in ignored)
-            if not (quantized or tensor.is_floating_point() or known):
+            buffer = name.rpartition(".")[2] in computed or any(rule.search(name) for rule in ignored)
+            if not (quantized or tensor.is_floating_point() or buffer):
                 kind = str(tensor.dtype).removeprefix("torch.")
                 return f"holds {name} as {kind}, not as floating-point numbers"
-
-    def stored(name: str) -> str | None:
-        """Return the name of a tensor in the files: those of a bare base model lack the prefix."""
-        bare = name.removeprefix(f"{model.base_model_prefix}.")
-        return next((key for key in (name, bare) if key in files), None)
-
-    for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
-        first, second = stored(target), stored(source)
-        if first is None or second is None or first == second:
+    prefix = f"{model.base_model_prefix}."  # which those of a bare base model lack
+    for pair in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        names = [key if key in files else key.removeprefix(prefix) for key in pair]
+        if names[0] == names[1] or not all(name in files for name in names):
             continue
-        tensors = [load_state_dict(files[name])[name].to(model.dtype) for name in (first, second)]
-        if not tensors[0].equal(tensors[1]):
+        first, second = (load_state_dict(files[name])[name].to(model.dtype) for name in names)
+        if not first.equal(second):
             return (
-                f"holds {first} and {second} with different values, but its config.json says that "
+                f"holds {names[0]} and {names[1]} with different values, but its config.json says that "
                 "they are one (tie_word_embeddings)"
             )
     return None

@@ -16,11 +16,6 @@ BUFFER = 1 << 20  # bytes that are asked for at once
 WEB = ("http", "https")
 NEEDS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 VERSION = ("size", "etag", "lastmodified", "last_modified", "mtime", "updated", "generation", "md5hash")
-PROBLEMS = {
-    FileNotFoundError: "no file matches",
-    PermissionError: "no permission to read",
-    IsADirectoryError: "this is a directory:",
-}
 
 
 class RemoteFile:
@@ -95,13 +90,9 @@ def remote_files(pattern: str) -> list[RemoteFile]:
         raise UserError("files: the address holds a name or password, and recipes are kept and shown")
     try:
         system, path = fsspec.core.url_to_fs(pattern)
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         advice = f"pip install {NEEDS[protocol]}" if protocol in NEEDS else one_line(error, 200)
-        needed = f"files: {pattern} needs what reads {protocol}://, which is not installed"
-        raise UserError(f"{needed} ({advice})") from None
-    except ValueError as error:
-        why = one_line(error, 120)
-        raise UserError(f"files: {pattern} is no address that fsspec knows ({why})") from None
+        raise UserError(f"files: {pattern} is no address that fsspec can read here ({advice})") from None
     web = "https" in system.protocol  # without lists of files, and read from the beginning
     with _explained(pattern):
         paths = [path] if not web and system.isfile(path) else []
@@ -130,12 +121,14 @@ def _explained(address: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except tuple(PROBLEMS) as error:
-        problem = next(text for kind, text in PROBLEMS.items() if isinstance(error, kind))
+    except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+        problem = (
+            "no file matches" if isinstance(error, FileNotFoundError) else "no permission to read a file"
+        )
         raise UserError(f"{problem} {address}; check the address and who may read it") from None
     except Exception as error:
-        if isinstance(error, ValueError) and "range requests" in str(error):
-            raise UserError(f"{address}: this server sends no parts of files; download it first") from None
+        if isinstance(error, ValueError):  # a server that sends no parts of files, for one
+            raise UserError(f"{address}: {one_line(error, 200)}; download the file first") from None
         raise FailureError(
             f"{address} cannot be read ({one_line(error, 200)}); when it can be reached, run the same again"
         ) from None

@@ -8,19 +8,20 @@ set.
 
 from __future__ import annotations
 
-import json
+import contextlib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from emo.common.errors import UserError, one_line
-from emo.common.recipe import Section, mark, mark_of, marked, parse_section, read_recipe
+from emo.common.recipe import Section, mark, mark_of, marked, parse_section, read_recipe, shown
 from emo.common.untrusted import read_json
-from emo.data_prep.templates import VERSIONS
 
+# Of templates: raised when the text of one changes, or what of it is supervised.
+VERSIONS = {"alpaca": "alpaca/1", "chat": "chat/1", "chat_template": "chat_template/1"}
 REPORTS = ("report", "contamination")
 USED: dict[str, Callable[[Any], bool]] = {
     "hub": lambda source: source.hub is not None,
@@ -32,7 +33,7 @@ SET = "if set"  # marks fields that came later: where they are not set, settings
 
 TRAIN, VALIDATION = "train", "validation"  # the training data, and a validation set without a name of its own
 DEFAULT_DOMAIN = "default"  # of sources that name none
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")  # of a domain or a validation set
+NAME = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"  # of a domain or a validation set
 MOST_TOKENS = 1 << 20  # in a row
 DATA_FILES = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")  # endings of files that sources may name
 INSTRUCTION = ("instruction", "input", "output", "system", "history", "messages", "role", "content", "tools")
@@ -79,18 +80,13 @@ class Source(Section):
     limit: int | None = Field(None, gt=0)
     """Read at most this many rows of the source, from its beginning. Duplicates and unusable rows count;
     `limit_rows` counts the rows that are used."""
-    domain: str | None = mark(SET, None)
+    domain: str | None = mark(SET, None, pattern=f"^{NAME}$")
     """What the text is about. A packed row holds one domain, and each domain is counted, mixed and measured
     by itself."""
 
-    @field_validator("domain")
-    @classmethod
-    def _plain(cls, name: str | None) -> str | None:
-        return name if name is None else _checked_name(name)
-
     @property
     def domain_name(self) -> str:
-        """The domain of its rows."""
+        """Return the domain of its rows."""
         return DEFAULT_DOMAIN if self.domain is None else self.domain
 
     @model_validator(mode="after")
@@ -100,6 +96,9 @@ class Source(Section):
         if self.column is not None and self.columns is not None:
             raise ValueError("give column or columns, not both")
         return self
+
+
+Sets = dict[Annotated[str, Field(pattern=f"^{NAME}$")], Annotated[list[Source], Field(min_length=1)]]
 
 
 class DataConfig(Section):
@@ -163,14 +162,9 @@ class DataConfig(Section):
         """Decided by what is given, so that a mistake within is named by its own place."""
         if not isinstance(tree, dict):
             return TypeAdapter(list[Source]).validate_python(tree)
-        sets = TypeAdapter(dict[str, list[Source]]).validate_python(tree)
-        folded: dict[str, str] = {}
-        for name, sources in sets.items():
-            _checked_name(name)
-            if folded.setdefault(name.lower(), name) != name:  # one directory, on some file systems
-                raise ValueError(f"{folded[name.lower()]} and {name} differ in case alone; rename one")
-            if not sources:
-                raise ValueError(f"the set {name} has no sources; give some, or leave it out")
+        sets = TypeAdapter(Sets).validate_python(tree)
+        if len({name.lower() for name in sets}) < len(sets):  # one directory, on some file systems
+            raise ValueError("two names differ in case alone; rename one")
         return sets or []
 
     @model_validator(mode="after")
@@ -203,18 +197,18 @@ class DataConfig(Section):
 
     @property
     def validation_sets(self) -> tuple[str, ...]:
-        """Names of the validation sets, in the order of the recipe."""
+        """Return the names of the validation sets, in the order of the recipe."""
         if isinstance(self.validation, dict):
             return tuple(self.validation)
         return (VALIDATION,) if self.validation or self.validation_fraction else ()
 
     @property
     def splits(self) -> tuple[str, ...]:
-        """The data sets that are prepared, by the names of their directories; the training data first."""
+        """Return the data sets that are prepared, by directory; the training data first."""
         return (TRAIN, *map(split_of, self.validation_sets))
 
     def sources_of(self, split: str) -> list[Source]:
-        """The sources whose rows a split takes."""
+        """Return the sources whose rows a split takes."""
         if split == TRAIN or self.validation_fraction:
             return self.sources
         if isinstance(self.validation, dict):
@@ -222,44 +216,33 @@ class DataConfig(Section):
         return self.validation
 
     def domains_of(self, split: str) -> tuple[str, ...]:
-        """The domains of a split's sources, in order of first appearance."""
+        """Return the domains of a split's sources, in order of first appearance."""
         return tuple(dict.fromkeys(source.domain_name for source in self.sources_of(split)))
 
 
 def split_of(name: str) -> str:
-    """The directory of a validation set."""
+    """Return the directory of a validation set."""
     return VALIDATION if name == VALIDATION else f"{VALIDATION}-{name}"
 
 
 def set_called(name: str) -> str:
-    """A validation set for a message."""
+    """Return a validation set for a message."""
     return "validation set" if name == VALIDATION else f"validation set {name}"
 
 
 def splits_made(prepared: Mapping[str, Any]) -> tuple[str, ...]:
-    """The splits that go with the `settings` of prepared data, which anybody may have written."""
+    """Return the splits that go with the `settings` of prepared data, which anybody may have written."""
     sets = prepared.get("validation")
     if isinstance(sets, dict):
-        return (TRAIN, *(split_of(name) for name in sets if NAME.fullmatch(name)))
+        return (TRAIN, *(split_of(name) for name in sets if re.fullmatch(NAME, name)))
     return (TRAIN, VALIDATION) if sets or prepared.get("validation_fraction") else (TRAIN,)
 
 
-def _checked_name(name: str) -> str:
-    """Raise ValueError for what cannot be the name of a domain or validation set."""
-    if not NAME.fullmatch(name):
-        raise ValueError(
-            f"{name!r} is no name: letters, digits and . _ - after a letter or digit, at most 64 in all"
-        )
-    return name
-
-
 def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
-    """The `data` section of a recipe."""
+    """Return the `data` section of a recipe."""
     if path.name.removesuffix(".gz").removesuffix(".zst").endswith(DATA_FILES) and path.suffix != ".json":
         raise UserError(
-            f"{path} is data, not a recipe, which names data in its data.sources; "
-            f"emo sniff {path} writes one to begin with",
-            code="data-not-recipe",
+            f"{path} is data, not a recipe; emo sniff {path} writes one to begin with", code="data-not-recipe"
         )
     tree = read_recipe(path, overrides)
     if "data" not in tree:
@@ -277,11 +260,10 @@ def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
 
 
 def context_of(model: Path) -> int | None:
-    """Tokens that the model in a directory reads at most, where its config.json says so."""
-    try:
+    """Return the tokens that the model in a directory reads at most, where its config.json says so."""
+    tree = None
+    with contextlib.suppress(OSError, ValueError):
         tree = read_json(model / "config.json")
-    except (OSError, ValueError):
-        return None
     keys = ("max_position_embeddings", "n_positions")  # as training has it, and as GPT-2's files do
     length = next((tree[key] for key in keys if key in tree), None) if isinstance(tree, dict) else None
     return length if type(length) is int and length > 1 else None
@@ -315,22 +297,16 @@ def _decisive(value: Any, reports: bool) -> Any:
     return tree
 
 
-class Difference(NamedTuple):
-    """A setting with which data were prepared, and what it is now."""
-
-    key: str  # data.sources.0.files
-    was: Any
-    now: Any
-
-
-def differences(prepared: Mapping[str, Any], config: DataConfig, reports: bool = True) -> list[Difference]:
-    """Return where the `settings` of prepared data differ from those of a configuration."""
+def differences(
+    prepared: Mapping[str, Any], config: DataConfig, reports: bool = True
+) -> list[tuple[str, Any, Any]]:
+    """Return where the `settings` of prepared data differ from those of a configuration: key, was, is now."""
     ignored = set() if reports else set.union(*(marked(DataConfig, name) for name in REPORTS))
     was = {key: value for key, value in prepared.items() if key not in ignored}
     return list(_differences("data", was, settings(config, reports)))
 
 
-def _differences(key: str, was: Any, now: Any) -> Iterator[Difference]:
+def _differences(key: str, was: Any, now: Any) -> Iterator[tuple[str, Any, Any]]:
     """Yield where two trees of JSON values differ; lists of different length differ as a whole."""
     if isinstance(was, dict) and isinstance(now, dict):
         for inner in dict.fromkeys((*now, *was)):
@@ -339,7 +315,7 @@ def _differences(key: str, was: Any, now: Any) -> Iterator[Difference]:
         for number, pair in enumerate(zip(was, now, strict=True)):
             yield from _differences(f"{key}.{number}", *pair)
     elif was != now:
-        yield Difference(key, was, now)
+        yield key, was, now
 
 
 def check_prepared(directory: Path, prepared: Mapping[str, Any], config: DataConfig) -> None:
@@ -356,19 +332,8 @@ def check_prepared(directory: Path, prepared: Mapping[str, Any], config: DataCon
         )
 
 
-def described(changed: list[Difference]) -> str:
+def described(changed: list[tuple[str, Any, Any]]) -> str:
     """Return differences as a part of a message."""
-    first, *others = changed
-    also = f" (also {', '.join(other.key for other in others)} differ)" if others else ""
-    return one_line(
-        f"prepared with {first.key}={_shown(first.was)}, the recipe says {_shown(first.now)}{also}"
-    )
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
-        return ", ".join(value)
-    sets = isinstance(value, dict) and all(isinstance(item, list) for item in value.values())
-    if isinstance(value, list) or sets:
-        return f"{len(value)} entries"
-    return value if isinstance(value, str) else json.dumps(value)
+    (key, was, now), *others = changed
+    also = f" (also {', '.join(other[0] for other in others)} differ)" if others else ""
+    return one_line(f"prepared with {key}={shown(was)}, the recipe says {shown(now)}{also}")

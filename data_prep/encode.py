@@ -21,8 +21,7 @@ from emo.data_prep.plan import Part, Plan
 from emo.data_prep.reencode import Sampled, sample
 from emo.data_prep.rows import Row, TokenIds, checksum, plain_text, take
 from emo.data_prep.shards import token_dtype
-from emo.data_prep.templates import Chat, Conversation, render
-from emo.data_prep.templates.chat import ChatEncoder, ChatTemplate
+from emo.data_prep.templates import Chat, ChatEncoder, ChatTemplate, Conversation, render
 from emo.data_prep.tokenizer import TokenizerFacts
 from emo.data_prep.words import TextEncoder
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -48,30 +49,33 @@ def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
 
 
 def stretch(text: str, supervised: bool, colours: bool) -> Text:
-    """A stretch of a row, in its colour; in brackets where it is supervised and there are no colours."""
+    """Return a stretch of a row, in its colour; in brackets if it is supervised and there are no colours."""
     marked = f"{OPEN}{text}{CLOSE}" if supervised and text and not colours else text
     return Text(marked, SUPERVISED if supervised else CONTEXT)
 
 
-def coloured(data: TokenDataset, row: int, tokenizer: object, colours: bool = True) -> Text:
-    """A row's text, segments apart, with what carries loss marked."""
+def segment(
+    ids: np.ndarray, supervised: np.ndarray, decode: Callable[[list[int]], str], colours: bool
+) -> Text:
+    """Return a segment's text with what carries loss marked. ids, supervised: int, bool [tokens]."""
+    text, before = Text(), ""
+    for stop in [*(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(ids)]:
+        # Decoding from the segment's start keeps spaces and split characters right.
+        upto = printable(decode(ids[:stop].tolist()))
+        text.append(stretch(upto[len(before) :], bool(supervised[stop - 1]), colours))
+        before = upto
+    return text
+
+
+def coloured(data: TokenDataset, row: int, tokenizer: Any, colours: bool = True) -> Text:
+    """Return a row's text, segments apart, with what carries loss marked."""
     batch = data.batch(np.array([row]))
     ids, labels, positions = (batch[key][0] for key in ("input_ids", "labels", "position_ids"))
     used = data.tokens_of(row)
     supervised = np.concatenate([[False], labels[: used - 1] != IGNORE])
     starts = np.append(np.flatnonzero(positions[:used] == 0), used)
-    text = Text()
-    for begin, end in pairwise(starts):
-        if begin:
-            text.append("\n── next segment ──\n", MARK)
-        changes = np.flatnonzero(np.diff(supervised[begin:end])) + 1
-        before = ""
-        for stop in [*(begin + changes), end]:
-            # Decoding from the segment's start keeps spaces and split characters right.
-            upto = printable(tokenizer.decode(ids[begin:stop]))  # type: ignore[attr-defined]
-            text.append(stretch(upto[len(before) :], bool(supervised[stop - 1]), colours))
-            before = upto
-    return text
+    segments = [segment(ids[a:b], supervised[a:b], tokenizer.decode, colours) for a, b in pairwise(starts)]
+    return Text("\n── next segment ──\n", MARK).join(segments)
 
 
 def _tables(directory: Path, data: TokenDataset) -> Iterator[Table]:

@@ -57,7 +57,7 @@ from emo.data_prep.config import (
     settings,
 )
 from emo.data_prep.encode import Encoded, EncodeSettings, counting, encoding, words_agree
-from emo.data_prep.inputs import AGAIN, Input
+from emo.data_prep.inputs import AGAIN, Input, is_saved, open_inputs
 from emo.data_prep.plan import SPILL, Part, Plan, limit_tokens, select
 from emo.data_prep.reencode import PlainEncoder, ShardCheck
 from emo.data_prep.rows import plain_text, take
@@ -72,8 +72,7 @@ from emo.data_prep.shards import (
     shard_name,
     token_dtype,
 )
-from emo.data_prep.sources import is_saved, open_inputs
-from emo.data_prep.templates.chat import ChatTemplate, check_template, read_template
+from emo.data_prep.templates import ChatTemplate, check_template, read_template
 from emo.data_prep.tokenizer import (
     FILES,
     TokenizerFacts,

@@ -21,9 +21,7 @@ from emo.data_prep.config import DataConfig
 from emo.data_prep.plan import Part
 from emo.data_prep.rows import Row, TokenIds, plain_text, take
 from emo.data_prep.shards import Manifest, Shard
-from emo.data_prep.templates import Chat, Conversation, render
-from emo.data_prep.templates.chat import ChatTemplate
-from emo.data_prep.templates.chat import render as render_chat
+from emo.data_prep.templates import Chat, ChatTemplate, Conversation, render, render_chat
 from emo.data_prep.tokenizer import TokenizerFacts
 
 CHARS = 2000  # of a text that are encoded again; of instructions eight times as many, or none

@@ -12,7 +12,6 @@ import html
 import json
 import re
 import zlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -32,14 +31,13 @@ SELECTION = ("duplicate", "near_duplicate", "limit", "weight")  # found by compa
 REASONS = ("", *STRUCTURE, *CONTENT, *SELECTION)
 CODE = {reason: code for code, reason in enumerate(REASONS)}
 
-HISTORY = "history"  # earlier exchanges: pairs of prompt and response
 NAMES = {  # a part of a row, as `columns` of a recipe calls it: the columns that are taken for it
     "text": ("text", "content", "sentence", "document", "story"),
     "instruction": ("instruction", "prompt", "question", "query"),
     "input": ("input", "context"),
     "output": ("output", "response", "completion", "answer"),
     "system": ("system", "system_prompt"),
-    "history": (HISTORY,),
+    "history": ("history",),  # earlier exchanges: pairs of prompt and response
     "messages": ("messages", "conversations"),
     "tools": ("tools",),  # what the assistant may call, as JSON schemas: for a tokenizer's chat_template
     "role": ("role", "from"),  # of a message
@@ -47,18 +45,6 @@ NAMES = {  # a part of a row, as `columns` of a recipe calls it: the columns tha
 }
 TOKEN_COLUMNS = ("ids", "input_ids")
 TEXT_COLUMNS, CHAT_COLUMNS = NAMES["text"], NAMES["messages"]
-# Words in the names of columns that are prompts or responses, for guesses.
-_ASKING = re.compile("question|prompt|instruct|query|ask|user|human|problem|request|source|title", re.I)
-_ANSWERING = re.compile(
-    "chosen|prefer|(?<![a-z])w(in|ins|inner|inning|on)(?![a-z])|answer|respon|output|complet|reply|assistant|target|"
-    "solution|gpt|bot|label",
-    re.I,
-)
-_REJECTED = re.compile(
-    "reject|wrong|incorrect|negative|worse|dispref|(?<![a-z])(bad|los(e|es|er|ing|t))(?![a-z])", re.I
-)
-_NUMBERED = re.compile("(.*?)[ _-]?([0-9]|[a-z])", re.I)  # output_1, response_b
-_SPEAKING = re.compile("role|from|speaker|author|sender|name|who", re.I)
 
 
 class RowSpec(NamedTuple):
@@ -73,9 +59,19 @@ class RowSpec(NamedTuple):
     columns: tuple[tuple[str, str], ...] = ()  # see Source.columns
     chat: bool = False  # instructions become the messages of a Chat, for a tokenizer's chat_template
 
-    def named(self, part: str) -> str | None:
-        """Return the column that the recipe names for a part of a row."""
-        return dict(self.columns).get(part)
+    def names(self, part: str) -> tuple[str, ...]:
+        """Return the columns that may be a part of a row: one that the recipe names, or the usual ones."""
+        if self.column is not None and part in ("text", "instruction"):
+            return (self.column,)
+        if part == "text" and self.format == "tokens" and not self.columns:
+            return TOKEN_COLUMNS
+        if not self.columns:
+            return NAMES[part]
+        return next(((name,) for key, name in self.columns if key == part), NAMES[part])
+
+    def find(self, raw: dict[str, Any], part: str) -> str | None:
+        """Return the column that is a part of a row, if the row has it; see `first`."""
+        return first(raw, self.names(part))
 
 
 class Rejected(NamedTuple):
@@ -99,16 +95,6 @@ Row = str | Conversation | Chat | TokenIds
 Payload = bytes | list[Any]  # a stretch of a text file, or rows of a table
 
 
-def names_of(part: str, spec: RowSpec) -> tuple[str, ...]:
-    """Return the columns that may be a part of a row: the one that the recipe names, or the known ones."""
-    if spec.column is not None and part in ("text", "instruction"):
-        return (spec.column,)
-    if part == "text" and spec.format == "tokens" and not spec.columns:
-        return TOKEN_COLUMNS
-    mapped = spec.named(part)
-    return NAMES[part] if mapped is None else (mapped,)
-
-
 def first(raw: dict[str, Any], names: Sequence[str]) -> str | None:
     """Return the first of some columns that a row has, whatever it holds.
 
@@ -119,63 +105,20 @@ def first(raw: dict[str, Any], names: Sequence[str]) -> str | None:
 
 def chat_column(raw: dict[str, Any], spec: RowSpec) -> str | None:
     """Return the column of a chat's messages, if the row is one."""
-    if spec.format == "alpaca" or spec.named("instruction") or spec.named("output"):
+    if spec.format == "alpaca" or {"instruction", "output"} & dict(spec.columns).keys():
         return None
     if spec.column is not None:
         return spec.column if spec.format == "messages" or isinstance(raw.get(spec.column), list) else None
-    return first(raw, names_of("messages", spec))
+    return spec.find(raw, "messages")
 
 
-def guess(raw: dict[str, Any], kind: str) -> dict[str, str]:
-    """Return a proposal for `columns`, by the names and values of one row; {}: none can be made.
-
-    Parts whose columns are known anyway are left out, and so are columns of answers that were rejected, and
-    of several answers of which another column may say which is better.
-    """
-    raw = {name: value for name, value in raw.items() if not _REJECTED.search(str(name))}
-    texts = [str(name) for name, value in raw.items() if isinstance(value, str)]
-    stems = Counter(match[1] for match in map(_NUMBERED.fullmatch, texts) if match)
-    several = {name for name in texts if (match := _NUMBERED.fullmatch(name)) and stems[match[1]] > 1}
-    if any(_ANSWERING.search(name) for name in several):
-        return {}
-    lists = ((name, value) for name, value in raw.items() if isinstance(value, list) and value)
-    talks = (name for name, talk in lists if isinstance(talk[0], dict) and len(talk[0]) > 1)
-    parts: dict[str, str | None]
-    if kind == "text":
-        longest = max(texts, key=lambda name: len(raw[name]), default=None)
-        parts = {"text": first(raw, TEXT_COLUMNS) or longest}
-    elif (column := next(talks, None)) is not None:
-        message = raw[column][0]
-        keys = [name for name, value in message.items() if isinstance(value, str)]
-        role = first(message, NAMES["role"]) or next(filter(_SPEAKING.search, keys), None)
-        content = first(message, NAMES["content"]) or next((key for key in keys if key != role), None)
-        parts = {"messages": str(column), "role": role, "content": content}
-    else:
-        prompt = first(raw, NAMES["instruction"]) or next(filter(_ASKING.search, texts), None)
-        others = [name for name in texts if name not in (prompt, *NAMES["input"], *NAMES["system"])]
-        response = first(raw, NAMES["output"]) or next(filter(_ANSWERING.search, others), None)
-        prompt = prompt or next((name for name in others if name != response), None)
-        response = response or next((name for name in reversed(others) if name != prompt), None)
-        parts = {"instruction": prompt, "output": response}
-    if None in parts.values():
-        return {}
-    return {part: name for part, name in parts.items() if name is not None and name not in NAMES[part]}
-
-
-def missing(raw: dict[str, Any], names: Sequence[str], spec: RowSpec | None = None) -> RowError:
-    """Return the error of a row that has none of some columns, and with a spec what to write instead."""
-    choices = ", ".join(names[:-1]) + " or " + names[-1] if len(names) > 1 else names[0]
+def missing(raw: dict[str, Any], names: Sequence[str], spec: RowSpec) -> RowError:
+    """Return the error of a row that has none of some columns, with what to write in the recipe instead."""
     present = ", ".join(map(str, list(raw)[:12])) or "none"
-    hint = ""
-    if spec is not None:
-        instruction = first(raw, NAMES["instruction"]) and first(raw, NAMES["output"])
-        if spec.kind == "text" and (instruction or first(raw, CHAT_COLUMNS)):
-            hint = "; for instructions set data.kind=instruct"
-        elif spec.kind == "instruct" and not instruction and first(raw, TEXT_COLUMNS):
-            hint = "; for plain text set data.kind=text"
-        elif spec.column is None and not spec.columns and guess(raw, spec.kind):
-            hint = "; name yours in the source's columns, as sniff proposes"
-    return RowError("missing_column", f"no column {choices}; there are: {present}{hint}"[:330])
+    hint = "name yours in the source's columns, as emo sniff proposes"
+    if spec.kind == "text" and (first(raw, NAMES["output"]) or first(raw, CHAT_COLUMNS)):
+        hint = "for instructions set data.kind=instruct"
+    return RowError("missing_column", f"no column {' or '.join(names)}; there are: {present}; {hint}"[:330])
 
 
 def wrong(name: str, value: Any, expected: str = "text") -> RowError:
@@ -206,8 +149,7 @@ class Judged(NamedTuple):
 
 def parse(payload: Payload, spec: RowSpec) -> Iterator[Row | Rejected]:
     """Yield the rows of a payload, in order. Blank stretches between rows are not rows."""
-    for judged in judge(payload, spec):
-        yield judged.row
+    return (judged.row for judged in judge(payload, spec))
 
 
 def judge(payload: Payload, spec: RowSpec) -> Iterator[Judged]:
@@ -275,35 +217,30 @@ def plain_text(row: Row) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def columns(payload: Payload, spec: RowSpec) -> tuple[set[str], set[str], set[str]]:
-    """Return the columns that a payload's first rows give text from, those not read, and flags among these.
+def columns(payload: Payload, spec: RowSpec) -> tuple[set[str], set[str]]:
+    """Return the columns that a payload's first rows give text from, and those that are not read.
 
-    Keys of messages that are not read are among them, as `messages[].key`. Flags are true or false, and may
-    mark answers as bad.
+    Keys of messages that are not read are among these, as `messages[].key`.
     """
     read: set[str] = set()
     present: set[str] = set()
-    flags: set[str] = set()
     for raw in raw_rows(payload, spec)[:HEAD] if spec.lines or not isinstance(payload, bytes) else []:
         with contextlib.suppress(RowError):
             _row(raw, spec)
             row = _object(json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw)
             present |= set(map(str, row))
-            flags |= {str(name) for name, value in row.items() if isinstance(value, bool)}
-            talk = chat_column(row, spec) if spec.kind == "instruct" else None
-            if talk is not None:
-                parts = ["system"]
-                read.add(talk)
-                known = {*names_of("role", spec), *names_of("content", spec), *MARKS}
-                keys = {str(key) for message in row[talk] for key in message} if not spec.chat else set()
-                present |= {f"{talk}[].{key}" for key in keys - known}
-            else:
-                alpaca = ["system", "history", "instruction", "input", "output"]
-                parts = alpaca if spec.kind == "instruct" else ["text"]
+            parts = ["text"] if spec.kind == "text" else ["system"]
+            if spec.kind == "instruct" and (column := chat_column(row, spec)) is not None:
+                read.add(column)
+                if not spec.chat:
+                    keys = {str(key) for message in row[column] for key in message}
+                    keys -= {*spec.names("role"), *spec.names("content"), *MARKS}
+                    present |= {f"{column}[].{key}" for key in keys}
+            elif spec.kind == "instruct":
+                parts += ["history", "instruction", "input", "output"]
             parts += ["tools"] if spec.chat else []
-            read |= {name for part in parts if (name := first(row, names_of(part, spec))) is not None}
-    unread = present - read
-    return read, unread, flags & unread
+            read |= {name for part in parts if (name := spec.find(row, part)) is not None}
+    return read, present - read
 
 
 def _row(raw: Any, spec: RowSpec) -> Row:
@@ -323,20 +260,16 @@ def _row(raw: Any, spec: RowSpec) -> Row:
             return clean(text, spec.clean)
         try:
             raw = json.loads(text.removeprefix("\ufeff"))
-        except RecursionError:
-            raise RowError("broken_json", "nested too deep") from None
-        except ValueError as error:  # without `msg`: an integer of thousands of digits
-            reason = getattr(error, "msg", "a number of thousands of digits")
-            raise RowError("broken_json", reason) from None
+        except (ValueError, RecursionError) as error:  # without `msg`: numbers too long, nested too deep
+            raise RowError("broken_json", getattr(error, "msg", str(error))) from None
     raw = _object(raw)
     if not isinstance(raw, dict):
         raise RowError("not_an_object", f"a row must be an object, not {type(raw).__name__}")
     if spec.kind == "instruct":
-        return conversation(raw, spec)
-    names = names_of("text", spec)
-    name = first(raw, names)
+        return _conversation(raw, spec)
+    name = spec.find(raw, "text")
     if name is None:
-        raise missing(raw, names, spec)
+        raise missing(raw, spec.names("text"), spec)
     value = raw[name]
     if spec.format == "tokens":
         if not isinstance(value, list) or not all(type(token) is int and token >= 0 for token in value):
@@ -357,19 +290,19 @@ def _object(raw: Any) -> Any:
 def _judged(row: Row, spec: RowSpec) -> Judged:
     """Return a row with its content hash and characters. Raises RowError for content that is useless."""
     if isinstance(row, Conversation | Chat):
-        if row.unsupervised and len(row.unsupervised) == row.answers:
-            raise RowError("no_loss", "every answer is marked as carrying no loss")
         if isinstance(row, Conversation):
-            silent = ["user"] if any(not (e.prompt.strip() or e.input.strip()) for e in row.exchanges) else []
-            silent += ["assistant"] if any(not e.response.strip() for e in row.exchanges) else []
+            speeches = [("user", exchange.prompt + exchange.input) for exchange in row.exchanges]
+            speeches += [("assistant", exchange.response) for exchange in row.exchanges]
         else:
-            silent = [
-                message["role"]
-                for message in json.loads(row.messages)
-                if not (message.get("content") or "").strip() and not message.get("tool_calls")
+            messages = json.loads(row.messages)
+            speeches = [
+                (m["role"], "calls" if m.get("tool_calls") else m.get("content") or "") for m in messages
             ]
-        if (role := next((role for role in silent if role in _EMPTY), None)) is not None:
-            raise RowError(_EMPTY[role])
+        if row.unsupervised and len(row.unsupervised) == sum(role == "assistant" for role, _ in speeches):
+            raise RowError("no_loss", "every answer is marked as carrying no loss")
+        for role, words in speeches:
+            if role in _EMPTY and not words.strip():
+                raise RowError(_EMPTY[role])
     elif not (row.ids if isinstance(row, TokenIds) else row.strip()):
         raise RowError("empty")
     text = plain_text(row)
@@ -393,7 +326,7 @@ def _judged(row: Row, spec: RowSpec) -> Judged:
             raise RowError("repetitive")
     if isinstance(row, Conversation | Chat):
         if isinstance(row, Conversation):
-            identity = json.dumps((row.exchanges, row.system), ensure_ascii=False)
+            identity = _json((row.exchanges, row.system))
         else:
             identity = f"{row.messages}\n{row.tools}"
         identity += f"\n{row.unsupervised}" if row.unsupervised else ""
@@ -427,76 +360,91 @@ class Message(NamedTuple):
     supervised: bool = True  # False: it is marked as carrying no loss
 
 
-def conversation(raw: dict[str, Any], spec: RowSpec) -> Conversation | Chat:
-    """Return what an Alpaca row or a row of messages holds. Raises RowError."""
-    talk = chat_column(raw, spec)
-    if talk is not None or spec.format == "messages":
-        if talk is None or talk not in raw:
-            raise missing(raw, names_of("messages", spec) if talk is None else (talk,), spec)
-        messages, system, role = _messages(raw, talk, spec)
-        if spec.chat:
-            return _chat([Message(role, system, {}), *messages] if system else messages, raw, spec)
-        return _exchanges(messages, system)
-    names = [first(raw, names_of(part, spec)) for part in ("instruction", "output", "input", "system")]
+def _conversation(raw: dict[str, Any], spec: RowSpec) -> Conversation | Chat:
+    """Return what an Alpaca row or a row of messages holds. Raises RowError.
+
+    The preface of a chat is what a system column says, and its first message where that is of a role of
+    PREFACES. What the assistant says before any user, and what a user says last, has no counterpart: both are
+    left out, and counted.
+    """
+    column = chat_column(raw, spec)
+    if column is None and spec.format != "messages":
+        return _alpaca(raw, spec)
+    if column is None or column not in raw:
+        raise missing(raw, spec.names("messages") if column is None else (column,), spec)
+    if not isinstance(raw[column], list):
+        raise wrong(column, raw[column], "a list of messages")
+    messages = [_message(item, f"{column}[{i}]", spec) for i, item in enumerate(raw[column])]
+    name, role = spec.find(raw, "system"), "system"
+    preface = raw[name] or "" if name is not None else ""
+    if not isinstance(preface, str):
+        raise wrong(str(name), preface)
+    system = clean(preface, spec.clean)
+    if messages and messages[0].role in PREFACES:
+        role = messages[0].role
+        system = "\n\n".join(filter(None, (system, messages.pop(0).content)))
+    if spec.chat:
+        return _chat([Message(role, system, {}), *messages] if system else messages, raw, spec)
+    start = next((i for i, message in enumerate(messages) if message.role != "assistant"), len(messages))
+    last = len(messages) - (len(messages) > start and messages[-1].role == "user")
+    used = messages[start:last]
+    if not used or [message.role for message in used] != ["user", "assistant"] * (len(used) // 2):
+        raise _bad_roles(messages)
+    pairs = zip(used[::2], used[1::2], strict=True)
+    exchanges = tuple(Exchange(prompt.content or "", reply.content or "") for prompt, reply in pairs)
+    return Conversation(exchanges, system, len(messages) - len(used), _unsupervised(used))
+
+
+def _alpaca(raw: dict[str, Any], spec: RowSpec) -> Conversation | Chat:
+    """Return what a row in Alpaca's columns holds. Raises RowError."""
+    names = [spec.find(raw, part) for part in ("instruction", "output", "input", "system")]
     if None in names[:2]:
-        raise missing(raw, names_of("output" if names[0] else "instruction", spec), spec)
+        raise missing(raw, spec.names("output" if names[0] else "instruction"), spec)
     values = []
     for i, name in enumerate(names):
         value = "" if name is None or (raw[name] is None and i > 1) else raw[name]
         if not isinstance(value, str):
             raise wrong(str(name), value)
         values.append(clean(value, spec.clean))
-    pairs = raw.get(names_of("history", spec)[0]) or []
-    if not isinstance(pairs, list):
-        raise wrong(HISTORY, pairs, "a list of pairs")
-    for i, pair in enumerate(pairs):
+    exchanges = []
+    earlier = raw.get(spec.names("history")[0]) or []
+    for pair in earlier if isinstance(earlier, list) else [None]:
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise wrong(f"{HISTORY}[{i}]", pair, "a prompt and a response")
-    earlier = [Exchange(*(clean(text, spec.clean) for text in pair)) for pair in pairs]
-    exchanges, system = (*earlier, Exchange(*values[:3])), values[3]
+            raise wrong("history", pair, "a list of pairs, of a prompt and a response")
+        exchanges.append(Exchange(*(clean(text, spec.clean) for text in pair)))
+    exchanges.append(Exchange(*values[:3]))
     if not spec.chat:
-        return Conversation(exchanges, system)
-    messages = [Message("system", system, {})] if system else []
+        return Conversation(tuple(exchanges), values[3])
+    messages = [Message("system", values[3], {})] if values[3] else []
     for exchange in exchanges:
         prompt = f"{exchange.prompt}\n\n{exchange.input}" if exchange.input else exchange.prompt
         messages += [Message("user", prompt, {}), Message("assistant", exchange.response, {})]
     return _chat(messages, raw, spec)
 
 
-def _messages(raw: dict[str, Any], column: str, spec: RowSpec) -> tuple[list[Message], str, str]:
-    """Return the messages of a chat without its preface; the preface, and the role that speaks it.
-
-    The preface is what a system column says, and the first message if it is of a role of PREFACES.
-    """
-    if not isinstance(raw[column], list):
-        raise wrong(column, raw[column], "a list of messages")
-    messages = [_message(item, f"{column}[{i}]", spec) for i, item in enumerate(raw[column])]
-    name = first(raw, names_of("system", spec))
-    preface = raw[name] or "" if name is not None else ""
-    if not isinstance(preface, str):
-        raise wrong(str(name), preface)
-    systems, role = [clean(preface, spec.clean)] if preface else [], "system"
-    if messages and messages[0].role in PREFACES:
-        role = messages[0].role
-        systems.append(messages.pop(0).content or "")
-    return messages, "\n\n".join(filter(None, systems)), role
-
-
 def _message(message: Any, where: str, spec: RowSpec) -> Message:
     """Return a message; where: its place in the row, for an error."""
     if not isinstance(message, dict):
         raise wrong(where, message, "an object")
-    roles, contents = names_of("role", spec), names_of("content", spec)
+    roles, contents = spec.names("role"), spec.names("content")
     role, content = (message.get(first(message, names) or "") for names in (roles, contents))
     keys = (*roles, *contents, *MARKS)
     extra = {k: v for k, v in message.items() if k not in keys and v is not None} if spec.chat else {}
     if role is None or (content is None and not extra.get("tool_calls")):
         null = next((n for n in (*roles, *contents) if n in message and message[n] is None), None)
-        if null is not None:
-            raise wrong(f"{where}.{null}", None)
-        raise missing(message, (f"{roles[0]} and {contents[0]}",))
-    if content is not None:
-        content = clean(_text(content, f"{where}.{contents[0]}"), spec.clean)
+        raise (
+            missing(message, (f"{roles[0]} and {contents[0]}",), spec) if null is None else wrong(null, None)
+        )
+    if isinstance(content, list):  # its parts
+        parts = [part if isinstance(part, dict) else {} for part in content]
+        texts = [part.get("text") if part.get("type", "text") == "text" else None for part in parts]
+        if not texts or not all(isinstance(text, str) for text in texts):
+            raise wrong(f"{where}.{contents[0]}", content, "text, or a list of its parts")
+        if any(part.get(key) is not None for part in parts for key in (*MARKS, *OTHER_MARKS)):
+            raise RowError("wrong_type", f"{where}: a part says what carries loss; mark the message")
+        content = "".join(map(str, texts))
+    if not isinstance(content, str | None):
+        raise wrong(f"{where}.{contents[0]}", content)
     role, supervised = ROLE_OF.get(str(role), str(role)), True
     for key in (*MARKS, *OTHER_MARKS):
         value = message.get(key)
@@ -511,40 +459,7 @@ def _message(message: Any, where: str, spec: RowSpec) -> Message:
         if learned and role != "assistant" and key != "weight":  # weight is of the assistant's alone
             raise RowError("wrong_type", f"{where}.{key} asks for loss on the {role}'s words; remove it")
         supervised &= learned
-    return Message(role, content, extra, supervised)
-
-
-def _text(content: Any, where: str) -> str:
-    """Return the content of a message, whose parts may be listed, as one text."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise wrong(where, content)
-    parts = [part if isinstance(part, dict) else {"type": type(part).__name__} for part in content]
-    for key in (*MARKS, *OTHER_MARKS):
-        if any(part.get(key) is not None for part in parts):
-            raise RowError("wrong_type", f"{where}: {key} of a part; mark the message")
-    texts = [part.get("text") for part in parts if part.get("type", "text") == "text"]
-    if not parts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        odd = ", ".join(sorted({str(part.get("type")) for part in parts} - {"text"})) or "text without text"
-        raise RowError("wrong_type", f"column {where} must be text, not {odd}")
-    return "".join(map(str, texts))
-
-
-def _exchanges(messages: list[Message], system: str) -> Conversation:
-    """Return user and assistant in turn.
-
-    What the assistant says before any user, and what a user says last, has no counterpart: both are left out,
-    and counted.
-    """
-    start = next((i for i, message in enumerate(messages) if message.role != "assistant"), len(messages))
-    last = len(messages) - (len(messages) > start and messages[-1].role == "user")
-    used = messages[start:last]
-    if not used or [message.role for message in used] != ["user", "assistant"] * (len(used) // 2):
-        raise _bad_roles(messages)
-    pairs = zip(used[::2], used[1::2], strict=True)
-    exchanges = tuple(Exchange(prompt.content or "", reply.content or "") for prompt, reply in pairs)
-    return Conversation(exchanges, system, len(messages) - len(used), _unsupervised(used))
+    return Message(role, None if content is None else clean(content, spec.clean), extra, supervised)
 
 
 def _unsupervised(messages: list[Message]) -> tuple[int, ...]:
@@ -567,35 +482,33 @@ def _chat(messages: list[Message], raw: dict[str, Any], spec: RowSpec) -> Chat:
     last = max((i for i, message in enumerate(messages) if message.role == "assistant"), default=-1)
     if last <= begin or any(message.role not in ROLES for message in messages):
         raise _bad_roles(messages)
-    name = first(raw, names_of("tools", spec))
-    tools = None if name is None else raw[name] or None  # a list of schemas, or that as JSON
-    if isinstance(tools, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            tools = json.loads(tools) or None
+    name = spec.find(raw, "tools")
+    tools = None if name is None else _parsed(raw[name]) or None  # a list of schemas, or that as JSON
     if tools is not None and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
         raise wrong(str(name), tools, "a list of tools")
     used = [*messages[:front], *messages[begin : last + 1]]
-    return Chat(
-        _json([_for_template(message) for message in used]),
-        "" if tools is None else _json(tools),
-        len(messages) - len(used),
-        _unsupervised(used),
-    )
+    trees = []
+    for message in used:
+        content = {} if message.content is None else {"content": message.content}
+        trees.append({"role": message.role, **content, **message.extra})
+        # Templates expect the arguments of a call as an object, not as its JSON.
+        calls = json.loads(_json(message.extra.get("tool_calls")))  # a copy: the row itself stays as it was
+        if calls:
+            trees[-1]["tool_calls"] = calls
+        for call in calls if isinstance(calls, list) else ():
+            inner = call.get("function", call) if isinstance(call, dict) else None
+            if isinstance(inner, dict) and "arguments" in inner:
+                inner["arguments"] = _parsed(inner["arguments"])
+    written = "" if tools is None else _json(tools)
+    return Chat(_json(trees), written, len(messages) - len(used), _unsupervised(used))
 
 
-def _for_template(message: Message) -> dict[str, Any]:
-    """Return a message as chat templates expect it: the arguments of a call are an object, not its JSON."""
-    content = {} if message.content is None else {"content": message.content}
-    tree = {"role": message.role, **content, **message.extra}
-    calls = json.loads(_json(tree.get("tool_calls")))  # a copy: the row itself stays as it was read
-    if calls:
-        tree["tool_calls"] = calls
-    for call in calls if isinstance(calls, list) else ():
-        inner = call.get("function", call) if isinstance(call, dict) else None
-        if isinstance(inner, dict) and isinstance(inner.get("arguments"), str):
-            with contextlib.suppress(ValueError, RecursionError):
-                inner["arguments"] = json.loads(inner["arguments"])
-    return tree
+def _parsed(value: Any) -> Any:
+    """Return the value of JSON text; anything else as it is."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value
 
 
 def _json(value: Any) -> str:

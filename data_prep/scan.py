@@ -44,8 +44,7 @@ from emo.data_prep.rows import (
     judge,
 )
 from emo.data_prep.shards import FORMAT
-from emo.data_prep.templates import Chat, Conversation
-from emo.data_prep.templates.chat import ChatTemplate, RefusedError, render
+from emo.data_prep.templates import Chat, ChatTemplate, Conversation, RefusedError, render_chat
 
 UNITS = 4096  # about as many at most, but for inputs whose size is not known
 UNIT = 8 << 20  # bytes of a unit at least, as they are stored
@@ -301,7 +300,7 @@ def judged_rows(payload: Payload | None, spec: RowSpec, chat: ChatTemplate | Non
         for number, each in enumerate(judged):
             try:
                 if isinstance(each.row, Chat):
-                    render(each.row, chat)
+                    render_chat(each.row, chat)
             except RefusedError as error:
                 judged[number] = Judged(Rejected(error.reason, error.detail))
     return judged

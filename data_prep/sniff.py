@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,13 +25,28 @@ from emo.common.recipe import parse_section
 from emo.common.text import counted, printable
 from emo.data_prep.config import DataConfig, context_of
 from emo.data_prep.encode import EncodeSettings, RowEncoder
-from emo.data_prep.inputs import Input
-from emo.data_prep.inspect import CONTEXT, stretch
-from emo.data_prep.rows import STRUCTURE, Payload, Rejected, Row, columns, guess, parse, plain_text, raw_rows
-from emo.data_prep.sources import open_inputs
-from emo.data_prep.templates import Chat, Conversation, render
-from emo.data_prep.templates.chat import RefusedError, read_template
-from emo.data_prep.templates.chat import render as render_chat
+from emo.data_prep.inputs import Input, open_inputs
+from emo.data_prep.inspect import segment, stretch
+from emo.data_prep.rows import (
+    NAMES,
+    STRUCTURE,
+    Payload,
+    Rejected,
+    Row,
+    columns,
+    first,
+    parse,
+    raw_rows,
+)
+from emo.data_prep.templates import (
+    Chat,
+    ChatTemplate,
+    Conversation,
+    RefusedError,
+    read_template,
+    render,
+    render_chat,
+)
 from emo.data_prep.tokenizer import chat_template, save_tokenizer, tokenizer_facts
 
 EXAMPLES = 3
@@ -37,14 +54,24 @@ SHOWN = 1600  # characters of an example
 CHARS = 4  # in a token, roughly
 SHARD = 64 << 20  # bytes of a file for each shard
 UNNAMED = "openai-community/gpt2"  # the tokenizer where none was given
-VALIDATED = 0.05  # of the rows are not trained on, where there are enough
-SURELY = 5  # as many are expected where one is needed
+VALIDATED, SURELY = 0.05, 5  # share of the rows that is not trained on, where it is so many at least
 REASONS = {  # lines of the recipe, and what stands behind them
     f"tokenizer: {UNNAMED}": "that of the model to be trained",
     "strict: false": "or the first row that cannot be read, see above, would end prepare",
 }
 WHOLE = 1 << 20  # tokens: nothing is cut here
-Stretch = tuple[str, bool]  # of an example: text, and whether it is supervised
+# Words in the names of columns that are prompts or responses, for guesses.
+_ASKING = re.compile("question|prompt|instruct|query|ask|user|human|problem|request|source|title", re.I)
+_ANSWERING = re.compile(
+    "chosen|prefer|(?<![a-z])w(in|ins|inner|inning|on)(?![a-z])|answer|respon|output|complet|reply|assistant|target|"
+    "solution|gpt|bot|label",
+    re.I,
+)
+_REJECTED = re.compile(
+    "reject|wrong|incorrect|negative|worse|dispref|(?<![a-z])(bad|los(e|es|er|ing|t))(?![a-z])", re.I
+)
+_NUMBERED = re.compile("(.*?)[ _-]?([0-9]|[a-z])", re.I)  # output_1, response_b
+_SPEAKING = re.compile("role|from|speaker|author|sender|name|who", re.I)
 
 
 class Look(NamedTuple):
@@ -77,24 +104,31 @@ def sniff(files: str, tokenizer: str | None, console: Console) -> str:
     tokenizer: hub id, directory or .model file; without one text is shown as it is. Raises UserError when no
     row can be read.
     """
+    colours = console.is_terminal and not console.no_color
     with tempfile.TemporaryDirectory() as folder:
-        directory = None if tokenizer is None else Path(folder)
-        if tokenizer is not None and directory is not None:
+        directory = chat = None
+        if tokenizer is not None:
+            directory = Path(folder)
             save_tokenizer(tokenizer, None, directory)
-        has_template = directory is not None and chat_template(directory) is not None
-        look = _best_look(files, "chat_template" if has_template else None)
-        if has_template and directory is not None and look.config.kind == "instruct":
-            look = _written(look, files, directory, console)
+            chat = read_template(directory, "") if chat_template(directory) is not None else None
+        look = _best_look(files, None if chat is None else "chat_template")
+        if chat is not None and look.config.kind == "instruct":
+            written = _written(look, chat)
+            if written.good:
+                look = written
+            else:
+                refused = next((row.detail for row in written.rows if isinstance(row, Rejected)), "")
+                console.print(Text(printable(f"the tokenizer's chat_template cannot be used: {refused}")))
+                look = _look(files, "instruct", look.proposed, None)
         for line in _description(look):
             console.print(Text(printable(line)), soft_wrap=True)
-        rows = [row for _, row in look.good]
-        picked = np.unique(np.linspace(0, len(rows) - 1, EXAMPLES).astype(int)).tolist()
-        examples, lengths = _examples(look, rows, picked, directory)
-    colours = console.is_terminal and not console.no_color
-    for number, stretches in zip(picked, examples, strict=True):
+        picked = np.unique(np.linspace(0, len(look.good) - 1, EXAMPLES).astype(int)).tolist()
+        examples, lengths = _examples(look, picked, directory, chat, colours)
+    for number, example in zip(picked, examples, strict=True):
         console.rule(f"row {look.good[number][0] + 1}")
-        console.print(_coloured(stretches, colours))
-    console.print(_coloured([("supervised", True), (", context", False)], colours))
+        example.truncate(SHOWN, overflow="ellipsis")
+        console.print(example)
+    console.print(stretch("supervised", True, colours) + stretch(", context", False, colours))
     console.rule("recipe lines to paste")
     lines = recipe(look, files, tokenizer, lengths)
     console.print(Text(lines), soft_wrap=True)
@@ -115,10 +149,13 @@ def _best_look(files: str, template: str | None) -> Look:
         if not looks:
             raise
     for look in looks[:2]:
-        for row in _objects(look):  # which may have none of the known names
-            if proposed := guess(row, look.config.kind):
-                looks.append(_look(files, look.config.kind, proposed, template))
-                break
+        objects = look.input.spec.lines or isinstance(look.payload, list)
+        for raw in raw_rows(look.payload, look.input.spec)[:EXAMPLES] if objects else []:
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw
+                if isinstance(row, dict) and (proposed := guess(row, look.config.kind)):
+                    looks.append(_look(files, look.config.kind, proposed, template))
+                    break
     for look in looks:
         if 2 * len(look.good) >= len(look.rows) > 0:
             return look
@@ -134,47 +171,65 @@ def _look(files: str, kind: str, proposed: dict[str, str], template: str | None)
     """Return the first piece of a source, read in one way."""
     source: dict[str, Any] = {"files": files} | ({"columns": proposed} if proposed else {})
     tree = {"dir": "prepared", "kind": kind, "tokenizer": "any", "sources": [source]}
-    tree |= {} if template is None else {"template": template}
-    config = parse_section(DataConfig, tree, "data")
+    config = parse_section(DataConfig, tree | ({} if template is None else {"template": template}), "data")
     inputs = open_inputs(config)
-    first = inputs[0]
-    payload = next((piece.payload for piece in first.pieces() if piece.payload is not None), b"")
-    if first.spec.format == "lines" and isinstance(payload, bytes):
+    opened = inputs[0]
+    payload = next((piece.payload for piece in opened.pieces() if piece.payload is not None), b"")
+    if opened.spec.format == "lines" and isinstance(payload, bytes):
         # Blank lines may divide the text into stretches of several lines.
         filled = [bool(line.strip()) for line in payload.split(b"\n")[:-1]]
         together = any(a and b for a, b in pairwise(filled))
         if together and filled.count(False) * 20 > len(filled):
-            first.spec = first.spec._replace(format="paragraphs")
-    return Look(first, len(inputs), payload, list(parse(payload, first.spec)), config, proposed)
+            opened.spec = opened.spec._replace(format="paragraphs")
+    return Look(opened, len(inputs), payload, list(parse(payload, opened.spec)), config, proposed)
 
 
-def _objects(look: Look) -> Iterator[dict[str, Any]]:
-    """Yield the first rows that are objects."""
-    if look.input.spec.lines or not isinstance(look.payload, bytes):
-        for raw in raw_rows(look.payload, look.input.spec)[:EXAMPLES]:
-            with contextlib.suppress(ValueError, RecursionError):
-                row = json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw
-                if isinstance(row, dict):
-                    yield row
-
-
-def _written(look: Look, files: str, directory: Path, console: Console) -> Look:
-    """Return the look without rows that the chat_template refuses; where it refuses all, without it."""
-    template = read_template(directory, "")
-    rows: list[Row | Rejected] = []
-    reason = None
-    for row in look.rows:
+def _written(look: Look, chat: ChatTemplate) -> Look:
+    """Return the look without the rows that the chat_template refuses."""
+    rows = list(look.rows)
+    for number, row in enumerate(rows):
         try:
             if isinstance(row, Chat):
-                render_chat(row, template)
-            rows.append(row)
+                render_chat(row, chat)
         except RefusedError as error:
-            rows.append(Rejected(error.reason, error.detail))
-            reason = reason or error.detail
-    if reason is not None and not any(isinstance(row, Chat) for row in rows):
-        console.print(Text(printable(f"the tokenizer's chat_template cannot be used: {reason}")))
-        return _look(files, "instruct", look.proposed, None)
+            rows[number] = Rejected(error.reason, error.detail)
     return look._replace(rows=rows)
+
+
+def guess(raw: dict[str, Any], kind: str) -> dict[str, str]:
+    """Return a proposal for `columns`, by the names and values of one row; {}: none can be made.
+
+    Parts whose columns are known anyway are left out, and so are columns of answers that were rejected, and
+    of several answers of which another column may say which is better.
+    """
+    raw = {name: value for name, value in raw.items() if not _REJECTED.search(str(name))}
+    texts = [str(name) for name, value in raw.items() if isinstance(value, str)]
+    stems = Counter(match[1] for match in map(_NUMBERED.fullmatch, texts) if match)
+    several = {name for name in texts if (match := _NUMBERED.fullmatch(name)) and stems[match[1]] > 1}
+    if any(_ANSWERING.search(name) for name in several):
+        return {}
+    lists = ((name, value) for name, value in raw.items() if isinstance(value, list) and value)
+    talks = (name for name, talk in lists if isinstance(talk[0], dict) and len(talk[0]) > 1)
+    parts: dict[str, str | None]
+    if kind == "text":
+        longest = max(texts, key=lambda name: len(raw[name]), default=None)
+        parts = {"text": first(raw, NAMES["text"]) or longest}
+    elif (column := next(talks, None)) is not None:
+        message = raw[column][0]
+        keys = [name for name, value in message.items() if isinstance(value, str)]
+        role = first(message, NAMES["role"]) or next(filter(_SPEAKING.search, keys), None)
+        content = first(message, NAMES["content"]) or next((key for key in keys if key != role), None)
+        parts = {"messages": str(column), "role": role, "content": content}
+    else:
+        prompt = first(raw, NAMES["instruction"]) or next(filter(_ASKING.search, texts), None)
+        others = [name for name in texts if name not in (prompt, *NAMES["input"], *NAMES["system"])]
+        response = first(raw, NAMES["output"]) or next(filter(_ANSWERING.search, others), None)
+        prompt = prompt or next((name for name in others if name != response), None)
+        response = response or next((name for name in reversed(others) if name != prompt), None)
+        parts = {"instruction": prompt, "output": response}
+    if None in parts.values():
+        return {}
+    return {part: name for part, name in parts.items() if name is not None and name not in NAMES[part]}
 
 
 def _description(look: Look) -> list[str]:
@@ -185,28 +240,22 @@ def _description(look: Look) -> list[str]:
     others = f" and {counted(look.files - 1, 'more file')}" if look.files > 1 else ""
     form = f", format {spec.format}" if spec.format != "auto" else ""
     lines = [f"{opened.name}{size}{others}: {kind}{form}"]
-    read, unread, marks = columns(look.payload, spec)
+    read, unread = columns(look.payload, spec)
     if read:
         names = ", ".join(sorted(unread)) or "none"
         lines.append(f"columns read: {', '.join(sorted(read))}; not read: {names}")
-    if marks:
-        lines.append(
-            f"{', '.join(sorted(marks))} is true or false and is not read: if it marks answers as bad, "
-            "these would be trained on too; leave such rows out first"
-        )
     if look.proposed:
         lines.append("no column has a known name; these were guessed, look whether they are right")
         if body := look.proposed.get("output"):
-            text = yaml.safe_dump({"text": body}, default_flow_style=True, width=10_000, allow_unicode=True)
             lines.append(
                 f"to read {body} as plain text instead, for continual pre-training: leave out kind and "
-                f"template below, and write columns: {text.strip()}"
+                f"template below, and write columns: {json.dumps({'text': body}, ensure_ascii=False)}"
             )
     rejected = [row for row in look.rows if isinstance(row, Rejected)]
     reasons = Counter(row.reason.replace("_", " ") for row in rejected)
     listed = ", ".join(f"{count:,} {reason}" for reason, count in reasons.items()) or "none"
-    first, are = counted(len(look.rows), "row"), "is" if len(look.good) == 1 else "are"
-    lines.append(f"of the first {first} {len(look.good):,} {are} used; rejected: {listed}")
+    used = f"{counted(len(look.good), 'row')} used of the first {len(look.rows):,}"
+    lines.append(f"{used}; rejected: {listed}")
     if fault := next((row for row in rejected if row.detail), None):
         lines.append(f"the first of these: {fault.reason.replace('_', ' ')} ({fault.detail})")
     if unused := sum(row.unused for _, row in look.good if isinstance(row, Conversation | Chat)):
@@ -215,57 +264,50 @@ def _description(look: Look) -> list[str]:
 
 
 def _examples(
-    look: Look, rows: list[Row], picked: list[int], directory: Path | None
-) -> tuple[list[list[Stretch]], list[int]]:
+    look: Look, picked: list[int], directory: Path | None, chat: ChatTemplate | None, colours: bool
+) -> tuple[list[Text], list[int]]:
     """Return the picked rows as training sees them, and the tokens of all; `directory`: of a tokenizer."""
-    if directory is None:  # about as many
-        plain: list[list[Stretch]] = []
-        for row in (rows[number] for number in picked):
-            if not isinstance(row, Conversation):
-                plain.append([(str(row), True)])
-                continue
-            plain.append([])
-            for number, turn in enumerate(render(row, look.template)):
-                supervised = number not in row.unsupervised
-                plain[-1] += [(turn.text[: turn.start], False), (turn.text[turn.start :] + "\n", supervised)]
-        return plain, [len(plain_text(row)) // CHARS for row in rows]
-    chat = read_template(directory, "") if look.template == "chat_template" else None
-    facts = tokenizer_facts(directory)
-    encoder = RowEncoder(
-        EncodeSettings(directory, facts, look.template, WHOLE, "truncate", None, False, chat)
-    )
-    decoder = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    encoded = []
-    for row in rows:
-        if isinstance(row, Conversation | Chat):
-            example = encoder.conversations([row])
-            encoded.append((example.ids, example.spans[0]))
+    examples, lengths = [], []
+    encoder = None
+    decode: Callable[[list[int]], str] = _text
+    if directory is not None:
+        written_by = chat if look.template == "chat_template" else None
+        facts = tokenizer_facts(directory)
+        encoder = RowEncoder(
+            EncodeSettings(directory, facts, look.template, WHOLE, "truncate", None, False, written_by)
+        )
+        backend = Tokenizer.from_file(str(directory / "tokenizer.json"))
+        decode = partial(backend.decode, skip_special_tokens=False)
+    for number, (_, row) in enumerate(look.good):
+        if encoder is None:
+            ids, supervised = _characters(row, look.template)
+        elif isinstance(row, Conversation | Chat):
+            encoded = encoder.conversations([row])
+            ids, supervised = encoded.ids, np.zeros(len(encoded.ids), bool)
+            for begin, end in encoded.spans[0]:
+                supervised[begin:end] = True
         else:
             ids = encoder.texts([row], look.input.name).ids
-            encoded.append((ids, np.array([[0, len(ids)]], np.int64)))
-    examples: list[list[Stretch]] = []
-    for ids, spans in (encoded[number] for number in picked):
-        examples.append([])
-        before = ""
-        for begin, end in pairwise(sorted({0, len(ids), *spans.ravel().tolist()})):
-            # Decoding from the beginning keeps spaces and split characters right.
-            text = decoder.decode(ids[:end].tolist(), skip_special_tokens=False)
-            inside = bool(((spans[:, 0] <= begin) & (begin < spans[:, 1])).any())
-            examples[-1].append((text[len(before) :], inside))
-            before = text
-    return examples, [len(ids) for ids, _ in encoded]
+            supervised = np.ones(len(ids), bool)
+        lengths.append(len(ids) if encoder is not None else len(ids) // CHARS)  # about as many
+        if number in picked:
+            examples.append(segment(ids, supervised, decode, colours))
+    return examples, lengths
 
 
-def _coloured(stretches: list[Stretch], colours: bool) -> Text:
-    """Return an example for the terminal, its first SHOWN characters."""
-    text, left = Text(), SHOWN
-    for piece, supervised in stretches:
-        text.append(stretch(printable(piece[:left]), supervised, colours))
-        left -= len(piece[:left])
-        if left <= 0:
-            text.append(" ...", CONTEXT)
-            break
-    return text
+def _text(characters: list[int]) -> str:
+    return "".join(map(chr, characters))
+
+
+def _characters(row: Row, template: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the characters of a row that training would see, as numbers, and which carry loss."""
+    parts = [(str(row), True)]
+    if isinstance(row, Conversation):
+        parts = []
+        for number, (text, start) in enumerate(render(row, template)):
+            parts += [(text[:start], False), (text[start:] + "\n", number not in row.unsupervised)]
+    ids = np.array([ord(character) for text, _ in parts for character in text])
+    return ids, np.repeat([learned for _, learned in parts], [len(text) for text, _ in parts])
 
 
 def recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int]) -> str:

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from emo.common.errors import UserError, one_line
 from emo.common.files import sha256
-from emo.common.untrusted import parse_json, read_bytes, read_json
+from emo.common.untrusted import parse_json, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -60,9 +60,7 @@ PROBES = (  # a converted tokenizer must give the ids of the original for these
     ),
     *("\U0001f642\n\U0001f642", "\x00\x7f"),
 )
-_FACTS: dict[
-    str, TokenizerFacts
-] = {}  # by the content of files, as facts take longer to compute than to read
+_FACTS: dict[str, TokenizerFacts] = {}  # by the content of files: they take longer to compute than to read
 
 
 class TokenizerFacts(NamedTuple):
@@ -125,7 +123,7 @@ def tokenizer_facts(directory: Path) -> TokenizerFacts:
 def read_tokenizer(directory: Path) -> tuple[Tokenizer, TokenizerFacts]:
     """Return a saved tokenizer as its library loads it, and its facts. Raises UserError."""
     content = _content(directory)
-    backend, names = _read(directory, checked=content in _FACTS)
+    backend, names = _read(directory)
     if content not in _FACTS:
         _FACTS[content] = _facts(backend, names)
     return backend, _FACTS[content]
@@ -138,6 +136,7 @@ def _content(directory: Path) -> str:
 
 
 def _facts(backend: Tokenizer, names: dict[str, Any]) -> TokenizerFacts:
+    """Return the facts of a tokenizer whose special tokens have these names."""
     bos, eos = (backend.token_to_id(names[n]) if n in names else None for n in SPECIALS[:2])
     bos = None if names.items() >= NO_BOS.items() else bos
     size = 1 + max(backend.get_vocab().values(), default=-1)  # ids may have gaps
@@ -158,6 +157,7 @@ def require_end(facts: TokenizerFacts, name: str, kind: str) -> str | None:
 
 
 def _fingerprint(backend: Tokenizer, bos: int | None, eos: int | None) -> str:
+    """Return what `tokenizer_fingerprint` does."""
     tree = json.loads(backend.to_str())
     added = [
         {"content": token["content"], "id": token["id"]} if token["special"] else token
@@ -177,13 +177,20 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
     """
     import sentencepiece
 
-    lines = (line for text in texts for line in text.splitlines() if line.strip())
-    sentences = (piece for line in lines for piece in _pieces(line))
+    def sentences() -> Iterator[str]:
+        """Yield lines in pieces of at most LINE characters, cut at spaces where there are any."""
+        for line in (line for text in texts for line in text.splitlines() if line.strip()):
+            while len(line) > LINE:
+                end = line.rfind(" ", 1, LINE)
+                yield line[: end if end > 0 else LINE]
+                line = line[end + 1 if end > 0 else LINE :]
+            yield line
+
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as sink:
         try:
             sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=sentences,
+                sentence_iterator=sentences(),
                 model_writer=sink,
                 vocab_size=vocab_size,
                 model_type="bpe",
@@ -199,22 +206,12 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
         except RuntimeError as error:
             path.unlink(missing_ok=True)
             few = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
+            reason = "its characters alone take more" if few else one_line(error)
             least = f"data.train_tokenizer={few[1]} or more" if few else "a smaller data.train_tokenizer"
             raise UserError(
-                f"no tokenizer of {vocab_size} pieces can be trained on this text: "
-                + ("its characters alone take more" if few else one_line(error))
-                + f"; set {least}",
+                f"no tokenizer of {vocab_size} pieces can be trained on this text: {reason}; set {least}",
                 code="vocabulary-too-small" if few else "vocabulary-too-large",
             ) from None
-
-
-def _pieces(line: str) -> Iterator[str]:
-    """Yield a line in pieces of at most LINE characters, cut at spaces where there are any."""
-    while len(line) > LINE:
-        end = line.rfind(" ", 1, LINE)
-        yield line[: end if end > 0 else LINE]
-        line = line[end + 1 if end > 0 else LINE :]
-    yield line
 
 
 def chat_template(directory: Path) -> str | None:
@@ -222,7 +219,7 @@ def chat_template(directory: Path) -> str | None:
     file, config = directory / CHAT_TEMPLATE, directory / "tokenizer_config.json"
     try:
         if file.is_file():
-            return read_bytes(file, FILE_BYTES).decode()
+            return file.read_text(encoding="utf-8")
         template = read_json(config, FILE_BYTES).get("chat_template") if config.is_file() else None
         if isinstance(template, list):  # several: {name: ..., template: ...}
             template = {choice["name"]: choice["template"] for choice in template}.get("default")
@@ -246,49 +243,38 @@ def _local(path: str | Path, revision: str | None) -> Path:
         ) from None
 
 
-def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return a tokenizer as data are encoded by it, and its special tokens. Raises UserError.
-
-    checked: these very bytes were read before, so that their ids need no second look.
-    """
+def _read(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return a tokenizer as data are encoded by it, and its special tokens. Raises UserError."""
+    names: dict[str, Any] = {}
     try:
-        backend, names = _parsed(path, checked)
+        if path.is_file():
+            backend, names = _from_sentencepiece(path)
+        elif (path / "tokenizer.json").is_file():
+            content = (path / "tokenizer.json").read_text(encoding="utf-8")
+            tree = parse_json(content)
+            _check_ids(tree["model"]["vocab"], tree.get("added_tokens") or ())
+            backend = Tokenizer.from_str(content)
+            if "eos_token" not in _configured(path) and backend.token_to_id("<|endoftext|>") is not None:
+                names = _byte_bpe_names(backend, path)  # GPT-2's directory does not name its own
+        elif (path / "tokenizer.model").is_file():
+            backend, names = _from_sentencepiece(path / "tokenizer.model")
+        elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+            backend, names = _from_byte_bpe(path)
+        else:
+            raise UserError(
+                f"tokenizer {path} holds none of tokenizer.json, tokenizer.model, vocab.json with merges.txt"
+            )
+        names |= _configured(path)
         if getattr(backend.model, "dropout", None):
             backend.model.dropout = None  # it would give a text other ids every time
-        if names.items() >= NO_BOS.items() and backend.encode("").ids[:1] == [
-            backend.token_to_id(names.get("bos_token", ""))
-        ]:
+        bos = backend.token_to_id(names.get("bos_token", ""))
+        if names.items() >= NO_BOS.items() and backend.encode("").ids[:1] == [bos]:
             backend.post_processor = None
         return backend, names
     except UserError:
         raise
     except Exception as error:  # a broken file; `tokenizers` raises plain Exception
         raise UserError(f"tokenizer {path} cannot be read: {one_line(error)}") from None
-
-
-def _parsed(path: Path, checked: bool) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return the backend and the names of the special tokens, from a directory or a .model file."""
-    if path.is_file():
-        return _from_sentencepiece(path)
-    if (path / "tokenizer.json").is_file():
-        content = read_bytes(path / "tokenizer.json", FILE_BYTES).decode()
-        if not checked:
-            tree = parse_json(content)
-            _check_ids(tree["model"]["vocab"], tree.get("added_tokens") or ())
-        backend = Tokenizer.from_str(content)
-        names = _configured(path)
-        if "eos_token" not in names and backend.token_to_id("<|endoftext|>") is not None:
-            names = _byte_bpe_names(backend, path) | names  # GPT-2's directory does not name its own
-        return backend, names
-    if (path / "tokenizer.model").is_file():
-        backend, names = _from_sentencepiece(path / "tokenizer.model")
-    elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
-        backend, names = _from_byte_bpe(path)
-    else:
-        raise UserError(
-            f"tokenizer {path} holds none of tokenizer.json, tokenizer.model, vocab.json with merges.txt"
-        )
-    return backend, names | _configured(path)
 
 
 def special_names(directory: Path) -> dict[str, str]:
@@ -333,10 +319,16 @@ def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
         )
     vocab = {piece.piece: i for i, piece in enumerate(model.pieces)}
     unknown = next(p.piece for p in model.pieces if p.type == UNKNOWN)
-    merges, fallback = _merges(model.pieces, vocab), bool(trainer.byte_fallback)
-    backend = Tokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=fallback)
-    )
+    ranked = []  # every way to join two pieces into a third; sentencepiece takes the best score first
+    for i, piece in enumerate(model.pieces):
+        text = piece.piece if piece.type == NORMAL else ""
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in vocab and right in vocab:
+                ranked.append((-piece.score, i, vocab[left], left, right))
+    merges = [(left, right) for *_, left, right in sorted(ranked)]
+    options = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": bool(trainer.byte_fallback)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
     prefix = [normalizers.Prepend(SPACE)] if normalizer.add_dummy_prefix else []
     backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
     strip = [decoders.Strip(" ", 1, 0)] if normalizer.add_dummy_prefix else []
@@ -345,10 +337,8 @@ def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
     )
     controls = [p.piece for p in model.pieces if p.type in (UNKNOWN, CONTROL)]
     backend.add_special_tokens([AddedToken(c, special=True, normalized=False) for c in controls])
-    names = {"unk_token": unknown}
-    for name, piece in (("bos_token", trainer.bos_piece), ("eos_token", trainer.eos_piece)):
-        if piece in vocab:
-            names[name] = piece
+    roles = {"unk_token": unknown, "bos_token": trainer.bos_piece, "eos_token": trainer.eos_piece}
+    names = {name: piece for name, piece in roles.items() if piece in vocab}
     original = SentencePieceProcessor(model_proto=content)
     backend.encode_special_tokens = True
     for text in PROBES:
@@ -362,18 +352,6 @@ def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
     return backend, names
 
 
-def _merges(pieces: Any, vocab: dict[str, int]) -> list[tuple[str, str]]:
-    """Return every way to join two pieces into a third, best score first, as sentencepiece ranks them."""
-    ranked = []
-    for i, piece in enumerate(pieces):
-        text = piece.piece if piece.type == NORMAL else ""
-        for cut in range(1, len(text)):
-            left, right = text[:cut], text[cut:]
-            if left in vocab and right in vocab:
-                ranked.append((-piece.score, i, vocab[left], left, right))
-    return [(left, right) for *_, left, right in sorted(ranked)]
-
-
 def _check_ids(vocab: Any, added: Iterable[Any] = ()) -> None:
     """Raise ValueError for ids that no vocabulary has: the library makes room for all below the largest.
 
@@ -385,7 +363,7 @@ def _check_ids(vocab: Any, added: Iterable[Any] = ()) -> None:
 
 
 def _from_byte_bpe(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
-    """GPT-2's kind of BPE over bytes; OPT is the one whose vocabulary has `</s>` in its place."""
+    """Return GPT-2's kind of BPE over bytes, from its vocabulary and merges, and its special tokens."""
     _check_ids(read_json(directory / "vocab.json", FILE_BYTES))
     backend = Tokenizer(models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt")))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -400,18 +378,16 @@ def _from_byte_bpe(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
 
 
 def _byte_bpe_names(backend: Tokenizer, directory: Path) -> dict[str, str]:
-    """Special tokens of GPT-2 and OPT, which use one for all."""
-    if backend.token_to_id("</s>") is not None:  # OPT; it knows <|endoftext|> too, but does not use it
-        return dict.fromkeys(("bos_token", "eos_token", "unk_token"), "</s>") | {"pad_token": "<pad>"}
-    if backend.token_to_id("<|endoftext|>") is not None:
-        return dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    """Return the special tokens of GPT-2 and OPT, which use one for all."""
+    for end, others in (("</s>", {"pad_token": "<pad>"}), ("<|endoftext|>", {})):  # OPT knows the second too
+        if backend.token_to_id(end) is not None:
+            return dict.fromkeys(SPECIALS[:3], end) | others
     raise UserError(f"tokenizer {directory} has neither <|endoftext|> nor </s>: which ends a text?")
 
 
 def _begin_with_bos(backend: Tokenizer, names: dict[str, str]) -> None:
-    """Callers of the saved tokenizer get a BOS, as the models that use it were trained."""
-    bos = names.get("bos_token")
-    if bos is not None:
+    """Let callers of the saved tokenizer get a BOS, as the models that use it were trained."""
+    if (bos := names.get("bos_token")) is not None:
         backend.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, backend.token_to_id(bos))]
         )

@@ -15,15 +15,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from tokenizers import Tokenizer
 
 from emo.data_prep.tokenizer import SPACE, special_names
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
 
 REMEMBERED = 32 << 20  # bytes that remembered words may take; then all are forgotten
 LONGEST = 128  # characters of a word that is remembered: longer ones seldom come again
@@ -55,7 +52,7 @@ class TextEncoder:
 
     def __init__(self, directory: Path, dtype: np.dtype, by_words: bool = True) -> None:
         self.place, self.dtype = directory, dtype
-        rule = _rule((directory / "tokenizer.json").read_text(encoding="utf-8")) if by_words else None
+        rule = word_rule(_tree(_content(directory))) if by_words else None
         self.words = re.compile(rule[0]).findall if rule else None
         self.before = rule[1] if rule else ""
         self.known = KnownWords(self._word)  # as they stand
@@ -135,14 +132,8 @@ def _ends_white(text: str) -> bool:
     return text[-1].isspace() or text[-1] == SPACE
 
 
-@lru_cache(maxsize=1)
-def _rule(content: str) -> tuple[str, str] | None:
-    """Return the `word_rule` of a tokenizer.json's content."""
-    return word_rule(json.loads(content))
-
-
 def word_rule(tree: dict[str, Any]) -> tuple[str, str] | None:
-    """A pattern that cuts text into words encoded apart, and what is put before a text; None: cannot be cut.
+    """Return a pattern that cuts text into words encoded apart, and what is put before a text, or None.
 
     `tree` is the content of tokenizer.json. Proven for two kinds of byte-pair encoders. GPT-2's own pattern
     cuts first. LLaMA's merges work on the whole text, but none of them makes a piece in which a space
@@ -167,51 +158,51 @@ def word_rule(tree: dict[str, Any]) -> tuple[str, str] | None:
     return None if crossing else (PIECES, " ")
 
 
-def encoder(tokenizer: PreTrainedTokenizerFast | Path, continuing: bool = False) -> Tokenizer:
-    """The bare encoder of training text: adds no special token, and finds none in the text.
-
-    "</s>" in a document is five characters, never the end-of-sequence id. With `continuing` the text
-    continues earlier text: no space is put before it. Takes a tokenizer or its saved directory (so that
-    workers need not import transformers).
-    """
-    if isinstance(tokenizer, Path):
-        content = (tokenizer / "tokenizer.json").read_text(encoding="utf-8")
-        return _encoder(content, frozenset(special_names(tokenizer).values()), continuing)
-    content = tokenizer.backend_tokenizer.to_str()
-    return _encoder(content, frozenset(tokenizer.all_special_tokens), continuing)
+def _content(directory: Path) -> str:
+    return (directory / "tokenizer.json").read_text(encoding="utf-8")
 
 
-@lru_cache(maxsize=2)
-def _encoder(content: str, specials: frozenset[str], continuing: bool) -> Tokenizer:
-    """Return the encoder of a tokenizer.json's content, always the same object: nobody changes it."""
-    backend = _bare(content)
-    if continuing and not _drop_prefix(backend):  # as with GPT-2's kind
-        return _encoder(content, specials, False)
-    specials |= {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    if _spelled(backend, specials - {getattr(backend.model, "unk_token", None)}):
-        backend = _bare(json.dumps(_renamed(json.loads(content), specials)))
-        if continuing:
-            _drop_prefix(backend)
-    return backend
-
-
-def markup_encoder(directory: Path, continuing: bool = False) -> Tokenizer:
-    """The encoder of what a chat template writes: adds no special token, but finds those in the text.
-
-    With `continuing` the text continues earlier text: no space is put before it.
-    """
-    backend = _bare((directory / "tokenizer.json").read_text(encoding="utf-8"))
-    if continuing:
-        _drop_prefix(backend)
-    backend.encode_special_tokens = False
-    return backend
+@lru_cache(maxsize=1)
+def _tree(content: str) -> dict[str, Any]:
+    """Return what a tokenizer.json holds, which nobody changes."""
+    tree: dict[str, Any] = json.loads(content)
+    return tree
 
 
 def special_tokens(directory: Path) -> tuple[str, ...]:
-    """All special tokens of a saved tokenizer, in order."""
-    tree = json.loads((directory / "tokenizer.json").read_text(encoding="utf-8"))
-    added = {token["content"] for token in tree["added_tokens"] if token["special"]}
+    """Return all special tokens of a saved tokenizer, in order."""
+    added = {token["content"] for token in _tree(_content(directory))["added_tokens"] if token["special"]}
     return tuple(sorted(added | set(special_names(directory).values())))
+
+
+def encoder(directory: Path, continuing: bool = False, markup: bool = False) -> Tokenizer:
+    """Return the bare encoder of a saved tokenizer: it adds no special token, and finds none in the text.
+
+    "</s>" in a document is five characters, never the end-of-sequence id; in `markup`, which a chat template
+    writes, it is that. With `continuing` the text continues earlier text: no space is put before it.
+    """
+    return _encoder(_content(directory), frozenset(special_tokens(directory)), continuing, markup)
+
+
+@lru_cache(maxsize=4)
+def _encoder(content: str, specials: frozenset[str], continuing: bool, markup: bool) -> Tokenizer:
+    """Return the encoder of a tokenizer.json's content, always the same object: nobody changes it."""
+    tree = _tree(content)
+    if continuing:
+        tree = tree | {part: _without_prefix(tree[part]) for part in ("normalizer", "pre_tokenizer")}
+        if tree == _tree(content):  # as with GPT-2's kind
+            return _encoder(content, specials, False, markup)
+        content = json.dumps(tree)
+    backend = _bare(content)
+    backend.encode_special_tokens = not markup
+    for special in () if markup else specials - {tree["model"].get("unk_token")}:
+        texts = [special, f" {special} ", f"x{special}x"]
+        number = backend.token_to_id(special)
+        if any(number in encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)):
+            return _bare(
+                json.dumps(_renamed(tree, specials))
+            )  # it is a piece as well, so that text may spell it
+    return backend
 
 
 def _bare(content: str) -> Tokenizer:
@@ -224,18 +215,8 @@ def _bare(content: str) -> Tokenizer:
     return backend
 
 
-def _spelled(backend: Tokenizer, specials: frozenset[str]) -> bool:
-    """Return whether a text that spells a special token gets its id: it may be a piece as well."""
-    for special in specials:
-        number = backend.token_to_id(special)
-        texts = [special, f" {special} ", f"x{special}x"]
-        if any(number in encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)):
-            return True
-    return False
-
-
 def _renamed(tree: dict[str, Any], specials: frozenset[str]) -> dict[str, Any]:
-    """The same tokenizer whose special tokens have names that no text contains."""
+    """Return the same tokenizer with names of special tokens that no text contains."""
 
     def name(token: str) -> str:
         return f"\0{token}" if token in specials else token
@@ -253,21 +234,8 @@ def _renamed(tree: dict[str, Any], specials: frozenset[str]) -> dict[str, Any]:
     return tree | {"model": model, "added_tokens": added}
 
 
-def _drop_prefix(backend: Tokenizer) -> bool:
-    """Let a tokenizer put nothing before a text; return whether it did."""
-    parts = {name: getattr(backend, name) for name in ("normalizer", "pre_tokenizer")}
-    before = {name: part and json.loads(part.__getstate__()) for name, part in parts.items()}
-    after = {name: _without_prefix(part) for name, part in before.items()}
-    if after != before:
-        small = {"version": "1.0", "model": {"type": "WordLevel", "vocab": {}, "unk_token": ""}, **after}
-        others = Tokenizer.from_str(json.dumps(small))
-        for name in parts:
-            setattr(backend, name, getattr(others, name))
-    return after != before
-
-
 def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
-    """A normalizer or pre-tokenizer that puts nothing before the text."""
+    """Return a normalizer or pre-tokenizer that puts nothing before the text."""
     if part is None or part["type"] == "Prepend":
         return None
     for name in ("normalizers", "pretokenizers"):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from emo.common.errors import UserError, one_line
 from emo.common.files import Signature, signature
 from emo.common.untrusted import read_json
-from emo.common.weights import ADAPTER, GENERATION, check_directory, load_causal_lm, opened_files
+from emo.common.weights import ADAPTER, GENERATION, load_causal_lm, opened_files
 from emo.common.weights import CONFIG as CONFIG_JSON
 from emo.data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer
 from emo.data_prep.tokenizer import FILES as TOKENIZER_FILES
@@ -58,8 +58,7 @@ class EvaluatedModel:
             export = self.path / EXPORT
             hint = f"; give the run's export, {export}" if (export / CONFIG_JSON).is_file() else ""
             raise UserError(f"{self.path} is not a model directory: config.json is missing{hint}")
-        check_directory(self.path)
-        opened_files(self.path)  # refuses a directory without weights
+        opened_files(self.path)  # refuses a directory without weights or settings
         self.dtype = dtype
         if dtype == "auto":  # stays, where transformers has to look at the weights
             config = read_json(self.path / CONFIG_JSON)

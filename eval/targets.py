@@ -16,7 +16,6 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from emo.common.errors import UserError, one_line
-from emo.common.untrusted import read_json
 from emo.common.weights import shard_names
 from emo.eval import store
 from emo.eval.model import clean_name
@@ -96,8 +95,8 @@ def _require_trainers(files: Path, settled: bool) -> None:
         index = files / f"{name}.index.json"
         if index.is_file():
             try:
-                weights = sorted(set(shard_names(index, read_json(index)).values()))
-            except (OSError, ValueError, UserError) as error:
+                weights = sorted(set(shard_names(index).values()))
+            except UserError as error:
                 raise NotWholeError(f"{index.name} is unreadable: {one_line(error, 80)}") from None
             break
         if (files / name).is_file():

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from emo.common.errors import UserError, nearest
 from emo.data_prep.config import DataConfig, settings
+from emo.data_prep.inputs import open_inputs
 from emo.data_prep.shards import is_prepared
-from emo.data_prep.sources import open_inputs
 from emo.eval import store
 from emo.experiments.design import (
     VALIDATION,

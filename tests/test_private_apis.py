@@ -55,7 +55,7 @@ ATTRIBUTES = {
         "transformers:PreTrainedModel._keys_to_ignore_on_load_unexpected",
         "transformers.modeling_utils:load_state_dict",
     ],
-    "data_prep/templates/chat.py": [
+    "data_prep/templates.py": [
         "transformers.utils.chat_template_utils:_get_control_token_patterns",
         "transformers.utils.chat_template_utils:mark_control_tokens",
     ],
@@ -83,8 +83,6 @@ IN_SOURCES = {
     "pipeline/loss/cost.py": {"deepspeed.runtime.zero.partition_parameters": ["ds_id"]},
     "pipeline/export.py": {"deepspeed.runtime.zero.partition_parameters": ["ds_id"]},
     "common/weights.py": {
-        "transformers.utils.loading_report": ["LOAD REPORT", "CONVERSION"],
-        "transformers:PreTrainedModel.tie_weights": ["tied weights"],
         "transformers:PreTrainedModel.from_pretrained": ["hf_quantizer"],
     },
     "pipeline/hf.py": {

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from emo.common.errors import UserError, one_line
+from emo.data_prep.config import VERSIONS
 from emo.data_prep.inputs import read_text
-from emo.data_prep.templates import VERSIONS, Conversation, Exchange, render
+from emo.data_prep.templates import Conversation, Exchange, render
 from emo.data_prep.tokenizer import chat_template
 from emo.eval import store
 from emo.eval.generation.decoding import context_of

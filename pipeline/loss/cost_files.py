@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from emo.common.errors import UserError, one_line
-from emo.common.untrusted import read_json
 from emo.common.weights import load_config, shard_names
 from emo.pipeline.loss.cost import CostEmbedding, NumberCost
 
@@ -132,8 +131,11 @@ def _read_tensor(source: str, revision: str | None, name: str) -> Tensor | None:
     """Return tensor `name` of a checkpoint in one or many files, or None if it holds no such tensor."""
     for stem in ("model.safetensors", "pytorch_model.bin"):
         index = _checkpoint_file(source, revision, f"{stem}.index.json")
-        shard = stem if index is None else shard_names(index, read_json(index)).get(name)
+        shard = stem if index is None else shard_names(index).get(name)
         path = _checkpoint_file(source, revision, shard) if shard else None
+        if path is None and index is not None and shard is not None:
+            line = f"cost embedding {source}: {index.name} names {shard}, which is missing"
+            raise UserError(line, code="cost-missing")
         if path is not None and (tensors := _read(path, name)):
             return tensors[name]
     return None

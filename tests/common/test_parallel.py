@@ -68,11 +68,10 @@ def test_an_error_in_a_worker_is_raised_here_and_workers_end() -> None:
     assert pid != os.getpid() and not psutil.pid_exists(pid)
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.02])
-def test_a_worker_that_dies_in_the_middle_of_a_result_is_reported(seconds: float) -> None:
+def test_a_worker_that_dies_in_the_middle_of_a_result_is_reported() -> None:
     """... while others live: with a queue for all, what was left of the result was waited for."""
     with Workers(2, dying) as workers, pytest.raises(UserError):
-        list(workers.map([-1.0, seconds, -1.0, -1.0, seconds, seconds, seconds]))
+        list(workers.map([-1.0, 0.02, -1.0, -1.0, 0.02, 0.02]))
 
 
 def test_modules_of_the_users_own_do_not_take_the_place_of_ours(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from emo.common.recipe import read_recipe
 from emo.data_prep.config import load_data_config
-from emo.data_prep.sources import open_inputs
+from emo.data_prep.inputs import open_inputs
 from emo.data_prep.tokenizer import load_tokenizer
 from emo.pipeline.config import load_config
 from emo.pipeline.planning.plan import print_plan

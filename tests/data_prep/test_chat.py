@@ -14,8 +14,14 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from emo.common.errors import UserError
-from emo.data_prep.templates import Chat
-from emo.data_prep.templates.chat import ChatEncoder, RefusedError, check_template, read_template, render
+from emo.data_prep.templates import (
+    Chat,
+    ChatEncoder,
+    RefusedError,
+    check_template,
+    read_template,
+    render_chat,
+)
 from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer
 from emo.data_prep.verify import verify
 from tests.helpers.corpus import prepared, run, segments, tiny_tokenizer, train_set, write_jsonl
@@ -143,13 +149,13 @@ def test_a_template_that_does_not_allow_it_is_refused(
 ) -> None:
     known = read_template(tokenizer_with(CHATML, place), "t")._replace(text=template)
     with pytest.raises(RefusedError) as caught:
-        render(row, known)
+        render_chat(row, known)
     assert caught.value.reason == reason and "\n" not in caught.value.detail
 
 
 def test_the_day_changes_nothing(place: Path) -> None:
     known = read_template(tokenizer_with(DATED, place), "t")
-    assert render(PLAIN, known).text.startswith("1 Jan 2024<|im_start|>")
+    assert render_chat(PLAIN, known)[0].startswith("1 Jan 2024<|im_start|>")
     assert any("today's date" in note for note in check_template(known))
     with pytest.raises(UserError):
         check_template(known._replace(text="{{ strftime_now('%Y') }}" + CHATML))
@@ -164,14 +170,14 @@ def test_tools_and_developers(place: Path) -> None:
         {"role": "tool", "content": "r"},
         {"role": "assistant", "content": "a"},
     ]
-    text, spans = render(Chat(json.dumps(messages), json.dumps([{"name": "f"}])), known)
+    text, spans = render_chat(Chat(json.dumps(messages), json.dumps([{"name": "f"}])), known)
     assert text.startswith('{"name": "f"}\n<|im_start|>system\nd<|im_end|>')
     assert [text[a:b].count("<|im_end|>") for a, b in spans] == [2, 1], (
         "one of the two is the call's own text"
     )
     assert text[slice(*spans[1])] == "a<|im_end|>"
     other = known._replace(text=known.text + "{# knows developer #}")
-    assert "<|im_start|>developer" in render(Chat(json.dumps(messages)), other).text
+    assert "<|im_start|>developer" in render_chat(Chat(json.dumps(messages)), other)[0]
 
 
 def test_the_shards_hold_the_answers_and_their_ends(tmp_path: Path, place: Path) -> None:

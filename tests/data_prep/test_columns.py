@@ -15,8 +15,8 @@ from rich.console import Console
 
 from emo.data_prep.cli import main
 from emo.data_prep.config import load_data_config
-from emo.data_prep.rows import Rejected, RowSpec, guess, parse
-from emo.data_prep.sniff import sniff
+from emo.data_prep.rows import Rejected, RowSpec, parse
+from emo.data_prep.sniff import guess, sniff
 from emo.data_prep.templates import Chat, Conversation, Exchange
 from emo.data_prep.verify import verify
 from tests.data_prep.test_chat import CHATML, THINKING, tokenizer_with
@@ -57,7 +57,6 @@ def spoken(chat: Any) -> list[tuple[str, Any]]:
     ("row", "expected"),
     [
         ({"instruction": "q", "context": "c", "response": "a"}, talked(("q", "a", "c"))),
-        ({**PAIR, "input": "", "context": "c"}, talked(("q", "a"))),
         ({**PAIR, "system": "s"}, talked(("q", "a"), system="s")),
         ({**PAIR, "history": [["q0", "a0"], ["q1", "a1"]]}, talked(("q0", "a0"), ("q1", "a1"), ("q", "a"))),
         ({"question": "q", "answer": "a"}, talked(("q", "a"))),
@@ -162,26 +161,12 @@ def test_odd_turns_of_a_chat_are_left_out_and_counted(roles: str, used: str, unu
         assert " ".join(role for role, _ in spoken(result)) == used and result.unused == unused
 
 
-def test_alpaca_rows_are_chats_too() -> None:
-    row = {**PAIR, "input": "i", "system": "s", "history": [["q0", "a0"]]}
-    assert spoken(read(row, chat=True)) == [
-        *(("system", "s"), ("user", "q0"), ("assistant", "a0")),
-        *(("user", "q\n\ni"), ("assistant", "a")),
-    ]
-
-
 @pytest.mark.parametrize(
     ("row", "kind", "expected"),
     [
         ({"text": "", "document": "crawl/2.html"}, "text", "empty"),
-        ({"text": None, "story": "id-7"}, "text", "wrong_type"),
         ({**PAIR, "output": "", "answer": "B"}, "instruct", "empty_response"),
         ({"messages": [], **PAIR}, "instruct", "bad_roles"),
-        (
-            {"messages": [{"role": "user", "content": "", "value": "x"}, TURN]},
-            "instruct",
-            "empty_instruction",
-        ),
     ],
 )
 def test_an_empty_column_is_not_passed_over(row: Any, kind: str, expected: str) -> None:
@@ -202,7 +187,7 @@ def marked(*marks: dict[str, Any], row: int = 0) -> dict[str, Any]:
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize(
     "mark",
-    [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": 0}, {"masked": True}],
+    [{"weight": 0}, {"train": False}, {"masked": True}],
 )
 def test_answers_marked_as_not_learned_carry_no_loss(mark: dict[str, Any], chat: bool) -> None:
     (key,) = mark
@@ -215,9 +200,7 @@ def test_answers_marked_as_not_learned_carry_no_loss(mark: dict[str, Any], chat:
         assert key not in row.messages
 
 
-@pytest.mark.parametrize(
-    "mark", [{"weight": 0.5}, {"weight": "0"}, {"loss_mask": 1}, {"mask": "User"}, {"training_detail": [{}]}]
-)
+@pytest.mark.parametrize("mark", [{"weight": 0.5}, {"loss_mask": 1}, {"mask": "User"}])
 def test_marks_that_cannot_be_followed_are_refused(mark: dict[str, Any]) -> None:
     assert read(marked({}, mark)).reason == "wrong_type"
     talk = marked({})["messages"]

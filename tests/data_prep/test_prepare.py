@@ -20,10 +20,10 @@ from emo.common.errors import UserError
 from emo.common.files import DiskFullError
 from emo.data_prep.cli import main
 from emo.data_prep.config import DataConfig
+from emo.data_prep.inputs import open_inputs
 from emo.data_prep.plan import Plan
 from emo.data_prep.rows import Rejected, parse, plain_text
 from emo.data_prep.shards import TokenDataset
-from emo.data_prep.sources import open_inputs
 from emo.data_prep.verify import verify
 from tests.conftest import REPO
 from tests.helpers.corpus import (

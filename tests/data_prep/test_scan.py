@@ -97,7 +97,7 @@ def test_stretches_of_a_file_have_its_rows(lines: list[str], form: str, cuts: se
         path = Path(name) / "a.txt"
         path.write_text("\n".join(lines), encoding="utf-8")
         size = path.stat().st_size
-        opened = TextInput(Source(files="a.txt"), "a.txt", spec, path, size)
+        opened = TextInput(Source(files="a.txt"), "a.txt", spec, size, path)
         whole = [row for piece in opened.pieces() for row in raw_rows(piece.payload or b"", spec)]
         bounds = sorted(cut for cut in cuts if cut <= size)
         rows = []

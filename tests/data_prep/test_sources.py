@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import os
 import sys
 import threading
 from collections import Counter
@@ -24,11 +23,9 @@ import zstandard
 
 from emo.common.errors import FailureError, UserError
 from emo.data_prep import inputs
-from emo.data_prep.inputs import TableInput, TextInput
+from emo.data_prep.inputs import TableInput, TextInput, open_inputs
 from emo.data_prep.plan import Plan
 from emo.data_prep.rows import Rejected, RowSpec, parse
-from emo.data_prep.sources import open_inputs
-from emo.data_prep.tokenizer import load_tokenizer
 from emo.data_prep.verify import verify
 from tests.helpers.corpus import (
     alpaca_rows,
@@ -38,7 +35,6 @@ from tests.helpers.corpus import (
     run,
     segments,
     texts,
-    tiny_tokenizer,
     train_set,
     write_jsonl,
 )
@@ -67,27 +63,17 @@ TABS = CELLS.replace('",', '"\t')
 ERRORS: dict[str, tuple[str, bytes]] = {
     "broken JSON on line 7 of 10": ("a.jsonl", among(b'{"text": "cut of')),
     "missing column": ("a.jsonl", among({"body": "x"})),
-    "nested too deep": ("a.jsonl", among(b"[" * 200_000)),
     "empty file": ("a.jsonl", b""),
-    "unknown ending": ("a.docx", lines(*GOOD)),
-    "UTF-16": ("a.txt", "some words\n".encode("utf-16")),
     "truncated zstd": ("a.jsonl.zst", zstandard.compress(lines(*GOOD))[:-40]),
-    "truncated gzip": ("a.txt.gz", gzip.compress(b"word " * 999)[:-12]),
     "garbage named parquet": ("a.parquet", b"PAR1 no PAR1"),
     "broken JSON array": ("a.json", b'[{"text": "a"},\n{"text": '),
-    "object with two arrays": ("a.json", b'{"a": [],\n"b": []}'),
     "one array": ("a.jsonl", b'[{"text": "a"}]'),
     "nothing usable": ("a.jsonl", lines({"text": ""}, {"text": " "})),
-    "less than a block": ("a.jsonl", lines({"text": "red"})),
     "two columns of a name": ("a.csv", f"text,n,text\n{CELLS}".encode()),
     "too many fields": ("a.csv", f"text,n\n{CELLS}one,two,three\n".encode()),
-    "UTF-16 table": ("a.csv", f"text,n\n{CELLS}".encode("utf-16")),
     "cut short": ("a.csv.gz", gzip.compress(f"text,n\n{CELLS * 99}".encode())[:-20]),
     "a quote that is not closed": ("a.csv", b'text,n\n"' + b"word, " * 80_000),
     "a quote that another closes": ("a.csv", f'text,n\n"an open, 1\n{CELLS}'.encode()),
-    "text after a closing quote": ("a.csv", f'text,n\n{CELLS}"He" said,1\n'.encode()),
-    "quotes as in a csv": ("a.tsv", b'text\tn\n"a ""word"" of it"\t1\n'),
-    "one line and no end": ("a.csv", b"text,n\n" + b"word " * 90_000),
 }
 
 TEXT, CHAT = (RowSpec(kind, "auto", True, None, "none", 200_000) for kind in ("text", "instruct"))
@@ -104,9 +90,6 @@ COUNTED: dict[str, tuple[bytes, RowSpec, dict[str, int]]] = {
     "one sign repeated": (among({"text": "a" * 500}), TEXT, {"repetitive": 1}),
     "longer than max_chars": (among({"text": "many words " * 20_000}), TEXT, {"too_long": 1}),
     "byte order mark": (b"\xef\xbb\xbf" + lines(*GOOD), TEXT, {}),
-    "Windows line ends": (lines(*GOOD, ending="\r\n"), TEXT, {}),
-    "NaN and extra columns": (among(b'{"text": "fine words", "score": NaN}'), TEXT, {}),
-    "an endless integer": (among(b'{"text": "x", "n": ' + b"9" * 6000 + b"}"), TEXT, {"broken_json": 1}),
     "not objects": (
         lines(*GOOD, b"{", [1], {"body": 1}, {"text": 2}),
         TEXT,
@@ -116,15 +99,9 @@ COUNTED: dict[str, tuple[bytes, RowSpec, dict[str, int]]] = {
         name: (lines(*alpaca_rows(9), row), CHAT, {reason: 1} if reason else {})
         for name, (row, reason) in {
             "assistant first": (talk(("assistant", "a"), ("user", "b")), "bad_roles"),
-            "no answer": (talk(("user", "a")), "bad_roles"),
             "empty answer": (talk(("user", "a"), ("assistant", " ")), "empty_response"),
             "empty question": (talk(("user", ""), ("assistant", "a")), "empty_instruction"),
-            "NUL in an answer": (talk(("user", "a"), ("assistant", "\x00")), "control_characters"),
-            "null Alpaca input": ({"instruction": "a", "input": None, "output": "b"}, ""),
-            "a message is text": ({"messages": ["hello"]}, "wrong_type"),
-            "role is null": ({"messages": [{"role": None, "content": "a"}]}, "wrong_type"),
             "no role": ({"messages": [{"content": "a"}]}, "missing_column"),
-            "numeric output": ({"instruction": "a", "output": 4}, "wrong_type"),
             "no instruction": ({"ask": "a", "output": "b"}, "missing_column"),
         }.items()
     },
@@ -172,20 +149,14 @@ def test_rejections_are_counted_in_the_plan(tmp_path: Path) -> None:
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "two origins": {"sources": [{"files": "a.*", "hub": "x/y"}]},
     "two validations": {"validation": [{"files": "a.*"}], "validation_fraction": 0.1},
     "text rows for instruct": {"kind": "instruct"},
-    "json as paragraphs": {"sources": [{"files": "a.*", "format": "paragraphs"}]},
     "columns of another kind": {"sources": [{"files": "a.*", "columns": {"output": "text"}}]},
     "a directory": {"sources": [{"files": "."}]},
-    "output not writable": {"dir": "/proc/x/y"},
     "nothing of its own to validate on": {"validation": [{"files": "a.*"}]},
     "too small a share to validate on": {"validation_fraction": 1e-9},
-    "so large a share that nothing is left": {"validation_fraction": 1 - 1e-12},
     "a set that is a path": {"validation": {"../x": [{"files": "a.*"}]}},
-    "sets that differ in case alone": {"validation": {"A": [{"files": "a.*"}], "a": [{"files": "a.*"}]}},
     "hub without network": {"sources": [{"hub": "no-such/data-set"}]},
-    "tokenizer without network": {"tokenizer": "no-such/model"},
 }
 
 
@@ -235,32 +206,22 @@ def put(path: Path, lines: list[str]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt", "a.csv", "a.json", "a.parquet"])
-@pytest.mark.parametrize("moment", ["while it is hashed", "touched"])
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json", "a.parquet"])
 def test_a_file_that_changes_as_it_is_read_is_refused(
-    tmp_path: Path, name: str, moment: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The manifest vouches for the bytes that were read, and for no others."""
     path = put(tmp_path / name, texts(60))
     real = inputs.file_identity
-
-    def changing(file: Path) -> dict[str, Any]:
-        if moment == "touched":
-            os.utime(path)
-        found = real(file)
-        if moment == "while it is hashed":
-            put(path, texts(70))
-        return found
-
     config = data_config(tmp_path, sources=[{"files": name}])
     with monkeypatch.context() as patch:
-        patch.setattr(inputs, "file_identity", changing)
+        patch.setattr(inputs, "file_identity", lambda file: (real(file), put(path, texts(70)))[0])
         with pytest.raises(UserError) as error:
             run(config)
     assert error.value.code == "source-changed"
     assert not (config.dir / "train").exists()
     run(config)
-    assert train_set(config).manifest.sources[0]["rows"] == (60 if moment == "touched" else 70)
+    assert train_set(config).manifest.sources[0]["rows"] == 70
 
 
 def test_patterns_leave_hidden_files_out(tmp_path: Path) -> None:
@@ -268,22 +229,20 @@ def test_patterns_leave_hidden_files_out(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{name}\n", encoding="utf-8")
     found = {"*.txt": ["a.txt"], "**/*.txt": ["a.txt", "c/f.txt"], ".*.txt": [".b.txt"]}
-    found |= {"c/.d/*.txt": ["c/.d/e.txt"], ".b.txt": [".b.txt"]}
+    write_jsonl(tmp_path / "[set] a*/a[.jsonl", ["brackets and stars of a name"])
+    found |= {"c/.d/*.txt": ["c/.d/e.txt"], "[set] a*/a[.jsonl": ["brackets and stars of a name"]}
     assert {pattern: rows_of(tmp_path, files=pattern) for pattern in found} == found
 
 
 def test_old_line_ends_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"one\rtwo\rthree\r")
-    for form in ("lines", "paragraphs", "auto"):
-        with pytest.raises(UserError) as error:
-            rows_of(tmp_path, files="a.txt", format=form)
-        assert error.value.code == "line-ends"
+    with pytest.raises(UserError) as error:
+        rows_of(tmp_path, files="a.txt", format="lines")
+    assert error.value.code == "line-ends"
     assert rows_of(tmp_path, files="a.txt", format="document") == ["one\rtwo\rthree"]
-    (tmp_path / "a.txt").write_bytes(b"one line\r")
-    assert rows_of(tmp_path, files="a.txt") == ["one line"]
 
 
-@pytest.mark.parametrize("form", ["lines", "paragraphs", "document"])
+@pytest.mark.parametrize("form", ["lines", "document"])
 def test_a_byte_order_mark_is_one_at_the_beginning_alone(tmp_path: Path, form: str) -> None:
     mark = "\ufeff"
     lines = [f"{mark}{i} {text}" for i, text in enumerate(texts(3000))]
@@ -300,12 +259,10 @@ def test_a_byte_order_mark_is_one_at_the_beginning_alone(tmp_path: Path, form: s
 # a.csv or the named file: content, rows that are rejected by reason
 TABLES: dict[str, tuple[str, bytes, dict[str, int]]] = {
     "plain": ("a.csv", f"text,n\r\n{CELLS}".encode(), {}),
-    "byte order mark": ("a.csv", b"\xef\xbb\xbf" + f"text,n\n{CELLS}".encode(), {}),
     "quotes and line breaks": ("a.csv", f'text,n\n"a ""word"",\r\nand more",1\n{CELLS}'.encode(), {}),
     "tabs": ("a.tsv", f"text\tn\n{TABS}".encode(), {}),
     "empty cells": ("a.csv", f"text,\n,1\n{CELLS}".encode(), {"empty": 1}),
     "not UTF-8": ("a.csv", f"text,n\n{CELLS}caf\xe9 au lait,1\n".encode("latin-1"), {"bad_utf8": 1}),
-    "gzip": ("a.csv.gz", gzip.compress(f"text,n\n{CELLS}".encode()), {}),
     "zstd": ("a.tsv.zst", zstandard.compress(f"text\tn\n{TABS}".encode()), {}),
 }
 
@@ -320,14 +277,7 @@ def test_tables_are_read(tmp_path: Path, case: str) -> None:
     assert len(rows) >= 9 + len(counts) and one.position() == one.size
 
 
-@pytest.mark.parametrize("name", ["[set] one/a.jsonl", "a*.jsonl", "a[.jsonl"])
-def test_names_with_signs_of_patterns_are_names(tmp_path: Path, name: str) -> None:
-    write_jsonl(tmp_path / name, ["here"])
-    write_jsonl(tmp_path / "a1.jsonl", ["another file"])
-    assert rows_of(tmp_path, files=name) == ["here"]
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.jsonl.gz", "a.parquet", "a.json"])
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl.gz", "a.parquet"])
 def test_rows_are_read_a_few_times_however_many_shards(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,8 +304,6 @@ def test_rows_are_read_from_saved_data_sets(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": made, "test": made.select([1])}).save_to_disk(str(tmp_path / "two"))
     for source in ({"files": "one"}, {"files": "t*"}, {"hub": str(tmp_path / "one")}):
         assert rows_of(tmp_path, **source) == texts(100)
-    said = run(data_config(tmp_path, sources=[{"hub": str(tmp_path / "one")}]))
-    assert not any("not pinned" in line for line in said)
     with pytest.raises(UserError):
         rows_of(tmp_path, files="two", split="dev")
 
@@ -377,21 +325,8 @@ def test_every_file_form_gives_the_same_rows(tmp_path: Path) -> None:
         assert rows_of(tmp_path, files=name) == made, name
     (tmp_path / "a.txt").write_text("\n\n".join(made))
     assert [row.rstrip() for row in rows_of(tmp_path, files="a.txt", format="paragraphs")] == made
-    put(tmp_path / "some.parquet", made[:7])
-    put(tmp_path / "some.txt", made[7:9])
-    assert rows_of(tmp_path, files="some.*") == made[:9]
     (tmp_path / "one.json").write_text(json.dumps(rows[0]))
     assert rows_of(tmp_path, files="one.json") == made[:1]
-
-
-def test_a_tokenizer_that_draws_is_made_to_stop(tmp_path: Path) -> None:
-    tree = json.loads((tiny_tokenizer() / "tokenizer.json").read_text())
-    tree["model"]["dropout"] = 0.5
-    (tmp_path / "drawing").mkdir()
-    (tmp_path / "drawing" / "tokenizer.json").write_text(json.dumps(tree))
-    text = "the same words have the same ids " * 5
-    drawing, plain = load_tokenizer(tmp_path / "drawing"), load_tokenizer(tiny_tokenizer())
-    assert {tuple(drawing(text).input_ids) for _ in range(5)} == {tuple(plain(text).input_ids)}
 
 
 def test_tokens_are_used_as_they_are(tmp_path: Path) -> None:
@@ -500,7 +435,7 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path, memory: Any) -> None:
     "files",
     [
         *("s3://bucket/a.jsonl", "nothing://bucket/a.jsonl", "https://me:secret@example.org/a.jsonl"),
-        *("memory://nowhere/*.jsonl", "memory://d", "WEB/none.jsonl", "WEB/private/a.jsonl", "WEB/a.parquet"),
+        *("memory://nowhere/*.jsonl", "memory://d", "WEB/private/a.jsonl", "WEB/a.parquet"),
     ],
 )
 def test_addresses_that_cannot_be_read_give_one_line(

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from emo.data_prep.encode import EncodeSettings, RowEncoder
-from emo.data_prep.templates import Chat, Conversation, Exchange
-from emo.data_prep.templates.chat import ChatEncoder, read_template
+from emo.data_prep.templates import Chat, ChatEncoder, Conversation, Exchange, read_template
 from emo.data_prep.tokenizer import save_tokenizer
 from emo.eval.generation.sampling import Request
 from emo.eval.judging import answers

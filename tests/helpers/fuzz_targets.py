@@ -21,8 +21,8 @@ import zstandard
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from emo.data_prep.inputs import open_inputs
 from emo.data_prep.rows import Rejected, RowSpec, parse
-from emo.data_prep.sources import open_inputs
 from emo.data_prep.templates import Conversation, render
 from emo.data_prep.tokenizer import save_tokenizer
 from emo.eval.generation.prefixes import from_file

@@ -215,7 +215,7 @@ def test_unusable_sources_are_refused(tmp_path: Path) -> None:
         ("ids.pt", "dtypes"),
         ("nan.pt", "not-finite"),
         ("torn", "cost-unreadable"),
-        ("index", "model-settings"),
+        ("index", "model-index"),
         ("shard", "cost-missing"),
         ("narrow", "cost-shape"),
         ("body", "cost-missing"),

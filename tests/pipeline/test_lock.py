@@ -36,7 +36,7 @@ def _hold(run_dir: Path) -> None:
 def moved_elsewhere(run_dir: Path) -> Path:
     """Make the newest lock file look as if it was written on another host."""
     (path,) = run_dir.glob("lock.*")
-    path.write_text(json.dumps({"machine": "elsewhere:1", "pid": 1, "started": 0.0, "time": time.time()}))
+    path.write_text(json.dumps({"machine": "elsewhere:1", "pid": 1, "started": 0.0, "since": time.time()}))
     return path
 
 
