@@ -29,18 +29,16 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 
 from emo.common.errors import UserError
 from emo.eval.generation.decoding import Decoding
 
-BATCH = 64
 DIFFERENT = 1e-2  # a larger difference from the plain forward, relative to the logits, is not rounding
 SAFETY = 4  # times the largest difference that was seen
 # Larger than the difference between two batch shapes, relative to the largest logit.
-ROUNDING = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-13}
+ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-13}
 
 
 class Request(NamedTuple):
@@ -64,22 +62,17 @@ class Continuation(NamedTuple):
 class Sampler:
     """Samples from one causal language model. ends: ids after which a text is over (may be empty).
 
-    checked: largest difference between cached and plain logits seen so far, relative to the largest logit.
-    redone: number of close decisions that were made anew.
+    checked: largest difference between cached and plain logits seen so far, relative to the largest logit;
+    steps: with a cache; redone: close decisions that were made anew.
     """
 
     def __init__(
         self, model: PreTrainedModel, decoding: Decoding | None = None, ends: Iterable[int] = (),
-        batch: int = BATCH,
+        batch: int = 64,
     ) -> None:  # fmt: skip
-        self.model = model.eval()
-        self.decoding = decoding or Decoding()
-        self.ends = frozenset(ends)
-        self.batch = batch
-        self.checked = 0.0
-        self.redone = 0
-        self.steps = 0  # with a cache
-        self.device, self.dtype = model.device, model.dtype
+        self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
+        self.decoding, self.ends, self.batch = decoding or Decoding(), sorted(ends), batch
+        self.checked, self.steps, self.redone = 0.0, 0, 0
 
     @torch.inference_mode()
     def run(
@@ -113,39 +106,28 @@ class Sampler:
     def _batch(self, requests: Sequence[Request], tokens: int) -> list[Continuation]:
         limits = [min(request.limit or tokens, tokens) for request in requests]
         choice = _Choice(self, requests, limits)
-        width = choice.width
+        width, device = choice.width, self.device
         ids = [[r.prompt[0]] * (width - len(r.prompt)) + list(r.prompt) for r in requests]
-        padding = torch.tensor([width - length for length in choice.lengths], device=self.device)
+        padding = torch.tensor([width - length for length in choice.lengths], device=device)
         settings = GenerationConfig(
             do_sample=False,  # `_Choice` leaves one token
             max_new_tokens=max(limits),
-            eos_token_id=sorted(self.ends) or None,
+            eos_token_id=self.ends or None,
             pad_token_id=min(self.ends, default=0),
         )
+        widths = torch.tensor(limits, device=device) + width  # of which every row ends
         out = self.model.generate(
-            torch.tensor(ids, device=self.device),
-            attention_mask=(torch.arange(width, device=self.device) >= padding[:, None]).long(),
+            torch.tensor(ids, device=device),
+            attention_mask=(torch.arange(width, device=device) >= padding[:, None]).long(),
             generation_config=settings,
             logits_processor=LogitsProcessorList([choice]),
-            stopping_criteria=StoppingCriteriaList(
-                [_Limits(torch.tensor(limits, device=self.device) + width)]
-            ),
+            stopping_criteria=StoppingCriteriaList([lambda ids, scores, **_: ids.shape[1] >= widths]),
         )
         texts = []
         for row, limit in zip(out[:, width:].tolist(), limits, strict=True):
             end = next((i for i, token in enumerate(row[:limit]) if token in self.ends), None)
             texts.append(Continuation(row[:limit] if end is None else row[: end + 1], end is not None))
         return texts
-
-
-class _Limits(StoppingCriteria):
-    """Ends every row at its own width."""
-
-    def __init__(self, widths: Tensor) -> None:
-        self.widths = widths
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return input_ids.shape[1] >= self.widths
 
 
 class _Choice(LogitsProcessor):
@@ -155,20 +137,20 @@ class _Choice(LogitsProcessor):
         self.sampler, self.requests, self.limits = sampler, requests, limits
         self.lengths = [len(request.prompt) for request in requests]
         self.width = max(self.lengths)
-        self.ends = torch.tensor(sorted(sampler.ends), device=sampler.device)
+        self.ends = torch.tensor(sampler.ends, device=sampler.device)
         self.random: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        step = input_ids.shape[1] - self.width
         if self.random is None:
             depth = levels(scores.shape[-1])
             draws = [uniforms(request.seed, max(self.limits), depth) for request in self.requests]
             self.random = torch.stack(draws).to(scores.device)
-        sampler, random = self.sampler, self.random[:, step]
+        step, sampler = input_ids.shape[1] - self.width, self.sampler
         if step:
             sampler.steps += 1
             if sampler.steps & (sampler.steps - 1) == 0:  # 1, 2, 4, ...: later ones have longer histories
                 self._compare(input_ids, scores)
+        random = self.random[:, step]
         tokens, close = choose(scores, sampler.decoding, random, self._rounding(scores))
         for row in close.nonzero()[:, 0].tolist():
             if self._runs(input_ids, row):
@@ -189,11 +171,11 @@ class _Choice(LogitsProcessor):
 
     def _rounding(self, logits: Tensor) -> Tensor:
         """Return how far logits [B, V] of one row may differ between batch shapes: [B]; -1 for never mind."""
-        dtype = self.sampler.dtype
-        if dtype not in (torch.float32, torch.float64):
+        rounding = ROUNDING.get(self.sampler.dtype)
+        if rounding is None:
             return torch.full_like(logits[:, 0], -1.0)
         largest = logits.masked_fill(logits.isinf(), 0).abs().amax(dim=-1).clamp_min(1.0)
-        return ROUNDING[dtype] * largest * max(1.0, SAFETY * self.sampler.checked / ROUNDING[dtype])
+        return rounding * largest * max(1.0, SAFETY * self.sampler.checked / rounding)
 
     def _compare(self, input_ids: Tensor, logits: Tensor) -> None:
         """Hold the logits of a row against the plain forward: are cache, mask and positions honoured?"""

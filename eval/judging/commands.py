@@ -10,9 +10,9 @@ from typing import Any
 from emo.common.errors import ExitCode, UserError, nearest
 from emo.common.text import counted
 from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.engines import ENGINES, engine
 from emo.eval.generation.prefixes import evenly
 from emo.eval.judging.answers import SETS, TEMPLATE_CHOICES, read_questions, require_once
-from emo.eval.judging.engines import ENGINES, engine
 from emo.eval.judging.judging import FORMATS, JUDGES, Judging, of_replies, read_replies, write_prompts
 from emo.eval.judging.pairs import Judged, Pairs, labelled, of_answers, read_existing
 
@@ -87,16 +87,14 @@ def run(args: argparse.Namespace, say: Say) -> int:
 
 
 def _answer(args: argparse.Namespace, say: Say) -> int:
-    from emo.eval.judging.answers import ABOUT, OUTPUTS, Answering, choose_template, counts
+    from emo.eval.judging.answers import OUTPUTS, Answering, choose_template
     from emo.eval.model import EvaluatedModel
     from emo.eval.results import claim_name
-    from emo.eval.store import read_json, said_of
 
     if args.temperature is None and args.top_p != 1:
         raise UserError("--top_p goes with --temperature; without it the likeliest token is taken")
-    decoding = Decoding(greedy=True)
-    if args.temperature is not None:
-        decoding = Decoding(args.temperature, 0, args.top_p)
+    greedy = args.temperature is None
+    decoding = Decoding(greedy=True) if greedy else Decoding(args.temperature, 0, args.top_p)
     name, questions = read_questions(args.questions, args.data, args.limit)
     model = EvaluatedModel(args.model, args.name, args.dtype)
     template = choose_template(model, args.template, say)
@@ -104,23 +102,10 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
     settings = (name, template, args.max_new_tokens, args.seed, args.output_path)
     answering = Answering(chosen, questions, *settings)
     claim_name(model, args.output_path, say)
-    path = answering.directory / ABOUT
-    before = read_json(path)
-    rows = answering.run()
-    numbers = counts(rows)
-    if other := said_of(before, read_json(path), ("path", *numbers)):
-        say(f"{answering.directory} {other}")
-    for key, remark in (
-        ("empty", "are empty; they are kept"),
-        ("cut_off", "were cut off; --max_new_tokens, or the context, is the limit"),
-        ("no_room", f"had no room after their question in a context of {answering.context} tokens"),
-    ):
-        if numbers[key]:
-            say(f"{model.name}: {numbers[key]} of {len(rows)} answers {remark}")
-    stored = len(rows) - answering.computed
+    rows = answering.run(say)
     say(
-        f"{model.name}: {counted(len(rows), 'answer')} ({stored} already known), template {template}, "
-        f"in {answering.directory / OUTPUTS}"
+        f"{model.name}: {counted(len(rows), 'answer')} ({len(rows) - answering.computed} already known), "
+        f"template {template}, in {answering.directory / OUTPUTS}"
     )
     return ExitCode.DONE
 

@@ -21,20 +21,22 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
 
 from emo.common.errors import UserError
-from emo.common.files import write_text
 from emo.data_prep.tokenizer import chat_template
 from emo.eval import store
-from emo.eval.generation.decoding import Decoding, context_of
-from emo.eval.judging.answers import Question, Row, chat_ids, named, plain_ids, read_rows, require_once
-from emo.eval.judging.engines import Beams, Transformers
+from emo.eval.generation.decoding import Beams, Decoding
+from emo.eval.generation.engines import Reply, Row, TextJob, Transformers
+from emo.eval.generation.prefixes import read_rows
+from emo.eval.judging.answers import Question, chat_ids, named, plain_ids, require_once
 from emo.eval.judging.pairs import Judged, Pair, Pairs, Side, row_of
+
+if TYPE_CHECKING:
+    from emo.eval.generation.sampling import Request
 
 PROMPTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "prompts.yaml").read_text(encoding="utf-8"))
 # What PandaLM's code takes out of responses, and out of its model's replies.
@@ -165,24 +167,21 @@ def of_replies(judge: Judge, by: str, pairs: Pairs, replies: Sequence[Row], fact
     return Judged(judge.name, by, pairs.a, pairs.b, 2, rows, facts, pairs.questions)
 
 
-CHUNK = 32  # pairs; what a killed process loses at most
 VERSION = 1  # of everything that decides what a reply is
 IDENTICAL, NO_ROOM = "identical", "no_room"  # why a pair was not asked
 
 
-class Judging:
+class Judging(TextJob):
     """Asks a judge about pairs in the engine's model."""
+
+    chunk, unit, per_row = 32, "reply", 2
 
     def __init__(
         self, judge: Judge, pairs: Pairs, engine: Transformers, out: Path, tokens: int | None = None
     ) -> None:
-        self.judge, self.pairs, self.engine, self.out = judge, pairs, engine, out
-        self.model = engine.model
-        self.tokens = judge.tokens if tokens is None else tokens
-        self.context = context_of(self.model)
+        super().__init__(engine, judge.tokens if tokens is None else tokens, out)
+        self.judge, self.pairs = judge, pairs
         self.template = chat_template(self.model.path) if judge.chat else None
-        if self.tokens < 1:
-            raise UserError(f"--max_new_tokens {self.tokens} must be at least 1")
         if self.context is not None and self.tokens >= self.context:
             raise UserError(
                 f"{self.model.given} has a context of {self.context} tokens, and replies may take "
@@ -191,72 +190,57 @@ class Judging:
 
     def run(self) -> list[Row]:
         """Return the rows that `of_replies` takes: replies to all pairs, made or read."""
-        from tqdm import tqdm
-
         pairs = self.pairs.rows
         if all(pair.a == pair.b for pair in pairs):  # a model beside itself: no weights are loaded
-            return [{"row": i, "unasked": IDENTICAL, "cut": None, "replies": []} for i in range(len(pairs))]
+            return [{"row": i} | self.record(self.prepare(i)[0], []) for i in range(len(pairs))]
         chat = None if self.template is None else store.digest(self.template)
-        asked = {"judging": VERSION, "judge": self.judge.name, "pairs": self.pairs.digest, "chat": chat}
-        limits = {"tokens": self.tokens, "context": self.context}
-        entry = store.Entry(self.out / store.STORE, asked | limits | self.engine.identity)
+        decides = {"judging": VERSION, "judge": self.judge.name, "pairs": self.pairs.digest, "chat": chat}
+        decides |= {"tokens": self.tokens, "context": self.context} | self.engine.identity
         label = f"{self.judge.name}: {self.pairs.b} against {self.pairs.a}"
-        with tqdm(total=2 * len(pairs), desc=label, unit="reply", disable=None) as bar:
-            ask = partial(self._ask, bar)
-            rows = store.complete(entry, len(pairs), CHUNK, ask, lambda count: bar.update(2 * count))
-        unasked = {row["unasked"] for row in rows}
-        if None not in unasked and NO_ROOM in unasked:
+        rows = self.complete(decides, len(pairs), label)
+        if {row["unasked"] for row in rows} in ({NO_ROOM}, {NO_ROOM, IDENTICAL}):
             raise UserError(
                 f"no prompt fits into the {self.context} tokens of {self.model.given} beside a reply of "
                 f"{self.tokens}; set --max_new_tokens lower, or take a judge with a longer context"
             )
         return rows
 
-    def _ask(self, bar: Any, rows: range) -> list[Row]:
+    def prepare(self, row: int) -> tuple[Row, list[Request]]:
+        """Return why a pair is not asked, or the characters that both answers are cut to, and its prompts."""
         from emo.eval.generation.sampling import Request
 
-        reply_rows: dict[int, Row] = {}
-        requests = []
-        for row in rows:
-            unasked, cut, ids = self._prepared(self.pairs.rows[row])
-            reply_rows[row] = {"row": row, "unasked": unasked, "cut": cut, "replies": []}
-            requests += [(row, Request(prompt, [row, order])) for order, prompt in enumerate(ids)]
-            bar.update(0 if ids else 2)
-        replies = self.engine.reply([r for _, r in requests], self.tokens, bar.update) if requests else []
-        for (row, _), reply in zip(requests, replies, strict=True):
-            reply_rows[row]["replies"].append(reply)
-        return list(reply_rows.values())
-
-    def _prepared(self, pair: Pair) -> tuple[str | None, int | None, list[list[int]]]:
-        """Return (why it is not asked, characters that both answers are cut to, ids in both orders)."""
-
-        def fitting(characters: int | None) -> list[list[int]] | None:
-            prompts = [shown(self.judge, pair, swapped, characters) for swapped in (False, True)]
-            if self.template is None:
-                ids = [plain_ids(self.model, prompt) for prompt in prompts]
-            else:
-                ids = [chat_ids(self.model, messages(prompt)) for prompt in prompts]
-            fits = self.context is None or max(map(len, ids)) + self.tokens <= self.context
-            return ids if fits else None
-
+        pair = self.pairs.rows[row]
         if pair.a == pair.b:
-            return IDENTICAL, None, []
-        if ids := fitting(None):
-            return None, None, ids
-        low, high, ids = 0, max(len(pair.a), len(pair.b)), fitting(0)
+            return {"unasked": IDENTICAL, "cut": None}, []
+        cut, ids = None, self._fitting(pair, None)
         if ids is None:
-            return NO_ROOM, None, []
-        while high - low > 1:  # `low` fits, `high` does not
-            middle = (low + high) // 2
-            if longer := fitting(middle):
-                low, ids = middle, longer
-            else:
-                high = middle
-        return None, low, ids
+            cut, too_long, ids = 0, max(len(pair.a), len(pair.b)), self._fitting(pair, 0)
+            if ids is None:
+                return {"unasked": NO_ROOM, "cut": None}, []
+            while too_long - cut > 1:
+                middle = (cut + too_long) // 2
+                if longer := self._fitting(pair, middle):
+                    cut, ids = middle, longer
+                else:
+                    too_long = middle
+        return {"unasked": None, "cut": cut}, [Request(part, [row, order]) for order, part in enumerate(ids)]
+
+    def record(self, facts: Row, replies: list[Reply]) -> Row:
+        """Return a pair's replies."""
+        return facts | {"replies": [reply for _, reply in replies]}
+
+    def _fitting(self, pair: Pair, characters: int | None) -> list[list[int]] | None:
+        """Return the ids of the prompts in both orders, if there is room for them and the replies."""
+        prompts = [shown(self.judge, pair, swapped, characters) for swapped in (False, True)]
+        if self.template is None:
+            ids = [plain_ids(self.model, prompt) for prompt in prompts]
+        else:
+            ids = [chat_ids(self.model, messages(prompt)) for prompt in prompts]
+        fits = self.context is None or max(map(len, ids)) + self.tokens <= self.context
+        return ids if fits else None
 
 
 FORMATS = ("jsonl", "openai")
-FORMS = 'a reply is {"id", "reply"}, or a line of a batch\'s output'
 
 
 def write_prompts(
@@ -280,8 +264,7 @@ def write_prompts(
             kind = "chat/completions" if judge.chat else "completions"
             line = {"custom_id": name, "method": "POST", "url": f"/v1/{kind}", "body": body}
         lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, "".join(lines))
+    store.replace(file, "".join(lines))
     return len(lines)
 
 
@@ -301,25 +284,20 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Row]:
     """
     expected = {name: row for name, row, _ in _asked(judge, pairs)}
     rows = read_rows(file) if expected else []  # nothing was asked where all pairs have the same answer twice
-    ids: list[str] = []
-    for i, row in enumerate(rows, start=1):
-        name = row.get("custom_id", row.get("id"))
-        if not isinstance(name, str):
-            raise UserError(f"{file} row {i}: no id; {FORMS}", code="no-id")
-        ids.append(name)
+    ids = [str(row.get("custom_id", row.get("id"))) for row in rows]
     require_once(ids, f"{file}: replies come")
-    if foreign := [row_id for row_id in ids if row_id not in expected]:
+    if foreign := [name for name in ids if name not in expected]:
         raise UserError(
             f"{file}: {len(foreign)} replies are not to these prompts: {named(foreign)}; give the --judge, "
             "answers and options that the prompts were exported with",
             code="foreign",
         )
-    numbered = enumerate(zip(ids, rows, strict=True), start=1)
-    replies = {name: _reply(row, f"{file} row {i}") for i, (name, row) in numbered}
-    if absent := [name for name in expected if name not in replies]:
+    if absent := expected.keys() - ids:
         raise UserError(
-            f"{file}: {len(absent)} of {len(expected)} replies are missing: {named(absent)}", code="missing"
+            f"{file}: {len(absent)} of {len(expected)} replies are missing: {named(sorted(absent))}",
+            code="missing",
         )
+    replies = {name: _reply(row, f"{file}, reply {name}") for name, row in zip(ids, rows, strict=True)}
     answered: list[Row] = [
         {"row": i, "unasked": IDENTICAL if pair.a == pair.b else None, "cut": None, "replies": []}
         for i, pair in enumerate(pairs.rows)
@@ -331,19 +309,18 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Row]:
 
 def _reply(row: Row, where: str) -> Row:
     """Return the reply in a row of either form; its text is "" where the judge said nothing (null)."""
-    if "reply" in row:
-        if not isinstance(row["reply"], str | None):
-            raise UserError(f"{where}: reply is {str(row['reply'])[:40]!r}, and no text", code="no-text")
+    if isinstance(row.get("reply", 0), str | None):
         return {"text": row["reply"] or ""}
     if "response" not in row and "error" not in row:
-        raise UserError(f"{where}: no reply; {FORMS}", code="no-reply")
+        raise UserError(
+            f'{where}: it must be {{"id", "reply": TEXT}}, or a line of a batch\'s output', code="no-reply"
+        )
+    failed = {"text": "", "failed": True}
+    if row.get("error"):
+        return failed
     try:
-        choice: Any = row["response"]["body"]["choices"][0]
+        choice = row["response"]["body"]["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
     except (KeyError, IndexError, TypeError):
-        choice = None
-    if not isinstance(choice, dict) or row.get("error"):
-        return {"text": "", "failed": True}
-    message = choice.get("message")
-    text = message.get("content") if isinstance(message, dict) else choice.get("text")
-    ended = choice.get("finish_reason") != "length"
-    return {"text": text if isinstance(text, str) else "", "ended": ended}
+        return failed
+    return {"text": text if isinstance(text, str) else "", "ended": choice.get("finish_reason") != "length"}

@@ -14,17 +14,16 @@ from typing import Any, Literal, NamedTuple
 
 from emo.common.errors import UserError
 from emo.eval import store
+from emo.eval.generation.engines import Row
+from emo.eval.generation.prefixes import read_rows, text_of
 from emo.eval.judging.answers import (
     Question,
-    Row,
     answer_of,
-    id_of,
     named,
+    question_id,
     question_of,
     read_answers,
-    read_rows,
     require_once,
-    text_of,
 )
 
 Side = Literal["a", "b", "tie"]  # whose answer is better
@@ -90,14 +89,9 @@ def outcome(sides: Sequence[Side | None]) -> Outcome:
 def row_of(pair: Pair, sides: Sequence[Side | None], value: float | None = None) -> Row:
     """Return a judged pair. value: its score where the verdict is a number between the two."""
     result = outcome(sides)
-    row: Row = {
-        "id": pair.key,
-        "question": pair.question.text,
-        "a": pair.a,
-        "b": pair.b,
-        "verdicts": list(sides),
-    }
-    row |= {"outcome": result, "score": WORTH[result] if value is None else value, "human": list(pair.human)}
+    score = WORTH[result] if value is None else value
+    row: Row = {"id": pair.key, "question": pair.question.text, "a": pair.a, "b": pair.b}
+    row |= {"verdicts": list(sides), "outcome": result, "score": score, "human": list(pair.human)}
     return row | {"replies": [], "unasked": None, "cut": None}
 
 
@@ -111,15 +105,12 @@ def of_answers(a: Path, b: Path) -> Pairs:
     by_id = all(question.id for answers in files for question, _ in answers.rows)
     of_a, of_b = (answers.keyed(by_id) for answers in files)
     _require_same("ids" if by_id else "questions", of_a, first.path, of_b, second.path)
-    rows = []
-    for key, (question, text) in of_a.items():
-        other, text_of_b = of_b[key]
-        if question.text != other.text:
-            raise UserError(
-                f"id {key!r} is another question in {first.path} than in {second.path}; "
-                "answer the same questions with both models"
-            )
-        rows.append(Pair(key, question, text, text_of_b))
+    rows = [Pair(key, question, text, of_b[key][1]) for key, (question, text) in of_a.items()]
+    if other := [pair.key for pair in rows if pair.question.text != of_b[pair.key][0].text]:
+        raise UserError(
+            f"ids are of other questions in {first.path} than in {second.path}: {named(other)}; "
+            "answer the same questions with both models"
+        )
     notes = [
         f"{answers.path}: {count} of {len(answers.rows)} answers are empty; they are judged like others"
         for answers in files
@@ -127,12 +118,12 @@ def of_answers(a: Path, b: Path) -> Pairs:
     ]
     if again := sum(count > 1 for count in Counter(pair.question.text for pair in rows).values()):
         notes.append(f"{again} questions come more than once; intervals treat each of them as one")
-    sets = {pair.question.dataset for pair in rows}
     names = (first.generator, second.generator)
     if names[0] == names[1]:  # files of one model are told apart by their paths
         parts = [(answers.path.parent.name, answers.path.name.split(".")[0]) for answers in files]
         ends = next(((a, b) for a, b in zip(*parts, strict=True) if a != b), ("a", "b"))
         names = (f"{names[0]} {ends[0]}", f"{names[1]} {ends[1]}")
+    sets = {pair.question.dataset for pair in rows}
     return Pairs(*names, rows, notes, sets.pop() if len(sets) == 1 else "")
 
 
@@ -150,32 +141,30 @@ def _require_same(kind: str, first: Iterable[str], a: Path, second: Iterable[str
 PANDALM_LABELS: dict[Any, Side] = {0: "tie", 1: "a", 2: "b"}
 AUTO_J_LABELS: dict[Any, Side] = {0: "a", 1: "b", 2: "tie"}
 PANDALM_ANNOTATORS = ("annotator1", "annotator2", "annotator3")
+PANDALM_VERDICTS = ("pandalm_result", "gpt_result", "pandalm_7b", "gpt_3_5_turbo")
+AUTO_J_VERDICT = "output"
+EXCHANGED: dict[Side | None, Side | None] = {"a": "b", "b": "a", "tie": "tie", None: None}
 
 
 def labelled(path: Path) -> Pairs:
     """Return the pairs of a test set with human labels: PandaLM's (annotator1 to 3) or Auto-J's (label)."""
     rows, pairs = read_rows(path), []
-    of_pandalm = PANDALM_ANNOTATORS[0] in rows[0]
-    names = PANDALM_ANNOTATORS if of_pandalm else ("label",)
-    labels = PANDALM_LABELS if of_pandalm else AUTO_J_LABELS
-    instruction, response = ("instruction", "response") if of_pandalm else ("prompt", "response ")
+    if PANDALM_ANNOTATORS[0] in rows[0]:
+        names, labels, fields = PANDALM_ANNOTATORS, PANDALM_LABELS, ("instruction", "response")
+    else:
+        names, labels, fields = ("label",), AUTO_J_LABELS, ("prompt", "response ")
     for i, row in enumerate(rows, start=1):
-        where = f"{path} row {i}"
-        for name in names:
-            if type(row.get(name)) is not int or row[name] not in labels:
-                raise UserError(
-                    f"{where}: {name} is {row.get(name)!r}; a human label is one of {sorted(labels)}"
-                )
-        question = question_of(row, where, (instruction,))
-        first, second = (answer_of(row, f"{response}{side}", where) for side in (1, 2))
-        human = tuple(labels[row[name]] for name in names)
+        where, values = f"{path} row {i}", [row.get(name) for name in names]
+        if not all(type(value) is int and value in labels for value in values):
+            raise UserError(
+                f"{where}: {', '.join(names)} is {values}; a human label is one of {list(labels)}"
+            )
+        question = question_of(row, where, fields[:1])
+        first, second = (answer_of(row, f"{fields[1]}{number}", where) for number in (1, 2))
+        human = tuple(labels[value] for value in values)
         pairs.append(Pair(question.id or str(i), question, first, second, human))
     require_once([pair.key for pair in pairs], f"{path}: ids come")
     return Pairs("response 1", "response 2", pairs)
-
-
-PANDALM_VERDICTS = ("pandalm_result", "gpt_result", "pandalm_7b", "gpt_3_5_turbo")
-AUTO_J_VERDICT = "output"
 
 
 def read_existing(files: Sequence[Path], labels: Path | None, judge: str) -> list[Judged]:
@@ -207,38 +196,34 @@ def _alpaca_eval(files: Sequence[Path], tables: list[list[Row]], judge: str) -> 
 
     A preference of 1 is A, 2 is B, between them it is less one B's score; 0 is a tie; others are unreadable.
     """
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    origins: dict[tuple[str, str, str], dict[str, None]] = {}
+    judgements: dict[tuple[str, str, str], Judged] = {}
     for file, rows in zip(files, tables, strict=True):
         for i, row in enumerate(rows, start=1):
-            where = f"{file} row {i}"
-            of_a, of_b = (text_of(row, (f"generator_{side}",), where) for side in (1, 2))
-            parties = (of_a, of_b, str(row.get("annotator") or judge))
+            where, by = f"{file} row {i}", str(row.get("annotator") or judge)
+            a, b = (text_of(row, (f"generator_{number}",), where) for number in (1, 2))
             question = question_of(row, where)
-            a, b = (answer_of(row, f"output_{side}", where) for side in (1, 2))
-            number, value = row.get("preference"), None
-            if isinstance(number, int | float) and not isinstance(number, bool):
-                value = 0.5 if number == 0 else float(number) - 1 if 1 <= number <= 2 else None
+            texts = [answer_of(row, f"output_{number}", where) for number in (1, 2)]
+            preference, value = row.get("preference"), None
+            if type(preference) in (int, float) and (preference == 0 or 1 <= preference <= 2):
+                value = 0.5 if preference == 0 else float(preference) - 1
             verdict: Side | None = None
             if value is not None:
                 verdict = "tie" if value == 0.5 else "b" if value > 0.5 else "a"
-            pair = Pair(question.id or question.text, question, a, b)
-            groups.setdefault(parties, []).append(row_of(pair, [verdict], value))
-            origins.setdefault(parties, {})[file.name] = None
-    for (a, b, _), judged in groups.items():
-        require_once([row["id"] for row in judged], f"{b} against {a} was judged")
-    return [
-        Judged(judge, by, a, b, 1, judged, {"from": list(origins[a, b, by])})
-        for (a, b, by), judged in groups.items()
-    ]
+            judged = judgements.setdefault((a, b, by), Judged(judge, by, a, b, 1, [], {"from": []}))
+            judged.rows.append(row_of(Pair(question.id or question.text, question, *texts), [verdict], value))
+            if file.name not in judged.facts["from"]:
+                judged.facts["from"].append(file.name)
+    for judged in judgements.values():
+        require_once([row["id"] for row in judged.rows], f"{judged.b} against {judged.a} was judged")
+    return list(judgements.values())
 
 
 def _pandalm(file: Path, rows: list[Row], name: str, pairs: Pairs, judge: str) -> Judged:
     """Return verdicts 0, 1, 2 or Tie, joined to the test set by idx; what is neither is unreadable."""
-    ids = [id_of(row) for row in rows]
+    ids = [question_id(row) for row in rows]
     require_once(ids, f"{file}: ids come")
+    _require_same("ids", ids, file, [pair.key for pair in pairs.rows], "the labels")
     by_id = dict(zip(ids, rows, strict=True))
-    _require_same("ids", by_id, file, [pair.key for pair in pairs.rows], "the labels")
     sides: dict[str, Side] = {str(number): label for number, label in PANDALM_LABELS.items()} | {"tie": "tie"}
     verdicts = [str(by_id[pair.key].get(name)).strip().lower() for pair in pairs.rows]
     judged = [row_of(pair, [sides.get(verdict)]) for pair, verdict in zip(pairs.rows, verdicts, strict=True)]
@@ -252,11 +237,10 @@ def _auto_j(files: Sequence[Path], tables: list[list[Row]], pairs: Pairs, judge:
     for file, rows in zip(files, tables, strict=True):
         if (count := len(rows)) != len(pairs.rows):
             raise UserError(f"{file} has {count} verdicts on {len(pairs.rows)} pairs; is it half-written?")
-    exchange: dict[Side | None, Side | None] = {"a": "b", "b": "a", "tie": "tie", None: None}
     judged = []
     for pair, *rows_of_pair in zip(pairs.rows, *tables, strict=True):
         values = [row.get(AUTO_J_VERDICT) for row in rows_of_pair]
-        sides = [AUTO_J_LABELS.get(value) if type(value) is int else None for value in values]
-        judged.append(row_of(pair, [sides[0], *(exchange[verdict] for verdict in sides[1:])]))
+        first, *second = [AUTO_J_LABELS.get(value) if type(value) is int else None for value in values]
+        judged.append(row_of(pair, [first, *map(EXCHANGED.get, second)]))
     facts = {"from": [file.name for file in files]}
     return Judged(judge, files[0].name.split(".")[0], pairs.a, pairs.b, len(files), judged, facts)

@@ -24,7 +24,8 @@ import time
 from pathlib import Path
 
 from emo.eval.cli import main as main_of_eval
-from emo.eval.judging import answers, judging
+from emo.eval.judging.answers import Answering
+from emo.eval.judging.judging import Judging
 from tests.campaigns.campaign import Campaign, options
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_judge, tiny_model
@@ -37,7 +38,7 @@ VERBS = ["see", "draw", "find", "carry", "forget", "paint", "sell", "hide", "nam
 
 def _run(*arguments: str) -> None:
     """`emo ARGUMENTS` with small chunks."""
-    answers.CHUNK, judging.CHUNK = 8, 4
+    Answering.chunk, Judging.chunk = 8, 4
     with Path(os.devnull).open("w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
         sys.exit(main_of_eval(list(arguments)))
 

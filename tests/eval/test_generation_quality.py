@@ -13,11 +13,12 @@ import pytest
 import torch
 from scipy import stats
 
-from emo.eval.generation import commands, likelihood, prefixes, quality, records
+from emo.eval.generation import commands, likelihood, prefixes, quality
 from emo.eval.generation import distributions as d
-from emo.eval.generation.decoding import Decoding, split_ids
+from emo.eval.generation.decoding import split_ids
+from emo.eval.generation.engines import Transformers
 from emo.eval.generation.likelihood import cross_entropies
-from emo.eval.generation.records import Generation, Plan, read_records
+from emo.eval.generation.records import Generation, read_records
 from emo.eval.model import EvaluatedModel
 from tests.helpers.evaluating import command, load, naive_nll, tiny_model
 from tests.helpers.said import lines
@@ -76,22 +77,22 @@ def test_records_hold_what_was_written(world: Path, sampled: Path) -> None:
 def test_a_killed_run_loses_one_chunk(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and batches of other sizes, an interruption between: the same file."""
     model = EvaluatedModel(str(world / "small"))
-    plan = Plan(prefixes.given(["the cat", "the", "the dog sat"]), Decoding(), 8, 4)
-    whole = Generation(model, plan, tmp_path / "a").run()
-    monkeypatch.setattr(records, "CHUNK", 5)
-    again = Generation(model, plan, tmp_path / "b")
-    sample = again._sample
+    texts = (prefixes.given(["the cat", "the", "the dog sat"]), 8, 4, (0,))
+    whole = Generation(Transformers(model), *texts, tmp_path / "a").run()
+    monkeypatch.setattr(Generation, "chunk", 5)
+    again = Generation(Transformers(model), *texts, tmp_path / "b")
+    reply = again.engine.reply
 
     def killed(*args: Any) -> Any:
         if again.computed:
             raise KeyboardInterrupt
-        return sample(*args)
+        return reply(*args)
 
-    monkeypatch.setattr(again, "_sample", killed)
+    monkeypatch.setattr(again.engine, "reply", killed)
     with pytest.raises(KeyboardInterrupt):
         again.run()
     for computed in (12 - 5, 0):
-        later = Generation(model, Plan(plan.prefixes, Decoding(), 8, 4, batch=3), tmp_path / "b")
+        later = Generation(Transformers(model, batch=3), *texts, tmp_path / "b")
         assert later.run() == whole and later.computed == computed
 
 
@@ -261,7 +262,7 @@ def test_the_fast_cross_entropies_are_exact_to_1e_6(spread: float) -> None:
     generator = torch.Generator().manual_seed(1)
     p, q = (spread * torch.randn(16, 32000, generator=generator) + 30 for _ in range(2))
     exact = d.measures(d.log_probs(p), d.log_probs(q))
-    for name, values in cross_entropies(p.clone(), q.clone()).items():
+    for name, values in zip(("forward_ce", "reverse_ce"), cross_entropies(p, q), strict=True):
         assert (values - exact[name]).abs().max() < 1e-6, name
 
 

@@ -13,10 +13,10 @@ from emo.data_prep.encode import EncodeSettings, RowEncoder
 from emo.data_prep.templates import Chat, Conversation, Exchange
 from emo.data_prep.templates.chat import ChatEncoder, read_template
 from emo.data_prep.tokenizer import save_tokenizer
+from emo.eval.generation.engines import Transformers
 from emo.eval.generation.sampling import Request
 from emo.eval.judging import answers
 from emo.eval.judging.answers import Question, read_questions
-from emo.eval.judging.engines import Transformers
 from emo.eval.judging.judging import JUDGES
 from emo.eval.model import EvaluatedModel
 from tests.helpers.evaluating import command, load, tiny_model
@@ -175,4 +175,4 @@ def test_beams_are_transformers_own(world: Path) -> None:
         max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     before = tokenizer.decode(prompt, skip_special_tokens=True)
-    assert actual[0]["text"] == tokenizer.decode(whole[0], skip_special_tokens=True)[len(before) :]
+    assert actual[0][1]["text"] == tokenizer.decode(whole[0], skip_special_tokens=True)[len(before) :]

@@ -14,9 +14,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from emo.common.errors import UserError
+from emo.eval.generation.engines import Transformers
 from emo.eval.judging import judging
 from emo.eval.judging.answers import Question
-from emo.eval.judging.engines import Transformers
 from emo.eval.judging.judging import JUDGES, Judging, shown, side
 from emo.eval.judging.pairs import WORTH, of_answers, outcome
 from emo.eval.model import EvaluatedModel
@@ -178,7 +178,6 @@ BAD_REPLIES: dict[str, Callable[[list[str]], list[str]]] = {
     "missing": lambda lines: lines[:5],
     "twice": lambda lines: [*lines, lines[0]],
     "foreign": lambda lines: [*lines, json.dumps({"id": "x-1-ab", "reply": "1"})],
-    "no-id": lambda lines: [*lines, json.dumps({"reply": "1"})],
     "no-reply": lambda lines: [line.replace("reply", "text") for line in lines],
 }
 
@@ -275,7 +274,7 @@ def test_killed_at_random_moments_the_same_replies(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A quick form of tests/campaigns/judging.py, in chunks of one pair."""
-    monkeypatch.setattr(judging, "CHUNK", 1)
+    monkeypatch.setattr(Judging, "chunk", 1)
     whole, killed = undisturbed_and_killed(run, world, tmp_path, 1)
     assert (whole / "replies.json").read_bytes() == (killed / "replies.json").read_bytes()
 
