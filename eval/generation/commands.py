@@ -120,7 +120,7 @@ def _quality(args: argparse.Namespace, say: Callable[[str], None]) -> int:
             "MAUVE needs the package mauve-text (GPL-3.0, therefore not installed with this project): "
             "pip install 'emo-pipeline[mauve]'"
         )
-    from emo.eval.generation.quality import Request, Sampled, write
+    from emo.eval.generation.quality import Sampled, write
 
     test = [text for text in read_texts(args.test) if text] if args.test else None
     if test == []:
@@ -128,6 +128,6 @@ def _quality(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     settings = (args.oracle, args.reference, args.mauve, test, args.protocol, args.dtype)
     sampled = [Sampled(directory) for directory in args.texts]
     for texts in sampled:
-        texts.measure(Request(args.output_path, *settings), say)
+        texts.measure(args.output_path, say, *settings)
     say("\n".join(write(sampled)))
     return ExitCode.DONE

@@ -60,6 +60,7 @@ class Transformers:
     def _sampler(self) -> Any:
         from emo.eval.generation.sampling import Sampler
 
+        assert isinstance(self.decoding, Decoding)
         return Sampler(self.model.model, self.decoding, self.ends, self.batch)
 
     def reply(self, requests: Sequence[Request], tokens: int, progress: Progress) -> list[Reply]:

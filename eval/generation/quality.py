@@ -20,7 +20,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +44,6 @@ MAX_TOKENS = 256  # of a text that MAUVE's features are taken of, as in the pape
 MAUVE: dict[str, Any] = {"mauve_scaling_factor": 5, "seed": 25}  # the paper's settings
 MAUVE |= {"kmeans_num_redo": 5, "kmeans_max_iter": 500, "kmeans_explained_var": 0.9}
 BATCH = 16  # texts
-
-
-@dataclass(frozen=True)
-class Request:
-    """The measures beside the text metrics; None leaves a measure out. out: where the oracle's texts go."""
-
-    out: Path
-    oracle: str | None = None
-    reference: str | None = None
-    mauve: str | None = None  # a featurizer's name
-    test: list[str] | None = None  # texts for PPL_test; None: the human texts of the records
-    protocol: str = "paper"
-    dtype: str = "auto"
 
 
 class Sampled:
@@ -85,30 +71,35 @@ class Sampled:
         self.result: dict[str, Any] = {"version": VERSION, "of": self.about}
         self.estimates: dict[str, Estimate] = {}
 
-    def measure(self, request: Request, say: Callable[[str], None]) -> None:
-        """Take every measure that was asked for and that the records allow."""
-        if (request.mauve or request.protocol == "released") and not self.has_humans:
+    def measure(
+        self, out: Path, say: Callable[[str], None], oracle: str | None = None, reference: str | None = None,
+        mauve: str | None = None, test: list[str] | None = None, protocol: str = "paper", dtype: str = "auto",
+    ) -> None:  # fmt: skip
+        """Take every measure that the records allow; None leaves one out.
+
+        out: for the oracle's texts; mauve: a featurizer; test: texts for PPL_test (the records' human ones).
+        """
+        if (mauve or protocol == "released") and not self.has_humans:
             raise UserError(
                 f"{self.directory}: no human continuations to compare with; generate with --corpus"
             )
-        human = request.test
-        if human is None and self.has_humans:
-            human = [record["prefix"] + record["reference"] for record in self.humans]
-        if request.reference and not human:
+        if test is None and self.has_humans:
+            test = [record["prefix"] + record["reference"] for record in self.humans]
+        if reference and not test:
             raise UserError("--reference needs human texts: generate with --corpus, or give --test FILE")
-        self.result["protocol"] = request.protocol
+        self.result["protocol"] = protocol
         self._text()
-        if request.mauve:
-            self._mauve(request.mauve, request)
+        if mauve:
+            self._mauve(featurizer(mauve, dtype), protocol)
+            self.result["mauve"]["featurizer"] = mauve
         if self.has_humans:
-            overlaps = rouge(*self._pairs(self.records, request.protocol))
-            self.result["rouge"] = self._shown(
-                {k: ratio(v, None, self.clusters) for k, v in overlaps.items()}
-            )
-        if request.oracle:
-            self._oracle(request.oracle, request, say)
-        if human:
-            self._recall(request, human)
+            overlaps = rouge([self._pair(record, protocol) for record in self.records])
+            estimates = {name: ratio(values, None, self.clusters) for name, values in overlaps.items()}
+            self.result["rouge"] = self._shown(estimates)
+        if oracle:
+            self._oracle(EvaluatedModel(oracle, dtype=dtype), out, say)
+        if test:
+            self._recall(test, reference and EvaluatedModel(reference, dtype=dtype), dtype)
         try:
             json.dumps(self.result, allow_nan=False)
         except ValueError:
@@ -142,36 +133,31 @@ class Sampled:
             of_humans["words"] = float(np.mean([len(human.split()) for human in humans]))
             self.result["human_text"] = of_humans
 
-    def _pairs(self, records: Sequence[Record], protocol: str) -> tuple[list[str], list[str]]:
-        words, tokens = self.about["prefix_words"], self.about["tokens"]
-        texts, humans = zip(*(pair(record, protocol, words, tokens) for record in records), strict=True)
-        return list(texts), list(humans)
+    def _pair(self, record: Record, protocol: str) -> tuple[str, str]:
+        return pair(record, protocol, self.about["prefix_words"], self.about["tokens"])
 
-    def _mauve(self, name: str, request: Request) -> None:
+    def _mauve(self, features: Callable[[Sequence[str]], np.ndarray], protocol: str) -> None:
         """Take MAUVE of every draw beside its ceiling. The score depends on the number of texts."""
         if len(self.humans) < MIN_TEXTS:
             raise UserError(
                 f"MAUVE needs at least {MIN_TEXTS} human and as many sampled texts for its clusters; there "
                 f"are {len(self.humans)}; take more prefixes, or leave out --mauve"
             )
-        features = featurizer(name, request.dtype)
-        human = features(self._pairs(self.draws[0], request.protocol)[1])
-        texts = [features(self._pairs(records, request.protocol)[0]) for records in self.draws]
-        result = beside_ceiling(human, texts)
-        averaged = {key: by_seed(self.seeds, result[key]) for key in ("score", "half")}
-        self.result["mauve"] = result | averaged | {"featurizer": name}
+        pairs = [[self._pair(record, protocol) for record in records] for records in self.draws]
+        human = features([human for _, human in pairs[0]])
+        result = beside_ceiling(human, [features([text for text, _ in draw]) for draw in pairs])
+        self.result["mauve"] = result | {key: by_seed(self.seeds, result[key]) for key in ("score", "half")}
 
-    def _oracle(self, path: str, request: Request, say: Callable[[str], None]) -> None:
+    def _oracle(self, oracle: EvaluatedModel, out: Path, say: Callable[[str], None]) -> None:
         """Take PPL_oracle of the samples and of as many of the oracle's own after the same prefixes.
 
         Continuations are scored by their very tokens where the tokenizer is the same, else by their text's.
         """
-        oracle, about = EvaluatedModel(path, dtype=request.dtype), self.about
-        tokenizer, same = oracle.tokenizer, oracle.tokenizer_digest
+        about, tokenizer, same = self.about, oracle.tokenizer, oracle.tokenizer_digest
         prefixes = Prefixes(about["corpus"], [record["prefix"] for record in self.humans])
         size = (about["tokens"], about["samples"], tuple(about["seeds"]))
         say(f"{oracle.name}: samples of its own, for the floor of PPL_oracle")
-        floor = Generation(Transformers(oracle), prefixes, *size, request.out).run()
+        floor = Generation(Transformers(oracle), prefixes, *size, out).run()
         starts = {p: split_ids(tokenizer, p, "" if p else "a")[0] for p in prefixes.texts}
         estimates = []
         for records, wrote in ((self.records, about["tokenizer"]), (floor, same)):
@@ -181,17 +167,14 @@ class Sampled:
                 pairs = [split_ids(tokenizer, record["prefix"], record["text"]) for record in records]
             estimates.append(likelihood.continuations(oracle, pairs).estimate(self.clusters))
         self.estimates["nats_per_token"] = estimates[0]
-        self.result["oracle"] = {"path": path, "weights": oracle.digest}
+        self.result["oracle"] = {"path": oracle.given, "weights": oracle.digest}
         for name, nats in zip(("ppl_oracle", "ppl_oracle_floor"), estimates, strict=True):
-            both = {
-                "nats_per_token": shown(nats, self.unit),
-                "perplexity": shown(nats, self.unit, perplexity),
-            }
-            self.result[name] = both
+            self.result[name] = {"nats_per_token": shown(nats, self.unit)}
+            self.result[name]["perplexity"] = shown(nats, self.unit, perplexity)
 
-    def _recall(self, request: Request, human: list[str]) -> None:
+    def _recall(self, human: list[str], reference: EvaluatedModel | None, dtype: str) -> None:
         """Take PPL_test, and cross-entropies against the reference model."""
-        model = EvaluatedModel(self.about["path"], dtype=request.dtype)
+        model = EvaluatedModel(self.about["path"], dtype=dtype)
         if model.digest != self.about["weights"]:
             raise UserError(
                 f"{model.given} has other weights than those that wrote {self.directory}; generate again"
@@ -199,15 +182,14 @@ class Sampled:
         likelihoods = likelihood.texts(model, human)
         nats = likelihoods.estimate(range(len(human)))
         interval = shown(nats, "texts", perplexity)
-        counts = {"tokens": int(likelihoods.tokens.sum()), "texts": len(human)}
-        means = {"nats_per_token": nats.value, "perplexity": interval["mean"], "interval": interval}
-        self.result["ppl_test"] = means | counts
-        if not request.reference:
+        test = {"nats_per_token": nats.value, "perplexity": interval["mean"], "interval": interval}
+        test |= {"tokens": int(likelihoods.tokens.sum()), "texts": len(human)}
+        self.result["ppl_test"] = test
+        if reference is None:
             return
-        reference = EvaluatedModel(request.reference, dtype=request.dtype)
         if reference.tokenizer_digest != model.tokenizer_digest:
             raise UserError(
-                f"--reference {request.reference} has another tokenizer than {model.given}; their next-token "
+                f"--reference {reference.given} has another tokenizer than {model.given}; their next-token "
                 "distributions cannot be compared"
             )
         limit = min(context_of(model) or 1 << 30, context_of(reference) or 1 << 30)
@@ -218,9 +200,10 @@ class Sampled:
             way: shown(ratio(values.tolist(), None, range(len(rows))), "texts")
             for way, values in zip(("forward", "reverse"), both, strict=True)
         }
-        about = {"reference": {"path": request.reference, "weights": reference.digest}, "texts": len(rows)}
-        of_ways = {way: interval["mean"] for way, interval in intervals.items()}
-        self.result["cross_entropy"] = of_ways | {"intervals": intervals} | about
+        about = {"path": reference.given, "weights": reference.digest}
+        result = {"intervals": intervals, "reference": about, "texts": len(rows)}
+        result |= {way: interval["mean"] for way, interval in intervals.items()}
+        self.result["cross_entropy"] = result
 
     def compared(self, other: Sampled) -> dict[str, Any] | str:
         """Return differences other - this on the same prefixes by measure, or why there are none."""
@@ -299,13 +282,13 @@ def _ngrams(text: str, n: int) -> list[tuple[str, ...]]:
     return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
 
 
-def rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:
-    """Return F-measures of ROUGE-1 and ROUGE-L of every pair, as rouge-score computes them; from 0 to 1."""
+def rouge(pairs: Sequence[tuple[str, str]]) -> dict[str, list[float]]:
+    """Return F-measures of ROUGE-1 and ROUGE-L of pairs (text, reference) by rouge-score; from 0 to 1."""
     from rouge_score.rouge_scorer import RougeScorer
 
     names = ["rouge1", "rougeL"]
     scorer = RougeScorer(names)
-    scores = [scorer.score(reference, text) for text, reference in zip(texts, references, strict=True)]
+    scores = [scorer.score(reference, text) for text, reference in pairs]
     return {name: [float(score[name].fmeasure) for score in scores] for name in names}
 
 
@@ -323,37 +306,36 @@ def pair(record: Record, protocol: str, words: int, tokens: int) -> tuple[str, s
 
 
 def featurizer(name: str, dtype: str = "auto") -> Callable[[Sequence[str]], np.ndarray]:
-    """Return what makes one vector of a text: a sentence encoder, or a language model's last hidden state.
+    """Return what makes vectors [n, H] of texts: a sentence encoder, or a language model's last hidden state.
 
     name: `minilm` or a sentence model's directory or id (topical), else a language model's (closer to the
-    paper's GPT-2-large).
+    paper's GPT-2-large), which counts at the last of at most MAX_TOKENS tokens.
     """
     is_sentence_model = name == "minilm" or name.startswith("sentence-transformers/")
     if is_sentence_model or (Path(name) / "modules.json").is_file():
         from emo.eval.icl.encoder import Encoder
 
         return Encoder(name)
-    model = EvaluatedModel(name, dtype=dtype)
-    return lambda texts: _hidden_states(model, texts)
+    evaluated = EvaluatedModel(name, dtype=dtype)
+    model, tokenizer = evaluated.model, evaluated.tokenizer
 
+    @torch.inference_mode()
+    def last_states(texts: Sequence[str]) -> np.ndarray:
+        rows = [list(tokenizer(text).input_ids)[:MAX_TOKENS] or [first_id(tokenizer) or 0] for text in texts]
+        states = np.empty((len(rows), model.config.get_text_config().hidden_size), dtype=np.float32)
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        for part in (order[i : i + BATCH] for i in range(0, len(order), BATCH)):
+            width = len(rows[part[-1]])
+            ids = torch.tensor([rows[i] + [0] * (width - len(rows[i])) for i in part], device=model.device)
+            lengths = torch.tensor([len(rows[i]) for i in part], device=model.device)
+            mask = (torch.arange(width, device=model.device) < lengths[:, None]).long()
+            out = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+            states[part] = out[torch.arange(len(part)), lengths - 1].float().cpu().numpy()
+        if not np.isfinite(states).all():
+            raise UserError(f"{name}: hidden states that are not numbers (NaN or infinite weights?)")
+        return states
 
-@torch.inference_mode()
-def _hidden_states(model: Any, texts: Sequence[str]) -> np.ndarray:
-    """Return the last layer's state at the last of MAX_TOKENS tokens of every text: float32 [n, H]."""
-    device, tokenizer = model.model.device, model.tokenizer
-    rows = [list(tokenizer(text).input_ids)[:MAX_TOKENS] or [first_id(tokenizer) or 0] for text in texts]
-    states = np.empty((len(rows), model.model.config.get_text_config().hidden_size), dtype=np.float32)
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    for part in (order[i : i + BATCH] for i in range(0, len(order), BATCH)):
-        width = len(rows[part[-1]])
-        ids = torch.tensor([rows[i] + [0] * (width - len(rows[i])) for i in part], device=device)
-        lengths = torch.tensor([len(rows[i]) for i in part], device=device)
-        mask = (torch.arange(width, device=device) < lengths[:, None]).long()
-        out = model.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        states[part] = out[torch.arange(len(part)), lengths - 1].float().cpu().numpy()
-    if not np.isfinite(states).all():
-        raise UserError(f"{model.given}: hidden states that are not numbers (NaN or infinite weights?)")
-    return states
+    return last_states
 
 
 def beside_ceiling(human: np.ndarray, sampled: Sequence[np.ndarray], splits: int = 5) -> dict[str, Any]:

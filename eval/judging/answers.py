@@ -223,9 +223,9 @@ class Answering(TextJob):
         counts = {"empty": sum(not row["output"] for row in rows)}
         counts["cut_off"] = sum(row["fits"] and not row["ended"] for row in rows)
         counts["no_room"] = sum(not row["fits"] for row in rows)
-        about = {"model": model.name, "path": model.given, "questions": self.name, "template": self.template}
+        about: Row = {"model": model.name, "path": model.given, "questions": self.name}
         store.replace(self.directory / OUTPUTS, store.dump(rows))
-        about |= {**settings, "answers": len(rows), **counts}
+        about |= {"template": self.template, **settings, "answers": len(rows), **counts}
         self.show(self.directory / ABOUT, about, ("path", "answers", *counts), say)
         for name, remark in REMARKS.items():
             if counts[name]:

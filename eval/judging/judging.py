@@ -8,9 +8,9 @@ a file, and its replies read back; no key of any service is needed here.
 
 ID is DIGEST-ROW-ORDER: replies to other pairs, or to another judge's prompts, are refused.
 
-Replies are read by the rules of the judge's own code. A parser takes any text and gives a verdict on the
-answers in the order in which the prompt shows them, or None: the reply is unreadable. Replies are data: they
-are searched and read as literals, never run.
+Replies are read by the rules of the judge's own code. A parser takes any text and gives a verdict, "a" being
+the answer that the prompt shows first, or None: the reply is unreadable. Replies are data: they are searched
+and read as literals, never run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -33,7 +33,7 @@ from emo.eval.generation.decoding import Beams, Decoding
 from emo.eval.generation.engines import Reply, Row, TextJob, Transformers
 from emo.eval.generation.prefixes import read_rows
 from emo.eval.judging.answers import Question, chat_ids, named, plain_ids, require_once
-from emo.eval.judging.pairs import Judged, Pair, Pairs, Side, row_of
+from emo.eval.judging.pairs import EXCHANGED, Judged, Pair, Pairs, Side, row_of
 
 if TYPE_CHECKING:
     from emo.eval.generation.sampling import Request
@@ -46,8 +46,7 @@ SPECIAL = re.compile(
 )
 LONGEST = 100_000  # characters of a reply that are read as a literal; a verdict of AlpacaEval has about 80
 
-Shown = Literal["first", "second", "tie"]  # by their order in the prompt
-VERDICTS: dict[str, Shown] = {"1": "first", "2": "second", "tie": "tie"}
+VERDICTS: dict[str, Side] = {"1": "a", "2": "b", "tie": "tie"}
 
 
 def auto_j_prompt(question: Question, first: str, second: str) -> str:
@@ -56,7 +55,7 @@ def auto_j_prompt(question: Question, first: str, second: str) -> str:
     return _filled("auto_j_frame", input=prompt)
 
 
-def auto_j_verdict(reply: str) -> Shown | None:
+def auto_j_verdict(reply: str) -> Side | None:
     """Return what follows the last "final decision is "; extract_pariwise_result of GAIR-NLP/auto-j."""
     _, marker, decision = reply.strip().rpartition("final decision is ")
     verdict = re.match("response 1|response 2|tie", decision.strip().lower()) if marker else None
@@ -70,7 +69,7 @@ def pandalm_prompt(question: Question, first: str, second: str) -> str:
     return _filled("pandalm_input" if question.input else "pandalm", **texts)
 
 
-def pandalm_verdict(reply: str) -> Shown | None:
+def pandalm_verdict(reply: str) -> Side | None:
     """Return what the first line says; parse_pandalm_response of WeOpenML/PandaLM, where others are ties."""
     return VERDICTS.get(_without_special(reply).split("\n")[0].lower())
 
@@ -80,16 +79,14 @@ def alpaca_eval_prompt(question: Question, first: str, second: str) -> str:
     return _filled("alpaca_eval", instruction=question.text, output_1=first, output_2=second)
 
 
-def alpaca_eval_verdict(reply: str) -> Shown | None:
+def alpaca_eval_verdict(reply: str) -> Side | None:
     """Return the rank of model_1 in a Python list of dictionaries; ranking_parser of alpaca_eval 0.6.6."""
-    if len(reply) > LONGEST:
-        return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a literal may look odd to Python
-            ranked: Any = ast.literal_eval(reply)
-        rank = next(entry["rank"] for entry in [entry for entry in ranked if entry["model"] == "model_1"])
-        return {1: "first", 2: "second"}.get(rank)  # type: ignore[return-value]
+            ranked: Any = ast.literal_eval(reply if len(reply) <= LONGEST else "")
+        (rank, *_) = [entry["rank"] for entry in ranked if entry["model"] == "model_1"]
+        return {1: "a", 2: "b"}.get(rank)  # type: ignore[return-value]
     except Exception:  # whatever a text can do to a parser: it is no verdict
         return None
 
@@ -121,7 +118,7 @@ class Judge:
     name: str
     model: str | None
     prompt: Callable[[Question, str, str], str]
-    verdict: Callable[[str], Shown | None]
+    verdict: Callable[[str], Side | None]
     decoding: Decoding | Beams
     tokens: int
     chat: bool = False
@@ -145,13 +142,6 @@ def shown(judge: Judge, pair: Pair, swapped: bool, characters: int | None = None
     return judge.prompt(pair.question, first[:characters], second[:characters])
 
 
-def side(position: Shown | None, swapped: bool) -> Side | None:
-    """Return whose answer a verdict prefers; swapped: the prompt showed B's first."""
-    if position is None or position == "tie":
-        return position
-    return "a" if (position == "first") != swapped else "b"
-
-
 def of_replies(judge: Judge, by: str, pairs: Pairs, replies: Sequence[Row], facts: dict[str, Any]) -> Judged:
     """Return pairs with the replies to their prompts.
 
@@ -160,7 +150,8 @@ def of_replies(judge: Judge, by: str, pairs: Pairs, replies: Sequence[Row], fact
     """
     rows = []
     for pair, reply in zip(pairs.rows, replies, strict=True):
-        sides = [side(judge.verdict(r["text"]), bool(i)) for i, r in enumerate(reply["replies"])]
+        sides = [judge.verdict(r["text"]) for r in reply["replies"]]
+        sides[1:] = map(EXCHANGED.get, sides[1:])
         if reply["unasked"] == IDENTICAL:
             sides = ["tie"] * 2  # as AlpacaEval's annotator has it
         rows.append(row_of(pair, sides) | {key: reply[key] for key in ("replies", "unasked", "cut")})

@@ -42,10 +42,7 @@ class Pair(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """a, b: who wrote the answers; notes: what a user should know about them.
-
-    questions: the set that they are of, "" where it is not one, or nothing says which.
-    """
+    """a, b: who wrote the answers; notes: what a user should know; questions: the one set of all, or ""."""
 
     a: str
     b: str
@@ -63,7 +60,7 @@ class Pairs(NamedTuple):
 class Judged:
     """All pairs with a judge's verdicts. by: who gave them; orders: 2 where pairs were asked both ways round.
 
-    facts: how it was done, for the record; questions: the set that they are of, "" where nothing says so.
+    facts: how it was done, for the record; questions: as in Pairs.
     """
 
     judge: str
@@ -140,7 +137,6 @@ def _require_same(kind: str, first: Iterable[str], a: Path, second: Iterable[str
 
 PANDALM_LABELS: dict[Any, Side] = {0: "tie", 1: "a", 2: "b"}
 AUTO_J_LABELS: dict[Any, Side] = {0: "a", 1: "b", 2: "tie"}
-PANDALM_ANNOTATORS = ("annotator1", "annotator2", "annotator3")
 PANDALM_VERDICTS = ("pandalm_result", "gpt_result", "pandalm_7b", "gpt_3_5_turbo")
 AUTO_J_VERDICT = "output"
 EXCHANGED: dict[Side | None, Side | None] = {"a": "b", "b": "a", "tie": "tie", None: None}
@@ -149,10 +145,14 @@ EXCHANGED: dict[Side | None, Side | None] = {"a": "b", "b": "a", "tie": "tie", N
 def labelled(path: Path) -> Pairs:
     """Return the pairs of a test set with human labels: PandaLM's (annotator1 to 3) or Auto-J's (label)."""
     rows, pairs = read_rows(path), []
-    if PANDALM_ANNOTATORS[0] in rows[0]:
-        names, labels, fields = PANDALM_ANNOTATORS, PANDALM_LABELS, ("instruction", "response")
+    if "annotator1" in rows[0]:
+        names, labels, fields = (
+            [f"annotator{i}" for i in (1, 2, 3)],
+            PANDALM_LABELS,
+            ("instruction", "response"),
+        )
     else:
-        names, labels, fields = ("label",), AUTO_J_LABELS, ("prompt", "response ")
+        names, labels, fields = ["label"], AUTO_J_LABELS, ("prompt", "response ")
     for i, row in enumerate(rows, start=1):
         where, values = f"{path} row {i}", [row.get(name) for name in names]
         if not all(type(value) is int and value in labels for value in values):
@@ -202,15 +202,15 @@ def _alpaca_eval(files: Sequence[Path], tables: list[list[Row]], judge: str) -> 
             where, by = f"{file} row {i}", str(row.get("annotator") or judge)
             a, b = (text_of(row, (f"generator_{number}",), where) for number in (1, 2))
             question = question_of(row, where)
-            texts = [answer_of(row, f"output_{number}", where) for number in (1, 2)]
-            preference, value = row.get("preference"), None
+            first, second = (answer_of(row, f"output_{number}", where) for number in (1, 2))
+            preference: Any = row.get("preference")
+            value, verdict = None, None
             if type(preference) in (int, float) and (preference == 0 or 1 <= preference <= 2):
                 value = 0.5 if preference == 0 else float(preference) - 1
-            verdict: Side | None = None
-            if value is not None:
                 verdict = "tie" if value == 0.5 else "b" if value > 0.5 else "a"
+            pair = Pair(question.id or question.text, question, first, second)
             judged = judgements.setdefault((a, b, by), Judged(judge, by, a, b, 1, [], {"from": []}))
-            judged.rows.append(row_of(Pair(question.id or question.text, question, *texts), [verdict], value))
+            judged.rows.append(row_of(pair, [verdict], value))
             if file.name not in judged.facts["from"]:
                 judged.facts["from"].append(file.name)
     for judged in judgements.values():

@@ -17,7 +17,7 @@ from emo.common.errors import UserError
 from emo.eval.generation.engines import Transformers
 from emo.eval.judging import judging
 from emo.eval.judging.answers import Question
-from emo.eval.judging.judging import JUDGES, Judging, shown, side
+from emo.eval.judging.judging import JUDGES, Judging, shown
 from emo.eval.judging.pairs import WORTH, of_answers, outcome
 from emo.eval.model import EvaluatedModel
 from tests.helpers.evaluating import command, tiny_judge, tiny_model
@@ -320,8 +320,8 @@ def test_marks_of_a_chat_in_an_answer_do_not_act() -> None:
 
 REPLIES = {
     "auto-j": [
-        ("... So, the final decision is Response 1.", "first"),
-        ("the final decision is  response 2 because", "second"),
+        ("... So, the final decision is Response 1.", "a"),
+        ("the final decision is  response 2 because", "b"),
         ("final decision is TIE", "tie"),
         ("final decision is Response 1 ... So, the final decision is Tie.", "tie"),  # the last one counts
         ("final decision is Response 1, yet the final decision is neither", None),
@@ -330,16 +330,16 @@ REPLIES = {
         ("", None),
     ],
     "pandalm": [
-        ("1\n\n### Reason: Response 1 is better.\n\n### Reference: x\n", "first"),
-        ("  2\n", "second"),
+        ("1\n\n### Reason: Response 1 is better.\n\n### Reference: x\n", "a"),
+        ("  2\n", "b"),
         ("</s>tie\nmore", "tie"),
         ("1 \n### Reason", None),  # its code compares the whole first line
         ("Response 1", None),
         ("", None),
     ],
     "alpaca_eval": [
-        ("[{'model': 'model_1', 'rank': 1}, {'model': 'model_2', 'rank': 2}]", "first"),
-        ("({'model': 'model_2', 'rank': 1}, {'model': 'model_1', 'rank': 2, 'n': -1})", "second"),
+        ("[{'model': 'model_1', 'rank': 1}, {'model': 'model_2', 'rank': 2}]", "a"),
+        ("({'model': 'model_2', 'rank': 1}, {'model': 'model_1', 'rank': 2, 'n': -1})", "b"),
         ("[{'model': 'model_1', 'rank': 3}, {'model': 'model_2', 'rank': 1}]", None),
         ("[{'model': 'model_1', 'rank': 1}, {'name': 'model_2'}]", None),
         ("Sure: [{'model': 'model_1', 'rank': 1}]", None),
@@ -359,13 +359,11 @@ def test_replies_are_read_by_the_judges_rules(name: str, reply: str) -> None:
     """Any text gives a verdict or none; Auto-J's last decision counts, whatever stands before it."""
     for text, verdict in REPLIES[name]:
         assert JUDGES[name].verdict(text) == verdict, text[:80]
-    assert JUDGES[name].verdict(reply) in ("first", "second", "tie", None)
-    assert judging.auto_j_verdict(f"{reply}final decision is Response 2, and") == "second"
+    assert JUDGES[name].verdict(reply) in ("a", "b", "tie", None)
+    assert judging.auto_j_verdict(f"{reply}final decision is Response 2, and") == "b"
 
 
 def test_both_orders_make_one_outcome() -> None:
-    sides = [side("first", False), side("first", True), side("tie", True), side(None, True)]
-    assert sides == ["a", "b", "tie", None]
     cases = {
         ("a", "a"): ("a", 0.0), ("b", "b"): ("b", 1.0), ("tie", "tie"): ("tie", 0.5), ("b",): ("b", 1.0),
         ("a", "b"): ("changed", 0.5), ("a", "tie"): ("changed", 0.5),
