@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from emo.common.errors import ExitCode, UserError, nearest
-from emo.common.text import counted
 from emo.eval.generation.decoding import Decoding
 from emo.eval.generation.prefixes import CORPORA, from_corpus, from_file, given, read_texts
 
@@ -104,11 +103,9 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     if prefixes.short:
         say(f"{prefixes.name}: {prefixes.short} texts left out, they have at most {prefixes.words} words")
     records = generation.run()
-    generation.publish(records, say)
     for record in records if len(records) <= SHOWN else []:
         say(f"{model.name}: {record['prefix']}{record['text']}".replace("\n", " ⏎ "))
-    stored = len(records) - generation.computed
-    say(f"{model.name}: {counted(len(records), 'text')} ({stored} already known) in {generation.directory}")
+    generation.publish(records, say)
     return ExitCode.DONE
 
 

@@ -6,8 +6,9 @@ Light: mistakes in the options are refused before any library of models is loade
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from emo.common.errors import UserError
 from emo.common.untrusted import read_json
@@ -52,6 +53,14 @@ class Beams:
 
     beams: int
     penalty: float
+
+
+class Request(NamedTuple):
+    """prompt: token ids, at least one; seed: any JSON value, one per text; limit: of its tokens."""
+
+    prompt: Sequence[int]
+    seed: Any
+    limit: int | None = None
 
 
 def context_of(model: EvaluatedModel) -> int | None:

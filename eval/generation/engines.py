@@ -13,18 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emo.common.errors import UserError
+from emo.common.text import counted
 from emo.common.weights import shown
 from emo.eval import store
-from emo.eval.generation.decoding import Beams, Decoding, context_of, text_after
+from emo.eval.generation.decoding import Beams, Decoding, Request, context_of, text_after
 
 if TYPE_CHECKING:
-    from emo.eval.generation.sampling import Request
     from emo.eval.model import EvaluatedModel
 
 Row = dict[str, Any]
 Reply = tuple[list[int], Row]  # new ids, and {text, ended: by an end token, tokens}
 Progress = Callable[[int], Any]
 UNBIASED = Decoding()
+ABOUT = "about.json"
 
 
 class Transformers:
@@ -172,6 +173,8 @@ class TextJob(ABC):
     A subclass says what is asked for a row and recorded of it. computed: rows that this process made.
     """
 
+    directory: Path  # where the texts are shown
+
     chunk = 64  # rows; what a killed process loses at most
     unit, per_row = "text", 1  # of the progress bar: texts of a row at most
 
@@ -210,9 +213,12 @@ class TextJob(ABC):
             advance = lambda count: bar.update(per_row * count)  # noqa: E731
             return store.complete(entry, rows, self.chunk, compute, advance)
 
-    def show(self, path: Path, about: Row, ignored: Sequence[str], say: Callable[[str], None]) -> None:
-        """Write what texts are of; say what else, but for `ignored`, was written there before."""
+    def show(self, rows: int, about: Row, ignored: Sequence[str], say: Callable[[str], None]) -> None:
+        """Write what the texts in `directory` are of; say what else, but for `ignored`, was there before."""
+        path = self.directory / ABOUT
         before = store.read_json(path)
         store.replace(path, store.dump(about))
         if other := store.said_of(before, about, ignored):
-            say(f"{path.parent} {other}")
+            say(f"{self.directory} {other}")
+        size = f"{counted(rows, self.unit)} ({rows - self.computed} already known)"
+        say(f"{self.model.name}: {size} in {self.directory}")

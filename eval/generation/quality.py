@@ -99,7 +99,7 @@ class Sampled:
         if oracle:
             self._oracle(EvaluatedModel(oracle, dtype=dtype), out, say)
         if test:
-            self._recall(test, reference and EvaluatedModel(reference, dtype=dtype), dtype)
+            self._recall(test, EvaluatedModel(reference, dtype=dtype) if reference else None, dtype)
         try:
             json.dumps(self.result, allow_nan=False)
         except ValueError:

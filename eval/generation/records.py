@@ -14,23 +14,20 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from emo.common.errors import UserError
 from emo.common.untrusted import read_json
 from emo.data_prep.inputs import read_text
 from emo.eval import store
-from emo.eval.generation.decoding import Decoding, prompt_ids, split_ids, text_after
-from emo.eval.generation.engines import UNBIASED, Reply, TextJob, Transformers
+from emo.eval.generation.decoding import Decoding, Request, prompt_ids, split_ids, text_after
+from emo.eval.generation.engines import ABOUT, UNBIASED, Reply, TextJob, Transformers
 from emo.eval.generation.prefixes import Prefixes
 from emo.eval.results import MODELS, SAMPLES
 
-if TYPE_CHECKING:
-    from emo.eval.generation.sampling import Request
-
 SHOWN = 16  # texts kept for the report
 VERSION = 1  # of everything that decides what a seed gives
-RECORDS, ABOUT = "records.jsonl", "about.json"
+RECORDS = "records.jsonl"
 
 Record = dict[str, Any]
 
@@ -80,8 +77,6 @@ class Generation(TextJob):
 
     def prepare(self, row: int) -> tuple[Record, list[Request]]:
         """Return sample row % samples of prefix row // samples, and what is asked for it."""
-        from emo.eval.generation.sampling import Request
-
         p, sample = divmod(row, self.samples)
         facts = {"seed": self.seed, "prefix_number": p, "sample": sample, "prefix": self.prefixes.texts[p]}
         return facts | self._human(p), [Request(self.prompts[p], [self.seed, p, sample])]
@@ -110,13 +105,13 @@ class Generation(TextJob):
         about |= {"prefixes": len(self.prompts), "records": len(records)}
         lines = [json.dumps(record, ensure_ascii=False, sort_keys=True) + "\n" for record in records]
         store.replace(self.directory / RECORDS, "".join(lines))
-        self.show(self.directory / ABOUT, about, ("path", "records"), say)
         if self.decoding == UNBIASED:
             names = ("prefix", "text", "ended", "tokens")
             view = {"weights": model.digest, "seed": seeds[0], "max_tokens": self.tokens}
             samples = [{name: record[name] for name in names} for record in records[:SHOWN]]
             path = self.out / MODELS / model.name / SAMPLES
             store.replace(path, store.dump(view | {"samples": samples}))
+        self.show(len(records), about, ("path", "records"), say)
 
 
 def read_records(directory: Path) -> tuple[dict[str, Any], list[Record]]:

@@ -33,23 +33,12 @@ from transformers import (
 )
 
 from emo.common.errors import UserError
-from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.decoding import Decoding, Request
 
 DIFFERENT = 1e-2  # a larger difference from the plain forward, relative to the logits, is not rounding
 SAFETY = 4  # times the largest difference that was seen
 # Larger than the difference between two batch shapes, relative to the largest logit.
 ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-13}
-
-
-class Request(NamedTuple):
-    """prompt: token ids, at least one; seed: any JSON value, one per continuation.
-
-    limit: at most so many tokens, where the run allows more.
-    """
-
-    prompt: Sequence[int]
-    seed: Any
-    limit: int | None = None
 
 
 class Continuation(NamedTuple):
@@ -93,12 +82,6 @@ class Sampler:
                 part = order[start : start + self.batch]
                 texts |= zip(part, self._batch([requests[i] for i in part], tokens), strict=True)
                 progress(len(part))
-        except FloatingPointError:
-            raise UserError(
-                f"{self.model.name_or_path or type(self.model).__name__}: the model's logits are not numbers "
-                "(NaN or infinite weights?); nothing was written",
-                code="not-numbers",
-            ) from None
         finally:
             self.model.generation_config = settings
         return [texts[i] for i in range(len(requests))]
@@ -220,11 +203,11 @@ def choose(logits: Tensor, decoding: Decoding, random: Tensor, rounding: Tensor)
     """Return the tokens, int64 [B], and whether each was a close decision, bool [B].
 
     logits: float32 [B, V]; random: float64 [B, levels(V)]; rounding: [B], how far logits may be off. A row
-    with a NaN, or without any finite logit, raises FloatingPointError.
+    with a NaN, or without any finite logit, raises UserError.
     """
     largest = logits.amax(dim=-1, keepdim=True)
     if not bool(largest.isfinite().all()):
-        raise FloatingPointError("logits that are not numbers")
+        raise UserError("a model's logits are not numbers; try --dtype float32", code="not-numbers")
     if decoding.greedy:
         best = logits.topk(min(2, logits.shape[-1]), dim=-1)
         return best.indices[:, 0], best.values[:, 0] - best.values[:, -1] <= 2 * rounding

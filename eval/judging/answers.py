@@ -15,20 +15,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from emo.common.errors import UserError, one_line
 from emo.data_prep.templates import VERSIONS, Conversation, Exchange, render
 from emo.data_prep.tokenizer import chat_template
 from emo.eval import store
-from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.decoding import Decoding, Request
 from emo.eval.generation.engines import Reply, Row, TextJob, Transformers
 from emo.eval.generation.prefixes import evenly, find_file, from_hub, read_rows, text_of
 from emo.eval.model import EvaluatedModel
 from emo.eval.results import MODELS
-
-if TYPE_CHECKING:
-    from emo.eval.generation.sampling import Request
 
 Say = Callable[[str], None]
 
@@ -183,7 +180,7 @@ def chat_ids(model: EvaluatedModel, messages: list[dict[str, str]]) -> list[int]
 
 
 VERSION = 1  # of everything that decides what an answer is
-OUTPUTS, ABOUT = "model_outputs.json", "about.json"
+OUTPUTS = "model_outputs.json"
 # Counts -> how a user is told about them.
 REMARKS = {
     "empty": "are empty; they are kept",
@@ -209,8 +206,8 @@ class Answering(TextJob):
         self.directory = out / MODELS / self.model.name / "answers" / folder
         self.prompts = [prompt_ids(self.model, question, template) for question in questions]
 
-    def run(self, say: Say) -> list[Row]:
-        """Return all answers, made or read, which are in their file too."""
+    def run(self, say: Say) -> None:
+        """Make or read all answers, write them, and say how many are empty or cut off."""
         model, settings = self.model, {"tokens": self.tokens, "seed": self.seed, **self.engine.identity}
         decides = {"answers": VERSION, "prompts": store.digest(self.prompts), "context": self.context}
         records = self.complete(decides | settings, len(self.prompts), f"{model.name} {self.name}")
@@ -226,16 +223,13 @@ class Answering(TextJob):
         about: Row = {"model": model.name, "path": model.given, "questions": self.name}
         store.replace(self.directory / OUTPUTS, store.dump(rows))
         about |= {"template": self.template, **settings, "answers": len(rows), **counts}
-        self.show(self.directory / ABOUT, about, ("path", "answers", *counts), say)
         for name, remark in REMARKS.items():
             if counts[name]:
                 say(f"{model.name}: {counts[name]} of {len(rows)} answers {remark}")
-        return rows
+        self.show(len(rows), about, ("path", "answers", *counts), say)
 
     def prepare(self, row: int) -> tuple[Row, list[Request]]:
         """Return a question as it is asked, if the context has room for an answer."""
-        from emo.eval.generation.sampling import Request
-
         prompt = self.prompts[row]
         room = self.tokens if self.context is None else min(self.tokens, self.context - len(prompt))
         requests = [Request(prompt, [self.seed, row], room)] if room > 0 else []
@@ -252,16 +246,6 @@ class Answers(NamedTuple):
     path: Path
     generator: str
     rows: list[tuple[Question, str]]
-
-    def keyed(self, by_id: bool) -> dict[str, tuple[Question, str]]:
-        """Return the rows by id, or by their questions' texts; one that comes again is another question."""
-        numbers: Counter[str] = Counter()
-        rows = {}
-        for question, text in self.rows:
-            key = question.id if by_id else question.text
-            numbers[key] += 1
-            rows[key if numbers[key] == 1 else f"{key} #{numbers[key]}"] = (question, text)
-        return rows
 
 
 def read_answers(path: Path) -> Answers:

@@ -14,7 +14,7 @@ from emo.eval.generation.engines import ENGINES, engine
 from emo.eval.generation.prefixes import evenly
 from emo.eval.judging.answers import SETS, TEMPLATE_CHOICES, read_questions, require_once
 from emo.eval.judging.judging import FORMATS, JUDGES, Judging, of_replies, read_replies, write_prompts
-from emo.eval.judging.pairs import Judged, Pairs, labelled, of_answers, read_existing
+from emo.eval.judging.pairs import Judged, labelled, of_answers, read_existing
 
 TOKENS = 1024  # of an answer
 OUT = Path("runs/eval")
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, say: Say) -> int:
 
 
 def _answer(args: argparse.Namespace, say: Say) -> int:
-    from emo.eval.judging.answers import OUTPUTS, Answering, choose_template
+    from emo.eval.judging.answers import Answering, choose_template
     from emo.eval.model import EvaluatedModel
     from emo.eval.results import claim_name
 
@@ -102,11 +102,7 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
     settings = (name, template, args.max_new_tokens, args.seed, args.output_path)
     answering = Answering(chosen, questions, *settings)
     claim_name(model, args.output_path, say)
-    rows = answering.run(say)
-    say(
-        f"{model.name}: {counted(len(rows), 'answer')} ({len(rows) - answering.computed} already known), "
-        f"template {template}, in {answering.directory / OUTPUTS}"
-    )
+    answering.run(say)
     return ExitCode.DONE
 
 
@@ -118,7 +114,14 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
         if args.a or args.b or args.limit is not None:
             raise UserError("--from brings its own answers; leave out --a, --b and --limit")
         return _report(read_existing(args.existing, args.labelled, judge.name), args, say)
-    pairs = _pairs(args, say)
+    if args.labelled and (args.a or args.b):
+        raise UserError("--labelled brings its own answers; leave out --a and --b")
+    if not args.labelled and not (args.a and args.b):
+        raise UserError("give --a and --b, --labelled FILE, or --from FILE")
+    pairs = labelled(args.labelled) if args.labelled else of_answers(args.a, args.b)
+    for note in pairs.notes:
+        say(note)
+    pairs = pairs._replace(rows=[pairs.rows[i] for i in evenly(len(pairs.rows), args.limit)])
     if args.export:
         prompts = write_prompts(judge, pairs, args.export, args.format, args.ask_for, args.max_new_tokens)
         say(f"{counted(prompts, 'prompt')} on {counted(len(pairs.rows), 'pair')} in {args.export}")
@@ -146,17 +149,6 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
     if any(row["replies"] for row in replies):
         facts |= chosen.identity
     return _report([of_replies(judge, model.name, pairs, replies, facts)], args, say)
-
-
-def _pairs(args: argparse.Namespace, say: Say) -> Pairs:
-    if args.labelled and (args.a or args.b):
-        raise UserError("--labelled brings its own answers; leave out --a and --b")
-    if not args.labelled and not (args.a and args.b):
-        raise UserError("give --a and --b, --labelled FILE, or --from FILE")
-    pairs = labelled(args.labelled) if args.labelled else of_answers(args.a, args.b)
-    for note in pairs.notes:
-        say(note)
-    return pairs._replace(rows=[pairs.rows[i] for i in evenly(len(pairs.rows), args.limit)])
 
 
 def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int:

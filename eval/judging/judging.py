@@ -22,21 +22,18 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from emo.common.errors import UserError
 from emo.data_prep.tokenizer import chat_template
 from emo.eval import store
-from emo.eval.generation.decoding import Beams, Decoding
+from emo.eval.generation.decoding import Beams, Decoding, Request
 from emo.eval.generation.engines import Reply, Row, TextJob, Transformers
 from emo.eval.generation.prefixes import read_rows
 from emo.eval.judging.answers import Question, chat_ids, named, plain_ids, require_once
 from emo.eval.judging.pairs import EXCHANGED, Judged, Pair, Pairs, Side, row_of
-
-if TYPE_CHECKING:
-    from emo.eval.generation.sampling import Request
 
 PROMPTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "prompts.yaml").read_text(encoding="utf-8"))
 # What PandaLM's code takes out of responses, and out of its model's replies.
@@ -198,8 +195,6 @@ class Judging(TextJob):
 
     def prepare(self, row: int) -> tuple[Row, list[Request]]:
         """Return why a pair is not asked, or the characters that both answers are cut to, and its prompts."""
-        from emo.eval.generation.sampling import Request
-
         pair = self.pairs.rows[row]
         if pair.a == pair.b:
             return {"unasked": IDENTICAL, "cut": None}, []

@@ -100,10 +100,17 @@ def of_answers(a: Path, b: Path) -> Pairs:
     """
     files = first, second = read_answers(a), read_answers(b)
     by_id = all(question.id for answers in files for question, _ in answers.rows)
-    of_a, of_b = (answers.keyed(by_id) for answers in files)
-    _require_same("ids" if by_id else "questions", of_a, first.path, of_b, second.path)
-    rows = [Pair(key, question, text, of_b[key][1]) for key, (question, text) in of_a.items()]
-    if other := [pair.key for pair in rows if pair.question.text != of_b[pair.key][0].text]:
+    tables: list[dict[str, tuple[Question, str]]] = []
+    for answers in files:
+        table, counts = {}, Counter[str]()
+        for question, text in answers.rows:
+            key = question.id if by_id else question.text
+            counts[key] += 1  # a text that comes again is another question
+            table[key if counts[key] == 1 else f"{key} #{counts[key]}"] = (question, text)
+        tables.append(table)
+    _require_same("ids" if by_id else "questions", tables[0], first.path, tables[1], second.path)
+    rows = [Pair(key, question, text, tables[1][key][1]) for key, (question, text) in tables[0].items()]
+    if other := [pair.key for pair in rows if pair.question.text != tables[1][pair.key][0].text]:
         raise UserError(
             f"ids are of other questions in {first.path} than in {second.path}: {named(other)}; "
             "answer the same questions with both models"
@@ -204,7 +211,8 @@ def _alpaca_eval(files: Sequence[Path], tables: list[list[Row]], judge: str) -> 
             question = question_of(row, where)
             first, second = (answer_of(row, f"output_{number}", where) for number in (1, 2))
             preference: Any = row.get("preference")
-            value, verdict = None, None
+            value: float | None = None
+            verdict: Side | None = None
             if type(preference) in (int, float) and (preference == 0 or 1 <= preference <= 2):
                 value = 0.5 if preference == 0 else float(preference) - 1
                 verdict = "tie" if value == 0.5 else "b" if value > 0.5 else "a"
@@ -232,11 +240,12 @@ def _pandalm(file: Path, rows: list[Row], name: str, pairs: Pairs, judge: str) -
 
 def _auto_j(files: Sequence[Path], tables: list[list[Row]], pairs: Pairs, judge: str) -> Judged:
     """Return verdicts 0, 1, 2 line by line; those of the second file are on the answers exchanged."""
-    if len(files) > 2:
-        raise UserError("--from takes at most two files of Auto-J: verdicts, and those on exchanged answers")
-    for file, rows in zip(files, tables, strict=True):
-        if (count := len(rows)) != len(pairs.rows):
-            raise UserError(f"{file} has {count} verdicts on {len(pairs.rows)} pairs; is it half-written?")
+    counts = [len(rows) for rows in tables]
+    if len(files) > 2 or set(counts) != {len(pairs.rows)}:
+        raise UserError(
+            "--from takes one or two files of Auto-J, verdicts and those on exchanged answers, with a line "
+            f"for each of {len(pairs.rows)} pairs; these have {counts}"
+        )
     judged = []
     for pair, *rows_of_pair in zip(pairs.rows, *tables, strict=True):
         values = [row.get(AUTO_J_VERDICT) for row in rows_of_pair]

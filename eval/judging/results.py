@@ -279,12 +279,7 @@ def read_judgements(outs: Sequence[Path], say: Callable[[str], None]) -> list[Ju
     judgements = []
     for path in (path for out in outs for path in sorted((out / JUDGEMENTS).glob("*.json"))):
         value = store.read_json(path)
-        # Shares and win rate stand there exactly where verdicts were read.
-        if (
-            isinstance(value, dict)
-            and value.get("version") == VERSION
-            and all(isinstance(value[n], dict) == bool(value["read"]) for n in (*SHARES, "win_rate"))
-        ):
+        if isinstance(value, dict) and value.get("version") == VERSION:
             judgements.append(Judgement(value, path))
         else:
             say(f"skipped {path}: damaged, or a judgement of another version; judge again")

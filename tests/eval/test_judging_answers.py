@@ -13,8 +13,8 @@ from emo.data_prep.encode import EncodeSettings, RowEncoder
 from emo.data_prep.templates import Chat, Conversation, Exchange
 from emo.data_prep.templates.chat import ChatEncoder, read_template
 from emo.data_prep.tokenizer import save_tokenizer
+from emo.eval.generation.decoding import Request
 from emo.eval.generation.engines import Transformers
-from emo.eval.generation.sampling import Request
 from emo.eval.judging import answers
 from emo.eval.judging.answers import Question, read_questions
 from emo.eval.judging.judging import JUDGES
@@ -141,27 +141,24 @@ OPTIONS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", [*BAD, *OPTIONS], ids=str)
-def test_bad_questions_and_options_are_refused(world: Path, tmp_path: Path, case: Any) -> None:
-    options = case.split() if isinstance(case, str) else ["--questions", write(tmp_path / "q.jsonl", case)]
-    code, _, err = answer(world, tmp_path / "o", *options)
-    assert code == 2 and len(lines(err)) == 1
+def test_bad_questions_and_options_are_refused(world: Path, tmp_path: Path) -> None:
+    for case in (*BAD, *OPTIONS):
+        options = (
+            case.split() if isinstance(case, str) else ["--questions", write(tmp_path / "q.jsonl", case)]
+        )
+        code, _, err = answer(world, tmp_path / "o", *options)
+        assert code == 2 and len(lines(err)) == 1, case
     assert not (tmp_path / "o").exists()
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [("alpaca_eval", 403), ("vicuna", 40), ("koala", 108), ("wizardlm", 217), ("sinstruct", 85)],
-)
-def test_the_sets_are_found_by_name(shared_data: Path, name: str, count: int) -> None:
-    for directory in (shared_data, shared_data / "instruct"):
-        actual, questions = read_questions(name, str(directory))
-        assert actual == name and len({q.id or q.text for q in questions}) == len(questions) == count
-    assert all(q.instruction.strip() for q in questions)
-    assert (
-        sum(bool(q.input) for q in questions) == (71 if name == "sinstruct" else 0) or name == "alpaca_eval"
-    )
-    assert len(read_questions(name, str(shared_data), 10)[1]) == 10
+def test_the_sets_are_found_by_name(shared_data: Path) -> None:
+    for name, count in (("alpaca_eval", 403), ("vicuna", 40), ("sinstruct", 85)):
+        for directory in (shared_data, shared_data / "instruct"):
+            actual, questions = read_questions(name, str(directory))
+            assert actual == name and len({q.id or q.text for q in questions}) == len(questions) == count
+        assert all(q.instruction.strip() for q in questions)
+        assert name != "sinstruct" or sum(bool(q.input) for q in questions) == 71
+        assert len(read_questions(name, str(shared_data), 10)[1]) == 10
 
 
 def test_beams_are_transformers_own(world: Path) -> None:
