@@ -21,8 +21,8 @@ from emo.eval.generation.decoding import Beams, Decoding, Request, context_of, t
 if TYPE_CHECKING:
     from emo.eval.model import EvaluatedModel
 
-Row = dict[str, Any]
-Reply = tuple[list[int], Row]  # new ids, and {text, ended: by an end token, tokens}
+Record = dict[str, Any]
+Reply = tuple[list[int], Record]  # new ids, and {text, ended: by an end token, tokens}
 Progress = Callable[[int], Any]
 UNBIASED = Decoding()
 ABOUT = "about.json"
@@ -37,7 +37,7 @@ class Transformers:
         self.model, self.decoding, self.batch = model, decoding, batch
 
     @property
-    def identity(self) -> Row:
+    def identity(self) -> Record:
         """Return all that decides what it writes; the batch may decide close calls in half precision."""
         dtype, sampled = self.model.model.dtype, isinstance(self.decoding, Decoding)
         batch = self.batch if sampled and dtype.itemsize < 4 else None
@@ -45,7 +45,7 @@ class Transformers:
         return {"engine": "transformers", **self._identity, **decides}
 
     @property
-    def _identity(self) -> Row:
+    def _identity(self) -> Record:
         model = self.model
         digests = {"weights": model.digest, "generation_config": model.generation_digest}
         return digests | {"tokenizer": model.tokenizer_digest, "decoding": asdict(self.decoding)}
@@ -83,12 +83,11 @@ class Transformers:
         if isinstance(decoding, Decoding):
             return self._sampler.run(requests, tokens, progress)
         texts = []
+        settings = GenerationConfig(
+            max_new_tokens=tokens, do_sample=False, early_stopping=True, num_beams=decoding.beams,
+            repetition_penalty=decoding.penalty, eos_token_id=ends or None, pad_token_id=min(ends, default=0),
+        )  # fmt: skip
         for request in requests:
-            settings = GenerationConfig(
-                max_new_tokens=min(request.limit or tokens, tokens), do_sample=False, early_stopping=True,
-                num_beams=decoding.beams, repetition_penalty=decoding.penalty, eos_token_id=ends or None,
-                pad_token_id=ends[0] if ends else 0,
-            )  # fmt: skip
             prompt = torch.tensor([list(request.prompt)], device=model.device)
             mask = torch.ones_like(prompt)
             with torch.inference_mode():
@@ -132,7 +131,7 @@ class Vllm(Transformers):
         return llm
 
     @property
-    def identity(self) -> Row:
+    def identity(self) -> Record:
         """Return all that decides what it writes; its own rounding may change with its version."""
         return {"engine": "vllm", "version": version("vllm"), "dtype": self.model.dtype, **self._identity}
 
@@ -185,21 +184,21 @@ class TextJob(ABC):
         self.context, self.computed = context_of(engine.model), 0
 
     @abstractmethod
-    def prepare(self, row: int) -> tuple[Row, list[Request]]:
+    def prepare(self, row: int) -> tuple[Record, list[Request]]:
         """Return what is recorded of a row before it is written, and what is asked for it."""
 
     @abstractmethod
-    def record(self, facts: Row, replies: list[Reply]) -> Row:
+    def record(self, facts: Record, replies: list[Reply]) -> Record:
         """Return the record of a row, from what `prepare` returned and the replies to its requests."""
 
-    def complete(self, identity: Row, rows: int, label: str) -> list[Row]:
+    def complete(self, identity: Record, rows: int, label: str) -> list[Record]:
         """Return the records of all rows, each with its number as `row`; identity: what decides them."""
         from tqdm import tqdm
 
         per_row, entry = self.per_row, store.Entry(self.out / store.STORE, identity)
         with tqdm(total=per_row * rows, desc=label, unit=self.unit, disable=None) as bar:
 
-            def compute(part: range) -> list[Row]:
+            def compute(part: range) -> list[Record]:
                 prepared = [self.prepare(row) for row in part]
                 requests = [request for _, of_row in prepared for request in of_row]
                 bar.update(per_row * len(part) - len(requests))
@@ -213,7 +212,7 @@ class TextJob(ABC):
             advance = lambda count: bar.update(per_row * count)  # noqa: E731
             return store.complete(entry, rows, self.chunk, compute, advance)
 
-    def show(self, rows: int, about: Row, ignored: Sequence[str], say: Callable[[str], None]) -> None:
+    def show(self, rows: int, about: Record, ignored: Sequence[str], say: Callable[[str], None]) -> None:
         """Write what the texts in `directory` are of; say what else, but for `ignored`, was there before."""
         path = self.directory / ABOUT
         before = store.read_json(path)

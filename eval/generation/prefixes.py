@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -104,18 +104,17 @@ def _prefixes(
             pairs.append((text[:end], text[end:]))
     if not pairs:
         raise UserError(f"{where} has no texts" + (f" of more than {words} words" if words else ""))
-    chosen = [pairs[i] for i in evenly(len(pairs), limit)]
+    chosen = evenly(pairs, limit)
     references = [reference for _, reference in chosen] if words else None
     return Prefixes(name, [p for p, _ in chosen], references, tokens, words, len(texts) - len(pairs))
 
 
-def evenly(count: int, limit: int | None) -> list[int]:
-    """Return at most `limit` of the numbers below `count`, evenly spaced."""
+def evenly(rows: Sequence[T], limit: int | None) -> list[T]:
+    """Return at most `limit` of the rows, evenly spaced."""
     if limit is not None and limit < 1:
         raise UserError(f"--limit {limit} must be at least 1")
-    if limit is None or limit >= count:
-        return list(range(count))
-    return [i * count // limit for i in range(limit)]
+    count = len(rows) if limit is None else min(limit, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def from_hub(name: str, load: Callable[[], T]) -> T:
@@ -137,15 +136,20 @@ def find_file(title: str, data: str, stems: Iterable[str], endings: Iterable[str
     raise UserError(f"{title}: no {' or '.join(stems)} ({', '.join(endings)}) under --data {data}")
 
 
-def read_texts(path: Path, field: str = "text") -> list[str]:
-    """Return the stripped texts of a file (maybe .zst): `field` of JSON rows (.jsonl, .json), or lines."""
-    if not path.name.removesuffix(".zst").endswith((".jsonl", ".json")):
-        return [line.strip() for line in read_text(path).split("\n")]
-    rows = enumerate(read_rows(path), start=1)
-    return [text_of(row, (field,), f"{path} row {i}").strip() for i, row in rows]
+class Row(dict[str, Any]):
+    """The fields of a row of a file; source: its file and number, for errors."""
+
+    source = ""
+
+    def text(self, *names: str) -> str:
+        """Return the text of the first field in `names` that the row has; UserError where it has none."""
+        for name in names:
+            if isinstance(self.get(name), str):
+                return self[name]
+        raise UserError(f"{self.source}: no text in {' or '.join(names)}; its fields: {', '.join(self)}")
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[Row]:
     """Return the objects of a JSON array or JSON lines (maybe .zst), at least one.
 
     UserError when the file is cut off, or holds others. Halves of characters, which no file can hold, are
@@ -153,7 +157,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """
     text = read_text(path).removeprefix("\ufeff")  # the mark that some programs begin a file with
     is_array = text.lstrip().startswith("[")
-    rows: list[Any] = []
+    values: list[Any] = []
     for number, part in enumerate([text] if is_array else text.split("\n"), start=1):
         if not part.strip():
             continue
@@ -162,20 +166,22 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
             if ESCAPED_HALF.search(part):
                 value = json.loads(HALF.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
         except (ValueError, RecursionError) as error:
-            where = path if is_array else f"{path} line {number}"
+            source = path if is_array else f"{path} line {number}"
             reason = getattr(error, "msg", type(error).__name__)
             raise UserError(
-                f"{where} is cut off or not JSON ({reason}); is the file half-written?", code="not-json"
+                f"{source} is cut off or not JSON ({reason}); is the file half-written?", code="not-json"
             ) from None
-        rows += value if is_array else [value]
-    if not rows or not all(isinstance(row, dict) for row in rows):
+        values += value if is_array else [value]
+    if not values or not all(isinstance(value, dict) for value in values):
         raise UserError(f"{path} must hold rows, each an object with fields", code="not-an-object")
+    rows = [Row(value) for value in values]
+    for number, row in enumerate(rows, start=1):
+        row.source = f"{path} row {number}"
     return rows
 
 
-def text_of(row: Mapping[str, Any], names: Iterable[str], where: str) -> str:
-    """Return the text of the first field in `names` that a row has; UserError where it has none."""
-    for name in names:
-        if isinstance(row.get(name), str):
-            return row[name]
-    raise UserError(f"{where}: no text in {' or '.join(names)}; its fields: {', '.join(map(str, row))}")
+def read_texts(path: Path, field: str = "text") -> list[str]:
+    """Return the stripped texts of a file (maybe .zst): `field` of JSON rows (.jsonl, .json), or lines."""
+    if path.name.removesuffix(".zst").endswith((".jsonl", ".json")):
+        return [row.text(field).strip() for row in read_rows(path)]
+    return [line.strip() for line in read_text(path).split("\n")]

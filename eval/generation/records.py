@@ -21,15 +21,13 @@ from emo.common.untrusted import read_json
 from emo.data_prep.inputs import read_text
 from emo.eval import store
 from emo.eval.generation.decoding import Decoding, Request, prompt_ids, split_ids, text_after
-from emo.eval.generation.engines import ABOUT, UNBIASED, Reply, TextJob, Transformers
+from emo.eval.generation.engines import ABOUT, UNBIASED, Record, Reply, TextJob, Transformers
 from emo.eval.generation.prefixes import Prefixes
 from emo.eval.results import MODELS, SAMPLES
 
 SHOWN = 16  # texts kept for the report
 VERSION = 1  # of everything that decides what a seed gives
 RECORDS = "records.jsonl"
-
-Record = dict[str, Any]
 
 
 class Generation(TextJob):

@@ -22,8 +22,8 @@ from emo.data_prep.templates import VERSIONS, Conversation, Exchange, render
 from emo.data_prep.tokenizer import chat_template
 from emo.eval import store
 from emo.eval.generation.decoding import Decoding, Request
-from emo.eval.generation.engines import Reply, Row, TextJob, Transformers
-from emo.eval.generation.prefixes import evenly, find_file, from_hub, read_rows, text_of
+from emo.eval.generation.engines import Record, Reply, TextJob, Transformers
+from emo.eval.generation.prefixes import Row, evenly, find_file, from_hub, read_rows
 from emo.eval.model import EvaluatedModel
 from emo.eval.results import MODELS
 
@@ -39,14 +39,6 @@ HUB = ("tatsu-lab/alpaca_eval", "alpaca_eval.json")  # the one set that is on th
 # How the sets call their fields.
 INSTRUCTION = ("instruction", "Instruction", "prompt", "question", "text", "conversations")
 ID = ("id", "question_id", "idx")
-
-
-def answer_of(row: Row, name: str, where: str) -> str:
-    """Return a field's text. Published files also have null, an empty answer, and answers like true or 3."""
-    value = row.get(name, ...)
-    if value is None:
-        return ""
-    return str(value) if isinstance(value, bool | int | float) else text_of(row, (name,), where)
 
 
 def named(ids: Collection[str]) -> str:
@@ -75,26 +67,30 @@ class Question(NamedTuple):
         return f"{self.instruction}\n\n{self.input}" if self.input else self.instruction
 
 
-def question_of(row: Row, where: str, names: Iterable[str] = ("instruction",), dataset: str = "") -> Question:
+def question_of(row: Row, *names: str, dataset: str = "") -> Question:
     """Return the question of a row in Alpaca's form, or Self-Instruct's (input in its first instance).
 
     names: fields that may hold the instruction; dataset: the set, where the row does not say.
     """
-    instances = row.get("instances")
+    instances, of_row = row.get("instances"), row.get("dataset")
     holder: Any = instances[0] if isinstance(instances, list) and instances else row
     context = holder.get("input") if isinstance(holder, dict) else None
-    of_row = row.get("dataset")
-    return Question(
-        question_id(row),
-        text_of(row, names, where),
-        context if isinstance(context, str) else "",
-        of_row if isinstance(of_row, str) and of_row else dataset,
-    )
+    context = context if isinstance(context, str) else ""
+    dataset = of_row if isinstance(of_row, str) and of_row else dataset
+    return Question(id_of(row), row.text(*names), context, dataset)
 
 
-def question_id(row: Row) -> str:
+def id_of(row: Row) -> str:
     """Return a row's own id, or ""."""
     return next((str(row[name]) for name in ID if isinstance(row.get(name), str | int)), "")
+
+
+def answer_of(row: Row, name: str = "output") -> str:
+    """Return a field's text. Published files also have null, an empty answer, and answers like true or 3."""
+    value = row.get(name, ...)
+    if value is None:
+        return ""
+    return str(value) if isinstance(value, bool | int | float) else row.text(name)
 
 
 def read_questions(source: str, data: str, limit: int | None = None) -> tuple[str, list[Question]]:
@@ -104,15 +100,14 @@ def read_questions(source: str, data: str, limit: int | None = None) -> tuple[st
         path, name = _find(source, data), source
     elif not path.is_file():
         raise UserError(f"--questions {source} is neither a file nor one of {', '.join(SETS)}")
-    rows = enumerate(read_rows(path), start=1)
-    questions = [question_of(row, f"{path} row {i}", INSTRUCTION, name) for i, row in rows]
+    questions = [question_of(row, *INSTRUCTION, dataset=name) for row in read_rows(path)]
     if empty := [i for i, question in enumerate(questions, start=1) if not question.instruction.strip()]:
         raise UserError(f"{path} row {empty[0]}: the instruction is empty")
     ids = [q.id for q in questions if q.id]
     if ids and len(ids) < len(questions):
         raise UserError(f"{path}: {len(questions) - len(ids)} of {len(questions)} questions have no id")
     require_once(ids, f"{path}: ids come")
-    return name, [questions[i] for i in evenly(len(questions), limit)]
+    return name, evenly(questions, limit)
 
 
 def _find(name: str, data: str) -> Path:
@@ -220,7 +215,7 @@ class Answering(TextJob):
         counts = {"empty": sum(not row["output"] for row in rows)}
         counts["cut_off"] = sum(row["fits"] and not row["ended"] for row in rows)
         counts["no_room"] = sum(not row["fits"] for row in rows)
-        about: Row = {"model": model.name, "path": model.given, "questions": self.name}
+        about: Record = {"model": model.name, "path": model.given, "questions": self.name}
         store.replace(self.directory / OUTPUTS, store.dump(rows))
         about |= {"template": self.template, **settings, "answers": len(rows), **counts}
         for name, remark in REMARKS.items():
@@ -228,14 +223,14 @@ class Answering(TextJob):
                 say(f"{model.name}: {counts[name]} of {len(rows)} answers {remark}")
         self.show(len(rows), about, ("path", "answers", *counts), say)
 
-    def prepare(self, row: int) -> tuple[Row, list[Request]]:
+    def prepare(self, row: int) -> tuple[Record, list[Request]]:
         """Return a question as it is asked, if the context has room for an answer."""
         prompt = self.prompts[row]
         room = self.tokens if self.context is None else min(self.tokens, self.context - len(prompt))
         requests = [Request(prompt, [self.seed, row], room)] if room > 0 else []
         return {"text": "", "ended": False, "tokens": 0, "fits": bool(requests)}, requests
 
-    def record(self, facts: Row, replies: list[Reply]) -> Row:
+    def record(self, facts: Record, replies: list[Reply]) -> Record:
         """Return an answer, which is empty where there was no room."""
         return facts | (replies[0][1] if replies else {})
 
@@ -256,10 +251,7 @@ def read_answers(path: Path) -> Answers:
     if len(generators) > 1:
         models = named(sorted(generators))
         raise UserError(f"{file}: answers of several models: {models}; give one file of each")
-    answers = []
-    for i, row in enumerate(rows, start=1):
-        where = f"{file} row {i}"
-        answers.append((question_of(row, where), answer_of(row, "output", where)))
+    answers = [(question_of(row, "instruction"), answer_of(row)) for row in rows]
     ids = [question.id for question, _ in answers]
     require_once(ids if all(ids) else [], f"{file}: ids come")
     return Answers(file, generators.pop() if generators else file.name.split(".")[0], answers)

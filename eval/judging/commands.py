@@ -118,10 +118,8 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
         raise UserError("--labelled brings its own answers; leave out --a and --b")
     if not args.labelled and not (args.a and args.b):
         raise UserError("give --a and --b, --labelled FILE, or --from FILE")
-    pairs = labelled(args.labelled) if args.labelled else of_answers(args.a, args.b)
-    for note in pairs.notes:
-        say(note)
-    pairs = pairs._replace(rows=[pairs.rows[i] for i in evenly(len(pairs.rows), args.limit)])
+    pairs = labelled(args.labelled) if args.labelled else of_answers(args.a, args.b, say)
+    pairs = pairs._replace(rows=evenly(pairs.rows, args.limit))
     if args.export:
         prompts = write_prompts(judge, pairs, args.export, args.format, args.ask_for, args.max_new_tokens)
         say(f"{counted(prompts, 'prompt')} on {counted(len(pairs.rows), 'pair')} in {args.export}")

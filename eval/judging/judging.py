@@ -30,8 +30,8 @@ from emo.common.errors import UserError
 from emo.data_prep.tokenizer import chat_template
 from emo.eval import store
 from emo.eval.generation.decoding import Beams, Decoding, Request
-from emo.eval.generation.engines import Reply, Row, TextJob, Transformers
-from emo.eval.generation.prefixes import read_rows
+from emo.eval.generation.engines import Record, Reply, TextJob, Transformers
+from emo.eval.generation.prefixes import Row, read_rows
 from emo.eval.judging.answers import Question, chat_ids, named, plain_ids, require_once
 from emo.eval.judging.pairs import EXCHANGED, Judged, Pair, Pairs, Side, row_of
 
@@ -139,7 +139,9 @@ def shown(judge: Judge, pair: Pair, swapped: bool, characters: int | None = None
     return judge.prompt(pair.question, first[:characters], second[:characters])
 
 
-def of_replies(judge: Judge, by: str, pairs: Pairs, replies: Sequence[Row], facts: dict[str, Any]) -> Judged:
+def of_replies(
+    judge: Judge, by: str, pairs: Pairs, replies: Sequence[Record], facts: dict[str, Any]
+) -> Judged:
     """Return pairs with the replies to their prompts.
 
     replies: one per pair, {"replies": [{"text", ...}, {"text", ...}]}, A's answer first and B's first; with
@@ -176,7 +178,7 @@ class Judging(TextJob):
                 f"{self.tokens}; set --max_new_tokens lower"
             )
 
-    def run(self) -> list[Row]:
+    def run(self) -> list[Record]:
         """Return the rows that `of_replies` takes: replies to all pairs, made or read."""
         pairs = self.pairs.rows
         if all(pair.a == pair.b for pair in pairs):  # a model beside itself: no weights are loaded
@@ -193,7 +195,7 @@ class Judging(TextJob):
             )
         return rows
 
-    def prepare(self, row: int) -> tuple[Row, list[Request]]:
+    def prepare(self, row: int) -> tuple[Record, list[Request]]:
         """Return why a pair is not asked, or the characters that both answers are cut to, and its prompts."""
         pair = self.pairs.rows[row]
         if pair.a == pair.b:
@@ -211,7 +213,7 @@ class Judging(TextJob):
                     too_long = middle
         return {"unasked": None, "cut": cut}, [Request(part, [row, order]) for order, part in enumerate(ids)]
 
-    def record(self, facts: Row, replies: list[Reply]) -> Row:
+    def record(self, facts: Record, replies: list[Reply]) -> Record:
         """Return a pair's replies."""
         return facts | {"replies": [reply for _, reply in replies]}
 
@@ -242,9 +244,9 @@ def write_prompts(
     lines = []
     for name, row, swapped in _asked(judge, pairs):
         prompt = shown(judge, pairs.rows[row], swapped)
-        line: Row = {"id": name, "prompt": prompt}
+        line: Record = {"id": name, "prompt": prompt}
         if form == "openai":
-            body: Row = {"model": model or judge.remote or judge.model}
+            body: Record = {"model": model or judge.remote or judge.model}
             body |= {"messages": messages(prompt)} if judge.chat else {"prompt": prompt}
             body |= {"max_tokens": tokens or judge.tokens, "temperature": 0}
             kind = "chat/completions" if judge.chat else "completions"
@@ -262,7 +264,7 @@ def _asked(judge: Judge, pairs: Pairs) -> Iterator[tuple[str, int, bool]]:
             yield f"{digest}-{row}-{'ba' if swapped else 'ab'}", row, swapped
 
 
-def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Row]:
+def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Record]:
     """Return the replies to `write_prompts`, for `of_replies`.
 
     UserError for a half-written file, and for replies that are missing, given twice, or to other prompts. A
@@ -278,13 +280,12 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Row]:
             "answers and options that the prompts were exported with",
             code="foreign",
         )
-    if absent := expected.keys() - ids:
+    replies = dict(zip(ids, map(_reply, rows), strict=True))
+    if absent := [name for name in expected if name not in replies]:
         raise UserError(
-            f"{file}: {len(absent)} of {len(expected)} replies are missing: {named(sorted(absent))}",
-            code="missing",
+            f"{file}: {len(absent)} of {len(expected)} replies are missing: {named(absent)}", code="missing"
         )
-    replies = {name: _reply(row, f"{file}, reply {name}") for name, row in zip(ids, rows, strict=True)}
-    answered: list[Row] = [
+    answered: list[Record] = [
         {"row": i, "unasked": IDENTICAL if pair.a == pair.b else None, "cut": None, "replies": []}
         for i, pair in enumerate(pairs.rows)
     ]
@@ -293,13 +294,14 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Row]:
     return answered
 
 
-def _reply(row: Row, where: str) -> Row:
-    """Return the reply in a row of either form; its text is "" where the judge said nothing (null)."""
+def _reply(row: Row) -> Record:
+    """Return the reply in a row of either form; its text is "" where it is null."""
     if isinstance(row.get("reply", 0), str | None):
         return {"text": row["reply"] or ""}
     if "response" not in row and "error" not in row:
         raise UserError(
-            f'{where}: it must be {{"id", "reply": TEXT}}, or a line of a batch\'s output', code="no-reply"
+            f'{row.source}: it must be {{"id", "reply": TEXT}}, or a line of a batch\'s output',
+            code="no-reply",
         )
     failed = {"text": "", "failed": True}
     if row.get("error"):

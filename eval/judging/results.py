@@ -23,7 +23,7 @@ import numpy as np
 
 from emo.common.errors import UserError
 from emo.eval import store
-from emo.eval.generation.engines import Row
+from emo.eval.generation.engines import Record
 from emo.eval.generation.prefixes import evenly
 from emo.eval.judging.judging import IDENTICAL, NO_ROOM
 from emo.eval.judging.pairs import Judged
@@ -171,7 +171,7 @@ def summary(judged: Judged, name: str) -> dict[str, Any]:
         "lengths": {x: float(np.mean([len(row[x]) for row in rows])) for x in "ab"},
         "consistency": consistency,
         "human": _human(rows) if rows[0]["human"] else None,
-        "shown": [rows[i] for i in evenly(len(rows), SHOWN)],
+        "shown": evenly(rows, SHOWN),
     }
 
 
@@ -181,7 +181,7 @@ def _share(values: Sequence[float], questions: Sequence[str]) -> dict[str, float
     return {"value": value, **asdict(interval)}
 
 
-def _human(rows: list[Row]) -> dict[str, Any]:
+def _human(rows: list[Record]) -> dict[str, Any]:
     """Return how the verdicts agree with the people's labels.
 
     agreement: a verdict that is unreadable, or changes with the order, is wrong, as Auto-J counts.
@@ -235,9 +235,9 @@ def lines(numbers: dict[str, Any]) -> Iterator[str]:
         yield text + "".join(f"; {name} {human[k]:.3f}" for k, name in names.items() if human[k] is not None)
 
 
-def remarks(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of the counts that are not zero."""
-    return ((name, text) for name, text in REMARKS.items() if numbers["counts"][name])
+def remarks(numbers: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, text) of the counts that are not zero."""
+    return [(name, text) for name, text in REMARKS.items() if numbers["counts"][name]]
 
 
 def default_title(judged: Judged) -> str:
@@ -267,7 +267,7 @@ class Judgement:
     def scores(self) -> dict[str, tuple[str, float]]:
         """Return key of a pair -> (its question, B's score), of readable verdicts; UserError if damaged."""
         file = self.path.with_suffix(".jsonl")
-        text = file.read_bytes().decode("utf-8", "replace") if file.is_file() else ""
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
         if store.digest(text) != self.numbers["rows_digest"]:
             raise UserError(f"{file} is not what was judged; judge again")
         rows = [json.loads(line) for line in text.split("\n") if line]

@@ -221,9 +221,10 @@ def test_answers_with_and_without_ids_match_by_their_questions(tmp_path: Path) -
     text = json.dumps([row(1, "x", "a\ud800b"), row(2, "y", "")])
     (tmp_path / "a.json").write_text("\ufeff" + text, encoding="utf-8")
     answers(tmp_path / "b.json", [row(None, "y", "b"), row(None, "x", None)], "a")
-    pairs = of_answers(tmp_path / "a.json", tmp_path / "b.json")
+    notes: list[str] = []
+    pairs = of_answers(tmp_path / "a.json", tmp_path / "b.json", notes.append)
     assert [(p.question.instruction, p.a, p.b) for p in pairs.rows] == [("x", "a\ufffdb", ""), ("y", "", "b")]
-    assert pairs.a != pairs.b and len(pairs.notes) == 2
+    assert pairs.a != pairs.b and len(notes) == 2
 
 
 BAD_OPTIONS = (
