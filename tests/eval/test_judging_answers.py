@@ -85,25 +85,20 @@ def test_a_question_is_put_as_in_training(world: Path, tmp_path: Path, template:
     """The ids of a prompt are those before the loss begins in the prepared example."""
     directory = tiny_model(tmp_path / "model", tokenizer=EvaluatedModel(str(world / "tuned")).tokenizer)
     (directory / "chat_template.jinja").write_text(CHAT)
-    model = EvaluatedModel(str(directory))
     facts = save_tokenizer(world / "tuned", None, tmp_path / "tokenizer")
+    settings = EncodeSettings(tmp_path / "tokenizer", facts, template, 512, "drop", None)
     for q in QUESTIONS:
         question = Question("", q["instruction"], q["input"])
         if template == "chat_template":
-            messages = [
-                {"role": "user", "content": question.text},
-                {"role": "assistant", "content": "It is."},
-            ]
-            ids, spans = ChatEncoder(directory, read_template(directory, "it")).encode(
-                Chat(json.dumps(messages))
-            )
+            roles = zip(("user", "assistant"), (question.text, "It is."), strict=True)
+            chat = Chat(json.dumps([{"role": role, "content": content} for role, content in roles]))
+            ids, spans = ChatEncoder(directory, read_template(directory, "it")).encode(chat)
             expected = ids[: int(spans[0][0])]
         else:
-            encoder = RowEncoder(EncodeSettings(tmp_path / "tokenizer", facts, template, 512, "drop", None))
             exchange = Exchange(q["instruction"], "Because it is.", q["input"])
-            rows = encoder.conversations([Conversation((exchange,))])
+            rows = RowEncoder(settings).conversations([Conversation((exchange,))])
             expected = rows.ids[: int(rows.spans[0][0][0])].tolist()
-        assert answers.prompt_ids(model, question, template) == list(expected)
+        assert answers.prompt_ids(EvaluatedModel(str(directory)), question, template) == list(expected)
 
 
 def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ BAD_REPLIES: dict[str, Callable[[list[str]], list[str]]] = {
     "not-json": lambda lines: [*lines[:-1], lines[-1][:20]],
     "missing": lambda lines: lines[:5],
     "twice": lambda lines: [*lines, lines[0]],
-    "foreign": lambda lines: [*lines, json.dumps({"id": "x-1-ab", "reply": "1"})],
+    "foreign": lambda lines: [*lines, json.dumps({"reply": "1"})],
     "no-reply": lambda lines: [line.replace("reply", "text") for line in lines],
 }
 
@@ -195,8 +195,7 @@ def test_a_model_beside_itself_is_all_ties_and_nothing_is_asked(world: Path, tmp
     assert "0 prompts on 10 pairs" in judge(world, tmp_path, *same, "--export", tmp_path / "p.jsonl")
     for setting in (["--replies", tmp_path / "p.jsonl"], ["--model", world / "judge"]):
         judge(world, tmp_path, *same, *setting, "--max_new_tokens", 9)
-        numbers, _ = read(tmp_path)
-        assert numbers["win_rate"]["value"] == 0.5 and numbers["counts"]["identical"] == 10
+        assert read(tmp_path)[0]["counts"]["identical"] == 10 == 20 * read(tmp_path)[0]["win_rate"]["value"]
 
 
 def row(key: Any = None, instruction: str = "Why?", output: Any = "No.") -> dict[str, Any]:
