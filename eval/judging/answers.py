@@ -21,8 +21,7 @@ from emo.common.errors import UserError, one_line
 from emo.data_prep.templates import VERSIONS, Conversation, Exchange, render
 from emo.data_prep.tokenizer import chat_template
 from emo.eval import store
-from emo.eval.generation.decoding import Decoding, Request
-from emo.eval.generation.engines import Record, Reply, TextJob, Transformers
+from emo.eval.generation.engines import Decoding, Record, Request, TextJob, Transformers
 from emo.eval.generation.prefixes import Row, evenly, find_file, from_hub, read_rows
 from emo.eval.model import EvaluatedModel
 from emo.eval.results import MODELS
@@ -229,10 +228,6 @@ class Answering(TextJob):
         room = self.tokens if self.context is None else min(self.tokens, self.context - len(prompt))
         requests = [Request(prompt, [self.seed, row], room)] if room > 0 else []
         return {"text": "", "ended": False, "tokens": 0, "fits": bool(requests)}, requests
-
-    def record(self, facts: Record, replies: list[Reply]) -> Record:
-        """Return an answer, which is empty where there was no room."""
-        return facts | (replies[0][1] if replies else {})
 
 
 class Answers(NamedTuple):

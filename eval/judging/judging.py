@@ -19,7 +19,7 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,7 @@ import yaml
 from emo.common.errors import UserError
 from emo.data_prep.tokenizer import chat_template
 from emo.eval import store
-from emo.eval.generation.decoding import Beams, Decoding, Request
-from emo.eval.generation.engines import Record, Reply, TextJob, Transformers
+from emo.eval.generation.engines import Beams, Decoding, Record, Reply, Request, TextJob, Transformers
 from emo.eval.generation.prefixes import Row, read_rows
 from emo.eval.judging.answers import Question, chat_ids, named, plain_ids, require_once
 from emo.eval.judging.pairs import EXCHANGED, Judged, Pair, Pairs, Side, row_of
@@ -182,7 +181,7 @@ class Judging(TextJob):
         """Return the rows that `of_replies` takes: replies to all pairs, made or read."""
         pairs = self.pairs.rows
         if all(pair.a == pair.b for pair in pairs):  # a model beside itself: no weights are loaded
-            return [{"row": i} | self.record(self.prepare(i)[0], []) for i in range(len(pairs))]
+            return [self.record(self.prepare(row)[0], []) for row in range(len(pairs))]
         chat = None if self.template is None else store.digest(self.template)
         decides = {"judging": VERSION, "judge": self.judge.name, "pairs": self.pairs.digest, "chat": chat}
         decides |= {"tokens": self.tokens, "context": self.context} | self.engine.identity
@@ -241,27 +240,27 @@ def write_prompts(
         raise UserError(f"--format openai: {judge.name} decodes with beams, which batch files cannot ask for")
     if file.is_dir():
         raise UserError(f"--export {file} is a directory; give a file")
+    kind = "chat/completions" if judge.chat else "completions"
     lines = []
-    for name, row, swapped in _asked(judge, pairs):
-        prompt = shown(judge, pairs.rows[row], swapped)
-        line: Record = {"id": name, "prompt": prompt}
-        if form == "openai":
-            body: Record = {"model": model or judge.remote or judge.model}
-            body |= {"messages": messages(prompt)} if judge.chat else {"prompt": prompt}
-            body |= {"max_tokens": tokens or judge.tokens, "temperature": 0}
-            kind = "chat/completions" if judge.chat else "completions"
-            line = {"custom_id": name, "method": "POST", "url": f"/v1/{kind}", "body": body}
-        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    for pair, ids in zip(pairs.rows, _ids(judge, pairs), strict=True):
+        for swapped, name in enumerate(ids):
+            prompt = shown(judge, pair, bool(swapped))
+            line: Record = {"id": name, "prompt": prompt}
+            if form == "openai":
+                body: Record = {"model": model or judge.remote or judge.model}
+                body |= {"messages": messages(prompt)} if judge.chat else {"prompt": prompt}
+                body |= {"max_tokens": tokens or judge.tokens, "temperature": 0}
+                line = {"custom_id": name, "method": "POST", "url": f"/v1/{kind}", "body": body}
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
     store.replace(file, "".join(lines))
     return len(lines)
 
 
-def _asked(judge: Judge, pairs: Pairs) -> Iterator[tuple[str, int, bool]]:
-    """Yield (id, row, swapped) of every prompt, A's answer first, then B's."""
+def _ids(judge: Judge, pairs: Pairs) -> list[list[str]]:
+    """Return the ids of each pair's prompts, A's answer first, then B's; none where the answers are alike."""
     digest = store.digest([judge.name, pairs.digest])[:12]
-    for row, pair in enumerate(pairs.rows):
-        for swapped in (False, True) if pair.a != pair.b else ():
-            yield f"{digest}-{row}-{'ba' if swapped else 'ab'}", row, swapped
+    orders = [("ab", "ba") if pair.a != pair.b else () for pair in pairs.rows]
+    return [[f"{digest}-{row}-{order}" for order in part] for row, part in enumerate(orders)]
 
 
 def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Record]:
@@ -270,7 +269,8 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Record]:
     UserError for a half-written file, and for replies that are missing, given twice, or to other prompts. A
     reply whose request failed is empty, hence unreadable, and says so: {"text": "", "failed": true}.
     """
-    expected = {name: row for name, row, _ in _asked(judge, pairs)}
+    asked = _ids(judge, pairs)
+    expected = dict.fromkeys(name for names in asked for name in names)
     rows = read_rows(file) if expected else []  # nothing was asked where all pairs have the same answer twice
     ids = [str(row.get("custom_id", row.get("id"))) for row in rows]
     require_once(ids, f"{file}: replies come")
@@ -285,13 +285,10 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Record]:
         raise UserError(
             f"{file}: {len(absent)} of {len(expected)} replies are missing: {named(absent)}", code="missing"
         )
-    answered: list[Record] = [
-        {"row": i, "unasked": IDENTICAL if pair.a == pair.b else None, "cut": None, "replies": []}
-        for i, pair in enumerate(pairs.rows)
+    return [
+        {"unasked": None if ids else IDENTICAL, "cut": None, "replies": [replies[name] for name in ids]}
+        for ids in asked
     ]
-    for name, number in expected.items():
-        answered[number]["replies"].append(replies[name])
-    return answered
 
 
 def _reply(row: Row) -> Record:
