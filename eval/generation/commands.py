@@ -10,7 +10,7 @@ from typing import Any
 
 from emo.common.errors import ExitCode, UserError, nearest
 from emo.eval.generation.engines import Decoding
-from emo.eval.generation.prefixes import CORPORA, from_corpus, from_file, given, read_texts
+from emo.eval.generation.prefixes import CORPORA, from_corpus, from_file, from_texts, read_texts
 
 TOKENS, SAMPLES = 80, 8
 SHOWN = 16  # so many texts are printed
@@ -86,7 +86,7 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     elif args.corpus:
         prefixes = from_corpus(args.corpus, args.data, args.split, args.limit)
     else:
-        prefixes = given(args.prefix)
+        prefixes = from_texts(args.prefix)
     tokens = (prefixes.tokens or TOKENS) if args.max_new_tokens is None else args.max_new_tokens
     samples = (1 if decoding.greedy else SAMPLES) if args.samples is None else args.samples
     from emo.eval.generation.engines import Transformers

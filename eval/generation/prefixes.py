@@ -54,7 +54,7 @@ class Prefixes(NamedTuple):
     short: int = 0  # texts left out because nothing follows their prefix
 
 
-def given(texts: list[str] | None) -> Prefixes:
+def from_texts(texts: list[str] | None) -> Prefixes:
     """Return texts from the command line, or one empty one."""
     return Prefixes("given" if texts else "begin", texts or [""])
 

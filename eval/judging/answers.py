@@ -28,7 +28,7 @@ from emo.eval.results import MODELS
 
 Say = Callable[[str], None]
 
-NAMED = 3  # ids that an error names
+FEW = 3  # ids that an error names
 # Name -> files below --data, the first that exists.
 SETS = {
     "alpaca_eval": ("alpaca_eval/alpaca_eval", "alpaca_eval/eval_davinci003", "alpaca_eval"),
@@ -40,16 +40,16 @@ INSTRUCTION = ("instruction", "Instruction", "prompt", "question", "text", "conv
 ID = ("id", "question_id", "idx")
 
 
-def named(ids: Collection[str]) -> str:
+def shortened(ids: Collection[str]) -> str:
     """Return the first ids of a list as an error shows them, and how many more there are."""
-    text = ", ".join(repr(name if len(name) <= 60 else name[:57] + "...") for name in list(ids)[:NAMED])
-    return text + (f" and {len(ids) - NAMED} more" if len(ids) > NAMED else "")
+    text = ", ".join(repr(name if len(name) <= 60 else name[:57] + "...") for name in list(ids)[:FEW])
+    return text + (f" and {len(ids) - FEW} more" if len(ids) > FEW else "")
 
 
 def require_once(ids: Iterable[str], what: str) -> None:
     """Raise a UserError that begins with `what` where an id comes more than once."""
     if twice := [name for name, count in Counter(ids).items() if count > 1]:
-        raise UserError(f"{what} more than once: {named(twice)}", code="twice")
+        raise UserError(f"{what} more than once: {shortened(twice)}", code="twice")
 
 
 class Question(NamedTuple):
@@ -244,7 +244,7 @@ def read_answers(path: Path) -> Answers:
     rows = read_rows(file)
     generators = {row["generator"] for row in rows if isinstance(row.get("generator"), str)} - {""}
     if len(generators) > 1:
-        models = named(sorted(generators))
+        models = shortened(sorted(generators))
         raise UserError(f"{file}: answers of several models: {models}; give one file of each")
     answers = [(question_of(row, "instruction"), answer_of(row)) for row in rows]
     ids = [question.id for question, _ in answers]

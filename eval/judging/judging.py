@@ -31,7 +31,7 @@ from emo.data_prep.tokenizer import chat_template
 from emo.eval import store
 from emo.eval.generation.engines import Beams, Decoding, Record, Reply, Request, TextJob, Transformers
 from emo.eval.generation.prefixes import Row, read_rows
-from emo.eval.judging.answers import Question, chat_ids, named, plain_ids, require_once
+from emo.eval.judging.answers import Question, chat_ids, plain_ids, require_once, shortened
 from emo.eval.judging.pairs import EXCHANGED, Judged, Pair, Pairs, Side, row_of
 
 PROMPTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "prompts.yaml").read_text(encoding="utf-8"))
@@ -269,25 +269,26 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Record]:
     UserError for a half-written file, and for replies that are missing, given twice, or to other prompts. A
     reply whose request failed is empty, hence unreadable, and says so: {"text": "", "failed": true}.
     """
-    asked = _ids(judge, pairs)
-    expected = dict.fromkeys(name for names in asked for name in names)
+    of_pairs = _ids(judge, pairs)
+    expected = dict.fromkeys(name for names in of_pairs for name in names)
     rows = read_rows(file) if expected else []  # nothing was asked where all pairs have the same answer twice
     ids = [str(row.get("custom_id", row.get("id"))) for row in rows]
     require_once(ids, f"{file}: replies come")
     if foreign := [name for name in ids if name not in expected]:
         raise UserError(
-            f"{file}: {len(foreign)} replies are not to these prompts: {named(foreign)}; give the --judge, "
+            f"{file}: {len(foreign)} replies are not to these prompts: {shortened(foreign)}; give the --judge, "
             "answers and options that the prompts were exported with",
             code="foreign",
         )
     replies = dict(zip(ids, map(_reply, rows), strict=True))
     if absent := [name for name in expected if name not in replies]:
         raise UserError(
-            f"{file}: {len(absent)} of {len(expected)} replies are missing: {named(absent)}", code="missing"
+            f"{file}: {len(absent)} of {len(expected)} replies are missing: {shortened(absent)}",
+            code="missing",
         )
     return [
         {"unasked": None if ids else IDENTICAL, "cut": None, "replies": [replies[name] for name in ids]}
-        for ids in asked
+        for ids in of_pairs
     ]
 
 

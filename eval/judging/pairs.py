@@ -20,10 +20,10 @@ from emo.eval.judging.answers import (
     Question,
     answer_of,
     id_of,
-    named,
     question_of,
     read_answers,
     require_once,
+    shortened,
 )
 
 Side = Literal["a", "b", "tie"]  # whose answer is better
@@ -103,7 +103,7 @@ def of_answers(a: Path, b: Path, say: Callable[[str], None] = lambda text: None)
     rows = [Pair(key, question, text, of_b[key][1]) for key, (question, text) in of_a.items()]
     if other := [pair.key for pair in rows if pair.question.text != of_b[pair.key][0].text]:
         raise UserError(
-            f"ids are of other questions in {first.path} than in {second.path}: {named(other)}; "
+            f"ids are of other questions in {first.path} than in {second.path}: {shortened(other)}; "
             "answer the same questions with both models"
         )
     for path, _, texts in files:
@@ -135,7 +135,7 @@ def _require_same(kind: str, first: Iterable[str], a: Path, second: Iterable[str
     x, y = dict.fromkeys(first), dict.fromkeys(second)
     if only := [key for key in {**x, **y} if key not in x or key not in y]:
         raise UserError(
-            f"{a} and {b} are on different questions: {len(only)} {kind} are in one only: {named(only)}",
+            f"{a} and {b} are on different questions: {len(only)} {kind} are in one only: {shortened(only)}",
             code="unmatched",
         )
 

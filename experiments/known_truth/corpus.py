@@ -18,7 +18,7 @@ from pathlib import Path
 from emo.common.errors import ExitCode, outcome
 from emo.common.files import write_text
 from emo.eval.generation.engines import Transformers, prompt_ids
-from emo.eval.generation.prefixes import given
+from emo.eval.generation.prefixes import from_texts
 from emo.eval.generation.records import Generation
 from emo.eval.model import EvaluatedModel
 from emo.experiments.code import code_digest
@@ -57,7 +57,7 @@ def sample(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path
     """Return unbiased samples and what they begin with; finished chunks are kept below `out`, by the code."""
     begin = prompt_ids(oracle, "")
     chunks = out / f"sampled-{code_digest('emo.experiments.known_truth.corpus')}"
-    generation = Generation(Transformers(oracle), given(None), tokens, texts, (seed,), chunks)
+    generation = Generation(Transformers(oracle), from_texts(None), tokens, texts, (seed,), chunks)
     return [[*begin, *record["ids"]] for record in generation.run()]
 
 

@@ -77,7 +77,7 @@ def test_records_hold_what_was_written(world: Path, sampled: Path) -> None:
 def test_a_killed_run_loses_one_chunk(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks and batches of other sizes, an interruption between: the same file."""
     model = EvaluatedModel(str(world / "small"))
-    texts = (prefixes.given(["the cat", "the", "the dog sat"]), 8, 4, (0,))
+    texts = (prefixes.from_texts(["the cat", "the", "the dog sat"]), 8, 4, (0,))
     whole = Generation(Transformers(model), *texts, tmp_path / "a").run()
     monkeypatch.setattr(Generation, "chunk", 5)
     again = Generation(Transformers(model), *texts, tmp_path / "b")
