@@ -274,18 +274,15 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Record]:
     rows = read_rows(file) if expected else []  # nothing was asked where all pairs have the same answer twice
     ids = [str(row.get("custom_id", row.get("id"))) for row in rows]
     require_once(ids, f"{file}: replies come")
-    if foreign := [name for name in ids if name not in expected]:
+    foreign = [name for name in ids if name not in expected]
+    absent = sorted(expected.keys() - ids)
+    if foreign or absent:
         raise UserError(
-            f"{file}: {len(foreign)} replies are not to these prompts: {shortened(foreign)}; give the --judge, "
-            "answers and options that the prompts were exported with",
-            code="foreign",
+            f"{file}: {len(absent)} of {len(expected)} replies are missing, {len(foreign)} are not to these "
+            f"prompts: {shortened([*foreign, *absent])}; give the --judge, answers and options of --export",
+            code="foreign" if foreign else "missing",
         )
     replies = dict(zip(ids, map(_reply, rows), strict=True))
-    if absent := [name for name in expected if name not in replies]:
-        raise UserError(
-            f"{file}: {len(absent)} of {len(expected)} replies are missing: {shortened(absent)}",
-            code="missing",
-        )
     return [
         {"unasked": None if ids else IDENTICAL, "cut": None, "replies": [replies[name] for name in ids]}
         for ids in of_pairs
