@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from emo.common.errors import ExitCode, UserError, nearest
-from emo.eval.generation.engines import Decoding
+from emo.eval.generation.decoding import Decoding
 from emo.eval.generation.prefixes import CORPORA, from_corpus, from_file, from_texts, read_texts
 
 TOKENS, SAMPLES = 80, 8

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from emo.common.errors import UserError
-from emo.eval.generation.engines import context_of, split_ids
+from emo.eval.generation.decoding import context_of, split_ids
 from emo.eval.icl.layout import Item, batches
 from emo.eval.icl.prefix_scorer import PrefixScorer
 from emo.eval.icl.settings import NotFiniteError

@@ -29,7 +29,8 @@ import torch
 from emo.common.errors import UserError
 from emo.eval import store
 from emo.eval.generation import likelihood
-from emo.eval.generation.engines import Transformers, context_of, first_id, split_ids
+from emo.eval.generation.decoding import context_of, first_id, split_ids
+from emo.eval.generation.engines import Transformers
 from emo.eval.generation.prefixes import Prefixes
 from emo.eval.generation.records import Generation, Record, read_records
 from emo.eval.model import EvaluatedModel

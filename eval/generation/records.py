@@ -20,19 +20,8 @@ from emo.common.errors import UserError
 from emo.common.untrusted import read_json
 from emo.data_prep.inputs import read_text
 from emo.eval import store
-from emo.eval.generation.engines import (
-    ABOUT,
-    UNBIASED,
-    Decoding,
-    Record,
-    Reply,
-    Request,
-    TextJob,
-    Transformers,
-    prompt_ids,
-    split_ids,
-    text_after,
-)
+from emo.eval.generation.decoding import Decoding, Request, prompt_ids, split_ids, text_after
+from emo.eval.generation.engines import ABOUT, UNBIASED, Record, Reply, TextJob, Transformers
 from emo.eval.generation.prefixes import Prefixes
 from emo.eval.results import MODELS, SAMPLES
 

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from emo.common.errors import UserError
-from emo.eval.generation.engines import Decoding, Request
+from emo.eval.generation.decoding import Decoding, Request
 
 DIFFERENT = 1e-2  # a larger difference from the plain forward, relative to the logits, is not rounding
 SAFETY = 4  # times the largest difference that was seen

@@ -21,7 +21,8 @@ from emo.common.errors import UserError, one_line
 from emo.data_prep.templates import VERSIONS, Conversation, Exchange, render
 from emo.data_prep.tokenizer import chat_template
 from emo.eval import store
-from emo.eval.generation.engines import Decoding, Record, Request, TextJob, Transformers
+from emo.eval.generation.decoding import Decoding, Request
+from emo.eval.generation.engines import Record, TextJob, Transformers
 from emo.eval.generation.prefixes import Row, evenly, find_file, from_hub, read_rows
 from emo.eval.model import EvaluatedModel
 from emo.eval.results import MODELS

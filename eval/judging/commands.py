@@ -9,7 +9,8 @@ from typing import Any
 
 from emo.common.errors import ExitCode, UserError, nearest
 from emo.common.text import counted
-from emo.eval.generation.engines import ENGINES, Decoding, engine
+from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.engines import ENGINES, engine
 from emo.eval.generation.prefixes import evenly
 from emo.eval.judging.answers import SETS, TEMPLATE_CHOICES, read_questions, require_once
 from emo.eval.judging.judging import FORMATS, JUDGES, Judging, of_replies, read_replies, write_prompts

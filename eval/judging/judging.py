@@ -29,7 +29,8 @@ import yaml
 from emo.common.errors import UserError
 from emo.data_prep.tokenizer import chat_template
 from emo.eval import store
-from emo.eval.generation.engines import Beams, Decoding, Record, Reply, Request, TextJob, Transformers
+from emo.eval.generation.decoding import Beams, Decoding, Request
+from emo.eval.generation.engines import Record, Reply, TextJob, Transformers
 from emo.eval.generation.prefixes import Row, read_rows
 from emo.eval.judging.answers import Question, chat_ids, plain_ids, require_once, shortened
 from emo.eval.judging.pairs import EXCHANGED, Judged, Pair, Pairs, Side, row_of

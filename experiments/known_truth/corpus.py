@@ -17,7 +17,8 @@ from pathlib import Path
 
 from emo.common.errors import ExitCode, outcome
 from emo.common.files import write_text
-from emo.eval.generation.engines import Transformers, prompt_ids
+from emo.eval.generation.decoding import prompt_ids
+from emo.eval.generation.engines import Transformers
 from emo.eval.generation.prefixes import from_texts
 from emo.eval.generation.records import Generation
 from emo.eval.model import EvaluatedModel

@@ -26,7 +26,7 @@ from emo.common.errors import ExitCode, UserError, outcome
 from emo.common.files import write_text
 from emo.data_prep.inputs import open_text
 from emo.eval.generation import distributions, likelihood
-from emo.eval.generation.engines import prompt_ids
+from emo.eval.generation.decoding import prompt_ids
 from emo.eval.model import EvaluatedModel
 from emo.experiments.known_truth.corpus import sample
 from emo.experiments.statistics import WIDEST, best_temperature

@@ -21,7 +21,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from emo.eval.generation import likelihood
-from emo.eval.generation.engines import Request
+from emo.eval.generation.decoding import Request
 from emo.eval.generation.sampling import Sampler
 from emo.eval.icl.prefix_scorer import PrefixScorer
 from tests.bench import common

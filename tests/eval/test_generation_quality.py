@@ -16,7 +16,8 @@ from scipy.spatial import distance
 
 from emo.eval.generation import commands, likelihood, prefixes, quality
 from emo.eval.generation import distributions as d
-from emo.eval.generation.engines import Transformers, split_ids
+from emo.eval.generation.decoding import split_ids
+from emo.eval.generation.engines import Transformers
 from emo.eval.generation.likelihood import cross_entropies
 from emo.eval.generation.records import Generation, read_records
 from emo.eval.model import EvaluatedModel

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from emo.common.errors import UserError
 from emo.eval.generation import sampling
-from emo.eval.generation.engines import Decoding, Request
+from emo.eval.generation.decoding import Decoding, Request
 from emo.eval.generation.sampling import Sampler
 from tests.helpers.families import family
 

@@ -17,7 +17,8 @@ from emo.data_prep.encode import EncodeSettings, RowEncoder
 from emo.data_prep.templates import Chat, Conversation, Exchange
 from emo.data_prep.templates.chat import ChatEncoder, read_template
 from emo.data_prep.tokenizer import save_tokenizer
-from emo.eval.generation.engines import Request, Transformers
+from emo.eval.generation.decoding import Request
+from emo.eval.generation.engines import Transformers
 from emo.eval.judging import answers, judging
 from emo.eval.judging.answers import Question, read_questions
 from emo.eval.judging.judging import JUDGES, shown

@@ -1,0 +1,106 @@
+"""How a model is asked for text: how tokens are chosen, and prefixes and texts as token ids.
+
+Light: mistakes in the options are refused before any library of models is loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from emo.common.errors import UserError
+from emo.common.untrusted import read_json
+from emo.eval.model import EvaluatedModel
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """The way in which tokens are chosen. The default is the model's own distribution, unchanged."""
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all tokens
+    top_p: float = 1.0
+    greedy: bool = False
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "temperature": (0 < self.temperature < math.inf, "above 0"),
+            "top_k": (self.top_k >= 0, "0 (all tokens) or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+        }
+        for name, (valid, text) in ranges.items():
+            if not valid:
+                raise UserError(f"--{name} {getattr(self, name)} must be {text}")
+        if self.greedy and (self.temperature, self.top_k, self.top_p) != (1.0, 0, 1.0):
+            raise UserError(
+                "--greedy takes the likeliest token; leave out --temperature, --top_k and --top_p"
+            )
+
+    @property
+    def name(self) -> str:
+        """Return unbiased, greedy, or what differs from the model's distribution: t0.8-k50-p0.95."""
+        parts = [f"t{self.temperature:g}"] if self.temperature != 1 else []
+        parts += [f"k{self.top_k}"] if self.top_k else []
+        parts += [f"p{self.top_p:g}"] if self.top_p < 1 else []
+        return "greedy" if self.greedy else "-".join(parts) or "unbiased"
+
+
+@dataclass(frozen=True)
+class Beams:
+    """Beam search: the likeliest of `beams` texts, repeated tokens made less likely by `penalty`."""
+
+    beams: int
+    penalty: float
+
+
+class Request(NamedTuple):
+    """prompt: token ids, at least one; seed: any JSON value, one per text; limit: of its tokens."""
+
+    prompt: Sequence[int]
+    seed: Any
+    limit: int | None = None
+
+
+def context_of(model: EvaluatedModel) -> int | None:
+    """Return the longest sequence of a model in tokens, if its configuration says so."""
+    config = read_json(model.path / "config.json")
+    config = config.get("text_config", config)
+    return config.get("max_position_embeddings") or config.get("n_positions")
+
+
+def prompt_ids(model: EvaluatedModel, prefix: str) -> list[int]:
+    """Return the token ids of a prefix, without an end token; an empty one begins with BOS (or EOS)."""
+    ids = _without_end(model.tokenizer, prefix) or [first_id(model.tokenizer)]
+    if ids[0] is None:
+        raise UserError(f"{model.given}: its tokenizer has no BOS or EOS to begin with; give --prefix TEXT")
+    return ids
+
+
+def split_ids(tokenizer: Any, prefix: str, text: str) -> tuple[list[int], list[int]]:
+    """Return the ids of prefix + text as (prefix, at least one: BOS or the first token; the rest)."""
+    whole, start, first = list(tokenizer(prefix + text).input_ids), _without_end(tokenizer, prefix), None
+    if not start and (first := first_id(tokenizer)) is not None and whole[:1] != [first]:
+        whole = [first, *whole]
+    common = next((i for i, (a, b) in enumerate(zip(whole, start, strict=False)) if a != b), len(start))
+    common = max(1, min(common, len(whole)))
+    return whole[:common], whole[common:]
+
+
+def text_after(tokenizer: Any, start: list[int], ids: list[int]) -> str:
+    """Return the text of `ids` where it follows the ids of a prompt, special tokens left out."""
+    before = tokenizer.decode(start, skip_special_tokens=True)
+    return tokenizer.decode([*start, *ids], skip_special_tokens=True)[len(before) :]
+
+
+def first_id(tokenizer: Any) -> Any:
+    """Return BOS, or EOS where it stands for it, or None."""
+    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+
+
+def _without_end(tokenizer: Any, text: str) -> list[int]:
+    ids = list(tokenizer(text).input_ids) if text else []
+    while ids and ids[-1] == tokenizer.eos_token_id:
+        ids.pop()
+    return ids
