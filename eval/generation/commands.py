@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from emo.common.errors import ExitCode, UserError, nearest
-from emo.common.text import counted
-from emo.eval.generation.decoding import Decoding, end_ids
-from emo.eval.generation.prefixes import CORPORA, from_corpus, from_file, given, read_texts
+from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.prefixes import CORPORA, from_corpus, from_file, from_texts, read_texts
 
 TOKENS, SAMPLES = 80, 8
 SHOWN = 16  # so many texts are printed
@@ -87,31 +86,26 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     elif args.corpus:
         prefixes = from_corpus(args.corpus, args.data, args.split, args.limit)
     else:
-        prefixes = given(args.prefix)
+        prefixes = from_texts(args.prefix)
     tokens = (prefixes.tokens or TOKENS) if args.max_new_tokens is None else args.max_new_tokens
     samples = (1 if decoding.greedy else SAMPLES) if args.samples is None else args.samples
-    from emo.eval.generation.records import ABOUT, Generation, Plan
+    from emo.eval.generation.engines import Transformers
+    from emo.eval.generation.records import Generation
     from emo.eval.model import EvaluatedModel
     from emo.eval.results import claim_name
-    from emo.eval.store import read_json, said_of
 
-    plan = Plan(prefixes, decoding, tokens, samples, seeds, args.batch_size)
     model = EvaluatedModel(args.model, args.name, args.dtype)
-    generation = Generation(model, plan, args.output_path)
+    engine = Transformers(model, decoding, args.batch_size)
+    generation = Generation(engine, prefixes, tokens, samples, seeds, args.output_path)
     claim_name(model, args.output_path, say)
-    if not end_ids(model):
+    if not engine.ends:
         say(f"{model.name} has no end token: every text is {tokens} tokens long")
     if prefixes.short:
         say(f"{prefixes.name}: {prefixes.short} texts left out, they have at most {prefixes.words} words")
-    directory = generation.directory
-    before = read_json(directory / ABOUT)
     records = generation.run()
-    if other := said_of(before, read_json(directory / ABOUT), ("path", "records")):
-        say(f"{directory} {other}")
     for record in records if len(records) <= SHOWN else []:
         say(f"{model.name}: {record['prefix']}{record['text']}".replace("\n", " ⏎ "))
-    stored = len(records) - generation.computed
-    say(f"{model.name}: {counted(len(records), 'text')} ({stored} already known) in {directory}")
+    generation.publish(records, say)
     return ExitCode.DONE
 
 
@@ -123,12 +117,14 @@ def _quality(args: argparse.Namespace, say: Callable[[str], None]) -> int:
             "MAUVE needs the package mauve-text (GPL-3.0, therefore not installed with this project): "
             "pip install 'emo-pipeline[mauve]'"
         )
-    from emo.eval.generation.quality import Sampled, Wanted, measure, write
+    from emo.eval.generation.quality import Sampled, write
 
     test = [text for text in read_texts(args.test) if text] if args.test else None
     if test == []:
         raise UserError(f"{args.test} has no texts")
-    request = Wanted(args.oracle, args.reference, args.mauve, test, args.protocol, args.dtype)
+    settings = (args.oracle, args.reference, args.mauve, test, args.protocol, args.dtype)
     sampled = [Sampled(directory) for directory in args.texts]
-    say("\n".join(write([measure(texts, request, args.output_path, say) for texts in sampled])))
+    for texts in sampled:
+        texts.measure(args.output_path, say, *settings)
+    say("\n".join(write(sampled)))
     return ExitCode.DONE

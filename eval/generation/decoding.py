@@ -6,8 +6,9 @@ Light: mistakes in the options are refused before any library of models is loade
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from emo.common.errors import UserError
 from emo.common.untrusted import read_json
@@ -24,12 +25,14 @@ class Decoding:
     greedy: bool = False
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature > 0):
-            raise UserError(f"--temperature {self.temperature} must be above 0")
-        if self.top_k < 0:
-            raise UserError(f"--top_k {self.top_k} must not be negative (0: all tokens)")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"--top_p {self.top_p} must be above 0 and at most 1")
+        ranges = {
+            "temperature": (0 < self.temperature < math.inf, "above 0"),
+            "top_k": (self.top_k >= 0, "0 (all tokens) or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+        }
+        for name, (valid, text) in ranges.items():
+            if not valid:
+                raise UserError(f"--{name} {getattr(self, name)} must be {text}")
         if self.greedy and (self.temperature, self.top_k, self.top_p) != (1.0, 0, 1.0):
             raise UserError(
                 "--greedy takes the likeliest token; leave out --temperature, --top_k and --top_p"
@@ -44,35 +47,20 @@ class Decoding:
         return "greedy" if self.greedy else "-".join(parts) or "unbiased"
 
 
-def prompt_ids(model: EvaluatedModel, prefix: str) -> list[int]:
-    """Return the token ids of a prefix, without an end token; an empty one begins with BOS (or EOS)."""
-    ids = _without_end(model.tokenizer, prefix) or [first_id(model.tokenizer)]
-    if ids[0] is None:
-        raise UserError(f"{model.given}: its tokenizer has no BOS or EOS to begin with; give --prefix TEXT")
-    return ids
+@dataclass(frozen=True)
+class Beams:
+    """Beam search: the likeliest of `beams` texts, repeated tokens made less likely by `penalty`."""
+
+    beams: int
+    penalty: float
 
 
-def end_ids(model: EvaluatedModel) -> frozenset[int]:
-    """Return the ids that end a text, by the tokenizer and by the model's generation settings."""
-    configured = getattr(getattr(model.model, "generation_config", None), "eos_token_id", None)
-    ids = [model.tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
-    return frozenset(i for i in ids if i is not None)
+class Request(NamedTuple):
+    """prompt: token ids, at least one; seed: any JSON value, one per text; limit: of its tokens."""
 
-
-def identity_of(model: EvaluatedModel, decoding: Any, batch: int | None) -> dict[str, Any]:
-    """Return all that decides what a loaded model writes after a prompt and a seed.
-
-    batch: texts at a time, where it may decide close calls (in half precision, see `sampling`).
-    """
-    return {
-        "weights": model.digest,
-        "generation_config": model.generation_digest,
-        "dtype": str(model.model.dtype),
-        "tokenizer": model.tokenizer_digest,
-        "ends": sorted(end_ids(model)),
-        "decoding": asdict(decoding),
-        "batch": batch if model.model.dtype.itemsize < 4 else None,
-    }
+    prompt: Sequence[int]
+    seed: Any
+    limit: int | None = None
 
 
 def context_of(model: EvaluatedModel) -> int | None:
@@ -80,6 +68,14 @@ def context_of(model: EvaluatedModel) -> int | None:
     config = read_json(model.path / "config.json")
     config = config.get("text_config", config)
     return config.get("max_position_embeddings") or config.get("n_positions")
+
+
+def prompt_ids(model: EvaluatedModel, prefix: str) -> list[int]:
+    """Return the token ids of a prefix, without an end token; an empty one begins with BOS (or EOS)."""
+    ids = _without_end(model.tokenizer, prefix) or [first_id(model.tokenizer)]
+    if ids[0] is None:
+        raise UserError(f"{model.given}: its tokenizer has no BOS or EOS to begin with; give --prefix TEXT")
+    return ids
 
 
 def split_ids(tokenizer: Any, prefix: str, text: str) -> tuple[list[int], list[int]]:

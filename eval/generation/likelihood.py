@@ -5,7 +5,7 @@ Nats, summed in float64. A model that gives anything but numbers is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,7 @@ LOGITS_CPU, LOGITS_GPU = 64 << 20, 512 << 20  # bytes of logits alive at once, p
 TAILS = 8  # continuations that share the keys and values of their prefix in one row, at most
 CACHED = 2 << 20  # bytes of logits whose temporaries stay in a processor's cache
 
-Measure = Callable[[Tensor, Tensor], dict[str, Tensor]]
+Pair = tuple[Sequence[int], Sequence[int]]  # ids of a prompt and of its continuation
 
 
 class Likelihood(NamedTuple):
@@ -43,8 +43,8 @@ class Likelihood(NamedTuple):
         return ratio(self.nll.tolist(), self.tokens.tolist(), clusters)
 
 
-def continuations(model: EvaluatedModel, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Likelihood:
-    """Return -log p of every continuation after its prompt, both token ids; a long prompt is fed once."""
+def continuations(model: EvaluatedModel, pairs: Sequence[Pair]) -> Likelihood:
+    """Return -log p of every continuation after its prompt; a long prompt is fed once."""
     limit, longest = context_of(model), max((len(p) + len(c) for p, c in pairs), default=0)
     if limit is not None and longest > limit:
         raise UserError(
@@ -58,9 +58,7 @@ def continuations(model: EvaluatedModel, pairs: Sequence[tuple[Sequence[int], Se
     return Likelihood(nll, np.array([len(c) for _, c in pairs], dtype=np.int64))
 
 
-def continuation_nll(
-    scorer: PrefixScorer, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
-) -> np.ndarray:
+def continuation_nll(scorer: PrefixScorer, pairs: Sequence[Pair]) -> np.ndarray:
     """Return the same by a loaded model's scorer: float64 [n]."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for i, (prompt, _) in enumerate(pairs):
@@ -82,7 +80,8 @@ def continuation_nll(
 def texts(model: EvaluatedModel, rows: Sequence[str]) -> Likelihood:
     """Return -log p of whole texts; one longer than the context is cut into windows of it."""
     limit = context_of(model) or 1 << 30
-    pairs, owner = [], []
+    pairs: list[Pair] = []
+    owner = []
     for number, row in enumerate(rows):
         first, continuation = split_ids(model.tokenizer, "", row)
         for i in range(0, len(continuation), limit - 1):
@@ -90,12 +89,11 @@ def texts(model: EvaluatedModel, rows: Sequence[str]) -> Likelihood:
             owner.append(number)
     if not pairs:
         raise UserError("no text has a token that can be predicted")
-    scores = continuations(model, pairs)
-    nll = np.bincount(owner, weights=scores.nll, minlength=len(rows))
-    return Likelihood(nll, np.bincount(owner, weights=scores.tokens, minlength=len(rows)).astype(np.int64))
+    nll, tokens = (np.bincount(owner, values, len(rows)) for values in continuations(model, pairs))
+    return Likelihood(nll, tokens.astype(np.int64))
 
 
-def cross_entropies(p_logits: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
+def cross_entropies(p_logits: Tensor, q_logits: Tensor) -> tuple[Tensor, Tensor]:
     """Return forward -sum p log q and reverse -sum q log p of rows of logits [n, V], float64 [n].
 
     The same as `distributions.measures` gives, from float32 terms summed in float64: half the time.
@@ -108,44 +106,37 @@ def cross_entropies(p_logits: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
         mass = weights.sum(dim=-1, dtype=torch.float64)
         means.append(weights.mul_(other).sum(dim=-1, dtype=torch.float64) / mass)
         logs.append(largest[:, 0].double() + mass.log())
-    return {"forward_ce": logs[1] - means[0], "reverse_ce": logs[0] - means[1]}
+    return logs[1] - means[0], logs[0] - means[1]
 
 
 @torch.inference_mode()
-def side_by_side(
-    p_model: Any, q_model: Any, rows: Sequence[Sequence[int]], measure: Measure
-) -> dict[str, np.ndarray]:
-    """Return measures of two models' next-token distributions after every token of rows of ids but the last.
+def side_by_side(p_model: Any, q_model: Any, rows: Sequence[Sequence[int]]) -> np.ndarray:
+    """Return the cross-entropies of two models after every token of rows of ids but the last, float64 [2, n].
 
-    Each is averaged over the positions of its row: float64 [n]. measure: takes float32 logits [m, V] of both
-    and gives [m] by name. Rows have at least two tokens.
+    Each is averaged over the positions of its row. Rows have at least two tokens.
     """
     device = next(p_model.parameters()).device
     on_cpu = device.type == "cpu"
     vocabulary = max(model.get_output_embeddings().weight.shape[0] for model in (p_model, q_model))
     room = (LOGITS_CPU if on_cpu else LOGITS_GPU) // (4 * vocabulary)
-    totals: dict[str, np.ndarray] = {}
+    counts = [len(row) - 1 for row in rows]
+    totals = np.zeros((2, len(rows)))
     for part in batches({i: len(row) for i, row in enumerate(rows)}, room, device):
         # Padding is on the right, where a causal model does not see it: no mask is needed.
-        width = max(len(rows[i]) for i in part) - 1
-        batch = torch.tensor(
-            [[*rows[i][:-1]] + [0] * (width + 1 - len(rows[i])) for i in part], device=device
-        )
-        valid = torch.arange(width) < torch.tensor([len(rows[i]) - 1 for i in part])[:, None]
+        lengths = [counts[i] for i in part]
+        width = max(lengths)
+        batch = torch.tensor([[*rows[i][:-1], *[0] * (width - counts[i])] for i in part], device=device)
+        valid = torch.arange(width) < torch.tensor(lengths)[:, None]
         p, q = (m(input_ids=batch, use_cache=False).logits.flatten(0, 1) for m in (p_model, q_model))
         shared = min(p.shape[-1], q.shape[-1])  # heads may be padded beyond the tokenizer
         step = max(1, CACHED // (4 * p.shape[-1])) if on_cpu else len(p)
-        chunks = [
-            measure(p[positions, :shared].float(), q[positions, :shared].float())
+        both = [
+            torch.stack(cross_entropies(p[positions, :shared].float(), q[positions, :shared].float()))
             for positions in valid.flatten().nonzero()[:, 0].to(device).split(step)
         ]
-        owner = np.repeat(part, [len(rows[i]) - 1 for i in part])
-        for name in chunks[0]:
-            values = torch.cat([chunk[name] for chunk in chunks]).cpu().numpy()
-            total = totals.setdefault(name, np.zeros(len(rows)))
-            total += np.bincount(owner, weights=values, minlength=len(rows))
-    counts = np.array([len(row) - 1 for row in rows])
-    means = {name: total / counts for name, total in totals.items()}
-    if not all(np.isfinite(values).all() for values in means.values()):
+        owner = np.repeat(part, lengths)
+        for total, values in zip(totals, torch.cat(both, dim=1).cpu().numpy(), strict=True):
+            total += np.bincount(owner, values, len(rows))
+    if not np.isfinite(totals).all():
         raise UserError("a model gives probabilities that are not numbers (NaN or infinite weights?)")
-    return means
+    return totals / np.array(counts)

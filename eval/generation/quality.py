@@ -20,7 +20,6 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +29,13 @@ import torch
 from emo.common.errors import UserError
 from emo.eval import store
 from emo.eval.generation import likelihood
-from emo.eval.generation.decoding import Decoding, context_of, first_id, split_ids
+from emo.eval.generation.decoding import context_of, first_id, split_ids
+from emo.eval.generation.engines import Transformers
 from emo.eval.generation.prefixes import Prefixes
-from emo.eval.generation.records import Generation, Plan, Record, read_records
+from emo.eval.generation.records import Generation, Record, read_records
 from emo.eval.model import EvaluatedModel
-from emo.eval.stats import Estimate, Interval, ratio, student
+from emo.eval.stats import Estimate, ratio
 
-ROUGE, WAYS = ("rouge1", "rougeL"), ("forward", "reverse")
 QUALITY = "quality.json"
 FEW = 20  # units below which a reader is told how many there were: Student's interval trusts the bell curve
 VERSION = 2
@@ -46,26 +45,13 @@ MAUVE: dict[str, Any] = {"mauve_scaling_factor": 5, "seed": 25}  # the paper's s
 MAUVE |= {"kmeans_num_redo": 5, "kmeans_max_iter": 500, "kmeans_explained_var": 0.9}
 BATCH = 16  # texts
 
-Say = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """The measures beside the text metrics; None leaves a measure out."""
-
-    oracle: str | None = None
-    reference: str | None = None
-    mauve: str | None = None  # a featurizer's name
-    test: list[str] | None = None  # texts for PPL_test; None: the human texts of the records
-    protocol: str = "paper"
-    dtype: str = "auto"
-
 
 class Sampled:
-    """Records of one model, corpus and decoding, as `generate` left them in a directory.
+    """The texts of one model, corpus and decoding that `generate` left in a directory, and their measures.
 
-    humans: one record per prefix, in order. draws: (seed, one text per prefix) for every seed and sample
+    humans: one record per prefix, in order. draws: one text per prefix for every one of `seeds` and sample
     number. clusters: what intervals are over, `unit` in words: prefixes, or texts where all have the same.
+    result: every measure that was asked for; estimates: those of them that have a value for every cluster.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -77,88 +63,181 @@ class Sampled:
         self.unit = "prefixes" if several else "texts"
         self.clusters = numbers if several else list(range(len(numbers)))
         self.has_humans = "reference" in self.records[0]
-        texts: dict[tuple[int, int], list[Record]] = {}
+        draws: dict[tuple[int, int], list[Record]] = {}
         for record in self.records:
-            texts.setdefault((record["seed"], record["sample"]), []).append(record)
-        self.draws = [(seed, records) for (seed, _), records in texts.items()]
+            draws.setdefault((record["seed"], record["sample"]), []).append(record)
+        self.seeds, self.draws = [seed for seed, _ in draws], list(draws.values())
         self.title = f"{self.about['model']} {self.about['corpus']}-{self.about['decoding']['name']}"
+        self.result: dict[str, Any] = {"version": VERSION, "of": self.about}
+        self.estimates: dict[str, Estimate] = {}
+
+    def measure(
+        self, out: Path, say: Callable[[str], None], oracle: str | None = None, reference: str | None = None,
+        mauve: str | None = None, test: list[str] | None = None, protocol: str = "paper", dtype: str = "auto",
+    ) -> None:  # fmt: skip
+        """Take every measure that the records allow; None leaves one out.
+
+        out: for the oracle's texts; mauve: a featurizer; test: texts for PPL_test (the records' human ones).
+        """
+        if (mauve or protocol == "released") and not self.has_humans:
+            raise UserError(
+                f"{self.directory}: no human continuations to compare with; generate with --corpus"
+            )
+        if test is None and self.has_humans:
+            test = [record["prefix"] + record["reference"] for record in self.humans]
+        if reference and not test:
+            raise UserError("--reference needs human texts: generate with --corpus, or give --test FILE")
+        self.result["protocol"] = protocol
+        self._text()
+        if mauve:
+            self._mauve(featurizer(mauve, dtype), protocol)
+            self.result["mauve"]["featurizer"] = mauve
+        if self.has_humans:
+            overlaps = rouge([self._pair(record, protocol) for record in self.records])
+            estimates = {name: ratio(values, None, self.clusters) for name, values in overlaps.items()}
+            self.result["rouge"] = self._shown(estimates)
+        if oracle:
+            self._oracle(EvaluatedModel(oracle, dtype=dtype), out, say)
+        if test:
+            self._recall(test, EvaluatedModel(reference, dtype=dtype) if reference else None, dtype)
+        try:
+            json.dumps(self.result, allow_nan=False)
+        except ValueError:
+            raise UserError(f"{self.directory}: a measure is not a number; nothing is reported") from None
+
+    def _shown(self, estimates: dict[str, Estimate]) -> dict[str, Any]:
+        """Return estimates with their intervals; they are kept for comparisons."""
+        self.estimates |= estimates
+        return {name: shown(estimate, self.unit) for name, estimate in estimates.items()}
+
+    def _text(self) -> None:
+        """Take variety, repetition and length; of the human texts too."""
+        records, clusters = self.records, self.clusters
+        columns = {name: [float(record[name]) for record in records] for name in ("tokens", "ended")}
+        columns["words"] = [len(record["text"].split()) for record in records]
+        estimates = {name: ratio(values, None, clusters) for name, values in columns.items()}
+        for n in (2, 3, 4):
+            shares = [repetition(record["text"], n) for record in records]
+            weights = [float(share is not None) for share in shares]
+            if any(weights):
+                estimates[f"repetition_{n}"] = ratio([share or 0.0 for share in shares], weights, clusters)
+        texts = [[record["text"] for record in draw] for draw in self.draws]
+        variety = {f"distinct_{n}": by_seed(self.seeds, [distinct(t, n) for t in texts]) for n in (1, 2, 3)}
+        self.result["text"] = variety | self._shown(estimates)
+        if self.has_humans:
+            humans = [record["human"] for record in self.humans]
+            of_humans = {f"distinct_{n}": distinct(humans, n) for n in (1, 2, 3)}
+            for n in (2, 3, 4):
+                counted = [share for human in humans if (share := repetition(human, n)) is not None]
+                of_humans[f"repetition_{n}"] = float(np.mean(counted)) if counted else 0.0
+            of_humans["words"] = float(np.mean([len(human.split()) for human in humans]))
+            self.result["human_text"] = of_humans
+
+    def _pair(self, record: Record, protocol: str) -> tuple[str, str]:
+        return pair(record, protocol, self.about["prefix_words"], self.about["tokens"])
+
+    def _mauve(self, features: Callable[[Sequence[str]], np.ndarray], protocol: str) -> None:
+        """Take MAUVE of every draw beside its ceiling. The score depends on the number of texts."""
+        if len(self.humans) < MIN_TEXTS:
+            raise UserError(
+                f"MAUVE needs at least {MIN_TEXTS} human and as many sampled texts for its clusters; there "
+                f"are {len(self.humans)}; take more prefixes, or leave out --mauve"
+            )
+        pairs = [[self._pair(record, protocol) for record in records] for records in self.draws]
+        human = features([human for _, human in pairs[0]])
+        result = beside_ceiling(human, [features([text for text, _ in draw]) for draw in pairs])
+        self.result["mauve"] = result | {key: by_seed(self.seeds, result[key]) for key in ("score", "half")}
+
+    def _oracle(self, oracle: EvaluatedModel, out: Path, say: Callable[[str], None]) -> None:
+        """Take PPL_oracle of the samples and of as many of the oracle's own after the same prefixes.
+
+        Continuations are scored by their very tokens where the tokenizer is the same, else by their text's.
+        """
+        about, tokenizer, same = self.about, oracle.tokenizer, oracle.tokenizer_digest
+        prefixes = Prefixes(about["corpus"], [record["prefix"] for record in self.humans])
+        size = (about["tokens"], about["samples"], tuple(about["seeds"]))
+        say(f"{oracle.name}: samples of its own, for the floor of PPL_oracle")
+        floor = Generation(Transformers(oracle), prefixes, *size, out).run()
+        starts = {p: split_ids(tokenizer, p, "" if p else "a")[0] for p in prefixes.texts}
+        estimates = []
+        for records, wrote in ((self.records, about["tokenizer"]), (floor, same)):
+            if wrote == same:
+                pairs = [(starts[record["prefix"]], record["ids"]) for record in records]
+            else:
+                pairs = [split_ids(tokenizer, record["prefix"], record["text"]) for record in records]
+            estimates.append(likelihood.continuations(oracle, pairs).estimate(self.clusters))
+        self.estimates["nats_per_token"] = estimates[0]
+        self.result["oracle"] = {"path": oracle.given, "weights": oracle.digest}
+        for name, nats in zip(("ppl_oracle", "ppl_oracle_floor"), estimates, strict=True):
+            self.result[name] = {"nats_per_token": shown(nats, self.unit)}
+            self.result[name]["perplexity"] = shown(nats, self.unit, perplexity)
+
+    def _recall(self, human: list[str], reference: EvaluatedModel | None, dtype: str) -> None:
+        """Take PPL_test, and cross-entropies against the reference model."""
+        model = EvaluatedModel(self.about["path"], dtype=dtype)
+        if model.digest != self.about["weights"]:
+            raise UserError(
+                f"{model.given} has other weights than those that wrote {self.directory}; generate again"
+            )
+        likelihoods = likelihood.texts(model, human)
+        nats = likelihoods.estimate(range(len(human)))
+        interval = shown(nats, "texts", perplexity)
+        test = {"nats_per_token": nats.value, "perplexity": interval["mean"], "interval": interval}
+        test |= {"tokens": int(likelihoods.tokens.sum()), "texts": len(human)}
+        self.result["ppl_test"] = test
+        if reference is None:
+            return
+        if reference.tokenizer_digest != model.tokenizer_digest:
+            raise UserError(
+                f"--reference {reference.given} has another tokenizer than {model.given}; their next-token "
+                "distributions cannot be compared"
+            )
+        limit = min(context_of(model) or 1 << 30, context_of(reference) or 1 << 30)
+        rows = [[*start, *ids][:limit] for start, ids in (split_ids(model.tokenizer, "", t) for t in human)]
+        rows = [row for row in rows if len(row) > 1]
+        both = likelihood.side_by_side(reference.model, model.model, rows)
+        intervals = {
+            way: shown(ratio(values.tolist(), None, range(len(rows))), "texts")
+            for way, values in zip(("forward", "reverse"), both, strict=True)
+        }
+        about = {"path": reference.given, "weights": reference.digest}
+        result = {"intervals": intervals, "reference": about, "texts": len(rows)}
+        result |= {way: interval["mean"] for way, interval in intervals.items()}
+        self.result["cross_entropy"] = result
+
+    def compared(self, other: Sampled) -> dict[str, Any] | str:
+        """Return differences other - this on the same prefixes by measure, or why there are none."""
+        a, b = self.about, other.about
+        prefixes = [[record["prefix"] for record in x.humans] for x in (self, other)]
+        if prefixes[0] != prefixes[1]:
+            return "their prefixes are not the same"
+        if len(prefixes[0]) < 2:
+            return "there is one prefix only"
+        for name in ("tokens", "samples"):
+            if a[name] != b[name]:
+                return f"--{name} is {a[name]} and {b[name]}"
+        uneven = () if a["tokenizer"] == b["tokenizer"] else ("tokens", "nats_per_token")
+        names = [name for name in self.estimates if name in other.estimates and name not in uneven]
+        return {name: shown(other.estimates[name] - self.estimates[name], "prefixes") for name in names}
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The measures of a set of texts, and those of them that have a value for every prefix."""
-
-    sampled: Sampled
-    result: dict[str, Any]
-    estimates: dict[str, Estimate]
-
-
-def measure(sampled: Sampled, request: Wanted, out: Path, say: Say) -> Measured:
-    """Return every measure that was asked for and that the records allow."""
-    if (request.mauve or request.protocol == "released") and not sampled.has_humans:
-        raise UserError(
-            f"{sampled.directory}: no human continuations to compare with; generate with --corpus"
-        )
-    texts, estimates = _texts(sampled)
-    result: dict[str, Any] = {"version": VERSION, "protocol": request.protocol, "of": sampled.about} | texts
-    if request.mauve:
-        result["mauve"] = _mauve(sampled, request.mauve, request)
-    if sampled.has_humans:
-        overlaps = rouge(*_pairs(sampled, sampled.records, request.protocol))
-        shares = {name: ratio(values, None, sampled.clusters) for name, values in overlaps.items()}
-        result["rouge"] = {name: shown(estimate, sampled.unit) for name, estimate in shares.items()}
-        estimates |= shares
-    if request.oracle:
-        of_oracle, estimates["nats_per_token"] = _oracle(sampled, request.oracle, request.dtype, out, say)
-        result |= of_oracle
-    human = request.test
-    if human is None and sampled.has_humans:
-        human = [record["prefix"] + record["reference"] for record in sampled.humans]
-    if human:
-        result |= _recall(sampled, request, human)
-    elif request.reference:
-        raise UserError("--reference needs human texts: generate with --corpus, or give --test FILE")
-    try:
-        json.dumps(result, allow_nan=False)
-    except ValueError:
-        raise UserError(f"{sampled.directory}: a measure is not a number; nothing is reported") from None
-    return Measured(sampled, result, estimates)
-
-
-def compared(first: Measured, other: Measured) -> dict[str, Any] | str:
-    """Return differences other - first on the same prefixes by measure, or why there are none."""
-    a, b = first.sampled.about, other.sampled.about
-    prefixes = [[record["prefix"] for record in x.sampled.humans] for x in (first, other)]
-    if prefixes[0] != prefixes[1]:
-        return "their prefixes are not the same"
-    if len(prefixes[0]) < 2:
-        return "there is one prefix only"
-    for name in ("tokens", "samples"):
-        if a[name] != b[name]:
-            return f"--{name} is {a[name]} and {b[name]}"
-    names = [name for name in first.estimates if name in other.estimates]
-    if a["tokenizer"] != b["tokenizer"]:
-        names = [name for name in names if name not in ("tokens", "nats_per_token")]
-    return {name: shown(other.estimates[name] - first.estimates[name], "prefixes") for name in names}
-
-
-def write(measured: Sequence[Measured]) -> list[str]:
+def write(sampled: Sequence[Sampled]) -> list[str]:
     """Write quality.json beside every set of texts; return the lines that tell all of them.
 
     The others are compared with the first.
     """
-    lines = _table("texts of", [(current.sampled.title, _cells(current.result)) for current in measured])
-    rows = []
-    for number, current in enumerate(measured):
-        title, result = current.sampled.title, current.result
-        if number:
-            differences = compared(measured[0], current)
-            result = result | {"baseline": measured[0].sampled.about, "differences": differences}
-            if isinstance(differences, str):
-                lines.append(f"{title} is not compared with the first: {differences}")
-            else:
-                rows.append((title, {name: _cell(v, sign="+") for name, v in differences.items()}))
-        store.replace(current.sampled.directory / QUALITY, store.dump(result))
+    first, *others = sampled
+    lines = _table("texts of", {texts.title: _cells(texts.result) for texts in sampled})
+    rows = {}
+    for texts in others:
+        differences = first.compared(texts)
+        texts.result |= {"baseline": first.about, "differences": differences}
+        if isinstance(differences, str):
+            lines.append(f"{texts.title} is not compared with the first: {differences}")
+        else:
+            rows[texts.title] = {name: _cell(value, sign="+") for name, value in differences.items()}
+    for texts in sampled:
+        store.replace(texts.directory / QUALITY, store.dump(texts.result))
     return lines + (_table("less the first, paired by prefix", rows) if rows else [])
 
 
@@ -168,19 +247,19 @@ def by_seed(seeds: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
         float(np.mean([v for s, v in zip(seeds, values, strict=True) if s == seed]))
         for seed in dict.fromkeys(seeds)
     ]
-    return _described(float(np.mean(means)), student(means), len(means), "seeds")
+    return shown(ratio(means, None, range(len(means))), "seeds")
 
 
 def shown(estimate: Estimate, unit: str, transform: Callable[[float], float] = float) -> dict[str, Any]:
-    """Return an estimate with its interval over prefixes or texts. transform: what of it is meant."""
-    return _described(estimate.value, estimate.interval(), len(estimate.parts), unit, transform)
-
-
-def _described(
-    value: float, interval: Interval | None, n: int, unit: str, transform: Callable[[float], float] = float
-) -> dict[str, Any]:
+    """Return an estimate with its interval, none over a single unit. transform: what of it is meant."""
+    interval, n = estimate.interval(), len(estimate.parts)
     low, high = (transform(interval.low), transform(interval.high)) if interval else (None, None)
-    return {"mean": transform(value), "low": low, "high": high, "n": n, "unit": unit}
+    return {"mean": transform(estimate.value), "low": low, "high": high, "n": n, "unit": unit}
+
+
+def perplexity(nats: float) -> float:
+    """Return e^nats, finite."""
+    return math.exp(min(nats, 700.0))
 
 
 def distinct(texts: Sequence[str], n: int) -> float:
@@ -203,37 +282,14 @@ def _ngrams(text: str, n: int) -> list[tuple[str, ...]]:
     return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
 
 
-def rouge(texts: Sequence[str], references: Sequence[str]) -> dict[str, list[float]]:
-    """Return F-measures of ROUGE-1 and ROUGE-L of every pair, as rouge-score computes them; from 0 to 1."""
+def rouge(pairs: Sequence[tuple[str, str]]) -> dict[str, list[float]]:
+    """Return F-measures of ROUGE-1 and ROUGE-L of pairs (text, reference) by rouge-score; from 0 to 1."""
     from rouge_score.rouge_scorer import RougeScorer
 
-    scorer = RougeScorer(list(ROUGE))
-    scores = [scorer.score(reference, text) for text, reference in zip(texts, references, strict=True)]
-    return {name: [float(score[name].fmeasure) for score in scores] for name in ROUGE}
-
-
-def _texts(sampled: Sampled) -> tuple[dict[str, Any], dict[str, Estimate]]:
-    """Return (variety, repetition and length; of the human texts too; the estimates among them by name)."""
-    records, clusters = sampled.records, sampled.clusters
-    columns = {name: [float(record[name]) for record in records] for name in ("tokens", "ended")}
-    columns["words"] = [len(record["text"].split()) for record in records]
-    estimates = {name: ratio(values, None, clusters) for name, values in columns.items()}
-    for n in (2, 3, 4):
-        shares = [repetition(record["text"], n) for record in records]
-        weights = [float(share is not None) for share in shares]
-        if any(weights):
-            estimates[f"repetition_{n}"] = ratio([share or 0.0 for share in shares], weights, clusters)
-    seeds, draws = [s for s, _ in sampled.draws], [[r["text"] for r in part] for _, part in sampled.draws]
-    text = {f"distinct_{n}": by_seed(seeds, [distinct(texts, n) for texts in draws]) for n in (1, 2, 3)}
-    result: dict[str, Any] = {"text": text | {k: shown(e, sampled.unit) for k, e in estimates.items()}}
-    if sampled.has_humans:
-        humans = [record["human"] for record in sampled.humans]
-        result["human_text"] = {f"distinct_{n}": distinct(humans, n) for n in (1, 2, 3)}
-        for n in (2, 3, 4):
-            counted = [share for human in humans if (share := repetition(human, n)) is not None]
-            result["human_text"][f"repetition_{n}"] = float(np.mean(counted)) if counted else 0.0
-        result["human_text"]["words"] = float(np.mean([len(human.split()) for human in humans]))
-    return result, estimates
+    names = ["rouge1", "rougeL"]
+    scorer = RougeScorer(names)
+    scores = [scorer.score(reference, text) for text, reference in pairs]
+    return {name: [float(score[name].fmeasure) for score in scores] for name in names}
 
 
 def pair(record: Record, protocol: str, words: int, tokens: int) -> tuple[str, str]:
@@ -249,62 +305,37 @@ def pair(record: Record, protocol: str, words: int, tokens: int) -> tuple[str, s
     return f"{record['prefix']} {record['text']}", " ".join(human[: words + tokens])
 
 
-def _pairs(sampled: Sampled, records: list[Record], protocol: str) -> tuple[list[str], list[str]]:
-    about = sampled.about
-    both = [pair(record, protocol, about["prefix_words"], about["tokens"]) for record in records]
-    return [text for text, _ in both], [human for _, human in both]
-
-
-def _mauve(sampled: Sampled, name: str, request: Wanted) -> dict[str, Any]:
-    """Return MAUVE of every draw beside its ceiling. The score depends on the number of texts."""
-    if len(sampled.humans) < MIN_TEXTS:
-        raise UserError(
-            f"MAUVE needs at least {MIN_TEXTS} human and {MIN_TEXTS} sampled texts for its clusters; there "
-            f"are {len(sampled.humans)}; take more prefixes, or leave out --mauve"
-        )
-    features = featurizer(name, request.dtype)
-    human = features(_pairs(sampled, sampled.draws[0][1], request.protocol)[1])
-    texts = [features(_pairs(sampled, records, request.protocol)[0]) for _, records in sampled.draws]
-    result, seeds = beside_ceiling(human, texts), [seed for seed, _ in sampled.draws]
-    averaged = {name: by_seed(seeds, result[name]) for name in ("score", "half")}
-    return result | averaged | {"featurizer": name}
-
-
 def featurizer(name: str, dtype: str = "auto") -> Callable[[Sequence[str]], np.ndarray]:
-    """Return what makes one vector of a text: a sentence encoder, or a language model's last hidden state.
+    """Return what makes vectors [n, H] of texts: a sentence encoder, or a language model's last hidden state.
 
     name: `minilm` or a sentence model's directory or id (topical), else a language model's (closer to the
-    paper's GPT-2-large).
+    paper's GPT-2-large), which counts at the last of at most MAX_TOKENS tokens.
     """
-    if (
-        name == "minilm"
-        or name.startswith("sentence-transformers/")
-        or (Path(name) / "modules.json").is_file()
-    ):
+    is_sentence_model = name == "minilm" or name.startswith("sentence-transformers/")
+    if is_sentence_model or (Path(name) / "modules.json").is_file():
         from emo.eval.icl.encoder import Encoder
 
         return Encoder(name)
-    model = EvaluatedModel(name, dtype=dtype)
-    return lambda texts: _hidden_states(model, texts)
+    evaluated = EvaluatedModel(name, dtype=dtype)
+    model, tokenizer = evaluated.model, evaluated.tokenizer
 
+    @torch.inference_mode()
+    def last_states(texts: Sequence[str]) -> np.ndarray:
+        rows = [list(tokenizer(text).input_ids)[:MAX_TOKENS] or [first_id(tokenizer) or 0] for text in texts]
+        states = np.empty((len(rows), model.config.get_text_config().hidden_size), dtype=np.float32)
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        for part in (order[i : i + BATCH] for i in range(0, len(order), BATCH)):
+            width = len(rows[part[-1]])
+            ids = torch.tensor([rows[i] + [0] * (width - len(rows[i])) for i in part], device=model.device)
+            lengths = torch.tensor([len(rows[i]) for i in part], device=model.device)
+            mask = (torch.arange(width, device=model.device) < lengths[:, None]).long()
+            out = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+            states[part] = out[torch.arange(len(part)), lengths - 1].float().cpu().numpy()
+        if not np.isfinite(states).all():
+            raise UserError(f"{name}: hidden states that are not numbers (NaN or infinite weights?)")
+        return states
 
-@torch.inference_mode()
-def _hidden_states(model: Any, texts: Sequence[str]) -> np.ndarray:
-    """Return the last layer's state at the last of MAX_TOKENS tokens of every text: float32 [n, H]."""
-    device, tokenizer = model.model.device, model.tokenizer
-    rows = [list(tokenizer(text).input_ids)[:MAX_TOKENS] or [first_id(tokenizer) or 0] for text in texts]
-    states = np.empty((len(rows), model.model.config.get_text_config().hidden_size), dtype=np.float32)
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    for part in (order[i : i + BATCH] for i in range(0, len(order), BATCH)):
-        width = len(rows[part[-1]])
-        ids = torch.tensor([rows[i] + [0] * (width - len(rows[i])) for i in part], device=device)
-        lengths = torch.tensor([len(rows[i]) for i in part], device=device)
-        mask = (torch.arange(width, device=device) < lengths[:, None]).long()
-        out = model.model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        states[part] = out[torch.arange(len(part)), lengths - 1].float().cpu().numpy()
-    if not np.isfinite(states).all():
-        raise UserError(f"{model.given}: hidden states that are not numbers (NaN or infinite weights?)")
-    return states
+    return last_states
 
 
 def beside_ceiling(human: np.ndarray, sampled: Sequence[np.ndarray], splits: int = 5) -> dict[str, Any]:
@@ -313,10 +344,9 @@ def beside_ceiling(human: np.ndarray, sampled: Sequence[np.ndarray], splits: int
     human: features [n, d]; sampled: sets of [n, d] that continue the same prefixes. `half` compares one half
     of the human texts with the samples after the other half's prefixes, `ceiling` compares the two halves.
     """
-    n, halves = len(human), []
-    for seed in range(splits):
-        order = np.random.default_rng(seed).permutation(n)
-        halves.append((order[: n // 2], order[n // 2 : n // 2 * 2]))
+    n = len(human)
+    orders = [np.random.default_rng(seed).permutation(n) for seed in range(splits)]
+    halves = [(order[: n // 2], order[n // 2 : n // 2 * 2]) for order in orders]
     ceiling = [mauve(human[a], human[b]) for a, b in halves]
     half = [float(np.mean([mauve(human[a], f[b]) for a, b in halves])) for f in sampled]
     result = {"score": [mauve(human, features) for features in sampled], "half": half, "texts": n}
@@ -340,70 +370,10 @@ def mauve(human: np.ndarray, sampled: np.ndarray) -> float:
         os.close(nothing)
 
 
-def _oracle(sampled: Sampled, path: str, dtype: str, out: Path, say: Say) -> tuple[dict[str, Any], Estimate]:
-    """Return PPL_oracle of the samples and of as many of the oracle's own after the same prefixes.
-
-    Continuations are scored by their very tokens where the tokenizer is the same, else by their text's.
-    """
-    oracle, about = EvaluatedModel(path, dtype=dtype), sampled.about
-    prefixes = Prefixes(about["corpus"], [record["prefix"] for record in sampled.humans], None)
-    plan = Plan(prefixes, Decoding(), about["tokens"], about["samples"], tuple(about["seeds"]))
-    say(f"{oracle.name}: samples of its own, for the floor of PPL_oracle")
-    floor = Generation(oracle, plan, out).run(publish=False)
-    tokenizer, estimates = oracle.tokenizer, []
-    starts = {p: split_ids(tokenizer, p, "" if p else "a")[0] for p in prefixes.texts}
-    for records, wrote in ((sampled.records, about["tokenizer"]), (floor, oracle.tokenizer_digest)):
-        if wrote == oracle.tokenizer_digest:
-            pairs = [(starts[record["prefix"]], record["ids"]) for record in records]
-        else:
-            pairs = [split_ids(tokenizer, record["prefix"], record["text"]) for record in records]
-        estimates.append(likelihood.continuations(oracle, pairs).estimate(sampled.clusters))
-    of_samples, of_floor = (_perplexity(nats, sampled.unit) for nats in estimates)
-    result = {"oracle": {"path": path, "weights": oracle.digest}, "ppl_oracle": of_samples}
-    return result | {"ppl_oracle_floor": of_floor}, estimates[0]
-
-
-def _perplexity(nats: Estimate, unit: str) -> dict[str, Any]:
-    perplexity = shown(nats, unit, lambda value: math.exp(min(value, 700.0)))
-    return {"nats_per_token": shown(nats, unit), "perplexity": perplexity}
-
-
-def _recall(sampled: Sampled, request: Wanted, human: list[str]) -> dict[str, Any]:
-    """Return PPL_test, and cross-entropies against the reference model."""
-    model = EvaluatedModel(sampled.about["path"], dtype=request.dtype)
-    if model.digest != sampled.about["weights"]:
-        raise UserError(
-            f"{model.given} has other weights than those that wrote {sampled.directory}; generate again"
-        )
-    likelihoods = likelihood.texts(model, human)
-    nats = likelihoods.estimate(range(len(human)))
-    perplexity = _perplexity(nats, "texts")["perplexity"]
-    counts = {"tokens": int(likelihoods.tokens.sum()), "texts": len(human)}
-    shares = {"nats_per_token": nats.value, "perplexity": perplexity["mean"], "interval": perplexity}
-    result: dict[str, Any] = {"ppl_test": shares | counts}
-    if request.reference:
-        reference = EvaluatedModel(request.reference, dtype=request.dtype)
-        if reference.tokenizer_digest != model.tokenizer_digest:
-            raise UserError(
-                f"--reference {request.reference} has another tokenizer than {model.given}; their next-token "
-                "distributions cannot be compared"
-            )
-        limit = min(context_of(model) or 1 << 30, context_of(reference) or 1 << 30)
-        rows = [[*start, *ids][:limit] for start, ids in (split_ids(model.tokenizer, "", t) for t in human)]
-        rows = [row for row in rows if len(row) > 1]
-        means = likelihood.side_by_side(reference.model, model.model, rows, likelihood.cross_entropies)
-        estimates = {way: ratio(means[f"{way}_ce"].tolist(), None, range(len(rows))) for way in WAYS}
-        intervals = {way: shown(estimate, "texts") for way, estimate in estimates.items()}
-        about = {"reference": {"path": request.reference, "weights": reference.digest}, "texts": len(rows)}
-        of_ways = {way: interval["mean"] for way, interval in intervals.items()}
-        result["cross_entropy"] = of_ways | {"intervals": intervals} | about
-    return result
-
-
-def _table(head: str, rows: Sequence[tuple[str, dict[str, str]]]) -> list[str]:
-    names = list(dict.fromkeys(name for _, row in rows for name in row))
-    lines = [[head, *names]] + [[title, *(row.get(n, "") for n in names)] for title, row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+def _table(head: str, rows: dict[str, dict[str, str]]) -> list[str]:
+    names = list(dict.fromkeys(name for row in rows.values() for name in row))
+    lines = [[head, *names]] + [[title, *(row.get(n, "") for n in names)] for title, row in rows.items()]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return ["  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 

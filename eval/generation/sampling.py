@@ -1,16 +1,14 @@
 """Continuations of token sequences by transformers' `generate`, with random numbers and rounding of our own.
 
 A text depends on the weights, its prompt, its seed and the decoding, and on nothing else: not on the batch
-size, its neighbours or the order of the work. Every (row, step) has its own random numbers. A token is found
-by walking down a binary tree over the vocabulary: at every node a uniform number decides between the halves
-by their probabilities (float64 sums of float32 weights). That is sampling from the distribution, like one
-search in the cumulated distribution, but with log2(V) comparisons instead of V boundaries: the chance that a
-comparison is closer than rounding error can decide does not grow with the vocabulary.
+size, its neighbours or the order of the work. Every (row, step) has its own random numbers, which lead down a
+binary tree over the vocabulary: at every node one of them decides between the halves by their probabilities
+(float64 sums of float32 weights). With log2(V) comparisons instead of V boundaries, the chance that one is
+closer than rounding error can decide does not grow with the vocabulary.
 
-Logits of the same row differ in their last digits with the shape of the batch. Where that could change the
-token, it is decided anew from a forward of the row alone. This holds where the arithmetic is float32. In half
-precision the logits of different batch shapes differ by too much to decide every close call anew, so there a
-text may change with the batch.
+Logits of a row differ in their last digits with the shape of the batch. Where that could change the token, it
+is decided anew from a forward of the row alone: in float32. In half precision they differ by too much for
+that, so there a text may change with the batch.
 """
 
 from __future__ import annotations
@@ -26,32 +24,18 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 
 from emo.common.errors import UserError
-from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.decoding import Decoding, Request
 
-BATCH = 64
 DIFFERENT = 1e-2  # a larger difference from the plain forward, relative to the logits, is not rounding
 SAFETY = 4  # times the largest difference that was seen
 # Larger than the difference between two batch shapes, relative to the largest logit.
-ROUNDING = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-13}
-
-
-class Request(NamedTuple):
-    """prompt: token ids, at least one; seed: any JSON value, one per continuation.
-
-    limit: at most so many tokens, where the run allows more.
-    """
-
-    prompt: Sequence[int]
-    seed: Any
-    limit: int | None = None
+ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-13}
 
 
 class Continuation(NamedTuple):
@@ -64,22 +48,17 @@ class Continuation(NamedTuple):
 class Sampler:
     """Samples from one causal language model. ends: ids after which a text is over (may be empty).
 
-    checked: largest difference between cached and plain logits seen so far, relative to the largest logit.
-    redone: number of close decisions that were made anew.
+    checked: largest difference between cached and plain logits seen so far, relative to the largest logit;
+    steps: with a cache; redone: close decisions that were made anew.
     """
 
     def __init__(
         self, model: PreTrainedModel, decoding: Decoding | None = None, ends: Iterable[int] = (),
-        batch: int = BATCH,
+        batch: int = 64,
     ) -> None:  # fmt: skip
-        self.model = model.eval()
-        self.decoding = decoding or Decoding()
-        self.ends = frozenset(ends)
-        self.batch = batch
-        self.checked = 0.0
-        self.redone = 0
-        self.steps = 0  # with a cache
-        self.device, self.dtype = model.device, model.dtype
+        self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
+        self.decoding, self.ends, self.batch = decoding or Decoding(), sorted(ends), batch
+        self.checked, self.steps, self.redone = 0.0, 0, 0
 
     @torch.inference_mode()
     def run(
@@ -100,36 +79,30 @@ class Sampler:
                 part = order[start : start + self.batch]
                 texts |= zip(part, self._batch([requests[i] for i in part], tokens), strict=True)
                 progress(len(part))
-        except FloatingPointError:
-            raise UserError(
-                f"{self.model.name_or_path or type(self.model).__name__}: the model's logits are not numbers "
-                "(NaN or infinite weights?); nothing was written",
-                code="not-numbers",
-            ) from None
         finally:
             self.model.generation_config = settings
         return [texts[i] for i in range(len(requests))]
 
     def _batch(self, requests: Sequence[Request], tokens: int) -> list[Continuation]:
-        limits = [min(request.limit or tokens, tokens) for request in requests]
-        choice = _Choice(self, requests, limits)
-        width = choice.width
+        self._requests = requests
+        self._random: Tensor | None = None  # made when the vocabulary is known
+        self._limits = limits = [min(request.limit or tokens, tokens) for request in requests]
+        self._lengths = [len(request.prompt) for request in requests]
+        self._width = width = max(self._lengths)
         ids = [[r.prompt[0]] * (width - len(r.prompt)) + list(r.prompt) for r in requests]
-        padding = torch.tensor([width - length for length in choice.lengths], device=self.device)
-        settings = GenerationConfig(
-            do_sample=False,  # `_Choice` leaves one token
-            max_new_tokens=max(limits),
-            eos_token_id=sorted(self.ends) or None,
-            pad_token_id=min(self.ends, default=0),
-        )
+        padding = torch.tensor([width - length for length in self._lengths], device=self.device)
+        widths = torch.tensor(limits, device=self.device) + width  # of which every row ends
         out = self.model.generate(
             torch.tensor(ids, device=self.device),
             attention_mask=(torch.arange(width, device=self.device) >= padding[:, None]).long(),
-            generation_config=settings,
-            logits_processor=LogitsProcessorList([choice]),
-            stopping_criteria=StoppingCriteriaList(
-                [_Limits(torch.tensor(limits, device=self.device) + width)]
+            generation_config=GenerationConfig(
+                do_sample=False,  # `_leave_one` leaves one token
+                max_new_tokens=max(limits),
+                eos_token_id=self.ends or None,
+                pad_token_id=min(self.ends, default=0),
             ),
+            logits_processor=LogitsProcessorList([self._leave_one]),
+            stopping_criteria=StoppingCriteriaList([lambda ids, scores, **_: ids.shape[1] >= widths]),
         )
         texts = []
         for row, limit in zip(out[:, width:].tolist(), limits, strict=True):
@@ -137,85 +110,62 @@ class Sampler:
             texts.append(Continuation(row[:limit] if end is None else row[: end + 1], end is not None))
         return texts
 
-
-class _Limits(StoppingCriteria):
-    """Ends every row at its own width."""
-
-    def __init__(self, widths: Tensor) -> None:
-        self.widths = widths
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        return input_ids.shape[1] >= self.widths
-
-
-class _Choice(LogitsProcessor):
-    """Chooses the tokens of one batch; all others get no probability."""
-
-    def __init__(self, sampler: Sampler, requests: Sequence[Request], limits: list[int]) -> None:
-        self.sampler, self.requests, self.limits = sampler, requests, limits
-        self.lengths = [len(request.prompt) for request in requests]
-        self.width = max(self.lengths)
-        self.ends = torch.tensor(sorted(sampler.ends), device=sampler.device)
-        self.random: Tensor | None = None
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        step = input_ids.shape[1] - self.width
-        if self.random is None:
+    def _leave_one(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores that choose the next token of every row: all others get no probability."""
+        if self._random is None:
             depth = levels(scores.shape[-1])
-            draws = [uniforms(request.seed, max(self.limits), depth) for request in self.requests]
-            self.random = torch.stack(draws).to(scores.device)
-        sampler, random = self.sampler, self.random[:, step]
+            draws = [uniforms(request.seed, max(self._limits), depth) for request in self._requests]
+            self._random = torch.stack(draws).to(scores.device)
+        step = input_ids.shape[1] - self._width
         if step:
-            sampler.steps += 1
-            if sampler.steps & (sampler.steps - 1) == 0:  # 1, 2, 4, ...: later ones have longer histories
+            self.steps += 1
+            if self.steps & (self.steps - 1) == 0:  # 1, 2, 4, ...: later ones have longer histories
                 self._compare(input_ids, scores)
-        tokens, close = choose(scores, sampler.decoding, random, self._rounding(scores))
+        random = self._random[:, step]
+        tokens, close = choose(scores, self.decoding, random, self._rounding(scores))
         for row in close.nonzero()[:, 0].tolist():
             if self._runs(input_ids, row):
                 alone = self._alone(input_ids, row)
-                again, _ = choose(alone, sampler.decoding, random[row : row + 1], self._rounding(alone))
+                again, _ = choose(alone, self.decoding, random[row : row + 1], self._rounding(alone))
                 tokens[row] = again[0]
-                sampler.redone += 1
+                self.redone += 1
         return torch.full_like(scores, -math.inf).scatter_(1, tokens[:, None], 0.0)
 
     def _alone(self, input_ids: Tensor, row: int) -> Tensor:
         """Return the logits [1, V] of a row, from a forward without cache, padding and neighbours."""
-        ids = input_ids[row : row + 1, self.width - self.lengths[row] :]
-        return self.sampler.model(input_ids=ids, use_cache=False).logits[:, -1].float()
+        ids = input_ids[row : row + 1, self._width - self._lengths[row] :]
+        return self.model(input_ids=ids, use_cache=False).logits[:, -1].float()
 
     def _runs(self, input_ids: Tensor, row: int) -> bool:
-        written = input_ids[row, self.width :]
-        return len(written) < self.limits[row] and not bool(torch.isin(written, self.ends).any())
+        written = input_ids[row, self._width :].tolist()
+        return len(written) < self._limits[row] and not set(written) & set(self.ends)
 
     def _rounding(self, logits: Tensor) -> Tensor:
         """Return how far logits [B, V] of one row may differ between batch shapes: [B]; -1 for never mind."""
-        dtype = self.sampler.dtype
-        if dtype not in (torch.float32, torch.float64):
+        rounding = ROUNDING.get(self.dtype)
+        if rounding is None:
             return torch.full_like(logits[:, 0], -1.0)
         largest = logits.masked_fill(logits.isinf(), 0).abs().amax(dim=-1).clamp_min(1.0)
-        return ROUNDING[dtype] * largest * max(1.0, SAFETY * self.sampler.checked / ROUNDING[dtype])
+        return rounding * largest * max(1.0, SAFETY * self.checked / rounding)
 
     def _compare(self, input_ids: Tensor, logits: Tensor) -> None:
         """Hold the logits of a row against the plain forward: are cache, mask and positions honoured?"""
-        sampler = self.sampler
         running = [row for row in range(len(logits)) if self._runs(input_ids, row)]
-        row = running[sampler.steps % len(running)]
-        if sampler.steps == 1:  # the row with most padding
-            row = min(running, key=self.lengths.__getitem__)
-        plain = self._alone(input_ids, row)
-        finite = plain.isfinite() & logits[row : row + 1].isfinite()
+        row = running[self.steps % len(running)]
+        if self.steps == 1:  # the row with most padding
+            row = min(running, key=self._lengths.__getitem__)
+        plain, cached = self._alone(input_ids, row), logits[row : row + 1]
+        finite = plain.isfinite() & cached.isfinite()
         if not bool(finite.any()):
             return  # `choose` refuses it
-        scale = plain[finite].abs().max().clamp_min(1.0)
-        difference = float((plain - logits[row : row + 1])[finite].abs().max() / scale)
-        if difference > DIFFERENT * (1 if sampler.dtype.itemsize >= 4 else 10):
-            hint = "; try --batch_size 1" if sampler.batch > 1 else ""
+        difference = float((plain - cached)[finite].abs().max() / plain[finite].abs().max().clamp_min(1.0))
+        if difference > DIFFERENT * (1 if self.dtype.itemsize >= 4 else 10):
             raise UserError(
-                f"{type(sampler.model).__name__}: with a cache its logits differ by {difference:.2g} of "
-                f"their size from those of a plain forward, so it cannot be sampled{hint}",
+                f"{type(self.model).__name__}: with a cache its logits differ by {difference:.2g} of their "
+                "size from those of a plain forward, so it cannot be sampled; --batch_size 1 may help",
                 code="cache",
             )
-        sampler.checked = max(sampler.checked, difference)
+        self.checked = max(self.checked, difference)
 
 
 def levels(vocabulary: int) -> int:
@@ -238,11 +188,11 @@ def choose(logits: Tensor, decoding: Decoding, random: Tensor, rounding: Tensor)
     """Return the tokens, int64 [B], and whether each was a close decision, bool [B].
 
     logits: float32 [B, V]; random: float64 [B, levels(V)]; rounding: [B], how far logits may be off. A row
-    with a NaN, or without any finite logit, raises FloatingPointError.
+    with a NaN, or without any finite logit, raises UserError.
     """
     largest = logits.amax(dim=-1, keepdim=True)
     if not bool(largest.isfinite().all()):
-        raise FloatingPointError("logits that are not numbers")
+        raise UserError("a model's logits are not numbers; try --dtype float32", code="not-numbers")
     if decoding.greedy:
         best = logits.topk(min(2, logits.shape[-1]), dim=-1)
         return best.indices[:, 0], best.values[:, 0] - best.values[:, -1] <= 2 * rounding

@@ -10,11 +10,11 @@ from typing import Any
 from emo.common.errors import ExitCode, UserError, nearest
 from emo.common.text import counted
 from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.engines import ENGINES, engine
 from emo.eval.generation.prefixes import evenly
 from emo.eval.judging.answers import SETS, TEMPLATE_CHOICES, read_questions, require_once
-from emo.eval.judging.engines import ENGINES, engine
 from emo.eval.judging.judging import FORMATS, JUDGES, Judging, of_replies, read_replies, write_prompts
-from emo.eval.judging.pairs import Judged, Pairs, labelled, of_answers, read_existing
+from emo.eval.judging.pairs import Judged, labelled, of_answers, read_existing
 
 TOKENS = 1024  # of an answer
 OUT = Path("runs/eval")
@@ -87,16 +87,14 @@ def run(args: argparse.Namespace, say: Say) -> int:
 
 
 def _answer(args: argparse.Namespace, say: Say) -> int:
-    from emo.eval.judging.answers import ABOUT, OUTPUTS, Answering, choose_template, counts
+    from emo.eval.judging.answers import Answering, choose_template
     from emo.eval.model import EvaluatedModel
     from emo.eval.results import claim_name
-    from emo.eval.store import read_json, said_of
 
     if args.temperature is None and args.top_p != 1:
         raise UserError("--top_p goes with --temperature; without it the likeliest token is taken")
-    decoding = Decoding(greedy=True)
-    if args.temperature is not None:
-        decoding = Decoding(args.temperature, 0, args.top_p)
+    greedy = args.temperature is None
+    decoding = Decoding(greedy=True) if greedy else Decoding(args.temperature, 0, args.top_p)
     name, questions = read_questions(args.questions, args.data, args.limit)
     model = EvaluatedModel(args.model, args.name, args.dtype)
     template = choose_template(model, args.template, say)
@@ -104,24 +102,7 @@ def _answer(args: argparse.Namespace, say: Say) -> int:
     settings = (name, template, args.max_new_tokens, args.seed, args.output_path)
     answering = Answering(chosen, questions, *settings)
     claim_name(model, args.output_path, say)
-    path = answering.directory / ABOUT
-    before = read_json(path)
-    rows = answering.run()
-    numbers = counts(rows)
-    if other := said_of(before, read_json(path), ("path", *numbers)):
-        say(f"{answering.directory} {other}")
-    for key, remark in (
-        ("empty", "are empty; they are kept"),
-        ("cut_off", "were cut off; --max_new_tokens, or the context, is the limit"),
-        ("no_room", f"had no room after their question in a context of {answering.context} tokens"),
-    ):
-        if numbers[key]:
-            say(f"{model.name}: {numbers[key]} of {len(rows)} answers {remark}")
-    stored = len(rows) - answering.computed
-    say(
-        f"{model.name}: {counted(len(rows), 'answer')} ({stored} already known), template {template}, "
-        f"in {answering.directory / OUTPUTS}"
-    )
+    answering.run(say)
     return ExitCode.DONE
 
 
@@ -133,7 +114,12 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
         if args.a or args.b or args.limit is not None:
             raise UserError("--from brings its own answers; leave out --a, --b and --limit")
         return _report(read_existing(args.existing, args.labelled, judge.name), args, say)
-    pairs = _pairs(args, say)
+    if args.labelled and (args.a or args.b):
+        raise UserError("--labelled brings its own answers; leave out --a and --b")
+    if not args.labelled and not (args.a and args.b):
+        raise UserError("give --a and --b, --labelled FILE, or --from FILE")
+    pairs = labelled(args.labelled) if args.labelled else of_answers(args.a, args.b, say)
+    pairs = pairs._replace(rows=evenly(pairs.rows, args.limit))
     if args.export:
         prompts = write_prompts(judge, pairs, args.export, args.format, args.ask_for, args.max_new_tokens)
         say(f"{counted(prompts, 'prompt')} on {counted(len(pairs.rows), 'pair')} in {args.export}")
@@ -161,17 +147,6 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
     if any(row["replies"] for row in replies):
         facts |= chosen.identity
     return _report([of_replies(judge, model.name, pairs, replies, facts)], args, say)
-
-
-def _pairs(args: argparse.Namespace, say: Say) -> Pairs:
-    if args.labelled and (args.a or args.b):
-        raise UserError("--labelled brings its own answers; leave out --a and --b")
-    if not args.labelled and not (args.a and args.b):
-        raise UserError("give --a and --b, --labelled FILE, or --from FILE")
-    pairs = labelled(args.labelled) if args.labelled else of_answers(args.a, args.b)
-    for note in pairs.notes:
-        say(note)
-    return pairs._replace(rows=[pairs.rows[i] for i in evenly(len(pairs.rows), args.limit)])
 
 
 def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int:

@@ -8,9 +8,9 @@ a file, and its replies read back; no key of any service is needed here.
 
 ID is DIGEST-ROW-ORDER: replies to other pairs, or to another judge's prompts, are refused.
 
-Replies are read by the rules of the judge's own code. A parser takes any text and gives a verdict on the
-answers in the order in which the prompt shows them, or None: the reply is unreadable. Replies are data: they
-are searched and read as literals, never run.
+Replies are read by the rules of the judge's own code. A parser takes any text and gives a verdict, "a" being
+the answer that the prompt shows first, or None: the reply is unreadable. Replies are data: they are searched
+and read as literals, never run.
 """
 
 from __future__ import annotations
@@ -19,22 +19,21 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
 from emo.common.errors import UserError
-from emo.common.files import write_text
 from emo.data_prep.tokenizer import chat_template
 from emo.eval import store
-from emo.eval.generation.decoding import Decoding, context_of
-from emo.eval.judging.answers import Question, Row, chat_ids, named, plain_ids, read_rows, require_once
-from emo.eval.judging.engines import Beams, Transformers
-from emo.eval.judging.pairs import Judged, Pair, Pairs, Side, row_of
+from emo.eval.generation.decoding import Beams, Decoding, Request
+from emo.eval.generation.engines import Record, Reply, TextJob, Transformers
+from emo.eval.generation.prefixes import Row, read_rows
+from emo.eval.judging.answers import Question, chat_ids, plain_ids, require_once, shortened
+from emo.eval.judging.pairs import EXCHANGED, Judged, Pair, Pairs, Side, row_of
 
 PROMPTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "prompts.yaml").read_text(encoding="utf-8"))
 # What PandaLM's code takes out of responses, and out of its model's replies.
@@ -44,8 +43,7 @@ SPECIAL = re.compile(
 )
 LONGEST = 100_000  # characters of a reply that are read as a literal; a verdict of AlpacaEval has about 80
 
-Shown = Literal["first", "second", "tie"]  # by their order in the prompt
-VERDICTS: dict[str, Shown] = {"1": "first", "2": "second", "tie": "tie"}
+VERDICTS: dict[str, Side] = {"1": "a", "2": "b", "tie": "tie"}
 
 
 def auto_j_prompt(question: Question, first: str, second: str) -> str:
@@ -54,7 +52,7 @@ def auto_j_prompt(question: Question, first: str, second: str) -> str:
     return _filled("auto_j_frame", input=prompt)
 
 
-def auto_j_verdict(reply: str) -> Shown | None:
+def auto_j_verdict(reply: str) -> Side | None:
     """Return what follows the last "final decision is "; extract_pariwise_result of GAIR-NLP/auto-j."""
     _, marker, decision = reply.strip().rpartition("final decision is ")
     verdict = re.match("response 1|response 2|tie", decision.strip().lower()) if marker else None
@@ -68,7 +66,7 @@ def pandalm_prompt(question: Question, first: str, second: str) -> str:
     return _filled("pandalm_input" if question.input else "pandalm", **texts)
 
 
-def pandalm_verdict(reply: str) -> Shown | None:
+def pandalm_verdict(reply: str) -> Side | None:
     """Return what the first line says; parse_pandalm_response of WeOpenML/PandaLM, where others are ties."""
     return VERDICTS.get(_without_special(reply).split("\n")[0].lower())
 
@@ -78,16 +76,14 @@ def alpaca_eval_prompt(question: Question, first: str, second: str) -> str:
     return _filled("alpaca_eval", instruction=question.text, output_1=first, output_2=second)
 
 
-def alpaca_eval_verdict(reply: str) -> Shown | None:
+def alpaca_eval_verdict(reply: str) -> Side | None:
     """Return the rank of model_1 in a Python list of dictionaries; ranking_parser of alpaca_eval 0.6.6."""
-    if len(reply) > LONGEST:
-        return None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a literal may look odd to Python
-            ranked: Any = ast.literal_eval(reply)
-        rank = next(entry["rank"] for entry in [entry for entry in ranked if entry["model"] == "model_1"])
-        return {1: "first", 2: "second"}.get(rank)  # type: ignore[return-value]
+            ranked: Any = ast.literal_eval(reply if len(reply) <= LONGEST else "")
+        (rank, *_) = [entry["rank"] for entry in ranked if entry["model"] == "model_1"]
+        return {1: "a", 2: "b"}.get(rank)  # type: ignore[return-value]
     except Exception:  # whatever a text can do to a parser: it is no verdict
         return None
 
@@ -119,7 +115,7 @@ class Judge:
     name: str
     model: str | None
     prompt: Callable[[Question, str, str], str]
-    verdict: Callable[[str], Shown | None]
+    verdict: Callable[[str], Side | None]
     decoding: Decoding | Beams
     tokens: int
     chat: bool = False
@@ -143,14 +139,9 @@ def shown(judge: Judge, pair: Pair, swapped: bool, characters: int | None = None
     return judge.prompt(pair.question, first[:characters], second[:characters])
 
 
-def side(position: Shown | None, swapped: bool) -> Side | None:
-    """Return whose answer a verdict prefers; swapped: the prompt showed B's first."""
-    if position is None or position == "tie":
-        return position
-    return "a" if (position == "first") != swapped else "b"
-
-
-def of_replies(judge: Judge, by: str, pairs: Pairs, replies: Sequence[Row], facts: dict[str, Any]) -> Judged:
+def of_replies(
+    judge: Judge, by: str, pairs: Pairs, replies: Sequence[Record], facts: dict[str, Any]
+) -> Judged:
     """Return pairs with the replies to their prompts.
 
     replies: one per pair, {"replies": [{"text", ...}, {"text", ...}]}, A's answer first and B's first; with
@@ -158,105 +149,86 @@ def of_replies(judge: Judge, by: str, pairs: Pairs, replies: Sequence[Row], fact
     """
     rows = []
     for pair, reply in zip(pairs.rows, replies, strict=True):
-        sides = [side(judge.verdict(r["text"]), bool(i)) for i, r in enumerate(reply["replies"])]
+        sides = [judge.verdict(r["text"]) for r in reply["replies"]]
+        sides[1:] = map(EXCHANGED.get, sides[1:])
         if reply["unasked"] == IDENTICAL:
             sides = ["tie"] * 2  # as AlpacaEval's annotator has it
         rows.append(row_of(pair, sides) | {key: reply[key] for key in ("replies", "unasked", "cut")})
     return Judged(judge.name, by, pairs.a, pairs.b, 2, rows, facts, pairs.questions)
 
 
-CHUNK = 32  # pairs; what a killed process loses at most
 VERSION = 1  # of everything that decides what a reply is
 IDENTICAL, NO_ROOM = "identical", "no_room"  # why a pair was not asked
 
 
-class Judging:
+class Judging(TextJob):
     """Asks a judge about pairs in the engine's model."""
+
+    chunk, unit, per_row = 32, "reply", 2
 
     def __init__(
         self, judge: Judge, pairs: Pairs, engine: Transformers, out: Path, tokens: int | None = None
     ) -> None:
-        self.judge, self.pairs, self.engine, self.out = judge, pairs, engine, out
-        self.model = engine.model
-        self.tokens = judge.tokens if tokens is None else tokens
-        self.context = context_of(self.model)
+        super().__init__(engine, judge.tokens if tokens is None else tokens, out)
+        self.judge, self.pairs = judge, pairs
         self.template = chat_template(self.model.path) if judge.chat else None
-        if self.tokens < 1:
-            raise UserError(f"--max_new_tokens {self.tokens} must be at least 1")
         if self.context is not None and self.tokens >= self.context:
             raise UserError(
                 f"{self.model.given} has a context of {self.context} tokens, and replies may take "
                 f"{self.tokens}; set --max_new_tokens lower"
             )
 
-    def run(self) -> list[Row]:
+    def run(self) -> list[Record]:
         """Return the rows that `of_replies` takes: replies to all pairs, made or read."""
-        from tqdm import tqdm
-
         pairs = self.pairs.rows
         if all(pair.a == pair.b for pair in pairs):  # a model beside itself: no weights are loaded
-            return [{"row": i, "unasked": IDENTICAL, "cut": None, "replies": []} for i in range(len(pairs))]
+            return [self.record(self.prepare(row)[0], []) for row in range(len(pairs))]
         chat = None if self.template is None else store.digest(self.template)
-        asked = {"judging": VERSION, "judge": self.judge.name, "pairs": self.pairs.digest, "chat": chat}
-        limits = {"tokens": self.tokens, "context": self.context}
-        entry = store.Entry(self.out / store.STORE, asked | limits | self.engine.identity)
+        decides = {"judging": VERSION, "judge": self.judge.name, "pairs": self.pairs.digest, "chat": chat}
+        decides |= {"tokens": self.tokens, "context": self.context} | self.engine.identity
         label = f"{self.judge.name}: {self.pairs.b} against {self.pairs.a}"
-        with tqdm(total=2 * len(pairs), desc=label, unit="reply", disable=None) as bar:
-            ask = partial(self._ask, bar)
-            rows = store.complete(entry, len(pairs), CHUNK, ask, lambda count: bar.update(2 * count))
-        unasked = {row["unasked"] for row in rows}
-        if None not in unasked and NO_ROOM in unasked:
+        rows = self.complete(decides, len(pairs), label)
+        if {row["unasked"] for row in rows} in ({NO_ROOM}, {NO_ROOM, IDENTICAL}):
             raise UserError(
                 f"no prompt fits into the {self.context} tokens of {self.model.given} beside a reply of "
                 f"{self.tokens}; set --max_new_tokens lower, or take a judge with a longer context"
             )
         return rows
 
-    def _ask(self, bar: Any, rows: range) -> list[Row]:
-        from emo.eval.generation.sampling import Request
-
-        reply_rows: dict[int, Row] = {}
-        requests = []
-        for row in rows:
-            unasked, cut, ids = self._prepared(self.pairs.rows[row])
-            reply_rows[row] = {"row": row, "unasked": unasked, "cut": cut, "replies": []}
-            requests += [(row, Request(prompt, [row, order])) for order, prompt in enumerate(ids)]
-            bar.update(0 if ids else 2)
-        replies = self.engine.reply([r for _, r in requests], self.tokens, bar.update) if requests else []
-        for (row, _), reply in zip(requests, replies, strict=True):
-            reply_rows[row]["replies"].append(reply)
-        return list(reply_rows.values())
-
-    def _prepared(self, pair: Pair) -> tuple[str | None, int | None, list[list[int]]]:
-        """Return (why it is not asked, characters that both answers are cut to, ids in both orders)."""
-
-        def fitting(characters: int | None) -> list[list[int]] | None:
-            prompts = [shown(self.judge, pair, swapped, characters) for swapped in (False, True)]
-            if self.template is None:
-                ids = [plain_ids(self.model, prompt) for prompt in prompts]
-            else:
-                ids = [chat_ids(self.model, messages(prompt)) for prompt in prompts]
-            fits = self.context is None or max(map(len, ids)) + self.tokens <= self.context
-            return ids if fits else None
-
+    def prepare(self, row: int) -> tuple[Record, list[Request]]:
+        """Return why a pair is not asked, or the characters that both answers are cut to, and its prompts."""
+        pair = self.pairs.rows[row]
         if pair.a == pair.b:
-            return IDENTICAL, None, []
-        if ids := fitting(None):
-            return None, None, ids
-        low, high, ids = 0, max(len(pair.a), len(pair.b)), fitting(0)
+            return {"unasked": IDENTICAL, "cut": None}, []
+        cut, ids = None, self._fitting(pair, None)
         if ids is None:
-            return NO_ROOM, None, []
-        while high - low > 1:  # `low` fits, `high` does not
-            middle = (low + high) // 2
-            if longer := fitting(middle):
-                low, ids = middle, longer
-            else:
-                high = middle
-        return None, low, ids
+            cut, too_long, ids = 0, max(len(pair.a), len(pair.b)), self._fitting(pair, 0)
+            if ids is None:
+                return {"unasked": NO_ROOM, "cut": None}, []
+            while too_long - cut > 1:
+                middle = (cut + too_long) // 2
+                if longer := self._fitting(pair, middle):
+                    cut, ids = middle, longer
+                else:
+                    too_long = middle
+        return {"unasked": None, "cut": cut}, [Request(part, [row, order]) for order, part in enumerate(ids)]
+
+    def record(self, facts: Record, replies: list[Reply]) -> Record:
+        """Return a pair's replies."""
+        return facts | {"replies": [reply for _, reply in replies]}
+
+    def _fitting(self, pair: Pair, characters: int | None) -> list[list[int]] | None:
+        """Return the ids of the prompts in both orders, if there is room for them and the replies."""
+        prompts = [shown(self.judge, pair, swapped, characters) for swapped in (False, True)]
+        if self.template is None:
+            ids = [plain_ids(self.model, prompt) for prompt in prompts]
+        else:
+            ids = [chat_ids(self.model, messages(prompt)) for prompt in prompts]
+        fits = self.context is None or max(map(len, ids)) + self.tokens <= self.context
+        return ids if fits else None
 
 
 FORMATS = ("jsonl", "openai")
-FORMS = 'a reply is {"id", "reply"}, or a line of a batch\'s output'
 
 
 def write_prompts(
@@ -269,81 +241,70 @@ def write_prompts(
         raise UserError(f"--format openai: {judge.name} decodes with beams, which batch files cannot ask for")
     if file.is_dir():
         raise UserError(f"--export {file} is a directory; give a file")
+    kind = "chat/completions" if judge.chat else "completions"
     lines = []
-    for name, row, swapped in _asked(judge, pairs):
-        prompt = shown(judge, pairs.rows[row], swapped)
-        line: Row = {"id": name, "prompt": prompt}
-        if form == "openai":
-            body: Row = {"model": model or judge.remote or judge.model}
-            body |= {"messages": messages(prompt)} if judge.chat else {"prompt": prompt}
-            body |= {"max_tokens": tokens or judge.tokens, "temperature": 0}
-            kind = "chat/completions" if judge.chat else "completions"
-            line = {"custom_id": name, "method": "POST", "url": f"/v1/{kind}", "body": body}
-        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, "".join(lines))
+    for pair, ids in zip(pairs.rows, _ids(judge, pairs), strict=True):
+        for swapped, name in enumerate(ids):
+            prompt = shown(judge, pair, bool(swapped))
+            line: Record = {"id": name, "prompt": prompt}
+            if form == "openai":
+                body: Record = {"model": model or judge.remote or judge.model}
+                body |= {"messages": messages(prompt)} if judge.chat else {"prompt": prompt}
+                body |= {"max_tokens": tokens or judge.tokens, "temperature": 0}
+                line = {"custom_id": name, "method": "POST", "url": f"/v1/{kind}", "body": body}
+            lines.append(json.dumps(line, ensure_ascii=False) + "\n")
+    store.replace(file, "".join(lines))
     return len(lines)
 
 
-def _asked(judge: Judge, pairs: Pairs) -> Iterator[tuple[str, int, bool]]:
-    """Yield (id, row, swapped) of every prompt, A's answer first, then B's."""
+def _ids(judge: Judge, pairs: Pairs) -> list[list[str]]:
+    """Return the ids of each pair's prompts, A's answer first, then B's; none where the answers are alike."""
     digest = store.digest([judge.name, pairs.digest])[:12]
-    for row, pair in enumerate(pairs.rows):
-        for swapped in (False, True) if pair.a != pair.b else ():
-            yield f"{digest}-{row}-{'ba' if swapped else 'ab'}", row, swapped
+    orders = [("ab", "ba") if pair.a != pair.b else () for pair in pairs.rows]
+    return [[f"{digest}-{row}-{order}" for order in part] for row, part in enumerate(orders)]
 
 
-def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Row]:
+def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Record]:
     """Return the replies to `write_prompts`, for `of_replies`.
 
     UserError for a half-written file, and for replies that are missing, given twice, or to other prompts. A
     reply whose request failed is empty, hence unreadable, and says so: {"text": "", "failed": true}.
     """
-    expected = {name: row for name, row, _ in _asked(judge, pairs)}
+    of_pairs = _ids(judge, pairs)
+    expected = dict.fromkeys(name for names in of_pairs for name in names)
     rows = read_rows(file) if expected else []  # nothing was asked where all pairs have the same answer twice
-    ids: list[str] = []
-    for i, row in enumerate(rows, start=1):
-        name = row.get("custom_id", row.get("id"))
-        if not isinstance(name, str):
-            raise UserError(f"{file} row {i}: no id; {FORMS}", code="no-id")
-        ids.append(name)
+    ids = [str(row.get("custom_id", row.get("id"))) for row in rows]
     require_once(ids, f"{file}: replies come")
-    if foreign := [row_id for row_id in ids if row_id not in expected]:
+    foreign = [name for name in ids if name not in expected]
+    absent = sorted(expected.keys() - ids)
+    if foreign or absent:
         raise UserError(
-            f"{file}: {len(foreign)} replies are not to these prompts: {named(foreign)}; give the --judge, "
-            "answers and options that the prompts were exported with",
-            code="foreign",
+            f"{file}: {len(absent)} of {len(expected)} replies are missing, {len(foreign)} are not to these "
+            f"prompts: {shortened([*foreign, *absent])}; give the --judge, answers and options of --export",
+            code="foreign" if foreign else "missing",
         )
-    numbered = enumerate(zip(ids, rows, strict=True), start=1)
-    replies = {name: _reply(row, f"{file} row {i}") for i, (name, row) in numbered}
-    if absent := [name for name in expected if name not in replies]:
-        raise UserError(
-            f"{file}: {len(absent)} of {len(expected)} replies are missing: {named(absent)}", code="missing"
-        )
-    answered: list[Row] = [
-        {"row": i, "unasked": IDENTICAL if pair.a == pair.b else None, "cut": None, "replies": []}
-        for i, pair in enumerate(pairs.rows)
+    replies = dict(zip(ids, map(_reply, rows), strict=True))
+    return [
+        {"unasked": None if ids else IDENTICAL, "cut": None, "replies": [replies[name] for name in ids]}
+        for ids in of_pairs
     ]
-    for name, number in expected.items():
-        answered[number]["replies"].append(replies[name])
-    return answered
 
 
-def _reply(row: Row, where: str) -> Row:
-    """Return the reply in a row of either form; its text is "" where the judge said nothing (null)."""
-    if "reply" in row:
-        if not isinstance(row["reply"], str | None):
-            raise UserError(f"{where}: reply is {str(row['reply'])[:40]!r}, and no text", code="no-text")
+def _reply(row: Row) -> Record:
+    """Return the reply in a row of either form; its text is "" where it is null."""
+    if isinstance(row.get("reply", 0), str | None):
         return {"text": row["reply"] or ""}
     if "response" not in row and "error" not in row:
-        raise UserError(f"{where}: no reply; {FORMS}", code="no-reply")
+        raise UserError(
+            f'{row.source}: it must be {{"id", "reply": TEXT}}, or a line of a batch\'s output',
+            code="no-reply",
+        )
+    failed = {"text": "", "failed": True}
+    if row.get("error"):
+        return failed
     try:
-        choice: Any = row["response"]["body"]["choices"][0]
+        choice = row["response"]["body"]["choices"][0]
+        text = choice["message"]["content"] if "message" in choice else choice["text"]
     except (KeyError, IndexError, TypeError):
-        choice = None
-    if not isinstance(choice, dict) or row.get("error"):
-        return {"text": "", "failed": True}
-    message = choice.get("message")
-    text = message.get("content") if isinstance(message, dict) else choice.get("text")
-    ended = choice.get("finish_reason") != "length"
-    return {"text": text if isinstance(text, str) else "", "ended": ended}
+        return failed
+    return {"text": text if isinstance(text, str) else "", "ended": choice.get("finish_reason") != "length"}

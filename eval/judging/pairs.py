@@ -7,24 +7,23 @@ that others gave: AlpacaEval's annotations, the published verdicts of PandaLM an
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from emo.common.errors import UserError
 from emo.eval import store
+from emo.eval.generation.engines import Record
+from emo.eval.generation.prefixes import Row, read_rows
 from emo.eval.judging.answers import (
     Question,
-    Row,
     answer_of,
     id_of,
-    named,
     question_of,
     read_answers,
-    read_rows,
     require_once,
-    text_of,
+    shortened,
 )
 
 Side = Literal["a", "b", "tie"]  # whose answer is better
@@ -43,15 +42,11 @@ class Pair(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """a, b: who wrote the answers; notes: what a user should know about them.
-
-    questions: the set that they are of, "" where it is not one, or nothing says which.
-    """
+    """a, b: who wrote the answers; questions: the one set that all are of, or ""."""
 
     a: str
     b: str
     rows: list[Pair]
-    notes: Sequence[str] = ()
     questions: str = ""
 
     @property
@@ -64,7 +59,7 @@ class Pairs(NamedTuple):
 class Judged:
     """All pairs with a judge's verdicts. by: who gave them; orders: 2 where pairs were asked both ways round.
 
-    facts: how it was done, for the record; questions: the set that they are of, "" where nothing says so.
+    facts: how it was done, for the record; questions: as in Pairs.
     """
 
     judge: str
@@ -72,7 +67,7 @@ class Judged:
     a: str
     b: str
     orders: int
-    rows: list[Row]
+    rows: list[Record]
     facts: dict[str, Any] = field(default_factory=dict)
     questions: str = ""
 
@@ -87,95 +82,87 @@ def outcome(sides: Sequence[Side | None]) -> Outcome:
     return "changed" if len(set(sides)) > 1 else sides[0]  # type: ignore[return-value]
 
 
-def row_of(pair: Pair, sides: Sequence[Side | None], value: float | None = None) -> Row:
-    """Return a judged pair. value: its score where the verdict is a number between the two."""
+def row_of(pair: Pair, sides: Sequence[Side | None]) -> Record:
+    """Return a judged pair."""
     result = outcome(sides)
-    row: Row = {
-        "id": pair.key,
-        "question": pair.question.text,
-        "a": pair.a,
-        "b": pair.b,
-        "verdicts": list(sides),
-    }
-    row |= {"outcome": result, "score": WORTH[result] if value is None else value, "human": list(pair.human)}
+    row: Record = {"id": pair.key, "question": pair.question.text, "a": pair.a, "b": pair.b}
+    row |= {"verdicts": list(sides), "outcome": result, "score": WORTH[result], "human": list(pair.human)}
     return row | {"replies": [], "unasked": None, "cut": None}
 
 
-def of_answers(a: Path, b: Path) -> Pairs:
-    """Return the answers of two files to the same questions, in A's order.
+def of_answers(a: Path, b: Path, say: Callable[[str], None] = lambda text: None) -> Pairs:
+    """Return the answers of two files to the same questions, in A's order. say: told what is odd about them.
 
     They are matched by id where both files have ids, else by the questions' texts. UserError when a question
     is in one file only, or when an id stands for different questions.
     """
     files = first, second = read_answers(a), read_answers(b)
     by_id = all(question.id for answers in files for question, _ in answers.rows)
-    of_a, of_b = (answers.keyed(by_id) for answers in files)
+    of_a, of_b = (_keyed(answers.rows, by_id) for answers in files)
     _require_same("ids" if by_id else "questions", of_a, first.path, of_b, second.path)
-    rows = []
-    for key, (question, text) in of_a.items():
-        other, text_of_b = of_b[key]
-        if question.text != other.text:
-            raise UserError(
-                f"id {key!r} is another question in {first.path} than in {second.path}; "
-                "answer the same questions with both models"
-            )
-        rows.append(Pair(key, question, text, text_of_b))
-    notes = [
-        f"{answers.path}: {count} of {len(answers.rows)} answers are empty; they are judged like others"
-        for answers in files
-        if (count := sum(not text.strip() for _, text in answers.rows))
-    ]
+    rows = [Pair(key, question, text, of_b[key][1]) for key, (question, text) in of_a.items()]
+    if other := [pair.key for pair in rows if pair.question.text != of_b[pair.key][0].text]:
+        raise UserError(
+            f"ids are of other questions in {first.path} than in {second.path}: {shortened(other)}; "
+            "answer the same questions with both models"
+        )
+    for path, _, texts in files:
+        if empty := sum(not text.strip() for _, text in texts):
+            say(f"{path}: {empty} of {len(texts)} answers are empty; they are judged like others")
     if again := sum(count > 1 for count in Counter(pair.question.text for pair in rows).values()):
-        notes.append(f"{again} questions come more than once; intervals treat each of them as one")
-    sets = {pair.question.dataset for pair in rows}
+        say(f"{again} questions come more than once; intervals treat each of them as one")
     names = (first.generator, second.generator)
     if names[0] == names[1]:  # files of one model are told apart by their paths
         parts = [(answers.path.parent.name, answers.path.name.split(".")[0]) for answers in files]
         ends = next(((a, b) for a, b in zip(*parts, strict=True) if a != b), ("a", "b"))
         names = (f"{names[0]} {ends[0]}", f"{names[1]} {ends[1]}")
-    return Pairs(*names, rows, notes, sets.pop() if len(sets) == 1 else "")
+    sets = {pair.question.dataset for pair in rows}
+    return Pairs(*names, rows, sets.pop() if len(sets) == 1 else "")
+
+
+def _keyed(rows: Sequence[tuple[Question, str]], by_id: bool) -> dict[str, tuple[Question, str]]:
+    """Return answers by ids, or by their questions' texts; one that comes again is another question."""
+    counts, table = Counter[str](), {}
+    for question, text in rows:
+        key = question.id if by_id else question.text
+        counts[key] += 1
+        table[key if counts[key] == 1 else f"{key} #{counts[key]}"] = (question, text)
+    return table
 
 
 def _require_same(kind: str, first: Iterable[str], a: Path, second: Iterable[str], b: Path | str) -> None:
     """Raise UserError where one of two files has ids that the other lacks."""
     x, y = dict.fromkeys(first), dict.fromkeys(second)
-    for path, only in ((a, [key for key in x if key not in y]), (b, [key for key in y if key not in x])):
-        if only:
-            raise UserError(
-                f"{a} and {b} are on different questions: {len(only)} {kind} only in {path}: {named(only)}",
-                code="unmatched",
-            )
+    if only := [key for key in {**x, **y} if key not in x or key not in y]:
+        raise UserError(
+            f"{a} and {b} are on different questions: {len(only)} {kind} are in one only: {shortened(only)}",
+            code="unmatched",
+        )
 
 
 PANDALM_LABELS: dict[Any, Side] = {0: "tie", 1: "a", 2: "b"}
 AUTO_J_LABELS: dict[Any, Side] = {0: "a", 1: "b", 2: "tie"}
-PANDALM_ANNOTATORS = ("annotator1", "annotator2", "annotator3")
+PANDALM_VERDICTS = ("pandalm_result", "gpt_result", "pandalm_7b", "gpt_3_5_turbo")
+AUTO_J_VERDICT = "output"
+EXCHANGED: dict[Side | None, Side | None] = {"a": "b", "b": "a", "tie": "tie", None: None}
 
 
 def labelled(path: Path) -> Pairs:
     """Return the pairs of a test set with human labels: PandaLM's (annotator1 to 3) or Auto-J's (label)."""
     rows, pairs = read_rows(path), []
-    of_pandalm = PANDALM_ANNOTATORS[0] in rows[0]
-    names = PANDALM_ANNOTATORS if of_pandalm else ("label",)
+    of_pandalm = "annotator1" in rows[0]
+    names = ["annotator1", "annotator2", "annotator3"] if of_pandalm else ["label"]
     labels = PANDALM_LABELS if of_pandalm else AUTO_J_LABELS
     instruction, response = ("instruction", "response") if of_pandalm else ("prompt", "response ")
     for i, row in enumerate(rows, start=1):
-        where = f"{path} row {i}"
-        for name in names:
-            if type(row.get(name)) is not int or row[name] not in labels:
-                raise UserError(
-                    f"{where}: {name} is {row.get(name)!r}; a human label is one of {sorted(labels)}"
-                )
-        question = question_of(row, where, (instruction,))
-        first, second = (answer_of(row, f"{response}{side}", where) for side in (1, 2))
-        human = tuple(labels[row[name]] for name in names)
-        pairs.append(Pair(question.id or str(i), question, first, second, human))
+        values = [row.get(name) for name in names]
+        if not all(type(value) is int and value in labels for value in values):
+            raise UserError(f"{row.source}: {', '.join(names)} is {values}; a human label is 0, 1 or 2")
+        question, human = question_of(row, instruction), tuple(labels[value] for value in values)
+        texts = answer_of(row, f"{response}1"), answer_of(row, f"{response}2")
+        pairs.append(Pair(question.id or str(i), question, *texts, human))
     require_once([pair.key for pair in pairs], f"{path}: ids come")
     return Pairs("response 1", "response 2", pairs)
-
-
-PANDALM_VERDICTS = ("pandalm_result", "gpt_result", "pandalm_7b", "gpt_3_5_turbo")
-AUTO_J_VERDICT = "output"
 
 
 def read_existing(files: Sequence[Path], labels: Path | None, judge: str) -> list[Judged]:
@@ -185,78 +172,73 @@ def read_existing(files: Sequence[Path], labels: Path | None, judge: str) -> lis
     as one file, or as two: the answers as they are, and exchanged.
     """
     require_once([str(file.resolve()) for file in files], "--from names files")
-    tables = [read_rows(file) for file in files]
-    first = tables[0][0]
-    if "preference" in first:
-        return _alpaca_eval(files, tables, judge)
-    if any(name in first for name in PANDALM_VERDICTS):
+    tables = {file: read_rows(file) for file in files}
+    fields = tables[files[0]][0]
+    if "preference" in fields:
+        return _alpaca_eval(tables, judge)
+    if any(name in fields for name in PANDALM_VERDICTS):
         return [
-            _pandalm(file, rows, name, labelled(labels or file), judge)
-            for file, rows in zip(files, tables, strict=True)
+            _pandalm(file, name, rows, labelled(labels or file), judge)
+            for file, rows in tables.items()
             for name in PANDALM_VERDICTS
             if name in rows[0]
         ]
-    if AUTO_J_VERDICT in first and labels is not None:
-        return [_auto_j(files, tables, labelled(labels), judge)]
-    fields = f"preference, {', '.join(PANDALM_VERDICTS)}, or (with --labelled) {AUTO_J_VERDICT}"
-    raise UserError(f"{files[0]} holds no verdicts: none of the fields {fields}; it has {', '.join(first)}")
+    if AUTO_J_VERDICT in fields and labels is not None:
+        return [_auto_j(tables, labelled(labels), judge)]
+    names = f"preference, {', '.join(PANDALM_VERDICTS)}, or (with --labelled) {AUTO_J_VERDICT}"
+    raise UserError(f"{files[0]} holds no verdicts: none of the fields {names}; it has {', '.join(fields)}")
 
 
-def _alpaca_eval(files: Sequence[Path], tables: list[list[Row]], judge: str) -> list[Judged]:
+def _alpaca_eval(tables: Mapping[Path, list[Row]], judge: str) -> list[Judged]:
     """Return a comparison for each two generators and annotator, in whichever files their annotations are.
 
     A preference of 1 is A, 2 is B, between them it is less one B's score; 0 is a tie; others are unreadable.
     """
-    groups: dict[tuple[str, str, str], list[Row]] = {}
-    origins: dict[tuple[str, str, str], dict[str, None]] = {}
-    for file, rows in zip(files, tables, strict=True):
-        for i, row in enumerate(rows, start=1):
-            where = f"{file} row {i}"
-            of_a, of_b = (text_of(row, (f"generator_{side}",), where) for side in (1, 2))
-            parties = (of_a, of_b, str(row.get("annotator") or judge))
-            question = question_of(row, where)
-            a, b = (answer_of(row, f"output_{side}", where) for side in (1, 2))
-            number, value = row.get("preference"), None
-            if isinstance(number, int | float) and not isinstance(number, bool):
-                value = 0.5 if number == 0 else float(number) - 1 if 1 <= number <= 2 else None
-            verdict: Side | None = None
-            if value is not None:
-                verdict = "tie" if value == 0.5 else "b" if value > 0.5 else "a"
-            pair = Pair(question.id or question.text, question, a, b)
-            groups.setdefault(parties, []).append(row_of(pair, [verdict], value))
-            origins.setdefault(parties, {})[file.name] = None
-    for (a, b, _), judged in groups.items():
-        require_once([row["id"] for row in judged], f"{b} against {a} was judged")
-    return [
-        Judged(judge, by, a, b, 1, judged, {"from": list(origins[a, b, by])})
-        for (a, b, by), judged in groups.items()
-    ]
+    judgements: dict[tuple[str, str, str], Judged] = {}
+    for file, rows in tables.items():
+        for row in rows:
+            by, a, b = str(row.get("annotator") or judge), row.text("generator_1"), row.text("generator_2")
+            question = question_of(row, "instruction")
+            preference: Any = row.get("preference")
+            texts = answer_of(row, "output_1"), answer_of(row, "output_2")
+            judged_row = row_of(Pair(question.id or question.text, question, *texts), [None])
+            if type(preference) in (int, float) and (preference == 0 or 1 <= preference <= 2):
+                score = 0.5 if preference == 0 else float(preference) - 1
+                side = "tie" if score == 0.5 else "b" if score > 0.5 else "a"
+                judged_row |= {"verdicts": [side], "outcome": side, "score": score}
+            judged = judgements.setdefault((a, b, by), Judged(judge, by, a, b, 1, [], {"from": []}))
+            judged.rows.append(judged_row)
+            if file.name not in judged.facts["from"]:
+                judged.facts["from"].append(file.name)
+    for judged in judgements.values():
+        require_once([row["id"] for row in judged.rows], f"{judged.b} against {judged.a} was judged")
+    return list(judgements.values())
 
 
-def _pandalm(file: Path, rows: list[Row], name: str, pairs: Pairs, judge: str) -> Judged:
+def _pandalm(file: Path, name: str, rows: list[Row], pairs: Pairs, judge: str) -> Judged:
     """Return verdicts 0, 1, 2 or Tie, joined to the test set by idx; what is neither is unreadable."""
     ids = [id_of(row) for row in rows]
     require_once(ids, f"{file}: ids come")
+    _require_same("ids", ids, file, [pair.key for pair in pairs.rows], "the labels")
     by_id = dict(zip(ids, rows, strict=True))
-    _require_same("ids", by_id, file, [pair.key for pair in pairs.rows], "the labels")
     sides: dict[str, Side] = {str(number): label for number, label in PANDALM_LABELS.items()} | {"tie": "tie"}
     verdicts = [str(by_id[pair.key].get(name)).strip().lower() for pair in pairs.rows]
     judged = [row_of(pair, [sides.get(verdict)]) for pair, verdict in zip(pairs.rows, verdicts, strict=True)]
     return Judged(judge, name, pairs.a, pairs.b, 1, judged, {"from": [file.name]})
 
 
-def _auto_j(files: Sequence[Path], tables: list[list[Row]], pairs: Pairs, judge: str) -> Judged:
+def _auto_j(tables: Mapping[Path, list[Row]], pairs: Pairs, judge: str) -> Judged:
     """Return verdicts 0, 1, 2 line by line; those of the second file are on the answers exchanged."""
-    if len(files) > 2:
-        raise UserError("--from takes at most two files of Auto-J: verdicts, and those on exchanged answers")
-    for file, rows in zip(files, tables, strict=True):
-        if (count := len(rows)) != len(pairs.rows):
-            raise UserError(f"{file} has {count} verdicts on {len(pairs.rows)} pairs; is it half-written?")
-    exchange: dict[Side | None, Side | None] = {"a": "b", "b": "a", "tie": "tie", None: None}
+    counts = [len(rows) for rows in tables.values()]
+    if len(tables) > 2 or set(counts) != {len(pairs.rows)}:
+        raise UserError(
+            "--from takes one or two files of Auto-J, verdicts and those on exchanged answers, with a line "
+            f"for each of {len(pairs.rows)} pairs; these have {counts}"
+        )
     judged = []
-    for pair, *rows_of_pair in zip(pairs.rows, *tables, strict=True):
+    for pair, *rows_of_pair in zip(pairs.rows, *tables.values(), strict=True):
         values = [row.get(AUTO_J_VERDICT) for row in rows_of_pair]
-        sides = [AUTO_J_LABELS.get(value) if type(value) is int else None for value in values]
-        judged.append(row_of(pair, [sides[0], *(exchange[verdict] for verdict in sides[1:])]))
-    facts = {"from": [file.name for file in files]}
-    return Judged(judge, files[0].name.split(".")[0], pairs.a, pairs.b, len(files), judged, facts)
+        first, *second = [AUTO_J_LABELS.get(value) if type(value) is int else None for value in values]
+        judged.append(row_of(pair, [first, *map(EXCHANGED.get, second)]))
+    names = [file.name for file in tables]
+    return Judged(judge, names[0].split(".")[0], pairs.a, pairs.b, len(names), judged, {"from": names})

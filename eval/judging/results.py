@@ -23,8 +23,8 @@ import numpy as np
 
 from emo.common.errors import UserError
 from emo.eval import store
+from emo.eval.generation.engines import Record
 from emo.eval.generation.prefixes import evenly
-from emo.eval.judging.answers import Row
 from emo.eval.judging.judging import IDENTICAL, NO_ROOM
 from emo.eval.judging.pairs import Judged
 from emo.eval.model import clean_name
@@ -48,8 +48,7 @@ REMARKS = {
     "empty_b": "answers of B are empty",
 }
 
-DRAWS = 5_000  # of signs
-BATCH = 500  # draws at a time
+DRAWS, BATCH = 5_000, 500  # of signs, and how many at a time
 FOLDS = 5  # of AlpacaEval's cross-validation
 LEAST = 2 * FOLDS  # verdicts that a length-controlled win rate needs
 NEXT_TO_NOTHING = 1e-12  # a weight
@@ -145,33 +144,34 @@ def summary(judged: Judged, name: str) -> dict[str, Any]:
     rows = judged.rows
     read = [row for row in rows if row["score"] is not None]
     asked = [row for row in rows if row["unasked"] is None]
+    scores, questions = [row["score"] for row in read], [row["question"] for row in read]
     shares: dict[str, Any] = dict.fromkeys((*SHARES, "win_rate"))
     if read:
-        scores, questions = np.array([row["score"] for row in read]), [row["question"] for row in read]
-        columns = (scores > 0.5, scores == 0.5, scores < 0.5, scores)
-        shares = {name: _share(c.tolist(), questions) for name, c in zip(shares, columns, strict=True)}
+        columns = [[s > 0.5 for s in scores], [s == 0.5 for s in scores], [s < 0.5 for s in scores], scores]
+        shares = {key: _share(column, questions) for key, column in zip(shares, columns, strict=True)}
     consistency = None  # share of pairs whose verdict is the same in both orders
     if judged.orders == 2 and asked:
         consistency = sum(row["outcome"] in LABELS for row in asked) / len(asked)
-    outcomes = Counter(row["outcome"] for row in rows)
-    unasked = Counter(row["unasked"] for row in rows)
-    counts = {name: outcomes[name] for name in ("a", "b", "tie", "changed")}
-    counts |= {"unreadable": outcomes["unreadable"] - unasked[NO_ROOM], "no_room": unasked[NO_ROOM]}
-    counts |= {"identical": unasked[IDENTICAL], "cut": sum(row["cut"] is not None for row in rows)}
-    counts |= {f"empty_{side}": sum(not row[side].strip() for row in rows) for side in ("a", "b")}
-    counts["unreadable_replies"] = sum(verdict is None for row in asked for verdict in row["verdicts"])
-    counts["replies_cut_off"] = sum(r.get("ended") is False for row in rows for r in row["replies"])
-    lengths = {side: [len(row[side]) for row in rows] for side in ("a", "b")}
-    of_read = ([len(row[side]) for row in read] for side in ("a", "b"))
+    outcomes, unasked = (Counter(row[key] for row in rows) for key in ("outcome", "unasked"))
+    counts = {key: outcomes[key] for key in ("a", "b", "tie", "changed")} | {
+        "unreadable": outcomes["unreadable"] - unasked[NO_ROOM],
+        "no_room": unasked[NO_ROOM],
+        "identical": unasked[IDENTICAL],
+        "cut": sum(row["cut"] is not None for row in rows),
+        "empty_a": sum(not row["a"].strip() for row in rows),
+        "empty_b": sum(not row["b"].strip() for row in rows),
+        "unreadable_replies": sum(verdict is None for row in asked for verdict in row["verdicts"]),
+        "replies_cut_off": sum(r.get("ended") is False for row in rows for r in row["replies"]),
+    }
     return {
         **{key: value for key, value in vars(judged).items() if key != "rows"},
         **{"version": VERSION, "name": name, "pairs": len(rows), "read": len(read), "counts": counts},
         **shares,
-        "length_controlled": length_controlled([row["score"] for row in read], *of_read),
-        "lengths": {side: float(np.mean(values)) for side, values in lengths.items()},
+        "length_controlled": length_controlled(scores, *([len(row[x]) for row in read] for x in "ab")),
+        "lengths": {x: float(np.mean([len(row[x]) for row in rows])) for x in "ab"},
         "consistency": consistency,
         "human": _human(rows) if rows[0]["human"] else None,
-        "shown": [rows[i] for i in evenly(len(rows), SHOWN)],
+        "shown": evenly(rows, SHOWN),
     }
 
 
@@ -181,7 +181,7 @@ def _share(values: Sequence[float], questions: Sequence[str]) -> dict[str, float
     return {"value": value, **asdict(interval)}
 
 
-def _human(rows: list[Row]) -> dict[str, Any]:
+def _human(rows: list[Record]) -> dict[str, Any]:
     """Return how the verdicts agree with the people's labels.
 
     agreement: a verdict that is unreadable, or changes with the order, is wrong, as Auto-J counts.
@@ -224,24 +224,20 @@ def lines(numbers: dict[str, Any]) -> Iterator[str]:
             f"  win rate {percent(numbers['win_rate'], 2)} on {numbers['read']} of {numbers['pairs']} "
             f"pairs{at_equal}; characters {lengths['b']:.0f} against {lengths['a']:.0f}"
         )
-    for name, text in remarks(numbers):
-        yield f"  {numbers['counts'][name]} {text}"
+    yield from (f"  {numbers['counts'][name]} {text}" for name, text in remarks(numbers))
     if numbers["consistency"] is not None:
         yield f"  the same verdict in both orders: {100 * numbers['consistency']:.2f} %"
-    if (human := numbers["human"]) is not None:
-        parts = [f"agreement with {human['raters']} human labels a pair: {percent(human['agreement'])}"]
+    if human := numbers["human"]:
+        text = f"  agreement with {human['raters']} human labels a pair: {percent(human['agreement'])}"
         if human["unreadable_as_ties"] != human["agreement"]["value"]:
-            parts.append(f"with unreadable verdicts as ties {100 * human['unreadable_as_ties']:.1f}")
-        if human["kappa"] is not None:
-            parts.append(f"Cohen's kappa {human['kappa']:.3f}")
-        if human["kappa_of_people"] is not None:
-            parts.append(f"people among themselves (Fleiss) {human['kappa_of_people']:.3f}")
-        yield "  " + "; ".join(parts)
+            text += f"; with unreadable verdicts as ties {100 * human['unreadable_as_ties']:.1f}"
+        names = {"kappa": "Cohen's kappa", "kappa_of_people": "people among themselves (Fleiss)"}
+        yield text + "".join(f"; {name} {human[k]:.3f}" for k, name in names.items() if human[k] is not None)
 
 
-def remarks(numbers: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name, text) of the counts that are not zero."""
-    return ((name, text) for name, text in REMARKS.items() if numbers["counts"][name])
+def remarks(numbers: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return (name, text) of the counts that are not zero."""
+    return [(name, text) for name, text in REMARKS.items() if numbers["counts"][name]]
 
 
 def default_title(judged: Judged) -> str:
@@ -271,10 +267,7 @@ class Judgement:
     def scores(self) -> dict[str, tuple[str, float]]:
         """Return key of a pair -> (its question, B's score), of readable verdicts; UserError if damaged."""
         file = self.path.with_suffix(".jsonl")
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UserError(f"{file} cannot be read ({type(error).__name__}); judge again") from None
+        text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
         if store.digest(text) != self.numbers["rows_digest"]:
             raise UserError(f"{file} is not what was judged; judge again")
         rows = [json.loads(line) for line in text.split("\n") if line]
@@ -286,12 +279,7 @@ def read_judgements(outs: Sequence[Path], say: Callable[[str], None]) -> list[Ju
     judgements = []
     for path in (path for out in outs for path in sorted((out / JUDGEMENTS).glob("*.json"))):
         value = store.read_json(path)
-        # Shares and win rate stand there exactly where verdicts were read.
-        if (
-            isinstance(value, dict)
-            and value.get("version") == VERSION
-            and all(isinstance(value[n], dict) == bool(value["read"]) for n in (*SHARES, "win_rate"))
-        ):
+        if isinstance(value, dict) and value.get("version") == VERSION:
             judgements.append(Judgement(value, path))
         else:
             say(f"skipped {path}: damaged, or a judgement of another version; judge again")

@@ -17,9 +17,10 @@ from pathlib import Path
 
 from emo.common.errors import ExitCode, outcome
 from emo.common.files import write_text
-from emo.eval.generation.decoding import Decoding, prompt_ids
-from emo.eval.generation.prefixes import given
-from emo.eval.generation.records import Generation, Plan
+from emo.eval.generation.decoding import prompt_ids
+from emo.eval.generation.engines import Transformers
+from emo.eval.generation.prefixes import from_texts
+from emo.eval.generation.records import Generation
 from emo.eval.model import EvaluatedModel
 from emo.experiments.code import code_digest
 
@@ -55,10 +56,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def sample(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path) -> list[list[int]]:
     """Return unbiased samples and what they begin with; finished chunks are kept below `out`, by the code."""
-    plan = Plan(given(None), Decoding(), tokens, texts, (seed,))
     begin = prompt_ids(oracle, "")
     chunks = out / f"sampled-{code_digest('emo.experiments.known_truth.corpus')}"
-    return [[*begin, *record["ids"]] for record in Generation(oracle, plan, chunks).run(publish=False)]
+    generation = Generation(Transformers(oracle), from_texts(None), tokens, texts, (seed,), chunks)
+    return [[*begin, *record["ids"]] for record in generation.run()]
 
 
 if __name__ == "__main__":

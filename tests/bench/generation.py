@@ -21,7 +21,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from emo.eval.generation import likelihood
-from emo.eval.generation.sampling import Request, Sampler
+from emo.eval.generation.decoding import Request
+from emo.eval.generation.sampling import Sampler
 from emo.eval.icl.prefix_scorer import PrefixScorer
 from tests.bench import common
 
@@ -95,11 +96,10 @@ def likelihoods(report: common.Report, name: str, rounds: int, tokens: int) -> N
     pairs = [(p, random.integers(3, vocabulary, tokens - i).tolist()) for p in prompts for i in range(TEXTS)]
     distinct = sum(map(len, prompts)) + sum(len(tail) - 1 for _, tail in pairs)
     rows = [random.integers(3, vocabulary, tokens + 1 - i % 16).tolist() for i in range(PREFIXES // 2)]
-    ours = likelihood.cross_entropies
     contestants: dict[str, Callable[[int], Any]] = {
         "perplexity": lambda number: likelihood.continuation_nll(scorer, pairs),
         "forward": lambda number: plain(model, distinct, tokens),
-        "cross-entropies": lambda number: likelihood.side_by_side(model, other, rows, ours),
+        "cross-entropies": lambda number: likelihood.side_by_side(model, other, rows),
         "two forwards": lambda number: [plain(m, sum(map(len, rows)), tokens) for m in (model, other)],
     }
     times = report.race(contestants, rounds, "who", model=name, what="likelihood")

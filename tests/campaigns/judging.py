@@ -5,8 +5,8 @@
 Two models answer questions, then a judge compares their answers in both orders: first undisturbed, then
 killed with -9 at seeded random moments (while they load, sample or write) and started again by the
 same command, until that has happened so often. Every file but the leases must equal the undisturbed one's
-byte for byte. The judge's replies are 1 or 2, so that verdicts are read; a second judge is the real
-checkpoint of $SHARED_DATA, where that is present. Chunks are small, so that something is left to resume.
+byte for byte. The judge's replies are 1 or 2, so that verdicts are read. Chunks are small, so that something
+is left to resume.
 
 Prints a table, writes runs/judging.json, and exits 1 when anything differs.
 """
@@ -24,9 +24,9 @@ import time
 from pathlib import Path
 
 from emo.eval.cli import main as main_of_eval
-from emo.eval.judging import answers, judging
+from emo.eval.judging.answers import Answering
+from emo.eval.judging.judging import Judging
 from tests.campaigns.campaign import Campaign, options
-from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_judge, tiny_model
 from tests.helpers.killing import to_the_end
 
@@ -37,7 +37,7 @@ VERBS = ["see", "draw", "find", "carry", "forget", "paint", "sell", "hide", "nam
 
 def _run(*arguments: str) -> None:
     """`emo ARGUMENTS` with small chunks."""
-    answers.CHUNK, judging.CHUNK = 8, 4
+    Answering.chunk, Judging.chunk = 8, 4
     with Path(os.devnull).open("w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
         sys.exit(main_of_eval(list(arguments)))
 
@@ -64,8 +64,7 @@ def kills(root: Path, judge: Path, tokens: int, count: int, rng: random.Random, 
         began = time.monotonic()
         to_the_end(_run, command, 0, float)
         seconds.append(time.monotonic() - began)
-    expected = files(whole)
-    killed, lives, same = 0, 0, 0
+    expected, killed, lives, same = files(whole), 0, 0, 0
     while killed < count:
         out, lives = root / f"{judge.name}-{lives}", lives + 1
         for command, length in zip(commands(root, out, judge, tokens), seconds, strict=True):
@@ -84,8 +83,8 @@ def kills(root: Path, judge: Path, tokens: int, count: int, rng: random.Random, 
 def main() -> int:
     args = options(__doc__, kills=20, questions=50, seed=0).parse_args()
     show, rng = Campaign("judging"), random.Random(args.seed)
-    with tempfile.TemporaryDirectory(prefix="judging-") as made:
-        root = Path(made)
+    with tempfile.TemporaryDirectory(prefix="judging-") as directory:
+        root = Path(directory)
         os.environ["EVAL_CACHE"] = str(root / "cache")
         for seed, name in enumerate(MODELS):
             tiny_model(root / name, seed)
@@ -93,11 +92,6 @@ def main() -> int:
         rows = [json.dumps({"id": i, "instruction": text}) for i, text in enumerate(asked)]
         (root / "questions.jsonl").write_text("\n".join(rows) + "\n")
         kills(root, tiny_judge(root / "judge"), 1, args.kills, rng, show)
-        real = Path(os.environ.get("SHARED_DATA", REPO.parent / "shared" / "data")) / "models" / "stories260K"
-        if real.is_dir():
-            kills(root, real, 4, max(2, args.kills // 4), rng, show)
-        else:
-            print(f"no real checkpoint at {real}: left out")
     return show.finish(vars(args))
 
 

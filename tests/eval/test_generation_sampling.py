@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from emo.common.errors import UserError
 from emo.eval.generation import sampling
-from emo.eval.generation.decoding import Decoding
-from emo.eval.generation.sampling import Request, Sampler
+from emo.eval.generation.decoding import Decoding, Request
+from emo.eval.generation.sampling import Sampler
 from tests.helpers.families import family
 
 FAMILIES = ("llama", "mistral", "opt", "gpt2", "bloom")

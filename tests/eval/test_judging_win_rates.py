@@ -7,7 +7,6 @@ import json
 import math
 import random
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,7 @@ CONTROLLED = {
     "alpaca-7b": 26.297722,
     "falcon-7b-instruct": 39.521650,
     "gpt4": 81.011796,
-    "llama-2-7b-chat-hf": 19.314651,
     "recycled-wizardlm-7b-v2.0": 50.0,
-    "text_davinci_001": 21.042102,
 }
 
 
@@ -82,8 +79,6 @@ def test_paired_differences(instruct: Path) -> None:
     assert interval.low < mean < interval.high and p < 0.001
     assert interval.high - interval.low < 0.15  # pairing: about 1.96 * 2 * sd / sqrt(403)
     assert paired(first, first, keys)[2] == 1.0
-    a, b = np.random.default_rng(1).choice([0.0, 0.5, 1.0], (2, len(keys)))
-    assert paired(a.tolist(), b.tolist(), keys)[2] > 0.05
 
 
 def test_pandalm_labels_and_verdicts(instruct: Path) -> None:
@@ -188,58 +183,33 @@ def test_nothing_readable_gives_no_numbers() -> None:
     assert actual["read"] == 0 and actual["win_rate"] is None and actual["counts"]["empty_b"] == 1
 
 
-def judged(b: str, sides: str, by: str = "judge", human: tuple[Any, ...] = (), text: str = "") -> Judged:
-    """One verdict in both orders per letter: a, b, t(ie), c(hanged), u(nreadable)."""
-    kinds: dict[str, list[Any]] = {"a": ["a", "a"], "b": ["b", "b"], "t": ["tie"] * 2, "c": ["a", "b"],
-                                   "u": ["a", None]}  # fmt: skip
-    rows = []
-    for i, letter in enumerate(sides):
-        pair = Pair(
-            f"q{i}", Question(f"q{i}", f"{text}ask {i}"), f"{text}A says {i}", f"{text}B {i}" * 2, human
-        )
-        said = [{"text": f"{text}reply {i} {order}"} for order in range(2)]
-        rows.append(row_of(pair, kinds[letter]) | {"replies": said})
-    return Judged("auto-j", by, "mle", b, 2, rows)
-
-
-def keep(out: Path, one: Judged) -> dict[str, Any]:
-    return results.write(one, results.default_title(one), out)
-
-
-def written(out: Path) -> tuple[str, str, dict[str, Any]]:
-    """(HTML, Markdown, JSON) of a report on everything in `out`."""
-    report = document(gather([out], {}))
-    Page(report.html())
-    return report.html(), report.markdown(), json.loads(report.json())
+def keep(out: Path, b: str, sides: str, text: str = "", questions: str = "") -> None:
+    """Write a judgement with one verdict in both orders per letter: a or b."""
+    rows = [
+        row_of(Pair(f"q{i}", Question("", f"{text}ask {i}"), f"A {i}", f"B {i}"), [letter, letter])
+        for i, letter in enumerate(sides)
+    ]
+    judged = Judged("auto-j", "judge", "mle", b, 2, rows, questions=questions)
+    results.write(judged, results.default_title(judged), out)
 
 
 def test_sets_of_questions_stay_apart(tmp_path: Path) -> None:
     """The same models on two sets are two judgements; the same ids are not the same questions."""
     for i, name in enumerate(("vicuna", "koala")):
         for b in ("emo", "dpo"):
-            keep(tmp_path, replace(judged(b, "ab" * (i + 2), text=name), questions=name))
-    page, markdown, data = written(tmp_path)
+            keep(tmp_path, b, "ab" * (i + 2), name, name)
+    report = document(gather([tmp_path], {}))
+    data = json.loads(report.json())
     assert len(data["judgements"]) == 4
     pairs = [(pair["questions"], pair["n"]) for pair in data["paired_judgements"]]
     assert pairs == [("koala", 6), ("vicuna", 4)]
-    for name in ("vicuna", "koala"):
-        assert f"emo against mle on {name}" in page and f"| emo (against mle on {name}) |" in markdown
-    for name, text in (("emo", "one "), ("dpo", "other ")):
-        keep(tmp_path / "apart", judged(name, "abab", text=text))
-    assert written(tmp_path / "apart")[2]["paired_judgements"] == []
-
-
-def test_three_formats_show_the_same_numbers(tmp_path: Path) -> None:
-    keep(tmp_path, judged("emo", "bbbbbbatcu" * 4))
-    keep(tmp_path, judged("dpo", "aaaaabtcuu" * 4))
-    page, markdown, found = written(tmp_path)
-    assert {one["b"]: one["read"] for one in found["judgements"]} == {"emo": 36, "dpo": 32}
-    table = {row["B"]: " ".join(row.values()) for row in Page(page).table("B", "Verdict")}
-    for one in found["judgements"]:
-        shown = [f"{100 * one[name]['value']:.1f}" for name in ("win", "tie", "loss", "win_rate")]
-        shown.append(f"{100 * one['consistency']:.1f}")
-        line = next(row for row in markdown.split("\n") if row.startswith(f"| {one['b']} (against mle) |"))
-        assert all(number in line and number in table[f"{one['b']} against mle"] for number in shown)
-    (pair,) = found["paired_judgements"]
-    assert (pair["first"], pair["second"], pair["n"]) == ("dpo", "emo", 32) and pair["difference"] > 0.4
-    assert page.count(">Question<") == 10, "each comparison shows five of its pairs"
+    table = {row["B"]: " ".join(row.values()) for row in Page(report.html()).table("B", "Verdict")}
+    for one in data["judgements"]:
+        name = f"{one['b']} against mle on {one['questions']}"
+        assert f"{100 * one['win_rate']['value']:.1f}" in table[name]
+        assert f"| {one['b']} (against mle on {one['questions']}) |" in report.markdown()
+    assert report.html().count(">Question<") == 18, "each comparison shows at most five of its pairs"
+    for b, text in (("emo", "one "), ("dpo", "other ")):
+        keep(tmp_path / "apart", b, "abab", text)
+    apart = document(gather([tmp_path / "apart"], {}))
+    assert json.loads(apart.json())["paired_judgements"] == []

@@ -29,7 +29,7 @@ from emo.eval.generation.prefixes import from_file
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import load_task, select_tasks
 from emo.eval.judging import judging, pairs, results
-from emo.eval.judging.answers import read_answers, read_questions
+from emo.eval.judging.answers import read_questions
 from emo.eval.judging.judging import JUDGES
 from emo.eval.model import EvaluatedModel
 from emo.eval.targets import DamagedError, NotWholeError, Target
@@ -284,7 +284,7 @@ def judges_replies(directory: Path) -> None:
     for name in REPLIES:
         text = (directory / f"{name}.txt").read_bytes().decode("utf-8", "surrogateescape")
         for judge in JUDGES.values():
-            assert judge.verdict(text) in ("first", "second", "tie", None)
+            assert judge.verdict(text) in ("a", "b", "tie", None)
 
 
 @target(
@@ -303,7 +303,6 @@ def questions(directory: Path) -> None:
 @target("answers", make_answers)
 def answers(directory: Path) -> None:
     """Two files of answers, and the prompts that are made of them."""
-    read_answers(directory / "b.jsonl").keyed(False)
     judged = pairs.of_answers(directory / "a.json", directory / "b.jsonl")
     try:
         for judge in JUDGES.values():

@@ -1,4 +1,4 @@
-"""Judging: prompts word for word, verdicts by the judges' rules, both orders, kills, bad files, keys."""
+"""Answers and verdicts: prompts as in training, room, formats; judges' rules, both orders, bad files."""
 
 from __future__ import annotations
 
@@ -10,37 +10,56 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+import torch
 
 from emo.common.errors import UserError
-from emo.eval.judging import judging
-from emo.eval.judging.answers import Question
-from emo.eval.judging.engines import Transformers
-from emo.eval.judging.judging import JUDGES, Judging, shown, side
+from emo.data_prep.encode import EncodeSettings, RowEncoder
+from emo.data_prep.templates import Chat, ChatEncoder, Conversation, Exchange, read_template
+from emo.data_prep.tokenizer import save_tokenizer
+from emo.eval.generation.decoding import Request
+from emo.eval.generation.engines import Transformers
+from emo.eval.judging import answers, judging
+from emo.eval.judging.answers import Question, read_questions
+from emo.eval.judging.judging import JUDGES, shown
 from emo.eval.judging.pairs import WORTH, of_answers, outcome
 from emo.eval.model import EvaluatedModel
-from tests.helpers.evaluating import command, tiny_judge, tiny_model
-from tests.helpers.killing import undisturbed_and_killed
+from tests.helpers.evaluating import command, load, tiny_judge, tiny_model
 from tests.helpers.said import lines
 
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}A: {{ m.content }}{{ eos_token }}"
+    "{% else %}U: {{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
+)
+QUESTIONS = [
+    {"id": f"q{i}", "instruction": f"Say {'why ' * (i % 5)}the {name} is here.", "input": "It is." * (i % 2)}
+    for i, name in enumerate(["cat", "dog", "lamp", "town", "boat", "tree", "rain"])
+]
 NAMES = ["cat", "dog", "lamp", "town", "boat", "tree", "rain", "road", "bird", "hill"]
+
+
+def write(path: Path, rows: list[Any]) -> Path:
+    texts = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("\n".join(texts), encoding="utf-8")
+    return path
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A judge whose replies are 1 or 2, and two models' answers to ten questions; one pair is the same."""
+    """A tuned model, questions, a judge whose replies are 1 or 2, two models' answers, one pair alike."""
     root = tmp_path_factory.mktemp("judging")
+    tiny_model(root / "tuned", max_position_embeddings=512)
+    (root / "tuned" / "export.json").write_text(json.dumps({"step": 9, "tokens": 9, "template": "alpaca/1"}))
+    write(root / "questions.jsonl", QUESTIONS)
     tiny_judge(root / "judge")
     rows = [{"id": n, "instruction": f"Tell me about the {n}.", "output": f"The {n} is old."} for n in NAMES]
     other = [row | {"output": f"A {row['id']} sees it." * 2} for row in rows]
     other[3]["output"], other[4]["output"] = rows[3]["output"], ""
-    answers(root / "a.json", rows, "mle")
-    answers(root / "b.json", other[::-1], "emo")  # the order of a file does not matter
+    write_answers(root / "a.json", rows, "mle")
+    write_answers(root / "b.json", other[::-1], "emo")  # the order of a file does not matter
     return root
 
 
-def answers(path: Path, rows: list[dict[str, Any]], generator: str = "m") -> Path:
+def write_answers(path: Path, rows: list[dict[str, Any]], generator: str = "m") -> Path:
     rows = [{"dataset": "d", "generator": generator, **row} for row in rows]
     path.write_text(json.dumps(rows), encoding="utf-8")
     return path
@@ -93,8 +112,8 @@ def test_a_short_context_cuts_both_answers_alike(world: Path, tmp_path: Path) ->
     short = tiny_judge(tmp_path / "short", max_position_embeddings=320)
     texts = [("Why?", "No."), ("Tell a tale.", "once " * 200), ("why " * 400, "No.")]
     rows = [{"instruction": question, "output": text} for question, text in texts]
-    a = answers(tmp_path / "a.json", rows, "mle")
-    b = answers(tmp_path / "b.json", [row | {"output": f"Yes! {row['output']}"} for row in rows], "emo")
+    a = write_answers(tmp_path / "a.json", rows, "mle")
+    b = write_answers(tmp_path / "b.json", [row | {"output": f"Yes! {row['output']}"} for row in rows], "emo")
     judge(tmp_path, tmp_path, "--model", short, "--max_new_tokens", 1)
     numbers, (fits, cut, absent) = read(tmp_path)
     assert fits["cut"] is None and absent["unasked"] == "no_room" and absent["replies"] == []
@@ -126,12 +145,6 @@ def exported(world: Path, out: Path, name: str, form: str = "jsonl") -> list[dic
     rows = [json.loads(line) for line in (out / "ask.jsonl").read_text().splitlines()]
     assert "18 prompts on 10 pairs" in messages and len(rows) == 18
     return rows
-
-
-def write(path: Path, rows: list[Any]) -> Path:
-    texts = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("\n".join(texts), encoding="utf-8")
-    return path
 
 
 def test_prompts_go_out_and_replies_come_back(world: Path, tmp_path: Path) -> None:
@@ -177,8 +190,7 @@ BAD_REPLIES: dict[str, Callable[[list[str]], list[str]]] = {
     "not-json": lambda lines: [*lines[:-1], lines[-1][:20]],
     "missing": lambda lines: lines[:5],
     "twice": lambda lines: [*lines, lines[0]],
-    "foreign": lambda lines: [*lines, json.dumps({"id": "x-1-ab", "reply": "1"})],
-    "no-id": lambda lines: [*lines, json.dumps({"reply": "1"})],
+    "foreign": lambda lines: [*lines, json.dumps({"reply": "1"})],
     "no-reply": lambda lines: [line.replace("reply", "text") for line in lines],
 }
 
@@ -200,53 +212,51 @@ def test_a_model_beside_itself_is_all_ties_and_nothing_is_asked(world: Path, tmp
     assert "0 prompts on 10 pairs" in judge(world, tmp_path, *same, "--export", tmp_path / "p.jsonl")
     for setting in (["--replies", tmp_path / "p.jsonl"], ["--model", world / "judge"]):
         judge(world, tmp_path, *same, *setting, "--max_new_tokens", 9)
-        numbers, _ = read(tmp_path)
-        assert numbers["win_rate"]["value"] == 0.5 and numbers["counts"]["identical"] == 10
+        assert read(tmp_path)[0]["counts"]["identical"] == 10 == 20 * read(tmp_path)[0]["win_rate"]["value"]
 
 
 def row(key: Any = None, instruction: str = "Why?", output: Any = "No.") -> dict[str, Any]:
     return {"instruction": instruction, "output": output} | ({} if key is None else {"id": key})
 
 
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
+def test_bad_answers_are_refused(tmp_path: Path) -> None:
+    """A question in one file only, an id that is of another question, two models in a file, no answer."""
+    for a, b in (
         ([row(i) for i in range(6)], [row(i) for i in (0, 9)]),
         ([row(1)], [row(1, "Who?")]),
         ([row(None, "x"), row(None, "x")], [row(None, "x")]),
         ([row(1) | {"generator": "p"}, row(2) | {"generator": "q"}], [row(1)]),
         ([row(1, output=[])], [row(1)]),
-    ],
-)
-def test_bad_answers_are_refused(tmp_path: Path, a: list[Any], b: list[Any]) -> None:
-    with pytest.raises(UserError):
-        of_answers(answers(tmp_path / "a.json", a), answers(tmp_path / "b.json", b))
+    ):
+        with pytest.raises(UserError):
+            of_answers(write_answers(tmp_path / "a.json", a), write_answers(tmp_path / "b.json", b))
 
 
 def test_answers_with_and_without_ids_match_by_their_questions(tmp_path: Path) -> None:
     """Also in a file that begins with a mark, and has half of a character, which counts as one."""
     text = json.dumps([row(1, "x", "a\ud800b"), row(2, "y", "")])
     (tmp_path / "a.json").write_text("\ufeff" + text, encoding="utf-8")
-    answers(tmp_path / "b.json", [row(None, "y", "b"), row(None, "x", None)], "a")
-    pairs = of_answers(tmp_path / "a.json", tmp_path / "b.json")
+    write_answers(tmp_path / "b.json", [row(None, "y", "b"), row(None, "x", None)], "a")
+    notes: list[str] = []
+    pairs = of_answers(tmp_path / "a.json", tmp_path / "b.json", notes.append)
     assert [(p.question.instruction, p.a, p.b) for p in pairs.rows] == [("x", "a\ufffdb", ""), ("y", "", "b")]
-    assert pairs.a != pairs.b and len(pairs.notes) == 2
+    assert pairs.a != pairs.b and len(notes) == 2
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        "gpt-5", "auto-j", "alpaca_eval BOTH", "auto-j BOTH --export p --format x",
-        "pandalm BOTH --export p --format openai", "auto-j BOTH --export .", "auto-j --from a.json",
-        "auto-j --from a.json --limit 3", "auto-j --a a.json --labelled b.json",
-        "auto-j --labelled a.json --export p",
-    ],
+BAD_OPTIONS = (
+    "gpt-5", "auto-j", "alpaca_eval BOTH", "auto-j BOTH --export p --format x",
+    "pandalm BOTH --export p --format openai", "auto-j BOTH --export .", "auto-j --from a.json",
+    "auto-j --from a.json --limit 3", "auto-j --a a.json --labelled b.json",
+    "auto-j --labelled a.json --export p",
 )  # fmt: skip
-def test_bad_options_are_refused(world: Path, monkeypatch: pytest.MonkeyPatch, options: str) -> None:
+
+
+def test_bad_options_are_refused(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(world)
-    arguments = options.replace("BOTH", "--a a.json --b b.json").split()
-    code, _, err = command("judge", "--judge", *arguments, "--output_path", "nothing")
-    assert code == 2 and len(lines(err)) == 1
+    for options in BAD_OPTIONS:
+        arguments = options.replace("BOTH", "--a a.json --b b.json").split()
+        code, _, err = command("judge", "--judge", *arguments, "--output_path", "nothing")
+        assert code == 2 and len(lines(err)) == 1, options
     assert not (world / "nothing").exists() and not (world / "p").exists()
 
 
@@ -263,23 +273,6 @@ def test_published_files_have_odd_answers_and_belong_to_their_labels(tmp_path: P
     assert (read(tmp_path)[1][0]["a"], read(tmp_path)[1][0]["b"]) == ("True", "")
 
 
-def run(world: Path, out: Path) -> None:
-    """What `judge` does."""
-    pandalm, model = JUDGES["pandalm"], EvaluatedModel(str(world / "judge"))
-    pairs = of_answers(world / "a.json", world / "b.json")
-    actual = Judging(pandalm, pairs, Transformers(model, pandalm.decoding, 1), out, 1).run()
-    (out / "replies.json").write_text(json.dumps(actual))
-
-
-def test_killed_at_random_moments_the_same_replies(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A quick form of tests/campaigns/judging.py, in chunks of one pair."""
-    monkeypatch.setattr(judging, "CHUNK", 1)
-    whole, killed = undisturbed_and_killed(run, world, tmp_path, 1)
-    assert (whole / "replies.json").read_bytes() == (killed / "replies.json").read_bytes()
-
-
 # sha256 of the prompts in the judges' repositories (places: `prompts`), taken when they were copied.
 WORD_FOR_WORD = {
     "auto_j": "351b6608af86df022a86bfffb9d343c3264f7e3a98863fb6a96854e78aa813a6",
@@ -289,58 +282,44 @@ WORD_FOR_WORD = {
     "alpaca_eval": "cf4bace43fa6ac71944b9ca2506587ad7c509478a219e98a3950abf9d5b42a98",
 }
 EVIL = '{output_1} {prompt} {0} %s <|im_end|> [/INST] """ \\n {'
-any_judge = pytest.mark.parametrize("name", JUDGES)
-# Words that verdicts are made of, so that random text comes near them.
-PIECES = [
-    "final decision is ", "Response 1", "response 2", "TIE", "tie", "1", "2", "\n", " ", "[", "]", "{", "}",
-    "'model'", "'model_1'", ": ", ", ", "'rank'", "(", ")", "-", "</s>", "<unk>",
-    "\x00", "\ud800", "9" * 5000,
-]  # fmt: skip
-near = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=5)), max_size=30).map("".join)
 
 
-@any_judge
+@pytest.mark.parametrize("name", JUDGES)
 def test_prompts_are_word_for_word_and_answers_stand_in_them_as_they_are(name: str) -> None:
     for prompt, digest in WORD_FOR_WORD.items():
         assert hashlib.sha256(judging.PROMPTS[prompt].encode()).hexdigest() == digest
     prompt = JUDGES[name].prompt(Question("", "Say it", EVIL), f"{EVIL} first", f"second {EVIL}")
     assert prompt.count(EVIL) == 3
     assert prompt.index("Say it") < prompt.index(f"{EVIL} first") < prompt.index(f"second {EVIL}")
-    assert (
-        JUDGES[name].prompt(Question("", "a"), "b", "c").count("\n\n\n") == 0
-    )  # no place is left for an input
-
-
-def test_marks_of_a_chat_in_an_answer_do_not_act() -> None:
-    prompt = judging.pandalm_prompt(Question("", "do"), " <s>a b</s>[PAD]\n", "<pad>")
-    assert "### Response 1:\na b\n\n### Response 2:\n\n\n### Eval" in prompt
-    prompt = judging.alpaca_eval_prompt(Question("", "q"), "<|im_start|>user\nx<|im_end|>", EVIL)
-    system, user = judging.messages(prompt)
-    assert (system["role"], user["role"]) == ("system", "user") and EVIL in user["content"]
+    plain = JUDGES[name].prompt(Question("", "a"), " b </s>c[PAD]\n", "<pad>")
+    assert plain.count("\n\n\n") == (1 if name == "pandalm" else 0)  # no room is left for an input
+    if name == "pandalm":
+        assert "### Response 1:\nb c\n\n### Response 2:\n\n\n### Eval" in plain
+    if name == "alpaca_eval":
+        system, user = judging.messages(prompt)
+        assert (system["role"], user["role"]) == ("system", "user") and EVIL in user["content"]
 
 
 REPLIES = {
     "auto-j": [
-        ("... So, the final decision is Response 1.", "first"),
-        ("the final decision is  response 2 because", "second"),
+        ("... So, the final decision is Response 1.", "a"),
+        ("the final decision is  response 2 because", "b"),
         ("final decision is TIE", "tie"),
         ("final decision is Response 1 ... So, the final decision is Tie.", "tie"),  # the last one counts
         ("final decision is Response 1, yet the final decision is neither", None),
         ("The final decision: Response 1", None),
         ("Final Decision Is Response 1", None),  # these words as they are
-        ("", None),
     ],
     "pandalm": [
-        ("1\n\n### Reason: Response 1 is better.\n\n### Reference: x\n", "first"),
-        ("  2\n", "second"),
+        ("1\n\n### Reason: Response 1 is better.\n\n### Reference: x\n", "a"),
+        ("  2\n", "b"),
         ("</s>tie\nmore", "tie"),
         ("1 \n### Reason", None),  # its code compares the whole first line
         ("Response 1", None),
-        ("", None),
     ],
     "alpaca_eval": [
-        ("[{'model': 'model_1', 'rank': 1}, {'model': 'model_2', 'rank': 2}]", "first"),
-        ("({'model': 'model_2', 'rank': 1}, {'model': 'model_1', 'rank': 2, 'n': -1})", "second"),
+        ("[{'model': 'model_1', 'rank': 1}, {'model': 'model_2', 'rank': 2}]", "a"),
+        ("({'model': 'model_2', 'rank': 1}, {'model': 'model_1', 'rank': 2, 'n': -1})", "b"),
         ("[{'model': 'model_1', 'rank': 3}, {'model': 'model_2', 'rank': 1}]", None),
         ("[{'model': 'model_1', 'rank': 1}, {'name': 'model_2'}]", None),
         ("Sure: [{'model': 'model_1', 'rank': 1}]", None),
@@ -352,21 +331,13 @@ REPLIES = {
 }
 
 
-@any_judge
-@given(reply=st.one_of(st.text(), near))
-@example(reply="[" * 9000 + "]" * 9000)
-@settings(max_examples=60, deadline=None)
-def test_replies_are_read_by_the_judges_rules(name: str, reply: str) -> None:
-    """Any text gives a verdict or none; Auto-J's last decision counts, whatever stands before it."""
+@pytest.mark.parametrize("name", JUDGES)
+def test_replies_are_read_by_the_judges_rules(name: str) -> None:
     for text, verdict in REPLIES[name]:
         assert JUDGES[name].verdict(text) == verdict, text[:80]
-    assert JUDGES[name].verdict(reply) in ("first", "second", "tie", None)
-    assert judging.auto_j_verdict(f"{reply}final decision is Response 2, and") == "second"
 
 
 def test_both_orders_make_one_outcome() -> None:
-    sides = [side("first", False), side("first", True), side("tie", True), side(None, True)]
-    assert sides == ["a", "b", "tie", None]
     cases = {
         ("a", "a"): ("a", 0.0), ("b", "b"): ("b", 1.0), ("tie", "tie"): ("tie", 0.5), ("b",): ("b", 1.0),
         ("a", "b"): ("changed", 0.5), ("a", "tie"): ("changed", 0.5),
@@ -374,3 +345,126 @@ def test_both_orders_make_one_outcome() -> None:
     }  # fmt: skip
     for verdicts, (expected, worth) in cases.items():
         assert outcome(verdicts) == expected and WORTH[expected] == worth  # type: ignore[arg-type]
+
+
+def answer(world: Path, out: Path, *options: object) -> tuple[int, str, str]:
+    common = ["--model", world / "tuned", "--questions", world / "questions.jsonl", "--output_path", out]
+    return command("answer", *common, *options)
+
+
+def outputs(out: Path, name: str = "questions-greedy") -> list[dict[str, Any]]:
+    return json.loads((out / "models" / "tuned" / "answers" / name / "model_outputs.json").read_text())
+
+
+def test_answers_are_the_models_own_in_alpaca_evals_format(world: Path, tmp_path: Path) -> None:
+    """Each greedy answer equals a plain argmax loop after BOS and Stanford Alpaca's prompt, written out."""
+    code, out, _ = answer(world, tmp_path, "--max_new_tokens", 6)
+    rows = outputs(tmp_path)
+    assert code == 0 and "7 answers (0 already known)" in out
+    assert [row["instruction"] for row in rows] == [q["instruction"] for q in QUESTIONS]
+    assert {(row["generator"], row["dataset"]) for row in rows} == {("tuned", "questions")}
+    model, tokenizer = load(world / "tuned")
+    for row, question in zip(rows[:3], QUESTIONS, strict=False):
+        context = ", paired with an input that provides further context" if question["input"] else ""
+        shown = f"### Input:\n{question['input']}\n\n" if question["input"] else ""
+        prompt = (
+            f"Below is an instruction that describes a task{context}. Write a response that appropriately "
+            f"completes the request.\n\n### Instruction:\n{question['instruction']}\n\n{shown}### Response:"
+        )
+        ids = [tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False).input_ids]
+        start = len(ids)
+        for _ in range(6):
+            if ids[-1] != tokenizer.eos_token_id or len(ids) == start:
+                ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+        whole, before = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:start]))
+        assert row["output"] == whole[len(before) :].strip()
+
+
+@pytest.mark.parametrize("template", ["alpaca", "chat", "chat_template"])
+def test_a_question_is_put_as_in_training(world: Path, tmp_path: Path, template: str) -> None:
+    """The ids of a prompt are those before the loss begins in the prepared example."""
+    directory = tiny_model(tmp_path / "model", tokenizer=EvaluatedModel(str(world / "tuned")).tokenizer)
+    (directory / "chat_template.jinja").write_text(CHAT)
+    facts = save_tokenizer(world / "tuned", None, tmp_path / "tokenizer")
+    settings = EncodeSettings(tmp_path / "tokenizer", facts, template, 512, "drop", None)
+    for q in QUESTIONS:
+        question = Question("", q["instruction"], q["input"])
+        if template == "chat_template":
+            roles = zip(("user", "assistant"), (question.text, "It is."), strict=True)
+            chat = Chat(json.dumps([{"role": role, "content": content} for role, content in roles]))
+            ids, spans = ChatEncoder(directory, read_template(directory, "it")).encode(chat)
+            expected = ids[: int(spans[0][0])]
+        else:
+            exchange = Exchange(q["instruction"], "Because it is.", q["input"])
+            rows = RowEncoder(settings).conversations([Conversation((exchange,))])
+            expected = rows.ids[: int(rows.spans[0][0][0])].tolist()
+        assert answers.prompt_ids(EvaluatedModel(str(directory)), question, template) == list(expected)
+
+
+def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) -> None:
+    def choose(path: Path, template: str) -> tuple[str, int]:
+        messages: list[str] = []
+        return answers.choose_template(EvaluatedModel(str(path)), template, messages.append), len(messages)
+
+    assert choose(world / "tuned", "auto") == ("alpaca", 0) and choose(world / "tuned", "chat") == ("chat", 1)
+    bare = tiny_model(tmp_path / "bare", tokenizer=EvaluatedModel(str(world / "tuned")).tokenizer)
+    assert choose(bare, "auto") == ("alpaca", 1)
+    (bare / "chat_template.jinja").write_text(CHAT)
+    assert choose(bare, "auto") == ("chat_template", 0) and choose(bare, "alpaca") == ("alpaca", 1)
+    (bare / "export.json").write_text(json.dumps({"step": 1, "tokens": 1, "template": "alpaca/0"}))
+    assert choose(bare, "auto") == ("alpaca", 1)
+
+
+def test_questions_that_leave_no_room_are_counted(world: Path, tmp_path: Path) -> None:
+    """One question longer than the context, one that leaves a few tokens: kept, and said."""
+    file = write(tmp_path / "long.jsonl", [{"text": "why " * 300}, {"text": "why " * 90}, {"text": "why?"}])
+    code, out, _ = answer(world, tmp_path, "--questions", file, "--max_new_tokens", 400)
+    rows = outputs(tmp_path, "long-greedy")
+    assert code == 0 and [row["fits"] for row in rows] == [False, True, True]
+    assert rows[0]["output"] == "" and 0 < rows[1]["tokens"] < 400
+    assert "1 of 3 answers had no room" in out and "1 of 3 answers are empty" in out
+
+
+BAD = [
+    [{"id": 1, "instruction": "a"}, {"id": 1, "instruction": "b"}], [{"id": 1, "text": "a"}, {"text": "b"}],
+    [{"instruction": " "}], [{"title": "x"}], [{"text": 3}], [], [["a"]],
+]  # fmt: skip
+OPTIONS = (
+    "--questions nothing.jsonl", "--questions vicuna", "--max_new_tokens 0", "--limit 0", "--top_p 0.5",
+    "--temperature 0", "--engine llama.cpp", "--batch_size 0", "--template vicuna",
+    "--template chat_template",
+)  # fmt: skip
+
+
+def test_bad_questions_and_options_are_refused(world: Path, tmp_path: Path) -> None:
+    for case in (*BAD, *OPTIONS):
+        options = (
+            case.split() if isinstance(case, str) else ["--questions", write(tmp_path / "q.jsonl", case)]
+        )
+        code, _, err = answer(world, tmp_path / "o", *options)
+        assert code == 2 and len(lines(err)) == 1, case
+    assert not (tmp_path / "o").exists()
+
+
+def test_the_sets_are_found_by_name(shared_data: Path) -> None:
+    for name, count in (("alpaca_eval", 403), ("vicuna", 40), ("sinstruct", 85)):
+        for directory in (shared_data, shared_data / "instruct"):
+            actual, questions = read_questions(name, str(directory))
+            assert actual == name and len({q.id or q.text for q in questions}) == len(questions) == count
+        assert all(q.instruction.strip() for q in questions)
+        assert name != "sinstruct" or sum(bool(q.input) for q in questions) == 71
+        assert len(read_questions(name, str(shared_data), 10)[1]) == 10
+
+
+def test_beams_are_transformers_own(world: Path) -> None:
+    """Beam search with a repetition penalty is asked of transformers with PandaLM's settings."""
+    model, (plain, tokenizer) = EvaluatedModel(str(world / "tuned")), load(world / "tuned")
+    prompt = answers.plain_ids(model, "the cat sat")
+    actual = Transformers(model, JUDGES["pandalm"].decoding, 1).reply([Request(prompt, 0)], 8, lambda n: None)
+    ids = torch.tensor([prompt])
+    whole = plain.generate(
+        ids, attention_mask=torch.ones_like(ids), num_beams=4, repetition_penalty=1.2, early_stopping=True,
+        max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    before = tokenizer.decode(prompt, skip_special_tokens=True)
+    assert actual[0][1]["text"] == tokenizer.decode(whole[0], skip_special_tokens=True)[len(before) :]
