@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from emo.common.errors import UserError
-from emo.common.lease import held
 from emo.eval import store
-from emo.eval.icl.encoder import Encoder
-from emo.eval.icl.settings import CANDIDATES, DENSE, RETRIEVERS, SEED, VERSION, NotFiniteError, Settings
+from emo.eval.icl.retrieve import Indices, Retriever
+from emo.eval.icl.settings import VERSION, NotFiniteError, Settings
 from emo.eval.icl.task_data import TaskData, load_data
 from emo.eval.icl.tasks import GROUP, LABEL, ROW, Task
 from emo.eval.model import EvaluatedModel, quiet_libraries
 from emo.eval.results import MODELS, claim_name, only_answer
 
 if TYPE_CHECKING:
-    from emo.eval.icl.records import Record, Recorder
+    from emo.eval.icl.records import Recorder
 
 CHUNK = 256  # rows; what a killed job loses at most
 
@@ -40,12 +39,8 @@ class Job:
         self, model: EvaluatedModel, settings: Settings, out: Path, say: Say = lambda text: None
     ) -> None:
         self.model, self.settings, self.out, self.say = model, settings, out, say
+        self.retriever = Retriever(model, settings, out / store.STORE / "retrieval", say)
         self.computed = 0  # chunks that this process scored
-
-    @cached_property
-    def encoder(self) -> Encoder:
-        """The sentence model that demonstrations are chosen with."""
-        return Encoder(self.settings.sentence_model, say=self.say)
 
     @cached_property
     def recorder(self) -> Recorder:
@@ -61,8 +56,8 @@ class Job:
         settings = self.settings
         data = load_data(task, settings.data, settings.limit, settings.shots)
         if "channel" in settings.extras:
-            task.require_channel()
-        indices, retrieval = self._retrieve(task, data)
+            task.channel()  # before anything takes long
+        indices, retrieval = self.retriever.retrieve(task, data)
         # Two results may be compared when all of `compared` is equal.
         compared = {
             "test_rows": data.digests["test"][:16],
@@ -112,69 +107,17 @@ class Job:
         store.replace(path, store.dump(view))
         return result
 
-    def _retrieve(self, task: Task, data: TaskData) -> tuple[list[list[int]], dict[str, Any]]:
-        """Return the demonstrations of every test row, which the store keeps, and what they depend on."""
-        name, count = self.settings.retriever, self.settings.shots
-        count = task.spec.shots.count if count is None else count
-        if count == 0:
-            return [[] for _ in data.canonical["test"]], {"retriever": "none", "shots": 0}
-        if task.spec.shots.by == "group":
-            identity: dict[str, Any] = {"retriever": "group"}
-        elif name not in RETRIEVERS:
-            identity = {"retriever": name, "encoder": self.encoder.digest}
-        else:
-            identity = {"retriever": f"openicl {name}"}
-            if name in ("random", "votek", "mdl"):
-                identity["seed"] = SEED
-            if name in DENSE:
-                # It passes texts through the evaluated model's tokenizer before it embeds them.
-                identity |= {"encoder": self.encoder.digest, "tokenizer": self.model.tokenizer_digest}
-            if name in ("dpp", "mdl"):
-                identity["candidates"] = CANDIDATES
-            if name == "mdl":
-                model = {"weights": self.model.digest, "dtype": self.model.dtype}
-                identity |= model | {"task": task.identity()}
-        identity["shots"] = count
-        folder = self.out / store.STORE / "retrieval"
-        path = folder / f"{store.digest([identity, data.digests])[:32]}.json"
-        while (indices := store.unsealed(path)) is None:
-            with held(store.lease(folder / "leases", path.stem)) as acquired:
-                if acquired and store.unsealed(path) is None:
-                    if path.is_file():
-                        self.say(f"{path} is damaged: computing it again")
-                    store.replace(path, store.seal(self._choose(task, data, count)))
-            if not acquired:
-                time.sleep(store.POLL_SECONDS)
-        return indices, identity
-
-    def _choose(self, task: Task, data: TaskData, count: int) -> list[list[int]]:
-        quiet_libraries()
-        from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, reader
-
-        name = self.settings.retriever
-        if task.spec.shots.by == "group":
-            return GroupRetriever(reader(task, data.rows), ice_num=count).retrieve()
-        self.say(f"{task.name}: choosing {count} demonstrations per row")
-        if name not in RETRIEVERS:
-            return DenseRetriever(reader(task, data.rows), self.encoder, count).retrieve()
-        indices = openicl_retrieve(name, task, data.rows, count, self.settings.encoder, self.model)
-        if name in DENSE:
-            self.encoder.require_unchanged()
-        return indices
-
     def _records(
-        self, task: Task, data: TaskData, indices: list[list[int]], entry: store.Entry
-    ) -> list[Record]:
+        self, task: Task, data: TaskData, indices: Indices, entry: store.Entry
+    ) -> list[dict[str, Any]]:
         """Return the records of all test rows: the missing chunks are scored here, or by other processes.
 
         Raises UserError when a score is not finite; nothing is published then.
         """
-        from emo.eval.icl.task_metrics import row_text
-
-        pool = {row_text(task, row) for row in data.canonical["train"]}
+        pool = {task.text(row) for row in data.rows["train"]}
         _ = None if entry.is_whole(len(indices), CHUNK) else self.recorder  # it speaks before the bar
 
-        def score(rows: range) -> list[Record]:
+        def score(rows: range) -> list[dict[str, Any]]:
             before = bar.n
             records = self.score_rows(task, data, indices, rows, pool, bar.update)
             self.computed += 1
@@ -193,22 +136,18 @@ class Job:
         self,
         task: Task,
         data: TaskData,
-        indices: list[list[int]],
-        rows: range,
+        indices: Indices,
+        numbers: range,
         pool: set[str],
         advance: Callable[[int], Any],
-    ) -> list[Record]:
+    ) -> list[dict[str, Any]]:
         """Return records of some test rows. pool: texts that demonstrations are chosen from."""
-        from datasets import DatasetDict
-
-        from emo.eval.icl.task_metrics import row_text
-
-        part = DatasetDict({"train": data.rows["train"], "test": data.rows["test"].select(rows)})
-        records = self.recorder.records(task, part, [indices[r] for r in rows], advance)
-        for record, row in zip(records, rows, strict=True):
-            entry = data.canonical["test"][row]
-            record |= {"row": row, "id": entry[ROW], "gold": entry[LABEL], "group": entry[GROUP]}
-            record["leaked"] = row_text(task, entry) in pool
+        rows = [data.rows["test"][number] for number in numbers]
+        shots = [indices[number] for number in numbers]
+        records = self.recorder.records(task, data.rows["train"], rows, shots, advance)
+        for number, row, record in zip(numbers, rows, records, strict=True):
+            record |= {"row": number, "id": row[ROW], "gold": row[LABEL], "group": row[GROUP]}
+            record["leaked"] = task.text(row) in pool
         return records
 
 

@@ -16,17 +16,18 @@ import importlib
 import importlib.machinery
 import importlib.util
 import logging
-import re
 import sys
 import types
 from collections.abc import Hashable, Iterator
 from typing import Any
 from unittest import mock
 
+import datasets
 import numpy as np
 import tqdm
 
 from emo.common.errors import UserError
+from emo.eval.icl.tasks import LABEL, Row, Task
 
 
 class _Later(types.ModuleType):
@@ -76,24 +77,42 @@ from openicl.utils import collators  # noqa: E402
 
 
 class Template(openicl.PromptTemplate):
-    """A PromptTemplate that fills all its tokens in one pass.
+    """A task's prompts, for demonstrations and queries, as OpenICL asks for them.
 
-    OpenICL inserts the demonstrations first and then replaces column tokens in them too, so that a
-    demonstration that happens to contain such a token is overwritten with the query.
+    OpenICL's own template inserts the demonstrations first and then replaces column tokens in them too, so
+    that a demonstration that happens to contain such a token is overwritten with the query.
     """
 
+    def __init__(self, task: Task) -> None:
+        super().__init__(dict.fromkeys(task.labels, ""), {}, ice_token="")
+        self.task = task
+
     def generate_ice_item(self, entry: dict[str, Any], label: Hashable) -> str:
-        """Return a demonstration: the template of its label, filled with its columns."""
-        return self.generate_label_prompt_item(entry, "", label)
+        """Return a row as a demonstration; `label` is its own."""
+        return self.task.demonstration(entry)
 
     def generate_label_prompt_item(
-        self, entry: dict[str, Any], ice: str, label: Hashable, remain_sep: bool | None = False
+        self, entry: dict[str, Any], ice: str, label: Any, remain_sep: bool | None = False
     ) -> str:
         """Return the prompt of a label: demonstrations `ice`, then the query."""
-        values = {token: str(entry[column]) for column, token in self.column_token_map.items()}
-        if self.ice_token is not None:
-            values[self.ice_token] = ice
-        return re.sub("|".join(map(re.escape, values)), lambda m: values[m.group()], self.template[label])
+        return self.task.query(entry, ice, label)
+
+
+def reader(task: Task, rows: dict[str, list[Row]]) -> openicl.DatasetReader:
+    """Return OpenICL's reader over canonical rows, by split, of a task."""
+    dataset = datasets.DatasetDict({split: datasets.Dataset.from_list(part) for split, part in rows.items()})
+    return openicl.DatasetReader(dataset, input_columns=task.inputs, output_column=LABEL)
+
+
+class StoredRetriever(openicl.BaseRetriever):
+    """Demonstrations that were chosen before, `indices` by test row."""
+
+    def __init__(self, task: Task, rows: dict[str, list[Row]], indices: list[list[int]]) -> None:
+        super().__init__(reader(task, rows), ice_num=max(map(len, indices)))
+        self.indices = indices
+
+    def retrieve(self) -> list[list[int]]:
+        return [list(row) for row in self.indices]
 
 
 @contextlib.contextmanager

@@ -14,11 +14,6 @@ from emo.eval.icl.tasks import LABEL, Task
 WORST = 5  # mistakes that are kept with their text
 
 
-def row_text(task: Task, row: dict[str, Any]) -> str:
-    """Return the inputs of a row; equal texts mean that a test row is also in the pool."""
-    return "\n".join(row[name] for name in task.inputs)
-
-
 def summarise(
     task: Task, records: list[dict[str, Any]], settings: Settings, conditions: dict[str, Any]
 ) -> dict[str, Any]:
@@ -68,18 +63,19 @@ def worst(task: Task, data: TaskData, records: list[dict[str, Any]], score: str)
         return values[task.labels.index(record["gold"])] - min(values)
 
     wrong = [r for r in records if r["prediction"] != r["gold"]]
-    test, pool = data.canonical["test"], data.canonical["train"]
+    pool = data.rows["train"]
     return [
         {
             "row": r["row"],
             "id": r["id"],
-            "text": row_text(task, test[r["row"]]),
+            "text": task.text(data.rows["test"][r["row"]]),
             "gold": r["gold"],
             "prediction": r["prediction"],
             "scores": dict(zip(task.labels, r["scores"][score], strict=True)),
             "dropped": r["dropped"],
             "demonstrations": [
-                {"text": row_text(task, pool[d]), "label": pool[d][LABEL]} for d in r["demonstrations"]
+                {"text": task.text(row), "label": row[LABEL]}
+                for row in map(pool.__getitem__, r["demonstrations"])
             ],
         }
         for r in sorted(wrong, key=lambda r: (-lost_by(r), r["row"]))[:WORST]
