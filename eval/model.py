@@ -184,7 +184,7 @@ class EvaluatedModel:
             pieces = f"its tokenizer has {len(self.tokenizer)} pieces, the model only {embeddings} embeddings"
             fault = fault or f"does not fit together: {pieces}; it belongs to another model"
         if fault is None:
-            from emo.eval.icl.probe import is_causal
+            from emo.eval.icl.prefix_scorer import is_causal
 
             model = model.to(device()).eval()
             try:

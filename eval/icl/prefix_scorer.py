@@ -18,6 +18,7 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,8 +26,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from emo.common.errors import UserError
-from emo.eval.icl import probe
-from emo.eval.icl.layout import Item, ItemScore, TreeBatch, batches, groups
+from emo.eval.icl.layout import MIN_CONTEXT, Item, ItemScore, TreeBatch, batches, groups
 from emo.eval.icl.settings import BUDGET, NotFiniteError
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,16 @@ TREE, WHOLE, OWN = "tree", "whole", "own"
 WAYS = {TREE: "prompts with shared prefixes", WHOLE: "whole prompts", OWN: "one whole prompt at a time"}
 LONGER = 1.25  # times as long as any that were compared: compare again
 HEAD_BYTES = 64 << 20  # logits alive at once
+# Rounding that is forgiven, per token and per nat of a sum.
+ROUNDING = {torch.float32: 3e-5, torch.float64: 3e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+WINDOWS = (
+    "sliding_window",
+    "window_size",
+    "attention_window_size",
+    "attention_chunk_size",
+    "local_attention",
+)
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary embeddings that change with the longest row of a batch
 
 Advance = Callable[[int], None]  # told after every batch how many items it finished
 
@@ -136,13 +146,13 @@ class PrefixScorer:
         self.way = TREE
         config = model.config.get_text_config()
         without_head = model.get_output_embeddings() is None or model.base_model is model
-        if without_head or probe.depends_on_length(config):
+        if without_head or depends_on_length(config):
             self._fall_back_to(OWN)
             return
         self._head = Head(model)
-        if not probe.attends_everywhere(config):
+        if not attends_everywhere(config):
             self._fall_back_to(WHOLE)
-        self._fall_back_until_equal(probe.made_up_items(self._vocabulary))
+        self._fall_back_until_equal(made_up_items(self._vocabulary))
 
     @torch.inference_mode()
     def score(
@@ -202,7 +212,7 @@ class PrefixScorer:
                     if item.tails:
                         pairs.append((len(item.tails[k]), ours.tails[k], reference.tails[0]))
                     for tokens, value, other in pairs:
-                        if not abs(value - other) <= probe.ROUNDING[self._dtype] * (tokens + abs(other)):
+                        if not abs(value - other) <= ROUNDING[self._dtype] * (tokens + abs(other)):
                             return False
             return True
         except Exception as error:  # families refuse a mask, a cache or positions in many ways
@@ -216,45 +226,37 @@ class PrefixScorer:
     def _score(self, items: Sequence[Item], advance: Advance) -> list[ItemScore]:
         if self.way == TREE:
             return self._score_trees(items, groups(items), lambda numbers: advance(len(numbers)))
-        scores: list[ItemScore] = []
-        if self.way == OWN:
-            for item in items:
-                scores.append(self._score_own(item))
-                advance(1)
-            return scores
-        prompts = [item.alone() for item in items]
-        ends = np.cumsum([len(of_item) for of_item in prompts])
-        single = iter(
-            self._score_trees(
-                [prompt for of_item in prompts for prompt in of_item],
-                [(list(range(ends[-1])), 0)],
-                lambda numbers: advance(int(np.isin(ends - 1, numbers).sum())),
-            )
-        )
-        for of_item in prompts:
-            parts = [next(single) for _ in of_item]
-            scores.append(ItemScore(parts[0].prefix, np.concatenate([part.tails for part in parts])))
-        return scores
+        prompts = [prompt for item in items for prompt in item.alone()]
+        ends = np.cumsum([max(len(item.tails), 1) for item in items])
 
-    def _score_own(self, item: Item) -> ItemScore:
-        """Return an item's score by the model's own forward, one prompt at a time."""
-        losses = []  # of tokens 2..N of every whole prompt
-        for prompt in item.alone():
-            row = torch.from_numpy(np.concatenate([prompt.prefix, *prompt.tails]))[None].to(self._device)
-            self._count(row.numel(), row.numel())
-            logits, targets = self.model(input_ids=row, use_cache=False).logits[0, :-1], row[0, 1:]
-            step = max(1, HEAD_BYTES // (4 * logits.shape[-1]))
-            parts = [
-                -part.float().log_softmax(dim=-1).gather(1, labels[:, None])[:, 0].double()
-                for part, labels in zip(logits.split(step), targets.split(step), strict=True)
-            ]
-            nll = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
-            if self._ignored is not None:
-                nll = nll.masked_fill(targets == self._ignored, 0.0)
-            losses.append(nll.cpu().numpy())
-        split = len(item.prefix) - 1
-        tails = [losses[k][split + item.unscored(k) :].sum() for k in range(len(item.tails))]
-        return ItemScore(float(losses[0][:split].sum()), np.array(tails, dtype=np.float64))
+        def finished(numbers: list[int]) -> None:
+            advance(int(np.isin(ends - 1, numbers).sum()))
+
+        if self.way == WHOLE:
+            scores = self._score_trees(prompts, [(list(range(len(prompts))), 0)], finished)
+        else:
+            scores = []
+            for number, prompt in enumerate(prompts):
+                scores.append(self._score_own(prompt))
+                finished([number])
+        parts = [scores[end - max(len(item.tails), 1) : end] for item, end in zip(items, ends, strict=True)]
+        return [ItemScore(part[0].prefix, np.concatenate([one.tails for one in part])) for part in parts]
+
+    def _score_own(self, prompt: Item) -> ItemScore:
+        """Return the score of a prompt, an item with one tail at most, by the model's own forward."""
+        row = torch.from_numpy(np.concatenate([prompt.prefix, *prompt.tails]))[None].to(self._device)
+        self._count(row.numel(), row.numel())
+        logits, targets = self.model(input_ids=row, use_cache=False).logits[0, :-1], row[0, 1:]
+        step = max(1, HEAD_BYTES // (4 * logits.shape[-1]))
+        parts = [torch.zeros(0, dtype=torch.float64, device=self._device)]
+        for part, labels in zip(logits.split(step), targets.split(step), strict=True):
+            parts.append(-part.float().log_softmax(dim=-1).gather(1, labels[:, None])[:, 0].double())
+        nll = torch.cat(parts)
+        if self._ignored is not None:
+            nll = nll.masked_fill(targets == self._ignored, 0.0)
+        losses, split = nll.cpu().numpy(), len(prompt.prefix) - 1  # of tokens 2..N
+        tails = [losses[split + prompt.unscored(k) :].sum() for k in range(len(prompt.tails))]
+        return ItemScore(float(losses[:split].sum()), np.array(tails, dtype=np.float64))
 
     def _score_trees(
         self,
@@ -310,3 +312,49 @@ class PrefixScorer:
     def _count(self, distinct: int, padded: int) -> None:
         self.work.distinct_tokens += distinct
         self.work.padded_tokens += padded
+
+
+def made_up_items(vocabulary: int) -> list[Item]:
+    """Return small items of every shape: with a shared beginning, tails of different lengths, one tail."""
+    ids = (np.arange(MIN_CONTEXT + 24) * 7919 + 13) % vocabulary
+    start = ids[: MIN_CONTEXT + 4]
+    shared = [
+        Item(np.concatenate([start, ids[-8 - j : -4 - j]]), [ids[3:6], ids[8:9], ids[1:5]], "probe")
+        for j in range(4)
+    ]
+    far = Item(ids[:9], [ids[4:20], ids[7:30], ids[2:22], ids[11:20]])
+    alone = [Item(ids[j : 6 + 2 * j], [ids[9:12]], "alone") for j in range(4)]
+    return [*shared, far, Item(ids[:9], [ids[4:6], ids[7:10]]), Item(ids[5:6], [ids[9:12]]), *alone]
+
+
+def attends_everywhere(config: Any) -> bool:
+    """Return whether every layer sees all earlier tokens.
+
+    Windows are built into 2-D masks, which a 4-D one replaces, and are longer than what a probe can afford.
+    """
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    if kinds:
+        return set(kinds) <= {"full_attention", "attention", "global"}
+    return not any(
+        getattr(config, name, None) and getattr(config, f"use_{name}", True) is not False for name in WINDOWS
+    )
+
+
+def depends_on_length(config: Any) -> bool:
+    """Return whether a prompt's scores depend on how long other prompts of its batch are."""
+    return any(f"'{kind}'" in str(config.to_dict()) for kind in LENGTH_DEPENDENT)
+
+
+@torch.inference_mode()
+def is_causal(model: Any) -> bool:
+    """Return whether scores depend on earlier tokens only. Raises NotFiniteError when they are NaN."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = (torch.arange(8, device=next(model.parameters()).device) * 7919 + 13) % vocabulary
+    changed = ids.clone()
+    changed[-1] = (ids[-1] + 1) % vocabulary
+    logits = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in (ids, changed)]
+    if not all(bool(scores.isfinite().all()) for scores in logits):
+        raise NotFiniteError("its logits are not finite (NaN or infinite)")
+    # The same arithmetic twice: where only the past counts there is hardly any rounding to forgive.
+    forgiven = ROUNDING[model.dtype] / 10 * float(logits[0].abs().max())
+    return float((logits[0] - logits[1])[:-1].abs().max()) <= forgiven

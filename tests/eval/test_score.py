@@ -9,18 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
 
 from emo.common.errors import UserError
 from emo.eval.icl import layout
 from emo.eval.icl.layout import Item, common_prefix
 from emo.eval.icl.prefix_scorer import OWN, TREE, WHOLE, PrefixScorer
 from emo.eval.icl.prompts import PromptBuilder
-from emo.eval.icl.records import Record, Recorder, score_samples
-from emo.eval.icl.retrieve import GroupRetriever, StoredRetriever, reader
+from emo.eval.icl.records import Record, Recorder
+from emo.eval.icl.retrieve import first_of_group
 from emo.eval.icl.settings import NotFiniteError, Settings, winner
 from emo.eval.icl.task_data import load_data
-from emo.eval.icl.tasks import Task, TaskSpec, load_task
+from emo.eval.icl.tasks import Row, Task, TaskSpec, load_task
 from emo.eval.model import EvaluatedModel
 from tests.eval.test_tasks import EIGHT
 from tests.helpers.evaluating import naive_nll, tiny_model
@@ -35,11 +34,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> EvaluatedModel:
 # --- equality with OpenICL --------------------------------------------------------------------------------
 
 
+def recorder(model: Any, **settings: Any) -> Recorder:
+    return Recorder(model, Settings(data="", **settings), lambda text: None)
+
+
 def recorded(
-    model: Any, task: Task, rows: DatasetDict, indices: list[list[int]], **settings: Any
+    model: Any, task: Task, rows: dict[str, list[Row]], indices: list[list[int]], **settings: Any
 ) -> list[Record]:
-    recorder = Recorder(model, Settings(data="", **settings), lambda text: None)
-    return recorder.records(task, rows, indices, lambda count: None)
+    maker = recorder(model, **settings)
+    return maker.records(task, rows["train"], rows["test"], indices, lambda count: None)
 
 
 def worst_difference(ours: list[Record], openicl: list[Record]) -> float:
@@ -53,15 +56,15 @@ def worst_difference(ours: list[Record], openicl: list[Record]) -> float:
 def test_equals_openicl_on_real_rows_with_a_real_model(name: str, shared_data: Path) -> None:
     """Same predictions on every row, scores within 1e-5."""
     task = load_task(name)
-    rows = load_data(task, str(shared_data / "nlu"), limit=12 if name != "mmlu" else 5).rows
-    model = EvaluatedModel(str(shared_data / "models" / "stories260K"))
     # Pieces of this vocabulary are short, so the prompts of two tasks would be of thousands of tokens.
     count = {"ag_news": 4, "mmlu": 1}.get(name, task.spec.shots.count)
+    data = load_data(task, str(shared_data / "nlu"), limit=12 if name != "mmlu" else 5, shots=count)
+    rows, draw = data.rows, np.random.default_rng(5).choice
     if task.spec.shots.by == "group":
-        indices = GroupRetriever(reader(task, rows), ice_num=count).retrieve()
+        indices = first_of_group(data, count)
     else:
-        draw = np.random.default_rng(5).choice
         indices = [draw(len(rows["train"]), count, replace=False).tolist() for _ in rows["test"]]
+    model = EvaluatedModel(str(shared_data / "models" / "stories260K"))
     model.context_length = lambda: None  # type: ignore[method-assign]  # nothing is dropped
     ours = recorded(model, task, rows, indices)
     openicl = recorded(model, task, rows, indices, inferencer="ppl")
@@ -73,21 +76,19 @@ LONG = [f"a long story number {i} of a cat and a dog in the garden of the king" 
 WORDS = {"bad": "bad", "good": "wonderfully good"}
 
 
-def toy(train: list[str], test: list[str]) -> tuple[Task, DatasetDict]:
-    """Return a task of two labels, one of them long, and its rows."""
+def toy(test: list[str]) -> tuple[Task, dict[str, list[Row]]]:
+    """Return a task of two labels, one of them long, and its rows: LONG is the pool."""
     spec = {
         "title": "toy",
         "input": {"text": "text"},
         "label": {"columns": ["label"], "names": {label: [label] for label in WORDS}},
         "prompts": {"paper": {"text": "Text: {text} It is {label}.", "words": WORDS}},
     }
-    rows = {"train": train, "test": test}
-    return Task("toy", TaskSpec.model_validate(spec), "paper"), DatasetDict(
-        {
-            split: Dataset.from_list([{"text": t, "label": [*WORDS][i % 2]} for i, t in enumerate(texts)])
-            for split, texts in rows.items()
-        }
-    )
+    rows = {
+        split: [{"text": text, "label": [*WORDS][i % 2]} for i, text in enumerate(texts)]
+        for split, texts in (("train", LONG), ("test", test))
+    }
+    return Task("toy", TaskSpec.model_validate(spec), "paper"), rows
 
 
 @pytest.mark.parametrize("fault", ["drop", "truncate", "end token in the text"])
@@ -101,7 +102,7 @@ def test_faithful_mode_has_openicls_faults(fault: str, tiny: EvaluatedModel) -> 
         model.tokenizer.model_max_length = 60
     else:
         test = [f"{t}{model.tokenizer.eos_token} and on" for t in test]
-    task, rows = toy(LONG, test)
+    task, rows = toy(test)
     indices = [[0, i + 1, i + 2, i + 3] for i in range(len(test))]
     openicl = recorded(model, task, rows, indices, max_tokens=limit, inferencer="ppl")
     ours = recorded(model, task, rows, indices, max_tokens=limit, faithful=True)
@@ -117,11 +118,10 @@ def test_faithful_mode_has_openicls_faults(fault: str, tiny: EvaluatedModel) -> 
 @pytest.mark.parametrize("limit", [40, 70, 150, 400])
 def test_labels_see_the_same_demonstrations_and_are_never_cut(limit: int, tiny: EvaluatedModel) -> None:
     tokenizer = tiny.tokenizer
-    task, rows = toy(LONG, LONG[:6])
+    task, rows = toy(LONG[:6])
     indices = [[(i + j) % 12 for j in range(4)] for i in range(6)]
-    templates = task.demonstration_template, task.template
-    retriever = StoredRetriever(task, rows, indices)
-    samples = PromptBuilder(retriever, tokenizer, task.labels, *templates, limit).build()
+    builder = PromptBuilder(task, rows["train"], tokenizer, limit)
+    samples = builder.build(rows["test"], indices)
     for sample, target in zip(samples, indices, strict=True):
         assert max(len(ids) for ids in sample.ids) <= limit
         assert sample.demonstrations == target[: len(sample.demonstrations)]  # the farthest went first
@@ -133,12 +133,9 @@ def test_labels_see_the_same_demonstrations_and_are_never_cut(limit: int, tiny: 
                 whole = tokenizer(prompt).input_ids
                 assert ids.tolist() == whole[:1] + whole[1 + sample.cut :]
         elif sample.dropped:  # one more demonstration would not have fitted
-            ice = retriever.generate_ice(target[: len(sample.demonstrations) + 1], templates[0])
-            longer = [
-                retriever.generate_label_prompt(sample.row, ice, label, prompt_template=templates[1])
-                for label in task.labels
-            ]
-            assert max(len(tokenizer(prompt).input_ids) for prompt in longer) > limit
+            ice = builder.ice(target[: len(sample.demonstrations) + 1])
+            longer = [tokenizer(task.query(sample.row, ice, label)).input_ids for label in task.labels]
+            assert max(map(len, longer)) > limit
     assert any(s.dropped or s.cut for s in samples) == (limit < 400)
 
 
@@ -309,12 +306,11 @@ def test_channel_is_the_likelihood_of_the_text_after_the_label(tiny: EvaluatedMo
     """Also where a long query after its label is cut at its end."""
     task, tokenizer = load_task("sst2"), tiny.tokenizer
     texts = [f"it is film {i}" for i in range(8)] + [" ".join(LONG)]
-    part = Dataset.from_list([{"text": text, "label": task.labels[i % 2]} for i, text in enumerate(texts)])
-    rows, indices, limit = DatasetDict({"train": part, "test": part}), [[i // 2, 5] for i in range(9)], 120
-    recorder = Recorder(tiny, Settings(data="", extra=("channel",), max_tokens=limit), lambda text: None)
-    actual = recorder.channel(task, rows, indices)
+    rows = [{"text": text, "label": task.labels[i % 2]} for i, text in enumerate(texts)]
+    indices, limit = [[i // 2, 5] for i in range(9)], 120
+    actual = recorder(tiny, max_tokens=limit).channel(task, rows, rows, indices)
     for row in (0, 8):
-        demonstrations = [part[i] for i in indices[row]] if row == 0 else []
+        demonstrations = [rows[i] for i in indices[row]] if row == 0 else []
         ice = "".join(f'It is {e["label"]}. Review: "{e["text"]}"\n' for e in demonstrations)
         ids = [tokenizer(f'{ice}It is {x}. Review: "{texts[row]}"').input_ids for x in task.labels]
         excess = max(0, max(map(len, ids)) - limit)
@@ -327,15 +323,12 @@ def test_channel_is_the_likelihood_of_the_text_after_the_label(tiny: EvaluatedMo
 
 
 def test_calibration_subtracts_what_a_label_is_worth_without_content(tiny: EvaluatedModel) -> None:
-    task, rows = toy(LONG, LONG[:4])
-    recorder = Recorder(tiny, Settings(data=""), lambda text: None)
-    retriever = StoredRetriever(task, rows, [[i, i + 2] for i in range(4)])
-    templates = task.demonstration_template, task.template
-    samples = PromptBuilder(retriever, tiny.tokenizer, task.labels, *templates).build()
-    assert score_samples(recorder.scorer, samples)["suffix_sum"].shape == (4, 2)
-    actual = recorder.without_content(task, rows, samples)
+    task, rows = toy(LONG[:4])
+    builder = PromptBuilder(task, rows["train"], tiny.tokenizer)
+    samples = builder.build(rows["test"], [[i, i + 2] for i in range(4)])
+    actual = recorder(tiny).without_content(task, rows["train"], samples)
     for row, sample in enumerate(samples):
-        ice = retriever.generate_ice(sample.demonstrations, templates[0])
+        ice = builder.ice(sample.demonstrations)
         blank = [f"{ice}Text: N/A It is {WORDS[label]}." for label in task.labels]
         ids = [np.array(tiny.tokenizer(text).input_ids) for text in blank]
         shared = common_prefix(ids)
