@@ -154,7 +154,7 @@ class EvaluatedModel:
 
         from emo.eval.icl.prefix_scorer import is_causal
 
-        expected = self._digests
+        _ = self._digests  # of the files before
         try:
             loaded = load_causal_lm(self.path, dtype=self.dtype)
         except (UserError, torch.OutOfMemoryError):
@@ -162,12 +162,7 @@ class EvaluatedModel:
         except Exception as error:  # whatever a damaged or foreign file makes of transformers
             reason = f"{type(error).__name__}: {one_line(error, 200)}"
             raise UserError(f"cannot load {self.given}: {reason}", code="model") from None
-        try:
-            current = self._current_digests()
-        except (OSError, UserError):
-            raise self._changed("files") from None
-        if current != expected:
-            raise self._changed("files")
+        self.require_unchanged()
         model, fault = loaded.model.eval(), self._fault(loaded)
         if fault is None:
             if torch.cuda.is_available():
@@ -182,6 +177,16 @@ class EvaluatedModel:
         if fault is not None:
             raise UserError(f"{self.given} {fault}", code="model")
         return model
+
+    def require_unchanged(self) -> None:
+        """Raise UserError when the files are no longer those of `digest` and `generation_digest`."""
+        expected = self._digests
+        try:
+            current = self._current_digests()
+        except (OSError, UserError):
+            raise self._changed("files") from None
+        if current != expected:
+            raise self._changed("files")
 
     def _fault(self, loaded: Loaded) -> str | None:
         """Return why a loaded model cannot be evaluated with this tokenizer, if its weights show it."""

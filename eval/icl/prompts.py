@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from emo.common.errors import UserError
-from emo.eval.icl.layout import Item, common_prefix
+from emo.eval.icl.prefix_scorer import Item, common_prefix
 from emo.eval.icl.tasks import Row, Task
 
 

@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from emo.common.errors import UserError
-from emo.eval.icl import layout
-from emo.eval.icl.layout import Item, common_prefix
-from emo.eval.icl.prefix_scorer import OWN, TREE, WHOLE, PrefixScorer
+from emo.eval.icl import prefix_scorer
+from emo.eval.icl.prefix_scorer import OWN, TREE, WHOLE, Item, PrefixScorer, common_prefix
 from emo.eval.icl.prompts import PromptBuilder
 from emo.eval.icl.records import Record, Recorder
 from emo.eval.icl.retrieve import first_of_group
@@ -180,7 +179,7 @@ def test_a_shared_beginning_is_computed_once(shared: int, budget: int, tiny: Eva
     items = random_items(384, 20, shared=shared)
     check(scorer, items)
     saved = sum(item.fed for item in items) - scorer.work.distinct_tokens
-    assert saved >= 0.9 * 19 * (shared - 2) if shared > layout.MIN_CONTEXT else saved == 0
+    assert saved >= 0.9 * 19 * (shared - 2) if shared > prefix_scorer.MIN_CONTEXT else saved == 0
 
 
 @pytest.mark.parametrize("way", [TREE, WHOLE, OWN])
@@ -206,7 +205,7 @@ def test_no_batch_exceeds_the_budget(
     scorer, batches = PrefixScorer(tiny.model, budget=1500), []
     run = scorer._forward
 
-    def watch(batch: layout.TreeBatch, cache: Any) -> torch.Tensor:
+    def watch(batch: prefix_scorer.TreeBatch, cache: Any) -> torch.Tensor:
         batches.append((len(batch.ids), len(batch.ids) * batch.allowed.shape[2]))
         return run(batch, cache)
 

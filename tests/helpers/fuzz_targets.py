@@ -84,7 +84,8 @@ def experiment(directory: Path) -> None:
 @target("task file", files(a__yaml=(REPO / "eval/icl/tasks/sst2.yaml").read_text()))
 def task_file(directory: Path) -> None:
     for task in select_tasks(str(directory / "a.yaml")):
-        _ = task.template, task.demonstration_template, task.identity()
+        row = dict.fromkeys((*task.inputs, "label"), "x")
+        _ = task.query(row, task.demonstration(row), task.labels[0]), task.identity()
 
 
 DS_CONFIG = (REPO / "ds_configs/zero3_offload.json").read_text()
