@@ -172,8 +172,8 @@ def _samples(source: Source, figures: Figures) -> tuple[Samples, Counter[str]]:
     samples: Samples = {}
     for record, row in zip(figures.records, data.rows["test"], strict=True):
         ice = builder.ice(record["demonstrations"])
-        context = task.shared_query(row, ice)
-        prompts = [task.query(row, ice, label) for label in task.labels]
+        context = builder.template.shared_prompt(row, ice)
+        prompts = [builder.prompt(row, ice, label) for label in task.labels]
         target = str(task.labels.index(record["gold"]))
         responses = [[str(-value), "None"] for value in record["scores"][result["score"]]]
         doc = {name: row[name] for name in task.inputs} | {LABEL: row[LABEL]}

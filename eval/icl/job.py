@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from emo.common.errors import UserError
+from emo.common.lease import held
 from emo.eval import store
-from emo.eval.icl.retrieve import Indices, Retriever
-from emo.eval.icl.settings import VERSION, NotFiniteError, Settings
+from emo.eval.icl.encoder import Encoder
+from emo.eval.icl.settings import CANDIDATES, RETRIEVERS, SEED, VERSION, NotFiniteError, Settings
 from emo.eval.icl.task_data import TaskData, load_data
 from emo.eval.icl.tasks import GROUP, LABEL, ROW, Task
 from emo.eval.model import EvaluatedModel, quiet_libraries
@@ -39,8 +40,13 @@ class Job:
         self, model: EvaluatedModel, settings: Settings, out: Path, say: Say = lambda text: None
     ) -> None:
         self.model, self.settings, self.out, self.say = model, settings, out, say
-        self.retriever = Retriever(model, settings, out / store.STORE / "retrieval", say)
         self.computed = 0  # chunks that this process scored
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """The sentence model that demonstrations are chosen with."""
+        assert self.settings.sentence_model is not None
+        return Encoder(self.settings.sentence_model, say=self.say)
 
     @cached_property
     def recorder(self) -> Recorder:
@@ -57,7 +63,7 @@ class Job:
         data = load_data(task, settings.data, settings.limit, settings.shots)
         if "channel" in settings.extras:
             task.channel()  # before anything takes long
-        indices, retrieval = self.retriever.retrieve(task, data)
+        indices, retrieval = self._retrieve(task, data)
         # Two results may be compared when all of `compared` is equal.
         compared = {
             "test_rows": data.digests["test"][:16],
@@ -107,8 +113,58 @@ class Job:
         store.replace(path, store.dump(view))
         return result
 
+    def _retrieve(self, task: Task, data: TaskData) -> tuple[list[list[int]], dict[str, Any]]:
+        """Return the demonstrations of every test row, and what they depend on besides the rows."""
+        name, model = self.settings.retriever, self.model
+        count = task.spec.shots.count if self.settings.shots is None else self.settings.shots
+        if count == 0:
+            return [[] for _ in data.rows["test"]], {"retriever": "none", "shots": 0}
+        identity: dict[str, Any] = {"shots": count}
+        if task.spec.shots.by == "group":
+            identity["retriever"] = "group"
+        elif name not in RETRIEVERS:
+            identity |= {"retriever": name, "encoder": self.encoder.digest}
+        else:
+            facts: dict[str, Callable[[], Any]] = {
+                "seed": lambda: SEED,
+                "candidates": lambda: CANDIDATES,
+                "encoder": lambda: self.encoder.digest,
+                "tokenizer": lambda: model.tokenizer_digest,
+                "weights": lambda: model.digest,
+                "dtype": lambda: model.dtype,
+                "task": task.identity,
+            }
+            identity["retriever"] = f"openicl {name}"
+            identity |= {fact: facts[fact]() for fact in RETRIEVERS[name]}
+        folder = self.out / store.STORE / "retrieval"
+        path = folder / f"{store.digest([identity, data.digests])[:32]}.json"
+        while (indices := store.unsealed(path)) is None:
+            with held(store.lease(folder / "leases", path.stem)) as acquired:
+                if acquired and store.unsealed(path) is None:
+                    if path.is_file():
+                        self.say(f"{path} is damaged: computing it again")
+                    store.replace(path, store.seal(self._choose(task, data, count)))
+            if not acquired:
+                time.sleep(store.POLL_SECONDS)
+        return indices, identity
+
+    def _choose(self, task: Task, data: TaskData, count: int) -> list[list[int]]:
+        quiet_libraries()
+        from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, reader
+
+        name = self.settings.retriever
+        if task.spec.shots.by == "group":
+            return GroupRetriever(reader(task, data.rows), ice_num=count).retrieve()
+        self.say(f"{task.name}: choosing {count} demonstrations per row")
+        if name not in RETRIEVERS:
+            return DenseRetriever(reader(task, data.rows), self.encoder, count).retrieve()
+        indices = openicl_retrieve(name, task, data.rows, count, self.settings.encoder, self.model)
+        if self.settings.sentence_model is not None:
+            self.encoder.require_unchanged()
+        return indices
+
     def _records(
-        self, task: Task, data: TaskData, indices: Indices, entry: store.Entry
+        self, task: Task, data: TaskData, indices: list[list[int]], entry: store.Entry
     ) -> list[dict[str, Any]]:
         """Return the records of all test rows: the missing chunks are scored here, or by other processes.
 
@@ -136,7 +192,7 @@ class Job:
         self,
         task: Task,
         data: TaskData,
-        indices: Indices,
+        indices: list[list[int]],
         numbers: range,
         pool: set[str],
         advance: Callable[[int], Any],

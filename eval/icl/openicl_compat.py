@@ -18,7 +18,7 @@ import importlib.util
 import logging
 import sys
 import types
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -27,7 +27,7 @@ import numpy as np
 import tqdm
 
 from emo.common.errors import UserError
-from emo.eval.icl.tasks import LABEL, Row, Task
+from emo.eval.icl.tasks import LABEL, LABEL_SLOT, Row, Task, fill
 
 
 class _Later(types.ModuleType):
@@ -77,25 +77,32 @@ from openicl.utils import collators  # noqa: E402
 
 
 class Template(openicl.PromptTemplate):
-    """A task's prompts, for demonstrations and queries, as OpenICL asks for them.
+    """A task's prompts, of demonstrations and queries, every text filled in one pass.
 
-    OpenICL's own template inserts the demonstrations first and then replaces column tokens in them too, so
-    that a demonstration that happens to contain such a token is overwritten with the query.
+    OpenICL inserts the demonstrations first and then replaces column tokens in them too, so that a
+    demonstration that happens to contain such a token is overwritten with the query.
     """
 
     def __init__(self, task: Task) -> None:
         super().__init__(dict.fromkeys(task.labels, ""), {}, ice_token="")
-        self.task = task
+        self.task, self.prompt = task, task.prompt
 
-    def generate_ice_item(self, entry: dict[str, Any], label: Hashable) -> str:
-        """Return a row as a demonstration; `label` is its own."""
-        return self.task.demonstration(entry)
+    def generate_ice_item(self, entry: Row, label: str) -> str:
+        """Return a row with its label as a demonstration."""
+        text = self.prompt.demonstration or self.prompt.text
+        return fill(text, entry | {LABEL: self.task.words(label)})
 
     def generate_label_prompt_item(
-        self, entry: dict[str, Any], ice: str, label: Any, remain_sep: bool | None = False
+        self, entry: Row, ice: str, label: str, remain_sep: bool | None = False
     ) -> str:
         """Return the prompt of a label: demonstrations `ice`, then the query."""
-        return self.task.query(entry, ice, label)
+        values = entry | {LABEL: self.task.words(label)}
+        return fill(self.prompt.before, values) + ice + fill(self.prompt.text, values)
+
+    def shared_prompt(self, entry: Row, ice: str) -> str:
+        """Return the prompt of a row as far as all labels share it."""
+        shared, _, _ = self.prompt.text.partition(LABEL_SLOT)
+        return fill(self.prompt.before, entry) + ice + fill(shared, entry)
 
 
 def reader(task: Task, rows: dict[str, list[Row]]) -> openicl.DatasetReader:

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from emo.common.errors import UserError
+from emo.eval.icl.openicl_compat import Template
 from emo.eval.icl.prefix_scorer import Item, common_prefix
-from emo.eval.icl.tasks import Row, Task
+from emo.eval.icl.tasks import LABEL, Row, Task
 
 
 @dataclass
@@ -47,8 +48,8 @@ class PromptBuilder:
     def __init__(
         self, task: Task, pool: list[Row], tokenizer: Any, limit: int | None = None, label_first: bool = False
     ) -> None:
-        self.task, self.pool, self.tokenizer = task, pool, tokenizer
-        self.limit, self.label_first = limit, label_first
+        self.template, self.pool, self.tokenizer = Template(task), pool, tokenizer
+        self.labels, self.limit, self.label_first = task.labels, limit, label_first
         self._demonstrations: dict[int, str] = {}
 
     def build(self, rows: list[Row], indices: list[list[int]]) -> list[Sample]:
@@ -77,15 +78,19 @@ class PromptBuilder:
         """Return demonstrations as text."""
         for index in indices:
             if index not in self._demonstrations:
-                self._demonstrations[index] = self.task.demonstration(self.pool[index]) + "\n"
+                row = self.pool[index]
+                self._demonstrations[index] = self.template.generate_ice_item(row, row[LABEL]) + "\n"
         return "".join(self._demonstrations[index] for index in indices)
+
+    def prompt(self, row: Row, ice: str, label: str) -> str:
+        """Return the prompt of a test row under a label, after demonstrations `ice`."""
+        return self.template.generate_label_prompt_item(row, ice, label)
 
     def _samples(self, rows: list[Row], indices: list[list[int]]) -> list[Sample]:
         samples = []
         for row, shots in zip(rows, indices, strict=True):
             ice = self.ice(shots)
-            prompts = [self.task.query(row, ice, label) for label in self.task.labels]
-            samples.append(Sample(row, list(shots), prompts))
+            samples.append(Sample(row, list(shots), [self.prompt(row, ice, label) for label in self.labels]))
         self._tokenise(samples)
         return samples
 
@@ -128,11 +133,11 @@ class OpenICLPromptBuilder(PromptBuilder):
     def build(self, rows: list[Row], indices: list[list[int]]) -> list[Sample]:
         """Return samples in which every label may have other demonstrations."""
         samples = [Sample(row, list(shots), []) for row, shots in zip(rows, indices, strict=True)]
-        for label in self.task.labels:
+        for label in self.labels:
             for sample in samples:
                 while True:
                     # It ends even no demonstrations with a line break.
-                    prompt = self.task.query(sample.row, self.ice(sample.demonstrations) or "\n", label)
+                    prompt = self.prompt(sample.row, self.ice(sample.demonstrations) or "\n", label)
                     if (
                         not sample.demonstrations
                         or self.limit is None

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from emo.common.errors import UserError
+from emo.eval.icl.openicl_compat import StoredRetriever, Template, openicl, quiet
 from emo.eval.icl.prefix_scorer import Advance, Item, PrefixScorer, common_prefix
 from emo.eval.icl.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
 from emo.eval.icl.settings import BUDGET, SCORES, Settings, winner
@@ -88,8 +89,6 @@ class Recorder:
 
         Its record file is read and thrown away.
         """
-        from emo.eval.icl.openicl_compat import StoredRetriever, Template, openicl, quiet
-
         with tempfile.TemporaryDirectory() as scratch, quiet():
             inferencer = openicl.PPLInferencer(
                 self.model.model,

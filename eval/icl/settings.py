@@ -21,6 +21,8 @@ RETRIEVERS = {
     "dpp": ("encoder", "tokenizer", "candidates"),
     "mdl": ("encoder", "tokenizer", "candidates", "seed", "weights", "dtype", "task"),
 }
+SEED = 43  # OpenICL's default for random demonstrations
+CANDIDATES = 30  # nearest rows that dpp and mdl choose among
 BUDGET = 8192  # tokens per batch unless a caller chooses
 VERSION = 3  # of everything that decides a score, given the same prompts
 

@@ -172,20 +172,6 @@ class Task:
         """Return the inputs of a row; equal texts mean that a test row is also in the pool."""
         return "\n".join(row[name] for name in self.inputs)
 
-    def demonstration(self, row: Row) -> str:
-        """Return a row of the pool as a demonstration."""
-        text = self.prompt.demonstration or self.prompt.text
-        return fill(text, row | {LABEL: self.words(row[LABEL])})
-
-    def query(self, row: Row, ice: str, label: str) -> str:
-        """Return the prompt of a test row under a label; `ice` is the text of its demonstrations."""
-        values = row | {LABEL: self.words(label)}
-        return fill(self.prompt.before, values) + ice + fill(self.prompt.text, values)
-
-    def shared_query(self, row: Row, ice: str) -> str:
-        """Return the prompt of a test row as far as all labels share it."""
-        return fill(self.prompt.before, row) + ice + fill(self.prompt.text.partition(LABEL_SLOT)[0], row)
-
     def channel(self) -> Task:
         """Return the task with the label before the text, for the channel score; UserError if it has none."""
         text = self.prompt.channel

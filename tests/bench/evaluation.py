@@ -32,7 +32,7 @@ from emo.eval.icl.openicl_compat import StoredRetriever, Template, openicl, quie
 from emo.eval.icl.prefix_scorer import PrefixScorer, Work
 from emo.eval.icl.prompts import PromptBuilder, Sample
 from emo.eval.icl.records import score_samples
-from emo.eval.icl.retrieve import first_of_group, nearest, top_k
+from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, reader, top_k
 from emo.eval.icl.settings import winner
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import Row, Task, load_task
@@ -83,12 +83,13 @@ class Rows:
 def task_rows(name: str, size: int) -> Rows:
     """Real rows; for MMLU whole subjects one after the other, as they are in the test split."""
     task = load_task(name)
-    data = load_data(task, str(SHARED / "nlu"), None if name == "mmlu" else 400)
+    rows = load_data(task, str(SHARED / "nlu"), None if name == "mmlu" else 400).rows
     count = task.spec.shots.count
     if name == "mmlu":
-        return Rows(task, data.rows, first_of_group(data, count), size)
-    data.rows["train"] = data.rows["train"][:POOL]
-    return Rows(task, data.rows, nearest(task, data, Encoder("minilm", SCRATCH / "cache"), count), size)
+        return Rows(task, rows, GroupRetriever(reader(task, rows), ice_num=count).retrieve(), size)
+    rows["train"] = rows["train"][:POOL]
+    encoder = Encoder("minilm", SCRATCH / "cache")
+    return Rows(task, rows, DenseRetriever(reader(task, rows), encoder, count).retrieve(), size)
 
 
 class Contestants:
@@ -138,7 +139,7 @@ class Contestants:
         for row, shots in zip(*self.rows.part(number), strict=True):
             ice = builder.ice(shots)
             for label in task.labels:
-                prompt = task.query(row, ice, label)
+                prompt = builder.prompt(row, ice, label)
                 at = prompt.rindex(f" {task.words(label)}")
                 requests.append(Instance("loglikelihood", {}, (prompt[:at], prompt[at:]), len(requests)))
         scores = [x for x, _ in self.harness.loglikelihood(requests, disable_tqdm=True)]

@@ -12,8 +12,8 @@ import pytest
 
 from emo.common.errors import UserError
 from emo.eval.icl.encoder import Encoder, checked_encoder, encoder_path
-from emo.eval.icl.openicl_compat import openicl, quiet, reader
-from emo.eval.icl.retrieve import first_of_group, nearest, openicl_retrieve, top_k
+from emo.eval.icl.openicl_compat import openicl, quiet
+from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, reader, top_k
 from emo.eval.icl.settings import RETRIEVERS
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import load_task
@@ -136,41 +136,43 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EvaluatedMode
 def test_the_dense_retriever_has_openicls_neighbours(shared_data: Path) -> None:
     """On texts that survive OpenICL's round trip through a tokenizer, the lists are the same."""
     task = load_task("trec")
-    data = load_data(task, str(shared_data / "nlu"), limit=20)
+    rows = load_data(task, str(shared_data / "nlu"), limit=20).rows
     tokenizer = copy.deepcopy(EvaluatedModel(str(shared_data / "models" / "stories260K")).tokenizer)
-    for split, rows in data.rows.items():
-        data.rows[split] = [
+    for split, part in rows.items():
+        rows[split] = [
             row  # of equal texts, among which faiss takes any, the last one
-            for row in {row["text"]: row for row in rows[:400]}.values()
+            for row in {row["text"]: row for row in part[:400]}.values()
             if tokenizer.decode(tokenizer(row["text"]).input_ids, skip_special_tokens=True) == row["text"]
         ]
-    encoder = Encoder("minilm")
+    data, encoder = reader(task, rows), Encoder("minilm")
     with quiet():
         expected = openicl.TopkRetriever(
-            reader(task, data.rows),
+            data,
             ice_num=8,
             sentence_transformers_model_name=str(encoder.path),
             tokenizer_name=tokenizer,
             batch_size=16,
         ).retrieve()
-        assert nearest(task, data, encoder, 8) == expected and len(expected) > 5
+        assert DenseRetriever(data, encoder, 8).retrieve() == expected and len(expected) > 5
 
 
 @pytest.mark.parametrize("name", RETRIEVERS)
 def test_openicls_retrievers_by_name(name: str, world: tuple[Path, EvaluatedModel]) -> None:
     task = load_task("sst2")
-    data = load_data(task, str(world[0]))
-    actual = openicl_retrieve(name, task, data, 3, "minilm", world[1])
+    rows = load_data(task, str(world[0])).rows
+    actual = openicl_retrieve(name, task, rows, 3, "minilm", world[1])
     assert len(actual) == 6
     for row in actual:
         assert len(row) == len(set(row)) == 3 and all(0 <= i < 30 for i in row)
-    assert openicl_retrieve(name, task, data, 3, "minilm", world[1]) == actual  # seeded
+    assert openicl_retrieve(name, task, rows, 3, "minilm", world[1]) == actual  # seeded
 
 
 def test_group_demonstrations_are_the_first_of_the_subject(world: tuple[Path, EvaluatedModel]) -> None:
-    data = load_data(load_task("mmlu"), str(world[0]))
-    for row, indices in zip(data.rows["test"], first_of_group(data, 5), strict=True):
-        of_group = [i for i, r in enumerate(data.rows["train"]) if r["group"] == row["group"]]
+    task = load_task("mmlu")
+    rows = load_data(task, str(world[0])).rows
+    actual = GroupRetriever(reader(task, rows), ice_num=5).retrieve()
+    for row, indices in zip(rows["test"], actual, strict=True):
+        of_group = [i for i, r in enumerate(rows["train"]) if r["group"] == row["group"]]
         assert indices == of_group[:5]
     with pytest.raises(UserError):
-        first_of_group(data, 99)
+        GroupRetriever(reader(task, rows), ice_num=99).retrieve()

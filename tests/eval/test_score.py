@@ -15,7 +15,7 @@ from emo.eval.icl import prefix_scorer
 from emo.eval.icl.prefix_scorer import OWN, TREE, WHOLE, Item, PrefixScorer, common_prefix
 from emo.eval.icl.prompts import PromptBuilder
 from emo.eval.icl.records import Record, Recorder
-from emo.eval.icl.retrieve import first_of_group
+from emo.eval.icl.retrieve import GroupRetriever, reader
 from emo.eval.icl.settings import NotFiniteError, Settings, winner
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import Row, Task, TaskSpec, load_task
@@ -60,7 +60,7 @@ def test_equals_openicl_on_real_rows_with_a_real_model(name: str, shared_data: P
     data = load_data(task, str(shared_data / "nlu"), limit=12 if name != "mmlu" else 5, shots=count)
     rows, draw = data.rows, np.random.default_rng(5).choice
     if task.spec.shots.by == "group":
-        indices = first_of_group(data, count)
+        indices = GroupRetriever(reader(task, rows), ice_num=count).retrieve()
     else:
         indices = [draw(len(rows["train"]), count, replace=False).tolist() for _ in rows["test"]]
     model = EvaluatedModel(str(shared_data / "models" / "stories260K"))
@@ -133,7 +133,7 @@ def test_labels_see_the_same_demonstrations_and_are_never_cut(limit: int, tiny: 
                 assert ids.tolist() == whole[:1] + whole[1 + sample.cut :]
         elif sample.dropped:  # one more demonstration would not have fitted
             ice = builder.ice(target[: len(sample.demonstrations) + 1])
-            longer = [tokenizer(task.query(sample.row, ice, label)).input_ids for label in task.labels]
+            longer = [tokenizer(builder.prompt(sample.row, ice, label)).input_ids for label in task.labels]
             assert max(map(len, longer)) > limit
     assert any(s.dropped or s.cut for s in samples) == (limit < 400)
 

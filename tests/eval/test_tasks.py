@@ -46,9 +46,10 @@ def test_prompts_are_the_papers_and_the_released_scripts(name: str, version: str
     task = load_task(name, version)
     assert known_tasks() == EIGHT == [task.name for task in select_tasks("all")]
     prompt, words = PROMPTS[name, version]
-    prompts = [task.query({"text": "X"}, "ICE\n", label) for label in task.labels]
+    template, row = Template(task), {"text": "X"}
+    prompts = [template.generate_label_prompt_item(row, "ICE\n", label) for label in task.labels]
     assert prompts == [f"ICE\n{prompt.format(word)}" for word in words]
-    view = [task.demonstration({"text": "X", "label": label}) for label in task.labels]
+    view = [template.generate_ice_item(row, label) for label in task.labels]
     assert view == [prompt.format(word) for word in words]
     assert task.spec.shots.count == 8
 
@@ -57,10 +58,12 @@ def test_mmlu_prompt_is_opencompass() -> None:
     task = load_task("mmlu")
     row = {"subject": "high school physics", "question": "Q?", "A": "a", "B": "b", "C": "c", "D": "d"}
     shot = "Q?\nA. a\nB. b\nC. c\nD. d\nAnswer: C\n"
-    assert task.demonstration(row | {"label": "C"}) == shot
+    template = Template(task)
+    assert template.generate_ice_item(row, "C") == shot
     header = "The following are multiple choice questions (with answers) about  high school physics.\n\n"
     shared = header + shot + "\n" + "Q?\nA. a\nB. b\nC. c\nD. d\nAnswer: "
-    assert task.query(row, shot + "\n", "D") == f"{shared}D" and task.shared_query(row, shot + "\n") == shared
+    assert template.generate_label_prompt_item(row, shot + "\n", "D") == f"{shared}D"
+    assert template.shared_prompt(row, shot + "\n") == shared
     assert (task.spec.shots.count, task.spec.shots.by, task.spec.group) == (5, "group", "subject")
 
 
