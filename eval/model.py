@@ -225,10 +225,8 @@ class EvaluatedModel:
     def context_length(self) -> int | None:
         """Return the longest prompt that the model was made for, or None when it does not say."""
         config = self.model.config.get_text_config()
-        for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"):
-            if getattr(config, name, None):
-                return int(getattr(config, name))
-        return None
+        names = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+        return next((int(value) for name in names if (value := getattr(config, name, None))), None)
 
 
 def default_name(path: Path) -> str:
@@ -282,13 +280,13 @@ def hub_snapshot(name: str) -> Path:
 
 def quiet_libraries() -> None:
     """Turn off bars and notices of libraries, imported already or not; this project's warnings remain."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    if not sys.stderr.isatty():  # on a terminal its bar shows how loading proceeds
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    off = {"TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    on_terminal = sys.stderr.isatty()  # there its bar shows how loading proceeds
+    for name, value in (off | ({} if on_terminal else {"HF_HUB_DISABLE_PROGRESS_BARS": "1"})).items():
+        os.environ.setdefault(name, value)
     if transformers := sys.modules.get("transformers"):
         transformers.logging.set_verbosity_error()
-        if not sys.stderr.isatty():
+        if not on_terminal:
             transformers.logging.disable_progress_bar()
     if datasets := sys.modules.get("datasets"):
         datasets.disable_progress_bars()

@@ -151,14 +151,13 @@ def _encode_all(self: openicl.icl_dataset_reader.DatasetEncoder) -> None:
         self.encode_dataset.append(entry)
 
 
-class _LoadedOr:
-    """`from_pretrained` of `loader`, except that an object which is not a name is returned as it is."""
+def _loaded_or(loader: Any) -> Any:
+    """Return `loader`, whose `from_pretrained` gives back an object that is not a name as it is."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def from_pretrained(name: Any, *args: Any, **kwargs: Any) -> Any:
+        return loader.from_pretrained(name, *args, **kwargs) if isinstance(name, str) else name
 
-    def from_pretrained(self, name: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._loader.from_pretrained(name, *args, **kwargs) if isinstance(name, str) else name
+    return types.SimpleNamespace(from_pretrained=from_pretrained)
 
 
 def _word_tokenize(text: str) -> list[str]:
@@ -171,6 +170,6 @@ _dpp_search = icl_dpp_retriever.fast_map_dpp
 icl_dpp_retriever.fast_map_dpp = lambda kernel, count: np.array(_dpp_search(kernel, count))
 openicl.icl_dataset_reader.DatasetEncoder.init_dataset = _encode_all
 collators.ListWrapper.to = lambda self, *args, **kwargs: self.data
-icl_topk_retriever.AutoTokenizer = _LoadedOr(icl_topk_retriever.AutoTokenizer)
-icl_mdl_retriever.AutoModelForCausalLM = _LoadedOr(icl_mdl_retriever.AutoModelForCausalLM)
+icl_topk_retriever.AutoTokenizer = _loaded_or(icl_topk_retriever.AutoTokenizer)
+icl_mdl_retriever.AutoModelForCausalLM = _loaded_or(icl_mdl_retriever.AutoModelForCausalLM)
 icl_bm25_retriever.word_tokenize = _word_tokenize

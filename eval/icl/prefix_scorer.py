@@ -277,14 +277,6 @@ class Head:
         return logits.float()
 
 
-@dataclass
-class Work:
-    """Counters of what was computed."""
-
-    distinct_tokens: int = 0  # tokens that had to be fed: prefixes, tails, shared contexts once
-    padded_tokens: int = 0  # tokens that were fed
-
-
 class PrefixScorer:
     """Scores Items with a causal LM. budget: tokens per batch, padding included; say: told when the model
     cannot be scored in the fastest way.
@@ -295,7 +287,6 @@ class PrefixScorer:
     ) -> None:
         self.model = model.eval()
         self.budget, self._say = budget, say
-        self.work = Work()
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         self._vocabulary = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
@@ -358,9 +349,9 @@ class PrefixScorer:
     def _equal(self, items: Sequence[Item], alone: Callable[[Item], ItemScore]) -> bool:
         """Return whether the present way gives, up to rounding, what `alone` gives for whole prompts.
 
-        The first and the last prompt of every item are compared; NaN equals nothing. No work is counted.
+        The first and the last prompt of every item are compared; NaN equals nothing.
         """
-        work, self.work, self._ignored = self.work, Work(), None
+        self._ignored = None
         try:
             for item, ours in zip(items, self._score(items, lambda count: None), strict=True):
                 prompts = item.alone()
@@ -376,8 +367,6 @@ class PrefixScorer:
         except Exception as error:  # families refuse a mask, a cache or positions in many ways
             log.debug("%s: %s: %s", self.way, type(error).__name__, error)
             return False
-        finally:
-            self.work = work
 
     # --- scoring ------------------------------------------------------------------------------------------
 
@@ -403,7 +392,6 @@ class PrefixScorer:
     def _score_own(self, prompt: Item) -> ItemScore:
         """Return the score of a prompt, an item with one tail at most, by the model's own forward."""
         row = torch.from_numpy(np.concatenate([prompt.prefix, *prompt.tails]))[None].to(self._device)
-        self._count(row.numel(), row.numel())
         logits, targets = self.model(input_ids=row, use_cache=False).logits[0, :-1], row[0, 1:]
         step = max(1, HEAD_BYTES // (4 * logits.shape[-1]))
         parts = [torch.zeros(0, dtype=torch.float64, device=self._device)]
@@ -433,14 +421,12 @@ class PrefixScorer:
                 cache = out.past_key_values
                 hidden = out.last_hidden_state
                 context_nll = self._head.nll(hidden, np.arange(context), ids[1:], self._ignored).sum()
-                self._count(context, context)
             lengths = {i: items[i].fed - context for i in members}
             for numbers in batches(lengths, self.budget, self._device, context):
                 batch = TreeBatch([items[i] for i in numbers], context)
                 hidden = self._forward(batch, cache)
                 nll = self._head.nll(hidden, batch.source, batch.target, self._ignored)
                 result |= zip(numbers, batch.totals(nll, context_nll), strict=True)
-                self._count(sum(lengths[i] for i in numbers), batch.ids.size)
                 finished(numbers)
         return [result[i] for i in range(len(items))]
 
@@ -468,10 +454,6 @@ class PrefixScorer:
             use_cache=cache is not None,
         )
         return out.last_hidden_state
-
-    def _count(self, distinct: int, padded: int) -> None:
-        self.work.distinct_tokens += distinct
-        self.work.padded_tokens += padded
 
 
 def made_up_items(vocabulary: int) -> list[Item]:

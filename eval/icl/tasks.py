@@ -203,9 +203,9 @@ def load_task(name: str, version: str = "paper") -> Task:
     """
     path = shipped(Path(name)) if name.endswith((".yaml", ".yml")) else DIRECTORY / f"{name}.yaml"
     if not path.is_file():
-        if path.parent != DIRECTORY:
-            raise UserError(f"task file {path} does not exist", code="task")
-        raise UserError(f"unknown task {name!r}; {nearest(name, known_tasks())}", code="task")
+        raise UserError(
+            f"there is no task or task file {name!r}; {nearest(name, known_tasks())}", code="task"
+        )
     if path.stem in (Path(MODEL).stem, Path(SAMPLES).stem):  # results are called like their task
         raise UserError(f"task file {path}: results use this name themselves; rename the file", code="task")
     try:

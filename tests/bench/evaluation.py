@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from emo.data_prep.tokenizer import load_tokenizer
 from emo.eval.icl.encoder import Encoder
 from emo.eval.icl.openicl_compat import StoredRetriever, Template, openicl, quiet
-from emo.eval.icl.prefix_scorer import PrefixScorer, Work
+from emo.eval.icl.prefix_scorer import PrefixScorer, groups
 from emo.eval.icl.prompts import PromptBuilder, Sample
 from emo.eval.icl.records import score_samples
 from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, reader, top_k
@@ -180,7 +181,6 @@ def scoring(report: common.Report, rounds: int, quick: bool) -> None:
         # these few rows, and nothing beside a whole task: every round's rows are scored once before.
         for i in range(-1, rounds):
             contestants.ours(i)
-        work = contestants.scorer.work = Work()
         times = common.race(racing, rounds)
         predictions, scores = contestants.predictions, contestants.scores
         total = sum(len(predictions["ours", i]) for i in range(rounds))
@@ -206,12 +206,31 @@ def scoring(report: common.Report, rounds: int, quick: bool) -> None:
         ):
             if who in times:
                 report.ratio(f"{name}: {what} / ours", common.ratio(times, who, "ours"), at_least=target)
-        # The warm-up round's work is counted too, so the mean is over one round more.
-        tokens, length = work.distinct_tokens / (rounds + 1), work.distinct_tokens / (size * (rounds + 1))
-        floor = floor_seconds(model, round(tokens), max(16, round(length)))
+        rounds_of_tokens = [distinct(contestants.rows.samples(i, tokenizer)) for i in range(rounds)]
+        tokens = statistics.mean(rounds_of_tokens)
+        floor = floor_seconds(model, round(tokens), max(16, round(tokens / size)))
         report.ratio(f"{name}: floor / ours", floor / statistics.median(times["ours"]), at_least=FLOOR_TARGET)
-        padding = work.distinct_tokens / work.padded_tokens
+        fed = tokens_fed(model, lambda c=contestants: c.ours(0))  # type: ignore[misc]
+        padding = rounds_of_tokens[0] / fed
         report.note(f"{name}: {tokens:.0f} distinct tokens a round, {100 * padding:.1f} % of what was fed")
+
+
+def distinct(samples: list[Sample]) -> int:
+    """Tokens of samples that have to be fed: tails, prefixes, and shared contexts once."""
+    items = [item for sample in samples for item in sample.items()]
+    parts = groups(items)
+    return sum(context + sum(items[i].fed - context for i in members) for members, context in parts)
+
+
+def tokens_fed(model: Any, run: Callable[[], object]) -> int:
+    """Tokens that pass through the model while `run` runs, padding included."""
+    counts: list[int] = []
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: counts.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    run()
+    hook.remove()
+    return sum(counts)
 
 
 def load_harness(report: common.Report, model: Any, tokenizer: Any) -> Any:

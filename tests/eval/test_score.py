@@ -11,8 +11,18 @@ import pytest
 import torch
 
 from emo.common.errors import UserError
-from emo.eval.icl import prefix_scorer
-from emo.eval.icl.prefix_scorer import OWN, TREE, WHOLE, Item, PrefixScorer, common_prefix
+from emo.eval.icl.prefix_scorer import (
+    MIN_CONTEXT,
+    OWN,
+    TREE,
+    WHOLE,
+    Item,
+    PrefixScorer,
+    TreeBatch,
+    batches,
+    common_prefix,
+    groups,
+)
 from emo.eval.icl.prompts import PromptBuilder
 from emo.eval.icl.records import Record, Recorder
 from emo.eval.icl.retrieve import GroupRetriever, reader
@@ -23,6 +33,8 @@ from emo.eval.model import EvaluatedModel
 from tests.eval.test_tasks import EIGHT
 from tests.helpers.evaluating import naive_nll, tiny_model
 from tests.helpers.families import family
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -175,11 +187,11 @@ def check(scorer: PrefixScorer, items: list[Item]) -> None:
 
 @pytest.mark.parametrize(("shared", "budget"), [(0, 1), (0, 64), (31, 8192), (33, 8192), (200, 8192)])
 def test_a_shared_beginning_is_computed_once(shared: int, budget: int, tiny: EvaluatedModel) -> None:
-    scorer = PrefixScorer(tiny.model, budget)
     items = random_items(384, 20, shared=shared)
-    check(scorer, items)
-    saved = sum(item.fed for item in items) - scorer.work.distinct_tokens
-    assert saved >= 0.9 * 19 * (shared - 2) if shared > prefix_scorer.MIN_CONTEXT else saved == 0
+    check(PrefixScorer(tiny.model, budget), items)
+    [(members, context)] = groups(items)
+    assert members == list(range(20))
+    assert context >= shared - 1 if shared > MIN_CONTEXT else context == 0
 
 
 @pytest.mark.parametrize("way", [TREE, WHOLE, OWN])
@@ -202,20 +214,20 @@ def test_no_batch_exceeds_the_budget(
     shared: int, tiny: EvaluatedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padding and cached context count, so memory is bounded by the budget; one item may exceed it alone."""
-    scorer, batches = PrefixScorer(tiny.model, budget=1500), []
+    scorer, fed = PrefixScorer(tiny.model, budget=1500), []  # type: ignore[var-annotated]
     run = scorer._forward
 
-    def watch(batch: prefix_scorer.TreeBatch, cache: Any) -> torch.Tensor:
-        batches.append((len(batch.ids), len(batch.ids) * batch.allowed.shape[2]))
+    def watch(batch: TreeBatch, cache: Any) -> torch.Tensor:
+        fed.append((len(batch.ids), len(batch.ids) * batch.allowed.shape[2]))
         return run(batch, cache)
 
     monkeypatch.setattr(scorer, "_forward", watch)
     scorer.score(random_items(384, 60, shared=shared))
-    assert all(tokens <= 1500 or rows == 1 for rows, tokens in batches)
-    assert max(tokens for _, tokens in batches) > 700  # and it is used
-    scorer = PrefixScorer(tiny.model, budget=512)
-    scorer.score(random_items(384, 200))
-    assert scorer.work.distinct_tokens / scorer.work.padded_tokens > 0.9  # batches are of like length
+    assert all(tokens <= 1500 or rows == 1 for rows, tokens in fed)
+    assert max(tokens for _, tokens in fed) > 700  # and it is used
+    lengths = {i: item.fed for i, item in enumerate(random_items(384, 200, shared=shared))}
+    padded = sum(len(part) * max(lengths[i] for i in part) for part in batches(lengths, 512, CPU))
+    assert sum(lengths.values()) / padded > 0.9  # batches are of like length
 
 
 # --- families ---------------------------------------------------------------------------------------------
