@@ -19,6 +19,7 @@ from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import load_task
 from emo.eval.model import EvaluatedModel
 from tests.helpers.evaluating import tiny_model, write_tasks
+from tests.helpers.refusals import refused
 
 
 @pytest.fixture(autouse=True)
@@ -95,9 +96,8 @@ def test_another_sentence_model_under_its_name_is_not_loaded(
     assert checked_encoder("minilm") == str(package / "model")
     with (package / "model" / change).open("ab") as file:
         file.write(b" ")
-    with pytest.raises(UserError) as error:
+    with refused("minilm"):
         Encoder("minilm", cache=tmp_path / "cache")(["a text"])
-    assert error.value.code == "minilm"
 
 
 def test_a_sentence_model_is_known_by_all_of_its_files(tmp_path: Path) -> None:
@@ -105,9 +105,9 @@ def test_a_sentence_model_is_known_by_all_of_its_files(tmp_path: Path) -> None:
     encoder = Encoder(str(directory), tmp_path / "cache")
     (directory / "1_Pooling" / "weights.pt").write_bytes(b"x")
     assert Encoder(str(directory), tmp_path / "cache").digest != encoder.digest
-    with pytest.raises(UserError) as error:
+    with refused("changed"):
         encoder(["a text"])
-    assert error.value.code == "changed" and not list((tmp_path / "cache").rglob("*.npz"))
+    assert not list((tmp_path / "cache").rglob("*.npz"))
 
 
 def test_a_sentence_model_runs_no_code(tmp_path: Path) -> None:
@@ -117,9 +117,9 @@ def test_a_sentence_model_runs_no_code(tmp_path: Path) -> None:
     module = [{"idx": 0, "name": "0", "path": "", "type": "own.Model"}]
     (directory / "modules.json").write_text(json.dumps(module))
     (directory / "config_sentence_transformers.json").write_text("{}")
-    with pytest.raises(UserError) as error:
+    with refused("encoder"):
         Encoder(str(directory), cache=tmp_path / "cache")(["a text"])
-    assert error.value.code == "encoder" and not (tmp_path / "ran").exists()
+    assert not (tmp_path / "ran").exists()
 
 
 # --- components -------------------------------------------------------------------------------------------
