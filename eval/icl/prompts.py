@@ -56,18 +56,21 @@ class PromptBuilder:
         """Return the samples of test rows, whose demonstrations are the rows `indices` of the pool."""
         samples = self._samples(rows, indices)
         long = [n for n, sample in enumerate(samples) if self._excess(sample) > 0]
-        too_many = {n: len(indices[n]) for n in long}
-        for n, bare in zip(long, self._samples([rows[n] for n in long], [[] for _ in long]), strict=True):
-            samples[n] = bare
-        # By bisection over all rows together: length grows with the demonstrations.
-        while opened := [n for n in long if len(samples[n].demonstrations) + 1 < too_many[n]]:
-            middle = [(len(samples[n].demonstrations) + too_many[n]) // 2 for n in opened]
-            shorter = [indices[n][:count] for n, count in zip(opened, middle, strict=True)]
-            for n, trial in zip(opened, self._samples([rows[n] for n in opened], shorter), strict=True):
-                if self._excess(trial) > 0:
-                    too_many[n] = len(trial.demonstrations)
-                else:
-                    samples[n] = trial
+        # By bisection over all rows together: length grows with the demonstrations. One label's prompt tells.
+        longest = {n: [self.labels[int(np.argmax([len(i) for i in samples[n].ids]))]] for n in long}
+        fitting, too_many = dict.fromkeys(long, 0), {n: len(indices[n]) for n in long}
+        while opened := [n for n in long if fitting[n] + 1 < too_many[n]]:
+            shorter = [indices[n][: (fitting[n] + too_many[n]) // 2] for n in opened]
+            trials = self._samples([rows[n] for n in opened], shorter, [longest[n] for n in opened])
+            for n, trial in zip(opened, trials, strict=True):
+                (too_many if self._excess(trial) > 0 else fitting)[n] = len(trial.demonstrations)
+        left = long
+        while left:  # once, unless another label's prompt has become the longest one
+            shorter = [indices[n][: fitting[n]] for n in left]
+            for n, sample in zip(left, self._samples([rows[n] for n in left], shorter), strict=True):
+                samples[n] = sample
+            left = [n for n in left if fitting[n] > 0 and self._excess(samples[n]) > 0]
+            fitting |= {n: fitting[n] - 1 for n in left}
         for n in long:
             samples[n].dropped = len(indices[n]) - len(samples[n].demonstrations)
             if self._excess(samples[n]) > 0:
@@ -86,11 +89,14 @@ class PromptBuilder:
         """Return the prompt of a test row under a label, after demonstrations `ice`."""
         return self.template.generate_label_prompt_item(row, ice, label)
 
-    def _samples(self, rows: list[Row], indices: list[list[int]]) -> list[Sample]:
+    def _samples(
+        self, rows: list[Row], indices: list[list[int]], labels: list[list[str]] | None = None
+    ) -> list[Sample]:
+        """Return tokenised samples, of some of the labels each where `labels` says so."""
         samples = []
-        for row, shots in zip(rows, indices, strict=True):
+        for row, shots, chosen in zip(rows, indices, labels or [self.labels] * len(rows), strict=True):
             ice = self.ice(shots)
-            samples.append(Sample(row, list(shots), [self.prompt(row, ice, label) for label in self.labels]))
+            samples.append(Sample(row, list(shots), [self.prompt(row, ice, label) for label in chosen]))
         self._tokenise(samples)
         return samples
 
