@@ -72,10 +72,7 @@ class Job:
             "shots": retrieval["shots"],
             "retriever": retrieval["retriever"],
             "encoder": retrieval.get("encoder", "")[:16],
-            "inferencer": settings.inferencer,
-            "faithful": settings.faithful,
-            "score": settings.score,
-            "max_tokens": settings.max_tokens,
+            **{name: getattr(settings, name) for name in ("inferencer", "faithful", "score", "max_tokens")},
             "dtype": self.model.dtype,
             "scorer": VERSION,
         }
@@ -90,13 +87,12 @@ class Job:
         entry = store.Entry(self.out / store.STORE, identity, self.say)
         result = entry.result()
         if result is None or not entry.is_whole(len(indices), CHUNK):
-            from emo.eval.icl.task_metrics import summarise, worst
+            from emo.eval.icl.task_metrics import summarise
 
             records = self._records(task, data, indices, entry)
             dtype = str(self.model.model.dtype).removeprefix("torch.")  # where it was `auto`, too
             conditions = {"compared": compared | {"dtype": dtype}, "noted": noted}
-            result = summarise(task, records, settings, conditions)
-            entry.finish(result | {"worst": worst(task, data, records, settings.score)})
+            entry.finish(summarise(task, data, records, settings, conditions))
             result = entry.result()
             assert result is not None
         path = self.out / MODELS / self.model.name / f"{task.name}.json"
