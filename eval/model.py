@@ -13,12 +13,11 @@ import sys
 import warnings
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from emo.common.errors import UserError, one_line
-from emo.common.files import Signature, signature
 from emo.common.untrusted import read_json
-from emo.common.weights import ADAPTER, GENERATION, load_causal_lm, opened_files
+from emo.common.weights import ADAPTER, GENERATION, Loaded, load_causal_lm, opened_files
 from emo.common.weights import CONFIG as CONFIG_JSON
 from emo.data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer
 from emo.data_prep.tokenizer import FILES as TOKENIZER_FILES
@@ -26,11 +25,7 @@ from emo.eval import store
 from emo.eval.icl.settings import NotFiniteError
 from emo.pipeline.run_dir import EXPORT, EXPORT_INFO, HF, read_export_info
 
-if TYPE_CHECKING:
-    import torch
-
 DTYPES = ("auto", "float32", "bfloat16", "float16")
-LOADS = 3  # attempts at files that are touched, but not changed, while they are read
 TOKENIZER_VERSION = 1  # of what `tokenizer_content` looks at
 PROBED = 4096  # pieces of the vocabulary in each text that it encodes
 # Results, figures and options such as NAME=DIR and NAME,NAME use names as they are.
@@ -65,19 +60,25 @@ class EvaluatedModel:
             stored = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
             self.dtype = stored if stored in DTYPES else "auto"
 
-    @cached_property
+    @property
     def digest(self) -> str:
         """Identity of weights, adapter and configuration: the content of all that loading opens."""
-        return self._files_digest(generation=False)
+        return self._digests[0]
 
-    @cached_property
+    @property
     def generation_digest(self) -> str:
         """Identity of the generation settings, which decide sampled text only."""
-        return self._files_digest(generation=True)
+        return self._digests[1]
 
-    def _files_digest(self, generation: bool) -> str:
-        files = [path for path in opened_files(self.path) if (path.name == GENERATION) == generation]
-        return store.digest_files(self.path, files)
+    @cached_property
+    def _digests(self) -> tuple[str, str]:
+        return self._current_digests()
+
+    def _current_digests(self) -> tuple[str, str]:
+        files: tuple[list[Path], list[Path]] = ([], [])
+        for path in opened_files(self.path):
+            files[path.name == GENERATION].append(path)
+        return store.digest_files(self.path, files[0]), store.digest_files(self.path, files[1])
 
     @property
     def has_adapter(self) -> bool:
@@ -95,15 +96,17 @@ class EvaluatedModel:
         settings = read_json(path) if path.is_file() else {}
         ids, plain = (tokenizer("a", add_special_tokens=flag).input_ids for flag in (True, False))
         adds = {"bos": ids[:1] != plain[:1], "eos": ids[-1:] != plain[-1:]}
-        flags = {name: settings.get(f"add_{name}_token") for name in adds}
-        flags = {name: adds[name] if flag is None else flag for name, flag in flags.items()}
-        for name, flag in flags.items():
-            if not isinstance(flag, bool) or (flag and getattr(tokenizer, f"{name}_token_id") is None):
+        flags = dict(adds)
+        for name in adds:
+            if (flag := settings.get(f"add_{name}_token")) is not None:
+                flags[name] = flag
+            if flag not in (None, False) and (
+                flag is not True or getattr(tokenizer, f"{name}_token_id") is None
+            ):
                 reason = "there is no such token" if flag is True else "it must be true or false"
                 raise UserError(f"{path}: add_{name}_token is {flag!r}, but {reason}", code="tokenizer")
         if flags != adds:
-            tokenizer.add_bos_token = flags["bos"]
-            tokenizer.add_eos_token = flags["eos"]
+            tokenizer.add_bos_token, tokenizer.add_eos_token = flags["bos"], flags["eos"]
         if "tokenizer_digest" in self.__dict__ and tokenizer_content(tokenizer) != self.tokenizer_digest:
             raise self._changed("tokenizer")
         return tokenizer
@@ -112,18 +115,14 @@ class EvaluatedModel:
     def tokenizer_digest(self) -> str:
         """Identity of the tokenizer by content: `tokenizer_content`, remembered for these very files."""
 
-        def state() -> tuple[str, list[Signature]]:
-            files = self._tokenizer_files()
-            return store.digest_files(self.path, files), [signature(path) for path in files]
-
         def compute() -> str:
             content = tokenizer_content(self.tokenizer)
-            if state() != before:
+            if store.digest_files(self.path, self._tokenizer_files()) != files:
                 raise self._changed("tokenizer")
             return content
 
-        before = state()
-        return store.remembered("tokenizers", store.digest([TOKENIZER_VERSION, before[0]]), compute)
+        files = store.digest_files(self.path, self._tokenizer_files())
+        return store.remembered("tokenizers", store.digest([TOKENIZER_VERSION, files]), compute)
 
     def fresh_tokenizer(self) -> Any:
         """Return a copy, for callers that change its padding."""
@@ -150,42 +149,24 @@ class EvaluatedModel:
         Raises UserError unless the files are those of `digest` and hold exactly the weights of a causal
         language model, all of them finite, and the tokenizer belongs to it.
         """
-        for _ in range(LOADS):
-            expected = self.digest, self.generation_digest
-            before = [signature(path) for path in opened_files(self.path)]
-            try:
-                loaded = load_causal_lm(self.path, dtype=self.dtype)
-            except UserError:
-                raise
-            except Exception as error:  # whatever a damaged or foreign file makes of transformers
-                if type(error).__name__ == "OutOfMemoryError":
-                    raise
-                reason = f"{type(error).__name__}: {one_line(error, 200)}"
-                raise UserError(f"cannot load {self.given}: {reason}", code="model") from None
-            self.require_unchanged(expected)
-            if [signature(path) for path in opened_files(self.path)] == before:  # untouched
-                break
-        else:
-            raise self._changed("files")
-        model, fault = loaded.model, loaded.fault
-        for kind in ("missing", "unexpected", "mismatched"):  # random weights, or those of another model
-            if names := getattr(loaded, kind):
-                others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                fault = f"does not hold the weights of its causal language model: {names[0]}{others} {kind}"
-                break
-        for name, weights in model.named_parameters():
-            if fault is None and not bool(weights.isfinite().all()):
-                fault = f"has NaN or infinite weights in {name}"
-        # Every piece needs an embedding, except special tokens that were added but never occur in text.
-        embeddings = model.get_input_embeddings().weight.shape[0]
-        special = set(self.tokenizer.all_special_tokens)
-        if any(i >= embeddings and p not in special for p, i in self.tokenizer.get_vocab().items()):
-            pieces = f"its tokenizer has {len(self.tokenizer)} pieces, the model only {embeddings} embeddings"
-            fault = fault or f"does not fit together: {pieces}; it belongs to another model"
-        if fault is None:
-            from emo.eval.icl.probe import is_causal
+        import torch
 
-            model = model.to(device()).eval()
+        from emo.eval.icl.prefix_scorer import is_causal
+
+        _ = self._digests  # of the files before
+        try:
+            loaded = load_causal_lm(self.path, dtype=self.dtype)
+        except (UserError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # whatever a damaged or foreign file makes of transformers
+            reason = f"{type(error).__name__}: {one_line(error, 200)}"
+            raise UserError(f"cannot load {self.given}: {reason}", code="model") from None
+        self.require_unchanged()
+        model, fault = loaded.model.eval(), self._fault(loaded)
+        if fault is None:
+            if torch.cuda.is_available():
+                rank = int(os.environ.get("LOCAL_RANK", "0"))
+                model = model.to(torch.device("cuda", rank % torch.cuda.device_count()))
             try:
                 if not is_causal(model):
                     kind = type(model).__name__
@@ -196,15 +177,34 @@ class EvaluatedModel:
             raise UserError(f"{self.given} {fault}", code="model")
         return model
 
-    def require_unchanged(self, expected: tuple[str, str] | None = None) -> None:
+    def require_unchanged(self) -> None:
         """Raise UserError when the files are no longer those of `digest` and `generation_digest`."""
-        expected = expected or (self.digest, self.generation_digest)
+        expected = self._digests
         try:
-            current = self._files_digest(generation=False), self._files_digest(generation=True)
+            current = self._current_digests()
         except (OSError, UserError):
             raise self._changed("files") from None
         if current != expected:
             raise self._changed("files")
+
+    def _fault(self, loaded: Loaded) -> str | None:
+        """Return why a loaded model cannot be evaluated with this tokenizer, if its weights show it."""
+        for kind in ("missing", "unexpected", "mismatched"):  # random weights, or those of another model
+            if names := getattr(loaded, kind):
+                others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                return f"does not hold the weights of its causal language model: {names[0]}{others} {kind}"
+        if loaded.fault is not None:
+            return loaded.fault
+        for name, weights in loaded.model.named_parameters():
+            if not bool(weights.isfinite().all()):
+                return f"has NaN or infinite weights in {name}"
+        # Every piece needs an embedding, except special tokens that were added but never occur in text.
+        embeddings = loaded.model.get_input_embeddings().weight.shape[0]
+        special = set(self.tokenizer.all_special_tokens)
+        if any(i >= embeddings and p not in special for p, i in self.tokenizer.get_vocab().items()):
+            pieces = f"its tokenizer has {len(self.tokenizer)} pieces, the model only {embeddings} embeddings"
+            return f"does not fit together: {pieces}; it belongs to another model"
+        return None
 
     @cached_property
     def scorer(self) -> Any:
@@ -224,19 +224,8 @@ class EvaluatedModel:
     def context_length(self) -> int | None:
         """Return the longest prompt that the model was made for, or None when it does not say."""
         config = self.model.config.get_text_config()
-        for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"):
-            if getattr(config, name, None):
-                return int(getattr(config, name))
-        return None
-
-
-def device() -> torch.device:
-    """GPU number LOCAL_RANK, else the CPU."""
-    import torch
-
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        names = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
+        return next((int(value) for name in names if (value := getattr(config, name, None))), None)
 
 
 def default_name(path: Path) -> str:
@@ -290,13 +279,13 @@ def hub_snapshot(name: str) -> Path:
 
 def quiet_libraries() -> None:
     """Turn off bars and notices of libraries, imported already or not; this project's warnings remain."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    if not sys.stderr.isatty():  # on a terminal its bar shows how loading proceeds
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    off = {"TRANSFORMERS_VERBOSITY": "error", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
+    on_terminal = sys.stderr.isatty()  # there its bar shows how loading proceeds
+    for name, value in (off | ({} if on_terminal else {"HF_HUB_DISABLE_PROGRESS_BARS": "1"})).items():
+        os.environ.setdefault(name, value)
     if transformers := sys.modules.get("transformers"):
         transformers.logging.set_verbosity_error()
-        if not sys.stderr.isatty():
+        if not on_terminal:
             transformers.logging.disable_progress_bar()
     if datasets := sys.modules.get("datasets"):
         datasets.disable_progress_bars()

@@ -37,7 +37,7 @@ from emo.eval.export.hub import CARD
 from emo.eval.export.tracking import BusyError
 from emo.eval.icl.encoder import encoder_path
 from emo.eval.icl.job import run_all
-from emo.eval.icl.settings import DENSE, RETRIEVERS, VERSION, Settings
+from emo.eval.icl.settings import VERSION, Settings
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import Task
 from emo.eval.model import EvaluatedModel
@@ -247,7 +247,7 @@ class Watch:
                 # Raises when data or retriever are at fault, so that no checkpoint is marked for them.
                 for task in self.tasks:
                     load_data(task, self.settings.data, self.settings.limit, self.settings.shots)
-                if self.settings.retriever not in RETRIEVERS or self.settings.retriever in DENSE:
+                if self.settings.sentence_model is not None:
                     encoder_path(self.settings.sentence_model)
                 self._fail(target, files, request, reason)
         return False

@@ -20,7 +20,6 @@ from emo.common.files import write_text
 from emo.eval import store
 from emo.eval.export.figures import Accuracy, Figures, Source, all_figures
 from emo.eval.icl.prompts import PromptBuilder
-from emo.eval.icl.retrieve import StoredRetriever
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import GROUP, LABEL, load_task
 from emo.eval.results import Model
@@ -157,7 +156,7 @@ def _samples(source: Source, figures: Figures) -> tuple[Samples, Counter[str]]:
     result = figures.result
     task = load_task(source.tasks.get(figures.task, figures.task), result["version"])
     data = load_data(task, source.data, shots=result["shots"])
-    full = Counter(row[GROUP] for row in data.canonical["test"])
+    full = Counter(row[GROUP] for row in data.rows["test"])
     if result["n"] < full.total():
         data = load_data(task, source.data, limit=result["n"], shots=result["shots"])
     for name, current, subject, option in (
@@ -169,15 +168,12 @@ def _samples(source: Source, figures: Figures) -> tuple[Samples, Counter[str]]:
             raise UserError(
                 f"task {task.name}: {subject} are not those of its evaluation; give the {option} that it had"
             )
-    retriever = StoredRetriever(task, data.rows, [record["demonstrations"] for record in figures.records])
-    builder = PromptBuilder(retriever, None, task.labels, task.demonstration_template, task.template)
+    builder = PromptBuilder(task, data.rows["train"], None)
     samples: Samples = {}
-    for record, row in zip(figures.records, data.canonical["test"], strict=True):
-        number, ice = record["row"], builder.ice(record["demonstrations"])
-        context = retriever.generate_label_prompt(
-            number, ice, task.labels[0], prompt_template=task.context_template
-        )
-        prompts = [builder.prompt(number, ice, label) for label in task.labels]
+    for record, row in zip(figures.records, data.rows["test"], strict=True):
+        ice = builder.ice(record["demonstrations"])
+        context = builder.template.shared_prompt(row, ice)
+        prompts = [builder.prompt(row, ice, label) for label in task.labels]
         target = str(task.labels.index(record["gold"]))
         responses = [[str(-value), "None"] for value in record["scores"][result["score"]]]
         doc = {name: row[name] for name in task.inputs} | {LABEL: row[LABEL]}

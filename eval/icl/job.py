@@ -19,14 +19,14 @@ from emo.common.errors import UserError
 from emo.common.lease import held
 from emo.eval import store
 from emo.eval.icl.encoder import Encoder
-from emo.eval.icl.settings import CANDIDATES, DENSE, RETRIEVERS, SEED, VERSION, NotFiniteError, Settings
+from emo.eval.icl.settings import CANDIDATES, RETRIEVERS, SEED, VERSION, NotFiniteError, Settings
 from emo.eval.icl.task_data import TaskData, load_data
 from emo.eval.icl.tasks import GROUP, LABEL, ROW, Task
 from emo.eval.model import EvaluatedModel, quiet_libraries
 from emo.eval.results import MODELS, claim_name, only_answer
 
 if TYPE_CHECKING:
-    from emo.eval.icl.records import Record, Recorder
+    from emo.eval.icl.records import Recorder
 
 CHUNK = 256  # rows; what a killed job loses at most
 
@@ -45,6 +45,7 @@ class Job:
     @cached_property
     def encoder(self) -> Encoder:
         """The sentence model that demonstrations are chosen with."""
+        assert self.settings.sentence_model is not None
         return Encoder(self.settings.sentence_model, say=self.say)
 
     @cached_property
@@ -61,7 +62,7 @@ class Job:
         settings = self.settings
         data = load_data(task, settings.data, settings.limit, settings.shots)
         if "channel" in settings.extras:
-            task.require_channel()
+            task.channel()  # before anything takes long
         indices, retrieval = self._retrieve(task, data)
         # Two results may be compared when all of `compared` is equal.
         compared = {
@@ -71,10 +72,7 @@ class Job:
             "shots": retrieval["shots"],
             "retriever": retrieval["retriever"],
             "encoder": retrieval.get("encoder", "")[:16],
-            "inferencer": settings.inferencer,
-            "faithful": settings.faithful,
-            "score": settings.score,
-            "max_tokens": settings.max_tokens,
+            **{name: getattr(settings, name) for name in ("inferencer", "faithful", "score", "max_tokens")},
             "dtype": self.model.dtype,
             "scorer": VERSION,
         }
@@ -89,13 +87,12 @@ class Job:
         entry = store.Entry(self.out / store.STORE, identity, self.say)
         result = entry.result()
         if result is None or not entry.is_whole(len(indices), CHUNK):
-            from emo.eval.icl.task_metrics import summarise, worst
+            from emo.eval.icl.task_metrics import summarise
 
             records = self._records(task, data, indices, entry)
             dtype = str(self.model.model.dtype).removeprefix("torch.")  # where it was `auto`, too
             conditions = {"compared": compared | {"dtype": dtype}, "noted": noted}
-            result = summarise(task, records, settings, conditions)
-            entry.finish(result | {"worst": worst(task, data, records, settings.score)})
+            entry.finish(summarise(task, data, records, settings, conditions))
             result = entry.result()
             assert result is not None
         path = self.out / MODELS / self.model.name / f"{task.name}.json"
@@ -113,28 +110,28 @@ class Job:
         return result
 
     def _retrieve(self, task: Task, data: TaskData) -> tuple[list[list[int]], dict[str, Any]]:
-        """Return the demonstrations of every test row, which the store keeps, and what they depend on."""
-        name, count = self.settings.retriever, self.settings.shots
-        count = task.spec.shots.count if count is None else count
+        """Return the demonstrations of every test row, and what they depend on besides the rows."""
+        name, model = self.settings.retriever, self.model
+        count = task.spec.shots.count if self.settings.shots is None else self.settings.shots
         if count == 0:
-            return [[] for _ in data.canonical["test"]], {"retriever": "none", "shots": 0}
+            return [[] for _ in data.rows["test"]], {"retriever": "none", "shots": 0}
+        identity: dict[str, Any] = {"shots": count}
         if task.spec.shots.by == "group":
-            identity: dict[str, Any] = {"retriever": "group"}
+            identity["retriever"] = "group"
         elif name not in RETRIEVERS:
-            identity = {"retriever": name, "encoder": self.encoder.digest}
+            identity |= {"retriever": name, "encoder": self.encoder.digest}
         else:
-            identity = {"retriever": f"openicl {name}"}
-            if name in ("random", "votek", "mdl"):
-                identity["seed"] = SEED
-            if name in DENSE:
-                # It passes texts through the evaluated model's tokenizer before it embeds them.
-                identity |= {"encoder": self.encoder.digest, "tokenizer": self.model.tokenizer_digest}
-            if name in ("dpp", "mdl"):
-                identity["candidates"] = CANDIDATES
-            if name == "mdl":
-                model = {"weights": self.model.digest, "dtype": self.model.dtype}
-                identity |= model | {"task": task.identity()}
-        identity["shots"] = count
+            facts: dict[str, Callable[[], Any]] = {
+                "seed": lambda: SEED,
+                "candidates": lambda: CANDIDATES,
+                "encoder": lambda: self.encoder.digest,
+                "tokenizer": lambda: model.tokenizer_digest,
+                "weights": lambda: model.digest,
+                "dtype": lambda: model.dtype,
+                "task": task.identity,
+            }
+            identity["retriever"] = f"openicl {name}"
+            identity |= {fact: facts[fact]() for fact in RETRIEVERS[name]}
         folder = self.out / store.STORE / "retrieval"
         path = folder / f"{store.digest([identity, data.digests])[:32]}.json"
         while (indices := store.unsealed(path)) is None:
@@ -158,23 +155,21 @@ class Job:
         if name not in RETRIEVERS:
             return DenseRetriever(reader(task, data.rows), self.encoder, count).retrieve()
         indices = openicl_retrieve(name, task, data.rows, count, self.settings.encoder, self.model)
-        if name in DENSE:
+        if self.settings.sentence_model is not None:
             self.encoder.require_unchanged()
         return indices
 
     def _records(
         self, task: Task, data: TaskData, indices: list[list[int]], entry: store.Entry
-    ) -> list[Record]:
+    ) -> list[dict[str, Any]]:
         """Return the records of all test rows: the missing chunks are scored here, or by other processes.
 
         Raises UserError when a score is not finite; nothing is published then.
         """
-        from emo.eval.icl.task_metrics import row_text
-
-        pool = {row_text(task, row) for row in data.canonical["train"]}
+        pool = {task.text(row) for row in data.rows["train"]}
         _ = None if entry.is_whole(len(indices), CHUNK) else self.recorder  # it speaks before the bar
 
-        def score(rows: range) -> list[Record]:
+        def score(rows: range) -> list[dict[str, Any]]:
             before = bar.n
             records = self.score_rows(task, data, indices, rows, pool, bar.update)
             self.computed += 1
@@ -194,21 +189,17 @@ class Job:
         task: Task,
         data: TaskData,
         indices: list[list[int]],
-        rows: range,
+        numbers: range,
         pool: set[str],
         advance: Callable[[int], Any],
-    ) -> list[Record]:
+    ) -> list[dict[str, Any]]:
         """Return records of some test rows. pool: texts that demonstrations are chosen from."""
-        from datasets import DatasetDict
-
-        from emo.eval.icl.task_metrics import row_text
-
-        part = DatasetDict({"train": data.rows["train"], "test": data.rows["test"].select(rows)})
-        records = self.recorder.records(task, part, [indices[r] for r in rows], advance)
-        for record, row in zip(records, rows, strict=True):
-            entry = data.canonical["test"][row]
-            record |= {"row": row, "id": entry[ROW], "gold": entry[LABEL], "group": entry[GROUP]}
-            record["leaked"] = row_text(task, entry) in pool
+        rows = [data.rows["test"][number] for number in numbers]
+        shots = [indices[number] for number in numbers]
+        records = self.recorder.records(task, data.rows["train"], rows, shots, advance)
+        for number, row, record in zip(numbers, rows, records, strict=True):
+            record |= {"row": number, "id": row[ROW], "gold": row[LABEL], "group": row[GROUP]}
+            record["leaked"] = task.text(row) in pool
         return records
 
 

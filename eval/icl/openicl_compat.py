@@ -16,17 +16,18 @@ import importlib
 import importlib.machinery
 import importlib.util
 import logging
-import re
 import sys
 import types
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import datasets
 import numpy as np
 import tqdm
 
 from emo.common.errors import UserError
+from emo.eval.icl.tasks import LABEL, LABEL_SLOT, Row, Task, fill
 
 
 class _Later(types.ModuleType):
@@ -76,24 +77,49 @@ from openicl.utils import collators  # noqa: E402
 
 
 class Template(openicl.PromptTemplate):
-    """A PromptTemplate that fills all its tokens in one pass.
+    """A task's prompts, of demonstrations and queries, every text filled in one pass.
 
     OpenICL inserts the demonstrations first and then replaces column tokens in them too, so that a
     demonstration that happens to contain such a token is overwritten with the query.
     """
 
-    def generate_ice_item(self, entry: dict[str, Any], label: Hashable) -> str:
-        """Return a demonstration: the template of its label, filled with its columns."""
-        return self.generate_label_prompt_item(entry, "", label)
+    def __init__(self, task: Task) -> None:
+        super().__init__(dict.fromkeys(task.labels, ""), {}, ice_token="")
+        self.task, self.prompt = task, task.prompt
+
+    def generate_ice_item(self, entry: Row, label: str) -> str:
+        """Return a row with its label as a demonstration."""
+        text = self.prompt.demonstration or self.prompt.text
+        return fill(text, entry | {LABEL: self.task.words(label)})
 
     def generate_label_prompt_item(
-        self, entry: dict[str, Any], ice: str, label: Hashable, remain_sep: bool | None = False
+        self, entry: Row, ice: str, label: str, remain_sep: bool | None = False
     ) -> str:
         """Return the prompt of a label: demonstrations `ice`, then the query."""
-        values = {token: str(entry[column]) for column, token in self.column_token_map.items()}
-        if self.ice_token is not None:
-            values[self.ice_token] = ice
-        return re.sub("|".join(map(re.escape, values)), lambda m: values[m.group()], self.template[label])
+        values = entry | {LABEL: self.task.words(label)}
+        return fill(self.prompt.before, values) + ice + fill(self.prompt.text, values)
+
+    def shared_prompt(self, entry: Row, ice: str) -> str:
+        """Return the prompt of a row as far as all labels share it."""
+        shared, _, _ = self.prompt.text.partition(LABEL_SLOT)
+        return fill(self.prompt.before, entry) + ice + fill(shared, entry)
+
+
+def reader(task: Task, rows: dict[str, list[Row]]) -> openicl.DatasetReader:
+    """Return OpenICL's reader over canonical rows, by split, of a task."""
+    dataset = datasets.DatasetDict({split: datasets.Dataset.from_list(part) for split, part in rows.items()})
+    return openicl.DatasetReader(dataset, input_columns=task.inputs, output_column=LABEL)
+
+
+class StoredRetriever(openicl.BaseRetriever):
+    """Demonstrations that were chosen before, `indices` by test row."""
+
+    def __init__(self, task: Task, rows: dict[str, list[Row]], indices: list[list[int]]) -> None:
+        super().__init__(reader(task, rows), ice_num=max(map(len, indices)))
+        self.indices = indices
+
+    def retrieve(self) -> list[list[int]]:
+        return [list(row) for row in self.indices]
 
 
 @contextlib.contextmanager
@@ -125,14 +151,13 @@ def _encode_all(self: openicl.icl_dataset_reader.DatasetEncoder) -> None:
         self.encode_dataset.append(entry)
 
 
-class _LoadedOr:
-    """`from_pretrained` of `loader`, except that an object which is not a name is returned as it is."""
+def _loaded_or(loader: Any) -> Any:
+    """Return `loader`, whose `from_pretrained` gives back an object that is not a name as it is."""
 
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
+    def from_pretrained(name: Any, *args: Any, **kwargs: Any) -> Any:
+        return loader.from_pretrained(name, *args, **kwargs) if isinstance(name, str) else name
 
-    def from_pretrained(self, name: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._loader.from_pretrained(name, *args, **kwargs) if isinstance(name, str) else name
+    return types.SimpleNamespace(from_pretrained=from_pretrained)
 
 
 def _word_tokenize(text: str) -> list[str]:
@@ -145,6 +170,6 @@ _dpp_search = icl_dpp_retriever.fast_map_dpp
 icl_dpp_retriever.fast_map_dpp = lambda kernel, count: np.array(_dpp_search(kernel, count))
 openicl.icl_dataset_reader.DatasetEncoder.init_dataset = _encode_all
 collators.ListWrapper.to = lambda self, *args, **kwargs: self.data
-icl_topk_retriever.AutoTokenizer = _LoadedOr(icl_topk_retriever.AutoTokenizer)
-icl_mdl_retriever.AutoModelForCausalLM = _LoadedOr(icl_mdl_retriever.AutoModelForCausalLM)
+icl_topk_retriever.AutoTokenizer = _loaded_or(icl_topk_retriever.AutoTokenizer)
+icl_mdl_retriever.AutoModelForCausalLM = _loaded_or(icl_mdl_retriever.AutoModelForCausalLM)
 icl_bm25_retriever.word_tokenize = _word_tokenize

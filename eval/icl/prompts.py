@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 
 from emo.common.errors import UserError
-from emo.eval.icl.layout import Item, common_prefix
 from emo.eval.icl.openicl_compat import Template
-from emo.eval.icl.retrieve import StoredRetriever
+from emo.eval.icl.prefix_scorer import Item, common_prefix
+from emo.eval.icl.tasks import LABEL, Row, Task
 
 
 @dataclass
 class Sample:
     """The prompts of one test row. ids: token ids per label."""
 
-    row: int
+    row: Row
     demonstrations: list[int]  # those left, most similar first
     prompts: list[str]
     ids: list[np.ndarray] = field(default_factory=list)
@@ -38,78 +38,76 @@ class Sample:
         return [Item(self.ids[0][:shared], [ids[shared:] for ids in self.ids], group)]
 
 
-@dataclass
 class PromptBuilder:
-    """Renders and tokenises the prompts of a retriever's test rows.
+    """Renders and tokenises prompts with demonstrations from the rows of `pool`.
 
     limit: longest prompt in tokens (None: unlimited). label_first: the label comes before the query's text,
     so that a bare query is cut at its end.
     """
 
-    retriever: StoredRetriever
-    tokenizer: Any
-    labels: list[str]
-    demonstration: Template
-    template: Template
-    limit: int | None = None
-    label_first: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(
+        self, task: Task, pool: list[Row], tokenizer: Any, limit: int | None = None, label_first: bool = False
+    ) -> None:
+        self.template, self.pool, self.tokenizer = Template(task), pool, tokenizer
+        self.labels, self.limit, self.label_first = task.labels, limit, label_first
         self._demonstrations: dict[int, str] = {}
 
-    def build(self) -> list[Sample]:
-        """Return the samples of all test rows."""
-        indices = self.retriever.indices
-        samples = [self._render(row, shots) for row, shots in enumerate(indices)]
-        self._tokenise(samples)
-        long = {n: sample for n, sample in enumerate(samples) if self._excess(sample) > 0}
-        counts = self._most_that_fit(long)
-        while counts:
-            trial = {n: self._render(n, indices[n][:count]) for n, count in counts.items()}
-            self._tokenise(list(trial.values()))
-            samples = [trial.get(n, sample) for n, sample in enumerate(samples)]
-            # Rarely another label's prompt has become the longest one.
-            counts = {n: counts[n] - 1 for n in trial if counts[n] > 0 and self._excess(trial[n]) > 0}
+    def build(self, rows: list[Row], indices: list[list[int]]) -> list[Sample]:
+        """Return the samples of test rows, whose demonstrations are the rows `indices` of the pool."""
+        samples = self._samples(rows, indices)
+        long = [n for n, sample in enumerate(samples) if self._excess(sample) > 0]
+        # By bisection over all rows together: length grows with the demonstrations. One label's prompt tells.
+        longest = {n: [self.labels[int(np.argmax([len(i) for i in samples[n].ids]))]] for n in long}
+        fitting, too_many = dict.fromkeys(long, 0), {n: len(indices[n]) for n in long}
+        while opened := [n for n in long if fitting[n] + 1 < too_many[n]]:
+            shorter = [indices[n][: (fitting[n] + too_many[n]) // 2] for n in opened]
+            trials = self._samples([rows[n] for n in opened], shorter, [longest[n] for n in opened])
+            for n, trial in zip(opened, trials, strict=True):
+                (too_many if self._excess(trial) > 0 else fitting)[n] = len(trial.demonstrations)
+        left = long
+        while left:  # once, unless another label's prompt has become the longest one
+            shorter = [indices[n][: fitting[n]] for n in left]
+            for n, sample in zip(left, self._samples([rows[n] for n in left], shorter), strict=True):
+                samples[n] = sample
+            left = [n for n in left if fitting[n] > 0 and self._excess(samples[n]) > 0]
+            fitting |= {n: fitting[n] - 1 for n in left}
         for n in long:
             samples[n].dropped = len(indices[n]) - len(samples[n].demonstrations)
             if self._excess(samples[n]) > 0:
                 self._cut(samples[n])
         return samples
 
-    def _most_that_fit(self, long: dict[int, Sample]) -> dict[int, int]:
-        """Return how many demonstrations the longest label's prompt has room for, by sample that is too long.
-
-        By bisection over all samples together: length grows with the demonstrations.
-        """
-        low = dict.fromkeys(long, 0)  # known to fit, or 0
-        high = {n: len(self.retriever.indices[n]) for n in long}  # known not to fit
-        while opened := [n for n in long if low[n] + 1 < high[n]]:
-            middle = {n: (low[n] + high[n]) // 2 for n in opened}
-            trial = []
-            for n in opened:
-                longest = self.labels[int(np.argmax([len(ids) for ids in long[n].ids]))]
-                trial.append(self._render(n, self.retriever.indices[n][: middle[n]], [longest]))
-            self._tokenise(trial)
-            for n, sample in zip(opened, trial, strict=True):
-                (high if self._excess(sample) > 0 else low)[n] = middle[n]
-        return low
-
     def ice(self, indices: list[int]) -> str:
         """Return demonstrations as text."""
         for index in indices:
             if index not in self._demonstrations:
-                whole = self.retriever.generate_ice([index], ice_template=self.demonstration)
-                self._demonstrations[index] = whole.removesuffix(self.retriever.ice_eos_token)
-        parts = [self._demonstrations[index] for index in indices]
-        return self.retriever.ice_separator.join(parts) + self.retriever.ice_eos_token if parts else ""
+                row = self.pool[index]
+                self._demonstrations[index] = self.template.generate_ice_item(row, row[LABEL]) + "\n"
+        return "".join(self._demonstrations[index] for index in indices)
 
-    def prompt(self, row: int, ice: str, label: str) -> str:
+    def prompt(self, row: Row, ice: str, label: str) -> str:
         """Return the prompt of a test row under a label, after demonstrations `ice`."""
-        return self.retriever.generate_label_prompt(row, ice, label, prompt_template=self.template)
+        return self.template.generate_label_prompt_item(row, ice, label)
 
-    def _render(self, row: int, indices: list[int], labels: list[str] | None = None) -> Sample:
-        ice = self.ice(indices)
-        return Sample(row, list(indices), [self.prompt(row, ice, label) for label in labels or self.labels])
+    def _samples(
+        self, rows: list[Row], indices: list[list[int]], labels: list[list[str]] | None = None
+    ) -> list[Sample]:
+        """Return tokenised samples, of some of the labels each where `labels` says so."""
+        samples = []
+        for row, shots, chosen in zip(rows, indices, labels or [self.labels] * len(rows), strict=True):
+            ice = self.ice(shots)
+            samples.append(Sample(row, list(shots), [self.prompt(row, ice, label) for label in chosen]))
+        self._tokenise(samples)
+        return samples
+
+    def _tokenise(self, samples: list[Sample], truncate: bool = False) -> None:
+        """Fill in the ids of whole prompts: exactly those of an evaluator that knows no prefixes."""
+        texts = [prompt for sample in samples for prompt in sample.prompts]
+        if texts:
+            encoded = self.tokenizer(texts, truncation=truncate, padding=False, verbose=False)["input_ids"]
+            ids = iter(encoded)
+            for sample in samples:
+                sample.ids = [np.asarray(next(ids), dtype=np.int64) for _ in sample.prompts]
 
     def _excess(self, sample: Sample) -> int:
         """Return how many tokens its longest prompt has beyond the limit."""
@@ -130,15 +128,6 @@ class PromptBuilder:
         first = 0 if self.label_first else 1
         sample.ids = [np.concatenate([ids[:first], ids[keep]]) for ids in sample.ids]
 
-    def _tokenise(self, samples: list[Sample], truncate: bool = False) -> None:
-        """Fill in the ids of whole prompts: exactly those of an evaluator that knows no prefixes."""
-        texts = [prompt for sample in samples for prompt in sample.prompts]
-        if texts:
-            encoded = self.tokenizer(texts, truncation=truncate, padding=False, verbose=False)["input_ids"]
-            ids = iter(encoded)
-            for sample in samples:
-                sample.ids = [np.asarray(next(ids), dtype=np.int64) for _ in sample.prompts]
-
 
 class OpenICLPromptBuilder(PromptBuilder):
     """OpenICL's own way, for comparison: demonstrations dropped label by label and for good (so that later
@@ -147,15 +136,14 @@ class OpenICLPromptBuilder(PromptBuilder):
     limit: OpenICL's max_model_token_num; None (its default) drops nothing.
     """
 
-    def build(self) -> list[Sample]:
+    def build(self, rows: list[Row], indices: list[list[int]]) -> list[Sample]:
         """Return samples in which every label may have other demonstrations."""
-        indices = self.retriever.indices
-        samples = [Sample(row, list(shots), []) for row, shots in enumerate(indices)]
+        samples = [Sample(row, list(shots), []) for row, shots in zip(rows, indices, strict=True)]
         for label in self.labels:
             for sample in samples:
                 while True:
-                    ice = self.retriever.generate_ice(sample.demonstrations, ice_template=self.demonstration)
-                    prompt = self.prompt(sample.row, ice, label)
+                    # It ends even no demonstrations with a line break.
+                    prompt = self.prompt(sample.row, self.ice(sample.demonstrations) or "\n", label)
                     if (
                         not sample.demonstrations
                         or self.limit is None
@@ -165,6 +153,6 @@ class OpenICLPromptBuilder(PromptBuilder):
                     sample.demonstrations.pop()
                 sample.prompts.append(prompt)
         self._tokenise(samples, truncate=True)
-        for sample, demonstrations in zip(samples, indices, strict=True):
-            sample.dropped = len(demonstrations) - len(sample.demonstrations)
+        for sample, shots in zip(samples, indices, strict=True):
+            sample.dropped = len(shots) - len(sample.demonstrations)
         return samples

@@ -22,16 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import DatasetDict
 
 from emo.common.errors import UserError
-from emo.eval.icl.layout import Item, common_prefix
-from emo.eval.icl.openicl_compat import openicl, quiet
-from emo.eval.icl.prefix_scorer import Advance, PrefixScorer
+from emo.eval.icl.openicl_compat import StoredRetriever, Template, openicl, quiet
+from emo.eval.icl.prefix_scorer import Advance, Item, PrefixScorer, common_prefix
 from emo.eval.icl.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
-from emo.eval.icl.retrieve import StoredRetriever
 from emo.eval.icl.settings import BUDGET, SCORES, Settings, winner
-from emo.eval.icl.tasks import Task, fill
+from emo.eval.icl.tasks import LABEL_SLOT, Row, Task, fill
 from emo.eval.model import EvaluatedModel
 
 Record = dict[str, Any]
@@ -54,41 +51,44 @@ class Recorder:
             self.scorer = PrefixScorer(model.model, BUDGET if count is None else count * longest, say)
 
     def records(
-        self, task: Task, rows: DatasetDict, indices: list[list[int]], advance: Advance
+        self, task: Task, pool: list[Row], rows: list[Row], indices: list[list[int]], advance: Advance
     ) -> list[Record]:
-        """Return one record per test row of `rows`, whose demonstrations are `indices`.
+        """Return one record per test row of `rows`, whose demonstrations are the rows `indices` of `pool`.
 
         advance: told how many rows are finished, as they are. Raises NotFiniteError.
         """
         if self.settings.inferencer == "ppl":
-            return self._by_openicl(task, StoredRetriever(task, rows, indices))
-        kind = OpenICLPromptBuilder if self.settings.faithful else PromptBuilder
-        samples = self._builder(task, rows, indices, kind).build()
-        longest = max(len(ids) for sample in samples for ids in sample.ids)
-        if self.context is not None and longest > self.context:
-            raise self._too_long()
-        # OpenICL pads with the end token, and neither counts nor scores padding.
-        ignored = self.model.tokenizer.eos_token_id if self.settings.faithful else None
-        scores = score_samples(self.scorer, samples, ignored, advance)
-        if "channel" in self.settings.extras:
-            scores["channel"] = self.channel(task, rows, indices)
-        if "calibrated" in self.settings.extras:
-            scores["calibrated"] = scores["suffix_sum"] - self.without_content(task, rows, samples)
-        return [
-            self._record(task, {name: values[n].tolist() for name, values in scores.items()})
-            | {"demonstrations": sample.demonstrations, "dropped": sample.dropped, "cut": sample.cut}
-            for n, sample in enumerate(samples)
-        ]
+            scores = {"openicl_ppl": self._by_openicl(task, pool, rows, indices)}
+            samples = [Sample(row, shots, []) for row, shots in zip(rows, indices, strict=True)]
+        else:
+            kind = OpenICLPromptBuilder if self.settings.faithful else PromptBuilder
+            samples = kind(task, pool, self.model.tokenizer, self.limit).build(rows, indices)
+            longest = max(len(ids) for sample in samples for ids in sample.ids)
+            if self.context is not None and longest > self.context:
+                raise self._too_long()
+            # OpenICL pads with the end token, and neither counts nor scores padding.
+            ignored = self.model.tokenizer.eos_token_id if self.settings.faithful else None
+            scores = score_samples(self.scorer, samples, ignored, advance)
+            if "channel" in self.settings.extras:
+                scores["channel"] = self.channel(task, pool, rows, indices)
+            if "calibrated" in self.settings.extras:
+                scores["calibrated"] = scores["suffix_sum"] - self.without_content(task, pool, samples)
+        records = []
+        for n, sample in enumerate(samples):
+            # Nine digits: more than float32 has, and files stay readable. These numbers decide.
+            rounded = {name: [float(f"{x:.9g}") for x in values[n]] for name, values in scores.items()}
+            prediction = task.labels[winner(rounded[self.settings.score])]
+            record = {"prediction": prediction, "scores": rounded, "demonstrations": sample.demonstrations}
+            records.append(record | {"dropped": sample.dropped, "cut": sample.cut})
+        return records
 
-    def _builder(
-        self, task: Task, rows: DatasetDict, indices: list[list[int]], kind: type[PromptBuilder]
-    ) -> PromptBuilder:
-        templates = task.demonstration_template, task.template
-        retriever = StoredRetriever(task, rows, indices)
-        return kind(retriever, self.model.tokenizer, task.labels, *templates, self.limit)
+    def _by_openicl(
+        self, task: Task, pool: list[Row], rows: list[Row], indices: list[list[int]]
+    ) -> np.ndarray:
+        """Return OpenICL's perplexities [rows, labels]; what it drops or cuts it does not tell.
 
-    def _by_openicl(self, task: Task, retriever: StoredRetriever) -> list[Record]:
-        """OpenICL does not tell what it drops or cuts; its record file is read and thrown away."""
+        Its record file is read and thrown away.
+        """
         with tempfile.TemporaryDirectory() as scratch, quiet():
             inferencer = openicl.PPLInferencer(
                 self.model.model,
@@ -98,18 +98,18 @@ class Recorder:
                 output_json_filepath=scratch,
                 labels=task.labels,
             )
+            template = Template(task)
+            retriever = StoredRetriever(task, {"train": pool, "test": rows}, indices)
             try:
-                inferencer.inference(retriever, task.demonstration_template, task.template)
+                inferencer.inference(retriever, template, template)
             except IndexError:  # of the embeddings of positions
                 if self.context is None:
                     raise
                 raise self._too_long() from None
             saved = json.loads((Path(scratch) / "predictions.json").read_text(encoding="utf-8"))
-        ppl = [[saved[str(n)][f"label: {label}"]["PPL"] for label in task.labels] for n in range(len(saved))]
-        return [
-            self._record(task, {"openicl_ppl": values}) | {"demonstrations": shots, "dropped": 0, "cut": 0}
-            for values, shots in zip(ppl, retriever.indices, strict=True)
-        ]
+        return np.array(
+            [[saved[str(n)][f"label: {label}"]["PPL"] for label in task.labels] for n in range(len(saved))]
+        )
 
     def _too_long(self) -> UserError:
         """OpenICL's ways know no limit but --max_tokens."""
@@ -118,21 +118,13 @@ class Recorder:
             code="context",
         )
 
-    def _record(self, task: Task, scores: dict[str, list[float]]) -> Record:
-        # Nine digits: more than float32 has, and files stay readable. These numbers decide.
-        rounded = {name: [float(f"{value:.9g}") for value in values] for name, values in scores.items()}
-        return {"prediction": task.labels[winner(rounded[self.settings.score])], "scores": rounded}
-
-    def channel(self, task: Task, rows: DatasetDict, indices: list[list[int]]) -> np.ndarray:
+    def channel(self, task: Task, pool: list[Row], rows: list[Row], indices: list[list[int]]) -> np.ndarray:
         """Return -log p(text | label) of every row and label, float64 [rows, labels]."""
-        prompt, demonstration = task.channel_templates
-        retriever, tokenizer = StoredRetriever(task, rows, indices), self.model.tokenizer
-        builder = PromptBuilder(
-            retriever, tokenizer, task.labels, demonstration, prompt, self.limit, label_first=True
-        )
+        task, tokenizer = task.channel(), self.model.tokenizer
+        after_label = task.prompt.text.rsplit(LABEL_SLOT, 1)[1]
         items = []
-        for sample in builder.build():
-            after = fill(task.require_channel().rsplit("{label}", 1)[1], rows["test"][sample.row])
+        for sample in PromptBuilder(task, pool, tokenizer, self.limit, label_first=True).build(rows, indices):
+            after = fill(after_label, sample.row)
             encoded = tokenizer(sample.prompts, padding=False, truncation=False, return_offsets_mapping=True)
             # A prompt without a common first token begins with one of its own, which is never a target.
             shared = max(common_prefix(sample.ids), 1)
@@ -143,14 +135,12 @@ class Recorder:
             items.append(Item(sample.ids[0][:shared], [ids[shared:] for ids in sample.ids], None, skip))
         return np.array([score.tails for score in self.scorer.score(items)])
 
-    def without_content(self, task: Task, rows: DatasetDict, samples: list[Sample]) -> np.ndarray:
+    def without_content(self, task: Task, pool: list[Row], samples: list[Sample]) -> np.ndarray:
         """Return suffix_sum [rows, labels] of the prompts of `samples` with empty queries."""
-        nothing = dict.fromkeys(task.inputs, NO_CONTENT)
-        blank = rows["test"].map(lambda row: row | nothing, load_from_cache_file=False)
-        emptied = DatasetDict({"train": rows["train"], "test": blank})
-        indices = [sample.demonstrations for sample in samples]
-        builder = self._builder(task, emptied, indices, PromptBuilder)
-        return score_samples(self.scorer, builder.build())["suffix_sum"]
+        rows = [sample.row | dict.fromkeys(task.inputs, NO_CONTENT) for sample in samples]
+        builder = PromptBuilder(task, pool, self.model.tokenizer, self.limit)
+        blank = builder.build(rows, [sample.demonstrations for sample in samples])
+        return score_samples(self.scorer, blank)["suffix_sum"]
 
 
 def score_samples(

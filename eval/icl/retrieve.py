@@ -11,18 +11,50 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import DatasetDict
 
 from emo.common.errors import UserError
 from emo.eval.icl.encoder import Encoder, checked_encoder
-from emo.eval.icl.openicl_compat import openicl, quiet
-from emo.eval.icl.settings import CANDIDATES, SEED
-from emo.eval.icl.tasks import LABEL, Task
+from emo.eval.icl.openicl_compat import Template, openicl, quiet, reader
+from emo.eval.icl.settings import CANDIDATES, RETRIEVERS, SEED
+from emo.eval.icl.tasks import GROUP, Row, Task
 from emo.eval.model import EvaluatedModel
 
 QUERIES = 1024  # searched together
 SPARE = 8  # neighbours beyond those wanted, to see where ties end
 MARGIN = 1e-5  # float32 dot products of equal vectors differ by less than this
+
+Indices = list[list[int]]  # of pool rows by test row, most similar first
+
+
+class DenseRetriever(openicl.TopkRetriever):
+    """OpenICL's TopkRetriever with a cached encoder, an exact index, and texts embedded as they are: OpenICL
+    passes them through a language model's tokenizer first, which changes them.
+    """
+
+    def __init__(self, dataset_reader: openicl.DatasetReader, encoder: Encoder, ice_num: int) -> None:
+        openicl.BaseRetriever.__init__(self, dataset_reader, ice_num=ice_num)
+        self.encoder = encoder
+
+    def retrieve(self) -> Indices:
+        """Return for every test row the indices of its demonstrations, most similar first."""
+        index, queries = (
+            self.encoder(self.dataset_reader.generate_input_field_corpus(split))
+            for split in (self.index_ds, self.test_ds)
+        )
+        return top_k(queries, index, self.ice_num).tolist()
+
+
+class GroupRetriever(openicl.BaseRetriever):
+    """Fixed demonstrations: the first rows of the index split with the test row's `group` (MMLU)."""
+
+    def retrieve(self) -> Indices:
+        first: dict[str, list[int]] = {}
+        for row, group in enumerate(self.index_ds[GROUP]):
+            first.setdefault(group, []).append(row)
+        for group in self.test_ds[GROUP]:
+            if (available := len(first.get(group, []))) < self.ice_num:
+                raise UserError(f"group {group!r} has {available} demonstrations, {self.ice_num} wanted")
+        return [first[group][: self.ice_num] for group in self.test_ds[GROUP]]
 
 
 def top_k(queries: np.ndarray, index: np.ndarray, k: int) -> np.ndarray:
@@ -41,100 +73,39 @@ def top_k(queries: np.ndarray, index: np.ndarray, k: int) -> np.ndarray:
     flat = faiss.IndexFlatIP(index.shape[1])
     flat.add(np.ascontiguousarray(index))
     wide = min(len(index), k + SPARE)
-    nearest = np.empty((len(queries), k), dtype=np.int64)
+    result = np.empty((len(queries), k), dtype=np.int64)
     for start in range(0, len(queries), QUERIES):
         batch = np.ascontiguousarray(queries[start : start + QUERIES])
         scores, rows = flat.search(batch, wide)
-        nearest[start : start + QUERIES] = best(batch, rows)
+        result[start : start + QUERIES] = best(batch, rows)
         if wide < len(index):
             for i in np.flatnonzero(scores[:, -1] >= scores[:, k - 1] - MARGIN):
                 near = np.flatnonzero(index @ batch[i] >= scores[i, k - 1] - MARGIN)
-                nearest[start + i] = best(batch[i : i + 1], near[None])[0]
-    return nearest
-
-
-def reader(task: Task, rows: DatasetDict) -> openicl.DatasetReader:
-    """Return OpenICL's reader over canonical rows of a task."""
-    return openicl.DatasetReader(rows, input_columns=task.inputs, output_column=LABEL)
-
-
-class DenseRetriever(openicl.TopkRetriever):
-    """OpenICL's TopkRetriever with a cached encoder, an exact index, and texts embedded as they are: OpenICL
-    passes them through a language model's tokenizer first, which changes them.
-    """
-
-    def __init__(self, dataset_reader: openicl.DatasetReader, encoder: Encoder, ice_num: int) -> None:
-        openicl.BaseRetriever.__init__(self, dataset_reader, ice_num=ice_num)
-        self.encoder = encoder
-
-    def retrieve(self) -> list[list[int]]:
-        """Return for every test row the indices of its demonstrations, most similar first."""
-        index = self.encoder(self.dataset_reader.generate_input_field_corpus(self.index_ds))
-        queries = self.encoder(self.dataset_reader.generate_input_field_corpus(self.test_ds))
-        return top_k(queries, index, self.ice_num).tolist()
-
-
-class GroupRetriever(openicl.BaseRetriever):
-    """Fixed demonstrations: the first rows of the index split with the test row's `group` (MMLU)."""
-
-    def retrieve(self) -> list[list[int]]:
-        first: dict[str, list[int]] = {}
-        for row, group in enumerate(self.index_ds["group"]):
-            first.setdefault(group, []).append(row)
-        result = []
-        for group in self.test_ds["group"]:
-            rows = first.get(group, [])[: self.ice_num]
-            if len(rows) < self.ice_num:
-                raise UserError(f"group {group!r} has {len(rows)} demonstrations, {self.ice_num} wanted")
-            result.append(rows)
-        return result
-
-
-class StoredRetriever(openicl.BaseRetriever):
-    """Demonstrations that were chosen before, `indices` by test row."""
-
-    def __init__(self, task: Task, rows: DatasetDict, indices: list[list[int]]) -> None:
-        super().__init__(reader(task, rows), ice_num=max(map(len, indices)))
-        self.indices = indices
-
-    def retrieve(self) -> list[list[int]]:
-        return [list(row) for row in self.indices]
+                result[start + i] = best(batch[i : i + 1], near[None])[0]
+    return result
 
 
 def openicl_retrieve(
-    name: str, task: Task, rows: DatasetDict, count: int, encoder: str, model: EvaluatedModel
-) -> list[list[int]]:
+    name: str, task: Task, rows: dict[str, list[Row]], count: int, encoder: str, model: EvaluatedModel
+) -> Indices:
     """Return an OpenICL retriever's demonstrations of every test row.
 
-    encoder: minilm, a directory or a hub id, for those that embed texts. Vote-k draws from Python's
-    generator, which is seeded here.
+    encoder: minilm, a directory or a hub id, for those that embed texts.
     """
+    needs, template = RETRIEVERS[name], Template(task)
     options: dict[str, Any] = {"ice_num": count}
-    if name not in ("random", "bm25"):
-        options |= {
-            "sentence_transformers_model_name": checked_encoder(encoder),
-            "tokenizer_name": model.fresh_tokenizer(),
-            "batch_size": 32,
-        }
-    if name in ("dpp", "mdl"):
+    if "encoder" in needs:
+        options |= {"sentence_transformers_model_name": checked_encoder(encoder), "batch_size": 32}
+        options["tokenizer_name"] = model.fresh_tokenizer()
+    if "candidates" in needs:
         options["candidate_num"] = min(max(CANDIDATES, count), len(rows["train"]))
-    if name in ("random", "mdl"):
+    if "seed" in needs and name != "votek":  # vote-k draws from Python's generator
         options["seed"] = SEED
-    if name == "mdl":
+    if "weights" in needs:
         options |= {"ce_model_name": model.model, "labels": task.labels}
-        options |= {"ice_template": task.demonstration_template, "prompt_template": task.template}
-    kind = {
-        "random": openicl.RandomRetriever,
-        "bm25": openicl.BM25Retriever,
-        "topk": openicl.TopkRetriever,
-        "votek": openicl.VotekRetriever,
-        "dpp": openicl.DPPRetriever,
-        "mdl": openicl.MDLRetriever,
-    }[name]
-    state = random.getstate()
-    try:
-        random.seed(SEED)
-        with quiet(), torch.inference_mode():
-            return [[int(i) for i in row] for row in kind(reader(task, rows), **options).retrieve()]
-    finally:
-        random.setstate(state)
+        options |= {"ice_template": template, "prompt_template": template}
+    kinds = {"bm25": "BM25", "dpp": "DPP", "mdl": "MDL"}
+    kind = getattr(openicl, f"{kinds.get(name, name.capitalize())}Retriever")
+    random.seed(SEED)
+    with quiet(), torch.inference_mode():
+        return [[int(i) for i in row] for row in kind(reader(task, rows), **options).retrieve()]

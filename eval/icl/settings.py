@@ -11,8 +11,16 @@ from emo.common.errors import UserError
 SCORES = ("openicl_ppl", "suffix_sum", "suffix_mean")  # from one forward
 EXTRA_SCORES = ("channel", "calibrated")  # each a forward of its own
 INFERENCERS = ("prefix", "ppl")
-RETRIEVERS = ("random", "bm25", "topk", "votek", "dpp", "mdl")  # OpenICL's own
-DENSE = ("topk", "votek", "dpp", "mdl")  # those of them that embed texts
+# OpenICL's own, and what decides the demonstrations besides rows: texts pass through the evaluated model's
+# tokenizer before they are embedded.
+RETRIEVERS = {
+    "random": ("seed",),
+    "bm25": (),
+    "topk": ("encoder", "tokenizer"),
+    "votek": ("encoder", "tokenizer", "seed"),
+    "dpp": ("encoder", "tokenizer", "candidates"),
+    "mdl": ("encoder", "tokenizer", "candidates", "seed", "weights", "dtype", "task"),
+}
 SEED = 43  # OpenICL's default for random demonstrations
 CANDIDATES = 30  # nearest rows that dpp and mdl choose among
 BUDGET = 8192  # tokens per batch unless a caller chooses
@@ -64,9 +72,11 @@ class Settings:
         return ("openicl_ppl",) if self.inferencer == "ppl" else (*SCORES, *self.extras)
 
     @property
-    def sentence_model(self) -> str:
+    def sentence_model(self) -> str | None:
         """Return the model that texts are embedded with where demonstrations are chosen by their vectors."""
-        return self.encoder if self.retriever in RETRIEVERS else self.retriever
+        if self.retriever not in RETRIEVERS:
+            return self.retriever
+        return self.encoder if "encoder" in RETRIEVERS[self.retriever] else None
 
 
 class NotFiniteError(ValueError):

@@ -8,34 +8,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import NamedTuple
 
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.untrusted import parse_json
 from emo.data_prep.inputs import read_text
 from emo.eval import store
-from emo.eval.icl.tasks import GROUP, LABEL, ROW, Task
-
-if TYPE_CHECKING:
-    from datasets import DatasetDict
+from emo.eval.icl.tasks import GROUP, LABEL, ROW, Row, Task
 
 
-@dataclass(frozen=True)
-class TaskData:
+class TaskData(NamedTuple):
     """Canonical rows by split, "train" (where demonstrations come from) and "test", and their digests."""
 
-    canonical: dict[str, list[dict[str, Any]]]
+    rows: dict[str, list[Row]]
     digests: dict[str, str]  # of the rows and of their columns, in the order in which they were read
-
-    @cached_property
-    def rows(self) -> DatasetDict:
-        """The rows as OpenICL takes them."""
-        from datasets import Dataset, DatasetDict
-
-        return DatasetDict({split: Dataset.from_list(rows) for split, rows in self.canonical.items()})
 
 
 def load_data(task: Task, source: str, limit: int | None = None, shots: int | None = None) -> TaskData:
@@ -44,50 +31,50 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
     limit: evenly spaced test rows, so that every group and label keeps its share.
     shots: demonstrations per prompt (None: the task's own number); UserError when the pool has fewer rows.
     """
-    canonical: dict[str, list[dict[str, Any]]] = {}
-    raw: Iterable[dict[str, Any]]
+    rows: dict[str, list[Row]] = {}
     for role, split in (("train", task.spec.splits.demonstrations), ("test", task.spec.splits.test)):
-        if source == "hub":
-            raw, where = hub_rows(task, split)
-        else:
-            directory = Path(source) / task.name
-            names = (f"{split}.jsonl", f"{split}.jsonl.zst")
-            path = next((directory / name for name in names if (directory / name).is_file()), None)
-            if path is None:
-                raise UserError(f"no {' or '.join(names)} in {directory}; --data names the one above it")
-            raw, where = _read_lines(path), str(path)
-        canonical[role] = [_canonical(task, row, i, f"{where} row {i}") for i, row in enumerate(raw)]
-        if not canonical[role]:
+        raw, where = hub_rows(task, split) if source == "hub" else _file_rows(task, split, source)
+        rows[role] = [_canonical(task, row, i, f"{where} row {i}") for i, row in enumerate(raw)]
+        if not rows[role]:
             raise UserError(f"{where} has no rows")
-    canonical["train"] = canonical["train"][: task.prompt.pool_first]
-    if limit is not None and limit < len(canonical["test"]):
-        n = len(canonical["test"])
-        canonical["test"] = [canonical["test"][i * n // limit] for i in range(limit)]
-    count, pool = task.spec.shots.count if shots is None else shots, len(canonical["train"])
-    if task.spec.shots.by == "retrieval" and pool < count:
+    pool = rows["train"] = rows["train"][: task.prompt.pool_first]
+    if limit is not None and limit < (n := len(rows["test"])):
+        rows["test"] = [rows["test"][i * n // limit] for i in range(limit)]
+    count = task.spec.shots.count if shots is None else shots
+    if task.spec.shots.by == "retrieval" and len(pool) < count:
         raise UserError(
-            f"task {task.name}: {count} demonstrations wanted of {pool} rows; lower --num_fewshot"
+            f"task {task.name}: {count} demonstrations wanted of {len(pool)} rows; lower --num_fewshot"
         )
-    digests = {k: store.digest([list(row.items()) for row in rows]) for k, rows in canonical.items()}
-    return TaskData(canonical, digests)
+    digests = {role: store.digest([list(row.items()) for row in part]) for role, part in rows.items()}
+    return TaskData(rows, digests)
 
 
-def _read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line)
-            if "\\ud" in line.lower():
-                json.dumps(row, ensure_ascii=False).encode()  # fails for half of a surrogate pair
-        except ValueError as error:
-            raise UserError(f"{path} line {number} is not JSON: {one_line(error, 120)}") from None
-        if not isinstance(row, dict):
-            raise UserError(f"{path} line {number} is not an object")
-        yield row
+def _file_rows(task: Task, split: str, source: str) -> tuple[Iterator[Row], str]:
+    """Return the rows of a split's file under `source`, and its path."""
+    directory = Path(source) / task.name
+    names = (f"{split}.jsonl", f"{split}.jsonl.zst")
+    path = next((directory / name for name in names if (directory / name).is_file()), None)
+    if path is None:
+        raise UserError(f"no {' or '.join(names)} in {directory}; --data names the one above it")
+
+    def rows() -> Iterator[Row]:
+        for number, line in enumerate(read_text(path).split("\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                row = parse_json(line)
+                if not isinstance(row, dict):
+                    raise ValueError("not an object")
+                if "\\ud" in line.lower():
+                    json.dumps(row, ensure_ascii=False).encode()  # fails for half of a surrogate pair
+            except ValueError as error:
+                raise UserError(f"{path} line {number} is no JSON row: {one_line(error, 120)}") from None
+            yield row
+
+    return rows(), str(path)
 
 
-def hub_rows(task: Task, split: str) -> tuple[Iterable[dict[str, Any]], str]:
+def hub_rows(task: Task, split: str) -> tuple[Iterable[Row], str]:
     """Return a split as the hub has it, labels by name, and what to call it; UserError if there is none."""
     from datasets import ClassLabel, load_dataset
 
@@ -107,30 +94,27 @@ def hub_rows(task: Task, split: str) -> tuple[Iterable[dict[str, Any]], str]:
     return data, where
 
 
-def _canonical(task: Task, row: dict[str, Any], index: int, where: str) -> dict[str, Any]:
+def _canonical(task: Task, row: Row, index: int, where: str) -> Row:
     """Return a row's inputs as text, its label by name, its group, and its number in the full split."""
     number = row.get(ROW)
-    canonical: dict[str, Any] = {ROW: number if type(number) is int else index}
+    canonical: Row = {ROW: number if type(number) is int else index}
     for name, spec in task.columns.items():
         canonical[name] = _text(row, spec.column, where)
         for old, new in spec.replace.items():
             canonical[name] = canonical[name].replace(old, new)
-    label_column = next((c for c in task.spec.label.columns if c in row), None)
-    if label_column is None:
+    column = next((name for name in task.spec.label.columns if name in row), None)
+    if column is None:
         raise UserError(f"{where}: none of the label columns {', '.join(task.spec.label.columns)}")
-    value = row[label_column]
-    for name, accepted in task.spec.label.names.items():
-        if any(type(a) is type(value) and a == value for a in accepted):
-            canonical[LABEL] = name
-            break
-    else:
-        known = ", ".join(str(a) for values in task.spec.label.names.values() for a in values)
-        raise UserError(f"{where}: column {label_column}: unknown label {value!r}; known: {known}")
+    value = row[column]
+    if not isinstance(value, str | int) or (type(value), value) not in task.label_of:
+        known = ", ".join(str(value) for _, value in task.label_of)
+        raise UserError(f"{where}: column {column}: unknown label {value!r}; known: {known}")
+    canonical[LABEL] = task.label_of[type(value), value]
     canonical[GROUP] = _text(row, task.spec.group, where) if task.spec.group else ""
     return canonical
 
 
-def _text(row: dict[str, Any], column: str, where: str) -> str:
+def _text(row: Row, column: str, where: str) -> str:
     """Return the text of a column or, as in choices.0, of its element; numbers are spelt out."""
     name, dot, element = column.partition(".")
     if name not in row:

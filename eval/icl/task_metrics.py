@@ -14,15 +14,18 @@ from emo.eval.icl.tasks import LABEL, Task
 WORST = 5  # mistakes that are kept with their text
 
 
-def row_text(task: Task, row: dict[str, Any]) -> str:
-    """Return the inputs of a row; equal texts mean that a test row is also in the pool."""
-    return "\n".join(row[name] for name in task.inputs)
-
-
 def summarise(
-    task: Task, records: list[dict[str, Any]], settings: Settings, conditions: dict[str, Any]
+    task: Task,
+    data: TaskData,
+    records: list[dict[str, Any]],
+    settings: Settings,
+    conditions: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the metrics of a task's records, which were made under `settings` and `conditions`."""
+    """Return the metrics of a task's records, which were made under `settings` and `conditions`.
+
+    `worst`: the wrong rows whose right label lost by most, with what the model was shown.
+    """
+    score, pool = settings.score, data.rows["train"]
     gold = [r["gold"] for r in records]
     groups = [r["group"] for r in records] if task.spec.group else None
     by_score = {}  # the metrics when the smallest value of each score decides
@@ -36,6 +39,11 @@ def summarise(
     for group in sorted(set(groups or [])):
         of_group = [c for c, g in zip(correct, groups or [], strict=True) if g == group]
         per_group[group] = {"accuracy": sum(of_group) / len(of_group), "n": len(of_group)}
+    worst = []
+    for r in records:
+        if r["prediction"] != r["gold"]:
+            values = r["scores"][score]
+            worst.append((min(values) - values[task.labels.index(r["gold"])], r["row"], r))
     return {
         "task": task.name,
         "title": task.spec.title,
@@ -46,8 +54,8 @@ def summarise(
         "labels": task.labels,
         "chance": 1 / len(task.labels),
         "majority": max(Counter(gold).values()) / len(gold),
-        "score": settings.score,
-        **by_score[settings.score],
+        "score": score,
+        **by_score[score],
         "openicl_accuracy": sum(correct) / len(correct),  # over rows; a task with groups averages over them
         "scores": by_score,
         "macro_f1": stats.macro_f1(counts),
@@ -57,33 +65,18 @@ def summarise(
         "clean": _accuracy([correct[i] for i in clean], groups and [groups[i] for i in clean]),
         "rows_shortened": sum(r["dropped"] > 0 or r["cut"] > 0 for r in records),
         "rows_cut": sum(r["cut"] > 0 for r in records),
+        "worst": [
+            {
+                **{key: r[key] for key in ("row", "id", "gold", "prediction", "dropped")},
+                "text": task.text(data.rows["test"][r["row"]]),
+                "scores": dict(zip(task.labels, r["scores"][score], strict=True)),
+                "demonstrations": [
+                    {"text": task.text(pool[d]), "label": pool[d][LABEL]} for d in r["demonstrations"]
+                ],
+            }
+            for _, _, r in sorted(worst, key=lambda wrong: wrong[:2])[:WORST]
+        ],
     }
-
-
-def worst(task: Task, data: TaskData, records: list[dict[str, Any]], score: str) -> list[dict[str, Any]]:
-    """Return the wrong rows whose right label lost by most, with what the model was shown."""
-
-    def lost_by(record: dict[str, Any]) -> float:
-        values = record["scores"][score]
-        return values[task.labels.index(record["gold"])] - min(values)
-
-    wrong = [r for r in records if r["prediction"] != r["gold"]]
-    test, pool = data.canonical["test"], data.canonical["train"]
-    return [
-        {
-            "row": r["row"],
-            "id": r["id"],
-            "text": row_text(task, test[r["row"]]),
-            "gold": r["gold"],
-            "prediction": r["prediction"],
-            "scores": dict(zip(task.labels, r["scores"][score], strict=True)),
-            "dropped": r["dropped"],
-            "demonstrations": [
-                {"text": row_text(task, pool[d]), "label": pool[d][LABEL]} for d in r["demonstrations"]
-            ],
-        }
-        for r in sorted(wrong, key=lambda r: (-lost_by(r), r["row"]))[:WORST]
-    ]
 
 
 def _accuracy(correct: list[bool], groups: list[str] | None) -> dict[str, Any]:

@@ -1,18 +1,17 @@
-"""Tasks: what a task file may contain, and the templates that follow from it.
+"""Tasks: what a task file may contain, and the prompts that follow from it.
 
 A new task is a new file in `eval/icl/tasks/` (or any file given by path to `--tasks`); README.md there has an
 example. Labels are compared by name, never by number: copies of one data set number them differently.
-OpenICL is imported only where a template is made: reports and mistakes need none of it.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,15 +20,13 @@ from emo.common.provenance import shipped
 from emo.common.recipe import Section, load_section
 from emo.eval.results import MODEL, SAMPLES
 
-if TYPE_CHECKING:
-    from emo.eval.icl.openicl_compat import Template
-
 DIRECTORY = Path(__file__).parent / "tasks"
 PAPER_ORDER = ("tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu")
-ICE = "</E>"  # where OpenICL puts the demonstrations
 LABEL, GROUP, ROW = "label", "group", "row"  # columns of the canonical rows, beside the inputs
+LABEL_SLOT = f"{{{LABEL}}}"
 SLOT = re.compile(r"\{(\w+)\}")
-BRACES = re.compile(r"\{[^{}]*\}")
+
+Row = dict[str, Any]
 
 
 class Hub(Section):
@@ -97,10 +94,10 @@ class TaskSpec(Section):
     @model_validator(mode="after")
     def _fits_together(self) -> TaskSpec:
         for name in self.input:
-            if name in (LABEL, GROUP, ROW) or f"</{name}>" == ICE or not re.fullmatch(r"\w+", name):
+            if name in (LABEL, GROUP, ROW) or not re.fullmatch(r"\w+", name):
                 raise ValueError(
                     f"input: {name!r} cannot be a name: it must be of letters, digits and _, and not "
-                    f"{LABEL}, {GROUP}, {ROW} or E"
+                    f"{LABEL}, {GROUP} or {ROW}"
                 )
         values = [(type(v), v) for accepted in self.label.names.values() for v in accepted]
         if len(set(values)) != len(values):
@@ -111,28 +108,22 @@ class TaskSpec(Section):
         for version, prompt in self.prompts.items():
             where = f"prompts.{version}"
             for part in ("text", "before", "demonstration", "channel"):
-                if getattr(prompt, part) is not None:
-                    self._check_template(f"{where}.{part}", getattr(prompt, part), part != "before")
-            if unknown := [name for name in prompt.words if name not in labels]:
-                raise ValueError(f"{where}: {unknown[0]!r} is not one of the labels {', '.join(labels)}")
+                template = getattr(prompt, part)
+                if template is None:
+                    continue
+                if unknown := set(SLOT.findall(template)) - {LABEL, *self.input}:
+                    raise ValueError(
+                        f"{where}.{part} names {{{min(unknown)}}}, which `input` does not define"
+                    )
+                if re.search(r"\{[^{}]*\}", SLOT.sub("", template)):
+                    raise ValueError(f"{where}.{part}: braces would stay; a slot is written {{name}}")
+                if (LABEL_SLOT in template) != (part != "before"):
+                    raise ValueError(f"{where}.{part} must {'not ' * (part == 'before')}name {LABEL_SLOT}")
+            if unknown := prompt.words.keys() - labels:
+                raise ValueError(f"{where}: {min(unknown)!r} is not one of the labels {', '.join(labels)}")
             if prompt.order is not None and sorted(prompt.order) != sorted(labels):
                 raise ValueError(f"{where}.order must list every label once: {', '.join(labels)}")
         return self
-
-    def _check_template(self, where: str, template: str, labelled: bool) -> None:
-        """Raise ValueError unless all braces are slots of inputs and, exactly if `labelled`, the label."""
-        for slot in SLOT.findall(template):
-            if slot != LABEL and slot not in self.input:
-                raise ValueError(f"{where} names {{{slot}}}, which `input` does not define")
-        if BRACES.search(SLOT.sub("", template)) or set(BRACES.findall(template)) != {
-            f"{{{slot}}}" for slot in SLOT.findall(template)
-        }:
-            raise ValueError(f"{where}: braces would stay as they are; a slot is written {{name}}")
-        for token in (ICE, *(f"</{name}>" for name in self.input)):
-            if token in template:
-                raise ValueError(f"{where} contains {token}, which is reserved")
-        if (f"{{{LABEL}}}" in template) != labelled:
-            raise ValueError(f"{where} {'must name' if labelled else 'must not name'} {{label}}")
 
 
 def fill(text: str, values: Mapping[str, Any]) -> str:
@@ -167,46 +158,27 @@ class Task:
         inputs = self.spec.input.items()
         return {name: Column(column=c) if isinstance(c, str) else c for name, c in inputs}
 
+    @cached_property
+    def label_of(self) -> dict[tuple[type, str | int], str]:
+        """The labels by the type and the value that the data has for them."""
+        names = self.spec.label.names.items()
+        return {(type(value), value): name for name, accepted in names for value in accepted}
+
     def words(self, label: str) -> str:
         """Return how a label is spelt in the prompt."""
         return self.prompt.words.get(label, label)
 
-    @cached_property
-    def template(self) -> Template:
-        """The prompt: demonstrations, then the query with a label."""
-        return self._template(self.prompt.before, self.prompt.text, ice=True)
+    def text(self, row: Row) -> str:
+        """Return the inputs of a row; equal texts mean that a test row is also in the pool."""
+        return "\n".join(row[name] for name in self.inputs)
 
-    @cached_property
-    def context_template(self) -> Template:
-        """The prompt as far as all labels share it."""
-        shared, _, _ = self.prompt.text.partition(f"{{{LABEL}}}")
-        return self._template(self.prompt.before, shared, ice=True)
-
-    @cached_property
-    def demonstration_template(self) -> Template:
-        return self._template("", self.prompt.demonstration or self.prompt.text, ice=False)
-
-    @cached_property
-    def channel_templates(self) -> tuple[Template, Template]:
-        """(prompt, demonstration) with the label before the text, for the channel score."""
-        text = self.require_channel()
-        return self._template(self.prompt.before, text, ice=True), self._template("", text, ice=False)
-
-    def require_channel(self) -> str:
-        """Return the text of the channel score, or raise UserError."""
-        if self.prompt.channel is None:
+    def channel(self) -> Task:
+        """Return the task with the label before the text, for the channel score; UserError if it has none."""
+        text = self.prompt.channel
+        if text is None:
             raise UserError(f"task {self.name}: prompts.{self.version} has no `channel` text")
-        return self.prompt.channel
-
-    def _template(self, before: str, text: str, ice: bool) -> Template:
-        from emo.eval.icl.openicl_compat import Template
-
-        tokens = {name: f"</{name}>" for name in self.inputs}
-        by_label = {}
-        for label in self.labels:
-            slots = tokens | {LABEL: self.words(label)}
-            by_label[label] = fill(before, slots) + (ICE if ice else "") + fill(text, slots)
-        return Template(by_label, tokens, ice_token=ICE if ice else None)
+        prompt = self.prompt.model_copy(update={"text": text, "demonstration": None})
+        return replace(self, spec=self.spec.model_copy(update={"prompts": {self.version: prompt}}))
 
     def identity(self) -> dict[str, Any]:
         """Return what of the task decides a score, data and retriever aside, in lists where order counts."""
@@ -231,9 +203,9 @@ def load_task(name: str, version: str = "paper") -> Task:
     """
     path = shipped(Path(name)) if name.endswith((".yaml", ".yml")) else DIRECTORY / f"{name}.yaml"
     if not path.is_file():
-        if path.parent != DIRECTORY:
-            raise UserError(f"task file {path} does not exist", code="task")
-        raise UserError(f"unknown task {name!r}; {nearest(name, known_tasks())}", code="task")
+        raise UserError(
+            f"there is no task or task file {name!r}; {nearest(name, known_tasks())}", code="task"
+        )
     if path.stem in (Path(MODEL).stem, Path(SAMPLES).stem):  # results are called like their task
         raise UserError(f"task file {path}: results use this name themselves; rename the file", code="task")
     try:

@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,19 +25,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import numpy as np
 import torch
-from datasets import DatasetDict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from emo.data_prep.tokenizer import load_tokenizer
 from emo.eval.icl.encoder import Encoder
-from emo.eval.icl.openicl_compat import openicl, quiet
-from emo.eval.icl.prefix_scorer import PrefixScorer, Work
+from emo.eval.icl.openicl_compat import StoredRetriever, Template, openicl, quiet
+from emo.eval.icl.prefix_scorer import PrefixScorer, groups
 from emo.eval.icl.prompts import PromptBuilder, Sample
 from emo.eval.icl.records import score_samples
-from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, StoredRetriever, reader, top_k
+from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, reader, top_k
 from emo.eval.icl.settings import winner
 from emo.eval.icl.task_data import load_data
-from emo.eval.icl.tasks import Task, load_task
+from emo.eval.icl.tasks import Row, Task, load_task
 from emo.eval.model import quiet_libraries
 from tests.bench import common
 
@@ -66,35 +66,31 @@ class Rows:
     """A task's rows with their demonstrations, cut into one part per round."""
 
     task: Task
-    data: DatasetDict
+    data: dict[str, list[Row]]
     indices: list[list[int]]
     size: int  # rows per round
 
-    def part(self, number: int) -> StoredRetriever:
-        """The retriever of a round's rows; another round, other rows."""
+    def part(self, number: int) -> tuple[list[Row], list[list[int]]]:
+        """A round's rows and their demonstrations; another round, other rows."""
         start = (number % (len(self.indices) // self.size)) * self.size
-        rows = range(start, start + self.size)
-        data = DatasetDict({"train": self.data["train"], "test": self.data["test"].select(rows)})
-        return StoredRetriever(self.task, data, [self.indices[r] for r in rows])
+        rows = slice(start, start + self.size)
+        return self.data["test"][rows], self.indices[rows]
 
     def samples(self, number: int, tokenizer: Any) -> list[Sample]:
         """The prompts of a round, tokenised as an evaluation does."""
-        templates = self.task.demonstration_template, self.task.template
-        return PromptBuilder(self.part(number), tokenizer, self.task.labels, *templates, 4096).build()
+        return PromptBuilder(self.task, self.data["train"], tokenizer, 4096).build(*self.part(number))
 
 
 def task_rows(name: str, size: int) -> Rows:
     """Real rows; for MMLU whole subjects one after the other, as they are in the test split."""
     task = load_task(name)
-    data = load_data(task, str(SHARED / "nlu"), None if name == "mmlu" else 400).rows
+    rows = load_data(task, str(SHARED / "nlu"), None if name == "mmlu" else 400).rows
+    count = task.spec.shots.count
     if name == "mmlu":
-        count = task.spec.shots.count
-        indices = GroupRetriever(reader(task, data), ice_num=count).retrieve()
-        return Rows(task, data, indices, size)
-    data["train"] = data["train"].select(range(min(POOL, len(data["train"]))))
+        return Rows(task, rows, GroupRetriever(reader(task, rows), ice_num=count).retrieve(), size)
+    rows["train"] = rows["train"][:POOL]
     encoder = Encoder("minilm", SCRATCH / "cache")
-    retriever = DenseRetriever(reader(task, data), encoder, task.spec.shots.count)
-    return Rows(task, data, retriever.retrieve(), size)
+    return Rows(task, rows, DenseRetriever(reader(task, rows), encoder, count).retrieve(), size)
 
 
 class Contestants:
@@ -124,11 +120,11 @@ class Contestants:
             batch_size=batch or self.openicl_batch,
             output_json_filepath=self.scratch,
         )
-        task = self.rows.task
+        task, (rows, indices) = self.rows.task, self.rows.part(number)
+        template = Template(task)
+        retriever = StoredRetriever(task, self.rows.data | {"test": rows}, indices)
         with quiet(), torch.inference_mode():
-            predictions = inferencer.inference(
-                self.rows.part(number), task.demonstration_template, task.template
-            )
+            predictions = inferencer.inference(retriever, template, template)
         self.predictions["openicl", number] = predictions
         saved = json.loads((Path(self.scratch) / "predictions.json").read_text())
         self.scores["openicl", number] = np.array(
@@ -139,12 +135,12 @@ class Contestants:
         """lm-evaluation-harness: the label's likelihood after the prompt, for every row and label."""
         from lm_eval.api.instance import Instance
 
-        task, retriever = self.rows.task, self.rows.part(number)
+        task, builder = self.rows.task, PromptBuilder(self.rows.task, self.rows.data["train"], None)
         requests = []
-        for row, found in enumerate(retriever.retrieve()):
-            ice = retriever.generate_ice(found, task.demonstration_template)
+        for row, shots in zip(*self.rows.part(number), strict=True):
+            ice = builder.ice(shots)
             for label in task.labels:
-                prompt = retriever.generate_label_prompt(row, ice, label, prompt_template=task.template)
+                prompt = builder.prompt(row, ice, label)
                 at = prompt.rindex(f" {task.words(label)}")
                 requests.append(Instance("loglikelihood", {}, (prompt[:at], prompt[at:]), len(requests)))
         scores = [x for x, _ in self.harness.loglikelihood(requests, disable_tqdm=True)]
@@ -185,7 +181,6 @@ def scoring(report: common.Report, rounds: int, quick: bool) -> None:
         # these few rows, and nothing beside a whole task: every round's rows are scored once before.
         for i in range(-1, rounds):
             contestants.ours(i)
-        work = contestants.scorer.work = Work()
         times = common.race(racing, rounds)
         predictions, scores = contestants.predictions, contestants.scores
         total = sum(len(predictions["ours", i]) for i in range(rounds))
@@ -211,12 +206,31 @@ def scoring(report: common.Report, rounds: int, quick: bool) -> None:
         ):
             if who in times:
                 report.ratio(f"{name}: {what} / ours", common.ratio(times, who, "ours"), at_least=target)
-        # The warm-up round's work is counted too, so the mean is over one round more.
-        tokens, length = work.distinct_tokens / (rounds + 1), work.distinct_tokens / (size * (rounds + 1))
-        floor = floor_seconds(model, round(tokens), max(16, round(length)))
+        rounds_of_tokens = [distinct(contestants.rows.samples(i, tokenizer)) for i in range(rounds)]
+        tokens = statistics.mean(rounds_of_tokens)
+        floor = floor_seconds(model, round(tokens), max(16, round(tokens / size)))
         report.ratio(f"{name}: floor / ours", floor / statistics.median(times["ours"]), at_least=FLOOR_TARGET)
-        padding = work.distinct_tokens / work.padded_tokens
+        fed = tokens_fed(model, lambda c=contestants: c.ours(0))  # type: ignore[misc]
+        padding = rounds_of_tokens[0] / fed
         report.note(f"{name}: {tokens:.0f} distinct tokens a round, {100 * padding:.1f} % of what was fed")
+
+
+def distinct(samples: list[Sample]) -> int:
+    """Tokens of samples that have to be fed: tails, prefixes, and shared contexts once."""
+    items = [item for sample in samples for item in sample.items()]
+    parts = groups(items)
+    return sum(context + sum(items[i].fed - context for i in members) for members, context in parts)
+
+
+def tokens_fed(model: Any, run: Callable[[], object]) -> int:
+    """Tokens that pass through the model while `run` runs, padding included."""
+    counts: list[int] = []
+    hook = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: counts.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    run()
+    hook.remove()
+    return sum(counts)
 
 
 def load_harness(report: common.Report, model: Any, tokenizer: Any) -> Any:
@@ -270,7 +284,7 @@ def peak(budget: int) -> tuple[float, int]:
     model, tokenizer = language_model()
     rows = task_rows("mmlu", 24)
     long = sorted(range(len(rows.indices)), key=lambda i: -len(rows.data["test"][i]["question"]))[:24]
-    rows.data["test"] = rows.data["test"].select(long)
+    rows.data["test"] = [rows.data["test"][i] for i in long]
     rows.indices = [rows.indices[i] for i in long]
     scorer = PrefixScorer(model, budget)
     took = common.peak_memory_mb(lambda: score_samples(scorer, rows.samples(0, tokenizer)))

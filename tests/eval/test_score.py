@@ -9,22 +9,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset, DatasetDict
 
-from emo.common.errors import UserError
-from emo.eval.icl import layout
-from emo.eval.icl.layout import Item, common_prefix
-from emo.eval.icl.prefix_scorer import OWN, TREE, WHOLE, PrefixScorer
+from emo.eval.icl.prefix_scorer import (
+    MIN_CONTEXT,
+    OWN,
+    TREE,
+    WHOLE,
+    Item,
+    PrefixScorer,
+    TreeBatch,
+    batches,
+    common_prefix,
+    groups,
+)
 from emo.eval.icl.prompts import PromptBuilder
-from emo.eval.icl.records import Record, Recorder, score_samples
-from emo.eval.icl.retrieve import GroupRetriever, StoredRetriever, reader
+from emo.eval.icl.records import Record, Recorder
+from emo.eval.icl.retrieve import GroupRetriever, reader
 from emo.eval.icl.settings import NotFiniteError, Settings, winner
 from emo.eval.icl.task_data import load_data
-from emo.eval.icl.tasks import Task, TaskSpec, load_task
+from emo.eval.icl.tasks import Row, Task, TaskSpec, load_task
 from emo.eval.model import EvaluatedModel
 from tests.eval.test_tasks import EIGHT
 from tests.helpers.evaluating import naive_nll, tiny_model
 from tests.helpers.families import family
+from tests.helpers.refusals import refused
+
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +45,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> EvaluatedModel:
 # --- equality with OpenICL --------------------------------------------------------------------------------
 
 
+def recorder(model: Any, **settings: Any) -> Recorder:
+    return Recorder(model, Settings(data="", **settings), lambda text: None)
+
+
 def recorded(
-    model: Any, task: Task, rows: DatasetDict, indices: list[list[int]], **settings: Any
+    model: Any, task: Task, rows: dict[str, list[Row]], indices: list[list[int]], **settings: Any
 ) -> list[Record]:
-    recorder = Recorder(model, Settings(data="", **settings), lambda text: None)
-    return recorder.records(task, rows, indices, lambda count: None)
+    maker = recorder(model, **settings)
+    return maker.records(task, rows["train"], rows["test"], indices, lambda count: None)
 
 
 def worst_difference(ours: list[Record], openicl: list[Record]) -> float:
@@ -53,15 +67,15 @@ def worst_difference(ours: list[Record], openicl: list[Record]) -> float:
 def test_equals_openicl_on_real_rows_with_a_real_model(name: str, shared_data: Path) -> None:
     """Same predictions on every row, scores within 1e-5."""
     task = load_task(name)
-    rows = load_data(task, str(shared_data / "nlu"), limit=12 if name != "mmlu" else 5).rows
-    model = EvaluatedModel(str(shared_data / "models" / "stories260K"))
     # Pieces of this vocabulary are short, so the prompts of two tasks would be of thousands of tokens.
     count = {"ag_news": 4, "mmlu": 1}.get(name, task.spec.shots.count)
+    data = load_data(task, str(shared_data / "nlu"), limit=12 if name != "mmlu" else 5, shots=count)
+    rows, draw = data.rows, np.random.default_rng(5).choice
     if task.spec.shots.by == "group":
         indices = GroupRetriever(reader(task, rows), ice_num=count).retrieve()
     else:
-        draw = np.random.default_rng(5).choice
         indices = [draw(len(rows["train"]), count, replace=False).tolist() for _ in rows["test"]]
+    model = EvaluatedModel(str(shared_data / "models" / "stories260K"))
     model.context_length = lambda: None  # type: ignore[method-assign]  # nothing is dropped
     ours = recorded(model, task, rows, indices)
     openicl = recorded(model, task, rows, indices, inferencer="ppl")
@@ -73,21 +87,19 @@ LONG = [f"a long story number {i} of a cat and a dog in the garden of the king" 
 WORDS = {"bad": "bad", "good": "wonderfully good"}
 
 
-def toy(train: list[str], test: list[str]) -> tuple[Task, DatasetDict]:
-    """Return a task of two labels, one of them long, and its rows."""
+def toy(test: list[str]) -> tuple[Task, dict[str, list[Row]]]:
+    """Return a task of two labels, one of them long, and its rows: LONG is the pool."""
     spec = {
         "title": "toy",
         "input": {"text": "text"},
         "label": {"columns": ["label"], "names": {label: [label] for label in WORDS}},
         "prompts": {"paper": {"text": "Text: {text} It is {label}.", "words": WORDS}},
     }
-    rows = {"train": train, "test": test}
-    return Task("toy", TaskSpec.model_validate(spec), "paper"), DatasetDict(
-        {
-            split: Dataset.from_list([{"text": t, "label": [*WORDS][i % 2]} for i, t in enumerate(texts)])
-            for split, texts in rows.items()
-        }
-    )
+    rows = {
+        split: [{"text": text, "label": [*WORDS][i % 2]} for i, text in enumerate(texts)]
+        for split, texts in (("train", LONG), ("test", test))
+    }
+    return Task("toy", TaskSpec.model_validate(spec), "paper"), rows
 
 
 @pytest.mark.parametrize("fault", ["drop", "truncate", "end token in the text"])
@@ -101,7 +113,7 @@ def test_faithful_mode_has_openicls_faults(fault: str, tiny: EvaluatedModel) -> 
         model.tokenizer.model_max_length = 60
     else:
         test = [f"{t}{model.tokenizer.eos_token} and on" for t in test]
-    task, rows = toy(LONG, test)
+    task, rows = toy(test)
     indices = [[0, i + 1, i + 2, i + 3] for i in range(len(test))]
     openicl = recorded(model, task, rows, indices, max_tokens=limit, inferencer="ppl")
     ours = recorded(model, task, rows, indices, max_tokens=limit, faithful=True)
@@ -117,11 +129,10 @@ def test_faithful_mode_has_openicls_faults(fault: str, tiny: EvaluatedModel) -> 
 @pytest.mark.parametrize("limit", [40, 70, 150, 400])
 def test_labels_see_the_same_demonstrations_and_are_never_cut(limit: int, tiny: EvaluatedModel) -> None:
     tokenizer = tiny.tokenizer
-    task, rows = toy(LONG, LONG[:6])
+    task, rows = toy(LONG[:6])
     indices = [[(i + j) % 12 for j in range(4)] for i in range(6)]
-    templates = task.demonstration_template, task.template
-    retriever = StoredRetriever(task, rows, indices)
-    samples = PromptBuilder(retriever, tokenizer, task.labels, *templates, limit).build()
+    builder = PromptBuilder(task, rows["train"], tokenizer, limit)
+    samples = builder.build(rows["test"], indices)
     for sample, target in zip(samples, indices, strict=True):
         assert max(len(ids) for ids in sample.ids) <= limit
         assert sample.demonstrations == target[: len(sample.demonstrations)]  # the farthest went first
@@ -133,12 +144,9 @@ def test_labels_see_the_same_demonstrations_and_are_never_cut(limit: int, tiny: 
                 whole = tokenizer(prompt).input_ids
                 assert ids.tolist() == whole[:1] + whole[1 + sample.cut :]
         elif sample.dropped:  # one more demonstration would not have fitted
-            ice = retriever.generate_ice(target[: len(sample.demonstrations) + 1], templates[0])
-            longer = [
-                retriever.generate_label_prompt(sample.row, ice, label, prompt_template=templates[1])
-                for label in task.labels
-            ]
-            assert max(len(tokenizer(prompt).input_ids) for prompt in longer) > limit
+            ice = builder.ice(target[: len(sample.demonstrations) + 1])
+            longer = [tokenizer(builder.prompt(sample.row, ice, label)).input_ids for label in task.labels]
+            assert max(map(len, longer)) > limit
     assert any(s.dropped or s.cut for s in samples) == (limit < 400)
 
 
@@ -179,11 +187,11 @@ def check(scorer: PrefixScorer, items: list[Item]) -> None:
 
 @pytest.mark.parametrize(("shared", "budget"), [(0, 1), (0, 64), (31, 8192), (33, 8192), (200, 8192)])
 def test_a_shared_beginning_is_computed_once(shared: int, budget: int, tiny: EvaluatedModel) -> None:
-    scorer = PrefixScorer(tiny.model, budget)
     items = random_items(384, 20, shared=shared)
-    check(scorer, items)
-    saved = sum(item.fed for item in items) - scorer.work.distinct_tokens
-    assert saved >= 0.9 * 19 * (shared - 2) if shared > layout.MIN_CONTEXT else saved == 0
+    check(PrefixScorer(tiny.model, budget), items)
+    [(members, context)] = groups(items)
+    assert members == list(range(20))
+    assert context >= shared - 1 if shared > MIN_CONTEXT else context == 0
 
 
 @pytest.mark.parametrize("way", [TREE, WHOLE, OWN])
@@ -206,20 +214,20 @@ def test_no_batch_exceeds_the_budget(
     shared: int, tiny: EvaluatedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padding and cached context count, so memory is bounded by the budget; one item may exceed it alone."""
-    scorer, batches = PrefixScorer(tiny.model, budget=1500), []
+    scorer, fed = PrefixScorer(tiny.model, budget=1500), []  # type: ignore[var-annotated]
     run = scorer._forward
 
-    def watch(batch: layout.TreeBatch, cache: Any) -> torch.Tensor:
-        batches.append((len(batch.ids), len(batch.ids) * batch.allowed.shape[2]))
+    def watch(batch: TreeBatch, cache: Any) -> torch.Tensor:
+        fed.append((len(batch.ids), len(batch.ids) * batch.allowed.shape[2]))
         return run(batch, cache)
 
     monkeypatch.setattr(scorer, "_forward", watch)
     scorer.score(random_items(384, 60, shared=shared))
-    assert all(tokens <= 1500 or rows == 1 for rows, tokens in batches)
-    assert max(tokens for _, tokens in batches) > 700  # and it is used
-    scorer = PrefixScorer(tiny.model, budget=512)
-    scorer.score(random_items(384, 200))
-    assert scorer.work.distinct_tokens / scorer.work.padded_tokens > 0.9  # batches are of like length
+    assert all(tokens <= 1500 or rows == 1 for rows, tokens in fed)
+    assert max(tokens for _, tokens in fed) > 700  # and it is used
+    lengths = {i: item.fed for i, item in enumerate(random_items(384, 200, shared=shared))}
+    padded = sum(len(part) * max(lengths[i] for i in part) for part in batches(lengths, 512, CPU))
+    assert sum(lengths.values()) / padded > 0.9  # batches are of like length
 
 
 # --- families ---------------------------------------------------------------------------------------------
@@ -297,9 +305,8 @@ def test_embeddings_that_depend_on_a_batchs_longest_row_are_scored_alone() -> No
 
 
 def test_a_token_beyond_the_embeddings_is_refused() -> None:
-    with pytest.raises(UserError) as error:
+    with refused("tokenizer"):
         PrefixScorer(random_model("llama")).score([Item(np.array([1, 5, 384]), [np.array([3])])])
-    assert error.value.code == "tokenizer"
 
 
 # --- further scores ---------------------------------------------------------------------------------------
@@ -309,12 +316,11 @@ def test_channel_is_the_likelihood_of_the_text_after_the_label(tiny: EvaluatedMo
     """Also where a long query after its label is cut at its end."""
     task, tokenizer = load_task("sst2"), tiny.tokenizer
     texts = [f"it is film {i}" for i in range(8)] + [" ".join(LONG)]
-    part = Dataset.from_list([{"text": text, "label": task.labels[i % 2]} for i, text in enumerate(texts)])
-    rows, indices, limit = DatasetDict({"train": part, "test": part}), [[i // 2, 5] for i in range(9)], 120
-    recorder = Recorder(tiny, Settings(data="", extra=("channel",), max_tokens=limit), lambda text: None)
-    actual = recorder.channel(task, rows, indices)
+    rows = [{"text": text, "label": task.labels[i % 2]} for i, text in enumerate(texts)]
+    indices, limit = [[i // 2, 5] for i in range(9)], 120
+    actual = recorder(tiny, max_tokens=limit).channel(task, rows, rows, indices)
     for row in (0, 8):
-        demonstrations = [part[i] for i in indices[row]] if row == 0 else []
+        demonstrations = [rows[i] for i in indices[row]] if row == 0 else []
         ice = "".join(f'It is {e["label"]}. Review: "{e["text"]}"\n' for e in demonstrations)
         ids = [tokenizer(f'{ice}It is {x}. Review: "{texts[row]}"').input_ids for x in task.labels]
         excess = max(0, max(map(len, ids)) - limit)
@@ -327,15 +333,12 @@ def test_channel_is_the_likelihood_of_the_text_after_the_label(tiny: EvaluatedMo
 
 
 def test_calibration_subtracts_what_a_label_is_worth_without_content(tiny: EvaluatedModel) -> None:
-    task, rows = toy(LONG, LONG[:4])
-    recorder = Recorder(tiny, Settings(data=""), lambda text: None)
-    retriever = StoredRetriever(task, rows, [[i, i + 2] for i in range(4)])
-    templates = task.demonstration_template, task.template
-    samples = PromptBuilder(retriever, tiny.tokenizer, task.labels, *templates).build()
-    assert score_samples(recorder.scorer, samples)["suffix_sum"].shape == (4, 2)
-    actual = recorder.without_content(task, rows, samples)
+    task, rows = toy(LONG[:4])
+    builder = PromptBuilder(task, rows["train"], tiny.tokenizer)
+    samples = builder.build(rows["test"], [[i, i + 2] for i in range(4)])
+    actual = recorder(tiny).without_content(task, rows["train"], samples)
     for row, sample in enumerate(samples):
-        ice = retriever.generate_ice(sample.demonstrations, templates[0])
+        ice = builder.ice(sample.demonstrations)
         blank = [f"{ice}Text: N/A It is {WORDS[label]}." for label in task.labels]
         ids = [np.array(tiny.tokenizer(text).input_ids) for text in blank]
         shared = common_prefix(ids)

@@ -16,6 +16,7 @@ from emo.eval.icl.openicl_compat import Template, openicl
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import known_tasks, load_task, select_tasks
 from tests.conftest import REPO
+from tests.helpers.refusals import refused
 
 EIGHT = ["tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu"]
 
@@ -45,11 +46,11 @@ PROMPTS = {
 def test_prompts_are_the_papers_and_the_released_scripts(name: str, version: str) -> None:
     task = load_task(name, version)
     assert known_tasks() == EIGHT == [task.name for task in select_tasks("all")]
-    row = {"text": "X"}
     prompt, words = PROMPTS[name, version]
-    prompts = [task.template.generate_label_prompt_item(row, "ICE\n", label) for label in task.labels]
+    template, row = Template(task), {"text": "X"}
+    prompts = [template.generate_label_prompt_item(row, "ICE\n", label) for label in task.labels]
     assert prompts == [f"ICE\n{prompt.format(word)}" for word in words]
-    view = [task.demonstration_template.generate_ice_item(row, label) for label in task.labels]
+    view = [template.generate_ice_item(row, label) for label in task.labels]
     assert view == [prompt.format(word) for word in words]
     assert task.spec.shots.count == 8
 
@@ -58,19 +59,21 @@ def test_mmlu_prompt_is_opencompass() -> None:
     task = load_task("mmlu")
     row = {"subject": "high school physics", "question": "Q?", "A": "a", "B": "b", "C": "c", "D": "d"}
     shot = "Q?\nA. a\nB. b\nC. c\nD. d\nAnswer: C\n"
-    assert task.demonstration_template.generate_ice_item(row, "C") == shot
+    template = Template(task)
+    assert template.generate_ice_item(row, "C") == shot
     header = "The following are multiple choice questions (with answers) about  high school physics.\n\n"
-    expected = header + shot + "\n" + "Q?\nA. a\nB. b\nC. c\nD. d\nAnswer: D"
-    assert task.template.generate_label_prompt_item(row, shot + "\n", "D") == expected
+    shared = header + shot + "\n" + "Q?\nA. a\nB. b\nC. c\nD. d\nAnswer: "
+    assert template.generate_label_prompt_item(row, shot + "\n", "D") == f"{shared}D"
+    assert template.shared_prompt(row, shot + "\n") == shared
     assert (task.spec.shots.count, task.spec.shots.by, task.spec.group) == (5, "group", "subject")
 
 
-def test_a_demonstration_that_holds_a_column_token_stays_as_it_is() -> None:
+def test_a_demonstration_that_holds_a_slot_stays_as_it_is() -> None:
     arguments = {"a": "</E>Text: </text> a"}, {"text": "</text>"}, None, None, "</E>"
-    row, ice = {"text": "query"}, "Text: see </text> here a\n"
+    row, ice = {"text": "query"}, "Text: see </text> {text} here\n"
     stock = openicl.PromptTemplate(*arguments)
-    assert "see query here" in stock.generate_label_prompt_item(row, ice, "a")  # the fault
-    assert Template(*arguments).generate_label_prompt_item(row, ice, "a") == ice + "Text: query a"
+    assert "see query" in stock.generate_label_prompt_item(row, ice, "a")  # the fault
+    assert Template(load_task("sst2")).generate_label_prompt_item(row, ice, "positive").startswith(ice)
 
 
 # --- rows -------------------------------------------------------------------------------------------------
@@ -91,9 +94,9 @@ def test_labels_are_read_by_name_and_limited_rows_keep_their_numbers(tmp_path: P
     plain.with_suffix(".jsonl.zst").write_bytes(zstandard.compress(plain.read_bytes()))
     plain.unlink()
     test = load_data(load_task("sst2"), str(tmp_path)).rows["test"]
-    assert test["label"][:2] == ["negative", "positive"]
+    assert [row["label"] for row in test[:2]] == names
     test = load_data(load_task("sst2"), str(tmp_path), limit=4).rows["test"]  # evenly spaced
-    assert (test["text"][:], test["row"][:]) == (["t0", "t25", "t50", "t75"], [0, 50, 100, 150])
+    assert [(row["text"], row["row"]) for row in test] == [("t0", 0), ("t25", 50), ("t50", 100), ("t75", 150)]
 
 
 def test_hub_rows_take_the_names_that_the_data_set_gives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +107,7 @@ def test_hub_rows_take_the_names_that_the_data_set_gives(monkeypatch: pytest.Mon
     data = datasets.Dataset.from_dict({"text": ["x"] * 9, "label": [0, 1] * 4 + [0]}, features=features)
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: data)
     rows = load_data(load_task("rotten_tomatoes"), "hub").rows["test"]
-    assert rows["label"][:2] == ["positive", "negative"]
+    assert [row["label"] for row in rows[:2]] == ["positive", "negative"]
     wrong = data.cast_column("label", datasets.ClassLabel(names=["good", "bad"]))
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: wrong)
     with pytest.raises(UserError):
@@ -131,9 +134,6 @@ MALFORMED = {
     # What would silently stay in the prompt.
     "attribute": GOOD.replace("{text} is", "{text.__class__} is"),
     "doubled braces": GOOD.replace("{text} is", "{{text}} is"),
-    "demonstrations' token": GOOD.replace("{text} is", "</E> {text} is"),
-    "an input's token": GOOD.replace("{text} is", "</text> {text} is"),
-    "input called E": GOOD.replace("{text: text}", "{text: text, E: e}"),
     "other version": GOOD.replace("paper", "other"),
 }
 
@@ -155,9 +155,8 @@ def test_a_malformed_task_file_is_refused(kind: str, tmp_path: Path) -> None:
 def test_wrong_task_names(names: str, tmp_path: Path) -> None:
     for name in ("sst2", "model"):
         (tmp_path / f"{name}.yaml").write_text(GOOD)
-    with pytest.raises(UserError) as error:
+    with refused("task"):
         select_tasks(names.format(dir=tmp_path))
-    assert error.value.code == "task"
 
 
 ROWS = {

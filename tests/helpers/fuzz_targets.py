@@ -26,6 +26,7 @@ from emo.data_prep.rows import Rejected, RowSpec, parse
 from emo.data_prep.templates import Conversation, render
 from emo.data_prep.tokenizer import save_tokenizer
 from emo.eval.generation.prefixes import from_file
+from emo.eval.icl.openicl_compat import Template
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import load_task, select_tasks
 from emo.eval.judging import judging, pairs, results
@@ -84,7 +85,9 @@ def experiment(directory: Path) -> None:
 @target("task file", files(a__yaml=(REPO / "eval/icl/tasks/sst2.yaml").read_text()))
 def task_file(directory: Path) -> None:
     for task in select_tasks(str(directory / "a.yaml")):
-        _ = task.template, task.demonstration_template, task.identity()
+        template, row, _ = Template(task), dict.fromkeys(task.inputs, "x"), task.identity()
+        for label in task.labels:
+            template.generate_label_prompt_item(row, template.generate_ice_item(row, label), label)
 
 
 DS_CONFIG = (REPO / "ds_configs/zero3_offload.json").read_text()

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from emo.pipeline.loss.cost import CostEmbedding
+from emo.pipeline.loss.fused import fused_linear_loss
 
 EPS = 1e-10
 
@@ -118,6 +122,26 @@ def reference(
     if b is not None:
         out["d_bias"] = b.grad
     return out
+
+
+def fused_step(
+    hidden: Tensor, weight: Tensor, labels: Tensor, objective: Any, cost: CostEmbedding | None = None, *,
+    bias: Tensor | None = None, **options: Any,
+) -> dict[str, Tensor]:  # fmt: skip
+    """The fused loss's sums and new gradients of the sum, under the names of `reference`, and `tokens`."""
+    leaves = {"d_hidden": hidden, "d_weight": weight} | ({} if bias is None else {"d_bias": bias})
+    for leaf in leaves.values():
+        leaf.grad = None
+    sums = fused_linear_loss(hidden, weight, labels, objective, cost, bias=bias, **options)
+    sums.loss.backward()
+    out = {"loss": sums.loss.detach(), "nll": sums.nll, "demd": sums.demd, "tokens": sums.tokens}
+    return out | {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
+
+
+def agree(got: dict[str, Tensor], want: dict[str, Tensor], bound: float) -> None:
+    """Fail unless every value of `want` is met up to `bound` in relative norm."""
+    for key, value in want.items():
+        assert relative_error(got[key], value) <= bound, key
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from emo.pipeline.loss.cost import CostEmbedding, touchable
 from emo.pipeline.loss.fused import fused_linear_loss
-from tests.helpers.loss_reference import reference, relative_error, stored_for
+from tests.helpers.loss_reference import agree, fused_step, reference, relative_error, stored_for
 from tests.helpers.refusals import refused
 from tests.loss.test_cost import padded_everywhere
 from tests.loss.test_objectives import ONE_TARGET, composes, make
@@ -43,14 +43,9 @@ def test_equals_reference(name: str, scale: float, cache_mb: float) -> None:
     h, w, labels, E = inputs(torch.float32, scale)
     cost = CostEmbedding.from_weight(E, cache_mb=cache_mb)
     beside = {"stored": stored_for(labels), "kernels": "triton", "memory_mb": 1e-4}
-    got = fused_linear_loss(h, w, labels, make(name), cost, **beside)
-    got.loss.backward()
-    want = reference(h, w, labels, E, name)
+    got = fused_step(h, w, labels, make(name), cost, **beside)
     bound = 2e-3 if cache_mb else 1e-4 if name == "neg_entropy" else 1e-5  # log p + H cancels
-    for key in ("loss", "nll", "demd"):
-        assert relative_error(getattr(got, key).detach(), want[key]) <= bound, key
-    assert relative_error(h.grad, want["d_hidden"]) <= bound
-    assert relative_error(w.grad, want["d_weight"]) <= bound
+    agree(got, reference(h, w, labels, E, name), bound)
 
 
 OPTIONS: list[dict[str, float]] = [
@@ -77,12 +72,8 @@ def test_agrees_with_pytorch_path(name: str, options: dict[str, float], dtype: t
         h, w, labels, E = inputs(dtype)
         bias = torch.linspace(-1, 1, V).to(dtype).requires_grad_()
         cost = CostEmbedding.from_weight(E)
-        got = fused_linear_loss(h, w, labels, make(name), cost, bias=bias, kernels=kernels, **options)
-        got.loss.backward()
-        results.append((got.loss.detach(), got.nll, got.demd, h.grad, w.grad, bias.grad))
-    bound = 1e-5 if dtype == torch.float32 else 6e-3
-    for a, b in zip(*results, strict=True):
-        assert relative_error(a, b) <= bound
+        results.append(fused_step(h, w, labels, make(name), cost, bias=bias, kernels=kernels, **options))
+    agree(*results, 1e-5 if dtype == torch.float32 else 6e-3)
 
 
 @pytest.mark.parametrize("cache_mb", [0.0, 0.05])
@@ -108,12 +99,10 @@ def test_what_stands_between_padded_rows_never_counts(
             h, w, labels, E = inputs(torch.float32)
             bias = torch.linspace(-1, 1, V).requires_grad_()
             costs = CostEmbedding.from_weight(E, cache_mb=cache_mb)
-            got = fused_linear_loss(h, w, labels, make(name), costs, bias=bias, kernels="triton", **options)
-            got.loss.backward()
-        results.append((got.loss.detach(), got.nll, got.demd, h.grad, w.grad, bias.grad))
+            beside = {"bias": bias, "kernels": "triton"}
+            results.append(fused_step(h, w, labels, make(name), costs, **beside, **options))
         assert widths == {192 if apart else V}, "rows of logits and of costs, all of them"
-    for plain, other in zip(*results, strict=True):
-        assert relative_error(other, plain) <= 1e-6
+    agree(results[1], results[0], 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -121,11 +110,10 @@ def test_confident_and_extreme_rows(dtype: torch.dtype) -> None:
     h = torch.tensor([[30.0, 0.0], [-30.0, 0.0], [1e3, 1e3]], dtype=dtype).requires_grad_()
     w = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.5, 0.5]], dtype=dtype).requires_grad_()
     labels, E = torch.tensor([0, 0, 3]), torch.randn(4, 3)
-    got = fused_linear_loss(h, w, labels, make("emo"), CostEmbedding.from_weight(E), kernels="triton")
-    got.loss.backward()
+    got = fused_step(h, w, labels, make("emo"), CostEmbedding.from_weight(E), kernels="triton")
     want = reference(h, w, labels, E, "emo")
-    assert relative_error(got.loss.detach(), want["loss"]) <= 1e-3
-    assert relative_error(h.grad, want["d_hidden"]) <= 1e-2
+    assert relative_error(got["loss"], want["loss"]) <= 1e-3
+    assert relative_error(got["d_hidden"], want["d_hidden"]) <= 1e-2
 
 
 def test_refuses_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ from emo.pipeline.loss.cost import (
 from emo.pipeline.loss.cost_files import load_cost, number_cost
 from emo.pipeline.loss.fused import fused_linear_loss
 from emo.pipeline.loss.objectives import OBJECTIVES
-from tests.helpers.loss_reference import cost_matrix, reference, relative_error, unit_rows
+from tests.helpers.loss_reference import agree, cost_matrix, fused_step, reference, relative_error, unit_rows
 from tests.helpers.refusals import refused
 from tests.helpers.waits import waits
 from tests.loss.test_objectives import make
@@ -50,13 +50,6 @@ def batch(seed: int, n: int = 300, vocab: int = V) -> Tensor:
     return labels
 
 
-def run(h: Tensor, w: Tensor, labels: Tensor, cost: CostEmbedding) -> tuple[Tensor, Tensor, Tensor]:
-    h.grad = w.grad = None
-    sums = fused_linear_loss(h, w, labels, make("emo"), cost, memory_mb=2)
-    sums.loss.backward()
-    return sums.demd, h.grad, w.grad
-
-
 @pytest.mark.parametrize("rows", [0, 40, 5000])
 @pytest.mark.parametrize("vocab", [V, 600])
 def test_cached_rows_are_close_and_independent_of_history(rows: int, vocab: int) -> None:
@@ -67,15 +60,13 @@ def test_cached_rows_are_close_and_independent_of_history(rows: int, vocab: int)
     megabytes = (rows + min(vocab, CACHE_WINDOW_CPU)) * vocab * 2 / 2**20 + 1e-4
     fresh, used = (CostEmbedding.from_weight(E).cached(megabytes) for _ in range(2))
     for seed in range(6):
-        run(h, w, batch(seed, vocab=vocab), used)
+        fused_step(h, w, batch(seed, vocab=vocab), make("emo"), used, memory_mb=2)
     assert used.cache is not None and used.cache.capacity == min(rows, vocab)
     labels = batch(99, vocab=vocab)
-    exact = run(h, w, labels, CostEmbedding.from_weight(E))
-    got, again = run(h, w, labels, used), run(h, w, labels, fresh)
-    for value, other, truth in zip(got, again, exact, strict=True):
-        assert relative_error(value, truth) <= 2e-3
-        # the cost product may round differently in another composition of rows, by a float16 digit
-        assert relative_error(value, other) <= 5e-5
+    costs = (CostEmbedding.from_weight(E), used, fresh)
+    exact, got, again = (fused_step(h, w, labels, make("emo"), cost, memory_mb=2) for cost in costs)
+    agree(got, exact, 2e-3)
+    agree(got, again, 5e-5)  # the product may round differently in another composition, by a float16 digit
 
 
 def test_cache_prefers_frequent_targets() -> None:
@@ -121,12 +112,8 @@ def test_live_head() -> None:
     h, w = torch.randn(30, H).requires_grad_(), torch.randn(90, H).requires_grad_()
     labels = torch.randint(90, (30,))
     for _ in range(2):
-        h.grad = w.grad = None
-        sums = fused_linear_loss(h, w, labels, make("emo"), LIVE)
-        sums.loss.backward()
-        want = reference(h, w, labels, w.detach(), "emo")
-        for got, key in ((sums.demd, "demd"), (h.grad, "d_hidden"), (w.grad, "d_weight")):
-            assert relative_error(got, want[key]) <= 1e-5
+        got = fused_step(h, w, labels, make("emo"), LIVE)
+        agree(got, reference(h, w, labels, w.detach(), "emo"), 1e-5)
         with torch.no_grad():
             w += 0.3 * torch.randn_like(w)
 
@@ -316,11 +303,8 @@ def test_padded_rows_change_nothing(
             torch.manual_seed(1)
             h, w = (torch.randn(n, 12).to(dtype).requires_grad_() for n in (40, 150))
             costs = CostEmbedding.from_weight(E, cache_mb=cache_mb)
-            got = fused_linear_loss(h, w, labels, make(name), costs, memory_mb=0.005, **options)
-            got.loss.backward()
-        results.append((got.loss.detach(), got.nll, got.demd, h.grad, w.grad))
-    for plain, other in zip(*results, strict=True):
-        assert relative_error(other, plain) <= (1e-2 if dtype == torch.bfloat16 else 1e-6)
+            results.append(fused_step(h, w, labels, make(name), costs, memory_mb=0.005, **options))
+    agree(results[1], results[0], 1e-2 if dtype == torch.bfloat16 else 1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -17,7 +17,15 @@ from emo.pipeline.loss.cost import CostEmbedding
 from emo.pipeline.loss.dense import Teacher
 from emo.pipeline.loss.fused import HIGHEST, fused_linear_loss, histogram, quantile, token_nll
 from emo.pipeline.loss.head import FusedHead, fuse_head
-from tests.helpers.loss_reference import cost_matrix, inputs, reference, relative_error, stored_for
+from tests.helpers.loss_reference import (
+    agree,
+    cost_matrix,
+    fused_step,
+    inputs,
+    reference,
+    relative_error,
+    stored_for,
+)
 from tests.helpers.refusals import refused
 from tests.loss.test_objectives import ONE_TARGET, SIGNED, STEPPED, composes, make
 
@@ -34,14 +42,9 @@ def compare(
     """Run both, compare sums and every gradient in relative norm."""
     cost = CostEmbedding.from_weight(E, torch.promote_types(h.dtype, torch.float32))
     beside = {"bias": bias, "memory_mb": TINY_MB, "stored": stored_for(labels)}
-    got = fused_linear_loss(h, w, labels, make(name), cost, **beside, **options)
-    got.loss.backward()
-    want = reference(h, w, labels, E, name, bias=bias, **options)
-    assert int(got.tokens) == int((labels != -100).sum())
-    for key in ("loss", "nll", "demd"):
-        assert relative_error(getattr(got, key).detach(), want[key]) <= bound, key
-    for leaf, key in ((h, "d_hidden"), (w, "d_weight"), (bias, "d_bias")):
-        assert leaf is None or relative_error(leaf.grad, want[key]) <= bound, key
+    got = fused_step(h, w, labels, make(name), cost, **beside, **options)
+    assert int(got["tokens"]) == int((labels != -100).sum())
+    agree(got, reference(h, w, labels, E, name, bias=bias, **options), bound)
 
 
 @pytest.mark.parametrize("name", ONE_TARGET)
@@ -73,15 +76,15 @@ def test_bfloat16(name: str, confident: bool) -> None:
     h, w = (x.detach().bfloat16().requires_grad_() for x in (h, w))
     E = E.bfloat16().float()
     cost = CostEmbedding.from_weight(E, torch.bfloat16)
-    got = fused_linear_loss(h, w, labels, make(name), cost, stored=stored_for(labels))
-    got.loss.backward()
+    got = fused_step(h, w, labels, make(name), cost, stored=stored_for(labels))
     want = reference(h, w, labels, E, name)
-    assert got.loss.dtype == torch.float32 and (got.loss.item() >= 0 or name in SIGNED)
+    assert got["loss"].dtype == torch.float32 and (got["loss"].item() >= 0 or name in SIGNED)
     # rounding carries tokens over a step
-    assert relative_error(got.loss.detach(), want["loss"]) <= (2e-2 if name in STEPPED else 1e-3)
-    for g, key in ((h.grad, "d_hidden"), (w.grad, "d_weight")):
-        cosine = torch.cosine_similarity(g.double().flatten(), want[key].flatten(), dim=0)
-        assert cosine >= (0.98 if name in STEPPED else 0.999) or not (want[key].any() or g.any()), key
+    assert relative_error(got["loss"], want["loss"]) <= (2e-2 if name in STEPPED else 1e-3)
+    for key in ("d_hidden", "d_weight"):
+        g, truth = got[key].double().flatten(), want[key].flatten()
+        cosine = torch.cosine_similarity(g, truth, dim=0)
+        assert cosine >= (0.98 if name in STEPPED else 0.999) or not (truth.any() or g.any()), key
 
 
 @pytest.mark.parametrize("name", ONE_TARGET)
@@ -91,12 +94,11 @@ def test_extreme_logits(name: str, dtype: torch.dtype) -> None:
     h = torch.tensor([[1e4, 0.0], [-1e4, 0.0], [1e4, 1e4], [0.0, 0.0]], dtype=dtype).requires_grad_()
     w = torch.tensor([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0], [0.5, 0.5]], dtype=dtype).requires_grad_()
     labels, E = torch.tensor([0, 0, 3, 2]), torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
-    got = fused_linear_loss(h, w, labels, make(name), CostEmbedding.from_weight(E), stored=stored_for(labels))
-    got.loss.backward()
+    got = fused_step(h, w, labels, make(name), CostEmbedding.from_weight(E), stored=stored_for(labels))
     want = reference(h, w, labels, E, name)
-    assert relative_error(got.loss.detach(), want["loss"]) <= 2e-3  # bfloat16 costs
-    for g, key in ((h.grad, "d_hidden"), (w.grad, "d_weight")):
-        error, size = (g.double() - want[key]).norm(), want[key].norm()
+    assert relative_error(got["loss"], want["loss"]) <= 2e-3  # bfloat16 costs
+    for key in ("d_hidden", "d_weight"):
+        error, size = (got[key].double() - want[key]).norm(), want[key].norm()
         # hidden states of 1e4 are factors of the head's gradient, and logits of 1e4 have three digits behind
         # the point in float32: too few for log p + H where that is zero
         slack = 1e-6 if key == "d_hidden" else 1.0 if name == "neg_entropy" else 1e-2
@@ -167,12 +169,9 @@ def test_autocast() -> None:
     """Under autocast the head runs in bfloat16 and the gradients come back in float32."""
     h, w, labels, E = inputs()
     with torch.autocast("cpu", torch.bfloat16):
-        sums = fused_linear_loss(h, w, labels, make("emo"), CostEmbedding.from_weight(E))
-    sums.loss.backward()
-    assert w.grad.dtype == torch.float32
-    want = reference(h, w, labels, E, "emo")
-    assert relative_error(sums.loss.detach(), want["loss"]) <= 1e-2
-    assert relative_error(w.grad, want["d_weight"]) <= 3e-2
+        got = fused_step(h, w, labels, make("emo"), CostEmbedding.from_weight(E))
+    assert got["d_weight"].dtype == torch.float32
+    agree(got, reference(h, w, labels, E, "emo"), 3e-2)
 
 
 @pytest.mark.parametrize(
@@ -261,8 +260,8 @@ def dense_inputs(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 def naive(
     h: Tensor, w: Tensor, labels: Tensor, E: Tensor, teacher: Teacher, z_loss: float = 0.0,
     label_smoothing: float = 0.0, softcap: float | None = None, bias: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    """(loss, demd, d_hidden, d_weight) with the full cost matrix, float64."""
+) -> dict[str, Tensor]:  # fmt: skip
+    """Sums and gradients with the full cost matrix, float64."""
 
     def capped(z: Tensor, bias: Tensor | None, cap: float | None) -> Tensor:
         z = z if bias is None else z + bias.detach().double()
@@ -278,7 +277,8 @@ def naive(
     valid = labels != -100
     total = loss[valid].sum()
     total.backward()
-    return total.detach(), demd[valid].sum().detach(), h.grad, w.grad
+    sums = {"loss": total.detach(), "demd": demd[valid].sum().detach()}
+    return sums | {"d_hidden": h.grad, "d_weight": w.grad}
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-11), (torch.float32, 1e-5)])
@@ -292,11 +292,8 @@ def test_dense_equals_reference(
     teacher = teacher._replace(bias=bias, softcap=4.0 if head_bias else None, logit_scale=0.7)
     beside = {"teacher": teacher, "bias": bias, "memory_mb": 0.01}
     cost = CostEmbedding.from_weight(E, dtype)
-    got = fused_linear_loss(h, w, labels, make("demd_dense"), cost, **beside, **options)
-    got.loss.backward()
-    want = naive(h, w, labels, E, teacher, bias=bias, **options)
-    for value, truth in zip((got.loss.detach(), got.demd, h.grad, w.grad), want, strict=True):
-        assert relative_error(value, truth) <= bound
+    got = fused_step(h, w, labels, make("demd_dense"), cost, **beside, **options)
+    agree(got, naive(h, w, labels, E, teacher, bias=bias, **options), bound)
 
 
 def test_one_hot_teacher_is_plain_demd() -> None:
@@ -305,28 +302,22 @@ def test_one_hot_teacher_is_plain_demd() -> None:
     sure = torch.nn.functional.one_hot(labels.clamp(min=0), V).double() * 1e4
     teacher = Teacher(sure, torch.eye(V, dtype=torch.float64))
     cost = CostEmbedding.from_weight(E, torch.float64)
-    got = fused_linear_loss(h, w, labels, make("demd_dense"), cost, teacher=teacher)
-    got.loss.backward()
-    want = reference(h, w, labels, E, "demd")
-    result = {"loss": got.loss.detach(), "nll": got.nll, "d_hidden": h.grad, "d_weight": w.grad}
-    assert all(relative_error(value, want[key]) <= 1e-11 for key, value in result.items())
+    got = fused_step(h, w, labels, make("demd_dense"), cost, teacher=teacher)
+    agree(got, reference(h, w, labels, E, "demd"), 1e-11)
 
 
 def test_half_precision_no_tokens_and_no_teacher() -> None:
     h, w, labels, E, teacher = dense_inputs(torch.bfloat16)
     E[3] = 1
     cost = CostEmbedding.from_weight(E.bfloat16().float())
-    got = fused_linear_loss(h, w, labels, make("demd_dense"), cost, teacher=teacher)
-    got.loss.backward()
+    got = fused_step(h, w, labels, make("demd_dense"), cost, teacher=teacher)
     want = naive(h, w, labels, E.bfloat16(), teacher)
-    assert relative_error(got.loss.detach(), want[0]) <= 5e-3
-    cosine = torch.cosine_similarity(h.grad.double().flatten(), want[2].flatten(), dim=0)
+    assert relative_error(got["loss"], want["loss"]) <= 5e-3
+    cosine = torch.cosine_similarity(got["d_hidden"].double().flatten(), want["d_hidden"].flatten(), dim=0)
     assert cosine >= 0.99  # sign(q - P) jumps where the two nearly agree: rounding decides there
-    h.grad = None
     none = torch.full_like(labels, -100)
-    got = fused_linear_loss(h, w, none, make("demd_dense"), cost, teacher=teacher)
-    got.loss.backward()
-    assert got.loss.item() == 0 and h.grad.count_nonzero() == 0
+    got = fused_step(h, w, none, make("demd_dense"), cost, teacher=teacher)
+    assert got["loss"].item() == 0 and got["d_hidden"].count_nonzero() == 0
     short = teacher._replace(hidden=teacher.hidden[1:])
     for name, costs, beside, code in (
         ("emo", cost, teacher, "needs-teacher"),
@@ -372,15 +363,12 @@ def batches(draw: st.DrawFn, twins: bool = True) -> dict[str, Any]:
     }
 
 
-def fused(batch: dict[str, Any], name: str, dtype: torch.dtype, **options: Any) -> tuple[Any, Tensor, Tensor]:
+def fused(batch: dict[str, Any], name: str, dtype: torch.dtype, **options: Any) -> dict[str, Tensor]:
     h = (batch["h"] * batch["scale"]).to(dtype).requires_grad_()
     w = batch["w"].to(dtype).requires_grad_()
     cost = CostEmbedding.from_weight(batch["E"], torch.promote_types(dtype, torch.float32))
-    labels, memory_mb = batch["labels"], batch["memory_mb"]
-    beside = {"memory_mb": memory_mb, "stored": stored_for(labels)}
-    sums = fused_linear_loss(h, w, labels, make(name), cost, **beside, **options)
-    sums.loss.backward()
-    return sums, h, w
+    beside = {"memory_mb": batch["memory_mb"], "stored": stored_for(batch["labels"])}
+    return fused_step(h, w, batch["labels"], make(name), cost, **beside, **options)
 
 
 @pytest.mark.slow
@@ -400,13 +388,13 @@ def fused(batch: dict[str, Any], name: str, dtype: torch.dtype, **options: Any) 
 )
 def test_float64_equals_reference(batch: dict[str, Any], name: str, options: dict[str, float]) -> None:
     assume(composes(name, options))
-    sums, h, w = fused(batch, name, torch.float64, **options)
-    want = reference(h, w, batch["labels"], batch["E"], name, **options)
-    for got, key in ((sums.loss, "loss"), (sums.nll, "nll"), (sums.demd, "demd")):
-        torch.testing.assert_close(got.detach(), want[key], rtol=1e-9, atol=1e-9)
-    for got, key in ((h.grad, "d_hidden"), (w.grad, "d_weight")):
+    got, h = fused(batch, name, torch.float64, **options), batch["h"] * batch["scale"]
+    want = reference(h, batch["w"], batch["labels"], batch["E"], name, **options)
+    for key in ("loss", "nll", "demd"):
+        torch.testing.assert_close(got[key], want[key], rtol=1e-9, atol=1e-9)
+    for key in ("d_hidden", "d_weight"):
         size = max(1.0, float(want[key].abs().max()))
-        torch.testing.assert_close(got, want[key], rtol=0, atol=1e-8 * size)
+        torch.testing.assert_close(got[key], want[key], rtol=0, atol=1e-8 * size)
 
 
 @SETTINGS
@@ -420,25 +408,21 @@ def test_half_precision_stays_finite(batch: dict[str, Any], name: str, dtype: to
     if dtype == torch.float16:
         # beyond it the true gradient of the head leaves float16's range
         batch = batch | {"scale": min(batch["scale"], 10.0)}
-    sums, h, w = fused(batch, name, dtype)
-    for value in (sums.loss.detach(), sums.nll, sums.demd):
-        assert torch.isfinite(value)
-        assert value >= 0 or name in SIGNED
-    assert torch.isfinite(h.grad).all()
-    assert torch.isfinite(w.grad).all()
-    if int(sums.tokens) == 0:
-        assert sums.loss.item() == 0
-        assert w.grad.count_nonzero() == 0
+    got = fused(batch, name, dtype)
+    assert all(torch.isfinite(value).all() for value in got.values())
+    assert all(got[key] >= 0 for key in ("loss", "nll", "demd")) or name in SIGNED
+    if int(got["tokens"]) == 0:
+        assert got["loss"].item() == 0 and got["d_weight"].count_nonzero() == 0
 
 
 @SETTINGS
 @given(batch=batches(), name=st.sampled_from(ONE_TARGET), seed=st.integers(0, 1000))
 def test_order_of_tokens_does_not_matter(batch: dict[str, Any], name: str, seed: int) -> None:
     """Permuting tokens permutes the hidden gradients and leaves everything else alone."""
-    sums, h, w = fused(batch, name, torch.float64)
+    got = fused(batch, name, torch.float64)
     order = torch.randperm(len(batch["labels"]), generator=torch.Generator().manual_seed(seed))
     other = batch | {"h": batch["h"][order], "labels": batch["labels"][order]}
-    moved, h_moved, w_moved = fused(other, name, torch.float64)
-    torch.testing.assert_close(moved.loss, sums.loss, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(h_moved.grad, h.grad[order], rtol=1e-8, atol=1e-10)
-    torch.testing.assert_close(w_moved.grad, w.grad, rtol=1e-8, atol=1e-8 * max(1.0, batch["scale"]))
+    moved, most = fused(other, name, torch.float64), 1e-8 * max(1.0, batch["scale"])
+    torch.testing.assert_close(moved["loss"], got["loss"], rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(moved["d_hidden"], got["d_hidden"][order], rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(moved["d_weight"], got["d_weight"], rtol=1e-8, atol=most)

@@ -14,7 +14,14 @@ import torch
 from emo.pipeline.loss import CostEmbedding, Objective, Ramp, fused_linear_loss, get_objective, weighted_sum
 from emo.pipeline.loss.objectives import OBJECTIVES, Rows, gradient, scalars_of
 from tests.conftest import REPO
-from tests.helpers.loss_reference import cost_matrix, inputs, losses_from_logits, relative_error, stored_for
+from tests.helpers.loss_reference import (
+    cost_matrix,
+    fused_step,
+    inputs,
+    losses_from_logits,
+    relative_error,
+    stored_for,
+)
 from tests.helpers.refusals import refused
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
@@ -136,9 +143,8 @@ def whole(m, p, D, H, *, a=0.5):
 def run(objective: Objective) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Loss, and gradients of hidden states and head, in float64."""
     h, w, labels, E = inputs(dtype=torch.float64)
-    sums = fused_linear_loss(h, w, labels, objective, CostEmbedding.from_weight(E.double()))
-    sums.loss.backward()
-    return sums.loss.detach(), h.grad, w.grad
+    got = fused_step(h, w, labels, objective, CostEmbedding.from_weight(E.double()))
+    return got["loss"], got["d_hidden"], got["d_weight"]
 
 
 def test_objectives_of_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
