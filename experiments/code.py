@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import hashlib
 from functools import cache, lru_cache
-from importlib.util import find_spec
 from pathlib import Path
 
-import emo
 from emo.common.files import Signature, signature
+from emo.common.provenance import REPOSITORY
 
 
 @lru_cache
@@ -29,7 +28,10 @@ def sources(module: str) -> dict[str, Path]:
     waiting = [module]
     while waiting:
         name = waiting.pop()
-        path = source_file(name)
+        base = REPOSITORY.joinpath(*name.split("."))
+        path = next(
+            (p for p in (base.with_suffix(".py"), base / "__init__.py") if name and p.is_file()), None
+        )
         if name not in files and path is not None:
             files[name] = path
             # a package's __init__ runs before its modules
@@ -48,22 +50,3 @@ def _read(path: Path, current: Signature) -> tuple[str, list[str]]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return hashlib.sha256(content).hexdigest(), names
-
-
-def source_file(name: str) -> Path | None:
-    """Return the file of a module of this project, None for any other name."""
-    base = Path(emo.__file__).parents[1].joinpath(*name.split("."))
-    files = (base.with_suffix(".py"), base / "__init__.py") if name else ()
-    return next((path for path in files if path.is_file()), None)
-
-
-def plugin_file(objective: str) -> Path | None:
-    """Return the file of an objective that is named FILE.py:FUNCTION or MODULE:FUNCTION, None for others."""
-    module = objective.rpartition(":")[0]
-    if module.endswith(".py") or not module:
-        return Path(module) if module else None
-    try:
-        spec = find_spec(module)
-    except (ImportError, ValueError):
-        return None
-    return Path(spec.origin) if spec is not None and spec.origin is not None else None

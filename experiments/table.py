@@ -37,8 +37,8 @@ def gather(sweep: Sweep) -> dict[str, Any]:
         if choose is not None:
             label = runs[0].label(choose.axis) or "-"
             row["chosen"] = {choose.axis: label}
-            row["at_end"] = [choose.axis] if at_an_end(label, experiment.labels(choose.axis)) else []
-        row["measures"] = {metric: estimate(values)._asdict() for metric, values in columns.items()}
+            row["at_end"] = [choose.axis] if at_an_end(label, experiment.axes[choose.axis]) else []
+        row["measures"] = {metric: estimate(values) for metric, values in columns.items()}
         rows.append(row)
     by_labels = {tuple(row["labels"].items()): row for row in rows}
     for metric in dict.fromkeys(metric for row in rows for metric in row["measures"]):
@@ -47,7 +47,7 @@ def gather(sweep: Sweep) -> dict[str, Any]:
             labels = row["labels"] | {experiment.compare.axis: experiment.compare.baseline}
             base = by_labels[tuple(labels.items())]
             if base is not row and metric in row["values"] and metric in base["values"]:
-                gap = difference(row["values"][metric], base["values"][metric])._asdict()
+                gap = difference(row["values"][metric], base["values"][metric])
                 row.setdefault("differences", {})[metric] = gap
                 gaps.append(gap)
         for gap, p in zip(gaps, holm([gap["p"] for gap in gaps]), strict=True):
@@ -56,10 +56,10 @@ def gather(sweep: Sweep) -> dict[str, Any]:
     lacking = {}
     for metric in dict.fromkeys(question.outcome for question in experiment.questions.values()):
         pairs = [pair for row in rows for pair in zip(row["runs"], _outcomes(row, metric), strict=True)]
-        lacking[metric] = [run for run, value in pairs if not math.isfinite(value)]
+        if runs_without := [run for run, value in pairs if not math.isfinite(value)]:
+            lacking[metric] = runs_without
     for row in rows:
         del row["values"]
-    lacking = {metric: runs for metric, runs in lacking.items() if runs}
     return {"code": code_version(), "rows": rows, "verdicts": verdicts, "lacking": lacking}
 
 
@@ -74,8 +74,8 @@ def answer(experiment: Experiment, name: str, rows: list[dict[str, Any]]) -> dic
         groups = [_outcomes(row, question.outcome) for row in rows if row["labels"][axis] == label]
         units[label] = [fmean(values) for values in zip(*groups, strict=True)]
     others = [units[label] for label in question.than]
-    result = verdict(units[question.better], others, question.least, question.negligible)
-    return {"question": question.text, "outcome": question.outcome, **result._asdict()}
+    result = verdict(units[question.better], others, question.least)
+    return {"question": question.text, "outcome": question.outcome, **result}
 
 
 def _outcomes(row: dict[str, Any], metric: str) -> list[float]:

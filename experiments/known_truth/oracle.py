@@ -12,9 +12,7 @@ With `--samples` the oracle reads so many texts of the model's own, and as many 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,9 @@ from emo.eval.generation import distributions, likelihood
 from emo.eval.generation.decoding import prompt_ids
 from emo.eval.model import EvaluatedModel
 from emo.experiments.known_truth.corpus import sample
-from emo.experiments.statistics import WIDEST, best_temperature
+from emo.experiments.statistics import best_temperature
 
 CONTEXTS = 40_000  # at most; a row of logits each, three models
-DECILES = 10
 SAMPLES_SEED = 4  # not one of the corpus's
 
 
@@ -84,21 +81,11 @@ def measure(
     p = distributions.log_probs(logits_of(oracle.model, rows, shared))
     q = logits_of(model.model, rows, shared)
     results: dict[str, Any] = {"contexts": len(targets), "at_1": summary(p, q, targets)}
-    order = p.flatten().argsort()  # log q - log p by decile of p, over all tokens (arXiv 2203.12788)
-    gaps = (distributions.log_probs(q) - p).flatten()[order]
-    deciles = zip(gaps.chunk(DECILES), p.flatten()[order].chunk(DECILES), strict=True)
-    results["deciles"] = [
-        {"log_p": float(part.mean()), "mean": float(gap.mean()), "spread": float(gap.std())}
-        for gap, part in deciles
-    ]
     if dev is not None:
         dev_rows = token_rows(oracle.tokenizer, dev)
         logits = logits_of(model.model, dev_rows, shared)
         next_ = torch.tensor([token for row in dev_rows for token in row[1:]])[:, None]
         best = best_temperature(lambda t: float(-distributions.log_probs(logits, t).gather(-1, next_).mean()))
-        if abs(math.log(best)) > WIDEST - 1e-3:
-            widest = round(math.exp(WIDEST))
-            raise UserError(f"no temperature between 1/{widest} and {widest} suits it best")
         results["temperature"] = best
         results["tempered"] = summary(p, q / best, targets)
     if baseline is not None:
@@ -124,15 +111,14 @@ def token_rows(tokenizer: Any, path: Path) -> list[list[int]]:
     rows, contexts = [], 0
     with open_text(path) as lines:
         for number, line in enumerate(lines, 1):
-            record: Any = None
-            with contextlib.suppress(ValueError, RecursionError):
+            try:
                 record = json.loads(line)
-            row = record.get("ids") if isinstance(record, dict) else None
-            if isinstance(record, dict) and "ids" not in record and isinstance(record.get("text"), str):
-                row = tokenizer(record["text"]).input_ids
-            if not isinstance(row, list) or not all(type(i) is int and 0 <= i < len(tokenizer) for i in row):
+                row = record["ids"] if "ids" in record else tokenizer(record["text"]).input_ids
+                if not all(0 <= token < len(tokenizer) for token in row):
+                    raise ValueError
+            except (ValueError, LookupError, TypeError):
                 problem = "expected an object with text, or with ids of the tokenizer"
-                raise UserError(f"{path}, line {number}: {problem}", code="no-row")
+                raise UserError(f"{path}, line {number}: {problem}", code="no-row") from None
             if len(row) > 1 and contexts + len(row) - 1 <= CONTEXTS:
                 rows.append(row)
                 contexts += len(row) - 1

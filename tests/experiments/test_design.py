@@ -88,7 +88,7 @@ def test_an_axis_is_chosen_with_the_first_repetition_alone(tmp_path: Path, least
     runs = expand(experiment)
     names = ["mle-0.1-1", "mle-0.2-1", "emo-0.1-1", "emo-0.2-1"]
     assert [run.name for run in trials(experiment, runs)] == names
-    scores = dict(zip(names, (2.0, 1.0, 1.0, float("inf")), strict=True))
+    scores = dict(zip(names, (2.0, 1.0, 1.0, 2.0), strict=True))
     rates = {"mle": "0.2", "emo": "0.1"} if least else {"mle": "0.1", "emo": "0.2"}
     expected = [f"{objective}-{rate}-{seed}" for objective, rate in rates.items() for seed in (1, 2, 3)]
     assert [run.name for run in chosen(experiment, runs, scores)] == expected

@@ -95,7 +95,7 @@ def test_gem_settles_at_the_tempered_truth() -> None:
     """softmax(z / beta) = P, so the model is the truth at temperature 1 / beta: broader."""
     truth = truths()
     want = torch.softmax(0.7 * truth.log(), -1)
-    assert torch.allclose(settle(truth, get_objective("gem", beta=0.7), geometry()).q, want, atol=1e-9)
+    assert torch.allclose(settle(truth, get_objective("gem", beta=0.7), geometry())[0], want, atol=1e-9)
 
 
 SEEDS = [0, 1, 2, 3]
@@ -145,7 +145,7 @@ def test_runs_are_independent_and_repeatable() -> None:
     together = bigram.fit(train, dev, get_objective("emo"), costs, SEEDS, 3e-3, 100)
     alone = bigram.fit(train[2:3], dev[2:3], get_objective("emo"), costs, SEEDS[2:3], 3e-3, 100)
     assert torch.allclose(together.logits[2], alone.logits[0], atol=1e-4)
-    assert together.step[2] == alone.step[0]
+    assert torch.allclose(together.nll[2], alone.nll[0], atol=1e-5)
 
 
 FILE = str(REPO / "experiments/known-truth.yaml")
@@ -173,15 +173,6 @@ def test_a_small_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert study.main([FILE, f"out={tmp_path}", *SMALL]) == 0
     assert cell.stat().st_mtime_ns == before
     capsys.readouterr()
-
-
-def test_a_truth_with_zeros(tmp_path: Path) -> None:
-    """MixCE's set-up: measures that are infinite there are left out, the mass in the zeros is not."""
-    small = [override for override in SMALL if not override.startswith("shares")]
-    assert study.main([str(REPO / "experiments/known-truth-mixce.yaml"), f"out={tmp_path}", *small]) == 0
-    (row,) = json.loads((tmp_path / "results.json").read_text())["rows"]
-    mle = row["contestants"]["mle"]
-    assert "kl_qp" not in mle and 0 < mle["tail_mass"]["mean"] < 1
 
 
 PLUGIN = "import torch\n\ndef scaled(m):\n    return torch.full_like(m, {})\n"

@@ -96,7 +96,7 @@ def test_runs_of_the_paper_can_be_trained(path: Path) -> None:
     """All that training would refuse, one run for each objective."""
     last = {run.label("objective"): run for run in expand(experiment(path))}
     for run in (last["tailr"], last["emo"]):
-        overrides = [*Sweep.overrides(run), "output_dir=runs/nowhere", "data.dir=runs/nowhere-data"]
+        overrides = [*run.arguments(), "output_dir=runs/nowhere", "data.dir=runs/nowhere-data"]
         config = load_config(experiment(path).recipe, overrides)
         ready = check(config, experiment(path).ranks, local=False)
         assert ready.batch.batch == config.train.global_batch_size

@@ -107,7 +107,7 @@ def test_a_recipe_that_changes_while_the_sweep_runs_is_refused(finished: Path) -
     task = next(task for task in work.tasks() if task.run.name == "emo-2")
     recipe("train: {learning_rate: 0.2}")(finished)
     with pytest.raises(UserError) as error:
-        work.advance(task)
+        work.advance(task.run, task.stages[1])
     assert error.value.code == "stage-changed"
 
 

@@ -55,7 +55,7 @@ record = {{"step": 3, "set": "validation", "validation_nll": len(directory.name)
 
 def _run(path: Path) -> None:
     """In a fork: the command `run`, whose preparation and training are a script that sleeps."""
-    script, training = path.with_name("training"), Sweep._training
+    script, training = path.with_name("training"), Sweep.training
     script.write_text(TRAINING.format(python=sys.executable))
     script.chmod(0o755)
 
@@ -63,7 +63,7 @@ def _run(path: Path) -> None:
         stages = training(self, run)
         return [replace(stage, command=[str(script), str(stage.directory)]) for stage in stages]
 
-    Sweep._training = short  # type: ignore[method-assign]
+    Sweep.training = short  # type: ignore[method-assign]
     sys.exit(main(["sweep", str(path), "--jobs", "2"]))
 
 
@@ -147,8 +147,9 @@ def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path)
     assert tasks["emo-2"].stages[-1].command[-3:] == ["mle-2", *exports]
     pretend(work)
     work.stages(work.runs[0])[-1].note.unlink()  # mle-1 is not trained
-    assert not work.advance(tasks["emo-1"])
-    assert work.advance(tasks["emo-2"]) and tasks["emo-2"].done
+    for name, can_be_done in (("emo-1", False), ("emo-2", True)):
+        task = tasks[name]
+        assert work.advance(task.run, task.stages[-1]) == task.done == can_be_done
 
 
 def test_what_runs_share_is_done_once_before_them(tmp_path: Path, recipe: Path) -> None:
@@ -215,7 +216,7 @@ workers, number = Workers(), itertools.count()
 def work():
     path = f"{sys.argv[1]}/{next(number)}"
     command = f"sleep 600 & echo $$ $! > {path}.part; mv {path}.part {path}; wait"
-    workers.run(["sh", "-c", command], sys.stdout.buffer, dict(os.environ))
+    workers.run(["sh", "-c", command], sys.stdout.buffer)
 
 try:
     workers.together(work, 2)
@@ -256,8 +257,8 @@ def test_the_others_finish_their_command(tmp_path: Path) -> None:
                 wait_for(lambda: (tmp_path / "begun").exists(), "other worker")
                 raise ValueError("the first fails")
             command = f"touch {tmp_path}/begun; sleep 1; exit 3"
-            codes.append(workers.run(["sh", "-c", command], output, dict(os.environ)))
-            codes.append(workers.run(["true"], output, dict(os.environ)))
+            codes.append(workers.run(["sh", "-c", command], output))
+            codes.append(workers.run(["true"], output))
 
     with pytest.raises(ValueError, match="the first fails"):
         workers.together(work, 2)
