@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from emo.common.errors import UserError, nearest
 from emo.data_prep.config import DataConfig, settings
@@ -13,7 +11,7 @@ from emo.data_prep.sources import open_inputs
 from emo.eval import store
 from emo.experiments.design import Experiment, Run, fill, split_command, validation_metrics
 from emo.experiments.sweep import Sweep
-from emo.pipeline.config import Batch, RunConfig, solve_batch
+from emo.pipeline.config import RunConfig
 
 COSTS = ("pretrained", "permuted", "live", "constant", "numbers")  # that name no other model
 
@@ -23,34 +21,30 @@ def check(sweep: Sweep, local: bool) -> None:
 
     local: the runs shall begin on this machine; their files must be there, except what `before` makes.
     """
+    from emo.pipeline.planning.checks import check as check_training
+
+    experiment, examined = sweep.experiment, set()  # what several runs have in common is looked at once
     sweep.before()
-    examined: set[str] = set()
-
-    def once(look: Callable[..., None], subject: Any, *arguments: Any) -> None:
-        """Look at a subject, which runs have in common, for the first of them."""
-        if (key := store.digest([look.__name__, subject])) not in examined:
-            examined.add(key)
-            look(*arguments)
-
     for run in sweep.runs:
         config = sweep.config(run)
+        training = config.model_dump(mode="json", include={"model", "objective", "deepspeed", "train"})
+        training["train"] |= {"seed": None, "learning_rate": None}
+        data = {"data": settings(config.data), "root": str(config.data.root)}
         try:
-            train = config.train
-            batch = solve_batch(train.global_batch_size, train.micro_batch_size, sweep.experiment.ranks)
-            _check_measures(sweep, run, config)
-            tree = config.model_dump(mode="json", include={"model", "objective", "deepspeed", "train"})
-            tree["train"] |= {"seed": None, "learning_rate": None}
-            once(_check_training, tree, config, batch)
-            if local:
-                once(_check_model, [tree["model"], config.objective.cost], sweep.experiment, config)
-                data = config.data
-                once(_check_data, [settings(data), str(data.root)], sweep.experiment, data)
+            _check_names(sweep, run, config)
+            if (key := store.digest(training)) not in examined:
+                check_training(config, experiment.ranks, local=False)
+                if local:
+                    _check_model(experiment, config)
+            if (data_key := store.digest(data)) not in examined and local:
+                _check_data(experiment, config.data)
         except UserError as error:
             raise UserError(f"{run.name}: {error}") from None
+        examined |= {key, data_key}
     sweep.refuse_changes()
 
 
-def _check_measures(sweep: Sweep, run: Run, config: RunConfig) -> None:
+def _check_names(sweep: Sweep, run: Run, config: RunConfig) -> None:
     """Refuse unknown names in commands and sources, and metrics that decide but are not measured."""
     experiment = sweep.experiment
     metrics = [metric for name in config.data.validation_sets for metric in validation_metrics(name)]
@@ -61,18 +55,7 @@ def _check_measures(sweep: Sweep, run: Run, config: RunConfig) -> None:
     decisive = [question.outcome for question in experiment.questions.values()]
     for metric in [*decisive, *([experiment.choose.by] if experiment.choose else [])]:
         if metric not in metrics:
-            raise UserError(
-                f"{metric} is not measured, nor is there such a validation set; {nearest(metric, metrics)}"
-            )
-
-
-def _check_training(config: RunConfig, batch: Batch) -> None:
-    """Refuse objectives and DeepSpeed files that a trainer would refuse."""
-    from emo.pipeline.model import training_objective
-    from emo.pipeline.planning.ds_file import deepspeed_config
-
-    training_objective(config)
-    deepspeed_config(config, batch)
+            raise UserError(f"nothing measures {metric}; {nearest(metric, metrics)}")
 
 
 def _check_model(experiment: Experiment, config: RunConfig) -> None:

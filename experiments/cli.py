@@ -106,11 +106,10 @@ def _job(scheduler: str, args: argparse.Namespace, ranks: int) -> str:
 
 def _table(args: argparse.Namespace, experiment: Experiment) -> int:
     from emo.experiments import report
-    from emo.experiments.table import gather
 
     sweep = Sweep(experiment)
     sweep.refuse_changes()
-    results = finite(gather(sweep))
+    results = finite(report.gather(sweep))
     table = report.sweep(results).markdown()
     write_text(experiment.out / RESULTS, json.dumps(results, indent=1))
     write_text(experiment.out / TABLE, table)

@@ -30,7 +30,9 @@ Besides what is measured every run reports, in nats per token, `validation_nll` 
 that changed since step 0; of a validation set with a name `validation_nll:NAME` and `validation_change:NAME`.
 
 `{out}` and the names can be used in every command, and in every text among the overrides; a label gives a
-name another text with the key `names.NAME`.
+name another text with the key `names.NAME`. A measure may also use its run's `{run}` (name), `{dir}`,
+`{export}` and labels, `{AXIS}`; one that uses `{baseline}` or `{baseline_run}`, export and name of the
+baseline with the same other labels, is done after the choice.
 """
 
 from __future__ import annotations
@@ -72,8 +74,6 @@ def _spelt_out(axis: Any) -> Any:
         return axis
     ((key, values),) = axis.items() if len(axis) == 1 else ((None, None),)
     if isinstance(values, list):
-        if twice := repeated(map(str, values)):
-            raise ValueError(f"{key} is given {shown(twice[0])} more than once")
         axis = {value: {key: value} for value in values}
     return {str(label): overrides for label, overrides in axis.items()}
 
@@ -84,13 +84,7 @@ Sources = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstan
 
 
 class Measure(Section):
-    """A command that leaves JSON files, and the numbers to read from them.
-
-    In both `{run}`, `{dir}`, `{export}` and `{out}` stand for the run's name, its run directory, its exported
-    model, and the experiment's directory; labels stand for themselves by the name of their axis. A command
-    may also name `{baseline}`, the exported model of the baseline with the same other labels, and
-    `{baseline_run}`, that run's name; it is then done after the choice.
-    """
+    """A command that leaves JSON files, and the numbers to read from them."""
 
     command: str
     # Metric: "FILE:key.key", or several of them whose mean it is. Empty where only the next measure needs it.
@@ -154,18 +148,17 @@ class Experiment(Section):
         """Refuse what does not exist, names with two meanings, and labels that would count a run twice."""
         choose, axis = self.choose, self.compare.axis
         roles = [self.repeat, axis, *([choose.axis] if choose else [])]
-        for role in roles:
-            _require(role, self.axes, "one of the axes")
-        if repeated(roles):
-            raise ValueError("repeat, choose.axis and compare.axis must be different axes")
-        references = [(axis, self.compare.baseline)]
+        references = [("axes", role) for role in roles] + [(axis, self.compare.baseline)]
         for question in self.questions.values():
             references += [(axis, label) for label in (question.better, *question.than)]
         for other, labels in choose.where.items() if choose else ():
-            _require(other, self.axes.keys() - {*roles} | {axis}, "another axis")
-            references += [(other, label) for label in labels]
-        for axis, label in references:
-            _require(label, self.axes[axis], f"a label of {axis}")
+            references += [("axes", other), *((other, label) for label in labels)]
+        for group, name in references:
+            options = self.axes if group == "axes" else self.axes[group]
+            if name not in options:
+                raise ValueError(f"{name} is not one of {group}; {nearest(name, options)}")
+        if repeated(roles) or (choose and {choose.axis, self.repeat} & choose.where.keys()):
+            raise ValueError("repeat, choose.axis, choose.where and compare.axis must be different axes")
         for name in self.names:
             if name in RESERVED or name in self.axes:
                 raise ValueError(f"names.{name}: {{{name}}} already means something else; rename it")
@@ -192,12 +185,6 @@ class Experiment(Section):
         for name, text in self.names.items():
             variables[name] = fill(text, variables, f"names.{name}")
         return variables
-
-
-def _require(name: str, options: Iterable[str], kind: str) -> None:
-    """Raise ValueError for a name that is not among the options."""
-    if name not in options:
-        raise ValueError(f"{name} is not {kind}; {nearest(name, options)}")
 
 
 def validation_metrics(dataset: str) -> list[str]:

@@ -38,12 +38,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m emo.experiments.known_truth.oracle", description=__doc__)
     for name in ("--oracle", "--model", "--texts", "--output_path"):
         parser.add_argument(name, required=True, type=Path)
-    parser.add_argument("--baseline", type=Path)
-    parser.add_argument("--dev", type=Path)
+    for name in ("--baseline", "--dev"):
+        parser.add_argument(name, type=Path)
     parser.add_argument("--samples", type=int, default=0)
-    parser.add_argument(
-        "--max_new_tokens", type=int, default=160, help="of each sample at most (%(default)s)"
-    )
+    parser.add_argument("--max_new_tokens", type=int, default=160, help="of a sample (%(default)s)")
     args = parser.parse_args(argv)
 
     def work() -> int:
@@ -65,26 +63,20 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(
-    oracle: EvaluatedModel,
-    model: EvaluatedModel,
-    texts: Path,
-    baseline: Path | None = None,
-    dev: Path | None = None,
+    oracle: EvaluatedModel, model: EvaluatedModel, texts: Path, baseline: Path | None, dev: Path | None
 ) -> dict[str, Any]:
     """Return mean measures per context. Raises UserError for models whose tokenizers differ."""
     if oracle.tokenizer_digest != model.tokenizer_digest:
         problem = f"{model.given} and {oracle.given} have different tokenizers and cannot be compared"
         raise UserError(problem, code="other-tokenizer")
-    rows = token_rows(oracle.tokenizer, texts)
-    targets = torch.tensor([token for row in rows for token in row[1:]])
     shared = min(oracle.model.config.vocab_size, model.model.config.vocab_size)  # heads may be padded
+    rows, targets = token_rows(oracle.tokenizer, texts)
     p = distributions.log_probs(logits_of(oracle.model, rows, shared))
     q = logits_of(model.model, rows, shared)
     results: dict[str, Any] = {"contexts": len(targets), "at_1": summary(p, q, targets)}
     if dev is not None:
-        dev_rows = token_rows(oracle.tokenizer, dev)
-        logits = logits_of(model.model, dev_rows, shared)
-        next_ = torch.tensor([token for row in dev_rows for token in row[1:]])[:, None]
+        dev_rows, dev_targets = token_rows(oracle.tokenizer, dev)
+        logits, next_ = logits_of(model.model, dev_rows, shared), dev_targets[:, None]
         best = best_temperature(lambda t: float(-distributions.log_probs(logits, t).gather(-1, next_).mean()))
         results["temperature"] = best
         results["tempered"] = summary(p, q / best, targets)
@@ -106,9 +98,9 @@ def summary(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float
     return means
 
 
-def token_rows(tokenizer: Any, path: Path) -> list[list[int]]:
-    """Return the texts of a jsonl file as token ids: their `ids`, or their `text` as it is tokenized."""
-    rows, contexts = [], 0
+def token_rows(tokenizer: Any, path: Path) -> tuple[list[list[int]], Tensor]:
+    """Return the token ids of a jsonl file's texts, their `ids` or tokenized `text`, and all targets [n]."""
+    rows, targets = [], []
     with open_text(path) as lines:
         for number, line in enumerate(lines, 1):
             try:
@@ -119,12 +111,12 @@ def token_rows(tokenizer: Any, path: Path) -> list[list[int]]:
             except (ValueError, LookupError, TypeError):
                 problem = "expected an object with text, or with ids of the tokenizer"
                 raise UserError(f"{path}, line {number}: {problem}", code="no-row") from None
-            if len(row) > 1 and contexts + len(row) - 1 <= CONTEXTS:
+            if len(row) > 1 and len(targets) + len(row) - 1 <= CONTEXTS:
                 rows.append(row)
-                contexts += len(row) - 1
+                targets += row[1:]
     if not rows:
         raise UserError(f"{path} holds no text of two tokens or more", code="no-text")
-    return rows
+    return rows, torch.tensor(targets)
 
 
 @torch.no_grad()

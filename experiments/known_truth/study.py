@@ -26,10 +26,10 @@ from emo.common.files import sha256, write_text
 from emo.common.provenance import code_version
 from emo.common.recipe import Section, load_section
 from emo.eval.generation import distributions
-from emo.experiments.code import code_digest
 from emo.experiments.design import RESULTS
 from emo.experiments.known_truth import bigram
 from emo.experiments.known_truth.expected import Costs, settle
+from emo.experiments.stages import code_digest
 from emo.experiments.statistics import at_an_end, best_temperature, estimate, verdict
 from emo.pipeline.loss import Objective, get_objective
 
@@ -176,7 +176,7 @@ def run(study: Study) -> dict[str, Any]:
     keys = {"contestants", "baseline", "truths", "steps", "rates"}
     identity = {  # what every cell depends on: parameters, and the code that makes it
         "study": study.model_dump(mode="json", include=keys),
-        "code": code_digest("emo.experiments.known_truth.study"),
+        "code": code_digest("experiments"),
         "plug-ins": [contestant.program() for contestant in study.contestants.values()],
         "torch": torch.__version__,
     }
@@ -198,16 +198,12 @@ def run(study: Study) -> dict[str, Any]:
         row = {key: cell[key] for key in ("V", "share", "tokens", "rates")}
         rows.append(row | {"at_end": ends, "contestants": contestants, "verdicts": verdicts})
         means = (f"{label} {sum(v[study.outcome]) / study.truths:.4f}" for label, v in cell["values"].items())
-        print(f"{_titled(cell)}: {', '.join(means)}", flush=True)
+        print(f"V {V}, share {share:g}, {tokens} tokens: {', '.join(means)}", flush=True)
     verdicts = {name: answer(study, name, results) for name in study.questions}
     code, points = code_version(), fixed_points(study)
     summary = {"code": code, "fixed_points": points, "rows": rows, "verdicts": verdicts}
     write_text(study.out / RESULTS, json.dumps(summary, indent=1))
     return summary
-
-
-def _titled(cell: dict[str, Any]) -> str:
-    return f"V {cell['V']}, share {cell['share']:g}, {cell['tokens']} tokens"
 
 
 def answer(study: Study, name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -239,12 +235,9 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> int:
         study = load_section(Study, args.file, args.overrides, "experiment")
         results = run(study)
-        rows = results["rows"] if len(results["rows"]) > 1 else []
-        for cell in [*rows, results]:
-            for name, result in cell["verdicts"].items():
-                limits = f"[{result['low']:.4g}, {result['high']:.4g}], n {result['n']}"
-                title = "all cells" if cell is results else _titled(cell)
-                print(f"{title}: {name}: {result['answer']} ({result['effect']:.4g} {limits})")
+        for name, result in results["verdicts"].items():
+            limits = f"[{result['low']:.4g}, {result['high']:.4g}], n {result['n']}"
+            print(f"all cells: {name}: {result['answer']} ({result['effect']:.4g} {limits})")
         ends = sorted({label for row in results["rows"] for label in row["at_end"]})
         if ends:
             print(f"learning rates, chosen by nats per token, lie at an end of their grid: {', '.join(ends)}")

@@ -54,7 +54,6 @@ before: {a/b: python -c pass}
 names: {export: x}
 {set: {names.oracel: x}, names: {oracle: y}}
 axes: {lr: {slow: 3}}
-axes: {lr: {train.learning_rate: [1.0e-3, 0.001]}}
 axes: {lr: {a: {train.learning_rate: 1}, b: {train.learning_rate: 1}}}
 axes: {lr: {a-1: {train.learning_rate: 1}, a: {train.learning_rate: 2}}, seed: {1: {a: 1}, 1-1: {a: 2}}}
 measures: {train: {command: a}}

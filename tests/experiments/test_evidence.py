@@ -111,7 +111,7 @@ def test_a_sweep_is_drawn() -> None:
     assert page.answer.startswith("Does it help? No") and "tailr-s1" in markdown
     assert [row["Answer"] for row in page.table("Question", "Answer")] == ["No", "Undecided"]
     (emo,) = (row for row in page.table("objective", "lr") if row["objective"] == "emo")
-    assert emo["JS"] == "0.1151* ± 0.1" and "| 0.1151\\* (± 0.1) |" in markdown
+    assert emo["js"] == "0.1151* ± 0.1" and "| 0.1151\\* (± 0.1) |" in markdown
     assert report.sweep(results).markdown().count("0.1151") == 1
 
 

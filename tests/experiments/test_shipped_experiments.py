@@ -16,7 +16,7 @@ from emo.common.recipe import Section, load_section
 from emo.eval.cli import parser
 from emo.eval.icl.tasks import PAPER_ORDER, load_task
 from emo.experiments.cli import main
-from emo.experiments.design import Experiment, expand, read_experiment
+from emo.experiments.design import expand, read_experiment
 from emo.experiments.evidence import Evidence
 from emo.experiments.known_truth.study import Study
 from emo.experiments.sweep import Sweep
@@ -47,9 +47,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPO)
 
 
-@functools.cache
-def experiment(path: Path) -> Experiment:
-    return read_experiment(path, [])
+experiment = functools.cache(lambda path: read_experiment(path, []))
 
 
 @every_experiment

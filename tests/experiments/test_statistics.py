@@ -11,8 +11,8 @@ from scipy import stats
 from emo.experiments.design import Experiment
 from emo.experiments.known_truth.study import Contestant, Study
 from emo.experiments.known_truth.study import answer as answer_of_study
+from emo.experiments.report import answer as answer_of_sweep
 from emo.experiments.statistics import at_an_end, difference, estimate, verdict
-from emo.experiments.table import answer as answer_of_sweep
 
 EXPERIMENTS = 1000  # simulated ones
 
@@ -48,11 +48,10 @@ def simulate(seed: int, *shape: int) -> np.ndarray:
     return (rng.gamma(8.0, size=(EXPERIMENTS, *shape)) - 8.0) / 8.0**0.5
 
 
-@pytest.mark.parametrize("n", [3, 10])
-def test_means_and_paired_differences(n: int) -> None:
-    estimates = [estimate(values) for values in simulate(0, n).tolist()]
+def test_means_and_paired_differences() -> None:
+    estimates = [estimate(values) for values in simulate(0, 10).tolist()]
     assert 0.92 <= np.mean([e["low"] <= 0 <= e["high"] for e in estimates]) <= 0.98
-    shared, values, baseline = 10 * simulate(1, n), simulate(2, n), simulate(3, n)
+    shared, values, baseline = 10 * simulate(1, 3), simulate(2, 3), simulate(3, 3)
     gaps = [difference(a, b) for a, b in zip(shared + values, shared + baseline - 0.5, strict=True)]
     assert 0.92 <= np.mean([gap["low"] <= 0.5 <= gap["high"] for gap in gaps]) <= 0.98
     nulls = map(difference, shared + values, shared + baseline)

@@ -19,9 +19,9 @@ from emo.common.errors import ExitCode, UserError
 from emo.experiments import report
 from emo.experiments.cli import main
 from emo.experiments.design import Run
+from emo.experiments.report import gather
 from emo.experiments.stages import Stage
 from emo.experiments.sweep import Sweep
-from emo.experiments.table import gather
 from emo.experiments.workers import Workers
 from emo.pipeline.config import load_config
 from tests.conftest import REPO
@@ -43,25 +43,23 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path / "recipe.yaml"
 
 
-TRAINING = """#!{python}
+TRAINING = """
 import json, pathlib, sys, time
 directory = pathlib.Path(sys.argv[-1])
 time.sleep(0.3)
 directory.mkdir(parents=True, exist_ok=True)
-record = {{"step": 3, "set": "validation", "validation_nll": len(directory.name)}}
+record = {"step": 3, "set": "validation", "validation_nll": len(directory.name)}
 (directory / "metrics.jsonl").write_text(json.dumps(record) + "\\n")
 """
 
 
 def _run(path: Path) -> None:
     """In a fork: the command `run`, whose preparation and training are a script that sleeps."""
-    script, training = path.with_name("training"), Sweep.training
-    script.write_text(TRAINING.format(python=sys.executable))
-    script.chmod(0o755)
+    training = Sweep.training
 
     def short(self: Sweep, run: Run) -> list[Stage]:
         stages = training(self, run)
-        return [replace(stage, command=[str(script), str(stage.directory)]) for stage in stages]
+        return [replace(s, command=["python", "-c", TRAINING, str(s.directory)]) for s in stages]
 
     Sweep.training = short  # type: ignore[method-assign]
     sys.exit(main(["sweep", str(path), "--jobs", "2"]))
@@ -120,7 +118,7 @@ def test_runs_without_a_number_decide_nothing_and_are_named(tmp_path: Path, reci
     results = gather(work)
     assert [verdict["answer"] for verdict in results["verdicts"].values()] == ["undecided"]
     assert results["lacking"] == {"validation_nll": ["emo-1", "emo-2"]}
-    assert "No number of dev nats: emo-1, emo-2." in report.sweep(results).markdown()
+    assert "No number of validation_nll: emo-1, emo-2." in report.sweep(results).markdown()
     (tmp_path / "out/emo-1.json").write_text("{}")
     with pytest.raises(UserError, match=r"emo-1.json:letters.0") as error:
         gather(work)
