@@ -11,7 +11,7 @@ from emo.data_prep.sources import open_inputs
 from emo.eval import store
 from emo.experiments.design import Experiment, Run, fill, split_command, validation_metrics
 from emo.experiments.sweep import Sweep
-from emo.pipeline.config import RunConfig
+from emo.pipeline.config import RunConfig, solve_batch
 
 COSTS = ("pretrained", "permuted", "live", "constant", "numbers")  # that name no other model
 
@@ -21,7 +21,8 @@ def check(sweep: Sweep, local: bool) -> None:
 
     local: the runs shall begin on this machine; their files must be there, except what `before` makes.
     """
-    from emo.pipeline.planning.checks import check as check_training
+    from emo.pipeline.model import training_objective
+    from emo.pipeline.planning.ds_file import deepspeed_config
 
     experiment, examined = sweep.experiment, set()  # what several runs have in common is looked at once
     sweep.before()
@@ -33,7 +34,10 @@ def check(sweep: Sweep, local: bool) -> None:
         try:
             _check_names(sweep, run, config)
             if (key := store.digest(training)) not in examined:
-                check_training(config, experiment.ranks, local=False)
+                train = config.train
+                batch = solve_batch(train.global_batch_size, train.micro_batch_size, experiment.ranks)
+                training_objective(config)
+                deepspeed_config(config, batch)
                 if local:
                     _check_model(experiment, config)
             if (data_key := store.digest(data)) not in examined and local:

@@ -127,19 +127,15 @@ class Sweep:
 
     def training(self, run: Run) -> list[Stage]:
         """Return the stages that prepare a run's data and train, as they would be now."""
-        config, data, directory, note = (
-            self.config(run),
-            self.data(run),
-            self.directory(run),
-            self.note(run, TRAIN),
-        )
+        config, shared, note = self.config(run), self.before(), self.note(run, TRAIN)
+        data, directory = self.data(run), self.directory(run)
         recipe, script = str(self.experiment.recipe), str(shipped(Path(SCRIPTS[config.data.kind])))
         prepare = Stage(
             PREPARE,
             ["python", "-m", "emo", "prepare", recipe, *run.arguments("data"), f"data.dir={data}"],
             self.experiment.out / "notes" / f"{data.name}.json",
-            data_origin(config.data),
-            tuple(self.before()[-1:]),
+            {f"before.{stage.name}": dict(stage.origin) for stage in shared} | data_origin(config.data),
+            tuple(shared[-1:]),
             data,
         )
         command = ["deepspeed", "--num_gpus", str(self.experiment.ranks), script, recipe, *run.arguments()]

@@ -43,8 +43,7 @@ def recipe(tmp_path: Path) -> Path:
     return tmp_path / "recipe.yaml"
 
 
-TRAINING = """
-import json, pathlib, sys, time
+TRAINING = """import json, pathlib, sys, time
 directory = pathlib.Path(sys.argv[-1])
 time.sleep(0.3)
 directory.mkdir(parents=True, exist_ok=True)
@@ -55,11 +54,13 @@ record = {"step": 3, "set": "validation", "validation_nll": len(directory.name)}
 
 def _run(path: Path) -> None:
     """In a fork: the command `run`, whose preparation and training are a script that sleeps."""
-    training = Sweep.training
+    script, training = path.with_name("training"), Sweep.training
+    script.write_text(f"#!{sys.executable}\n{TRAINING}")
+    script.chmod(0o755)
 
     def short(self: Sweep, run: Run) -> list[Stage]:
         stages = training(self, run)
-        return [replace(s, command=["python", "-c", TRAINING, str(s.directory)]) for s in stages]
+        return [replace(s, command=[str(script), str(s.directory)]) for s in stages]
 
     Sweep.training = short  # type: ignore[method-assign]
     sys.exit(main(["sweep", str(path), "--jobs", "2"]))
