@@ -154,18 +154,18 @@ class Experiment(Section):
         for other, labels in choose.where.items() if choose else ():
             references += [("axes", other), *((other, label) for label in labels)]
         for group, name in references:
-            options = self.axes if group == "axes" else self.axes[group]
-            if name not in options:
-                raise ValueError(f"{name} is not one of {group}; {nearest(name, options)}")
+            choices: Iterable[str] = self.axes if group == "axes" else self.axes[group]
+            if name not in choices:
+                raise ValueError(f"{name} is not one of {group}; {nearest(name, choices)}")
         if repeated(roles) or (choose and {choose.axis, self.repeat} & choose.where.keys()):
             raise ValueError("repeat, choose.axis, choose.where and compare.axis must be different axes")
         for name in self.names:
             if name in RESERVED or name in self.axes:
                 raise ValueError(f"names.{name}: {{{name}}} already means something else; rename it")
-        for axis, labels in self.axes.items():
+        for axis, options in self.axes.items():
             if any(f"{{{axis}}}" in measure.command for measure in self.measures.values()):
                 continue
-            if twice := repeated(json.dumps(o, sort_keys=True, default=str) for o in labels.values()):
+            if twice := repeated(json.dumps(o, sort_keys=True, default=str) for o in options.values()):
                 raise ValueError(f"axes.{axis}: two labels are {twice[0]}; leave one of them out")
         metrics = [VALIDATION, CHANGE, *(name for m in self.measures.values() for name in m.read)]
         if twice := repeated([*self.measures, *STAGES]) + repeated(metrics):
@@ -246,10 +246,8 @@ def expand(experiment: Experiment) -> list[Run]:
             if name not in experiment.names:
                 raise UserError(f"{key}: no such name under names; {nearest(name, experiment.names)}")
             names[name] = fill(overrides.pop(key), variables, key)
-        key = tuple(labels.items())
-        runs[key] = Run(
-            key, fill(overrides, variables | names, f"overrides of {'-'.join(labels.values())}"), names
-        )
+        pairs, where = tuple(labels.items()), f"overrides of {'-'.join(labels.values())}"
+        runs[pairs] = Run(pairs, fill(overrides, variables | names, where), names)
     return list(runs.values())
 
 

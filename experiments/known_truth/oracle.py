@@ -100,7 +100,8 @@ def summary(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float
 
 def token_rows(tokenizer: Any, path: Path) -> tuple[list[list[int]], Tensor]:
     """Return the token ids of a jsonl file's texts, their `ids` or tokenized `text`, and all targets [n]."""
-    rows, targets = [], []
+    rows: list[list[int]] = []
+    targets: list[int] = []
     with open_text(path) as lines:
         for number, line in enumerate(lines, 1):
             try:

@@ -54,15 +54,13 @@ class Contestant(Section):
         """Return the transport costs, from the embedding that the truth was made with."""
         if self.cost == "constant":
             return Costs(torch.eye(embedding.shape[-2], dtype=embedding.dtype))
-        costs = Costs(embedding)
-        return (
-            costs.permuted(torch.Generator().manual_seed(PERMUTATION)) if self.cost == "permuted" else costs
-        )
+        costs, generator = Costs(embedding), torch.Generator().manual_seed(PERMUTATION)
+        return costs.permuted(generator) if self.cost == "permuted" else costs
 
     def program(self) -> str | None:
         """Return the hash of the file of an objective that is named FILE.py:FUNCTION or MODULE:FUNCTION."""
-        self.objective  # noqa: B018 - imports its module
-        module = self.name.rpartition(":")[0]
+        module, _, _ = self.name.rpartition(":")
+        assert self.objective  # its module is imported
         file = module if module.endswith(".py") else getattr(sys.modules.get(module), "__file__", None)
         return sha256(Path(file)) if file else None
 

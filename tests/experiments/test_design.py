@@ -22,19 +22,16 @@ AXES = {
 }
 FILE: dict[str, Any] = {
     "out": "runs/x",
-    "recipe": "launch/recipes/quickstart-continue.yaml",
     "set": {"train.logging_steps": 3},
     "axes": AXES,
-    "repeat": "seed",
     "choose": {"axis": "lr"},
-    "compare": {"axis": "objective", "baseline": "mle"},
+    "measures": {},
+    "questions": {},
 }
 
 
 def write(tmp_path: Path, **changes: Any) -> Path:
-    path = tmp_path / "sweep.yaml"
-    path.write_text(yaml.safe_dump(FILE | changes, sort_keys=False))
-    return path
+    return sweep(tmp_path, Path("launch/recipes/quickstart-continue.yaml"), **FILE | changes)
 
 
 def axes(**changes: Any) -> dict[str, Any]:
@@ -124,16 +121,14 @@ def test_names_are_filled_into_overrides_and_labels_give_them_another_text(tmp_p
 
 def test_jobs_share_the_runs(tmp_path: Path) -> None:
     """Workers of a Slurm array and of a Kubernetes job run the same command."""
-    path, files = (
-        write(tmp_path, out=str(tmp_path / "out"), ranks=2),
-        [tmp_path / "a.sbatch", tmp_path / "a.yaml"],
-    )
-    options = ["--slurm", str(files[0]), "--kubernetes", str(files[1]), "--workers", "3"]
-    assert main(["sweep", str(path), *options]) == 0
-    script, job = files[0].read_text(), yaml.safe_load(files[1].read_text())["spec"]
-    assert {"#SBATCH --array=1-3", "#SBATCH --gpus=2"} <= set(script.splitlines())
-    assert script.endswith(f" -m emo sweep {path}\n") and job["parallelism"] == job["completions"] == 3
-    (container,) = job["template"]["spec"]["containers"]
+    path, array, job = (tmp_path / name for name in ("sweep.yaml", "a.sbatch", "a.yaml"))
+    write(tmp_path, out=str(tmp_path / "out"), ranks=2)
+    assert main(["sweep", str(path), "--slurm", str(array), "--kubernetes", str(job), "--workers", "3"]) == 0
+    assert {"#SBATCH --array=1-3", "#SBATCH --gpus=2"} <= set(array.read_text().splitlines())
+    assert array.read_text().endswith(f" -m emo sweep {path}\n")
+    spec = yaml.safe_load(job.read_text())["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert spec["parallelism"] == spec["completions"] == 3
     assert container["command"] == ["python", "-m", "emo", "sweep", str(path)]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
 

@@ -23,16 +23,11 @@ from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.html import Page
 
-STUDY = {
-    "extends": str(REPO / "experiments/known-truth.yaml"),
-    "out": "unused",
-    "vocabularies": [10],
-    "shares": [1.0],
-    "tokens": [300],
-    "truths": 3,
-    "steps": 40,
-    "rates": [3e-3],
-}
+SMALL = {"vocabularies": [10], "shares": [1.0], "tokens": [300], "truths": 3, "steps": 40, "rates": [3e-3]}
+STUDY = {"extends": str(REPO / "experiments/known-truth.yaml"), "out": "unused"} | SMALL
+
+
+ANSWER: dict[str, Any] = {"text": "Does it help?", "by": "study", "question": "geometry"}
 
 
 def evidence(directory: Path, **changes: Any) -> Path:
@@ -47,9 +42,7 @@ def evidence(directory: Path, **changes: Any) -> Path:
             "study": part | {"needs": ["{data}/model"], "otherwise": instead},
             "text": part | {"title": "Text <b>", "needs": ["{data}/text"]},
         },
-        "answers": {
-            "geometry": {"text": "Does it help?", "by": "study", "question": "geometry", "also": ["text"]}
-        },
+        "answers": {"geometry": ANSWER | {"also": ["text"]}},
     } | changes
     path = directory / "evidence.yaml"
     path.write_text(yaml.safe_dump(tree))
@@ -82,8 +75,7 @@ def test_a_killed_command_takes_its_part_with_it() -> None:
 @pytest.mark.parametrize(("needs", "code"), [([], "part-failed"), (["{data}/x"], "part-left-out")])
 def test_a_part_that_decides_must_be_there(needs: list[str], code: str, tmp_path: Path) -> None:
     part = {"title": "t", "about": "a", "kind": "study", "file": "missing.yaml", "needs": needs}
-    answers = {"geometry": {"text": "Does it help?", "by": "study", "question": "geometry"}}
-    path = evidence(tmp_path, parts={"study": part}, answers=answers)
+    path = evidence(tmp_path, parts={"study": part}, answers={"geometry": ANSWER})
     with pytest.raises(UserError) as error:
         gather(load_section(Evidence, path, []), jobs=1)
     assert error.value.code == code

@@ -49,16 +49,6 @@ def entropy(q: Tensor) -> Tensor:
     return -(q * q.log()).sum(-1)
 
 
-def test_costs_are_costs() -> None:
-    cosine, permuted = matrix(geometry()), matrix(geometry().permuted(generator(2)))
-    assert torch.equal(
-        matrix(Costs(torch.eye(V, dtype=torch.float64))), 1 - torch.eye(V, dtype=torch.float64)
-    )
-    assert torch.allclose(cosine, cosine.T) and cosine.diagonal().abs().max() < 1e-12
-    assert not torch.allclose(permuted, cosine)
-    assert torch.allclose(permuted.flatten().sort().values, cosine.flatten().sort().values)
-
-
 @pytest.mark.parametrize(
     "costs", [geometry(), Costs(torch.eye(V, dtype=torch.float64))], ids=["cosine", "constant"]
 )
