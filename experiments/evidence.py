@@ -137,19 +137,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--jobs", type=int, default=2, help="runs beside each other (%(default)s)")
     args = parser.parse_intermixed_args(argv)
-
-    def work() -> int:
-        evidence = load_section(Evidence, args.file, args.overrides, "experiment")
-        results = gather(evidence, args.jobs)
-        titles = {name: (part.title, part.about) for name, part in evidence.parts.items()}
-        page = report.evidence(results, titles)
-        page.write(f"{evidence.out}/", (REPORT, RESULTS))
-        print(*page.answer, sep="\n")
-        print(f"{evidence.out / REPORT}; numbers: {evidence.out / RESULTS}")
-        return ExitCode.DONE
-
-    return outcome(work)
+    evidence = load_section(Evidence, args.file, args.overrides, "experiment")
+    results = gather(evidence, args.jobs)
+    titles = {name: (part.title, part.about) for name, part in evidence.parts.items()}
+    page = report.evidence(results, titles)
+    page.write(f"{evidence.out}/", (REPORT, RESULTS))
+    print(*page.answer, sep="\n")
+    print(f"{evidence.out / REPORT}; numbers: {evidence.out / RESULTS}")
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(outcome(main))

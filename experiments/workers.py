@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -50,31 +50,30 @@ class Workers:
     def together(self, work: Callable[[], None], count: int) -> None:
         """Call `work` in `count` threads; for the main thread alone.
 
-        Raises the first error of any of them, or StoppedError after a SIGTERM, once all have ended.
+        Raises the error of one of them, or StoppedError after a SIGTERM, once all have ended.
         """
 
         def stop(number: int, frame: FrameType | None) -> None:
             signal.signal(number, signal.SIG_IGN)  # commands that save what they have are not hurried
             raise StoppedError
 
-        errors: list[BaseException] = []
         previous = signal.signal(signal.SIGTERM, stop)
         try:
             with ThreadPoolExecutor(count) as pool:
+                futures = [pool.submit(work) for _ in range(count)]
                 try:
-                    for future in as_completed([pool.submit(work) for _ in range(count)]):
-                        error = future.exception()
-                        if error is not None and not isinstance(error, EndedError):
-                            errors.append(error)
-                            self._over.set()
+                    wait(futures, return_when=FIRST_EXCEPTION)
+                    self._over.set()
+                    wait(futures)
                 except BaseException:
                     self._over.set()
                     self._stopped.set()
                     raise
         finally:
             signal.signal(signal.SIGTERM, previous)
-        if errors:
-            raise errors[0]
+        for error in (future.exception() for future in futures):
+            if error is not None and not isinstance(error, EndedError):
+                raise error
 
     def run(self, command: list[str], output: IO[bytes]) -> int:
         """Return the exit code of a command. Raises EndedError when it was not begun, or was asked to end."""

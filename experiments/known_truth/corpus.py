@@ -34,17 +34,13 @@ def main(argv: list[str] | None = None) -> int:
     for option, count in (("train", 1024), ("dev", 128), ("test", 128), ("max_new_tokens", 160)):
         parser.add_argument(f"--{option}", type=int, default=count, help="(%(default)s)")
     args = parser.parse_args(argv)
-
-    def work() -> int:
-        oracle = EvaluatedModel(args.oracle)
-        for split, seed in SEEDS.items():
-            rows = sample(oracle, getattr(args, split), args.max_new_tokens, seed, args.output_path)
-            path = args.output_path / f"{split}.jsonl"
-            write_text(path, "".join(json.dumps({"ids": row}) + "\n" for row in rows))
-            print(f"{path}: {len(rows)} texts, {sum(map(len, rows)):,} tokens", flush=True)
-        return ExitCode.DONE
-
-    return outcome(work)
+    oracle = EvaluatedModel(args.oracle)
+    for split, seed in SEEDS.items():
+        rows = sample(oracle, getattr(args, split), args.max_new_tokens, seed, args.output_path)
+        path = args.output_path / f"{split}.jsonl"
+        write_text(path, "".join(json.dumps({"ids": row}) + "\n" for row in rows))
+        print(f"{path}: {len(rows)} texts, {sum(map(len, rows)):,} tokens", flush=True)
+    return ExitCode.DONE
 
 
 def sample(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path) -> list[list[int]]:
@@ -56,4 +52,4 @@ def sample(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(outcome(main))

@@ -43,23 +43,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--max_new_tokens", type=int, default=160, help="of a sample (%(default)s)")
     args = parser.parse_args(argv)
-
-    def work() -> int:
-        oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
-        results = measure(oracle, model, args.texts, args.baseline, args.dev)
-        if args.samples:
-            begin, nats = prompt_ids(oracle, ""), {}
-            for key, writer in (("oracle_nats", model), ("floor_nats", oracle)):  # per token: log PPL_oracle
-                out = args.output_path.parent
-                rows = sample(writer, args.samples, args.max_new_tokens, SAMPLES_SEED, out)
-                pairs = [(begin, row[len(begin) :]) for row in rows]
-                nats[key] = likelihood.continuations(oracle, pairs).per_token
-            results["samples"] = nats
-        args.output_path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(args.output_path, json.dumps(results, indent=1))
-        return ExitCode.DONE
-
-    return outcome(work)
+    oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
+    results = measure(oracle, model, args.texts, args.baseline, args.dev)
+    if args.samples:
+        begin, nats = prompt_ids(oracle, ""), {}
+        for key, writer in (("oracle_nats", model), ("floor_nats", oracle)):  # per token: log PPL_oracle
+            out = args.output_path.parent
+            rows = sample(writer, args.samples, args.max_new_tokens, SAMPLES_SEED, out)
+            pairs = [(begin, row[len(begin) :]) for row in rows]
+            nats[key] = likelihood.continuations(oracle, pairs).per_token
+        results["samples"] = nats
+    args.output_path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(args.output_path, json.dumps(results, indent=1))
+    return ExitCode.DONE
 
 
 def measure(
@@ -137,4 +133,4 @@ def logits_of(model: Any, rows: list[list[int]], vocabulary: int) -> Tensor:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(outcome(main))

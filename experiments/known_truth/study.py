@@ -229,21 +229,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     args = parser.parse_intermixed_args(argv)
     torch.set_num_threads(1)  # the matrices are small: a second thread costs more than it gives
-
-    def work() -> int:
-        study = load_section(Study, args.file, args.overrides, "experiment")
-        results = run(study)
-        for name, result in results["verdicts"].items():
-            limits = f"[{result['low']:.4g}, {result['high']:.4g}], n {result['n']}"
-            print(f"all cells: {name}: {result['answer']} ({result['effect']:.4g} {limits})")
-        ends = sorted({label for row in results["rows"] for label in row["at_end"]})
-        if ends:
-            print(f"learning rates, chosen by nats per token, lie at an end of their grid: {', '.join(ends)}")
-        print(study.out / RESULTS)
-        return ExitCode.DONE
-
-    return outcome(work)
+    study = load_section(Study, args.file, args.overrides, "experiment")
+    results = run(study)
+    for name, result in results["verdicts"].items():
+        limits = f"[{result['low']:.4g}, {result['high']:.4g}], n {result['n']}"
+        print(f"all cells: {name}: {result['answer']} ({result['effect']:.4g} {limits})")
+    ends = sorted({label for row in results["rows"] for label in row["at_end"]})
+    if ends:
+        print(f"learning rates, chosen by nats per token, lie at an end of their grid: {', '.join(ends)}")
+    print(study.out / RESULTS)
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(outcome(main))

@@ -79,7 +79,7 @@ def test_a_part_that_decides_must_be_there(needs: list[str], code: str, tmp_path
     with pytest.raises(UserError) as error:
         gather(load_section(Evidence, path, []), jobs=1)
     assert error.value.code == code
-    assert main([str(path)]) == 2 and not (tmp_path / "out/results.json").exists()
+    assert not (tmp_path / "out/results.json").exists()
 
 
 def test_a_sweep_is_drawn() -> None:
