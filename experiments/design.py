@@ -195,22 +195,18 @@ def validation_metrics(dataset: str) -> list[str]:
 class Run(NamedTuple):
     """One combination of labels."""
 
-    labels: Labels
+    labels: dict[str, str]  # by axis; not on one that is chosen only where it has other labels
     overrides: Overrides
-    names: Mapping[str, Any]  # that its labels give another text
+    variables: dict[str, Any]  # of commands: the experiment's, as its labels have them, and the labels
 
     @property
     def name(self) -> str:
         """Return the name, also of its directory."""
-        return "-".join(label for _, label in self.labels)
-
-    def label(self, axis: str) -> str | None:
-        """Return its label on an axis; None on one that is chosen only where it has other labels."""
-        return dict(self.labels).get(axis)
+        return "-".join(self.labels.values())
 
     def without(self, *axes: str) -> Labels:
         """Return its labels on the other axes."""
-        return tuple(pair for pair in self.labels if pair[0] not in axes)
+        return tuple(pair for pair in self.labels.items() if pair[0] not in axes)
 
     def arguments(self, section: str = "") -> list[str]:
         """Return its overrides, all or those of a section, as on a command line."""
@@ -231,23 +227,22 @@ def read_experiment(path: Path, overrides: list[str]) -> Experiment:
 
 def expand(experiment: Experiment) -> list[Run]:
     """Return all combinations of labels, in the order of the axes."""
-    axes, choose, variables = experiment.axes, experiment.choose, experiment.variables
+    axes, choose = experiment.axes, experiment.choose
     runs: dict[Labels, Run] = {}
     for combination in itertools.product(*axes.values()):
         labels = dict(zip(axes, combination, strict=True))
         if choose and any(labels[axis] not in choosing for axis, choosing in choose.where.items()):
             del labels[choose.axis]
-        overrides = dict(experiment.set)
+        overrides, variables = dict(experiment.set), labels | experiment.variables
         for axis, label in labels.items():
             overrides |= axes[axis][label]
-        names = {}
         for key in [key for key in overrides if key.startswith("names.")]:
             name = key.removeprefix("names.")
             if name not in experiment.names:
                 raise UserError(f"{key}: no such name under names; {nearest(name, experiment.names)}")
-            names[name] = fill(overrides.pop(key), variables, key)
-        pairs, where = tuple(labels.items()), f"overrides of {'-'.join(labels.values())}"
-        runs[pairs] = Run(pairs, fill(overrides, variables | names, where), names)
+            variables[name] = fill(overrides.pop(key), variables, key)
+        pairs = tuple(labels.items())
+        runs[pairs] = Run(labels, fill(overrides, variables, f"overrides of {labels}"), variables)
     return list(runs.values())
 
 
@@ -287,7 +282,7 @@ def trials(experiment: Experiment, runs: list[Run]) -> list[Run]:
     if experiment.choose is None:
         return []
     axis, first = experiment.choose.axis, next(iter(experiment.axes[experiment.repeat]))
-    return [run for run in runs if run.label(experiment.repeat) == first and run.label(axis) is not None]
+    return [run for run in runs if run.labels[experiment.repeat] == first and axis in run.labels]
 
 
 def chosen(experiment: Experiment, runs: list[Run], scores: Mapping[str, float]) -> list[Run]:
@@ -295,11 +290,11 @@ def chosen(experiment: Experiment, runs: list[Run], scores: Mapping[str, float])
     if experiment.choose is None:
         return runs
     axis, repeat, sign = experiment.choose.axis, experiment.repeat, 1 if experiment.choose.least else -1
-    best: dict[Labels, tuple[float, str | None]] = {}
+    best: dict[Labels, tuple[float, str]] = {}
     for run in trials(experiment, runs):
         score, group = sign * scores[run.name], run.without(axis, repeat)
         score = score if math.isfinite(score) else math.inf
         if group not in best or score < best[group][0]:
-            best[group] = score, run.label(axis)
+            best[group] = score, run.labels[axis]
     labels = {group: label for group, (_, label) in best.items()}
-    return [run for run in runs if labels.get(run.without(axis, repeat)) == run.label(axis)]
+    return [run for run in runs if labels.get(run.without(axis, repeat)) == run.labels.get(axis)]

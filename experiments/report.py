@@ -58,7 +58,7 @@ def gather(sweep: Sweep) -> dict[str, Any]:
         columns = {metric: [values.get(metric, math.nan) for values in measured] for metric in metrics}
         row: dict[str, Any] = {"labels": dict(labels), "runs": [run.name for run in runs], "values": columns}
         if choose is not None:
-            label = runs[0].label(choose.axis) or "-"
+            label = runs[0].labels.get(choose.axis, "-")
             row["chosen"] = {choose.axis: label}
             row["at_end"] = [choose.axis] if at_an_end(label, experiment.axes[choose.axis]) else []
         row["measures"] = {metric: estimate(values) for metric, values in columns.items()}

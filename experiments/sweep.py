@@ -96,7 +96,7 @@ class Sweep:
         variables = {"run": run.name, "dir": directory, "export": directory / EXPORT}
         if baseline is not None:
             variables |= {"baseline": self.directory(baseline) / EXPORT, "baseline_run": baseline.name}
-        return dict(run.labels) | variables | self.experiment.variables | dict(run.names)
+        return variables | run.variables
 
     def before(self) -> list[Stage]:
         """Return the stages that all runs share, in order."""
@@ -168,8 +168,8 @@ class Sweep:
             return first
         axis, label = experiment.compare.axis, experiment.compare.baseline
         aside = (axis, choose.axis) if choose else (axis,)
-        runs = sorted(self.reported(), key=lambda run: run.label(axis) != label)  # baselines first
-        baselines = {run.without(*aside): run for run in runs if run.label(axis) == label}
+        runs = sorted(self.reported(), key=lambda run: run.labels[axis] != label)  # baselines first
+        baselines = {run.without(*aside): run for run in runs if run.labels[axis] == label}
         return [Task(run, self.stages(run, baselines[run.without(*aside)])) for run in runs]
 
     def reported(self) -> list[Run]:

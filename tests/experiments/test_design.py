@@ -113,9 +113,9 @@ def test_names_are_filled_into_overrides_and_labels_give_them_another_text(tmp_p
     path = write(tmp_path, **changes, **axes(corpus=corpus))
     near, *_, far = expand(read_experiment(path, ["names.root=there"]))
     assert near.overrides["data.sources"] == [{"files": "runs/x/corpus.jsonl", "limit": 5}]
-    assert near.overrides["data.root"] == "there/where" and not near.names
+    assert near.overrides["data.root"] == near.variables["place"] == "there/where"
     assert near.overrides["data.limit_rows"] == "3"
-    assert far.names == {"place": "there/where/far"}
+    assert far.variables["place"] == "there/where/far"
     assert far.overrides["data.root"] == "there/where/far"
 
 

@@ -92,7 +92,7 @@ def test_measures_are_commands_of_the_evaluator(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "paper"], ids=lambda path: path.stem)
 def test_runs_of_the_paper_can_be_trained(path: Path) -> None:
     """All that training would refuse, one run for each objective."""
-    last = {run.label("objective"): run for run in expand(experiment(path))}
+    last = {run.labels["objective"]: run for run in expand(experiment(path))}
     for run in (last["tailr"], last["emo"]):
         overrides = [*run.arguments(), "output_dir=runs/nowhere", "data.dir=runs/nowhere-data"]
         config = load_config(experiment(path).recipe, overrides)
