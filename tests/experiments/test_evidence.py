@@ -17,6 +17,7 @@ import yaml
 from emo.common.errors import UserError
 from emo.common.recipe import load_section
 from emo.experiments import report
+from emo.experiments.cli import main as sweep_command
 from emo.experiments.evidence import Evidence, gather, main
 from emo.experiments.weights import PROBABILITIES, objectives, pull
 from tests.conftest import REPO
@@ -80,6 +81,22 @@ def test_a_part_that_decides_must_be_there(needs: list[str], code: str, tmp_path
         gather(load_section(Evidence, path, []), jobs=1)
     assert error.value.code == code
     assert not (tmp_path / "out/results.json").exists()
+
+
+def test_a_sweep_is_done_by_the_command_of_the_product(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = "experiments/oracle.yaml"
+    parts = {"study": {"title": "t", "about": "a", "kind": "sweep", "file": file}}
+    path = evidence(tmp_path, parts=parts, answers={"geometry": ANSWER})
+    (tmp_path / "out/study").mkdir(parents=True)
+    (tmp_path / "out/study/results.json").write_text('{"verdicts": {"geometry": {}}, "rows": []}')
+
+    def dry(command: list[str]) -> None:
+        assert command[:3] == ["python", "-m", "emo"] and sweep_command([*command[3:], "--dry_run"]) == 0
+
+    monkeypatch.setattr("emo.experiments.evidence.run_command", dry)
+    assert list(gather(load_section(Evidence, path, []), jobs=2)["parts"]) == ["study"]
 
 
 def test_a_sweep_is_drawn() -> None:
