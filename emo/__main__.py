@@ -91,6 +91,13 @@ def run(words: list[str]) -> int:
     return code
 
 
+def modules(word: str) -> list[str]:
+    """Return the modules that a command may run; none of a word that is no command."""
+    if word == "report":
+        return [TRAINING.partition(":")[0], EVALUATION.partition(":")[0]]
+    return [COMMANDS[word].function.partition(":")[0]] if word in COMMANDS else []
+
+
 def _reports(words: list[str]) -> list[str]:
     """Return who writes the report: of runs if the first path is a run directory, else of evaluations."""
     if not words or words[0] in {"-h", "--help"}:

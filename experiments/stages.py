@@ -13,17 +13,19 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from emo.__main__ import modules
 from emo.common.errors import UserError
 from emo.common.files import sha256, write_text
-from emo.common.provenance import REPOSITORY, shipped
+from emo.common.provenance import shipped
 from emo.common.recipe import marked, shown
 from emo.common.untrusted import read_json
 from emo.data_prep.config import DataConfig, settings
 from emo.eval import store
+from emo.experiments.code import code_digest
 from emo.pipeline.config import FREE, RunConfig
 from emo.pipeline.identity import programs
 
@@ -32,7 +34,6 @@ REPORTED = {"train.eval_rows", "train.mixture_from"}
 OF_MODELS = (".safetensors", ".bin", ".json", ".model")  # files of a model's directory that decide
 OF_COMMANDS = (".yaml", ".yml", ".py", ".sh")  # files that tell a command what to do
 EXTENDS = re.compile(rb"^extends:[ \t]*['\"]?([^'\"\s#]+)", re.MULTILINE)
-ROOMS = ("common", "data_prep", "pipeline", "eval", "experiments")  # a room imports those before it
 CONTENT = "content of "  # begins the keys of an origin that stand for files
 
 
@@ -97,22 +98,9 @@ def read_note(path: Path) -> dict[str, Any]:
     return dict(read_json(path)) if path.exists() else {}
 
 
-@lru_cache
-def code_digest(room: str) -> str:
-    """Return a digest of the source of a room and of those that it may import.
-
-    Rather too much is computed again than too little. A process asks for each room once; after
-    `code_digest.cache_clear()` it looks again.
-    """
-    rooms = ROOMS[: ROOMS.index(room) + 1]
-    files = sorted(path for name in rooms for path in (REPOSITORY / name).rglob("*.py"))
-    content = b"".join(f"{path.relative_to(REPOSITORY)}\n".encode() + path.read_bytes() for path in files)
-    return hashlib.sha256(content).hexdigest()[:16]
-
-
 def data_origin(config: DataConfig) -> dict[str, Any]:
     """Return what decides prepared data, by dotted key."""
-    code = {"code of data_prep": code_digest("data_prep")}
+    code = {"code of emo.data_prep.prepare": code_digest("emo.data_prep.prepare")}
     return _flattened({"data": settings(config) | {"root": str(config.root)}}) | code
 
 
@@ -126,7 +114,7 @@ def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]
     recipe = _flattened(config.model_dump(mode="json", exclude={"data"}))
     origin = {key: value for key, value in recipe.items() if not f"{key}.".startswith(free)}
     origin |= {key: value for key, value in recorded.items() if key.startswith(CONTENT)}
-    origin |= data_origin(config.data) | {"code of pipeline": code_digest("pipeline")}
+    origin |= data_origin(config.data) | {"code of emo.pipeline.train": code_digest("emo.pipeline.train")}
     origin |= {f"{CONTENT}{name}": digest for name, digest in programs(config).items()}
     for key, name in (("model.path", config.model.path), ("objective.cost", config.objective.cost)):
         path = Path(name or "").expanduser()
@@ -149,8 +137,9 @@ def command_origin(command: list[str], out: Path) -> dict[str, Any]:
     """
     origin: dict[str, Any] = {"command": command}
     if command[1:2] == ["-m"]:
-        room = "experiments" if command[2].startswith("emo.experiments") else "eval"
-        origin[f"code of {room}"] = code_digest(room)
+        for name in modules(command[3]) if command[2] == "emo" else [command[2]]:
+            if name.startswith("emo."):
+                origin[f"code of {name}"] = code_digest(name)
     files = [shipped(Path(word.rpartition("=")[2])) for word in command]
     for file in files:  # the list grows by the recipes that they extend
         key = f"{CONTENT}{file}"

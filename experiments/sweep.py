@@ -23,6 +23,7 @@ from emo.common.lease import held
 from emo.common.provenance import shipped
 from emo.common.untrusted import read_json
 from emo.eval import store
+from emo.experiments.code import code_digest
 from emo.experiments.design import (
     CHANGE,
     PREPARE,
@@ -37,7 +38,7 @@ from emo.experiments.design import (
     trials,
     validation_metrics,
 )
-from emo.experiments.stages import Stage, code_digest, command_origin, data_origin, read_note, run_origin
+from emo.experiments.stages import Stage, command_origin, data_origin, read_note, run_origin
 from emo.experiments.workers import Workers
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.run_dir import EXPORT, read_metrics

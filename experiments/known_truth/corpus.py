@@ -21,7 +21,7 @@ from emo.eval.generation.decoding import Decoding, prompt_ids
 from emo.eval.generation.prefixes import given
 from emo.eval.generation.records import Generation, Plan
 from emo.eval.model import EvaluatedModel
-from emo.experiments.stages import code_digest
+from emo.experiments.code import code_digest
 
 SEEDS = {"train": 1, "dev": 2, "test": 3}
 
@@ -47,7 +47,7 @@ def sample(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path
     """Return unbiased samples and what they begin with; finished chunks are kept below `out`, by the code."""
     plan = Plan(given(None), Decoding(), tokens, texts, (seed,))
     begin = prompt_ids(oracle, "")
-    chunks = out / f"sampled-{code_digest('experiments')}"
+    chunks = out / f"sampled-{code_digest('emo.experiments.known_truth.corpus')}"
     return [[*begin, *record["ids"]] for record in Generation(oracle, plan, chunks).run(publish=False)]
 
 

@@ -26,10 +26,10 @@ from emo.common.files import sha256, write_text
 from emo.common.provenance import code_version
 from emo.common.recipe import Section, load_section
 from emo.eval.generation import distributions
+from emo.experiments.code import code_digest
 from emo.experiments.design import RESULTS
 from emo.experiments.known_truth import bigram
 from emo.experiments.known_truth.expected import Costs, settle
-from emo.experiments.stages import code_digest
 from emo.experiments.statistics import at_an_end, best_temperature, estimate, verdict
 from emo.pipeline.loss import Objective, get_objective
 
@@ -174,7 +174,7 @@ def run(study: Study) -> dict[str, Any]:
     keys = {"contestants", "baseline", "truths", "steps", "rates"}
     identity = {  # what every cell depends on: parameters, and the code that makes it
         "study": study.model_dump(mode="json", include=keys),
-        "code": code_digest("experiments"),
+        "code": code_digest("emo.experiments.known_truth.study"),
         "plug-ins": [contestant.program() for contestant in study.contestants.values()],
         "torch": torch.__version__,
     }

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+import emo.experiments.code
 from emo.common.errors import UserError
-from emo.experiments import stages
-from emo.experiments.stages import Stage, code_digest, command_origin
+from emo.experiments.code import code_digest, sources
+from emo.experiments.stages import Stage, command_origin
 from emo.experiments.sweep import Sweep
 from tests.helpers import sweeping as helper
 
@@ -114,19 +115,26 @@ def test_a_recipe_that_changes_while_the_sweep_runs_is_refused(finished: Path) -
 
 
 def test_a_command_whose_code_changed_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The code of its room, and of the rooms that this one may import."""
-    monkeypatch.setattr(stages, "REPOSITORY", tmp_path)
-    for room in stages.ROOMS:
-        text(f"{room}/module.py", "number = 1")(tmp_path)
+    module, out = tmp_path / "module.py", tmp_path / "out"
+    monkeypatch.setattr(emo.experiments.code, "sources", lambda _: {"module": module})
 
     def measure() -> Stage:
         code_digest.cache_clear()
         command = ["python", "-m", "emo", "eval"]
-        return Stage("measure", command, tmp_path / "note.json", command_origin(command, tmp_path / "out"))
+        return Stage("measure", command, tmp_path / "note.json", command_origin(command, out))
 
+    module.write_text("number = 1\n")
     measure().write(1.0)
-    text("experiments/module.py", "number = 2")(tmp_path)
     assert measure().done
-    text("common/module.py", "number = 2")(tmp_path)
+    module.write_text("number = 2\n")
     assert not measure().done
     code_digest.cache_clear()
+
+
+def test_code_is_what_a_module_imports() -> None:
+    """Directly, through others, and within functions; a package's own file counts, other users do not."""
+    modules = sources("emo.experiments.known_truth.study").keys()
+    assert modules >= {"emo.experiments", "emo.experiments.known_truth.bigram"}
+    assert modules >= {"emo.pipeline.loss.objectives", "emo.eval.generation.distributions"}
+    assert modules.isdisjoint({"emo.experiments.sweep", "emo.experiments.known_truth.oracle"})
+    assert "emo.experiments.report" in sources("emo.experiments.cli")  # imported within a function
