@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from emo.common.errors import UserError, nearest
@@ -11,17 +9,9 @@ from emo.data_prep.config import DataConfig, settings
 from emo.data_prep.inputs import open_inputs
 from emo.data_prep.shards import is_prepared
 from emo.eval import store
-from emo.experiments.design import (
-    VALIDATION,
-    Experiment,
-    Run,
-    fill,
-    split_command,
-    validation_metric,
-    validation_set,
-)
+from emo.experiments.design import Experiment, Run, fill, split_command, validation_metrics
 from emo.experiments.sweep import Sweep
-from emo.pipeline.config import Batch, RunConfig, solve_batch
+from emo.pipeline.config import RunConfig, solve_batch
 
 COSTS = ("pretrained", "permuted", "live", "constant", "numbers")  # that name no other model
 
@@ -31,54 +21,45 @@ def check(sweep: Sweep, local: bool) -> None:
 
     local: the runs shall begin on this machine; their files must be there, except what `before` makes.
     """
-    experiment = sweep.experiment
-    sweep.before()
-    looks: dict[str, tuple[Run, Callable[[], object]]] = {}  # by what they look at, which runs have in common
-    for run in sweep.runs:  # mistakes in keys first, which take no time to find
-        config = sweep.config(run)
-        try:
-            train = config.train
-            batch = solve_batch(train.global_batch_size, train.micro_batch_size, experiment.ranks)
-            _check_measures(sweep, run, config)
-        except UserError as error:
-            raise UserError(f"{run.name}: {error}") from None
-        training = config.model_dump(mode="json", include={"model", "objective", "deepspeed", "train"})
-        training["train"] |= {"seed": None, "learning_rate": None}
-        looks.setdefault(store.digest(training), (run, partial(_check_training, config, batch)))
-        if local:
-            model = [training["model"], config.objective.cost]
-            looks.setdefault(store.digest(model), (run, partial(_check_model, experiment, config)))
-            data = [settings(config.data), str(config.data.root)]
-            looks.setdefault(store.digest(data), (run, partial(_check_data, experiment, config.data)))
-    for run, look in looks.values():
-        try:
-            look()
-        except UserError as error:
-            raise UserError(f"{run.name}: {error}") from None
-    sweep.refuse_changes()
-
-
-def _check_measures(sweep: Sweep, run: Run, config: RunConfig) -> None:
-    """Refuse unknown names in commands and sources, and a decisive metric that no validation set reports."""
-    sets = config.data.validation_sets
-    for metric in sweep.experiment.decisive:
-        if (dataset := validation_set(metric)) is not None and dataset not in sets:
-            metrics = [validation_metric(VALIDATION, name) for name in sets]
-            raise UserError(f"its data have no validation set for {metric}; {nearest(metric, metrics)}")
-    for name, measure in sweep.experiment.measures.items():
-        split_command(measure.command, sweep.variables(run, run), f"measures.{name}")
-        for metric, sources in measure.read.items():
-            for source in sources:
-                fill(source, sweep.variables(run), f"measures.{name}.read.{metric}")
-
-
-def _check_training(config: RunConfig, batch: Batch) -> None:
-    """Refuse objectives and DeepSpeed files that a trainer would refuse."""
     from emo.pipeline.model import training_objective
     from emo.pipeline.planning.ds_file import deepspeed_config
 
-    training_objective(config)
-    deepspeed_config(config, batch)
+    experiment, examined = sweep.experiment, set()  # what several runs have in common is looked at once
+    sweep.before()
+    for run in sweep.runs:
+        config = sweep.config(run)
+        training = config.model_dump(mode="json", include={"model", "objective", "deepspeed", "train"})
+        training["train"] |= {"seed": None, "learning_rate": None}
+        data = {"data": settings(config.data), "root": str(config.data.root)}
+        try:
+            _check_names(sweep, run, config)
+            if (key := store.digest(training)) not in examined:
+                train = config.train
+                batch = solve_batch(train.global_batch_size, train.micro_batch_size, experiment.ranks)
+                training_objective(config)
+                deepspeed_config(config, batch)
+                if local:
+                    _check_model(experiment, config)
+            if (data_key := store.digest(data)) not in examined and local:
+                _check_data(experiment, config.data)
+        except UserError as error:
+            raise UserError(f"{run.name}: {error}") from None
+        examined |= {key, data_key}
+    sweep.refuse_changes()
+
+
+def _check_names(sweep: Sweep, run: Run, config: RunConfig) -> None:
+    """Refuse unknown names in commands and sources, and metrics that decide but are not measured."""
+    experiment = sweep.experiment
+    metrics = [metric for name in config.data.validation_sets for metric in validation_metrics(name)]
+    for name, measure in experiment.measures.items():
+        metrics += measure.read
+        split_command(measure.command, sweep.variables(run, run), f"measures.{name}")
+        fill(measure.read, sweep.variables(run), f"measures.{name}.read")
+    decisive = [question.outcome for question in experiment.questions.values()]
+    for metric in [*decisive, *([experiment.choose.by] if experiment.choose else [])]:
+        if metric not in metrics:
+            raise UserError(f"nothing measures {metric}; {nearest(metric, metrics)}")
 
 
 def _check_model(experiment: Experiment, config: RunConfig) -> None:
@@ -102,11 +83,13 @@ def _check_data(experiment: Experiment, data: DataConfig) -> None:
     if is_prepared(data):
         return
     splits = data.splits[:1] if data.validation_fraction else data.splits
-    sources = []
-    for source in (source for split in splits for source in data.sources_of(split)):
-        hosted = source.files is None or "://" in source.files
-        if not hosted and not _comes_later(experiment, str(data.root / str(source.files))):
-            sources.append(source)
+    sources = [
+        source
+        for split in splits
+        for source in data.sources_of(split)
+        if source.files is not None and "://" not in source.files
+        if not _comes_later(experiment, str(data.root / source.files))
+    ]
     if sources:
         open_inputs(data.model_copy(update={"sources": sources, "validation": []}))
 

@@ -68,19 +68,18 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
 def _plan(sweep: Sweep, jobs: int) -> None:
     """Print the runs, how many are done, and how long the others will take."""
     experiment, tasks, choose = sweep.experiment, sweep.tasks(), sweep.experiment.choose
-    done = {task.run.name: task for task in tasks if task.done}
+    done = [task for task in tasks if task.done]
     left = len(tasks) - len(done)
     print(f"{experiment.out}: {len(sweep.runs)} combinations; to do now {left} of {len(tasks)} runs")
-    if choose is not None and len(tasks) == len(trials(experiment, sweep.runs)) and left:
+    if choose is not None and left and len(tasks) == len(trials(experiment, sweep.runs)):
         reported = chosen(experiment, sweep.runs, dict.fromkeys((run.name for run in sweep.runs), 0.0))
         print(f"{choose.axis} is chosen by {choose.by} first; {len(reported)} runs are then reported")
-    for stage in sweep.before():
-        print(f"  {'done ' if stage.done else 'to do'}  before: {stage.name}")
-    for task in tasks:
-        print(f"  {'done ' if task.run.name in done else 'to do'}  {task.run.name}")
+    lines = [(stage.done, f"before: {stage.name}") for stage in sweep.before()]
+    for is_done, name in [*lines, *((task in done, task.run.name) for task in tasks)]:
+        print(f"  {'done ' if is_done else 'to do'}  {name}")
     minutes = experiment.minutes
     if done:
-        stages = [stage for task in done.values() for stage in task.stages if stage.name != PREPARE]
+        stages = [stage for task in done for stage in task.stages if stage.name != PREPARE]
         minutes = sum(stage.seconds or 0 for stage in stages) / len(done) / 60
     if minutes is not None:
         print(f"about {minutes * left / jobs:.0f} minutes with {jobs} at a time ({minutes:.1f} a run)")
@@ -107,11 +106,10 @@ def _job(scheduler: str, args: argparse.Namespace, ranks: int) -> str:
 
 def _table(args: argparse.Namespace, experiment: Experiment) -> int:
     from emo.experiments import report
-    from emo.experiments.table import gather
 
     sweep = Sweep(experiment)
     sweep.refuse_changes()
-    results = finite(gather(sweep))
+    results = finite(report.gather(sweep))
     table = report.sweep(results).markdown()
     write_text(experiment.out / RESULTS, json.dumps(results, indent=1))
     write_text(experiment.out / TABLE, table)

@@ -30,16 +30,18 @@ Besides what is measured every run reports, in nats per token, `validation_nll` 
 that changed since step 0; of a validation set with a name `validation_nll:NAME` and `validation_change:NAME`.
 
 `{out}` and the names can be used in every command, and in every text among the overrides; a label gives a
-name another text with the key `names.NAME`.
+name another text with the key `names.NAME`. A measure may also use its run's `{run}` (name), `{dir}`,
+`{export}` and labels, `{AXIS}`; one that uses `{baseline}` or `{baseline_run}`, export and name of the
+baseline with the same other labels, is done after the choice.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
+import re
 import shlex
-import string
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -53,33 +55,36 @@ from emo.common.untrusted import is_plain_name
 from emo.data_prep.config import VALIDATION as UNNAMED
 
 Overrides = dict[str, Any]
-Sources = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 Labels = tuple[tuple[str, str], ...]  # (axis, label) in the file's order
 RESULTS = "results.json"  # what every sweep and study leaves in its `out`
 VALIDATION, CHANGE = "validation_nll", "validation_change"  # what every run reports by itself
 STAGES = PREPARE, TRAIN = "prepare", "train"  # of every run, before its measures
+VARIABLE = re.compile(r"\{([\w.-]+)\}")
 RESERVED = ("run", "dir", "export", "out", "baseline", "baseline_run")  # variables of a measure's command
 
 
-def validation_metric(metric: str, dataset: str) -> str:
-    """Return the name of VALIDATION or CHANGE on a validation set."""
-    return metric if dataset == UNNAMED else f"{metric}:{dataset}"
+def repeated(names: Iterable[str]) -> list[str]:
+    """Return the names that are there more than once."""
+    return [name for name, times in Counter(names).items() if times > 1]
 
 
-def validation_set(metric: str) -> str | None:
-    """Return the validation set of a metric, None where the experiment itself measures it."""
-    prefix, _, dataset = metric.partition(":")
-    return (dataset or UNNAMED) if prefix in (VALIDATION, CHANGE) else None
+def _spelt_out(axis: Any) -> Any:
+    """Return the short form of an axis, one key with a list of values, as labels with their overrides."""
+    if not isinstance(axis, dict):
+        return axis
+    ((key, values),) = axis.items() if len(axis) == 1 else ((None, None),)
+    if isinstance(values, list):
+        axis = {value: {key: value} for value in values}
+    return {str(label): overrides for label, overrides in axis.items()}
+
+
+Label = Annotated[str, BeforeValidator(str)]  # or a number
+Axis = Annotated[dict[str, Overrides], BeforeValidator(_spelt_out), Field(min_length=1)]
+Sources = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class Measure(Section):
-    """A command that leaves JSON files, and the numbers to read from them.
-
-    In both `{run}`, `{dir}`, `{export}` and `{out}` stand for the run's name, its run directory, its exported
-    model, and the experiment's directory; labels stand for themselves by the name of their axis. A command
-    may also name `{baseline}`, the exported model of the baseline with the same other labels, and
-    `{baseline_run}`, that run's name; it is then done after the choice.
-    """
+    """A command that leaves JSON files, and the numbers to read from them."""
 
     command: str
     # Metric: "FILE:key.key", or several of them whose mean it is. Empty where only the next measure needs it.
@@ -97,30 +102,28 @@ class Choose(Section):
     axis: str
     by: str = VALIDATION
     least: bool = True  # the smallest wins; false: the largest
-    # Labels by axis: runs with others do without the axis that is chosen.
-    where: dict[str, list[str | int | float]] = {}
+    where: dict[str, list[Label]] = {}  # labels by axis: runs with others do without the axis that is chosen
 
 
 class Compare(Section):
     """The axis whose labels are compared, and the label that they are compared with."""
 
     axis: str
-    baseline: str
+    baseline: Label
 
 
 class Question(Section):
     """A question with a rule: does `better` beat every one of `than` in `outcome`?
 
-    yes: each paired interval, widened for their number, lies beyond `negligible` on the better side; no: at
-    least one of them lies wholly on the other side of it; otherwise undecided.
+    yes: each paired interval, widened for their number, lies on the better side of zero; no: at least one of
+    them lies wholly on the other side of it; otherwise undecided.
     """
 
     text: str
-    better: str
-    than: list[str] = Field(min_length=1)
+    better: Label
+    than: list[Label] = Field(min_length=1)
     outcome: str
     least: bool = True
-    negligible: float = Field(0.0, ge=0)
 
 
 class Experiment(Section):
@@ -131,7 +134,7 @@ class Experiment(Section):
     names: dict[str, str | int] = {}  # texts that commands and overrides refer to
     before: dict[str, str] = {}  # commands by name
     set: Overrides = {}
-    axes: dict[str, dict[str | int | float, Any]] = Field(min_length=1)  # labels may be numbers
+    axes: dict[str, Axis] = Field(min_length=1)
     repeat: str
     choose: Choose | None = None
     measures: dict[str, Measure] = {}
@@ -141,128 +144,77 @@ class Experiment(Section):
     minutes: float | None = Field(None, gt=0)  # of one run, for the estimate until one has been measured
 
     @model_validator(mode="after")
-    def _check_axes(self) -> Experiment:
-        """Refuse labels that change nothing, which would count one run as several, and roles of one axis."""
-        for axis in self.axes:
-            labels = self.labels(axis)
-            if not labels:
-                raise ValueError(f"axes.{axis} has no labels; give it some")
-            if any(f"{{{axis}}}" in measure.command for measure in self.measures.values()):
-                continue
-            first: dict[str, str] = {}
-            for label, overrides in labels.items():
-                same = first.setdefault(json.dumps(overrides, sort_keys=True, default=str), label)
-                if same != label:
-                    raise ValueError(f"axes.{axis}: {same} and {label} are the same; leave one of them out")
-        roles = [self.repeat, self.compare.axis, *([self.choose.axis] if self.choose else [])]
-        for axis in roles:
-            _require(axis, self.axes, "one of the axes")
-        if len(set(roles)) < len(roles):
-            raise ValueError("repeat, choose.axis and compare.axis must be different axes")
-        return self
-
-    @property
-    def metrics(self) -> list[str]:
-        """Return the names of all that is measured, apart from validation sets with a name."""
-        return [VALIDATION, CHANGE, *(name for m in self.measures.values() for name in m.read)]
-
-    @model_validator(mode="after")
-    def _check_names(self) -> Experiment:
-        """Refuse names with two meanings, and those of files that would not stay in `out`."""
+    def _check(self) -> Experiment:
+        """Refuse what does not exist, names with two meanings, and labels that would count a run twice."""
+        choose, axis = self.choose, self.compare.axis
+        roles = [self.repeat, axis, *([choose.axis] if choose else [])]
+        references = [("axes", role) for role in roles] + [(axis, self.compare.baseline)]
+        for question in self.questions.values():
+            references += [(axis, label) for label in (question.better, *question.than)]
+        for other, labels in choose.where.items() if choose else ():
+            references += [("axes", other), *((other, label) for label in labels)]
+        for group, name in references:
+            choices: Iterable[str] = self.axes if group == "axes" else self.axes[group]
+            if name not in choices:
+                raise ValueError(f"{name} is not one of {group}; {nearest(name, choices)}")
+        if repeated(roles) or (choose and {choose.axis, self.repeat} & choose.where.keys()):
+            raise ValueError("repeat, choose.axis, choose.where and compare.axis must be different axes")
         for name in self.names:
             if name in RESERVED or name in self.axes:
                 raise ValueError(f"names.{name}: {{{name}}} already means something else; rename it")
-        twice = repeated([*self.measures, *STAGES]) + repeated(self.metrics)
-        twice += [name for name in self.metrics[2:] if validation_set(name) is not None]
-        if twice:
+        for axis, options in self.axes.items():
+            if any(f"{{{axis}}}" in measure.command for measure in self.measures.values()):
+                continue
+            if twice := repeated(json.dumps(o, sort_keys=True, default=str) for o in options.values()):
+                raise ValueError(f"axes.{axis}: two labels are {twice[0]}; leave one of them out")
+        metrics = [VALIDATION, CHANGE, *(name for m in self.measures.values() for name in m.read)]
+        if twice := repeated([*self.measures, *STAGES]) + repeated(metrics):
             raise ValueError(f"measures: {twice[0]} is measured twice; rename it")
-        labels = [label for axis in self.axes for label in self.labels(axis)]
-        for name in (*self.before, *self.measures, *labels):
+        for name in (*self.before, *self.measures, *(label for axis in self.axes.values() for label in axis)):
             if not is_plain_name(name) or name[0] in ".-":
                 raise ValueError(f"{shown(name)} cannot be part of a file's name; rename it")
-        return self
-
-    @model_validator(mode="after")
-    def _check_references(self) -> Experiment:
-        """Refuse labels and metrics that do not exist."""
-        references = [(self.compare.axis, self.compare.baseline)]
-        for question in self.questions.values():
-            references += [(self.compare.axis, label) for label in (question.better, *question.than)]
-        if self.choose is not None:
-            others = self.axes.keys() - {self.choose.axis, self.repeat}
-            for axis, choosing in self.choose.where.items():
-                _require(axis, others, "another axis")
-                references += [(axis, str(label)) for label in choosing]
-        for axis, label in references:
-            _require(label, self.labels(axis), f"a label of {axis}")
-        for name in self.decisive:
-            if validation_set(name) is None:
-                _require(name, self.metrics, "measured")
-        by = self.choose.by if self.choose else None
         for name, measure in self.measures.items():
-            if measure.against_baseline and by in measure.read:
-                raise ValueError(f"choose.by={by}: {name} needs the baseline, which is chosen first")
+            if measure.against_baseline and choose and choose.by in measure.read:
+                raise ValueError(f"choose.by={choose.by}: {name} needs the baseline, which is chosen first")
         return self
-
-    @property
-    def decisive(self) -> list[str]:
-        """Return the metrics that choose and answer."""
-        choice = [self.choose.by] if self.choose else []
-        return [*(question.outcome for question in self.questions.values()), *choice]
 
     @property
     def variables(self) -> dict[str, Any]:
         """Return what `{name}` stands for everywhere. A name may use those before it."""
         variables: dict[str, Any] = {"out": self.out}
         for name, text in self.names.items():
-            variables[name] = fill(str(text), variables, f"names.{name}")
+            variables[name] = fill(text, variables, f"names.{name}")
         return variables
 
-    def labels(self, axis: str) -> dict[str, Overrides]:
-        """Return the labels of an axis in order, with the overrides that each stands for."""
-        options = self.axes[axis]
-        if len(options) == 1:
-            ((key, values),) = options.items()
-            if isinstance(values, list):
-                if twice := repeated(map(str, values)):
-                    raise ValueError(f"axes.{axis}: {key} is given {shown(twice[0])} more than once")
-                return {str(value): {str(key): value} for value in values}
-        for label, overrides in options.items():
-            if not isinstance(overrides, Mapping):
-                raise ValueError(f"axes.{axis}.{label} needs keys and values, or one key with a list")
-        return {str(label): dict(overrides) for label, overrides in options.items()}
 
-
-def repeated(names: Iterable[str]) -> list[str]:
-    """Return the names that are there more than once."""
-    return [name for name, times in Counter(names).items() if times > 1]
-
-
-def _require(name: str, options: Iterable[str], kind: str) -> None:
-    """Raise ValueError for a name that is not among the options."""
-    if name not in options:
-        raise ValueError(f"{name} is not {kind}; {nearest(name, options)}")
+def validation_metrics(dataset: str) -> list[str]:
+    """Return what every run reports of a validation set, VALIDATION and CHANGE, by the names in a table."""
+    return [f"{metric}:{dataset}".removesuffix(f":{UNNAMED}") for metric in (VALIDATION, CHANGE)]
 
 
 class Run(NamedTuple):
     """One combination of labels."""
 
-    labels: Labels
+    labels: dict[str, str]  # by axis; not on one that is chosen only where it has other labels
     overrides: Overrides
-    names: Mapping[str, Any]  # that its labels give another text
+    variables: dict[str, Any]  # of commands: the experiment's, as its labels have them, and the labels
 
     @property
     def name(self) -> str:
         """Return the name, also of its directory."""
-        return "-".join(label for _, label in self.labels)
-
-    def label(self, axis: str) -> str | None:
-        """Return its label on an axis; None on one that is chosen only where it has other labels."""
-        return dict(self.labels).get(axis)
+        return "-".join(self.labels.values())
 
     def without(self, *axes: str) -> Labels:
         """Return its labels on the other axes."""
-        return tuple(pair for pair in self.labels if pair[0] not in axes)
+        return tuple(pair for pair in self.labels.items() if pair[0] not in axes)
+
+    def arguments(self, section: str = "") -> list[str]:
+        """Return its overrides, all or those of a section, as on a command line."""
+        return [
+            f"{key}={json.dumps(value) if isinstance(value, dict | list | bool | None) else value}"
+            for key, value in self.overrides.items()
+            if section in ("", key.partition(".")[0])
+        ]
 
 
 def read_experiment(path: Path, overrides: list[str]) -> Experiment:
@@ -275,49 +227,43 @@ def read_experiment(path: Path, overrides: list[str]) -> Experiment:
 
 def expand(experiment: Experiment) -> list[Run]:
     """Return all combinations of labels, in the order of the axes."""
-    axes = {axis: experiment.labels(axis) for axis in experiment.axes}
-    choose, variables = experiment.choose, experiment.variables
+    axes, choose = experiment.axes, experiment.choose
     runs: dict[Labels, Run] = {}
     for combination in itertools.product(*axes.values()):
         labels = dict(zip(axes, combination, strict=True))
-        if choose and any(labels[axis] not in map(str, choosing) for axis, choosing in choose.where.items()):
+        if choose and any(labels[axis] not in choosing for axis, choosing in choose.where.items()):
             del labels[choose.axis]
-        if (key := tuple(labels.items())) in runs:
-            continue
-        overrides = dict(experiment.set)
-        for axis, label in key:
+        overrides, variables = dict(experiment.set), labels | experiment.variables
+        for axis, label in labels.items():
             overrides |= axes[axis][label]
-        names = {}
-        for override in [override for override in overrides if override.startswith("names.")]:
-            name = override.removeprefix("names.")
+        for key in [key for key in overrides if key.startswith("names.")]:
+            name = key.removeprefix("names.")
             if name not in experiment.names:
-                raise UserError(f"{override}: no such name under names; {nearest(name, experiment.names)}")
-            names[name] = _filled(overrides.pop(override), variables, override)
-        filled = {name: _filled(value, variables | names, name) for name, value in overrides.items()}
-        runs[key] = Run(key, filled, names)
+                raise UserError(f"{key}: no such name under names; {nearest(name, experiment.names)}")
+            variables[name] = fill(overrides.pop(key), variables, key)
+        pairs = tuple(labels.items())
+        runs[pairs] = Run(labels, fill(overrides, variables, f"overrides of {labels}"), variables)
     return list(runs.values())
 
 
-def _filled(value: Any, variables: Mapping[str, Any], key: str) -> Any:
-    """Return an override with every text in it filled in."""
+def fill(value: Any, variables: Mapping[str, Any], key: str) -> Any:
+    """Return a text with its `{name}`s filled in, or a tree with every text in it.
+
+    Raises UserError, naming `key`, for a name that is no variable.
+    """
     if isinstance(value, Mapping):
-        return {name: _filled(inner, variables, key) for name, inner in value.items()}
+        return {name: fill(inner, variables, key) for name, inner in value.items()}
     if isinstance(value, list):
-        return [_filled(inner, variables, key) for inner in value]
-    return fill(value, variables, f"override {key}") if isinstance(value, str) else value
+        return [fill(inner, variables, key) for inner in value]
+    if not isinstance(value, str):
+        return value
 
+    def text(match: re.Match[str]) -> str:
+        if match[1] not in variables:
+            raise UserError(f"{key}: {shown(value)} names {match[0]}; {nearest(match[1], variables)}")
+        return str(variables[match[1]])
 
-def fill(text: str, variables: Mapping[str, Any], key: str) -> str:
-    """Return `text` with its `{name}`s filled in. Raises UserError for a name that is no variable."""
-    try:
-        # Nothing but names: formats and attributes would reach into the objects themselves.
-        for _, name, spec, conversion in string.Formatter().parse(text):
-            if name is not None and (name not in variables or spec or conversion):
-                raise KeyError(name)
-        return text.format_map(variables)
-    except (KeyError, ValueError) as error:
-        names = ", ".join(variables)
-        raise UserError(f"{key}: {text!r} cannot be filled in ({error}); known: {names}") from None
+    return VARIABLE.sub(text, value)
 
 
 def split_command(text: str, variables: Mapping[str, Any], key: str) -> list[str]:
@@ -331,30 +277,24 @@ def split_command(text: str, variables: Mapping[str, Any], key: str) -> list[str
     return [fill(word, variables, key) for word in words]
 
 
-def executable(command: list[str]) -> list[str]:
-    """Return a command whose program is this Python, or the one that is installed beside it."""
-    beside = Path(sys.executable).parent / command[0]
-    program = sys.executable if command[0] == "python" else str(beside) if beside.exists() else command[0]
-    return [program, *command[1:]]
-
-
 def trials(experiment: Experiment, runs: list[Run]) -> list[Run]:
     """Return the runs among which `choose` decides: all labels of its axis, the first of `repeat`."""
     if experiment.choose is None:
         return []
-    axis, first = experiment.choose.axis, next(iter(experiment.labels(experiment.repeat)))
-    return [run for run in runs if run.label(experiment.repeat) == first and run.label(axis) is not None]
+    axis, first = experiment.choose.axis, next(iter(experiment.axes[experiment.repeat]))
+    return [run for run in runs if run.labels[experiment.repeat] == first and axis in run.labels]
 
 
 def chosen(experiment: Experiment, runs: list[Run], scores: Mapping[str, float]) -> list[Run]:
-    """Return the runs that are reported, from the scores of all trials by run name."""
+    """Return the runs that are reported, from the scores of all trials by run name; NaN is the worst."""
     if experiment.choose is None:
         return runs
     axis, repeat, sign = experiment.choose.axis, experiment.repeat, 1 if experiment.choose.least else -1
-    best: dict[Labels, Run] = {}
+    best: dict[Labels, tuple[float, str]] = {}
     for run in trials(experiment, runs):
-        group = run.without(axis, repeat)
-        if group not in best or sign * scores[run.name] < sign * scores[best[group].name]:
-            best[group] = run
-    labels = {group: run.label(axis) for group, run in best.items()}
-    return [run for run in runs if labels.get(run.without(axis, repeat)) == run.label(axis)]
+        score, group = sign * scores[run.name], run.without(axis, repeat)
+        score = score if math.isfinite(score) else math.inf
+        if group not in best or score < best[group][0]:
+            best[group] = score, run.labels[axis]
+    labels = {group: label for group, (_, label) in best.items()}
+    return [run for run in runs if labels.get(run.without(axis, repeat)) == run.labels.get(axis)]

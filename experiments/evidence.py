@@ -23,11 +23,11 @@ from emo.common.errors import ExitCode, UserError, nearest, outcome
 from emo.common.provenance import code_version
 from emo.common.recipe import Section, load_section
 from emo.experiments import report
-from emo.experiments.design import RESULTS, executable, fill, split_command
+from emo.experiments.design import RESULTS, fill, split_command
+from emo.experiments.workers import environment
 from emo.pipeline.stop import die_with_parent
 
 REPORT = "report.html"
-COMMANDS = {"study": "emo.experiments.known_truth.study", "sweep": "experiments"}
 
 
 class Otherwise(Section):
@@ -70,10 +70,9 @@ class Evidence(Section):
 
     @model_validator(mode="after")
     def _parts_exist(self) -> Evidence:
-        for answer in self.answers.values():
-            for part in (answer.by, *answer.also):
-                if part not in self.parts:
-                    raise ValueError(f"{part} is not one of the parts; {nearest(part, self.parts)}")
+        for part in (part for answer in self.answers.values() for part in (answer.by, *answer.also)):
+            if part not in self.parts:
+                raise ValueError(f"{part} is not one of the parts; {nearest(part, self.parts)}")
         return self
 
 
@@ -81,10 +80,10 @@ def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
     """Do every part and return their results."""
     left_out = {}  # parts whose files are not there, and what is done about each
     for name, part in evidence.parts.items():
-        needs = [fill(path, evidence.names, f"parts.{name}.needs") for path in part.needs]
-        if missing := [path for path in needs if not Path(path).exists()]:
-            action = part.otherwise.note if part.otherwise else "left out"
-            left_out[name] = f"{action}, as {missing[0]} does not exist"
+        for path in fill(part.needs, evidence.names, f"parts.{name}.needs"):
+            if not Path(path).exists():
+                action = part.otherwise.note if part.otherwise else "left out"
+                left_out[name] = f"{action}, as {path} does not exist"
     for answer in evidence.answers.values():
         if answer.by in left_out and evidence.parts[answer.by].otherwise is None:
             raise UserError(f"{answer.by} decides {answer.text!r} and was left out", code="part-left-out")
@@ -92,25 +91,23 @@ def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
     began = time.monotonic()
     for name, part in evidence.parts.items():
         print(f"{name}: {left_out.get(name, part.title)}", flush=True)
-        out, key, instead = evidence.out / name, f"parts.{name}", part.otherwise
-        if name not in left_out:
-            file, names = (
-                part.file,
-                [f"names.{k}={fill(v, evidence.names, key)}" for k, v in part.names.items()],
-            )
-        elif instead is None:
-            continue
-        else:
-            file, names = instead.file, []
-            for text in instead.before:
-                run_command(split_command(text, evidence.names, key))
-        options = ["run", "--jobs", str(jobs)] if part.kind == "sweep" else []
-        run_command(["python", "-m", COMMANDS[part.kind], *options, str(file), f"out={out}", *names])
+        out, file = evidence.out / name, part.file
+        names = [f"names.{key}={fill(v, evidence.names, f'parts.{name}')}" for key, v in part.names.items()]
+        if name in left_out:
+            if part.otherwise is None:
+                continue
+            file, names = part.otherwise.file, []
+            for text in part.otherwise.before:
+                run_command(split_command(text, evidence.names, f"parts.{name}"))
+        command = ["-m", "emo", "sweep", "--jobs", str(jobs)]
+        if part.kind == "study":
+            command = ["-m", "emo.experiments.known_truth.study"]
+        run_command(["python", *command, str(file), f"out={out}", *names])
         parts[name] = json.loads((out / RESULTS).read_text(encoding="utf-8"))
     verdicts = {}
     for name, answer in evidence.answers.items():
-        decisive = parts[answer.by]["verdicts"][answer.question]
         also = {part: parts[part]["verdicts"][answer.question] for part in answer.also if part in parts}
+        decisive = parts[answer.by]["verdicts"][answer.question]
         verdicts[name] = decisive | {"question": answer.text, "by": answer.by, "also": also}
     return {
         "code": code_version(),
@@ -126,8 +123,9 @@ def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
 def run_command(command: list[str]) -> None:
     """Run a command of the product, as a user would give it. Raises UserError when it fails."""
     print(f"$ {shlex.join(command)}", flush=True)
-    code = subprocess.run(executable(command), preexec_fn=die_with_parent).returncode
-    if code:
+    program = sys.executable if command[0] == "python" else command[0]
+    process = subprocess.run([program, *command[1:]], env=environment(), preexec_fn=die_with_parent)
+    if code := process.returncode:
         problem = f"{shlex.join(command)} ended with exit code {code}; cure that and run this again"
         raise UserError(problem, code="part-failed")
 
@@ -139,20 +137,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     parser.add_argument("--jobs", type=int, default=2, help="runs beside each other (%(default)s)")
     args = parser.parse_intermixed_args(argv)
-
-    def work() -> int:
-        evidence = load_section(Evidence, args.file, args.overrides, "experiment")
-        results = gather(evidence, args.jobs)
-        titles = {name: (part.title, part.about) for name, part in evidence.parts.items()}
-        page = report.evidence(results, titles)
-        page.write(f"{evidence.out}/", (REPORT, RESULTS))
-        for text in page.answer:
-            print(text)
-        print(f"{evidence.out / REPORT}; numbers: {evidence.out / RESULTS}")
-        return ExitCode.DONE
-
-    return outcome(work)
+    evidence = load_section(Evidence, args.file, args.overrides, "experiment")
+    results = gather(evidence, args.jobs)
+    titles = {name: (part.title, part.about) for name, part in evidence.parts.items()}
+    page = report.evidence(results, titles)
+    page.write(f"{evidence.out}/", (REPORT, RESULTS))
+    print(*page.answer, sep="\n")
+    print(f"{evidence.out / REPORT}; numbers: {evidence.out / RESULTS}")
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(outcome(main))

@@ -1,47 +1,35 @@
-"""The answers of a sweep or of the whole evidence as a document, with the numbers of every row."""
+"""The numbers of an experiment, and the answers of a sweep or of the whole evidence as a document.
+
+Numbers are means with intervals, differences from the baseline, and verdicts.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from statistics import fmean
 from typing import Any
 
+from emo.common.errors import UserError
+from emo.common.provenance import code_version
 from emo.common.report.document import Block, Cell, Document, Items, Row, Section, Table, estimated
 from emo.common.report.figure import Dots, Figure
 from emo.common.report.numbers import DASH, Effect, between, formatted
 from emo.common.untrusted import number
+from emo.eval.stats import holm
+from emo.experiments.design import Experiment, Labels, Run
+from emo.experiments.statistics import at_an_end, difference, estimate, verdict
+from emo.experiments.sweep import Sweep
 
 ANSWERS = {"yes": ("Yes", "better"), "no": ("No", "worse"), "undecided": ("Undecided", "unclear")}
-# What the numbers of a row are called, where their name does not say it.
-MEANING = {
-    **{
-        "validation_nll": "dev nats",
-        "test_nats": "test nats",
-        "js": "JS",
-        "kl_pq": "KL(P, Q)",
-        "kl_qp": "KL(Q, P)",
-    },
-    **{
-        "tv": "total variation",
-        "tail_mass": "mass where P < 1e-4",
-        "entropy_q": "entropy",
-        "rouge_l": "ROUGE-L",
-    },
-    **{"kl_from_tempered_truth": "KL from tempered P", "oracle_nats": "oracle's nats of its samples"},
-    **{
-        "floor_nats": "floor",
-        "tempered_js": "JS at that temperature",
-        "gap_tail_mass": "tail minus tempered MLE",
-    },
-    **{"baseline_temperature": "temperature of equal entropy", "forward_ce": "forward CE"},
-    **{"reverse_ce": "reverse CE", "distinct_2": "distinct-2", "repetition_4": "repetition-4"},
-}
 PAIRED = (
     "Means over repetitions with 95 % intervals; *: differs from the baseline (paired, Holm, 0.05). (end): "
-    "chosen at an end of its grid, beyond which a better value may lie."
+    "chosen at an end of its grid, beyond which a better value may lie. validation_nll, *_nats: nats per "
+    "token. js, kl, tv: divergences from the truth P. gap_*: minus MLE tempered to the same entropy."
 )
 SETTLED = (
-    "Where training would settle with unlimited data and capacity. Temperature: at which the truth would be "
-    "as certain; KL from tempered P: what that leaves over; settled: share of truths with such a point."
+    "Where training would settle with unlimited data and capacity. temperature: at which the truth would be "
+    "as certain; kl_from_tempered_truth: what that leaves over; settled: share of truths with such a point."
 )
 ANSWERED = (
     "Better by: the paired difference that decides; above zero is better. Yes: every interval lies above "
@@ -49,30 +37,97 @@ ANSWERED = (
 )
 
 
+def gather(sweep: Sweep) -> dict[str, Any]:
+    """Return all numbers of an experiment: `rows` by group of labels, and `verdicts`.
+
+    Raises UserError when runs are missing: a table of a part would be another experiment.
+    """
+    experiment, choose = sweep.experiment, sweep.experiment.choose
+    missing = [task.run.name for task in sweep.tasks() if not task.done]
+    if missing:
+        problem = f"{len(missing)} runs are not done, for example {missing[0]}; run the experiment first"
+        raise UserError(problem, code="not-done")
+    aside = (experiment.repeat, choose.axis) if choose else (experiment.repeat,)
+    groups: dict[Labels, list[Run]] = {}
+    for run in sweep.reported():
+        groups.setdefault(run.without(*aside), []).append(run)
+    rows = []
+    for labels, runs in groups.items():
+        measured = [sweep.values(run) for run in runs]
+        metrics = dict.fromkeys(metric for values in measured for metric in values)
+        columns = {metric: [values.get(metric, math.nan) for values in measured] for metric in metrics}
+        row: dict[str, Any] = {"labels": dict(labels), "runs": [run.name for run in runs], "values": columns}
+        if choose is not None:
+            label = runs[0].labels.get(choose.axis, "-")
+            row["chosen"] = {choose.axis: label}
+            row["at_end"] = [choose.axis] if at_an_end(label, experiment.axes[choose.axis]) else []
+        row["measures"] = {metric: estimate(values) for metric, values in columns.items()}
+        rows.append(row)
+    by_labels = {tuple(row["labels"].items()): row for row in rows}
+    for metric in dict.fromkeys(metric for row in rows for metric in row["values"]):
+        gaps = []  # from the baseline; p-values are corrected over all comparisons of a metric
+        for row in rows:
+            labels = row["labels"] | {experiment.compare.axis: experiment.compare.baseline}
+            base = by_labels[tuple(labels.items())]
+            if base is not row and metric in row["values"] and metric in base["values"]:
+                gap = difference(row["values"][metric], base["values"][metric])
+                row.setdefault("differences", {})[metric] = gap
+                gaps.append(gap)
+        for gap, p in zip(gaps, holm([gap["p"] for gap in gaps]), strict=True):
+            gap["p_holm"] = p
+    verdicts = {name: answer(experiment, name, rows) for name in experiment.questions}
+    lacking: dict[str, list[str]] = {}
+    for metric in dict.fromkeys(question.outcome for question in experiment.questions.values()):
+        for name, value in (
+            (n, v) for r in rows for n, v in zip(r["runs"], _outcomes(r, metric), strict=True)
+        ):
+            if not math.isfinite(value):
+                lacking.setdefault(metric, []).append(name)
+    for row in rows:
+        del row["values"]
+    return {"code": code_version(), "rows": rows, "verdicts": verdicts, "lacking": lacking}
+
+
+def answer(experiment: Experiment, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the verdict on a question; its units are repetitions, which share seed and data over all groups.
+
+    The value of a repetition is its mean over the groups that differ in other labels than what is compared.
+    """
+    question, axis = experiment.questions[name], experiment.compare.axis
+    units: dict[str, list[float]] = {}
+    for label in (question.better, *question.than):
+        groups = [_outcomes(row, question.outcome) for row in rows if row["labels"][axis] == label]
+        units[label] = [fmean(values) for values in zip(*groups, strict=True)]
+    others = [units[label] for label in question.than]
+    result = verdict(units[question.better], others, question.least)
+    return {"question": question.text, "outcome": question.outcome, **result}
+
+
+def _outcomes(row: dict[str, Any], metric: str) -> list[float]:
+    """Return a metric of a row's runs, in their order; NaN where one has no number."""
+    return row["values"].get(metric, [math.nan] * len(row["runs"]))
+
+
 def sweep(results: dict[str, Any]) -> Document:
     """Return the table of one experiment."""
-    sections = [Section("Answers", _answers(results["verdicts"])), Section("Rows", *_rows("Rows", results))]
+    sections = [Section("Answers", _answers(results["verdicts"])), Section("Rows", *_rows(results))]
     return Document("Experiment", _sentences(results["verdicts"]), f"Code: {results['code']}.", sections)
 
 
 def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> Document:
     """Return all parts. titles: title of each part, and its subject; results: of `evidence.gather`."""
     lacking, verdicts = results["left_out"], results["verdicts"]
-    parts, effects = [], []
+    sections = [Section("Answers", _answers(verdicts))]
     for name, part in results["parts"].items():
         title, about = titles[name]
-        blocks = _study(part) if "fixed_points" in part else _rows(title, part)
-        parts.append(Section(title, about, lacking.get(name, ""), *blocks))
+        blocks = _study(part) if "fixed_points" in part else _rows(part)
+        sections.append(Section(title, about, lacking.get(name, ""), *blocks))
+    lost = [f"{titles[name][0]}: {why}" for name, why in lacking.items() if name not in results["parts"]]
+    sections += [Section("What was left out", Items(lost)), Section("What was cut", Items(results["cut"]))]
+    effects = []
     for i, f in enumerate(verdicts.values()):
         values = [x for key in ("effect", "low", "high") if (x := number(f[key])) is not None]
         effects += [Effect(f["question"], i, 0, *values)] if len(values) == 3 else []
-    lost = [f"{titles[name][0]}: {why}" for name, why in lacking.items() if name not in results["parts"]]
-    sections = [
-        Section("Answers", _answers(verdicts)),
-        *parts,
-        Section("What was left out", Items(lost)),
-        Section("What was cut", Items(results["cut"])),
-    ]
     about = "Objectives where the truth is known, and where it is not. "
     about += f"Code {results['code']}, {results['minutes']} min."
     picture = Figure("Answers", [Dots("Better by", effects, 0.0)], "Right of the dotted line: better.")
@@ -83,56 +138,43 @@ def _sentences(verdicts: dict[str, Any]) -> list[str]:
     sentences = []
     for f in verdicts.values():
         limits = between(f["low"], f["high"], "{:.4f}")
-        size = f"{formatted(f['effect'], '{:+.4f}')} in {_meaning(f['outcome'])}"
+        size = f"{formatted(f['effect'], '{:+.4f}')} in {f['outcome']}"
         facts = f"{f'interval {limits}, ' if limits else ''}above zero is better, n {f['n']}"
         sentences.append(f"{f['question']} {ANSWERS[f['answer']][0]}: {size} ({facts}).")
     return sentences or ["No question was asked."]
 
 
-def _meaning(name: str) -> str:
-    base = f"{_meaning(name[4:])} minus tempered MLE" if name.startswith("gap_") else name
-    return MEANING.get(name, base)
-
-
 def _answers(verdicts: dict[str, Any]) -> Table:
     rows: list[Row] = []
-    for verdict in verdicts.values():
-        for name, answer in {"": verdict, **verdict.get("also", {})}.items():
-            word, tone = ANSWERS[answer["answer"]]
-            question = f"{verdict['question']} ({name})" if name else verdict["question"]
-            better = estimated(answer["effect"], answer["low"], answer["high"], "{:.4f}")
-            rows.append([question, Cell(word, tone=tone), better, _meaning(answer["outcome"]), answer["n"]])
+    for main in verdicts.values():
+        for name, part in {"": main, **main.get("also", {})}.items():
+            word, tone = ANSWERS[part["answer"]]
+            question = f"{main['question']} ({name})" if name else main["question"]
+            better = estimated(part["effect"], part["low"], part["high"], "{:.4f}")
+            rows.append([question, Cell(word, tone=tone), better, part["outcome"], part["n"]])
     return Table(["Question", "Answer", "Better by", "Outcome", "n"], rows, ANSWERED, 2)
 
 
-def _rows(title: str, part: dict[str, Any]) -> list[Block]:
-    """Return the rows of a sweep as a table, and its questions' outcomes as a figure."""
+def _rows(part: dict[str, Any]) -> list[Block]:
+    """Return the rows of a sweep as a table, and the runs without a number that decides."""
     rows: list[Row] = []
     names = list(dict.fromkeys(key for row in part["rows"] for key in row["measures"]))
     axes = list(part["rows"][0].get("chosen", {}))
-    effects: dict[str, list[Effect]] = {v["outcome"]: [] for v in part["verdicts"].values()}
-    for i, row in enumerate(part["rows"]):
-        chosen = [row.get("chosen", {}).get(a, DASH) + " (end)" * (a in row.get("at_end", ())) for a in axes]
-        p_values = {n: number((row.get("differences", {}).get(n) or {}).get("p_holm")) for n in names}
-        marks = ["*" if p is not None and p < 0.05 else "" for p in p_values.values()]
-        cells = [_mean(row["measures"].get(n), "{:.4g}", m) for n, m in zip(names, marks, strict=True)]
-        rows.append([*row["labels"].values(), *chosen, *cells])
-        for outcome, panel in effects.items():
-            measure = row["measures"].get(outcome) or {}
-            mean, low, high = (number(measure.get(key)) for key in ("mean", "low", "high"))
-            if mean is not None:
-                limits = (mean if limit is None else limit for limit in (low, high))
-                panel.append(Effect(" ".join(row["labels"].values()), i, 0, mean, *limits))
+    for row in part["rows"]:
+        cells: list[Cell | str] = [*row["labels"].values()]
+        cells += [row.get("chosen", {}).get(a, DASH) + " (end)" * (a in row.get("at_end", ())) for a in axes]
+        for name in names:
+            p = number(row.get("differences", {}).get(name, {}).get("p_holm"))
+            mark = "*" if p is not None and p < 0.05 else ""
+            cells.append(_mean(row["measures"].get(name, {}), "{:.4g}", mark))
+        rows.append(cells)
     head = [*part["rows"][0]["labels"], *axes]
-    zero = {outcome: 0.0 if outcome.startswith("gap") else None for outcome in effects}
-    panels = [Dots(_meaning(outcome), panel, zero[outcome]) for outcome, panel in effects.items()]
-    lost = [f"No number of {_meaning(key)}: {', '.join(runs)}." for key, runs in part["lacking"].items()]
-    figure = Figure(f"Outcomes of {title}", panels, "Less is better. Means with 95 % intervals.")
-    return [Table([*head, *map(_meaning, names)], rows, PAIRED, len(head)), figure, Items(lost)]
+    lost = [f"No number of {name}: {', '.join(runs)}." for name, runs in part["lacking"].items()]
+    return [Table([*head, *names], rows, PAIRED, len(head)), Items(lost)]
 
 
-def _mean(measure: dict[str, Any] | None, form: str, mark: str = "") -> Cell:
-    mean, high = (number((measure or {}).get(key)) for key in ("mean", "high"))
+def _mean(measure: dict[str, Any], form: str, mark: str = "") -> Cell:
+    mean, high = number(measure.get("mean")), number(measure.get("high"))
     half = "" if mean is None or high is None else f"± {high - mean:.2g}"
     return Cell(formatted(mean, form) + mark, half)
 
@@ -142,16 +184,16 @@ def _study(part: dict[str, Any]) -> list[Block]:
     points, names = part["fixed_points"], list(part["rows"][0]["contestants"])
     keys = [key for key in points[0] if key != "contestant"]
     fixed = [[point["contestant"], *(formatted(point[key], "{:.4f}") for key in keys)] for point in points]
-    outcome = next((verdict["outcome"] for verdict in part["verdicts"].values()), "js")
+    outcome = next((f["outcome"] for f in part["verdicts"].values()), "js")
     rows: list[Row] = []
     for row in part["rows"]:
         sample = f"{row['V']} tokens, share {row['share']:g}, {row['tokens']:,} drawn"
         rows.append([sample, *(_mean(row["contestants"][name][outcome], "{:.4f}") for name in names)])
     caption = (
-        f"{_meaning(outcome)} between truth and learner, in nats: means with 95 % intervals. Share: how far "
+        f"{outcome} between truth and learner, in nats: means with 95 % intervals. Share: how far "
         "tokens that are plausible together lie close together in the costs' embedding."
     )
     return [
-        Table(["Objective", *map(_meaning, keys)], fixed, SETTLED, label="Where training settles"),
+        Table(["Objective", *keys], fixed, SETTLED, label="Where training settles"),
         Table(["Language and sample", *names], rows, caption, label="Fitted learners"),
     ]

@@ -7,7 +7,6 @@ is refused, as one table would hold two experiments. Without its directory a not
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -26,14 +25,16 @@ from emo.common.recipe import marked, shown
 from emo.common.untrusted import read_json
 from emo.data_prep.config import DataConfig, settings
 from emo.eval import store
-from emo.experiments.code import code_digest, plugin_file, source_file
+from emo.experiments.code import code_digest
 from emo.pipeline.config import FREE, RunConfig
+from emo.pipeline.identity import programs
 
 # A run may go on with others, as they change nothing that is learned; but they change what is reported of it.
 REPORTED = {"train.eval_rows", "train.mixture_from"}
 OF_MODELS = (".safetensors", ".bin", ".json", ".model")  # files of a model's directory that decide
 OF_COMMANDS = (".yaml", ".yml", ".py", ".sh")  # files that tell a command what to do
 EXTENDS = re.compile(rb"^extends:[ \t]*['\"]?([^'\"\s#]+)", re.MULTILINE)
+CONTENT = "content of "  # begins the keys of an origin that stand for files
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Stage:
     @cached_property
     def identity(self) -> dict[str, Any]:
         """Return what its note says besides the time it took."""
-        content = json.dumps([stage.identity for stage in self.needs])
+        content = json.dumps([stage.identity for stage in self.needs], sort_keys=True)
         after = hashlib.sha256(content.encode()).hexdigest()[:16] if self.needs else ""
         return {"made_with": dict(self.origin), "after": after}
 
@@ -74,11 +75,11 @@ class Stage:
         note = self.read() if self.directory is not None else {}
         if not note or note.items() >= self.identity.items():
             return
-        before, now = note.get("made_with") or {}, self.origin
-        changes = ["something else before it"]
+        before, now = note["made_with"], self.origin
+        changes = ["another stage before it"]
         if keys := [key for key in {**now, **before} if before.get(key) != now.get(key)]:
-            values = [shown(tree[keys[0]]) if keys[0] in tree else "absent" for tree in (before, now)]
-            changes = [f"{keys[0]}={values[0]}, now {values[1]}", *keys[1:]]
+            was, is_now = (shown(tree[keys[0]]) if keys[0] in tree else "absent" for tree in (before, now))
+            changes = [f"{keys[0]}={was}, now {is_now}", *keys[1:]]
         raise UserError(
             f"{run}: {self.name} was made with {'; also '.join(changes)}; put back what changed, remove "
             f"{self.directory} to make it again, or set another out",
@@ -93,19 +94,14 @@ class Stage:
 
 
 def read_note(path: Path) -> dict[str, Any]:
-    """Return a stage's note, empty where there is none that can be read."""
-    try:
-        note = read_json(path)
-    except (OSError, ValueError):
-        return {}
-    return note if isinstance(note, dict) else {}
+    """Return a stage's note, empty where there is none."""
+    return dict(read_json(path)) if path.exists() else {}
 
 
 def data_origin(config: DataConfig) -> dict[str, Any]:
     """Return what decides prepared data, by dotted key."""
-    origin = flattened({"data": settings(config)})
-    code = code_digest("emo.data_prep.prepare")
-    return origin | {"data.root": str(config.root), "code of emo.data_prep.prepare": code}
+    code = {"code of emo.data_prep.prepare": code_digest("emo.data_prep.prepare")}
+    return _flattened({"data": settings(config) | {"root": str(config.root)}}) | code
 
 
 def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,33 +111,23 @@ def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]
     that is done does not need.
     """
     free = tuple(f"{key}." for key in marked(RunConfig, FREE) - REPORTED)
-    recipe = flattened(config.model_dump(mode="json", exclude={"data"}))
+    recipe = _flattened(config.model_dump(mode="json", exclude={"data"}))
     origin = {key: value for key, value in recipe.items() if not f"{key}.".startswith(free)}
+    origin |= {key: value for key, value in recorded.items() if key.startswith(CONTENT)}
     origin |= data_origin(config.data) | {"code of emo.pipeline.train": code_digest("emo.pipeline.train")}
-    model, cost = config.model.path, config.objective.cost
-    files = {"model.path": model and Path(model), "objective.cost": Path(cost)}
-    objectives = [config.objective.name, *(part.name for part in config.objective.sum or ())]
-    files |= {f"objective {name}": plugin_file(name) for name in objectives if ":" in name}
-    for name, path in files.items():
-        key = f"content of {name}"
-        content = (path and _content(path.expanduser())) or recorded.get(key)
-        if path and content is not None:
-            origin[key] = content
-    try:  # what the DeepSpeed file says, as a file of another name may say the same
-        return origin | flattened({"deepspeed": read_json(shipped(config.deepspeed))})
-    except (OSError, ValueError):
-        return origin | {key: recorded[key] for key in recorded if key.startswith("deepspeed.")}
-
-
-def _content(path: Path) -> str | None:
-    """Return the digest of a file, or of a model in a directory; None where nothing is there."""
-    with contextlib.suppress(OSError):
-        if path.is_dir():
+    origin |= {f"{CONTENT}{name}": digest for name, digest in programs(config).items()}
+    for key, name in (("model.path", config.model.path), ("objective.cost", config.objective.cost)):
+        path = Path(name or "").expanduser()
+        if path.is_dir() and name:
             files = [file for file in path.iterdir() if file.suffix in OF_MODELS and file.is_file()]
-            return store.digest_files(path, files)
-        if path.is_file():
-            return store.digest_files(path.parent, [path])
-    return None
+            origin[CONTENT + key] = store.digest_files(path, files)
+        elif path.is_file():
+            origin[CONTENT + key] = store.digest_files(path.parent, [path])
+    if (
+        deepspeed := shipped(config.deepspeed)
+    ).is_file():  # what it says: one of another name may say the same
+        origin[f"{CONTENT}deepspeed"] = read_json(deepspeed)
+    return origin
 
 
 def command_origin(command: list[str], out: Path) -> dict[str, Any]:
@@ -150,13 +136,13 @@ def command_origin(command: list[str], out: Path) -> dict[str, Any]:
     Files in `out` are left out: other stages make them, perhaps this one.
     """
     origin: dict[str, Any] = {"command": command}
-    for flag, module, word in zip(command, command[1:], [*command[2:], ""], strict=False):
-        for name in modules(word) if module == "emo" else [module]:
-            if flag == "-m" and source_file(name) is not None:
+    if command[1:2] == ["-m"]:
+        for name in modules(command[3]) if command[2] == "emo" else [command[2]]:
+            if name.startswith("emo."):
                 origin[f"code of {name}"] = code_digest(name)
     files = [shipped(Path(word.rpartition("=")[2])) for word in command]
     for file in files:  # the list grows by the recipes that they extend
-        key = f"content of {file}"
+        key = f"{CONTENT}{file}"
         if key in origin or file.suffix not in OF_COMMANDS or not file.is_file():
             continue
         if not file.resolve().is_relative_to(out.resolve()):
@@ -165,11 +151,11 @@ def command_origin(command: list[str], out: Path) -> dict[str, Any]:
     return origin
 
 
-def flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
+def _flattened(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Return dotted keys and their values; lists stay whole."""
     if not isinstance(tree, dict):
         return {prefix: tree}
     flat: dict[str, Any] = {}
     for key, value in tree.items():
-        flat |= flattened(value, f"{prefix}.{key}" if prefix else str(key))
+        flat |= _flattened(value, f"{prefix}.{key}" if prefix else str(key))
     return flat

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize_scalar
@@ -12,77 +12,47 @@ from scipy.stats import ttest_1samp
 
 from emo.eval.stats import LEVEL, student
 
-Answer = Literal["yes", "no", "undecided"]
 WIDEST = 3.0  # of the logarithm of a temperature, up and down
 
 
-class Estimate(NamedTuple):
-    """A mean over repetitions with its Student interval; the interval is nan for a single one."""
-
-    mean: float
-    low: float
-    high: float
-    n: int
-
-
-class Difference(NamedTuple):
-    """A paired difference: its mean, interval, and two-sided p-value of Student's paired test."""
-
-    mean: float
-    low: float
-    high: float
-    p: float
-    n: int
-
-
-def estimate(values: Sequence[float], level: float = LEVEL) -> Estimate:
-    """Return mean and interval of values [n]."""
+def estimate(values: Sequence[float], level: float = LEVEL) -> dict[str, float]:
+    """Return `mean`, `low` and `high` of Student's interval, and `n` of values [n]; NaN for a single one."""
     interval = student(values, level)
     low, high = (interval.low, interval.high) if interval else (math.nan, math.nan)
-    return Estimate(float(np.mean(values)), low, high, len(values))
+    return {"mean": float(np.mean(values)), "low": low, "high": high, "n": len(values)}
 
 
-def difference(values: Sequence[float], baseline: Sequence[float], level: float = LEVEL) -> Difference:
-    """Return values - baseline, paired by position; both [n]."""
+def difference(values: Sequence[float], baseline: Sequence[float], level: float = LEVEL) -> dict[str, float]:
+    """Return the estimate of values - baseline, paired by position, both [n], and `p` of Student's test."""
     gaps = np.subtract(values, baseline).tolist()
-    mean, low, high, n = estimate(gaps, level)
-    if n > 1 and len(set(gaps)) == 1:
-        p = float(mean == 0)
+    result = estimate(gaps, level)
+    if len(gaps) > 1 and len(set(gaps)) == 1:
+        p = float(result["mean"] == 0)
     else:
-        p = float(ttest_1samp(gaps, 0.0).pvalue) if n > 1 else math.nan
-    return Difference(mean, low, high, p, n)
+        p = float(ttest_1samp(gaps, 0.0).pvalue) if len(gaps) > 1 else math.nan
+    return {**result, "p": p}
 
 
-class Verdict(NamedTuple):
-    """The answer to a question, and the comparison that decides it."""
-
-    answer: Answer
-    effect: float
-    low: float
-    high: float
-    n: int
-
-
-def verdict(
-    better: Sequence[float], others: Sequence[Sequence[float]], least: bool, negligible: float = 0.0
-) -> Verdict:
+def verdict(better: Sequence[float], others: Sequence[Sequence[float]], least: bool) -> dict[str, Any]:
     """Return whether `better` [n] is better than every one of `others`, each [n] and paired with it.
 
-    Every interval has the level that makes all of them hold together (Bonferroni: 1 - 0.05 / comparisons).
-    yes: all lie wholly on the better side of `negligible`; no: at least one lies wholly on the other side of
-    it, which refutes that `better` beats them all; else undecided. Effects are signed so that above zero is
-    better; the one that is reported refutes most clearly, and without a refutation is the least.
+    `answer` is yes when all intervals lie wholly on the better side of zero; no when at least one lies wholly
+    on the other side of it, which refutes that `better` beats them all; else undecided. Every interval has
+    the level that makes all of them hold together (Bonferroni: 1 - 0.05 / comparisons). `effect`, `low` and
+    `high` are signed so that above zero is better; of several, those that refute most clearly, and without a
+    refutation those of the least effect.
     """
     sign = -1.0 if least else 1.0
     level = 1 - (1 - LEVEL) / len(others)
     gaps = [difference([sign * b for b in better], [sign * o for o in other], level) for other in others]
-    answer: Answer = "undecided"
-    if all(gap.low > negligible for gap in gaps):
+    answer = "undecided"
+    if all(gap["low"] > 0 for gap in gaps):
         answer = "yes"
-    elif any(gap.high < negligible for gap in gaps):
+    elif any(gap["high"] < 0 for gap in gaps):
         answer = "no"
-    decisive = min(gaps, key=lambda gap: gap.high if answer == "no" else gap.mean)
-    return Verdict(answer, decisive.mean, decisive.low, decisive.high, decisive.n)
+    decisive = min(gaps, key=lambda gap: gap["high"] if answer == "no" else gap["mean"])
+    limits = {key: decisive[key] for key in ("low", "high", "n")}
+    return {"answer": answer, "effect": decisive["mean"], **limits}
 
 
 def at_an_end(chosen: str | float, grid: Iterable[str | float]) -> bool:
@@ -96,7 +66,7 @@ def at_an_end(chosen: str | float, grid: Iterable[str | float]) -> bool:
 
 def best_temperature(nats: Callable[[float], float]) -> float:
     """Return the temperature with the fewest `nats` per token, between exp(-WIDEST) and exp(WIDEST)."""
-    bounds, options = (-WIDEST, WIDEST), {"xatol": 1e-9}
-    return math.exp(
-        minimize_scalar(lambda t: nats(math.exp(t)), bounds=bounds, method="bounded", options=options).x
+    result = minimize_scalar(
+        lambda t: nats(math.exp(t)), bounds=(-WIDEST, WIDEST), method="bounded", options={"xatol": 1e-9}
     )
+    return math.exp(result.x)

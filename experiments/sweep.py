@@ -2,21 +2,18 @@
 
 The stages in `before` are done first, once for all runs. A run's own are preparation (shared by all runs with
 the same data), training, and its measures. A stage that is done leaves a note (see stages.py). Workers take
-runs through leases, so the same command on more machines shares the work, and one that is killed loses one
+stages through leases, so the same command on more machines shares the work, and one that is killed loses one
 stage.
 """
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
-import os
 import random
-import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -25,7 +22,6 @@ from emo.common.errors import ExitCode, FailureError, UserError, one_line
 from emo.common.lease import held
 from emo.common.provenance import shipped
 from emo.common.untrusted import read_json
-from emo.data_prep.config import load_data_config
 from emo.eval import store
 from emo.experiments.code import code_digest
 from emo.experiments.design import (
@@ -36,12 +32,11 @@ from emo.experiments.design import (
     Experiment,
     Run,
     chosen,
-    executable,
     expand,
     fill,
     split_command,
     trials,
-    validation_metric,
+    validation_metrics,
 )
 from emo.experiments.stages import Stage, command_origin, data_origin, read_note, run_origin
 from emo.experiments.workers import Workers
@@ -50,7 +45,6 @@ from emo.pipeline.run_dir import EXPORT, read_metrics
 
 POLL = 2.0  # seconds between looks for work when others hold all of it
 PORTS = range(20_000, 32_768)  # where the ranks of runs meet: below those that the kernel gives away
-Stages = tuple[Stage, ...]
 SCRIPTS = {"text": "launch/continual.sh", "instruct": "launch/instruct.sh"}
 
 
@@ -73,18 +67,7 @@ class Sweep:
         self.experiment, self.log = experiment, log
         self.workers = Workers()
         self.runs = expand(experiment)
-        self.notes = experiment.out / "notes"
-        self.script = SCRIPTS[load_data_config(experiment.recipe, self.overrides(self.runs[0])).kind]
         self._stages: dict[tuple[str, str | None], list[Stage]] = {}  # as of when they were listed
-
-    @staticmethod
-    def overrides(run: Run, section: str = "") -> list[str]:
-        """Return a run's overrides, all or those of a section, as on a command line."""
-        return [
-            f"{key}={json.dumps(value) if isinstance(value, dict | list | bool | None) else value}"
-            for key, value in run.overrides.items()
-            if section in ("", key.partition(".")[0])
-        ]
 
     def directory(self, run: Run) -> Path:
         """Return the run directory of a run."""
@@ -96,9 +79,13 @@ class Sweep:
         text = json.dumps(overrides, sort_keys=True, default=str)
         return self.experiment.out / f"data-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
+    def note(self, run: Run, stage: str) -> Path:
+        """Return the note of a stage of a run's own."""
+        return self.experiment.out / "notes" / run.name / f"{stage}.json"
+
     def config(self, run: Run) -> RunConfig:
         """Return the resolved recipe of a run. Raises UserError naming the run."""
-        overrides = [*self.overrides(run), f"data.dir={self.data(run)}", f"output_dir={self.directory(run)}"]
+        overrides = [*run.arguments(), f"data.dir={self.data(run)}", f"output_dir={self.directory(run)}"]
         try:
             return load_config(self.experiment.recipe, overrides)
         except UserError as error:
@@ -110,65 +97,57 @@ class Sweep:
         variables = {"run": run.name, "dir": directory, "export": directory / EXPORT}
         if baseline is not None:
             variables |= {"baseline": self.directory(baseline) / EXPORT, "baseline_run": baseline.name}
-        return dict(run.labels) | variables | self.experiment.variables | dict(run.names)
-
-    def _command(self, key: str, text: str, variables: Mapping[str, Any], note: str, needs: Stages) -> Stage:
-        """Return the stage of a command of the file, which decides with its files what it makes."""
-        command = split_command(text, variables, key)
-        origin = command_origin(command, self.experiment.out)
-        return Stage(key.partition(".")[2], command, self.notes / f"{note}.json", origin, needs)
+        return variables | run.variables
 
     def before(self) -> list[Stage]:
         """Return the stages that all runs share, in order."""
         stages: list[Stage] = []
-        for key, text in ((f"before.{name}", text) for name, text in self.experiment.before.items()):
-            stages.append(self._command(key, text, self.experiment.variables, key, tuple(stages[-1:])))
+        for name, text in self.experiment.before.items():
+            note = self.experiment.out / "notes" / f"before.{name}.json"
+            command = split_command(text, self.experiment.variables, f"before.{name}")
+            stages.append(self._commanded(name, command, note, *stages[-1:]))
         return stages
 
     def stages(self, run: Run, baseline: Run | None = None) -> list[Stage]:
         """Return the stages of a run, with measures against the baseline only where that is given."""
         key = run.name, baseline and baseline.name
-        if key not in self._stages:
-            stages = self._training(run) if baseline is None else [*self.stages(run)]
-            variables = self.variables(run, baseline)
-            for name, measure in self.experiment.measures.items():
-                if measure.against_baseline == (baseline is not None):
-                    needs = (stages[-1], *(self.stages(baseline)[-1:] if baseline is not None else ()))
-                    note = f"{run.name}/{name}"
-                    stages.append(self._command(f"measures.{name}", measure.command, variables, note, needs))
-            self._stages[key] = stages
-        return self._stages[key]
+        if (listed := self._stages.get(key)) is not None:
+            return listed
+        stages = self.training(run) if baseline is None else [*self.stages(run)]
+        needs = [] if baseline is None else self.stages(baseline)[-1:]
+        for name, measure in self.experiment.measures.items():
+            if measure.against_baseline == (baseline is not None):
+                words = split_command(measure.command, self.variables(run, baseline), f"measures.{name}")
+                stages.append(self._commanded(name, words, self.note(run, name), stages[-1], *needs))
+        self._stages[key] = stages
+        return stages
 
-    def _training(self, run: Run) -> list[Stage]:
+    def _commanded(self, name: str, command: list[str], note: Path, *needs: Stage) -> Stage:
+        """Return the stage of a command of the file, which decides with its files what it makes."""
+        return Stage(name, command, note, command_origin(command, self.experiment.out), needs)
+
+    def training(self, run: Run) -> list[Stage]:
         """Return the stages that prepare a run's data and train, as they would be now."""
-        config, shared, data, directory = self.config(run), self.before(), self.data(run), self.directory(run)
-        note = self.notes / run.name / f"{TRAIN}.json"
-        recorded = read_note(note).get("made_with") if directory.exists() else None
-        origin = {
-            f"before.{stage.name}.{key}": value for stage in shared for key, value in stage.origin.items()
-        }
-        data_dir, recipe = f"data.dir={data}", str(self.experiment.recipe)
+        config, shared, note = self.config(run), self.before(), self.note(run, TRAIN)
+        data, directory = self.data(run), self.directory(run)
+        recipe, script = str(self.experiment.recipe), str(shipped(Path(SCRIPTS[config.data.kind])))
         prepare = Stage(
             PREPARE,
-            ["python", "-m", "emo", "prepare", recipe, *self.overrides(run, "data"), data_dir],
-            self.notes / f"{data.name}.json",
-            origin | data_origin(config.data),
+            ["python", "-m", "emo", "prepare", recipe, *run.arguments("data"), f"data.dir={data}"],
+            self.experiment.out / "notes" / f"{data.name}.json",
+            {f"before.{stage.name}": dict(stage.origin) for stage in shared} | data_origin(config.data),
             tuple(shared[-1:]),
             data,
         )
-        launch = ["deepspeed", "--num_gpus", str(self.experiment.ranks), str(shipped(Path(self.script)))]
-        train = Stage(
-            TRAIN,
-            [*launch, recipe, *self.overrides(run), data_dir, f"output_dir={directory}"],
-            note,
-            origin | run_origin(config, recorded if isinstance(recorded, dict) else {}),
-            (prepare,),
-            directory,
-        )
-        return [prepare, train]
+        command = ["deepspeed", "--num_gpus", str(self.experiment.ranks), script, recipe, *run.arguments()]
+        command += [f"data.dir={data}", f"output_dir={directory}"]
+        recorded = read_note(note).get("made_with", {}) if directory.exists() else {}
+        return [prepare, Stage(TRAIN, command, note, run_origin(config, recorded), (prepare,), directory)]
 
     def refuse_changes(self) -> None:
         """Raise UserError where a run was begun or done with something else than it would be now."""
+        code_digest.cache_clear()
+        self._stages.clear()
         for run in self.runs:
             if self.data(run).exists() or self.directory(run).exists():
                 for stage in self.stages(run):
@@ -190,8 +169,8 @@ class Sweep:
             return first
         axis, label = experiment.compare.axis, experiment.compare.baseline
         aside = (axis, choose.axis) if choose else (axis,)
-        runs = sorted(self.reported(), key=lambda run: run.label(axis) != label)  # baselines first
-        baselines = {run.without(*aside): run for run in runs if run.label(axis) == label}
+        runs = sorted(self.reported(), key=lambda run: run.labels[axis] != label)  # baselines first
+        baselines = {run.without(*aside): run for run in runs if run.labels[axis] == label}
         return [Task(run, self.stages(run, baselines[run.without(*aside)])) for run in runs]
 
     def reported(self) -> list[Run]:
@@ -201,94 +180,79 @@ class Sweep:
             return self.runs
         values = {run.name: self.values(run) for run in trials(self.experiment, self.runs)}
         scores = {name: numbers.get(choose.by, math.nan) for name, numbers in values.items()}
-        worst = math.inf if choose.least else -math.inf
-        finite = {name: score if math.isfinite(score) else worst for name, score in scores.items()}
-        return chosen(self.experiment, self.runs, finite)
+        return chosen(self.experiment, self.runs, scores)
 
     def values(self, run: Run) -> dict[str, float]:
         """Return the numbers of a run so far, by metric. Raises UserError where a measure left no number."""
         values = {}
         last = {record["set"]: record for record in read_metrics(self.directory(run)) if "set" in record}
         for dataset, record in last.items():
-            for metric in (VALIDATION, CHANGE):
-                if record.get(metric) is not None:
-                    values[validation_metric(metric, dataset)] = float(record[metric])
+            for metric, key in zip(validation_metrics(dataset), (VALIDATION, CHANGE), strict=True):
+                if record.get(key) is not None:
+                    values[metric] = float(record[key])
         for name, measure in self.experiment.measures.items():
-            if read_note(self.notes / run.name / f"{name}.json"):
+            if read_note(self.note(run, name)):
                 for metric, sources in measure.read.items():
-                    key, variables = f"measures.{name}.read.{metric}", self.variables(run)
-                    values[metric] = fmean(read_number(fill(source, variables, key)) for source in sources)
+                    texts = fill(sources, self.variables(run), f"measures.{name}.read.{metric}")
+                    values[metric] = fmean(map(read_number, texts))
         return values
 
     def work(self) -> None:
-        """Do what all runs share, then runs until none is left; wait for those that other workers hold.
+        """Do what all runs share, then runs until none is left; wait for what other workers hold.
 
         Raises UserError, naming the log, when a command fails (FailureError where that may pass), and
         EndedError when another worker of this process has failed.
         """
-        code_digest.cache_clear()
         self.refuse_changes()  # before what all runs share is made anew for some
-        for stage in self.before():
-            self._run_once("before", stage)
-        self._stages.clear()  # these stages may have made what runs begin from
-        while tasks := [task for task in self.tasks() if not task.done]:
-            worked = False
-            for task in tasks:
-                with held(store.lease(self.experiment.out / "leases", task.run.name)) as acquired:
-                    worked |= acquired and self.advance(task)
-            if not worked:
+        while pending := self.pending():
+            if not any(self.advance(run, stage) for run, stage in pending):
                 self.workers.wait(POLL)
 
-    def advance(self, task: Task) -> bool:
-        """Do the stages of a run that can be done now; return whether there was one."""
-        worked, name = False, task.run.name
-        for index, stage in enumerate(task.stages):
-            if stage.done:
-                continue
-            if stage.directory is not None:  # the recipe may have changed since the stages were listed
-                code_digest.cache_clear()
-                latest = self._training(task.run)[index]
-                latest.refuse_changes(name)
-                if latest.identity != stage.identity:
-                    message = f"{name}: what it is made with has just changed; run the same command again"
-                    raise UserError(message, code="stage-changed")
-            if not all(need.done for need in stage.needs):  # the baseline's, which another worker does
-                break
-            (self._run_once if stage.name == PREPARE else self._run)(name, stage)
-            worked = True
-        return worked
+    def pending(self) -> list[tuple[Run | None, Stage]]:
+        """Return the stages that are not done, with their runs: first those that all share."""
+        if shared := [stage for stage in self.before() if not stage.done]:
+            self._stages.clear()  # these stages may make what runs begin from
+            return [(None, stage) for stage in shared]
+        return [(task.run, stage) for task in self.tasks() for stage in task.stages if not stage.done]
 
-    def _run_once(self, name: str, stage: Stage) -> None:
-        """Do what several runs share: one worker does it, the others wait."""
-        while not stage.done:
-            with held(store.lease(self.experiment.out / "leases", f"once.{stage.note.stem}")) as acquired:
-                if acquired and not stage.done:
-                    self._run(name, stage)
-            if not acquired:
-                self.workers.wait(POLL)
+    def advance(self, run: Run | None, stage: Stage) -> bool:
+        """Do a stage if it can be done now and no other worker is at it; return whether there is progress."""
+        if not all(need.done for need in stage.needs):
+            return False
+        name = run.name if run else "before"
+        lease = store.lease(self.experiment.out / "leases", f"{stage.note.parent.name}.{stage.note.stem}")
+        with held(lease) as acquired:
+            if acquired and not stage.done:
+                if run and stage.directory is not None:
+                    stage.refuse_changes(name)
+                    latest = {stage.name: stage for stage in self.training(run)}[stage.name]
+                    if latest.identity != stage.identity:  # a file has changed since the stages were listed
+                        message = f"{name}: what it is made with has just changed; run the same command again"
+                        raise UserError(message, code="stage-changed")
+                self._run(name, stage)
+        return acquired
 
     def _run(self, name: str, stage: Stage) -> None:
         if stage.directory is not None and not stage.read():
             stage.write()
-        log = self.experiment.out / "logs" / f"{name}.{stage.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
+        path = self.experiment.out / "logs" / f"{name}.{stage.name}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
         self.log(f"{name}: {stage.name}")
-        command = executable(stage.command)
+        command, began = stage.command, time.monotonic()
         if stage.name == TRAIN:
-            command[1:1] = ["--master_port", str(free_port())]
-        environment = os.environ | {"PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-        began = time.monotonic()
-        with log.open("ab") as output:
-            start = output.tell()  # the log holds every attempt
-            code = self.workers.run(command, output, environment)
+            command = [command[0], f"--master_port={random.choice(PORTS)}", *command[1:]]
+        with path.open("a+b") as log:  # it holds every attempt
+            start = log.tell()
+            code = self.workers.run(command, log)
+            log.seek(start)
+            text = log.read().decode(errors="replace") if code else ""
         if code:
-            with log.open("rb") as file:
-                file.seek(start)
-                text = file.read().decode(errors="replace")
             lines = [line for line in text.splitlines() if line.strip()] or [""]
             reason = next((line for line in reversed(lines) if line.startswith("error")), lines[-1])
             error = UserError if code == ExitCode.MISTAKE else FailureError
-            raise error(f"{name}: {stage.name} ended with code {code} ({log}): {reason}", code="stage-failed")
+            raise error(
+                f"{name}: {stage.name} ended with code {code} ({path}): {reason}", code="stage-failed"
+            )
         stage.write(time.monotonic() - began)
 
 
@@ -300,16 +264,6 @@ def read_number(source: str) -> float:
         for key in keys.split("."):
             value = value[int(key)] if isinstance(value, list) else value[key]
         return float(value)
-    except (OSError, ValueError, KeyError, IndexError, TypeError, OverflowError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         reason = f"{type(error).__name__}: {one_line(error, 120)}"
         raise UserError(f"{source} holds no number ({reason})", code="no-number") from None
-
-
-def free_port() -> int:
-    """Return one of PORTS that nothing on this host listens at."""
-    for port in random.sample(PORTS, len(PORTS)):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ended runs leave theirs free
-            probe.bind(("", port))
-            return port
-    raise FailureError(f"no port of this host between {PORTS.start} and {PORTS.stop} is free")

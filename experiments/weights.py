@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import sys
 import warnings
 from pathlib import Path
@@ -55,16 +56,16 @@ def draw() -> str:
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    p = torch.linspace(0.002, 0.998, 64, dtype=torch.float64)
-    panels = objectives()
-    likelihood = pull(get_objective("mle"), p)
+    p, panels = torch.linspace(0.002, 0.998, 64, dtype=torch.float64), objectives()
+    likelihood, buffer = pull(get_objective("mle"), p), io.StringIO()
     style: Any = {"svg.hashsalt": "objectives", "svg.fonttype": "none", "font.size": 8}
     with plt.rc_context(style | {"axes.spines.top": False, "axes.spines.right": False}):
         rows = -(-len(panels) // COLUMNS)
         figure, grid = plt.subplots(rows, COLUMNS, figsize=(9, 1.7 * rows), sharex=True, sharey=True)
-        for axes in grid.flat[len(panels) :]:
-            axes.set_visible(False)
-        for axes, objective in zip(grid.flat, panels, strict=False):
+        for axes, objective in itertools.zip_longest(grid.flat, panels):
+            if objective is None:
+                axes.set_visible(False)
+                continue
             axes.plot(p, likelihood, color="0.75", linewidth=1)
             axes.plot(p, pull(objective, p), color="#1f6feb", linewidth=1.5)
             axes.set_title(str(objective), fontsize=8)
@@ -73,17 +74,16 @@ def draw() -> str:
         figure.supxlabel("probability of the target")
         figure.supylabel("pull at its logit")
         figure.tight_layout()
-        buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
         plt.close(figure)
     return buffer.getvalue()
 
 
-def main(argv: list[str] | None = None) -> int:
+def main() -> int:
     """Print the table's numbers; write the figure where a path is given."""
     parser = argparse.ArgumentParser(prog="python -m emo.experiments.weights", description=__doc__)
     parser.add_argument("figure", nargs="?", type=Path, help="an .svg file")
-    args = parser.parse_args(argv)
+    args = parser.parse_args()
     for objective in objectives():
         low, high = pull(objective, torch.tensor(PROBABILITIES, dtype=torch.float64)).tolist()
         print(f"{objective.name:<12} {low:8.3f} {high:8.3f}")

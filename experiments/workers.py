@@ -13,7 +13,6 @@ command starts anew.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -21,11 +20,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from pathlib import Path
 from types import FrameType
 from typing import IO
-
-import psutil
 
 from emo.common.errors import ExitCode
 from emo.pipeline.stop import die_with_parent
@@ -47,66 +45,63 @@ class Workers:
 
     def __init__(self) -> None:
         self._over = threading.Event()  # no further command is begun
-        self._stopped = False  # and those that run were asked to end
-        self._lock = threading.Lock()
-        self._running: set[subprocess.Popen[bytes]] = set()
+        self._stopped = threading.Event()  # and those that run are asked to end
 
     def together(self, work: Callable[[], None], count: int) -> None:
         """Call `work` in `count` threads; for the main thread alone.
 
-        Raises the first error of any of them, or StoppedError after a SIGTERM, once all have ended.
+        Raises the error of one of them, or StoppedError after a SIGTERM, once all have ended.
         """
 
         def stop(number: int, frame: FrameType | None) -> None:
             signal.signal(number, signal.SIG_IGN)  # commands that save what they have are not hurried
             raise StoppedError
 
-        errors: list[BaseException] = []
         previous = signal.signal(signal.SIGTERM, stop)
         try:
             with ThreadPoolExecutor(count) as pool:
                 futures = [pool.submit(work) for _ in range(count)]
                 try:
-                    for future in as_completed(futures):
-                        error = future.exception()
-                        if error is not None and not isinstance(error, EndedError):
-                            errors.append(error)
-                            self._over.set()
+                    wait(futures, return_when=FIRST_EXCEPTION)
+                    self._over.set()
+                    wait(futures)
                 except BaseException:
                     self._over.set()
-                    with self._lock:
-                        self._stopped = True
-                        for process in self._running:
-                            process.terminate()
+                    self._stopped.set()
                     raise
         finally:
             signal.signal(signal.SIGTERM, previous)
-        if errors:
-            raise errors[0]
+        for error in (future.exception() for future in futures):
+            if error is not None and not isinstance(error, EndedError):
+                raise error
 
-    def run(self, command: list[str], output: IO[bytes], environment: dict[str, str]) -> int:
+    def run(self, command: list[str], output: IO[bytes]) -> int:
         """Return the exit code of a command. Raises EndedError when it was not begun, or was asked to end."""
-        with self._lock:
-            self.wait(0)
-            process = subprocess.Popen(
-                [sys.executable, "-m", "emo.experiments.workers", str(os.getpid()), *command],
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment,
-                start_new_session=True,  # Ctrl-C reaches it through `together` alone
-            )
-            self._running.add(process)
-        code = process.wait()
-        with self._lock:
-            self._running.discard(process)
-            if self._stopped:
+        self.wait(0)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "emo.experiments.workers", str(os.getpid()), *command],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            start_new_session=True,  # Ctrl-C reaches it through `together` alone
+        )
+        while process.poll() is None:
+            if self._stopped.wait(TICK):
+                process.terminate()
+                process.wait()
                 raise EndedError
-        return code
+        return process.returncode
 
     def wait(self, seconds: float) -> None:
         """Raise EndedError as soon as no further command is to be begun."""
         if self._over.wait(seconds):
             raise EndedError
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of commands, in which programs beside this Python come before others."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
+    return os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def main(argv: list[str]) -> int:
@@ -115,31 +110,33 @@ def main(argv: list[str]) -> int:
     requests: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: requests.append(number))
+    program = sys.executable if command[0] == "python" else command[0]
     try:
-        child = subprocess.Popen(command, start_new_session=True, preexec_fn=die_with_parent)
+        child = subprocess.Popen([program, *command[1:]], start_new_session=True, preexec_fn=die_with_parent)
     except OSError as error:
         print(f"error: {command[0]} cannot be run: {error.strerror}", file=sys.stderr)
         return ExitCode.MISTAKE
 
-    def lives() -> bool:
-        """Return whether a process of the group has not ended."""
-        for process in psutil.process_iter(["status"]):
-            with contextlib.suppress(OSError):
-                if os.getpgid(process.pid) == child.pid and process.info["status"] != psutil.STATUS_ZOMBIE:
-                    return True
-        return False
+    def sent(number: int) -> bool:
+        """Send a signal to the command's group; return whether any process of it is left."""
+        try:
+            os.killpg(child.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
 
-    deadline, orphaned = None, False
-    while child.poll() is None or (deadline is not None and lives()):
-        orphaned = orphaned or os.getppid() != parent
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if deadline is None and (requests or orphaned):
-                deadline = time.monotonic() + GRACE
-                os.killpg(child.pid, signal.SIGTERM)
-            if deadline is not None and (orphaned or len(requests) > 1 or time.monotonic() > deadline):
-                os.killpg(child.pid, signal.SIGKILL)
+    deadline = None
+    while child.poll() is None or (deadline is not None and sent(0)):
+        orphaned = os.getppid() != parent
+        if deadline is None and (requests or orphaned):
+            deadline = time.monotonic() + GRACE
+            sent(signal.SIGTERM)
+        if deadline is not None and (orphaned or len(requests) > 1 or time.monotonic() > deadline):
+            sent(signal.SIGKILL)
+            break
         time.sleep(TICK)
-    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+    code = child.wait()
+    return code if code >= 0 else 128 - code
 
 
 if __name__ == "__main__":

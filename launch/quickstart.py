@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 
 sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / "emo").is_dir())))
 
@@ -53,17 +52,8 @@ def steps() -> list[tuple[str, list[list[str]]]]:
         model = ["--model", str(RUN / run / "export"), "--name", name, "--output_path", results]
         evaluate.append([*emo, "eval", *model, "--tasks", "all", "--data", tasks])
         generate.append([*emo, "generate", *model, "--samples", "8"])
-    report = [
-        *emo,
-        "report",
-        results,
-        "--output_path",
-        f"{RUN}/",
-        "--notice",
-        NOTICE,
-        "--title",
-        "Quickstart",
-    ]
+    page = ["--output_path", f"{RUN}/", "--notice", NOTICE, "--title", "Quickstart"]
+    report = [*emo, "report", results, *page]
     report += [f"--run={name}={RUN / run}" for name, run in runs.items()]
     continued = {o: [adapt, f"objective.name={o}", f"output_dir={RUN / o}"] for o in ("mle", "emo")}
     return [
@@ -95,10 +85,6 @@ def following(file: str) -> list[list[list[str]]]:
     ]
 
 
-class StopRequestError(Exception):
-    """Somebody asked this process to end."""
-
-
 def run(commands: list[list[str]]) -> list[int]:
     """Run commands side by side; return their exit codes. A request to stop is passed on to them."""
     environment = os.environ | {
@@ -111,10 +97,9 @@ def run(commands: list[list[str]]) -> list[int]:
     running = [subprocess.Popen(command, cwd=REPOSITORY, env=environment) for command in commands]
     try:
         return [process.wait() for process in running]
-    except (StopRequestError, KeyboardInterrupt) as reason:
+    except KeyboardInterrupt:
         for process in running:
-            if isinstance(reason, StopRequestError):  # Ctrl-C has reached them too
-                process.terminate()
+            process.terminate()
         for process in running:
             process.wait()
         raise
@@ -126,10 +111,7 @@ def quickstart(words: list[str]) -> int:
     parser = Parser(prog="emo quickstart", description=ABOUT, formatter_class=raw)
     parse_arguments(parser, words[1:])
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise StopRequestError
-
-    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.perf_counter()
     plan = steps()
     try:
@@ -142,7 +124,7 @@ def quickstart(words: list[str]) -> int:
             if failed := [code for code in run(commands) if code]:
                 print(f"error: step {number} ended with exit code {failed[0]}", file=sys.stderr)
                 return failed[0] if failed[0] > 0 else ExitCode.FAILURE
-    except (StopRequestError, KeyboardInterrupt):
+    except KeyboardInterrupt:
         print("\nstopped; run the same command again to resume", file=sys.stderr)
         return ExitCode.STOPPED
     used = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -58,16 +58,6 @@ def dirichlet(n: int, V: int, concentration: float, generator: torch.Generator) 
     return rows / rows.sum(-1, keepdim=True)
 
 
-def sparse_truth(V: int, generator: torch.Generator, width: int = 16) -> Truth:
-    """Return a truth of MixCE's set-up: rows from Dirichlet(1/2) with half of the entries at zero."""
-    rows = dirichlet(V, V, 0.5, generator)
-    order = torch.rand(V, V, generator=generator).argsort(-1)
-    rows = rows.scatter(-1, order[:, : V // 2], 0.0)
-    rows = rows / rows.sum(-1, keepdim=True)
-    embedding = torch.randn(V, width, generator=generator, dtype=torch.float64)
-    return Truth(rows, _stationary(rows), nn.functional.normalize(embedding, dim=-1))
-
-
 def _stationary(rows: Tensor) -> Tensor:
     """Return how often each token is met in a long text."""
     share = torch.full_like(rows[0], 1 / len(rows))
@@ -115,7 +105,6 @@ class Fitted(NamedTuple):
 
     logits: Tensor  # [S, V, V]
     nll: Tensor  # [S], nats per token of the development sample
-    step: Tensor  # [S]
 
 
 def fit(
@@ -137,8 +126,7 @@ def fit(
     total = train.sum(-1, keepdim=True)
     rows = (train / total.clamp_min(1)).float()
     share = (total / total.sum(1, keepdim=True)).float()
-    runs = len(seeds)
-    best = Fitted(torch.full_like(rows, torch.nan), torch.full((runs,), torch.inf), torch.zeros(runs))
+    best = Fitted(torch.full_like(rows, torch.nan), torch.full((len(seeds),), torch.inf))
     for step in range(1, steps + 1):
         logits = learner()
         q = torch.softmax(logits.detach(), -1)
@@ -150,9 +138,7 @@ def fit(
             nll = nats_per_token(logits, dev).nan_to_num(torch.inf)  # a run that diverged is never better
             ahead = nll < best.nll
             best = Fitted(
-                torch.where(ahead[:, None, None], logits, best.logits),
-                torch.where(ahead, nll, best.nll),
-                torch.where(ahead, float(step), best.step),
+                torch.where(ahead[:, None, None], logits, best.logits), torch.where(ahead, nll, best.nll)
             )
     return best
 

@@ -32,26 +32,16 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m emo.experiments.known_truth.corpus", description=__doc__)
     parser.add_argument("--oracle", required=True, help="model directory or hub id")
     parser.add_argument("--output_path", required=True, type=Path)
-    for split, count in (("train", 1024), ("dev", 128), ("test", 128)):
-        parser.add_argument(f"--{split}", type=int, default=count, help="texts (%(default)s)")
-    parser.add_argument(
-        "--max_new_tokens", type=int, default=160, help="tokens of a text at most (%(default)s)"
-    )
+    for option, count in (("train", 1024), ("dev", 128), ("test", 128), ("max_new_tokens", 160)):
+        parser.add_argument(f"--{option}", type=int, default=count, help="(%(default)s)")
     args = parser.parse_args(argv)
-
-    def work() -> int:
-        oracle = EvaluatedModel(args.oracle)
-        for split, seed in SEEDS.items():
-            rows = sample(oracle, getattr(args, split), args.max_new_tokens, seed, args.output_path)
-            text = "".join(json.dumps({"ids": row}) + "\n" for row in rows)
-            write_text(args.output_path / f"{split}.jsonl", text)
-            print(
-                f"{args.output_path / split}.jsonl: {len(rows)} texts, {sum(map(len, rows)):,} tokens",
-                flush=True,
-            )
-        return ExitCode.DONE
-
-    return outcome(work)
+    oracle = EvaluatedModel(args.oracle)
+    for split, seed in SEEDS.items():
+        rows = sample(oracle, getattr(args, split), args.max_new_tokens, seed, args.output_path)
+        path = args.output_path / f"{split}.jsonl"
+        write_text(path, "".join(json.dumps({"ids": row}) + "\n" for row in rows))
+        print(f"{path}: {len(rows)} texts, {sum(map(len, rows)):,} tokens", flush=True)
+    return ExitCode.DONE
 
 
 def sample(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path) -> list[list[int]]:
@@ -63,4 +53,4 @@ def sample(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(outcome(main))

@@ -11,8 +11,6 @@ loss is least.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -58,20 +56,14 @@ def expected_gradient(q: Tensor, truth: Tensor, objective: Objective, costs: Cos
     return scale * (q * shared - truth * K)
 
 
-class Settled(NamedTuple):
-    """A fixed point, where training with unlimited data and capacity settles."""
-
-    q: Tensor  # [n, V]
-    residual: Tensor  # [n]: the largest entry of the expected gradient that is left
-
-
 def settle(
     truth: Tensor, objective: Objective, costs: Costs, steps: int = 5000, tolerance: float = 1e-12
-) -> Settled:
-    """Return the fixed point of `objective` for truths [n, V] (float64), by preconditioned descent from them.
+) -> tuple[Tensor, Tensor]:
+    """Return q [n, V], where training on truths [n, V], float64, settles with unlimited data; residuals [n].
 
-    An objective that has no fixed point inside the simplex collapses towards a corner: its residual then
-    stays above the tolerance, and q is where it was after `steps`.
+    It is found by preconditioned descent from the truths; a residual is the largest entry of the expected
+    gradient that is left. An objective that has no fixed point inside the simplex collapses towards a corner:
+    its residual then stays above the tolerance, and q is where it was after `steps`.
     """
     z = truth.clamp_min(1e-30).log()
     rate = torch.full_like(z[:, :1], 0.5)
@@ -86,4 +78,4 @@ def settle(
         least = torch.minimum(least, residual)
         # g / q is the step of a Newton iteration whose Hessian is its diagonal
         z = torch.log_softmax(z - rate * (g / q.clamp_min(1e-12)).clamp(-1, 1), -1)
-    return Settled(q, residual[:, 0])
+    return q, residual[:, 0]

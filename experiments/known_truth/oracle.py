@@ -12,9 +12,7 @@ With `--samples` the oracle reads so many texts of the model's own, and as many 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,9 @@ from emo.eval.generation import distributions, likelihood
 from emo.eval.generation.decoding import prompt_ids
 from emo.eval.model import EvaluatedModel
 from emo.experiments.known_truth.corpus import sample
-from emo.experiments.statistics import WIDEST, best_temperature
+from emo.experiments.statistics import best_temperature
 
 CONTEXTS = 40_000  # at most; a row of logits each, three models
-DECILES = 10
 SAMPLES_SEED = 4  # not one of the corpus's
 
 
@@ -41,64 +38,42 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m emo.experiments.known_truth.oracle", description=__doc__)
     for name in ("--oracle", "--model", "--texts", "--output_path"):
         parser.add_argument(name, required=True, type=Path)
-    parser.add_argument("--baseline", type=Path)
-    parser.add_argument("--dev", type=Path)
+    for name in ("--baseline", "--dev"):
+        parser.add_argument(name, type=Path)
     parser.add_argument("--samples", type=int, default=0)
-    parser.add_argument(
-        "--max_new_tokens", type=int, default=160, help="of each sample at most (%(default)s)"
-    )
+    parser.add_argument("--max_new_tokens", type=int, default=160, help="of a sample (%(default)s)")
     args = parser.parse_args(argv)
-
-    def work() -> int:
-        oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
-        results = measure(oracle, model, args.texts, args.baseline, args.dev)
-        if args.samples:
-            begin, nats = prompt_ids(oracle, ""), {}
-            for key, writer in (("oracle_nats", model), ("floor_nats", oracle)):  # per token: log PPL_oracle
-                out = args.output_path.parent
-                rows = sample(writer, args.samples, args.max_new_tokens, SAMPLES_SEED, out)
-                pairs = [(begin, row[len(begin) :]) for row in rows]
-                nats[key] = likelihood.continuations(oracle, pairs).per_token
-            results["samples"] = nats
-        args.output_path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(args.output_path, json.dumps(results, indent=1))
-        return ExitCode.DONE
-
-    return outcome(work)
+    oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
+    results = measure(oracle, model, args.texts, args.baseline, args.dev)
+    if args.samples:
+        begin, nats = prompt_ids(oracle, ""), {}
+        for key, writer in (("oracle_nats", model), ("floor_nats", oracle)):  # per token: log PPL_oracle
+            out = args.output_path.parent
+            rows = sample(writer, args.samples, args.max_new_tokens, SAMPLES_SEED, out)
+            pairs = [(begin, row[len(begin) :]) for row in rows]
+            nats[key] = likelihood.continuations(oracle, pairs).per_token
+        results["samples"] = nats
+    args.output_path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(args.output_path, json.dumps(results, indent=1))
+    return ExitCode.DONE
 
 
 def measure(
-    oracle: EvaluatedModel,
-    model: EvaluatedModel,
-    texts: Path,
-    baseline: Path | None = None,
-    dev: Path | None = None,
+    oracle: EvaluatedModel, model: EvaluatedModel, texts: Path, baseline: Path | None, dev: Path | None
 ) -> dict[str, Any]:
     """Return mean measures per context. Raises UserError for models whose tokenizers differ."""
     if oracle.tokenizer_digest != model.tokenizer_digest:
         problem = f"{model.given} and {oracle.given} have different tokenizers and cannot be compared"
         raise UserError(problem, code="other-tokenizer")
-    rows = token_rows(oracle.tokenizer, texts)
-    targets = torch.tensor([token for row in rows for token in row[1:]])
     shared = min(oracle.model.config.vocab_size, model.model.config.vocab_size)  # heads may be padded
+    rows, targets = token_rows(oracle.tokenizer, texts)
     p = distributions.log_probs(logits_of(oracle.model, rows, shared))
     q = logits_of(model.model, rows, shared)
     results: dict[str, Any] = {"contexts": len(targets), "at_1": summary(p, q, targets)}
-    order = p.flatten().argsort()  # log q - log p by decile of p, over all tokens (arXiv 2203.12788)
-    gaps = (distributions.log_probs(q) - p).flatten()[order]
-    deciles = zip(gaps.chunk(DECILES), p.flatten()[order].chunk(DECILES), strict=True)
-    results["deciles"] = [
-        {"log_p": float(part.mean()), "mean": float(gap.mean()), "spread": float(gap.std())}
-        for gap, part in deciles
-    ]
     if dev is not None:
-        dev_rows = token_rows(oracle.tokenizer, dev)
-        logits = logits_of(model.model, dev_rows, shared)
-        next_ = torch.tensor([token for row in dev_rows for token in row[1:]])[:, None]
+        dev_rows, dev_targets = token_rows(oracle.tokenizer, dev)
+        logits, next_ = logits_of(model.model, dev_rows, shared), dev_targets[:, None]
         best = best_temperature(lambda t: float(-distributions.log_probs(logits, t).gather(-1, next_).mean()))
-        if abs(math.log(best)) > WIDEST - 1e-3:
-            widest = round(math.exp(WIDEST))
-            raise UserError(f"no temperature between 1/{widest} and {widest} suits it best")
         results["temperature"] = best
         results["tempered"] = summary(p, q / best, targets)
     if baseline is not None:
@@ -119,26 +94,26 @@ def summary(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float
     return means
 
 
-def token_rows(tokenizer: Any, path: Path) -> list[list[int]]:
-    """Return the texts of a jsonl file as token ids: their `ids`, or their `text` as it is tokenized."""
-    rows, contexts = [], 0
+def token_rows(tokenizer: Any, path: Path) -> tuple[list[list[int]], Tensor]:
+    """Return the token ids of a jsonl file's texts, their `ids` or tokenized `text`, and all targets [n]."""
+    rows: list[list[int]] = []
+    targets: list[int] = []
     with open_text(path) as lines:
         for number, line in enumerate(lines, 1):
-            record: Any = None
-            with contextlib.suppress(ValueError, RecursionError):
+            try:
                 record = json.loads(line)
-            row = record.get("ids") if isinstance(record, dict) else None
-            if isinstance(record, dict) and "ids" not in record and isinstance(record.get("text"), str):
-                row = tokenizer(record["text"]).input_ids
-            if not isinstance(row, list) or not all(type(i) is int and 0 <= i < len(tokenizer) for i in row):
+                row = record["ids"] if "ids" in record else tokenizer(record["text"]).input_ids
+                if not all(0 <= token < len(tokenizer) for token in row):
+                    raise ValueError
+            except (ValueError, LookupError, TypeError):
                 problem = "expected an object with text, or with ids of the tokenizer"
-                raise UserError(f"{path}, line {number}: {problem}", code="no-row")
-            if len(row) > 1 and contexts + len(row) - 1 <= CONTEXTS:
+                raise UserError(f"{path}, line {number}: {problem}", code="no-row") from None
+            if len(row) > 1 and len(targets) + len(row) - 1 <= CONTEXTS:
                 rows.append(row)
-                contexts += len(row) - 1
+                targets += row[1:]
     if not rows:
         raise UserError(f"{path} holds no text of two tokens or more", code="no-text")
-    return rows
+    return rows, torch.tensor(targets)
 
 
 @torch.no_grad()
@@ -158,4 +133,4 @@ def logits_of(model: Any, rows: list[list[int]], vocabulary: int) -> Tensor:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(outcome(main))

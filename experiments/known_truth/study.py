@@ -3,8 +3,8 @@
     python -m emo.experiments.known_truth.study FILE.yaml [key=value ...]
 
 FILE says which truths, sample sizes, objectives and costs; `results.json` is written to its `out`. A cell is
-one kind of truth and one size of sample: `truths` of them are drawn at random, each with one sample. Cells
-that are done are not done again, unless the code or the parameters that made them have changed.
+one share of geometry and one size of sample: `truths` of them are drawn at random, each with one sample.
+Cells that are done are not done again, unless the code or the parameters that made them have changed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import argparse
 import hashlib
 import itertools
 import json
-import math
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -27,12 +26,12 @@ from emo.common.files import sha256, write_text
 from emo.common.provenance import code_version
 from emo.common.recipe import Section, load_section
 from emo.eval.generation import distributions
-from emo.experiments.code import code_digest, plugin_file
+from emo.experiments.code import code_digest
 from emo.experiments.design import RESULTS
 from emo.experiments.known_truth import bigram
 from emo.experiments.known_truth.expected import Costs, settle
 from emo.experiments.statistics import at_an_end, best_temperature, estimate, verdict
-from emo.pipeline.loss import get_objective
+from emo.pipeline.loss import Objective, get_objective
 
 DEV_SEED, TRUTH_SEED, PERMUTATION = 10_000, 77, 5  # streams that must not meet those of the samples
 
@@ -46,14 +45,24 @@ class Contestant(Section):
     # embedding: the learner's output matrix is the embedding that the truth was made with, not trained.
     head: Literal["free", "embedding"] = "free"
 
+    @property
+    def objective(self) -> Objective:
+        """Return the objective with its parameters."""
+        return get_objective(self.name, **self.params)
+
     def costs(self, embedding: Tensor) -> Costs:
         """Return the transport costs, from the embedding that the truth was made with."""
         if self.cost == "constant":
             return Costs(torch.eye(embedding.shape[-2], dtype=embedding.dtype))
-        costs = Costs(embedding)
-        if self.cost == "permuted":
-            return costs.permuted(torch.Generator().manual_seed(PERMUTATION))
-        return costs
+        costs, generator = Costs(embedding), torch.Generator().manual_seed(PERMUTATION)
+        return costs.permuted(generator) if self.cost == "permuted" else costs
+
+    def program(self) -> str | None:
+        """Return the hash of the file of an objective that is named FILE.py:FUNCTION or MODULE:FUNCTION."""
+        module, _, _ = self.name.rpartition(":")
+        get_objective(self.name, **self.params)  # imports the module
+        file = module if module.endswith(".py") else getattr(sys.modules.get(module), "__file__", None)
+        return sha256(Path(file)) if file else None
 
 
 class Study(Section):
@@ -62,9 +71,6 @@ class Study(Section):
     out: Path
     contestants: dict[str, Contestant] = Field(min_length=1)
     baseline: str = "mle"
-    # geometric: tokens that are plausible together lie close together, to a share; sparse: MixCE's, half of
-    # whose probabilities are zero and whose embedding says nothing.
-    truth: Literal["geometric", "sparse"] = "geometric"
     vocabularies: list[int] = [20, 100]
     shares: list[float] = [0.0, 0.5, 1.0]  # of geometry in the truth
     tokens: list[int] = [500, 5_000, 50_000]  # of a training sample; a tenth more is for development
@@ -81,8 +87,6 @@ class Study(Section):
         for label in (self.baseline, *labels):
             if label not in self.contestants:
                 raise ValueError(f"{label} is not one of the contestants: {', '.join(self.contestants)}")
-        if self.truth == "sparse" and self.shares != [0.0]:
-            raise ValueError("a sparse truth has no geometry; set shares: [0.0]")
         return self
 
 
@@ -91,23 +95,20 @@ def fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, 
     generator = torch.Generator().manual_seed(TRUTH_SEED)
     rows = bigram.dirichlet(truths, V, 0.5, generator)
     embedding = torch.randn(V, 16, generator=generator, dtype=torch.float64)
-    points = []
+    log_p, points = rows.log(), []
     for label, contestant in study.contestants.items():
         if contestant.head != "free":  # a fixed point is one of distributions, without a learner
             continue
-        objective = get_objective(contestant.name, **contestant.params)
-        settled = settle(rows, objective, contestant.costs(embedding))
-        log_p, log_q = rows.log(), settled.q.clamp_min(1e-300).log()
-        entropy = distributions.entropy(log_q)
-        pairs = zip(log_p, entropy, strict=True)
-        temperatures = [distributions.matching_temperature(p[None], float(h)) for p, h in pairs]
-        pairs = zip(log_p, temperatures, strict=True)
-        tempered = torch.stack([distributions.log_probs(p, t) for p, t in pairs])
-        means = {k: float(v.mean()) for k, v in distributions.measures(log_p, log_q).items()}
-        means["temperature"] = sum(temperatures) / len(temperatures)
-        means["kl_from_tempered_truth"] = float(distributions.kl(log_q, tempered).mean())
-        means["settled"] = float((settled.residual < 1e-9).double().mean())
-        points.append({"contestant": label, **means})
+        q, residual = settle(rows, contestant.objective, contestant.costs(embedding))
+        log_q = q.clamp_min(1e-300).log()
+        pairs = zip(log_p, distributions.entropy(log_q).tolist(), strict=True)
+        temperatures = [distributions.matching_temperature(p[None], entropy) for p, entropy in pairs]
+        tempered = [distributions.log_probs(p, t) for p, t in zip(log_p, temperatures, strict=True)]
+        point = {k: float(v.mean()) for k, v in distributions.measures(log_p, log_q).items()}
+        point["temperature"] = sum(temperatures) / len(temperatures)
+        point["kl_from_tempered_truth"] = float(distributions.kl(log_q, torch.stack(tempered)).mean())
+        point["settled"] = float((residual < 1e-9).double().mean())
+        points.append({"contestant": label, **point})
     return points
 
 
@@ -117,16 +118,12 @@ def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, A
     Beside the measures of the learner as it was trained: `temperature`, which suits its development sample
     best, and `tempered_js` at that; `gap_*`: the difference from the baseline at the temperature of equal
     entropy.
-    Measures that a zero in the truth makes infinite are left out.
     """
     truths = []
     for number in range(study.truths):  # no two cells have one in common, so that they are independent
         name = f"{TRUTH_SEED} {V} {share} {tokens} {number}"
         generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]))
-        if study.truth == "geometric":
-            truths.append(bigram.geometric_truth(V, share, generator))
-        else:
-            truths.append(bigram.sparse_truth(V, generator))
+        truths.append(bigram.geometric_truth(V, share, generator))
     seeds = list(range(study.truths))
     train, dev = (
         torch.cat([bigram.sample_counts(t, size, [first + i]) for i, t in enumerate(truths)])
@@ -136,34 +133,27 @@ def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, A
     logits: dict[str, Tensor] = {}
     rates: dict[str, float] = {}
     for label, contestant in study.contestants.items():
-        costs, objective = contestant.costs(embedding), get_objective(contestant.name, **contestant.params)
-        head = embedding if contestant.head == "embedding" else None
+        costs, head = contestant.costs(embedding), embedding if contestant.head == "embedding" else None
         fits = {
-            rate: bigram.fit(train, dev, objective, costs, seeds, rate, study.steps, head)
+            rate: bigram.fit(train, dev, contestant.objective, costs, seeds, rate, study.steps, head)
             for rate in study.rates
         }
         rates[label] = min(fits, key=lambda rate: float(fits[rate].nll.mean()))
         logits[label] = fits[rates[label]].logits.double()
-    base = logits[study.baseline]
-    measured: dict[str, dict[str, list[float]]] = {label: {} for label in logits}
-    infinite = set()
+    values: dict[str, dict[str, list[float]]] = {}
     for label, learned in logits.items():
-        for i, truth in enumerate(truths):
-            for name, value in _measure(truth, learned[i], base[i], dev[i]).items():
-                measured[label].setdefault(name, []).append(value)
-                if not math.isfinite(value):
-                    infinite.add(name)
-    finite = {label: {n: v for n, v in m.items() if n not in infinite} for label, m in measured.items()}
-    return {"values": finite, "rates": rates}
+        learners = zip(truths, learned, logits[study.baseline], dev, strict=True)
+        measured = [_measure(*learner) for learner in learners]
+        values[label] = {name: [row[name] for row in measured] for name in measured[0]}
+    return {"values": values, "rates": rates}
 
 
 def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) -> dict[str, float]:
     """Return a learner's measures from logits [V, V], its baseline's, and counts of development [V, V]."""
-    log_p = truth.rows.log()
 
     def weighted(logits: Tensor, t: float = 1.0) -> dict[str, float]:
         """Return measures at a temperature, contexts weighted as a long text has them."""
-        measured = distributions.measures(log_p, distributions.log_probs(logits, t))
+        measured = distributions.measures(truth.rows.log(), distributions.log_probs(logits, t))
         return {name: float(values @ truth.contexts) for name, values in measured.items()}
 
     def entropy(t: float) -> float:
@@ -181,12 +171,11 @@ def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) ->
 def run(study: Study) -> dict[str, Any]:
     """Return the results of all cells, after writing them; finished cells are read."""
     (study.out / "cells").mkdir(parents=True, exist_ok=True)
-    files = (plugin_file(contestant.name) for contestant in study.contestants.values())
-    keys = {"contestants", "baseline", "truth", "truths", "steps", "rates"}
+    keys = {"contestants", "baseline", "truths", "steps", "rates"}
     identity = {  # what every cell depends on: parameters, and the code that makes it
         "study": study.model_dump(mode="json", include=keys),
         "code": code_digest("emo.experiments.known_truth.study"),
-        "plug-ins": [sha256(file) for file in files if file is not None and file.is_file()],
+        "plug-ins": [contestant.program() for contestant in study.contestants.values()],
         "torch": torch.__version__,
     }
     results, rows = [], []
@@ -199,7 +188,7 @@ def run(study: Study) -> dict[str, Any]:
         cell = {"V": V, "share": share, "tokens": tokens, **json.loads(path.read_text(encoding="utf-8"))}
         results.append(cell)
         contestants = {
-            label: {metric: estimate(values)._asdict() for metric, values in measured.items()}
+            label: {metric: estimate(values) for metric, values in measured.items()}
             for label, measured in cell["values"].items()
         }
         ends = [label for label, rate in cell["rates"].items() if at_an_end(rate, study.rates)]
@@ -208,12 +197,9 @@ def run(study: Study) -> dict[str, Any]:
         rows.append(row | {"at_end": ends, "contestants": contestants, "verdicts": verdicts})
         means = (f"{label} {sum(v[study.outcome]) / study.truths:.4f}" for label, v in cell["values"].items())
         print(f"V {V}, share {share:g}, {tokens} tokens: {', '.join(means)}", flush=True)
-    summary = {
-        "code": code_version(),
-        "fixed_points": fixed_points(study),
-        "rows": rows,
-        "verdicts": {name: answer(study, name, results) for name in study.questions},
-    }
+    verdicts = {name: answer(study, name, results) for name in study.questions}
+    code, points = code_version(), fixed_points(study)
+    summary = {"code": code, "fixed_points": points, "rows": rows, "verdicts": verdicts}
     write_text(study.out / RESULTS, json.dumps(summary, indent=1))
     return summary
 
@@ -227,13 +213,13 @@ def answer(study: Study, name: str, results: list[dict[str, Any]]) -> dict[str, 
     tempered = question.get("tempered", False)  # the gap is already the difference from the tempered baseline
     measure = f"gap_{study.outcome}" if tempered else study.outcome
 
-    units: dict[str, list[float]] = {}
-    for label in (question["better"], *question["than"]):
-        values = [cell["values"][label][measure] for cell in results]
-        units[label] = values[0] if len(values) == 1 else [sum(v) / len(v) for v in values]
-    better = units[question["better"]]
-    others = [[0.0] * len(better)] if tempered else [units[label] for label in question["than"]]
-    return {"outcome": study.outcome, **verdict(better, others, least=True)._asdict()}
+    def units(label: str) -> list[float]:
+        values: list[list[float]] = [cell["values"][label][measure] for cell in results]
+        return values[0] if len(values) == 1 else [sum(v) / len(v) for v in values]
+
+    better = units(question["better"])
+    others = [[0.0] * len(better)] if tempered else [units(label) for label in question["than"]]
+    return {"outcome": study.outcome, **verdict(better, others, least=True)}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -243,23 +229,17 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     args = parser.parse_intermixed_args(argv)
     torch.set_num_threads(1)  # the matrices are small: a second thread costs more than it gives
-
-    def work() -> int:
-        study = load_section(Study, args.file, args.overrides, "experiment")
-        results = run(study)
-        lines = {f"V {r['V']}, share {r['share']:g}, {r['tokens']} tokens": r for r in results["rows"]}
-        for cell, row in {**(lines if len(lines) > 1 else {}), "all cells": results}.items():
-            for name, result in row["verdicts"].items():
-                interval = f"[{result['low']:.4g}, {result['high']:.4g}], n {result['n']}"
-                print(f"{cell}: {name}: {result['answer']} ({result['effect']:.4g} {interval})")
-        ends = sorted({label for row in results["rows"] for label in row["at_end"]})
-        if ends:
-            print(f"learning rates, chosen by nats per token, lie at an end of their grid: {', '.join(ends)}")
-        print(study.out / RESULTS)
-        return ExitCode.DONE
-
-    return outcome(work)
+    study = load_section(Study, args.file, args.overrides, "experiment")
+    results = run(study)
+    for name, result in results["verdicts"].items():
+        limits = f"[{result['low']:.4g}, {result['high']:.4g}], n {result['n']}"
+        print(f"all cells: {name}: {result['answer']} ({result['effect']:.4g} {limits})")
+    ends = sorted({label for row in results["rows"] for label in row["at_end"]})
+    if ends:
+        print(f"learning rates, chosen by nats per token, lie at an end of their grid: {', '.join(ends)}")
+    print(study.out / RESULTS)
+    return ExitCode.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(outcome(main))

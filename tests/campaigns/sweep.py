@@ -5,7 +5,7 @@
 kills   all processes of the sweep are killed at seeded random moments, within half of what it takes
         undisturbed, and the same command is run again. Nothing that was done may be done again, and the table
         must be that of the undisturbed sweep.
-slurm   `experiments run --slurm` writes an array job; its workers share the runs; the same table. Needs root
+slurm   `emo sweep --slurm` writes an array job; its workers share the runs; the same table. Needs root
         and Debian's packages, as the cluster campaign does.
 
 Prints a table, writes runs/sweep.json, and exits 1 when something was repeated or differs.

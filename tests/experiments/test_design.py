@@ -22,19 +22,16 @@ AXES = {
 }
 FILE: dict[str, Any] = {
     "out": "runs/x",
-    "recipe": "launch/recipes/quickstart-continue.yaml",
     "set": {"train.logging_steps": 3},
     "axes": AXES,
-    "repeat": "seed",
     "choose": {"axis": "lr"},
-    "compare": {"axis": "objective", "baseline": "mle"},
+    "measures": {},
+    "questions": {},
 }
 
 
 def write(tmp_path: Path, **changes: Any) -> Path:
-    path = tmp_path / "sweep.yaml"
-    path.write_text(yaml.safe_dump(FILE | changes, sort_keys=False))
-    return path
+    return sweep(tmp_path, Path("launch/recipes/quickstart-continue.yaml"), **FILE | changes)
 
 
 def axes(**changes: Any) -> dict[str, Any]:
@@ -54,7 +51,6 @@ before: {a/b: python -c pass}
 names: {export: x}
 {set: {names.oracel: x}, names: {oracle: y}}
 axes: {lr: {slow: 3}}
-axes: {lr: {train.learning_rate: [1.0e-3, 0.001]}}
 axes: {lr: {a: {train.learning_rate: 1}, b: {train.learning_rate: 1}}}
 axes: {lr: {a-1: {train.learning_rate: 1}, a: {train.learning_rate: 2}}, seed: {1: {a: 1}, 1-1: {a: 2}}}
 measures: {train: {command: a}}
@@ -88,7 +84,7 @@ def test_an_axis_is_chosen_with_the_first_repetition_alone(tmp_path: Path, least
     runs = expand(experiment)
     names = ["mle-0.1-1", "mle-0.2-1", "emo-0.1-1", "emo-0.2-1"]
     assert [run.name for run in trials(experiment, runs)] == names
-    scores = dict(zip(names, (2.0, 1.0, 1.0, float("inf")), strict=True))
+    scores = dict(zip(names, (2.0, 1.0, 1.0, 2.0), strict=True))
     rates = {"mle": "0.2", "emo": "0.1"} if least else {"mle": "0.1", "emo": "0.2"}
     expected = [f"{objective}-{rate}-{seed}" for objective, rate in rates.items() for seed in (1, 2, 3)]
     assert [run.name for run in chosen(experiment, runs, scores)] == expected
@@ -117,24 +113,22 @@ def test_names_are_filled_into_overrides_and_labels_give_them_another_text(tmp_p
     path = write(tmp_path, **changes, **axes(corpus=corpus))
     near, *_, far = expand(read_experiment(path, ["names.root=there"]))
     assert near.overrides["data.sources"] == [{"files": "runs/x/corpus.jsonl", "limit": 5}]
-    assert near.overrides["data.root"] == "there/where" and not near.names
+    assert near.overrides["data.root"] == near.variables["place"] == "there/where"
     assert near.overrides["data.limit_rows"] == "3"
-    assert far.names == {"place": "there/where/far"}
+    assert far.variables["place"] == "there/where/far"
     assert far.overrides["data.root"] == "there/where/far"
 
 
 def test_jobs_share_the_runs(tmp_path: Path) -> None:
     """Workers of a Slurm array and of a Kubernetes job run the same command."""
-    path, files = (
-        write(tmp_path, out=str(tmp_path / "out"), ranks=2),
-        [tmp_path / "a.sbatch", tmp_path / "a.yaml"],
-    )
-    options = ["--slurm", str(files[0]), "--kubernetes", str(files[1]), "--workers", "3"]
-    assert main(["sweep", str(path), *options]) == 0
-    script, job = files[0].read_text(), yaml.safe_load(files[1].read_text())["spec"]
-    assert {"#SBATCH --array=1-3", "#SBATCH --gpus=2"} <= set(script.splitlines())
-    assert script.endswith(f" -m emo sweep {path}\n") and job["parallelism"] == job["completions"] == 3
-    (container,) = job["template"]["spec"]["containers"]
+    path, array, job = (tmp_path / name for name in ("sweep.yaml", "a.sbatch", "a.yaml"))
+    write(tmp_path, out=str(tmp_path / "out"), ranks=2)
+    assert main(["sweep", str(path), "--slurm", str(array), "--kubernetes", str(job), "--workers", "3"]) == 0
+    assert {"#SBATCH --array=1-3", "#SBATCH --gpus=2"} <= set(array.read_text().splitlines())
+    assert array.read_text().endswith(f" -m emo sweep {path}\n")
+    spec = yaml.safe_load(job.read_text())["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    assert spec["parallelism"] == spec["completions"] == 3
     assert container["command"] == ["python", "-m", "emo", "sweep", str(path)]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
 

@@ -17,22 +17,18 @@ import yaml
 from emo.common.errors import UserError
 from emo.common.recipe import load_section
 from emo.experiments import report
+from emo.experiments.cli import main as sweep_command
 from emo.experiments.evidence import Evidence, gather, main
 from emo.experiments.weights import PROBABILITIES, objectives, pull
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.html import Page
 
-STUDY = {
-    "extends": str(REPO / "experiments/known-truth.yaml"),
-    "out": "unused",
-    "vocabularies": [10],
-    "shares": [1.0],
-    "tokens": [300],
-    "truths": 3,
-    "steps": 40,
-    "rates": [3e-3],
-}
+SMALL = {"vocabularies": [10], "shares": [1.0], "tokens": [300], "truths": 3, "steps": 40, "rates": [3e-3]}
+STUDY = {"extends": str(REPO / "experiments/known-truth.yaml"), "out": "unused"} | SMALL
+
+
+ANSWER: dict[str, Any] = {"text": "Does it help?", "by": "study", "question": "geometry"}
 
 
 def evidence(directory: Path, **changes: Any) -> Path:
@@ -47,9 +43,7 @@ def evidence(directory: Path, **changes: Any) -> Path:
             "study": part | {"needs": ["{data}/model"], "otherwise": instead},
             "text": part | {"title": "Text <b>", "needs": ["{data}/text"]},
         },
-        "answers": {
-            "geometry": {"text": "Does it help?", "by": "study", "question": "geometry", "also": ["text"]}
-        },
+        "answers": {"geometry": ANSWER | {"also": ["text"]}},
     } | changes
     path = directory / "evidence.yaml"
     path.write_text(yaml.safe_dump(tree))
@@ -82,12 +76,27 @@ def test_a_killed_command_takes_its_part_with_it() -> None:
 @pytest.mark.parametrize(("needs", "code"), [([], "part-failed"), (["{data}/x"], "part-left-out")])
 def test_a_part_that_decides_must_be_there(needs: list[str], code: str, tmp_path: Path) -> None:
     part = {"title": "t", "about": "a", "kind": "study", "file": "missing.yaml", "needs": needs}
-    answers = {"geometry": {"text": "Does it help?", "by": "study", "question": "geometry"}}
-    path = evidence(tmp_path, parts={"study": part}, answers=answers)
+    path = evidence(tmp_path, parts={"study": part}, answers={"geometry": ANSWER})
     with pytest.raises(UserError) as error:
         gather(load_section(Evidence, path, []), jobs=1)
     assert error.value.code == code
-    assert main([str(path)]) == 2 and not (tmp_path / "out/results.json").exists()
+    assert not (tmp_path / "out/results.json").exists()
+
+
+def test_a_sweep_is_done_by_the_command_of_the_product(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = "experiments/oracle.yaml"
+    parts = {"study": {"title": "t", "about": "a", "kind": "sweep", "file": file}}
+    path = evidence(tmp_path, parts=parts, answers={"geometry": ANSWER})
+    (tmp_path / "out/study").mkdir(parents=True)
+    (tmp_path / "out/study/results.json").write_text('{"verdicts": {"geometry": {}}, "rows": []}')
+
+    def dry(command: list[str]) -> None:
+        assert command[:3] == ["python", "-m", "emo"] and sweep_command([*command[3:], "--dry_run"]) == 0
+
+    monkeypatch.setattr("emo.experiments.evidence.run_command", dry)
+    assert list(gather(load_section(Evidence, path, []), jobs=2)["parts"]) == ["study"]
 
 
 def test_a_sweep_is_drawn() -> None:
@@ -111,7 +120,7 @@ def test_a_sweep_is_drawn() -> None:
     assert page.answer.startswith("Does it help? No") and "tailr-s1" in markdown
     assert [row["Answer"] for row in page.table("Question", "Answer")] == ["No", "Undecided"]
     (emo,) = (row for row in page.table("objective", "lr") if row["objective"] == "emo")
-    assert emo["JS"] == "0.1151* ± 0.1" and "| 0.1151\\* (± 0.1) |" in markdown
+    assert emo["js"] == "0.1151* ± 0.1" and "| 0.1151\\* (± 0.1) |" in markdown
     assert report.sweep(results).markdown().count("0.1151") == 1
 
 

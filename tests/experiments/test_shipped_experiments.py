@@ -16,7 +16,7 @@ from emo.common.recipe import Section, load_section
 from emo.eval.cli import parser
 from emo.eval.icl.tasks import PAPER_ORDER, load_task
 from emo.experiments.cli import main
-from emo.experiments.design import Experiment, expand, read_experiment
+from emo.experiments.design import expand, read_experiment
 from emo.experiments.evidence import Evidence
 from emo.experiments.known_truth.study import Study
 from emo.experiments.sweep import Sweep
@@ -47,9 +47,7 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPO)
 
 
-@functools.cache
-def experiment(path: Path) -> Experiment:
-    return read_experiment(path, [])
+experiment = functools.cache(lambda path: read_experiment(path, []))
 
 
 @every_experiment
@@ -94,9 +92,9 @@ def test_measures_are_commands_of_the_evaluator(path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in FILES if p.parent.name == "paper"], ids=lambda path: path.stem)
 def test_runs_of_the_paper_can_be_trained(path: Path) -> None:
     """All that training would refuse, one run for each objective."""
-    last = {run.label("objective"): run for run in expand(experiment(path))}
+    last = {run.labels["objective"]: run for run in expand(experiment(path))}
     for run in (last["tailr"], last["emo"]):
-        overrides = [*Sweep.overrides(run), "output_dir=runs/nowhere", "data.dir=runs/nowhere-data"]
+        overrides = [*run.arguments(), "output_dir=runs/nowhere", "data.dir=runs/nowhere-data"]
         config = load_config(experiment(path).recipe, overrides)
         ready = check(config, experiment(path).ranks, local=False)
         assert ready.batch.batch == config.train.global_batch_size

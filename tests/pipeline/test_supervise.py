@@ -71,12 +71,16 @@ def test_the_verdict(launcher: int, ranks: list[int | None], requested: bool, ex
     assert verdict(launcher, ranks, requested) == expected
 
 
+def stand_in(directory: Path) -> None:
+    (directory / "deepspeed").write_text(DEEPSPEED.format(python=sys.executable))
+    (directory / "deepspeed").chmod(0o755)
+
+
 class Supervised:
     """A stand-in run under the real supervisor, as a shell in a terminal starts it."""
 
     def __init__(self, directory: Path, slow: float, code: int) -> None:
-        (directory / "deepspeed").write_text(DEEPSPEED.format(python=sys.executable))
-        (directory / "deepspeed").chmod(0o755)
+        stand_in(directory)
         (directory / "rank.py").write_text(RANK)
         command = [sys.executable, "launch/supervise.py", str(directory / "rank.py"), str(slow), str(code)]
         environment = os.environ | {"PYTHONPATH": str(REPO), "PATH": f"{directory}:{os.environ['PATH']}"}
@@ -98,11 +102,13 @@ class Supervised:
         return self.process.returncode, time.monotonic() - begun
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGKILL])
 def test_a_signal_reaches_the_ranks_and_all_are_waited_for(tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C, which a terminal sends to the whole process group, in the middle of a slow step."""
+    """Ctrl-C, which a terminal sends to the whole group, in a slow step; or the launcher is killed."""
     run = Supervised(tmp_path, slow=1, code=STOPPED)
-    code, seconds = run.end(lambda: os.killpg(run.process.pid, number))
+    launcher = int(subprocess.check_output(["pgrep", "-P", str(run.process.pid)]))
+    target = launcher if number == signal.SIGKILL else -run.process.pid  # a process, or its whole group
+    code, seconds = run.end(lambda: os.kill(target, number))
     assert code == STOPPED
     assert seconds > 1
 
@@ -118,21 +124,12 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path: Path) -> None:
 
 def test_a_launcher_that_fails_by_itself_is_heard(tmp_path: Path) -> None:
     """Its output is no chatter then: nobody else can say what was wrong."""
-    (tmp_path / "deepspeed").write_text(DEEPSPEED.format(python=sys.executable))
-    (tmp_path / "deepspeed").chmod(0o755)
+    stand_in(tmp_path)
     command = [sys.executable, "launch/supervise.py", "rank.py", "--master_port=1", "--", "fail"]
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(command, cwd=REPO, env=environment, capture_output=True, text=True)
     assert done.returncode == FAILURE and done.stdout == ""
     assert "no host answers" in done.stderr and "called with --master_port=1 rank.py" in done.stderr
-
-
-def test_a_killed_launcher_is_not_the_end_of_the_run(tmp_path: Path) -> None:
-    run = Supervised(tmp_path, slow=1, code=STOPPED)
-    launcher = int(subprocess.check_output(["pgrep", "-P", str(run.process.pid)]))
-    code, seconds = run.end(lambda: os.kill(launcher, signal.SIGKILL))
-    assert code == STOPPED
-    assert seconds > 1
 
 
 @pytest.mark.parametrize(("arguments", "code"), [(["--help"], 0), (["nowhere.yaml"], 2), (["--stps"], 2)])
