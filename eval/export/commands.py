@@ -10,9 +10,7 @@ from typing import Any
 
 from emo.common.commands import first_word
 from emo.common.errors import ExitCode, UserError, nearest
-from emo.eval.export.figures import Source
-from emo.eval.results import MODELS, Model, pick, read_models
-from emo.eval.store import STORE
+from emo.eval.results import Model, pick, read_models
 
 HARNESS, HUB, WANDB = FORMATS = ("lm-eval", "hf", "wandb")
 EXAMPLE = """examples:
@@ -43,24 +41,20 @@ def add_arguments(subparsers: Any) -> None:
 
 @dataclass(frozen=True)
 class Export:
-    """A format and where it goes.
+    """A format and the directory for it; data and tasks: where samples can be read again, as `eval` has them.
 
-    source: where rows can be had again, for samples. watched: several models come, one after the other, and
-    the hub's files go to OUT/NAME.
+    watched: several models come, one after the other, and the hub's files go to OUT/NAME.
     """
 
     format: str
     out: Path
-    source: Source | None = None
+    data: str | None = None
+    tasks: str = ""
     watched: bool = True
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise UserError(f"--format {self.format!r}; {nearest(self.format, FORMATS)}")
-        if self.out.exists() and not self.out.is_dir():
-            raise UserError(f"--output_path {self.out} is a file; name a directory")
-        if self.format != WANDB and ((self.out / STORE).is_dir() or (self.out / MODELS).is_dir()):
-            raise UserError(f"--output_path {self.out} is in use as a results directory; name another")
 
     def __str__(self) -> str:
         return f"{self.format}={self.out}"
@@ -89,30 +83,29 @@ class Export:
                 else:
                     from emo.eval.export.harness import write_harness
 
-                    say(f"{model.name}: {write_harness(model, self.out, self.source)}")
+                    say(f"{model.name}: {write_harness(model, self.out, self.data, self.tasks)}")
             except Exception as error:
                 failed[model.name] = error
         return failed
 
 
 def of_watch(texts: Sequence[str], run_dir: Path, data: str, tasks: str) -> list[Export]:
-    """Return the exports of --export FORMAT=DIR, or `wandb`; UserError for a wrong format or place."""
+    """Return the exports of --export FORMAT=DIR, or `wandb`; UserError for a wrong one."""
     exports = []
     for text in texts:
         name, _, target = text.partition("=")
-        if name == WANDB and target:
-            raise UserError(f"--export {text!r} must read wandb: results go to the run that is watched")
-        if name in (HARNESS, HUB) and not target:
-            raise UserError(f"--export {text!r} must read {name}=DIR")
-        exports.append(Export(name, Path(target) if target else run_dir, _source(name, data, tasks)))
+        if (name == WANDB) == bool(target):
+            raise UserError(
+                f"--export {text!r} must read {HARNESS}=DIR, {HUB}=DIR or {WANDB} (the run that is watched)"
+            )
+        exports.append(Export(name, Path(target) if target else run_dir, data, tasks))
     return exports
 
 
 def run(args: argparse.Namespace, say: Say) -> int:
     """Run the command `export`."""
     first_word("export")
-    source = _source(args.format, args.data, args.tasks)
-    export = Export(args.format, args.output_path, source, watched=False)
+    export = Export(args.format, args.output_path, args.data, args.tasks, watched=False)
     models = read_models(args.results)
     if args.name:
         models = [pick(models, args.name)]
@@ -127,11 +120,6 @@ def run(args: argparse.Namespace, say: Say) -> int:
         raise UserError(f"--format hf is about one model; choose it with --name: {names}")
     for error in export.each(models, {}, say).values():
         raise error
-    if export.format == HARNESS and export.source is None:
+    if export.format == HARNESS and not export.data:
         say("without samples: they hold the rows and their prompts, which --data gives")
     return ExitCode.DONE
-
-
-def _source(name: str, data: str | None, tasks: str) -> Source | None:
-    names = [task.strip() for task in tasks.split(",") if task.strip()]
-    return Source(data, {Path(task).stem: task for task in names}) if data and name == HARNESS else None

@@ -1,4 +1,4 @@
-"""What an exported result says: accuracies with standard errors, counted again from the rows of the store.
+"""Exported results: accuracies with standard errors, counted again from the rows of the store.
 
     stderr = sqrt(sum_i (x_i - mean)^2 / (n - 1)) / sqrt(n)        of n outcomes x_i in {0, 1}
     stderr of the unweighted mean of k groups = sqrt(sum_j stderr_j^2) / k
@@ -19,17 +19,6 @@ from emo.eval.results import Model
 
 
 @dataclass(frozen=True)
-class Source:
-    """The data and task files that rows of results can be read from again.
-
-    data: as `emo eval` has it. tasks: names or files of tasks, by the task's name; others are built in.
-    """
-
-    data: str
-    tasks: dict[str, str]
-
-
-@dataclass(frozen=True)
 class Accuracy:
     """Share of right rows. stderr: None where there are too few rows to tell."""
 
@@ -40,18 +29,24 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Figures:
-    """The result of a task. A task with groups is scored by their unweighted mean."""
+    """The result of a task, whose accuracy is the unweighted mean over its groups."""
 
     task: str
     result: dict[str, Any]
     records: list[dict[str, Any]]  # in row order
     accuracy: Accuracy
-    groups: dict[str, Accuracy]  # empty where the task has none
+    groups: dict[str, Accuracy]  # a single nameless one where the task has none
+    rows: dict[str, Any]  # origin of the test rows
     finished: float  # seconds since the epoch
 
     @property
+    def mean(self) -> str:
+        """Return of what the accuracy is a mean, for a reader; empty where it is of rows alone."""
+        return f"unweighted mean of {len(self.groups)} groups" if self.result["groups"] else ""
+
+    @property
     def setting(self) -> str:
-        """Return under what the model was asked, for a reader."""
+        """Return the settings of the evaluation, for a reader."""
         result, compared = self.result, self.result["conditions"]["compared"]
         text = f"{result['shots']}-shot, demonstrations: {result['retriever']}, prompts: {result['version']}"
         return f"{text}, scorer: {compared['scorer']}; the label with the lowest {result['score']} counts"
@@ -65,10 +60,10 @@ def accuracy(right: Sequence[bool]) -> Accuracy:
 
 def unweighted_mean(groups: Sequence[Accuracy]) -> Accuracy:
     """Return the mean over groups, each weighing alike."""
-    value, stderr = sum(group.value for group in groups) / len(groups), None
-    if all(group.stderr is not None for group in groups):
-        stderr = math.sqrt(sum((group.stderr or 0) ** 2 for group in groups)) / len(groups)
-    return Accuracy(value, stderr, sum(group.n for group in groups))
+    errors = [group.stderr for group in groups if group.stderr is not None]
+    stderr = math.sqrt(sum(error**2 for error in errors)) / len(groups)
+    value = sum(group.value for group in groups) / len(groups)
+    return Accuracy(value, stderr if len(errors) == len(groups) else None, sum(group.n for group in groups))
 
 
 def all_figures(model: Model) -> list[Figures]:
@@ -82,18 +77,18 @@ def all_figures(model: Model) -> list[Figures]:
         raise UserError(f"{model.name} has no finished result; evaluate it, or leave it out with --name")
     figures = []
     for task, result in sorted(model.results.items()):
-        records = model.records(task)
-        right = [record["prediction"] == record["gold"] for record in records]
-        by_group: dict[str, list[bool]] = {}
-        for record, correct in zip(records, right, strict=True):
-            by_group.setdefault(record["group"], []).append(correct)
-        groups = {name: accuracy(by_group[name]) for name in sorted(by_group)} if result["groups"] else {}
-        mean = unweighted_mean(list(groups.values())) if groups else accuracy(right)
+        records, right = model.records(task), dict[str, list[bool]]()
+        for record in records:
+            group = record["group"] if result["groups"] else ""
+            right.setdefault(group, []).append(record["prediction"] == record["gold"])
+        groups = {name: accuracy(outcomes) for name, outcomes in sorted(right.items())}
+        mean = unweighted_mean([*groups.values()])
         if not math.isclose(mean.value, result["accuracy"], abs_tol=1e-9):
             raise UserError(
                 f"{model.name}, {task}: its records do not give the accuracy of its result; evaluate it "
                 "again, which computes it anew"
             )
-        finished = (model.out / store.STORE / model.keys[task] / store.RESULT).stat().st_mtime
-        figures.append(Figures(task, result, records, mean, groups, finished))
+        view = model.views[task]
+        finished = (model.out / store.STORE / view["key"] / store.RESULT).stat().st_mtime
+        figures.append(Figures(task, result, records, mean, groups, view["rows"], finished))
     return figures

@@ -330,7 +330,7 @@ def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, A
         value = stats.accuracy(right, groups).value if others else None
     counts = ("leaked", "rows_shortened", "rows_cut", "retriever", "shots", "conditions")
     return {
-        **{"model": model.name, "task": task, "key": model.keys[task], "prompt": result["version"]},
+        **{"model": model.name, "task": task, "key": model.views[task]["key"], "prompt": result["version"]},
         **{
             name: result[name]
             for name in ("title", "accuracy", "chance", "majority", "n", "macro_f1", "score")

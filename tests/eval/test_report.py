@@ -193,7 +193,7 @@ def test_mistakes_and_damage_are_shown(tmp_path: Path) -> None:
     """Of mistakes row, unit and demonstrations; what the comparison cannot read is named."""
     models(tmp_path, a=0.5, b=0.5)
     write_result(tmp_path, "a", "sst2", [True, True, False, True])
-    key = read_models([tmp_path])[1].keys["trec"]
+    key = read_models([tmp_path])[1].views["trec"]["key"]
     chunk = tmp_path / "store" / key / "chunks" / "00000.json"
     chunk.write_text(chunk.read_text()[:100])
     text = document(gather([tmp_path], {})).html()
