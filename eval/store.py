@@ -194,7 +194,7 @@ def lease(directory: Path, name: str) -> Lease:
 
 
 def digest_files(root: Path, files: Iterable[Path]) -> str:
-    """Return a digest of names and contents of files; those that were not touched since are not read again."""
+    """Return a digest of names and contents of files, which are read again only when they were touched."""
     memory = cache_directory()
     memory.mkdir(parents=True, exist_ok=True)
     hashes = Hashes(memory / "hashes.json")

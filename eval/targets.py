@@ -1,4 +1,4 @@
-"""What there is to evaluate in a run directory, and whether it is whole.
+"""Models to evaluate in a run directory, and whether their files are whole.
 
 Ours: every file of the checkpoint's export has the size and hash that COMPLETE lists. The run's export
 appears by renaming, so it is whole. A checkpoint of the Hugging Face Trainer has no such marker: it counts
@@ -16,15 +16,13 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from emo.common.errors import UserError, one_line
-from emo.common.untrusted import read_json
-from emo.common.weights import shard_names
+from emo.common.weights import CONFIG, opened_files
 from emo.eval import store
 from emo.eval.model import clean_name
 from emo.pipeline.run_dir import COMPLETE, EXPORT, HF, checkpoints, is_complete, listed_files, mismatch
 
 SETTLE_SECONDS = 20.0
-TRAINER_STATE, CONFIG = "trainer_state.json", "config.json"
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # one of them, or its index
+TRAINER_STATE = "trainer_state.json"
 FOREIGN = "checkpoint-"  # how the Trainer names its checkpoints, before the step
 
 
@@ -32,13 +30,9 @@ class NotWholeError(Exception):
     """Files are missing or still being written; they may be whole later."""
 
 
-class DamagedError(Exception):
-    """Files that were whole are not any more, or never will be."""
-
-
 @dataclass(frozen=True)
 class Target:
-    """Something to evaluate: its name in the results and the directory of the model's files."""
+    """A model to evaluate: its name in the results and the directory of its files."""
 
     name: str
     path: Path
@@ -46,7 +40,7 @@ class Target:
     foreign: bool = False  # the Hugging Face Trainer's
 
     def fingerprint(self) -> str:
-        """Changes when the files do; reads no weights. Empty when they are gone."""
+        """Return a digest that changes when the files do, without reading them; empty when they are gone."""
         with contextlib.suppress(OSError):
             files = [p for p in sorted(self.path.iterdir()) if p.is_file()]
             if self.checkpoint is not None:
@@ -58,26 +52,33 @@ class Target:
     def require_whole(self, files: Path, settled: bool) -> None:
         """Check `files`, links to those of `path`. settled: nothing has changed there for long enough.
 
-        NotWholeError when they may be whole later, DamagedError when they will not.
+        NotWholeError when they may be whole later, UserError when they will not.
         """
-        if self.foreign:
-            _require_trainers(files, settled)
-        elif self.checkpoint is None:
-            if not (files / CONFIG).is_file():
-                raise NotWholeError(f"{CONFIG} is missing")
-        else:
+        if self.checkpoint is not None:
             listed = listed_files(self.checkpoint) or {}
             exported = {n.removeprefix(f"{HF}/"): f for n, f in listed.items() if n.startswith(f"{HF}/")}
             fault = f"{COMPLETE} is unreadable or lists no file of {HF}/"
-            reason = mismatch(files, exported) if exported else fault
-            if reason is not None and not is_complete(self.checkpoint):
-                raise NotWholeError(f"{COMPLETE} was removed")  # it is being pruned
-            if reason is not None:
-                raise DamagedError(reason)
+            if (reason := mismatch(files, exported) if exported else fault) is not None:
+                if not is_complete(self.checkpoint):
+                    raise NotWholeError(f"{COMPLETE} was removed")  # it is being pruned
+                raise UserError(reason)
+            return
+        for name in (CONFIG, TRAINER_STATE) if self.foreign else (CONFIG,):
+            if not (files / name).is_file():
+                raise NotWholeError(f"{name} is missing")
+        try:
+            opened = opened_files(files) if self.foreign else []
+        except (OSError, ValueError, UserError) as error:
+            raise NotWholeError(one_line(error, 200)) from None
+        for path in opened:
+            if not _is_as_long_as_its_header_says(path):
+                raise NotWholeError(f"{path.name} is cut short")
+        if self.foreign and not settled:
+            raise NotWholeError(f"it changed less than {SETTLE_SECONDS:g} s ago")
 
 
 def targets(run_dir: Path) -> list[Target]:
-    """Return what a run directory has to evaluate, oldest first; whether it is whole is asked later."""
+    """Return the models to evaluate in a run directory, oldest first, whether they are whole or not."""
     result, run = [], clean_name(run_dir.absolute().name)  # `.` has no name of its own
     for path in checkpoints(run_dir):
         if (path / HF).is_dir():
@@ -90,33 +91,10 @@ def targets(run_dir: Path) -> list[Target]:
     return result
 
 
-def _require_trainers(files: Path, settled: bool) -> None:
-    weights = list(WEIGHTS[:1])
-    for name in WEIGHTS:
-        index = files / f"{name}.index.json"
-        if index.is_file():
-            try:
-                weights = sorted(set(shard_names(index, read_json(index)).values()))
-            except (OSError, ValueError, UserError) as error:
-                raise NotWholeError(f"{index.name} is unreadable: {one_line(error, 80)}") from None
-            break
-        if (files / name).is_file():
-            weights = [name]
-            break
-    for name in (TRAINER_STATE, CONFIG, *weights):
-        if not (files / name).is_file():
-            raise NotWholeError(f"{name} is missing")
-    for name in weights:
-        if not _as_long_as_it_says(files / name):
-            raise NotWholeError(f"{name} is cut short")
-    if not settled:
-        raise NotWholeError(f"it changed less than {SETTLE_SECONDS:g} s ago")
-
-
-def _as_long_as_it_says(path: Path) -> bool:
+def _is_as_long_as_its_header_says(path: Path) -> bool:
     """Return whether a weight file has all the bytes that its own header, or a zip file's end, promises."""
     if path.suffix != ".safetensors":
-        return zipfile.is_zipfile(path)
+        return path.suffix != ".bin" or zipfile.is_zipfile(path)
     try:
         with safe_open(path, framework="np"):
             return True
