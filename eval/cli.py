@@ -158,7 +158,7 @@ def _watch(args: argparse.Namespace) -> int:
     exports = exporting.of_watch(args.export, args.run_dir, args.data, args.tasks)
     say(f"{args.run_dir}: {counted(len(tasks), 'task')}")
     from emo.eval.compare import gate
-    from emo.eval.report.gather import gather
+    from emo.eval.report.gather import Report
     from emo.eval.report.page import FILES, document
     from emo.eval.watch import FAILED, TROUBLED, UNEXPORTED, Watch
 
@@ -166,7 +166,7 @@ def _watch(args: argparse.Namespace) -> int:
     while True:
         evaluated = watch.once()
         if evaluated and not args.no_report:
-            document(gather([out], {})).write(f"{out}/", FILES)
+            document(Report([out])).write(f"{out}/", FILES)
         if args.once or watch.among(TROUBLED) or (args.until_finished and watch.finished()):
             break
         time.sleep(0 if evaluated else args.poll)
@@ -181,12 +181,12 @@ def _watch(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     first_word("report")
-    from emo.eval.report.gather import gather
+    from emo.eval.report.gather import Report
     from emo.eval.report.page import FILES, document
 
     runs = {name: Path(value) for name, value in _pairs("--run", args.run).items()}
     seeds = {label: names.split(",") for label, names in _pairs("--seeds", args.seeds).items()}
-    report = gather(args.results, runs, args.baseline, args.title, args.notice, seeds)
+    report = Report(args.results, runs, args.baseline, args.title, args.notice, seeds)
     page = document(report)
     if (written := page.write(args.output_path or f"{args.results[0]}/", FILES)) is not None:
         judged = f", {counted(len(report.judgements), 'comparison')} by judges" if report.judgements else ""

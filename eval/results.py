@@ -168,7 +168,7 @@ def _models(out: Path, say: Say) -> Iterator[Model]:
 
 def _description(directory: Path) -> dict[str, Any] | None:
     """Return the description of the model in a directory, if it is one of that name."""
-    value = store.read_json(directory / MODEL)
+    value: Any = store.read_json(directory / MODEL)
     whole = isinstance(value, dict) and value.keys() >= {"name", "path", "weights", "dtype", "facts"}
     return value if whole and value["name"] == directory.name else None
 

@@ -60,7 +60,7 @@ def seal(value: Any) -> str:
 
 def unsealed(path: Path) -> Any | None:
     """Return the value in a sealed file; None when it is absent, torn or changed."""
-    sealed = read_json(path)
+    sealed: Any = read_json(path)
     whole = isinstance(sealed, dict) and digest(sealed.get("value")) == sealed.get("digest")
     return sealed["value"] if whole else None
 

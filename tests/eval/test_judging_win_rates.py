@@ -20,7 +20,7 @@ from emo.eval.judging import results
 from emo.eval.judging.answers import Question
 from emo.eval.judging.pairs import Judged, Pair, labelled, read_existing, row_of
 from emo.eval.judging.results import length_controlled, paired, summary
-from emo.eval.report.gather import gather
+from emo.eval.report.gather import Report
 from emo.eval.report.page import document
 from tests.helpers.html import Page
 
@@ -208,7 +208,7 @@ def keep(out: Path, one: Judged) -> dict[str, Any]:
 
 def written(out: Path) -> tuple[str, str, dict[str, Any]]:
     """(HTML, Markdown, JSON) of a report on everything in `out`."""
-    report = document(gather([out], {}))
+    report = document(Report([out]))
     Page(report.html())
     return report.html(), report.markdown(), json.loads(report.json())
 

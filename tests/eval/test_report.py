@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from emo.common.report.numbers import p_value
-from emo.eval.report.gather import gather
+from emo.eval.report.gather import Report
 from emo.eval.report.page import document
 from emo.eval.results import read_models
 from tests.helpers.evaluating import command, tiny_model, write_tasks
@@ -79,7 +79,7 @@ def test_the_report_of_real_evaluations(world: Path, tmp_path: Path) -> None:
 def test_a_regression_has_an_exit_code(world: Path) -> None:
     """Exit code 3, and 2 before any work when the baseline does not exist; `compare` shows the same."""
     means = {}
-    for model in gather([world / "out"], {}).models:
+    for model in Report([world / "out"]).models:
         means[model.name] = np.mean([result["accuracy"] for result in model.results.values()])
     best, worst = max(means, key=means.__getitem__), min(means, key=means.__getitem__)
     rest = ["--data", world / "data", "--tasks", TASKS, "--output_path", world / "out", "--max_drop", 0.0]
@@ -100,7 +100,7 @@ def rows(share: float, n: int = 40) -> list[bool]:
 
 def written(out: Path, **options: Any) -> tuple[Page, str, dict[str, Any]]:
     """(page, Markdown, JSON) of a report on everything in `out`."""
-    report = document(gather([out], {}, **options))
+    report = document(Report([out], **options))
     return Page(report.html()), report.markdown(), json.loads(report.json())
 
 
@@ -183,7 +183,7 @@ def test_text_and_models_without_scores(tmp_path: Path) -> None:
     change(same / "model.json", weights=json.loads(described.read_text())["weights"])
     sampled(same, "once upon")
     sampled(write_model(tmp_path, "unscored"), "twice upon")
-    report = document(gather([tmp_path], {}))
+    report = document(Report([tmp_path]))
     assert "mine" not in report.markdown()
     assert [f"{word} upon" in report.html() for word in ("once", "twice", "thrice")] == [True, True, False]
     assert [m["name"] for m in report.data["models"]] == ["EMO", "other", "unscored"]
@@ -196,7 +196,7 @@ def test_mistakes_and_damage_are_shown(tmp_path: Path) -> None:
     key = read_models([tmp_path])[1].views["trec"]["key"]
     chunk = tmp_path / "store" / key / "chunks" / "00000.json"
     chunk.write_text(chunk.read_text()[:100])
-    text = document(gather([tmp_path], {})).html()
+    text = document(Report([tmp_path])).html()
     assert "Data row 4: a, answered b" in text  # the third of every second row
     assert "nats per token of the whole prompt" in text and "Demonstrations" in text
-    assert f"b, trec: {chunk}" in text
+    assert f"b, trec: {chunk.parent}" in text
