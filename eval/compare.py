@@ -38,7 +38,7 @@ def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
 
     direction: +1 / -1 where b is better / worse for sure: the test rejects and the interval excludes zero.
     """
-    pairs: dict[str, stats.Pairs] = {}
+    pairs = {}
     refused: dict[str, str] = {}
     for task in (t for t in tasks if t in a.results and t in b.results):
         reason = differing(a.results[task], b.results[task])

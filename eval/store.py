@@ -126,14 +126,14 @@ class Entry:
     def chunk(self, index: int, rows: range) -> list[dict[str, Any]] | None:
         """Return the records of a chunk, one for each of `rows`, if it is done and undamaged."""
         if index not in self._chunks:
-            records = self._read(self._chunk_path(index))
+            records = self._read(self.path / "chunks" / f"{index:05d}.json")
             if records is not None and [record["row"] for record in records] == list(rows):
                 self._chunks[index] = records
         return self._chunks.get(index)
 
     def finish_chunk(self, index: int, rows: range, records: list[dict[str, Any]]) -> None:
         """Publish a chunk unless it is done: the first counts, as other machines round differently."""
-        path, text = self._chunk_path(index), seal(records)
+        path, text = self.path / "chunks" / f"{index:05d}.json", seal(records)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not write_once(path, text) and self.chunk(index, rows) is None:
             replace(path, text)  # what is there is damaged, or of other rows
@@ -141,9 +141,6 @@ class Entry:
     def is_whole(self, rows: int, chunk: int) -> bool:
         """Return whether all chunks of so many rows are done."""
         return all(self.chunk(i, part) is not None for i, part in enumerate(ranges(rows, chunk)))
-
-    def _chunk_path(self, index: int) -> Path:
-        return self.path / "chunks" / f"{index:05d}.json"
 
     def _read(self, path: Path) -> Any | None:
         value = unsealed(path)
