@@ -215,7 +215,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _counts(kinds: Sequence[np.ndarray], groups: Sequence[str] | None) -> np.ndarray:
-    """Return the rows of each kind, bool [n], per group: int [kinds, groups]; one group when none are given."""
+    """Return the rows of each kind (bool [n]) per group, int [kinds, groups]."""
     if groups is None:
         return np.array([[int(kind.sum())] for kind in kinds])
     _, codes = np.unique(np.asarray(groups), return_inverse=True)

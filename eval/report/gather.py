@@ -71,16 +71,8 @@ class Report:
             pick(models, name)
         self.tasks = in_order({task for m in models for task in m.results})
         scored = [m for m in models if m.results or m.unreadable.keys() & self.tasks]
-        self.unscored: list[Model] = []
-        for model in (m for m in models if m.samples and m not in scored):
-            weights = model.description["weights"]
-            same = next((m for m in scored if m.description["weights"] == weights and not m.samples), None)
-            if same is None or model.name in runs:
-                self.unscored.append(model)
-            else:  # text that the same weights wrote under another name
-                same.samples = model.samples
-        if not scored:
-            scored, self.unscored = self.unscored, []
+        others = [m for m in models if m.samples and m not in scored]
+        scored, self.unscored = (scored, others) if scored else (others, [])
         if not scored and not self.judgements:
             raise UserError(f"no finished results in {', '.join(map(str, outs))}")
         self.title = title or ("In-context evaluation" if scored else "Answers, judged")
@@ -100,9 +92,9 @@ class Report:
             compared = [pair for family in self.families for pair in baselines(family.members, above)]
         self.against: dict[str, dict[str, Comparison]] = {}
         for first, others in compared:
-            pairs = {m.name: compare_pair(first, m, self.tasks) for m in others if m is not first}
-            if pairs := {name: c for name, c in pairs.items() if c.tasks or c.refused}:
-                self.against[first.name] = pairs
+            pairs = [compare_pair(first, m, self.tasks) for m in others if m is not first]
+            if named := {c.model: c for c in pairs if c.tasks or c.refused}:
+                self.against[first.name] = named
         cells = [(model, task) for model in self.models for task in self.tasks if task in model.results]
         self.rows = [_row(model, task, overlaps.get(model.name, {}).get(task)) for model, task in cells]
         self.remarks = _remarks(self.everyone, self.tasks, runs)

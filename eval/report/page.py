@@ -156,8 +156,11 @@ def _heading(report: Report, number: int) -> Cell:
     return Cell(model.name, ", ".join(notes), mark=number)
 
 
-def _columns(report: Report, baseline: str | None = None) -> dict[str | None, tuple[str, dict[Any, Effect]]]:
-    """Return the columns of a table: title and effects by model, first of the mean of several tasks (None)."""
+Column = tuple[str, dict[Any, Effect]]  # title, effects by model
+
+
+def _columns(report: Report, baseline: str | None = None) -> dict[str | None, Column]:
+    """Return the columns of a table by task, the mean of several tasks (None) first."""
     mean: dict[str | None, str] = {None: "Mean"} if len(report.tasks) > 1 else {}
     columns = mean | report.titles
     return {t: (title, {e.series: e for e in report.effects(t, baseline)}) for t, title in columns.items()}
