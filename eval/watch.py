@@ -1,5 +1,10 @@
 """Evaluate every checkpoint of a run exactly once, as it becomes complete; any number of watchers may run.
 
+Our checkpoints are whole when every file of their export has the size and hash that COMPLETE lists. The run's
+export appears by renaming, so it is whole. A checkpoint of the Hugging Face Trainer has no such marker: it
+counts when trainer_state.json, the configuration and every weight file of the index are there, the weight
+files are as long as their own headers say, and nothing has changed for SETTLE_SECONDS.
+
 All state is files beside the results, so one pass (`--once`) from cron, a Kubernetes CronJob or Slurm and a
 process that stays (`watch`) are the same thing:
 
@@ -21,15 +26,19 @@ import json
 import os
 import shutil
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from emo.common.errors import FailureError, UserError, one_line
 from emo.common.lease import held, now_there
 from emo.common.text import counted
-from emo.eval import store, targets
+from emo.common.weights import CONFIG, opened_files
+from emo.eval import store
 from emo.eval.compare import Verdict, regression
 from emo.eval.export.commands import Export
 from emo.eval.export.hub import CARD
@@ -39,17 +48,99 @@ from emo.eval.icl.job import run_all
 from emo.eval.icl.settings import DENSE, RETRIEVERS, VERSION, Settings
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import Task
-from emo.eval.model import EvaluatedModel
+from emo.eval.model import EvaluatedModel, clean_name
 from emo.eval.results import pick, read_models
-from emo.eval.targets import NotWholeError, Target
-from emo.pipeline.run_dir import EXPORT
+from emo.pipeline.run_dir import COMPLETE, EXPORT, HF, checkpoints, is_complete, listed_files, mismatch
 
-Say = Callable[[str], None]
+SETTLE_SECONDS = 20.0
 STALE_SECONDS = 600.0  # files that have not changed for so long are not being written any more
+TRAINER_STATE = "trainer_state.json"
+FOREIGN = "checkpoint-"  # how the Trainer names its checkpoints, before the step
 PASSING = ("OutOfMemoryError", "AcceleratorError")  # of torch: the device, not the model
 # States of a target, or of the export of one, that is not done.
 WAITING, FAILED, TROUBLED = "not ready or held elsewhere", "failed", "to be tried again"
 UNEXPORTED, DEFERRED = "not exported", "for the end of the run"
+
+Say = Callable[[str], None]
+
+
+class NotWholeError(Exception):
+    """Files are missing or still being written; they may be whole later."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model to evaluate: its name in the results and the directory of its files."""
+
+    name: str
+    path: Path
+    checkpoint: Path | None = None  # ours: holds COMPLETE
+    foreign: bool = False  # the Hugging Face Trainer's
+
+    def fingerprint(self) -> str:
+        """Return a digest that changes when the files do, without reading them; empty when they are gone."""
+        with contextlib.suppress(OSError):
+            files = [path for path in sorted(self.path.iterdir()) if path.is_file()]
+            return store.digest(_looks(files + ([self.checkpoint / COMPLETE] if self.checkpoint else [])))
+        return ""
+
+    def require_whole(self, files: Path, settled: bool) -> None:
+        """Check `files`, links to those of `path`. settled: nothing has changed there for long enough.
+
+        NotWholeError when they may be whole later, UserError when they will not.
+        """
+        if self.checkpoint is not None:
+            listed = listed_files(self.checkpoint) or {}
+            exported = {n.removeprefix(f"{HF}/"): f for n, f in listed.items() if n.startswith(f"{HF}/")}
+            fault = f"{COMPLETE} is unreadable or lists no file of {HF}/"
+            if (reason := mismatch(files, exported) if exported else fault) is not None:
+                if not is_complete(self.checkpoint):
+                    raise NotWholeError(f"{COMPLETE} was removed")  # it is being pruned
+                raise UserError(reason)
+            return
+        for name in (CONFIG, TRAINER_STATE) if self.foreign else (CONFIG,):
+            if not (files / name).is_file():
+                raise NotWholeError(f"{name} is missing")
+        try:
+            opened = opened_files(files) if self.foreign else []
+        except (OSError, ValueError, UserError) as error:
+            raise NotWholeError(one_line(error, 200)) from None
+        for path in opened:
+            if not _is_as_long_as_its_header_says(path):
+                raise NotWholeError(f"{path.name} is cut short")
+        if self.foreign and not settled:
+            raise NotWholeError(f"it changed less than {SETTLE_SECONDS:g} s ago")
+
+
+def targets(run_dir: Path) -> list[Target]:
+    """Return the models to evaluate in a run directory, oldest first, whether they are whole or not."""
+    result, run = [], clean_name(run_dir.absolute().name)  # `.` has no name of its own
+    for path in checkpoints(run_dir):
+        if (path / HF).is_dir():
+            result.append(Target(f"{run}-{path.name}", path / HF, checkpoint=path))
+    foreign = {p.name.removeprefix(FOREIGN): p for p in run_dir.glob(f"{FOREIGN}*") if p.is_dir()}
+    for _, path in sorted((int(step), path) for step, path in foreign.items() if step.isdecimal()):
+        result.append(Target(f"{run}-{path.name}", path, foreign=True))
+    if (run_dir / EXPORT).is_dir():
+        result.append(Target(run, run_dir / EXPORT))
+    return result
+
+
+def _is_as_long_as_its_header_says(path: Path) -> bool:
+    """Return whether a weight file has all the bytes that its own header, or a zip file's end, promises."""
+    if path.suffix != ".safetensors":
+        return path.suffix != ".bin" or zipfile.is_zipfile(path)
+    try:
+        with safe_open(path, framework="np"):
+            return True
+    except (OSError, SafetensorError):
+        return False
+
+
+def _looks(files: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Return name, size and time of the last change of files."""
+    stats = [(path.name, path.stat()) for path in files]
+    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
 class Watch:
@@ -76,7 +167,7 @@ class Watch:
         """Evaluate whatever is whole, not done and not held by another watcher; return how many were."""
         count, request = 0, self._request()
         self.states = {}
-        for target in targets.targets(self.run_dir):
+        for target in targets(self.run_dir):
             if self._settled(target, request):
                 continue
             with held(store.lease(self.directory / "leases", target.name)) as acquired:
@@ -96,7 +187,7 @@ class Watch:
     def finished(self) -> bool:
         """Return whether the run has its final export and nothing is left to do, or to wait for."""
         request = self._request()
-        settled = [self._settled(target, request) for target in targets.targets(self.run_dir)]
+        settled = [self._settled(target, request) for target in targets(self.run_dir)]
         return (self.run_dir / EXPORT).is_dir() and all(settled) and not self.among(DEFERRED)
 
     def summary(self) -> str:
@@ -147,7 +238,7 @@ class Watch:
         models, cards = [], {}
         with contextlib.suppress(UserError):  # there are none any more
             models = [m for m in read_models([self.out], lambda text: None) if m.name in due]
-        for target in targets.targets(self.run_dir):
+        for target in targets(self.run_dir):
             with contextlib.suppress(OSError, UnicodeDecodeError):
                 cards[target.name] = (target.path / CARD).read_text(encoding="utf-8")
         lost = due.keys() - {model.name for model in models}
@@ -173,10 +264,9 @@ class Watch:
         source, _ = settings.pop("data"), settings.pop("batch_size")
         tasks = []
         for task in self.tasks:
-            facts = []  # none for data of the hub
+            facts = list[tuple[str, int, int]]()  # none for data of the hub
             with contextlib.suppress(OSError):
-                stats = [(p.name, p.stat()) for p in sorted((Path(source) / task.name).glob("*.jsonl*"))]
-                facts = [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]
+                facts = _looks(sorted((Path(source) / task.name).glob("*.jsonl*")))
             spec = json.dumps(task.spec.model_dump(mode="json"))  # as text: the order of inputs counts
             tasks.append([task.name, task.version, spec, facts])
         return store.digest([tasks, settings, self.dtype, VERSION])[:16]
@@ -210,7 +300,7 @@ class Watch:
             with _pinned(target.path, self.directory / "pins" / name) as pinned:
                 now = now_there(self.directory)
                 unchanged = now - max((path.stat().st_mtime for path in pinned.iterdir()), default=now)
-                target.require_whole(pinned, unchanged >= targets.SETTLE_SECONDS)
+                target.require_whole(pinned, unchanged >= SETTLE_SECONDS)
                 model = EvaluatedModel(str(pinned), name, self.dtype)
                 model.given = str(target.path)
                 results = run_all(model, self.tasks, self.settings, self.out, self.say)

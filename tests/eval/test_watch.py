@@ -23,7 +23,6 @@ import yaml
 
 from emo.common.errors import ExitCode
 from emo.eval import store
-from emo.eval import targets as targets_module
 from emo.eval import watch as watch_module
 from emo.eval.cli import parser
 from emo.eval.export.commands import Export
@@ -31,8 +30,7 @@ from emo.eval.icl.job import Job
 from emo.eval.icl.settings import Settings
 from emo.eval.icl.tasks import select_tasks
 from emo.eval.model import EvaluatedModel
-from emo.eval.targets import targets
-from emo.eval.watch import FAILED, WAITING, Watch
+from emo.eval.watch import FAILED, WAITING, Watch, targets
 from emo.pipeline import checkpoint
 from emo.pipeline.run_dir import HF, describe, list_files, partial_directory
 from tests.conftest import REPO
@@ -309,7 +307,7 @@ def test_pruned_while_and_before_it_is_evaluated(
         return evaluate(*arguments)
 
     monkeypatch.setattr(watch_module, "run_all", prune_both)
-    monkeypatch.setattr(targets_module, "targets", lambda run_dir: listed)
+    monkeypatch.setattr(watch_module, "targets", lambda run_dir: listed)
     assert watcher(world, run).once() == 1
     assert [mark["state"] for mark in done(run).values()] == ["evaluated", "gone"]
 

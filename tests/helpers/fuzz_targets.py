@@ -32,7 +32,7 @@ from emo.eval.judging import judging, pairs, results
 from emo.eval.judging.answers import read_answers, read_questions
 from emo.eval.judging.judging import JUDGES
 from emo.eval.model import EvaluatedModel
-from emo.eval.targets import NotWholeError, Target
+from emo.eval.watch import NotWholeError, Target
 from emo.experiments.design import chosen, expand, read_experiment, trials
 from emo.pipeline.config import Batch, dump_config, load_config
 from emo.pipeline.loss.cost_files import load_cost
