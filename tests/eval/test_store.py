@@ -133,8 +133,7 @@ def test_killed_at_any_moment_and_run_again(world: Path, tmp_path: Path) -> None
 def test_every_choice_is_part_of_the_key_but_the_batch_size(world: Path, tmp_path: Path) -> None:
     model, task = EvaluatedModel(str(world / "model")), select_tasks("sst2")[0]
     changes: list[dict[str, Any]] = [
-        {}, {"shots": 2}, {"limit": 10}, {"score": "suffix_sum"}, {"max_tokens": 100},
-        {"retriever": "random"}, {"faithful": True}, {"extra": ("channel",)}, {"inferencer": "ppl"},
+        {}, {"shots": 2}, {"limit": 10}, {"max_tokens": 100}, {"faithful": True}, {"extra": ("channel",)},
     ]  # fmt: skip
     for count, change in enumerate(changes, start=1):
         Job(model, Settings(data=str(world / "data"), **change), tmp_path).run(task)
