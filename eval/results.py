@@ -11,7 +11,7 @@ Other files there, and views that differ from what the store has sealed, are ski
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -126,12 +126,26 @@ def read_models(outs: Sequence[Path], say: Say | None = None) -> list[Model]:
     models: dict[str, Model] = {}
     for out in outs:
         before = len(models)
-        for model in _models(out, tell):
-            if model.name in models:
-                raise UserError(
-                    f"two directories hold a model {model.name!r}; evaluate one under another --name"
+        for directory in sorted(path for path in (out / MODELS).glob("*") if path.is_dir()):
+            description = _description(directory)
+            if description is None:
+                tell(f"skipped {directory}: {MODEL} is missing or damaged; evaluate the model again")
+                continue
+            if directory.name in models:
+                problem = (
+                    f"two directories hold a model {directory.name!r}; evaluate one under another --name"
                 )
-            models[model.name] = model
+                raise UserError(problem)
+            model = models[directory.name] = Model(directory.name, description, out)
+            for path in sorted(path for path in directory.glob("*.json") if path.name != MODEL):
+                view: Any = store.read_json(path)
+                if (fault := _fault(view, out)) is not None:
+                    tell(f"skipped {path}: {fault}")
+                    model.unreadable |= {} if path.name == SAMPLES else {path.stem: fault}
+                elif view["weights"] == description["weights"] and path.name == SAMPLES:
+                    model.samples = view["samples"]
+                elif view["weights"] == description["weights"]:
+                    model.views[path.stem] = view
         if len(models) == before:
             raise UserError(
                 f"no results in {out}; make them with: emo eval --model DIR --data DIR --output_path {out}"
@@ -145,25 +159,6 @@ def pick(models: Sequence[Model], name: str) -> Model:
         if model.name == name:
             return model
     raise UserError(f"no results of a model {name!r}; {nearest(name, [m.name for m in models])}")
-
-
-def _models(out: Path, say: Say) -> Iterator[Model]:
-    for directory in sorted(p for p in (out / MODELS).glob("*") if p.is_dir()):
-        description = _description(directory)
-        if description is None:
-            say(f"skipped {directory}: {MODEL} is missing or damaged; evaluate the model again")
-            continue
-        model = Model(directory.name, description, out)
-        for path in sorted(p for p in directory.glob("*.json") if p.name != MODEL):
-            view: Any = store.read_json(path)
-            if (fault := _fault(view, out)) is not None:
-                say(f"skipped {path}: {fault}")
-                model.unreadable |= {} if path.name == SAMPLES else {path.stem: fault}
-            elif view["weights"] == description["weights"] and path.name == SAMPLES:
-                model.samples = view["samples"]
-            elif view["weights"] == description["weights"]:
-                model.views[path.stem] = view
-        yield model
 
 
 def _description(directory: Path) -> dict[str, Any] | None:

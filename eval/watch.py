@@ -105,8 +105,11 @@ class Target:
             opened = opened_files(files) if self.foreign else []
         except (OSError, ValueError, UserError) as error:
             raise NotWholeError(one_line(error, 200)) from None
-        for path in opened:
-            if not _is_as_long_as_its_header_says(path):
+        for path in opened:  # has it all the bytes that its header, or a zip file's end, promises?
+            whole = path.suffix not in (".bin", ".safetensors") or zipfile.is_zipfile(path)
+            with contextlib.suppress(OSError, SafetensorError), safe_open(path, framework="np"):
+                whole = True
+            if not whole:
                 raise NotWholeError(f"{path.name} is cut short")
         if self.foreign and not settled:
             raise NotWholeError(f"it changed less than {SETTLE_SECONDS:g} s ago")
@@ -124,17 +127,6 @@ def targets(run_dir: Path) -> list[Target]:
     if (run_dir / EXPORT).is_dir():
         result.append(Target(run, run_dir / EXPORT))
     return result
-
-
-def _is_as_long_as_its_header_says(path: Path) -> bool:
-    """Return whether a weight file has all the bytes that its own header, or a zip file's end, promises."""
-    if path.suffix != ".safetensors":
-        return path.suffix != ".bin" or zipfile.is_zipfile(path)
-    try:
-        with safe_open(path, framework="np"):
-            return True
-    except (OSError, SafetensorError):
-        return False
 
 
 def _looks(files: Iterable[Path]) -> list[tuple[str, int, int]]:
@@ -225,13 +217,12 @@ class Watch:
                     self._export(export)
 
     def _export(self, export: Export) -> None:
-        for name in [name for name in self.states if name.startswith(str(export))]:
-            del self.states[name]
-        marks, due = {}, {}  # due: name -> version of the results
+        self.states = {name: s for name, s in self.states.items() if not name.startswith(f"{export} ")}
+        due = {}  # name -> version of the results
+        marks = self.directory / "exported"
         for name, mark in self._evaluated().items():
             version = store.digest([mark.get("files"), mark.get("asked")])
-            marks[name] = self.directory / "exported" / f"{name}.json"
-            if _read(marks[name]).get(str(export)) != version:
+            if _read(marks / f"{name}.json").get(str(export)) != version:
                 due[name] = version
         if not due:
             return
@@ -243,15 +234,15 @@ class Watch:
                 cards[target.name] = (target.path / CARD).read_text(encoding="utf-8")
         lost = due.keys() - {model.name for model in models}
         failed: dict[str, Exception] = {n: UserError(f"its results are not in {self.out}") for n in lost}
-        for name, error in (failed | export.each(models, cards, self.say)).items():
-            waits = isinstance(error, BusyError)
-            self.states[f"{export} {name}"] = DEFERRED if waits else UNEXPORTED
-            if not waits:
+        failed |= export.each(models, cards, self.say)
+        for name, error in failed.items():
+            self.states[f"{export} {name}"] = DEFERRED if isinstance(error, BusyError) else UNEXPORTED
+            if not isinstance(error, BusyError):
                 text = f"{name}: not exported as {export}: {_reason(error)}; to be tried again"
                 self._say_once(f"{export} {name}", text)
-            due.pop(name)
-        for name, version in due.items():
-            store.replace(marks[name], store.dump(_read(marks[name]) | {str(export): version}))
+        for name in due.keys() - failed:
+            path = marks / f"{name}.json"
+            store.replace(path, store.dump(_read(path) | {str(export): due[name]}))
 
     def _say_once(self, key: str, text: str) -> None:
         if self._said.get(key) != text:

@@ -9,7 +9,6 @@ as lm-evaluation-harness has them (mean_stderr and unweighted_mean_stderr of lm_
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,20 +51,6 @@ class Figures:
         return f"{text}, scorer: {compared['scorer']}; the label with the lowest {result['score']} counts"
 
 
-def accuracy(right: Sequence[bool]) -> Accuracy:
-    """Return the accuracy of outcomes [n], n > 0, with the standard error of their mean."""
-    n, mean = len(right), sum(right) / len(right)
-    return Accuracy(mean, math.sqrt(mean * (1 - mean) / (n - 1)) if n > 1 else None, n)
-
-
-def unweighted_mean(groups: Sequence[Accuracy]) -> Accuracy:
-    """Return the mean over groups, each weighing alike."""
-    errors = [group.stderr for group in groups if group.stderr is not None]
-    stderr = math.sqrt(sum(error**2 for error in errors)) / len(groups)
-    value = sum(group.value for group in groups) / len(groups)
-    return Accuracy(value, stderr if len(errors) == len(groups) else None, sum(group.n for group in groups))
-
-
 def all_figures(model: Model) -> list[Figures]:
     """Return every result of a model, from its rows.
 
@@ -76,19 +61,24 @@ def all_figures(model: Model) -> list[Figures]:
     if not model.results:
         raise UserError(f"{model.name} has no finished result; evaluate it, or leave it out with --name")
     figures = []
-    for task, result in sorted(model.results.items()):
-        records, right = model.records(task), dict[str, list[bool]]()
+    for task, view in sorted(model.views.items()):
+        result, records, right = view["result"], model.records(task), dict[str, list[bool]]()
         for record in records:
             group = record["group"] if result["groups"] else ""
             right.setdefault(group, []).append(record["prediction"] == record["gold"])
-        groups = {name: accuracy(outcomes) for name, outcomes in sorted(right.items())}
-        mean = unweighted_mean([*groups.values()])
-        if not math.isclose(mean.value, result["accuracy"], abs_tol=1e-9):
+        groups = {}
+        for name, outcomes in sorted(right.items()):
+            n, share = len(outcomes), sum(outcomes) / len(outcomes)
+            groups[name] = Accuracy(share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None, n)
+        mean = sum(group.value for group in groups.values()) / len(groups)
+        errors = [group.stderr for group in groups.values() if group.stderr is not None]
+        stderr = math.sqrt(sum(error**2 for error in errors)) / len(groups)
+        accuracy = Accuracy(mean, stderr if len(errors) == len(groups) else None, len(records))
+        if not math.isclose(mean, result["accuracy"], abs_tol=1e-9):
             raise UserError(
                 f"{model.name}, {task}: its records do not give the accuracy of its result; evaluate it "
                 "again, which computes it anew"
             )
-        view = model.views[task]
         finished = (model.out / store.STORE / view["key"] / store.RESULT).stat().st_mtime
-        figures.append(Figures(task, result, records, mean, groups, view["rows"], finished))
+        figures.append(Figures(task, result, records, accuracy, groups, view["rows"], finished))
     return figures
