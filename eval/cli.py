@@ -133,13 +133,11 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.fail_on_regression:
         pick(read_models([args.output_path]), args.fail_on_regression)  # before the work, not after it
-        if args.fail_on_regression == model.name:
-            raise UserError(f"--fail_on_regression {model.name} is the model itself; name another one")
     say(f"{model.name}: {counted(len(tasks), 'task')}")
     results = run_all(model, tasks, settings, args.output_path, say)
-    mean = sum(r["accuracy"] for r in results) / len(results)
+    mean = 100 * sum(r["accuracy"] for r in results) / len(results)
     over = counted(len(results), "task")
-    say(f"{model.name}: mean accuracy {100 * mean:.1f} on {over}; results in {args.output_path}")
+    say(f"{model.name}: mean accuracy {mean:.1f} on {over}; results in {args.output_path}")
     if not args.fail_on_regression:
         return ExitCode.DONE
     models = read_models([args.output_path])
@@ -150,8 +148,6 @@ def _run(args: argparse.Namespace) -> int:
 
 def _watch(args: argparse.Namespace) -> int:
     tasks, settings = select_tasks(args.tasks, args.prompts), _settings(args)
-    if not args.poll > 0:
-        raise UserError("--poll must be a positive number of seconds")
     if not args.run_dir.is_dir():
         raise UserError(f"run directory {args.run_dir} does not exist")
     out = args.output_path or args.run_dir / "eval"

@@ -41,14 +41,11 @@ def add_arguments(subparsers: Any) -> None:
 
 @dataclass(frozen=True)
 class Export:
-    """A format and the directory for it; data and tasks: where samples can be read again, as `eval` has them.
-
-    watched: several models come, one after the other, and the hub's files go to OUT/NAME.
-    """
+    """A format and the directory for it. watched: models come one by one, the hub's files go to OUT/NAME."""
 
     format: str
     out: Path
-    data: str | None = None
+    data: str | None = None  # where samples can be read again, as `eval` has it, and so with the tasks
     tasks: str = ""
     watched: bool = True
 
@@ -107,17 +104,11 @@ def run(args: argparse.Namespace, say: Say) -> int:
     first_word("export")
     export = Export(args.format, args.output_path, args.data, args.tasks, watched=False)
     models = read_models(args.results)
-    if args.name:
-        models = [pick(models, args.name)]
-    else:
-        for model in (m for m in models if not m.results and not m.unreadable):
-            say(f"{model.name} has no finished result: left out")
-        models = [model for model in models if model.results or model.unreadable]
-    if not models:
-        raise UserError(f"no finished results in {', '.join(map(str, args.results))}")
-    if export.format == HUB and len(models) > 1:
-        names = ", ".join(model.name for model in models)
-        raise UserError(f"--format hf is about one model; choose it with --name: {names}")
+    finished = [model for model in models if model.results or model.unreadable]
+    models = [pick(models, args.name)] if args.name else finished
+    if not models or (export.format == HUB and len(models) > 1):
+        names = ", ".join(model.name for model in models) or "none has finished results"
+        raise UserError(f"choose a model with --name, for --format hf a single one: {names}")
     for error in export.each(models, {}, say).values():
         raise error
     if export.format == HARNESS and not export.data:

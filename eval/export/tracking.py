@@ -70,14 +70,13 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
             f"none of these results is of the run {run_dir}; --output_path is the run that they are of"
         )
     with held(Lease(run_dir, LOCK, LOCK_SECONDS)) as free:
-        if not free:
-            raise BusyError(
-                f"{run_dir} is in use: while it trains, nobody else can write into its W&B run; "
-                "export again when it has ended"
-            )
+        pass
     with held(store.lease(run_dir, SENDING)) as acquired:
-        if not acquired:
-            raise BusyError(f"another export sends results of {run_dir} to W&B; wait until it has ended")
+        if not (free and acquired):
+            raise BusyError(
+                f"{run_dir} trains, or another export sends its results: nobody else can write into its W&B "
+                "run; export again when that has ended"
+            )
         noted = store.read_json(run_dir / SENT) or {"sent": {}}
         # The last checkpoint and the run's export are one point: the same results after the same tokens.
         due = {store.digest(point): name for name, point in points.items()}

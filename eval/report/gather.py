@@ -119,7 +119,7 @@ class Report:
     def level(self, model: Model, task: str | None) -> tuple[float, float, float] | None:
         """Return accuracy, low and high of a model on a task, or their mean (None) where it has all tasks."""
         results = [model.results.get(t) for t in (self.tasks if task is None else [task])]
-        levels = [(r["accuracy"], r["interval"]["low"], r["interval"]["high"]) for r in results if r]
+        levels = [_levels(result, "accuracy") for result in results if result]
         if not levels or len(levels) < len(results):
             return None
         mean, interval = stats.mean_interval(levels)
@@ -136,11 +136,9 @@ class Report:
             first = next((name for name, others in self.against.items() if model.name in others), "")
             c = self.against.get(baseline or first, {}).get(model.name)
             whole = c and (baseline or len(c.tasks) == len(self.tasks))
-            x = c and (c.tasks.get(task) if task else c.mean if whole else None)
-            level = self.level(model, task) if baseline is None else None
-            if x and baseline:
-                level = x["difference"], x["interval"]["low"], x["interval"]["high"]
-            if level is not None:
+            x = (c.tasks.get(task) if task else c.mean if whole else None) if c else None
+            level = self.level(model, task) if baseline is None else x and _levels(x, "difference")
+            if level:
                 direction = x["direction"] if x else 0
                 effects.append(Effect(model.name, i, direction, *(100 * value for value in level)))
         return effects
@@ -279,14 +277,10 @@ def _remarks(models: Sequence[Model], tasks: Sequence[str], runs: Mapping[str, P
     Runs are moved and renamed: the path of the weights, the run's name and the run_dir that its configuration
     and the export recorded are compared.
     """
-    answers: dict[tuple[str, str], list[str]] = {}
-    for task, model in ((t, m) for t in tasks for m in models if t in m.results):
-        if (answer := only_answer(model.results[task])) is not None:
-            answers.setdefault((model.results[task]["title"], answer), []).append(model.name)
-    remarks = [
-        f"{title}: {', '.join(names)} answer{'s' if len(names) == 1 else ''} {answer} only, whatever the row"
-        for (title, answer), names in answers.items()
-    ]
+    remarks = []
+    for result, model in ((m.results[t], m) for t in tasks for m in models if t in m.results):
+        if (answer := only_answer(result)) is not None:
+            remarks.append(f"{result['title']}: {model.name} answers {answer} only, whatever the row")
     for model in (m for m in models if m.name in runs):
         run, made_in, path = runs[model.name], model.facts.get("run"), model.description["path"]
         try:
@@ -300,6 +294,10 @@ def _remarks(models: Sequence[Model], tasks: Sequence[str], runs: Mapping[str, P
                 f"training shown is that of {run}"
             )
     return remarks
+
+
+def _levels(estimate: dict[str, Any], name: str) -> tuple[float, float, float]:
+    return estimate[name], estimate["interval"]["low"], estimate["interval"]["high"]
 
 
 def _contamination(run: Path) -> dict[str, Container[str]]:
@@ -316,10 +314,9 @@ def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, A
     """Return the numbers of a model on a task, also without test rows that are in its training text."""
     result, shared, untrained = model.results[task], None, None
     if overlap is not None:
-        rows = model.outcomes(task)
-        others = [row for row in rows if str(row.id) not in overlap]
+        others = [row for row in model.outcomes(task) if str(row.id) not in overlap]
         groups = [row.group for row in others] if result["groups"] else None
-        shared = len(rows) - len(others)
+        shared = result["n"] - len(others)
         untrained = stats.accuracy([row.right for row in others], groups).value if others else None
     first = ("title", "accuracy", "chance", "majority", "n", "macro_f1", "score")
     counts = ("leaked", "rows_shortened", "rows_cut", "retriever", "shots", "conditions")
