@@ -41,18 +41,16 @@ def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
     pairs = {}
     refused: dict[str, str] = {}
     for task in (t for t in tasks if t in a.results and t in b.results):
-        reason = differing(a.results[task], b.results[task])
         try:
-            first, second = ([], []) if reason else (a.outcomes(task), b.outcomes(task))
+            if reason := differing(a.results[task], b.results[task]):
+                raise UserError(reason)
+            (rows, first), (others, second) = a.outcomes(task), b.outcomes(task)
+            if rows != others:
+                raise UserError("their records are of different rows")
+            groups = [group for *_, group in rows] if a.results[task]["groups"] else None
+            pairs[task] = stats.pairs(first, second, groups)
         except UserError as error:
-            reason = str(error)
-        if not reason and [row[:-1] for row in first] != [row[:-1] for row in second]:
-            reason = "their records are of different rows"
-        if reason:
-            refused[task] = reason
-        else:
-            groups = [row.group for row in first] if a.results[task]["groups"] else None
-            pairs[task] = stats.pairs([row.right for row in first], [row.right for row in second], groups)
+            refused[task] = str(error)
     paired = {task: stats.paired(p) for task, p in pairs.items()}
     adjusted = stats.holm([p.p_mcnemar for p in paired.values()])
     described = {}

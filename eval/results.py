@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from emo.common.errors import UserError, nearest
 from emo.common.text import printable
@@ -35,17 +35,11 @@ RESULT = {
 Say = Callable[[str], None]
 
 
-class Outcome(NamedTuple):
-    """A test row, and whether a model got it right."""
-
-    row: int
-    id: int | str
-    gold: str
-    group: str
-    right: bool
+# Row number, id, gold label and group of every test row, and whether a model got it right.
+Outcomes = tuple[list[tuple[int, Any, str, str]], list[bool]]
 
 
-@dataclass
+@dataclass(eq=False)
 class Model:
     """One evaluated model: its description, its views by task, its text and its training log."""
 
@@ -56,7 +50,7 @@ class Model:
     unreadable: dict[str, str] = field(default_factory=dict)  # task -> why its result is left out
     samples: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
-    _outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+    _outcomes: dict[str, Outcomes] = field(default_factory=dict)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -73,13 +67,12 @@ class Model:
         view = self.views[task]
         return store.read_records(self.out, view["key"], view["result"]["n"])
 
-    def outcomes(self, task: str) -> list[Outcome]:
+    def outcomes(self, task: str) -> Outcomes:
         """Return every row of a task and whether it was right; read once. UserError like `records`."""
         if task not in self._outcomes:
-            self._outcomes[task] = [
-                Outcome(r["row"], r["id"], r["gold"], r["group"], r["prediction"] == r["gold"])
-                for r in self.records(task)
-            ]
+            records = self.records(task)
+            rows = [(r["row"], r["id"], r["gold"], r["group"]) for r in records]
+            self._outcomes[task] = rows, [r["prediction"] == r["gold"] for r in records]
         return self._outcomes[task]
 
 

@@ -27,7 +27,7 @@ import os
 import shutil
 import traceback
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ from emo.eval.icl.settings import DENSE, RETRIEVERS, VERSION, Settings
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import Task
 from emo.eval.model import EvaluatedModel, clean_name
-from emo.eval.results import pick, read_models
+from emo.eval.results import Say, pick, read_models
 from emo.pipeline.run_dir import COMPLETE, EXPORT, HF, checkpoints, is_complete, listed_files, mismatch
 
 SETTLE_SECONDS = 20.0
@@ -60,8 +60,6 @@ PASSING = ("OutOfMemoryError", "AcceleratorError")  # of torch: the device, not 
 # States of a target, or of the export of one, that is not done.
 WAITING, FAILED, TROUBLED = "not ready or held elsewhere", "failed", "to be tried again"
 UNEXPORTED, DEFERRED = "not exported", "for the end of the run"
-
-Say = Callable[[str], None]
 
 
 class NotWholeError(Exception):

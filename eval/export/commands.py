@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from emo.common.commands import first_word
 from emo.common.errors import ExitCode, UserError, nearest
-from emo.eval.results import Model, pick, read_models
+from emo.eval.results import Model, Say, pick, read_models
 
 HARNESS, HUB, WANDB = FORMATS = ("lm-eval", "hf", "wandb")
 EXAMPLE = """examples:
   emo export --format lm-eval runs/eval --data TASKS --output_path runs/lm-eval
   emo export --format hf runs/eval --name EMO --output_path runs/mine/export
   emo export --format wandb runs/mine/eval --output_path runs/mine"""
-
-Say = Callable[[str], None]
 
 
 def add_arguments(subparsers: Any) -> None:

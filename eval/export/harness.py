@@ -18,6 +18,7 @@ from typing import Any
 from emo.common.errors import UserError
 from emo.common.files import write_text
 from emo.eval import store
+from emo.eval.compare import DIGESTS
 from emo.eval.export.figures import Accuracy, Figures, all_figures
 from emo.eval.icl.prompts import PromptBuilder
 from emo.eval.icl.retrieve import StoredRetriever
@@ -160,9 +161,7 @@ def _samples(source: str, tasks: str, figures: Figures) -> tuple[Samples, Counte
         ("prompt", store.digest(task.identity()), "--tasks"),
     ):
         if digest[:16] != result["conditions"]["compared"][name]:
-            raise UserError(
-                f"task {task.name}: {name} is not that of its evaluation; give the {option} that it had"
-            )
+            raise UserError(f"task {task.name}: other {DIGESTS[name]}; give the {option} of its evaluation")
     retriever = StoredRetriever(task, data.rows, [record["demonstrations"] for record in figures.records])
     builder = PromptBuilder(retriever, None, task.labels, task.demonstration_template, task.template)
     samples: Samples = {}

@@ -7,7 +7,6 @@ byte by byte. Nothing that is written names a folder of this machine.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,15 +21,13 @@ from emo.common.text import publishable
 from emo.common.untrusted import read_bytes
 from emo.eval.export.figures import Figures, all_figures
 from emo.eval.model import EvaluatedModel
-from emo.eval.results import Model
+from emo.eval.results import Model, Say
 
 CARD, ENTRIES, INDEX = "README.md", ".eval_results", "model-index"
 CARD_BYTES = 4 << 20
 OURS = "In-context classification (emo-pipeline)"  # how our entries of a model-index are known again
 _FRONT = re.compile(r"\A(\ufeff?\s*---[ \t]*\r?\n)(.*?)(^---[ \t]*(?:\r?\n|\Z))", re.S | re.M)
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
-
-Say = Callable[[str], None]
 
 
 def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) -> None:

@@ -13,7 +13,7 @@ only grow: what was sent is noted, and not sent again.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,13 @@ from emo.common.text import counted
 from emo.common.untrusted import is_plain_name
 from emo.eval import store
 from emo.eval.export.figures import all_figures
-from emo.eval.results import Model
+from emo.eval.results import Model, Say
 from emo.pipeline.run_dir import CONFIG, LOCK, LOCK_SECONDS, WANDB_ID
 
 SENT = "wandb-evaluations.json"
 SENDING = "wandb-export"  # name of the lease that exports hold among themselves
 AXIS = "eval/tokens"
 OFFLINE = "offline-run-"  # how W&B begins the names of directories that it has not sent yet
-
-Say = Callable[[str], None]
 
 
 class BusyError(UserError):

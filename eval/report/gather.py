@@ -84,7 +84,7 @@ class Report:
             # Of several validation sets none stands for the others; the run's own report shows them all.
             model.metrics = [r for r in read_metrics(run) if r.get("set", VALIDATION) == VALIDATION]
             overlaps[model.name] = _contamination(run)
-        above = parents(scored)
+        above = ancestors(scored)
         self.families = families(scored, above, list(runs), next(iter(chosen), None))
         self.models = [model for family in self.families for model in family.members]
         compared = [(pick(scored, name), self.models) for name in self.chosen]
@@ -179,16 +179,20 @@ class Report:
         }
 
 
-def parents(models: Sequence[Model]) -> dict[str, str]:
-    """Return the evaluated model that each was trained from, both by name; models without one are left out.
+def ancestors(models: Sequence[Model]) -> dict[str, list[Model]]:
+    """Return the evaluated models that each was trained from, by name, the nearest first.
 
     The best match counts: the same path, the run that left the origin, a path that ends alike (results and
     runs are moved), the last checkpoint of that run, and the same name of a model that was trained elsewhere.
     """
-    above: dict[str, str] = {}
+    above: dict[str, Model] = {}
+
+    def chain(model: Model) -> list[Model]:
+        return [above[model.name], *chain(above[model.name])] if model.name in above else []
+
     for model in (m for m in models if _origin(m)):
-        origin, ranked = Path(_origin(model)), []
-        for other in (m for m in models if m is not model and model.name not in _ancestors(m.name, above)):
+        origin, ranked = Path(_origin(model)), list[tuple[int, int, str, Model]]()
+        for other in (m for m in models if model not in (m, *chain(m))):
             path, run = Path(other.description["path"]), other.facts.get("run")
             short, long = sorted((path.parts, origin.parts), key=len)
             matches = [
@@ -198,18 +202,18 @@ def parents(models: Sequence[Model]) -> dict[str, str]:
                 not other.facts.get("objective") and _short(str(path)) == _short(str(origin)),
             ]
             if any(matches):
-                ranked.append((-matches.index(True), _step(other), other.name))
+                ranked.append((-matches.index(True), _step(other), other.name, other))
         if ranked:
-            above[model.name] = max(ranked)[2]
-    return above
+            above[model.name] = max(ranked)[-1]
+    return {model.name: chain(model) for model in models}
 
 
 def families(
-    models: Sequence[Model], above: Mapping[str, str], first: Sequence[str], baseline: str | None
+    models: Sequence[Model], above: Mapping[str, list[Model]], first: Sequence[str], baseline: str | None
 ) -> list[Family]:
     """Return all models by base; the family of `baseline`, and in it the baseline, come first.
 
-    above: of `parents`. Models named in `first` precede others of their family.
+    above: their `ancestors`. Models named in `first` precede others of their family.
     """
 
     def sort_key(model: Model) -> tuple[Any, ...]:
@@ -217,26 +221,27 @@ def families(
         rank = [*OBJECTIVES, objective].index(objective)
         order = first.index(model.name) if model.name in first else len(first)
         natural = [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", model.name)]
-        in_family = (model.name in above, order, bool(objective), rank, _step(model), natural)
+        in_family = (bool(above[model.name]), order, bool(objective), rank, _step(model), natural)
         return (model.name != baseline, *in_family)
 
+    bases = {chain[-1].name: chain[-1] for chain in above.values() if chain}
     grouped: dict[tuple[bool, str], list[Model]] = {}  # by whether the base was evaluated, and its name
     for model in sorted(models, key=sort_key):
-        root = pick(models, [model.name, *_ancestors(model.name, above)][-1])
-        is_base = root.name in above.values()
+        root = [model, *above[model.name]][-1]
+        is_base = root.name in bases
         grouped.setdefault((is_base, root.name if is_base else _origin(root)), []).append(model)
     result = []
     for (is_base, name), members in grouped.items():
-        base = pick(models, name) if is_base else None
+        base = bases[name] if is_base else None
         members.sort(key=lambda m: (m.name != baseline, m is not base))
         result.append(Family(name if is_base else _short(name), base, members))
     return result
 
 
-def baselines(members: Sequence[Model], above: Mapping[str, str]) -> list[tuple[Model, list[Model]]]:
+def baselines(members: Sequence[Model], above: Mapping[str, list[Model]]) -> list[tuple[Model, list[Model]]]:
     """Return what members of a family are compared with by default, and which: with every model that others
     were trained from, and with MLE on the same data from the same origin; without either with the first."""
-    below = [(m, [x for x in members if m.name in _ancestors(x.name, above)]) for m in members]
+    below = [(model, [m for m in members if model in above[m.name]]) for model in members]
     pairs = [(model, others) for model, others in below if others]
     stages: dict[tuple[Any, Any], list[Model]] = {}
     for model in (m for m in members if m.facts.get("objective")):
@@ -248,11 +253,6 @@ def baselines(members: Sequence[Model], above: Mapping[str, str]) -> list[tuple[
         if mle is not None and others:
             pairs.append((mle, others))
     return pairs or ([(members[0], list(members[1:]))] if len(members) > 1 else [])
-
-
-def _ancestors(name: str, above: Mapping[str, str]) -> list[str]:
-    """Return the models that one was trained from, the nearest first."""
-    return [above[name], *_ancestors(above[name], above)] if name in above else []
 
 
 def _step(model: Model) -> int:
@@ -314,10 +314,10 @@ def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, A
     """Return the numbers of a model on a task, also without test rows that are in its training text."""
     result, shared, untrained = model.results[task], None, None
     if overlap is not None:
-        others = [row for row in model.outcomes(task) if str(row.id) not in overlap]
-        groups = [row.group for row in others] if result["groups"] else None
+        others = [x for x in zip(*model.outcomes(task), strict=True) if str(x[0][1]) not in overlap]
+        groups = [group for (*_, group), _ in others] if result["groups"] else None
         shared = result["n"] - len(others)
-        untrained = stats.accuracy([row.right for row in others], groups).value if others else None
+        untrained = stats.accuracy([right for _, right in others], groups).value if others else None
     first = ("title", "accuracy", "chance", "majority", "n", "macro_f1", "score")
     counts = ("leaked", "rows_shortened", "rows_cut", "retriever", "shots", "conditions")
     return {

@@ -98,9 +98,8 @@ def test_results_that_do_not_follow_from_their_rows_are_not_exported(change: Any
         records: Any = store.unsealed(chunk)
         change(records)
         chunk.write_text(store.seal(records))
-    for form in ("lm-eval", "hf"):
-        assert command("export", tmp_path, "--format", form, "--output_path", tmp_path / "to")[0] == 2
-        assert not (tmp_path / "to").exists()
+    assert command("export", tmp_path, "--format", "hf", "--output_path", tmp_path / "to")[0] == 2
+    assert not (tmp_path / "to").exists()
 
 
 # --- the hub ----------------------------------------------------------------------------------------------
@@ -160,7 +159,7 @@ def test_a_card_loses_nothing(newline: str, tmp_path: Path) -> None:
     assert hub.with_index(after, "emo", results) == after, "exported again, it is another card"
     assert ("\n" in after.replace("\r\n", "")) == (newline == "\n")
     assert after.endswith(before[before.index("# My model") :])
-    for line in ("license: apache-2.0   # of the weights", 'tags: [a, "b"]', "# the language of the text"):
+    for line in before.split(newline)[1:3] + before.split(newline)[9:10]:
         assert line in after.split(newline)
     actual = ModelCard(after).data
     assert actual.model_name == "My Model" and actual.language == ["en"] and actual.eval_results is not None
@@ -210,15 +209,14 @@ def logged(path: Path) -> Iterator[Any]:
     """The records of a .wandb file, by W&B's own messages: LevelDB's log in blocks of 32 KiB."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, directory, text = path.read_bytes(), 7, b""
-    while directory + 7 <= len(data):
-        left = 32768 - directory % 32768
-        if left < 7:
-            directory += left
+    data, position, text = path.read_bytes(), 7, b""
+    while position + 7 <= len(data):
+        if (left := 32768 - position % 32768) < 7:
+            position += left
             continue
-        length, kind = int.from_bytes(data[directory + 4 : directory + 6], "little"), data[directory + 6]
-        text += data[directory + 7 : directory + 7 + length]
-        directory += 7 + length
+        length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        text += data[position + 7 : position + 7 + length]
+        position += 7 + length
         if kind in (1, 4):  # whole, or the last part
             yield Record.FromString(text)
             text = b""

@@ -256,10 +256,9 @@ def test_a_bad_checkpoint_does_not_hold_up_the_others(world: Path, tmp_path: Pat
 def test_a_passing_trouble_is_tried_again(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
+    run, evaluate = tmp_path / "run", watch_module.run_all
     publish(world, run, 3)
     publish(world, run, 4)
-    evaluate = watch_module.run_all
 
     def lost(model: Any, *others: Any) -> Any:
         if model.name.endswith("3"):
@@ -279,13 +278,12 @@ def test_pruned_while_and_before_it_is_evaluated(
 ) -> None:
     """The trainer may delete a checkpoint at any moment: hard links keep the files until the end."""
     run = tmp_path / "run"
-    publish(world, run, 3)
-    publish(world, run, 4)
-    evaluate, listed = watch_module.run_all, targets(run)
+    steps, evaluate = [publish(world, run, step) for step in (3, 4)], watch_module.run_all
+    listed = targets(run)
 
     def prune_both(*arguments: Any) -> Any:
-        for step in (3, 4):
-            checkpoint.remove(run / f"step-{step:06d}")
+        for step in steps:
+            checkpoint.remove(step)
         return evaluate(*arguments)
 
     monkeypatch.setattr(watch_module, "run_all", prune_both)
@@ -300,39 +298,31 @@ def test_every_checkpoint_is_exported_once(
     """Killed between evaluation and export, and run again: everything is there, nothing twice, no row scored
     again. An export that fails stops nothing.
     """
-    run, names = tmp_path / "run", ["run-step-000003", "run-step-000004"]
+    run, names, evaluate = tmp_path / "run", ["run-step-000003", "run-step-000004"], watch_module.run_all
     for step in (3, 4):
         publish(world, run, step)
     options = [f"--export=lm-eval={tmp_path / 'to'}", f"--export=hf={tmp_path / 'hf'}"]
     arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data", *options]
-
-    def killed(*arguments: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Export, "each", killed)
-        assert command(*arguments)[0] == 130
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Export, "each", lambda *others: 1 / 0)
+        command(*arguments)
     assert list(done(run)) == names[:1] and not (tmp_path / "to").exists()
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / names[0]).write_text("in the way")
-    evaluate = watch_module.run_all
 
     def only_the_second(model: Any, *others: Any) -> Any:
         assert model.name == names[1]
         return evaluate(model, *others)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(watch_module, "run_all", only_the_second)
-        assert command(*arguments)[0] == 1
+    monkeypatch.setattr(watch_module, "run_all", only_the_second)
+    assert command(*arguments)[0] == 1
     assert list(done(run)) == names and (tmp_path / "hf" / names[1] / "README.md").is_file()
     (tmp_path / "hf" / names[0]).unlink()
     marks = []
     for _ in range(2):
         assert command(*arguments)[0] == 0
-        actual = tree(tmp_path / "to") | tree(tmp_path / "hf")
-        assert [sum(kind in path for path in actual) for kind in ("/samples_", "/results_", "README")] == [
-            2
-        ] * 3
+        files = list(tree(tmp_path / "to") | tree(tmp_path / "hf"))
+        assert all(sum(kind in f for f in files) == 2 for kind in ("/samples_", "/results_", "README"))
         marks.append(tree(run / "eval" / "watch" / "exported"))
     assert marks[0] == marks[1]
 
