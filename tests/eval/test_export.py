@@ -125,30 +125,28 @@ model-index: of the text
 
 
 def test_the_hub_reads_its_files(tmp_path: Path) -> None:
-    model = finished(tmp_path / "out", step=10, run="/home/somebody/runs/emo")
-    hub.write_hub(model, tmp_path / "card", lambda text: None)
-    text = (tmp_path / "card" / "README.md").read_text()
-    card = ModelCard(text)
-    assert card.data.model_name == "emo"
-    assert card.data.eval_results is not None and len(card.data.eval_results) == 4
+    def written(directory: Path) -> tuple[ModelCard, Any]:
+        hub.write_hub(pick(read_models([tmp_path / "out"]), "emo"), directory, lambda text: None)
+        path = directory / ".eval_results" / "emo-pipeline-sst2.yaml"
+        assert b"/home" not in b"".join(tree(directory).values())
+        entries = parse_eval_result_entries(yaml.safe_load(path.read_text())) if path.exists() else []
+        return ModelCard.load(directory / "README.md"), entries
+
+    finished(tmp_path / "out", step=10, run="/home/somebody/runs/emo")
+    card, [entry] = written(tmp_path / "card")
+    assert card.data.model_name == "emo" and len(card.data.eval_results) == 4
     accuracy = next(r for r in card.data.eval_results if "SST-2" in r.dataset_name)
     assert (accuracy.metric_type, accuracy.metric_value) == ("accuracy", 4 / 6)
     assert accuracy.dataset_type == "SetFit/sst2" and accuracy.dataset_revision is None
     assert accuracy.metric_args["stderr"] == pytest.approx(math.sqrt(4 / 6 * 2 / 6 / 5))
     macro = next(r for r in card.data.eval_results if "MMLU" in r.dataset_name)
     assert macro.metric_value == pytest.approx((1 + 1 / 3 + 1) / 3) and "stderr" not in macro.metric_args
-    path = tmp_path / "card" / ".eval_results" / "emo-pipeline-sst2.yaml"
-    (entry,) = parse_eval_result_entries(yaml.safe_load(path.read_text()))
     assert (entry.dataset_id, entry.task_id, entry.value) == ("SetFit/sst2", "default", 4 / 6)
     assert entry.date == "2027-01-15T08:00:00Z" and entry.dataset_revision is None
-    assert "/home" not in text + path.read_text()
     finish(tmp_path / "out", from_hub=True)
-    hub.write_hub(pick(read_models([tmp_path / "out"]), "emo"), tmp_path / "card", lambda text: None)
-    (entry,) = parse_eval_result_entries(yaml.safe_load(path.read_text()))
-    assert entry.dataset_revision == "00ea8cc"
+    assert written(tmp_path / "card")[1][0].dataset_revision == "00ea8cc"
     finish(tmp_path / "out", hub="/data/sst2")  # no data set of the hub
-    hub.write_hub(pick(read_models([tmp_path / "out"]), "emo"), tmp_path / "alone", lambda text: None)
-    assert [path.name for path in (tmp_path / "alone").iterdir()] == ["README.md"]
+    assert written(tmp_path / "alone")[1] == [] and len(tree(tmp_path / "alone")) == 1
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])

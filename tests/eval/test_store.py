@@ -181,10 +181,7 @@ def test_leaked_rows_are_flagged_with_a_clean_score(world: Path, tmp_path: Path)
         assert records[row]["demonstrations"][0] in (30, 31, 32)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"score": "accuracy"}, {"extra": ("pmi",)}, {"limit": 0}, {"inferencer": "ppl", "score": "suffix_sum"}],
-)
+@pytest.mark.parametrize("settings", [{"extra": ("pmi",)}, {"inferencer": "ppl", "score": "suffix_sum"}])
 def test_wrong_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         Settings(data="x", **settings)

@@ -72,6 +72,18 @@ def publish(world: Path, run: Path, step: int) -> Path:
     return checkpoint.publish(run, step)
 
 
+def watch(world: Path, run: Path, *options: object) -> tuple[int, str]:
+    """The exit code and the output of one pass."""
+    arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data", *options]
+    return command(*arguments)[:2]
+
+
+def before_each(patch: pytest.MonkeyPatch, hook: Any) -> None:
+    """Call `hook` with the model before every evaluation."""
+    evaluate = watch_module.run_all
+    patch.setattr(watch_module, "run_all", lambda model, *others: (hook(model), evaluate(model, *others))[1])
+
+
 def watcher(world: Path, run: Path) -> Watch:
     settings = Settings(data=str(world / "data"))
     return Watch(run, select_tasks("sst2"), settings, run / "eval", "auto", lambda text: None)
@@ -232,61 +244,48 @@ def test_other_tasks_or_settings_are_evaluated_anew(world: Path, tmp_path: Path)
 def test_a_bad_checkpoint_does_not_hold_up_the_others(world: Path, tmp_path: Path) -> None:
     """It is marked, the others are evaluated and reported, an exit code tells; missing data mark none."""
     run = tmp_path / "run"
-    arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data"]
-    assert command(*arguments)[0] == 2  # there is no such run
-    for step in (3, 5):
-        publish(world, run, step)
-    assert command(*arguments[:-1], tmp_path / "nowhere")[0] == 2 and not done(run)
+    assert watch(world, run)[0] == 2  # there is no such run
+    publish(world, run, 3)
+    assert watch(world, run, "--data", tmp_path / "nowhere")[0] == 2 and not done(run)
     partial = write_partial(world, run, 6)  # complete, and yet not a model
     (partial / "hf" / "config.json").write_text('{"model_type": "llama", "hidden_size": 48}')
     complete(partial)
     checkpoint.publish(run, 6)
     publish(world, run, 7)
-    for count in (3, 0):  # not tried again, and not forgotten
-        code, out, _ = command(*arguments)
+    for count in (2, 0):  # not tried again, and not forgotten
+        code, out = watch(world, run)
         assert code == 1 and f"{count} evaluated" in out.splitlines()[-1] and "1 failed" in out
-    states = ["evaluated", "evaluated", "failed", "evaluated"]
-    assert [mark["state"] for mark in done(run).values()] == states
+    assert [mark["state"] for mark in done(run).values()] == ["evaluated", "failed", "evaluated"]
     assert "Accuracy over training" in (run / "eval" / "report.html").read_text()
     shutil.rmtree(run / "step-000006")
     publish(world, run, 6)
-    assert command(*arguments)[0] == 0 and done(run)["run-step-000006"]["state"] == "evaluated"
+    assert watch(world, run)[0] == 0 and done(run)["run-step-000006"]["state"] == "evaluated"
 
 
 def test_a_passing_trouble_is_tried_again(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, evaluate = tmp_path / "run", watch_module.run_all
-    publish(world, run, 3)
-    publish(world, run, 4)
+    for step in (3, 4):
+        publish(world, run := tmp_path / "run", step)
 
-    def lost(model: Any, *others: Any) -> Any:
+    def lost(model: Any) -> None:
         if model.name.endswith("3"):
             raise OSError(5, "Input/output error")
-        return evaluate(model, *others)
 
-    arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data"]
     with monkeypatch.context() as patch:
-        patch.setattr(watch_module, "run_all", lost)
-        assert command(*arguments)[0] == 1
+        before_each(patch, lost)
+        assert watch(world, run)[0] == 1
     assert list(done(run)) == ["run-step-000004"]
-    assert command(*arguments)[0] == 0 and len(done(run)) == 2
+    assert watch(world, run)[0] == 0 and len(done(run)) == 2
 
 
 def test_pruned_while_and_before_it_is_evaluated(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer may delete a checkpoint at any moment: hard links keep the files until the end."""
-    run = tmp_path / "run"
-    steps, evaluate = [publish(world, run, step) for step in (3, 4)], watch_module.run_all
+    steps = [publish(world, run := tmp_path / "run", step) for step in (3, 4)]
     listed = targets(run)
-
-    def prune_both(*arguments: Any) -> Any:
-        for step in steps:
-            checkpoint.remove(step)
-        return evaluate(*arguments)
-
-    monkeypatch.setattr(watch_module, "run_all", prune_both)
+    before_each(monkeypatch, lambda model: [checkpoint.remove(step) for step in steps])
     monkeypatch.setattr(watch_module, "targets", lambda run_dir: listed)
     assert watcher(world, run).once() == 1
     assert [mark["state"] for mark in done(run).values()] == ["evaluated", "gone"]
@@ -298,29 +297,23 @@ def test_every_checkpoint_is_exported_once(
     """Killed between evaluation and export, and run again: everything is there, nothing twice, no row scored
     again. An export that fails stops nothing.
     """
-    run, names, evaluate = tmp_path / "run", ["run-step-000003", "run-step-000004"], watch_module.run_all
+    run, names, scored = tmp_path / "run", ["run-step-000003", "run-step-000004"], list[str]()
     for step in (3, 4):
         publish(world, run, step)
     options = [f"--export=lm-eval={tmp_path / 'to'}", f"--export=hf={tmp_path / 'hf'}"]
-    arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data", *options]
+    before_each(monkeypatch, lambda model: scored.append(model.name))
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(Export, "each", lambda *others: 1 / 0)
-        command(*arguments)
+        watch(world, run, *options)
     assert list(done(run)) == names[:1] and not (tmp_path / "to").exists()
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / names[0]).write_text("in the way")
-
-    def only_the_second(model: Any, *others: Any) -> Any:
-        assert model.name == names[1]
-        return evaluate(model, *others)
-
-    monkeypatch.setattr(watch_module, "run_all", only_the_second)
-    assert command(*arguments)[0] == 1
-    assert list(done(run)) == names and (tmp_path / "hf" / names[1] / "README.md").is_file()
+    assert watch(world, run, *options)[0] == 1
+    assert list(done(run)) == names == scored and (tmp_path / "hf" / names[1] / "README.md").is_file()
     (tmp_path / "hf" / names[0]).unlink()
     marks = []
     for _ in range(2):
-        assert command(*arguments)[0] == 0
+        assert watch(world, run, *options)[0] == 0
         files = list(tree(tmp_path / "to") | tree(tmp_path / "hf"))
         assert all(sum(kind in f for f in files) == 2 for kind in ("/samples_", "/results_", "README"))
         marks.append(tree(run / "eval" / "watch" / "exported"))
