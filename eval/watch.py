@@ -288,7 +288,7 @@ class Watch:
         try:
             with _pinned(target.path, self.directory / "pins" / name) as pinned:
                 now = now_there(self.directory)
-                unchanged = now - max((path.stat().st_mtime for path in pinned.iterdir()), default=now)
+                unchanged = now - max((path.stat().st_mtime for path in pinned.glob("*")), default=now)
                 target.require_whole(pinned, unchanged >= SETTLE_SECONDS)
                 model = EvaluatedModel(str(pinned), name, self.dtype)
                 model.given = str(target.path)
@@ -340,21 +340,15 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _pinned(path: Path, pin: Path) -> Iterator[Path]:
-    """Yield a directory of hard links to the files of `path`; perhaps not all, if it is being removed.
+    """Yield a directory of hard links to the files of `path`.
 
-    Where there can be no links (another file system) it is `path` itself; its removal ends the evaluation.
+    Where there can be no links (another file system), or it is being removed, it is `path` itself.
     """
     shutil.rmtree(pin, ignore_errors=True)
-    pin.mkdir(parents=True)
-    used = pin
     try:
-        for file in sorted(p for p in path.iterdir() if p.is_file()):
-            os.link(file, pin / file.name)
-    except FileNotFoundError:
-        pass  # files that are missing are noticed when they are checked
-    except OSError:
-        used = path
-    try:
-        yield used
+        with contextlib.suppress(OSError):
+            shutil.copytree(path, pin, copy_function=os.link)
+            path = pin
+        yield path
     finally:
         shutil.rmtree(pin, ignore_errors=True)

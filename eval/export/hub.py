@@ -50,9 +50,7 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
     after = with_index(before or card or f"# {publishable(model.name)}\n", model.name, results)
     if publishable(after) != after:
         say(f"{directory / CARD} names an absolute path or a secret; look at it before you publish it")
-    (directory / ENTRIES if any(map(_dataset, all_of_model)) else directory).mkdir(
-        parents=True, exist_ok=True
-    )
+    directory.mkdir(parents=True, exist_ok=True)
     for figures in all_of_model:
         dataset, rows = _dataset(figures), figures.rows
         if dataset is None:
@@ -67,6 +65,7 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
             notes=_notes(figures),
         )
         path = directory / ENTRIES / f"emo-pipeline-{figures.task}.yaml"
+        path.parent.mkdir(exist_ok=True)
         write_text(path, _yaml(eval_result_entries_to_yaml([entry])))
     if after != before:
         write_text(directory / CARD, after)
