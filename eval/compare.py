@@ -69,7 +69,7 @@ def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
 def differing(a: dict[str, Any], b: dict[str, Any]) -> str:
     """Return what keeps two results of a task from being compared; empty when nothing does."""
     first, second = (result["conditions"]["compared"] for result in (a, b))
-    versions = " and ".join(result["conditions"]["noted"]["prompt_version"] for result in (a, b))
+    versions = " and ".join(sorted({r["conditions"]["noted"]["prompt_version"] for r in (a, b)}))
     names = [n for n in sorted(first.keys() | second.keys()) if first.get(n) != second.get(n)]
     both = {name: f"{name}: {first.get(name)} and {second.get(name)}" for name in names}
     reasons = [f"other {DIGESTS[name]}" if name in DIGESTS else both[name] for name in names]
