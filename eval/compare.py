@@ -77,7 +77,7 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> str:
 
 
 def _direction(difference: float, interval: stats.Interval, p: float) -> int:
-    """+1 / -1 when test and interval agree that there is a difference, else 0."""
+    """Return +1 / -1 when test and interval agree that there is a difference, else 0."""
     if p >= ALPHA or interval.low <= 0 <= interval.high:
         return 0
     return 1 if difference > 0 else -1

@@ -151,7 +151,7 @@ class Watch:
         self.directory = out / "watch"
         self.evaluated: list[str] = []  # by this watcher
         self.states: dict[str, str] = {}  # of the last pass, by target, or by export and target
-        self._said: dict[str, str] = {}  # likewise: the last line about it
+        self._lines: dict[str, str] = {}  # likewise: the last line about it
 
     def once(self) -> int:
         """Evaluate whatever is whole, not done and not held by another watcher; return how many were."""
@@ -243,9 +243,9 @@ class Watch:
             store.replace(path, store.dump(_read(path) | {str(export): due[name]}))
 
     def _say_once(self, key: str, text: str) -> None:
-        if self._said.get(key) != text:
+        if self._lines.get(key) != text:
             self.say(text)
-        self._said[key] = text
+        self._lines[key] = text
 
     def _request(self) -> str:
         """Return the digest of what decides a result besides the model: tasks, settings, data, and scorer."""

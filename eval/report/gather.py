@@ -93,8 +93,8 @@ class Report:
         self.against: dict[str, dict[str, Comparison]] = {}
         for first, others in compared:
             pairs = [compare_pair(first, m, self.tasks) for m in others if m is not first]
-            if named := {c.model: c for c in pairs if c.tasks or c.refused}:
-                self.against[first.name] = named
+            if comparisons := {c.model: c for c in pairs if c.tasks or c.refused}:
+                self.against[first.name] = comparisons
         cells = [(model, task) for model in self.models for task in self.tasks if task in model.results]
         self.rows = [_row(model, task, overlaps.get(model.name, {}).get(task)) for model, task in cells]
         self.remarks = _remarks(self.everyone, self.tasks, runs)

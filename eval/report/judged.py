@@ -77,8 +77,8 @@ def sections(judgements: Sequence[Judgement], pairs: Sequence[dict[str, Any]]) -
     differences: list[Row] = []
     for p in pairs:
         points = estimated(p["difference"], p["low"], p["high"], "{:+.1f}", 100)
-        asked = p["judge"] + _on(p["questions"])
-        differences.append([p["second"], p["first"], asked, p["n"], points, p_value(p["p"])])
+        judge = p["judge"] + _on(p["questions"])
+        differences.append([p["second"], p["first"], judge, p["n"], points, p_value(p["p"])])
     head = ["Model", "Compared with", "Judge", "Pairs", "Points", "p"]
     between_models = Table(head, differences, PAIRED, 3, "Between models")
     lead = "Evenly spaced pairs of each comparison, none picked, as they are."
