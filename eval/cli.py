@@ -127,7 +127,6 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _run(args: argparse.Namespace) -> int:
     tasks, settings = select_tasks(args.tasks, args.prompts), _settings(args)
     model = EvaluatedModel(args.model, args.name, args.dtype)
-    from emo.eval.compare import gate, regression
     from emo.eval.icl.job import run_all
     from emo.eval.results import pick, read_models
 
@@ -140,6 +139,8 @@ def _run(args: argparse.Namespace) -> int:
     say(f"{model.name}: mean accuracy {mean:.1f} on {over}; results in {args.output_path}")
     if not args.fail_on_regression:
         return ExitCode.DONE
+    from emo.eval.compare import gate, regression  # which a known result does not need
+
     models = read_models([args.output_path])
     verdict = regression(pick(models, args.fail_on_regression), pick(models, model.name), args.max_drop)
     say(verdict.summary)
@@ -148,6 +149,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def _watch(args: argparse.Namespace) -> int:
     tasks, settings = select_tasks(args.tasks, args.prompts), _settings(args)
+    if not args.poll > 0:
+        raise UserError("--poll must be a positive number of seconds")
     if not args.run_dir.is_dir():
         raise UserError(f"run directory {args.run_dir} does not exist")
     out = args.output_path or args.run_dir / "eval"
