@@ -106,10 +106,8 @@ def _evaluation_arguments(add: Callable[..., Any]) -> None:
 
 
 def _check_drop(args: argparse.Namespace) -> None:
-    if args.max_drop is not None and not args.max_drop >= 0:
-        raise UserError("--max_drop must be a number of points, not below 0")
-    if args.max_drop is not None and args.fail_on_regression is None:
-        raise UserError("--max_drop goes with --fail_on_regression, which decides the exit code")
+    if args.max_drop is not None and not (args.max_drop >= 0 and args.fail_on_regression is not None):
+        raise UserError("--max_drop must be a number of points, not below 0, beside --fail_on_regression")
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -117,17 +115,11 @@ def _settings(args: argparse.Namespace) -> Settings:
     size = args.batch_size
     if size != "auto" and (not size.isdecimal() or int(size) < 1):
         raise UserError(f"--batch_size {size} must be auto or a number of prompts above 0")
+    same = ("data", "retriever", "encoder", "inferencer", "faithful", "limit", "score", "max_tokens")
     return Settings(
-        data=args.data,
-        retriever=args.retriever,
-        encoder=args.encoder,
-        inferencer=args.inferencer,
-        faithful=args.faithful,
+        **{name: getattr(args, name) for name in same},
         shots=args.num_fewshot,
-        limit=args.limit,
-        score=args.score,
         extra=tuple(name for name in args.extra_scores.split(",") if name),
-        max_tokens=args.max_tokens,
         batch_size=None if size == "auto" else int(size),
     )
 
@@ -135,22 +127,20 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _run(args: argparse.Namespace) -> int:
     tasks, settings = select_tasks(args.tasks, args.prompts), _settings(args)
     model = EvaluatedModel(args.model, args.name, args.dtype)
-    if args.fail_on_regression:
-        from emo.eval.compare import gate, regression
-        from emo.eval.results import pick, read_models
-
-        pick(read_models([args.output_path]), args.fail_on_regression)  # before the work, not after it
-        if args.fail_on_regression == model.name:
-            raise UserError(f"--fail_on_regression {model.name} is the model itself; name another one")
-    say(f"{model.name}: {counted(len(tasks), 'task')}")
     from emo.eval.icl.job import run_all
+    from emo.eval.results import pick, read_models
 
+    if args.fail_on_regression:
+        pick(read_models([args.output_path]), args.fail_on_regression)  # before the work, not after it
+    say(f"{model.name}: {counted(len(tasks), 'task')}")
     results = run_all(model, tasks, settings, args.output_path, say)
-    mean = sum(r["accuracy"] for r in results) / len(results)
+    mean = 100 * sum(r["accuracy"] for r in results) / len(results)
     over = counted(len(results), "task")
-    say(f"{model.name}: mean accuracy {100 * mean:.1f} on {over}; results in {args.output_path}")
+    say(f"{model.name}: mean accuracy {mean:.1f} on {over}; results in {args.output_path}")
     if not args.fail_on_regression:
         return ExitCode.DONE
+    from emo.eval.compare import gate, regression  # which a known result does not need
+
     models = read_models([args.output_path])
     verdict = regression(pick(models, args.fail_on_regression), pick(models, model.name), args.max_drop)
     say(verdict.summary)
@@ -167,16 +157,16 @@ def _watch(args: argparse.Namespace) -> int:
     exports = exporting.of_watch(args.export, args.run_dir, args.data, args.tasks)
     say(f"{args.run_dir}: {counted(len(tasks), 'task')}")
     from emo.eval.compare import gate
-    from emo.eval.report.gather import gather
+    from emo.eval.report.gather import Report
     from emo.eval.report.page import FILES, document
-    from emo.eval.watch import Watch
+    from emo.eval.watch import FAILED, TROUBLED, UNEXPORTED, Watch
 
     watch = Watch(args.run_dir, tasks, settings, out, args.dtype, say, exports)
     while True:
         evaluated = watch.once()
         if evaluated and not args.no_report:
-            document(gather([out], {})).write(f"{out}/", FILES)
-        if args.once or watch.troubled or (args.until_finished and watch.finished()):
+            document(Report([out])).write(f"{out}/", FILES)
+        if args.once or watch.among(TROUBLED) or (args.until_finished and watch.finished()):
             break
         time.sleep(0 if evaluated else args.poll)
     verdicts = watch.verdicts(args.fail_on_regression, args.max_drop) if args.fail_on_regression else []
@@ -184,19 +174,18 @@ def _watch(args: argparse.Namespace) -> int:
         if verdict.regressions:
             say(verdict.summary)
     say(watch.summary())
-    if code := gate(verdicts):
-        return code
-    return ExitCode.FAILURE if watch.troubled or watch.failed or watch.unexported else ExitCode.DONE
+    failed = watch.among(FAILED, TROUBLED, UNEXPORTED)
+    return gate(verdicts) or (ExitCode.FAILURE if failed else ExitCode.DONE)
 
 
 def _report(args: argparse.Namespace) -> int:
     first_word("report")
-    from emo.eval.report.gather import gather
+    from emo.eval.report.gather import Report
     from emo.eval.report.page import FILES, document
 
     runs = {name: Path(value) for name, value in _pairs("--run", args.run).items()}
     seeds = {label: names.split(",") for label, names in _pairs("--seeds", args.seeds).items()}
-    report = gather(args.results, runs, args.baseline, args.title, args.notice, seeds)
+    report = Report(args.results, runs, args.baseline, args.title, args.notice, seeds)
     page = document(report)
     if (written := page.write(args.output_path or f"{args.results[0]}/", FILES)) is not None:
         judged = f", {counted(len(report.judgements), 'comparison')} by judges" if report.judgements else ""
@@ -225,12 +214,9 @@ def _compare(args: argparse.Namespace) -> int:
 
 def _pairs(option: str, texts: list[str]) -> dict[str, str]:
     """Return ["A=x", ...] as a dictionary."""
-    pairs = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not equals or not name or not value:
-            raise UserError(f"{option} {text!r} must read NAME=VALUE")
-        pairs[name] = value
+    pairs = {name: value for name, _, value in (text.partition("=") for text in texts)}
+    if not all(pairs) or not all(pairs.values()):
+        raise UserError(f"{option} {' '.join(texts)} must read NAME=VALUE")
     return pairs
 
 
@@ -244,8 +230,7 @@ def say(text: str) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code; what ends it early is one line on stderr, but for bugs."""
-    commands_and_options = parser()
-    args = parse_arguments(commands_and_options, argv)
+    args = parse_arguments(parser(), argv)
     # Evaluations are started many at a time: none of them may take all cores for its tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     quiet_libraries()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
 
 from emo.common.errors import ExitCode, UserError, nearest
 from emo.common.text import counted, on_one_line
@@ -13,14 +13,13 @@ from emo.eval.icl.tasks import PAPER_ORDER
 from emo.eval.results import Model
 
 ALPHA = 0.05
-# What two results must have in common, and how a reader would say it. Digests are compared, not shown.
+# Conditions whose digests are compared, for a reader; others are shown with their values.
 DIGESTS = {
     "test_rows": "test rows (other data, or another --limit)",
     "pool_rows": "rows that demonstrations come from",
     "prompt": "prompts",
     "encoder": "weights of the sentence model",
 }
-OPTIONS = {"max_tokens": "--max_tokens", "scorer": "version of the scorer"}
 
 
 @dataclass(frozen=True)
@@ -39,21 +38,19 @@ def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
 
     direction: +1 / -1 where b is better / worse for sure: the test rejects and the interval excludes zero.
     """
-    pairs: dict[str, stats.Pairs] = {}
+    pairs = {}
     refused: dict[str, str] = {}
     for task in (t for t in tasks if t in a.results and t in b.results):
-        reason = differing(a.results[task], b.results[task])
         try:
-            first, second = ([], []) if reason else (a.outcomes(task), b.outcomes(task))
+            if reason := differing(a.results[task], b.results[task]):
+                raise UserError(reason)
+            (rows, first), (others, second) = a.outcomes(task), b.outcomes(task)
+            if rows != others:
+                raise UserError("their records are of different rows")
+            groups = [group for *_, group in rows] if a.results[task]["groups"] else None
+            pairs[task] = stats.pairs(first, second, groups)
         except UserError as error:
-            reason = str(error)
-        if not reason and [x[:3] for x in first] != [x[:3] for x in second]:
-            reason = "their records are of different rows"
-        if reason:
-            refused[task] = reason
-        else:
-            groups = [x.group for x in first] if a.results[task]["groups"] else None
-            pairs[task] = stats.pairs([x.right for x in first], [x.right for x in second], groups)
+            refused[task] = str(error)
     paired = {task: stats.paired(p) for task, p in pairs.items()}
     adjusted = stats.holm([p.p_mcnemar for p in paired.values()])
     described = {}
@@ -72,42 +69,35 @@ def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
 def differing(a: dict[str, Any], b: dict[str, Any]) -> str:
     """Return what keeps two results of a task from being compared; empty when nothing does."""
     first, second = (result["conditions"]["compared"] for result in (a, b))
-    reasons = []
-    for name in sorted(first.keys() | second.keys()):
-        values = first.get(name), second.get(name)
-        if values[0] == values[1]:
-            continue
-        both = " and ".join("not set" if value is None else str(value) for value in values)
-        reason = f"other {DIGESTS[name]}" if name in DIGESTS else f"{OPTIONS.get(name, name)}: {both}"
-        versions = [r["conditions"]["noted"].get("prompt_version") for r in (a, b)]
-        if name == "prompt" and versions[0] != versions[1]:
-            reason += f" ({versions[0]} and {versions[1]})"
-        reasons.append(reason)
-    return ", ".join(reasons)
+    versions = " and ".join(sorted({r["conditions"]["noted"]["prompt_version"] for r in (a, b)}))
+    names = [n for n in sorted(first.keys() | second.keys()) if first.get(n) != second.get(n)]
+    both = {name: f"{name}: {first.get(name)} and {second.get(name)}" for name in names}
+    reasons = [f"other {DIGESTS[name]}" if name in DIGESTS else both[name] for name in names]
+    return ", ".join(reasons) + (f" ({versions})" if "prompt" in names else "")
 
 
 def _direction(difference: float, interval: stats.Interval, p: float) -> int:
-    """+1 / -1 when test and interval agree that there is a difference, else 0."""
+    """Return +1 / -1 when test and interval agree that there is a difference, else 0."""
     if p >= ALPHA or interval.low <= 0 <= interval.high:
         return 0
     return 1 if difference > 0 else -1
 
 
 def in_order(tasks: set[str]) -> list[str]:
-    """Task names in the paper's order, others after them."""
+    """Return task names in the paper's order, others after them."""
     return [t for t in PAPER_ORDER if t in tasks] + sorted(tasks - set(PAPER_ORDER))
 
 
 def compare_alike(a: Model, b: Model, only: Sequence[str] = ()) -> Comparison:
-    """Return `compare_pair` on all common tasks, or on those that are named.
+    """Return `compare_pair` on all common tasks, or on those in `only`.
 
     UserError when there is none, when one cannot be compared, and for a name that is no task of either.
     """
-    names = set(a.results) | set(b.results)
     for task in only:
-        if task not in names:
-            raise UserError(f"{a.name} and {b.name} have no task {task}; {nearest(task, in_order(names))}")
-    tasks = [t for t in in_order(set(a.results) & set(b.results)) if not only or t in only]
+        if task not in a.results | b.results:
+            names = in_order({*a.results, *b.results})
+            raise UserError(f"{a.name} and {b.name} have no task {task}; {nearest(task, names)}")
+    tasks = [t for t in in_order(a.results.keys() & b.results.keys()) if not only or t in only]
     if not tasks:
         raise UserError(f"{a.name} and {b.name} have no task in common{': ' * bool(only)}{', '.join(only)}")
     comparison = compare_pair(a, b, tasks)
@@ -117,13 +107,12 @@ def compare_alike(a: Model, b: Model, only: Sequence[str] = ()) -> Comparison:
     return comparison
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """The verdict whether a model is worse than its baseline."""
 
     regressions: list[str]  # one sentence each
     summary: str
-    missing: list[str] = field(default_factory=list)  # tasks without a usable result of both
+    missing: list[str]  # tasks without a usable result of both
 
 
 def gate(verdicts: Sequence[Verdict]) -> int:
@@ -133,16 +122,17 @@ def gate(verdicts: Sequence[Verdict]) -> int:
     """
     if any(verdict.regressions for verdict in verdicts):
         return ExitCode.REGRESSION
-    missing = [task for verdict in verdicts for task in verdict.missing]
-    if missing:
-        problem = f"no verdict without {', '.join(missing)}; evaluate both models on the same tasks"
+    if missing := ", ".join(task for verdict in verdicts for task in verdict.missing):
+        problem = f"no verdict without {missing}; evaluate both models on the same tasks"
         raise UserError(problem, code="no-verdict")
     return ExitCode.DONE
 
 
 def regression(a: Model, b: Model, max_drop: float | None = None, only: Sequence[str] = ()) -> Verdict:
-    """Is b worse than a? A task counts, and so does the mean over tasks, when its 95 % interval lies below
-    zero and its paired test rejects (McNemar's with Holm's correction for tasks, random signs for the mean).
+    """Return the verdict whether b is worse than a.
+
+    A task counts, and so does the mean over tasks, when its 95 % interval lies below zero and its paired test
+    rejects (McNemar's with Holm's correction for tasks, random signs for the mean).
     max_drop: the mean may also not fall by more points than this. only: tasks that count alone; mean and
     correction are over them. UserError when they cannot be compared.
     """
@@ -155,16 +145,17 @@ def regression(a: Model, b: Model, max_drop: float | None = None, only: Sequence
         for task, c in comparison.tasks.items()
         if c["direction"] < 0
     ]
-    mean, interval = 100 * comparison.mean["difference"], _interval(comparison.mean["interval"])
+    drop = -100 * comparison.mean["difference"]
+    mean = f"mean {_difference(comparison.mean, ' points ')}"
     if comparison.mean["direction"] < 0:
-        reasons.append(f"mean {mean:+.1f} points {interval} (p = {comparison.mean['p']:.2g})")
-    if max_drop is not None and mean < -max_drop:
-        reasons.append(f"mean {mean:+.1f} points, more than {max_drop:g} allowed")
+        reasons.append(f"{mean} (p = {comparison.mean['p']:.2g})")
+    if max_drop is not None and drop > max_drop:
+        reasons.append(f"{mean}, more than {max_drop:g} allowed")
     word = "regression: " + "; ".join(reasons) if reasons else "no regression"
     count = counted(len(comparison.tasks), "task")
     expected = set(only) or {*a.results, *b.results, *a.unreadable, *b.unreadable}
     missing = [f"{task} ({m.name})" for m in (a, b) for task in in_order(expected - {*m.results})]
-    summary = f"{b.name} against {a.name} on {count}: {mean:+.1f} points {interval}; {word}"
+    summary = f"{b.name} against {a.name} on {count}: {mean.removeprefix('mean ')}; {word}"
     if missing:
         summary += f"; not compared, for want of a result: {', '.join(missing)}"
     return Verdict(reasons, summary, missing)
@@ -173,21 +164,17 @@ def regression(a: Model, b: Model, max_drop: float | None = None, only: Sequence
 def table(a: Model, b: Model, only: Sequence[str] = ()) -> str:
     """Return both models' accuracies for the terminal. UserError when they cannot be compared."""
     comparison = compare_alike(a, b, only)
-    names = [on_one_line(m.name) for m in (a, b)]
+    names, levels = [on_one_line(m.name) for m in (a, b)], []
     head = ["task", "n", *names, "difference", "95 % interval", *(f"only {n}" for n in names), "p", "p Holm"]
-    lines, levels = [head], []
+    lines = [head]
     for task, c in comparison.tasks.items():
         result = a.results[task]
         levels.append([m.results[task]["accuracy"] for m in (a, b)])
-        counts = [str(c["only_a"]), str(c["only_b"]), f"{c['p_mcnemar']:.3g}"]
-        p_holm = f"{c['p_holm']:.3g}{' *' * abs(c['direction'])}"
-        lines.append(
-            [on_one_line(result["title"]), str(result["n"]), *_figures(levels[-1], c), *counts, p_holm]
-        )
+        counts = [str(c["only_a"]), str(c["only_b"]), f"{c['p_mcnemar']:.3g}", _starred(c["p_holm"], c)]
+        lines.append([on_one_line(result["title"]), str(result["n"]), *_figures(levels[-1], c), *counts])
     mean: Any = comparison.mean
     means = [sum(column) / len(levels) for column in zip(*levels, strict=True)]
-    p = f"{mean['p']:.3g}{' *' * abs(mean['direction'])}"
-    lines.append(["mean", "", *_figures(means, mean), "", "", p, ""])
+    lines.append(["mean", "", *_figures(means, mean), "", "", _starred(mean["p"], mean), ""])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = []  # the first column to the left, the others to the right
     for first, *others in lines:
@@ -200,9 +187,13 @@ def table(a: Model, b: Model, only: Sequence[str] = ()) -> str:
 
 
 def _figures(accuracies: Sequence[float], entry: dict[str, Any]) -> list[str]:
-    difference = f"{100 * entry['difference']:+.1f}"
-    return [*(f"{100 * value:.1f}" for value in accuracies), difference, _interval(entry["interval"])]
+    return [*(f"{100 * value:.1f}" for value in accuracies), *_difference(entry, "\t").split("\t")]
 
 
-def _interval(interval: dict[str, float]) -> str:
-    return f"[{100 * interval['low']:+.1f}, {100 * interval['high']:+.1f}]"
+def _starred(p: float, entry: dict[str, Any]) -> str:
+    return f"{p:.3g}{' *' * abs(entry['direction'])}"
+
+
+def _difference(entry: dict[str, Any], between: str) -> str:
+    low, high = (100 * entry["interval"][end] for end in ("low", "high"))
+    return f"{100 * entry['difference']:+.1f}{between}[{low:+.1f}, {high:+.1f}]"

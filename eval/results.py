@@ -10,12 +10,11 @@ Other files there, and views that differ from what the store has sealed, are ski
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from emo.common.errors import UserError, nearest
 from emo.common.text import printable
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
     from emo.eval.model import EvaluatedModel
 
 MODELS, MODEL, SAMPLES = "models", "model.json", "samples.json"
+VIEW = {"key", "weights", "rows", "result"}
 # What a result of this version holds, among others.
 RESULT = {
     "title", "version", "retriever", "shots", "conditions", "labels", "chance", "majority", "score", "scores",
@@ -35,47 +35,44 @@ RESULT = {
 Say = Callable[[str], None]
 
 
-class Outcome(NamedTuple):
-    """A test row, and whether a model got it right."""
-
-    row: int
-    gold: str
-    group: str
-    right: bool
+# Row number, id, gold label and group of every test row, and whether a model got it right.
+Outcomes = tuple[list[tuple[int, Any, str, str]], list[bool]]
 
 
-@dataclass
+@dataclass(eq=False)
 class Model:
-    """One evaluated model: its description, its result per task, its text and its training log."""
+    """One evaluated model: its description, its views by task, its text and its training log."""
 
     name: str
     description: dict[str, Any]
-    results: dict[str, dict[str, Any]]
-    keys: dict[str, str]
     out: Path
-    # task -> origin of its test rows, where that is known
-    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    views: dict[str, dict[str, Any]] = field(default_factory=dict)
     unreadable: dict[str, str] = field(default_factory=dict)  # task -> why its result is left out
     samples: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
-    _outcomes: dict[str, list[Outcome]] = field(default_factory=dict)
+    _outcomes: dict[str, Outcomes] = field(default_factory=dict)
 
     @property
     def facts(self) -> dict[str, Any]:
-        """step, tokens, objective, run: as far as the trainer left them."""
+        """Return step, tokens, objective and run, as far as the trainer left them."""
         return self.description["facts"]
 
-    def records(self, task: str) -> list[dict[str, Any]]:
-        """Per-row records of a task, in row order. UserError when files of the store are damaged."""
-        return store.read_records(self.out, self.keys[task], self.results[task]["n"])
+    @property
+    def results(self) -> dict[str, dict[str, Any]]:
+        """Return the result of every task that has a readable one."""
+        return {task: view["result"] for task, view in self.views.items()}
 
-    def outcomes(self, task: str) -> list[Outcome]:
+    def records(self, task: str) -> list[dict[str, Any]]:
+        """Return per-row records of a task, in row order. UserError when files of the store are damaged."""
+        view = self.views[task]
+        return store.read_records(self.out, view["key"], view["result"]["n"])
+
+    def outcomes(self, task: str) -> Outcomes:
         """Return every row of a task and whether it was right; read once. UserError like `records`."""
         if task not in self._outcomes:
             records = self.records(task)
-            self._outcomes[task] = [
-                Outcome(r["row"], r["gold"], r["group"], r["prediction"] == r["gold"]) for r in records
-            ]
+            rows = [(r["row"], r["id"], r["gold"], r["group"]) for r in records]
+            self._outcomes[task] = rows, [r["prediction"] == r["gold"] for r in records]
         return self._outcomes[task]
 
 
@@ -93,13 +90,14 @@ def claim_name(model: EvaluatedModel, out: Path, say: Say) -> None:
     Views of other weights, or in another dtype, under the same name are removed.
     """
     directory = out / MODELS / model.name
-    described = store.read_json(directory / MODEL)
-    before = (described["weights"], described["dtype"]) if _is_description(described) else None
-    if before is not None and before != (model.digest, model.dtype):
-        other = f"{model.dtype} instead of {before[1]}" if before[0] == model.digest else "other weights"
+    before = _description(directory)
+    if before is not None and (before["weights"], before["dtype"]) != (model.digest, model.dtype):
+        same = before["weights"] == model.digest
+        other = f"{model.dtype} instead of {before['dtype']}" if same else "other weights"
         say(f"{model.name}: {other} than in the last run; its earlier results are no longer shown")
         for path in directory.glob("*.json"):
-            if path.name == SAMPLES or _is_view(store.read_json(path)):
+            view = store.read_json(path)
+            if path.name != MODEL and isinstance(view, dict) and "weights" in view:
                 path.unlink(missing_ok=True)
     facts = {
         "name": model.name,
@@ -113,73 +111,62 @@ def claim_name(model: EvaluatedModel, out: Path, say: Say) -> None:
 
 
 def read_models(outs: Sequence[Path], say: Say | None = None) -> list[Model]:
-    """Return all models evaluated under some results directories. say: told which files are skipped (stderr).
+    """Return all models evaluated under some results directories. say: gets the skipped files (stderr).
 
     UserError when a directory has none, or when one name stands for two models.
     """
     tell = say or (lambda text: print(printable(text), file=sys.stderr))
     models: dict[str, Model] = {}
     for out in outs:
-        of_directory = list(_models(out, tell))
-        if not of_directory:
+        before = len(models)
+        for directory in sorted(path for path in (out / MODELS).glob("*") if path.is_dir()):
+            description = _description(directory)
+            if description is None:
+                tell(f"skipped {directory}: {MODEL} is missing or damaged; evaluate the model again")
+                continue
+            if directory.name in models:
+                problem = (
+                    f"two directories hold a model {directory.name!r}; evaluate one under another --name"
+                )
+                raise UserError(problem)
+            model = models[directory.name] = Model(directory.name, description, out)
+            for path in sorted(path for path in directory.glob("*.json") if path.name != MODEL):
+                view: Any = store.read_json(path)
+                if (fault := _fault(view, out)) is not None:
+                    tell(f"skipped {path}: {fault}")
+                    model.unreadable |= {} if path.name == SAMPLES else {path.stem: fault}
+                elif view["weights"] == description["weights"] and path.name == SAMPLES:
+                    model.samples = view["samples"]
+                elif view["weights"] == description["weights"]:
+                    model.views[path.stem] = view
+        if len(models) == before:
             raise UserError(
                 f"no results in {out}; make them with: emo eval --model DIR --data DIR --output_path {out}"
             )
-        for model in of_directory:
-            if model.name in models:
-                raise UserError(
-                    f"two directories hold a model {model.name!r}; evaluate one under another --name"
-                )
-            models[model.name] = model
     return list(models.values())
 
 
 def pick(models: Sequence[Model], name: str) -> Model:
-    """The model called `name`, or UserError with the nearest name or all of them."""
+    """Return the model called `name`, or raise UserError with the nearest name or all of them."""
     for model in models:
         if model.name == name:
             return model
     raise UserError(f"no results of a model {name!r}; {nearest(name, [m.name for m in models])}")
 
 
-def _models(out: Path, say: Say) -> Iterator[Model]:
-    for directory in sorted(p for p in (out / MODELS).glob("*") if p.is_dir()):
-        description = store.read_json(directory / MODEL)
-        if not _is_description(description) or description["name"] != directory.name:
-            say(f"skipped {directory}: {MODEL} is missing or damaged; evaluate the model again")
-            continue
-        model = Model(description["name"], description, {}, {}, out)
-        for path in sorted(p for p in directory.glob("*.json") if p.name != MODEL and p.is_file()):
-            view: Any = store.read_json(path)
-            if path.name == SAMPLES:
-                if not isinstance(view, dict) or not view.keys() >= {"weights", "samples"}:
-                    say(f"skipped {path}: damaged; sample again with emo generate")
-                elif view["weights"] == description["weights"]:
-                    model.samples = view["samples"]
-            elif (fault := _fault(view, out)) is not None:
-                model.unreadable[path.stem] = fault
-                say(f"skipped {path}: {fault}")
-            elif view["weights"] == description["weights"]:
-                model.results[path.stem], model.keys[path.stem] = view["result"], view["key"]
-                if view.get("rows"):
-                    model.rows[path.stem] = view["rows"]
-        yield model
-
-
-def _is_description(value: Any) -> TypeGuard[dict[str, Any]]:
-    return isinstance(value, dict) and value.keys() >= {"name", "path", "weights", "dtype", "facts"}
-
-
-def _is_view(value: Any) -> TypeGuard[dict[str, Any]]:
-    whole = isinstance(value, dict) and value.keys() >= {"key", "weights", "result"}
-    # The key names a directory of the store, and leads nowhere else.
-    return whole and re.fullmatch("[0-9a-f]{32}", str(value["key"])) is not None
+def _description(directory: Path) -> dict[str, Any] | None:
+    """Return the description of the model in a directory, if it is one of that name."""
+    value: Any = store.read_json(directory / MODEL)
+    whole = isinstance(value, dict) and value.keys() >= {"name", "path", "weights", "dtype", "facts"}
+    return value if whole and value["name"] == directory.name else None
 
 
 def _fault(view: Any, out: Path) -> str | None:
-    """Return what keeps a file from being shown as a view on the results directory `out`."""
-    if not _is_view(view):
-        return "damaged, or not a result"
+    """Return what keeps a value from being shown, as a view on the results directory `out` or as samples."""
+    if not isinstance(view, dict) or not (view.keys() >= {"weights", "samples"} or view.keys() >= VIEW):
+        return "damaged, or of another version; run the command that wrote it again"
+    if "samples" in view:
+        return None
     if not view["result"].keys() >= RESULT:
         return "a result of another version; evaluate it again"
     sealed = store.unsealed(out / store.STORE / view["key"] / store.RESULT)

@@ -29,6 +29,8 @@ _Z = float(stats.norm.ppf((1 + LEVEL) / 2))
 
 @dataclass(frozen=True)
 class Interval:
+    """A 95 % interval, unless another level was asked for."""
+
     low: float
     high: float
 
@@ -40,7 +42,7 @@ class Accuracy:
     value: float
     n: int
     correct: int
-    interval: Interval  # 95 %
+    interval: Interval
 
 
 def bounded_mean(
@@ -103,8 +105,7 @@ def student(values: Sequence[float], level: float = LEVEL) -> Interval | None:
 def accuracy(correct: Sequence[bool], groups: Sequence[str] | None = None) -> Accuracy:
     """Return the accuracy of outcomes [n], n > 0; with groups [n] the unweighted mean over groups."""
     outcomes = np.asarray(correct, dtype=bool)
-    hits, sizes = _counts(outcomes, groups), _counts(np.ones_like(outcomes), groups)
-    (value, _), rows = _rates(np.stack([hits, sizes - hits]), np.array([1.0, 0.0]))
+    (value, _), rows = _rates(_counts([outcomes, ~outcomes], groups), np.array([1.0, 0.0]))
     return Accuracy(value, len(outcomes), int(outcomes.sum()), _wilson(value, rows))
 
 
@@ -119,18 +120,8 @@ def confusion(gold: Sequence[str], predicted: Sequence[str], labels: Sequence[st
 def macro_f1(counts: Sequence[Sequence[int]]) -> float:
     """Return the unweighted mean of the labels' F1; a label neither present nor predicted is left out."""
     matrix = np.asarray(counts, dtype=float)
-    hit = matrix.diagonal()
-    total = matrix.sum(axis=0) + matrix.sum(axis=1)
+    hit, total = matrix.diagonal(), matrix.sum(axis=0) + matrix.sum(axis=1)
     return float((2 * hit[total > 0] / total[total > 0]).mean())
-
-
-@dataclass(frozen=True)
-class Pairs:
-    """Outcomes of two models on the same rows of a task: rows per group, and those only one gets right."""
-
-    sizes: np.ndarray  # [groups], as are the others
-    only_a: np.ndarray
-    only_b: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -138,7 +129,7 @@ class Paired:
     """Two models on the same rows. difference: score of b less score of a."""
 
     difference: float
-    interval: Interval  # 95 %
+    interval: Interval
     only_a: int  # rows that a alone gets right
     only_b: int
     p_mcnemar: float  # exact, two-sided, on pooled rows
@@ -149,57 +140,52 @@ class MeanDifference:
     """The mean over tasks of two models' differences."""
 
     difference: float
-    interval: Interval  # 95 %
+    interval: Interval
     p: float  # two-sided, random signs
 
 
-def pairs(a: Sequence[bool], b: Sequence[bool], groups: Sequence[str] | None = None) -> Pairs:
-    """Return counts of the outcomes a and b [n] of the same rows. ValueError when their numbers differ."""
+def pairs(a: Sequence[bool], b: Sequence[bool], groups: Sequence[str] | None = None) -> np.ndarray:
+    """Return counts [3, groups] of the rows that a alone, b alone, and both or neither get right.
+
+    a, b: outcomes [n] of the same rows. ValueError when their numbers differ.
+    """
     first, second = np.asarray(a, dtype=bool), np.asarray(b, dtype=bool)
-    if len(first) != len(second):
-        raise ValueError("paired outcomes must be of the same rows")
-    sizes = _counts(np.ones_like(first), groups)
-    return Pairs(sizes, _counts(first & ~second, groups), _counts(second & ~first, groups))
+    return _counts([first & ~second, second & ~first, first == second], groups)
 
 
-def paired(pairs: Pairs) -> Paired:
-    """Return difference, Bonett and Price's interval and McNemar's exact test of one task.
+def paired(pairs: np.ndarray) -> Paired:
+    """Return difference, Bonett and Price's interval and McNemar's exact test of the `pairs` of one task.
 
     The interval is Wald's with one row added to either kind of disagreement.
     """
-    same = pairs.sizes - pairs.only_a - pairs.only_b
-    counts = np.stack([pairs.only_a, pairs.only_b, same])
-    (worse, better, _), n = _rates(counts, np.array([-1.0, 1.0, 0.0]))
+    (worse, better, _), n = _rates(pairs, np.array([-1.0, 1.0, 0.0]))
     worse, better = ((rate * n + 1) / (n + 2) for rate in (worse, better))
     centre = better - worse
     half = _Z * math.sqrt((worse + better - centre**2) / (n + 2))
     interval = Interval(max(-1.0, centre - half), min(1.0, centre + half))
-    difference = float(((pairs.only_b - pairs.only_a) / pairs.sizes).mean())
-    only_a, only_b = int(pairs.only_a.sum()), int(pairs.only_b.sum())
-    p = _sign_test(only_a, only_b)
-    return Paired(difference, interval, only_a, only_b, p)
+    difference = float(((pairs[1] - pairs[0]) / pairs.sum(axis=0)).mean())
+    only_a, only_b, _ = pairs.sum(axis=1).tolist()
+    return Paired(difference, interval, only_a, only_b, _sign_test(only_a, only_b))
 
 
-def mean_difference(tasks: Sequence[Pairs], seed: int = 0) -> MeanDifference:
-    """Return the mean difference over tasks, each weighing alike.
+def mean_difference(tasks: Sequence[np.ndarray], seed: int = 0) -> MeanDifference:
+    """Return the mean difference over the `pairs` of tasks, each weighing alike.
 
     The test is McNemar's for rows of unequal weight: if the models do not differ, each row that one alone
     gets right is as likely to be the other's, whatever its task and group.
     """
     one_by_one = [paired(task) for task in tasks]
-    difference, interval = mean_interval(
-        [(p.difference, p.interval.low, p.interval.high) for p in one_by_one]
-    )
+    limits = [(p.difference, p.interval.low, p.interval.high) for p in one_by_one]
+    difference, interval = mean_interval(limits)
     discordant: dict[float, np.ndarray] = {}  # weight of a row -> (a's, b's)
     for task in tasks:
-        weights = 1 / (task.sizes * len(task.sizes) * len(tasks))
-        for weight, *counts in zip(weights, task.only_a, task.only_b, strict=True):
-            if sum(counts):
+        weights = 1 / (task.sum(axis=0) * task.shape[1] * len(tasks))
+        for weight, counts in zip(weights, task[:2].T, strict=True):
+            if counts.any():
                 key = float(f"{weight:.12g}")
-                discordant[key] = discordant.get(key, 0) + np.array(counts)
+                discordant[key] = discordant.get(key, 0) + counts
     if len(discordant) < 2:
-        only_a, only_b = next(iter(discordant.values()), (0, 0))
-        return MeanDifference(difference, interval, _sign_test(only_a, only_b))
+        return MeanDifference(difference, interval, _sign_test(*sum(discordant.values(), np.zeros(2, int))))
     rng = np.random.default_rng(seed)
     drawn, observed = np.zeros(DRAWS), 0.0
     for weight, (only_a, only_b) in discordant.items():
@@ -223,19 +209,17 @@ def holm(p_values: Sequence[float]) -> list[float]:
     """Return Holm's step-down adjustment over a family of tests; nan stays nan and is not counted."""
     adjusted = np.array(p_values, dtype=float)
     order = np.argsort(adjusted, kind="stable")[: np.isfinite(adjusted).sum()]
-    running = 0.0
-    for rank, i in enumerate(order):
-        running = max(running, min(1.0, (len(order) - rank) * adjusted[i]))
-        adjusted[i] = running
+    factors = np.arange(len(order), 0, -1)
+    adjusted[order] = np.maximum.accumulate(np.minimum(1.0, factors * adjusted[order]))
     return adjusted.tolist()
 
 
-def _counts(outcomes: np.ndarray, groups: Sequence[str] | None) -> np.ndarray:
-    """Return true outcomes per group, int [groups]; one group when none are given."""
+def _counts(kinds: Sequence[np.ndarray], groups: Sequence[str] | None) -> np.ndarray:
+    """Return the rows of each kind (bool [n]) per group, int [kinds, groups]."""
     if groups is None:
-        return np.array([int(outcomes.sum())])
+        return np.array([[int(kind.sum())] for kind in kinds])
     _, codes = np.unique(np.asarray(groups), return_inverse=True)
-    return np.bincount(codes, weights=outcomes).astype(int)
+    return np.array([np.bincount(codes, weights=kind).astype(int) for kind in kinds])
 
 
 def _rates(counts: np.ndarray, values: np.ndarray) -> tuple[list[float], float]:
@@ -268,5 +252,4 @@ def _wilson(rate: float, n: float) -> Interval:
 
 
 def _sign_test(only_a: int, only_b: int) -> float:
-    both = only_a + only_b
-    return float(stats.binomtest(only_a, both, 0.5).pvalue) if both else 1.0
+    return float(stats.binomtest(int(only_a), max(int(only_a + only_b), 1), 0.5).pvalue)

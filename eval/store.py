@@ -20,20 +20,18 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from emo.common import untrusted
 from emo.common.errors import UserError
-from emo.common.files import sha256, signature, write_once, write_text
+from emo.common.files import Hashes, write_once, write_text
 from emo.common.lease import Lease, held
 
 STORE = "store"  # beside models/ in a results directory
 RESULT = "result.json"
 POLL_SECONDS = 0.2  # between looks for chunks that other processes hold
 STORED_BYTES = 256 << 20  # of a file at most: the demonstrations of a million rows take 80 MB
-YOUNG_SECONDS = 2.0  # so long a file's times may not tell one content from the next
 LEASE_SECONDS = float(os.environ.get("EVAL_LEASE_SECONDS", "60"))  # without a heartbeat a lease ends
 
 
@@ -62,10 +60,9 @@ def seal(value: Any) -> str:
 
 def unsealed(path: Path) -> Any | None:
     """Return the value in a sealed file; None when it is absent, torn or changed."""
-    value = read_json(path)
-    if not isinstance(value, dict) or "value" not in value:
-        return None
-    return value["value"] if digest(value["value"]) == value.get("digest") else None
+    sealed: Any = read_json(path)
+    whole = isinstance(sealed, dict) and digest(sealed.get("value")) == sealed.get("digest")
+    return sealed["value"] if whole else None
 
 
 def read_json(path: Path) -> Any | None:
@@ -79,18 +76,13 @@ def read_json(path: Path) -> Any | None:
 def read_records(out: Path, key: str, rows: int) -> list[dict[str, Any]]:
     """Return the per-row records of a finished result under the results directory `out`, in row order.
 
-    UserError when one of the files is missing or damaged, or when they hold another number than `rows`.
+    UserError unless its files are whole and hold as many as `rows`.
     """
-    records: list[dict[str, Any]] = []
     directory = out / STORE / key / "chunks"
-    for path in sorted(directory.glob("*.json")):
-        chunk = unsealed(path)
-        if not isinstance(chunk, list):
-            raise UserError(f"{path} is damaged; run the evaluation again, which computes it anew")
-        records += chunk
+    records = [record for path in sorted(directory.glob("*.json")) for record in unsealed(path) or ()]
     if len(records) != rows:
         raise UserError(
-            f"{directory} holds {len(records)} of {rows} rows; run the evaluation again, which completes it"
+            f"{directory}: {len(records)} of {rows} rows are there undamaged; run the evaluation again"
         )
     return records
 
@@ -111,7 +103,7 @@ def said_of(before: Any, after: Any, ignored: Sequence[str] = ()) -> str:
 
 
 class Entry:
-    """Everything under one key. say: told about damaged files."""
+    """Everything under one key. say: gets a line about each damaged file."""
 
     def __init__(
         self, root: Path, identity: dict[str, Any], say: Callable[[str], None] = lambda text: None
@@ -120,7 +112,7 @@ class Entry:
         self.key = digest(identity)[:32]
         self.path = root / self.key
         self._say = say
-        self._whole: set[int] = set()  # chunks that have been read and are good
+        self._chunks: dict[int, list[dict[str, Any]]] = {}  # those that have been read and are good
 
     def result(self) -> dict[str, Any] | None:
         """Return the finished result, if there is one."""
@@ -131,31 +123,24 @@ class Entry:
         replace(self.path / "identity.json", seal(self.identity))
         replace(self.path / RESULT, seal(result))
 
-    def chunk(self, index: int) -> list[dict[str, Any]] | None:
-        """Return the records of a chunk, if it is done and undamaged."""
-        return self._read(self._chunk_path(index))
-
-    def has_chunk(self, index: int, rows: range) -> bool:
-        """Return whether a chunk is done: an undamaged file with a record for each of `rows`."""
-        if index not in self._whole and self._chunk_path(index).is_file():
-            records = self.chunk(index)
+    def chunk(self, index: int, rows: range) -> list[dict[str, Any]] | None:
+        """Return the records of a chunk, one for each of `rows`, if it is done and undamaged."""
+        if index not in self._chunks:
+            records = self._read(self.path / "chunks" / f"{index:05d}.json")
             if records is not None and [record["row"] for record in records] == list(rows):
-                self._whole.add(index)
-        return index in self._whole
-
-    def is_whole(self, rows: int, chunk: int) -> bool:
-        """Return whether all chunks of so many rows are done."""
-        return all(self.has_chunk(i, part) for i, part in enumerate(ranges(rows, chunk)))
+                self._chunks[index] = records
+        return self._chunks.get(index)
 
     def finish_chunk(self, index: int, rows: range, records: list[dict[str, Any]]) -> None:
         """Publish a chunk unless it is done: the first counts, as other machines round differently."""
-        path, text = self._chunk_path(index), seal(records)
+        path, text = self.path / "chunks" / f"{index:05d}.json", seal(records)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not (self.has_chunk(index, rows) or write_once(path, text) or self.has_chunk(index, rows)):
+        if not write_once(path, text) and self.chunk(index, rows) is None:
             replace(path, text)  # what is there is damaged, or of other rows
 
-    def _chunk_path(self, index: int) -> Path:
-        return self.path / "chunks" / f"{index:05d}.json"
+    def is_whole(self, rows: int, chunk: int) -> bool:
+        """Return whether all chunks of so many rows are done."""
+        return all(self.chunk(i, part) is not None for i, part in enumerate(ranges(rows, chunk)))
 
     def _read(self, path: Path) -> Any | None:
         value = unsealed(path)
@@ -171,24 +156,25 @@ def complete(
     compute: Callable[[range], list[dict[str, Any]]],
     advance: Callable[[int], Any] = lambda count: None,
 ) -> list[dict[str, Any]]:
-    """Return records of all `rows` under a key; chunks that nobody else is at are computed.
+    """Return records of all `rows` under a key; chunks that no other process is computing are computed.
 
-    compute: records of some rows, each with its number as `row`. advance: told how many are done.
+    compute: returns records of some rows, each with its number as `row`. advance: gets the number of rows
+    that are done, those that are computed apart.
     """
-    chunks = dict(enumerate(ranges(rows, chunk)))
-    advance(sum(len(c) for i, c in chunks.items() if entry.has_chunk(i, c)))
-    while pending := {i: c for i, c in chunks.items() if not entry.has_chunk(i, c)}:
+    parts = dict(enumerate(ranges(rows, chunk)))
+    advance(sum(len(part) for i, part in parts.items() if entry.chunk(i, part) is not None))
+    while pending := [i for i, part in parts.items() if entry.chunk(i, part) is None]:
         worked = False
-        for i, part in pending.items():
+        for i in pending:
             with held(lease(entry.path / "leases", f"chunk-{i:05d}")) as acquired:
-                if acquired and not entry.has_chunk(i, part):
-                    entry.finish_chunk(i, part, compute(part))
+                if entry.chunk(i, parts[i]) is not None:  # since the last look
+                    advance(len(parts[i]))
+                elif acquired:
+                    entry.finish_chunk(i, parts[i], compute(parts[i]))
                     worked = True
-                elif entry.has_chunk(i, part):
-                    advance(len(part))
         if not worked:
             time.sleep(POLL_SECONDS)
-    return [record for i in chunks for record in entry.chunk(i) or []]
+    return [record for i, part in parts.items() for record in entry.chunk(i, part) or ()]
 
 
 def ranges(rows: int, chunk: int) -> list[range]:
@@ -205,24 +191,19 @@ def lease(directory: Path, name: str) -> Lease:
 
 
 def digest_files(root: Path, files: Iterable[Path]) -> str:
-    """Return a digest of names and contents of files, each hashed once for its signature."""
-    lines = []
-    for path in sorted(files):
-        stamp = signature(path)
-        key = digest([str(path.resolve()), *stamp])
-        fresh = time.time_ns() - max(stamp[1:3]) < 1e9 * YOUNG_SECONDS  # a change might not show in its times
-        content = sha256(path) if fresh else remembered("digests", key, partial(sha256, path))
-        lines.append([path.relative_to(root).as_posix(), content])
+    """Return a digest of names and contents of files, which are read again only when they were touched."""
+    memory = cache_directory()
+    memory.mkdir(parents=True, exist_ok=True)
+    hashes = Hashes(memory / "hashes.json")
+    lines = [[path.relative_to(root).as_posix(), hashes.sha256(path)] for path in sorted(files)]
+    hashes.save()
     return digest(lines)
 
 
 def remembered(kind: str, key: str, compute: Callable[[], str]) -> str:
     """Return the digest that `compute` gives, from the cache where an earlier call has left it."""
     path = cache_directory() / kind / key[:32]
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        content = ""
+    content = path.read_bytes().decode("ascii", "replace") if path.is_file() else ""
     if not re.fullmatch("[0-9a-f]{64}", content):
         content = compute()
         replace(path, content)

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from emo.common.commands import first_word
 from emo.common.errors import ExitCode, UserError, nearest
-from emo.eval.export.figures import Source
-from emo.eval.results import MODELS, Model, pick, read_models
-from emo.eval.store import STORE
+from emo.eval.results import Model, Say, pick, read_models
 
 HARNESS, HUB, WANDB = FORMATS = ("lm-eval", "hf", "wandb")
 EXAMPLE = """examples:
   emo export --format lm-eval runs/eval --data TASKS --output_path runs/lm-eval
   emo export --format hf runs/eval --name EMO --output_path runs/mine/export
   emo export --format wandb runs/mine/eval --output_path runs/mine"""
-
-Say = Callable[[str], None]
 
 
 def add_arguments(subparsers: Any) -> None:
@@ -43,24 +39,17 @@ def add_arguments(subparsers: Any) -> None:
 
 @dataclass(frozen=True)
 class Export:
-    """A format and where it goes.
-
-    source: where rows can be had again, for samples. watched: several models come, one after the other, and
-    the hub's files go to OUT/NAME.
-    """
+    """A format and the directory for it. watched: models come one by one, the hub's files go to OUT/NAME."""
 
     format: str
     out: Path
-    source: Source | None = None
+    data: str | None = None  # where samples can be read again, as `eval` has it, and so with the tasks
+    tasks: str = ""
     watched: bool = True
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
             raise UserError(f"--format {self.format!r}; {nearest(self.format, FORMATS)}")
-        if self.out.exists() and not self.out.is_dir():
-            raise UserError(f"--output_path {self.out} is a file; name a directory")
-        if self.format != WANDB and ((self.out / STORE).is_dir() or (self.out / MODELS).is_dir()):
-            raise UserError(f"--output_path {self.out} is in use as a results directory; name another")
 
     def __str__(self) -> str:
         return f"{self.format}={self.out}"
@@ -89,49 +78,37 @@ class Export:
                 else:
                     from emo.eval.export.harness import write_harness
 
-                    say(f"{model.name}: {write_harness(model, self.out, self.source)}")
+                    say(f"{model.name}: {write_harness(model, self.out, self.data, self.tasks)}")
             except Exception as error:
                 failed[model.name] = error
         return failed
 
 
 def of_watch(texts: Sequence[str], run_dir: Path, data: str, tasks: str) -> list[Export]:
-    """Return the exports of --export FORMAT=DIR, or `wandb`; UserError for a wrong format or place."""
+    """Return the exports of --export FORMAT=DIR, or `wandb`; UserError for a wrong one."""
     exports = []
     for text in texts:
         name, _, target = text.partition("=")
-        if name == WANDB and target:
-            raise UserError(f"--export {text!r} must read wandb: results go to the run that is watched")
-        if name in (HARNESS, HUB) and not target:
-            raise UserError(f"--export {text!r} must read {name}=DIR")
-        exports.append(Export(name, Path(target) if target else run_dir, _source(name, data, tasks)))
+        if (name == WANDB) == bool(target):
+            raise UserError(
+                f"--export {text!r} must read {HARNESS}=DIR, {HUB}=DIR or {WANDB} (the run that is watched)"
+            )
+        exports.append(Export(name, Path(target) if target else run_dir, data, tasks))
     return exports
 
 
 def run(args: argparse.Namespace, say: Say) -> int:
     """Run the command `export`."""
     first_word("export")
-    source = _source(args.format, args.data, args.tasks)
-    export = Export(args.format, args.output_path, source, watched=False)
+    export = Export(args.format, args.output_path, args.data, args.tasks, watched=False)
     models = read_models(args.results)
-    if args.name:
-        models = [pick(models, args.name)]
-    else:
-        for model in (m for m in models if not m.results and not m.unreadable):
-            say(f"{model.name} has no finished result: left out")
-        models = [model for model in models if model.results or model.unreadable]
-    if not models:
-        raise UserError(f"no finished results in {', '.join(map(str, args.results))}")
-    if export.format == HUB and len(models) > 1:
-        names = ", ".join(model.name for model in models)
-        raise UserError(f"--format hf is about one model; choose it with --name: {names}")
+    finished = [model for model in models if model.results or model.unreadable]
+    models = [pick(models, args.name)] if args.name else finished
+    if not models or (export.format == HUB and len(models) > 1):
+        names = ", ".join(model.name for model in models) or "none has finished results"
+        raise UserError(f"choose a model with --name, for --format hf a single one: {names}")
     for error in export.each(models, {}, say).values():
         raise error
-    if export.format == HARNESS and export.source is None:
+    if export.format == HARNESS and not export.data:
         say("without samples: they hold the rows and their prompts, which --data gives")
     return ExitCode.DONE
-
-
-def _source(name: str, data: str | None, tasks: str) -> Source | None:
-    names = [task.strip() for task in tasks.split(",") if task.strip()]
-    return Source(data, {Path(task).stem: task for task in names}) if data and name == HARNESS else None

@@ -2,7 +2,7 @@
 
 The layout is that of release 0.4.13 (lm_eval/result_schema.py and loggers/evaluation_tracker.py). A task with
 groups is a group of subtasks, as MMLU is there. DATE is when the results were finished, so that exporting
-again writes the same files. Nothing says where on this machine the model lies.
+again writes the same files. No path of this machine is written.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from typing import Any
 from emo.common.errors import UserError
 from emo.common.files import write_text
 from emo.eval import store
-from emo.eval.export.figures import Accuracy, Figures, Source, all_figures
+from emo.eval.compare import DIGESTS
+from emo.eval.export.figures import Accuracy, Figures, all_figures
 from emo.eval.icl.prompts import PromptBuilder
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import GROUP, LABEL, load_task
 from emo.eval.results import Model
 
-SOURCE = "emo-pipeline"  # what stands for the name of a model class there: whose figures these are
+SOURCE = "emo-pipeline"  # in the place of a model class there: the program that made the figures
 FILTER = "none"  # there: an answer is taken from the responses as they are
 
 Samples = dict[str, list[dict[str, Any]]]  # by group; lm_eval.result_schema.SampleResult
 
 
-def write_harness(model: Model, out: Path, source: Source | None) -> Path:
+def write_harness(model: Model, out: Path, data: str | None, tasks: str = "") -> Path:
     """Write a model's files under `out`; return the path of its results, which are written last.
 
-    source: where the rows are; without it there are no samples. UserError when results cannot be trusted, or
-    the rows are other ones; nothing is written then.
+    data, tasks: where the rows are, and files of tasks that are not built in; without data there are no
+    samples. UserError when results cannot be trusted, or the rows are other ones; nothing is written then.
     """
     figures_of_tasks = all_figures(model)
     value = _results(model, figures_of_tasks)
-    samples = [_samples(source, figures) for figures in figures_of_tasks] if source is not None else []
+    samples = [_samples(data, tasks, figures) for figures in figures_of_tasks] if data else []
     stamp = datetime.fromtimestamp(value["date"], UTC).replace(tzinfo=None).isoformat().replace(":", "-")
     directory = out / value["model_name_sanitized"]
     directory.mkdir(parents=True, exist_ok=True)
@@ -64,30 +65,30 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
     """
     value: dict[str, Any] = {"results": {}, "groups": {}, "group_subtasks": {}, "configs": {}}
     value |= {"versions": {}, "n-shot": {}, "higher_is_better": {}}
+
+    def entry(name: str, alias: str, result: dict[str, Any], accuracy: Accuracy) -> dict[str, Any]:
+        if name in value["results"]:
+            raise UserError(f"{model.name}: two tasks or groups would be called {name}; rename a task file")
+        stderr = "N/A" if accuracy.stderr is None else accuracy.stderr
+        numbers = {"name": name, "alias": alias, "sample_len": accuracy.n}
+        value["results"][name] = numbers | {f"acc,{FILTER}": accuracy.value, f"acc_stderr,{FILTER}": stderr}
+        value["versions"][name], value["n-shot"][name] = result["version"], result["shots"]
+        value["higher_is_better"][name] = {"acc": True}
+        return value["results"][name]
+
     for figures in figures_of_tasks:
-        result, names = figures.result, _names(figures)
-        whole = _entry(figures.task, result["title"], figures.accuracy)
+        task, result, names = figures.task, figures.result, _names(figures)
+        whole = entry(task, result["title"], result, figures.accuracy)
         whole |= {f"macro_f1,{FILTER}": result["macro_f1"], f"macro_f1_stderr,{FILTER}": "N/A"}
-        entries = [whole]
-        if figures.groups:
-            value["groups"][figures.task] = whole
-            value["group_subtasks"][figures.task] = list(names.values())
-            entries += [_entry(name, group, figures.groups[group]) for group, name in names.items()]
-        for entry in entries:
-            name = entry["name"]
-            if name in value["results"]:
-                raise UserError(
-                    f"{model.name}: two tasks or groups would be called {name}; rename a task file"
-                )
-            value["results"][name] = entry
-            value["versions"][name] = result["version"]
-            value["n-shot"][name] = result["shots"]
-            value["higher_is_better"][name] = {"acc": True}
-        value["higher_is_better"][figures.task]["macro_f1"] = True
+        value["higher_is_better"][task]["macro_f1"] = True
+        if result["groups"]:
+            value["groups"][task], value["group_subtasks"][task] = whole, list(names.values())
+            for group, name in names.items():
+                entry(name, group, result, figures.groups[group])
         for name in names.values():  # the known part of a configuration; the rest has no counterpart there
             value["configs"][name] = {
                 "task": name,
-                "task_alias": name.removeprefix(f"{figures.task}_") if figures.groups else result["title"],
+                "task_alias": name.removeprefix(f"{task}_") if result["groups"] else result["title"],
                 "output_type": "multiple_choice",
                 "doc_to_choice": result["labels"],
                 "num_fewshot": result["shots"],
@@ -102,10 +103,11 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
         del value["groups"]
     # How the model was evaluated and, under `metadata`, trained; null where nothing was set.
     trained = {key: model.facts.get(key) for key in ("step", "tokens", "objective")}
+    dtype = model.description["dtype"]
     config = {
         "model": SOURCE,
-        "model_args": {"pretrained": model.name, "dtype": model.description["dtype"]},
-        "model_dtype": model.description["dtype"],
+        "model_args": {"pretrained": model.name, "dtype": dtype},
+        "model_dtype": dtype,
         "model_sha": model.description["weights"],
         **dict.fromkeys(("batch_size", "device", "use_cache", "limit", "gen_kwargs")),
         "batch_sizes": [],
@@ -119,23 +121,15 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
         "model_source": SOURCE,
         "model_name": model.name,
         "model_name_sanitized": re.sub(r'["<>:/|\\?*\[\]]+', "__", model.name),
-        "system_instruction": None,
-        "system_instruction_sha": None,
+        **dict.fromkeys(("system_instruction", "system_instruction_sha")),
         "fewshot_as_multiturn": False,
-        "chat_template": None,
-        "chat_template_sha": None,
+        **dict.fromkeys(("chat_template", "chat_template_sha")),
     }
-
-
-def _entry(name: str, alias: str, accuracy: Accuracy) -> dict[str, Any]:
-    stderr = "N/A" if accuracy.stderr is None else accuracy.stderr
-    counted = {"name": name, "alias": alias, "sample_len": accuracy.n}
-    return counted | {f"acc,{FILTER}": accuracy.value, f"acc_stderr,{FILTER}": stderr}
 
 
 def _names(figures: Figures) -> dict[str, str]:
     """Return a task's names there by group: the task, or its groups as MMLU's subjects are called."""
-    if not figures.groups:
+    if not figures.result["groups"]:
         return {"": figures.task}
     return {group: f"{figures.task}_" + re.sub(r"\W", "_", group) for group in figures.groups}
 
@@ -144,7 +138,7 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _samples(source: Source, figures: Figures) -> tuple[Samples, Counter[str]]:
+def _samples(source: str, tasks: str, figures: Figures) -> tuple[Samples, Counter[str]]:
     """Return the samples of a result by group, in row order, and the number of rows of the full split.
 
     Prompts are not stored with results; they follow from the rows, the task and the demonstrations that were
@@ -154,30 +148,29 @@ def _samples(source: Source, figures: Figures) -> tuple[Samples, Counter[str]]:
     UserError when these are not the rows, the pool or the prompts that the result was made with.
     """
     result = figures.result
-    task = load_task(source.tasks.get(figures.task, figures.task), result["version"])
-    data = load_data(task, source.data, shots=result["shots"])
+    files = {Path(name.strip()).stem: name.strip() for name in tasks.split(",")}
+    task = load_task(files.get(figures.task, figures.task), result["version"])
+    data = load_data(task, source, shots=result["shots"])
     full = Counter(row[GROUP] for row in data.rows["test"])
     if result["n"] < full.total():
-        data = load_data(task, source.data, limit=result["n"], shots=result["shots"])
-    for name, current, subject, option in (
-        ("test_rows", data.digests["test"], f"the test rows in {source.data}", "--data"),
-        ("pool_rows", data.digests["train"], f"the rows of demonstrations in {source.data}", "--data"),
-        ("prompt", store.digest(task.identity()), "its prompts", "--tasks"),
+        data = load_data(task, source, limit=result["n"], shots=result["shots"])
+    for name, digest, option in (
+        ("test_rows", data.digests["test"], "--data"),
+        ("pool_rows", data.digests["train"], "--data"),
+        ("prompt", store.digest(task.identity()), "--tasks"),
     ):
-        if current[:16] != result["conditions"]["compared"][name]:
-            raise UserError(
-                f"task {task.name}: {subject} are not those of its evaluation; give the {option} that it had"
-            )
+        if digest[:16] != result["conditions"]["compared"][name]:
+            raise UserError(f"task {task.name}: other {DIGESTS[name]}; give the {option} of its evaluation")
     builder = PromptBuilder(task, data.rows["train"], None)
     samples: Samples = {}
     for record, row in zip(figures.records, data.rows["test"], strict=True):
         ice = builder.ice(record["demonstrations"])
+        group = {"group": record["group"]} if result["groups"] else {}
         context = builder.template.shared_prompt(row, ice)
         prompts = [builder.prompt(row, ice, label) for label in task.labels]
         target = str(task.labels.index(record["gold"]))
         responses = [[str(-value), "None"] for value in record["scores"][result["score"]]]
-        doc = {name: row[name] for name in task.inputs} | {LABEL: row[LABEL]}
-        doc |= {"group": record["group"]} if figures.groups else {}
+        doc = {name: row[name] for name in task.inputs} | {LABEL: row[LABEL]} | group
         sample = {
             "doc_id": record["id"],
             "doc": doc,
@@ -195,5 +188,5 @@ def _samples(source: Source, figures: Figures) -> tuple[Samples, Counter[str]]:
             "target_hash": _hash(target),
             "acc": float(record["prediction"] == record["gold"]),
         }
-        samples.setdefault(record["group"] if figures.groups else "", []).append(sample)
+        samples.setdefault(group.get("group", ""), []).append(sample)
     return samples, full

@@ -13,7 +13,7 @@ only grow: what was sent is noted, and not sent again.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,13 @@ from emo.common.text import counted
 from emo.common.untrusted import is_plain_name
 from emo.eval import store
 from emo.eval.export.figures import all_figures
-from emo.eval.results import Model
+from emo.eval.results import Model, Say
 from emo.pipeline.run_dir import CONFIG, LOCK, LOCK_SECONDS, WANDB_ID
 
 SENT = "wandb-evaluations.json"
 SENDING = "wandb-export"  # name of the lease that exports hold among themselves
 AXIS = "eval/tokens"
 OFFLINE = "offline-run-"  # how W&B begins the names of directories that it has not sent yet
-
-Say = Callable[[str], None]
 
 
 class BusyError(UserError):
@@ -48,19 +46,17 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
     """
     try:
         train = read_written(run_dir / CONFIG)["train"]
-        project = train["project"] if "wandb" in train["report_to"] else None
-        run_id = (run_dir / WANDB_ID).read_text(encoding="utf-8")
+        if "wandb" not in train["report_to"]:
+            raise ValueError("it was trained without")
+        project, run_id = train["project"], (run_dir / WANDB_ID).read_text(encoding="utf-8")
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"--output_path {run_dir} is no directory of a run with train.report_to=[wandb]: "
             f"{one_line(error, 120)}"
         ) from None
-    if not isinstance(project, str):
-        raise UserError(f"{run_dir} was trained without train.report_to=[wandb]: W&B has no run of it")
     points, faults = {}, {}
     for model in models:
-        run = model.facts.get("run")  # the directory may have been moved since
-        if not isinstance(run, str) or Path(run).name != run_dir.resolve().name:
+        if Path(str(model.facts.get("run"))).name != run_dir.resolve().name:  # it may have been moved since
             say(f"{model.name}: not of the run {run_dir}, therefore not sent")
             continue
         try:
@@ -72,28 +68,26 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
             f"none of these results is of the run {run_dir}; --output_path is the run that they are of"
         )
     with held(Lease(run_dir, LOCK, LOCK_SECONDS)) as free:
-        if not free:
-            raise BusyError(
-                f"{run_dir} is in use: while it trains, nobody else can write into its W&B run; "
-                "export again when it has ended"
-            )
+        pass
     with held(store.lease(run_dir, SENDING)) as acquired:
-        if not acquired:
-            raise BusyError(f"another export sends results of {run_dir} to W&B; wait until it has ended")
+        if not (free and acquired):
+            raise BusyError(
+                f"{run_dir} trains, or another export sends its results: nobody else can write into its W&B "
+                "run; export again when that has ended"
+            )
         noted = store.read_json(run_dir / SENT) or {"sent": {}}
-        begun = noted.get("sending")  # what a killed export left unsent would be sent beside what follows
-        if is_plain_name(begun) and str(begun).startswith(OFFLINE):
-            shutil.rmtree(run_dir / "wandb" / str(begun), ignore_errors=True)
+        # The last checkpoint and the run's export are one point: the same results after the same tokens.
+        due = {store.digest(point): name for name, point in points.items()}
+        due = {digest: name for digest, name in due.items() if digest not in noted["sent"]}
+        begun = str(noted.get("sending", ""))  # W&B would send what a killed export left beside what follows
+        if begun.startswith(OFFLINE) and is_plain_name(begun):
+            shutil.rmtree(run_dir / "wandb" / begun, ignore_errors=True)
         elif begun:
             say("an export was killed while it was sending: W&B may show some of its points twice")
-        # The last checkpoint and the run's export are one point: the same results after the same tokens.
-        due = {store.digest(point): (name, point) for name, point in points.items()}
-        due = {digest: entry for digest, entry in due.items() if digest not in noted["sent"]}
         if due:
-            in_order = sorted((point for _, point in due.values()), key=lambda point: point[AXIS])
+            in_order = sorted((points[name] for name in due.values()), key=lambda point: point[AXIS])
             _log(in_order, run_dir, project, run_id, noted["sent"])
-            sent = noted["sent"] | {digest: name for digest, (name, _) in due.items()}
-            write_text(run_dir / SENT, store.dump({"sent": sent}))
+            write_text(run_dir / SENT, store.dump({"sent": noted["sent"] | due}))
     say(f"W&B: {counted(len(due), 'point')} of {counted(len(points), 'model')} sent, the others were there")
     return faults
 
@@ -113,27 +107,17 @@ def _point(model: Model) -> dict[str, Any]:
 
 
 def _log(
-    points: list[dict[str, Any]], run_dir: Path, project: str, run_id: str, sent: dict[str, Any]
+    points: list[dict[str, Any]], run_dir: Path, project: str, run_id: str, sent: dict[str, str]
 ) -> None:
     try:
         import wandb
     except ImportError:
         raise UserError("--format wandb needs the package wandb: pip install wandb") from None
+    # What the trainer said of its machine and program stays: this one is about results alone.
+    options = {"x_disable_meta": True, "x_disable_stats": True, "x_save_requirements": False}
+    settings = wandb.Settings(console="off", silent=True, **options)
     try:
-        run = wandb.init(
-            project=project,
-            id=run_id,
-            resume="allow",
-            dir=run_dir,
-            # What the trainer said of its machine and program stays: this one is about results alone.
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                x_disable_meta=True,
-                x_disable_stats=True,
-                x_save_requirements=False,
-            ),
-        )
+        run = wandb.init(project=project, id=run_id, resume="allow", dir=run_dir, settings=settings)
         write_text(run_dir / SENT, store.dump({"sent": sent, "sending": Path(run.dir).parent.name}))
         run.define_metric(AXIS)
         run.define_metric("eval/*", step_metric=AXIS)

@@ -14,6 +14,11 @@ from emo.eval.judging.results import Judgement, paired, remarks
 
 SIDES = {"a": "A is better", "b": "B is better", "tie": "tie", None: "unreadable"}
 OUTCOMES = SIDES | {"changed": "changes with the order: a tie", "unreadable": "unreadable"}
+VERDICTS = {  # by tone, in the table and in a sentence
+    "better": ("preferred", "prefers {b} to {a}"),
+    "worse": ("not preferred", "prefers {a} to {b}"),
+    "unclear": ("no clear difference", "prefers neither {b} nor {a}"),
+}
 CAPTION = (
     "Per cent of questions, from the side of B, with 95 % intervals. Win rate: a tie counts half. At equal "
     "lengths: as if both had written as much (AlpacaEval's length-controlled win rate). Both orders: pairs "
@@ -33,36 +38,31 @@ def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[dict[s
 
     They are compared on the questions with a readable verdict in both, if these are two or more.
     """
-    groups: dict[tuple[str, ...], list[Judgement]] = {}
-    for judgement in judgements:
-        same = tuple(judgement.numbers[name] for name in ("judge", "by", "a", "questions"))
-        groups.setdefault(same, []).append(judgement)
+    firsts: dict[tuple[str, ...], Judgement] = {}
     pairs = []
-    for first, *others in groups.values():
-        for other in others:
-            try:
-                a, b = first.scores, other.scores
-            except UserError as error:
-                skipped.append(str(error))
-                continue
-            keys = [key for key in a if key in b and a[key][0] == b[key][0]]  # ids may be row numbers
-            if len(keys) > 1:
-                before, after = ([scores[key][1] for key in keys] for scores in (a, b))
-                mean, interval, p = paired(before, after, [a[key][0] for key in keys])
-                f = first.numbers
-                names = {"first": f["b"], "second": other.numbers["b"], "judge": f["by"], "n": len(keys)}
-                result = {"difference": mean, "low": interval.low, "high": interval.high, "p": p}
-                pairs.append(names | {"questions": f["questions"]} | result)
+    for judgement in judgements:
+        f = judgement.numbers
+        first = firsts.setdefault(tuple(f[name] for name in ("judge", "by", "a", "questions")), judgement)
+        try:
+            a, b = ({}, {}) if first is judgement else (first.scores, judgement.scores)
+        except UserError as error:
+            skipped.append(str(error))
+            continue
+        keys = [key for key in a if key in b and a[key][0] == b[key][0]]  # ids may be row numbers
+        if len(keys) > 1:
+            before, after = ([scores[key][1] for key in keys] for scores in (a, b))
+            mean, interval, p = paired(before, after, [a[key][0] for key in keys])
+            names = {"first": first.numbers["b"], "second": f["b"], "judge": f["by"], "n": len(keys)}
+            result = {"difference": mean, "low": interval.low, "high": interval.high, "p": p}
+            pairs.append(names | {"questions": f["questions"]} | result)
     return pairs
 
 
 def answers(judgements: Sequence[Judgement]) -> list[str]:
     """Return a sentence for each of the first judgements that have a win rate."""
-    verbs = {"better": "prefers {b} to {a}", "worse": "prefers {a} to {b}"}
     sentences = []
     for f in (judgement.numbers for judgement in judgements if judgement.numbers["win_rate"]):
-        rate = f["win_rate"]
-        verb = verbs.get(_tone(rate), "prefers neither {b} nor {a}").format(**f)
+        rate, verb = f["win_rate"], VERDICTS[_tone(f)][1].format(**f)
         interval = f"95 % interval {between(rate['low'], rate['high'], scale=100)}"
         size = f"{f['b']} has a win rate of {percent(rate['value'])} % ({interval})"
         sentences.append(f"{f['by']} {verb}{_on(f['questions'])}: {size}.")
@@ -77,8 +77,8 @@ def sections(judgements: Sequence[Judgement], pairs: Sequence[dict[str, Any]]) -
     differences: list[Row] = []
     for p in pairs:
         points = estimated(p["difference"], p["low"], p["high"], "{:+.1f}", 100)
-        asked = p["judge"] + _on(p["questions"])
-        differences.append([p["second"], p["first"], asked, p["n"], points, p_value(p["p"])])
+        judge = p["judge"] + _on(p["questions"])
+        differences.append([p["second"], p["first"], judge, p["n"], points, p_value(p["p"])])
     head = ["Model", "Compared with", "Judge", "Pairs", "Points", "p"]
     between_models = Table(head, differences, PAIRED, 3, "Between models")
     lead = "Evenly spaced pairs of each comparison, none picked, as they are."
@@ -88,17 +88,16 @@ def sections(judgements: Sequence[Judgement], pairs: Sequence[dict[str, Any]]) -
 
 def picture(judgements: Sequence[Judgement]) -> Figure:
     """Return the win rates."""
-    rows = [
-        Effect(_judged(f), i, 0, *(100 * f["win_rate"][key] for key in ("value", "low", "high")))
-        for i, f in enumerate(judgement.numbers for judgement in judgements)
-        if f["win_rate"]
-    ]
+    fields = [judgement.numbers for judgement in judgements if judgement.numbers["win_rate"]]
+    rates = [[100 * f["win_rate"][key] for key in ("value", "low", "high")] for f in fields]
+    rows = [Effect(_judged(f), i, 0, *rate) for i, (f, rate) in enumerate(zip(fields, rates, strict=True))]
     caption = "Win rate in per cent with its 95 % interval; a tie counts half. Dotted line: no preference."
     return Figure("Win rates", [Dots("Win rate", rows, 50.0)], caption)
 
 
-def _tone(rate: dict[str, float] | None) -> str:
+def _tone(fields: dict[str, Any]) -> str:
     """Return the verdict on B."""
+    rate = fields["win_rate"]
     if rate is None or rate["low"] <= 0.5 <= rate["high"]:
         return "unclear"
     return "better" if rate["low"] > 0.5 else "worse"
@@ -118,11 +117,10 @@ def _share(value: dict[str, float] | None) -> Cell | None:
 
 
 def _rates(fields: Sequence[dict[str, Any]]) -> Table:
-    verdicts = {"better": "preferred", "worse": "not preferred", "unclear": "no clear difference"}
     rows: list[Row] = []
     for f in fields:
-        tone = _tone(f["win_rate"])
-        names = [Cell(f["b"], f"against {f['a']}{_on(f['questions'])}"), Cell(verdicts[tone], tone=tone)]
+        tone = _tone(f)
+        names = [Cell(f["b"], f"against {f['a']}{_on(f['questions'])}"), Cell(VERDICTS[tone][0], tone=tone)]
         shares = [_share(f[name]) for name in ("win_rate", "win", "tie", "loss")]
         lengths = f"{f['lengths']['b']:.0f} / {f['lengths']['a']:.0f}"
         controlled, both_orders = percent(f["length_controlled"]), percent(f["consistency"])

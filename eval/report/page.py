@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from emo.common.report.document import (
-    Block,
-    Cell,
-    Document,
-    Fold,
-    Items,
-    Quote,
-    Row,
-    Section,
-    Table,
-    estimated,
-)
+from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, Row, Section, Table
 from emo.common.report.figure import Curve, Curves, Dots, Figure, pairs
-from emo.common.report.numbers import DASH, Effect, between, changes, p_value, percent
+from emo.common.report.numbers import DASH, Effect, between, changes, formatted, p_value, percent
 from emo.common.text import counted
 from emo.eval.report import judged
-from emo.eval.report.gather import OBJECTIVES, Report, as_json
+from emo.eval.report.gather import OBJECTIVES, Report
 from emo.eval.results import Model
 
 FILES = ("report.html", "report.md", "results.json")
@@ -64,8 +53,6 @@ WRONG = (
     "similar first, and the score of every label; the smallest wins. Rows are numbered as in the data, from "
     "0."
 )
-
-
 DIFFERENCES = (
     "Percentage points with 95 % intervals (Bonett and Price), paired by test row; p-values of exact McNemar "
     "tests, corrected over the tasks (Holm), and for the mean of random signs. The verdict is on the mean: p "
@@ -77,7 +64,7 @@ def document(report: Report) -> Document:
     """Return the report."""
     shading = "Rows: the right label; columns: the answer; shading: share of the row."
     sampled = "Sampled from the whole distribution (temperature 1); the first of each model, none picked."
-    data = as_json(report)
+    data = report.numbers()
     samples = [
         Quote(s["text"] + ("" if s["ended"] else " …"), s["prefix"], "" if i else model.name)
         for model in report.everyone
@@ -96,23 +83,26 @@ def document(report: Report) -> Document:
         Section("Settings", _settings(report), page_only=True),
         Section("Made with", *_made_with(report, data["metadata"])),
     ]
-    answer = [*_answer(report), *judged.answers(report.judgements)]
-    data["answer"] = answer = answer or ["No task was scored and no answer judged."]
-    means = [
-        Dots(f"Points from {first}, mean over tasks", _effects(report, first, None), 0.0)
-        for first in report.against
+    data["answer"] = answer = [*_answer(report), *judged.answers(report.judgements)] or [
+        "No task was scored and no answer judged."
     ]
-    caption = "With 95 % intervals, paired by test row. Right of the dotted line: better."
-    differences = Figure("Mean differences", means, caption)
-    picture = differences or _levels(report, "Mean accuracy", [None]) or judged.picture(report.judgements)
-    size = f"{counted(len(report.judgements), 'comparison')} of answers by judges."
+    means = [Dots(f"Points from {b}, mean over tasks", report.effects(None, b), 0.0) for b in report.against]
+    picture = Figure(
+        "Mean differences",
+        means,
+        "With 95 % intervals, paired by test row. Right of the dotted line: better.",
+    )
+    picture = picture or _levels(report, "Mean accuracy", [None]) or judged.picture(report.judgements)
+    about = f"{counted(len(report.judgements), 'comparison')} of answers by judges."
     if report.rows:
         rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
         kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
         demonstrations = "; ".join(f"{shots} ({by})" for shots, by in kinds)
-        size = f"{counted(len(report.models), 'model')}, {counted(len(report.tasks), 'task')}, {rows:,} test "
-        size += f"rows per model; demonstrations in a prompt: {demonstrations}."
-    about = f"{report.title}. {size}"
+        about = (
+            f"{counted(len(report.models), 'model')}, {counted(len(report.tasks), 'task')}, {rows:,} test "
+        )
+        about += f"rows per model; demonstrations in a prompt: {demonstrations}."
+    about = f"{report.title}. {about}"
     return Document(report.title, answer, about, sections, picture, report.remarks, report.notice, data)
 
 
@@ -122,18 +112,16 @@ def _answer(report: Report) -> list[str]:
     for family in report.families:
         clauses: list[str] = []
         for first in (m.name for m in family.members if m.name in report.against):
-            if effects := _effects(report, first, None):
+            if effects := report.effects(None, first):
                 counts = {len(c.tasks) for c in report.against[first].values() if c.mean}
                 on = counted(counts.pop(), "task") if len(counts) == 1 else "the tasks in common"
                 start = f"{'compared' if clauses else 'Compared'} with {first} on {on}"
                 clauses.append(f"{start}, {changes(effects, 'points')}")
         sentences += [f"{'; '.join(clauses)}."] if clauses else []
-    for model in report.models if not sentences else []:
-        if (level := report.level(model, None)) is not None:
-            interval = f"95 % interval {between(*level[1:], scale=100)}"
-            over, chance = counted(len(report.tasks), "task"), percent(report.chance(None))
-            value = f"accuracy {percent(level[0])} % on {over} ({interval})"
-            sentences.append(f"{model.name}: {value}; chance is {chance} %.")
+    for name, _, _, value, low, high in report.effects(None) if not sentences else []:
+        accuracy, over = formatted(value, "{:.1f}"), counted(len(report.tasks), "task")
+        estimate = f"accuracy {accuracy} % on {over} (95 % interval {between(low, high)})"
+        sentences.append(f"{name}: {estimate}; chance is {percent(report.chance(None))} %.")
     for family in report.families:
         if family.title and family.base is None and not report.chosen:
             children = counted(len(family.members), "model")
@@ -141,32 +129,23 @@ def _answer(report: Report) -> list[str]:
     return sentences
 
 
-def _effects(report: Report, baseline: str, task: str | None) -> list[Effect]:
-    """Return differences from a baseline in points, on a task or on the mean of those compared (None)."""
-    effects = []
-    for i, model in enumerate(report.models):
-        c = report.against[baseline].get(model.name)
-        if c is not None and (x := c.tasks.get(task) if task else c.mean):
-            values = (100 * v for v in (x["difference"], x["interval"]["low"], x["interval"]["high"]))
-            effects.append(Effect(model.name, i, x["direction"], *values))
-    return effects
-
-
 def _levels(report: Report, label: str, tasks: Sequence[str | None]) -> Figure:
     """Return accuracies, a panel for each task; None stands for their mean."""
-    panels = []
-    for task in tasks:
-        levels = [(i, m.name, report.level(m, task)) for i, m in enumerate(report.models)]
-        rows = [Effect(name, i, 0, *(100 * x for x in level)) for i, name, level in levels if level]
-        title = report.titles[task] if task else "Mean over tasks"
-        panels += [Dots(title, rows, 100 * report.chance(task))] if rows else []
-    return Figure(
-        label, panels, "Accuracy in per cent with 95 % intervals. Dotted: chance, where it is near."
-    )
+    titles = report.titles | {None: "Mean over tasks"}
+    drawn = [(task, rows) for task in tasks if (rows := report.effects(task))]
+    panels = [Dots(titles[task], rows, 100 * report.chance(task)) for task, rows in drawn]
+    caption = "Accuracy in per cent with 95 % intervals. Dotted: chance, where it is near."
+    return Figure(label, panels, caption)
 
 
-def _heading(report: Report, model: Model) -> Cell:
+def _folded(report: Report, figure: Figure) -> Block:
+    """Return a figure with a panel for each task, folded away where it would fill screens."""
+    return Fold("Task by task, as a picture", [figure]) if len(report.models) > 8 else figure
+
+
+def _heading(report: Report, number: int) -> Cell:
     """Return a model as rows call it, with what it is."""
+    model = report.models[number]
     family = next(f for f in report.families if model in f.members)
     objective = str(model.facts.get("objective") or "")
     notes = ["base model"] if family.base is model else []
@@ -174,21 +153,31 @@ def _heading(report: Report, model: Model) -> Cell:
         notes.append(OBJECTIVES.get(objective, objective))
     if len(report.families) > 1 and family.title and family.base is not model:
         notes.append(f"from {family.title}")
-    return Cell(model.name, ", ".join(notes), mark=report.models.index(model))
+    return Cell(model.name, ", ".join(notes), mark=number)
+
+
+Column = tuple[str, dict[Any, Effect]]  # title, effects by model
+
+
+def _columns(report: Report, baseline: str | None = None) -> dict[str | None, Column]:
+    """Return the columns of a table by task, the mean of several tasks (None) first."""
+    mean: dict[str | None, str] = {None: "Mean"} if len(report.tasks) > 1 else {}
+    columns = mean | report.titles
+    return {t: (title, {e.series: e for e in report.effects(t, baseline)}) for t, title in columns.items()}
+
+
+def _estimated(effect: Effect, form: str = "{:.1f}", note: str = "") -> Cell:
+    limits = between(effect.low, effect.high, form)
+    return Cell(formatted(effect.value, form), limits + note, TONES[effect.direction])
 
 
 def _accuracy(report: Report) -> list[Block]:
-    columns, rows = report.columns, list[Row]()
-    for model in report.models if report.tasks else []:
-        first = next((name for name, compared in report.against.items() if model.name in compared), None)
-        cells: list[Cell | str | None] = [_heading(report, model)]
-        for task in columns:
-            level, difference = report.level(model, task), first and report.compared(model.name, task, first)
-            if level is not None:
-                tone = TONES[difference["direction"]] if difference else ""
-                cells.append(estimated(*level, "{:.1f}", 100, tone))
-            else:
-                cells.append(Cell(UNREADABLE, tone="worse") if task in model.unreadable else None)
+    columns, rows = _columns(report), list[Row]()
+    for i, model in enumerate(report.models if report.tasks else []):
+        cells: list[Cell | str | None] = [_heading(report, i)]
+        for task, (_, effects) in columns.items():
+            unreadable = Cell(UNREADABLE, tone="worse") if task in model.unreadable else None
+            cells.append(_estimated(effects[i]) if i in effects else unreadable)
         rows.append(cells)
     for label, names in report.seeds.items():
         spreads = [report.over_seeds(label, t) or (None, None) for t in columns]
@@ -203,41 +192,36 @@ def _accuracy(report: Report) -> list[Block]:
     if any(task in m.unreadable for m in report.models for task in report.tasks):
         caption += f" {UNREADABLE.capitalize()}: the result's file cannot be trusted; the end says why."
     figure = _levels(report, "Accuracy", report.tasks)
-    return [Table(["Model", *columns.values()], rows, caption), _folded(report, figure)]
-
-
-def _folded(report: Report, figure: Figure) -> Block:
-    """Return a figure with a panel for each task, folded away where it would fill screens."""
-    return Fold("Task by task, as a picture", [figure]) if len(report.models) > 8 else figure
+    head = ["Model", *(title for title, _ in columns.values())]
+    return [Table(head, rows, caption), _folded(report, figure)]
 
 
 def _differences(report: Report, baseline: str) -> list[Block]:
     """Return differences from a baseline with their tests."""
-    comparisons, columns, rows = report.against[baseline], report.columns, list[Row]()
-    for model in (m for m in report.models if m.name in comparisons):
-        c = comparisons[model.name]
+    comparisons, columns, rows = report.against[baseline], _columns(report, baseline), list[Row]()
+    for i, c in ((i, comparisons[m.name]) for i, m in enumerate(report.models) if m.name in comparisons):
         word, tone = VERDICTS[c.mean["direction"]] if c.mean else ("not comparable", "quiet")
-        notes = [f"of {len(c.tasks)} tasks"] if len(c.tasks) < len(report.tasks) else []
+        partial = len(c.tasks) < len(report.tasks)
+        notes = [f"of {len(c.tasks)} tasks"] if partial else []
         for direction in (1, -1):
             if count := sum(x["direction"] == direction for x in c.tasks.values()):
                 notes.append(f"{counted(count, 'task')} {TONES[direction]}")
-        cells = [_heading(report, model), Cell(word, ", ".join(notes), tone)]
-        for task in columns:
-            if (x := report.compared(model.name, task, baseline)) is not None:
-                p = p_value(x["p"] if task is None else x["p_holm"])
-                limits, tone = x["interval"], TONES[x["direction"]]
-                cell = estimated(x["difference"], limits["low"], limits["high"], "{:+.1f}", 100, tone)
-                cells.append(replace(cell, note=f"{cell.note}, {p}"))
+        cells = [_heading(report, i), Cell(word, ", ".join(notes), tone)]
+        for task, (_, effects) in columns.items():
+            if i in effects and not (task is None and partial):
+                p = c.tasks[task]["p_holm"] if task else (c.mean or {})["p"]
+                cells.append(_estimated(effects[i], "{:+.1f}", f", {p_value(p)}"))
             else:
-                refused = task in c.refused or (task is None and c.refused)
+                refused = c.refused if task is None else task in c.refused
                 cells.append(Cell("not comparable" if refused else DASH, tone="quiet"))
         rows.append(cells)
-    panels = [Dots(title, _effects(report, baseline, task), 0.0) for task, title in report.titles.items()]
+    titles = report.titles
+    panels = [Dots(title, report.effects(task, baseline), 0.0) for task, title in titles.items()]
     figure = Figure(f"Differences from {baseline}", panels, "Points; right of the dotted line: better.")
-    refusals = [(c.model, task, why) for c in comparisons.values() for task, why in c.refused.items()]
-    reasons = [f"{model}, {report.titles[task]}: {why}" for model, task, why in refusals]
-    table = Table(["Model", "Verdict", *columns.values()], rows, DIFFERENCES, 2)
-    return [table, _folded(report, figure), Items(reasons, "Not comparable")]
+    reasons = [(c.model, titles[task], why) for c in comparisons.values() for task, why in c.refused.items()]
+    head = ["Model", "Verdict", *(title for title, _ in columns.values())]
+    items = Items([f"{model}, {title}: {why}" for model, title, why in reasons], "Not comparable")
+    return [Table(head, rows, DIFFERENCES, 2), _folded(report, figure), items]
 
 
 def _details(report: Report) -> Table:
@@ -266,55 +250,54 @@ def _training(report: Report) -> Figure:
 
 def _over_training(report: Report) -> Figure:
     """Return the accuracy of runs that have several evaluated checkpoints, over tokens or else over steps."""
-    runs: dict[str, list[tuple[dict[str, Any], list[float]]]] = {}
-    for model in report.models:
-        level = report.level(model, None)
-        if model.facts.get("run") and level is not None:
-            runs.setdefault(str(model.facts["run"]), []).append((model.facts, [100 * x for x in level]))
+    runs: dict[str, list[tuple[Model, Effect]]] = {}
+    for effect in report.effects(None):
+        model = report.models[effect.series or 0]
+        if model.facts.get("run"):
+            runs.setdefault(str(model.facts["run"]), []).append((model, effect))
+    curves: dict[str, Curve] = {}
+    for key in ("tokens", "step"):
+        for run, stages in runs.items():
+            if len(stages) > 1 and all(isinstance(model.facts.get(key), int) for model, _ in stages):
+                points = sorted((model.facts[key], *effect[3:]) for model, effect in stages)
+                band = [(x, low, high) for x, _, low, high in points]
+                curves[run] = Curve(len(curves), [(x, y) for x, y, *_ in points], [], band)
+        if curves:
+            break
+    panel = Curves("Mean accuracy", [*curves.values()], "steps" if key == "step" else key)
+    names = [(i, Path(run).name) for i, run in enumerate(curves)]
+    return Figure("Accuracy over training", [panel], "Per cent; the band is the 95 % interval.", names)
 
-    def series(key: str) -> dict[str, list[tuple[float, ...]]]:
-        return {
-            run: sorted((facts[key], *level) for facts, level in stages)
-            for run, stages in runs.items()
-            if len(stages) > 1 and all(isinstance(facts.get(key), int) for facts, _ in stages)
-        }
 
-    unit, drawn = ("tokens", series("tokens")) if series("tokens") else ("steps", series("step"))
-    curves = [
-        Curve(i, [(x, y) for x, y, *_ in stages], [], [(x, low, high) for x, _, low, high in stages])
-        for i, stages in enumerate(drawn.values())
-    ]
-    names = [(i, Path(run).name) for i, run in enumerate(drawn)]
-    panels = [Curves("Mean accuracy", curves, unit)]
-    return Figure("Accuracy over training", panels, "Per cent; the band is the 95 % interval.", names)
+def _cells(report: Report) -> Iterator[tuple[int, Model, dict[str, Any]]]:
+    """Yield number of the model, model and result, task by task."""
+    for task, (number, model) in product(report.tasks, enumerate(report.models)):
+        if task in model.results:
+            yield number, model, model.results[task]
 
 
 def _confusions(report: Report) -> list[Block]:
-    folds: list[Block] = []
-    for task, title in report.titles.items():
-        tables = []
-        for model in (m for m in report.models if task in m.results):
-            labels, counts = model.results[task]["labels"], model.results[task]["confusion"]
-            shares = [[Cell(f"{n:,}", shade=n / max(sum(row), 1)) for n in row] for row in counts]
-            rows = [[label, *row] for label, row in zip(labels, shares, strict=True)]
-            if len(labels) <= CONFUSION_LABELS:
-                tables.append(Table(["Right label", *labels], rows, label=model.name))
-        folds += [Fold(title, tables)] if tables else []
-    return folds
+    folds: dict[str, list[Block]] = {}
+    for _, model, result in _cells(report):
+        shares = [[Cell(f"{n:,}", shade=n / max(sum(row), 1)) for n in row] for row in result["confusion"]]
+        rows = [[label, *row] for label, row in zip(result["labels"], shares, strict=True)]
+        if len(rows) <= CONFUSION_LABELS:
+            table = Table(["Right label", *result["labels"]], rows, label=model.name)
+            folds.setdefault(result["title"], []).append(table)
+    return [Fold(title, tables) for title, tables in folds.items()]
 
 
 def _worst(report: Report) -> list[Block]:
     """Return the wrong answers whose right label lost by most."""
     folds: list[Block] = []
-    for task, number, model in ((t, i, m) for t in report.tasks for i, m in enumerate(report.models)):
-        result, blocks = model.results.get(task, {}), list[Block]()
-        for sample in result.get("worst", []):
-            gold, predicted = sample["gold"], sample["prediction"]
-            right, wrong = Cell("right answer", tone="better"), Cell("the model's answer", tone="worse")
+    for number, model, result in _cells(report):
+        blocks: list[Block] = []
+        for sample in result["worst"]:
+            roles = {sample["gold"]: Cell("right answer", tone="better")}
+            roles |= {sample["prediction"]: Cell("the model's answer", tone="worse")}
             scores = sorted(sample["scores"].items(), key=lambda item: item[1])
-            roles = {gold: right, predicted: wrong}
             rows = [[label, f"{value:.4f}", roles.get(label, "")] for label, value in scores]
-            title = f"Data row {sample['id']}: {gold}, answered {predicted}"
+            title = f"Data row {sample['id']}: {sample['gold']}, answered {sample['prediction']}"
             demonstrations = [f"{d['text']} → {d['label']}" for d in sample["demonstrations"]]
             table = Table(["Label", SCORES[result["score"]][1], "Role"], rows)
             blocks += [Quote(sample["text"], title=title), table, Items(demonstrations, "Demonstrations")]
@@ -325,8 +308,7 @@ def _worst(report: Report) -> list[Block]:
 def _settings(report: Report) -> Table:
     """Return how each task was asked; models in one row were asked alike."""
     kinds: dict[tuple[str, ...], list[str]] = {}
-    for task, model in ((t, m) for t in report.tasks for m in report.models if t in m.results):
-        result = model.results[task]
+    for _, model, result in _cells(report):
         conditions = result["conditions"]["noted"] | result["conditions"]["compared"]
         values = [result["title"], f"{result['n']:,}"]
         for name in SETTINGS:

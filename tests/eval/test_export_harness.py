@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from emo.eval.export import harness
-from emo.eval.export.figures import Source
 from emo.eval.results import pick, read_models
 from tests.helpers.evaluating import command, load, naive_nll, tiny_model, write_tasks
 from tests.helpers.results import tree
@@ -117,20 +116,16 @@ def test_lm_evaluation_harness_reads_its_files(world: Path) -> None:
 
 
 def test_exporting_again_writes_the_same(world: Path, tmp_path: Path) -> None:
-    """Nothing twice, nothing missing, whatever a killed export has left."""
-    model, source = pick(read_models([world / "out"]), "m"), Source(str(world / "data"), {})
+    """Nothing twice, nothing missing, whatever a killed export has left; without the rows results alone."""
+    model = pick(read_models([world / "out"]), "m")
     for _ in range(2):
-        harness.write_harness(model, tmp_path, source)
+        harness.write_harness(model, tmp_path, str(world / "data"))
         assert tree(tmp_path) == tree(world / "there")
         next(tmp_path.glob("m/results_*")).unlink()
     assert str(world).encode() not in b"".join(tree(world / "there").values()), "a path of this machine"
-
-
-def test_without_the_rows_there_are_results_alone(world: Path, tmp_path: Path) -> None:
-    assert command("export", world / "out", "--format", "lm-eval", "--output_path", tmp_path)[0] == 0
-    (path,) = (tmp_path / "m").iterdir()
-    alone, whole = json.loads(path.read_text()), read(world / "there", "m")
-    assert whole.keys() - alone.keys() == {"n-samples", "task_hashes"}
+    alone = json.loads(harness.write_harness(model, tmp_path / "alone", None).read_text())
+    whole = read(world / "there", "m")
+    assert whole.keys() - alone.keys() == {"n-samples", "task_hashes"} and len(tree(tmp_path / "alone")) == 1
     assert alone == {name: value for name, value in whole.items() if name in alone}
 
 

@@ -19,7 +19,7 @@ from emo.eval.judging import results
 from emo.eval.judging.answers import Question
 from emo.eval.judging.pairs import Judged, Pair, labelled, read_existing, row_of
 from emo.eval.judging.results import length_controlled, paired, summary
-from emo.eval.report.gather import gather
+from emo.eval.report.gather import Report
 from emo.eval.report.page import document
 from tests.helpers.html import Page
 
@@ -198,7 +198,7 @@ def test_sets_of_questions_stay_apart(tmp_path: Path) -> None:
     for i, name in enumerate(("vicuna", "koala")):
         for b in ("emo", "dpo"):
             keep(tmp_path, b, "ab" * (i + 2), name, name)
-    report = document(gather([tmp_path], {}))
+    report = document(Report([tmp_path]))
     data = json.loads(report.json())
     assert len(data["judgements"]) == 4
     pairs = [(pair["questions"], pair["n"]) for pair in data["paired_judgements"]]
@@ -211,5 +211,5 @@ def test_sets_of_questions_stay_apart(tmp_path: Path) -> None:
     assert report.html().count(">Question<") == 18, "each comparison shows at most five of its pairs"
     for b, text in (("emo", "one "), ("dpo", "other ")):
         keep(tmp_path / "apart", b, "abab", text)
-    apart = document(gather([tmp_path / "apart"], {}))
+    apart = document(Report([tmp_path / "apart"]))
     assert json.loads(apart.json())["paired_judgements"] == []

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from emo.common.report.numbers import p_value
-from emo.eval.report.gather import gather
+from emo.eval import store
+from emo.eval.report.gather import Report
 from emo.eval.report.page import document
 from emo.eval.results import read_models
 from tests.helpers.evaluating import command, tiny_model, write_tasks
@@ -79,7 +80,7 @@ def test_the_report_of_real_evaluations(world: Path, tmp_path: Path) -> None:
 def test_a_regression_has_an_exit_code(world: Path) -> None:
     """Exit code 3, and 2 before any work when the baseline does not exist; `compare` shows the same."""
     means = {}
-    for model in gather([world / "out"], {}).models:
+    for model in Report([world / "out"]).models:
         means[model.name] = np.mean([result["accuracy"] for result in model.results.values()])
     best, worst = max(means, key=means.__getitem__), min(means, key=means.__getitem__)
     rest = ["--data", world / "data", "--tasks", TASKS, "--output_path", world / "out", "--max_drop", 0.0]
@@ -100,7 +101,7 @@ def rows(share: float, n: int = 40) -> list[bool]:
 
 def written(out: Path, **options: Any) -> tuple[Page, str, dict[str, Any]]:
     """(page, Markdown, JSON) of a report on everything in `out`."""
-    report = document(gather([out], {}, **options))
+    report = document(Report([out], **options))
     return Page(report.html()), report.markdown(), json.loads(report.json())
 
 
@@ -118,7 +119,6 @@ def trained(objective: str, origin: str, name: str = "") -> dict[str, str]:
 
 
 BASES = {  # how the base of a campaign was evaluated, and what its children call it -> whether it is found
-    "an absolute path": ({}, "/data/models/base", True),
     "another place": ({}, "elsewhere/base", True),
     "a run": ({"objective": "mle", "origin": "new", "run": "runs/pre"}, "runs/pre/export", True),
     "another run": ({"objective": "mle", "origin": "new", "run": "runs/pre"}, "runs/x/export", False),
@@ -127,19 +127,19 @@ BASES = {  # how the base of a campaign was evaluated, and what its children cal
 
 @pytest.mark.parametrize("case", BASES)
 def test_the_base_is_known(case: str, tmp_path: Path) -> None:
-    """However it was trained, and whatever curves are shown; both objectives are compared with it."""
+    """However it was trained; both objectives are compared with it."""
     facts, origin, found = BASES[case]
     models(tmp_path, emo=(0.9, trained("emo", origin)), base=(0.4, facts), mle=(0.9, trained("mle", origin)))
     page, markdown, numbers = written(tmp_path)
     assert numbers["baseline"] == ("base" if found else "mle")
-    if found:
-        mean = next(c for c in numbers["mean_comparisons"] if c["baseline"] == "base")
-        limits = " to ".join(f"{100 * mean['interval'][key]:+.1f}" for key in ("low", "high"))
-        row = next(row for row in page.table("Model", "Verdict", "Mean") if row["Model"].startswith("mle"))
-        assert row["Mean"] == f"+50.0 ↑ {limits}, {p_value(mean['p'])}" and f"+50.0 ↑ ({limits}" in markdown
-        assert [m["name"] for m in numbers["models"]] == ["base", "mle", "emo"], "as in the paper's tables"
-    else:
+    if not found:
         assert "base" not in page.answer and any("was not evaluated" in text for text in numbers["answer"])
+        return
+    mean = next(c for c in numbers["mean_comparisons"] if c["baseline"] == "base")
+    limits = " to ".join(f"{100 * mean['interval'][key]:+.1f}" for key in ("low", "high"))
+    row = next(row for row in page.table("Model", "Verdict", "Mean") if row["Model"].startswith("mle"))
+    assert row["Mean"] == f"+50.0 ↑ {limits}, {p_value(mean['p'])}" and f"+50.0 ↑ ({limits}" in markdown
+    assert [m["name"] for m in numbers["models"]] == ["base", "mle", "emo"], "as in the paper's tables"
 
 
 def test_two_stages_and_two_bases(tmp_path: Path) -> None:
@@ -158,34 +158,17 @@ def test_two_stages_and_two_bases(tmp_path: Path) -> None:
     assert len(chosen["mean_comparisons"]) == 5
 
 
-def scored(out: Path, name: str, **facts: Any) -> Path:
-    """Leave a model with a score; return the path of its description."""
-    directory = write_model(out, name, **facts)
-    write_result(out, name, "sst2", rows(0.5))
-    return directory / "model.json"
-
-
-def change(path: Path, /, **values: Any) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
-
-
-def sampled(directory: Path, text: str, weights: str = "") -> None:
-    weights = weights or json.loads((directory / "model.json").read_text())["weights"]
-    samples = [{"prefix": "", "text": text, "ended": False, "tokens": 3}]
-    (directory / "samples.json").write_text(json.dumps({"weights": weights, "samples": samples}))
-
-
 def test_text_and_models_without_scores(tmp_path: Path) -> None:
-    """Text is shown under the name of the same weights that have scores; that of other weights nowhere."""
-    described = scored(tmp_path, "EMO")
-    sampled(scored(tmp_path, "other").parent, "thrice upon", weights="of another checkpoint")
-    same = write_model(tmp_path, "mine")
-    change(same / "model.json", weights=json.loads(described.read_text())["weights"])
-    sampled(same, "once upon")
-    sampled(write_model(tmp_path, "unscored"), "twice upon")
-    report = document(gather([tmp_path], {}))
-    assert "mine" not in report.markdown()
-    assert [f"{word} upon" in report.html() for word in ("once", "twice", "thrice")] == [True, True, False]
+    """Text is shown under the name of its model, scored or not; that of other weights nowhere."""
+    models(tmp_path, tasks=("sst2",), EMO=0.5, other=0.5)
+    write_model(tmp_path, "unscored")
+    weights = {name: store.digest(name) for name in ("EMO", "unscored")} | {"other": "of another checkpoint"}
+    for name, digest in weights.items():
+        samples = [{"prefix": "", "text": f"{name} upon", "ended": False, "tokens": 3}]
+        path = tmp_path / "models" / name / "samples.json"
+        path.write_text(json.dumps({"weights": digest, "samples": samples}))
+    report = document(Report([tmp_path]))
+    assert [f"{name} upon" in report.html() for name in weights] == [True, True, False]
     assert [m["name"] for m in report.data["models"]] == ["EMO", "other", "unscored"]
 
 
@@ -193,10 +176,10 @@ def test_mistakes_and_damage_are_shown(tmp_path: Path) -> None:
     """Of mistakes row, unit and demonstrations; what the comparison cannot read is named."""
     models(tmp_path, a=0.5, b=0.5)
     write_result(tmp_path, "a", "sst2", [True, True, False, True])
-    key = read_models([tmp_path])[1].keys["trec"]
+    key = read_models([tmp_path])[1].views["trec"]["key"]
     chunk = tmp_path / "store" / key / "chunks" / "00000.json"
     chunk.write_text(chunk.read_text()[:100])
-    text = document(gather([tmp_path], {})).html()
+    text = document(Report([tmp_path])).html()
     assert "Data row 4: a, answered b" in text  # the third of every second row
     assert "nats per token of the whole prompt" in text and "Demonstrations" in text
-    assert f"b, trec: {chunk}" in text
+    assert f"b, trec: {chunk.parent}" in text

@@ -40,13 +40,13 @@ def test_the_first_copy_of_a_chunk_counts(tmp_path: Path) -> None:
     entry, rows = Entry(tmp_path, {"k": 1}), range(1)
     for prediction in "ab":
         Entry(tmp_path, {"k": 1}).finish_chunk(0, rows, [{"row": 0, "prediction": prediction}])
-    assert entry.chunk(0) == [{"row": 0, "prediction": "a"}]
+    assert entry.chunk(0, rows) == [{"row": 0, "prediction": "a"}]
     (path,) = tmp_path.rglob("00000.json")
     assert [p.name for p in path.parent.iterdir()] == [path.name]  # no temporary files stay
     path.write_text("{", encoding="utf-8")
     entry = Entry(tmp_path, {"k": 1})
     entry.finish_chunk(0, rows, [{"row": 0, "prediction": "b"}])
-    assert entry.chunk(0) == [{"row": 0, "prediction": "b"}]
+    assert entry.chunk(0, rows) == [{"row": 0, "prediction": "b"}]
 
 
 def test_digests_follow_content_not_names_or_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,10 +61,7 @@ def test_digests_follow_content_not_names_or_times(tmp_path: Path, monkeypatch: 
     first.write_bytes(b"y" * 1000)  # the same size, and the old time
     os.utime(first, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert store.digest_files(tmp_path, [first]) != before
-    monkeypatch.setattr(store, "YOUNG_SECONDS", 0.0)
-    assert store.digest_files(second.parent, [second]) == before
-    for remembered in (tmp_path / "cache" / "digests").iterdir():
-        remembered.write_bytes(b"\xff" * 64)  # damaged: made again
+    (tmp_path / "cache" / "hashes.json").write_text("{")  # damaged: made again
     assert store.digest_files(second.parent, [second]) == before
 
 
@@ -136,8 +133,7 @@ def test_killed_at_any_moment_and_run_again(world: Path, tmp_path: Path) -> None
 def test_every_choice_is_part_of_the_key_but_the_batch_size(world: Path, tmp_path: Path) -> None:
     model, task = EvaluatedModel(str(world / "model")), select_tasks("sst2")[0]
     changes: list[dict[str, Any]] = [
-        {}, {"shots": 2}, {"limit": 10}, {"score": "suffix_sum"}, {"max_tokens": 100},
-        {"retriever": "random"}, {"faithful": True}, {"extra": ("channel",)}, {"inferencer": "ppl"},
+        {}, {"shots": 2}, {"limit": 10}, {"max_tokens": 100}, {"faithful": True}, {"extra": ("channel",)},
     ]  # fmt: skip
     for count, change in enumerate(changes, start=1):
         Job(model, Settings(data=str(world / "data"), **change), tmp_path).run(task)
@@ -185,10 +181,7 @@ def test_leaked_rows_are_flagged_with_a_clean_score(world: Path, tmp_path: Path)
         assert records[row]["demonstrations"][0] in (30, 31, 32)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"score": "accuracy"}, {"extra": ("pmi",)}, {"limit": 0}, {"inferencer": "ppl", "score": "suffix_sum"}],
-)
+@pytest.mark.parametrize("settings", [{"extra": ("pmi",)}, {"inferencer": "ppl", "score": "suffix_sum"}])
 def test_wrong_settings(settings: dict[str, Any]) -> None:
     with pytest.raises(UserError):
         Settings(data="x", **settings)

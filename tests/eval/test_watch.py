@@ -23,7 +23,6 @@ import yaml
 
 from emo.common.errors import ExitCode
 from emo.eval import store
-from emo.eval import targets as targets_module
 from emo.eval import watch as watch_module
 from emo.eval.cli import parser
 from emo.eval.export.commands import Export
@@ -31,8 +30,7 @@ from emo.eval.icl.job import Job
 from emo.eval.icl.settings import Settings
 from emo.eval.icl.tasks import select_tasks
 from emo.eval.model import EvaluatedModel
-from emo.eval.targets import targets
-from emo.eval.watch import Watch
+from emo.eval.watch import FAILED, WAITING, Watch, targets
 from emo.pipeline import checkpoint
 from emo.pipeline.run_dir import HF, describe, list_files, partial_directory
 from tests.conftest import REPO
@@ -72,6 +70,18 @@ def complete(partial: Path) -> None:
 def publish(world: Path, run: Path, step: int) -> Path:
     complete(write_partial(world, run, step))
     return checkpoint.publish(run, step)
+
+
+def watch(world: Path, run: Path, *options: object) -> tuple[int, str]:
+    """The exit code and the output of one pass."""
+    arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data", *options]
+    return command(*arguments)[:2]
+
+
+def before_each(patch: pytest.MonkeyPatch, hook: Any) -> None:
+    """Call `hook` with the model before every evaluation."""
+    evaluate = watch_module.run_all
+    patch.setattr(watch_module, "run_all", lambda model, *others: (hook(model), evaluate(model, *others))[1])
 
 
 def watcher(world: Path, run: Path) -> Watch:
@@ -135,24 +145,18 @@ def test_two_watchers_many_checkpoints_and_crashes(world: Path, tmp_path: Path) 
     scored = log.read_text().splitlines()
     assert set(scored) == set(actual)
     assert len(scored) <= STEPS + CRASHES  # again only what a crash cut off after scoring, before publishing
-    for step in (0, STEPS - 1):  # each got its own model's result
-        model = EvaluatedModel(str(world / "models" / str(step)))
-        alone = Job(model, Settings(data=str(world / "data")), tmp_path / "alone")
-        expected = alone.run(select_tasks("sst2")[0])
-        view = json.loads((run / "eval" / "models" / f"run-step-{step:06d}" / "sst2.json").read_text())
-        assert view["result"] == expected
+    model = EvaluatedModel(str(world / "models" / str(STEPS - 1)))
+    alone = Job(model, Settings(data=str(world / "data")), tmp_path / "alone")
+    view = json.loads((run / "eval" / "models" / f"run-step-{STEPS - 1:06d}" / "sst2.json").read_text())
+    assert view["result"] == alone.run(select_tasks("sst2")[0])  # its own model's
     assert not list((run / "eval" / "watch" / "pins").iterdir())
 
 
 BROKEN = {
     "no COMPLETE": lambda c: (c / "COMPLETE").unlink(),
-    "changed bytes": lambda c: _overwrite(c / "hf" / "model.safetensors"),
+    "changed bytes": lambda c: (c / "hf" / "model.safetensors").write_bytes(b"1" * 999),
     "no export": lambda c: shutil.rmtree(c / "hf"),
 }
-
-
-def _overwrite(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-9] + b"123456789")
 
 
 @pytest.mark.parametrize("kind", list(BROKEN))
@@ -162,12 +166,12 @@ def test_a_torn_checkpoint_is_never_scored(kind: str, world: Path, tmp_path: Pat
     BROKEN[kind](whole)
     watch = watcher(world, run)
     assert watch.once() == 0
-    listed = kind not in ("no COMPLETE", "no export")  # what is not listed is not a checkpoint
+    listed = kind == "changed bytes"  # otherwise it is not a checkpoint
     assert [facts["state"] for facts in done(run).values()] == ["failed"] * listed
-    assert list(watch.failed) == ["run-step-000003"] * listed and not (run / "eval" / "models").exists()
+    assert watch.among(FAILED) == ["run-step-000003"] * listed and not (run / "eval" / "models").exists()
     shutil.rmtree(whole)
     publish(world, run, 3)  # written again, whole
-    assert watch.once() == 1 and not watch.failed
+    assert watch.once() == 1 and not watch.among(FAILED)
 
 
 def test_the_final_export_counts_and_again_when_it_is_replaced(world: Path, tmp_path: Path) -> None:
@@ -185,11 +189,6 @@ def test_the_final_export_counts_and_again_when_it_is_replaced(world: Path, tmp_
         assert done(run)["run"]["step"] == step
 
 
-def rest(path: Path, age: float) -> None:
-    for file in path.iterdir():
-        os.utime(file, (time.time() - age,) * 2)
-
-
 def test_a_trainer_checkpoint_counts_when_it_rests(world: Path, tmp_path: Path) -> None:
     """Foreign runs have no marker: trainer_state.json, every shard of the index, none cut short, at rest.
     One that stays cut short has failed, so that `--until_finished` can end; what is written again counts.
@@ -199,35 +198,28 @@ def test_a_trainer_checkpoint_counts_when_it_rests(world: Path, tmp_path: Path) 
     weights, index = path / "model.safetensors", path / "model.safetensors.index.json"
     content, shards = weights.read_bytes(), [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
 
-    def not_ready(age: float = 60) -> None:
-        rest(path, age)
+    def passed(age: float = 60) -> Watch:
+        for file in path.iterdir():
+            os.utime(file, (time.time() - age,) * 2)
         watch = watcher(world, run)
-        assert watch.once() == 0 and list(watch.waiting) == [name]
+        watch.once()
+        return watch
 
-    not_ready()
+    assert passed().among(WAITING) == [name]
     (path / "trainer_state.json").write_text("{}")
-    not_ready(age=0)
+    assert passed(age=0).among(WAITING) == [name]
     text = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))})
     weights.rename(path / shards[0])
     for listed in (text, text[:-4]):
         index.write_text(listed)
-        not_ready()
+        assert passed().among(WAITING) == [name]
     index.unlink()
-    not_ready()
-    (path / shards[0]).unlink()
     for part in (content[:5], content[:-1]):
         weights.write_bytes(part)
-        not_ready()
-    seen = run / "eval" / "watch" / "seen" / f"{name}.json"
-    rest(path, 3600)
-    for outcome in ("waiting", "failed"):
-        for _ in range(2):
-            watch = watcher(world, run)
-            assert watch.once() == 0 and list(getattr(watch, outcome)) == [name]
-        seen.write_text(json.dumps(json.loads(seen.read_text()) | {"since": time.time() - 3000}))
+        assert passed().among(WAITING) == [name]
+    assert passed(3600).among(FAILED) == passed(3600).among(FAILED) == [name]
     weights.write_bytes(content)
-    rest(path, 60)
-    assert watcher(world, run).once() == 1 and list(done(run)) == [name]
+    assert passed().evaluated == list(done(run)) == [name]
 
 
 def test_other_tasks_or_settings_are_evaluated_anew(world: Path, tmp_path: Path) -> None:
@@ -237,14 +229,11 @@ def test_other_tasks_or_settings_are_evaluated_anew(world: Path, tmp_path: Path)
 
     def passed(tasks: str, version: str = "paper", **settings: Any) -> int:
         options = Settings(data=str(data), **settings)
-        return Watch(
-            run, select_tasks(tasks, version), options, run / "eval", "auto", lambda line: None
-        ).once()
+        chosen = select_tasks(tasks, version)
+        return Watch(run, chosen, options, run / "eval", "auto", lambda line: None).once()
 
     assert (passed("sst2"), passed("sst2")) == (1, 0)
-    assert (passed("sst2,trec"), passed("sst2,trec")) == (1, 0)
-    assert (passed("sst2", shots=2), passed("sst2", shots=2)) == (1, 0)
-    assert passed("sst2", "released") == 1
+    assert passed("sst2,trec") == passed("sst2", shots=2) == passed("sst2", "released") == 1
     assert passed("sst2") == passed("sst2,trec") == 0  # both are remembered
     assert passed("sst2", batch_size=2) == 0  # decides nothing
     rows = (data / "sst2" / "test.jsonl").read_text().splitlines()
@@ -255,64 +244,49 @@ def test_other_tasks_or_settings_are_evaluated_anew(world: Path, tmp_path: Path)
 def test_a_bad_checkpoint_does_not_hold_up_the_others(world: Path, tmp_path: Path) -> None:
     """It is marked, the others are evaluated and reported, an exit code tells; missing data mark none."""
     run = tmp_path / "run"
-    arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data"]
-    assert command(*arguments)[0] == 2  # there is no such run
-    for step in (3, 5):
-        publish(world, run, step)
-    assert command(*arguments[:-1], tmp_path / "nowhere")[0] == 2 and not done(run)
+    assert watch(world, run)[0] == 2  # there is no such run
+    publish(world, run, 3)
+    assert watch(world, run, "--data", tmp_path / "nowhere")[0] == 2 and not done(run)
     partial = write_partial(world, run, 6)  # complete, and yet not a model
     (partial / "hf" / "config.json").write_text('{"model_type": "llama", "hidden_size": 48}')
     complete(partial)
     checkpoint.publish(run, 6)
     publish(world, run, 7)
-    for count in (3, 0):  # not tried again, and not forgotten
-        code, out, _ = command(*arguments)
+    for count in (2, 0):  # not tried again, and not forgotten
+        code, out = watch(world, run)
         assert code == 1 and f"{count} evaluated" in out.splitlines()[-1] and "1 failed" in out
-    states = ["evaluated", "evaluated", "failed", "evaluated"]
-    assert [mark["state"] for mark in done(run).values()] == states
+    assert [mark["state"] for mark in done(run).values()] == ["evaluated", "failed", "evaluated"]
     assert "Accuracy over training" in (run / "eval" / "report.html").read_text()
     shutil.rmtree(run / "step-000006")
     publish(world, run, 6)
-    assert command(*arguments)[0] == 0 and done(run)["run-step-000006"]["state"] == "evaluated"
+    assert watch(world, run)[0] == 0 and done(run)["run-step-000006"]["state"] == "evaluated"
 
 
 def test_a_passing_trouble_is_tried_again(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = tmp_path / "run"
-    publish(world, run, 3)
-    publish(world, run, 4)
-    evaluate = watch_module.run_all
+    for step in (3, 4):
+        publish(world, run := tmp_path / "run", step)
 
-    def lost(model: Any, *others: Any) -> Any:
+    def lost(model: Any) -> None:
         if model.name.endswith("3"):
             raise OSError(5, "Input/output error")
-        return evaluate(model, *others)
 
-    arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data"]
     with monkeypatch.context() as patch:
-        patch.setattr(watch_module, "run_all", lost)
-        assert command(*arguments)[0] == 1
+        before_each(patch, lost)
+        assert watch(world, run)[0] == 1
     assert list(done(run)) == ["run-step-000004"]
-    assert command(*arguments)[0] == 0 and len(done(run)) == 2
+    assert watch(world, run)[0] == 0 and len(done(run)) == 2
 
 
 def test_pruned_while_and_before_it_is_evaluated(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The trainer may delete a checkpoint at any moment: hard links keep the files until the end."""
-    run = tmp_path / "run"
-    publish(world, run, 3)
-    publish(world, run, 4)
-    evaluate, listed = watch_module.run_all, targets(run)
-
-    def prune_both(*arguments: Any) -> Any:
-        for step in (3, 4):
-            checkpoint.remove(run / f"step-{step:06d}")
-        return evaluate(*arguments)
-
-    monkeypatch.setattr(watch_module, "run_all", prune_both)
-    monkeypatch.setattr(targets_module, "targets", lambda run_dir: listed)
+    steps = [publish(world, run := tmp_path / "run", step) for step in (3, 4)]
+    listed = targets(run)
+    before_each(monkeypatch, lambda model: [checkpoint.remove(step) for step in steps])
+    monkeypatch.setattr(watch_module, "targets", lambda run_dir: listed)
     assert watcher(world, run).once() == 1
     assert [mark["state"] for mark in done(run).values()] == ["evaluated", "gone"]
 
@@ -323,47 +297,32 @@ def test_every_checkpoint_is_exported_once(
     """Killed between evaluation and export, and run again: everything is there, nothing twice, no row scored
     again. An export that fails stops nothing.
     """
-    run, names = tmp_path / "run", ["run-step-000003", "run-step-000004"]
+    run, names, scored = tmp_path / "run", ["run-step-000003", "run-step-000004"], list[str]()
     for step in (3, 4):
         publish(world, run, step)
     options = [f"--export=lm-eval={tmp_path / 'to'}", f"--export=hf={tmp_path / 'hf'}"]
-    arguments = ["watch", run, "--once", "--tasks", "sst2", "--data", world / "data", *options]
-
-    def killed(*arguments: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Export, "each", killed)
-        assert command(*arguments)[0] == 130
+    before_each(monkeypatch, lambda model: scored.append(model.name))
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Export, "each", lambda *others: 1 / 0)
+        watch(world, run, *options)
     assert list(done(run)) == names[:1] and not (tmp_path / "to").exists()
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / names[0]).write_text("in the way")
-    evaluate = watch_module.run_all
-
-    def only_the_second(model: Any, *others: Any) -> Any:
-        assert model.name == names[1]
-        return evaluate(model, *others)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(watch_module, "run_all", only_the_second)
-        assert command(*arguments)[0] == 1
-    assert list(done(run)) == names and (tmp_path / "hf" / names[1] / "README.md").is_file()
+    assert watch(world, run, *options)[0] == 1
+    assert list(done(run)) == names == scored and (tmp_path / "hf" / names[1] / "README.md").is_file()
     (tmp_path / "hf" / names[0]).unlink()
     marks = []
     for _ in range(2):
-        assert command(*arguments)[0] == 0
-        actual = tree(tmp_path / "to") | tree(tmp_path / "hf")
-        assert [sum(kind in path for path in actual) for kind in ("/samples_", "/results_", "README")] == [
-            2
-        ] * 3
+        assert watch(world, run, *options)[0] == 0
+        files = list(tree(tmp_path / "to") | tree(tmp_path / "hf"))
+        assert all(sum(kind in f for f in files) == 2 for kind in ("/samples_", "/results_", "README"))
         marks.append(tree(run / "eval" / "watch" / "exported"))
     assert marks[0] == marks[1]
 
 
-@pytest.mark.parametrize("export", ["hf", "wandb=here", "csv=here", "lm-eval={run}/eval"])
+@pytest.mark.parametrize("export", ["hf", "wandb=here", "csv=here"])
 def test_a_mistake_in_an_export_is_told_first(export: str, tmp_path: Path) -> None:
-    (tmp_path / "eval" / "store").mkdir(parents=True)
-    arguments = ["watch", tmp_path, "--once", "--data", "x", "--export", export.format(run=tmp_path)]
+    arguments = ["watch", tmp_path, "--once", "--data", "x", "--export", export]
     code, out, _ = command(*arguments)
     assert code == 2 and not out
 
@@ -403,12 +362,11 @@ def test_slurm_queues_again_only_what_may_pass(tmp_path: Path) -> None:
     code, [call] = slurm(early, tmp_path, "--tasks", "sst2", FAKE_CODE="2", EVERY="20")
     assert code == 0 and call == f"sbatch --begin=now+20minutes {SCRIPT} {early} {tmp_path} --tasks sst2"
     assert again == f"sbatch --begin=now+20minutes {SCRIPT} {tmp_path} {tmp_path}"
-    for export, calls in ((False, 1), (True, 0)):  # the final export is done: no further pass
-        if export:
-            (tmp_path / "export").mkdir()
-            store.replace(tmp_path / "eval/watch/done" / f"{tmp_path.name}.json", "{}")
+    for _ in range(2):  # with the final export done there is no further pass
         code, called = slurm(tmp_path, tmp_path, FAKE_CODE="0", EVERY="20")
-        assert (code, len(called)) == (0, calls)
+        assert (code, len(called)) == (0, int(not (tmp_path / "export").exists()))
+        (tmp_path / "export").mkdir(exist_ok=True)
+        store.replace(tmp_path / "eval/watch/done" / f"{tmp_path.name}.json", "{}")
     words = (tmp_path / "asked").read_text().split()
     assert str(parser().parse_args(words[words.index("emo") + 1 :]).run_dir) == str(tmp_path)
 

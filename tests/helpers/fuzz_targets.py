@@ -33,7 +33,7 @@ from emo.eval.judging import judging, pairs, results
 from emo.eval.judging.answers import read_questions
 from emo.eval.judging.judging import JUDGES
 from emo.eval.model import EvaluatedModel
-from emo.eval.targets import DamagedError, NotWholeError, Target
+from emo.eval.watch import NotWholeError, Target
 from emo.experiments.design import chosen, expand, read_experiment, trials
 from emo.pipeline.config import Batch, dump_config, load_config
 from emo.pipeline.loss.cost_files import load_cost
@@ -211,7 +211,7 @@ def make_model(directory: Path) -> None:
     crashes=tuple(MODEL_CRASHES),
 )  # fmt: skip
 def model_directory(directory: Path) -> None:
-    with contextlib.suppress(DamagedError, NotWholeError):
+    with contextlib.suppress(NotWholeError):
         Target("model", directory, foreign=True).require_whole(directory, settled=True)
     EvaluatedModel(str(directory), "model")
     load_cost(str(directory), 16)

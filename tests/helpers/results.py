@@ -62,7 +62,8 @@ def write_result(
         "rows_shortened": 0, "rows_cut": 0, "worst": mistakes[:2],
         "conditions": {"compared": COMPARED | compared, "noted": noted},
     }  # fmt: skip
-    view = {"key": key, "weights": store.digest(name), "result": result}
+    rows_of = {"from_hub": False, "hub": None, "split": "test"}
+    view = {"key": key, "weights": store.digest(name), "rows": rows_of, "result": result}
     (out / MODELS / name / f"{task}.json").write_text(store.dump(view))
 
 

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from emo.eval.targets import targets
+from emo.eval.watch import targets
 from emo.pipeline import export
 from emo.pipeline.cli import leave, run_recipe
 from emo.pipeline.engine import Engine
