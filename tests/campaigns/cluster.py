@@ -156,7 +156,7 @@ def hosts(directory: Path, show: Campaign) -> None:
             good = not any(codes) and losses(run_dir) == expected
             otherwise = f"exit codes {codes}: {output[-600:]}"
             show("hosts", way, "losses equal those of one host", good, otherwise)
-        command = [*pdsh, "--module", "pipeline", "preflight", str(recipe), f"output_dir={directory / 'one'}"]
+        command = [*pdsh, "--module", "emo", "preflight", str(recipe), f"output_dir={directory / 'one'}"]
         codes, output = run_on(["emo-a"], [command], environment)()
         seen = all(word in output for word in (*HOSTS, "2 ranks", "all-reduce")) and codes == [0]
         show("hosts", "preflight on both", "both seen", seen, output[-600:])

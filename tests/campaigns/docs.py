@@ -131,7 +131,7 @@ class Scratch:
         script = next((w for w in words if re.search(r"launch/(continual|instruct)\.sh$", w)), None)
         if script is not None:
             return self._launch(words, script)
-        if words[0] in PARSERS:  # deepspeed --module pipeline preflight RECIPE
+        if words[0] in PARSERS:  # deepspeed --module emo preflight RECIPE
             return self._parse(words[0], words[1:])
         words = words[2:] if words[:2] == ["python", "-m"] else words
         if words[0] != "emo":
