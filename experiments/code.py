@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 from functools import cache, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import emo
@@ -54,3 +55,15 @@ def source_file(name: str) -> Path | None:
     base = Path(emo.__file__).parents[1].joinpath(*name.split("."))
     files = (base.with_suffix(".py"), base / "__init__.py") if name else ()
     return next((path for path in files if path.is_file()), None)
+
+
+def plugin_file(objective: str) -> Path | None:
+    """Return the file of an objective that is named FILE.py:FUNCTION or MODULE:FUNCTION, None for others."""
+    module = objective.rpartition(":")[0]
+    if module.endswith(".py") or not module:
+        return Path(module) if module else None
+    try:
+        spec = find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin) if spec is not None and spec.origin is not None else None

@@ -25,9 +25,8 @@ from emo.common.recipe import marked, shown
 from emo.common.untrusted import read_json
 from emo.data_prep.config import DataConfig, settings
 from emo.eval import store
-from emo.experiments.code import code_digest
+from emo.experiments.code import code_digest, plugin_file
 from emo.pipeline.config import FREE, RunConfig
-from emo.pipeline.identity import programs
 
 # A run may go on with others, as they change nothing that is learned; but they change what is reported of it.
 REPORTED = {"train.eval_rows", "train.mixture_from"}
@@ -115,7 +114,9 @@ def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]
     origin = {key: value for key, value in recipe.items() if not f"{key}.".startswith(free)}
     origin |= {key: value for key, value in recorded.items() if key.startswith(CONTENT)}
     origin |= data_origin(config.data) | {"code of emo.pipeline.train": code_digest("emo.pipeline.train")}
-    origin |= {f"{CONTENT}{name}": digest for name, digest in programs(config).items()}
+    for objective in (config.objective.name, *(part.name for part in config.objective.sum or ())):
+        if (program := plugin_file(objective)) is not None and program.is_file():
+            origin[f"{CONTENT}objective {objective}"] = sha256(program)
     for key, name in (("model.path", config.model.path), ("objective.cost", config.objective.cost)):
         path = Path(name or "").expanduser()
         if path.is_dir() and name:

@@ -26,7 +26,7 @@ from emo.common.files import sha256, write_text
 from emo.common.provenance import code_version
 from emo.common.recipe import Section, load_section
 from emo.eval.generation import distributions
-from emo.experiments.code import code_digest
+from emo.experiments.code import code_digest, plugin_file
 from emo.experiments.design import RESULTS
 from emo.experiments.known_truth import bigram
 from emo.experiments.known_truth.expected import Costs, settle
@@ -56,13 +56,6 @@ class Contestant(Section):
             return Costs(torch.eye(embedding.shape[-2], dtype=embedding.dtype))
         costs, generator = Costs(embedding), torch.Generator().manual_seed(PERMUTATION)
         return costs.permuted(generator) if self.cost == "permuted" else costs
-
-    def program(self) -> str | None:
-        """Return the hash of the file of an objective that is named FILE.py:FUNCTION or MODULE:FUNCTION."""
-        module, _, _ = self.name.rpartition(":")
-        get_objective(self.name, **self.params)  # imports the module
-        file = module if module.endswith(".py") else getattr(sys.modules.get(module), "__file__", None)
-        return sha256(Path(file)) if file else None
 
 
 class Study(Section):
@@ -171,11 +164,12 @@ def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) ->
 def run(study: Study) -> dict[str, Any]:
     """Return the results of all cells, after writing them; finished cells are read."""
     (study.out / "cells").mkdir(parents=True, exist_ok=True)
+    files = (plugin_file(contestant.name) for contestant in study.contestants.values())
     keys = {"contestants", "baseline", "truths", "steps", "rates"}
     identity = {  # what every cell depends on: parameters, and the code that makes it
         "study": study.model_dump(mode="json", include=keys),
         "code": code_digest("emo.experiments.known_truth.study"),
-        "plug-ins": [contestant.program() for contestant in study.contestants.values()],
+        "plug-ins": [sha256(file) for file in files if file is not None and file.is_file()],
         "torch": torch.__version__,
     }
     results, rows = [], []
