@@ -17,11 +17,12 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     GenerationConfig,
     LogitsProcessorList,
@@ -59,6 +60,8 @@ class Sampler:
         self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
         self.decoding, self.ends, self.batch = decoding or Decoding(), sorted(ends), batch
         self.checked, self.steps, self.redone = 0.0, 0, 0
+        tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        self.learned_positions = any(table is not model.get_input_embeddings() for table in tables)
 
     @torch.inference_mode()
     def run(
@@ -70,15 +73,23 @@ class Sampler:
         that give no numbers, and for models whose cache does not reproduce their plain forward.
         """
         texts: dict[int, Continuation] = {}
+
+        def room(number: int) -> int:
+            """Return the longest text of a request where a batch may not run on past it, else 0.
+
+            A batch goes on until its longest text has ended, and learned positions end with the context.
+            """
+            return min(requests[number].limit or tokens, tokens) if self.learned_positions else 0
+
         # Prompts of like length need little padding.
-        order = sorted(range(len(requests)), key=lambda i: (len(requests[i].prompt), i))
+        order = sorted(range(len(requests)), key=lambda i: (room(i), len(requests[i].prompt), i))
         settings = self.model.generation_config
         self.model.generation_config = GenerationConfig()  # none of the checkpoint's penalties and limits
         try:
-            for start in range(0, len(order), self.batch):
-                part = order[start : start + self.batch]
-                texts |= zip(part, self._batch([requests[i] for i in part], tokens), strict=True)
-                progress(len(part))
+            for _, alike in groupby(order, room):
+                while part := list(islice(alike, self.batch)):
+                    texts |= zip(part, self._batch([requests[i] for i in part], tokens), strict=True)
+                    progress(len(part))
         finally:
             self.model.generation_config = settings
         return [texts[i] for i in range(len(requests))]

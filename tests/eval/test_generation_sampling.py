@@ -143,3 +143,17 @@ def test_every_text_has_its_own_limit(llama: Any) -> None:
     texts = Sampler(llama, batch=4).run(limited, 10, done.append)
     assert [len(text.tokens) for text in texts] == [1, 3, 10, 10, 10, 7] and sum(done) == 6
     assert all(a.tokens == b.tokens[: len(a.tokens)] for a, b in zip(texts, whole, strict=True))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_a_prompt_that_nearly_fills_the_context_shares_no_batch_that_runs_past_it(name: str) -> None:
+    """Learned positions end with the context."""
+    model = family(name, vocab_size=97)
+    context = model.config.max_position_embeddings
+    prompts = [
+        Request([3 + i % 90 for i in range(length)], length) for length in (context - 1, 2, context - 4)
+    ]
+    prompts = [prompt._replace(limit=min(9, context - len(prompt.prompt))) for prompt in prompts]
+    texts = Sampler(model).run(prompts, 9)
+    assert [len(text.tokens) for text in texts] == [1, 9, 4]
+    assert texts == Sampler(model, batch=1).run(prompts, 9)
