@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from glob import glob
 from pathlib import Path
 
 import psutil
@@ -197,7 +196,7 @@ def test_killed_at_random_moments_then_rerun(corpus: tuple[Path, dict[str, bytes
         if trial < 2:
             time.sleep(rng.uniform(0.1, 0.9) * seconds)
         count = rng.randint(1, 6) if trial >= 2 else 0  # shards come within a moment: wait for one of them
-        while job.poll() is None and len(glob(f"{out}/*/shard-*")) < count:
+        while job.poll() is None and len(list((out / "train").glob("shard-*"))) < count:
             time.sleep(0.001)
         workers = psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []
         job.send_signal(signal.SIGKILL)
