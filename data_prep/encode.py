@@ -208,7 +208,7 @@ def words_agree(settings: EncodeSettings, plan: Plan, inputs: list[Input]) -> bo
     by_words = TextEncoder(settings.directory, token_dtype(settings.tokenizer.vocab_size))
     if by_words.words is None:
         return True
-    whole = TextEncoder(by_words.place, by_words.dtype, by_words=False)
+    whole = TextEncoder(by_words.directory, by_words.dtype, by_words=False)
     texts: dict[bool, list[str]] = {False: [], True: []}  # by whether they continue others
     for part in plan.once(inputs, plan.sample()):
         for row in _rows(part, part.copies):

@@ -38,28 +38,11 @@ SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # transformers leaves out of what it saves.
 NO_BOS = {"begin_with_bos": False}
 LINE = 1000  # characters of a line to train on at most: sentencepiece leaves out lines above 4,192 bytes
-PROBES = (  # a converted tokenizer must give the ids of the original for these
-    *(
-        "",
-        " ",
-        "   ",
-        "\n",
-        " \n\n x",
-        "Hello world",
-        " two  spaces ",
-        "tab\tand\r\nlines\n",
-        "1,234.5",
-        "don't",
-    ),
-    *(
-        "</s> <unk> <0x0A>",
-        "\u2581\u2581a \u2581",
-        "na\u00efve caf\u00e9",
-        "e\u0301",
-        "\u65e5\u672c\u8a9e \u65e5\u672c",
-    ),
-    *("\U0001f642\n\U0001f642", "\x00\x7f"),
-)
+PROBES = [  # a converted tokenizer must give the ids of the original for these
+    *("", " ", "   ", "\n", " \n\n x", "Hello world", " two  spaces ", "tab\tand\r\nlines\n"),
+    *("1,234.5", "don't", "</s> <unk> <0x0A>", "\u2581\u2581a \u2581", "na\u00efve caf\u00e9", "e\u0301"),
+    *("\u65e5\u672c\u8a9e \u65e5\u672c", "\U0001f642\n\U0001f642", "\x00\x7f"),
+]
 _FACTS: dict[str, TokenizerFacts] = {}  # by the content of files: they take longer to compute than to read
 
 
@@ -123,7 +106,7 @@ def tokenizer_facts(directory: Path) -> TokenizerFacts:
 def read_tokenizer(directory: Path) -> tuple[Tokenizer, TokenizerFacts]:
     """Return a saved tokenizer as its library loads it, and its facts. Raises UserError."""
     content = _content(directory)
-    backend, names = _read(directory)
+    backend, names = _read(directory, checked=content in _FACTS)
     if content not in _FACTS:
         _FACTS[content] = _facts(backend, names)
     return backend, _FACTS[content]
@@ -243,16 +226,20 @@ def _local(path: str | Path, revision: str | None) -> Path:
         ) from None
 
 
-def _read(path: Path) -> tuple[Tokenizer, dict[str, Any]]:
-    """Return a tokenizer as data are encoded by it, and its special tokens. Raises UserError."""
+def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return a tokenizer as data are encoded by it, and its special tokens. Raises UserError.
+
+    checked: the ids in these very bytes were looked at before, which takes as long as reading them.
+    """
     names: dict[str, Any] = {}
     try:
         if path.is_file():
             backend, names = _from_sentencepiece(path)
         elif (path / "tokenizer.json").is_file():
             content = (path / "tokenizer.json").read_text(encoding="utf-8")
-            tree = parse_json(content)
-            _check_ids(tree["model"]["vocab"], tree.get("added_tokens") or ())
+            if not checked:
+                tree = parse_json(content)
+                _check_ids(tree["model"]["vocab"], tree.get("added_tokens") or ())
             backend = Tokenizer.from_str(content)
             if "eos_token" not in _configured(path) and backend.token_to_id("<|endoftext|>") is not None:
                 names = _byte_bpe_names(backend, path)  # GPT-2's directory does not name its own

@@ -51,8 +51,8 @@ class TextEncoder:
     """
 
     def __init__(self, directory: Path, dtype: np.dtype, by_words: bool = True) -> None:
-        self.place, self.dtype = directory, dtype
-        rule = word_rule(_tree(_content(directory))) if by_words else None
+        self.directory, self.dtype = directory, dtype
+        rule = _rule(_content(directory)) if by_words else None
         self.words = re.compile(rule[0]).findall if rule else None
         self.before = rule[1] if rule else ""
         self.known = KnownWords(self._word)  # as they stand
@@ -61,12 +61,12 @@ class TextEncoder:
     @cached_property
     def beginning(self) -> Tokenizer:
         """For text that nothing precedes."""
-        return encoder(self.place)
+        return encoder(self.directory)
 
     @cached_property
     def continuing(self) -> Tokenizer:
         """For text that continues earlier text, and for words."""
-        return encoder(self.place, continuing=True)
+        return encoder(self.directory, continuing=True)
 
     def encode(self, texts: Sequence[str], continuing: bool = False) -> list[bytes]:
         """Return the ids of each text; with `continuing` it continues earlier text."""
@@ -158,6 +158,12 @@ def word_rule(tree: dict[str, Any]) -> tuple[str, str] | None:
     return None if crossing else (PIECES, " ")
 
 
+@lru_cache(maxsize=1)
+def _rule(content: str) -> tuple[str, str] | None:
+    """Return the `word_rule` of a tokenizer.json's content."""
+    return word_rule(_tree(content))
+
+
 def _content(directory: Path) -> str:
     return (directory / "tokenizer.json").read_text(encoding="utf-8")
 
@@ -199,9 +205,8 @@ def _encoder(content: str, specials: frozenset[str], continuing: bool, markup: b
         texts = [special, f" {special} ", f"x{special}x"]
         number = backend.token_to_id(special)
         if any(number in encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)):
-            return _bare(
-                json.dumps(_renamed(tree, specials))
-            )  # it is a piece as well, so that text may spell it
+            # It is a piece as well, so that text may spell it.
+            return _bare(json.dumps(_renamed(tree, specials)))
     return backend
 
 
