@@ -185,8 +185,12 @@ def _tree(content: str) -> dict[str, Any]:
 
 def special_tokens(directory: Path) -> tuple[str, ...]:
     """Return all special tokens of a saved tokenizer, in order."""
-    added = {token["content"] for token in _tree(_content(directory))["added_tokens"] if token["special"]}
-    return tuple(sorted(added | set(special_names(directory).values())))
+    return tuple(sorted(_special_tokens(directory, _content(directory))))
+
+
+def _special_tokens(directory: Path, content: str) -> frozenset[str]:
+    added = {token["content"] for token in _tree(content)["added_tokens"] if token["special"]}
+    return frozenset(added | set(special_names(directory).values()))
 
 
 def encoder(directory: Path, continuing: bool = False, markup: bool = False) -> Tokenizer:
@@ -195,7 +199,8 @@ def encoder(directory: Path, continuing: bool = False, markup: bool = False) -> 
     "</s>" in a document is five characters, never the end-of-sequence id; in `markup`, which a chat template
     writes, it is that. With `continuing` the text continues earlier text: no space is put before it.
     """
-    return _encoder(_content(directory), frozenset(special_tokens(directory)), continuing, markup)
+    content = _content(directory)
+    return _encoder(content, _special_tokens(directory, content), continuing, markup)
 
 
 @lru_cache(maxsize=4)
