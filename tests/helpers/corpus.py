@@ -19,8 +19,11 @@ import numpy as np
 from emo.common.recipe import parse_section
 from emo.data_prep import shards
 from emo.data_prep.config import DEFAULT_DOMAIN, DataConfig
+from emo.data_prep.inputs import open_inputs
 from emo.data_prep.pack import PackedRows
+from emo.data_prep.plan import Plan
 from emo.data_prep.prepare import prepare
+from emo.data_prep.rows import Rejected, parse, plain_text
 from emo.data_prep.shards import TokenDataset
 from emo.data_prep.tokenizer import save_tokenizer, train_sentencepiece
 from emo.data_prep.write import ShardWriter, totals
@@ -98,6 +101,21 @@ def prepared(root: Path, **data: Any) -> DataConfig:
 
 def train_set(config: DataConfig) -> TokenDataset:
     return TokenDataset(config.dir / "train")
+
+
+def rows_of(config: DataConfig, split: int = 0) -> list[str]:
+    """The texts that the plan gave to a split, in order, copies included."""
+    plan, inputs, rows = Plan.load(config.dir / "plan.parquet"), open_inputs(config), []
+    for shard in range(split * config.shards, (split + 1) * config.shards):
+        for part in plan.parts(inputs, shard):
+            for row, copies in zip(parse(part.payload, part.spec), part.copies, strict=True):
+                rows += [] if isinstance(row, Rejected) else [plain_text(row)] * int(copies)
+    return rows
+
+
+def rejected(config: DataConfig) -> dict[str, int]:
+    """The number of rows that were not used, by reason."""
+    return Plan.load(config.dir / "plan.parquet").summary["rejected"]
 
 
 def segments(data: TokenDataset) -> list[tuple[list[int], list[int]]]:
