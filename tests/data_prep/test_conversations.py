@@ -50,35 +50,26 @@ from tests.helpers.corpus import (
 )
 from tests.helpers.refusals import refused
 
-PROMPT = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+SAYS = "{{ m.content }}<|im_end|>"
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
-    + PROMPT
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n" + SAYS + "\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 LLAMA = (  # [INST] is no special token, the end is EOS; strict about the order of roles
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
     "{% elif m.role == 'assistant' %}{{ ' ' + m.content|trim + eos_token }}"
     "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
 )
-MARKED = (  # says itself what the assistant says
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
-    "{% else %}{{ m.content }}<|im_end|>{% endif %}"
-    "\n{% endfor %}" + PROMPT
-)
-THINKING = (  # as Qwen3's: the last answer has thoughts, an earlier one has none
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}{{ m.content }}<|im_end|>\n"
-    "{% endfor %}" + PROMPT
-)
-DATED = (
-    "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}1 Jan 2024{% endif %}\n" + CHATML
-)
-TOOLS = (
-    "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}"
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n"
-    "{% endfor %}" + PROMPT
+LEARNED = "{% if m.role == 'assistant' %}{% generation %}" + SAYS + "{% endgeneration %}"
+MARKED = CHATML.replace(SAYS, LEARNED + "{% else %}" + SAYS + "{% endif %}")  # says what the assistant says
+THOUGHTS = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+THINKING = CHATML.replace(
+    SAYS, THOUGHTS + SAYS
+)  # as Qwen3's: the last answer has thoughts, no earlier one has
+DAY = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}1 Jan 2024{% endif %}"
+CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}{% endfor %}"
+TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML.replace(
+    SAYS, "{{ m.content or '' }}" + CALLS + "<|im_end|>"
 )
 
 
@@ -199,21 +190,16 @@ def test_what_is_proposed_is_read() -> None:
     assert guess({"prompt": "q", "response_a": "a", "response_b": "b", "winner": "b"}, "instruct") == {}
 
 
-@pytest.mark.parametrize(
-    ("roles", "used", "unused"),
-    [
+def test_odd_turns_of_a_chat_are_left_out_and_counted() -> None:
+    for roles, used, unused in (
         ("system assistant assistant user assistant", "system user assistant", 2),
         ("user assistant user user tool", "user assistant", 3),
         ("user user assistant", "user user assistant", 0),
-        *((roles, "", 0) for roles in ("system user", "assistant", "user critic assistant")),
-    ],
-)
-def test_odd_turns_of_a_chat_are_left_out_and_counted(roles: str, used: str, unused: int) -> None:
-    result = read(talk(*((role, f"{role}{i}") for i, role in enumerate(roles.split()))), chat=True)
-    if not used:
-        assert result.reason == "bad_roles"
-    else:
-        assert " ".join(role for role, _ in spoken(result)) == used and result.unused == unused
+    ):
+        chat = read(talk(*((role, f"{role}{i}") for i, role in enumerate(roles.split()))), chat=True)
+        assert (" ".join(role for role, _ in spoken(chat)), chat.unused) == (used, unused)
+    for roles in ("system user", "assistant", "user critic assistant"):
+        assert read(talk(*((role, role) for role in roles.split())), chat=True).reason == "bad_roles"
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -304,7 +290,7 @@ def test_what_people_say_never_ends_a_turn(turns: list[tuple[str, str]], templat
         (THINKING, PLAIN, "response_not_found"),
         (LLAMA, SYSTEM, "refused_by_chat_template"),
         ("{{ ''.__class__.__mro__ }}" + CHATML, PLAIN, "refused_by_chat_template"),
-        (MARKED.replace("{{ m.content }}<|im_end|>{% endg", "{% endg"), PLAIN, "response_not_found"),
+        (MARKED.replace(SAYS + "{% endg", "{% endg"), PLAIN, "response_not_found"),
     ],
 )
 def test_a_template_that_does_not_allow_it_is_refused(template: str, row: Chat, reason: str) -> None:
@@ -315,7 +301,7 @@ def test_a_template_that_does_not_allow_it_is_refused(template: str, row: Chat, 
 
 
 def test_the_day_changes_nothing() -> None:
-    known = read_template(tokenizer_with(DATED), "t")
+    known = read_template(tokenizer_with(DAY + CHATML), "t")
     assert render_chat(PLAIN, known)[0].startswith("1 Jan 2024<|im_start|>")
     assert len(check_template(known)) == 1
     with pytest.raises(UserError):

@@ -112,36 +112,17 @@ def test_draws_of_a_seed_stay_what_they_were() -> None:
     assert uniform(np.arange(2, dtype=np.uint64), 3, 1).round(9).tolist() == [0.523950592, 0.454937907]
 
 
-def test_a_row_of_two_sets_is_in_both_and_a_trained_row_in_neither(tmp_path: Path) -> None:
-    train, held_out = texts(60, 1, 3), texts(60, 2, 3)
-    write_jsonl(tmp_path / "a.jsonl", train)
-    write_jsonl(tmp_path / "v.jsonl", [*held_out, *train[:30], *held_out[:9]])
-    write_jsonl(tmp_path / "w.jsonl", [text.upper() for text in [*held_out[:40], *train[30:]]])
-    sets = {name: [{"files": f"{name}.jsonl"}] for name in "vw"} | {"both": [{"files": "[vw].jsonl"}]}
-    for dedup, both in (("exact", 60 + 40 + 30), ("near", 60)):
-        config = prepared(tmp_path, dir=str(tmp_path / dedup), validation=sets, dedup=dedup)
-        assert rows_of(config) == train
-        assert rows_of(config, 1) == held_out
-        capitals = held_out[:40] if dedup == "near" else [*held_out[:40], *train[30:]]
-        assert rows_of(config, 2) == [text.upper() for text in capitals]
-        assert len(rows_of(config, 3)) == both
-
-
-@pytest.mark.parametrize("dedup", ["exact", "near"])
-def test_a_weight_drops_no_row_of_another_source(tmp_path: Path, dedup: str) -> None:
-    """Rows in A (weight 0.1) and in B (weight 1) are all used; the most that a source asks for counts."""
+def test_a_weight_drops_no_row_of_another_source(tmp_path: Path) -> None:
+    """Rows in A (weight 0.1) and in B (weight 1) are all used."""
     first, second = texts(300, seed=1), texts(300, seed=2)
     write_jsonl(tmp_path / "a.jsonl", first + second[:150])
     write_jsonl(tmp_path / "b.jsonl", second)
-    for weight, copies in ((0.1, [1] * 300), (2, [2] * 150 + [1] * 150)):
-        sources = [{"files": "a.jsonl", "weight": weight}, {"files": "b.jsonl"}]
-        config = prepared(tmp_path, dir=str(tmp_path / str(weight)), sources=sources, dedup=dedup)
-        times = Counter(rows_of(config))
-        assert [times[text] for text in second] == copies
-        few = [times[text] for text in first]
-        assert 10 < sum(few) < 60 if weight < 1 else few == [2] * 300
-        assert sum(source["train"] for source in train_set(config).manifest.sources) == sum(copies) + sum(few)
-        assert rejected(config).get("weight", 0) >= few.count(0)
+    config = prepared(tmp_path, sources=[{"files": "a.jsonl", "weight": 0.1}, {"files": "b.jsonl"}])
+    times = Counter(rows_of(config))
+    few = [times[text] for text in first]
+    assert [times[text] for text in second] == [1] * 300 and 10 < sum(few) < 60
+    assert sum(source["train"] for source in train_set(config).manifest.sources) == 300 + sum(few)
+    assert rejected(config)["weight"] >= few.count(0)
 
 
 def test_copies_are_spread(tmp_path: Path) -> None:

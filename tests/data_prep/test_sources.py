@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from emo.common.errors import FailureError, UserError
 from emo.data_prep import inputs
 from emo.data_prep.config import DataConfig, Source
-from emo.data_prep.inputs import TableInput, TextInput, open_inputs
+from emo.data_prep.inputs import TextInput, open_inputs
 from emo.data_prep.rows import Rejected, RowSpec, parse, raw_rows
 from tests.helpers.corpus import (
     data_config,
@@ -173,18 +173,6 @@ def test_rejections_are_counted_in_the_plan(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(lines(*GOOD, long, b"{", *GOOD, long))
     config = prepared(tmp_path, strict=False, max_chars=100_000)
     assert rejected(config) == {"broken_json": 1, "duplicate": 9, "too_long": 2}
-
-
-def test_a_file_that_is_gone_between_jobs_is_missed(tmp_path: Path) -> None:
-    for seed, name in enumerate(("a.jsonl", "b.jsonl")):
-        write_jsonl(tmp_path / name, texts(60, seed))
-    config = data_config(tmp_path, sources=[{"files": "*.jsonl"}])
-    run(config, shard=(0, 2))
-    (tmp_path / "b.jsonl").rename(tmp_path / "b")
-    with refused("source-gone"):
-        run(config, shard=(1, 2))
-    (tmp_path / "b").rename(tmp_path / "b.jsonl")
-    run(config, shard=(1, 2))
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json", "a.parquet"])
@@ -339,33 +327,17 @@ def test_data_sets_of_the_hub_and_saved_ones_are_read(
     assert (source["rows"], source["revision"]) == (50, "not pinned")
 
 
-@pytest.mark.parametrize("name", ["a.csv", "a.jsonl.gz"])
-def test_a_file_is_read_a_few_times_however_many_shards(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Formats that cannot be entered in the middle are gone through once for all shards of a split."""
-    put(tmp_path / name, texts(6000, sentences=1))
-    opened: list[int] = []
-    for kind in (TextInput, TableInput):
-
-        def counting(self: Any, start: int, real: Any = kind._open) -> Any:
-            opened.append(start)
-            return real(self, start)
-
-        monkeypatch.setattr(kind, "_open", counting)
-    prepared(tmp_path, sources=[{"files": name}], shards=12, validation_fraction=0.02)
-    assert len(opened) <= 4  # to compare words with texts, for each split, and once more
-
-
 class Server(SimpleHTTPRequestHandler):
     """A web server of the plainest kind: no lists that fsspec reads, no beginning in the middle."""
 
     broken = parts = False  # fails; sends parts of files, as most servers do
+    requests = 0
 
     def log_message(self, *_: Any) -> None:
         pass
 
     def do_GET(self) -> None:
+        Server.requests += 1
         if Server.broken or self.path.startswith("/private"):
             self.send_error(503 if Server.broken else 403)
         elif Server.parts and "Range" in self.headers:
@@ -399,30 +371,25 @@ def memory() -> Iterator[Any]:
     system.pseudo_dirs[:] = [""]
 
 
-def by_jobs(root: Path, name: str, files: str, jobs: int = 1) -> DataConfig:
-    config = data_config(root, dir=str(root / name), shards=3, sources=[{"files": files}])
-    for job in range(jobs):
-        run(config, shard=(job, jobs))
-    return config
+def prepared_from(root: Path, name: str, files: str) -> DataConfig:
+    return prepared(root, dir=str(root / name), shards=12, sources=[{"files": files}])
 
 
-def test_the_shards_of_an_address_are_those_of_the_files_on_disk(
-    tmp_path: Path, web: str, memory: Any
-) -> None:
+def test_shards_of_an_address_are_those_of_the_files(tmp_path: Path, web: str, memory: Any) -> None:
     """From a server that cannot begin in the middle, from memory by patterns, and by file://."""
     for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.csv"):
         put(tmp_path / "web" / name, texts(400, seed=5))
     memory.put(str(tmp_path / "web"), "/bucket", recursive=True)
-    expected = train_set(by_jobs(tmp_path, "local", "web/a.jsonl")).fingerprint
-    for number, (address, jobs) in enumerate(
+    expected = train_set(prepared_from(tmp_path, "local", "web/a.jsonl")).fingerprint
+    for number, address in enumerate(
         (
-            *((f"{web}/a.jsonl", 1), (f"{web}/a.jsonl.zst", 3), (f"{web}/a.parquet", 1)),
-            *(("memory://bucket/a.pa*", 1), ("memory://buck?t/a.jsonl.[gh]z", 1)),
-            (f"file://{tmp_path}/web/a.csv", 1),
+            *(f"{web}/{name}" for name in ("a.jsonl", "a.jsonl.zst", "a.csv", "a.parquet")),
+            *("memory://bucket/a.pa*", "memory://buck?t/a.jsonl.[gh]z", f"file://{tmp_path}/web/a.csv"),
         )
     ):
-        Server.parts = address.endswith("parquet")
-        config = by_jobs(tmp_path, str(number), address, jobs)
+        Server.parts, Server.requests = address.endswith("parquet"), 0
+        config = prepared_from(tmp_path, str(number), address)
+        assert Server.parts or Server.requests < 12, "it is read a few times, however many shards"
         assert train_set(config).fingerprint == expected, address
         assert "nothing to do" in run(config)[0]
         (source,) = train_set(config).manifest.sources
@@ -436,13 +403,13 @@ def test_a_file_that_changes_at_an_address_is_noticed(tmp_path: Path, memory: An
         memory.pipe("/c/a.txt", text.encode())
 
     pipe(text := "\n".join(texts(200)))
-    config = by_jobs(tmp_path, "out", "memory://c/a.txt")
+    config = prepared_from(tmp_path, "out", "memory://c/a.txt")
     before = file_bytes(config.dir)
     pipe(f"{text}\none more")
     with pytest.raises(UserError):
         run(config)
     pipe(text.replace("river", "RIVER"))
-    (config.dir / "train/shard-00001-of-00003.arrow").unlink()
+    (config.dir / "train/shard-00001-of-00012.arrow").unlink()
     with pytest.raises(UserError):
         run(config)
     pipe(text)
