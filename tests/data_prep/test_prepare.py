@@ -131,9 +131,7 @@ def test_parts_that_are_whole_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
     assert file_bytes(config.dir) == file_bytes(other.dir)
 
 
-def test_a_job_waits_for_a_unit_and_takes_over_from_a_dead_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_takes_over_from_a_dead_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_units(monkeypatch)
     config = world(tmp_path, texts(160, sentences=8))
     other = Lease(config.dir / ".new/scan", "000001.lease")
@@ -151,21 +149,17 @@ def test_a_job_waits_for_a_unit_and_takes_over_from_a_dead_job(
 
     monkeypatch.setattr(Preparation, "set_up", taken)
     prepare(config, (0, 1), 1, False, False, released)
-    assert len(waiting) == 1 and f"process {os.getpid()} on " in waiting[0]
-    assert verify(config.dir)[1] == []
+    assert len(waiting) == 1 and verify(config.dir)[1] == []
 
 
-def test_finish_needs_all_shards_and_comes_once(tmp_path: Path) -> None:
+def test_finish_needs_all_shards(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", texts(60))
     config = data_config(tmp_path)
     run(config, shard=(1, 2))
     with refused("shards-missing"):
         run(config, finish=True)
     run(config, shard=(0, 2))
-    manifest = config.dir / "train/manifest.json"
-    inode = manifest.stat().st_ino
-    run(config, finish=True)
-    assert manifest.stat().st_ino == inode
+    assert "nothing to do" in run(config, finish=True)[0]
 
 
 def recipe_of(root: Path, out: Path) -> Path:
@@ -270,12 +264,10 @@ def test_slurm_array(tmp_path: Path) -> None:
     assert len(TokenDataset(tmp_path / "out/train").manifest.shards) == 6 and not verify(tmp_path / "out")[1]
 
 
-def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exit_codes(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", texts(60))
     recipe = str(recipe_of(tmp_path, tmp_path / "out"))
     assert main(["prepare", recipe, "data.shards=2", "--workers", "1"]) == 0
-    assert main(["prepare", recipe, "data.shards=2"]) == 0
-    assert "nothing to do" in capsys.readouterr().out
     assert main(["prepare", recipe, "data.shard=2"]) == main(["prepare", str(tmp_path / "no.yaml")]) == 2
     for bad in ("2/2", "x", "1", "-1/2"):
         with pytest.raises(SystemExit):

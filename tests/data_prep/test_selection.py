@@ -20,8 +20,6 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from emo.common.errors import UserError
 from emo.common.recipe import parse_section
@@ -31,7 +29,6 @@ from emo.data_prep.contamination import Finder, collect
 from emo.data_prep.near import band_shape, signatures
 from emo.data_prep.plan import load_rows, select_rows
 from emo.data_prep.rows import REASONS
-from emo.data_prep.scan import uniform
 from emo.data_prep.shards import Manifest, open_prepared
 from emo.data_prep.verify import verify
 from emo.data_prep.world import TASKS, corpus, read_rows, task_rows
@@ -45,6 +42,7 @@ from tests.helpers.corpus import (
     sentence,
     texts,
     train_set,
+    word_tokenizer,
     write_jsonl,
 )
 from tests.helpers.refusals import refused
@@ -105,11 +103,6 @@ def test_the_split_goes_by_content(tmp_path: Path) -> None:
     assert all(sides[0][text] == side for text, side in sides[1].items())
     assert 70 < sum(sides[0].values()) < 130
     assert sides[0] != sides[2]
-
-
-def test_draws_of_a_seed_stay_what_they_were() -> None:
-    """Other ones would split the same sources into other training and validation rows."""
-    assert uniform(np.arange(2, dtype=np.uint64), 3, 1).round(9).tolist() == [0.523950592, 0.454937907]
 
 
 def test_a_weight_drops_no_row_of_another_source(tmp_path: Path) -> None:
@@ -229,15 +222,12 @@ FORMAT_2 = {
 def test_data_without_domains_hold_the_rows_of_format_2(tmp_path: Path, kind: str, limit: int | None) -> None:
     """By a tokenizer whose ids depend on no library's training: the words of the texts."""
     words = sorted({word.strip(".") for text in texts(300) for word in text.split()})
-    vocab = {token: i for i, token in enumerate(("</s>", "?", ".", *words))}
-    backend = Tokenizer(models.WordLevel(vocab, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path / "words")
+    tokenizer = word_tokenizer(tmp_path / "words", ["?", ".", *words])
     for seed, name in enumerate(("a.jsonl", "b.jsonl")):
         write_jsonl(tmp_path / name, texts(150, seed) if kind == "text" else alpaca_rows(90, seed))
     sources = [{"files": "a.jsonl", "weight": 2.5}, {"files": "b.jsonl"}]
     how = {"kind": kind, "sequence_len": 32 if kind == "text" else 128, "limit_tokens": limit, "shards": 3}
-    config = prepared(tmp_path, sources=sources, validation_fraction=0.2, tokenizer="words", **how)
+    config = prepared(tmp_path, sources=sources, validation_fraction=0.2, tokenizer=tokenizer, **how)
     digest = hashlib.sha256()
     for split in config.splits:
         for file in sorted((config.dir / split).glob("*.arrow")):

@@ -362,24 +362,18 @@ def web(tmp_path: Path) -> Iterator[str]:
     server.server_close()
 
 
-@pytest.fixture
-def memory() -> Iterator[Any]:
-    system = fsspec.filesystem("memory")
-    yield system
-    system.rm("/", recursive=True)
-    system.store.clear()
-    system.pseudo_dirs[:] = [""]
+MEMORY = fsspec.filesystem("memory")  # each test has files of its own in it
 
 
 def prepared_from(root: Path, name: str, files: str) -> DataConfig:
     return prepared(root, dir=str(root / name), shards=12, sources=[{"files": files}])
 
 
-def test_shards_of_an_address_are_those_of_the_files(tmp_path: Path, web: str, memory: Any) -> None:
+def test_shards_of_an_address_are_those_of_the_files(tmp_path: Path, web: str) -> None:
     """From a server that cannot begin in the middle, from memory by patterns, and by file://."""
     for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst", "a.parquet", "a.csv"):
         put(tmp_path / "web" / name, texts(400, seed=5))
-    memory.put(str(tmp_path / "web"), "/bucket", recursive=True)
+    MEMORY.put(str(tmp_path / "web"), "/bucket", recursive=True)
     expected = train_set(prepared_from(tmp_path, "local", "web/a.jsonl")).fingerprint
     for number, address in enumerate(
         (
@@ -396,11 +390,11 @@ def test_shards_of_an_address_are_those_of_the_files(tmp_path: Path, web: str, m
         assert "://" in source["name"] and len(source["sha256"]) == 64
 
 
-def test_a_file_that_changes_at_an_address_is_noticed(tmp_path: Path, memory: Any) -> None:
+def test_a_file_that_changes_at_an_address_is_noticed(tmp_path: Path) -> None:
     """By its size before a job, and by its content whatever its size."""
 
     def pipe(text: str) -> None:
-        memory.pipe("/c/a.txt", text.encode())
+        MEMORY.pipe("/c/a.txt", text.encode())
 
     pipe(text := "\n".join(texts(200)))
     config = prepared_from(tmp_path, "out", "memory://c/a.txt")
@@ -424,11 +418,11 @@ def test_a_file_that_changes_at_an_address_is_noticed(tmp_path: Path, memory: An
         *("memory://nowhere/*.jsonl", "memory://d", "WEB/private/a.jsonl", "WEB/a.parquet"),
     ],
 )
-def test_an_address_that_cannot_be_read_gives_one_line(
-    tmp_path: Path, web: str, memory: Any, files: str, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_reached_gives_one_line(
+    tmp_path: Path, web: str, files: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)  # as where they are not installed
-    memory.pipe("/d/a.docx", b"x")
+    MEMORY.pipe("/d/a.docx", b"x")
     put(tmp_path / "web/a.parquet", texts(9000))
     assert "secret" not in fails(tmp_path, sources=[{"files": files.replace("WEB", web)}])
 

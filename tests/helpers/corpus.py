@@ -15,6 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from emo.common.recipe import parse_section
 from emo.data_prep import shards
@@ -74,6 +78,15 @@ def tiny_tokenizer() -> Path:
     train_sentencepiece([*texts(300, seed=99), "### Instruction: Response: Input:"], 400, model)
     save_tokenizer(model, None, place)
     return place
+
+
+def word_tokenizer(directory: Path, words: list[str]) -> str:
+    """Save a tokenizer with an id for each word, "?" for others and "</s>"; its ids depend on no training."""
+    vocab = {token: i for i, token in enumerate(("</s>", *words))}
+    backend = Tokenizer(WordLevel(vocab, unk_token="?"))
+    backend.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(directory)
+    return str(directory)
 
 
 def data_config(root: Path, **data: Any) -> DataConfig:
