@@ -6,9 +6,7 @@ import contextlib
 import io
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +36,7 @@ from emo.data_prep.templates import (
 )
 from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer
 from emo.data_prep.verify import verify
+from tests.helpers.chat_templates import CHATML, DATED, LLAMA, MARKED, SAYS, THINKING, TOOLS, tokenizer_with
 from tests.helpers.corpus import (
     alpaca_rows,
     prepared,
@@ -49,42 +48,6 @@ from tests.helpers.corpus import (
     write_jsonl,
 )
 from tests.helpers.refusals import refused
-
-SAYS = "{{ m.content }}<|im_end|>"
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n" + SAYS + "\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LLAMA = (  # [INST] is no special token, the end is EOS; strict about the order of roles
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
-    "{% elif m.role == 'assistant' %}{{ ' ' + m.content|trim + eos_token }}"
-    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
-)
-LEARNED = "{% if m.role == 'assistant' %}{% generation %}" + SAYS + "{% endgeneration %}"
-MARKED = CHATML.replace(SAYS, LEARNED + "{% else %}" + SAYS + "{% endif %}")  # says what the assistant says
-THOUGHTS = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
-THINKING = CHATML.replace(
-    SAYS, THOUGHTS + SAYS
-)  # as Qwen3's: the last answer has thoughts, no earlier one has
-DAY = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}1 Jan 2024{% endif %}"
-CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}{% endfor %}"
-TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CHATML.replace(
-    SAYS, "{{ m.content or '' }}" + CALLS + "<|im_end|>"
-)
-
-
-@cache
-def tokenizer_with(template: str) -> Path:
-    """A tokenizer with ChatML's tokens and a template, as `prepare` saves it; the original is its parent."""
-    original = Path(tempfile.mkdtemp(dir=tiny_tokenizer()))
-    tokenizer = load_tokenizer(tiny_tokenizer())
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    if "im_end" in template:
-        tokenizer.eos_token = "<|im_end|>"
-    tokenizer.chat_template = template
-    tokenizer.save_pretrained(original)
-    save_tokenizer(original, None, original / "saved")
-    return original / "saved"
 
 
 def decoded(saved: Path, ids: list[int]) -> str:
@@ -301,28 +264,22 @@ def test_a_template_that_does_not_allow_it_is_refused(template: str, row: Chat, 
 
 
 def test_the_day_changes_nothing() -> None:
-    known = read_template(tokenizer_with(DAY + CHATML), "t")
+    known = read_template(tokenizer_with(DATED), "t")
     assert render_chat(PLAIN, known)[0].startswith("1 Jan 2024<|im_start|>")
     assert len(check_template(known)) == 1
     with pytest.raises(UserError):
         check_template(known._replace(text="{{ strftime_now('%Y') }}" + CHATML))
 
 
-def test_templates_are_kept_wherever_they_were(tmp_path: Path) -> None:
-    """As a file, in tokenizer_config.json, or one of several: saved, and loaded by transformers."""
-    several = [{"name": "x", "template": "y"}, {"name": "default", "template": CHATML}]
-    for name, file, content in (
-        ("file", "chat_template.jinja", CHATML),
-        ("key", "tokenizer_config.json", json.dumps({"chat_template": CHATML})),
-        ("several", "tokenizer_config.json", json.dumps({"chat_template": several})),
-    ):
-        source, saved = tmp_path / name, tmp_path / f"saved-{name}"
-        source.mkdir()
-        shutil.copy(tiny_tokenizer() / "tokenizer.json", source)
-        (source / file).write_text(content)
-        save_tokenizer(source, None, saved)
-        loaded = (load_tokenizer(source), load_tokenizer(saved), AutoTokenizer.from_pretrained(saved))
-        assert [tokenizer.chat_template for tokenizer in loaded] == [CHATML] * 3
+@pytest.mark.parametrize(
+    "template", [CHATML, [{"name": "x", "template": "y"}, {"name": "default", "template": CHATML}]]
+)
+def test_templates_in_a_configuration_are_kept(tmp_path: Path, template: str | list[dict[str, str]]) -> None:
+    shutil.copy(tiny_tokenizer() / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    save_tokenizer(tmp_path, None, saved := tmp_path / "saved")
+    loaded = (load_tokenizer(tmp_path), load_tokenizer(saved), AutoTokenizer.from_pretrained(saved))
+    assert [tokenizer.chat_template for tokenizer in loaded] == [CHATML] * 3
 
 
 @pytest.mark.parametrize("template", ["chat", "chat_template"])

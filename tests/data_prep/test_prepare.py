@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -211,32 +211,27 @@ def test_killed_at_random_moments_then_run_again(undisturbed: tuple[Path, dict[s
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Yield a function that mounts a file system of so many kilobytes, or resizes it."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-
-    def resize(kilobytes: int) -> Path:
-        options = f"size={kilobytes}k" + (",remount" if os.path.ismount(disk) else "")
-        if subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(disk)]).returncode:
-            pytest.skip("cannot mount a small file system here")
-        return disk
-
-    yield resize
-    if os.path.ismount(disk):
-        subprocess.run(["umount", str(disk)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A small file system; `resize` it before use."""
+    (disk := tmp_path / "disk").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "tmpfs", str(disk)]).returncode:
+        pytest.skip("cannot mount a small file system here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
 
 
-def test_full_disk(
-    undisturbed: tuple[Path, dict[str, bytes], float], small_disk: Callable[[int], Path], tmp_path: Path
-) -> None:
+def resize(disk: Path, kilobytes: int) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={kilobytes}k", str(disk)], check=True)
+
+
+def test_full_disk(undisturbed: tuple[Path, dict[str, bytes], float], disk: Path) -> None:
     """At every step the disk may be full: one line says so, nothing half stays, and then it goes on."""
     root, expected, _ = undisturbed
-    config = load_data_config(recipe_of(root, tmp_path / "disk/out"), [])
+    config = load_data_config(recipe_of(root, disk / "out"), [])
     total = sum(map(len, expected.values())) // 1024
     steps = set()
     for kilobytes in sorted({8, 24, 60, 160, total // 3, total - 20}):
-        small_disk(kilobytes)
+        resize(disk, kilobytes)
         with pytest.raises(DiskFullError) as caught:
             run(config)
         assert "\n" not in str(caught.value)
@@ -246,7 +241,7 @@ def test_full_disk(
             assert kilobytes > total // 2
             TokenDataset(manifest.parent)
     assert len(steps) >= 3, steps
-    small_disk(total * 3)
+    resize(disk, total * 3)
     run(config)
     assert file_bytes(config.dir) == expected
 

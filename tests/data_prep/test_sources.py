@@ -100,6 +100,7 @@ BROKEN: dict[str, tuple[str, bytes]] = {
     "truncated zstd": ("a.jsonl.zst", zstandard.compress(lines(*GOOD))[:-40]),
     "garbage named parquet": ("a.parquet", b"PAR1 no PAR1"),
     "broken JSON array": ("a.json", b'[{"text": "a"},\n{"text": '),
+    "old ends of lines": ("a.txt", b"one\rtwo\rthree\r"),
     "one array": ("a.jsonl", b'[{"text": "a"}]'),
     "nothing usable": ("a.jsonl", lines({"text": ""}, {"text": " "})),
     "two columns of a name": ("a.csv", f"text,n,text\n{CELLS}".encode()),
@@ -199,13 +200,6 @@ def test_patterns_leave_hidden_files_out(tmp_path: Path) -> None:
     matches = {"*.txt": ["a.txt"], "**/*.txt": ["a.txt", "c/f.txt"], ".*.txt": [".b.txt"]}
     matches |= {"c/.d/*.txt": ["c/.d/e.txt"], "[set] a*/a[.jsonl": ["brackets and stars of a name"]}
     assert {pattern: read(tmp_path, pattern) for pattern in matches} == matches
-
-
-def test_old_line_ends_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"one\rtwo\rthree\r")
-    with refused("line-ends"):
-        read(tmp_path, format="lines")
-    assert read(tmp_path, format="document") == ["one\rtwo\rthree"]
 
 
 @pytest.mark.parametrize("form", ["lines", "document"])
@@ -309,19 +303,15 @@ def test_tokens_are_used_as_they_are(tmp_path: Path) -> None:
     assert [ids for ids, _ in segments(train_set(config))] == rows
 
 
-def test_data_sets_of_the_hub_and_saved_ones_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_and_saved_data_sets_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`datasets` loads a directory like a hub id: the same code path, without network."""
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    put(tmp_path / "repo/train.jsonl", texts(100))
     saved = datasets.Dataset.from_dict({"text": texts(100)})
     saved.save_to_disk(str(tmp_path / "one"))
     datasets.DatasetDict({"train": saved, "test": saved.select([1])}).save_to_disk(str(tmp_path / "two"))
     for source in ({"files": "one"}, {"files": "t*"}, {"files": None, "hub": str(tmp_path / "one")}):
         assert read(tmp_path, **source) == texts(100)
-    with pytest.raises(UserError):
-        read(tmp_path, "two", split="dev")
+    put(tmp_path / "repo/train.jsonl", texts(100))
     hub = {"hub": str(tmp_path / "repo"), "split": "train[:50]"}
     (source,) = train_set(prepared(tmp_path, sources=[hub])).manifest.sources
     assert (source["rows"], source["revision"]) == (50, "not pinned")
@@ -392,21 +382,16 @@ def test_shards_of_an_address_are_those_of_the_files(tmp_path: Path, web: str) -
 
 def test_a_file_that_changes_at_an_address_is_noticed(tmp_path: Path) -> None:
     """By its size before a job, and by its content whatever its size."""
-
-    def pipe(text: str) -> None:
-        MEMORY.pipe("/c/a.txt", text.encode())
-
-    pipe(text := "\n".join(texts(200)))
+    text = "\n".join(texts(200))
+    MEMORY.pipe("/c/a.txt", text.encode())
     config = prepared_from(tmp_path, "out", "memory://c/a.txt")
     before = file_bytes(config.dir)
-    pipe(f"{text}\none more")
-    with pytest.raises(UserError):
-        run(config)
-    pipe(text.replace("river", "RIVER"))
     (config.dir / "train/shard-00001-of-00012.arrow").unlink()
-    with pytest.raises(UserError):
-        run(config)
-    pipe(text)
+    for changed in (f"{text}\none more", text.replace("river", "RIVER")):
+        MEMORY.pipe("/c/a.txt", changed.encode())
+        with pytest.raises(UserError):
+            run(config)
+    MEMORY.pipe("/c/a.txt", text.encode())
     run(config)
     assert file_bytes(config.dir) == before
 

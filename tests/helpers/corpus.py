@@ -69,15 +69,21 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
     return path
 
 
+def lasting_directory() -> Path:
+    """A new directory that is there until this process ends."""
+    directory = Path(tempfile.mkdtemp(prefix="emo-tests-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
 @cache
 def tiny_tokenizer() -> Path:
     """A saved sentencepiece tokenizer of 400 pieces; `model/tokenizer.model` in it is the original."""
-    place = Path(tempfile.mkdtemp(prefix="tiny-tokenizer-"))
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
-    model = place / "model" / "tokenizer.model"
+    directory = lasting_directory()
+    model = directory / "model" / "tokenizer.model"
     train_sentencepiece([*texts(300, seed=99), "### Instruction: Response: Input:"], 400, model)
-    save_tokenizer(model, None, place)
-    return place
+    save_tokenizer(model, None, directory)
+    return directory
 
 
 def word_tokenizer(directory: Path, words: list[str]) -> str:
