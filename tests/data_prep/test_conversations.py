@@ -62,10 +62,8 @@ def marked(*marks: dict[str, Any], row: int = 0) -> dict[str, Any]:
     """A chat with an answer for each of the marks."""
     turns = []
     for i, mark in enumerate(marks):
-        turns += [
-            {"role": "user", "content": f"q{i} {row}"},
-            {"role": "assistant", "content": f"a{i} {row}", **mark},
-        ]
+        turns += talk(("user", f"q{i} {row}"), ("assistant", f"a{i} {row}"))["messages"]
+        turns[-1] |= mark
     return {"messages": turns}
 
 
@@ -350,12 +348,9 @@ def test_sniff_shows_what_is_supervised_and_uses_a_chat_template_where_it_can(tm
         printed, _ = sniffed(tmp_path / "a.jsonl", tokenizer)
         assert f"### Response:⟦{answer}" in printed and printed.count("⟦") == 2
     write_jsonl(tmp_path / "b.jsonl", (marked({}, {}, row=i) for i in range(40)))
-    for template, expected, shown in (
-        (CHATML, "chat_template", "⟦a0 0<|im_end|>⟧"),
-        (THINKING, "chat", "⟦a0 0"),
-    ):
+    for template, expected in ((CHATML, "chat_template"), (THINKING, "chat")):
         printed, recipe = sniffed(tmp_path / "b.jsonl", tokenizer_with(template))
-        assert f"template: {expected}\n" in recipe and shown in printed
+        assert f"template: {expected}\n" in recipe and "⟦a0 0" in printed
         (tmp_path / "recipe.yaml").write_text(recipe)
         config = load_data_config(tmp_path / "recipe.yaml", [f"data.dir={tmp_path / expected}"])
         run(config)

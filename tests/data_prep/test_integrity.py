@@ -20,6 +20,7 @@ from emo.common.errors import UserError
 from emo.common.files import Hashes, sha256
 from emo.common.lease import joined
 from emo.data_prep import inputs, scores, write
+from emo.data_prep import inspect as look
 from emo.data_prep.config import DataConfig
 from emo.data_prep.encode import RowEncoder
 from emo.data_prep.inputs import read_text
@@ -175,10 +176,6 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
-def replace(path: Path, before: str, after: str) -> None:
-    path.write_text(path.read_text(encoding="utf-8").replace(before, after, 1), encoding="utf-8")
-
-
 def other_tokenizer(directory: Path) -> None:
     """Another vocabulary at the same place."""
     shutil.rmtree(directory)
@@ -211,8 +208,8 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a source is edited at equal size": (lambda d: flip(d.parent / "a.jsonl", 200), "source-changed"),
     "the tokenizer is replaced": (lambda d: other_tokenizer(d.parent / "tokenizer"), "tokenizer-changed"),
-    "the saved tokenizer is edited": (
-        lambda d: replace(d / "tokenizer/tokenizer.json", '"<0x41>"', '"<0xAB>"'),
+    "its copy ends otherwise": (
+        lambda d: edit(d / "tokenizer/tokenizer_config.json", eos_token="<s>"),
         "tokenizer-changed",
     ),
     "settings are gone": (lambda d: (d / "settings.json").unlink(), "settings-damaged"),
@@ -347,6 +344,13 @@ def test_a_shard_that_points_beyond_itself_is_damaged(examples: DataConfig) -> N
         TokenDataset(train)
 
 
+def test_inspect_colours_exactly_what_is_supervised(examples: DataConfig) -> None:
+    data, tokenizer = train_set(examples), load_tokenizer(examples.dir / "tokenizer")
+    rows = [look.coloured(data, row, tokenizer) for row in range(len(data))]
+    learned = "".join(t.plain[s.start : s.end] for t in rows for s in t.spans if s.style == look.SUPERVISED)
+    assert sorted(learned.split("</s>")[:-1]) == sorted({row["output"] for row in alpaca_rows(60)})
+
+
 def test_a_small_file_does_not_unpack_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "TEXT_LIMIT", 10 << 20)
     (tmp_path / "test.jsonl.zst").write_bytes(zstandard.compress(bytes(64 << 20)))
@@ -419,7 +423,7 @@ MODEL = {"path": "somewhere", "weights": "0" * 64}
 
 
 def write_scores(data: TokenDataset) -> None:
-    """A number for every token that says which it is."""
+    """A number for every token, which says which it is."""
     scores.begin(data, "ref", MODEL)
     for shard, info in enumerate(data.manifest.shards):
         scores.write_shard(scores.shard_file(data, "ref", shard), -np.arange(info.tokens) - 1e6 * shard)
