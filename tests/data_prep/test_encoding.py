@@ -17,7 +17,7 @@ import sentencepiece
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from transformers import AutoTokenizer
 
 from emo.common.errors import UserError
@@ -51,22 +51,8 @@ from tests.helpers.refusals import refused
 
 SPECIALS = ["</s>", "<s>", "<unk>", "<|endoftext|>", "<pad>"]
 # White space of every sort, what Python alone takes for white space, and what tokenizers treat apart.
-HARD = [" ", "  ", "\n", "\n\n", "\r\n", "\t", "\x1c", "\x1f", "\x85", "\xa0", "\u2003", "\u2028", "\u3000"]
-HARD += [
-    "\u200b",
-    "\ufeff",
-    "▁",
-    "▁▁",
-    "<0x0A>",
-    "'s",
-    "don't",
-    "é",
-    "e\u0301",
-    "🙂",
-    "river",
-    "1,000",
-    *SPECIALS,
-]
+HARD = [*" \n\t\x1c\x1f\x85\xa0\u2003\u2028\u3000\u200b\ufeff▁é🙂", "  ", "\n\n", "\r\n", "▁▁", *SPECIALS]
+HARD += ["<0x0A>", "'s", "don't", "e\u0301", "river", "1,000"]
 PARTS = st.lists(st.one_of(st.sampled_from(HARD), st.text(max_size=5)), max_size=12)
 TEXT = PARTS.map(lambda parts: "".join(parts).encode("utf-8", "replace").decode())
 
@@ -174,36 +160,29 @@ def test_no_bos_where_the_configuration_says_so(tmp_path: Path, form: str) -> No
     original = tmp_path / "tokenizer"
     original.mkdir()
     shutil.copy(tiny_tokenizer() / form, original)
-    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": False}
-    (original / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    keys = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": False}
+    (original / "tokenizer_config.json").write_text(json.dumps(keys), encoding="utf-8")
     write_jsonl(tmp_path / "a.jsonl", texts(80))
-    prepared_config = prepared(tmp_path, tokenizer=str(original))
-    data = train_set(prepared_config)
+    config = prepared(tmp_path, tokenizer=str(original))
+    data, copy = train_set(config), config.dir / "tokenizer"
     assert data.manifest.bos_id is None
     assert 1 not in data.batch(np.arange(len(data)))["input_ids"]
-    auto = AutoTokenizer.from_pretrained(prepared_config.dir / "tokenizer")
+    auto = AutoTokenizer.from_pretrained(copy)
     auto.save_pretrained(tmp_path / "again")
-    directories = (prepared_config.dir / "tokenizer", original, tmp_path / "again")
-    for tokenizer in (auto, *map(load_tokenizer, directories)):
+    for tokenizer in (auto, *map(load_tokenizer, (copy, original, tmp_path / "again"))):
         assert tokenizer("a b").input_ids[0] != 1
         assert tokenizer.bos_token == "<s>"  # a chat_template may write it
         assert tokenizer_fingerprint(tokenizer) == data.manifest.tokenizer_fingerprint
-    assert not verify(prepared_config.dir)[1]
+    assert not verify(config.dir)[1]
 
 
 @cache
 def byte_tokenizer() -> Path:
     """A small saved tokenizer of GPT-2's kind."""
     directory = lasting_directory()
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(
-        vocab_size=600,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
-    )
-    backend.train_from_iterator([*texts(200), " \n\n  \t'' don't \x1c!\n  "] * 2, trainer)
+    backend = ByteLevelBPETokenizer()
+    content = [*texts(200), " \n\n  \t'' don't \x1c!\n  "] * 2
+    backend.train_from_iterator(content, 600, special_tokens=["<|endoftext|>"], show_progress=False)
     backend.save(str(directory / "tokenizer.json"))
     (directory / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     save_tokenizer(directory, None, directory / "saved")
