@@ -57,6 +57,7 @@ PARTS = st.lists(st.one_of(st.sampled_from(HARD), st.text(max_size=5)), max_size
 TEXT = PARTS.map(lambda parts: "".join(parts).encode("utf-8", "replace").decode())
 
 
+@cache
 def sentencepiece_of(directory: Path) -> Any:
     return sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
 
@@ -107,11 +108,11 @@ def test_gpt2_and_opt_ids_are_the_published_ones(shared_data: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tokenizers/llama", "tokenizers/opt"])
-def test_saved_tokenizer_is_the_same_for_everybody(shared_data: Path, tmp_path: Path, name: str) -> None:
-    tokenizer = load_tokenizer(shared_data / name)
+def test_saved_tokenizer_is_the_same_for_everybody(shared_data: Path, tmp_path: Path) -> None:
+    """... a published one; for those of sentencepiece see below."""
+    tokenizer = load_tokenizer(shared_data / "tokenizers/opt")
     tokenizer.save_pretrained(tmp_path)
-    light = AutoTokenizer.from_pretrained(saved(shared_data / name))
+    light = AutoTokenizer.from_pretrained(saved(shared_data / "tokenizers/opt"))
     text = " A  line,\nwith <unk> and 日本語 🙂"
     for other in (load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path), light):
         assert (ids := other(text)["input_ids"]) == tokenizer(text)["input_ids"]
@@ -291,7 +292,7 @@ POLICIES = {"drop": "dropped", "truncate": "truncated", "split": "split"}
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(DIALOGUES, min_size=1, max_size=8), st.sampled_from(POLICIES), st.integers(8, 200))
+@given(st.lists(DIALOGUES, min_size=1, max_size=8), st.sampled_from([*POLICIES]), st.integers(8, 200))
 def test_overlong_policies_count_all_losses(dialogues: list[Conversation], policy: str, block: int) -> None:
     whole = row_encoder().conversations(dialogues)
     cut = row_encoder("alpaca", block, policy).conversations(dialogues)
@@ -322,7 +323,7 @@ def as_messages(dialogue: Conversation) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(DIALOGUES, min_size=1, max_size=12, unique_by=lambda d: json.dumps(as_messages(d))))
 def test_labels_that_training_reads_are_the_masks(dialogues: list[Conversation]) -> None:
     """From messages in a file to shifted labels of packed rows: each example as if it stood alone."""

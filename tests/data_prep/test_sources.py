@@ -91,7 +91,7 @@ def fails(root: Path, **data: Any) -> str:
 
 
 CELLS = "".join(f'"{text}",{i}\r\n' for i, text in enumerate(texts(9)))
-TABS = f"text\tn\n{CELLS}".replace('",', '"\t').encode()
+TABS = "text\tn\n" + "".join(f"{text}\t{i}\r\n" for i, text in enumerate(texts(9)))
 
 BROKEN: dict[str, tuple[str, bytes]] = {
     "broken JSON": ("a.jsonl", among(b'{"text": "cut of')),
@@ -152,8 +152,8 @@ READ: dict[str, tuple[str, bytes, dict[str, int]]] = {
     ),
     "table": ("a.csv", f"text,n\r\n{CELLS}".encode(), {}),
     "quotes and line breaks": ("a.csv", f'text,n\n"a ""word"",\r\nand more",1\n{CELLS}'.encode(), {}),
-    "tabs": ("a.tsv", TABS, {}),
-    "packed tabs": ("a.tsv.zst", zstandard.compress(TABS), {}),
+    "tabs": ("a.tsv", TABS.encode(), {}),
+    "packed tabs": ("a.tsv.zst", zstandard.compress(TABS.encode()), {}),
     "empty cells": ("a.csv", f"text,\n,1\n{CELLS}".encode(), {"empty": 1}),
     "not UTF-8": ("a.csv", f"text,n\ncaf\xe9 au lait,1\n{CELLS}".encode("latin-1"), {"bad_utf8": 1}),
 }
