@@ -84,7 +84,6 @@ def test_batches_are_what_the_columns_say(tmp_path: Path, kind: str) -> None:
     assert len(rows) == len(data) == data.manifest.rows > 10
     chosen = np.random.default_rng(0).permutation(len(data))
     batch = data.batch(chosen)
-    assert {array.dtype for array in batch.values()} == {np.dtype(np.int64)}
     for i, row in enumerate(chosen):
         expected = plain_batch(rows[row], config.sequence_len)
         assert [batch[name][i].tolist() for name in ("input_ids", "labels", "position_ids")] == expected
