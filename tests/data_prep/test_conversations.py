@@ -110,7 +110,7 @@ USER, ANSWER = talk(("user", "q"), ("assistant", "a"))["messages"]
     ],
 )
 def test_all_of_a_row_is_read(row: Any, expected: Conversation) -> None:
-    assert read(row) == expected
+    assert (read(row), read(row, chat=True).unsupervised) == (expected, ())
 
 
 @pytest.mark.parametrize(
