@@ -1,4 +1,4 @@
-"""Prepared data stay as they are, or are refused: changed files and recipes, forgeries, ids that differ."""
+"""Prepared data are read as they were written, or refused: changes, forgeries, ids that differ, scores."""
 
 from __future__ import annotations
 
@@ -10,20 +10,34 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import datasets
+import numpy as np
+import pyarrow as pa
 import pytest
 import zstandard
 
 from emo.common.errors import UserError
 from emo.common.files import Hashes, sha256
-from emo.data_prep import inputs, write
+from emo.common.lease import joined
+from emo.data_prep import inputs, scores, write
+from emo.data_prep import inspect as look
 from emo.data_prep.config import DataConfig
 from emo.data_prep.encode import RowEncoder
 from emo.data_prep.inputs import read_text
-from emo.data_prep.prepare import Workers
+from emo.data_prep.prepare import JOBS
 from emo.data_prep.reencode import ShardCheck
-from emo.data_prep.shards import TokenDataset, open_prepared, read_manifest
-from emo.data_prep.tokenizer import save_tokenizer, train_sentencepiece
+from emo.data_prep.scores import Scores
+from emo.data_prep.shards import (
+    Manifest,
+    TokenDataset,
+    content_fingerprint,
+    manifest_text,
+    open_prepared,
+    read_manifest,
+)
+from emo.data_prep.tokenizer import load_tokenizer
 from emo.data_prep.verify import verify
+from tests.helpers.chat_templates import CHATML, tokenizer_with
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,
@@ -33,37 +47,116 @@ from tests.helpers.corpus import (
     texts,
     tiny_tokenizer,
     train_set,
+    word_tokenizer,
     write_jsonl,
 )
+from tests.helpers.refusals import refused
+
+# --- what is read -----------------------------------------------------------------------------------------
 
 
-def rows(path: Path, count: int = 120, seed: int = 0) -> None:
-    write_jsonl(path, texts(count, seed))
+def plain_batch(row: dict[str, Any], block: int) -> list[list[int]]:
+    """Ids, shifted labels and positions of a row, one token at a time."""
+    ids, labels, positions = list(row["input_ids"]), [], []
+    spans = row.get("loss_spans", [0, len(ids)])
+    learned = {i for a, b in zip(spans[::2], spans[1::2], strict=True) for i in range(a, b)}
+    for length in row["segment_lengths"]:
+        at = len(positions)
+        positions += range(length)
+        labels += [ids[i] if i in learned else -100 for i in range(at + 1, at + length)] + [-100]
+    padding = block - len(positions)
+    return [ids + [0] * padding, labels + [-100] * padding, positions + list(range(padding))]
+
+
+@pytest.mark.parametrize("kind", ["text", "instruct"])
+def test_batches_are_what_the_columns_say(tmp_path: Path, kind: str) -> None:
+    """`datasets` maps the same files; plain Python derives the batch from its columns."""
+    write_jsonl(tmp_path / "a.jsonl", texts(120) if kind == "text" else alpaca_rows(60))
+    how = {"shards": 3} if kind == "text" else {"kind": kind, "sequence_len": 180, "overlong": "split"}
+    config = prepared(tmp_path, **how)
+    data = train_set(config)
+    rows, files = [], []
+    for info in data.manifest.shards:
+        table = datasets.Dataset.from_file(str(config.dir / "train" / info.file))
+        assert table.features["input_ids"].feature.dtype == "uint16"
+        rows += list(table)
+        files += [(info.file, i) for i in range(len(table))]
+    assert len(rows) == len(data) == data.manifest.rows > 10
+    chosen = np.random.default_rng(0).permutation(len(data))
+    batch = data.batch(chosen)
+    for i, row in enumerate(chosen):
+        expected = plain_batch(rows[row], config.sequence_len)
+        assert [batch[name][i].tolist() for name in ("input_ids", "labels", "position_ids")] == expected
+        assert data.valid[row] == rows[row]["valid"] == sum(label != -100 for label in expected[1])
+    assert data.provenance(chosen) == [files[row] for row in chosen]
+    assert data.valid.dtype == np.int64 and data.valid.sum() == data.manifest.valid_tokens
+
+
+def test_a_segment_names_its_source_document(tmp_path: Path) -> None:
+    """Parts of a long example in several rows, and its copies, are of one document."""
+    answers = texts(40, sentences=30)
+    write_jsonl(tmp_path / "a.jsonl", ({"instruction": "Say it.", "output": text} for text in answers))
+    sources = [{"files": "a.jsonl", "weight": 2}]
+    config = prepared(tmp_path, kind="instruct", sources=sources, overlong="split", sequence_len=100)
+    data, tokenizer = train_set(config), load_tokenizer(config.dir / "tokenizer")
+    fits: dict[int, set[int]] = {}  # of each source: the answers that its segments can all be parts of
+    for row in range(len(data)):
+        ids, lengths = data._row(row)[:2]
+        parts = np.split(ids, np.cumsum(lengths)[:-1])
+        for part, source in zip(parts, data.sources_of(row).tolist(), strict=True):
+            text = tokenizer.decode(part, skip_special_tokens=True).rpartition("### Response:")[2].strip()
+            near = {i for i, whole in enumerate(answers) if text in whole}
+            fits[source] = fits.get(source, near) & near
+    assert len(fits) == 40 < data.manifest.segments / 2
+    assert sorted(row for rows in fits.values() for row in rows) == list(range(40))
+
+
+def test_a_large_vocabulary_keeps_its_ids(tmp_path: Path) -> None:
+    tokenizer = word_tokenizer(tmp_path / "large", ["?", *(f"w{i}" for i in range(2, 70_000))])
+    write_jsonl(tmp_path / "a.jsonl", (f"w{69_000 + i} w{i + 2} w66000" for i in range(60)))
+    data = train_set(prepared(tmp_path, tokenizer=tokenizer))
+    ids = data.batch(np.arange(len(data)))["input_ids"].ravel().tolist()
+    assert ids[:8] == [69_000, 2, 66_000, 0, 69_001, 3, 66_000, 0]
+    assert data.manifest.bos_id is None and data.manifest.eos_id == 0
+
+
+# --- what is damaged, changed or forged -------------------------------------------------------------------
+
+
+def config_of(root: Path, **data: Any) -> DataConfig:
+    """Two splits of three shards, and two domains."""
+    sources = [{"files": "*.jsonl"}, {"files": "law.txt", "domain": "law"}]
+    common = {"sources": sources, "shards": 3, "validation_fraction": 0.2, "tokenizer": "tokenizer"}
+    return data_config(root, **(common | data))
 
 
 @pytest.fixture(scope="module")
 def prepared_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A.jsonl, its own copy of the tokenizer, and what was prepared from them: two splits of three shards."""
+    """Sources, a copy of the tokenizer, and what was prepared from them."""
     root = tmp_path_factory.mktemp("integrity")
-    rows(root / "a.jsonl")
+    write_jsonl(root / "a.jsonl", texts(120))
+    write_jsonl(root / "b.jsonl", texts(20, seed=2))
+    (root / "law.txt").write_text("\n".join(texts(30, seed=1)))
     shutil.copytree(tiny_tokenizer(), root / "tokenizer")
     run(config_of(root))
     return root
 
 
-def config_of(place: Path, **data: Any) -> DataConfig:
-    common = {"sources": [{"files": "*.jsonl"}], "shards": 3, "validation_fraction": 0.2}
-    return data_config(place, **(common | {"tokenizer": "tokenizer"} | data))
-
-
 @pytest.fixture
 def config(prepared_once: Path, tmp_path: Path) -> DataConfig:
-    """A copy of its own of the prepared directory, whose hashes are remembered."""
+    """A copy of the prepared directory, whose hashes are remembered."""
     root = tmp_path / "root"
     shutil.copytree(prepared_once, root, symlinks=True)
     config = config_of(root)
     run(config)
     return config
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> DataConfig:
+    """Packed instructions in a single shard."""
+    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(60))
+    return prepared(tmp_path, kind="instruct", sequence_len=512, shards=1)
 
 
 def flip(path: Path, at: int = -1) -> None:
@@ -82,10 +175,18 @@ def edit(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
+def swap_ids(path: Path) -> None:
+    """Of the last two pieces of a tokenizer."""
+    model = json.loads(path.read_text(encoding="utf-8"))["model"]
+    first, second = sorted(model["vocab"], key=model["vocab"].get)[-2:]
+    swapped = {first: model["vocab"][second], second: model["vocab"][first]}
+    edit(path, model=model | {"vocab": model["vocab"] | swapped})
+
+
 SHARD, NOTE = "train/shard-00001-of-00003.arrow", "train/shard-00001-of-00003.json"
 
 # Changes to the prepared directory.
-MENDED: dict[str, Callable[[Path], None]] = {
+MENDED: dict[str, Callable[[Path], Any]] = {
     "a shard is deleted": lambda d: (d / SHARD).unlink(),
     "a shard's last byte is flipped": lambda d: flip(d / SHARD),
     "a note and its shard agree, but not with the manifest": lambda d: [
@@ -93,47 +194,43 @@ MENDED: dict[str, Callable[[Path], None]] = {
         edit(d / NOTE, sha256=sha256(d / SHARD)),
     ],
     "validation is removed": lambda d: shutil.rmtree(d / "validation"),
-    "another split takes its place": lambda d: [
-        shutil.rmtree(d / "validation"),
-        shutil.copytree(d / "train", d / "validation"),
-    ],
     "a manifest is edited": lambda d: edit(d / "train/manifest.json", vocab_size=32000),
 }
-
-REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a new file matches": (lambda d: rows(d.parent / "b.jsonl", seed=9), "source-new"),
+REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a new file matches": (lambda d: write_jsonl(d.parent / "c.jsonl", texts(9, seed=9)), "source-new"),
+    "a file is gone that is still to be read": (
+        lambda d: [file.unlink() for file in (d.parent / "b.jsonl", d / "train/manifest.json")],
+        "source-gone",
+    ),
+    "a file is gone that must be read again": (
+        lambda d: [file.unlink() for file in (d.parent / "b.jsonl", d / SHARD)],
+        "sources-gone",
+    ),
     "a source is edited at equal size": (lambda d: flip(d.parent / "a.jsonl", 200), "source-changed"),
-    "the tokenizer is replaced": (lambda d: other_tokenizer(d.parent / "tokenizer"), "tokenizer-changed"),
-    "the saved tokenizer is edited": (
-        lambda d: (d / "tokenizer/tokenizer.json").write_text(
-            (d / "tokenizer/tokenizer.json").read_text().replace('"<0x41>"', '"<0xAB>"', 1)
-        ),
+    "the tokenizer has other ids": (
+        lambda d: swap_ids(d.parent / "tokenizer/tokenizer.json"),
+        "tokenizer-changed",
+    ),
+    "its copy ends texts otherwise": (
+        lambda d: edit(d / "tokenizer/tokenizer_config.json", eos_token="<s>"),
         "tokenizer-changed",
     ),
     "settings are gone": (lambda d: (d / "settings.json").unlink(), "settings-damaged"),
     "settings are edited": (lambda d: edit(d / "settings.json", sequence_len=64), "settings-differ"),
     "the plan is flipped": (lambda d: [flip(d / "plan.parquet", 100), (d / SHARD).unlink()], "plan-damaged"),
     "the plan is gone": (lambda d: (d / "plan.parquet").unlink(), "plan-gone"),
-}  # fmt: skip
-
-
-def other_tokenizer(place: Path) -> None:
-    """One of another vocabulary at the same place."""
-    shutil.rmtree(place)
-    train_sentencepiece(texts(300, seed=5), 390, place / "model" / "tokenizer.model")
-    save_tokenizer(place / "model" / "tokenizer.model", None, place)
+}
 
 
 @pytest.mark.parametrize("case", MENDED)
-def test_what_was_damaged_is_found_and_mended(config: DataConfig, case: str) -> None:
+def test_what_was_damaged_is_noticed_and_mended(config: DataConfig, case: str) -> None:
     """By verify, by training, and by prepare, which gives the same bytes again."""
     expected = file_bytes(config.dir)
     MENDED[case](config.dir)
     assert verify(config.dir)[1]
-    if case != "another split takes its place":  # which says what it is
-        with contextlib.suppress(UserError):  # training opens it, and hashes it at a run's first start
-            data, sets = open_prepared(config)
-            assert any(list(each.faults(Hashes(config.dir / "none"))) for each in (data, *sets.values()))
+    with contextlib.suppress(UserError):  # training opens it, and hashes it at a run's first start
+        data, sets = open_prepared(config)
+        assert any(list(each.faults(Hashes(config.dir / "none"))) for each in (data, *sets.values()))
     assert not any("nothing to do" in line for line in run(config))
     assert file_bytes(config.dir) == expected
     assert verify(config.dir)[1] == []
@@ -141,14 +238,12 @@ def test_what_was_damaged_is_found_and_mended(config: DataConfig, case: str) -> 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_mended_is_refused(config: DataConfig, case: str) -> None:
-    """One line, nothing changed, and --force helps where the files are sound."""
+    """Nothing changed, and --force helps where the files are sound."""
     damage, code = REFUSED[case]
     damage(config.dir)
     before = file_bytes(config.dir)
-    with pytest.raises(UserError) as caught:
+    with refused(code):
         run(config)
-    assert caught.value.code == code
-    assert "\n" not in str(caught.value) and "--force" in str(caught.value)
     assert file_bytes(config.dir) == before
     run(config, force=True)
     assert verify(config.dir)[1] == []
@@ -156,18 +251,16 @@ def test_what_cannot_be_mended_is_refused(config: DataConfig, case: str) -> None
 
 def test_a_copy_elsewhere_verifies_and_trains(config: DataConfig, tmp_path: Path) -> None:
     """Only the data sets and the tokenizer need to travel."""
-    place = tmp_path / "elsewhere"
+    copy = tmp_path / "elsewhere"
     for name in ("train", "validation", "tokenizer"):
-        shutil.copytree(config.dir / name, place / name)
-    assert verify(place)[1] == [] and verify(place / "train")[1] == []
-    train, sets = open_prepared(config.model_copy(update={"dir": place}))
+        shutil.copytree(config.dir / name, copy / name)
+    assert verify(copy)[1] == [] and verify(copy / "train")[1] == []
+    train, sets = open_prepared(config.model_copy(update={"dir": copy}))
     assert list(sets) == ["validation"] and len(train) > len(sets["validation"]) > 0
     assert not list(train.faults(Hashes(tmp_path / "hashes.json")))
 
 
-def test_ranks_share_the_hashing_and_touched_shards_are_hashed_again(
-    config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_share_the_hashing(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, memory = train_set(config), tmp_path / "hashes.json"
     read: list[str] = []
     monkeypatch.setattr("emo.common.files.sha256", lambda path: (read.append(path.name), sha256(path))[1])
@@ -175,123 +268,123 @@ def test_ranks_share_the_hashing_and_touched_shards_are_hashed_again(
     assert not [fault for rank, hashes in enumerate(ranks) for fault in data.faults(hashes, rank, 2)]
     assert sorted(read) == [info.file for info in data.manifest.shards]
     ranks[0].save([ranks[1].new()])
-    read.clear()
-    assert not list(data.faults(Hashes(memory))) and read == []
-    flip(config.dir / SHARD, 3000)
-    (fault,) = data.faults(Hashes(memory))
-    assert SHARD in fault and read == [Path(SHARD).name]
+    assert not list(data.faults(Hashes(memory))) and len(read) == len(data.manifest.shards)
 
 
 def test_a_directory_of_others_is_not_touched(tmp_path: Path) -> None:
-    rows(tmp_path / "a.jsonl")
+    write_jsonl(tmp_path / "a.jsonl", texts(120))
     other = tmp_path / "prepared/train/weights.bin"
     other.parent.mkdir(parents=True)
     other.write_text("the only copy")
     for force in (False, True):
         with pytest.raises(UserError):
             run(data_config(tmp_path), force=force)
-        kept = [p for p in tmp_path.rglob("*") if p.is_file() and ".planning" not in p.parts]
-        assert sorted(kept) == sorted([tmp_path / "a.jsonl", other]) and other.read_text() == "the only copy"
+        kept = {p for p in tmp_path.rglob("*") if p.is_file() and ".planning" not in p.parts}
+        assert kept == {tmp_path / "a.jsonl", other} and other.read_text() == "the only copy"
 
 
-@pytest.mark.parametrize("wrong", [{"sources": [{"files": "no.jsonl"}]}, {"contamination": "no"}])
-def test_a_wrong_recipe_under_force_loses_nothing(config: DataConfig, wrong: dict[str, Any]) -> None:
+def test_force_loses_nothing_by_a_wrong_recipe_or_under_another_job(config: DataConfig) -> None:
     """What is there is cleared when all that could fail has been done."""
     before = file_bytes(config.dir)
-    with pytest.raises(UserError):
-        run(config_of(config.root, **wrong), force=True)
-    assert file_bytes(config.dir) == before and not list((config.dir / ".new").rglob("*.*"))
-    assert run(config)[:-1] == [f"{config.dir} is already prepared; nothing to do"]
+    for wrong in ({"sources": [{"files": "no.jsonl"}]}, {"contamination": "no"}):
+        with pytest.raises(UserError):
+            run(config_of(config.root, **wrong), force=True)
+    with joined(config.dir / JOBS), refused("in-use"):
+        run(config, force=True)
+    assert file_bytes(config.dir) == before
+    assert "nothing to do" in run(config)[0]
 
 
-def test_force_waits_for_no_one(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another job's directory is not cleared under it."""
-    (config.dir / SHARD).unlink()
-    tried: list[str] = []
-
-    class Meanwhile(Workers):
-        def __init__(self, *arguments: Any) -> None:
-            super().__init__(*arguments)
-            monkeypatch.setattr("emo.data_prep.prepare.Workers", Workers)
-            with pytest.raises(UserError) as caught:
-                run(config, force=True)
-            assert caught.value.code == "in-use"
-            tried.append("force")
-
-    monkeypatch.setattr("emo.data_prep.prepare.Workers", Meanwhile)
-    run(config)
-    assert tried == ["force"] and verify(config.dir)[1] == []
+def forge(directory: Path, manifest: Manifest) -> None:
+    """Put a manifest in place whose digest fits: whoever changes it can do that."""
+    for note in directory.glob("shard-*.json"):
+        note.unlink()
+    (directory / "manifest.json").write_text(manifest_text(manifest))
 
 
-def test_a_shard_that_points_beyond_itself_is_damaged(tmp_path: Path) -> None:
+def test_verify_counts_domains_again(config: DataConfig) -> None:
+    train = config.dir / "train"
+    whole = (train / "manifest.json").read_text()
+    for change in (
+        lambda tree: tree["domains"].reverse(),
+        lambda tree: tree["domains"][0].update(documents=3),
+        lambda tree: tree["shards"][0]["domains"][-1].update(rows=3),
+        lambda tree: tree["shards"][0]["domains"].pop(),
+    ):
+        change(tree := json.loads(whole))
+        forge(train, Manifest.model_validate(tree))
+        assert verify(config.dir)[1]
+    forge(train, Manifest.model_validate_json(whole))
+    assert not verify(config.dir)[1]
+
+
+def test_verify_counts_targets_again(examples: DataConfig) -> None:
+    """Counts that agree with each other but not with the rows are a fault too."""
+    train = examples.dir / "train"
+    manifest = read_manifest(train)
+    shard = train / manifest.shards[0].file
+    table = pa.ipc.open_stream(shard.read_bytes()).read_all()
+    counts = table.column("valid").to_numpy().copy()
+    counts[3] += 1
+    counts[4] -= 1
+    with pa.OSFile(str(shard), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as out:
+        out.write_table(table.set_column(4, "valid", pa.array(counts)))
+    changes = {"sha256": sha256(shard), "bytes": shard.stat().st_size}
+    shards = [manifest.shards[0].model_copy(update=changes)]
+    identity = content_fingerprint(manifest.kind, manifest.block, manifest.tokenizer_fingerprint, shards)
+    forge(train, manifest.model_copy(update={"shards": shards, "fingerprint": identity}))
+    (fault,) = verify(examples.dir)[1]
+    assert "row 3 supervises" in fault
+
+
+def test_a_shard_that_points_beyond_itself_is_damaged(examples: DataConfig) -> None:
     """Arrow believes the lengths in a file; reading such a row reads other memory, or ends the process."""
-    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(12))
-    place = prepared(tmp_path, kind="instruct", shards=1, sequence_len=512).dir / "train"
-    rows = read_manifest(place).rows.to_bytes(8, "little")
-    (path,) = place.glob("*.arrow")
+    train = examples.dir / "train"
+    rows = read_manifest(train).rows.to_bytes(8, "little")
+    (path,) = train.glob("*.arrow")
     assert path.read_bytes().count(rows) >= 2
     path.write_bytes(path.read_bytes().replace(rows, (10**7).to_bytes(8, "little")))
     with pytest.raises(UserError):
-        TokenDataset(place)
+        TokenDataset(train)
+
+
+def test_inspect_colours_exactly_what_is_supervised(examples: DataConfig) -> None:
+    data, tokenizer = train_set(examples), load_tokenizer(examples.dir / "tokenizer")
+    rows = [look.coloured(data, row, tokenizer) for row in range(len(data))]
+    learned = "".join(t.plain[s.start : s.end] for t in rows for s in t.spans if s.style == look.SUPERVISED)
+    assert sorted(learned.split("</s>")[:-1]) == sorted({row["output"] for row in alpaca_rows(60)})
 
 
 def test_a_small_file_does_not_unpack_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "test.jsonl.zst"
     monkeypatch.setattr(inputs, "TEXT_LIMIT", 10 << 20)
-    path.write_bytes(zstandard.compress(bytes(9 << 20)))
-    assert len(read_text(path)) == 9 << 20
-    path.write_bytes(zstandard.compress(bytes(64 << 20)))
+    (tmp_path / "test.jsonl.zst").write_bytes(zstandard.compress(bytes(64 << 20)))
     with pytest.raises(UserError):
-        read_text(path)
+        read_text(tmp_path / "test.jsonl.zst")
 
 
-def test_a_tokenizer_of_nonsense_is_one_line(tmp_path: Path) -> None:
-    """A huge id ended the process: the library makes room for all ids below it."""
-    whole = json.loads((tiny_tokenizer() / "tokenizer.json").read_text())
-    model, added = whole["model"], whole["added_tokens"]
-    for wrong in (
-        {"model": model | {"vocab": model["vocab"] | {"a": 4 * 10**9}}},
-        {"added_tokens": [added[0] | {"id": -1}, *added[1:]]},
-        {"model": None},
-    ):
-        (tmp_path / "tokenizer.json").write_text(json.dumps(whole | wrong))
-        with pytest.raises(UserError):
-            save_tokenizer(tmp_path, None, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+# --- ids that differ from the tokenizer's are never sealed ------------------------------------------------
 
-
-CHATML = (
-    "{% for m in messages %}<s>{{ m['role'] }}\n{{ m['content'] }}</s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant\n{% endif %}"
-)
+COPIES = [{"files": "a.jsonl", "weight": 2.5}, {"files": "b.jsonl", "domain": "b"}]
 EXAMPLES = {"kind": "instruct", "sources": [{"files": "i.jsonl"}]}
-SORTS: dict[str, tuple[dict[str, Any], bool]] = {
-    "text": ({"validation_fraction": 0.3}, True),
-    "copies": ({"sources": [{"files": "a.jsonl", "weight": 2.5}, {"files": "b.jsonl", "domain": "b"}]}, True),
+SORTS: dict[str, tuple[dict[str, Any], bool]] = {  # whether `verify` can encode them again
+    "copies": ({"sources": COPIES, "validation_fraction": 0.3}, True),
     "long texts": ({"sources": [{"files": "long.txt", "format": "document"}], "shards": 1}, True),
     "instructions": (EXAMPLES | {"sequence_len": 400}, True),
     "split": (EXAMPLES | {"sequence_len": 60, "overlong": "split"}, False),
-    "chat": (EXAMPLES | {"sequence_len": 300, "template": "chat_template", "tokenizer": "chat"}, False),
+    "chat": (EXAMPLES | {"sequence_len": 300, "template": "chat_template"}, False),
     "ids": ({"sources": [{"files": "ids.jsonl", "format": "tokens"}]}, False),
 }
 
 
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    write_jsonl(
-        tmp_path / "a.jsonl", ({"text": f" {text}\n\n </s> naïve 日本 {text}"} for text in texts(200))
-    )
-    write_jsonl(tmp_path / "b.jsonl", texts(200, seed=4))
-    write_jsonl(tmp_path / "i.jsonl", alpaca_rows(120))
-    write_jsonl(tmp_path / "ids.jsonl", ({"ids": [7 + i % 90] * (20 + i)} for i in range(60)))
-    (tmp_path / "long.txt").write_text("\n".join(texts(900)), encoding="utf-8")
-    save_tokenizer(tiny_tokenizer(), None, tmp_path / "chat")
-    (tmp_path / "chat" / "chat_template.jinja").write_text(CHATML, encoding="utf-8")
-    return tmp_path
-
-
-def sorted_config(files: Path, sort: str) -> Any:
-    return data_config(files, **({"sources": [{"files": "b.jsonl"}]} | SORTS[sort][0]))
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sorts")
+    write_jsonl(root / "a.jsonl", ({"text": f" {text}\n\n </s> naïve 日本 {text}"} for text in texts(200)))
+    write_jsonl(root / "b.jsonl", texts(200, seed=4))
+    write_jsonl(root / "i.jsonl", alpaca_rows(120))
+    write_jsonl(root / "ids.jsonl", ({"ids": [7 + i % 90] * (20 + i)} for i in range(60)))
+    (root / "long.txt").write_text("\n".join(texts(900)), encoding="utf-8")
+    return root
 
 
 def shifted(self: RowEncoder, part: Any, encode: Any = RowEncoder.encode) -> Any:
@@ -301,27 +394,85 @@ def shifted(self: RowEncoder, part: Any, encode: Any = RowEncoder.encode) -> Any
 
 
 @pytest.mark.parametrize("sort", SORTS)
-def test_what_differs_is_not_sealed(files: Path, sort: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_differs_is_not_sealed(
+    files: Path, tmp_path: Path, sort: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Wrong as it leaves a worker, or as it is packed; what is right is sealed, and verified."""
-    config = sorted_config(files, sort)
-    with monkeypatch.context() as broken:
+    settings, encoded_again = SORTS[sort]
+    if sort == "chat":
+        settings = settings | {"tokenizer": str(tokenizer_with(CHATML))}
+    config = data_config(files, dir=str(tmp_path / "prepared"), **settings)
+    with monkeypatch.context() as broken, refused("not-as-tokenized"):
         broken.setattr(RowEncoder, "encode", shifted)
-        with pytest.raises(UserError) as error:
-            run(config)
-    assert error.value.code == "not-as-tokenized"
+        run(config)
     assert not [p for name in ("*.arrow", "manifest.json", "*.part") for p in config.dir.rglob(name)]
     lists = write.lists_of
-    with monkeypatch.context() as broken:
+    with monkeypatch.context() as broken, pytest.raises(UserError):
         broken.setattr(write, "lists_of", lambda offsets, values: lists(offsets, values[::-1].copy()))
-        with pytest.raises(UserError):
-            run(config)
+        run(config)
     run(config)
     right, faults = verify(config.dir)
     assert not faults and len(right) == len(config.splits)
-    if SORTS[sort][1]:  # then `verify` can encode again, and notices what the check of a shard lets pass
-        assert all("same: none" not in line for line in right)
+    if encoded_again:  # it notices what the check of a shard lets pass
         with monkeypatch.context() as broken:
             broken.setattr(RowEncoder, "encode", shifted)
             broken.setattr(ShardCheck, "compare", lambda *_: None)
             run(config, force=True)
         assert verify(config.dir)[1]
+
+
+# --- scores of another model, beside the data -------------------------------------------------------------
+
+MODEL = {"path": "somewhere", "weights": "0" * 64}
+
+
+def write_scores(data: TokenDataset) -> None:
+    """A number for every token, which says which it is."""
+    scores.begin(data, "ref", MODEL)
+    for shard, info in enumerate(data.manifest.shards):
+        scores.write_shard(scores.shard_file(data, "ref", shard), -np.arange(info.tokens) - 1e6 * shard)
+    assert scores.seal(data, "ref", MODEL)
+
+
+def test_a_score_stands_where_its_label_stands(config: DataConfig) -> None:
+    """Every label of every row gets the number of the very token in its shard."""
+    write_scores(data := train_set(config))
+    written = Scores(data, "ref")
+    for shard in range(3):
+        at = 0
+        for row in data.rows_of(shard):
+            stored, n = written.batch(np.array([row]))[0], data.tokens_of(int(row))
+            assert stored[: n - 1].tolist() == [-1e6 * shard - at - i for i in range(1, n)]
+            assert not stored[n - 1 :].any()
+            at += n
+
+
+def test_scores_that_are_damaged_or_of_others_are_refused(config: DataConfig, tmp_path: Path) -> None:
+    data = train_set(config)
+    path = scores.shard_file(data, "ref", 1)
+
+    def unreadable(name: str = "ref") -> None:
+        with pytest.raises(UserError):
+            Scores(data, name)
+
+    unreadable()
+    scores.begin(data, "ref", MODEL)
+    assert not scores.seal(data, "ref", MODEL)
+    with pytest.raises(UserError):
+        scores.begin(data, "ref", MODEL | {"weights": "1" * 64})
+    for bad in (float("nan"), float("-inf"), 0.5):  # no log-probabilities
+        with pytest.raises(UserError):
+            scores.write_shard(path, np.array([-1.0, bad]))
+    assert not path.exists()
+    unreadable()
+    write_scores(data)
+    unreadable("../ref")
+    content = path.read_bytes()
+    path.write_bytes(content[:-4])
+    unreadable()
+    for last, faults in ((b"\0\0\0\0", 1), (content[-4:], 0)):
+        path.write_bytes(content[:-4] + last)
+        assert len(list(Scores(data, "ref").faults(Hashes(tmp_path / "hashes.json")))) == faults
+        assert scores.seal(data, "ref", MODEL) == (not faults)
+    edit(scores.directory(data, "ref") / scores.ABOUT, data="other")
+    unreadable()

@@ -1,38 +1,103 @@
-"""Which rows are taken: weights, limits, copies, near duplicates and contamination in any script."""
+"""Which rows are taken: splits, weights, limits, domains, near duplicates and contamination in any script."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import random
+import tempfile
 import unicodedata
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from emo.common.recipe import parse_section
+from emo.data_prep import near
+from emo.data_prep.config import DataConfig
 from emo.data_prep.contamination import Finder, collect
 from emo.data_prep.near import band_shape, signatures
-from emo.data_prep.plan import _trimmed, in_turn
-from emo.data_prep.scan import uniform
-from emo.data_prep.shards import Manifest
+from emo.data_prep.plan import load_rows, select_rows
+from emo.data_prep.shards import Manifest, open_prepared
+from emo.data_prep.verify import verify
 from emo.data_prep.world import TASKS, corpus, read_rows, task_rows
-from tests.data_prep.test_prepare import rejected as plan_rejected
-from tests.data_prep.test_prepare import rows_of
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,
     prepared,
+    rejected,
+    rows_of,
     run,
     sentence,
     texts,
     train_set,
+    word_tokenizer,
     write_jsonl,
 )
+from tests.helpers.refusals import refused
+from tests.helpers.scanned import parts_of, select_in_memory
 from tests.helpers.scripts import TEXTS
+
+ROWS = st.lists(
+    st.tuples(st.integers(0, 3), st.integers(0, 8), st.integers(1, 5), st.integers(0, 3), st.integers(0, 2)),
+    min_size=1,
+    max_size=60,
+)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    drawn=ROWS,
+    weights=st.lists(st.integers(1, 3), min_size=4, max_size=4),
+    splits=st.lists(st.integers(0, 2), min_size=4, max_size=4),
+    dedup=st.sampled_from(["none", "exact", "near"]),
+    signed=st.integers(1, 2),
+)
+def test_rows_are_selected_as_if_all_were_in_memory(
+    drawn: list[tuple[int, ...]], weights: list[int], splits: list[int], dedup: str, signed: int
+) -> None:
+    """Against the definition, row by row, whatever the sizes of parts."""
+    source, hashes, chars, kind, change = np.array(sorted(drawn, key=lambda row: row[0])).T
+    reasons = np.where(chars == 5, 7, 0)
+    similar = np.repeat(kind[:, None] * 1000, near.PERMUTATIONS, 1) + np.arange(near.PERMUTATIONS)
+    similar[:, 100:] += change[:, None] * 17  # alike in most bands, and 0.78 in all, or the same
+    other = np.repeat(hashes[:, None] // 3 + 5000, near.PERMUTATIONS, 1)
+    tree = {"dir": "x", "tokenizer": "t", "sources": [{"files": "a"}], "shards": 3, "dedup": dedup}
+    tree |= {"validation": {"a": [{"files": "v"}], "b": [{"files": "w"}]}, "near_threshold": 0.7}
+    config = parse_section(DataConfig, tree, "data")
+    columns = (source, hashes, chars, reasons, np.stack([similar, other][:signed], axis=1))
+    taken, expected = select_in_memory(config, weights, splits, *columns)
+    with tempfile.TemporaryDirectory() as name, contextlib.closing(duckdb.connect()) as db:
+        scanned = load_rows(db, parts_of(Path(name), config, *columns, weights, splits, size=11))
+        select_rows(db, config, 4, scanned, path := Path(name) / "rows.parquet")
+        dealt = pq.read_table(path).to_pydict()
+        counts = dict(db.sql("SELECT reason, count(*) FROM rows GROUP BY reason").fetchall())
+    assert list(zip(dealt["shard"], dealt["row"], dealt["copies"], strict=True)) == taken
+    assert counts == Counter(expected)
+
+
+# --- splits and weights -----------------------------------------------------------------------------------
+
+
+def test_the_split_goes_by_content(tmp_path: Path) -> None:
+    """The place of a row, and what else there is, does not move it between the splits."""
+    rows = texts(1000, sentences=1)
+    sides = []
+    for name, some, seed in (("a", rows, 0), ("b", rows[::-1][:700], 0), ("c", rows, 1)):
+        write_jsonl(tmp_path / "a.jsonl", some)
+        config = prepared(tmp_path, dir=str(tmp_path / name), validation_fraction=0.1, seed=seed)
+        sides.append({text: side for side in (0, 1) for text in rows_of(config, side)})
+    assert all(sides[0][text] == side for text, side in sides[1].items())
+    assert 70 < sum(sides[0].values()) < 130
+    assert sides[0] != sides[2]
 
 
 def test_a_weight_drops_no_row_of_another_source(tmp_path: Path) -> None:
@@ -40,28 +105,12 @@ def test_a_weight_drops_no_row_of_another_source(tmp_path: Path) -> None:
     first, second = texts(300, seed=1), texts(300, seed=2)
     write_jsonl(tmp_path / "a.jsonl", first + second[:150])
     write_jsonl(tmp_path / "b.jsonl", second)
-    sources = [{"files": "a.jsonl", "weight": 0.1}, {"files": "b.jsonl"}]
-    for name, dedup in (("exact", "exact"), ("near", "near")):
-        config = prepared(tmp_path, dir=str(tmp_path / name), sources=sources, dedup=dedup)
-        times = Counter(rows_of(config))
-        few = [times[text] for text in first]
-        assert [times[text] for text in second] == [1] * 300 and 10 < sum(few) < 60
-        taken = [source["train"] for source in train_set(config).manifest.sources]
-        assert sum(taken) == 300 + sum(few)
-        assert plan_rejected(config)["weight"] >= few.count(0)
-    sources[0]["weight"] = 2
-    times = Counter(rows_of(prepared(tmp_path, dir=str(tmp_path / "two"), sources=sources[::-1])))
-    assert [times[text] for text in second] == [2] * 150 + [1] * 150  # the most that a source asks for
-
-
-@pytest.mark.parametrize("weight", [1, 2.5, 0.6])
-def test_limit_of_rows_counts_copies(tmp_path: Path, weight: float) -> None:
-    """Limit_rows 300 with weight 2.5 gave 713."""
-    write_jsonl(tmp_path / "a.jsonl", texts(700))
-    write_jsonl(tmp_path / "b.jsonl", texts(200, seed=1))
-    sources = [{"files": "a.jsonl", "weight": weight}, {"files": "b.jsonl"}]
-    config = prepared(tmp_path, sources=sources, limit_rows=300)
-    assert len(rows_of(config)) == 300 == train_set(config).manifest.documents
+    config = prepared(tmp_path, sources=[{"files": "a.jsonl", "weight": 0.1}, {"files": "b.jsonl"}])
+    times = Counter(rows_of(config))
+    few = [times[text] for text in first]
+    assert [times[text] for text in second] == [1] * 300 and 10 < sum(few) < 60
+    assert sum(source["train"] for source in train_set(config).manifest.sources) == 300 + sum(few)
+    assert rejected(config)["weight"] >= few.count(0)
 
 
 def test_copies_are_spread(tmp_path: Path) -> None:
@@ -70,94 +119,137 @@ def test_copies_are_spread(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", first)
     write_jsonl(tmp_path / "b.jsonl", second)
     sources = [{"files": "a.jsonl"}, {"files": "b.jsonl", "weight": 4}]
-    found = rows_of(prepared(tmp_path, sources=sources, shards=1))
-    places = {text: [i for i, other in enumerate(found) if other == text] for text in second}
-    assert all(len(at) == 4 and min(np.diff(at)) >= 40 for at in places.values())
-    assert [text for text in found if text in set(first)] == first
+    rows = rows_of(prepared(tmp_path, sources=sources, shards=1))
+    positions = {text: [i for i, other in enumerate(rows) if other == text] for text in second}
+    assert all(len(at) == 4 and min(np.diff(at)) >= 40 for at in positions.values())
+    assert [text for text in rows if text in set(first)] == first
+
+
+# --- limits and domains -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weight", [2.5, 0.6])
+def test_limit_of_rows_counts_copies(tmp_path: Path, weight: float) -> None:
+    write_jsonl(tmp_path / "a.jsonl", texts(700))
+    write_jsonl(tmp_path / "b.jsonl", texts(200, seed=1))
+    sources = [{"files": "a.jsonl", "weight": weight}, {"files": "b.jsonl"}]
+    config = prepared(tmp_path, sources=sources, limit_rows=300)
+    assert len(rows_of(config)) == 300 == train_set(config).manifest.documents
 
 
 def test_limit_of_tokens_takes_all_sources_in_proportion(tmp_path: Path) -> None:
-    """... copies counted; and what is less than the limit is used whole."""
-    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(600, seed=1))
-    write_jsonl(tmp_path / "b.jsonl", alpaca_rows(200, seed=2))
-    common = {"kind": "instruct", "sequence_len": 256}
-    common |= {"sources": [{"files": "a.jsonl"}, {"files": "b.jsonl", "weight": 2.0}]}
+    """... copies counted; what is less than the limit is used whole; it may end among the copies of a row."""
+    for seed, (name, count) in enumerate((("a.jsonl", 600), ("b.jsonl", 200), ("c.jsonl", 1)), 1):
+        write_jsonl(tmp_path / name, alpaca_rows(count, seed))
 
-    def manifest(limit: int) -> Manifest:
-        out = str(tmp_path / str(limit))
-        return train_set(prepared(tmp_path, dir=out, limit_tokens=limit, **common)).manifest
+    def manifest(limit: int, *sources: tuple[str, int]) -> Manifest:
+        listed = [{"files": name, "weight": weight} for name, weight in sources]
+        how = {"kind": "instruct", "sequence_len": 512, "sources": listed, "limit_tokens": limit}
+        with tempfile.TemporaryDirectory(dir=tmp_path) as out:
+            return train_set(prepared(tmp_path, dir=out, **how)).manifest
 
-    whole = manifest(10**9)
-    half = manifest(whole.tokens // 2)
+    both = (("a.jsonl", 1), ("b.jsonl", 2))
+    whole = manifest(10**9, *both)
+    half = manifest(whole.tokens // 2, *both)
     assert whole.documents == 600 + 2 * 200 and "limit" not in whole.rejected
     assert 0 <= whole.tokens // 2 - half.tokens < 256
     taken = [source["train"] for source in half.sources]
     assert abs(taken[0] - 300) < 20 and abs(taken[1] - 200) < 20 and sum(taken) == half.documents
     assert half.rejected["limit"] == 800 - taken[0] - -(-taken[1] // 2)
+    thrice = manifest(10**9, ("c.jsonl", 3))
+    assert (thrice.documents, manifest(thrice.tokens // 3 * 2, ("c.jsonl", 3)).documents) == (3, 2)
 
 
-def test_a_limit_of_tokens_may_end_among_the_copies_of_the_first_row(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(1))
-    more = {"kind": "instruct", "sequence_len": 512, "shards": 1}
-    more |= {"sources": [{"files": "a.jsonl", "weight": 3}]}
-    whole = train_set(prepared(tmp_path, limit_tokens=10**9, **more)).manifest
-    two = prepared(tmp_path, dir=str(tmp_path / "two"), limit_tokens=whole.tokens // 3 * 2, **more)
-    assert (whole.documents, train_set(two).manifest.documents) == (3, 2)
+@pytest.mark.parametrize(("limit", "shards"), [(None, 3), (4_000, 3), (3_000, 1), (100, 5), (10**6, 2)])
+def test_no_row_holds_two_domains_and_limits_stay_exact(
+    tmp_path: Path, limit: int | None, shards: int
+) -> None:
+    """Of token ids whose hundreds say the domain, in two files each that do not lie together."""
+    rng, sources, count = np.random.default_rng(0), [], 0
+    for number, domain in enumerate((*range(4), *range(4))):
+        low = 100 * domain
+        rows = [rng.integers(low, low + 100, rng.integers(1, 60)).tolist() for _ in range(40)]
+        write_jsonl(tmp_path / f"{number}.jsonl", ({"ids": row} for row in rows))
+        sources.append({"files": f"{number}.jsonl", "format": "tokens", "domain": f"d{domain}"})
+        count += sum(map(len, rows))
+    config = prepared(tmp_path, sources=sources, shards=shards, limit_tokens=limit, dedup="none")
+    data = train_set(config)
+    assert data.domains == ("d0", "d1", "d2", "d3")
+    ids = data.batch(np.arange(len(data)))["input_ids"]
+    assert (ids // 100 == data.domain[:, None]).all()
+    assert [domain.rows for domain in data.manifest.domains] == np.bincount(data.domain, minlength=4).tolist()
+    lost = data.manifest.counts.get("remainder_tokens_dropped", 0)
+    if limit is None or limit > count:
+        assert data.manifest.tokens == count - lost and lost < 32 * (shards + 8)
+    else:
+        assert data.manifest.tokens == limit // 32 * 32
 
 
-def test_draws_of_a_seed_stay_what_they_were() -> None:
-    """Other ones would split the same sources into other training and validation rows."""
-    assert uniform(np.arange(2, dtype=np.uint64), 3, 1).round(9).tolist() == [0.523950592, 0.454937907]
+def test_sets_are_read_by_name_in_the_order_of_the_recipe(tmp_path: Path) -> None:
+    for seed, name in enumerate("abcd"):
+        write_jsonl(tmp_path / f"{name}.jsonl", texts(50 + 10 * seed, seed))
+    law, sources = {"files": "c.jsonl", "domain": "law"}, [{"files": "a.jsonl"}, {"files": "b.jsonl"}]
+    sets = {"some": [law | {"limit": 20}], "all": [{"files": "d.jsonl"}, law]}
+    config = prepared(tmp_path, sources=sources, validation=sets)
+    data, opened = open_prepared(config)
+    assert list(opened) == ["some", "all"] and data.manifest.documents == 50 + 60
+    assert [each.domains for each in opened.values()] == [("law",), ("default", "law")]
+    assert [each.manifest.documents for each in opened.values()] == [20, 70 + 80]
+    assert len(verify(config.dir)[0]) == 3 and verify(config.dir)[1] == []
+    reordered = data_config(tmp_path, sources=sources, validation=dict(reversed(sets.items())))
+    for use in (run, open_prepared):
+        with refused("settings-differ"):
+            use(reordered)
 
 
-@given(st.lists(st.integers(0, 50), min_size=1, max_size=9), st.data())
-def test_blocks_are_trimmed_exactly(blocks: list[int], data: st.DataObject) -> None:
-    surplus = data.draw(st.integers(0, sum(blocks)))
-    left = _trimmed(np.array(blocks), surplus)
-    assert left.sum() == sum(blocks) - surplus and (left >= 0).all() and (left <= blocks).all()
+# sha256 of the columns that training reads, as format 2 held them, which knew no domains
+FORMAT_2 = {
+    ("text", 6000): "37143d5aa21fc5c818d5dc84dec0f82d689539cc0bfd3d8573fd60c715c126bc",
+    ("instruct", None): "84456b9368cca2e0569fec90eacb5baa63b8ed5d5c4bf5d4408cdf73e986d755",
+}
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=6))
-def test_any_beginning_has_the_sources_in_proportion(have: list[int]) -> None:
-    source = np.repeat(np.arange(len(have)), have)
-    order = in_turn(source)
-    assert sorted(order.tolist()) == list(range(len(source)))
-    for count in range(1, len(source) + 1):
-        taken = np.bincount(source[order[:count]], minlength=len(have))
-        assert (np.abs(taken - np.array(have) * count / len(source)) <= len(have)).all()
+@pytest.mark.parametrize(("kind", "limit"), FORMAT_2)
+def test_data_without_domains_hold_the_rows_of_format_2(tmp_path: Path, kind: str, limit: int | None) -> None:
+    """By a tokenizer whose ids depend on no library's training: the words of the texts."""
+    words = sorted({word.strip(".") for text in texts(300) for word in text.split()})
+    tokenizer = word_tokenizer(tmp_path / "words", ["?", ".", *words])
+    for seed, name in enumerate(("a.jsonl", "b.jsonl")):
+        write_jsonl(tmp_path / name, texts(150, seed) if kind == "text" else alpaca_rows(90, seed))
+    sources = [{"files": "a.jsonl", "weight": 2.5}, {"files": "b.jsonl"}]
+    how = {"kind": kind, "sequence_len": 32 if kind == "text" else 128, "limit_tokens": limit, "shards": 3}
+    config = prepared(tmp_path, sources=sources, validation_fraction=0.2, tokenizer=tokenizer, **how)
+    digest = hashlib.sha256()
+    for split in config.splits:
+        for file in sorted((config.dir / split).glob("*.arrow")):
+            table = pa.ipc.open_stream(file.read_bytes()).read_all()
+            for name in ("input_ids", "segment_lengths", "valid", "loss_spans")[: 3 + (kind == "instruct")]:
+                digest.update(repr(table.column(name).to_pylist()).encode())
+    assert digest.hexdigest() == FORMAT_2[kind, limit]
+
+
+# --- near duplicates and contamination --------------------------------------------------------------------
 
 
 def test_bands_are_those_that_datasketch_takes() -> None:
     assert [band_shape(threshold) for threshold in (0.3, 0.7, 0.95)] == [(37, 3), (14, 9), (3, 42)]
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_no_test_row_stands_in_a_document_or_a_demonstration(task: str) -> None:
-    key = "question" if task == "mmlu" else "text"
-    corpora = map(corpus, ("world", "world-home", "world-abroad"))
-    texts = [row["text"] for path in corpora for row in read_rows(path)]
-    demonstrations = [row[key] for row in task_rows(task, "dev" if task == "mmlu" else "train")]
-    everything = "\n".join([*texts, *demonstrations])
-    assert all(row[key] not in everything for row in task_rows(task, "test"))
-    assert all(text in everything for text in demonstrations)  # the search itself works
+SAME = {
+    "none": str,
+    "upper": str.upper,
+    "NFD": lambda text: unicodedata.normalize("NFD", text),
+    "NFKC": lambda text: unicodedata.normalize("NFKC", text),
+    "full width": lambda text: "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in text),
+    "soft hyphens and joiners": lambda text: "".join(c + "\u00ad\u2060" if c.isalpha() else c for c in text),
+    "spaced": lambda text: text.replace(" ", " \n\u3000 "),
+}
 
 
-def nfd(text: str) -> str:
-    return unicodedata.normalize("NFD", text)
-
-
-def wide(text: str) -> str:
-    """Letters and digits in full width."""
-    return "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in text)
-
-
-def hyphenated(text: str) -> str:
-    """With soft hyphens and joiners, which are not seen."""
-    return "".join(c + "\u00ad\u2060" if c.isalpha() else c for c in text)
-
-
-SAME = {"upper": str.upper, "NFD": nfd, "NFKC": lambda t: unicodedata.normalize("NFKC", t), "wide": wide}
-SAME |= {"hyphenated": hyphenated, "spaced": lambda t: t.replace(" ", " \n\u3000 ")}
+def alike(script: str) -> dict[str, str]:
+    """A text in other ways of writing it; in Thai, spaces end sentences."""
+    ways = (name for name in SAME if (script, name) != ("thai", "spaced"))
+    return {name: SAME[name](TEXTS[script]) for name in ways}
 
 
 def similarity(a: str, b: str) -> float:
@@ -168,10 +260,7 @@ def similarity(a: str, b: str) -> float:
 @pytest.mark.parametrize("script", TEXTS)
 def test_texts_that_read_alike_are_alike_in_any_script(script: str) -> None:
     text = TEXTS[script]
-    for name, change in SAME.items():
-        if script == "thai" and name == "spaced":  # spaces there end sentences
-            continue
-        assert similarity(text, change(text)) == 1, name
+    assert {similarity(text, other) for other in alike(script).values()} == {1}
     changed = text[: len(text) // 2] + text[len(text) // 2 + 1 :]  # a letter is missing
     assert 0.6 < similarity(text, changed) < 1
     assert similarity(text, text[: len(text) // 2]) < 0.75
@@ -179,64 +268,52 @@ def test_texts_that_read_alike_are_alike_in_any_script(script: str) -> None:
 
 
 @pytest.mark.parametrize("script", TEXTS)
-def test_contamination_is_found_in_any_script(tmp_path: Path, script: str) -> None:
-    rows = [{"text": text} for text in TEXTS.values()]
-    write_jsonl(tmp_path / "nlu/own/test.jsonl", rows)
+def test_contamination_is_noticed_in_any_script(tmp_path: Path, script: str) -> None:
+    write_jsonl(tmp_path / "nlu/own/test.jsonl", TEXTS.values())
     grams = collect(tmp_path / "nlu", 8)
     finder, number = Finder(grams), list(TEXTS).index(script)
-    text = TEXTS[script]
-    for name, change in (SAME | {"none": str}).items():
-        if script == "thai" and name == "spaced":
-            continue
-        hits, documents = finder.overlap([sentence(random.Random(1)), f"xyz {change(text)} xyz"])
+    for name, text in alike(script).items():
+        hits, documents = finder.overlap([sentence(random.Random(1)), f"xyz {text} xyz"])
         assert documents == 1
         owners = set(grams.pairs[np.isin(grams.pairs[:, 0], hits), 1].tolist())
-        assert owners == {number}, name
-        assert len(hits) == (grams.pairs[:, 1] == number).sum(), name
-    few = text[: len(text) // 12]  # about four words are no overlap of eight
+        assert owners == {number} and len(hits) == (grams.pairs[:, 1] == number).sum(), name
+    few = TEXTS[script][: len(TEXTS[script]) // 12]  # about four words are no overlap of eight
     assert finder.overlap([few])[1] == 0
-
-
-def rejected(tmp_path: Path, rows: list[dict[str, Any]]) -> dict[str, int]:
-    write_jsonl(tmp_path / "a.jsonl", rows)
-    return plan_rejected(prepared(tmp_path, kind="instruct", sequence_len=1024, shards=1, dedup="near"))
 
 
 def passage(rng: random.Random, words: int = 150) -> str:
     return " ".join(f"{sentence(rng)} {rng.randrange(10**6)}" for _ in range(words // 10))
 
 
-def asked(form: str, system: str, context: str, question: str, answer: str) -> dict[str, Any]:
-    """Return a row in one of the forms in which such rows come."""
-    if form == "input":
-        return {"instruction": question, "input": context, "output": answer, "system": system}
-    roles = {"system": system, "user": f"{context}\n\n{question}", "assistant": answer}
-    return {"messages": [{"role": role, "content": content} for role, content in roles.items() if content]}
-
-
 @pytest.mark.parametrize("form", ["input", "before"])
-def test_questions_on_one_passage_are_all_kept(tmp_path: Path, form: str) -> None:
-    """... whether their answers are long or but a word."""
-    rng, rows = random.Random(5), []
+def test_near_duplicates_among_instructions_go_and_questions_on_a_passage_stay(
+    tmp_path: Path, form: str
+) -> None:
+    """Whatever their system messages, and whether answers are long or but a word."""
+    rng = random.Random(7)
+
+    def asked(context: str, question: str, answer: str, system: str = "") -> dict[str, Any]:
+        """A row whose context is an input, or stands before its question."""
+        if form == "input":
+            return {"instruction": question, "input": context, "output": answer, "system": system}
+        roles = {"system": system, "user": f"{context}\n\n{question}", "assistant": answer}
+        return {"messages": [{"role": role, "content": text} for role, text in roles.items() if text]}
+
+    context, question, answer = passage(rng), sentence(rng, 8, 14), passage(rng, 120)
+    changed = answer.replace(answer.split()[60], "other", 1)
+    rows = [
+        asked(context, question, answer),
+        asked(context, question, changed, "Be brief."),
+        asked(passage(rng), sentence(rng, 8, 14), answer),  # the same answer to another question
+        asked(context, question.upper() + "!", "Yes"),
+        asked(context, question.upper() + "!", " yes", "Be brief."),
+    ]
     for context in (passage(rng) for _ in range(12)):
         for answer in (passage(rng, 40), passage(rng, 40), "Yes", "Yes", "No"):
-            rows.append(asked(form, "", context, sentence(rng, 6, 12), answer))
-    assert rejected(tmp_path, rows) == {}
-
-
-def test_near_duplicates_among_instructions_go(tmp_path: Path) -> None:
-    """... whatever their system messages; the same answer to another question stays."""
-    rng = random.Random(7)
-    rows = []
-    for form in ("input", "before"):
-        context, question, answer = passage(rng), sentence(rng, 8, 14), passage(rng, 120)
-        changed = answer.replace(answer.split()[60], "other", 1)
-        rows.append(asked(form, "", context, question, answer))
-        rows.append(asked(form, "Be brief.", context, question, changed))
-        rows.append(asked(form, "", passage(rng), sentence(rng, 8, 14), answer))
-        rows.append(asked(form, "", context, question.upper() + "!", "Yes"))
-        rows.append(asked(form, "Be brief.", context, question.upper() + "!", " yes"))
-    assert rejected(tmp_path, rows) == {"near_duplicate": 4}
+            rows.append(asked(context, sentence(rng, 6, 12), answer))
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    config = prepared(tmp_path, kind="instruct", sequence_len=1024, shards=1, dedup="near")
+    assert rejected(config) == {"near_duplicate": 2}
 
 
 def test_report_names_the_rows_that_stand_in_the_text(tmp_path: Path) -> None:
@@ -247,20 +324,30 @@ def test_report_names_the_rows_that_stand_in_the_text(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "nlu/sst2/test.jsonl", ({"text": t, "row": 2 * i} for i, t in enumerate(long)))
     write_jsonl(tmp_path / "nlu/mmlu/test.jsonl", ({"question": t} for t in short))
     write_jsonl(tmp_path / "nlu/notes/train.jsonl", ["not a test set"])
-    made = texts(60)
-    made[5] += " " + long[0].upper().replace(" ", "  -- ") + " tail"
-    made[40] += " " + " ".join(long[3].split()[:9])  # 2 of its grams of 8 words
-    made[41] += f" {short[2]} {long[0]}"
-    write_jsonl(tmp_path / "a.jsonl", made)
+    rows = texts(60)
+    rows[5] += " " + long[0].upper().replace(" ", "  -- ") + " tail"
+    rows[40] += " " + " ".join(long[3].split()[:9])  # 2 of its grams of 8 words
+    rows[41] += f" {short[2]} {long[0]}"
+    write_jsonl(tmp_path / "a.jsonl", rows)
     config = data_config(tmp_path, contamination="nlu", shards=3)
     for job in range(3):
         run(config, shard=(job, 3))
     without = prepared(tmp_path, shards=3, dir=str(tmp_path / "without"))
     assert train_set(config).fingerprint == train_set(without).fingerprint
-    found = json.loads((config.dir / "train/contamination.json").read_text())
-    assert set(found["tasks"]) == {"sst2", "mmlu"} and found["ngram"] == 8 and found["documents"] == 3
+    report = json.loads((config.dir / "train/contamination.json").read_text())
+    assert report["ngram"] == 8 and report["documents"] == 3
     keys = ("rows", "too_short", "overlapping", "contained", "overlapping_rows")
-    counts = {name: [task[key] for key in keys] for name, task in found["tasks"].items()}
+    counts = {name: [task[key] for key in keys] for name, task in report["tasks"].items()}
     share = round(2 / (len(long[3].split()) - 7), 4)
     assert counts == {"sst2": [21, 1, 2, 1, {"0": 1.0, "6": share}], "mmlu": [10, 0, 1, 1, {"2": 1.0}]}
-    assert found["tasks"]["sst2"]["examples"] == [long[0], long[3]]
+    assert report["tasks"]["sst2"]["examples"] == [long[0], long[3]]
+
+
+def test_no_test_row_of_the_made_up_world_stands_in_a_document_or_a_demonstration() -> None:
+    corpora = map(corpus, ("world", "world-home", "world-abroad"))
+    documents = "\n".join(row["text"] for path in corpora for row in read_rows(path))
+    for task in TASKS:
+        key, shown = ("question", "dev") if task == "mmlu" else ("text", "train")
+        demonstrations = "\n".join(row[key] for row in task_rows(task, shown))
+        tests = {row[key] for row in task_rows(task, "test")}
+        assert tests and not [text for text in tests if text in documents or text in demonstrations]

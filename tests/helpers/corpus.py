@@ -15,12 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from emo.common.recipe import parse_section
 from emo.data_prep import shards
 from emo.data_prep.config import DEFAULT_DOMAIN, DataConfig
+from emo.data_prep.inputs import open_inputs
 from emo.data_prep.pack import PackedRows
+from emo.data_prep.plan import Plan
 from emo.data_prep.prepare import prepare
+from emo.data_prep.rows import Rejected, parse, plain_text
 from emo.data_prep.shards import TokenDataset
 from emo.data_prep.tokenizer import save_tokenizer, train_sentencepiece
 from emo.data_prep.write import ShardWriter, totals
@@ -62,15 +69,30 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
     return path
 
 
+def lasting_directory() -> Path:
+    """A new directory that is there until this process ends."""
+    directory = Path(tempfile.mkdtemp(prefix="emo-tests-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
 @cache
 def tiny_tokenizer() -> Path:
     """A saved sentencepiece tokenizer of 400 pieces; `model/tokenizer.model` in it is the original."""
-    place = Path(tempfile.mkdtemp(prefix="tiny-tokenizer-"))
-    atexit.register(shutil.rmtree, place, ignore_errors=True)
-    model = place / "model" / "tokenizer.model"
+    directory = lasting_directory()
+    model = directory / "model" / "tokenizer.model"
     train_sentencepiece([*texts(300, seed=99), "### Instruction: Response: Input:"], 400, model)
-    save_tokenizer(model, None, place)
-    return place
+    save_tokenizer(model, None, directory)
+    return directory
+
+
+def word_tokenizer(directory: Path, words: list[str]) -> str:
+    """Save a tokenizer with an id for each word, "?" for others and "</s>"; its ids depend on no training."""
+    vocab = {token: i for i, token in enumerate(("</s>", *words))}
+    backend = Tokenizer(WordLevel(vocab, unk_token="?"))
+    backend.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(directory)
+    return str(directory)
 
 
 def data_config(root: Path, **data: Any) -> DataConfig:
@@ -98,6 +120,21 @@ def prepared(root: Path, **data: Any) -> DataConfig:
 
 def train_set(config: DataConfig) -> TokenDataset:
     return TokenDataset(config.dir / "train")
+
+
+def rows_of(config: DataConfig, split: int = 0) -> list[str]:
+    """The texts that the plan gave to a split, in order, copies included."""
+    plan, inputs, rows = Plan.load(config.dir / "plan.parquet"), open_inputs(config), []
+    for shard in range(split * config.shards, (split + 1) * config.shards):
+        for part in plan.parts(inputs, shard):
+            for row, copies in zip(parse(part.payload, part.spec), part.copies, strict=True):
+                rows += [] if isinstance(row, Rejected) else [plain_text(row)] * int(copies)
+    return rows
+
+
+def rejected(config: DataConfig) -> dict[str, int]:
+    """The number of rows that were not used, by reason."""
+    return Plan.load(config.dir / "plan.parquet").summary["rejected"]
 
 
 def segments(data: TokenDataset) -> list[tuple[list[int], list[int]]]:

@@ -1,0 +1,357 @@
+"""Conversations from a file to labels: columns, roles, marks, chat templates, and what `sniff` proposes."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
+
+from emo.common.errors import UserError
+from emo.data_prep.cli import main
+from emo.data_prep.config import load_data_config
+from emo.data_prep.rows import Rejected, RowSpec, parse
+from emo.data_prep.sniff import guess, sniff
+from emo.data_prep.templates import (
+    Chat,
+    ChatEncoder,
+    Conversation,
+    Exchange,
+    RefusedError,
+    check_template,
+    read_template,
+    render_chat,
+)
+from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer
+from emo.data_prep.verify import verify
+from tests.helpers.chat_templates import CHATML, DATED, LLAMA, MARKED, SAYS, THINKING, TOOLS, tokenizer_with
+from tests.helpers.corpus import (
+    alpaca_rows,
+    prepared,
+    run,
+    segments,
+    texts,
+    tiny_tokenizer,
+    train_set,
+    write_jsonl,
+)
+from tests.helpers.refusals import refused
+
+
+def decoded(saved: Path, ids: list[int]) -> str:
+    return Tokenizer.from_file(str(saved / "tokenizer.json")).decode(ids, skip_special_tokens=False)
+
+
+def talk(*turns: tuple[str, Any]) -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def marked(*marks: dict[str, Any], row: int = 0) -> dict[str, Any]:
+    """A chat with an answer for each of the marks."""
+    turns = []
+    for i, mark in enumerate(marks):
+        turns += talk(("user", f"q{i} {row}"), ("assistant", f"a{i} {row}"))["messages"]
+        turns[-1] |= mark
+    return {"messages": turns}
+
+
+def parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def read(row: Any, chat: bool = False, **columns: str) -> Any:
+    spec = RowSpec("instruct", "auto", True, None, "none", 1000, tuple(columns.items()), chat)
+    (result,) = parse([row], spec)
+    return result
+
+
+def talked(*exchanges: tuple[str, ...], system: str = "", unused: int = 0) -> Conversation:
+    return Conversation(tuple(Exchange(*exchange) for exchange in exchanges), system, unused)
+
+
+def spoken(chat: Any) -> list[tuple[str, Any]]:
+    """The roles and contents of a chat's messages."""
+    assert isinstance(chat, Chat), chat
+    return [(message["role"], message.get("content")) for message in json.loads(chat.messages)]
+
+
+QUESTION = {"ask": "q", "reply": "a"}
+TALK = [{"who": "human", "said": "q"}, {"who": "gpt", "said": "a"}]
+CHAT = [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]
+PAIR = {"instruction": "q", "output": "a"}
+USER, ANSWER = talk(("user", "q"), ("assistant", "a"))["messages"]
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"instruction": "q", "context": "c", "response": "a"}, talked(("q", "a", "c"))),
+        ({**PAIR, "system": "s"}, talked(("q", "a"), system="s")),
+        ({**PAIR, "history": [["q0", "a0"], ["q1", "a1"]]}, talked(("q0", "a0"), ("q1", "a1"), ("q", "a"))),
+        ({"question": "q", "answer": "a"}, talked(("q", "a"))),
+        ({"messages": [USER | {"weight": 1}, ANSWER]}, talked(("q", "a"))),
+        (talk(("user", parts("q", "uestion")), ("assistant", parts("a"))), talked(("question", "a"))),
+        (
+            {"system": "s", "conversations": [{"from": "gpt", "value": "x"}, *CHAT, *CHAT, CHAT[0]]},
+            talked(("q", "a"), ("q", "a"), system="s", unused=2),
+        ),
+    ],
+)
+def test_all_of_a_row_is_read(row: Any, expected: Conversation) -> None:
+    assert (read(row), read(row, chat=True).unsupervised) == (expected, ())
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        *(
+            (talk(("user", content), ("assistant", "a")), "wrong_type")
+            for content in (
+                *([{"type": "image_url", "image_url": "x"}, *parts("q")], ["q"], [], [[["q"]]]),
+                *([{"type": "text", "text": None}], [{"type": "text", "text": "q", "weight": 0}]),
+            )
+        ),
+        *((marked({}, mark), "wrong_type") for mark in ({"weight": 0.5}, {"loss_mask": 1}, {"mask": "User"})),
+        ({"messages": [USER | {"train": True}, ANSWER]}, "wrong_type"),  # it is never trained on
+        ({**PAIR, "output": "", "answer": "B"}, "empty_response"),  # an empty column is not passed over
+        ({"messages": [], **PAIR}, "bad_roles"),
+        (talk(("assistant", "a"), ("user", "b")), "bad_roles"),
+        (talk(("user", "q"), ("tool", "r"), ("assistant", "a")), "bad_roles"),
+        (talk(("user", "a"), ("assistant", " ")), "empty_response"),
+        (talk(("user", ""), ("assistant", "a")), "empty_instruction"),
+        ({"messages": [{"content": "a"}]}, "missing_column"),
+        ({"ask": "a", "output": "b"}, "missing_column"),
+    ],
+)
+def test_a_row_that_cannot_be_followed_is_rejected(row: Any, reason: str) -> None:
+    result = read(row)
+    assert isinstance(result, Rejected) and result.reason == reason
+
+
+def test_what_is_proposed_is_read() -> None:
+    """Never an answer that was rejected; what is named wins over messages that are there as well."""
+    for row in (QUESTION, {"dialog": TALK}, {"frage": "q", "antwort": "a"}, {"a": "q", "b": "a"}):
+        assert read(row, **guess(row, "instruct")) == talked(("q", "a"))
+    assert read({**QUESTION, "messages": TALK}, instruction="ask", output="reply") == talked(("q", "a"))
+    names = guess({"dialog": TALK}, "instruct")
+    assert spoken(read({"dialog": TALK}, chat=True, **names)) == [("user", "q"), ("assistant", "a")]
+    assert guess({"prompt": "q", "chosen": "a", "rejected": "longer"}, "instruct")["output"] == "chosen"
+    assert guess({"prompt": "q", "response_a": "a", "response_b": "b", "winner": "b"}, "instruct") == {}
+
+
+def test_odd_turns_of_a_chat_are_left_out_and_counted() -> None:
+    for roles, used, unused in (
+        ("system assistant assistant user assistant", "system user assistant", 2),
+        ("user assistant user user tool", "user assistant", 3),
+        ("user user assistant", "user user assistant", 0),
+    ):
+        chat = read(talk(*((role, f"{role}{i}") for i, role in enumerate(roles.split()))), chat=True)
+        assert (" ".join(role for role, _ in spoken(chat)), chat.unused) == (used, unused)
+    for roles in ("system user", "assistant", "user critic assistant"):
+        assert read(talk(*((role, role) for role in roles.split())), chat=True).reason == "bad_roles"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"train": False}, {"masked": True}])
+def test_answers_marked_as_not_learned_carry_no_loss(mark: dict[str, Any], chat: bool) -> None:
+    (key,) = mark
+    opposite = {key: type(mark[key])(not mark[key])}
+    row = read(marked(mark, opposite, {}, mark), chat=chat)
+    assert row.unsupervised == (0, 3)
+    assert read(marked(opposite, {key: None}), chat=chat).unsupervised == ()
+    assert read(marked(mark), chat=chat).reason == "no_loss"
+    if chat:
+        assert key not in row.messages
+
+
+def test_tools_calls_and_developers_reach_a_chat_template() -> None:
+    call = {"function": {"name": "f", "arguments": '{"x": "<|im_end|>"}'}}
+    messages = [
+        {"role": "developer", "content": "d"},
+        {"role": "user", "content": "q", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "r", "tool_call_id": "1"},
+        {"role": "assistant", "content": "a"},
+    ]
+    row = {"messages": messages, "tools": json.dumps([{"name": "f"}])}
+    before = json.dumps(row)
+    result = read(row, chat=True)
+    assert json.dumps(row) == before, "rows are read again, and must be what they were"
+    inner = json.loads(result.messages)
+    assert "name" not in inner[1] and inner[3]["tool_call_id"] == "1"
+    known = read_template(tokenizer_with(TOOLS), "t")
+    text, spans = render_chat(result, known)
+    assert text.startswith('{"name": "f"}\n<|im_start|>system\nd<|im_end|>')
+    call_text, answer = (text[a:b] for a, b in spans)
+    assert call_text.count("<|im_end|>") == 2 and answer == "a<|im_end|>"  # text of the call, and its end
+    other = known._replace(text=known.text + "{# knows developer #}")
+    assert "<|im_start|>developer" in render_chat(result, other)[0]
+    assert read({**row, "tools": "none"}, chat=True).reason == read(row).reason == "wrong_type"
+
+
+PLAIN = Chat(json.dumps(marked({}, {})["messages"]))
+SYSTEM = Chat(json.dumps([{"role": "system", "content": "be brief"}, *json.loads(PLAIN.messages)]))
+
+
+@pytest.mark.parametrize("template", [CHATML, LLAMA, MARKED])
+def test_ids_are_those_of_generation(template: str) -> None:
+    """An independent account: transformers' apply_chat_template, on the original tokenizer."""
+    saved = tokenizer_with(template)
+    theirs = AutoTokenizer.from_pretrained(saved.parent)
+    messages = json.loads(PLAIN.messages)
+    ids, spans = ChatEncoder(saved, read_template(saved, "t")).encode(PLAIN)
+    assert spans[-1, 1] == len(ids), "nothing after the last answer is kept"
+    first = theirs.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
+    assert ids[: spans[0, 0]] == first
+    whole = theirs.apply_chat_template(messages)["input_ids"][: len(ids)]
+    assert theirs.decode(ids) == theirs.decode(whole)
+    if template is not LLAMA:  # there a space of the answer's first word is a token by itself
+        assert ids == whole
+        assert [decoded(saved, ids[a:b]) for a, b in spans] == ["a0 0<|im_end|>", "a1 0<|im_end|>"]
+
+
+CONTENT = st.lists(
+    st.sampled_from(["river", " ", "\n", "<|im_end|>", "<|im_start|>user", "</s>", "é", "{{ x }}", "🙂"]),
+    min_size=1,
+    max_size=5,
+).map("".join).filter(str.strip)  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.tuples(CONTENT, CONTENT), min_size=1, max_size=3), st.sampled_from([CHATML, MARKED]))
+def test_what_people_say_never_ends_a_turn(turns: list[tuple[str, str]], template: str) -> None:
+    """Special tokens in messages are text: as many turns begin and end as there are; answers come back."""
+    saved = tokenizer_with(template)
+    backend = Tokenizer.from_file(str(saved / "tokenizer.json"))
+    spoken_turns = (turn for q, a in turns for turn in (("user", q), ("assistant", a)))
+    row = Chat(json.dumps(talk(*spoken_turns)["messages"]))
+    ids, spans = ChatEncoder(saved, read_template(saved, "t")).encode(row)
+    begin, end = (backend.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>"))
+    assert ids.count(begin) == ids.count(end) == 2 * len(turns)
+    for (_, answer), (start, stop) in zip(turns, spans, strict=True):
+        assert ids[stop - 1] == end
+        assert decoded(saved, ids[start : stop - 1]).strip() == answer.strip()
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "reason"),
+    [
+        (THINKING, PLAIN, "response_not_found"),
+        (LLAMA, SYSTEM, "refused_by_chat_template"),
+        ("{{ ''.__class__.__mro__ }}" + CHATML, PLAIN, "refused_by_chat_template"),
+        (MARKED.replace(SAYS + "{% endg", "{% endg"), PLAIN, "response_not_found"),
+    ],
+)
+def test_a_template_that_does_not_allow_it_is_refused(template: str, row: Chat, reason: str) -> None:
+    known = read_template(tokenizer_with(CHATML), "t")._replace(text=template)
+    with pytest.raises(RefusedError) as caught:
+        render_chat(row, known)
+    assert caught.value.reason == reason
+
+
+def test_the_day_changes_nothing() -> None:
+    known = read_template(tokenizer_with(DATED), "t")
+    assert render_chat(PLAIN, known)[0].startswith("1 Jan 2024<|im_start|>")
+    assert len(check_template(known)) == 1
+    with pytest.raises(UserError):
+        check_template(known._replace(text="{{ strftime_now('%Y') }}" + CHATML))
+
+
+@pytest.mark.parametrize(
+    "template", [CHATML, [{"name": "x", "template": "y"}, {"name": "default", "template": CHATML}]]
+)
+def test_templates_in_a_configuration_are_kept(tmp_path: Path, template: str | list[dict[str, str]]) -> None:
+    shutil.copy(tiny_tokenizer() / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    save_tokenizer(tmp_path, None, saved := tmp_path / "saved")
+    loaded = (load_tokenizer(tmp_path), load_tokenizer(saved), AutoTokenizer.from_pretrained(saved))
+    assert [tokenizer.chat_template for tokenizer in loaded] == [CHATML] * 3
+
+
+@pytest.mark.parametrize("template", ["chat", "chat_template"])
+def test_only_what_is_learned_is_supervised(tmp_path: Path, template: str) -> None:
+    """From the file to labels: of two answers one, and its end. Another template is noticed if it is used."""
+    tokenizer = tmp_path / "tokenizer"
+    shutil.copytree(tokenizer_with(CHATML), tokenizer)
+    rows = [marked({"weight": i % 2}, {"weight": 1 - i % 2}, row=i) for i in range(40)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    how = {"kind": "instruct", "template": template, "sequence_len": 400, "tokenizer": str(tokenizer)}
+    config = prepared(tmp_path, **how)
+    assert not verify(config.dir)[1]
+    examples = segments(train_set(config))
+    answers = [[f"a{turn} {i}<|im_end|>" for turn in (i % 2, 1 - i % 2)] for i in range(40)]
+    learned = [decoded(tokenizer, [label for label in labels if label >= 0]) for _, labels in examples]
+    assert sorted(learned) == sorted(answer for _, answer in answers)
+    context = "".join(decoded(tokenizer, ids) for ids, _ in examples)
+    assert all(answer in context for pair in answers for answer in pair)
+    tokenizer_config = tokenizer / "tokenizer_config.json"
+    tokenizer_config.write_text(tokenizer_config.read_text().replace('"{% for m', '"Hello{% for m'))
+    with refused("tokenizer-changed") if template == "chat_template" else contextlib.nullcontext():
+        run(config)
+
+
+# what is written, and a line that the recipe must have
+CSV = "".join(f'"{row["instruction"]}","{row["output"]}"\n' for row in alpaca_rows(80))
+BOOK = "\n\n".join("\n".join(text.split(". ")) for text in texts(90, sentences=8)) + "\n"
+SHARED = json.dumps([{"conversations": CHAT}] * 2 + [marked({}, {}, row=i) for i in range(60)])
+FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "alpaca.jsonl": (lambda p: write_jsonl(p, alpaca_rows(80)), "template: alpaca"),
+    "other names.csv": (lambda p: p.write_text(f'"Frage, bitte",reply\n{CSV}'), "instruction: Frage, bitte"),
+    "share.json": (lambda p: p.write_text(SHARED), "template: chat"),
+    "body.parquet": (lambda p: pyarrow.parquet.write_table(pa.table({"body": texts(90)}), p), "text: body"),
+    "book [1].txt": (lambda p: p.write_text(BOOK), "format: paragraphs"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_lines_of_sniff_work_when_they_are_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    """Sniff, paste, prepare, inspect: as a newcomer does it."""
+    write, expected = FILES[name]
+    write(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert main(["sniff", name, "--tokenizer", str(tiny_tokenizer())]) == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    start = next(i for i, line in enumerate(lines) if "recipe lines to paste" in line) + 1
+    recipe = "\n".join(lines[start:]) + "\n"
+    assert expected in recipe
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    assert main(["prepare", "recipe.yaml", "--workers", "1"]) == 0
+    config = load_data_config(tmp_path / "recipe.yaml", [])
+    assert verify(config.dir)[1] == [] and len(train_set(config)) > 0
+    assert main(["inspect", str(config.dir / "train")]) == 0
+
+
+def sniffed(files: Path, tokenizer: Path | None = None) -> tuple[str, str]:
+    """What is printed, and the recipe."""
+    sink = io.StringIO()
+    recipe = sniff(str(files), tokenizer and str(tokenizer), Console(file=sink, width=100))
+    return sink.getvalue(), recipe
+
+
+def test_sniff_shows_what_is_supervised_and_uses_a_chat_template_where_it_can(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [{"instruction": "ask", "output": "the answer"}])
+    for tokenizer, answer in ((None, "the answer"), (tiny_tokenizer(), "the answer</s>")):
+        printed, _ = sniffed(tmp_path / "a.jsonl", tokenizer)
+        assert f"### Response:⟦{answer}" in printed and printed.count("⟦") == 2
+    write_jsonl(tmp_path / "b.jsonl", (marked({}, {}, row=i) for i in range(40)))
+    for template, expected in ((CHATML, "chat_template"), (THINKING, "chat")):
+        printed, recipe = sniffed(tmp_path / "b.jsonl", tokenizer_with(template))
+        assert f"template: {expected}\n" in recipe and "⟦a0 0" in printed
+        (tmp_path / "recipe.yaml").write_text(recipe)
+        config = load_data_config(tmp_path / "recipe.yaml", [f"data.dir={tmp_path / expected}"])
+        run(config)
+        assert train_set(config).manifest.documents == 40

@@ -1,0 +1,428 @@
+"""From text to ids, masks and rows: tokenizers, loss on responses and EOS only, packing that loses none."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections import Counter
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sentencepiece
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
+from transformers import AutoTokenizer
+
+from emo.common.errors import UserError
+from emo.data_prep.encode import Encoded, EncodeSettings, RowEncoder
+from emo.data_prep.inputs import open_text
+from emo.data_prep.pack import BlockPacker, first_fit_decreasing
+from emo.data_prep.templates import Conversation, Exchange, render
+from emo.data_prep.tokenizer import (
+    load_tokenizer,
+    save_tokenizer,
+    tokenizer_facts,
+    tokenizer_fingerprint,
+    train_sentencepiece,
+)
+from emo.data_prep.verify import verify
+from emo.data_prep.words import TextEncoder, encoder, word_rule
+from tests.helpers.corpus import (
+    alpaca_rows,
+    lasting_directory,
+    prepared,
+    segments,
+    texts,
+    tiny_tokenizer,
+    train_set,
+    write_jsonl,
+)
+from tests.helpers.families import tiny_llama
+from tests.helpers.refusals import refused
+
+# --- packing ----------------------------------------------------------------------------------------------
+
+
+def naive_first_fit_decreasing(lengths: list[int], capacity: int) -> list[list[int]]:
+    """The textbook version."""
+    bins: list[list[int]] = []
+    for item in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        for members in bins:
+            if sum(lengths[m] for m in members) + lengths[item] <= capacity:
+                members.append(item)
+                break
+        else:
+            bins.append([item])
+    return bins
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(1, 50), max_size=60), st.integers(50, 120))
+def test_bins_are_those_of_first_fit_decreasing(lengths: list[int], capacity: int) -> None:
+    bins = first_fit_decreasing(np.array(lengths, np.int64), capacity)
+    assert [b.tolist() for b in bins] == naive_first_fit_decreasing(lengths, capacity)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 60_000), max_size=40), max_size=30),
+    st.integers(2, 16),
+    st.lists(st.integers(0, 30), max_size=4),
+)
+def test_blocks_are_the_documents_cut(documents: list[list[int]], block: int, splits: list[int]) -> None:
+    """Whatever portions the documents arrive in."""
+    packer = BlockPacker(block)
+    cuts = sorted({0, len(documents), *(s for s in splits if s < len(documents))})
+    columns: dict[str, list[int]] = {}
+    for a, b in pairwise(cuts):
+        flat = np.array([t for d in documents[a:b] for t in d], np.uint16)
+        lengths = np.array([len(d) for d in documents[a:b]], np.int64)
+        rows = packer.add(flat, lengths, np.arange(a, b, dtype=np.uint64))
+        assert rows.ids.dtype == np.uint16 and (rows.lengths == block).all()
+        for name in ("ids", "segments", "segment_counts", "sources", "valid"):
+            columns.setdefault(name, []).extend(getattr(rows, name).tolist())
+    stream = [(t, d) for d, document in enumerate(documents) for t in document]
+    full = len(stream) // block
+    assert packer.remainder == len(stream) - full * block
+    owners = [[d for _, d in stream[row * block : (row + 1) * block]] for row in range(full)]
+    runs = [[row.count(d) for d in sorted(set(row))] for row in owners]
+    assert not documents or columns == {
+        "ids": [t for t, _ in stream[: full * block]],
+        "segments": [r for row in runs for r in row],
+        "segment_counts": [len(row) for row in runs],
+        "sources": [d for row in owners for d in sorted(set(row))],
+        "valid": [sum(r - 1 for r in row) for row in runs],
+    }
+
+
+# --- masks ------------------------------------------------------------------------------------------------
+
+WORDS = st.sampled_from(
+    ["river", "a bird", " ", "\n", "### Response:", "</s>", "é", "🙂", "\n\n", ":", "Anna"]
+)
+CONTENT = st.lists(WORDS, min_size=1, max_size=6).map("".join).filter(str.strip)
+EXCHANGES = st.builds(Exchange, CONTENT, CONTENT, st.one_of(st.just(""), CONTENT))
+DIALOGUES = st.builds(
+    Conversation,
+    st.lists(EXCHANGES, min_size=1, max_size=4).map(tuple),
+    st.one_of(st.just(""), CONTENT),
+    unsupervised=st.just(()),
+)
+
+
+@cache
+def row_encoder(template: str = "alpaca", block: int = 10_000, overlong: str = "drop") -> RowEncoder:
+    tokenizer = tiny_tokenizer()
+    return RowEncoder(EncodeSettings(tokenizer, tokenizer_facts(tokenizer), template, block, overlong, None))
+
+
+def sequences(encoded: Encoded) -> list[tuple[list[int], list[bool]]]:
+    """The ids of each sequence, and which of them are supervised."""
+    ends = np.cumsum(encoded.lengths).tolist()
+    results = []
+    for length, end, spans in zip(encoded.lengths, ends, encoded.spans, strict=True):
+        mask = [any(a <= i < b for a, b in spans) for i in range(length)]
+        results.append((encoded.ids[end - length : end].tolist(), mask))
+    return results
+
+
+@settings(max_examples=150, deadline=None)
+@given(DIALOGUES, st.sampled_from(["alpaca", "chat"]))
+def test_mask_is_where_sentencepiece_says_the_responses_are(dialogue: Conversation, template: str) -> None:
+    """By sentencepiece itself. A line break joins with nothing: text behind one is encoded as continuing."""
+    original = sentencepiece_of(tiny_tokenizer() / "model")
+    expected_ids, expected_mask = [original.bos_id()], [False]
+    for text, start in render(dialogue, template):
+        prompt = original.encode(text[:start])
+        space, line_break, *response = original.encode("\n" + text[start:])
+        assert original.id_to_piece([space, line_break]) == ["\u2581", "<0x0A>"]
+        expected_ids += [*prompt, *response, original.eos_id()]
+        expected_mask += [False] * len(prompt) + [True] * (len(response) + 1)
+
+    encoded = row_encoder(template).conversations([dialogue])
+    assert sequences(encoded) == [(expected_ids, expected_mask)]
+
+
+POLICIES = {"drop": "dropped", "truncate": "truncated", "split": "split"}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(DIALOGUES, min_size=1, max_size=8), st.sampled_from([*POLICIES]), st.integers(8, 200))
+def test_overlong_policies_count_all_losses(dialogues: list[Conversation], policy: str, block: int) -> None:
+    whole = row_encoder().conversations(dialogues)
+    cut = row_encoder("alpaca", block, policy).conversations(dialogues)
+    expected, counts = [], Counter(whole.counts)
+    for ids, mask in sequences(whole):
+        if len(ids) <= block:
+            expected.append((ids, mask))
+            continue
+        starts = {"drop": [], "truncate": [0], "split": range(0, len(ids), block)}[policy]
+        pieces = [(ids[a : a + block], mask[a : a + block]) for a in starts]
+        kept = [piece for piece in pieces if any(piece[1][1:])]
+        expected += kept
+        fate = POLICIES[policy] if kept or policy == "drop" else "without_response"
+        counts.update(["overlong", f"overlong_{fate}"])
+        counts["overlong_tokens_lost"] += len(ids) - sum(len(piece[0]) for piece in kept)
+        if policy == "split":
+            counts["overlong_pieces_without_response"] += len(pieces) - len(kept)
+    assert sequences(cut) == expected
+    assert +cut.counts == +counts
+    assert all(any(mask[1:]) for _, mask in sequences(cut))
+
+
+def as_messages(dialogue: Conversation) -> dict[str, Any]:
+    turns = [{"role": "system", "content": dialogue.system}] if dialogue.system else []
+    for e in dialogue.exchanges:
+        turns += [{"role": "user", "content": e.prompt}, {"role": "assistant", "content": e.response}]
+    return {"messages": turns}
+
+
+@pytest.mark.slow
+@settings(max_examples=15, deadline=None)
+@given(st.lists(DIALOGUES, min_size=1, max_size=12, unique_by=lambda d: json.dumps(as_messages(d))))
+def test_labels_that_training_reads_are_the_masks(dialogues: list[Conversation]) -> None:
+    """From messages in a file to shifted labels of packed rows: each example as if it stood alone."""
+    dialogues = [d._replace(exchanges=tuple(e._replace(input="") for e in d.exchanges)) for d in dialogues]
+    with tempfile.TemporaryDirectory() as folder:
+        write_jsonl(Path(folder) / "a.jsonl", map(as_messages, dialogues))
+        how = {"kind": "instruct", "template": "chat", "sequence_len": 256, "overlong": "drop"}
+        encoded = row_encoder("chat", 256).conversations(dialogues)
+        if not len(encoded.ids):
+            return
+        packed = segments(train_set(prepared(Path(folder), dedup="none", **how)))
+    expected = [(ids, [*np.where(mask, ids, -100)[1:].tolist(), -100]) for ids, mask in sequences(encoded)]
+    assert sorted(packed) == sorted(expected)
+
+
+def test_alpaca_text_is_the_published_one() -> None:
+    begins = "Below is an instruction that describes a task"
+    asks = "Write a response that appropriately completes the request.\n\n### Instruction:\n"
+    (turn,) = render(Conversation((Exchange("Add.", "3", "1 and 2"),)), "alpaca")
+    paired = ", paired with an input that provides further context"
+    assert turn.text == f"{begins}{paired}. {asks}Add.\n\n### Input:\n1 and 2\n\n### Response:3"
+    turns = render(Conversation((Exchange("Say hi.", "hi"), Exchange("Again.", "hi hi"))), "alpaca")
+    assert turns[0].text == f"{begins}. {asks}Say hi.\n\n### Response:hi"
+    assert turns[1].text == "### Instruction:\nAgain.\n\n### Response:hi hi"
+    assert [turn.text[turn.start :] for turn in turns] == ["hi", "hi hi"]
+
+
+def loss_and_gradients(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) -> list[torch.Tensor]:
+    """The summed loss, and the gradients."""
+    model.zero_grad()
+    total = torch.zeros(())
+    for batch in batches:
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        logits, labels = model(**inputs).logits.flatten(0, 1), batch["labels"].flatten()
+        total = total + torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    total.backward()
+    return [total.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("kind", ["text", "instruct"])
+def test_packed_equals_unpacked(tmp_path: Path, kind: str) -> None:
+    write_jsonl(tmp_path / "a.jsonl", alpaca_rows(12) if kind == "instruct" else texts(40, sentences=2))
+    block = 512 if kind == "instruct" else 96
+    data = train_set(prepared(tmp_path, kind=kind, sequence_len=block, shards=1))
+    model = tiny_llama(400, num_hidden_layers=2)
+    rows = {k: torch.from_numpy(v) for k, v in data.batch(np.arange(len(data))).items()}
+    alone = [{"input_ids": torch.tensor([i]), "labels": torch.tensor([y])} for i, y in segments(data)]
+    assert len(alone) > 2 * len(data), "rows must hold several segments"
+    for a, b in zip(loss_and_gradients(model, [rows]), loss_and_gradients(model, alone), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4 * max(1.0, float(b.abs().max())))
+
+
+# --- tokenizers -------------------------------------------------------------------------------------------
+
+SPECIALS = ["</s>", "<s>", "<unk>", "<|endoftext|>", "<pad>"]
+# White space of every sort, what Python alone takes for white space, and what tokenizers treat apart.
+HARD = [*" \n\t\x1c\x1f\x85\xa0\u2003\u2028\u3000\u200b\ufeff▁é🙂", "  ", "\n\n", "\r\n", "▁▁", *SPECIALS]
+HARD += ["<0x0A>", "'s", "don't", "e\u0301", "river", "1,000"]
+PARTS = st.lists(st.one_of(st.sampled_from(HARD), st.text(max_size=5)), max_size=12)
+TEXT = PARTS.map(lambda parts: "".join(parts).encode("utf-8", "replace").decode())
+
+
+@cache
+def sentencepiece_of(directory: Path) -> Any:
+    return sentencepiece.SentencePieceProcessor(model_file=str(directory / "tokenizer.model"))
+
+
+@cache
+def saved(original: Path) -> Path:
+    """The saved tokenizer of a published one."""
+    save_tokenizer(original, None, directory := lasting_directory())
+    return directory
+
+
+def real_texts(shared_data: Path) -> list[str]:
+    """Lines of WikiText (most begin with a space), web pages, Alpaca answers, and runs of spaces."""
+    with open_text(shared_data / "lm/wikitext-2-v1/validation.txt.zst") as stream:
+        lines = stream.read().decode().split("\n")
+    for name, column in (("lm/openwebtext-sample", "text"), ("instruct/alpaca_gpt4", "output")):
+        with open_text(shared_data / name / "train.jsonl.zst") as stream:
+            rows = stream.read().decode().splitlines()[:150]
+        lines += [json.loads(row)[column] for row in rows]
+    spaces = [" " * a + "x" + " " * b + "\ty\n" + " " * a for a in range(20) for b in range(20)]
+    return lines + spaces + SPECIALS
+
+
+def test_sentencepiece_conversion_equals_sentencepiece_on_real_text(shared_data: Path) -> None:
+    name = "tokenizers/llama"
+    original = sentencepiece_of(shared_data / name)
+    tokenizer, fast = load_tokenizer(shared_data / name), encoder(saved(shared_data / name))
+    lines = real_texts(shared_data)
+    assert len(lines) > 4000
+    assert [line for line in lines if fast.encode(line).ids != original.encode(line)] == []
+    assert [line for line in lines[::7] if tokenizer.decode(original.encode(line)) != line] == []
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (original.bos_id(), original.eos_id())
+
+
+@settings(max_examples=200, deadline=None)
+@given(TEXT)
+def test_conversion_equals_sentencepiece_on_any_text(text: str) -> None:
+    original = sentencepiece_of(tiny_tokenizer() / "model")
+    assert encoder(tiny_tokenizer()).encode(text).ids == original.encode(text)
+
+
+def test_gpt2_and_opt_ids_are_the_published_ones(shared_data: Path) -> None:
+    gpt2, opt = (load_tokenizer(shared_data / "tokenizers" / name) for name in ("gpt2", "opt"))
+    assert encoder(saved(shared_data / "tokenizers/gpt2")).encode("Hello world").ids == [15496, 995]
+    assert (gpt2.bos_token_id, gpt2.eos_token_id, len(gpt2)) == (50256, 50256, 50257)
+    assert (opt.bos_token_id, opt.eos_token_id, opt.pad_token_id, len(opt)) == (2, 2, 1, 50265)
+    assert opt("Hello world")["input_ids"] == [2, 31414, 232]
+
+
+@pytest.mark.slow
+def test_saved_tokenizer_is_the_same_for_everybody(shared_data: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(shared_data / "tokenizers/opt")
+    tokenizer.save_pretrained(tmp_path)
+    light = AutoTokenizer.from_pretrained(saved(shared_data / "tokenizers/opt"))
+    text = " A  line,\nwith <unk> and 日本語 🙂"
+    for other in (load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path), light):
+        assert (ids := other(text)["input_ids"]) == tokenizer(text)["input_ids"]
+        assert other.decode(ids) == tokenizer.decode(ids)
+        assert other.special_tokens_map == tokenizer.special_tokens_map
+        assert tokenizer_fingerprint(other) == tokenizer_fingerprint(tokenizer)
+    ends = (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
+    assert tokenizer_facts(tmp_path) == (*ends, tokenizer_fingerprint(tokenizer))
+
+
+def test_training_is_deterministic_and_knows_every_byte(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        train_sentencepiece(texts(200), 350, tmp_path / name / "tokenizer.model")
+    assert (tmp_path / "a/tokenizer.model").read_bytes() == (tmp_path / "b/tokenizer.model").read_bytes()
+    tokenizer = load_tokenizer(tmp_path / "a")
+    save_tokenizer(tmp_path / "a", None, tmp_path / "saved")
+    assert tokenizer.decode(encoder(tmp_path / "saved").encode("Ünseen ☃ 123").ids) == "Ünseen ☃ 123"
+
+
+def test_a_vocabulary_of_the_wrong_size_is_refused(tmp_path: Path) -> None:
+    many = ["".join(map(chr, range(0x4E00, 0x4E60)))]
+    for size, lines, code in ((300, many, "vocabulary-too-small"), (5000, ["ab"], "vocabulary-too-large")):
+        with refused(code):
+            train_sentencepiece(lines, size, tmp_path / "tokenizer.model")
+
+
+def test_a_tokenizer_of_nonsense_is_refused(tmp_path: Path) -> None:
+    """A huge id ended the process: the library makes room for all ids below it."""
+    whole = json.loads((tiny_tokenizer() / "tokenizer.json").read_text())
+    model, added = whole["model"], whole["added_tokens"]
+    for wrong in (
+        {"model": model | {"vocab": model["vocab"] | {"a": 4 * 10**9}}},
+        {"added_tokens": [added[0] | {"id": -1}, *added[1:]]},
+    ):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(whole | wrong))
+        with pytest.raises(UserError):
+            save_tokenizer(tmp_path, None, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("form", ["model/tokenizer.model", "tokenizer.json"])
+def test_no_bos_where_the_configuration_says_so(tmp_path: Path, form: str) -> None:
+    """add_bos_token: false, as LLaMA's kind of tokenizer_config.json has it."""
+    original = tmp_path / "tokenizer"
+    original.mkdir()
+    shutil.copy(tiny_tokenizer() / form, original)
+    keys = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "add_bos_token": False}
+    (original / "tokenizer_config.json").write_text(json.dumps(keys), encoding="utf-8")
+    write_jsonl(tmp_path / "a.jsonl", texts(80))
+    config = prepared(tmp_path, tokenizer=str(original))
+    data, copy = train_set(config), config.dir / "tokenizer"
+    assert data.manifest.bos_id is None
+    assert 1 not in data.batch(np.arange(len(data)))["input_ids"]
+    auto = AutoTokenizer.from_pretrained(copy)
+    auto.save_pretrained(tmp_path / "again")
+    for tokenizer in (auto, *map(load_tokenizer, (copy, original, tmp_path / "again"))):
+        assert tokenizer("a b").input_ids[0] != 1
+        assert tokenizer.bos_token == "<s>"  # a chat_template may write it
+        assert tokenizer_fingerprint(tokenizer) == data.manifest.tokenizer_fingerprint
+    assert not verify(config.dir)[1]
+
+
+@cache
+def byte_tokenizer() -> Path:
+    """A small saved tokenizer of GPT-2's kind."""
+    directory = lasting_directory()
+    backend = ByteLevelBPETokenizer()
+    content = [*texts(200), " \n\n  \t'' don't \x1c!\n  "] * 2
+    backend.train_from_iterator(content, 600, special_tokens=["<|endoftext|>"], show_progress=False)
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    save_tokenizer(directory, None, directory / "saved")
+    return directory / "saved"
+
+
+@cache
+def encoders(kind: str) -> tuple[TextEncoder, Tokenizer, Tokenizer]:
+    """By words, which it remembers over all examples, and by whole texts that begin or continue."""
+    directory = {"sentencepiece": tiny_tokenizer, "bytes": byte_tokenizer}[kind]()
+    return (
+        TextEncoder(directory, np.dtype(np.uint16)),
+        encoder(directory),
+        encoder(directory, continuing=True),
+    )
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "bytes"])
+@settings(max_examples=300, deadline=None)
+@given(st.lists(TEXT, max_size=4))
+@example(["", " ", "\n  a", "a\n  b", " a", "▁a ▁ b"])
+@example(["", " ", "\n  a", "a\n  b", "a \x1c b", "!\x1c!", "x\x85 y"])
+def test_words_have_the_ids_of_the_text(kind: str, some_texts: list[str]) -> None:
+    by_words, beginning, continuing = encoders(kind)
+    assert by_words.words is not None
+    for going_on, whole in ((False, beginning), (True, continuing)):
+        ids = [np.frombuffer(each, np.uint16).tolist() for each in by_words.encode(some_texts, going_on)]
+        assert ids == [each.ids for each in whole.encode_batch(some_texts)]
+
+
+def test_only_what_is_proven_is_cut() -> None:
+    """Each of these may join what is on the two sides of a cut: they get whole texts."""
+    whole: dict[str, Any] = json.loads(encoder(tiny_tokenizer()).to_str())
+    model, added = whole["model"], whole["added_tokens"]
+
+    def joined_first(left: str, right: str) -> dict[str, Any]:
+        """The model with a piece that joins `left` and `right` before all others are made."""
+        pieces = [piece for piece in (left, right, left + right) if piece not in model["vocab"]]
+        vocab = model["vocab"] | {piece: len(model["vocab"]) + i for i, piece in enumerate(pieces)}
+        return {"model": model | {"vocab": vocab, "merges": [[left, right], *model["merges"]]}}
+
+    assert word_rule(whole) is not None
+    assert word_rule(whole | joined_first("e", "x")) is not None
+    joining = (("e", "▁"), ("a", "▁b"), ("\n", "▁"), ("a", "\n"), ("\n", "a"), ("▁", "\n"), ("<0x0A>", "a"))
+    for change in (
+        *(joined_first(*pair) for pair in joining),
+        *({"model": model | {key: value}} for key, value in (("dropout", 0.1), ("byte_fallback", False))),
+        {"model": model | {"ignore_merges": True}},
+        {"model": {"type": "Unigram", "unk_id": 0, "vocab": [["<unk>", 0.0], ["a", -1.0]]}},
+        {"normalizer": {"type": "NFKC"}},
+        {"pre_tokenizer": {"type": "Digits", "individual_digits": False}},
+        {"added_tokens": [*added, added[0] | {"id": 400, "content": "a b", "special": False}]},
+    ):
+        assert word_rule(whole | change) is None, change

@@ -1,0 +1,43 @@
+"""Chat templates as models have them, and small tokenizers that have one."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer
+from tests.helpers.corpus import lasting_directory, tiny_tokenizer
+
+SAYS = "{{ m.content }}<|im_end|>"
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n" + SAYS + "\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA = (  # [INST] is no special token, the end is EOS; strict about the order of roles
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% elif m.role == 'assistant' %}{{ ' ' + m.content|trim + eos_token }}"
+    "{% else %}{{ raise_exception('only user and assistant') }}{% endif %}{% endfor %}"
+)
+LEARNED = "{% if m.role == 'assistant' %}{% generation %}" + SAYS + "{% endgeneration %}"
+MARKED = CHATML.replace(SAYS, LEARNED + "{% else %}" + SAYS + "{% endif %}")  # says what the assistant says
+THOUGHTS = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+THINKING = CHATML.replace(SAYS, THOUGHTS + SAYS)  # as Qwen3's: only the last answer has thoughts
+TODAY = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}1 Jan 2024{% endif %}"
+DATED = TODAY + CHATML
+CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}{% endfor %}"
+CALLING = CHATML.replace(SAYS, "{{ m.content or '' }}" + CALLS + "<|im_end|>")
+TOOLS = "{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}" + CALLING
+
+
+@cache
+def tokenizer_with(template: str) -> Path:
+    """A tokenizer with ChatML's tokens and a template, as `prepare` saves it; the original is its parent."""
+    original = lasting_directory()
+    tokenizer = load_tokenizer(tiny_tokenizer())
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    if "im_end" in template:
+        tokenizer.eos_token = "<|im_end|>"
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(original)
+    save_tokenizer(original, None, original / "saved")
+    return original / "saved"
