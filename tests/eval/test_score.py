@@ -17,7 +17,6 @@ from emo.eval.icl.prefix_scorer import (
     WHOLE,
     Item,
     PrefixScorer,
-    TreeBatch,
     batches,
     common_prefix,
     groups,
@@ -29,16 +28,14 @@ from emo.eval.icl.settings import NotFiniteError, Settings, winner
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import Row, Task, TaskSpec, load_task
 from emo.eval.model import EvaluatedModel
-from tests.helpers.evaluating import naive_nll, tiny_model
+from tests.helpers.evaluating import naive_nll
 from tests.helpers.families import family
 from tests.helpers.refusals import refused
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> EvaluatedModel:
-    return EvaluatedModel(str(tiny_model(tmp_path_factory.mktemp("tiny") / "model")))
+def tiny(world: Path) -> EvaluatedModel:
+    return EvaluatedModel(str(world / "model"))
 
 
 # --- equality with OpenICL --------------------------------------------------------------------------------
@@ -55,22 +52,22 @@ def recorded(
     return maker.records(task, rows["train"], rows["test"], indices, lambda count: None)
 
 
-def worst_difference(ours: list[Record], openicl: list[Record]) -> float:
+def worst_difference(*sides: list[Record]) -> float:
     """Largest difference of OpenICL's perplexity between two evaluations."""
-    values = [np.array([record["scores"]["openicl_ppl"] for record in side]) for side in (ours, openicl)]
-    return float(np.abs(values[0] - values[1]).max())
+    first, second = (np.array([record["scores"]["openicl_ppl"] for record in side]) for side in sides)
+    return float(np.abs(first - second).max())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ag_news", "mmlu", "sst2", "trec"])
+@pytest.mark.parametrize("name", ["mmlu", "trec"])
 def test_equals_openicl_on_real_rows_with_a_real_model(name: str, shared_data: Path) -> None:
     """Same predictions on every row, scores within 1e-5."""
     task = load_task(name)
-    # Pieces of this vocabulary are short, so the prompts of two tasks would be of thousands of tokens.
-    count = {"ag_news": 4, "mmlu": 1}.get(name, task.spec.shots.count)
-    data = load_data(task, str(shared_data / "nlu"), limit=12 if name != "mmlu" else 5, shots=count)
-    rows, draw = data.rows, np.random.default_rng(5).choice
-    if task.spec.shots.by == "group":
+    # Pieces of this vocabulary are short, so the prompts of five questions would be of thousands of tokens.
+    count, limit = (1, 5) if name == "mmlu" else (8, 12)
+    rows = load_data(task, str(shared_data / "nlu"), limit=limit, shots=count).rows
+    draw = np.random.default_rng(5).choice
+    if name == "mmlu":
         indices = GroupRetriever(reader(task, rows), ice_num=count).retrieve()
     else:
         indices = [draw(len(rows["train"]), count, replace=False).tolist() for _ in rows["test"]]
@@ -125,7 +122,7 @@ def test_faithful_mode_has_openicls_faults(fault: str, tiny: EvaluatedModel) -> 
 # --- prompts ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("limit", [40, 70, 150, 400])
+@pytest.mark.parametrize("limit", [40, 150, 400])
 def test_labels_see_the_same_demonstrations_and_are_never_cut(limit: int, tiny: EvaluatedModel) -> None:
     tokenizer = tiny.tokenizer
     task, rows = toy(LONG[:6])
@@ -184,7 +181,7 @@ def check(scorer: PrefixScorer, items: list[Item]) -> None:
         assert difference <= 1e-5 * max(1.0, np.abs(target).max())
 
 
-@pytest.mark.parametrize(("shared", "budget"), [(0, 1), (0, 64), (31, 8192), (33, 8192), (200, 8192)])
+@pytest.mark.parametrize(("shared", "budget"), [(0, 1), (31, 8192), (33, 8192)])
 def test_a_shared_beginning_is_computed_once(shared: int, budget: int, tiny: EvaluatedModel) -> None:
     items = random_items(384, 20, shared=shared)
     check(PrefixScorer(tiny.model, budget), items)
@@ -209,34 +206,30 @@ def test_every_way_skips_reports_progress_and_refuses_nan(way: str, tiny: Evalua
 
 
 @pytest.mark.parametrize("shared", [0, 300])
-def test_no_batch_exceeds_the_budget(
-    shared: int, tiny: EvaluatedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_batch_exceeds_the_budget(shared: int, tiny: EvaluatedModel) -> None:
     """Padding and cached context count, so memory is bounded by the budget; one item may exceed it alone."""
-    scorer, fed = PrefixScorer(tiny.model, budget=1500), []  # type: ignore[var-annotated]
-    run = scorer._forward
-
-    def watch(batch: TreeBatch, cache: Any) -> torch.Tensor:
-        fed.append((len(batch.ids), len(batch.ids) * batch.allowed.shape[2]))
-        return run(batch, cache)
-
-    monkeypatch.setattr(scorer, "_forward", watch)
-    scorer.score(random_items(384, 60, shared=shared))
-    assert all(tokens <= 1500 or rows == 1 for rows, tokens in fed)
-    assert max(tokens for _, tokens in fed) > 700  # and it is used
-    lengths = {i: item.fed for i, item in enumerate(random_items(384, 200, shared=shared))}
-    padded = sum(len(part) * max(lengths[i] for i in part) for part in batches(lengths, 512, CPU))
+    items = random_items(384, 200, shared=shared)
+    lengths = {i: item.fed - shared for i, item in enumerate(items)}
+    parts = list(batches(lengths, 1500, torch.device("cpu"), shared))
+    assert sorted(i for part in parts for i in part) == list(lengths)
+    longest = [max(lengths[i] for i in part) for part in parts]
+    used = [len(part) * (shared + length) for part, length in zip(parts, longest, strict=True)]
+    assert 700 < max(used) <= 1500
+    padded = sum(len(part) * length for part, length in zip(parts, longest, strict=True))
     assert sum(lengths.values()) / padded > 0.9  # batches are of like length
+    steps: list[int] = []
+    PrefixScorer(tiny.model, budget=1500).score(items[:60], advance=steps.append)
+    assert sum(steps) == 60 and max(steps) * shared <= 1500
 
 
 # --- families ---------------------------------------------------------------------------------------------
 
 ARCHITECTURES = (
-    "gpt2", "opt", "qwen2", "qwen3", "gemma2", "mistral", "gpt_neo", "gpt_neox", "falcon", "bloom", "mpt",
-    "cohere", "granite", "mixtral", "mamba", "jamba", "recurrent_gemma",
+    "gpt2", "opt", "qwen3", "gemma2", "mistral", "gpt_neo", "bloom", "cohere", "granite", "mixtral",
+    "mamba", "jamba", "recurrent_gemma",
 )  # fmt: skip
 # Windows, distances instead of positions, and recurrences do not see the tree as prompts side by side.
-WHOLE_PROMPTS = {"gemma2", "mistral", "gpt_neo", "bloom", "mpt", "mamba", "jamba"}
+WHOLE_PROMPTS = {"gemma2", "mistral", "gpt_neo", "bloom", "mamba", "jamba"}
 ONE_BY_ONE = {"recurrent_gemma"}
 
 
