@@ -87,7 +87,7 @@ def write_lines(path: Path, rows: Iterable[Any]) -> Path:
 
 
 def read_lines(path: Path) -> list[Any]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def command(*arguments: object) -> tuple[int, str, str]:
