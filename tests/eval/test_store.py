@@ -1,40 +1,323 @@
-"""Results survive anything: kills at random moments, many workers at once, damaged files.
+"""What may be evaluated, what the key of a result covers, and results that survive anything.
 
 EVAL_KILLS sets the number of kills (10).
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import multiprocessing
 import os
 import random
 import shutil
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import emo.eval.cli
+import emo.eval.model
 from emo.common.errors import ExitCode, UserError
+from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer
 from emo.eval import store
 from emo.eval.icl import job
 from emo.eval.icl.job import Job, run_all
 from emo.eval.icl.settings import Settings
-from emo.eval.icl.tasks import select_tasks
+from emo.eval.icl.tasks import Task, TaskSpec, load_task, select_tasks
 from emo.eval.model import EvaluatedModel
 from emo.eval.store import Entry
-from tests.helpers.evaluating import command
+from tests.helpers.evaluating import command, is_mistake, log_chunks, tiny_model, tiny_tokenizer
+from tests.helpers.refusals import refused
 
+WEIGHTS, ADAPTER = "model.safetensors", "adapter_model.safetensors"
+IDS = torch.arange(1, 9)[None]
 KILLS = int(os.environ.get("EVAL_KILLS", "10"))
 FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
 TASKS = "sst2,trec,mmlu"
 ROWS, CHUNK = 12, 2
 CHUNKS = 3 * ROWS // CHUNK
 LEAKED = [3, 7, 10]
+
+
+@pytest.fixture
+def copy(world: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(world / "model", tmp_path / "model"))
+
+
+@pytest.fixture
+def adapted(copy: Path) -> Path:
+    """A whole model with an adapter beside it."""
+    targets = ["q_proj", "v_proj"]
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
+    torch.manual_seed(0)
+    base: Any = AutoModelForCausalLM.from_pretrained(copy)
+    peft.get_peft_model(base, config).save_pretrained(copy)
+    return copy
+
+
+def edit_json(path: Path, **values: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | values), encoding="utf-8")
+
+
+def edit_weights(path: Path, edit: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    weights = load_file(path)
+    edit(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def logits(directory: Path) -> torch.Tensor:
+    with torch.inference_mode():
+        return EvaluatedModel(str(directory)).model(input_ids=IDS).logits
+
+
+# --- what may be evaluated --------------------------------------------------------------------------------
+
+SPOILT: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
+    "missing": lambda w: w.pop("model.layers.1.mlp.up_proj.weight"),
+    "one too many": lambda w: w.update(extra=torch.ones(3)),
+    "shape": lambda w: w.update({"model.norm.weight": torch.ones(7)}),
+    "integers": lambda w: w.update({"model.norm.weight": torch.ones(32, dtype=torch.int32)}),
+    "nan": lambda w: w["model.layers.0.mlp.up_proj.weight"][1].fill_(float("nan")),
+    "overflow": lambda w: w["model.norm.weight"].fill_(3e38),  # every weight is finite, the scores are not
+}
+
+
+@pytest.mark.parametrize("kind", SPOILT)
+def test_nothing_is_published_of_spoilt_weights(kind: str, copy: Path, world: Path, tmp_path: Path) -> None:
+    edit_weights(copy / WEIGHTS, SPOILT[kind])
+    common = ["--model", copy, "--output_path", tmp_path / "out"]
+    assert is_mistake("eval", *common, "--data", world / "data", "--tasks", "sst2", "--retriever", "random")
+    assert is_mistake("generate", *common, "--samples", 1)
+    names = ("result.json", "chunks", "sst2.json", "samples.json")
+    assert not [path for name in names for path in tmp_path.rglob(f"out/**/{name}")]
+
+
+def test_tied_heads_are_whole(tmp_path: Path) -> None:
+    path = tiny_model(tmp_path / "tied", tie_word_embeddings=True)
+    assert "lm_head.weight" not in load_file(path / WEIGHTS)
+    assert EvaluatedModel(str(path)).model.lm_head.weight.shape[1] == 32
+    edit_weights(
+        path / WEIGHTS, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()})
+    )
+    assert EvaluatedModel(str(path)).model.lm_head.weight.shape[1] == 32  # the same, twice
+    edit_weights(path / WEIGHTS, lambda w: w["lm_head.weight"].add_(1))
+    with refused("model"):
+        _ = EvaluatedModel(str(path)).model
+
+
+def test_models_that_are_not_causal_or_smaller_than_their_tokenizer_are_refused(tmp_path: Path) -> None:
+    """A padding token that was added needs no embedding."""
+    tokenizer = tiny_tokenizer(tmp_path / "tokenizer")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=len(tokenizer), **sizes)  # type: ignore[arg-type]
+    transformers.BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    tokenizer.save_pretrained(tmp_path / "bert")
+    tiny_model(tmp_path / "small", vocab_size=200)
+    for name in ("bert", "small"):
+        with refused("model"):
+            _ = EvaluatedModel(str(tmp_path / name)).model
+    path = tiny_model(tmp_path / "model")
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.save_pretrained(path)
+    assert EvaluatedModel(str(path)).model.config.vocab_size == 384
+
+
+def test_wrong_names_and_numbers_are_refused(world: Path, tmp_path: Path) -> None:
+    for name in (".hidden", "a/b", "a,b", "a=b", "", "x\n", "x" * 300):
+        with pytest.raises(UserError):
+            EvaluatedModel(str(world / "model"), name)
+    assert EvaluatedModel(str(world / "model"), "emo 7B_v1.2+x").name == "emo 7B_v1.2+x"
+    common = ["--data", world / "data", "--tasks", "sst2", "--retriever", "random", "--output_path", tmp_path]
+    for options in (["--max_tokens", 2000], ["--num_fewshot", 99], ["--max_drop", "nan"]):
+        assert is_mistake("eval", "--model", world / "model", *common, *options)
+
+
+# --- what the key of a result covers -----------------------------------------------------------------------------------
+
+
+def test_an_adapter_is_loaded_as_its_files_say_and_is_part_of_the_key(adapted: Path, world: Path) -> None:
+    plain, digests = logits(world / "model"), {EvaluatedModel(str(world / "model")).digest}
+    for alpha in (8, 64):
+        edit_json(adapted / "adapter_config.json", lora_alpha=alpha)
+        digests.add(EvaluatedModel(str(adapted)).digest)
+        base: Any = AutoModelForCausalLM.from_pretrained(world / "model")
+        with torch.inference_mode():
+            expected = peft.PeftModel.from_pretrained(base, adapted)(input_ids=IDS).logits
+        assert torch.allclose(logits(adapted), expected, atol=1e-5)
+        assert not torch.allclose(logits(adapted), plain, atol=0.1)
+    edit_weights(adapted / ADAPTER, lambda w: next(iter(w.values())).add_(1))
+    digests.add(EvaluatedModel(str(adapted)).digest)
+    assert len(digests) == 4
+
+
+def test_a_tensor_that_is_missing_with_an_adapter_is_refused(adapted: Path) -> None:
+    def rename(weights: dict[str, torch.Tensor]) -> None:
+        weights["extra.weight"] = weights.pop(next(name for name in sorted(weights) if "v_proj" in name))
+
+    edit_weights(adapted / ADAPTER, rename)
+    with refused("model"):
+        _ = EvaluatedModel(str(adapted)).model
+    (adapted / ADAPTER).unlink()
+    with refused("no-weights"):
+        EvaluatedModel(str(adapted))
+
+
+def test_weights_that_the_key_does_not_cover_are_not_opened(copy: Path, world: Path) -> None:
+    """transformers has more names for weights than anybody lists."""
+    shutil.copy(tiny_model(copy.parent / "other", seed=1) / WEIGHTS, copy / "other.safetensors")
+    edit_json(copy / "config.json", transformers_weights="other.safetensors")
+    with contextlib.suppress(UserError):
+        assert torch.equal(logits(copy), logits(world / "model"))
+
+
+@pytest.mark.parametrize("file", [WEIGHTS, "config.json"])
+def test_a_file_that_changes_before_it_is_loaded_stores_nothing(
+    file: str, copy: Path, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key was derived from the old content; the model is loaded long after, from the new."""
+    other = tiny_model(tmp_path / "other", seed=1, rms_norm_eps=1e-3)
+    load = emo.eval.model.load_causal_lm
+
+    def swapped(path: Path, **options: Any) -> Any:
+        shutil.copy(other / file, path / "new")
+        (path / "new").rename(path / file)
+        return load(path, **options)
+
+    monkeypatch.setattr(emo.eval.model, "load_causal_lm", swapped)
+    out = tmp_path / "out"
+    with refused("changed"):
+        Job(EvaluatedModel(str(copy)), Settings(data=str(world / "data")), out).run(load_task("sst2"))
+    assert not list(out.rglob("result.json")) and not list(out.rglob("chunks/*"))
+
+
+def test_digests_follow_content_not_names_or_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVAL_CACHE", str(tmp_path / "cache"))
+    first, second = tmp_path / "a.bin", tmp_path / "sub" / "a.bin"
+    second.parent.mkdir()
+    for path in (first, second):
+        path.write_bytes(b"x" * 1000)
+    before = store.digest_files(tmp_path, [first])
+    assert before == store.digest_files(second.parent, [second])
+    stamp = first.stat()
+    first.write_bytes(b"y" * 1000)  # the same size, and the old time
+    os.utime(first, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
+    assert store.digest_files(tmp_path, [first]) != before
+    (tmp_path / "cache" / "hashes.json").write_text("{")  # damaged: made again
+    assert store.digest_files(second.parent, [second]) == before
+
+
+def test_every_choice_is_part_of_the_key_but_the_batch_size(world: Path, tmp_path: Path) -> None:
+    model, task = EvaluatedModel(str(world / "model")), select_tasks("sst2")[0]
+
+    def results(**settings: Any) -> int:
+        Job(model, Settings(data=str(world / "data"), **settings), tmp_path).run(task)
+        return len(list(tmp_path.glob("store/*/result.json")))
+
+    changes = [{"shots": 2}, {"limit": 10}, {"max_tokens": 100}, {"faithful": True}, {"extra": ("channel",)}]
+    assert results() == 1
+    assert [results(**change) for change in changes] == [2, 3, 4, 5, 6]  # type: ignore[arg-type]
+    assert results(batch_size=2) == 6
+
+
+# --- the tokenizer ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_a_tokenizer_is_the_same_in_every_form(name: str, copy: Path, shared_data: Path) -> None:
+    digests = set()
+    for form in ("original", "tokenizer.json"):
+        for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+            (copy / file).unlink(missing_ok=True)
+        original = shared_data / "tokenizers" / name
+        if form == "original":
+            shutil.copytree(original, copy, dirs_exist_ok=True)
+        else:
+            for file in original.iterdir():
+                (copy / file.name).unlink()
+            save_tokenizer(original, None, copy)
+        digests.add(EvaluatedModel(str(copy)).tokenizer_digest)
+    assert len(digests) == 1
+    if name == "gpt2":  # a merge that differs is another tokenizer
+        model = json.loads((copy / "tokenizer.json").read_text(encoding="utf-8"))["model"]
+        model["merges"].insert(40_000, model["merges"].pop(0))  # `Ġ t`, after the words that it leads to
+        edit_json(copy / "tokenizer.json", model=model)
+        assert EvaluatedModel(str(copy)).tokenizer_digest not in digests
+
+
+def test_a_tokenizer_adds_what_its_configuration_says(copy: Path) -> None:
+    written, plain = copy / "tokenizer_config.json", EvaluatedModel(str(copy)).tokenizer_digest
+    config = json.loads(written.read_text(encoding="utf-8"))
+    ids = load_tokenizer(copy)("a text", add_special_tokens=False).input_ids
+    for bos, eos in itertools.product((True, False, None), repeat=2):
+        flags = {"add_bos_token": bos, "add_eos_token": eos}
+        flags = {name: flag for name, flag in flags.items() if flag is not None}
+        written.write_text(json.dumps(config | flags), encoding="utf-8")
+        model = EvaluatedModel(str(copy))
+        expected = [model.tokenizer.bos_token_id] * (bos is not False) + ids
+        expected += [model.tokenizer.eos_token_id] * (eos is True)
+        assert model.tokenizer("a text").input_ids == expected
+        assert (model.tokenizer_digest != plain) is (bos is False or eos is True)
+
+
+def test_a_tokenizer_that_changes_meanwhile_is_refused(copy: Path, world: Path) -> None:
+    model = EvaluatedModel(str(copy))
+    assert model.tokenizer_digest == EvaluatedModel(str(world / "model")).tokenizer_digest  # remembered
+    edit_json(copy / "tokenizer_config.json", add_eos_token=True)
+    with refused("changed"):
+        _ = model.tokenizer
+
+
+def test_the_order_of_inputs_labels_and_replacements_is_part_of_the_key() -> None:
+    replace = {"a": "b", "b": "c"}
+    inputs, names = {"one": {"column": "one", "replace": replace}, "two": "two"}, {"0": ["0"], "1": ["1"]}
+
+    def key(inputs: dict[str, Any], names: dict[str, Any]) -> str:
+        tree = {"title": "pair", "input": inputs, "label": {"columns": ["label"], "names": names}}
+        tree["prompts"] = {"paper": {"text": "{one} {two} {label}"}}
+        return store.digest(Task("pair", TaskSpec.model_validate(tree), "paper").identity())
+
+    def turned(table: dict[str, Any]) -> dict[str, Any]:
+        return dict(reversed(table.items()))
+
+    replaced = inputs | {"one": {"column": "one", "replace": turned(replace)}}
+    variants = [(inputs, names), (turned(inputs), names), (inputs, turned(names)), (replaced, names)]
+    assert len({key(*variant) for variant in variants}) == 4
+
+
+def test_one_name_stands_for_one_dtype_and_unlike_dtypes_are_not_paired(world: Path, tmp_path: Path) -> None:
+    tasks, settings = select_tasks("sst2"), Settings(data=str(world / "data"))
+    for name, dtype in (("a", "auto"), ("b", "float32"), ("c", "bfloat16")):
+        model = EvaluatedModel(str(world / "model"), name, dtype)
+        run_all(model, tasks, settings, tmp_path, lambda text: None)
+    assert len(list(tmp_path.glob("store/*/result.json"))) == 2  # a's own dtype is float32
+    assert command("compare", "a", "b", "--results", tmp_path)[0] == 0
+    assert is_mistake("compare", "a", "c", "--results", tmp_path, "--fail_on_regression")
+
+
+def test_a_known_result_imports_no_library_that_computes(world: Path, tmp_path: Path) -> None:
+    arguments = ["eval", "--model", str(world / "model"), "--data", str(world / "data"), "--tasks", "sst2"]
+    assert command(*arguments, "--output_path", tmp_path)[0] == 0
+    heavy = "torch", "transformers", "datasets", "openicl", "sklearn", "scipy", "sentence_transformers"
+    program = (
+        "import sys; from emo.eval.cli import main; code = main(); "
+        f"print([name for name in {heavy} if name in sys.modules], file=sys.stderr); sys.exit(code)"
+    )
+    arguments = [sys.executable, "-c", program, *arguments, "--output_path", str(tmp_path)]
+    done = subprocess.run(arguments, capture_output=True, text=True, encoding="utf-8")
+    assert done.returncode == 0 and "already known" in done.stdout, done.stderr
+    assert done.stderr.strip().endswith("[]"), done.stderr
 
 
 # --- files ------------------------------------------------------------------------------------------------
@@ -52,22 +335,6 @@ def test_the_first_copy_of_a_chunk_counts(tmp_path: Path) -> None:
     entry = Entry(tmp_path, {"k": 1})
     entry.finish_chunk(0, rows, [{"row": 0, "prediction": "b"}])
     assert entry.chunk(0, rows) == [{"row": 0, "prediction": "b"}]
-
-
-def test_digests_follow_content_not_names_or_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVAL_CACHE", str(tmp_path / "cache"))
-    first, second = tmp_path / "a.bin", tmp_path / "sub" / "a.bin"
-    second.parent.mkdir()
-    for path in (first, second):
-        path.write_bytes(b"x" * 1000)
-    before = store.digest_files(tmp_path, [first])
-    assert before == store.digest_files(second.parent, [second])
-    stamp = first.stat()
-    first.write_bytes(b"y" * 1000)  # the same size, and the old time
-    os.utime(first, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
-    assert store.digest_files(tmp_path, [first]) != before
-    (tmp_path / "cache" / "hashes.json").write_text("{")  # damaged: made again
-    assert store.digest_files(second.parent, [second]) == before
 
 
 # --- whole evaluations ------------------------------------------------------------------------------------
@@ -91,14 +358,7 @@ def undisturbed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 def evaluate(world: Path, out: Path, log: Path | None = None) -> None:
     """Evaluate all tasks as a job does; with `log`, note every chunk that is begun."""
     if log is not None:
-        original = Job.score_rows
-
-        def logged(self: Job, task: Any, data: Any, indices: Any, rows: range, *others: Any) -> Any:
-            with log.open("a", encoding="utf-8") as file:
-                file.write(f"{task.name} {rows.start}\n")
-            return original(self, task, data, indices, rows, *others)
-
-        Job.score_rows = logged  # type: ignore[method-assign]  # in this process only: it is a fork
+        log_chunks(log)
     settings = Settings(data=str(world / "data"))
     run_all(EvaluatedModel(str(world / "model"), "m"), select_tasks(TASKS), settings, out, lambda text: None)
 
@@ -136,19 +396,6 @@ def test_killed_at_any_moment_and_run_again(world: Path, undisturbed: dict[str, 
         assert len(begun) == CHUNKS
         assert sum(begun.values()) <= CHUNKS + killed  # only what was in flight was begun again
         kills += not killed
-
-
-def test_every_choice_is_part_of_the_key_but_the_batch_size(world: Path, tmp_path: Path) -> None:
-    model, task = EvaluatedModel(str(world / "model")), select_tasks("sst2")[0]
-
-    def results(**settings: Any) -> int:
-        Job(model, Settings(data=str(world / "data"), **settings), tmp_path).run(task)
-        return len(list(tmp_path.glob("store/*/result.json")))
-
-    changes = [{"shots": 2}, {"limit": 10}, {"max_tokens": 100}, {"faithful": True}, {"extra": ("channel",)}]
-    assert results() == 1
-    assert [results(**change) for change in changes] == [2, 3, 4, 5, 6]  # type: ignore[arg-type]
-    assert results(batch_size=2) == 6
 
 
 @pytest.mark.parametrize("file", ["*/result.json", "*/chunks/00001.json", "retrieval/*.json"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import json
 import shutil
@@ -16,7 +15,7 @@ import zstandard
 
 from emo.common.errors import UserError
 from emo.eval.icl.encoder import Encoder, checked_encoder, encoder_path
-from emo.eval.icl.openicl_compat import Template, openicl, quiet
+from emo.eval.icl.openicl_compat import Template
 from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, reader, top_k
 from emo.eval.icl.settings import RETRIEVERS
 from emo.eval.icl.task_data import load_data
@@ -123,10 +122,8 @@ MALFORMED = (
     GOOD.replace("b: [b]", "b: [a]"),  # two labels of one value
     GOOD.replace("{text} is", "{txt} is"),
     GOOD.replace("is {label}", "is"),
-    GOOD.replace("{text: '{text}", "{before: '{label}', text: '{text}"),
     GOOD.replace("is {label}'}", "is {label}', order: [a]}"),
     GOOD + "shots: {by: group}",
-    GOOD.replace("{text: text}", "{text: text, row: x}"),
     GOOD.replace("{text} is", "{text.__class__} is"),  # what would silently stay in the prompt
     GOOD.replace("{text} is", "{{text}} is"),
     GOOD.replace("paper", "other"),
@@ -247,34 +244,19 @@ def test_a_sentence_model_runs_no_code(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.slow
-def test_the_dense_retriever_has_openicls_neighbours(shared_data: Path) -> None:
-    """On texts that survive OpenICL's round trip through a tokenizer, the lists are the same."""
-    task = load_task("trec")
-    rows = load_data(task, str(shared_data / "nlu"), limit=20).rows
-    tokenizer = copy.deepcopy(EvaluatedModel(str(shared_data / "models" / "stories260K")).tokenizer)
-    for split, part in rows.items():
-        rows[split] = [
-            row  # of equal texts, among which faiss takes any, the last one
-            for row in {row["text"]: row for row in part[:400]}.values()
-            if tokenizer.decode(tokenizer(row["text"]).input_ids, skip_special_tokens=True) == row["text"]
-        ]
-    data, encoder = reader(task, rows), Encoder("minilm")
-    options = {"sentence_transformers_model_name": str(encoder.path), "tokenizer_name": tokenizer}
-    with quiet():
-        expected = openicl.TopkRetriever(data, ice_num=8, batch_size=16, **options).retrieve()
-        assert DenseRetriever(data, encoder, 8).retrieve() == expected and len(expected) > 5
-
-
 @pytest.mark.parametrize("name", RETRIEVERS)
 def test_openicls_retrievers_by_name(name: str, world: Path) -> None:
+    """Ours, the dense one, has the neighbours of its `topk`."""
     task, model = load_task("sst2"), EvaluatedModel(str(world / "model"))
     rows = load_data(task, str(world / "data"), limit=6).rows
     actual = openicl_retrieve(name, task, rows, 3, "minilm", model)
     assert len(actual) == 6
     for row in actual:
         assert len(row) == len(set(row)) == 3 and all(0 <= i < 20 for i in row)
-    assert openicl_retrieve(name, task, rows, 3, "minilm", model) == actual  # seeded
+    if name == "topk":
+        assert DenseRetriever(reader(task, rows), Encoder("minilm"), 3).retrieve() == actual
+    else:
+        assert openicl_retrieve(name, task, rows, 3, "minilm", model) == actual  # seeded
 
 
 def test_group_demonstrations_are_the_first_of_the_subject(world: Path) -> None:

@@ -20,6 +20,9 @@ from emo.common.errors import ExitCode
 from emo.data_prep.tokenizer import load_tokenizer, train_sentencepiece
 from emo.data_prep.world import corpus, read_rows, task_rows
 from emo.eval.cli import main
+from emo.eval.icl.job import Job
+from emo.eval.icl.task_data import TaskData
+from emo.eval.icl.tasks import Task
 from tests.helpers.said import lines
 
 
@@ -96,6 +99,20 @@ def command(*arguments: object) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([*map(str, arguments)])
     return code, out.getvalue(), err.getvalue()
+
+
+def log_chunks(log: Path) -> None:
+    """From now on note in `log` every chunk that this process, a fork, begins to score."""
+    score_rows = Job.score_rows
+
+    def logged(
+        self: Job, task: Task, data: TaskData, indices: list[list[int]], rows: range, *others: Any
+    ) -> Any:
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"{self.model.name} {task.name} {rows.start}\n")
+        return score_rows(self, task, data, indices, rows, *others)
+
+    Job.score_rows = logged  # type: ignore[method-assign]
 
 
 def is_mistake(*arguments: object) -> bool:
