@@ -90,9 +90,7 @@ def test_close_calls_are_decided_by_the_row_alone(llama: Any, monkeypatch: pytes
     assert sampler.run(prompts, 12) == expected and sampler.redone > 0
 
 
-def test_a_cache_that_is_not_honoured_and_weights_that_are_no_numbers_are_refused(
-    llama: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_broken_caches_and_weights_are_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = family("llama", vocab_size=97)
     with torch.no_grad():
         broken.lm_head.weight[3] = float("nan")
@@ -209,10 +207,9 @@ def test_records_hold_what_was_written(corpus: Path, sampled: Path) -> None:
     assert view["samples"][0]["text"] == actual[0]["text"] and view["weights"] == model.digest
 
 
-def test_records_are_the_same_in_other_chunks_and_batches(
+def test_records_do_not_depend_on_chunks(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And none is sampled twice."""
     model = EvaluatedModel(str(corpus / "small"))
     texts = (prefixes.from_texts(["the cat", "the", "the dog sat"]), 8, 4, (0,))
     whole = Generation(Transformers(model), *texts, tmp_path / "a").run()

@@ -78,9 +78,7 @@ def read(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return json.loads((judgements / "v.json").read_text()), read_lines(judgements / "v.jsonl")
 
 
-def test_every_reply_is_kept_both_orders_count_and_asking_again_costs_nothing(
-    world: Path, tmp_path: Path
-) -> None:
+def test_both_orders_count_and_asking_again_costs_nothing(world: Path, tmp_path: Path) -> None:
     options = ("--model", world / "judge", "--max_new_tokens", 1)
     judge(world, tmp_path, *options)
     numbers, rows = read(tmp_path)
@@ -97,10 +95,8 @@ def test_every_reply_is_kept_both_orders_count_and_asking_again_costs_nothing(
     assert counts["tie"] == 1 == counts["identical"] == counts["empty_b"]
     expected = (counts["b"] + (counts["tie"] + counts["changed"]) / 2) / 10
     assert numbers["win_rate"]["value"] == pytest.approx(expected) and len(numbers["shown"]) == 5
-    before = (tmp_path / "judgements" / "v.jsonl").read_bytes()
     judge(world, tmp_path, *options)
-    assert len(list((tmp_path / "store").iterdir())) == 1
-    assert (tmp_path / "judgements" / "v.jsonl").read_bytes() == before
+    assert len(list((tmp_path / "store").iterdir())) == 1 and read(tmp_path)[1][4:] == rows[3:]
     judge(world, tmp_path, *options, "--limit", 4)
     assert len(list((tmp_path / "store").iterdir())) == 2 and len(read(tmp_path)[1]) == 4
 
@@ -110,15 +106,13 @@ def test_a_short_context_cuts_both_answers_alike(world: Path, tmp_path: Path) ->
     short = tiny_judge(tmp_path / "short", max_position_embeddings=320)
     texts = [("Why?", "No."), ("Tell a tale.", "once " * 200), ("why " * 400, "No.")]
     rows = [{"instruction": question, "output": text} for question, text in texts]
-    a = write_answers(tmp_path / "a.json", rows, "mle")
-    b = write_answers(tmp_path / "b.json", [row | {"output": f"Yes! {row['output']}"} for row in rows], "emo")
+    write_answers(tmp_path / "a.json", rows, "mle")
+    write_answers(tmp_path / "b.json", [row | {"output": f"Yes! {row['output']}"} for row in rows], "emo")
     judge(tmp_path, tmp_path, "--model", short, "--max_new_tokens", 1)
     numbers, (fits, cut, absent) = read(tmp_path)
     assert fits["cut"] is None and absent["unasked"] == "no_room" and absent["replies"] == []
     assert 0 < cut["cut"] < 1000 and numbers["counts"]["cut"] == 1 == numbers["counts"]["no_room"]
     assert numbers["read"] == 2 and numbers["counts"]["unreadable"] == 0
-    arguments = ("--a", a, "--b", b, "--model", short, "--max_new_tokens", 400, "--output_path", tmp_path)
-    assert is_mistake("judge", "--judge", "pandalm", *arguments)
 
 
 def exported(world: Path, out: Path, name: str, form: str = "jsonl") -> list[dict[str, Any]]:
@@ -181,15 +175,6 @@ def test_bad_reply_files_are_refused(world: Path, tmp_path: Path) -> None:
         file.write_text("\n".join(changed), encoding="utf-8")
         with refused(code):
             judging.read_replies(JUDGES[judge], pairs, file)
-
-
-def test_a_model_beside_itself_is_all_ties_and_nothing_is_asked(world: Path, tmp_path: Path) -> None:
-    same, prompts = ("--b", world / "a.json"), tmp_path / "p.jsonl"
-    judge(world, tmp_path, *same, "--export", prompts)
-    assert read_lines(prompts) == []
-    for setting in (["--replies", prompts], ["--model", world / "judge"]):
-        judge(world, tmp_path, *same, *setting, "--max_new_tokens", 9)
-        assert read(tmp_path)[0]["counts"]["identical"] == 10 == 20 * read(tmp_path)[0]["win_rate"]["value"]
 
 
 def row(key: Any = None, instruction: str = "Why?", output: Any = "No.") -> dict[str, Any]:
@@ -354,18 +339,16 @@ def test_questions_that_leave_no_room_are_counted(world: Path, tmp_path: Path) -
 
 WRONG_QUESTIONS = (
     [{"id": 1, "instruction": "a"}, {"id": 1, "instruction": "b"}], [{"id": 1, "text": "a"}, {"text": "b"}],
-    [{"instruction": " "}], [{"title": "x"}], [{"text": 3}], [], [["a"]],
+    [{"instruction": " "}], [{"text": 3}], [],
 )  # fmt: skip
 WRONG_OPTIONS = (
-    "--questions nothing.jsonl", "--questions vicuna", "--max_new_tokens 0", "--limit 0", "--top_p 0.5",
-    "--temperature 0", "--engine llama.cpp", "--batch_size 0", "--template vicuna",
-    "--template chat_template",
+    "--questions nothing.jsonl", "--max_new_tokens 0", "--limit 0", "--top_p 0.5", "--temperature 0",
+    "--engine llama.cpp", "--batch_size 0", "--template vicuna", "--template chat_template",
 )  # fmt: skip
 WRONG_JUDGES = (
-    "gpt-5", "auto-j", "alpaca_eval BOTH", "auto-j BOTH --export p --format x",
-    "pandalm BOTH --export p --format openai", "auto-j BOTH --export .", "auto-j --from a.json",
-    "auto-j --from a.json --limit 3", "auto-j --a a.json --labelled b.json",
-    "auto-j --labelled a.json --export p",
+    "gpt-5", "auto-j", "alpaca_eval BOTH", "auto-j BOTH --export p --format x", "auto-j --from a.json",
+    "pandalm BOTH --export p --format openai", "auto-j BOTH --export .", "pandalm --labelled a.json",
+    "pandalm BOTH --model judge --max_new_tokens 2000",
 )  # fmt: skip
 
 
@@ -389,6 +372,3 @@ def test_the_sets_are_found_by_name(shared_data: Path) -> None:
         for directory in (shared_data, shared_data / "instruct"):
             actual, questions = read_questions(name, str(directory))
             assert actual == name and len({q.id or q.text for q in questions}) == len(questions) == count
-        assert all(q.instruction.strip() for q in questions)
-        assert name != "sinstruct" or sum(bool(q.input) for q in questions) == 71
-        assert len(read_questions(name, str(shared_data), 10)[1]) == 10

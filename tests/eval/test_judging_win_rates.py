@@ -101,15 +101,13 @@ def test_auto_js_agreement_and_consistency(instruct: Path, tmp_path: Path) -> No
 
 def test_length_control_takes_out_what_length_gives(capfd: pytest.CaptureFixture[str]) -> None:
     """A judge that only counts characters: the plain rate follows lengths, the controlled one is a half."""
-    rng = np.random.default_rng(0)
-    d = rng.normal(60, 100, 600)  # B is longer
-    a, b = (np.full(600, 1000), (1000 + d).round().astype(int))
+    rng, a = np.random.default_rng(0), np.full(600, 1000)
+    b = (1000 + rng.normal(60, 100, 600)).round().astype(int)  # B is longer
     p = 1 / (1 + np.exp(-3 * np.tanh((b - a) / (b - a).std())))
     scores = (rng.random(600) < p).astype(float)
-    actual = length_controlled(scores.tolist(), a.tolist(), b.tolist())
-    assert scores.mean() > 0.62 and actual is not None and abs(actual - 0.5) < 0.06
+    assert scores.mean() > 0.62
+    assert length_controlled(scores.tolist(), a.tolist(), b.tolist()) == pytest.approx(0.5, abs=0.06)
     assert length_controlled([1.0] * 20, [5] * 20, [5] * 20) is None  # nothing to learn from
-    assert length_controlled([1.0] * 3, [1, 2, 3], [3, 1, 2]) is None
     for score in (0.0, 1.0):  # one side always wins: what liblinear writes does not reach the terminal
         actual = length_controlled([score] * 40, range(1, 41), range(40, 0, -1))
         assert actual == pytest.approx(score, abs=1e-3)

@@ -38,9 +38,6 @@ def tiny(world: Path) -> EvaluatedModel:
     return EvaluatedModel(str(world / "model"))
 
 
-# --- equality with OpenICL --------------------------------------------------------------------------------
-
-
 def recorder(model: Any, **settings: Any) -> Recorder:
     return Recorder(model, Settings(data="", **settings), lambda text: None)
 
@@ -119,9 +116,6 @@ def test_faithful_mode_has_openicls_faults(fault: str, tiny: EvaluatedModel) -> 
     assert worst_difference(recorded(model, task, rows, indices, max_tokens=limit), openicl) > 1e-4
 
 
-# --- prompts ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("limit", [40, 150, 400])
 def test_labels_see_the_same_demonstrations_and_are_never_cut(limit: int, tiny: EvaluatedModel) -> None:
     tokenizer = tiny.tokenizer
@@ -151,9 +145,6 @@ def test_the_smallest_score_wins_the_first_at_a_tie_and_never_by_nan() -> None:
     for bad in (float("nan"), float("inf"), -float("inf")):
         with pytest.raises(NotFiniteError):
             winner([1.0, bad])
-
-
-# --- the numbers, against the plainest computation ---------------------------------------------------------
 
 
 def random_items(vocab: int, count: int, seed: int = 0, shared: int = 0) -> list[Item]:
@@ -222,8 +213,6 @@ def test_no_batch_exceeds_the_budget(shared: int, tiny: EvaluatedModel) -> None:
     assert sum(steps) == 60 and max(steps) * shared <= 1500
 
 
-# --- families ---------------------------------------------------------------------------------------------
-
 ARCHITECTURES = (
     "gpt2", "opt", "qwen3", "gemma2", "mistral", "gpt_neo", "bloom", "cohere", "granite", "mixtral",
     "mamba", "jamba", "recurrent_gemma",
@@ -282,9 +271,6 @@ def test_embeddings_that_depend_on_a_batchs_longest_row_are_scored_alone() -> No
 def test_a_token_beyond_the_embeddings_is_refused() -> None:
     with refused("tokenizer"):
         PrefixScorer(random_model("llama")).score([Item(np.array([1, 5, 384]), [np.array([3])])])
-
-
-# --- further scores ---------------------------------------------------------------------------------------
 
 
 def test_channel_is_the_likelihood_of_the_text_after_the_label(tiny: EvaluatedModel) -> None:
