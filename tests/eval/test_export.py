@@ -125,6 +125,8 @@ def test_lm_evaluation_harness_reads_its_files(evaluated: Path) -> None:
     accuracies, sizes = [part["acc,none"] for part in parts], [part["sample_len"] for part in parts]
     mean = aggregate_subtask_metrics(accuracies, sizes, weight_by_size=False)
     assert value["groups"]["mmlu"]["acc,none"] == pytest.approx(mean)
+    error = math.hypot(*(part["acc_stderr,none"] for part in parts)) / len(parts)
+    assert value["groups"]["mmlu"]["acc_stderr,none"] == pytest.approx(error)
     table = utils.make_table(value)
     assert f"{value['results']['sst2']['acc,none']:.4f}" in table and "MMLU" in table
 

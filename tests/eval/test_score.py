@@ -10,17 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from emo.eval.icl.prefix_scorer import (
-    MIN_CONTEXT,
-    OWN,
-    TREE,
-    WHOLE,
-    Item,
-    PrefixScorer,
-    batches,
-    common_prefix,
-    groups,
-)
+from emo.eval.icl.prefix_scorer import OWN, TREE, WHOLE, Item, PrefixScorer, batches, common_prefix, groups
 from emo.eval.icl.prompts import PromptBuilder
 from emo.eval.icl.records import Record, Recorder
 from emo.eval.icl.retrieve import GroupRetriever, reader
@@ -60,8 +50,8 @@ def worst_difference(*sides: list[Record]) -> float:
 def test_equals_openicl_on_real_rows_with_a_real_model(name: str, shared_data: Path) -> None:
     """Same predictions on every row, scores within 1e-5."""
     task = load_task(name)
-    # Pieces of this vocabulary are short, so the prompts of five questions would be of thousands of tokens.
-    count, limit = (1, 5) if name == "mmlu" else (8, 12)
+    # Pieces of this vocabulary are short, so the prompts of a few questions would be of thousands of tokens.
+    count, limit = (1, 3) if name == "mmlu" else (8, 6)
     rows = load_data(task, str(shared_data / "nlu"), limit=limit, shots=count).rows
     draw = np.random.default_rng(5).choice
     if name == "mmlu":
@@ -178,39 +168,39 @@ def test_a_shared_beginning_is_computed_once(shared: int, budget: int, tiny: Eva
     check(PrefixScorer(tiny.model, budget), items)
     [(members, context)] = groups(items)
     assert members == list(range(20))
-    assert context >= shared - 1 if shared > MIN_CONTEXT else context == 0
+    assert context >= shared - 1 if shared > 32 else context == 0  # where it is worth a pass of its own
 
 
 @pytest.mark.parametrize("way", [TREE, WHOLE, OWN])
 def test_every_way_skips_reports_progress_and_refuses_nan(way: str, tiny: EvaluatedModel) -> None:
     scorer = PrefixScorer(copy.deepcopy(tiny.model), budget=200)
-    items = random_items(384, 40)
+    items = random_items(384, 20)
     items = [Item(i.prefix, i.tails, None, [len(t) // 2 for t in i.tails]) for i in items]
     scorer.score(items)
     scorer.way, steps = way, []  # type: ignore[var-annotated]
     check(scorer, items)
     scorer.score(items, advance=steps.append)
-    assert sum(steps) == 40 and len(steps) > 4
+    assert sum(steps) == 20 and len(steps) > 2
     scorer.model.model.norm.weight.data[3] = float("nan")  # type: ignore[union-attr,operator]
     with pytest.raises(NotFiniteError):
         scorer.score(items)
 
 
-@pytest.mark.parametrize("shared", [0, 300])
-def test_no_batch_exceeds_the_budget(shared: int, tiny: EvaluatedModel) -> None:
-    """Padding and cached context count, so memory is bounded by the budget; one item may exceed it alone."""
+@pytest.mark.parametrize(("shared", "budget"), [(0, 512), (300, 1500)])
+def test_no_batch_exceeds_the_budget(shared: int, budget: int, tiny: EvaluatedModel) -> None:
+    """Padding and cached context count, so memory is bounded by the budget; batches are of like length."""
     items = random_items(384, 200, shared=shared)
     lengths = {i: item.fed - shared for i, item in enumerate(items)}
-    parts = list(batches(lengths, 1500, torch.device("cpu"), shared))
+    parts = list(batches(lengths, budget, torch.device("cpu"), shared))
     assert sorted(i for part in parts for i in part) == list(lengths)
     longest = [max(lengths[i] for i in part) for part in parts]
     used = [len(part) * (shared + length) for part, length in zip(parts, longest, strict=True)]
-    assert 700 < max(used) <= 1500
+    assert budget / 2 < max(used) <= budget
     padded = sum(len(part) * length for part, length in zip(parts, longest, strict=True))
-    assert sum(lengths.values()) / padded > 0.9  # batches are of like length
+    assert sum(lengths.values()) / padded > 0.9
     steps: list[int] = []
-    PrefixScorer(tiny.model, budget=1500).score(items[:60], advance=steps.append)
-    assert sum(steps) == 60 and max(steps) * shared <= 1500
+    PrefixScorer(tiny.model, budget).score(items[:60], advance=steps.append)
+    assert sum(steps) == 60 and max(steps) * shared <= budget
 
 
 ARCHITECTURES = (

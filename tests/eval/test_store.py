@@ -5,7 +5,6 @@ EVAL_KILLS sets the number of kills (10).
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import multiprocessing
@@ -170,14 +169,6 @@ def test_a_tensor_that_is_missing_with_an_adapter_is_refused(adapted: Path) -> N
     (adapted / ADAPTER).unlink()
     with refused("no-weights"):
         EvaluatedModel(str(adapted))
-
-
-def test_weights_that_the_key_does_not_cover_are_not_opened(copy: Path, world: Path) -> None:
-    """transformers has more names for weights than anybody lists."""
-    shutil.copy(tiny_model(copy.parent / "other", seed=1) / WEIGHTS, copy / "other.safetensors")
-    edit_json(copy / "config.json", transformers_weights="other.safetensors")
-    with contextlib.suppress(UserError):
-        assert torch.equal(logits(copy), logits(world / "model"))
 
 
 @pytest.mark.parametrize("file", [WEIGHTS, "config.json"])

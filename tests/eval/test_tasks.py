@@ -246,7 +246,8 @@ def test_openicls_retrievers_by_name(name: str, world: Path) -> None:
 def test_group_demonstrations_are_the_first_of_the_subject(world: Path) -> None:
     task = load_task("mmlu")
     rows = load_data(task, str(world / "data")).rows
-    for row, indices in zip(rows["test"], GroupRetriever(reader(task, rows), 5).retrieve(), strict=True):
+    actual = GroupRetriever(reader(task, rows), ice_num=5).retrieve()
+    for row, indices in zip(rows["test"], actual, strict=True):
         of_group = [i for i, r in enumerate(rows["train"]) if r["group"] == row["group"]]
         assert indices == of_group[:5]
     with pytest.raises(UserError):
