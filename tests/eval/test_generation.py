@@ -26,8 +26,6 @@ from tests.helpers.evaluating import command, is_mistake, load, naive_nll, tiny_
 from tests.helpers.families import family
 from tests.helpers.refusals import refused
 
-# --- sampling ---------------------------------------------------------------------------------------------
-
 GREEDY, TRUNCATED = Decoding(greedy=True), Decoding(0.7, 9, 0.9)
 
 
@@ -146,16 +144,10 @@ def test_every_text_has_its_own_limit(llama: Any) -> None:
     assert all(a.tokens == b.tokens[: len(a.tokens)] for a, b in zip(texts, whole, strict=True))
     model = family("gpt2", vocab_size=97)
     context = model.config.max_position_embeddings
-    prompts = [
-        Request([3 + i % 90 for i in range(length)], length, limit=limit)
-        for length, limit in ((context - 1, 1), (2, 9), (context - 4, 4))
-    ]
+    prompts = [Request([3 + i % 90 for i in range(n)], n, context - n) for n in (context - 1, 2, context - 4)]
     texts = Sampler(model).run(prompts, 9)
     assert [len(text.tokens) for text in texts] == [1, 9, 4]
     assert texts == Sampler(model, batch=1).run(prompts, 9)
-
-
-# --- records and measures ---------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -199,17 +191,14 @@ def test_records_hold_what_was_written(corpus: Path, sampled: Path) -> None:
     for record in actual:
         assert record["prefix"] == f"the cat number {record['prefix_number']} sat"
         assert len(record["ids"]) == record["tokens"] <= 9
-        assert record["reference"].startswith(" on the mat") and record["reference"].startswith(
-            record["human"]
-        )
+        assert record["reference"].startswith(" on the mat")
+        assert record["reference"].startswith(record["human"])
         assert len(split_ids(model.tokenizer, record["prefix"], record["human"])[1]) == 9
     view = json.loads((sampled.parents[1] / "samples.json").read_text())
     assert view["samples"][0]["text"] == actual[0]["text"] and view["weights"] == model.digest
 
 
-def test_records_do_not_depend_on_chunks(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chunks_change_no_record(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = EvaluatedModel(str(corpus / "small"))
     texts = (prefixes.from_texts(["the cat", "the", "the dog sat"]), 8, 4, (0,))
     whole = Generation(Transformers(model), *texts, tmp_path / "a").run()

@@ -130,40 +130,27 @@ def exported(world: Path, out: Path, name: str, form: str = "jsonl") -> list[dic
     return rows
 
 
-def test_prompts_go_out_and_replies_come_back(world: Path, tmp_path: Path) -> None:
-    """Auto-J behind a program of one's own: A's answers always win, once a reply says nothing."""
-    rows = exported(world, tmp_path, "auto-j")
-    assert all(row["prompt"].startswith("[INST] You are assessing") for row in rows)
-    decision = "<script>alert(1)</script> So, the final decision is Response"
-    messages = {row["id"]: f"{decision} {1 if row['id'].endswith('ab') else 2}." for row in rows}
-    messages[rows[6]["id"]] = "I cannot tell."
-    replies = [{"id": key, "reply": text} for key, text in messages.items()]
+@pytest.mark.parametrize("form", ["jsonl", "openai"])
+def test_prompts_go_out_and_replies_come_back(
+    form: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By programs that need keys, which stay there. A's answers always win, once a reply says nothing."""
+    monkeypatch.setenv("OPENAI_API_KEY", secret := "sk-0123456789abcdefSECRET")
+    rows, replies = exported(world, tmp_path, "auto-j", form), []
+    for number, row in enumerate(rows):
+        key, prompt = (row["id"], row) if form == "jsonl" else (row["custom_id"], row["body"])
+        assert prompt["prompt"].startswith("[INST] You are assessing")
+        text = f"So, the final decision is Response {1 if key.endswith('ab') else 2}."
+        response = {"status_code": 200, "body": {"choices": [{"text": text}]}}
+        of_openai = {"custom_id": key, "error": None, "response": response}
+        replies.append({"id": key, "reply": text} if form == "jsonl" else of_openai)
+        if number == 6:
+            replies[-1] |= {"reply": "I cannot tell."} if form == "jsonl" else {"error": {"code": "expired"}}
     random.Random(0).shuffle(replies)
-    judge(world, tmp_path, "--replies", write_lines(tmp_path / "r.jsonl", replies), name="auto-j")
-    numbers, pairs = read(tmp_path)
-    counts = numbers["counts"]
+    out = judge(world, tmp_path, "--replies", write_lines(tmp_path / "r.jsonl", replies), name="auto-j")
+    counts = (numbers := read(tmp_path)[0])["counts"]
     assert (counts["a"], counts["tie"], counts["unreadable"], counts["unreadable_replies"]) == (8, 1, 1, 1)
     assert numbers["consistency"] == pytest.approx(8 / 9)
-    assert [reply["text"] for reply in pairs[0]["replies"]] == list(messages.values())[:2]
-
-
-def test_openai_batches_go_out_and_come_back_without_a_key(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    secret = "sk-0123456789abcdefSECRET"
-    monkeypatch.setenv("OPENAI_API_KEY", secret)
-    rows = exported(world, tmp_path, "alpaca_eval", "openai")
-    assert {row["url"] for row in rows} == {"/v1/chat/completions"}
-    body = rows[0]["body"]
-    assert (body["model"], body["temperature"], body["max_tokens"]) == ("gpt-4", 0, 100)
-    assert [m["role"] for m in body["messages"]] == ["system", "user"]
-    verdict = repr([{"model": "model_1", "rank": 1}, {"model": "model_2", "rank": 2}])
-    response = {"status_code": 200, "body": {"choices": [{"message": {"content": verdict}}]}}
-    replies = [{"custom_id": row["custom_id"], "error": None, "response": response} for row in rows]
-    replies[-1] |= {"response": None, "error": {"code": "batch_expired"}}
-    out = judge(world, tmp_path, "--replies", write_lines(tmp_path / "r.jsonl", replies), name="alpaca_eval")
-    counts = read(tmp_path)[0]["counts"]
-    assert counts["changed"] == 8 and counts["unreadable"] == 1
     written = b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
     assert secret.encode() not in written and secret not in out
 

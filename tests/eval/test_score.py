@@ -45,25 +45,19 @@ def worst_difference(*sides: list[Record]) -> float:
     return float(np.abs(first - second).max())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mmlu", "trec"])
-def test_equals_openicl_on_real_rows_with_a_real_model(name: str, shared_data: Path) -> None:
+def test_equals_openicl(name: str, world: Path, tiny: EvaluatedModel) -> None:
     """Same predictions on every row, scores within 1e-5."""
-    task = load_task(name)
-    # Pieces of this vocabulary are short, so the prompts of a few questions would be of thousands of tokens.
-    count, limit = (1, 3) if name == "mmlu" else (8, 6)
-    rows = load_data(task, str(shared_data / "nlu"), limit=limit, shots=count).rows
-    draw = np.random.default_rng(5).choice
+    task, draw = load_task(name), np.random.default_rng(5).choice
+    rows = load_data(task, str(world / "data")).rows
+    indices = [draw(len(rows["train"]), 2, replace=False).tolist() for _ in rows["test"]]
     if name == "mmlu":
-        indices = GroupRetriever(reader(task, rows), ice_num=count).retrieve()
-    else:
-        indices = [draw(len(rows["train"]), count, replace=False).tolist() for _ in rows["test"]]
-    model = EvaluatedModel(str(shared_data / "models" / "stories260K"))
-    model.context_length = lambda: None  # type: ignore[method-assign]  # nothing is dropped
-    ours = recorded(model, task, rows, indices)
-    openicl = recorded(model, task, rows, indices, inferencer="ppl")
+        indices = GroupRetriever(reader(task, rows), ice_num=2).retrieve()
+    ours = recorded(tiny, task, rows, indices)
+    openicl = recorded(tiny, task, rows, indices, inferencer="ppl")
     assert [r["prediction"] for r in ours] == [r["prediction"] for r in openicl]
     assert worst_difference(ours, openicl) < 1e-5
+    assert not any(r["dropped"] for r in ours)
 
 
 LONG = [f"a long story number {i} of a cat and a dog in the garden of the king" for i in range(12)]

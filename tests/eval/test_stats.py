@@ -28,14 +28,6 @@ def test_an_interval_has_width_and_is_wilsons(n: int, correct: int) -> None:
             assert (actual.interval.low, actual.interval.high) == pytest.approx((expected.low, expected.high))
 
 
-def test_groups_are_averaged_unweighted() -> None:
-    rng = np.random.default_rng(0)
-    right = np.concatenate([rng.random(400) < 0.9, rng.random(100) < 0.2])
-    actual = stats.accuracy(right.tolist(), ["big"] * 400 + ["small"] * 100)
-    assert actual.value == pytest.approx((right[:400].mean() + right[400:].mean()) / 2)
-    assert actual.correct == right.sum() and actual.n == 500
-
-
 SIZES = {
     "1 row": [1] * 57,
     "1 to 40 rows": [1, 1, 2, 2, 3, 4, 6, 8, 12, 16, 20, 30, 40] * 3,
@@ -103,14 +95,6 @@ def test_holm() -> None:
     assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert stats.holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
     assert stats.holm([]) == []
-
-
-def test_students_interval() -> None:
-    values = [1.0, 2.5, 4.0]
-    expected = scipy_stats.t.interval(0.9, 2, np.mean(values), scipy_stats.sem(values))
-    interval = stats.student(values, 0.9)
-    assert interval is not None and (interval.low, interval.high) == pytest.approx(expected)
-    assert stats.student([1.0]) is None
 
 
 DRAWS = 300

@@ -80,8 +80,6 @@ def logits(directory: Path) -> torch.Tensor:
         return EvaluatedModel(str(directory)).model(input_ids=IDS).logits
 
 
-# --- what may be evaluated --------------------------------------------------------------------------------
-
 SPOILT: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
     "missing": lambda w: w.pop("model.layers.1.mlp.up_proj.weight"),
     "one too many": lambda w: w.update(extra=torch.ones(3)),
@@ -139,9 +137,6 @@ def test_wrong_names_and_numbers_are_refused(world: Path, tmp_path: Path) -> Non
     common = ["--data", world / "data", "--tasks", "sst2", "--retriever", "random", "--output_path", tmp_path]
     for options in (["--max_tokens", 2000], ["--num_fewshot", 99], ["--max_drop", "nan"]):
         assert is_mistake("eval", "--model", world / "model", *common, *options)
-
-
-# --- what the key of a result covers -----------------------------------------------------------------------
 
 
 def test_an_adapter_is_loaded_as_its_files_say_and_is_part_of_the_key(adapted: Path, world: Path) -> None:
@@ -216,9 +211,6 @@ def test_every_choice_is_part_of_the_key_but_the_batch_size(world: Path, tmp_pat
     assert results() == 1
     assert [results(**change) for change in changes] == [2, 3, 4, 5, 6]  # type: ignore[arg-type]
     assert results(batch_size=2) == 6
-
-
-# --- the tokenizer ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -308,9 +300,6 @@ def test_the_first_copy_of_a_chunk_counts(tmp_path: Path) -> None:
     path.write_text("{", encoding="utf-8")
     Entry(tmp_path, {"k": 1}).finish_chunk(0, rows, second)
     assert Entry(tmp_path, {"k": 1}).chunk(0, rows) == second
-
-
-# --- results survive --------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -183,18 +183,13 @@ def test_a_text_is_embedded_once_ever_unless_its_vector_is_damaged(tmp_path: Pat
     np.testing.assert_array_equal(second([*texts, "a cat"])[:4], vectors)
     assert second.computed == 0
     [path] = (tmp_path / "embeddings").glob("*/*.npz")
-    content = path.read_bytes()
-    middle = len(content) // 2
-    for damaged in (
-        content[:middle],
-        content[:middle] + bytes([content[middle] ^ 255]) + content[middle + 1 :],
-    ):
-        path.write_bytes(damaged)
-        messages: list[str] = []
-        again = Encoder("minilm", tmp_path, say=messages.append)
-        np.testing.assert_allclose(again(texts), vectors, atol=1e-6)
-        assert again.computed == 3 and len(messages) == 1
-        [path] = (tmp_path / "embeddings").glob("*/*.npz")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+    messages: list[str] = []
+    again = Encoder("minilm", tmp_path, say=messages.append)
+    np.testing.assert_allclose(again(texts), vectors, atol=1e-6)
+    assert again.computed == 3 and len(messages) == 1
 
 
 def test_a_sentence_model_is_known_by_all_of_its_files(
