@@ -146,12 +146,12 @@ def written(out: Path, **options: Any) -> tuple[Page, str, dict[str, Any]]:
     return Page(report.html()), report.markdown(), json.loads(report.json())
 
 
-def models(out: Path, tasks: tuple[str, ...] = ("sst2", "trec"), **shares: Any) -> None:
+def models(out: Path, **shares: Any) -> None:
     """Leave models by name: the share of 40 rows that are right, or (share, facts)."""
     for name, value in shares.items():
         share, facts = value if isinstance(value, tuple) else (value, {})
         write_model(out, name, **facts)
-        for task in tasks:
+        for task in ("sst2", "trec"):
             write_result(out, name, task, [i < share * 40 for i in range(40)])
 
 

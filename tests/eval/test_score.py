@@ -175,7 +175,7 @@ def test_every_way_skips_reports_progress_and_refuses_nan(way: str, tiny: Evalua
     check(scorer, items)
     scorer.score(items, advance=steps.append)
     assert sum(steps) == 20 and len(steps) > 2
-    scorer.model.model.norm.weight.data[3] = float("nan")  # type: ignore[union-attr,operator]
+    scorer.model.model.norm.weight.data[3] = float("nan")
     with pytest.raises(NotFiniteError):
         scorer.score(items)
 

@@ -61,7 +61,7 @@ def adapted(copy: Path) -> Path:
     config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
     torch.manual_seed(0)
     base: Any = AutoModelForCausalLM.from_pretrained(copy)
-    peft.get_peft_model(base, config).save_pretrained(copy)
+    peft.get_peft_model(base, config).save_pretrained(str(copy))
     return copy
 
 
@@ -223,8 +223,8 @@ def test_a_tokenizer_is_the_same_in_every_form(name: str, copy: Path, shared_dat
         if form == "original":
             shutil.copytree(original, copy, dirs_exist_ok=True)
         else:
-            for file in original.iterdir():
-                (copy / file.name).unlink()
+            for source in original.iterdir():
+                (copy / source.name).unlink()
             save_tokenizer(original, None, copy)
         digests.add(EvaluatedModel(str(copy)).tokenizer_digest)
     assert len(digests) == 1
@@ -278,6 +278,7 @@ def test_one_name_stands_for_one_dtype_and_unlike_dtypes_are_not_paired(world: P
 
 def test_a_known_result_imports_no_library_that_computes(world: Path, tmp_path: Path) -> None:
     arguments = ["eval", "--model", str(world / "model"), "--data", str(world / "data"), "--tasks", "sst2"]
+    arguments += ["--limit", f"{CHUNK}"]  # one chunk there, too
     assert command(*arguments, "--output_path", tmp_path)[0] == 0
     heavy = "torch", "transformers", "datasets", "openicl", "sklearn", "scipy", "sentence_transformers"
     program = (

@@ -328,7 +328,7 @@ def test_slurm_queues_again_only_what_may_pass(tmp_path: Path) -> None:
             "SLURM_JOB_ID": "7",
             "SRUN_CODE": f"{code:d}",
         }
-        words = ["bash", script, run, tmp_path, "--tasks", "sst2"]
+        words = ["bash", *map(str, (script, run, tmp_path)), "--tasks", "sst2"]
         done = subprocess.run(words, cwd=REPO, env=os.environ | environment, capture_output=True)
         return done.returncode, log.read_text().splitlines()
 

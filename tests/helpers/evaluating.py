@@ -21,8 +21,6 @@ from emo.data_prep.tokenizer import load_tokenizer, train_sentencepiece
 from emo.data_prep.world import corpus, read_rows, task_rows
 from emo.eval.cli import main
 from emo.eval.icl.job import Job
-from emo.eval.icl.task_data import TaskData
-from emo.eval.icl.tasks import Task
 from tests.helpers.said import lines
 
 
@@ -105,12 +103,11 @@ def log_chunks(log: Path) -> None:
     """From now on note in `log` every chunk that this process, a fork, begins to score."""
     score_rows = Job.score_rows
 
-    def logged(
-        self: Job, task: Task, data: TaskData, indices: list[list[int]], rows: range, *others: Any
-    ) -> Any:
+    def logged(self: Job, *arguments: Any) -> Any:
+        task, _, _, rows = arguments[:4]
         with log.open("a", encoding="utf-8") as file:
             file.write(f"{self.model.name} {task.name} {rows.start}\n")
-        return score_rows(self, task, data, indices, rows, *others)
+        return score_rows(self, *arguments)
 
     Job.score_rows = logged  # type: ignore[method-assign]
 

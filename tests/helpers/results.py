@@ -36,7 +36,7 @@ def write_result(
 ) -> None:  # fmt: skip
     """A finished result of `name`; compared: conditions that differ from COMPARED."""
     key = store.digest([str(out), name, task])[:32]
-    records = [
+    records: list[dict[str, Any]] = [
         {"row": i, "id": 2 * i, "gold": "a", "prediction": "a" if ok else "b", "demonstrations": [],
          "group": groups[i] if groups else "", "scores": {"openicl_ppl": [2.0 - ok, 1.0 + ok]}}
         for i, ok in enumerate(right)
