@@ -36,7 +36,7 @@ from tests.helpers.evaluating import command, log_chunks, tiny_model, write_task
 from tests.helpers.results import fabricated, tree
 
 CRASHES = int(os.environ.get("EVAL_CRASHES", "6"))
-STEPS = 7
+STEPS = 8
 FORK = multiprocessing.get_context("fork")
 GOOD, BAD = [True] * 40, [True] * 10 + [False] * 30
 
@@ -267,6 +267,7 @@ def test_a_gate_answers_the_same_however_often_it_is_asked(run: Run) -> None:
         mark = {"name": name, "state": "evaluated", "files": "f", "asked": {"a": "evaluated"}}
         store.replace(out / "watch/done" / f"{name}.json", store.dump(mark))
         assert (gated(), gated()) == (code, code)
+    fabricated(out, "run-step-000002", {"sst2": GOOD})
     fabricated(out, "base", {"trec": GOOD})
     assert gated() == ExitCode.MISTAKE  # a task is missing
 
