@@ -30,6 +30,7 @@ def test_an_interval_has_width_and_is_wilsons(n: int, correct: int) -> None:
 
 SIZES = {
     "1 row": [1] * 57,
+    "2 rows": [2] * 57,
     "1 to 40 rows": [1, 1, 2, 2, 3, 4, 6, 8, 12, 16, 20, 30, 40] * 3,
     "no groups": [200],
 }
