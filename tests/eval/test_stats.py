@@ -28,9 +28,16 @@ def test_an_interval_has_width_and_is_wilsons(n: int, correct: int) -> None:
             assert (actual.interval.low, actual.interval.high) == pytest.approx((expected.low, expected.high))
 
 
+def test_groups_are_averaged_unweighted_each_with_its_own_variance() -> None:
+    right = [True] * 360 + [False] * 40 + [True] * 20 + [False] * 80
+    actual = stats.accuracy(right, ["big"] * 400 + ["small"] * 100)
+    half = 1.96 * np.sqrt(0.9 * 0.1 / 400 + 0.2 * 0.8 / 100) / 2
+    assert (actual.value, actual.correct, actual.n) == (pytest.approx(0.55), 380, 500)
+    assert (actual.interval.high - actual.interval.low) / 2 == pytest.approx(half, rel=0.05)
+
+
 SIZES = {
     "1 row": [1] * 57,
-    "2 rows": [2] * 57,
     "1 to 40 rows": [1, 1, 2, 2, 3, 4, 6, 8, 12, 16, 20, 30, 40] * 3,
     "no groups": [200],
 }
