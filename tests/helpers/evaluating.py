@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import tempfile
+from collections.abc import Iterable
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,9 +16,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from emo.common.errors import ExitCode
 from emo.data_prep.tokenizer import load_tokenizer, train_sentencepiece
 from emo.data_prep.world import corpus, read_rows, task_rows
 from emo.eval.cli import main
+from emo.eval.icl.job import Job
+from tests.helpers.said import lines
 
 
 def tiny_model(directory: Path, seed: int = 0, tokenizer: Any = None, **config: Any) -> Path:
@@ -49,12 +55,20 @@ def tiny_judge(directory: Path, seed: int = 7, **config: Any) -> Path:
 
 
 def tiny_tokenizer(directory: Path) -> Any:
-    """A sentencepiece tokenizer of 384 pieces, trained once on the embedded corpus."""
+    """A sentencepiece tokenizer of 384 pieces of the embedded corpus."""
     path = directory / "tokenizer.model"
     if not path.is_file():
         directory.mkdir(parents=True, exist_ok=True)
-        train_sentencepiece((row["text"] for row in islice(read_rows(corpus("world")), 300)), 384, path)
+        path.write_bytes(_tokenizer_model())
     return load_tokenizer(directory)
+
+
+@cache
+def _tokenizer_model() -> bytes:
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "tokenizer.model"
+        train_sentencepiece((row["text"] for row in islice(read_rows(corpus("world")), 300)), 384, path)
+        return path.read_bytes()
 
 
 def write_tasks(directory: Path, tasks: list[str], train: int = 40, test: int = 24) -> Path:
@@ -63,10 +77,18 @@ def write_tasks(directory: Path, tasks: list[str], train: int = 40, test: int = 
         splits = {"dev": 50, "test": test} if task == "mmlu" else {"train": train, "test": test}
         (directory / task).mkdir(parents=True, exist_ok=True)
         for split, n in splits.items():
-            rows = task_rows(task, split, n)
-            text = "".join(json.dumps(row) + "\n" for row in rows)
-            (directory / task / f"{split}.jsonl").write_text(text)
+            write_lines(directory / task / f"{split}.jsonl", task_rows(task, split, n))
     return directory
+
+
+def write_lines(path: Path, rows: Iterable[Any]) -> Path:
+    """Rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read_lines(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line]
 
 
 def command(*arguments: object) -> tuple[int, str, str]:
@@ -75,6 +97,25 @@ def command(*arguments: object) -> tuple[int, str, str]:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         code = main([*map(str, arguments)])
     return code, out.getvalue(), err.getvalue()
+
+
+def log_chunks(log: Path) -> None:
+    """From now on note in `log` every chunk that this process, a fork, begins to score."""
+    score_rows = Job.score_rows
+
+    def logged(self: Job, *arguments: Any) -> Any:
+        task, _, _, rows = arguments[:4]
+        with log.open("a", encoding="utf-8") as file:
+            file.write(f"{self.model.name} {task.name} {rows.start}\n")
+        return score_rows(self, *arguments)
+
+    Job.score_rows = logged  # type: ignore[method-assign]
+
+
+def is_mistake(*arguments: object) -> bool:
+    """Whether `emo ARGUMENTS` refuses them in one line."""
+    code, _, err = command(*arguments)
+    return code == ExitCode.MISTAKE and len(lines(err)) == 1
 
 
 def load(directory: Path | str) -> tuple[Any, Any]:

@@ -32,14 +32,13 @@ def write_model(out: Path, name: str, **facts: Any) -> Path:
 
 def write_result(
     out: Path, name: str, task: str, right: Sequence[bool], groups: Sequence[str] | None = None,
-    title: str = "", labels: Sequence[str] = LABELS, text: str = "a text", **compared: Any,
+    title: str = "", **compared: Any,
 ) -> None:  # fmt: skip
     """A finished result of `name`; compared: conditions that differ from COMPARED."""
     key = store.digest([str(out), name, task])[:32]
-    values = {ok: {"openicl_ppl": [2.0 - ok, 1.0 + ok] + [3.0] * (len(labels) - 2)} for ok in (True, False)}
-    records = [
-        {"row": i, "id": 2 * i, "gold": labels[0], "group": groups[i] if groups else "",
-         "prediction": labels[0] if ok else labels[1], "scores": values[ok], "demonstrations": []}
+    records: list[dict[str, Any]] = [
+        {"row": i, "id": 2 * i, "gold": "a", "prediction": "a" if ok else "b", "demonstrations": [],
+         "group": groups[i] if groups else "", "scores": {"openicl_ppl": [2.0 - ok, 1.0 + ok]}}
         for i, ok in enumerate(right)
     ]  # fmt: skip
     chunk = out / "store" / key / "chunks" / "00000.json"
@@ -48,15 +47,14 @@ def write_result(
     actual = asdict(stats.accuracy(list(right), groups))
     actual = {"accuracy": actual.pop("value"), **actual}
     mistakes = [
-        {"row": r["row"], "id": r["id"], "text": text, "gold": labels[0], "prediction": labels[1],
-         "scores": {labels[0]: 2.0, labels[1]: 1.0}, "dropped": 0,
-         "demonstrations": [{"text": text, "label": labels[0]}]}
-        for r in records if r["prediction"] != labels[0]
+        {"row": r["row"], "id": r["id"], "text": "a text", "gold": "a", "prediction": "b", "dropped": 0,
+         "scores": {"a": 2.0, "b": 1.0}, "demonstrations": [{"text": "a text", "label": "a"}]}
+        for r in records if r["prediction"] == "b"
     ]  # fmt: skip
     hits, noted = sum(right), {"prompt_version": "paper", "dtype": "auto"}
     result = {
         "task": task, "title": title or task, "version": "paper", "retriever": "minilm", "shots": 8,
-        "labels": list(labels), "chance": 1 / len(labels), "majority": 1.0, "score": "openicl_ppl", **actual,
+        "labels": LABELS, "chance": 0.5, "majority": 1.0, "score": "openicl_ppl", **actual,
         "scores": {"openicl_ppl": actual}, "macro_f1": 0.5, "groups": {"g": {}} if groups else {},
         "confusion": [[hits, len(right) - hits], [0, 0]], "leaked": 0, "clean": actual,
         "rows_shortened": 0, "rows_cut": 0, "worst": mistakes[:2],
@@ -67,7 +65,7 @@ def write_result(
     (out / MODELS / name / f"{task}.json").write_text(store.dump(view))
 
 
-def finish(out: Path, when: float = 1.8e9, from_hub: bool = False, hub: str | None = "SetFit/sst2") -> None:
+def finish(out: Path, when: float = 1.8e9, from_hub: bool = False, hub: str = "SetFit/sst2") -> None:
     """Seal all results, at a given time, and say where their rows came from, as evaluations do."""
     for path in (out / MODELS).glob("*/*.json"):
         view = json.loads(path.read_text())
@@ -76,7 +74,7 @@ def finish(out: Path, when: float = 1.8e9, from_hub: bool = False, hub: str | No
         sealed = out / store.STORE / view["key"] / store.RESULT
         sealed.write_text(store.seal(view["result"]))
         os.utime(sealed, (when, when))
-        before = hub and {"path": hub, "name": None, "revision": "00ea8cc"}
+        before = {"path": hub, "name": None, "revision": "00ea8cc"}
         path.write_text(store.dump(view | {"rows": {"from_hub": from_hub, "hub": before, "split": "test"}}))
 
 
@@ -85,7 +83,7 @@ def fabricated(out: Path, name: str, right: dict[str, Sequence[bool]], **options
     write_model(out, name)
     for task, rows in right.items():
         write_result(out, name, task, rows, **options)
-    return next(m for m in read_models([out]) if m.name == name)
+    return pick(read_models([out]), name)
 
 
 RIGHT = [True, True, False, True, False, True]
@@ -103,7 +101,3 @@ def finished(out: Path, name: str = "emo", **facts: Any) -> Model:
 
 def tree(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
-
-
-def results_json(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "results.json").read_text())

@@ -1,0 +1,363 @@
+"""Sampled text: the model's own distribution whatever the batch; records and measures against naive ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from scipy.spatial import distance
+from transformers import AutoModelForCausalLM
+
+from emo.eval.generation import commands, likelihood, prefixes, quality
+from emo.eval.generation import distributions as d
+from emo.eval.generation.decoding import Decoding, Request, split_ids
+from emo.eval.generation.engines import Transformers
+from emo.eval.generation.records import Generation, read_records
+from emo.eval.generation.sampling import ROUNDING, Sampler
+from emo.eval.model import EvaluatedModel
+from tests.helpers.evaluating import command, is_mistake, load, naive_nll, tiny_model
+from tests.helpers.families import family
+from tests.helpers.refusals import refused
+
+GREEDY, TRUNCATED = Decoding(greedy=True), Decoding(0.7, 9, 0.9)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return family("llama", vocab_size=97)
+
+
+def requests(count: int, vocabulary: int = 97, longest: int = 9) -> list[Request]:
+    """Ragged prompts, some twice."""
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, vocabulary, random.integers(1, longest + 1)).tolist() for _ in range(count)]
+    return [Request(prompts[i - i % 2], [0, i]) for i in range(count)]
+
+
+CASES = [(name, how) for name in ("llama", "mistral", "gpt2", "bloom") for how in (Decoding(), GREEDY)]
+
+
+@pytest.mark.parametrize(("name", "decoding"), [*CASES, ("llama", TRUNCATED)])
+def test_a_text_does_not_depend_on_its_batch(name: str, decoding: Decoding) -> None:
+    """Greedy text is that of a plain loop; the checkpoint's own settings decide nothing."""
+    model, prompts = family(name, vocab_size=97), requests(13)
+    model.generation_config.repetition_penalty = 5.0
+    texts = [Sampler(model, decoding, [2, 5, 8], batch).run(prompts, 12) for batch in (1, 5, 64)]
+    assert texts[0] == texts[1] == texts[2]
+    assert Sampler(model, decoding, [2, 5, 8]).run(prompts[::-1], 12) == texts[0][::-1]
+    if decoding != GREEDY:
+        assert len({len(text.tokens) for text in texts[0]}) > 1, "rows should end at different times"
+        return
+    for request, text in zip(prompts, texts[0], strict=True):
+        ids, ended = list(request.prompt), False
+        while len(ids) < len(request.prompt) + 12 and not ended:
+            with torch.no_grad():
+                ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            ended = ids[-1] in (2, 5, 8)
+        assert (ids[len(request.prompt) :], ended) == text
+
+
+def with_cache(change: Any, model: Any) -> Any:
+    """Return the model's forward with its logits changed wherever a cache is in use."""
+    plain = model.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out = plain(*args, **kwargs)
+        if kwargs.get("use_cache") is not False:
+            out.logits = change(out.logits)
+        return out
+
+    return forward
+
+
+def test_close_calls_are_decided_by_the_row_alone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With noise on the batch's logits, as other kernels would make it, the text stays the same."""
+    prompts, noise = requests(24), torch.Generator().manual_seed(0)
+    expected = Sampler(llama, batch=1).run(prompts, 12)
+    noisy = with_cache(lambda x: x + 1e-4 * (2 * torch.rand(x.shape, generator=noise) - 1), llama)
+    monkeypatch.setattr(llama, "forward", noisy)
+    monkeypatch.setitem(ROUNDING, torch.float32, 1e-4)
+    sampler = Sampler(llama)
+    assert sampler.run(prompts, 12) == expected and sampler.redone > 0
+
+
+def test_broken_caches_and_weights_are_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = family("llama", vocab_size=97)
+    with torch.no_grad():
+        broken.lm_head.weight[3] = float("nan")
+    for decoding in (Decoding(), GREEDY, Decoding(top_k=3), Decoding(top_p=0.5)):
+        with refused("not-numbers"):
+            Sampler(broken, decoding).run(requests(3), 4)
+    monkeypatch.setattr(llama, "forward", with_cache(lambda logits: logits * 1.5, llama))
+    with refused("cache"):
+        Sampler(llama).run(requests(3), 4)
+
+
+# sha256 of the tokens that seeds have given since texts are sampled; they stay.
+SEEDED = {
+    Decoding(): "2f1eddba9a653bd26e2c861aecbeb2a69816dd5f069db48f5f59064f9351ecdc",
+    TRUNCATED: "05d66b42cd26e52358809b792cb8ad0f31e5dd6e44c85ce6c453c71870bbf68e",
+    GREEDY: "a6144b228dd2335d396e0edd3f76aa9bec6fafd2245c59e348e544844e1cf998",
+}
+
+
+def test_a_seed_gives_what_it_always_gave(shared_data: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(shared_data / "models" / "stories260K", dtype=torch.float32)
+    for decoding, digest in SEEDED.items():
+        texts = Sampler(model, decoding, [2]).run(requests(32, 512, 20), 30)
+        tokens = json.dumps([text.tokens for text in texts])
+        assert hashlib.sha256(tokens.encode()).hexdigest() == digest, decoding
+
+
+@pytest.mark.parametrize("decoding", [Decoding(), Decoding(0.6, 7), Decoding(top_p=0.7)], ids=str)
+def test_tokens_follow_the_distribution(llama: Any, decoding: Decoding) -> None:
+    with torch.no_grad():
+        logits = llama(input_ids=torch.tensor([[5, 6, 7]])).logits[0, -1].double() / decoding.temperature
+    p, n = logits.softmax(0), 4000
+    if decoding.top_k:
+        p[p < p.topk(decoding.top_k).values[-1]] = 0
+    ordered, order = p.sort(descending=True)
+    p[order[ordered.cumsum(0) - ordered >= decoding.top_p]] = 0
+    expected = (n * p / p.sum()).numpy()
+    texts = Sampler(llama, decoding, batch=1000).run([Request([5, 6, 7], i) for i in range(n)], 1)
+    counts = np.bincount([text.tokens[0] for text in texts], minlength=len(p))
+    assert counts[expected == 0].sum() == 0
+    likely = expected >= 5
+    observed, expected = (np.append(x[likely], x[~likely].sum()) for x in (counts, expected))
+    kept = expected > 0
+    assert stats.chisquare(observed[kept], expected[kept]).pvalue > 1e-3
+
+
+def test_every_text_has_its_own_limit(llama: Any) -> None:
+    """A longer one begins like a shorter one; learned positions end with the context."""
+    whole, limits, done = Sampler(llama).run(requests(6), 10), (1, 3, 10, 20, None, 7), []
+    limited = [r._replace(limit=limit) for r, limit in zip(requests(6), limits, strict=True)]
+    texts = Sampler(llama, batch=4).run(limited, 10, done.append)
+    assert [len(text.tokens) for text in texts] == [1, 3, 10, 10, 10, 7] and sum(done) == 6
+    assert all(a.tokens == b.tokens[: len(a.tokens)] for a, b in zip(texts, whole, strict=True))
+    model = family("gpt2", vocab_size=97)
+    context = model.config.max_position_embeddings
+    prompts = [Request([3 + i % 90 for i in range(n)], n, context - n) for n in (context - 1, 2, context - 4)]
+    texts = Sampler(model).run(prompts, 9)
+    assert [len(text.tokens) for text in texts] == [1, 9, 4]
+    assert texts == Sampler(model, batch=1).run(prompts, 9)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models of one tokenizer, and a corpus."""
+    root = tmp_path_factory.mktemp("generation")
+    for name, seed in (("small", 1), ("oracle", 2)):
+        tiny_model(root / name, seed, max_position_embeddings=96)
+    lines = [f"the cat number {i} sat on the mat and looked at the door of the house again" for i in range(6)]
+    (root / "data" / "ptb").mkdir(parents=True)
+    (root / "data" / "ptb" / "test.txt").write_text("\n".join(["", " = A title = ", *lines, "too short"]))
+    return root
+
+
+def generate(corpus: Path, model: str, *prefixes: object, name: str | None = None) -> Path:
+    """Sample with a model after the corpus' or other prefixes; return the directory of its texts."""
+    asked = prefixes or ("--corpus", "ptb", "--data", corpus / "data")
+    settings = ("--max_new_tokens", 9, "--samples", 2, "--seeds", "0,1", "--output_path", corpus / "out")
+    assert command("generate", "--model", corpus / model, "--name", name or model, *asked, *settings)[0] == 0
+    (directory,) = (corpus / "out" / "models" / (name or model) / "generated").iterdir()
+    return directory
+
+
+def measured(corpus: Path, texts: list[Path], *options: object) -> list[dict[str, Any]]:
+    """Return the results of `quality`."""
+    code, _, err = command("quality", *texts, "--output_path", corpus / "out", *options)
+    assert code == 0, err
+    return [json.loads((directory / "quality.json").read_text()) for directory in texts]
+
+
+@pytest.fixture(scope="module")
+def sampled(corpus: Path) -> Path:
+    return generate(corpus, "small")
+
+
+def test_records_hold_what_was_written(corpus: Path, sampled: Path) -> None:
+    about, actual = read_records(sampled)
+    model = EvaluatedModel(str(corpus / "small"))
+    assert (about["corpus"], about["prefix_words"], about["tokens"], about["records"]) == ("ptb", 5, 9, 24)
+    assert [r["prefix_number"] for r in actual[:4]] == [0, 0, 1, 1] and actual[12]["seed"] == 1
+    for record in actual:
+        assert record["prefix"] == f"the cat number {record['prefix_number']} sat"
+        assert len(record["ids"]) == record["tokens"] <= 9
+        assert record["reference"].startswith(" on the mat")
+        assert record["reference"].startswith(record["human"])
+        assert len(split_ids(model.tokenizer, record["prefix"], record["human"])[1]) == 9
+    view = json.loads((sampled.parents[1] / "samples.json").read_text())
+    assert view["samples"][0]["text"] == actual[0]["text"] and view["weights"] == model.digest
+
+
+def test_chunks_change_no_record(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = EvaluatedModel(str(corpus / "small"))
+    texts = (prefixes.from_texts(["the cat", "the", "the dog sat"]), 8, 4, (0,))
+    whole = Generation(Transformers(model), *texts, tmp_path / "a").run()
+    monkeypatch.setattr(Generation, "chunk", 5)
+    for computed in (12, 0):
+        again = Generation(Transformers(model, batch=3), *texts, tmp_path / "b")
+        assert again.run() == whole and again.computed == computed
+
+
+def naive_per_token(path: Path, pairs: list[tuple[list[int], list[int]]]) -> float:
+    model, _ = load(path)
+    nll = [naive_nll(model, [*start, *tail])[len(start) - 1 :] for start, tail in pairs]
+    return float(np.concatenate(nll).mean())
+
+
+def test_perplexities_equal_naive_ones(corpus: Path, sampled: Path) -> None:
+    """PPL_oracle, PPL_test and cross-entropies, to 1e-6; the oracle of its own samples is at its floor."""
+    paths = {name: corpus / name for name in ("small", "oracle")}
+    (result,) = measured(corpus, [sampled], "--oracle", paths["oracle"], "--reference", paths["oracle"])
+    records, tokenizer = read_records(sampled)[1], EvaluatedModel(str(paths["oracle"])).tokenizer
+    pairs = [(split_ids(tokenizer, r["prefix"], "")[0], r["ids"]) for r in records]
+    exact, oracle = naive_per_token(paths["oracle"], pairs), result["ppl_oracle"]
+    assert oracle["nats_per_token"]["mean"] == pytest.approx(exact, abs=1e-6)
+    assert oracle["perplexity"]["mean"] == pytest.approx(math.exp(exact), rel=1e-6)
+    assert oracle["perplexity"]["low"] < math.exp(exact) < oracle["perplexity"]["high"]
+    assert (oracle["perplexity"]["n"], oracle["perplexity"]["unit"]) == (6, "prefixes")
+    human = [split_ids(tokenizer, "", r["prefix"] + r["reference"]) for r in records[:12:2]]
+    exact = naive_per_token(paths["small"], human)
+    assert result["ppl_test"]["nats_per_token"] == pytest.approx(exact, abs=1e-6)
+    (p, _), (q, _) = load(paths["oracle"]), load(paths["small"])
+    both = []
+    for start, tail in human:
+        with torch.no_grad():
+            logits = [model(input_ids=torch.tensor([[*start, *tail]])).logits[0, :-1] for model in (p, q)]
+        lp, lq = (x.double().log_softmax(-1) for x in logits)
+        both.append([float(-(a.exp() * b).sum(-1).mean()) for a, b in ((lp, lq), (lq, lp))])
+    actual = [result["cross_entropy"][way] for way in ("forward", "reverse")]
+    assert actual == pytest.approx(np.mean(both, axis=0), abs=1e-6)
+    (result,) = measured(corpus, [generate(corpus, "oracle")], "--oracle", paths["oracle"])
+    assert result["ppl_oracle"] == result["ppl_oracle_floor"]
+
+
+def test_models_are_compared_on_the_same_prefixes(corpus: Path, sampled: Path) -> None:
+    """The difference of each measure is that of the means; after other prefixes there is none."""
+    others = [generate(corpus, "oracle", name="other")]
+    others += [generate(corpus, "oracle", "--prefix", "the cat", "--prefix", "a dog", name="given")]
+    first, same, other = measured(corpus, [sampled, *others])
+    assert "differences" not in first and isinstance(other["differences"], str)
+    for name in ("tokens", "repetition_2", "ended"):
+        actual = same["differences"][name]
+        assert actual["mean"] == pytest.approx(same["text"][name]["mean"] - first["text"][name]["mean"])
+        assert actual["low"] <= actual["mean"] <= actual["high"]
+        assert (actual["n"], actual["unit"]) == (6, "prefixes")
+
+
+def test_likelihoods_of_empty_and_of_long_texts(corpus: Path) -> None:
+    """Continuations may be empty, even all of them; what is longer than the context is cut into windows."""
+    model = EvaluatedModel(str(corpus / "small"))
+    actual = likelihood.continuations(model, [([5, 6, 7], []), ([5, 6, 7], []), ([8, 9], [10])])
+    assert actual.nll[:2].tolist() == [0, 0] and actual.tokens.tolist() == [0, 0, 1]
+    assert math.isfinite(actual.per_token)
+    assert math.isnan(likelihood.continuations(model, [([5, 6], []), ([5, 6], [])]).per_token)
+    text = "the cat sat on the mat " * 40
+    actual = likelihood.texts(model, [text, "the cat"])
+    first, tail = split_ids(model.tokenizer, "", text)
+    pairs = [(first if i == 0 else [tail[i - 1]], tail[i : i + 95]) for i in range(0, len(tail), 95)]
+    assert len(pairs) > 2 and actual.tokens[0] == len(tail)
+    assert actual.nll[0] / len(tail) == pytest.approx(naive_per_token(corpus / "small", pairs), abs=1e-6)
+
+
+def test_text_metrics_by_hand() -> None:
+    """The released protocol repeats the flaws of the authors' scripts."""
+    texts = ["a b a b a", "c d", "c"]
+    assert quality.distinct(texts, 1) == 4 / 8 and quality.distinct(texts, 2) == 3 / 5
+    assert [quality.repetition(text, 2) for text in texts] == [2 / 4, 0.0, None]
+    record = {"prefix": "a b", "text": " x y", "human": " c", "reference": " c d  e f g"}
+    assert quality.pair(record, "paper", 2, 3) == ("x y", "c")
+    assert quality.pair(record, "released", 2, 3) == ("a b  x y", "a b c d e")
+    actual = quality.by_seed([0, 0, 1, 1, 2, 2], [1, 3, 2, 4, 3, 5])
+    assert (actual["mean"], actual["n"]) == (3.0, 3)
+    assert actual["low"] == pytest.approx(3 - 4.302653 / math.sqrt(3))
+
+
+def test_mauve_between_floor_and_ceiling(shared_data: Path) -> None:
+    """A text against itself at the ceiling, GPT-2 XL between, the corpus's words shuffled near the floor."""
+    path = shared_data / "lm" / "human_vs_gpt2xl" / "xsum.jsonl.zst"
+    fields = ("text", "sampled_gpt2_xl")
+    human, machine = ([t[-300:] for t in prefixes.read_texts(path, field)][:200] for field in fields)
+    words = np.random.default_rng(0).permutation([word for text in human for word in text.split()])
+    parts = np.split(words, np.cumsum([len(text.split()) for text in human])[:-1])
+    encoder = quality.featurizer("minilm")
+    features = [encoder(texts) for texts in (human, machine, [" ".join(part) for part in parts])]
+    actual = quality.beside_ceiling(features[0], features, splits=2)
+    itself, gpt2, floor = actual["half"]
+    assert actual["ceiling"] > 0.8 and itself == pytest.approx(actual["ceiling"], abs=1e-9)
+    assert floor < gpt2 - 0.2 and gpt2 <= actual["ceiling"] + 0.02
+
+
+WRONG = (
+    "--max_new_tokens 0", "--samples 0", "--corpus pbt", "--corpus webtext --data data", "--corpus ptb",
+    "--corpus ptb --data nowhere", "--prefixes nothing.txt", "--prefixes long.txt", "--max_new_tokens 96",
+    "--seeds 1,x", "--seeds 1,1", "--greedy --samples 2", "--greedy --top_k 3", "--temperature 0",
+    "--top_p 1.1", "--batch_size 0",
+)  # fmt: skip
+
+
+def test_mistakes_are_one_line(
+    corpus: Path, tmp_path: Path, sampled: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are not numbers among them: they give no number."""
+    (corpus / "long.txt").write_text("the cat sat on the mat " * 40)  # longer than the context
+    model, _ = load(tiny_model(corpus / "broken", 5, max_position_embeddings=96))
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[0, 0] = float("nan")
+    model.save_pretrained(corpus / "broken")
+    (sampled / "quality.json").unlink(missing_ok=True)
+    monkeypatch.chdir(corpus)
+    monkeypatch.setattr(commands, "find_spec", lambda name: None)
+    sampling, measuring = ("generate", "--model", "small", "--output_path", tmp_path), ("quality", sampled)
+    for options in WRONG:
+        assert is_mistake(*sampling, *options.split()), options
+    for options in ("--protocol released!", "--mauve minilm", "--oracle broken", "--reference broken"):
+        assert is_mistake(*measuring, "--output_path", tmp_path, *options.split()), options
+    assert is_mistake("quality", sampled.parent)
+    assert not list(tmp_path.rglob("records.jsonl")) and not (sampled / "quality.json").exists()
+
+
+RAGGED = [torch.tensor([p]).double().log() for p in ((0.5, 0.5, 0.0), (0.0, 0.5, 0.5))]
+NORMAL = [d.log_probs(3 * torch.randn(4, 700, generator=torch.Generator().manual_seed(s))) for s in (0, 1)]
+
+
+@pytest.mark.parametrize(("log_p", "log_q"), [NORMAL, RAGGED], ids=["normal", "ragged"])
+def test_measures_equal_scipys(log_p: torch.Tensor, log_q: torch.Tensor) -> None:
+    p, q = log_p.exp().numpy(), log_q.exp().numpy()
+    entropy_p, entropy_q, kl_pq, kl_qp = (
+        stats.entropy(*pair, axis=-1) for pair in ((p, None), (q, None), (p, q), (q, p))
+    )
+    expected = {
+        "kl_pq": kl_pq, "kl_qp": kl_qp, "js": distance.jensenshannon(p, q, axis=-1) ** 2,
+        "tv": np.abs(p - q).sum(axis=-1) / 2, "tail_mass": np.where(p < d.RARE, q, 0).sum(axis=-1),
+        "entropy_p": entropy_p, "entropy_q": entropy_q,
+        "forward_ce": kl_pq + entropy_p, "reverse_ce": kl_qp + entropy_q,
+    }  # fmt: skip
+    actual = d.measures(log_p, log_q)
+    assert actual.keys() == expected.keys()
+    for name, values in expected.items():
+        assert actual[name].numpy() == pytest.approx(values, abs=1e-9), name
+
+
+def test_the_fast_cross_entropies_and_the_temperature_of_an_entropy_are_exact() -> None:
+    generator = torch.Generator().manual_seed(1)
+    p, q = (6 * torch.randn(16, 32000, generator=generator) + 30 for _ in range(2))
+    exact = d.measures(d.log_probs(p), d.log_probs(q))
+    fast = likelihood.cross_entropies(p, q)
+    for name, values in zip(("forward_ce", "reverse_ce"), fast, strict=True):
+        assert (values - exact[name]).abs().max() < 1e-6, name
+    logits = 3 * torch.randn(40, 60, generator=generator)
+    for temperature in (0.3, 1.0, 2.5):
+        target = float(d.entropy(d.log_probs(logits, temperature)).mean())
+        assert d.matching_temperature(logits, target) == pytest.approx(temperature, rel=1e-9)
+    with pytest.raises(ValueError):
+        d.matching_temperature(logits, math.log(61))
