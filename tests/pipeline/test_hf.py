@@ -21,7 +21,7 @@ from emo.pipeline.loss import (
     shift_left,
     weighted_sum,
 )
-from tests.helpers.families import FAMILIES, VOCAB, family, tiny_llama
+from tests.helpers.families import VOCAB, family, tiny_llama
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error, stored_for
 from tests.helpers.refusals import refused
 from tests.loss.test_objectives import ONE_TARGET, composes, make
@@ -44,24 +44,13 @@ def rows() -> list[dict[str, list[int]]]:
 
 
 def arguments(directory: Path, **changes: Any) -> TrainingArguments:
-    step = {"max_steps": 3, "per_device_train_batch_size": 6, "learning_rate": 1e-2, "adam_epsilon": 1e-3}
-    step |= {
-        "lr_scheduler_type": "constant",
-        "max_grad_norm": 0.0,
-        "seed": 1,
-        "data_seed": 1,
-        "use_cpu": True,
-    }
+    step = {"max_steps": 1, "per_device_train_batch_size": 6, "learning_rate": 0.5, "optim": "sgd"}
+    step |= {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "use_cpu": True}
     quiet = {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "logging_steps": 1}
     return TrainingArguments(output_dir=str(directory), **step | quiet | changes)
 
 
-def parameters(model: torch.nn.Module) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
 def test_mixin_evaluates_saves_and_generates(tmp_path: Path) -> None:
-    """Evaluation gives the mean loss; saved files are those of the ordinary model; generation works."""
     model = tiny_llama(VOCAB)
     args = arguments(tmp_path, per_device_eval_batch_size=6)
     trainer = EmoTrainer(model, args, train_dataset=rows(), eval_dataset=rows(), objective="mle")
@@ -72,7 +61,8 @@ def test_mixin_evaluates_saves_and_generates(tmp_path: Path) -> None:
     trainer.save_model(str(tmp_path / "saved"))
     loaded, info = LlamaForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    torch.testing.assert_close(parameters(loaded), parameters(model))
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(loaded.get_parameter(name), parameter)
     prompt = torch.tensor([[1, 2, 3]])
     settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     assert model.generate(prompt, **settings).tolist() == loaded.generate(prompt, **settings).tolist()
@@ -142,9 +132,8 @@ def test_labels_that_were_shifted_already() -> None:
 
 def test_a_schedule_is_refused_where_nobody_tells_the_step() -> None:
     """It would stay at its first step, without a word; given for a step, it is what it is there."""
-    moving = weighted_sum(
-        [(get_objective("emo"), Ramp(1.0, 0.0, 2)), (get_objective("mle"), Ramp(0.0, 1.0, 2))]
-    )
+    ramps = {"emo": Ramp(1.0, 0.0, 2), "mle": Ramp(0.0, 1.0, 2)}
+    moving = weighted_sum([(get_objective(name), ramp) for name, ramp in ramps.items()])
     z, labels = torch.randn(2, LENGTH, VOCAB), torch.randint(VOCAB, (2, LENGTH))
     cost = CostEmbedding.from_weight(torch.randn(VOCAB, 5))
     doors = (
@@ -163,11 +152,9 @@ def test_a_schedule_is_refused_where_nobody_tells_the_step() -> None:
 def without_dropout(model: Any) -> Any:
     """Return the model, which then computes the same in training as in evaluation."""
     for module in model.modules():
-        for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
+        rates = [name for name, value in vars(module).items() if "drop" in name and isinstance(value, float)]
+        for name in (*rates, "p") if isinstance(module, torch.nn.Dropout) else rates:
+            setattr(module, name, 0.0)
     return model
 
 
@@ -203,8 +190,7 @@ def through(door: str, model: Any, objective: str, directory: Path) -> tuple[flo
             loss.backward()
             total += loss.item()
         return total, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    changes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "max_steps": 1}
-    args = arguments(directory, optim="sgd", learning_rate=0.5, **changes)
+    args = arguments(directory, per_device_train_batch_size=2, gradient_accumulation_steps=3)
     if door == "mixin":
         return stepped(EmoTrainer(model, args, train_dataset=rows(), objective=objective), model)
     model.loss_type = "ForCausalLM"  # as pipeline/hf.py says: a GPT-2 would count first tokens
@@ -213,11 +199,12 @@ def through(door: str, model: Any, objective: str, directory: Path) -> tuple[flo
     return stepped(Trainer(model, args, train_dataset=rows(), compute_loss_func=function), model)
 
 
-CASES = [("mixin", name) for name in FAMILIES if name != "bert"]  # which is not causal
-CASES += [(door, name) for door in ("loop", "function") for name in ("gpt2", "gemma2", "granite", "mixtral")]
+# Heads: tied and biased, narrower than the body, capped, scaled; a router, a recurrence, two stacks.
+PECULIAR = ("gpt2", "phi", "opt", "gemma2", "granite", "mixtral", "mamba", "bart")
 
 
-@pytest.mark.parametrize(("door", "name"), CASES)
+@pytest.mark.parametrize("name", PECULIAR)
+@pytest.mark.parametrize("door", ["mixin", "loop", "function"])
 def test_loss_and_gradients_are_autograds(door: str, name: str, tmp_path: Path) -> None:
     model = without_dropout(family(name)).train()
     want, gradients = naive(copy.deepcopy(model), "emo")
@@ -254,33 +241,10 @@ def test_packed_and_padded_rows_teach_what_documents_alone_do(name: str, tmp_pat
     for rows in ways:
         model = without_dropout(family(name))
         data = [{key: value.tolist() for key, value in row.items()} for row in rows]
-        step = {"max_steps": 1, "per_device_train_batch_size": len(rows), "optim": "sgd"}
-        trainer = EmoTrainer(model, arguments(tmp_path, **step), train_dataset=data, objective="mle")
+        args = arguments(tmp_path, per_device_train_batch_size=len(rows))
+        trainer = EmoTrainer(model, args, train_dataset=data, objective="mle")
         _, got = stepped(trainer, model)
         wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
         scale = max(float(gradient.norm()) for gradient in wanted.values())
         for key, gradient in wanted.items():
             assert float((got[key] - gradient).norm()) <= 1e-3 * scale, key
-
-
-def test_after_fully_shard(tmp_path: Path) -> None:
-    """FSDP2 makes DTensors of the weights; the loss is the same as where it comes later."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    store = f"file://{tmp_path / 'store'}"
-    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
-    mesh = init_device_mesh("cpu", (1,))
-    model, plain = tiny_llama(VOCAB), tiny_llama(VOCAB)
-    fully_shard(model.lm_head, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    for either in (model, plain):
-        fuse_causal_lm(either, "emo")
-    ids = torch.randint(VOCAB, (2, LENGTH))
-    losses = [m(input_ids=ids, labels=ids).loss for m in (model, plain)]
-    for loss in losses:
-        loss.backward()
-    torch.testing.assert_close(losses[0], losses[1])
-    got, want = model.lm_head.weight.grad.full_tensor(), plain.lm_head.weight.grad
-    torch.testing.assert_close(got, want)
-    torch.distributed.destroy_process_group()
