@@ -1,4 +1,4 @@
-"""Every way to ask for a stop is noticed at once, whatever a rank does; launch/supervise.py ends as its ranks."""
+"""Every way to ask for a stop is noticed at once, whatever a rank does; the supervisor ends as its ranks."""
 
 from __future__ import annotations
 
