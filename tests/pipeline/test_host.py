@@ -71,7 +71,7 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 Port = tuple[str, str, str, str]  # driver, link layer, rate, state
 
 
-def host_with(directory: Path, *ports: Port, uverbs: bool = True) -> preflight.Fabric:
+def host_with(directory: Path, ports: list[Port], lacks: str) -> preflight.Fabric:
     """Return the network of a host with these ports."""
     for number, (driver, *texts) in enumerate(ports):
         device = directory / "class" / f"device_{number}"
@@ -82,7 +82,7 @@ def host_with(directory: Path, *ports: Port, uverbs: bool = True) -> preflight.F
         (device / "device").mkdir()
         (device / "device/driver").symlink_to(directory / "drivers" / driver)
     (directory / "dev").mkdir()
-    if uverbs:
+    if lacks != "uverbs0":
         (directory / "dev/uverbs0").touch()
     return preflight.fabric(directory / "class", directory / "dev", {})
 
@@ -94,28 +94,23 @@ DOWN = ("mlx5_core", "InfiniBand", "10 Gb/sec (4X SDR)", "1: DOWN")
 
 
 @pytest.mark.parametrize(
-    ("ports", "uverbs", "missing", "expected"),
+    ("ports", "lacks", "kind", "gbytes"),
     [
-        ([DOWN], True, "", ("sockets", None)),
-        ([NDR, DOWN, ROCE], True, "", ("InfiniBand", 50)),
-        ([ROCE, ROCE], True, "", ("RoCE", 25)),
-        ([EFA] * 4, True, "", ("EFA", 50)),
-        ([NDR], True, "libibverbs.so.1", ("sockets", None)),  # an image without it: TCP without a word
-        ([NDR], False, "", ("sockets", None)),  # a container without the device
+        ([DOWN], "", "sockets", None),
+        ([NDR, DOWN, ROCE], "", "InfiniBand", 50),
+        ([ROCE, ROCE], "", "RoCE", 25),
+        ([EFA] * 4, "", "EFA", 50),
+        ([NDR], "libibverbs.so.1", "sockets", None),  # an image without it: TCP without a word
+        ([NDR], "uverbs0", "sockets", None),  # a container without the device
     ],
 )
 def test_the_network_that_nccl_would_use(
-    ports: list[Port],
-    uverbs: bool,
-    missing: str,
-    expected: Any,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, ports: list[Port], lacks: str, kind: str, gbytes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "_loads", lambda library: library != missing)
-    network = host_with(tmp_path, *ports, uverbs=uverbs)
-    assert (network.kind, network.gbytes) == expected
-    assert bool(network.advice) == (network.kind == "sockets" and ports != [DOWN])
+    monkeypatch.setattr(preflight, "_loads", lambda library: library != lacks)
+    network = host_with(tmp_path, ports, lacks)
+    assert (network.kind, network.gbytes) == (kind, gbytes)
+    assert bool(network.advice) == (kind == "sockets" and ports != [DOWN])
 
 
 @pytest.fixture(autouse=True)
