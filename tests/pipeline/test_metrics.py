@@ -5,23 +5,19 @@ from __future__ import annotations
 import io
 import json
 import math
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from emo.data_prep.pack import BlockPacker
 from emo.pipeline.config import RunConfig, TrainConfig, load_config
 from emo.pipeline.engine import DomainSums, Sums
 from emo.pipeline.loss.fused import histogram
 from emo.pipeline.report.console import Console
 from emo.pipeline.report.metrics import Metrics
-from emo.pipeline.report.validation import FEWEST, Change, Documents, by_document, change, drop, read, write
+from emo.pipeline.report.validation import FEWEST, Change, Documents, change, drop, read, write
 from emo.pipeline.run_dir import BAD_BATCHES, METRICS, PROFILE, VALIDATION, read_metrics
 from emo.pipeline.train import Guard
 from tests.conftest import REPO
@@ -48,7 +44,6 @@ def alike(nll: float) -> Documents:
 
 def test_a_window_is_averaged_over_tokens(tmp_path: Path) -> None:
     """Steps that were skipped count, and do not spoil the mean; records say when and how far."""
-    before = time.time()
     metrics = Metrics(config(tmp_path, global_batch_size=8), 0, 10, active=True, rows=32)
     metrics.validation(0, 0, "home", Sums(1.0, 2.0, 3.0, 4, False), alike(1.0))
     few, many = (tuple(histogram(torch.tensor(w), 8.0).tolist()) for w in ([0.5] * 98, [1.0, 8.0]))
@@ -64,15 +59,13 @@ def test_a_window_is_averaged_over_tokens(tmp_path: Path) -> None:
     metrics.close()
     zero, first, second = read_metrics(tmp_path)
     assert [record["epoch"] for record in (zero, first, second)] == [0.0, 0.5, 1.0]
-    assert before <= zero["time"] <= second["time"] <= time.time()
     assert (first["step"], first["tokens"], first["lr"], first["skipped"]) == (2, 40, 1e-3, 0)
     values = [first[key] for key in ("loss", "nll", "perplexity", "demd", "grad_norm", "grad_norm_max")]
     assert values == pytest.approx([1.0, 1.5, math.exp(1.5), 0.2, 0.5, 0.6])  # over the window
     assert (first["weight_p50"], first["weight_p99"], first["weight_max"]) == (0.5, 1.0, 8.0)
     assert first["weight_capped"] == 0.01
-    assert (second["skipped"], second["nll"]) == (1, 2.0) and "domains" not in second
+    assert (second["skipped"], second["nll"], second["grad_norm"]) == (1, 2.0, 0.5)
     assert second["demd"] is None  # not a number is written as JSON can say it
-    assert second["grad_norm"] == second["grad_norm_max"] == 0.5
     assert not any(key.startswith("weight") for key in second), "likelihood's weights are all 1"
 
 
@@ -152,16 +145,13 @@ def test_pauses_and_what_the_console_hears(tmp_path: Path) -> None:
     assert [r["tokens_per_s"] for r in records] == [5.0, 5.0, 5.0]
     assert [r["mfu"] for r in records] == pytest.approx([0.005] * 3)
     assert records[-1]["loss"] == pytest.approx(2.55)
-    first, _, third, *validations = stream.getvalue().splitlines()
-    assert first == "step 10/100  loss 0.55  5 tokens/s  3 min left  validation at 25"
-    assert third.startswith("step 30/100  loss 2.55  5 tokens/s  2 h") and third.endswith("save at 40")
-    assert validations[1].endswith("NLL since step 0 +0.5000 [+0.5000, +0.5000]") and len(validations) == 3
+    lines = stream.getvalue().splitlines()
+    assert "3 min left" in lines[0] and "2 h" in lines[2] and "+0.5000 [+0.5000, +0.5000]" in lines[4]
 
 
-@pytest.mark.parametrize("stopped", [3, 10])
-def test_a_resumed_run_logs_what_an_undisturbed_one_does(tmp_path: Path, stopped: int) -> None:
+def test_a_resumed_run_logs_what_an_undisturbed_one_does(tmp_path: Path) -> None:
     """The sums of a window in progress go through the checkpoint."""
-    clock = Clock()
+    clock, stopped = Clock(), 3
 
     def reporter(name: str, step: int = 0, window: dict[str, Any] | None = None) -> Metrics:
         return Metrics(config(tmp_path / name), step, 20, True, None, window, clock, domains=DOMAINS)
@@ -227,7 +217,7 @@ def guard(run_dir: Path, state: Any = None, **train: Any) -> Guard:
     return Guard(run_dir, TrainConfig(max_steps=1, **train), writes=True, state=state)
 
 
-@pytest.mark.parametrize("bad", [sums(math.nan), sums(2.0, applied=False), sums(2.0)._replace(loss=math.nan)])
+@pytest.mark.parametrize("bad", [sums(2.0, applied=False), sums(2.0)._replace(loss=math.nan)])
 def test_only_bad_steps_in_a_row_end_the_run(tmp_path: Path, bad: Sums) -> None:
     watch, good = guard(tmp_path, max_skipped=3), sums(1.0)
     warned = [watch.observe(step, this, lambda: ROWS) for step, this in enumerate([bad, bad, good, bad, bad])]
@@ -238,9 +228,9 @@ def test_only_bad_steps_in_a_row_end_the_run(tmp_path: Path, bad: Sums) -> None:
     assert [(r["step"], r["rows"]) for r in records] == [(step, ROWS) for step in (0, 1, 3, 4, 6)]
 
 
-@pytest.mark.parametrize("jump", [sums(9.0), sums(2.0)._replace(loss=100.0)])
-def test_a_spike_is_noted_or_ends_the_run_also_after_a_resume(tmp_path: Path, jump: Sums) -> None:
+def test_a_spike_is_noted_or_ends_the_run_also_after_a_resume(tmp_path: Path) -> None:
     """Also one of the loss alone, as where transport costs are at fault."""
+    jump = sums(2.0)._replace(loss=100.0)
     options: dict[str, Any] = {"spike_factor": 3, "max_skipped": 3}
     first = guard(tmp_path, **options)
     for step in range(20):
@@ -253,56 +243,18 @@ def test_a_spike_is_noted_or_ends_the_run_also_after_a_resume(tmp_path: Path, ju
     assert "2 in a row" in (guard(tmp_path, state, **options).observe(21, sums(math.nan), lambda: ROWS) or "")
 
 
-TRUTH = 0.05
-
-
-@given(
-    st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100), st.integers(1, 99)), min_size=FEWEST, max_size=9)
-)
-@settings(max_examples=50)
-def test_the_way_back_is_the_opposite_and_no_change_is_none(rows: list[tuple[float, float, int]]) -> None:
-    first, second, tokens = (np.array(column) for column in zip(*rows, strict=True))
-    before, after = documents(first, tokens), documents(second, tokens)
-    forward, back = change(before, after), change(after, before)
-    assert forward is not None and back is not None
-    assert forward.value == pytest.approx((second.sum() - first.sum()) / tokens.sum(), abs=1e-9)
-    assert (back.value, back.low, back.high) == pytest.approx((-forward.value, -forward.high, -forward.low))
-    assert forward.direction == -back.direction
-    assert change(before, before) == Change(0.0, 0.0, 0.0, len(rows))
-
-
 def test_the_interval_is_a_naive_bootstrap_s() -> None:
     """Documents of uneven lengths, drawn again and again with replacement: what the formula stands for."""
     rng = np.random.default_rng(1)
     tokens = np.maximum(1, rng.lognormal(4, 1.0, 400)).astype(int)
-    shift = tokens * rng.normal(TRUTH, 0.3, 400) + np.sqrt(tokens) * rng.normal(0, 0.5, 400)
+    shift = tokens * rng.normal(0.05, 0.3, 400) + np.sqrt(tokens) * rng.normal(0, 0.5, 400)
     nll = tokens * rng.normal(3.0, 0.5, 400)
     result = change(documents(nll, tokens), documents(nll + shift, tokens))
     assert result is not None
     drawn = rng.integers(400, size=(4000, 400))
     low, high = np.quantile(shift[drawn].sum(1) / tokens[drawn].sum(1), [0.025, 0.975])
+    assert result.value == pytest.approx(shift.sum() / tokens.sum())
     assert (result.low, result.high) == pytest.approx((low, high), abs=0.1 * (high - low))
-
-
-def test_the_interval_covers_the_truth_where_documents_span_rows() -> None:
-    """Documents are sampled, and packed into rows as data are prepared."""
-    rng, n = np.random.default_rng(64), 6
-    covered = naive = 0
-    for _ in range(400):
-        lengths = rng.integers(200, 1200, n)
-        ids, sources = np.zeros(lengths.sum(), np.uint16), np.arange(n, dtype=np.uint64)
-        rows = BlockPacker(64).add(ids, lengths, sources)
-        tokens = rows.segments - 1
-        shift = rng.normal(TRUTH, 0.2, n)[rows.sources] * tokens + rng.normal(0, np.sqrt(tokens))
-        nlls = 3.0 * tokens, 3.0 * tokens + shift
-        result = change(*(by_document("set", rows.sources, nll, tokens) for nll in nlls))
-        alone = change(*(documents(nll[tokens > 0], tokens[tokens > 0]) for nll in nlls))
-        assert result is not None and alone is not None and result.value == pytest.approx(alone.value)
-        assert result.documents <= n < alone.documents
-        covered += result.low <= TRUTH <= result.high
-        naive += alone.low <= TRUTH <= alone.high
-    assert 0.92 <= covered / 400 <= 0.98
-    assert naive / 400 < 0.7, "rows are not independent, or this would test nothing"
 
 
 def test_what_has_no_interval_or_no_pairs() -> None:
@@ -310,9 +262,9 @@ def test_what_has_no_interval_or_no_pairs() -> None:
         few = change(documents([2.0] * n, [2] * n), documents([3.0] * n, [2] * n))
         assert few is not None and few.value == 0.5 and few.interval == "" and few.direction == 0
     full = documents([2.0] * 9, [5] * 9)
+    assert change(full, full) == Change(0.0, 0.0, 0.0, 9)
     assert change(full, full._replace(fingerprint="other")) is None, "also with as many tokens"
     assert change(documents([2.0, 1.0], [2, 2]), documents([2.0, 1.0], [2, 3])) is None
-    assert change(documents([2.0], [2]), documents([2.0, 1.0], [2, 2])) is None
     assert change(documents([], []), documents([], [])) is None
     result = change(documents([np.inf, 1.0], [2, 2]), documents([np.inf, 1.0], [2, 2]))
     assert result is not None and math.isnan(result.value) and result.direction == 0

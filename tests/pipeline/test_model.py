@@ -89,13 +89,10 @@ def test_a_gpu_takes_the_first_attention_that_host_and_family_have(
     assert auto(llama) == "flash_attention_2"
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "v_prj"], ["c_attn"], ".*q_prj", "all_linear", "("])
+@pytest.mark.parametrize("targets", [["q_proj", "v_prj"], "all_linear", "("])
 def test_adapters_on_layers_that_do_not_exist(targets: str | list[str]) -> None:
-    model = family("llama")
-    names = [n for n, _ in model.named_parameters()]
     with pytest.raises(UserError, match=r"model\.lora\.targets"):
-        add_lora(model, choice(lora={"r": 2, "targets": targets}), 0)
-    assert [n for n, _ in model.named_parameters()] == names
+        add_lora(family("llama"), choice(lora={"r": 2, "targets": targets}), 0)
 
 
 def run_config(path: str, directory: Path, **model: Any) -> RunConfig:
@@ -126,8 +123,7 @@ def test_weights_that_are_not_those_of_the_model(change: Change, message: str, t
         load_pretrained(run_config(str(tmp_path), tmp_path), "sdpa")
 
 
-@pytest.mark.parametrize("pickled", [False, True])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize(("model_type", "pickled"), [("llama", False), ("gpt2", True)])
 def test_tied_weights_that_differ_are_refused(model_type: str, pickled: bool, tmp_path: Path) -> None:
     """Checkpoints of a bare base model, as GPT-2's are, have shorter names."""
     model = family(model_type, tie_word_embeddings=True)
@@ -141,11 +137,12 @@ def test_tied_weights_that_differ_are_refused(model_type: str, pickled: bool, tm
             torch.save(whole, tmp_path / "pytorch_model.bin")
         else:
             save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
+        config = run_config(str(tmp_path), tmp_path)
         if fault:
             with pytest.raises(UserError, match=f"lm_head.weight and {short}"):
-                load_pretrained(run_config(str(tmp_path), tmp_path), "sdpa")
+                load_pretrained(config, "sdpa")
         else:
-            loaded = load_pretrained(run_config(str(tmp_path), tmp_path), "sdpa")
+            loaded = load_pretrained(config, "sdpa")
             assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
 
 
@@ -164,43 +161,41 @@ def test_data_that_do_not_fit_are_refused(shared_data: Path) -> None:
             check_fits(config, model, wrong)  # type: ignore[arg-type]
 
 
-def test_packed_data_need_a_model_that_keeps_documents_apart() -> None:
-    model = family("bloom")
+def checked_model(model: Any, attention: str, *segments: int) -> None:
+    """What the trainer asks of a model for data sets of two rows with so many segments."""
     fuse_model(model, get_objective("mle"))
-    engine = SimpleNamespace(model=model, ds=model, world=SimpleNamespace(device=torch.device("cpu")))
-    config = run_config("x", Path("x"))
-    single, packed = (
-        SimpleNamespace(shards=[SimpleNamespace(segments=n, rows=2), SimpleNamespace(segments=4, rows=4)])
-        for n in (2, 3)
-    )
-    for result in ([packed], [single, packed]):  # training or validation data
-        with pytest.raises(UserError, match="BloomForCausalLM"):
-            check_model(engine, config, result)  # type: ignore[arg-type]
-    check_model(engine, config, [single])  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(model=model, ds=model, world=SimpleNamespace(device=torch.device("cpu")))
+    config = run_config("x", Path("x"), attn_implementation=attention)
+    data: Any = [SimpleNamespace(shards=[SimpleNamespace(segments=n, rows=2)]) for n in segments]
+    check_model(engine, config, data)
 
 
-def test_attention_that_is_told_of_documents_in_vain_gives_way() -> None:
+@pytest.mark.parametrize("segments", [(3,), (2, 3)])
+def test_packed_data_need_a_model_that_keeps_documents_apart(segments: tuple[int, ...]) -> None:
+    """Training or validation data."""
+    with pytest.raises(UserError, match="BloomForCausalLM"):
+        checked_model(family("bloom"), "auto", *segments)
+    checked_model(family("bloom"), "auto", 2)
+
+
+@pytest.mark.parametrize("chosen", ["auto", "varlen"])
+def test_attention_that_is_told_of_documents_in_vain_gives_way(chosen: str) -> None:
     """A family that does not hand segments on to its layers: `auto` takes another, a choice is refused."""
-    for chosen in ("auto", "varlen"):
-        model = family("opt", "varlen")
-        body = model.model.forward
+    model = family("opt", "varlen")
+    body = model.model.forward
 
-        @functools.wraps(body)
-        def forgets(*args: Any, body: Any = body, **kwargs: Any) -> Any:
-            bounds = ("cu_seq_lens", "max_length")
-            return body(*args, **{k: v for k, v in kwargs.items() if not k.startswith(bounds)})
+    @functools.wraps(body)
+    def forgets(*args: Any, **kwargs: Any) -> Any:
+        bounds = ("cu_seq_lens", "max_length")
+        return body(*args, **{k: v for k, v in kwargs.items() if not k.startswith(bounds)})
 
-        model.model.forward = forgets
-        fuse_model(model, get_objective("mle"))
-        engine = SimpleNamespace(model=model, ds=model, world=SimpleNamespace(device=torch.device("cpu")))
-        config = run_config("x", Path("x"), attn_implementation=chosen)
-        shards = [SimpleNamespace(shards=[SimpleNamespace(segments=3, rows=2)])]
-        if chosen == "auto":
-            check_model(engine, config, shards)  # type: ignore[arg-type]
-            assert (model.config._attn_implementation, model.packing) == ("sdpa", "mask")
-        else:
-            with pytest.raises(UserError, match="=varlen"):
-                check_model(engine, config, shards)  # type: ignore[arg-type]
+    model.model.forward = forgets
+    if chosen == "auto":
+        checked_model(model, chosen, 3)
+        assert (model.config._attn_implementation, model.packing) == ("sdpa", "mask")
+    else:
+        with pytest.raises(UserError, match="=varlen"):
+            checked_model(model, chosen, 3)
 
 
 def adapted_model(name: str, **lora: Any) -> tuple[nn.Module, RunConfig]:
@@ -266,6 +261,7 @@ def test_shards_are_named_and_indexed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(export, "SHARD_BYTES", 100)
     write_shards(tmp_path / "x", tensors(3))
     index = json.loads((tmp_path / "x/model.safetensors.index.json").read_text())
-    assert index["weight_map"] == {f"t{i}": f"model-0000{i + 1}-of-00003.safetensors" for i in range(3)}
+    assert {name: load_file(tmp_path / "x" / file).keys() for name, file in index["weight_map"].items()} == {
+        f"t{i}": {f"t{i}"} for i in range(3)
+    }
     assert index["metadata"] == {"total_size": 240}
-    assert all((tmp_path / "x" / file).is_file() for file in index["weight_map"].values())
