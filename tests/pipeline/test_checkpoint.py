@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from emo.pipeline.run_dir import (
     problem,
     step_of,
 )
+from tests.helpers.launching import wait_for
 
 FILES = {STATE: b"{}", "state/rank0.pt": b"zero" * 100, "state/rank1.pt": b"one" * 100}
 
@@ -50,12 +50,11 @@ def test_complete_checkpoints_are_listed_and_pruned(tmp_path: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "truncated file": lambda d: (d / "state" / "rank0.pt").write_bytes(b"short"),
-    "other content": lambda d: (d / "state" / "rank0.pt").write_bytes(b"zerp" * 100),
-    "missing rank file": lambda d: (d / "state" / "rank1.pt").unlink(),
-    "stray file": lambda d: (d / "state" / "rank2.pt").write_bytes(b"x"),
-    "missing marker": lambda d: (d / "COMPLETE").unlink(),
-    "empty marker": lambda d: (d / "COMPLETE").write_text(""),
+    "truncated file": lambda d: (d / "state/rank0.pt").write_bytes(b"short"),
+    "other content": lambda d: (d / "state/rank0.pt").write_bytes(b"zerp" * 100),
+    "missing rank file": lambda d: (d / "state/rank1.pt").unlink(),
+    "stray file": lambda d: (d / "state/rank2.pt").write_bytes(b"x"),
+    "empty marker": lambda d: (d / COMPLETE).write_text(""),
 }
 
 
@@ -71,16 +70,13 @@ def test_an_interrupted_removal_leaves_no_valid_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write(tmp_path, 5)
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *a, **k: None)
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
     checkpoint.remove(directory)
     assert directory.is_dir() and checkpoints(tmp_path) == []
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def finish(uploads: Uploads) -> None:
+    wait_for(lambda: not uploads.goes_on(), "end of the uploads", 20)
 
 
 def test_what_is_there_is_not_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,12 +105,12 @@ def test_a_launch_goes_on_with_what_is_left_and_tries_failures_again(tmp_path: P
     write(run, 1)
     target.write_text("in the way")
     uploads = Uploads(run, str(target))
-    until(lambda: not uploads.goes_on())
+    finish(uploads)
     assert uploads.unfinished() == ["step-000001"]
     target.unlink()
     write(run, 2)
     uploads.wake()
-    until(lambda: not uploads.goes_on())
+    finish(uploads)
     assert uploads.unfinished() == [] and len(checkpoints(target)) == 2
 
 
@@ -136,28 +132,12 @@ def test_what_is_being_copied_is_not_pruned(tmp_path: Path, slow: threading.Even
     run = tmp_path / "run"
     write(run, 1)
     uploads = Uploads(run, str(tmp_path / "copies"))
-    until(lambda: uploads.current is not None)
+    wait_for(lambda: uploads.current, "upload", 20)
     for step in (2, 3):
         write(run, step)
     checkpoint.prune(run, 1, 0, uploads.current)
     assert [d.name for d in checkpoints(run)] == ["step-000001", "step-000003"]
     slow.set()
     uploads.wake()
-    until(lambda: not uploads.goes_on())
+    finish(uploads)
     assert [d.name for d in checkpoints(tmp_path / "copies")] == ["step-000001", "step-000003"]
-
-
-def test_the_end_waits_as_long_as_something_moves(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow: threading.Event
-) -> None:
-    write(tmp_path / "run", 1)
-    uploads = Uploads(tmp_path / "run", str(tmp_path / "copies"))
-    monkeypatch.setattr(checkpoint, "STALL", 0.3)
-    for _ in range(4):  # longer than a stall
-        time.sleep(0.1)
-        uploads._move()
-        assert uploads.goes_on()
-    until(lambda: not uploads.goes_on())
-    assert uploads.unfinished() == ["step-000001"]
-    slow.set()
-    until(lambda: uploads.unfinished() == [])

@@ -9,15 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
 
 from emo.common.errors import UserError
 from emo.common.recipe import marked
-from emo.data_prep import scores
-from emo.data_prep.shards import open_prepared
 from emo.data_prep.tokenizer import load_tokenizer
 from emo.pipeline import checkpoint, identity
 from emo.pipeline.config import FREE, RunConfig, dump_config, load_config
@@ -56,47 +53,48 @@ MIXED = "train.mixture={shares: {home: 0.5, abroad: 0.5}}"
 OTHER = "train.mixture={shares: {home: 0.9, abroad: 0.1}, by: rows}"
 
 
-def claim_mixed(run_dir: Path) -> None:
+@pytest.fixture
+def mixed(tmp_path: Path) -> Path:
     """A run that was trained with MIXED, and has a checkpoint of step 3."""
-    identity.claim(config(run_dir, MIXED), DATA)
-    written(run_dir, STATE_NOW)
+    identity.claim(config(tmp_path, MIXED), DATA)
+    written(tmp_path, STATE_NOW)
+    return tmp_path
 
 
-def test_a_mixture_changes_by_its_key_alone_and_from_the_checkpoint_on(tmp_path: Path) -> None:
+def test_a_mixture_changes_by_its_key_alone_and_from_the_checkpoint_on(mixed: Path) -> None:
     """Where the run goes on from another step, nothing is trained with it."""
-    claim_mixed(tmp_path)
-    identity.compare(config(tmp_path, MIXED), DATA)
+    identity.compare(config(mixed, MIXED), DATA)
     for overrides, code in (
         ([OTHER], "changed-mixture"),
         (["train.mixture_from=3"], "mixture-gone"),
         ([OTHER, "train.mixture_from=3", "train.learning_rate=1"], "changed-key"),
     ):
         with refused(code):
-            identity.compare(config(tmp_path, *overrides), DATA)
+            identity.compare(config(mixed, *overrides), DATA)
     for start, step in ((2, 3), (3, 0)):
         with refused("mixture-step"):
-            identity.check_mixture(config(tmp_path, OTHER, f"train.mixture_from={start}"), step)
-    identity.check_mixture(config(tmp_path, OTHER, "train.mixture_from=3"), 3)
-    identity.check_mixture(config(tmp_path, MIXED, "train.mixture_from=2"), 3)  # nothing has changed
+            identity.check_mixture(config(mixed, OTHER, f"train.mixture_from={start}"), step)
+    identity.check_mixture(config(mixed, OTHER, "train.mixture_from=3"), 3)
+    identity.check_mixture(config(mixed, MIXED, "train.mixture_from=2"), 3)  # nothing has changed
 
 
-def test_a_changed_mixture_is_recorded_and_needs_its_key_once(tmp_path: Path) -> None:
-    claim_mixed(tmp_path)
-    first, other = config(tmp_path, MIXED), config(tmp_path, OTHER, "train.mixture_from=3")
+def test_a_changed_mixture_is_recorded_and_needs_its_key_once(mixed: Path) -> None:
+    first, other = config(mixed, MIXED), config(mixed, OTHER, "train.mixture_from=3")
     holdings = [Holding(0, first.train.mixture), Holding(3, other.train.mixture)]
     assert identity.mixtures(other) == holdings
     identity.claim(other, DATA)
-    for again in (other, config(tmp_path, OTHER)):
+    for again in (other, config(mixed, OTHER)):
         identity.compare(again, DATA)
         assert identity.mixtures(again) == holdings
         identity.check_mixture(again, 0)  # an older checkpoint is read again: the record says what held there
-    back = config(tmp_path, MIXED, "train.mixture_from=5")
+    back = config(mixed, MIXED, "train.mixture_from=5")
     assert identity.mixtures(back) == [*holdings, Holding(5, first.train.mixture)]
-    assert identity.mixtures(config(tmp_path, MIXED, "train.mixture_from=3")) == holdings[:1]
-    plain = tmp_path / "plain"  # a mixture may begin in a run without one
-    plain.mkdir()
-    identity.claim(config(plain), DATA)
-    later = config(plain, MIXED, "train.mixture_from=3")
+    assert identity.mixtures(config(mixed, MIXED, "train.mixture_from=3")) == holdings[:1]
+
+
+def test_a_mixture_may_begin_in_a_run_without_one(tmp_path: Path) -> None:
+    identity.claim(config(tmp_path), DATA)
+    later = config(tmp_path, MIXED, "train.mixture_from=3")
     identity.compare(later, DATA)
     assert identity.mixtures(later) == [Holding(0, None), Holding(3, later.train.mixture)]
 
@@ -216,27 +214,6 @@ def test_a_changed_program(folder: Path, file: str, old: str, new: str, code: st
     refuses(config, code)
 
 
-def test_changed_scores(folder: Path) -> None:
-    config = recipe(folder, "objective.name=excess", "objective.scores=reference")
-
-    def write_scores(value: float) -> None:
-        """Leave what `emo score --force` leaves of some model."""
-        data, validation = open_prepared(config.data)
-        for rows in (data, *validation.values()):
-            scores.clear(rows, "reference")
-            scores.begin(rows, "reference", {"value": value})
-            for index, info in enumerate(rows.manifest.shards):
-                scores.write_shard(scores.shard_file(rows, "reference", index), np.full(info.tokens, value))
-            assert scores.seal(rows, "reference", {"value": value})
-
-    write_scores(-1.0)
-    begun(config)
-    write_scores(-1.0)
-    checked(config)
-    write_scores(-2.0)
-    refuses(config, "changed-scores")
-
-
 def test_a_changed_deepspeed_file(folder: Path) -> None:
     """By what it says, not by its name: buckets may differ, dtypes of communication not."""
     file, other = folder / "a.json", folder / "b.json"
@@ -347,10 +324,10 @@ def test_an_extra_that_is_not_installed(prepared: Path, monkeypatch: pytest.Monk
         ("model.architecture={model_type: rwkv, vocab_size: 384, num_hidden_layers: 2}", "rwkv"),
     ],
 )
-def test_every_command_refuses_it(prepared: Path, override: str, named: str) -> None:
+def test_what_the_recipe_alone_cannot_show(prepared: Path, override: str, named: str) -> None:
     config = load_config(prepared, [override])
     with pytest.raises(UserError) as caught:
-        print_plan(config, ranks=1)
+        checked(config)
     assert named in str(caught.value)
     assert not config.output_dir.exists()
 

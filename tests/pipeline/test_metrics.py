@@ -167,35 +167,23 @@ def test_a_resumed_run_logs_what_an_undisturbed_one_does(tmp_path: Path) -> None
     assert actual == expected
 
 
-def test_each_set_has_curves_of_its_own(tmp_path: Path) -> None:
-    """In TensorBoard; what is no number, the set's name among it, is none there."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    metrics = Metrics(config(tmp_path, report_to="[tensorboard]"), 0, 10, active=True)
-    for name in ("validation", "home"):
-        metrics.validation(0, 0, name, Sums(10.0, 20.0, math.nan, 10, False), alike(2.0))
-    metrics.close()
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    keys = ("loss", "nll", "perplexity")
-    expected = {f"{group}/validation_{key}" for group in ("validation", "validation-home") for key in keys}
-    assert set(events.Tags()["scalars"]) == expected
-
-
-def test_wandb_gets_every_record_and_steps_are_profiled(
+def test_tensorboard_and_wandb_get_every_record_and_steps_are_profiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two run directories of one name are two runs, and a resumed one stays the same."""
+    """Each set has curves of its own. Two run directories of one name are two runs; a resumed one stays."""
     import wandb
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     ids, run = [], tmp_path / "b" / "run"
     for run_dir in (tmp_path / "a" / "run", run, tmp_path / "a" / "run"):
-        options = {"report_to": "[wandb]", "project": "emo-test", "profile": "[2,3]"}
+        options = {"report_to": "[tensorboard,wandb]", "profile": "[2,3]"}
         metrics = Metrics(config(run_dir, **options), 0, 10, active=True)
-        assert wandb.run is not None and wandb.run.project == "emo-test"
+        assert wandb.run is not None
         ids.append(wandb.run.id)
+        for name in ("validation", "home"):
+            metrics.validation(0, 0, name, Sums(10.0, 20.0, math.nan, 10, False), alike(2.0))
         for step in range(1, 5):
             metrics.starts(step)
             metrics.step(step, ONE, 1.0)
@@ -203,6 +191,11 @@ def test_wandb_gets_every_record_and_steps_are_profiled(
         metrics.close()
     assert ids[0] != ids[1] and ids[0] == ids[2]
     assert b"train/nll" in next(iter(run.glob("wandb/offline-run-*/*.wandb"))).read_bytes()
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert {"train/nll", "validation/validation_nll", "validation-home/validation_nll"} <= set(
+        events.Tags()["scalars"]
+    )
     assert json.loads((run / PROFILE).read_text())["traceEvents"]
 
 
