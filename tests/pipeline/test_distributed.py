@@ -1,4 +1,4 @@
-"""Real runs: preflight, exact resume on any ranks, stop requests, domains, adapters, exports."""
+"""Real runs: exact resume on any ranks, stop requests, domains, adapters, saving beside training, preflight."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,16 +24,19 @@ from emo.data_prep.config import split_of
 from emo.data_prep.shards import TokenDataset
 from emo.data_prep.tokenizer import load_tokenizer
 from emo.pipeline.config import MixtureConfig
+from emo.pipeline.engine import Snapshots
 from emo.pipeline.order import Holding, MixedOrder
 from emo.pipeline.report.validation import change, read
 from emo.pipeline.run_dir import (
     BAD_BATCHES,
     CONFIG,
     EXPORT,
+    HF,
     LAUNCHES,
     SAMPLES,
     VALIDATION,
     checkpoints,
+    problem,
     read_metrics,
     read_records,
     step_directory,
@@ -39,6 +44,8 @@ from emo.pipeline.run_dir import (
 )
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
+from tests.helpers.refusals import refused
+from tests.helpers.saving_worker import LAST, SEEN
 
 SETS = ("home", "abroad")  # names of validation sets and of domains
 PROMPTS = ["The man saw", "On day 3"]
@@ -67,6 +74,13 @@ def undisturbed(recipe: Path) -> Path:
     done = launching.run(2, str(recipe), f"output_dir={run_dir}")
     assert done.returncode == 0, done.stdout
     return run_dir
+
+
+def ranks(recipe: Path, run_dir: Path, *options: str) -> None:
+    """Run to the end on two ranks."""
+    arguments = (str(recipe), f"output_dir={run_dir}", *options)
+    done = launching.run_ranks("launch/continual.sh", *arguments)
+    assert done.returncode == ExitCode.DONE, done.stdout
 
 
 def trained(run_dir: Path) -> list[dict[str, Any]]:
@@ -216,10 +230,9 @@ def test_adapters_reach_their_export_and_stay_with_their_base(recipe: Path, tmp_
     base, run_dir = tmp_path / "base", tmp_path / "run"
     keys = yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["architecture"]
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).save_pretrained(base)
-    options = [str(recipe), f"output_dir={run_dir}", f"model.path={base}", "model.architecture=null"]
-    options += ["model.lora.r=2", "train.max_steps=3", "train.save_steps=1", "train.learning_rate=0.1"]
-    done = launching.run_ranks("launch/continual.sh", *options)
-    assert done.returncode == 0, done.stdout
+    options = [f"model.path={base}", "model.architecture=null", "model.lora.r=2"]
+    options += ["train.max_steps=3", "train.save_steps=1", "train.learning_rate=0.1"]
+    ranks(recipe, run_dir, *options)
     before, after = (load_file(directory / "model.safetensors") for directory in (base, run_dir / "export"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert (after[name] - before[name]).abs().max() > 1e-4
@@ -227,10 +240,10 @@ def test_adapters_reach_their_export_and_stay_with_their_base(recipe: Path, tmp_
         shutil.rmtree(run_dir / directory)
     (base / "model.safetensors").rename(tmp_path / "right")
     save_file(before | {name: before[name] * 1.1}, base / "model.safetensors", {"format": "pt"})
-    wrong = launching.run_alone(*options)
+    wrong = launching.run_alone(str(recipe), f"output_dir={run_dir}", *options)
     assert wrong.returncode == 2 and "another base model" in wrong.stdout, wrong.stdout
     (tmp_path / "right").rename(base / "model.safetensors")
-    again = launching.run_alone(*options)
+    again = launching.run_alone(str(recipe), f"output_dir={run_dir}", *options)
     assert again.returncode == 0 and "resumed from" in again.stdout, again.stdout
 
 
@@ -263,8 +276,7 @@ def test_a_mixture_changes_at_a_resume(recipe: Path, undisturbed: Path) -> None:
     for directory in (run_dir / EXPORT, *(step_directory(run_dir, step) for step in (6, 8))):
         shutil.rmtree(directory)
     changes = (f"train.mixture={json.dumps({'shares': LATER})}", "train.mixture_from=3")
-    done = launching.run_ranks("launch/continual.sh", str(recipe), f"output_dir={run_dir}", *changes)
-    assert done.returncode == 0, done.stdout
+    ranks(recipe, run_dir, *changes)
     history = [FIRST, Holding(3, MixtureConfig.model_validate({"shares": LATER}))]
     last = trained(run_dir)[-1]["domains"]
     assert [last[name]["tokens"] for name in SETS] == tokens_of_domains(recipe, history, 8)
@@ -285,3 +297,85 @@ def test_preflight_of_fit_and_unfit_hosts(recipe: Path, tmp_path: Path) -> None:
     done = launching.run_forked([{"COLUMNS": "200"}], *command, *wrong)
     assert done.returncode == 1, done.stdout
     assert all(cure in done.stdout for cure in ("emo prepare", "set output_dir to where you may write"))
+
+
+def run(what: str, recipe: Path, run_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """A run that is disturbed as `what` says."""
+    saves = (f"train.max_steps={LAST}", "train.save_steps=2", "train.export_checkpoints=true")
+    arguments = (what, str(recipe), f"output_dir={run_dir}", *saves, *options)
+    return launching.run_ranks("-m", "tests.helpers.saving_worker", *arguments)
+
+
+@pytest.fixture(scope="module")
+def whole(recipe: Path) -> Path:
+    """A finished run that wrote exports late and kept one checkpoint; its copies are beside it."""
+    run_dir = recipe.parent / "whole"
+    options = ("train.save_total_limit=1", f"train.copy_to={recipe.parent / 'copies'}")
+    done = run("late", recipe, run_dir, *options)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    return run_dir
+
+
+def test_exports_are_written_beside_training_and_of_their_step(whole: Path) -> None:
+    """Steps are taken meanwhile and do not show; nobody sees the new checkpoint, and one is kept."""
+    assert [json.loads(line) for line in (whole.parent / SEEN).read_text().splitlines()] == [
+        {"step": 2, "checkpoints": [], "targets": []},
+        {"step": 4, "checkpoints": [2], "targets": ["whole-step-000002"]},
+    ]
+    copies = checkpoints(whole.parent / "copies")
+    assert [step_of(d) for d in checkpoints(whole)] == [LAST]
+    assert [step_of(d) for d in copies] == [2, 4]
+    exports = []
+    for directory in copies:
+        assert problem(directory) is None
+        exports.append(load_file(directory / HF / "model.safetensors"))
+        state = get_fp32_state_dict_from_zero_checkpoint(str(directory), tag="state")
+        assert exports[-1].keys() == state.keys()
+        assert all(torch.equal(exports[-1][name], state[name]) for name in state)
+        assert json.loads((directory / HF / "export.json").read_text())["step"] == step_of(directory)
+    assert not torch.equal(exports[0]["lm_head.weight"], exports[1]["lm_head.weight"])
+    final = load_file(whole / EXPORT / "model.safetensors")
+    assert all(torch.equal(final[name], exports[-1][name]) for name in final)
+
+
+def test_a_copy_is_resumed_from_and_a_full_disk_loses_none(recipe: Path, whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    shutil.copy(whole / CONFIG, run_dir)
+    for source in (whole.parent / "copies/step-000002", whole / "initial"):
+        shutil.copytree(source, run_dir / source.name)
+    done = run("full", recipe, run_dir, "train.save_steps=1")
+    assert done.returncode == ExitCode.FAILURE and "Traceback" not in done.stdout, done.stdout
+    (remaining,) = checkpoints(run_dir)
+    assert step_of(remaining) == 2 and problem(remaining) is None
+    ranks(recipe, run_dir, f"train.max_steps={LAST}")
+    assert losses(run_dir) == losses(whole)[2:]
+
+
+def test_weights_that_are_not_finite_are_in_no_checkpoint(recipe: Path, tmp_path: Path) -> None:
+    """One value of one rank. Trying again from the last checkpoint would end alike: somebody must look."""
+    options = ["train.save_steps=1", "train.export_checkpoints=false", "train.async_save=false"]
+    done = run("damaged", recipe, tmp_path / "run", *options)
+    assert done.returncode == ExitCode.MISTAKE and "Traceback" not in done.stdout, done.stdout
+    assert [step_of(d) for d in checkpoints(tmp_path / "run")] == [1]
+    assert not list((tmp_path / "run").glob("step-*.partial")) and not (tmp_path / "run" / EXPORT).exists()
+
+
+def test_a_rank_that_hangs_is_given_up(recipe: Path, tmp_path: Path) -> None:
+    done = run("hanging", recipe, tmp_path / "run", "train.timeout_minutes=0.05", "train.save_steps=0")
+    assert done.returncode == ExitCode.FAILURE
+    assert "rank 0 lost another rank" in done.stdout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_buffers_may_hold_what_is_not_finite(tmp_path: Path, dtype: torch.dtype) -> None:
+    weight, mask = torch.ones(3, dtype=dtype), torch.tensor([0.0, -torch.inf])
+    state = {"module": {"w": weight, "mask": mask}, "buffer_names": ["mask"], "step": torch.tensor(3)}
+    snapshots = Snapshots(None)
+    snapshots.save(state, str(tmp_path / "good.pt"))
+    assert snapshots.write() == [tmp_path / "good.pt"]
+    weight[1] = torch.nan
+    snapshots.save(state, str(tmp_path / "bad.pt"))
+    with refused("not-finite"):
+        snapshots.write()
+    assert not (tmp_path / "bad.pt").exists()

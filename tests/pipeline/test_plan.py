@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from emo.common.errors import ExitCode, UserError
-from emo.data_prep.config import load_data_config
 from emo.pipeline.cli import main
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.order import MixedOrder
@@ -36,7 +34,7 @@ from emo.pipeline.planning.plan import (
 )
 from tests.common.test_shipped_recipes import ALONE
 from tests.conftest import REPO
-from tests.helpers import corpus, published
+from tests.helpers import launching, published
 
 RECIPES = REPO / "launch/recipes"
 LLAMA, QUICKSTART = RECIPES / "llama-7b-wikitext103.yaml", RECIPES / "quickstart-pretrain.yaml"
@@ -91,21 +89,11 @@ def test_published_parameter_counts() -> None:
 MIXTURE = "{shares: {home: 0.25, abroad: {from: 0.75, to: 0.25, steps: 20}}, max_epochs: {abroad: 2}}"
 
 
-@pytest.fixture(scope="module")
-def two_domains(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Overrides of a small recipe whose data, prepared, are of two domains."""
-    directory = tmp_path_factory.mktemp("domains")
+def test_a_plan_says_what_each_domain_gets(tmp_path: Path) -> None:
     limits = {"home": 30, "abroad": 60}
     sources = [{"embedded": f"world-{name}", "limit": n, "domain": name} for name, n in limits.items()]
-    overrides = [f"output_dir={directory}/run", f"data.dir={directory}/data", "data.sequence_len=32"]
-    overrides += [f"data.sources={json.dumps(sources)}", "data.train_tokenizer=384", "train.max_steps=200"]
-    overrides += ["train.num_train_epochs=null", "data.validation_fraction=0"]
-    corpus.run(load_data_config(QUICKSTART, overrides))
-    return overrides
-
-
-def test_a_plan_says_what_each_domain_gets(two_domains: list[str]) -> None:
-    config = load_config(QUICKSTART, [*two_domains, f"train.mixture={MIXTURE}"])
+    recipe = launching.tiny_recipe(tmp_path, data={"sources": sources}, max_steps=200)
+    config = load_config(recipe, [f"train.mixture={MIXTURE}"])
     ready = check(config, 1, local=False)
     assert ready.data is not None and isinstance(ready.order, MixedOrder) and ready.steps is not None
     rows = dict(domain_rows(config, ready))
@@ -116,18 +104,12 @@ def test_a_plan_says_what_each_domain_gets(two_domains: list[str]) -> None:
         assert portion.rows == len(of_domain)
         assert portion.tokens == pytest.approx(ready.data.valid[of_domain].sum(), rel=0.1)
         assert portion.name == "home" or portion.epochs <= 2
-    plain = load_config(QUICKSTART, two_domains)
+    ends = "train.mixture={temperature: 1, max_epochs: {home: 1, abroad: 1}}"
+    with pytest.raises(UserError, match="mixture"):
+        check(load_config(recipe, [ends]), 1, local=False)
+    plain = load_config(recipe, [])
     shares = [float(text.split("%")[0]) for _, text in domain_rows(plain, check(plain, 1, local=False))]
     assert len(shares) == 2 and sum(shares) == pytest.approx(100, abs=0.2)
-
-
-def test_a_mixture_that_cannot_be_is_refused(two_domains: list[str], tmp_path: Path) -> None:
-    """One that ends before the run does, and names of domains before the data are prepared, too."""
-    ends, unknown = "{temperature: 1, max_epochs: {home: 1, abroad: 1}}", "{shares: {home: 1, abroda: 1}}"
-    for mixture, elsewhere in ((ends, []), (unknown, []), (unknown, [f"data.dir={tmp_path}"])):
-        config = load_config(QUICKSTART, [*two_domains, f"train.mixture={mixture}", *elsewhere])
-        with pytest.raises(UserError, match="mixture"):
-            check(config, 1, local=False)
 
 
 def test_the_best_is_the_fastest_of_all_that_surely_fit(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,16 +184,6 @@ def test_the_error_that_is_printed_is_that_of_held_out_runs() -> None:
     assert len(errors["held_out"]) > 2 * len(errors["calibrates"])
 
 
-def test_selective_checkpointing_lies_between_all_and_none() -> None:
-    """Another trainer, other cards, with torch.compile and without."""
-    sizes = published.sizes_of("LLaMA3-8B", 8192)
-    for compiled, speed in ((False, published.EAGER), (True, published.COMPILED)):
-        plain = Setup(8, 3, 2, 8192, compiled=compiled, cost=False, reduced=4)
-        whole = dataclasses.replace(plain, checkpointing=True)
-        slow, fast = (published.predicted(sizes, s, published.H100_HBM2E, 400.0) for s in (whole, plain))
-        assert slow < speed < fast
-
-
 @pytest.mark.parametrize("case", published.MEMORY)
 def test_peaks_published_for_gpus(case: tuple[int, bool, int, int, float]) -> None:
     """What is called sure does suffice, and is no multiple of what was used."""
@@ -281,15 +253,6 @@ def test_stages_communicate_what_they_need() -> None:
     assert seconds(3, 4, network=400.0, hpz=8) > 0.9 * seconds(3, 4, network=400.0)
     held = [footprint.memory(LLAMA_7B, Setup(16, 3, 1, 256, hpz=hpz)).parameters for hpz in (1, 8)]
     assert held[1] - held[0] == 2 * LLAMA_7B.parameters / 8
-
-
-def test_names_and_sizes() -> None:
-    assert footprint.accelerator("NVIDIA GeForce RTX 4090") == ACCELERATORS["RTX4090-24G"]
-    assert footprint.accelerator("TPU v5") is None
-    ready = check(load_config(REPO / "launch/recipes/gpt2-wikitext2.yaml", []), 1, local=False)
-    gpt2 = sizes_of(ready.model, ready.hf_config)
-    assert (gpt2.inner, gpt2.gated, gpt2.key_values) == (3072, False, 768)
-    assert gpt2.parameters - gpt2.body == 50257 * 768  # the tied head counts once
 
 
 def test_what_does_not_fit_is_told_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
