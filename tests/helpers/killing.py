@@ -1,8 +1,9 @@
-"""Processes that are killed with -9 and begun again, until one of them is left to end."""
+"""Processes that are waited for, or killed with -9 and begun again until one of them is left to end."""
 
 from __future__ import annotations
 
 import multiprocessing
+import time
 from collections.abc import Callable
 
 FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
@@ -26,3 +27,11 @@ def to_the_end(
         process.kill()
         process.join()
         killed += 1
+
+
+def wait_for(condition: Callable[[], object], what: str, timeout: float = 300) -> None:
+    """Until a condition holds; generous, because the machine may be busy."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} after {timeout:.0f} s"
+        time.sleep(0.05)

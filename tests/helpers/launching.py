@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +25,7 @@ import yaml
 
 from emo.pipeline.run_dir import read_metrics
 from tests.conftest import REPO
+from tests.helpers.killing import wait_for
 
 BIN = Path(sys.executable).parent
 PATIENCE = 60  # seconds for the other ranks to notice that one failed
@@ -187,14 +188,6 @@ Losses = list[tuple[float, float, float]]
 
 def losses(run_dir: Path) -> Losses:
     return [(r["step"], r["nll"], r["demd"]) for r in read_metrics(run_dir) if "nll" in r]
-
-
-def wait_for(condition: Callable[[], object], what: str, timeout: float = 300) -> None:
-    """Until a condition holds; generous, because the machine may be busy."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} after {timeout:.0f} s"
-        time.sleep(0.05)
 
 
 def wait_for_step(run_dir: Path, step: int, timeout: float = 300) -> None:

@@ -32,7 +32,7 @@ from emo.pipeline.run_dir import (
     problem,
     step_of,
 )
-from tests.helpers.launching import wait_for
+from tests.helpers.killing import wait_for
 from tests.helpers.refusals import refused
 
 FILES = {STATE: b"{}", "state/rank0.pt": b"zero" * 100, "state/rank1.pt": b"one" * 100}

@@ -1,4 +1,4 @@
-"""Real runs: exact resume on any ranks, stop requests, domains, adapters, saving beside training, preflight."""
+"""Real runs: exact resume on any ranks, stops, domains, adapters, saving beside training, preflight."""
 
 from __future__ import annotations
 

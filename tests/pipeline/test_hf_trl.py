@@ -19,7 +19,6 @@ import torch
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from emo.pipeline.hf import FusedLossMixin
@@ -27,9 +26,9 @@ from emo.pipeline.loss import Ramp, get_objective, weighted_sum
 from tests.conftest import REPO
 from tests.helpers.corpus import texts, tiny_tokenizer
 from tests.helpers.families import VOCAB, family, tiny_llama
-from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error
+from tests.helpers.loss_reference import relative_error
 from tests.helpers.refusals import refused
-from tests.pipeline.test_hf import stepped
+from tests.pipeline.test_hf import Documents, arguments, assert_close, naive, stepped
 
 EOS = VOCAB - 1
 TEMPLATE = (
@@ -37,7 +36,6 @@ TEMPLATE = (
     "{% generation %}{{ m.content }} <eos> {% endgeneration %}"
     "{% else %}{{ m.content }} {% endif %}{% endfor %}"
 )
-Document = tuple[list[int], list[int]]  # ids and labels, aligned
 
 
 class FusedSFTTrainer(FusedLossMixin, trl.SFTTrainer):
@@ -67,7 +65,7 @@ def parts() -> list[tuple[list[int], list[int]]]:
     return [(ids[:p], ids[p:]) for ids, (p, _) in zip(drawn, lengths, strict=True)]
 
 
-def documents(learn_prompts: bool) -> list[Document]:
+def documents(learn_prompts: bool) -> Documents:
     """Return what a prompt and its completion are as tokens."""
     return [(p + c + [EOS], (p if learn_prompts else [-100] * len(p)) + c + [EOS]) for p, c in parts()]
 
@@ -88,7 +86,7 @@ def conversations() -> list[dict[str, Any]]:
     ]
 
 
-def answers() -> list[Document]:
+def answers() -> Documents:
     """Return what a conversation is as tokens, of which the assistant's alone are learned."""
     questions = [[VOCAB - 3, *p, VOCAB - 2] for p, _ in parts()]
     replies = [[*c, EOS] for _, c in parts()]
@@ -96,10 +94,7 @@ def answers() -> list[Document]:
 
 
 def settings(directory: Path, **changes: Any) -> trl.SFTConfig:
-    step = {"max_steps": 1, "per_device_train_batch_size": 6, "learning_rate": 0.5, "optim": "sgd"}
-    step |= {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "use_cpu": True, "bf16": False}
-    quiet = {"save_strategy": "no", "logging_steps": 1, "report_to": [], "disable_tqdm": True}
-    return trl.SFTConfig(str(directory), **step | quiet | changes)
+    return arguments(directory, trl.SFTConfig, **{"bf16": False} | changes)
 
 
 def trainer_of(
@@ -109,21 +104,8 @@ def trainer_of(
     return FusedSFTTrainer(model, args, train_dataset=data, processing_class=tokenizer(), **options)
 
 
-def naive(
-    model: Any, rows: list[Document], objective: str, head: Tensor, virtual: int = 0, **options: float
-) -> tuple[float, dict[str, Tensor]]:
-    """Return the mean loss per predicted token, every document alone, and its gradients by autograd."""
-    losses, C = [], cost_matrix(head)
-    for ids, labels in rows:
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, virtual:-1].double()
-        losses.append(losses_from_logits(logits, torch.tensor(labels[1:]), C, objective, **options)[0])
-    loss = torch.cat(losses).mean()
-    loss.backward()
-    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
-CASES: dict[str, tuple[list[dict[str, Any]], list[Document], dict[str, Any]]] = {
+CASES: dict[str, tuple[list[dict[str, Any]], Documents, dict[str, Any]]] = {
     "smoothed text": (plain_rows(), documents(True), {"label_smoothing_factor": 0.2}),
     "accumulated completions": (prompted(), documents(False), ACCUMULATED),
     "packed completions": (prompted(), documents(False), {"packing": True, "max_length": 16}),
@@ -178,9 +160,7 @@ def test_adapters(kind: str, made_by: str, tmp_path: Path) -> None:
     assert loss == pytest.approx(want, rel=1e-5)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == set(gradients)
-    scale = max(float(g.norm()) for g in gradients.values())
-    for name in trained:
-        assert float((got[name] - gradients[name]).norm()) <= 1e-4 * scale, name
+    assert_close(got, gradients, 1e-4)
     assert not any(float(got[name].abs().max()) for name in set(got) - trained)
     if kind == "prompt":
         packed = trainer_of(model, settings(tmp_path, packing=True, max_length=16), prompted())

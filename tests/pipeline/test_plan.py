@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from emo.common.errors import ExitCode, UserError
+from emo.data_prep.config import load_data_config
 from emo.pipeline.cli import main
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.order import MixedOrder
@@ -34,7 +36,7 @@ from emo.pipeline.planning.plan import (
 )
 from tests.common.test_shipped_recipes import ALONE
 from tests.conftest import REPO
-from tests.helpers import launching, published
+from tests.helpers import corpus, published
 
 RECIPES = REPO / "launch/recipes"
 LLAMA, QUICKSTART = RECIPES / "llama-7b-wikitext103.yaml", RECIPES / "quickstart-pretrain.yaml"
@@ -92,8 +94,11 @@ MIXTURE = "{shares: {home: 0.25, abroad: {from: 0.75, to: 0.25, steps: 20}}, max
 def test_a_plan_says_what_each_domain_gets(tmp_path: Path) -> None:
     limits = {"home": 30, "abroad": 60}
     sources = [{"embedded": f"world-{name}", "limit": n, "domain": name} for name, n in limits.items()]
-    recipe = launching.tiny_recipe(tmp_path, data={"sources": sources}, max_steps=200)
-    config = load_config(recipe, [f"train.mixture={MIXTURE}"])
+    overrides = [f"output_dir={tmp_path}/run", f"data.dir={tmp_path}/data", "data.sequence_len=32"]
+    overrides += [f"data.sources={json.dumps(sources)}", "data.train_tokenizer=384", "train.max_steps=200"]
+    overrides += ["train.num_train_epochs=null", "data.validation_fraction=0"]
+    corpus.run(load_data_config(QUICKSTART, overrides))
+    config = load_config(QUICKSTART, [*overrides, f"train.mixture={MIXTURE}"])
     ready = check(config, 1, local=False)
     assert ready.data is not None and isinstance(ready.order, MixedOrder) and ready.steps is not None
     rows = dict(domain_rows(config, ready))
@@ -106,8 +111,8 @@ def test_a_plan_says_what_each_domain_gets(tmp_path: Path) -> None:
         assert portion.name == "home" or portion.epochs <= 2
     ends = "train.mixture={temperature: 1, max_epochs: {home: 1, abroad: 1}}"
     with pytest.raises(UserError, match="mixture"):
-        check(load_config(recipe, [ends]), 1, local=False)
-    plain = load_config(recipe, [])
+        check(load_config(QUICKSTART, [*overrides, ends]), 1, local=False)
+    plain = load_config(QUICKSTART, overrides)
     shares = [float(text.split("%")[0]) for _, text in domain_rows(plain, check(plain, 1, local=False))]
     assert len(shares) == 2 and sum(shares) == pytest.approx(100, abs=0.2)
 
