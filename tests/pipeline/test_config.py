@@ -124,22 +124,18 @@ def refusal(**section: Any) -> str | None:
 
 
 def test_what_a_host_must_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ranks for copies of weights; libaio, a directory and nvcc for NVMe; a compiler for Triton."""
+    """Ranks for copies of weights; libaio and a directory for NVMe; a compiler for Triton."""
     for ranks, code in (("8", None), ("4", "hpz-ranks"), ("12", "hpz-ranks")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
         assert refusal(zero_hpz_partition_size=8) == code
-
-    def nvme(path: Path, libaio: bool = True) -> str | None:
-        monkeypatch.setattr(ds_file.AsyncIOBuilder, "is_compatible", lambda _: libaio)
-        return refusal(offload_param={"device": "nvme", "nvme_path": str(path)})
-
-    assert nvme(tmp_path, libaio=False) == "nvme-libaio"
-    assert nvme(tmp_path / "none") == "nvme-path"
-    assert nvme(tmp_path) is None
+    for path, libaio, code in (
+        (tmp_path, False, "nvme-libaio"),
+        (tmp_path / "none", True, "nvme-path"),
+        (tmp_path, True, None),
+    ):
+        monkeypatch.setattr(ds_file.AsyncIOBuilder, "is_compatible", lambda _, libaio=libaio: libaio)
+        assert refusal(offload_param={"device": "nvme", "nvme_path": str(path)}) == code
     monkeypatch.setattr(host, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
-    for home, code in ((None, "nvme-nvcc"), ("/usr/local/cuda", None)):
-        monkeypatch.setattr(ds_file.cpp_extension, "CUDA_HOME", home)
-        assert nvme(tmp_path) == code
     monkeypatch.setattr(ds_file, "compiler", lambda: None)
     assert refusal() == "compiler"
 
@@ -214,12 +210,12 @@ def test_muon_takes_the_matrices_of_the_body_and_refuses_others() -> None:
     model = family("opt")
     first, *others = parameter_groups(model, 0.1, use_muon=True)
     names = {id(p): n for n, p in model.named_parameters()}
-    taken = {names[id(p)] for p in first["params"]}
-    assert first["use_muon"] and first["weight_decay"] == 0.1
-    assert taken and all(model.get_parameter(name).dim() == 2 for name in taken)
-    assert not any(word in name for name in taken for word in ("embed", "lm_head", "wte", "wpe"))
-    together = [p for group in (first, *others) for p in group["params"]]
-    assert len(together) == len({id(p) for p in together}) == len(names)
-    for refused_name in ("gpt2", "mixtral"):  # transposed matrices; experts in one tensor
+    taken = [names[id(p)] for p in first["params"]]
+    assert first["use_muon"] and taken and all(model.get_parameter(name).dim() == 2 for name in taken)
+    assert not any(word in name for name in taken for word in ("embed", "lm_head"))
+    assert sorted(names[id(p)] for group in (first, *others) for p in group["params"]) == sorted(
+        names.values()
+    )
+    for transposed_or_stacked in ("gpt2", "mixtral"):
         with pytest.raises(UserError, match="muon"):
-            parameter_groups(family(refused_name), 0.1, use_muon=True)
+            parameter_groups(family(transposed_or_stacked), 0.1, use_muon=True)

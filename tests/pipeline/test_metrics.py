@@ -17,7 +17,7 @@ from emo.pipeline.engine import DomainSums, Sums
 from emo.pipeline.loss.fused import histogram
 from emo.pipeline.report.console import Console
 from emo.pipeline.report.metrics import Metrics
-from emo.pipeline.report.validation import FEWEST, Change, Documents, change, drop, read, write
+from emo.pipeline.report.validation import FEWEST, Change, Documents, change, read
 from emo.pipeline.run_dir import BAD_BATCHES, METRICS, PROFILE, VALIDATION, read_metrics
 from emo.pipeline.train import Guard
 from tests.conftest import REPO
@@ -75,23 +75,6 @@ def apart(*domains: tuple[int, float, float]) -> Sums:
     return Sums(loss, nll, 0.5, int(tokens), False, domains=tuple(DomainSums(*one) for one in domains))
 
 
-def test_domains_are_averaged_apart(tmp_path: Path) -> None:
-    """Tokens are those of the run so far; loss and NLL are of the window, and of steps that were applied."""
-    metrics = Metrics(config(tmp_path), 0, 10, active=True, domains=DOMAINS)
-    skipped = apart((5, math.nan, math.nan), (35, 35.0, 35.0))._replace(applied=False)
-    metrics.step(1, apart((10, 20.0, 30.0), (30, 30.0, 60.0)), 1.0)
-    metrics.step(2, skipped, math.inf)
-    metrics.step(3, apart((0, 0.0, 0.0), (10, 50.0, 40.0)), 1.0)
-    metrics.log(3, 90, 1e-3)
-    metrics.step(4, skipped, math.inf)
-    metrics.log(4, 130, 1e-3)
-    metrics.close()
-    first, second = (record["domains"] for record in read_metrics(tmp_path))
-    assert first["home"] == {"tokens": 15, "nll": 3.0, "loss": 2.0}
-    assert first["abroad"] == {"tokens": 75, "nll": 2.5, "loss": 2.0}
-    assert second["home"] == {"tokens": 20, "nll": None, "loss": None}
-
-
 def test_resume_drops_later_and_damaged_records(tmp_path: Path) -> None:
     """From a checkpoint those after it; without one the first measurement is made again, and told once."""
     metrics = Metrics(config(tmp_path), 0, 10, active=True)
@@ -104,6 +87,11 @@ def test_resume_drops_later_and_damaged_records(tmp_path: Path) -> None:
     assert [r["step"] for r in read_metrics(tmp_path)] == [0, 2, 1]
     assert "Infinity" not in (tmp_path / METRICS).read_text()
     assert [read(tmp_path, "home", step) is not None for step in (0, 2, 4)] == [True, True, False]
+    stored = tmp_path / VALIDATION / "home" / "step-000000.npz"
+    whole = stored.read_bytes()
+    for damaged in (b"", whole[:-4], whole.replace(b"documents", b"somethin_")):
+        stored.write_bytes(damaged)
+        assert read(tmp_path, "home", 0) is None
     Metrics(config(tmp_path), 0, 10, active=True).close()
     assert not read_metrics(tmp_path) and read(tmp_path, "home", 2) is None
 
@@ -262,20 +250,3 @@ def test_what_has_no_interval_or_no_pairs() -> None:
     result = change(documents([np.inf, 1.0], [2, 2]), documents([np.inf, 1.0], [2, 2]))
     assert result is not None and math.isnan(result.value) and result.direction == 0
     assert [Change(v, v - 1, v + 1, 5).direction for v in (-2.0, 0.5, 2.0)] == [-1, 0, 1]
-
-
-def test_measurements_are_written_and_dropped_by_step(tmp_path: Path) -> None:
-    for step in (0, 100, 1_000_000):
-        write(tmp_path, "home", step, documents([1.5 + step, 2.0], [3, 4]))
-        stored = read(tmp_path, "home", step)
-        assert stored is not None and stored.nll.tolist() == [1.5 + step, 2.0]
-        assert (stored.fingerprint, stored.tokens.tolist()) == ("set", [3, 4])
-    folder = tmp_path / VALIDATION / "home"
-    (folder / "step-notes.npz").write_bytes(b"")
-    drop(tmp_path, 100)
-    names = ["step-000000.npz", "step-000100.npz", "step-notes.npz"]
-    assert sorted(path.name for path in folder.iterdir()) == names
-    whole = (folder / names[0]).read_bytes()
-    for damaged in (b"", whole[:-4], whole.replace(b"documents", b"somethin_")):
-        (folder / names[0]).write_bytes(damaged)
-        assert read(tmp_path, "home", 0) is None

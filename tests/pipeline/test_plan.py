@@ -233,17 +233,6 @@ def test_a_token_passes_through_some_experts_only() -> None:
     assert shares[0] < 0.5 * shares[1]
 
 
-def test_a_mask_for_packed_rows_takes_memory_and_time() -> None:
-    """2 GiB at two rows of 4,096 tokens: every layer keeps its own until the backward pass."""
-    for checkpointing, layers in ((False, 32), (True, 1)):
-        plain = Setup(8, 3, 2, 4096, checkpointing=checkpointing)
-        masked = dataclasses.replace(plain, masked=True)
-        added = footprint.memory(LLAMA_7B, masked).total - footprint.memory(LLAMA_7B, plain).total
-        assert added == 2 * 4096**2 * (1 + 2 * layers)
-        times = [footprint.step_time(LLAMA_7B, setup, A100) for setup in (plain, masked)]
-        assert times[1].attention == pytest.approx(2 * times[0].attention)
-
-
 def test_stages_communicate_what_they_need() -> None:
     """ZeRO-3 gathers in every pass, ZeRO-2 reduces in every pass, ZeRO-1 once a step and unhidden."""
 
