@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from scipy.special import stdtrit
 
 from emo.pipeline.config import RunConfig, TrainConfig, load_config
 from emo.pipeline.engine import DomainSums, Sums
@@ -224,18 +225,23 @@ def test_a_spike_is_noted_or_ends_the_run_also_after_a_resume(tmp_path: Path) ->
     assert "2 in a row" in (guard(tmp_path, state, **options).observe(21, sums(math.nan), lambda: ROWS) or "")
 
 
-def test_the_interval_is_a_naive_bootstrap_s() -> None:
-    """Documents of uneven lengths, drawn again and again with replacement: what the formula stands for."""
+@pytest.mark.parametrize("n", [9, 400])
+def test_the_interval_is_a_naive_jackknife_s(n: int) -> None:
+    """And where there are many documents, of uneven lengths, that of drawing them with replacement."""
     rng = np.random.default_rng(1)
-    tokens = np.maximum(1, rng.lognormal(4, 1.0, 400)).astype(int)
-    shift = tokens * rng.normal(0.05, 0.3, 400) + np.sqrt(tokens) * rng.normal(0, 0.5, 400)
-    nll = tokens * rng.normal(3.0, 0.5, 400)
+    tokens = np.maximum(1, rng.lognormal(4, 1.0, n)).astype(int)
+    shift = tokens * rng.normal(0.05, 0.3, n) + np.sqrt(tokens) * rng.normal(0, 0.5, n)
+    nll = tokens * rng.normal(3.0, 0.5, n)
     result = change(documents(nll, tokens), documents(nll + shift, tokens))
-    assert result is not None
-    drawn = rng.integers(400, size=(4000, 400))
-    low, high = np.quantile(shift[drawn].sum(1) / tokens[drawn].sum(1), [0.025, 0.975])
-    assert result.value == pytest.approx(shift.sum() / tokens.sum())
-    assert (result.low, result.high) == pytest.approx((low, high), abs=0.1 * (high - low))
+    value = shift.sum() / tokens.sum()
+    left_out = [np.delete(shift, d).sum() / np.delete(tokens, d).sum() for d in range(n)]
+    error = np.sqrt((n - 1) / n * np.square(np.subtract(left_out, value)).sum())
+    half = stdtrit(tokens.sum() ** 2 / np.square(tokens).sum() - 1, 0.975) * error
+    assert result == pytest.approx((value, value - half, value + half, n))
+    if n == 400:
+        drawn = rng.integers(n, size=(4000, n))
+        low, high = np.quantile(shift[drawn].sum(1) / tokens[drawn].sum(1), [0.025, 0.975])
+        assert (value - half, value + half) == pytest.approx((low, high), abs=0.1 * (high - low))
 
 
 def test_what_has_no_interval_or_no_pairs() -> None:

@@ -165,21 +165,6 @@ def test_the_domains_that_are_left_keep_their_proportion() -> None:
     assert (late - after).tolist() == pytest.approx([0, 1920, 480], abs=1)
 
 
-def test_any_step_is_found_at_once() -> None:
-    """Step 400,000 looks at a few epochs, not at the steps before."""
-    looked_at: list[int] = []
-
-    class Counting(MixedOrder):
-        def _order(self, index: int, epoch: int) -> np.ndarray:
-            looked_at.append(epoch)
-            return super()._order(index, epoch)
-
-    shares = {"home": {"from": 1, "to": 0.1, "steps": 300_000}, "abroad": 0.5}
-    history = [Holding(0, mixture(shares=shares))]
-    order = Counting(np.repeat([0, 1], [3000, 40]), np.arange(3040) + 1, NAMES[:2], BATCH, 0, history)
-    assert len(order.step_rows(400_000)) == BATCH and len(looked_at) < 30
-
-
 @pytest.mark.parametrize("names", [["home"], ["home", "abroad", "empty"]])
 def test_domains_that_do_not_fit_are_refused(names: list[str]) -> None:
     rows = (np.repeat([0, 1], 20), np.full(40, 5))

@@ -15,7 +15,7 @@ import pytest
 
 from emo.common.errors import ExitCode
 from emo.launch.supervise import verdict
-from emo.pipeline.stop import REPORTS, StopRequest, _grace
+from emo.pipeline.stop import REPORTS, StopRequest
 from tests.conftest import REPO
 from tests.helpers.launching import PIPED, wait_for
 
@@ -127,16 +127,6 @@ def test_a_time_limit_and_a_file_are_requests(tmp_path: Path) -> None:
     assert "max_minutes" in (StopRequest(tmp_path, 1e-9, watch).reason or "")
     (tmp_path / "STOP").touch()
     assert "STOP" in (StopRequest(tmp_path, 60, watch).reason or "")
-
-
-def test_a_rank_takes_the_time_that_its_launcher_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("PET_SHUTDOWN_TIMEOUT", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"):
-        monkeypatch.delenv(name, raising=False)
-    assert _grace(["python", "-m", "torch.distributed.run", "a.py"]) == 20
-    monkeypatch.setenv("PET_SHUTDOWN_TIMEOUT", "600")
-    assert _grace(["torchrun", "a.py"]) == 590
-    assert _grace(["torchrun", "--nnodes", "2", "--shutdown-timeout=60", "a.py"]) == 50
-    assert _grace(["python", "-m", "deepspeed.launcher.launch", "a.py"]) == 20
 
 
 @pytest.mark.parametrize(
