@@ -145,7 +145,7 @@ def run_forked(environments: list[dict[str, str]], *command: str) -> subprocess.
         processes = [_imported().Process(target=_become, args=call) for call in calls]
         for process in processes:
             process.start()
-        code, end = 0, time.monotonic() + 300
+        code, end = 0, time.monotonic() + 600
         while any(process.is_alive() for process in processes) and time.monotonic() < end:
             time.sleep(0.05)
             failed = next((process.exitcode for process in processes if process.exitcode), 0)

@@ -83,7 +83,7 @@ def test_states_and_launches(tmp_path: Path) -> None:
     end = {"event": "end", "time": 1.7e9, "step": 43, "how": "stopped", "reason": "SIGTERM"}
     append(run / run_dir.LAUNCHES, end)
     with (run / run_dir.METRICS).open("a") as file:
-        file.write('{"step": 50, "loss": "high"}\nnot json\n{"st')
+        file.write('{"step": 40, "loss": "high"}\nnot json\n{"st')
     text, page = shown(run)
     keys = ("How it ended", "After step", "At step", "Ranks")
     first, second = ([row[key] for key in keys] for row in page.table("Run", "How it ended"))
