@@ -131,12 +131,12 @@ def test_stopped_then_killed_and_begun_again_equals_undisturbed(undisturbed: Pat
         files.append({path.relative_to(directory): path.read_bytes() for path in paths})
     assert measured[0] == measured[1] and len(measured[0]) == 4 * len(SETS)
     assert files[0] == files[1] and len(files[0]) == 4 * len(SETS)
-    begun = read_records(run_dir / LAUNCHES)[0]
-    assert [r["event"] for r in begun] == ["begin", "end", "begin", "begin", "end"]
+    launches = read_records(run_dir / LAUNCHES)[0]
+    begun, ended = ([r for r in launches if r["event"] == event] for event in ("begin", "end"))
     steps = [r["step"] for r in begun]
-    assert steps[:3] == [0, saved, saved] and steps[3] in (saved, 3, 6) and steps[4] == 8
-    assert begun[1]["reason"] == "SIGTERM", "though another rank had it"
-    assert (begun[0]["ranks"], begun[0]["hosts"], begun[-1]["how"]) == (2, 1, "finished")
+    assert steps[:2] == [0, saved] and steps[2] in (saved, 3, 6) and len(steps) == 3
+    assert ended[0]["reason"] == "SIGTERM", "though another rank had it"
+    assert (begun[0]["ranks"], begun[0]["hosts"], ended[-1]["how"]) == (2, 1, "finished")
     records, damaged = read_records(run_dir / SAMPLES)
     assert not damaged
     assert [(r["step"], r["prompt"]) for r in records] == [(s, p) for s in (0, 3, 6, 8) for p in PROMPTS]
