@@ -67,20 +67,19 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return launching.tiny_recipe(directory, SETS, {"sources": SOURCES}, mixture=mixture, **saves)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(recipe: Path) -> Path:
-    """The run directory of a finished, undisturbed run on two ranks, in several passes each."""
-    run_dir = recipe.parent / "undisturbed"
-    done = launching.run(2, str(recipe), f"output_dir={run_dir}")
-    assert done.returncode == 0, done.stdout
-    return run_dir
-
-
 def ranks(recipe: Path, run_dir: Path, *options: str) -> None:
     """Run to the end on two ranks."""
     arguments = (str(recipe), f"output_dir={run_dir}", *options)
     done = launching.run_ranks("launch/continual.sh", *arguments)
     assert done.returncode == ExitCode.DONE, done.stdout
+
+
+@pytest.fixture(scope="module")
+def undisturbed(recipe: Path) -> Path:
+    """The run directory of a finished, undisturbed run on two ranks, in several passes each."""
+    run_dir = recipe.parent / "undisturbed"
+    ranks(recipe, run_dir)
+    return run_dir
 
 
 def trained(run_dir: Path) -> list[dict[str, Any]]:
