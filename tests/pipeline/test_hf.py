@@ -159,7 +159,8 @@ def naive(
     losses, C = [], cost_matrix(head)
     for ids, labels in documents:
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, virtual:-1].double()
-        losses.append(losses_from_logits(logits, torch.tensor(labels[1:]), C, objective, **options)[0])
+        targets = torch.tensor(labels[1:], dtype=torch.long)
+        losses.append(losses_from_logits(logits, targets, C, objective, **options)[0])
     loss = torch.cat(losses).mean()
     loss.backward()
     return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

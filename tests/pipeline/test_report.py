@@ -25,7 +25,7 @@ from emo.pipeline import cli, run_dir
 from emo.pipeline.config import RunConfig, TrainConfig, load_config
 from emo.pipeline.engine import DomainSums, Sums
 from emo.pipeline.loss.fused import histogram
-from emo.pipeline.report.console import Console, Kind, Progress
+from emo.pipeline.report.console import Console, Progress
 from emo.pipeline.report.launches import append
 from emo.pipeline.report.metrics import Metrics
 from emo.pipeline.report.page import document
@@ -271,38 +271,13 @@ def test_what_has_no_interval_or_no_pairs() -> None:
     assert [Change(v, v - 1, v + 1, 5).direction for v in (-2.0, 0.5, 2.0)] == [-1, 0, 1]
 
 
-def console(kind: Kind) -> tuple[Console, io.StringIO]:
-    stream = io.StringIO()
-    return Console(kind, stream), stream
-
-
-def logger_of(shown: Console) -> logging.Logger:
-    logger = logging.Logger("of this test")
-    logger.addHandler(shown)
-    return logger
-
-
-def test_plain_lines_come_every_few_seconds_and_cannot_act() -> None:
-    shown, stream = console("lines")
-    for step in range(1, 40):
-        shown._clock = lambda step=step: float(step)  # type: ignore[misc]
-        shown.progress(Progress(step, 2000, {}))
-        shown.record({"step": step, "loss": 2.0}, Progress(step, 2000, {}))
-    shown.record({"step": 2000}, Progress(2000, 2000, {}))  # the last one always
-    shown.event("step 40  \x1b[2Jgone\rover", "validation", step=40)
-    for _ in range(2):
-        logger_of(shown).info("step 41: once")
-        logger_of(shown).warning("step 42")
-    steps = [text for line in stream.getvalue().splitlines() for text in line.split() if text[0].isdigit()]
-    assert steps == ["1/2,000", "11/2,000", "21/2,000", "31/2,000", "2,000/2,000", "40", "41:", "42", "42"]
-    assert "\x1b" not in stream.getvalue() and "\r" not in stream.getvalue()
-
-
 def test_json_lines_hold_every_record() -> None:
-    shown, stream = console("json")
+    stream = io.StringIO()
+    shown, logger = Console("json", stream), logging.Logger("of this test")
+    logger.addHandler(shown)
     shown.record({"step": 20, "loss": 2.0, "demd": None}, Progress(20, 30, {}))
-    logger_of(shown).info("saved: %s", "x", extra={"event_fields": {"event": "saved", "step": 3}})
-    logger_of(shown).warning("late")
+    logger.info("saved: %s", "x", extra={"event_fields": {"event": "saved", "step": 3}})
+    logger.warning("late")
     records = [json.loads(line) | {"time": 0} for line in stream.getvalue().splitlines()]
     assert records == [
         {"event": "train", "time": 0, "step": 20, "loss": 2.0, "demd": None},
