@@ -165,6 +165,14 @@ def test_the_domains_that_are_left_keep_their_proportion() -> None:
     assert (late - after).tolist() == pytest.approx([0, 1920, 480], abs=1)
 
 
+def test_domains_alternate_so_that_ranks_get_equal_shares() -> None:
+    domain = np.repeat([0, 1], 600)
+    order = mixed((domain, np.full(1200, 9)), (0, mixture(shares={"home": 0.75, "abroad": 0.25})))
+    for step in range(20):
+        first, second = domain[order.step_rows(step)].reshape(2, BATCH // 2).sum(1)
+        assert abs(int(first) - int(second)) <= 1
+
+
 @pytest.mark.parametrize("names", [["home"], ["home", "abroad", "empty"]])
 def test_domains_that_do_not_fit_are_refused(names: list[str]) -> None:
     rows = (np.repeat([0, 1], 20), np.full(40, 5))
