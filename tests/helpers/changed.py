@@ -17,7 +17,7 @@ NEEDED = {
     "pipeline/loss/": ["loss", "pipeline/test_model.py", "pipeline/test_hf.py"],
     "pipeline/run_dir.py": ["pipeline", "eval/test_watch.py"],
     "pipeline/": ["pipeline"],
-    "data_prep/": ["data_prep", "pipeline/test_order.py", "pipeline/test_checks.py"],
+    "data_prep/": ["data_prep", "pipeline/test_order.py", "pipeline/test_identity.py"],
     "eval/": ["eval"],
     "experiments/": ["experiments"],
     "launch/": ["pipeline", "common"],

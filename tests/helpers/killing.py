@@ -1,14 +1,10 @@
-"""Processes that are killed with -9 and begun again, until one of them is left to end."""
+"""Processes that are waited for, or killed with -9 and begun again until one of them is left to end."""
 
 from __future__ import annotations
 
-import functools
 import multiprocessing
-import random
-import shutil
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 FORK = multiprocessing.get_context("fork")  # a child starts at once, with everything imported
 
@@ -33,21 +29,9 @@ def to_the_end(
         killed += 1
 
 
-def undisturbed_and_killed(
-    run: Callable[[Path, Path], object], world: Path, place: Path, seed: int
-) -> tuple[Path, Path]:
-    """Directories that run(world, directory) filled: undisturbed, and killed once or twice at random."""
-    whole, killed = place / "whole", place / "killed"
-    draw = random.Random(seed)
-    began = time.monotonic()
-    run(world, whole)
-    took = time.monotonic() - began
-
-    def moment(share: float) -> float:
-        return draw.uniform(0.1, 0.9) * share * took
-
-    share = 1.0
-    while not to_the_end(run, (world, killed), 2, functools.partial(moment, share)):
-        shutil.rmtree(killed)  # it had ended before the first kill
-        share /= 2
-    return whole, killed
+def wait_for(condition: Callable[[], object], what: str, timeout: float = 300) -> None:
+    """Until a condition holds; generous, because the machine may be busy."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} after {timeout:.0f} s"
+        time.sleep(0.05)

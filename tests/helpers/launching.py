@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import IO, Any
@@ -25,6 +25,7 @@ import yaml
 
 from emo.pipeline.run_dir import read_metrics
 from tests.conftest import REPO
+from tests.helpers.killing import wait_for
 
 BIN = Path(sys.executable).parent
 PATIENCE = 60  # seconds for the other ranks to notice that one failed
@@ -77,7 +78,7 @@ def tiny_recipe(
     recipe["train"] |= train
     path = directory / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
-    prepared = run_forked([str(BIN / "python"), "-m", "emo", "prepare", str(path)], [{}])
+    prepared = run_forked([{}], "-m", "emo", "prepare", str(path))
     assert prepared.returncode == 0, prepared.stdout
     return path
 
@@ -100,77 +101,60 @@ def script_command(ranks: int, *arguments: str) -> list[str]:
     return ["launch/continual.sh", *options, "--", *arguments]
 
 
-def popen(command: list[str], stdout: int | IO[str] = subprocess.PIPE) -> subprocess.Popen[str]:
+def popen(
+    command: list[str], stdout: int | IO[str] = subprocess.PIPE, **environment: str
+) -> subprocess.Popen[str]:
     """Start a command of the product in a separate process group, as a terminal would."""
     # a shell that runs the tests in the background has made Ctrl-C ignored for all that they start
     options: dict[str, Any] = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}
     options |= PIPED | {"stdout": stdout, "start_new_session": True}
-    return subprocess.Popen(command, cwd=REPO, env=ENVIRONMENT, **options)
+    return subprocess.Popen(command, cwd=REPO, env=ENVIRONMENT | environment, **options)
 
 
 def start(ranks: int, *arguments: str) -> subprocess.Popen[str]:
     return popen(launch_command(ranks, *arguments))
 
 
-def run(ranks: int, *arguments: str, script: str = "continual") -> subprocess.CompletedProcess[str]:
+def run(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run to the end; stdout and stderr together in `.stdout`."""
-    command = launch_command(ranks, *arguments, script=script)
+    command = launch_command(ranks, *arguments)
     return subprocess.run(command, cwd=REPO, env=ENVIRONMENT, timeout=600, **PIPED)
 
 
 def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The launch script as one process without the launcher: the quick way to its errors."""
-    return run_forked([str(BIN / "python"), "launch/continual.sh", *arguments], [{}])
+    return run_forked([{}], "launch/continual.sh", *arguments)
 
 
-def run_ranks(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The launch script on `ranks` ranks without a launcher, which takes as long to start as they do."""
-    return run_group(ranks, [str(BIN / "python"), "launch/continual.sh", *arguments])
-
-
-def run_module(ranks: int, module: str, *arguments: str) -> None:
-    """`python -m module` as the ranks of one group; fails with their output."""
-    done = run_group(ranks, [str(BIN / "python"), "-m", module, *arguments])
-    assert done.returncode == 0, done.stdout[-5000:]
-
-
-def run_group(ranks: int, command: list[str], timeout: float = 300) -> subprocess.CompletedProcess[str]:
-    """Run `python SCRIPT ...` or `python -m MODULE ...` as the ranks of one group; see `run_forked`."""
-    group = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+def run_ranks(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """`python COMMAND` as the two ranks of a group, without a launcher; see `run_forked`."""
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | environment
     group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    own = [group | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    return run_forked(command, own, timeout)
+    return run_forked([group | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"], *command)
 
 
-def run_forked(
-    command: list[str], environments: list[dict[str, str]], timeout: float = 300
-) -> subprocess.CompletedProcess[str]:
-    """Run a Python command once in each of `environments`, at the same time, each in a process of its own.
+def run_forked(environments: list[dict[str, str]], *command: str) -> subprocess.CompletedProcess[str]:
+    """Run `python COMMAND` once in each of `environments`, at the same time, each in a process of its own.
 
     They are forked from one in which the libraries are imported already, which would take most of a short
     run's time. The code of the first that fails, the output of all. Those that have not ended a while after
     one failed are killed.
     """
-    context = _imported()
     with tempfile.NamedTemporaryFile("w+", encoding="utf-8") as output:
-        processes = []
-        for environment in environments:
-            given = (command[1:], ENVIRONMENT | environment, output.name)
-            processes.append(context.Process(target=_become, args=given))
-            processes[-1].start()
-        code, end = 0, time.monotonic() + timeout
+        calls = [(command, ENVIRONMENT | environment, output.name) for environment in environments]
+        processes = [_imported().Process(target=_become, args=call) for call in calls]
+        for process in processes:
+            process.start()
+        code, end = 0, time.monotonic() + 600
         while any(process.is_alive() for process in processes) and time.monotonic() < end:
+            time.sleep(0.05)
             failed = next((process.exitcode for process in processes if process.exitcode), 0)
             if failed and not code:
                 code, end = failed, min(end, time.monotonic() + PATIENCE)
-            time.sleep(0.05)
-        late = [process for process in processes if process.is_alive()]
-        for process in late:
-            process.kill()
         for process in processes:
+            process.kill()
             process.join()
         code = code or next((process.exitcode for process in processes if process.exitcode), 0)
-        output.seek(0)
         return subprocess.CompletedProcess(command, code, output.read())
 
 
@@ -184,7 +168,7 @@ def _imported() -> Any:
     return context
 
 
-def _become(arguments: list[str], environment: dict[str, str], output: str) -> None:
+def _become(arguments: Sequence[str], environment: dict[str, str], output: str) -> None:
     """In a new process: become what `python ARGUMENTS` is, in this environment."""
     os.environ.clear()
     os.environ.update(environment)
@@ -192,7 +176,7 @@ def _become(arguments: list[str], environment: dict[str, str], output: str) -> N
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.argv = arguments[arguments[0] == "-m" :]
+    sys.argv = list(arguments[arguments[0] == "-m" :])
     if arguments[0] == "-m":
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
@@ -204,14 +188,6 @@ Losses = list[tuple[float, float, float]]
 
 def losses(run_dir: Path) -> Losses:
     return [(r["step"], r["nll"], r["demd"]) for r in read_metrics(run_dir) if "nll" in r]
-
-
-def wait_for(condition: Callable[[], object], what: str, timeout: float = 300) -> None:
-    """Until a condition holds; generous, because the machine may be busy."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} after {timeout:.0f} s"
-        time.sleep(0.05)
 
 
 def wait_for_step(run_dir: Path, step: int, timeout: float = 300) -> None:
@@ -268,20 +244,3 @@ def slow_step(run_dir: Path, seconds: float = 40) -> Iterator[None]:
     finally:
         with contextlib.suppress(psutil.NoSuchProcess):
             late.resume()
-
-
-def below(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The processes of a launch script that a launcher has started itself."""
-    children = psutil.Process(process.pid).children()
-    return [p for p in children if any(a.startswith("launch/") for a in p.cmdline())]
-
-
-def ranks_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    below = psutil.Process(process.pid).children(recursive=True)
-    return [p for p in below if any(a.startswith("--local_rank=") for a in p.cmdline())]
-
-
-def kill_all(process: subprocess.Popen[str]) -> None:
-    """Kill a whole run at once, as a power cut would."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()

@@ -2,13 +2,18 @@
 
 late      a checkpoint's export is not written before a later step was taken
 damaged   a weight of rank 0 is not finite after the second step
+full      no file may have more than 50 KiB, as if the disk was full
+hanging   rank 1 stays longer in its third step than another waits for it
 """
 
 from __future__ import annotations
 
 import json
 import os
+import resource
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +47,31 @@ def late(run_dir: Path) -> None:
     export.save_file = disturbed
 
 
-def damaged(run_dir: Path) -> None:
-    step = Engine.train_step
+def after_step(rank: str, step: int, disturb: Callable[[Engine], object]) -> None:
+    take = Engine.train_step
 
     def stepped(self: Engine, *args: Any, **options: Any) -> Any:
-        sums = step(self, *args, **options)
-        if os.environ["RANK"] == "0" and self.ds.global_steps == 2:
-            self.ds.optimizer.fp32_partitioned_groups_flat[0].data[7] = float("inf")
+        sums = take(self, *args, **options)
+        if os.environ["RANK"] == rank and self.ds.global_steps == step:
+            disturb(self)
         return sums
 
     Engine.train_step = stepped  # type: ignore[method-assign]
 
 
+def damage(engine: Engine) -> None:
+    engine.ds.optimizer.fp32_partitioned_groups_flat[0].data[7] = float("inf")
+
+
+DISTURBANCES: dict[str, Callable[[Path], object]] = {
+    "late": late,
+    "damaged": lambda _: after_step("0", 2, damage),
+    "full": lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (50 * 1024, 50 * 1024)),
+    "hanging": lambda _: after_step("1", 2, lambda _: time.sleep(12)),
+}
+
 if __name__ == "__main__":
     what, arguments = sys.argv[1], sys.argv[2:]
     (run_dir,) = (a.removeprefix("output_dir=") for a in arguments if a.startswith("output_dir="))
-    {"late": late, "damaged": damaged}[what](Path(run_dir))
+    DISTURBANCES[what](Path(run_dir))
     leave(run_recipe(Watch(), arguments))

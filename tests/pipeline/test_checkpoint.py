@@ -1,7 +1,11 @@
-"""Checkpoints: torn and altered ones are never believed, and copies elsewhere are verified and resumed."""
+"""Run directories: checkpoints that are never believed torn, their copies elsewhere, one launch at a time."""
 
 from __future__ import annotations
 
+import errno
+import json
+import multiprocessing
+import os
 import shutil
 import threading
 import time
@@ -12,10 +16,14 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from emo.pipeline import checkpoint
+from emo.common.errors import FailureError, UserError
+from emo.common.lease import Lease
+from emo.pipeline import checkpoint, lock
 from emo.pipeline.checkpoint import Uploads, copy_checkpoint
+from emo.pipeline.lock import COPY, RunLock
 from emo.pipeline.run_dir import (
     COMPLETE,
+    HEARTBEAT,
     STATE,
     checkpoints,
     describe,
@@ -24,6 +32,8 @@ from emo.pipeline.run_dir import (
     problem,
     step_of,
 )
+from tests.helpers.killing import wait_for
+from tests.helpers.refusals import refused
 
 FILES = {STATE: b"{}", "state/rank0.pt": b"zero" * 100, "state/rank1.pt": b"one" * 100}
 
@@ -50,12 +60,11 @@ def test_complete_checkpoints_are_listed_and_pruned(tmp_path: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "truncated file": lambda d: (d / "state" / "rank0.pt").write_bytes(b"short"),
-    "other content": lambda d: (d / "state" / "rank0.pt").write_bytes(b"zerp" * 100),
-    "missing rank file": lambda d: (d / "state" / "rank1.pt").unlink(),
-    "stray file": lambda d: (d / "state" / "rank2.pt").write_bytes(b"x"),
-    "missing marker": lambda d: (d / "COMPLETE").unlink(),
-    "empty marker": lambda d: (d / "COMPLETE").write_text(""),
+    "truncated file": lambda d: (d / "state/rank0.pt").write_bytes(b"short"),
+    "other content": lambda d: (d / "state/rank0.pt").write_bytes(b"zerp" * 100),
+    "missing rank file": lambda d: (d / "state/rank1.pt").unlink(),
+    "stray file": lambda d: (d / "state/rank2.pt").write_bytes(b"x"),
+    "empty marker": lambda d: (d / COMPLETE).write_text(""),
 }
 
 
@@ -71,16 +80,13 @@ def test_an_interrupted_removal_leaves_no_valid_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory = write(tmp_path, 5)
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *a, **k: None)
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
     checkpoint.remove(directory)
     assert directory.is_dir() and checkpoints(tmp_path) == []
 
 
-def until(condition: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+def finish(uploads: Uploads) -> None:
+    wait_for(lambda: not uploads.goes_on(), "end of the uploads", 20)
 
 
 def test_what_is_there_is_not_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,12 +115,12 @@ def test_a_launch_goes_on_with_what_is_left_and_tries_failures_again(tmp_path: P
     write(run, 1)
     target.write_text("in the way")
     uploads = Uploads(run, str(target))
-    until(lambda: not uploads.goes_on())
+    finish(uploads)
     assert uploads.unfinished() == ["step-000001"]
     target.unlink()
     write(run, 2)
     uploads.wake()
-    until(lambda: not uploads.goes_on())
+    finish(uploads)
     assert uploads.unfinished() == [] and len(checkpoints(target)) == 2
 
 
@@ -136,28 +142,104 @@ def test_what_is_being_copied_is_not_pruned(tmp_path: Path, slow: threading.Even
     run = tmp_path / "run"
     write(run, 1)
     uploads = Uploads(run, str(tmp_path / "copies"))
-    until(lambda: uploads.current is not None)
+    wait_for(lambda: uploads.current, "upload", 20)
     for step in (2, 3):
         write(run, step)
     checkpoint.prune(run, 1, 0, uploads.current)
     assert [d.name for d in checkpoints(run)] == ["step-000001", "step-000003"]
     slow.set()
     uploads.wake()
-    until(lambda: not uploads.goes_on())
+    finish(uploads)
     assert [d.name for d in checkpoints(tmp_path / "copies")] == ["step-000001", "step-000003"]
 
 
-def test_the_end_waits_as_long_as_something_moves(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, slow: threading.Event
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same protocol with a faster heart."""
+    monkeypatch.setattr(lock, "BEAT", 0.1)
+    monkeypatch.setattr(lock, "LOCK_SECONDS", 1.0)
+    monkeypatch.setattr(lock, "LOOK", 0.02)
+
+
+def hold(run_dir: Path) -> None:
+    RunLock(run_dir, active=True).take()
+    time.sleep(60)
+
+
+def moved_elsewhere(run_dir: Path) -> Path:
+    """Make the newest lock file look as if it was written on another host."""
+    (path,) = run_dir.glob("lock.*")
+    path.write_text(json.dumps({"machine": "elsewhere:1", "pid": 1, "started": 0.0, "since": time.time()}))
+    return path
+
+
+def test_a_second_launch_waits_for_the_end_of_the_first(tmp_path: Path) -> None:
+    first = multiprocessing.get_context("fork").Process(target=hold, args=(tmp_path,), daemon=True)
+    first.start()
+    second = RunLock(tmp_path, active=True)
+    try:
+        wait_for((tmp_path / HEARTBEAT).is_file, "heartbeat")
+        with refused("run-in-use"):
+            RunLock(tmp_path, active=True).take()
+    finally:
+        first.kill()
+        first.join()
+    began = time.monotonic()
+    second.take()
+    assert time.monotonic() - began < 0.9  # less than LOCK_SECONDS
+    moved_elsewhere(tmp_path)  # it cannot be looked at, but it renews its lock
+    with refused("run-in-use"):
+        RunLock(tmp_path, active=True).take()
+
+
+def test_a_host_that_died_is_outlasted_and_learns_of_it(tmp_path: Path) -> None:
+    first = RunLock(tmp_path, active=True)
+    first.take()
+    assert first.problem is None
+    path = moved_elsewhere(tmp_path)
+    path.rename(path.with_suffix(".000004"))  # the first one's thread finds its file no more
+    second = RunLock(tmp_path, active=True)
+    second.take()
+    assert [p.name for p in tmp_path.glob("lock.*")] == ["lock.000005"]
+    wait_for(lambda: first.lost, "the first one's notice", 10)  # the loop looks at this flag only
+    second.release("stopped")
+
+
+@pytest.mark.parametrize(("number", "passes"), [(errno.ENOSPC, True), (errno.EROFS, False)])
+def test_a_disk_that_is_full_for_now_is_no_mistake(
+    number: int, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write(tmp_path / "run", 1)
-    uploads = Uploads(tmp_path / "run", str(tmp_path / "copies"))
-    monkeypatch.setattr(checkpoint, "STALL", 0.3)
-    for _ in range(4):  # longer than a stall
-        time.sleep(0.1)
-        uploads._move()
-        assert uploads.goes_on()
-    until(lambda: not uploads.goes_on())
-    assert uploads.unfinished() == ["step-000001"]
-    slow.set()
-    until(lambda: uploads.unfinished() == [])
+    def refuse(*_: object) -> bool:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Lease, "acquire", refuse)
+    with pytest.raises(UserError) as caught:
+        RunLock(tmp_path / "run", active=True).take()
+    assert isinstance(caught.value, FailureError) == passes
+
+
+def test_the_heartbeat_says_what_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renewed by a thread, whatever the main thread is busy with; a container gets a copy of its own."""
+    run, copy = tmp_path / "run", tmp_path / "copy.json"
+    run.mkdir()
+    monkeypatch.setenv(COPY, str(copy))
+
+    def beat() -> dict:
+        return json.loads((run / HEARTBEAT).read_text())
+
+    RunLock(run, active=False).take()
+    assert not copy.exists()
+    entry = RunLock(run, active=True)
+    entry.take()
+    assert (beat()["doing"], beat()["step"]) == ("loading", 0)
+    entry.now("training")
+    entry.reached(7)
+    with entry.doing("saving"):
+        assert (beat()["doing"], beat()["step"]) == ("saving", 7)
+        assert copy.is_file()
+    first = beat()
+    time.sleep(0.5)
+    assert first["doing"] == "training" and beat()["time"] > first["time"]
+    assert beat()["since"] == first["since"]
+    entry.release("finished")
+    assert beat()["doing"] == "finished" and not copy.exists()

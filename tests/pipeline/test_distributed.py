@@ -1,4 +1,4 @@
-"""Real runs: preflight, exact resume on any ranks, stop requests, domains, adapters, exports."""
+"""Real runs: exact resume on any ranks, stops, domains, adapters, saving beside training, preflight."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import itertools
 import json
 import shutil
 import signal
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -21,14 +24,15 @@ from emo.data_prep.config import split_of
 from emo.data_prep.shards import TokenDataset
 from emo.data_prep.tokenizer import load_tokenizer
 from emo.pipeline.config import MixtureConfig
+from emo.pipeline.engine import Snapshots
 from emo.pipeline.order import Holding, MixedOrder
 from emo.pipeline.report.validation import change, read
 from emo.pipeline.run_dir import (
     BAD_BATCHES,
     CONFIG,
     EXPORT,
+    HF,
     LAUNCHES,
-    LOG,
     SAMPLES,
     VALIDATION,
     checkpoints,
@@ -36,80 +40,119 @@ from emo.pipeline.run_dir import (
     read_metrics,
     read_records,
     step_directory,
+    step_of,
 )
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
+from tests.helpers.refusals import refused
+from tests.helpers.saving_worker import LAST, SEEN
 
-SETS = ("home", "abroad")
+SETS = ("home", "abroad")  # names of validation sets and of domains
 PROMPTS = ["The man saw", "On day 3"]
+SHARES = {"home": {"from": 0.2, "to": 0.5, "steps": 4}, "abroad": 0.5}
+LATER = {"home": 0.1, "abroad": 0.9}
+FIRST = Holding(0, MixtureConfig.model_validate({"shares": SHARES}))
+SOURCES = [
+    {"files": "text.txt", "format": "lines", "domain": "home"},
+    {"embedded": "world-abroad", "limit": 400, "domain": "abroad"},
+]
 
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return launching.tiny_recipe(tmp_path_factory.mktemp("tiny"), SETS, eval_steps=3)
+    """Two domains, mixed, and two validation sets; saved and measured at steps 3, 6 and 8."""
+    directory = tmp_path_factory.mktemp("tiny")
+    saves = {"save_steps": 3, "save_total_limit": 5, "eval_steps": 3}
+    mixture = {"shares": SHARES}
+    return launching.tiny_recipe(directory, SETS, {"sources": SOURCES}, mixture=mixture, **saves)
+
+
+def ranks(recipe: Path, run_dir: Path, *options: str) -> None:
+    """Run to the end on two ranks."""
+    arguments = (str(recipe), f"output_dir={run_dir}", *options)
+    done = launching.run_ranks("launch/continual.sh", *arguments)
+    assert done.returncode == ExitCode.DONE, done.stdout
 
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path) -> Path:
-    """The run directory of a finished, undisturbed run."""
+    """The run directory of a finished, undisturbed run on two ranks, in several passes each."""
     run_dir = recipe.parent / "undisturbed"
-    done = launching.run(2, str(recipe), f"output_dir={run_dir}", "train.save_steps=3")
-    assert done.returncode == 0, done.stdout
+    ranks(recipe, run_dir)
     return run_dir
 
 
+def trained(run_dir: Path) -> list[dict[str, Any]]:
+    return [record for record in read_metrics(run_dir) if "nll" in record]
+
+
 def test_a_run_logs_saves_and_exports(undisturbed: Path) -> None:
-    records = read_metrics(undisturbed)
-    trained = [r for r in records if "nll" in r]
-    assert [r["step"] for r in trained] == list(range(1, 9))
-    for record in trained:
+    records = trained(undisturbed)
+    assert [r["step"] for r in records] == list(range(1, 9))
+    for record in records:
         assert 0 < record["nll"] < 8 and 0 < record["demd"] < 2 and record["grad_norm"] > 0
         assert record["loss"] == pytest.approx(record["nll"], rel=1e-5)  # equal by construction (eq. 19)
-    assert trained[-1]["nll"] < trained[0]["nll"]
-    held_out = [(r["step"], r["set"]) for r in records if "validation_nll" in r]
-    assert held_out == [(step, name) for step in (0, 3, 6, 8) for name in SETS]
-    assert [d.name for d in checkpoints(undisturbed)] == ["step-000006", "step-000008"]
-    info = json.loads((undisturbed / "export" / "export.json").read_text())
-    assert (info["step"], info["objective"], info["tokens"]) == (8, "emo", trained[-1]["tokens"])
+    assert records[-1]["nll"] < records[0]["nll"]
+    measured = [(r["step"], r["set"]) for r in read_metrics(undisturbed) if "validation_nll" in r]
+    assert measured == [(step, name) for step in (0, 3, 6, 8) for name in SETS]
+    assert [step_of(d) for d in checkpoints(undisturbed)] == [3, 6, 8]
+    info = json.loads((undisturbed / EXPORT / "export.json").read_text())
+    assert (info["step"], info["objective"], info["tokens"]) == (8, "emo", records[-1]["tokens"])
 
 
-def test_killed_and_started_again_equals_undisturbed(undisturbed: Path, recipe: Path) -> None:
-    """And sampling under ZeRO-3 changes no number; its texts are greedy as those of the export."""
-    run_dir = recipe.parent / "killed"
+def test_stopped_then_killed_and_begun_again_equals_undisturbed(undisturbed: Path, recipe: Path) -> None:
+    """SIGTERM to one rank under `deepspeed`, SIGKILL under torchrun, which starts all again.
+
+    And sampling under ZeRO-3 changes no number; its texts are greedy as those of the export.
+    """
+    run_dir = recipe.parent / "disturbed"
     samples = (f"train.sample_prompts={json.dumps(PROMPTS)}", "train.sample_tokens=6")
-    arguments = (str(recipe), f"output_dir={run_dir}", "train.save_steps=3", *samples)
+    arguments = (str(recipe), f"output_dir={run_dir}", *samples)
     process = launching.start(2, *arguments)
-    wait_for_step(run_dir, 5)
-    launching.kill_all(process)
-    assert not (run_dir / "export").exists()
+    wait_for_step(run_dir, 2)
+    signalled(run_dir, signal.SIGTERM)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == ExitCode.STOPPED, output
+    saved = step_of(checkpoints(run_dir)[-1])
     with (run_dir / SAMPLES).open("a") as file:  # of a step that is going to be taken again
-        file.write('{"step": 6, "prompt": "It", "text": " was lost"}\n')
-    done = launching.run_ranks(2, *arguments)
-    assert done.returncode == 0 and "resumed from" in done.stdout, done.stdout
+        file.write('{"step": 8, "prompt": "It", "text": " was lost"}\n')
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=2", "launch/continual.sh"]
+    process = launching.popen([*torchrun, *arguments], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    wait_for_step(run_dir, saved + 1)
+    signalled(run_dir, signal.SIGKILL)
+    output, _ = process.communicate(timeout=180)
+    assert process.returncode == ExitCode.DONE, output
     assert losses(run_dir) == losses(undisturbed)
     measured, files = [], []
     for directory in (run_dir, undisturbed):
         measured.append([r | {"time": None} for r in read_metrics(directory) if "set" in r])
         paths = (directory / VALIDATION).rglob("*.npz")
         files.append({path.relative_to(directory): path.read_bytes() for path in paths})
-        assert "process" in (directory / LOG).read_text()
     assert measured[0] == measured[1] and len(measured[0]) == 4 * len(SETS)
     assert files[0] == files[1] and len(files[0]) == 4 * len(SETS)
-    begun = read_records(run_dir / LAUNCHES)[0]
-    assert [(r["event"], r["step"]) for r in begun] == [("begin", 0), ("begin", 3), ("end", 8)]
-    assert (begun[0]["ranks"], begun[0]["hosts"], begun[2]["how"]) == (2, 1, "finished")
+    launches = read_records(run_dir / LAUNCHES)[0]
+    begun, ended = ([r for r in launches if r["event"] == event] for event in ("begin", "end"))
+    steps = [r["step"] for r in begun]
+    assert steps[:2] == [0, saved] and steps[2] in (saved, 3, 6) and len(steps) == 3
+    assert ended[0]["reason"] == "SIGTERM", "though another rank had it"
+    assert (begun[0]["ranks"], begun[0]["hosts"], ended[-1]["how"]) == (2, 1, "finished")
     records, damaged = read_records(run_dir / SAMPLES)
     assert not damaged
     assert [(r["step"], r["prompt"]) for r in records] == [(s, p) for s in (0, 3, 6, 8) for p in PROMPTS]
-    model, tokenizer = (
-        load(run_dir / "export") for load in (AutoModelForCausalLM.from_pretrained, load_tokenizer)
-    )
+    model = AutoModelForCausalLM.from_pretrained(run_dir / EXPORT)
+    tokenizer = load_tokenizer(run_dir / EXPORT)
     for record in records[-2:]:
         ids = tokenizer(record["prompt"], add_special_tokens=False, return_tensors="pt").input_ids
         if tokenizer.bos_token_id is not None:
             ids = torch.cat((torch.tensor([[tokenizer.bos_token_id]]), ids), dim=1)
         out = model.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0)
         assert record["prompt"] + record["text"] == tokenizer.decode(out[0], skip_special_tokens=True)
+
+
+def signalled(run_dir: Path, number: signal.Signals) -> None:
+    rank = launching.member(run_dir, "rank 1")
+    assert rank is not None
+    rank.send_signal(number)
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -141,22 +184,6 @@ def test_documents_are_measured_as_the_model_alone_reads_them(
     limits = [record[f"validation_change{end}"] for end in ("", "_low", "_high")]
     assert change(start, result) == pytest.approx((*limits, len(tokens)))
     assert limits[1] < limits[0] < 0, "it learns"
-
-
-def test_sigterm_to_one_rank_saves_and_the_same_command_resumes(undisturbed: Path, recipe: Path) -> None:
-    run_dir = recipe.parent / "stopped"
-    arguments = (str(recipe), f"output_dir={run_dir}")
-    process = launching.start(2, *arguments)
-    wait_for_step(run_dir, 2)
-    launching.ranks_of(process)[1].send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == ExitCode.STOPPED, output
-    (saved,) = checkpoints(run_dir)
-    assert problem(saved) is None
-    assert read_records(run_dir / LAUNCHES)[0][-1]["reason"] == "SIGTERM", "though another rank had it"
-    done = launching.run_ranks(2, *arguments)
-    assert done.returncode == 0, done.stdout
-    assert losses(run_dir) == losses(undisturbed)
 
 
 def test_another_number_of_ranks_resumes_with_the_same_losses(undisturbed: Path, recipe: Path) -> None:
@@ -202,10 +229,9 @@ def test_adapters_reach_their_export_and_stay_with_their_base(recipe: Path, tmp_
     base, run_dir = tmp_path / "base", tmp_path / "run"
     keys = yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["architecture"]
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).save_pretrained(base)
-    options = [str(recipe), f"output_dir={run_dir}", f"model.path={base}", "model.architecture=null"]
-    options += ["model.lora.r=2", "train.max_steps=3", "train.save_steps=1", "train.learning_rate=0.1"]
-    done = launching.run_ranks(2, *options)
-    assert done.returncode == 0, done.stdout
+    options = [f"model.path={base}", "model.architecture=null", "model.lora.r=2"]
+    options += ["train.max_steps=3", "train.save_steps=1", "train.learning_rate=0.1"]
+    ranks(recipe, run_dir, *options)
     before, after = (load_file(directory / "model.safetensors") for directory in (base, run_dir / "export"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert (after[name] - before[name]).abs().max() > 1e-4
@@ -213,106 +239,142 @@ def test_adapters_reach_their_export_and_stay_with_their_base(recipe: Path, tmp_
         shutil.rmtree(run_dir / directory)
     (base / "model.safetensors").rename(tmp_path / "right")
     save_file(before | {name: before[name] * 1.1}, base / "model.safetensors", {"format": "pt"})
-    wrong = launching.run_alone(*options)
+    wrong = launching.run_alone(str(recipe), f"output_dir={run_dir}", *options)
     assert wrong.returncode == 2 and "another base model" in wrong.stdout, wrong.stdout
     (tmp_path / "right").rename(base / "model.safetensors")
-    again = launching.run_alone(*options)
+    again = launching.run_alone(str(recipe), f"output_dir={run_dir}", *options)
     assert again.returncode == 0 and "resumed from" in again.stdout, again.stdout
 
 
-SHARES = {"home": {"from": 0.2, "to": 0.5, "steps": 4}, "abroad": 0.5}
-LATER = {"home": 0.1, "abroad": 0.9}
-
-
-@pytest.fixture(scope="module")
-def mixed_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    sources = [{"embedded": f"world-{name}", "limit": 400, "domain": name} for name in ("home", "abroad")]
-    directory = tmp_path_factory.mktemp("domains")
-    return launching.tiny_recipe(
-        directory,
-        data={"sources": sources},
-        mixture={"shares": SHARES},
-        logging_steps=2,
-        save_steps=3,
-        save_total_limit=5,
-    )
-
-
-@pytest.fixture(scope="module")
-def mixed(mixed_recipe: Path) -> Path:
-    """The run directory of a finished run on two ranks, in several passes each."""
-    run_dir = mixed_recipe.parent / "mixed"
-    done = launching.run_ranks(2, str(mixed_recipe), f"output_dir={run_dir}")
-    assert done.returncode == 0, done.stdout
-    assert "domain home: 28.6% to 50.0% of tokens" in done.stdout
-    return run_dir
-
-
-def rows_of(mixed_recipe: Path, history: list[Holding], steps: range) -> tuple[np.ndarray, np.ndarray]:
-    """Domain and supervised tokens of the rows that these steps take."""
-    data = TokenDataset(mixed_recipe.parent / "data" / "train")
+def tokens_of_domains(recipe: Path, history: list[Holding], steps: int) -> list[int]:
+    """Supervised tokens of each domain in the first steps."""
+    data = TokenDataset(recipe.parent / "data" / "train")
     order = MixedOrder(data.domain, data.valid, data.domains, 8, 42, history)
-    rows = np.concatenate([order.step_rows(step) for step in steps])
-    return data.domain[rows], data.valid[rows]
+    rows = np.concatenate([order.step_rows(step) for step in range(steps)])
+    return np.bincount(data.domain[rows], weights=data.valid[rows]).astype(int).tolist()
 
 
-def first_mixture() -> Holding:
-    return Holding(0, MixtureConfig.model_validate({"shares": SHARES}))
-
-
-def trained(run_dir: Path) -> list[dict]:
-    return [record for record in read_metrics(run_dir) if "lr" in record]
-
-
-def test_the_parts_are_the_whole(mixed_recipe: Path, mixed: Path) -> None:
+def test_the_parts_are_the_whole(recipe: Path, undisturbed: Path) -> None:
     """Tokens are those of the order; losses and NLLs of the domains add up to those of the step."""
-    before = dict.fromkeys(("home", "abroad"), 0)
-    for index, record in enumerate(trained(mixed)):
-        domain, tokens = rows_of(mixed_recipe, [first_mixture()], range(2 * index + 2))
-        parts = record["domains"]
-        assert [parts[name]["tokens"] for name in before] == [tokens[domain == d].sum() for d in (0, 1)]
-        counts = {name: part["tokens"] - before[name] for name, part in parts.items()}
+    before = [0, 0]
+    for record in trained(undisturbed):
+        parts = [record["domains"][name] for name in SETS]
+        tokens = [part["tokens"] for part in parts]
+        assert tokens == tokens_of_domains(recipe, [FIRST], record["step"])
+        counts = np.subtract(tokens, before)
         for key in ("nll", "loss"):
-            whole = sum(counts[name] * part[key] for name, part in parts.items()) / sum(counts.values())
-            assert whole == pytest.approx(record[key], rel=1e-5)
-        before = {name: part["tokens"] for name, part in parts.items()}
+            shown = [part[key] if count else 0 for part, count in zip(parts, counts, strict=True)]
+            assert np.dot(counts, shown) / counts.sum() == pytest.approx(record[key], rel=1e-5)
+        before = tokens
 
 
-def test_a_mixture_changes_at_a_resume(mixed_recipe: Path, mixed: Path) -> None:
+def test_a_mixture_changes_at_a_resume(recipe: Path, undisturbed: Path) -> None:
     """From the checkpoint of step 3: by its key alone, recorded, and without a row that comes early."""
-    run_dir = mixed_recipe.parent / "changed"
-    shutil.copytree(mixed, run_dir)
-    shutil.rmtree(run_dir / EXPORT)
-    for step in (6, 8):
-        shutil.rmtree(step_directory(run_dir, step))
-    arguments = (str(mixed_recipe), f"output_dir={run_dir}", f"train.mixture={json.dumps({'shares': LATER})}")
-    done = launching.run_ranks(2, *arguments, "train.mixture_from=3")
-    assert done.returncode == 0, done.stdout
-    history = [first_mixture(), Holding(3, MixtureConfig.model_validate({"shares": LATER}))]
-    domain, tokens = rows_of(mixed_recipe, history, range(8))
+    run_dir = recipe.parent / "changed"
+    shutil.copytree(undisturbed, run_dir)
+    for directory in (run_dir / EXPORT, *(step_directory(run_dir, step) for step in (6, 8))):
+        shutil.rmtree(directory)
+    changes = (f"train.mixture={json.dumps({'shares': LATER})}", "train.mixture_from=3")
+    ranks(recipe, run_dir, *changes)
+    history = [FIRST, Holding(3, MixtureConfig.model_validate({"shares": LATER}))]
     last = trained(run_dir)[-1]["domains"]
-    assert [last[name]["tokens"] for name in ("home", "abroad")] == [
-        tokens[domain == d].sum() for d in (0, 1)
-    ]
-    assert last != trained(mixed)[-1]["domains"]
-    assert trained(run_dir)[0] == trained(mixed)[0]
+    assert [last[name]["tokens"] for name in SETS] == tokens_of_domains(recipe, history, 8)
+    assert last != trained(undisturbed)[-1]["domains"]
+    assert trained(run_dir)[:3] == trained(undisturbed)[:3]
     written = yaml.safe_load((run_dir / CONFIG).read_text())["mixtures"]
     assert [entry["step"] for entry in written] == [0, 3] and written[1]["mixture"]["shares"] == LATER
-    begun = [line for line in read_records(run_dir / LAUNCHES)[0] if line["event"] == "begin"]
-    assert begun[-1]["mixtures"][1] == {"step": 3, "mixture": "0.1 home + 0.9 abroad, by tokens"}
 
 
 def test_preflight_of_fit_and_unfit_hosts(recipe: Path, tmp_path: Path) -> None:
     """Two ranks; then one without data, and a run directory that cannot be: each with what to do."""
-    command = [f"{launching.BIN}/python", "-m", "emo", "preflight", str(recipe)]
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "COLUMNS": "200", "MASTER_ADDR": "127.0.0.1"}
-    group["MASTER_PORT"] = str(launching.free_port())
-    ranks = [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
-    done = launching.run_forked([*command, f"output_dir={tmp_path / 'run'}"], ranks)
+    command = ["-m", "emo", "preflight", str(recipe)]
+    done = launching.run_ranks(*command, f"output_dir={tmp_path / 'run'}", COLUMNS="200")
     assert done.returncode == 0 and "all-reduce" in done.stdout, done.stdout
     assert not (tmp_path / "run").exists()  # nothing stays behind
     (tmp_path / "file").write_text("")
     wrong = [f"output_dir={tmp_path / 'file' / 'run'}", f"data.dir={tmp_path / 'none'}"]
-    done = launching.run_forked([*command, *wrong], [{"COLUMNS": "200"}])
+    done = launching.run_forked([{"COLUMNS": "200"}], *command, *wrong)
     assert done.returncode == 1, done.stdout
     assert all(cure in done.stdout for cure in ("emo prepare", "set output_dir to where you may write"))
+
+
+def run(what: str, recipe: Path, run_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """A run that is disturbed as `what` says."""
+    saves = (f"train.max_steps={LAST}", "train.save_steps=2", "train.export_checkpoints=true")
+    arguments = (what, str(recipe), f"output_dir={run_dir}", *saves, *options)
+    return launching.run_ranks("-m", "tests.helpers.saving_worker", *arguments)
+
+
+@pytest.fixture(scope="module")
+def whole(recipe: Path) -> Path:
+    """A finished run that wrote exports late and kept one checkpoint; its copies are beside it."""
+    run_dir = recipe.parent / "whole"
+    options = ("train.save_total_limit=1", f"train.copy_to={recipe.parent / 'copies'}")
+    done = run("late", recipe, run_dir, *options)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    return run_dir
+
+
+def test_exports_are_written_beside_training_and_of_their_step(whole: Path) -> None:
+    """Steps are taken meanwhile and do not show; nobody sees the new checkpoint, and one is kept."""
+    assert [json.loads(line) for line in (whole.parent / SEEN).read_text().splitlines()] == [
+        {"step": 2, "checkpoints": [], "targets": []},
+        {"step": 4, "checkpoints": [2], "targets": ["whole-step-000002"]},
+    ]
+    copies = checkpoints(whole.parent / "copies")
+    assert [step_of(d) for d in checkpoints(whole)] == [LAST]
+    assert [step_of(d) for d in copies] == [2, 4]
+    exports = []
+    for directory in copies:
+        assert problem(directory) is None
+        exports.append(load_file(directory / HF / "model.safetensors"))
+        state = get_fp32_state_dict_from_zero_checkpoint(str(directory), tag="state")
+        assert exports[-1].keys() == state.keys()
+        assert all(torch.equal(exports[-1][name], state[name]) for name in state)
+        assert json.loads((directory / HF / "export.json").read_text())["step"] == step_of(directory)
+    assert not torch.equal(exports[0]["lm_head.weight"], exports[1]["lm_head.weight"])
+    final = load_file(whole / EXPORT / "model.safetensors")
+    assert all(torch.equal(final[name], exports[-1][name]) for name in final)
+
+
+def test_a_copy_is_resumed_from_and_a_full_disk_loses_none(recipe: Path, whole: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    shutil.copy(whole / CONFIG, run_dir)
+    for source in (whole.parent / "copies/step-000002", whole / "initial"):
+        shutil.copytree(source, run_dir / source.name)
+    done = run("full", recipe, run_dir, "train.save_steps=1")
+    assert done.returncode == ExitCode.FAILURE and "Traceback" not in done.stdout, done.stdout
+    (remaining,) = checkpoints(run_dir)
+    assert step_of(remaining) == 2 and problem(remaining) is None
+    ranks(recipe, run_dir, f"train.max_steps={LAST}")
+    assert losses(run_dir) == losses(whole)[2:]
+
+
+def test_weights_that_are_not_finite_are_in_no_checkpoint(recipe: Path, tmp_path: Path) -> None:
+    """One value of one rank. Trying again from the last checkpoint would end alike: somebody must look."""
+    options = ["train.save_steps=1", "train.export_checkpoints=false", "train.async_save=false"]
+    done = run("damaged", recipe, tmp_path / "run", *options)
+    assert done.returncode == ExitCode.MISTAKE and "Traceback" not in done.stdout, done.stdout
+    assert [step_of(d) for d in checkpoints(tmp_path / "run")] == [1]
+    assert not list((tmp_path / "run").glob("step-*.partial")) and not (tmp_path / "run" / EXPORT).exists()
+
+
+def test_a_rank_that_hangs_is_given_up(recipe: Path, tmp_path: Path) -> None:
+    done = run("hanging", recipe, tmp_path / "run", "train.timeout_minutes=0.05", "train.save_steps=0")
+    assert done.returncode == ExitCode.FAILURE
+    assert "rank 0 lost another rank" in done.stdout
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_buffers_may_hold_what_is_not_finite(tmp_path: Path, dtype: torch.dtype) -> None:
+    weight, mask = torch.ones(3, dtype=dtype), torch.tensor([0.0, -torch.inf])
+    state = {"module": {"w": weight, "mask": mask}, "buffer_names": ["mask"], "step": torch.tensor(3)}
+    snapshots = Snapshots(None)
+    snapshots.save(state, str(tmp_path / "good.pt"))
+    assert snapshots.write() == [tmp_path / "good.pt"]
+    weight[1] = torch.nan
+    snapshots.save(state, str(tmp_path / "bad.pt"))
+    with refused("not-finite"):
+        snapshots.write()
+    assert not (tmp_path / "bad.pt").exists()

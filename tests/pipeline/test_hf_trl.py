@@ -6,11 +6,10 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import re
+import runpy
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import peft
@@ -19,25 +18,19 @@ import torch
 import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
-from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
+from emo.data_prep.tokenizer import load_tokenizer
 from emo.pipeline.hf import FusedLossMixin
 from emo.pipeline.loss import Ramp, get_objective, weighted_sum
 from tests.conftest import REPO
 from tests.helpers.corpus import texts, tiny_tokenizer
 from tests.helpers.families import VOCAB, family, tiny_llama
-from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error
+from tests.helpers.loss_reference import relative_error
 from tests.helpers.refusals import refused
-from tests.pipeline.test_hf import stepped
+from tests.pipeline.test_hf import Documents, arguments, assert_close, naive, stepped
 
 EOS = VOCAB - 1
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }} {% if m.role == 'assistant' %}"
-    "{% generation %}{{ m.content }} <eos> {% endgeneration %}"
-    "{% else %}{{ m.content }} {% endif %}{% endfor %}"
-)
-Document = tuple[list[int], list[int]]  # ids and labels, aligned
 
 
 class FusedSFTTrainer(FusedLossMixin, trl.SFTTrainer):
@@ -46,13 +39,11 @@ class FusedSFTTrainer(FusedLossMixin, trl.SFTTrainer):
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of words: w1 is 1, and so on."""
-    words = ["<pad>", *(f"w{i}" for i in range(1, VOCAB - 3)), "user", "assistant", "<eos>"]
+    words = ["<pad>", *(f"w{i}" for i in range(1, VOCAB - 1)), "<eos>"]
     model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
     whole = Tokenizer(model)
     whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    fast = PreTrainedTokenizerFast(tokenizer_object=whole, eos_token="<eos>", pad_token="<pad>")
-    fast.chat_template = TEMPLATE
-    return fast
+    return PreTrainedTokenizerFast(tokenizer_object=whole, eos_token="<eos>", pad_token="<pad>")
 
 
 def words(ids: list[int]) -> str:
@@ -67,7 +58,7 @@ def parts() -> list[tuple[list[int], list[int]]]:
     return [(ids[:p], ids[p:]) for ids, (p, _) in zip(drawn, lengths, strict=True)]
 
 
-def documents(learn_prompts: bool) -> list[Document]:
+def documents(learn_prompts: bool) -> Documents:
     """Return what a prompt and its completion are as tokens."""
     return [(p + c + [EOS], (p if learn_prompts else [-100] * len(p)) + c + [EOS]) for p, c in parts()]
 
@@ -80,26 +71,8 @@ def plain_rows() -> list[dict[str, Any]]:
     return [{"text": words(p + c) + " "} for p, c in parts()]
 
 
-def conversations() -> list[dict[str, Any]]:
-    roles = ("user", "assistant")
-    return [
-        {"messages": [{"role": r, "content": words(ids)} for r, ids in zip(roles, pair, strict=True)]}
-        for pair in parts()
-    ]
-
-
-def answers() -> list[Document]:
-    """Return what a conversation is as tokens, of which the assistant's alone are learned."""
-    questions = [[VOCAB - 3, *p, VOCAB - 2] for p, _ in parts()]
-    replies = [[*c, EOS] for _, c in parts()]
-    return [(q + r, [-100] * len(q) + r) for q, r in zip(questions, replies, strict=True)]
-
-
 def settings(directory: Path, **changes: Any) -> trl.SFTConfig:
-    step = {"max_steps": 1, "per_device_train_batch_size": 6, "learning_rate": 0.5, "optim": "sgd"}
-    step |= {"lr_scheduler_type": "constant", "max_grad_norm": 0.0, "use_cpu": True, "bf16": False}
-    quiet = {"save_strategy": "no", "logging_steps": 1, "report_to": [], "disable_tqdm": True}
-    return trl.SFTConfig(str(directory), **step | quiet | changes)
+    return arguments(directory, trl.SFTConfig, **{"bf16": False} | changes)
 
 
 def trainer_of(
@@ -109,26 +82,12 @@ def trainer_of(
     return FusedSFTTrainer(model, args, train_dataset=data, processing_class=tokenizer(), **options)
 
 
-def naive(
-    model: Any, rows: list[Document], objective: str, head: Tensor, virtual: int = 0, **options: float
-) -> tuple[float, dict[str, Tensor]]:
-    """Return the mean loss per predicted token, every document alone, and its gradients by autograd."""
-    losses, C = [], cost_matrix(head)
-    for ids, labels in rows:
-        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, virtual:-1].double()
-        losses.append(losses_from_logits(logits, torch.tensor(labels[1:]), C, objective, **options)[0])
-    loss = torch.cat(losses).mean()
-    loss.backward()
-    return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-
-
 ACCUMULATED = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3}
-CASES: dict[str, tuple[list[dict[str, Any]], list[Document], dict[str, Any]]] = {
+CASES: dict[str, tuple[list[dict[str, Any]], Documents, dict[str, Any]]] = {
     "smoothed text": (plain_rows(), documents(True), {"label_smoothing_factor": 0.2}),
     "accumulated completions": (prompted(), documents(False), ACCUMULATED),
     "packed completions": (prompted(), documents(False), {"packing": True, "max_length": 16}),
     "without padding": (prompted(), documents(False), {"padding_free": True, "max_length": None}),
-    "answers": (conversations(), answers(), {"assistant_only_loss": True}),
     "in bfloat16 and chunks": (plain_rows(), documents(True), {"bf16": True, "loss_type": "chunked_nll"}),
 }
 
@@ -148,10 +107,7 @@ def test_loss_and_gradients_are_autograds(case: str, tmp_path: Path) -> None:
     assert loss == pytest.approx(want, rel=bound / 5)
     for name, gradient in gradients.items():
         assert relative_error(got[name], gradient) <= 2 * bound, name
-    # what TRL logs beside the loss: a fused loss builds no logits for entropy and accuracy
-    logged = trainer.state.log_history[0]
-    assert logged["num_tokens"] == sum(len(ids) for ids, _ in tokens)
-    assert "entropy" not in logged
+    assert trainer.state.log_history[0]["num_tokens"] == sum(len(ids) for ids, _ in tokens)
 
 
 ADAPTERS = {
@@ -161,26 +117,26 @@ ADAPTERS = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(("kind", "made_by"), [("lora", "trl"), ("prompt", "peft")])
-def test_adapters(kind: str, made_by: str, tmp_path: Path) -> None:
-    """The adapter's gradients are those of the wrapped model's logits, and nothing else moves."""
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_adapters(kind: str, tmp_path: Path) -> None:
+    """The adapter's gradients are those of the wrapped model's logits, and nothing else moves.
+
+    TRL wraps one of the models, PEFT the other.
+    """
     base = tiny_llama(VOCAB)
     head = base.lm_head.weight.detach().clone()
     torch.manual_seed(0)
-    wrapped = peft.get_peft_model(base, ADAPTERS[kind]) if made_by == "peft" else base
-    options = {} if made_by == "peft" else {"peft_config": ADAPTERS[kind]}
-    trainer = trainer_of(wrapped, settings(tmp_path), prompted(), **options)
-    model = trainer.model
-    plain = copy.deepcopy(model)
-    virtual = 3 if kind == "prompt" else 0
-    want, gradients = naive(plain, documents(False), "emo", head, virtual)
+    if kind == "lora":
+        trainer = trainer_of(base, settings(tmp_path), prompted(), peft_config=ADAPTERS[kind])
+    else:
+        trainer = trainer_of(peft.get_peft_model(base, ADAPTERS[kind]), settings(tmp_path), prompted())
+    model, virtual = trainer.model, 3 if kind == "prompt" else 0
+    want, gradients = naive(copy.deepcopy(model), documents(False), "emo", head, virtual)
     loss, got = stepped(trainer, model)
     assert loss == pytest.approx(want, rel=1e-5)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == set(gradients)
-    scale = max(float(g.norm()) for g in gradients.values())
-    for name in trained:
-        assert float((got[name] - gradients[name]).norm()) <= 1e-4 * scale, name
+    assert_close(got, gradients, 1e-4)
     assert not any(float(got[name].abs().max()) for name in set(got) - trained)
     if kind == "prompt":
         packed = trainer_of(model, settings(tmp_path, packing=True, max_length=16), prompted())
@@ -222,19 +178,9 @@ def test_a_schedule_follows_the_steps(tmp_path: Path) -> None:
 OWN = "examples/my_objective.py:unsure"
 
 
-def example(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, REPO / "examples" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model with its tokenizer, a text, and the repository as the working directory."""
-    from emo.data_prep.tokenizer import load_tokenizer
-
     tiny_llama(400).save_pretrained(tmp_path / "model")
     load_tokenizer(str(tiny_tokenizer())).save_pretrained(tmp_path / "model")
     (tmp_path / "text.txt").write_text("\n".join(texts(400)), encoding="utf-8")
@@ -248,7 +194,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_examples(folder: Path, name: str) -> None:
     texts = "rows.jsonl" if name == "sft_trainer" else "text.txt"
     out = [] if name == "plain_loop" else [str(folder / "out")]
-    losses = example(name).main(str(folder / "model"), str(folder / texts), OWN, *out)
+    example = runpy.run_path(str(REPO / "examples" / f"{name}.py"))["main"]
+    losses = example(str(folder / "model"), str(folder / texts), OWN, *out)
     assert len(losses) == 5 and all(0 < loss < 20 for loss in losses)
 
 

@@ -1,26 +1,30 @@
-"""What a host must have: GPUs, a rank's share of the cores, the network of NCCL."""
+"""Hosts that are unfit to train, and ranks that fail: which code, and which exit code in every phase."""
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import AcceleratorError, OutOfMemoryError
+from torch.distributed import DistBackendError, DistNetworkError
 
-from emo.common.errors import FailureError
-from emo.pipeline.planning import host
-from emo.pipeline.planning import preflight as module
+from emo.common.errors import ExitCode, FailureError, UserError
+from emo.common.files import DiskFullError
+from emo.pipeline import cli, ranks
+from emo.pipeline.planning import host, preflight
 from emo.pipeline.planning.host import BINDING, Gpus, refusal, threads
-from emo.pipeline.planning.preflight import Fabric, fabric
-from emo.pipeline.stop import HARDWARE
+from emo.pipeline.ranks import World, agreed, broken_device, explain, lost_a_peer, on_main
+from emo.pipeline.stop import HARDWARE, TRAINING, Watch, node_name
 
-OLD = (
-    "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver by "
-    "downloading and installing a new version"
-)
+OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver"
 CPU_ONLY = Gpus("cpu", chosen=None, build="", present=False, visible=None, granted=0, usable=0, problem="")
 CUDA = CPU_ONLY._replace(build="CUDA 13.0", present=True)
-SEVEN = CUDA._replace(device="cuda", usable=7)
 
 
 @pytest.mark.parametrize(
@@ -33,20 +37,18 @@ SEVEN = CUDA._replace(device="cuda", usable=7)
         (CUDA._replace(device="cuda", usable=1, visible="3", granted=8), 8, "too-few-gpus"),
         (CUDA._replace(device="cuda", usable=4, visible="0,1,2,3"), 8, "too-few-gpus"),
         (CUDA._replace(present=False, granted=8), 8, HARDWARE),  # the driver was not loaded after a reboot
-        (SEVEN._replace(granted=8), 8, HARDWARE),
+        (CUDA._replace(device="cuda", usable=7, granted=8), 8, HARDWARE),
+        (CPU_ONLY, 2, None),
+        (CPU_ONLY._replace(device="xpu"), 2, None),
+        (CUDA._replace(device="cuda", usable=2), 2, None),
+        (CUDA._replace(chosen="cpu", usable=1), 2, None),
     ],
 )
-def test_a_gpu_that_cannot_be_used_is_refused(gpus: Gpus, ranks: int, code: str) -> None:
+def test_a_gpu_that_cannot_be_used_is_refused(gpus: Gpus, ranks: int, code: str | None) -> None:
     """A mistake of the user is code 2; what another host may have is worth another start."""
     error = refusal(gpus, ranks)
-    assert error is not None and error.code == code
+    assert (error.code if error else None) == code
     assert isinstance(error, FailureError) == (code == HARDWARE)
-
-
-def test_what_may_start() -> None:
-    chosen = [CUDA._replace(chosen="cpu"), CUDA._replace(chosen="cpu", usable=1)]
-    for gpus in (CPU_ONLY, CUDA._replace(device="cuda", usable=2), *chosen, CPU_ONLY._replace(device="xpu")):
-        assert refusal(gpus, 2) is None
 
 
 def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,34 +57,34 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
     assert host.ranks_here() == 1
     monkeypatch.setattr("os.cpu_count", lambda: 64)
-    for allowed, ranks, launcher, expected in (
+    for allowed, count, launcher, expected in (
         (4, 4, "RANK", 1),
         (8, 8, "SLURM_PROCID", 8),
         (32, 8, "SLURM_PROCID", 4),  # a job on half of a host, its ranks not bound
     ):
         monkeypatch.setenv(launcher, "0")
-        monkeypatch.setenv("LOCAL_SIZE", str(ranks))
+        monkeypatch.setenv("LOCAL_SIZE", str(count))
         monkeypatch.setattr("os.sched_getaffinity", lambda _, n=allowed: set(range(n)))
         assert threads() == expected
 
 
-def host_with(
-    directory: Path, *ports: tuple[str, str, str, str], uverbs: bool = True, **environment: str
-) -> Fabric:
-    """Return the network of a host with ports of (driver, link layer, rate, state)."""
-    for number, (driver, layer, rate, state) in enumerate(ports):
+Port = tuple[str, str, str, str]  # driver, link layer, rate, state
+
+
+def host_with(directory: Path, ports: list[Port], lacks: str) -> preflight.Fabric:
+    """Return the network of a host with these ports."""
+    for number, (driver, *texts) in enumerate(ports):
         device = directory / "class" / f"device_{number}"
-        port = device / "ports/1"
-        port.mkdir(parents=True)
-        for name, text in (("link_layer", layer), ("rate", rate), ("state", state)):
-            (port / name).write_text(f"{text}\n")
+        (device / "ports/1").mkdir(parents=True)
+        for name, text in zip(("link_layer", "rate", "state"), texts, strict=True):
+            (device / "ports/1" / name).write_text(f"{text}\n")
         (directory / "drivers" / driver).mkdir(parents=True, exist_ok=True)
         (device / "device").mkdir()
         (device / "device/driver").symlink_to(directory / "drivers" / driver)
     (directory / "dev").mkdir()
-    if uverbs:
+    if lacks != "uverbs0":
         (directory / "dev/uverbs0").touch()
-    return fabric(directory / "class", directory / "dev", environment)
+    return preflight.fabric(directory / "class", directory / "dev", {})
 
 
 NDR = ("mlx5_core", "InfiniBand", "400 Gb/sec (4X NDR)", "4: ACTIVE")
@@ -92,26 +94,141 @@ DOWN = ("mlx5_core", "InfiniBand", "10 Gb/sec (4X SDR)", "1: DOWN")
 
 
 @pytest.mark.parametrize(
-    ("ports", "options", "missing", "kind", "gbytes"),
+    ("ports", "lacks", "kind", "gbytes"),
     [
-        ([DOWN], {}, "", "sockets", None),
-        ([NDR, DOWN, ROCE], {}, "", "InfiniBand", 50),
-        ([ROCE, ROCE], {}, "", "RoCE", 25),
-        ([EFA] * 4, {}, "", "EFA", 50),
-        ([NDR], {}, "libibverbs.so.1", "sockets", None),  # an image without it: TCP without a word
-        ([NDR], {"uverbs": False}, "", "sockets", None),  # a container without the device
+        ([DOWN], "", "sockets", None),
+        ([NDR, DOWN, ROCE], "", "InfiniBand", 50),
+        ([ROCE, ROCE], "", "RoCE", 25),
+        ([EFA] * 4, "", "EFA", 50),
+        ([NDR], "libibverbs.so.1", "sockets", None),  # an image without it: TCP without a word
+        ([NDR], "uverbs0", "sockets", None),  # a container without the device
     ],
 )
 def test_the_network_that_nccl_would_use(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    ports: list[tuple[str, str, str, str]],
-    options: dict[str, Any],
-    missing: str,
-    kind: str,
-    gbytes: float | None,
+    tmp_path: Path, ports: list[Port], lacks: str, kind: str, gbytes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_loads", lambda library: library != missing)
-    network = host_with(tmp_path, *ports, **options)
+    monkeypatch.setattr(preflight, "_loads", lambda library: library != lacks)
+    network = host_with(tmp_path, ports, lacks)
     assert (network.kind, network.gbytes) == (kind, gbytes)
     assert bool(network.advice) == (kind == "sockets" and ports != [DOWN])
+
+
+@pytest.fixture(autouse=True)
+def several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+
+
+LOST = """
+Connection closed by peer [10.0.0.3]:4711
+[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Timed out waiting 600000ms for recv
+Gloo connectFullMesh failed with [pair.cc:144] no error, Connection refused
+[3] is setting up NCCL communicator via c10d store: store->get('0') got error: failed to recv, got 0 bytes
+This may indicate a possible application crash on rank 0 or a network set up issue.
+NCCL error: ncclRemoteError: A call failed possibly due to a network error
+socketPollConnect: connect returned No route to host
+[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7)
+""".strip().splitlines()
+NOT_LOST = """
+ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 7000
+ncclSystemError: Error while creating shared memory segment: No space left on device
+mat1 and mat2 shapes cannot be multiplied
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("text", [*LOST, *NOT_LOST])
+def test_errors_of_a_collective_that_mean_another_rank(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert lost_a_peer(RuntimeError(text)) == (text in LOST)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    assert not lost_a_peer(RuntimeError(text))
+
+
+@pytest.mark.parametrize("kind", [UserError, FailureError])
+def test_an_error_keeps_its_kind_on_all_ranks(kind: type[UserError], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether trying again may help is decided by it."""
+
+    def fail() -> None:
+        raise kind("the disk is full", code="full")
+
+    monkeypatch.setattr(ranks, "gather_objects", lambda value: [value, ("elsewhere", None)])
+    for call in (lambda: agreed(fail), lambda: on_main(World(0, 2, torch.device("cpu")), fail)):
+        with pytest.raises(UserError) as caught:
+            call()
+        assert type(caught.value) is kind and caught.value.code == "full"
+
+
+DEVICE = [
+    AcceleratorError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be"),
+    RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable"),
+    RuntimeError("CUDA unknown error - this may be due to an incorrectly set up environment"),
+    RuntimeError("GPU 0000:3B:00.0 has fallen off the bus (Xid 79)"),
+    RuntimeError("No CUDA GPUs are available"),
+    DistBackendError("ncclUnhandledCudaError: Cuda failure 'uncorrectable ECC error encountered'"),
+]
+NETWORK = [
+    RuntimeError("NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
+    DistNetworkError("The client socket has timed out"),
+]
+PASSING = [
+    OSError(errno.ENOSPC, "No space left on device"),
+    DiskFullError("no space left while writing runs/a; make room in runs"),
+    SafetensorError("Error while serializing: I/O error (os error 28)"),
+]
+LASTING = [
+    SafetensorError("Error while deserializing header"),
+    FileNotFoundError(errno.ENOENT, "No such file", "costs.pt"),
+]
+OTHER = [
+    OutOfMemoryError("CUDA out of memory"),
+    MemoryError(),
+    KeyError("x"),
+    OSError("CUDA_HOME environment variable is not set"),  # no nvcc, when something compiles
+    RuntimeError("NCCL error: invalid usage (Duplicate GPU detected)"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    DistBackendError("ncclUnhandledCudaError: Call failed. Last error: Cuda failure 2 'out of memory'"),
+    ValueError("the tax id of xidel; ecc errors"),
+]
+CASES = [
+    *((error, ExitCode.FAILURE, ExitCode.FAILURE) for error in (*DEVICE, *NETWORK, *PASSING)),
+    *((error, ExitCode.MISTAKE, ExitCode.MISTAKE) for error in LASTING),
+    *((error, ExitCode.MISTAKE, ExitCode.FAILURE) for error in OTHER),
+]
+
+
+@pytest.mark.parametrize(("error", "before", "later"), CASES, ids=lambda value: str(value)[:60])
+def test_every_class_in_every_phase(error: Exception, before: ExitCode, later: ExitCode) -> None:
+    assert (explain(error, advanced=False)[0], explain(error, advanced=True)[0]) == (before, later)
+    assert broken_device(error) == (error in DEVICE)
+    assert error in OTHER or explain(error, advanced=False)[1] is not None  # others keep their traceback
+
+
+@pytest.mark.parametrize(
+    ("error", "advanced", "report"),
+    [
+        (DEVICE[0], True, "1 node-7"),
+        (FailureError("7 of 8 GPUs", code=HARDWARE), False, "1 node-7"),
+        (UserError("a mistake"), True, "2"),
+    ],
+)
+def test_a_rank_reports_its_code_and_the_node_to_avoid(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, advanced: bool, report: str
+) -> None:
+    """As train.sbatch and the supervisor read it; the node's name is Slurm's."""
+    monkeypatch.setenv("SLURMD_NODENAME", "node-7")
+
+    class Quiet(Watch):
+        def __init__(self) -> None:
+            self._report = os.open(tmp_path / "rank-0", os.O_RDWR | os.O_CREAT)
+            self._blamed, self._phase, self.advanced = "", TRAINING, advanced
+
+    def run() -> int:
+        raise error
+
+    monkeypatch.setattr(cli, "leave", lambda code: sys.exit(code))
+    watch = Quiet()
+    try:
+        watch.ended(cli._reported(run, watch))
+    except SystemExit as end:
+        watch.ended(int(end.code or 0))
+    assert (tmp_path / "rank-0").read_text(encoding="utf-8") == f"{os.getpid()} {report}\n"
+    assert node_name() == "node-7"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import re
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from emo.common.errors import FailureError, UserError
+from emo.common.errors import UserError
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.pipeline import export
 from emo.pipeline.config import ModelConfig, RunConfig, load_config
@@ -89,13 +90,10 @@ def test_a_gpu_takes_the_first_attention_that_host_and_family_have(
     assert auto(llama) == "flash_attention_2"
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "v_prj"], ["c_attn"], ".*q_prj", "all_linear", "("])
+@pytest.mark.parametrize("targets", [["q_proj", "v_prj"], "all_linear", "("])
 def test_adapters_on_layers_that_do_not_exist(targets: str | list[str]) -> None:
-    model = family("llama")
-    names = [n for n, _ in model.named_parameters()]
     with pytest.raises(UserError, match=r"model\.lora\.targets"):
-        add_lora(model, choice(lora={"r": 2, "targets": targets}), 0)
-    assert [n for n, _ in model.named_parameters()] == names
+        add_lora(family("llama"), choice(lora={"r": 2, "targets": targets}), 0)
 
 
 def run_config(path: str, directory: Path, **model: Any) -> RunConfig:
@@ -126,8 +124,7 @@ def test_weights_that_are_not_those_of_the_model(change: Change, message: str, t
         load_pretrained(run_config(str(tmp_path), tmp_path), "sdpa")
 
 
-@pytest.mark.parametrize("pickled", [False, True])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2"])
+@pytest.mark.parametrize(("model_type", "pickled"), [("llama", False), ("gpt2", True)])
 def test_tied_weights_that_differ_are_refused(model_type: str, pickled: bool, tmp_path: Path) -> None:
     """Checkpoints of a bare base model, as GPT-2's are, have shorter names."""
     model = family(model_type, tie_word_embeddings=True)
@@ -141,66 +138,65 @@ def test_tied_weights_that_differ_are_refused(model_type: str, pickled: bool, tm
             torch.save(whole, tmp_path / "pytorch_model.bin")
         else:
             save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
+        config = run_config(str(tmp_path), tmp_path)
         if fault:
             with pytest.raises(UserError, match=f"lm_head.weight and {short}"):
-                load_pretrained(run_config(str(tmp_path), tmp_path), "sdpa")
+                load_pretrained(config, "sdpa")
         else:
-            loaded = load_pretrained(run_config(str(tmp_path), tmp_path), "sdpa")
+            loaded = load_pretrained(config, "sdpa")
             assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
 
 
-def manifest(**changes: object) -> SimpleNamespace:
-    return SimpleNamespace(**({"vocab_size": 61, "block": 32, "tokenizer_fingerprint": "x"} | changes))
-
-
 def test_data_that_do_not_fit_are_refused(shared_data: Path) -> None:
-    config, new = family("llama").config, choice()
-    stories = ModelConfig(path=str(shared_data / "models" / "stories260K"))
+    new, stories = choice(), ModelConfig(path=str(shared_data / "models" / "stories260K"))
     right = tokenizer_fingerprint(load_tokenizer(str(stories.path)))
-    for model, fits in ((new, manifest()), (stories, manifest(tokenizer_fingerprint=right))):
-        check_fits(config, model, fits)  # type: ignore[arg-type]
-    for model, wrong in ((new, manifest(vocab_size=62)), (new, manifest(block=65)), (stories, manifest())):
-        with pytest.raises(UserError):
-            check_fits(config, model, wrong)  # type: ignore[arg-type]
+    for model, vocabulary, block, tokenizer, fits in (
+        (new, 61, 32, "x", True),
+        (new, 62, 32, "x", False),
+        (new, 61, 65, "x", False),
+        (stories, 61, 32, right, True),
+        (stories, 61, 32, "x", False),
+    ):
+        data: Any = SimpleNamespace(vocab_size=vocabulary, block=block, tokenizer_fingerprint=tokenizer)
+        with contextlib.nullcontext() if fits else pytest.raises(UserError):
+            check_fits(family("llama").config, model, data)
 
 
-def test_packed_data_need_a_model_that_keeps_documents_apart() -> None:
-    model = family("bloom")
+def checked_model(model: Any, attention: str, *segments: int) -> None:
+    """What the trainer asks of a model for data sets of two rows with so many segments."""
     fuse_model(model, get_objective("mle"))
-    engine = SimpleNamespace(model=model, ds=model, world=SimpleNamespace(device=torch.device("cpu")))
-    config = run_config("x", Path("x"))
-    single, packed = (
-        SimpleNamespace(shards=[SimpleNamespace(segments=n, rows=2), SimpleNamespace(segments=4, rows=4)])
-        for n in (2, 3)
-    )
-    for result in ([packed], [single, packed]):  # training or validation data
-        with pytest.raises(UserError, match="BloomForCausalLM"):
-            check_model(engine, config, result)  # type: ignore[arg-type]
-    check_model(engine, config, [single])  # type: ignore[arg-type]
+    engine: Any = SimpleNamespace(model=model, ds=model, world=SimpleNamespace(device=torch.device("cpu")))
+    config = run_config("x", Path("x"), attn_implementation=attention)
+    data: Any = [SimpleNamespace(shards=[SimpleNamespace(segments=n, rows=2)]) for n in segments]
+    check_model(engine, config, data)
 
 
-def test_attention_that_is_told_of_documents_in_vain_gives_way() -> None:
+@pytest.mark.parametrize("segments", [(3,), (2, 3)])
+def test_packed_data_need_a_model_that_keeps_documents_apart(segments: tuple[int, ...]) -> None:
+    """Training or validation data."""
+    with pytest.raises(UserError, match="BloomForCausalLM"):
+        checked_model(family("bloom"), "auto", *segments)
+    checked_model(family("bloom"), "auto", 2)
+
+
+@pytest.mark.parametrize("chosen", ["auto", "varlen"])
+def test_attention_that_is_told_of_documents_in_vain_gives_way(chosen: str) -> None:
     """A family that does not hand segments on to its layers: `auto` takes another, a choice is refused."""
-    for chosen in ("auto", "varlen"):
-        model = family("opt", "varlen")
-        body = model.model.forward
+    model = family("opt", "varlen")
+    body = model.model.forward
 
-        @functools.wraps(body)
-        def forgets(*args: Any, body: Any = body, **kwargs: Any) -> Any:
-            bounds = ("cu_seq_lens", "max_length")
-            return body(*args, **{k: v for k, v in kwargs.items() if not k.startswith(bounds)})
+    @functools.wraps(body)
+    def forgets(*args: Any, **kwargs: Any) -> Any:
+        bounds = ("cu_seq_lens", "max_length")
+        return body(*args, **{k: v for k, v in kwargs.items() if not k.startswith(bounds)})
 
-        model.model.forward = forgets
-        fuse_model(model, get_objective("mle"))
-        engine = SimpleNamespace(model=model, ds=model, world=SimpleNamespace(device=torch.device("cpu")))
-        config = run_config("x", Path("x"), attn_implementation=chosen)
-        shards = [SimpleNamespace(shards=[SimpleNamespace(segments=3, rows=2)])]
-        if chosen == "auto":
-            check_model(engine, config, shards)  # type: ignore[arg-type]
-            assert (model.config._attn_implementation, model.packing) == ("sdpa", "mask")
-        else:
-            with pytest.raises(UserError, match="=varlen"):
-                check_model(engine, config, shards)  # type: ignore[arg-type]
+    model.model.forward = forgets
+    if chosen == "auto":
+        checked_model(model, chosen, 3)
+        assert (model.config._attn_implementation, model.packing) == ("sdpa", "mask")
+    else:
+        with pytest.raises(UserError, match="=varlen"):
+            checked_model(model, chosen, 3)
 
 
 def adapted_model(name: str, **lora: Any) -> tuple[nn.Module, RunConfig]:
@@ -220,14 +216,14 @@ def adapted_model(name: str, **lora: Any) -> tuple[nn.Module, RunConfig]:
     return adapted, config
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
-@pytest.mark.parametrize("targets", ["all-linear", "embedding"])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("llama", "all-linear"), ("llama", "[embed_tokens]"), ("gpt2", "all-linear"), ("gpt2", "[wte]")],
+)
 def test_merged_tensors_give_the_adapted_model(name: str, targets: str) -> None:
-    """GPT-2's Conv1D stores [in, out]; embeddings carry adapters of another shape."""
-    if targets == "embedding":
-        targets = {"llama": "[embed_tokens]", "gpt2": "[wte]", "opt": "[embed_tokens]"}[name]
+    """GPT-2's Conv1D stores [in, out], and its head is tied; embeddings' adapters have another shape."""
     adapted, config = adapted_model(name, r=4, alpha=16, targets=targets)
-    if targets != "all-linear" and adapted.get_base_model().config.tie_word_embeddings:  # type: ignore[operator]
+    if targets == "[wte]":
         with pytest.raises(UserError, match=r"model.lora.targets: .* and lm_head.weight are one tensor"):
             rehearse(adapted, config)
         return
@@ -242,22 +238,6 @@ def test_merged_tensors_give_the_adapted_model(name: str, targets: str) -> None:
     assert torch.allclose(result, expected, atol=1e-4)
 
 
-def test_a_full_disk_leaves_the_gathers_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other ranks must still find rank 0 in them: tensors can be drained."""
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(export, "save_file", full)
-    monkeypatch.setattr(export, "SHARD_BYTES", 100)
-    plain, config = adapted_model("llama")
-    copied = export.Copied(plain, torch.zeros(1), torch.zeros(1), (t for t in tensors(5)))  # type: ignore[arg-type]
-    with pytest.raises(FailureError):
-        export.write_export(copied, config, tmp_path / "x", {}, export.check)
-    assert not (tmp_path / "x").exists()
-    assert len(list(copied.tensors)) == 3  # two were taken when the first shard was full
-
-
 def tensors(count: int) -> list[tuple[str, torch.Tensor]]:
     return [(f"t{i}", torch.zeros(20)) for i in range(count)]
 
@@ -266,6 +246,7 @@ def test_shards_are_named_and_indexed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(export, "SHARD_BYTES", 100)
     write_shards(tmp_path / "x", tensors(3))
     index = json.loads((tmp_path / "x/model.safetensors.index.json").read_text())
-    assert index["weight_map"] == {f"t{i}": f"model-0000{i + 1}-of-00003.safetensors" for i in range(3)}
+    assert {name: load_file(tmp_path / "x" / file).keys() for name, file in index["weight_map"].items()} == {
+        f"t{i}": {f"t{i}"} for i in range(3)
+    }
     assert index["metadata"] == {"total_size": 240}
-    assert all((tmp_path / "x" / file).is_file() for file in index["weight_map"].values())

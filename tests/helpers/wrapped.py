@@ -1,4 +1,4 @@
-"""One rank of the test of both doors under what people wrap models in: python -m ... DIRECTORY
+"""Both doors to the loss under what people wrap models in, on one of several ranks.
 
 Every case is one step of SGD on this rank's half of a batch; what comes out is compared with one plain
 process that takes the whole batch. Half of the tokens of the second rank are ignored: a mean of means would
@@ -7,8 +7,6 @@ show.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,7 +66,7 @@ class FusedTrainer(FusedLossMixin, Trainer):
     pass
 
 
-def together(case: str, directory: str) -> dict[str, Tensor]:
+def together(case: str, directory: Path) -> dict[str, Tensor]:
     """This rank's part; the sum of the losses and the whole parameters."""
     if case == "trainer":  # two micro-batches on every rank
         ids, labels = batch()
@@ -76,7 +74,7 @@ def together(case: str, directory: str) -> dict[str, Tensor]:
         micro = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 1}
         sgd = {"optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
         quiet = {"report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
-        args = TrainingArguments(directory, use_cpu=True, ddp_backend="gloo", **micro, **sgd, **quiet)
+        args = TrainingArguments(str(directory), use_cpu=True, ddp_backend="gloo", **micro, **sgd, **quiet)
         trained = tiny_llama(VOCAB, num_hidden_layers=2)
         trainer = FusedTrainer(trained, args, train_dataset=rows)
         trainer.train()
@@ -100,17 +98,3 @@ def together(case: str, directory: str) -> dict[str, Tensor]:
     dist.all_reduce(loss)
     named = ((name, p.detach()) for name, p in model.named_parameters())
     return {"loss": loss} | {n: p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for n, p in named}
-
-
-def main(directory: str) -> None:
-    dist.init_process_group("gloo")
-    found = {case: together(case, directory) for case in CASES}
-    if dist.get_rank() == 0:
-        torch.save(found, Path(directory) / "found.pt")
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(sys.argv[1])

@@ -1,15 +1,19 @@
-"""One rank of the parity tests under DeepSpeed: a tiny LLaMA in the engine, under every ZeRO stage.
+"""One of two ranks, python -m tests.helpers.sharded_worker DIRECTORY: training steps under every ZeRO stage
+and wrapper, the probe on partitioned weights, and what DeepSpeed sends between ranks and holds.
 
-Run by two processes, and imported for the plain optimizers on one that they are compared with.
+Imported for the plain optimizers on one process that the stages are compared with.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import sys
 import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import deepspeed
 import torch
@@ -24,6 +28,7 @@ from emo.pipeline.loss.varlen import VARLEN
 from emo.pipeline.planning.ds_file import deepspeed_config
 from emo.pipeline.ranks import World, end_world, on_main
 from tests.conftest import REPO
+from tests.helpers import wrapped
 from tests.helpers.families import family, tiny_llama
 
 VOCAB, BLOCK, ROWS, STEPS = 96, 16, 8, 4
@@ -45,7 +50,7 @@ class Case(NamedTuple):
 
 
 CASES = {
-    **{f"adamw-{stage}": Case(ADAM, f"zero{stage}") for stage in (1, 2, 3)},
+    "adamw-3": Case(ADAM, "zero3"),
     "adamw-offload": Case(ADAM, "zero3_offload"),
     **{f"muon-{stage}": Case(MUON, f"zero{stage}") for stage in (1, 2, 3)},
     "muon-2-bf16": Case([*MUON, "model.dtype=bfloat16"], "zero2"),
@@ -58,6 +63,25 @@ CASES = {
     "adamw-hpz": Case(ADAM, "HPZ"),  # last: its groups of ranks stay for the life of the process
 }
 RESUMED = ("adamw-3", "adamw-offload", "muon-1", "muon-2-bf16", "muon-3")
+
+
+PROBED: dict[tuple[Any, ...], str] = {  # a family, the scale of its logits, its attention: the verdict
+    ("llama",): "positions",
+    ("opt",): "mask",
+    ("bloom",): "refused",
+    ("granite", 0.3): "head-differs",
+    ("opt", None, VARLEN): "positions",
+}
+WIDTH, LAYERS, PASSES = 512, 4, 2
+PARAMETERS = WIDTH * WIDTH * LAYERS
+# DeepSpeed file, dtype, what its section "zero_optimization" gets.
+TRAFFIC: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
+    "zero1": ("zero1", torch.bfloat16, {}),
+    "zero1-float32": ("zero1", torch.float32, {}),
+    "zero2": ("zero2", torch.bfloat16, {}),
+    "zero2-root": ("zero2", torch.bfloat16, {"use_multi_rank_bucket_allreduce": False}),
+    "zero2-float32": ("zero2", torch.float32, {}),
+}
 
 
 def recipe(case: Case, directory: Path = REPO / "ds_configs") -> RunConfig:
@@ -228,33 +252,81 @@ def probed(name: str, scale: float | None = None, attn: str | None = None) -> st
     return packing
 
 
-def main(out: Path, probes: bool) -> None:
+def held() -> int:
+    """The bytes of all tensors."""
+    storages = {}
+    for item in gc.get_objects():
+        if isinstance(item, Tensor) and not item.is_meta:
+            storage = item.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+class Traffic(contextlib.ExitStack):
+    """Within the block: elements by collective, and the most bytes held while gradients are reduced."""
+
+    def __enter__(self) -> Traffic:
+        self.elements: dict[str, int] = {}
+        self.peak = 0
+        for name in ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather"):
+            self.enter_context(mock.patch.object(dist, name, self._counted(name, getattr(dist, name))))
+        return self
+
+    def _counted(self, name: str, collective: Any) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            tensors = (a for a in (*arguments, *options.values()) if isinstance(a, Tensor))
+            largest = max((tensor.numel() for tensor in tensors), default=0)
+            if largest > WIDTH:  # no norms
+                self.elements[name] = self.elements.get(name, 0) + largest
+                self.peak = max(self.peak, held())
+            return collective(*arguments, **options)
+
+        return call
+
+
+def traffic(case: str) -> dict[str, Any]:
+    """What a step of PASSES passes sends and holds, after one that makes the optimizer's state."""
+    file, dtype, changes = TRAFFIC[case]
+    config = json.loads((REPO / f"ds_configs/{file}.json").read_text(encoding="utf-8"))
+    config["zero_optimization"] |= changes | {"reduce_bucket_size": WIDTH * WIDTH}
+    config |= {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": PASSES}
+    config |= {"bf16": {"enabled": dtype == torch.bfloat16}}
+    gc.collect()
+    before = held()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    for _ in range(2):
+        with Traffic() as counted:
+            for _ in range(PASSES):
+                engine.backward(engine(torch.ones(1, WIDTH, dtype=dtype)).float().pow(2).sum())
+                engine.step()
+    return {"elements": counted.elements, "peak": counted.peak - before}
+
+
+def main(directory: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     world = start_world()
-    results: dict[Any, Any] = {}
-    if probes:
-        models: list[tuple[Any, ...]] = [
-            ("llama",),
-            ("opt",),
-            ("bloom",),
-            ("granite", 0.3),
-            ("opt", None, VARLEN),
-        ]
-        results = {arguments: probed(*arguments) for arguments in models}
-    hpz = json.loads((REPO / "ds_configs/zero3_hpz.json").read_text())
+    results: dict[str, dict[Any, Any]] = {"traffic": {case: traffic(case) for case in TRAFFIC}}
+    results["wrapped"] = {case: wrapped.together(case, directory) for case in wrapped.CASES}
+    results["probed"] = {arguments: probed(*arguments) for arguments in PROBED}
+    results["stages"] = {}
+    hpz = json.loads((REPO / "ds_configs/zero3_hpz.json").read_text(encoding="utf-8"))
     hpz["zero_optimization"] |= {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
-    (out.parent / f"{world.rank}").mkdir()
-    (out.parent / f"{world.rank}" / "HPZ.json").write_text(json.dumps(hpz))
-    for name, case in {} if probes else CASES.items():
-        files = (out.parent / f"{world.rank}",) if case.file == "HPZ" else ()
-        saved = out.parent / name if name in RESUMED else None
-        results[name] = trained(case, recipe(case, *files), world, saved)
+    mine = directory / f"{world.rank}"
+    mine.mkdir()
+    (mine / "HPZ.json").write_text(json.dumps(hpz))
+    for name, case in CASES.items():
+        files = (mine,) if case.file == "HPZ" else ()
+        saved = directory / name if name in RESUMED else None
+        results["stages"][name] = trained(case, recipe(case, *files), world, saved)
     if world.is_main:
-        torch.save(results, out)
+        torch.save(results, directory / "results.pt")
     dist.barrier()
     end_world()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:] == ["probe"])
+    main(Path(sys.argv[1]))
