@@ -39,13 +39,13 @@ DEVICE = torch.device("cuda" if GPU else "cpu")
 GIB, MILLI = 2**30, 1e3
 STEPS, WARM = 10, 3  # steps of a run that is measured, and the first of them, which do not count
 CONTEXT = 8192  # tokens, at most
-SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
-SHAPE += ("num_attention_heads", "num_key_value_heads")
+SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES = {
-    "1.1B": dict(zip(SHAPE, (32000, 2048, 5632, 22, 32, 4), strict=True)),
-    "220M": dict(zip(SHAPE, (32000, 1024, 2816, 12, 16, 16), strict=True)),
-    "toy": dict(zip(SHAPE, (1024, 64, 128, 2, 4, 2), strict=True)),
+    "1.1B": (32000, 2048, 5632, 22, 32),
+    "220M": (32000, 1024, 2816, 12, 16),
+    "toy": (1024, 64, 128, 2, 4),
 }
+KEY_HEADS = {"1.1B": 4, "220M": 16, "toy": 2}
 RECIPE = """
 data:
   {train_tokenizer: 1600, shards: 1, sources: [{embedded: world, limit: 3000}], validation_fraction: 0.02}
@@ -126,6 +126,7 @@ class Figures:
         record = {"part": self.part, "what": case, "value": value, "unit": unit, "target": target}
         known["records"].append(record | {"met": met, "note": note})
         write_text(self.directory / RESULTS, json.dumps(known, indent=1) + "\n")
+        print(", ".join(filter(None, cells(known["records"][-1]))), flush=True)
 
 
 def read(directory: Path) -> dict[str, Any]:
@@ -150,22 +151,12 @@ def cells(record: dict[str, Any]) -> list[str]:
     return [record["part"], record["what"], value, record["target"], mark, record["note"]]
 
 
-def print_from(directory: Path, start: int) -> int:
-    """Print the records from the `start`-th on, a line each; return how many there are."""
-    records = read(directory)["records"]
-    for part, case, value, target, mark, note in map(cells, records[start:]):
-        line = f"{part}: {case}: {value or '-'}{f' (target {target})' if target else ''} {mark}".rstrip()
-        print(f"{line}; {note}" if note else line, flush=True)
-    return len(records)
-
-
 def table(directory: Path) -> int:
     """Print everything that is kept; return 1 when a target is missed or something failed, else 0."""
     records = read(directory)["records"]
     shown = Table("part", "figure", "value", "target", "", "note")
     for record in records:
-        *first, note = cells(record)
-        shown.add_row(*first, note[:200])
+        shown.add_row(*(cell[:200] for cell in cells(record)))
     Console(width=190).print(shown)
     missed = [record for record in records if record["met"] is False]
     print(f"{len(records)} figures, {len(missed)} missed; {directory / RESULTS}", flush=True)
@@ -183,7 +174,8 @@ def random_model(size: str, **options: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     loading = {key: options.pop(key) for key in ("dtype", "attn_implementation") if key in options}
-    keys = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": False, **SIZES[size], **options}
+    keys = dict(zip(SHAPE, SIZES[size], strict=True)) | {"num_key_value_heads": KEY_HEADS[size]}
+    keys |= {"max_position_embeddings": CONTEXT, "tie_word_embeddings": False, **options}
     torch.manual_seed(0)
     with DEVICE:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **keys), **loading)
@@ -195,24 +187,21 @@ def recipe(show: Figures, size: str, block: int, micro: int) -> Path:
     Raises MissingError where a run of it could not start.
     """
     needs("pydantic", "deepspeed", "hjson")  # what a run needs and a host with PyTorch may lack
-    out = show.work
-    model = out / "models" / size
+    model, data = show.work / "models" / size, show.work / f"data-{block}"
     if not model.is_dir():
         random_model(size, dtype=torch.bfloat16).save_pretrained(model.with_name(f"{size}.partial"))
         model.with_name(f"{size}.partial").rename(model)
     content = yaml.safe_load(RECIPE)
-    content |= {
-        "output_dir": str(out / "runs" / "unnamed"),
-        "model": {"path": str(model), "dtype": "bfloat16"},
-    }
-    content["data"] |= {"dir": str(out / f"data-{block}"), "sequence_len": block}
+    content |= {"output_dir": str(show.work / "runs" / "unnamed")}
+    content |= {"model": {"path": str(model), "dtype": "bfloat16"}}
+    content["data"] |= {"dir": str(data), "sequence_len": block}
     content["train"] |= dict.fromkeys(("global_batch_size", "micro_batch_size", "eval_rows"), micro)
     if show.quick:
         content["data"] |= {"train_tokenizer": 600, "sources": [{"embedded": "world", "limit": 400}]}
-    path = out / "recipes" / f"{size}-{block}-{micro}.yaml"
+    path = show.work / "recipes" / f"{size}-{block}-{micro}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(content))
-    prepared = out / f"data-{block}.prepared"
+    prepared = data.with_suffix(".prepared")
     if not prepared.exists():
         run(["-m", "emo", "prepare", str(path)], show.limit(60))
         prepared.touch()
@@ -234,7 +223,7 @@ def run(arguments: list[str], seconds: float, **changes: Any) -> None:
         done = subprocess.run([sys.executable, *arguments], **options)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{' '.join(arguments[:3])} was killed after {seconds:.0f} s") from None
-    print(done.stdout, flush=True)
+    print(done.stdout, file=sys.stderr, flush=True)  # into the part's log
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}: {last_words(done.stdout)}")
 

@@ -68,9 +68,10 @@ def waits() -> Iterator[list[str]]:
         return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield names
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.set_sync_debug_mode(mode)
             names += [str(w.message) for w in caught if "synchroniz" in str(w.message)]
