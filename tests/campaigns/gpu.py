@@ -33,7 +33,6 @@ from tests.campaigns import gpu_kernels
 from tests.campaigns import gpu_setting as setting
 from tests.campaigns.gpu_setting import DEVICE, GIB, GPU, MILLI, REPO, WARM, Figures, MissingError, last_words
 
-RUN_SECONDS = 40  # that a measured run takes, as far as one can tell
 TRACE_STEP = 6  # the one that is recorded: a trace is large
 TRACE_MIB = 2.8  # of a packed trace that is kept beside the figures
 SHARED = {"/bin", "/usr/bin"}  # where Triton's C compiler is, too
@@ -59,7 +58,7 @@ def waits(show: Figures) -> None:
             options = [f"objective.name={objective}", f"objective.cost_cache_mb={cache}"]
             options += ["deepspeed=ds_configs/zero2.json", f"train.profile=[{TRACE_STEP},{TRACE_STEP}]"]
             run = f"waits-{objective}-{cache}"
-            results = setting.measure(show, run, sizes(show), *options, "--waits", seconds=100)
+            results = setting.measure(show, run, sizes(show), *options, "--waits")
             if GPU:
                 worst = max(results["head_waits"][WARM:])
                 show(f"{name}: waits of the head a micro-batch", worst, at_most=most)
@@ -83,7 +82,7 @@ def _pair(show: Figures, cases: dict[str, tuple[list[str], dict[str, Any]]], at_
     for name, (options, changes) in cases.items():
         with show.attempt(name):
             run = name.replace(" ", "-")
-            results.append(setting.measure(show, run, sizes(show), *options, seconds=100, **changes))
+            results.append(setting.measure(show, run, sizes(show), *options, **changes))
             show(f"{name}: time of a step", step_seconds(results[-1]) * MILLI, "ms")
             show(f"{name}: first step", results[-1]["seconds"][0], "s")
             show(f"{name}: from start to the last step", results[-1]["total"], "s")
@@ -157,7 +156,7 @@ def _beside_plan(
 ) -> dict[str, Any]:
     """Measure a run, and show its time and memory beside what `plan` predicts; return what was measured."""
     zero = f"deepspeed=ds_configs/zero{stage}.json"
-    results = setting.measure(show, name, shape, zero, option, least=RUN_SECONDS)
+    results = setting.measure(show, name, shape, zero, option)
     seconds, predicted, peak = step_seconds(results), results["predicted"], results["peak"]
     note = f"{seconds * MILLI:.0f} ms a step"
     show(f"{words}: speed", predicted["tokens"] / seconds, "tokens/s", note=note)
@@ -181,12 +180,11 @@ def stops(show: Figures) -> None:
     options = [f"train.max_steps={steps}", f"train.save_steps={steps // 2}"]
     options += ["train.lr_scheduler_type=constant"]
     alone, stopped = show.run_dir("alone"), show.run_dir("stopped")
-    results = setting.measure(show, "alone", sizes(show), *options, "--whole", seconds=PATIENCE, least=20)
+    results = setting.measure(show, "alone", sizes(show), *options, "--whole")
     stall = max(results["stalls"])
     show("stall of a save", stall, "s")
     share = stall / (steps // 2) / statistics.mean(results["seconds"][WARM:])
     show(f"stall of a save every {steps // 2} steps / the steps", share, note="beside training")
-    show.need_seconds(30)
     shutil.rmtree(stopped, ignore_errors=True)
     recipe = setting.recipe(show, *sizes(show))
     _stop_and_resume(show, [str(recipe), f"output_dir={stopped}", *options], stopped)
@@ -227,7 +225,7 @@ def _stop_and_resume(show: Figures, arguments: list[str], run_dir: Path) -> None
         with log.open("w") as file:
             process = subprocess.Popen(command, stdout=file, **options)
             try:
-                end = time.monotonic() + show.limit(PATIENCE)
+                end = time.monotonic() + PATIENCE
                 while not words and process.poll() is None and len(read_metrics(run_dir)) <= 10:
                     if time.monotonic() > end:
                         raise TimeoutError(f"the run has not trained after {PATIENCE:.0f} s")
@@ -235,7 +233,7 @@ def _stop_and_resume(show: Figures, arguments: list[str], run_dir: Path) -> None
                 began = time.monotonic()
                 if not words:
                     process.send_signal(signal.SIGTERM)
-                code = process.wait(timeout=show.limit(PATIENCE))
+                code = process.wait(timeout=PATIENCE)
             finally:
                 setting.kill_family(process)
         output = log.read_text()
@@ -256,7 +254,7 @@ def run_part(number: int, work: Path, out: Path, quick: bool) -> None:
     function, seconds = PARTS[number]
     log, began = out / f"{function.__name__}.log", time.monotonic()
     command = [sys.executable, "-m", "tests.campaigns.gpu", "--output_path", str(out)]
-    command += ["--part", str(number), str(began + seconds), str(work), *(["--quick"] if quick else [])]
+    command += ["--part", str(number), str(work), *(["--quick"] if quick else [])]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment |= {"PIP_NO_INDEX": "1"}  # peers that are not installed are left out, not looked for
     if not GPU:
@@ -282,14 +280,14 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", type=int, default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--output_path", type=Path, metavar="DIR", help="runs/gpu, or runs/gpu-quick")
     parser.add_argument("--quick", action="store_true", help="small sizes, on a CPU too: does it run at all")
-    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)  # the child's: number, end, work
+    parser.add_argument("--part", nargs=2, help=argparse.SUPPRESS)  # the child's: number, work
     args = parser.parse_args()
     usual = REPO / "runs" / ("gpu-quick" if args.quick else "gpu")
     out: Path = (args.output_path or usual).resolve()
     if args.part is not None:
-        number, until, work = args.part
+        number, work = args.part
         function, _ = PARTS[int(number)]
-        show = Figures(out, function.__name__, args.quick, float(until), Path(work))
+        show = Figures(out, function.__name__, args.quick, Path(work))
         with show.attempt("the whole part"):
             if function in NEED_GPU and not GPU:
                 raise MissingError("needs a GPU")

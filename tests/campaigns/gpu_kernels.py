@@ -65,7 +65,6 @@ def kernels(show: Figures) -> None:
         for V in (150,) if show.quick else (32000, 50257, 128256, 152064):
             name = f"V={V} {str(dtype).removeprefix('torch.')}"
             with show.attempt(name):
-                show.need_seconds(20)
                 for kind, (share, note) in _worst(V, dtype, show.quick).items():
                     words = f"{name}: error of {kind} kernels beside float64 / what is allowed"
                     show(words, share, at_most=1.0, always=True, note=note)
@@ -99,10 +98,8 @@ def speed(show: Figures) -> None:
     shapes += [Shape("large vocabulary", 8192, 152064, 4096, "bfloat16")]
     for shape in [Shape("small", 128, 2000, 64, "bfloat16")] if show.quick else shapes:
         with show.attempt(str(shape)):
-            show.need_seconds(60)
             _race(show, shape, large=shape is shapes[1])
     with show.attempt("whole step"):
-        show.need_seconds(30)
         report = common.Report("gpu")
         objectives.whole_step(report, rounds=1 if show.quick else 10, quick=show.quick)
         value = report.ratios["whole step: EMO time / MLE"]["value"]
@@ -160,7 +157,6 @@ def attention(show: Figures) -> None:
         _functions(show, lengths)
     for name in (VARLEN, "flash_attention_2", "sdpa", "eager"):
         with show.attempt(name):
-            show.need_seconds(15)
             _documents_alone(show, name, _model(name, "toy" if show.quick else "220M", layers=2), lengths)
             if GPU:
                 _memory(show, name)

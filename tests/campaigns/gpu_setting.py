@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,19 +32,18 @@ from emo.common.files import write_text
 # tests.bench.common is not for this module: it sets the number of threads, which the trainer does itself.
 REPO = Path(__file__).resolve().parents[2]
 RESULTS = "results.json"
-CLOSING = 3.0  # seconds that a part needs to keep what it knows once a run of it was cut off
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 GIB, MILLI = 2**30, 1e3
 STEPS, WARM = 10, 3  # steps of a run that is measured, and the first of them, which do not count
 CONTEXT = 8192  # tokens, at most
-SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+SHAPE += ("num_attention_heads", "num_key_value_heads")
 SIZES = {
-    "1.1B": (32000, 2048, 5632, 22, 32),
-    "220M": (32000, 1024, 2816, 12, 16),
-    "toy": (1024, 64, 128, 2, 4),
+    "1.1B": (32000, 2048, 5632, 22, 32, 4),
+    "220M": (32000, 1024, 2816, 12, 16, 16),
+    "toy": (1024, 64, 128, 2, 4, 2),
 }
-KEY_HEADS = {"1.1B": 4, "220M": 16, "toy": 2}
 RECIPE = """
 data:
   {train_tokenizer: 1600, shards: 1, sources: [{embedded: world, limit: 3000}], validation_fraction: 0.02}
@@ -66,7 +64,6 @@ class Figures:
     directory: Path  # for figures, logs and traces, which are small
     part: str
     quick: bool = False  # sizes that say whether it runs, not how well: no target holds
-    deadline: float = float("inf")  # of the part, by time.monotonic(), which processes share
     work: Path = Path()  # for weights, data and runs, which are not small
 
     def __call__(
@@ -108,15 +105,6 @@ class Figures:
                 return
             traceback.print_exc()
             self.failed(case, f"{type(error).__name__}: {one_line(error)}")
-
-    def need_seconds(self, seconds: float) -> None:
-        """Raises MissingError when the part has not so much time left: better than to be killed halfway."""
-        if time.monotonic() + seconds > self.deadline:
-            raise MissingError(f"the part has less than {seconds:g} s left for it")
-
-    def limit(self, seconds: float) -> float:
-        """Return as many seconds, or those that the part has left less CLOSING; at least one."""
-        return max(1.0, min(seconds, self.deadline - time.monotonic() - CLOSING))
 
     def run_dir(self, name: str) -> Path:
         return self.work / "runs" / f"{self.part}-{name}"
@@ -174,8 +162,8 @@ def random_model(size: str, **options: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     loading = {key: options.pop(key) for key in ("dtype", "attn_implementation") if key in options}
-    keys = dict(zip(SHAPE, SIZES[size], strict=True)) | {"num_key_value_heads": KEY_HEADS[size]}
-    keys |= {"max_position_embeddings": CONTEXT, "tie_word_embeddings": False, **options}
+    keys = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": False}
+    keys |= dict(zip(SHAPE, SIZES[size], strict=True)) | options
     torch.manual_seed(0)
     with DEVICE:
         return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **keys), **loading)
@@ -203,7 +191,7 @@ def recipe(show: Figures, size: str, block: int, micro: int) -> Path:
     path.write_text(yaml.safe_dump(content))
     prepared = data.with_suffix(".prepared")
     if not prepared.exists():
-        run(["-m", "emo", "prepare", str(path)], show.limit(60))
+        run(["-m", "emo", "prepare", str(path)], 60)
         prepared.touch()
     return path
 
@@ -249,18 +237,16 @@ def last_words(output: str) -> str:
 
 
 def measure(
-    show: Figures, name: str, shape: tuple[str, int, int], *options: str,
-    seconds: float = 90, least: float = 30, **changes: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Return what the worker finds in STEPS steps of the recipe of a shape, with `options` as overrides.
+    show: Figures, name: str, shape: tuple[str, int, int], *options: str, seconds: float = 100, **changes: Any
+) -> dict[str, Any]:
+    """Return what the worker finds in STEPS steps of the recipe of a shape, in at most `seconds`.
 
-    The run may take `seconds`, and no longer than the part has left, which must be `least`.
+    options: overrides of the recipe. changes: those of the environment.
     """
-    show.need_seconds(least)
     path, run_dir = recipe(show, *shape), show.run_dir(name)
     shutil.rmtree(run_dir, ignore_errors=True)  # what another campaign left there
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     results = run_dir.with_suffix(".json")
     arguments = ["-m", "tests.campaigns.gpu_worker", "--to", str(results), "--steps", str(STEPS), str(path)]
-    run([*arguments, f"output_dir={run_dir}", *options], show.limit(seconds), **changes)
+    run([*arguments, f"output_dir={run_dir}", *options], seconds, **changes)
     return json.loads(results.read_text())
