@@ -206,16 +206,9 @@ def stops(show: Figures) -> None:
 
 
 def _stop_and_resume(show: Figures, arguments: list[str], run_dir: Path) -> None:
-    """SIGTERM while it trains, then the same command again.
-
-    The launch script runs as a user runs it; as one process where the `deepspeed` command is not there, or
-    it only has to be tried: the launchers take longer than all else.
-    """
-    command, beside = [sys.executable, "launch/continual.sh", *arguments], Path(sys.executable).parent
-    if not show.quick and ((beside / "deepspeed").exists() or shutil.which("deepspeed")):
-        command[1:2] = ["launch/supervise.py", "launch/continual.sh", "--num_gpus=1", "--"]
-    log, path = run_dir.with_suffix(".log"), f"{beside}:{os.environ['PATH']}"
-    options: dict[str, Any] = {"cwd": REPO, "env": setting.environment(PATH=path)}
+    """SIGTERM while it trains, then the same command again; as one process: launchers are slow."""
+    command, log = [sys.executable, "launch/continual.sh", *arguments], run_dir.with_suffix(".log")
+    options: dict[str, Any] = {"cwd": REPO, "env": setting.environment()}
     options |= {"stderr": subprocess.STDOUT, "start_new_session": True}
     lives = {
         "SIGTERM ends with the code of a stopped run": (ExitCode.STOPPED, ""),

@@ -211,7 +211,7 @@ def _model(name: str, size: str, layers: int) -> Any:
     """Return a LLaMA with random weights and the fused head. Raises MissingError without flash-attn."""
     if name == "flash_attention_2":
         gpu_setting.needs("flash_attn")
-    model = gpu_setting.random_model(size, num_hidden_layers=layers, dtype=DTYPE, attn_implementation=name)
+    model = gpu_setting.random_model(size, DTYPE, name, num_hidden_layers=layers)
     model.config.use_cache = False
     fuse_model(model, get_objective("mle"))
     return model

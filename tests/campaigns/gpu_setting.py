@@ -22,7 +22,6 @@ from typing import Any
 
 import psutil
 import torch
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -45,12 +44,18 @@ SIZES = {
     "toy": (1024, 64, 128, 2, 4, 2),
 }
 RECIPE = """
+output_dir: {work}/runs/unnamed
+model: {{path: {model}, dtype: bfloat16}}
 data:
-  {train_tokenizer: 1600, shards: 1, sources: [{embedded: world, limit: 3000}], validation_fraction: 0.02}
-objective: {name: emo}
-train: {max_steps: 1000, learning_rate: 0.00001, lr_scheduler_type: constant, logging_steps: 1}
+  {{dir: {data}, sequence_len: {block}, shards: 1, validation_fraction: 0.02, train_tokenizer: {pieces},
+  sources: [{{embedded: world, limit: {limit}}}]}}
+objective: {{name: emo}}
+train:
+  {{max_steps: 1000, learning_rate: 0.00001, lr_scheduler_type: constant, logging_steps: 1,
+  global_batch_size: {micro}, micro_batch_size: {micro}, eval_rows: {micro}}}
 deepspeed: ds_configs/zero3.json
 """
+PREPARING, RUNNING = 60, 100  # seconds that a run of `prepare` and of the trainer may take
 
 
 class MissingError(Exception):
@@ -157,16 +162,15 @@ def needs(*packages: str) -> None:
             raise MissingError(f"{name} is not installed")
 
 
-def random_model(size: str, **options: Any) -> Any:
-    """Return a LLaMA of that size with random weights; `options` change its configuration and its loading."""
+def random_model(size: str, dtype: torch.dtype, attention: str = "sdpa", **changes: Any) -> Any:
+    """Return a LLaMA of that size with random weights; `changes` are those of its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    loading = {key: options.pop(key) for key in ("dtype", "attn_implementation") if key in options}
-    keys = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": False}
-    keys |= dict(zip(SHAPE, SIZES[size], strict=True)) | options
+    keys = dict(zip(SHAPE, SIZES[size], strict=True)) | {"max_position_embeddings": CONTEXT} | changes
+    config = AutoConfig.for_model("llama", tie_word_embeddings=False, **keys)
     torch.manual_seed(0)
     with DEVICE:
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **keys), **loading)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 def recipe(show: Figures, size: str, block: int, micro: int) -> Path:
@@ -177,21 +181,15 @@ def recipe(show: Figures, size: str, block: int, micro: int) -> Path:
     needs("pydantic", "deepspeed", "hjson")  # what a run needs and a host with PyTorch may lack
     model, data = show.work / "models" / size, show.work / f"data-{block}"
     if not model.is_dir():
-        random_model(size, dtype=torch.bfloat16).save_pretrained(model.with_name(f"{size}.partial"))
+        random_model(size, torch.bfloat16).save_pretrained(model.with_name(f"{size}.partial"))
         model.with_name(f"{size}.partial").rename(model)
-    content = yaml.safe_load(RECIPE)
-    content |= {"output_dir": str(show.work / "runs" / "unnamed")}
-    content |= {"model": {"path": str(model), "dtype": "bfloat16"}}
-    content["data"] |= {"dir": str(data), "sequence_len": block}
-    content["train"] |= dict.fromkeys(("global_batch_size", "micro_batch_size", "eval_rows"), micro)
-    if show.quick:
-        content["data"] |= {"train_tokenizer": 600, "sources": [{"embedded": "world", "limit": 400}]}
+    texts = {"pieces": 600, "limit": 400} if show.quick else {"pieces": 1600, "limit": 3000}
     path = show.work / "recipes" / f"{size}-{block}-{micro}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(content))
+    path.write_text(RECIPE.format(work=show.work, model=model, data=data, block=block, micro=micro, **texts))
     prepared = data.with_suffix(".prepared")
     if not prepared.exists():
-        run(["-m", "emo", "prepare", str(path)], 60)
+        run(["-m", "emo", "prepare", str(path)], PREPARING)
         prepared.touch()
     return path
 
@@ -237,9 +235,9 @@ def last_words(output: str) -> str:
 
 
 def measure(
-    show: Figures, name: str, shape: tuple[str, int, int], *options: str, seconds: float = 100, **changes: Any
+    show: Figures, name: str, shape: tuple[str, int, int], *options: str, **changes: Any
 ) -> dict[str, Any]:
-    """Return what the worker finds in STEPS steps of the recipe of a shape, in at most `seconds`.
+    """Return what the worker finds in STEPS steps of the recipe of a shape.
 
     options: overrides of the recipe. changes: those of the environment.
     """
@@ -248,5 +246,5 @@ def measure(
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     results = run_dir.with_suffix(".json")
     arguments = ["-m", "tests.campaigns.gpu_worker", "--to", str(results), "--steps", str(STEPS), str(path)]
-    run([*arguments, f"output_dir={run_dir}", *options], seconds, **changes)
+    run([*arguments, f"output_dir={run_dir}", *options], RUNNING, **changes)
     return json.loads(results.read_text())
