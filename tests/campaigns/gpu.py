@@ -282,8 +282,6 @@ def main() -> int:
         function, _ = PARTS[int(number)]
         show = Figures(out, function.__name__, args.quick, Path(work))
         with show.attempt("the whole part"):
-            if function in NEED_GPU and not GPU:
-                raise MissingError("needs a GPU")
             function(show)
         return 0
     if not GPU and not args.quick:
@@ -292,7 +290,11 @@ def main() -> int:
     names = [PARTS[number][0].__name__ for number in args.parts]
     setting.begin(out, names, machine=common.machine(), quick=args.quick)
     for number in args.parts:
-        run_part(number, usual / "work", out, args.quick)
+        function, _ = PARTS[number]
+        if function in NEED_GPU and not GPU:
+            Figures(out, function.__name__).skip("all of it", "needs a GPU")
+        else:
+            run_part(number, usual / "work", out, args.quick)
     return setting.table(out)
 
 
