@@ -98,7 +98,9 @@ def losses_from_logits(
     z, y = z[valid], labels[valid]
     scaled = z / 0.7 if name == "gem" else z
     log_p = scaled.log_softmax(-1)
-    m = -log_p.gather(1, y[:, None])[:, 0]
+    others = scaled.scatter(1, y[:, None], -torch.inf).logsumexp(-1)
+    # -log p of the target, whose digits are there even where the target is almost sure
+    m = -torch.nn.functional.logsigmoid(scaled.gather(1, y[:, None])[:, 0] - others)
     D = (log_p.exp() * C[y]).sum(-1)
     if teacher is not None:
         P = teacher[valid]

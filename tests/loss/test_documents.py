@@ -39,6 +39,8 @@ def test_flash_attention_gets_the_segments_that_the_loader_knows() -> None:
     inputs: dict[str, Any] = {"cu_seq_lens_q": bounds, "max_length_q": longest}
     keep_apart(stand_in("positions", "flash_attention_2"), torch.empty(2, 8, device="meta"), inputs)
     assert inputs == dict(zip(SEGMENTS, (bounds, bounds, 8, 8), strict=True))
+    keep_apart(stand_in("positions", "sdpa"), rows([5, 3]), plain := {})
+    assert plain == {}, "other attention reads the positions"
 
 
 def test_padding_masks_give_way_to_restarting_positions_and_to_nothing_else() -> None:

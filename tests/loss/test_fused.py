@@ -236,6 +236,7 @@ def test_dense_equals_reference(
     dtype: torch.dtype, bound: float, options: dict[str, float], head_bias: bool
 ) -> None:
     """A teacher with a head, a bias, a soft cap and a scale of its own."""
+    torch.manual_seed(0)
     h, w, labels, E = inputs(dtype=dtype)
     E[3] = 0
     teacher = Teacher(torch.randn(N, 2 * H).to(dtype), torch.randn(V, 2 * H).to(dtype) * 0.3, logit_scale=0.7)
@@ -247,6 +248,7 @@ def test_dense_equals_reference(
 
 
 def test_dense_in_half_precision_and_without_tokens() -> None:
+    torch.manual_seed(0)
     h, w, labels, E = inputs(dtype=torch.bfloat16)
     E = E.bfloat16().float()
     teacher = Teacher(torch.randn(N, 2 * H).bfloat16(), torch.randn(V, 2 * H).bfloat16() * 0.3)

@@ -91,9 +91,9 @@ def whole(m, p, D, H, *, a=0.5):
 
 
 def run(objective: Objective) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, and gradients of hidden states and head, in float64."""
+    """Loss, and gradients of hidden states and head, in float64 with costs in float32."""
     h, w, labels, E = inputs(dtype=torch.float64)
-    got = fused_step(h, w, labels, objective, CostEmbedding.from_weight(E.double()))
+    got = fused_step(h, w, labels, objective, CostEmbedding.from_weight(E))
     return got["loss"], got["d_hidden"], got["d_weight"]
 
 
