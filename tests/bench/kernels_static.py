@@ -5,14 +5,13 @@
 The loss runs on tensors without contents, so that flags, types, strides and alignments are those of real
 calls; each launch is compiled ahead of time for an A100 (sm_80) and an H100 (sm_90). Bytes are what the loop
 over a row asks for, per logit, beside the least: every logit read once for the statistics, read and written
-once for its gradient, and the row of costs read by each pass that needs it. Rows of costs that several tokens
-share come from the cache after the first; `from memory` counts them once, at the rate of real labels.
-Last, what smaller chunks of logits would cost: each reads and writes the float32 sum of the head's gradient.
+once for its gradient, and the row of costs read by each pass that needs it. Last, what smaller chunks of
+logits would cost: each reads and writes the float32 sum of the head's gradient.
 """
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import re
 import subprocess
 import sys
@@ -35,14 +34,11 @@ from emo.pipeline.loss.fused import CHUNK_MB, process_chunk
 from emo.pipeline.loss.objectives import get_objective
 from emo.pipeline.loss.rows import Chunk, Terms, statistics_dtype
 from tests.bench import common
-from tests.bench._objectives_setting import text_tokens
 
 META = torch.device("meta")
 VOCABULARIES = (32000, 50257, 128256, 152064)
 CAPABILITIES = (80, 90)
 TOKENS = 64  # of a chunk; the kernels see one row at a time
-BATCH = 8192  # tokens whose labels say how many rows of costs are shared
-REGISTERS, WARPS = 65536, 64  # of a multiprocessor
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64"}
 # Of an H100: bytes/s, and bf16 operations/s that a large product reaches.
 BANDWIDTH, PRODUCTS = 3.35e12, 660e12
@@ -82,28 +78,18 @@ class Launch(NamedTuple):
     warps: int
 
 
-@contextlib.contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Within the block the kernels are not launched but listed."""
-    found: list[Launch] = []
+class Recorder:
+    """Stands in for a kernel whose launches are listed instead of done."""
 
-    class Recorder:
-        """Stands where a kernel is launched."""
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
 
-        def __init__(self, kernel: Any) -> None:
-            self.kernel = kernel
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, num_warps: int, **flags: Any) -> None:
+            named = dict(zip(self.kernel.arg_names, arguments, strict=False)) | flags
+            self.launches.append(Launch(self.kernel, named, num_warps))
 
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def launch(*given: Any, num_warps: int, **flags: Any) -> None:
-                arguments = dict(zip(self.kernel.arg_names, given, strict=False)) | flags
-                found.append(Launch(self.kernel, arguments, num_warps))
-
-            return launch
-
-    names = ("statistics_kernel", "gradient_kernel")
-    recorders = {name: Recorder(getattr(kernels_triton, name)) for name in names}
-    with mock.patch.multiple(kernels_triton, **recorders):
-        yield found
+        return launch
 
 
 def launches(V: int, dtype: torch.dtype, flavour: Flavour) -> list[Launch]:
@@ -122,9 +108,12 @@ def launches(V: int, dtype: torch.dtype, flavour: Flavour) -> list[Launch]:
         costs = Costs(padded_rows(TOKENS, V, torch.float32, META), labels, similarity=True)
     rows = costs and SimpleNamespace(group=lambda start, stop: costs)
     chunk = Chunk(0, labels, scalar, shift, bias)
-    with recording() as found:
+    results: list[Launch] = []
+    names = ("statistics_kernel", "gradient_kernel")
+    recorders = {name: Recorder(getattr(kernels_triton, name), results) for name in names}
+    with mock.patch.multiple(kernels_triton, **recorders):
         process_chunk(logits, chunk, rows, Terms(objective, **flavour.terms), gradient=True, triton=True)
-    return found
+    return results
 
 
 def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
@@ -170,82 +159,68 @@ def compiled(launch: Launch, capability: int) -> Code:
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "kernel.ptx"
         file.write_text(ptx)
-        name = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-        assert name is not None
-        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={name[1]}", str(file)]
-        command += ["-o", "/dev/null"]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers = re.search(r"Used (\d+) registers", said)
-    spills = re.findall(r"(\d+) bytes spill", said)
-    assert registers is not None and spills, said
+        gpu = re.findall(r"^\.target (\w+)", ptx, re.MULTILINE)[0]
+        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name={gpu}", str(file), "-o", "/dev/null"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    (registers,), spills = (
+        re.findall(r"Used (\d+) registers", report),
+        re.findall(r"(\d+) bytes spill", report),
+    )
+    assert spills, report
     sizes = list(accesses(ptx))
     vectors = sum(size >= 8 for size in sizes)
     moved = sum(sizes) * 32 * launch.warps / launch.arguments["BLOCK"]
-    return Code(int(registers[1]), sum(map(int, spills)), vectors, len(sizes) - vectors, moved)
+    return Code(int(registers), sum(map(int, spills)), vectors, len(sizes) - vectors, moved)
 
 
 def accesses(ptx: str) -> Iterator[int]:
-    """Bytes per thread of each load and store of global memory inside a loop."""
+    """Yield the bytes per thread of each load and store of global memory inside a loop."""
     lines = ptx.splitlines()
-    labels = {found[1]: i for i, line in enumerate(lines) if (found := LABEL.match(line))}
-    backward = [(i, labels[found[1]]) for i, line in enumerate(lines) if (found := BRANCH.search(line))]
+    labels = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
+    backward = [(i, labels[match[1]]) for i, line in enumerate(lines) if (match := BRANCH.search(line))]
     loops = [range(start, end) for end, start in backward if start < end]
     for i, line in enumerate(lines):
-        found = ACCESS.search(line)
-        if found and any(i in loop for loop in loops):
-            yield int(found[1] or 1) * int(found[2]) // 8
+        match = ACCESS.search(line)
+        if match and any(i in loop for loop in loops):
+            yield int(match[1] or 1) * int(match[2]) // 8
 
 
-def least(launch: Launch) -> tuple[int, int]:
-    """Bytes per logit that a launch cannot do without: of logits and bias, and of costs."""
-    given = launch.arguments
-    writes = "target" in given  # the gradient
-    own = given["logits"].element_size() * (2 if writes else 1)
-    bias = given["bias"].element_size() if given["HAS_BIAS"] else 0
-    return own + bias, given["costs"].element_size() if given["HAS_COST"] else 0
+def least(launch: Launch) -> int:
+    """Return the bytes per logit that a launch cannot do without: of logits, bias and costs."""
+    arguments = launch.arguments
+    passes = 2 if "target" in arguments else 1  # the gradient is written, too
+    bias = arguments["bias"].element_size() if arguments["HAS_BIAS"] else 0
+    costs = arguments["costs"].element_size() if arguments["HAS_COST"] else 0
+    return arguments["logits"].element_size() * passes + bias + costs
 
 
 def measure(report: common.Report, quick: bool) -> None:
     """A row for every kernel, and the worst of each kind against its target."""
-    known: dict[str, Code] = {}
-    worst: dict[int, tuple[float, int, int]] = dict.fromkeys(CAPABILITIES, (0.0, 0, 0))
-    for V in (50257,) if quick else VOCABULARIES:
-        share = len(text_tokens(V)[0][:BATCH].unique()) / BATCH  # distinct targets per token of real labels
-        for dtype in (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32):
-            for what, flavour in FLAVOURS.items():
-                found = launches(V, dtype, flavour)
-                for capability in CAPABILITIES:
-                    case = (V, TYPES[dtype], what, capability, share)
-                    each = _add_rows(report, case, found, known)
-                    worst[capability] = tuple(map(max, worst[capability], each))  # type: ignore[assignment]
+    codes: dict[str, Code] = {}
+    worst = {capability: [0.0, 0.0, 0.0] for capability in CAPABILITIES}
+    cases = itertools.product(
+        (50257,) if quick else VOCABULARIES,
+        (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32),
+        FLAVOURS.items(),
+    )
+    for V, dtype, (name, flavour) in cases:
+        listed = launches(V, dtype, flavour)
+        for capability in CAPABILITIES:
+            moved = 0.0
+            for launch in listed:
+                key = f"{launch.kernel.__name__} {signature(launch)} {launch.warps} {capability}"
+                code = codes[key] if key in codes else codes.setdefault(key, compiled(launch, capability))
+                issued = code.bytes * launch.arguments["width"] / V
+                cells = {"V": V, "logits": TYPES[dtype], "flavour": name, "gpu": f"sm_{capability}"}
+                cells |= {"kernel": launch.kernel.__name__.removesuffix("_kernel"), **code._asdict()}
+                report.row(**cells | {"bytes": issued, "least": least(launch)})
+                moved += issued
+                worst[capability][1:] = map(max, worst[capability][1:], (code.spilled, code.narrow))
+            worst[capability][0] = max(worst[capability][0], moved / sum(map(least, listed)))
     for capability, (moved, spilled, narrow) in worst.items():
         report.ratio(f"sm_{capability}: bytes / least, at worst", moved, at_most=1.15)
         report.ratio(f"sm_{capability}: bytes spilled, at worst", spilled, at_most=0)
         report.ratio(f"sm_{capability}: loads and stores below 8 bytes, at worst", narrow, at_most=0)
-
-
-def _add_rows(
-    report: common.Report, case: tuple[int, str, str, int, float], found: list[Launch], known: dict[str, Code]
-) -> tuple[float, int, int]:
-    """Rows of one case; its bytes beside the least, spilled bytes, and narrow loads and stores."""
-    V, logits, what, capability, share = case
-    moved = needed = 0.0
-    spilled = narrow = 0
-    for launch in found:
-        key = f"{launch.kernel.__name__} {signature(launch)} {launch.warps} {capability}"
-        code = known[key] if key in known else known.setdefault(key, compiled(launch, capability))
-        own, costs = least(launch)
-        issued = code.bytes * launch.arguments["width"] / V
-        cells = {"V": V, "logits": logits, "flavour": what, "gpu": f"sm_{capability}"}
-        cells |= {"kernel": launch.kernel.__name__.removesuffix("_kernel"), "registers": code.registers}
-        # Warps of a multiprocessor that are at work at a time, as registers allow.
-        programs = REGISTERS // (-(-code.registers // 8) * 8 * 32 * launch.warps)
-        cells |= {"warps": min(WARPS, programs * launch.warps), "spilled": code.spilled}
-        cells |= {"vectors": code.vectors, "narrow": code.narrow, "bytes_per_logit": issued}
-        report.row(**cells, least=own + costs, from_memory=issued - costs * (1 - share))
-        moved, needed = moved + issued, needed + own + costs
-        spilled, narrow = max(spilled, code.spilled), max(narrow, code.narrow)
-    return moved / needed, spilled, narrow
 
 
 def chunk_notes(report: common.Report) -> None:
@@ -265,11 +240,11 @@ def chunk_notes(report: common.Report) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """The report; 1 when a target is missed."""
-    given = common.parser(__doc__).parse_args(arguments)
+    args = common.parser(__doc__).parse_args(arguments)
     report = common.Report("kernels_static")
-    measure(report, given.quick)
+    measure(report, args.quick)
     chunk_notes(report)
-    return report.finish(quick=given.quick, triton=triton.__version__)
+    return report.finish(quick=args.quick, triton=triton.__version__)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import statistics
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,17 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from emo.common.errors import UserError
 from emo.common.labels import IGNORE
 from emo.pipeline.loss import fuse_model, get_objective
 from emo.pipeline.loss.cost import CostEmbedding
-from emo.pipeline.loss.fused import fused_linear_loss
 from emo.pipeline.loss.head import SEGMENTS, VARLEN, document_mask, segments
+from emo.pipeline.loss.varlen import varlen_attention
 from tests.bench import common, objectives
 from tests.bench._objectives_setting import Setting, Shape
 from tests.campaigns import gpu_setting
 from tests.campaigns.gpu_setting import DEVICE, GIB, GPU, MILLI, Figures, MissingError
-from tests.helpers.loss_reference import losses_from_logits, relative_error, unit_rows
+from tests.helpers.loss_reference import fused_step, inputs, reference, relative_error
 
 DTYPE = torch.bfloat16 if GPU else torch.float32
 ERROR = 1.5e-2 if GPU else 1e-5  # relative, of an attention function
@@ -61,105 +59,55 @@ CASES = (
 )
 
 
-class _Costs:
-    """Rows of the matrix of costs, made when they are asked for: it is never there whole."""
-
-    def __init__(self, E: Tensor) -> None:
-        self.unit = unit_rows(E.double())
-
-    def __getitem__(self, y: Tensor) -> Tensor:
-        rows = (1 - self.unit[y] @ self.unit.T).clamp(min=0)
-        return rows.scatter(1, y[:, None], 0.0)
-
-
-def _inputs(V: int, dtype: torch.dtype, quick: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, head, labels of which some repeat and some are left out, and an embedding."""
-    N, H = (9, 12) if quick else (200, 256)
-    generator = torch.Generator(DEVICE).manual_seed(V)
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device=DEVICE)
-
-    labels = torch.randint(V, (N,), generator=generator, device=DEVICE)
-    labels[1::4] = labels[0]
-    labels[::7] = -100
-    h, w = draw(N, H).to(dtype), (draw(V, H) * 3 * H**-0.5).to(dtype)
-    return h, w, labels, draw(V, 32)
-
-
-def _results(h: Tensor, w: Tensor, labels: Tensor, E: Tensor, case: Case, kernels: str) -> dict[str, Any]:
-    h, w = (x.clone().requires_grad_() for x in (h, w))
-    cost = CostEmbedding.from_weight(E, cache_mb=case.cache_mb)
-    sums = fused_linear_loss(
-        h, w, labels, get_objective(case.objective), cost, kernels=kernels, memory_mb=16, **case.options
-    )
-    sums.loss.backward()
-    return {"loss": sums.loss.detach(), "demd": sums.demd, "d_hidden": h.grad, "d_weight": w.grad}
-
-
-def _truth(h: Tensor, w: Tensor, labels: Tensor, E: Tensor, case: Case) -> dict[str, Any]:
-    """The same, written out naively in float64 by autograd."""
-    h, w = (x.double().requires_grad_() for x in (h, w))
-    z, options = h @ w.T, dict(case.options)
-    if "softcap" in options:
-        cap = options.pop("softcap")
-        z = cap * torch.tanh(z / cap)
-    loss, _, demd = losses_from_logits(z, labels, _Costs(E), case.objective, **options)  # type: ignore[arg-type]
-    loss.sum().backward()
-    return {"loss": loss.sum().detach(), "demd": demd.sum().detach(), "d_hidden": h.grad, "d_weight": w.grad}
-
-
 def kernels(show: Figures) -> None:
     """Part 1: Triton's kernels (on a CPU its interpreter) and PyTorch's beside float64."""
-    vocabularies = (150,) if show.quick else (32000, 50257, 128256, 152064)
     for dtype in (torch.float32, torch.bfloat16):
-        name = str(dtype).removeprefix("torch.")
-        for V in vocabularies:
-            with show.attempt(f"V={V} {name}"):
-                show.need_seconds(20)
-                _compare(show, V, dtype, name)
+        for V in (150,) if show.quick else (32000, 50257, 128256, 152064):
+            name = f"V={V} {str(dtype).removeprefix('torch.')}"
+            with show.attempt(name):
+                for kind, (share, note) in _worst(V, dtype, show.quick).items():
+                    words = f"{name}: error of {kind} kernels beside float64 / what is allowed"
+                    show(words, share, at_most=1.0, always=True, note=note)
 
 
-def _compare(show: Figures, V: int, dtype: torch.dtype, name: str) -> None:
-    """The largest error of both kinds of kernels, as a share of what is allowed."""
-    given = _inputs(V, dtype, show.quick)
+def _worst(V: int, dtype: torch.dtype, quick: bool) -> dict[str, tuple[float, str]]:
+    """Return the largest error of both kinds of kernels, as a share of what is allowed, and where it is."""
+    N, H = (9, 12) if quick else (200, 256)
+    h, w, labels, E = (x.detach().to(DEVICE) for x in inputs(N, V, H, dtype, scale=3 * H**-0.5))
+    labels[1::4] = labels[1]  # tokens that share a row of costs
+    leaves, E = (h.requires_grad_(), w.requires_grad_()), E[:, :32]
     worst = {"triton": (0.0, ""), "torch": (0.0, "")}
-    for case in CASES[:3] if show.quick else CASES:
-        want = _truth(*given, case)
+    for case in CASES[:3] if quick else CASES:
+        want = reference(*leaves, labels, E, case.objective, **case.options)
+        cost = CostEmbedding.from_weight(E, cache_mb=case.cache_mb)
         bound = case.half if dtype == torch.bfloat16 else case.bound
+        options = " ".join((case.objective, *case.options, "cached" if case.cache_mb else "")).strip()
         for kind in worst:
-            results = _results(*given, case, kind)
-            for what, value in results.items():
-                error = relative_error(value, want[what])
+            beside = {"kernels": kind, "memory_mb": 16, **case.options}
+            results = fused_step(*leaves, labels, get_objective(case.objective), cost, **beside)
+            for key in ("loss", "demd", "d_hidden", "d_weight"):
+                error = relative_error(results[key], want[key])
                 share = error / bound if error == error else float("inf")
-                options = " ".join((case.objective, *case.options, "cached" if case.cache_mb else "")).strip()
-                worst[kind] = max(worst[kind], (share, f"{what} of {options}: {error:.1e} of {bound:g}"))
-    for kind, (share, note) in worst.items():
-        what = f"V={V} {name}: error of {kind} kernels beside float64 / what is allowed"
-        show(what, share, at_most=1.0, always=True, note=note)
+                worst[kind] = max(worst[kind], (share, f"{key} of {options}: {error:.1e} of {bound:g}"))
+    return worst
 
 
 def speed(show: Figures) -> None:
     """Part 2: time and memory of the fused loss beside peers, at LLaMA-7B's head and at V = 152064."""
     shapes = [Shape("LLaMA-7B head", 8192, 32000, 4096, "bfloat16")]
-    shapes.append(Shape("large vocabulary", 8192, 152064, 4096, "bfloat16"))
-    if show.quick:
-        shapes = [Shape("small", 128, 2000, 64, "bfloat16")]
-    for shape in shapes:
+    shapes += [Shape("large vocabulary", 8192, 152064, 4096, "bfloat16")]
+    for shape in [Shape("small", 128, 2000, 64, "bfloat16")] if show.quick else shapes:
         with show.attempt(str(shape)):
-            show.need_seconds(60)
-            _race(show, shape, first=shape is shapes[0])
+            _race(show, shape, large=shape is shapes[1])
     with show.attempt("whole step"):
-        show.need_seconds(30)
         report = common.Report("gpu")
         objectives.whole_step(report, rounds=1 if show.quick else 10, quick=show.quick)
         value = report.ratios["whole step: EMO time / MLE"]["value"]
         show("whole step: EMO cached / MLE, time", value, at_most=1.005, note=report.notes[-1])
 
 
-def _race(show: Figures, shape: Shape, first: bool) -> None:
-    setting = Setting(shape)
-    report = common.Report("gpu")
+def _race(show: Figures, shape: Shape, large: bool) -> None:
+    setting, report, where = Setting(shape), common.Report("gpu"), shape.label
     runs: dict[str, Callable[[int], Any]] = objectives.runnable(setting, report)
     for note in report.notes:
         show.skip(note.partition(" left out")[0], note.partition("): ")[2])
@@ -175,25 +123,24 @@ def _race(show: Figures, shape: Shape, first: bool) -> None:
     runs["bare products"] = products
     times = common.race(runs, rounds=1 if show.quick else 10)
     for name in runs:
-        show(f"{shape.label}: {name}, time", statistics.median(times[name]) * MILLI, "ms")
-    ratio, where = common.ratio, shape.label
+        show(f"{where}: {name}, time", statistics.median(times[name]) * MILLI, "ms")
     exact, cached, mle = objectives.OURS_EMO, objectives.OURS_CACHE, objectives.OURS_MLE
     liger = "Liger fused linear CE"
-    if first:
-        show(f"{where}: EMO cached / MLE, time", ratio(times, cached, mle), at_most=1.03)
-        show(f"{where}: EMO exact / MLE, time", ratio(times, exact, mle), at_most=1.12)
-    else:
+    if large:
         for name in (exact, cached):
-            show(f"{where}: {name} / bare products, time", ratio(times, name, "bare products"), at_most=1.5)
+            value = common.ratio(times, name, "bare products")
+            show(f"{where}: {name} / bare products, time", value, at_most=1.5)
+    else:
+        show(f"{where}: EMO cached / MLE, time", common.ratio(times, cached, mle), at_most=1.03)
+        show(f"{where}: EMO exact / MLE, time", common.ratio(times, exact, mle), at_most=1.12)
     if liger in runs:
-        show(f"{where}: Liger / MLE, time", ratio(times, liger, mle), at_least=1.0)
-    if GPU:
-        for name in runs:
-            setting.hidden.grad = setting.weight.grad = None
-            torch.cuda.empty_cache()
-            peak = common.peak_memory_mb(lambda name=name: runs[name](1)) * 2**20 / GIB  # type: ignore[misc]
-            most = 6.0 if not first and name in (exact, cached) else None
-            show(f"{where}: {name}, memory above inputs", peak, "GiB", at_most=most)
+        show(f"{where}: Liger / MLE, time", common.ratio(times, liger, mle), at_least=1.0)
+    for name, run in runs.items() if GPU else ():
+        setting.hidden.grad = setting.weight.grad = None
+        torch.cuda.empty_cache()
+        peak = common.peak_memory_mb(lambda run=run: run(1)) * 2**20 / GIB  # type: ignore[misc]
+        most = 6.0 if large and name in (exact, cached) else None
+        show(f"{where}: {name}, memory above inputs", peak, "GiB", at_most=most)
 
 
 class _Layer(nn.Module):
@@ -210,31 +157,23 @@ def attention(show: Figures) -> None:
         _functions(show, lengths)
     for name in (VARLEN, "flash_attention_2", "sdpa", "eager"):
         with show.attempt(name):
-            show.need_seconds(15)
-            model = _model(name, "toy" if show.quick else "220M", layers=2)
-            _documents_alone(show, name, model, lengths)
-            del model
+            _documents_alone(show, name, _model(name, "toy" if show.quick else "220M", layers=2), lengths)
             if GPU:
                 _memory(show, name)
+                torch.cuda.empty_cache()
             else:
                 show.skip(f"{name}: memory at {LONG} tokens", "needs a GPU")
-        if GPU:
-            torch.cuda.empty_cache()
 
 
 def _functions(show: Figures, lengths: tuple[int, ...]) -> None:
-    """Output and gradients of packed rows beside SDPA in float64 under a mask; the time that they take."""
-    try:
-        from emo.pipeline.loss.varlen import varlen_attention
-    except ImportError as error:
-        raise MissingError(error) from None
+    """Output and gradients of packed rows beside SDPA in float64 under a mask."""
     positions = torch.cat([torch.arange(n, device=DEVICE) for n in lengths]).repeat(2, 1)
     generator = torch.Generator(DEVICE).manual_seed(0)
-    given = [
+    drawn = [
         torch.randn(2, heads, sum(lengths), SIZE, generator=generator, device=DEVICE).to(DTYPE)
         for heads in (HEADS, KEYS, KEYS, HEADS)  # the last is the gradient of the output
     ]
-    exact = [x.double() for x in given]
+    exact = [x.double() for x in drawn]
     bounds, longest = segments(positions)  # known beforehand, as in the trainer
     documents = dict(zip(SEGMENTS, (bounds, bounds, longest, longest), strict=True))
 
@@ -245,28 +184,20 @@ def _functions(show: Figures, lengths: tuple[int, ...]) -> None:
         return lambda q, k, v: sdpa_attention_forward(_Layer(), q, k, v, mask)[0]
 
     mask = document_mask(positions, torch.float64)
-    truth = _outcome(masked(mask), *exact)
-    known = {VARLEN: segmented(), "sdpa": masked(document_mask(positions, DTYPE))}
-    for name, attend in known.items():
-        results = _outcome(attend, *given)
-        errors = {case: relative_error(results[case], truth[case]) for case in truth}
-        worst = max(errors, key=errors.__getitem__)
-        case = f"{name}, packed: error beside float64 under a mask"
-        show(case, errors[worst], at_most=ERROR, always=True, note=f"the worst: {worst}")
     window = lengths[0] // 2
     far = torch.ones(mask.shape[-2:], dtype=torch.bool, device=DEVICE).tril(-window)
-    truth = _outcome(masked(mask.masked_fill(far, torch.finfo(torch.float64).min)), *exact)
-    results = _outcome(segmented(sliding_window=window), *given)
-    value = max(relative_error(results[case], truth[case]) for case in truth)
-    case = f"{VARLEN}, packed, a window of {window} tokens: error beside float64 under a mask"
-    show(case, value, at_most=ERROR, always=True)
-    runs: dict[str, Callable[[int], Any]] = {
-        name: lambda i, attend=attend: _outcome(attend, *given)  # type: ignore[misc]
-        for name, attend in known.items()
+    narrow = mask.masked_fill(far, torch.finfo(torch.float64).min)
+    ways = {
+        f"{VARLEN}, packed": (segmented(), mask),
+        "sdpa, packed": (masked(document_mask(positions, DTYPE)), mask),
+        f"{VARLEN}, packed, a window of {window} tokens": (segmented(sliding_window=window), narrow),
     }
-    times = common.race(runs, rounds=1 if show.quick else 10)
-    note = f"sdpa under its mask takes {statistics.median(times['sdpa']) * 1e3:.2f} ms"
-    show(f"{VARLEN} / sdpa, forward and backward, time", common.ratio(times, VARLEN, "sdpa"), note=note)
+    for name, (attend, under) in ways.items():
+        truth, results = _outcome(masked(under), *exact), _outcome(attend, *drawn)
+        errors = {key: relative_error(results[key], truth[key]) for key in truth}
+        worst = max(errors, key=errors.__getitem__)
+        case = f"{name}: error beside float64 under a mask"
+        show(case, errors[worst], at_most=ERROR, always=True, note=f"the worst: {worst}")
 
 
 def _outcome(attend: Attention, q: Tensor, k: Tensor, v: Tensor, above: Tensor) -> dict[str, Tensor]:
@@ -277,69 +208,46 @@ def _outcome(attend: Attention, q: Tensor, k: Tensor, v: Tensor, above: Tensor) 
 
 
 def _model(name: str, size: str, layers: int) -> Any:
-    """Return a LLaMA with random weights that ends in the fused head.
-
-    Raises MissingError without that attention; where the trainer cannot be asked, it is tried.
-    """
-    if importlib.util.find_spec("pydantic") is None:
-        if name == VARLEN:
-            import emo.pipeline.loss.varlen  # noqa: F401 - registers it
-        elif name == "flash_attention_2":
-            gpu_setting.needs("flash_attn")
-    else:
-        from transformers import LlamaConfig
-
-        from emo.pipeline.config import ModelConfig
-        from emo.pipeline.planning.host import usable_attention
-
-        dtype = "bfloat16" if GPU else "float32"
-        config = ModelConfig(path="random weights", attn_implementation=name, dtype=dtype)
-        try:
-            usable_attention(config, LlamaConfig())
-        except UserError as error:
-            raise MissingError(error) from None
-    model = gpu_setting.random_model(size, num_hidden_layers=layers, dtype=DTYPE, attn_implementation=name)
+    """Return a LLaMA with random weights and the fused head. Raises MissingError without flash-attn."""
+    if name == "flash_attention_2":
+        gpu_setting.needs("flash_attn")
+    model = gpu_setting.random_model(size, DTYPE, name, num_hidden_layers=layers)
     model.config.use_cache = False
     fuse_model(model, get_objective("mle"))
     return model
 
 
-def _documents(model: Any, lengths: tuple[int, ...], seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    vocabulary = model.config.vocab_size
-    return [torch.randint(vocabulary, (length,), generator=generator).to(DEVICE) for length in lengths]
-
-
-def _row(documents: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    ids = torch.cat(documents)[None]
-    positions = torch.cat([torch.arange(len(d), device=DEVICE) for d in documents])[None]
-    labels = torch.cat([torch.cat((d[1:], d.new_tensor([IGNORE]))) for d in documents])[None]
-    return ids, positions, labels
+def _row(lengths: tuple[int, ...], seeds: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return ids, positions and labels of a row of random documents, each drawn from a seed."""
+    drawn = [
+        torch.randint(1024, (length,), generator=torch.Generator().manual_seed(seed))
+        for length, seed in zip(lengths, seeds, strict=True)
+    ]
+    positions = torch.cat([torch.arange(length) for length in lengths])
+    labels = torch.cat([torch.cat((ids[1:], torch.tensor([IGNORE]))) for ids in drawn])
+    return torch.cat(drawn)[None].to(DEVICE), positions[None].to(DEVICE), labels[None].to(DEVICE)
 
 
 @torch.no_grad()
-def _nll(model: Any, documents: list[Tensor]) -> Tensor:
+def _nll(model: Any, lengths: tuple[int, ...], seeds: list[int]) -> Tensor:
     """Return the mean negative log-likelihood of a token of each document of a row that holds them."""
-    ids, positions, labels = _row(documents)
-    results, start = [], 0
-    for document in documents:
-        alone = torch.full_like(labels, IGNORE)
-        part = slice(start, start + len(document))
-        alone[:, part] = labels[:, part]
-        sums = model(input_ids=ids, labels=alone, position_ids=positions)
+    ids, positions, labels = _row(lengths, seeds)
+    document = torch.repeat_interleave(torch.tensor(lengths)).to(DEVICE)
+    results = []
+    for i in range(len(lengths)):
+        part = labels.masked_fill(document != i, IGNORE)
+        sums = model(input_ids=ids, labels=part, position_ids=positions)
         results.append(sums.nll / sums.tokens.clamp(min=1))
-        start += len(document)
     return torch.stack(results).double()
 
 
 def _documents_alone(show: Figures, name: str, model: Any, lengths: tuple[int, ...]) -> None:
-    documents = _documents(model, lengths, seed=1)
-    packed = _nll(model, documents)
-    alone = torch.cat([_nll(model, [document]) for document in documents])
+    seeds = list(range(1, len(lengths) + 1))
+    packed = _nll(model, lengths, seeds)
+    alone = torch.cat([_nll(model, (n,), [seed]) for n, seed in zip(lengths, seeds, strict=True)])
     value = float(((packed - alone).abs() / alone).max())
     show(f"{name}: packed and alone, likelihoods apart", value, at_most=ALIKE, always=True)
-    others = [*_documents(model, lengths[:1], seed=2), *documents[1:]]
-    moved = float((_nll(model, others) - packed)[1:].abs().max())
+    moved = float((_nll(model, lengths, [0, *seeds[1:]]) - packed)[1:].abs().max())
     note = "largest change of a document's likelihood when the one before it is another"
     show(f"{name}: what other documents leak, nats a token", moved, at_most=1e-4, always=True, note=note)
 
@@ -354,7 +262,7 @@ def _memory(show: Figures, name: str) -> None:
     peaks = []  # GiB
     model = _model(name, "220M", LAYERS)
     for lengths in ((LONG,), (1000, 50, 2046, 1000)):
-        rows = [_row(_documents(model, lengths, seed)) for seed in range(ROWS)]
+        rows = [_row(lengths, [10 * row + i for i in range(len(lengths))]) for row in range(ROWS)]
         ids, positions, labels = (torch.cat(column) for column in zip(*rows, strict=True))
 
         def step(ids: Tensor = ids, positions: Tensor = positions, labels: Tensor = labels) -> None:

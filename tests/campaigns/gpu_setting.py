@@ -14,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from typing import Any
 
 import psutil
 import torch
-import yaml
 from rich.console import Console
 from rich.table import Table
 
@@ -33,7 +31,6 @@ from emo.common.files import write_text
 # tests.bench.common is not for this module: it sets the number of threads, which the trainer does itself.
 REPO = Path(__file__).resolve().parents[2]
 RESULTS = "results.json"
-CLOSING = 3.0  # seconds that a part needs to keep what it knows once a run of it was cut off
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 GIB, MILLI = 2**30, 1e3
@@ -42,17 +39,23 @@ CONTEXT = 8192  # tokens, at most
 SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
 SHAPE += ("num_attention_heads", "num_key_value_heads")
 SIZES = {
-    "1.1B": dict(zip(SHAPE, (32000, 2048, 5632, 22, 32, 4), strict=True)),
-    "220M": dict(zip(SHAPE, (32000, 1024, 2816, 12, 16, 16), strict=True)),
-    "toy": dict(zip(SHAPE, (1024, 64, 128, 2, 4, 2), strict=True)),
+    "1.1B": (32000, 2048, 5632, 22, 32, 4),
+    "220M": (32000, 1024, 2816, 12, 16, 16),
+    "toy": (1024, 64, 128, 2, 4, 2),
 }
 RECIPE = """
+output_dir: {work}/runs/unnamed
+model: {{path: {model}, dtype: bfloat16}}
 data:
-  {train_tokenizer: 1600, shards: 1, sources: [{embedded: world, limit: 3000}], validation_fraction: 0.02}
-objective: {name: emo}
-train: {max_steps: 1000, learning_rate: 0.00001, lr_scheduler_type: constant, logging_steps: 1}
+  {{dir: {data}, sequence_len: {block}, shards: 1, validation_fraction: 0.02, train_tokenizer: {pieces},
+  sources: [{{embedded: world, limit: {limit}}}]}}
+objective: {{name: emo}}
+train:
+  {{max_steps: 1000, learning_rate: 0.00001, lr_scheduler_type: constant, logging_steps: 1,
+  global_batch_size: {micro}, micro_batch_size: {micro}, eval_rows: {micro}}}
 deepspeed: ds_configs/zero3.json
 """
+PREPARING, RUNNING = 60, 100  # seconds that a run of `prepare` and of the trainer may take
 
 
 class MissingError(Exception):
@@ -66,7 +69,6 @@ class Figures:
     directory: Path  # for figures, logs and traces, which are small
     part: str
     quick: bool = False  # sizes that say whether it runs, not how well: no target holds
-    deadline: float = float("inf")  # of the part, by time.monotonic(), which processes share
     work: Path = Path()  # for weights, data and runs, which are not small
 
     def __call__(
@@ -109,15 +111,6 @@ class Figures:
             traceback.print_exc()
             self.failed(case, f"{type(error).__name__}: {one_line(error)}")
 
-    def need_seconds(self, seconds: float) -> None:
-        """Raises MissingError when the part has not so much time left: better than to be killed halfway."""
-        if time.monotonic() + seconds > self.deadline:
-            raise MissingError(f"the part has less than {seconds:g} s left for it")
-
-    def limit(self, seconds: float) -> float:
-        """Return as many seconds, or those that the part has left less CLOSING; at least one."""
-        return max(1.0, min(seconds, self.deadline - time.monotonic() - CLOSING))
-
     def run_dir(self, name: str) -> Path:
         return self.work / "runs" / f"{self.part}-{name}"
 
@@ -126,6 +119,7 @@ class Figures:
         record = {"part": self.part, "what": case, "value": value, "unit": unit, "target": target}
         known["records"].append(record | {"met": met, "note": note})
         write_text(self.directory / RESULTS, json.dumps(known, indent=1) + "\n")
+        print(", ".join(filter(None, cells(known["records"][-1]))), flush=True)
 
 
 def read(directory: Path) -> dict[str, Any]:
@@ -150,22 +144,12 @@ def cells(record: dict[str, Any]) -> list[str]:
     return [record["part"], record["what"], value, record["target"], mark, record["note"]]
 
 
-def print_from(directory: Path, start: int) -> int:
-    """Print the records from the `start`-th on, a line each; return how many there are."""
-    records = read(directory)["records"]
-    for part, case, value, target, mark, note in map(cells, records[start:]):
-        line = f"{part}: {case}: {value or '-'}{f' (target {target})' if target else ''} {mark}".rstrip()
-        print(f"{line}; {note}" if note else line, flush=True)
-    return len(records)
-
-
 def table(directory: Path) -> int:
     """Print everything that is kept; return 1 when a target is missed or something failed, else 0."""
     records = read(directory)["records"]
     shown = Table("part", "figure", "value", "target", "", "note")
     for record in records:
-        *first, note = cells(record)
-        shown.add_row(*first, note[:200])
+        shown.add_row(*(cell[:200] for cell in cells(record)))
     Console(width=190).print(shown)
     missed = [record for record in records if record["met"] is False]
     print(f"{len(records)} figures, {len(missed)} missed; {directory / RESULTS}", flush=True)
@@ -178,15 +162,15 @@ def needs(*packages: str) -> None:
             raise MissingError(f"{name} is not installed")
 
 
-def random_model(size: str, **options: Any) -> Any:
-    """Return a LLaMA of that size with random weights; `options` change its configuration and its loading."""
+def random_model(size: str, dtype: torch.dtype, attention: str = "sdpa", **changes: Any) -> Any:
+    """Return a LLaMA of that size with random weights; `changes` are those of its configuration."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    loading = {key: options.pop(key) for key in ("dtype", "attn_implementation") if key in options}
-    keys = {"max_position_embeddings": CONTEXT, "tie_word_embeddings": False, **SIZES[size], **options}
+    keys = dict(zip(SHAPE, SIZES[size], strict=True)) | {"max_position_embeddings": CONTEXT} | changes
+    config = AutoConfig.for_model("llama", tie_word_embeddings=False, **keys)
     torch.manual_seed(0)
     with DEVICE:
-        return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **keys), **loading)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
 
 
 def recipe(show: Figures, size: str, block: int, micro: int) -> Path:
@@ -195,26 +179,17 @@ def recipe(show: Figures, size: str, block: int, micro: int) -> Path:
     Raises MissingError where a run of it could not start.
     """
     needs("pydantic", "deepspeed", "hjson")  # what a run needs and a host with PyTorch may lack
-    out = show.work
-    model = out / "models" / size
+    model, data = show.work / "models" / size, show.work / f"data-{block}"
     if not model.is_dir():
-        random_model(size, dtype=torch.bfloat16).save_pretrained(model.with_name(f"{size}.partial"))
+        random_model(size, torch.bfloat16).save_pretrained(model.with_name(f"{size}.partial"))
         model.with_name(f"{size}.partial").rename(model)
-    content = yaml.safe_load(RECIPE)
-    content |= {
-        "output_dir": str(out / "runs" / "unnamed"),
-        "model": {"path": str(model), "dtype": "bfloat16"},
-    }
-    content["data"] |= {"dir": str(out / f"data-{block}"), "sequence_len": block}
-    content["train"] |= dict.fromkeys(("global_batch_size", "micro_batch_size", "eval_rows"), micro)
-    if show.quick:
-        content["data"] |= {"train_tokenizer": 600, "sources": [{"embedded": "world", "limit": 400}]}
-    path = out / "recipes" / f"{size}-{block}-{micro}.yaml"
+    texts = {"pieces": 600, "limit": 400} if show.quick else {"pieces": 1600, "limit": 3000}
+    path = show.work / "recipes" / f"{size}-{block}-{micro}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(yaml.safe_dump(content))
-    prepared = out / f"data-{block}.prepared"
+    path.write_text(RECIPE.format(work=show.work, model=model, data=data, block=block, micro=micro, **texts))
+    prepared = data.with_suffix(".prepared")
     if not prepared.exists():
-        run(["-m", "emo", "prepare", str(path)], show.limit(60))
+        run(["-m", "emo", "prepare", str(path)], PREPARING)
         prepared.touch()
     return path
 
@@ -234,7 +209,7 @@ def run(arguments: list[str], seconds: float, **changes: Any) -> None:
         done = subprocess.run([sys.executable, *arguments], **options)
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"{' '.join(arguments[:3])} was killed after {seconds:.0f} s") from None
-    print(done.stdout, flush=True)
+    print(done.stdout, file=sys.stderr, flush=True)  # into the part's log
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}: {last_words(done.stdout)}")
 
@@ -260,18 +235,16 @@ def last_words(output: str) -> str:
 
 
 def measure(
-    show: Figures, name: str, shape: tuple[str, int, int], *options: str,
-    seconds: float = 90, least: float = 30, **changes: Any,
-) -> dict[str, Any]:  # fmt: skip
-    """Return what the worker finds in STEPS steps of the recipe of a shape, with `options` as overrides.
+    show: Figures, name: str, shape: tuple[str, int, int], *options: str, **changes: Any
+) -> dict[str, Any]:
+    """Return what the worker finds in STEPS steps of the recipe of a shape.
 
-    The run may take `seconds`, and no longer than the part has left, which must be `least`.
+    options: overrides of the recipe. changes: those of the environment.
     """
-    show.need_seconds(least)
     path, run_dir = recipe(show, *shape), show.run_dir(name)
     shutil.rmtree(run_dir, ignore_errors=True)  # what another campaign left there
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     results = run_dir.with_suffix(".json")
     arguments = ["-m", "tests.campaigns.gpu_worker", "--to", str(results), "--steps", str(STEPS), str(path)]
-    run([*arguments, f"output_dir={run_dir}", *options], show.limit(seconds), **changes)
+    run([*arguments, f"output_dir={run_dir}", *options], RUNNING, **changes)
     return json.loads(results.read_text())

@@ -13,8 +13,7 @@ import argparse
 import contextlib
 import json
 import time
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from emo.pipeline.ranks import end_world
 from emo.pipeline.report.console import Console
 from emo.pipeline.stop import Watch
 from tests.campaigns.gpu_setting import GPU, WARM
+from tests.helpers.waits import waits
 
 
 class EnoughError(Exception):
@@ -40,21 +40,23 @@ class EnoughError(Exception):
 
 
 class Watcher:
-    """Stands around the trainer's steps, its head and its saves."""
+    """Stands around the trainer's steps, its head and its saves; public attributes are the results."""
 
     def __init__(self, steps: int | None, counts: bool) -> None:
         """steps: None for all. counts: also what makes the host wait, which costs a little time."""
         self.seconds: list[float] = []
         self.losses: list[float] = []
-        self.waits: list[int] = []  # of whole steps, after the warm ones
+        self.waits: list[int] = []  # of whole steps
         self.head_waits: list[int] = []  # of the fused head alone, each time that it ran
         self.stalls: list[float] = []  # seconds that a save costs the steps
         self.peak: dict[str, int] = {}
         self.adapters: list[str] = []  # types of the weights that train
         self._steps, self._counts = steps, counts
-        self._caught: list[warnings.WarningMessage] = []
-        arounds = ((Engine, "train_step", self._step), (FusedHead, "forward", self._head))
-        for owner, name, around in (*arounds, (Saver, "save", self._save)):
+        for owner, name, around in (
+            (Engine, "train_step", self._step),
+            (FusedHead, "forward", self._head),
+            (Saver, "save", self._save),
+        ):
             setattr(owner, name, self._standing(getattr(owner, name), around))
 
     @staticmethod
@@ -68,12 +70,14 @@ class Watcher:
             if GPU:
                 torch.cuda.reset_peak_memory_stats()
             self.adapters = sorted({str(p.dtype) for p in trainer.model.parameters() if p.requires_grad})
+        inside = len(self.head_waits)
         _settle()
         began = time.perf_counter()
-        with self._counting() if self._counts else contextlib.nullcontext():
+        with waits() if self._counts else contextlib.nullcontext([]) as outside:
             sums = original()
         _settle()
         self.seconds.append(time.perf_counter() - began)
+        self.waits.append(len(outside) + sum(self.head_waits[inside:]))
         self.losses.append(sums.loss / max(1, sums.tokens))
         if GPU:
             self.peak = {"allocated": torch.cuda.max_memory_allocated()}
@@ -81,10 +85,9 @@ class Watcher:
         return sums
 
     def _head(self, original: Callable[[], Any], head: FusedHead) -> Any:
-        before = len(self._caught)
-        results = original()
-        if len(self.seconds) >= WARM:
-            self.head_waits.append(_waits(self._caught[before:]))
+        with waits() if self._counts else contextlib.nullcontext([]) as names:
+            results = original()
+        self.head_waits.append(len(names))
         return results
 
     def _save(self, original: Callable[[], Any], saver: Saver) -> None:
@@ -92,23 +95,6 @@ class Watcher:
         began = time.perf_counter()
         original()
         self.stalls.append(time.perf_counter() - began)
-
-    @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
-        """Within the block torch warns, every time, when the host has to wait for the device."""
-        with warnings.catch_warnings(record=True) as self._caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                yield
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-        if len(self.seconds) >= WARM:
-            self.waits.append(_waits(self._caught))
-
-
-def _waits(caught: list[warnings.WarningMessage]) -> int:
-    return sum("called a synchronizing" in str(warning.message) for warning in caught)
 
 
 def _settle() -> None:
@@ -121,7 +107,7 @@ def predicted(config: RunConfig) -> dict[str, float]:
     ready = check(config, 1, local=True)
     sizes = sizes_of(ready.model, ready.hf_config)
     setup = setup_of(config, ready.batch, ready.ds_config, ready.objective)
-    results = {"bytes": footprint.memory(sizes, setup).total, "parameters": sizes.parameters}
+    results = {"bytes": footprint.memory(sizes, setup).total}
     gpu = footprint.accelerator(torch.cuda.get_device_name()) if GPU else None
     if gpu is not None:
         results["seconds"] = footprint.step_time(sizes, setup, gpu).total
@@ -136,17 +122,17 @@ def main() -> int:
         parser.add_argument(option, action="store_true")
     parser.add_argument("recipe", type=Path)
     parser.add_argument("options", nargs="*")
-    given = parser.parse_args()
-    config = load_config(given.recipe, given.options)
+    args = parser.parse_args()
+    config = load_config(args.recipe, args.options)
     world = engine.start_world()
     prediction = predicted(config)
-    watcher = Watcher(None if given.whole else given.steps, given.waits and GPU)
+    watcher = Watcher(None if args.whole else args.steps, args.waits and GPU)
     began = time.perf_counter()
     with contextlib.suppress(EnoughError):
         train.train(config, world, Watch(), Console("lines" if world.is_main else "quiet"))
     results = {key: value for key, value in vars(watcher).items() if not key.startswith("_")}
     results |= {"predicted": prediction, "total": time.perf_counter() - began}
-    given.to.write_text(json.dumps(results, indent=1) + "\n")
+    args.to.write_text(json.dumps(results, indent=1) + "\n")
     end_world()
     return 0
 

@@ -41,7 +41,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mamba2": STATES | {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "rwkv": {"hidden_size": 32, "num_hidden_layers": 2, "attention_hidden_size": 32, "context_length": 64},
     "jamba": PAIRED | JAMBA | {"mamba_d_state": 4, "pad_token_id": 0},
-    "bamba": PAIRED | MAMBA2 | {"attn_layer_indices": [1]},
     "falcon_h1": PAIRED | MAMBA2 | {"mamba_d_ssm": 64, "lm_head_multiplier": 0.3},
     "recurrent_gemma": GROUPED
     | {"num_key_value_heads": 1, "logits_soft_cap": 2.0, "attention_window_size": 8},
@@ -53,31 +52,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": GROUPED,
     "mixtral": PAIRED | {"num_local_experts": 2},
     "phi": BASE,  # its head has a bias
-    "phi3": BASE | {"pad_token_id": 0},
     "stablelm": PAIRED,
-    "starcoder2": PAIRED,
     "granite": BASE | {"logits_scaling": 4.0},
     "hyperclovax": BASE | {"logits_scaling": 4.0},  # the same name, but a factor
     "minicpm3": BASE | {"dim_model_base": 8},  # divides hidden states: the same
     "cohere": BASE | {"logit_scale": 0.25},
-    "nanochat": BASE,
-    "olmo2": BASE,
     "xlstm": XLSTM | {"output_logit_soft_cap": 3.0},
     "openai-gpt": OLD,
-    "ctrl": OLD | {"dff": 48},
     "gpt_bigcode": OLD | {"n_inner": 48},  # one head of keys for all
-    "persimmon": BASE,
     "bart": BART | {"d_model": 32, "max_position_embeddings": 64},
     "bert-generation": BASE | {"is_decoder": True},
-    "cohere2": PAIRED | SLIDING,
-    "olmo3": PAIRED | SLIDING,
-    "olmoe": BASE | {"num_experts": 2, "num_experts_per_tok": 1},
-    "glm4": GROUPED | {"pad_token_id": 0},
-    "smollm3": PAIRED | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
-    "exaone4": GROUPED | SLIDING,
     "lfm2": PAIRED | {"full_attn_idxs": [1]},
     "minimax": GROUPED | EXPERTS | {"block_size": 8},
-    "falcon_mamba": STATES,
     "gpt_oss": GROUPED | EXPERTS | SLIDING,
     "bert": BASE,  # not causal
 }

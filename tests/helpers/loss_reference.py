@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from emo.pipeline.loss.cost import CostEmbedding
+from emo.pipeline.loss.dense import Teacher
 from emo.pipeline.loss.fused import fused_linear_loss
 
 EPS = 1e-10
@@ -46,6 +47,7 @@ def token_losses(
         "emo": lambda: 0.5 * (m + (ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)) * D),
         "emo2": lambda: (D / (m + EPS)).detach() * m + D,
         "demd": lambda: D,
+        "demd_dense": lambda: D,
         "tailr": lambda: (p / (mixing + (1 - mixing) * p)).detach().clamp(w_min, 1) * m,
         "mixce": lambda: (mixing + (1 - mixing) * p).detach() * m,
         "dft": lambda: p.detach() * m,
@@ -71,24 +73,38 @@ def unit_rows(E: Tensor) -> Tensor:
     return E / torch.where(norm == 0, torch.ones_like(norm), norm)
 
 
+class CostRows:
+    """The matrix of costs, of which rows are computed when they are asked for: it is never there whole."""
+
+    def __init__(self, E: Tensor) -> None:
+        self.unit = unit_rows(E.double())
+
+    def __getitem__(self, y: Tensor) -> Tensor:
+        rows = (1 - self.unit[y] @ self.unit.T).clamp(min=0)
+        return rows.scatter(1, y[:, None], 0.0)
+
+
 def cost_matrix(E: Tensor) -> Tensor:
     """C [V, V] with a zero diagonal."""
-    unit = unit_rows(E.double())
-    C = (1 - unit @ unit.T).clamp(min=0)
-    return C.fill_diagonal_(0)
+    return CostRows(E)[torch.arange(len(E), device=E.device)]
 
 
 def losses_from_logits(
-    z: Tensor, labels: Tensor, C: Tensor, name: str, *, z_loss: float = 0.0,
-    label_smoothing: float = 0.0, **params: float,
+    z: Tensor, labels: Tensor, C: Tensor | CostRows, name: str, *, z_loss: float = 0.0,
+    label_smoothing: float = 0.0, teacher: Tensor | None = None, **params: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, nll, demd) per valid token, float64."""
+    """(loss, nll, demd) per valid token, float64; `teacher`: the probabilities [n, V] that DEMD leads to."""
     valid = labels != -100
     z, y = z[valid], labels[valid]
     scaled = z / 0.7 if name == "gem" else z
     log_p = scaled.log_softmax(-1)
-    m = -log_p.gather(1, y[:, None])[:, 0]
+    others = scaled.scatter(1, y[:, None], -torch.inf).logsumexp(-1)
+    # -log p of the target, whose digits are there even where the target is almost sure
+    m = -torch.nn.functional.logsigmoid(scaled.gather(1, y[:, None])[:, 0] - others)
     D = (log_p.exp() * C[y]).sum(-1)
+    if teacher is not None:
+        P = teacher[valid]
+        D = ((log_p.exp() - P).abs() * (P @ C[torch.arange(z.shape[1])])).sum(-1)
     H, S = -(log_p.exp() * log_p).sum(-1), log_p.exp().square().sum(-1)
     loss = token_losses(name, m, D, (-m).exp(), H, S, stored_for(y), **params)
     if name == "gem":  # reported at the model's own scale
@@ -101,20 +117,28 @@ def losses_from_logits(
     return loss, m, D
 
 
+def _logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, logit_scale: float
+) -> Tensor:
+    z = logit_scale * (hidden.double() @ weight.double().T)
+    if bias is not None:
+        z = z + bias.double()
+    return z if softcap is None else softcap * torch.tanh(z / softcap)
+
+
 def reference(
     hidden: Tensor, weight: Tensor, labels: Tensor, E: Tensor, name: str, *,
     bias: Tensor | None = None, softcap: float | None = None, logit_scale: float = 1.0,
-    **params: float,
+    teacher: Teacher | None = None, **params: float,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Sums and gradients of the sum, all float64, from whatever the inputs' dtype holds."""
     h, W = (x.detach().double().requires_grad_() for x in (hidden, weight))
     b = None if bias is None else bias.detach().double().requires_grad_()
-    z = logit_scale * (h @ W.T)
-    if b is not None:
-        z = z + b
-    if softcap is not None:
-        z = softcap * torch.tanh(z / softcap)
-    loss, m, D = losses_from_logits(z, labels, cost_matrix(E), name, **params)
+    z = _logits(h, W, b, softcap, logit_scale)
+    options: dict[str, Any] = dict(params)
+    if teacher is not None:
+        options["teacher"] = _logits(*teacher).softmax(-1)
+    loss, m, D = losses_from_logits(z, labels, CostRows(E), name, **options)
     total = loss.sum()
     total.backward()
     out = {"loss": total.detach(), "nll": m.sum().detach(), "demd": D.sum().detach()}

@@ -1,4 +1,7 @@
-"""Counts where the host waits for the device: on a GPU PyTorch tells, on a CPU the calls that would wait."""
+"""What an operation does besides its result: waits of the host for the device, and shapes of tensors.
+
+On a GPU PyTorch tells where the host waits; on a CPU the calls are counted that would wait.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,22 @@ READING = {
 }
 # What on a CPU is no operation, or not seen as one: values to the host, or from memory that is not pinned.
 MOVING = {"tolist", "cpu", "tensor", "as_tensor", "new_tensor"}
+
+
+@contextlib.contextmanager
+def shapes() -> Iterator[set[torch.Size]]:
+    """Within the block the set takes the shape of every tensor that an operation returns."""
+    results: set[torch.Size] = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            tensors = out if isinstance(out, (tuple, list)) else (out,)
+            results.update(tensor.shape for tensor in tensors if isinstance(tensor, Tensor))
+            return out
+
+    with Watch():
+        yield results
 
 
 @contextlib.contextmanager
@@ -49,9 +68,10 @@ def waits() -> Iterator[list[str]]:
         return
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield names
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            torch.cuda.set_sync_debug_mode(mode)
             names += [str(w.message) for w in caught if "synchroniz" in str(w.message)]

@@ -1,4 +1,4 @@
-"""Objectives: golden values, the gradient family, files and packages of users, sums, schedules, refusals."""
+"""Objectives: golden values, files and packages of users, sums, schedules, refusals."""
 
 from __future__ import annotations
 
@@ -12,20 +12,12 @@ import pytest
 import torch
 
 from emo.pipeline.loss import CostEmbedding, Objective, Ramp, fused_linear_loss, get_objective, weighted_sum
-from emo.pipeline.loss.objectives import OBJECTIVES, Rows, gradient, scalars_of
+from emo.pipeline.loss.objectives import OBJECTIVES
 from tests.conftest import REPO
-from tests.helpers.loss_reference import (
-    cost_matrix,
-    fused_step,
-    inputs,
-    losses_from_logits,
-    relative_error,
-    stored_for,
-)
+from tests.helpers.loss_reference import fused_step, inputs
 from tests.helpers.refusals import refused
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
-LIBRARY = json.loads((Path(__file__).parent / "golden_library.json").read_text())
 ONE_TARGET = [name for name in OBJECTIVES if name != "demd_dense"]
 SIGNED = ("neg_entropy", "psft")  # losses that are negative
 STEPPED = ("threshold", "psft", "excess")  # all or nothing
@@ -48,68 +40,28 @@ def golden(key: str) -> torch.Tensor:
     return torch.tensor(GOLDEN[key], dtype=torch.long if key == "T" else torch.float64)
 
 
-@pytest.mark.parametrize("variant", GOLDEN["variants"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_golden_values(variant: str, dtype: torch.dtype) -> None:
-    """Loss and logit gradient equal those recorded from the released code, which works in float32.
+@pytest.mark.parametrize(
+    ("source", "variant"), [(source, key) for source in ("released", "authors") for key in GOLDEN[source]]
+)
+def test_golden_values(source: str, variant: str) -> None:
+    """Loss and logit gradient equal those recorded from the released code and from the authors' of others.
 
-    An identity head makes hidden states logits.
+    An identity head makes hidden states logits. The released code works in float32; DEFT's adds 1e-6 to its
+    divisor; GEM's loss value is another one with the same gradient.
     """
-    case = GOLDEN["variants"][variant]
-    Z, T, E = golden("Z").to(dtype).requires_grad_(), golden("T"), golden("E")
-    cost, smoothing = CostEmbedding.from_weight(E, dtype), case["label_smoothing"]
+    case, Z, T = GOLDEN[source][variant], golden("Z").requires_grad_(), golden("T")
+    cost, smoothing = CostEmbedding.from_weight(golden("E")), case.get("label_smoothing", 0.0)
     objective = make(case["objective"], **case["params"])
-    sums = fused_linear_loss(Z, torch.eye(7, dtype=dtype), T, objective, cost, label_smoothing=smoothing)
+    sums = fused_linear_loss(Z, torch.eye(7).double(), T, objective, cost, label_smoothing=smoothing)
     (sums.loss / sums.tokens).backward()
-    assert sums.tokens == 4 and Z.grad is not None
-    assert sums.loss.item() / 4 == pytest.approx(case["loss"], rel=1e-7 if dtype == torch.float64 else 5e-7)
-    want = torch.tensor(case["dlogits"], dtype=torch.float64)
-    torch.testing.assert_close(Z.grad.double(), want, rtol=0, atol=2e-7)
-    for key in ("nll", "demd"):
-        assert float(getattr(sums, key)) == pytest.approx(float(golden(key)[T != -100].sum()), rel=1e-6)
-
-
-@pytest.mark.parametrize("variant", LIBRARY)
-def test_values_of_the_authors_code(variant: str) -> None:
-    """DEFT's adds 1e-6 to its divisor; GEM's loss value is another one with the same gradient."""
-    case = LIBRARY[variant]
-    Z, T = golden("Z").requires_grad_(), golden("T")
-    sums = fused_linear_loss(Z, torch.eye(7).double(), T, make(case["objective"], **case["params"]))
-    (sums.loss / sums.tokens).backward()
-    tolerance = 1e-5 if variant == "deft" else 1e-8
+    tolerance = 1e-5 if variant == "deft" else 2e-7 if source == "released" else 1e-8
+    assert sums.tokens == 4
     if case["loss"] is not None:
         assert sums.loss.item() / 4 == pytest.approx(case["loss"], rel=tolerance)
     want = torch.tensor(case["dlogits"], dtype=torch.float64)
     torch.testing.assert_close(Z.grad, want, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize(
-    ("name", "params"),
-    [
-        *((name, {}) for name in ONE_TARGET),
-        ("emo", {"ratio_cap": 1.5}),
-        ("tailr", {"gamma": 0.3, "w_min": 0.4}),
-        ("mixce", {"gamma": 0.3}),
-    ],
-)
-def test_coefficients_are_the_gradient(name: str, params: dict[str, float]) -> None:
-    """p (A + B c + C log p) - K onehot equals autograd's gradient of the naive loss."""
-    torch.manual_seed(0)
-    V, n = 11, 40
-    C = cost_matrix(torch.randn(V, 5))
-    z = (torch.randn(n, V, dtype=torch.float64) * 3).requires_grad_()
-    y = torch.randint(V, (n,))
-    loss, *_ = losses_from_logits(z, y, C, name, **params)
-    (want,) = torch.autograd.grad(loss.sum(), z)
-    objective = make(name, **params)
-    rows = Rows(z.detach(), y, C[y], stored_for(y))
-    with torch.no_grad():
-        scalars = scalars_of(rows.z, rows, objective.logit_scale)
-        result = objective.coefficients(scalars)
-        factor = len(y) / result.weight.sum() if objective.normalised and result.weight is not None else 1.0
-        got = gradient(result, scalars, rows, objective.logit_scale) * factor
-    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
-    torch.testing.assert_close(result.loss * factor, loss.detach(), rtol=1e-12, atol=0)
+    for key in ("nll", "demd"):
+        assert float(getattr(sums, key)) == pytest.approx(float(golden(key)[T != -100].sum()), rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -118,8 +70,6 @@ def test_coefficients_are_the_gradient(name: str, params: dict[str, float]) -> N
         ("emmo", {}, "unknown-objective"),
         ("emo", {"cap": 3.0}, "unknown-parameter"),
         ("tailr", {"gamma": 1.5}, "option-range"),
-        ("emo", {"ratio_cap": 0.0}, "option-range"),
-        ("gem", {"beta": 0.0}, "option-range"),
         ("mixce", {"gamma": None}, "option-range"),
         ("excess", {"least": math.nan}, "option-range"),
     ],
@@ -141,9 +91,9 @@ def whole(m, p, D, H, *, a=0.5):
 
 
 def run(objective: Objective) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Loss, and gradients of hidden states and head, in float64."""
+    """Loss, and gradients of hidden states and head, in float64 with costs in float32."""
     h, w, labels, E = inputs(dtype=torch.float64)
-    got = fused_step(h, w, labels, objective, CostEmbedding.from_weight(E.double()))
+    got = fused_step(h, w, labels, objective, CostEmbedding.from_weight(E))
     return got["loss"], got["d_hidden"], got["d_weight"]
 
 
@@ -151,11 +101,9 @@ def test_objectives_of_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     """The documented example, coefficients with every gradient term, and an entry point."""
     monkeypatch.chdir(REPO)
     objective = get_objective("examples/my_objective.py:unsure", strength=1.0)
-    assert objective.needs == {"H"} and str(objective) == "examples/my_objective.py:unsure(strength=1)"
-    without = run(get_objective("examples/my_objective.py:unsure", strength=0.0))
-    for ours, mle in zip(without, run(make("mle")), strict=True):
-        torch.testing.assert_close(ours, mle)
-    assert run(objective)[0] > without[0]
+    mle, without = run(make("mle")), run(get_objective("examples/my_objective.py:unsure", strength=0.0))
+    torch.testing.assert_close(without, mle)
+    assert objective.needs == {"H"} and run(objective)[0] > mle[0]
     (tmp_path / "somebodys.py").write_text(GOOD)
     assert torch.isfinite(run(get_objective(f"{tmp_path / 'somebodys.py'}:whole"))[1]).all()
     info = tmp_path / "somebodys-1.0.dist-info"
@@ -163,7 +111,7 @@ def test_objectives_of_users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: somebodys\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[emo_pipeline.objectives]\nours = somebodys:focal\n")
     monkeypatch.syspath_prepend(tmp_path)
-    assert get_objective("ours", gamma=1.0).needs == {"m", "p"}
+    torch.testing.assert_close(run(get_objective("ours", gamma=2.0))[0], run(make("focal"))[0])
 
 
 IMPORT = "import torch\nfrom emo.pipeline.loss import Coefficients\n"
@@ -173,17 +121,11 @@ IMPORT = "import torch\nfrom emo.pipeline.loss import Coefficients\n"
     ("source", "code"),
     [
         ("def f(m, q): return m", "objective-signature"),
-        (f"{IMPORT}def f(m): return Coefficients(m, A=m / m, C=m / m)", "objective-signature"),
         ("def f(m): return m.mean()", "objective-shape"),
-        ("def f(p): return p, p", "objective-shape"),
-        (f"{IMPORT}def f(m): return Coefficients(None, m)", "objective-shape"),
         ("def f(p): return 1 / p", "objective-finite"),
         ("def f(m): return m[:, None] @ m", "objective-fails"),
         ("def f(m, *, a): return a * m", "needs-parameter"),
-        ("def f(p, *, mode='a'): return p", "option-range"),
         ("def g(m): return m", "objective-import"),
-        ("import nowhere_at_all", "objective-import"),
-        ("raise SystemExit(3)", "objective-import"),
         (f"{IMPORT}def f(m, p): return Coefficients(p * m, A=p)", "objective-gradient"),
         (f"{IMPORT}def f(m): return Coefficients(torch.ones_like(m), A=m)", "objective-gradient"),
         ("def f(p): return p / p.mean()", "objective-batch"),
@@ -201,15 +143,13 @@ def test_a_sum_is_the_sum() -> None:
     """One pass gives the gradients of two, exactly: costs, entropy and weights together."""
     parts = [(make("emo"), 0.5), (make("mle"), 0.3), (make("neg_entropy"), 0.05), (make("focal"), 2.0)]
     apart = [[weight * x for x in run(objective)] for objective, weight in parts]
-    for got, want in zip(run(weighted_sum(parts)), zip(*apart, strict=True), strict=True):
-        assert relative_error(got, sum(want)) < 1e-12
+    want = tuple(map(sum, zip(*apart, strict=True)))
+    torch.testing.assert_close(run(weighted_sum(parts)), want, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(
     ("parts", "code"),
     [
-        ([("emo", 0.5)], "sum-part"),
-        ([(make("emo"), math.inf)], "option-range"),
         ([(make("emo"), Ramp(0.0, 1.0, 0))], "option-range"),
         ([], "empty-sum"),
         ([(make("gem"), 1.0), (make("mle"), 1.0)], "sum-scales"),
@@ -224,8 +164,6 @@ def test_impossible_sums(parts: list[Any], code: str) -> None:
 def test_a_schedule() -> None:
     """Weights move in a straight line, then stay; the objective of a step does not depend on history."""
     moving = weighted_sum([(make("emo"), Ramp(0.0, 1.0, 10)), (make("mle"), Ramp(1.0, 0.0, 10))])
-    assert "0..1 over 10" in str(moving)
     for step, share in ((0, 0.0), (5, 0.5), (1000, 1.0)):
         fixed = weighted_sum([(make("emo"), share), (make("mle"), 1 - share)])
-        for got, want in zip(run(moving.at(step)), run(fixed), strict=True):
-            torch.testing.assert_close(got, want)
+        torch.testing.assert_close(run(moving.at(step)), run(fixed))
