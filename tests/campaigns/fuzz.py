@@ -6,7 +6,6 @@ small: add it to the target's `crashes` in tests/helpers/fuzz_targets.py. --seco
 
 from __future__ import annotations
 
-import multiprocessing
 import resource
 import sys
 import time
@@ -17,6 +16,7 @@ import psutil
 from tests.campaigns.campaign import Campaign, options
 from tests.helpers import fuzz_targets  # noqa: F401 - it registers them
 from tests.helpers.fuzzing import TARGETS, fuzz
+from tests.helpers.killing import FORK
 
 MEMORY = 2 << 30  # bytes that a target may take beside what it has
 ROUND = 500  # examples; then what it has is looked at again: pyarrow loses some space with every damaged .zst
@@ -38,15 +38,13 @@ def _fuzz_for(name: str, seconds: float, seed: int) -> None:
 def main() -> int:
     parser = options(__doc__, seconds=600.0, seed=int(time.time()))
     parser.add_argument("--only", nargs="+", choices=list(TARGETS), default=list(TARGETS), metavar="NAME")
-    args = parser.parse_args()
-    show = Campaign("fuzz")
+    args, show = parser.parse_args(), Campaign("fuzz")
     for name in args.only:
-        arguments = (name, args.seconds, args.seed)
-        process = multiprocessing.get_context("fork").Process(target=_fuzz_for, args=arguments)
+        process = FORK.Process(target=_fuzz_for, args=(name, args.seconds, args.seed))
         process.start()
         process.join()
         show("fuzz", name, f"exit code {process.exitcode}", process.exitcode == 0)
-    return show.finish({"seconds": args.seconds, "seed": args.seed})
+    return show.finish(args)
 
 
 if __name__ == "__main__":
