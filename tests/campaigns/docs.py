@@ -9,9 +9,9 @@ small: a hub cache with tiny models by the names used, files of texts and answer
 are filled in, and `--data hub` becomes a directory.
 
 A block that says what it needs (`# needs: GPUs, hub`) is not run. Its recipes are planned (`--dry_run`), its
-arguments parsed by the program that would read them, its job files read. `make` is asked what it would do:
-its targets are campaigns of their own. The table says of each command which of these it was. Writes
-runs/docs.json; exits 1 when a command failed.
+arguments parsed by the program that would read them, its Slurm jobs read; what docker, kubectl, pip and
+scrontab name is looked up. `make` is asked what it would do: its targets are campaigns of their own. The table
+says of each command which of these it was. Writes runs/docs.json; exits 1 when a command failed.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
-from itertools import dropwhile, pairwise
+from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,16 +34,15 @@ import zstandard
 from emo.__main__ import COMMANDS, DATA
 from tests.campaigns.campaign import Campaign, copy_checkout, options
 from tests.helpers.corpus import alpaca_rows, texts, write_jsonl
-from tests.helpers.documents import Block, blocks, documents, faults
+from tests.helpers.documents import FOREIGN, Block, blocks, documents, faults
 from tests.helpers.evaluating import tiny_model, tiny_tokenizer
 from tests.helpers.launching import ENVIRONMENT, PIPED
 
-MODELS = ("openai-community/gpt2",)  # of the hub, that documents train and evaluate
+MODEL = "openai-community/gpt2"  # of the hub, that documents train and evaluate
 PATIENCE = 600  # seconds for a command; other work may share the machine
 # What stands for the words that a reader fills in.
-FILLED = {"RECIPE": "mine.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": "openai-community/gpt2"}
-FILLED |= {"RUN_DIR": "runs/mine", "HOSTS": "hosts", "HOST": "localhost", "N": "2", "URL": "none"}
-FILLED |= {"FILE": "table2"}
+FILLED = {"RECIPE": "mine.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": MODEL, "RUN_DIR": "runs/mine"}
+FILLED |= {"HOSTS": "hosts", "HOST": "localhost", "N": "2", "URL": "none", "FILE": "table2"}
 _PARSE = "import sys; from {} import parse_args; parse_args(sys.argv[1:])"
 PARSERS = {  # what reads the options of a launcher
     "deepspeed": _PARSE.format("deepspeed.launcher.runner"),
@@ -70,8 +68,7 @@ class Scratch:
         if not (directory / ".venv").exists():
             (directory / ".venv").symlink_to(sys.prefix)
         # Runs on one host meet at DeepSpeed's port: where the system can, these have a network of their own.
-        self.alone = ["unshare", "--map-root-user", "--net"]
-        self.first = "ip link set lo up; "
+        self.alone, self.first = ["unshare", "--map-root-user", "--net"], "ip link set lo up; "
         if subprocess.run([*self.alone, "ip", "link"], capture_output=True).returncode:
             self.alone, self.first = [], ""
         self.environment = ENVIRONMENT | {"PYTHONPATH": str(directory), "HF_HOME": str(directory / "hub")}
@@ -79,23 +76,22 @@ class Scratch:
 
     def furnish(self) -> None:
         """Make models, texts, answers and tasks, by the names that the documents use."""
-        for name in MODELS:
-            cached = self.root / "hub" / "hub" / f"models--{name.replace('/', '--')}"
-            (cached / "refs").mkdir(parents=True)
-            (cached / "refs" / "main").write_text("0" * 40)
-            tiny_model(cached / "snapshots" / ("0" * 40))
-        write_jsonl(self.root / "notes" / "a.jsonl", [{"text": text} for text in texts(200)])
+        cached = self.root / "hub" / "hub" / f"models--{MODEL.replace('/', '--')}"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs" / "main").write_text("0" * 40)
+        tiny_model(cached / "snapshots" / ("0" * 40))
+        write_jsonl(self.root / "notes" / "a.jsonl", texts(200))
         (self.root / "notes.txt").write_text("\n".join(texts(60)))
         write_jsonl(self.root / "answers.jsonl", alpaca_rows(120))
         rows = "".join(f"How many are {n} and {n}?,{2 * n}\n" for n in range(40))
         (self.root / "answers.csv").write_text("question,answer\n" + rows)
         (self.root / "hosts").write_text("localhost slots=8\n")
         tiny_tokenizer(self.root / "data" / "tokenizers" / "llama")
+        wikitext = self.root / "data" / "lm" / "wikitext-2-v1"
+        wikitext.mkdir(parents=True)
         for split, count in (("train", 400), ("validation", 60)):
-            file = self.root / "data" / "lm" / "wikitext-2-v1" / f"{split}.txt.zst"
-            file.parent.mkdir(parents=True, exist_ok=True)
             articles = (f" \n = Title {i} = \n \n {text} \n" for i, text in enumerate(texts(count, count)))
-            file.write_bytes(zstandard.compress("".join(articles).encode()))
+            (wikitext / f"{split}.txt.zst").write_bytes(zstandard.compress("".join(articles).encode()))
         self.run(f"{sys.executable} -m emo world data/nlu --train 40 --test 12")
 
     def run(self, command: str, how: str = "run") -> Done:
@@ -113,21 +109,11 @@ class Scratch:
     def check(self, command: str) -> Done:
         """Return what can be known of a command that cannot be run here."""
         command = re.sub(r"^[a-z]+=\$\((.*)\)$", r"\1", command)  # job=$(sbatch ...)
-        if "scrontab" in command:
-            return self._files(re.findall(r"cat ([\w./-]+)", command))
         words = list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), shlex.split(command)))
-        if words[0] == "kubectl":  # tests/pipeline/test_job_files.py has the schemas
-            return self._files([b for a, b in pairwise(words) if a in ("-f", "--from-file", "-k")])
-        if words[0] == "sbatch":
-            return self._job(words[1:])
-        if words[0] == "docker":
-            return self._docker(words)
-        if words[0] == "pip":  # an extra of ours, or a package that one of them has
-            project = tomllib.loads((self.root / "pyproject.toml").read_text())["project"]
-            names = [name for extra in project["optional-dependencies"].values() for name in extra]
-            known = {re.split(r"[\[<>=!~ ]", name)[0] for name in names}
-            strange = [word for word in words[2:] if not word.startswith("-") and word not in known]
-            return Done("extra", int(bool(strange)), f"no extra has {strange}")
+        if words[0] in FOREIGN or "scrontab" in command:
+            return (
+                self._job(words[1:]) if words[0] == "sbatch" else Done("names", 0, "")
+            )  # which `faults` has read
         script = next((w for w in words if re.search(r"launch/(continual|instruct)\.sh$", w)), None)
         if script is not None:
             return self._launch(words, script)
@@ -146,10 +132,6 @@ class Scratch:
             room = "pipeline"  # of runs that are not there
         return self._parse(room, words[1:])
 
-    def _files(self, names: list[str]) -> Done:
-        missing = [name for name in names if not (self.root / name).exists()]
-        return Done("job file", int(bool(missing) or not names), f"{missing} are not there")
-
     def _parse(self, name: str, words: list[str]) -> Done:
         return self.run(shlex.join(["python", "-c", PARSERS[name], *words]), "arguments")
 
@@ -166,8 +148,7 @@ class Scratch:
 
     def _job(self, words: list[str]) -> Done:
         """A Slurm job: what its file would run with these arguments."""
-        at = next(i for i, word in enumerate(words) if word.endswith(".sbatch"))
-        file, rest = words[at], words[at + 1 :]
+        file, *rest = dropwhile(lambda word: not word.endswith(".sbatch"), words)
         read = self.run(f"bash -n {file}", "job file")
         if read.code or not rest:
             return read
@@ -178,22 +159,6 @@ class Scratch:
         }
         return self.check(shlex.join(inner[Path(file).stem]))
 
-    def _docker(self, words: list[str]) -> Done:
-        """The image's arguments are in the Dockerfile, its verbs in the entry point."""
-        if words[1] == "build":
-            text = (self.root / "Dockerfile").read_text()
-            given = [b.partition("=")[0] for a, b in pairwise(words) if a == "--build-arg"]
-            missing = [name for name in given if f"ARG {name}" not in text]
-            return Done("Dockerfile", int(bool(missing)), f"no ARG {missing}")
-        verb, *rest = words[words.index("emo") + 1 :]
-        if "--entrypoint" in words:
-            return self.check(shlex.join([words[words.index("--entrypoint") + 1], verb, *rest]))
-        if verb in ("continual", "instruct"):
-            return self._launch(["deepspeed", f"launch/{verb}.sh", *rest], f"launch/{verb}.sh")
-        text = (self.root / "launch" / "entrypoint.sh").read_text()
-        known = re.search(rf"^\s+(.* )?{verb}\b.*\)", text, re.M)
-        return Done("verb", int(not known), f"launch/entrypoint.sh has no {verb}")
-
 
 def filled(text: str) -> str:
     for word, meant in (FILLED | ({"RECIPE": "tuned.yaml"} if "instruct" in text else {})).items():
@@ -203,15 +168,13 @@ def filled(text: str) -> str:
 
 def go_through(block: Block, scratch: Scratch, show: Campaign) -> None:
     """Make a block's file, or run or check its commands and show what came of each."""
-    if block.file:
-        (scratch.root / block.file).write_text(block.text)
-        return
     commands: list[str] = []
-    if block.language == "python":
-        (scratch.root / "block.py").write_text(block.text)
-        commands = ["python block.py"]
+    if block.file or block.language == "python":
+        (scratch.root / (block.file or "block.py")).write_text(block.text)
+        commands = [] if block.file else ["python block.py"]
     elif block.language == "bash":
-        commands = [c for line in Block("", "bash", filled(block.text)).commands for c in line.split(" && ")]
+        lines = Block("", "bash", filled(block.text)).commands
+        commands = [command for line in lines for command in line.split(" && ")]
     for command in commands:
         started = time.monotonic()
         if command.startswith("make "):
@@ -231,8 +194,7 @@ def main() -> int:
     parser = options(__doc__)
     parser.add_argument("--only", nargs="+", default=[], metavar="PAGE", help="these pages; see --keep")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="work here, and leave it for --only")
-    args = parser.parse_args()
-    show = Campaign("docs")
+    args, show = parser.parse_args(), Campaign("docs")
     directory = args.keep or Path(tempfile.mkdtemp(prefix="docs-test-"))
     try:
         scratch = Scratch(directory)
@@ -248,7 +210,7 @@ def main() -> int:
     finally:
         if not args.keep:
             shutil.rmtree(directory, ignore_errors=True)
-    return show.finish({"only": args.only})
+    return show.finish(args)
 
 
 if __name__ == "__main__":

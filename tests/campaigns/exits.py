@@ -27,7 +27,7 @@ from tests.helpers import launching
 LONG = ["train.max_steps=100000", "train.lr_scheduler_type=constant", "train.save_steps=0"]
 LAUNCHERS = ("deepspeed", "script", "torchrun", "python")
 # Launchers, victim, signals and moment. `terminal` is the foreground process group, as for Ctrl-C; `command`
-# is what the user started; ABRT is what NCCL's watchdog sends. A `slow` step takes longer than launchers wait.
+# is what the user started; ABRT comes from NCCL's watchdog. A `slow` step takes longer than launchers wait.
 CELLS = [
     ("deepspeed script torchrun", "terminal", "INT", "training"),
     ("deepspeed script torchrun", "command", "TERM USR1 KILL", "training"),

@@ -36,41 +36,41 @@ NAMES = ["cat", "dog", "lamp", "town", "boat"]
 VERBS = ["see", "draw", "find", "carry", "forget", "paint", "sell", "hide", "name", "describe"]
 
 
-def _run(*arguments: str) -> None:
-    """`emo ARGUMENTS` with small chunks."""
-    Answering.chunk, Judging.chunk = 8, 4
-    with Path(os.devnull).open("w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
-        sys.exit(main_of_eval(list(arguments)))
-
-
 def files(out: Path) -> dict[str, bytes]:
     paths = [p for p in sorted(out.rglob("*")) if p.is_file() and "leases" not in p.parts]
     return {p.relative_to(out).as_posix(): p.read_bytes() for p in paths if not p.name.endswith(".part")}
 
 
-def commands(root: Path, out: Path) -> list[tuple[str, ...]]:
-    """What is killed: answers of two models, then a judge's verdicts on them, of one token each."""
+def evaluate(root: Path, out: Path) -> None:
+    """Answers of two models, then a judge's verdicts on them, of one token each; with small chunks."""
+    Answering.chunk, Judging.chunk = 8, 4
     common = f"--output_path {out} --max_new_tokens"
     asked = f"--questions {root}/questions.jsonl {common} 40"
-    texts = [f"answer --model {root / name} {asked}" for name in MODELS]
+    commands = [f"answer --model {root / name} {asked}" for name in MODELS]
     a, b = (out / "models" / name / "answers/questions-greedy" for name in MODELS)
-    texts.append(f"judge --judge pandalm --a {a} --b {b} --model {root}/judge --name v {common} 1")
-    return [tuple(text.split()) for text in texts]
+    commands.append(f"judge --judge pandalm --a {a} --b {b} --model {root}/judge --name v {common} 1")
+    with Path(os.devnull).open("w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
+        for command in commands:
+            if code := main_of_eval(command.split()):
+                sys.exit(code)
 
 
-def kills(root: Path, count: int, rng: random.Random, show: Campaign) -> None:
-    """Kill the commands `count` times in all, over as many directories as that takes."""
-    whole, seconds = root / "whole", []
-    for command in commands(root, whole):
-        began = time.monotonic()
-        to_the_end(_run, command, 0, float)
-        seconds.append(time.monotonic() - began)
+def judging(root: Path, args: argparse.Namespace, show: Campaign) -> None:
+    """Kill evaluations, one after the other until there were so many kills."""
+    os.environ["EVAL_CACHE"] = str(root / "cache")
+    for seed, name in enumerate(MODELS):
+        tiny_model(root / name, seed)
+    tiny_judge(root / "judge")
+    asked = [f"How would you {verb} a {name}?" for name in NAMES for verb in VERBS][: args.questions]
+    write_jsonl(root / "questions.jsonl", [{"id": i, "instruction": text} for i, text in enumerate(asked)])
+    began, whole = time.monotonic(), root / "whole"
+    to_the_end(evaluate, (root, whole), 0, float)
+    # Until the first kill of a life, and then between kills: about six kills of each.
+    moment = functools.partial(random.Random(args.seed).uniform, 0, (time.monotonic() - began) / 3)
     expected, killed, lives, same = files(whole), 0, 0, 0
-    while killed < count:
+    while killed < args.kills:
         out, lives = root / f"killed-{lives}", lives + 1
-        for command, length in zip(commands(root, out), seconds, strict=True):
-            moment = functools.partial(rng.uniform, 0, length)  # about two kills
-            killed += to_the_end(_run, command, count - killed, moment)
+        killed += to_the_end(evaluate, (root, out), args.kills - killed, moment)
         actual = {name.replace(str(out), str(whole)): text for name, text in files(out).items()}
         same += actual == expected
         for name in sorted(n for n in actual.keys() | expected.keys() if actual.get(n) != expected.get(n)):
@@ -79,17 +79,6 @@ def kills(root: Path, count: int, rng: random.Random, show: Campaign) -> None:
     read = f"{numbers['read']} of {numbers['pairs']} verdicts read, {numbers['counts']['changed']} change"
     text = f"{killed} kills in {lives} evaluations, {same} of them equal; {read}"
     show("kills", "judge as the judge", text, same == lives)
-
-
-def judging(root: Path, args: argparse.Namespace, show: Campaign) -> None:
-    os.environ["EVAL_CACHE"] = str(root / "cache")
-    for seed, name in enumerate(MODELS):
-        tiny_model(root / name, seed)
-    tiny_judge(root / "judge")
-    asked = [f"How would you {verb} a {name}?" for name in NAMES for verb in VERBS][: args.questions]
-    rows = [{"id": i, "instruction": text} for i, text in enumerate(asked)]
-    write_jsonl(root / "questions.jsonl", rows)
-    kills(root, args.kills, random.Random(args.seed), show)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ COMMAND = [sys.executable, "launch/quickstart.py"]
 
 
 def results(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text()) if file.is_file() else {"rows": [], "models": []}
+    return json.loads(file.read_bytes()) if file.is_file() else {"rows": [], "models": []}
 
 
 def accuracies(directory: Path) -> dict[tuple[str, str], float]:
