@@ -10,8 +10,8 @@ are filled in, and `--data hub` becomes a directory.
 
 A block that says what it needs (`# needs: GPUs, hub`) is not run. Its recipes are planned (`--dry_run`), its
 arguments parsed by the program that would read them, its Slurm jobs read; what docker, kubectl, pip and
-scrontab name is looked up. `make` is asked what it would do: its targets are campaigns of their own. The table
-says of each command which of these it was. Writes runs/docs.json; exits 1 when a command failed.
+scrontab name is looked up. `make` is asked what it would do: its targets are campaigns of their own. The
+table says of each command which of these it was. Writes runs/docs.json; exits 1 when a command failed.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ class Scratch:
         """Return what can be known of a command that cannot be run here."""
         command = re.sub(r"^[a-z]+=\$\((.*)\)$", r"\1", command)  # job=$(sbatch ...)
         words = list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), shlex.split(command)))
+        if words[0] == "sbatch":
+            return self._job(words[1:])
         if words[0] in FOREIGN or "scrontab" in command:
-            return (
-                self._job(words[1:]) if words[0] == "sbatch" else Done("names", 0, "")
-            )  # which `faults` has read
+            return Done("names", 0, "")  # `faults` has looked them up
         script = next((w for w in words if re.search(r"launch/(continual|instruct)\.sh$", w)), None)
         if script is not None:
             return self._launch(words, script)
