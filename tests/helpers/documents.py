@@ -12,10 +12,10 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from markdown_it import MarkdownIt
@@ -23,10 +23,11 @@ from markdown_it.token import Token
 
 from emo.__main__ import COMMANDS, EVALUATION, TRAINING
 from emo.common.errors import UserError
-from emo.common.recipe import Section, parse_section
+from emo.common.recipe import parse_section
 from emo.data_prep.config import DataConfig
 from emo.pipeline.config import RunConfig
 from tests.conftest import REPO
+from tests.helpers import reference
 
 # In the order in which a newcomer meets them: what one page makes, the next ones use.
 PAGES = ("README", "docs/first-run", "docs/tasks", "docs/objectives", "docs/operations")
@@ -134,7 +135,7 @@ def _of_block(block: Block) -> Iterator[str]:
     elif block.language == "yaml":
         tree = yaml.safe_load(block.text)
         if block.file is None:  # a fragment
-            yield from (f"no recipe has the key {key}" for key in _keys(tree, "") if not _is_key(key))
+            yield from (f"no recipe has the key {key}" for key in unknown_keys(tree))
             return
         whole = "train" in tree
         try:
@@ -149,7 +150,7 @@ def _names(text: str) -> Iterator[str]:
         if not any(REPO.glob(name)) and not re.search(r"\b[A-Z]{2,}\b", name):
             yield f"{name} is not there"
     for key in _KEY.findall(text):
-        if not _is_key(key):
+        if unknown_keys(reduce(lambda tree, part: {part: tree}, reversed(key.split(".")), None)):
             yield f"no recipe has the key {key}"
     owner = _owner(text.split())
     if owner in FOREIGN:
@@ -159,46 +160,46 @@ def _names(text: str) -> Iterator[str]:
             yield f"{owner} has no option {flag}" if owner else f"no command has the option {flag}"
 
 
-def _is_key(key: str) -> bool:
-    """Whether recipes have a key such as `train.seed`; below free dictionaries (objective.params) all are."""
-    section: Any = RunConfig
-    for part in key.split("."):
-        parts = set(_parts(section))
-        if dict in parts:
-            return True
-        inner = [cls for cls in parts if isinstance(cls, type) and issubclass(cls, Section)]
-        known = [(field.alias or name, field) for cls in inner for name, field in cls.model_fields.items()]
-        fields = [field.annotation for name, field in known if name == part]
-        if not fields:
-            return False
-        section = fields[0]
-    return True
+@cache
+def _schema() -> dict[str, Any]:
+    return reference.schema()
 
 
-def _parts(annotation: Any) -> Iterator[Any]:
-    yield getattr(annotation, "__origin__", annotation)
-    for part in get_args(annotation):
-        yield from _parts(part)
-
-
-def _keys(tree: Any, above: str) -> Iterator[str]:
-    for key, value in tree.items() if isinstance(tree, dict) else ():
-        yield f"{above}{key}"
-        for inner in value if isinstance(value, list) else [value]:
-            yield from _keys(inner, f"{above}{key}.")
+def unknown_keys(tree: Any, schema: dict[str, Any] | None = None, above: str = "") -> list[str]:
+    """Return the keys of a recipe that its schema does not have; below free dictionaries it has them all."""
+    schema = _schema() if schema is None else schema
+    if "$ref" in schema:
+        schema = _schema()["$defs"][schema["$ref"].rpartition("/")[2]]
+    if "anyOf" in schema:
+        return min((unknown_keys(tree, part, above) for part in schema["anyOf"]), key=len)
+    if isinstance(tree, list):
+        return [key for item in tree for key in unknown_keys(item, schema.get("items", {}), above)]
+    if not isinstance(tree, dict):
+        return []
+    if schema.get("type", "object") != "object":
+        return unknown_keys(tree, schema["items"], above) if "items" in schema else [above.rstrip(".")]
+    unknown = []
+    for key, value in tree.items():
+        others = schema.get("additionalProperties", "properties" not in schema)
+        part = schema.get("properties", {}).get(key, others)
+        unknown += unknown_keys(value, part, f"{above}{key}.") if isinstance(part, dict) else []
+        unknown += [f"{above}{key}"] if part is False else []
+    return unknown
 
 
 def _owner(words: list[str]) -> str | None:
     """Return who reads a command's options: a module, a program, or None where nobody is known."""
     words = [re.sub(r"^[a-z]+=\$\(", "", word) for word in words if not re.match(r"[A-Z_]+=", word)]
-    words = words[2:] if words[:3] == ["python", "-m", "emo"] else words
-    if words[:1] == ["emo"] and len(words) > 1:
-        return f"emo {words[1]}" if words[1] in COMMANDS else None
-    if words[:2] == ["python", "-m"] and len(words) > 2:
-        return words[2]
-    if words and (words[0] in FOREIGN or words[0] in LAUNCHERS):
-        return words[0]
-    return "launch" if words and re.search(r"launch/.*\.sh$", words[0]) else None
+    match words:
+        case ["python", "-m", "emo", verb, *_] | ["emo", verb, *_]:
+            return f"emo {verb}" if verb in COMMANDS else None
+        case ["python", "-m", module, *_]:
+            return module
+        case [program, *_] if program in FOREIGN or program in LAUNCHERS:
+            return program
+        case [program, *_] if re.search(r"launch/.*\.sh$", program):
+            return "launch"
+    return None
 
 
 @cache
@@ -216,15 +217,14 @@ def options(owner: str) -> frozenset[str]:
     path = REPO / owner.replace(".", "/")
     files = [*path.rglob("*.py")] if path.is_dir() else [path.with_suffix(".py")]
     shared = {"tests.bench": "common.py", "tests.campaigns": "campaign.py"}.get(owner.rpartition(".")[0])
-    files += [path.parent / shared] if shared else []
-    return frozenset().union(*map(_declared, files))
+    return frozenset().union(*map(_declared, files + ([path.parent / shared] if shared else [])))
 
 
 @cache
 def _every_option() -> frozenset[str]:
     """Return what an option that is named without its command can be."""
-    rooms = ("emo.data_prep", "emo.pipeline", "emo.eval", "emo.experiments", *LAUNCHERS)
-    return frozenset(DOCKERS).union(*map(options, rooms), *map(_declared, (REPO / "tests").rglob("*.py")))
+    rooms = ("emo.data_prep", "emo.pipeline", "emo.eval", "emo.experiments", "tests", *LAUNCHERS)
+    return frozenset(DOCKERS).union(*map(options, rooms))
 
 
 @cache
