@@ -31,6 +31,7 @@ from pathlib import Path
 from emo.pipeline.run_dir import read_metrics
 from tests.campaigns.campaign import Campaign, call, can_install, conduct
 from tests.campaigns.kubernetes import kubernetes
+from tests.campaigns.soak import undisturbed
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.evaluating import tiny_model, write_tasks
@@ -129,8 +130,7 @@ def finish(processes: list[subprocess.Popen[str]], timeout: float = 240) -> tupl
 def hosts(directory: Path, show: Campaign) -> None:
     """Every way to start on two hosts, against one; preflight; the loss of a host."""
     recipe = launching.tiny_recipe(directory)
-    done = launching.run(2, str(recipe), f"output_dir={directory / 'one'}")
-    assert done.returncode == 0, done.stdout
+    expected = undisturbed(recipe, directory / "one")
     address, port = HOSTS["emo-a"], "29511"
     script = ["launch/continual.sh", str(recipe)]
     deepspeed = [str(launching.BIN / "deepspeed"), "--hostfile", str(directory / "hostfile")]
@@ -148,7 +148,7 @@ def hosts(directory: Path, show: Campaign) -> None:
             run_dir = directory / f"two-{number}"
             commands = ([*words, *script, f"output_dir={run_dir}"] for words in starts)
             codes, output = finish(start(environment, *commands))
-            good = not any(codes) and losses(run_dir) == losses(directory / "one")
+            good = not any(codes) and losses(run_dir) == expected
             otherwise = f"exit codes {codes}: {output[-600:]}"
             show("hosts", way, "losses equal those of one host", good, otherwise)
         command = [*pdsh, "--module", "emo", "preflight", str(recipe), f"output_dir={directory / 'one'}"]
@@ -276,33 +276,27 @@ class Job:
         self.wait(timeout=120)
 
 
-class Training(Job):
-    """A job of train.sbatch."""
-
-    def __init__(self, environment: Environment, recipe: Path, name: str, *extra: str) -> None:
-        """Submit the recipe; `extra` are options of Slurm (with dashes) and overrides of the recipe."""
-        self.run_dir = recipe.parent / name
-        shape = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1", "--mem=2000"]
-        shape += [option for option in extra if option.startswith("--")]
-        overrides = [option for option in extra if not option.startswith("--")]
-        command = ["launch/slurm/train.sbatch", "continual", str(recipe), f"output_dir={self.run_dir}"]
-        super().__init__(environment, self.run_dir.with_suffix(".slurm"), *shape, *command, *overrides)
+def train(environment: Environment, run_dir: Path, *extra: str) -> Job:
+    """Submit train.sbatch; `extra` are options of Slurm (with dashes) and overrides of the recipe."""
+    shape = ["--nodes=1", "--ntasks-per-node=2", "--gpus-per-node=2", "--cpus-per-task=1", "--mem=2000"]
+    shape += [option for option in extra if option.startswith("--")]
+    overrides = [option for option in extra if not option.startswith("--")]
+    command = ["continual", str(run_dir.parent / "recipe.yaml"), f"output_dir={run_dir}", *overrides]
+    return Job(environment, run_dir.with_suffix(".slurm"), *shape, "launch/slurm/train.sbatch", *command)
 
 
 def slurm(directory: Path, show: Campaign) -> None:
     """train.sbatch: cores, the warning before the time limit, the queue again, the end, and a mistake."""
-    recipe = launching.tiny_recipe(directory)
-    done = launching.run(2, str(recipe), f"output_dir={directory / 'plain'}")
-    assert done.returncode == 0, done.stdout
+    expected = undisturbed(launching.tiny_recipe(directory), directory / "plain")
     with slurm_cluster(directory / "slurm") as environment:
-        job = Training(environment, recipe, "by-slurm", "train.save_steps=3")
-        good = "COMPLETED" in job.wait() and losses(job.run_dir) == losses(directory / "plain")
+        job = train(environment, directory / "by-slurm", "train.save_steps=3")
+        good = "COMPLETED" in job.wait() and losses(directory / "by-slurm") == expected
         show("slurm", "a whole run", "losses equal", good, job.story())
 
         # One rank that asks for all cores of the node: the step that srun starts must have them.
         cores = os.cpu_count() or 1
         shape = ("--ntasks-per-node=1", f"--cpus-per-task={cores}", "--gpus-per-node=1")
-        job = Training(environment, recipe, "cores", *shape, *LONG)
+        job = train(environment, directory / "cores", *shape, *LONG)
         step = ("scontrol", "show", "step", f"{job.id}.0")
         job.wait(lambda _: "CPUs=" in ask(environment, *step), 120)
         match = re.search(r"CPUs=(\d+) Tasks=(\d+)", ask(environment, *step))
@@ -313,7 +307,7 @@ def slurm(directory: Path, show: Campaign) -> None:
 
         # Three minutes, warned one minute before, which Slurm may do up to a minute early. A warning that
         # comes while the run is still starting is answered too, but then only a later life can resume.
-        job = Training(environment, recipe, "warned", *LONG, "--time=3", "--signal=USR1@60")
+        job = train(environment, directory / "warned", *LONG, "--time=3", "--signal=USR1@60")
         state = job.wait(lambda state: "Restarts=0" not in state)
         good = "exit code 75" in tail(job.log) and "Restarts=1" in state
         show("slurm", "warned before the time limit", "ended with 75, queued again", good, job.story())
@@ -322,7 +316,7 @@ def slurm(directory: Path, show: Campaign) -> None:
         show("slurm", "a later life", "resumed from the checkpoint", good, job.story())
         job.cancel()
 
-        job = Training(environment, recipe, "mistake", "train.learning_rate=-1")
+        job = train(environment, directory / "mistake", "train.learning_rate=-1")
         state = job.wait()
         good = all(words in state for words in ("FAILED", "ExitCode=2:0", "Restarts=0"))
         show("slurm", "a mistake is not tried again", "exit code 2", good, job.story())
@@ -333,29 +327,30 @@ def slurm(directory: Path, show: Campaign) -> None:
 
 def scheduled(directory: Path, show: Campaign) -> None:
     """evaluate.sbatch as a job that waits for a training, and evaluate.scron as a line of Slurm's crontab."""
-    recipe = launching.tiny_recipe(directory)
+    launching.tiny_recipe(directory)
     data = write_tasks(directory / "tasks", ["sst2"], train=20, test=8)
     with slurm_cluster(directory / "slurm") as environment:
         environment |= {"EVAL_CACHE": str(directory / "cache")}
-        after_training(environment, recipe, data, show)
+        after_training(environment, directory, data, show)
         by_crontab(environment, directory, data, show)
 
 
-def after_training(environment: Environment, recipe: Path, data: Path, show: Campaign) -> None:
+def after_training(environment: Environment, directory: Path, data: Path, show: Campaign) -> None:
     """The export of a run is evaluated when the run is finished; after a mistake nothing waits for ever."""
     longer = "model.architecture.max_position_embeddings=1024"  # room for demonstrations
     for name, extra, expected, words in (
         ("good", longer, "COMPLETED", "waited, then evaluated the export"),
         ("bad", "train.learning_rate=-1", "CANCELLED", "cancelled when the training had failed"),
     ):
-        training, log = Training(environment, recipe, name, extra), recipe.parent / f"{name}.evaluation"
+        run_dir = directory / name
+        training, log = train(environment, run_dir, extra), run_dir.with_suffix(".evaluation")
         shape = (f"--dependency=afterok:{training.id}", "--cpus-per-task=1", "--mem-per-cpu=1000")
-        command = ("launch/slurm/evaluate.sbatch", training.run_dir, data, "--tasks", "sst2")
+        command = ("launch/slurm/evaluate.sbatch", run_dir, data, "--tasks", "sst2")
         waiting = Job(environment, log, *shape, *command)
         waits = "Reason=Dependency" in ask(environment, "scontrol", "show", "job", waiting.id)
         training.wait()
         good = waits and f"JobState={expected}" in waiting.wait()
-        good = good and evaluated(training.run_dir) == (name == "good")
+        good = good and evaluated(run_dir) == (name == "good")
         otherwise = f"{training.story()}\n{waiting.story()}"
         show("scheduled", f"a job after a training: {name}", words, good, otherwise)
 

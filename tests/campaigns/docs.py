@@ -8,10 +8,10 @@ other `python` blocks are run. What a reader has, and a machine without network 
 small: a hub cache with tiny models by the names used, files of texts and answers, tasks. Words in capitals
 are filled in, and `--data hub` becomes a directory.
 
-A block that says what it needs (`# needs: GPUs, hub`) is not run. Its recipes are planned (`--dry_run`), its
-arguments parsed by the program that would read them, its Slurm jobs read; what docker, kubectl, pip and
-scrontab name is looked up. `make` is asked what it would do: its targets are campaigns of their own. The
-table says of each command which of these it was. Writes runs/docs.json; exits 1 when a command failed.
+A block that says what it needs (`# needs: GPUs, hub`) is not run. Its recipes are planned (`--dry_run`) and
+the arguments of its `emo` commands parsed; what other programs name is looked up. `make` is asked what it would
+do: its targets are campaigns of their own. The table says of each command which of these it was. Writes
+runs/docs.json; exits 1 when a command failed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import zstandard
 from emo.__main__ import COMMANDS, DATA
 from tests.campaigns.campaign import Campaign, copy_checkout, options
 from tests.helpers.corpus import alpaca_rows, texts, write_jsonl
-from tests.helpers.documents import FOREIGN, Block, blocks, documents, faults
+from tests.helpers.documents import Block, blocks, documents, faults
 from tests.helpers.evaluating import tiny_model, tiny_tokenizer
 from tests.helpers.launching import ENVIRONMENT, PIPED
 
@@ -43,10 +43,7 @@ PATIENCE = 600  # seconds for a command; other work may share the machine
 # What stands for the words that a reader fills in.
 FILLED = {"RECIPE": "mine.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": MODEL, "RUN_DIR": "runs/mine"}
 FILLED |= {"HOSTS": "hosts", "HOST": "localhost", "N": "2", "URL": "none", "FILE": "table2"}
-_PARSE = "import sys; from {} import parse_args; parse_args(sys.argv[1:])"
-PARSERS = {  # what reads the options of a launcher
-    "deepspeed": _PARSE.format("deepspeed.launcher.runner"),
-    "torchrun": _PARSE.format("torch.distributed.run"),
+PARSERS = {
     "pipeline": "import sys; from emo.pipeline.cli import _parser; _parser().parse_args(sys.argv[1:])",
     "eval": "import sys; from emo.eval.cli import parser; parser().parse_args(sys.argv[1:])",
     "data_prep": "import sys; import emo.data_prep.cli as m; "
@@ -108,20 +105,15 @@ class Scratch:
 
     def check(self, command: str) -> Done:
         """Return what can be known of a command that cannot be run here."""
-        command = re.sub(r"^[a-z]+=\$\((.*)\)$", r"\1", command)  # job=$(sbatch ...)
         words = list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), shlex.split(command)))
-        if words[0] == "sbatch":
-            return self._job(words[1:])
-        if words[0] in FOREIGN or "scrontab" in command:
-            return Done("names", 0, "")  # `faults` has looked them up
         script = next((w for w in words if re.search(r"launch/(continual|instruct)\.sh$", w)), None)
         if script is not None:
-            return self._launch(words, script)
-        if words[0] in PARSERS:  # deepspeed --module emo preflight RECIPE
-            return self._parse(words[0], words[1:])
-        words = words[2:] if words[:2] == ["python", "-m"] else words
-        if words[0] != "emo":
+            recipe = words[words.index("--" if "--" in words else script) + 1 :]
+            return self.run(shlex.join(["python", script, *recipe, "--dry_run", "--ranks", "8"]), "dry run")
+        if words[:2] == ["python", "-m"]:
             return self.run(f"{command} --help", "--help")
+        if words[0] != "emo":
+            return Done("names", 0, "")  # `faults` has looked them up
         if words[1] in ("sweep", "table"):  # a table wants the runs done
             runs = shlex.join(["emo", "sweep", *words[2:]])
             return self.run(f"{runs.removesuffix(' --dry_run')} --dry_run", "dry run")
@@ -130,34 +122,7 @@ class Scratch:
         room = "data_prep" if COMMANDS[words[1]].function == DATA else "eval"
         if words[1] == "report" and not any("eval" in word or "results" in word for word in words):
             room = "pipeline"  # of runs that are not there
-        return self._parse(room, words[1:])
-
-    def _parse(self, name: str, words: list[str]) -> Done:
-        return self.run(shlex.join(["python", "-c", PARSERS[name], *words]), "arguments")
-
-    def _launch(self, words: list[str], script: str) -> Done:
-        """The launcher's options by its own parser, and the recipe by a dry run."""
-        at = words.index(script)
-        before, after = words[1:at], words[at + 1 :]
-        if "--" in after:
-            before, after = after[: after.index("--")], after[after.index("--") + 1 :]
-        parsed = self._parse(words[0] if at else "deepspeed", [*before, script, *after])
-        if parsed.code:
-            return parsed
-        return self.run(shlex.join(["python", script, *after, "--dry_run", "--ranks", "8"]), "dry run")
-
-    def _job(self, words: list[str]) -> Done:
-        """A Slurm job: what its file would run with these arguments."""
-        file, *rest = dropwhile(lambda word: not word.endswith(".sbatch"), words)
-        read = self.run(f"bash -n {file}", "job file")
-        if read.code or not rest:
-            return read
-        inner = {
-            "train": ["deepspeed", f"launch/{rest[0]}.sh", *rest[1:]],
-            "prepare": ["emo", "prepare", *rest],
-            "evaluate": ["emo", "watch", rest[0], "--once", "--data", *rest[1:]],
-        }
-        return self.check(shlex.join(inner[Path(file).stem]))
+        return self.run(shlex.join(["python", "-c", PARSERS[room], *words[1:]]), "arguments")
 
 
 def filled(text: str) -> str:
