@@ -24,11 +24,9 @@ def test_the_reference_has_every_key_of_the_models() -> None:
         assert path.read_text(encoding="utf-8") == text, "run make reference"
 
 
-def test_the_schema_knows_the_keys_of_shipped_recipes() -> None:
-    for path in (REPO / "launch" / "recipes").glob("*.yaml"):
-        assert documents.unknown_keys(yaml.safe_load(path.read_text(encoding="utf-8"))) == [], path
-    assert documents.unknown_keys({"train": {"stps": 1, "seed": 1}}) == ["train.stps"]
-    assert '"required"' not in reference.schema_text()  # the recipe that this one extends may have them
+def test_the_schema_asks_for_no_key() -> None:
+    """The recipe that a recipe extends may have it."""
+    assert '"required"' not in reference.schema_text()
 
 
 @pytest.mark.parametrize("path", documents.documents(), ids=lambda path: path.stem)

@@ -9,8 +9,8 @@ small: a hub cache with tiny models by the names used, files of texts and answer
 are filled in, and `--data hub` becomes a directory.
 
 A block that says what it needs (`# needs: GPUs, hub`) is not run. Its recipes are planned (`--dry_run`) and
-the arguments of its `emo` commands parsed; what other programs name is looked up. `make` is asked what it would
-do: its targets are campaigns of their own. The table says of each command which of these it was. Writes
+the arguments of its `emo` commands parsed; what other programs name is looked up. `make` is asked what it
+would do: its targets are campaigns of their own. The table says of each command which of these it was. Writes
 runs/docs.json; exits 1 when a command failed.
 """
 

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from pydantic import ValidationError
 
 from emo.__main__ import COMMANDS, EVALUATION, TRAINING
 from emo.common.errors import UserError
@@ -27,7 +28,6 @@ from emo.common.recipe import parse_section
 from emo.data_prep.config import DataConfig
 from emo.pipeline.config import RunConfig
 from tests.conftest import REPO
-from tests.helpers import reference
 
 # In the order in which a newcomer meets them: what one page makes, the next ones use.
 PAGES = ("README", "docs/first-run", "docs/tasks", "docs/objectives", "docs/operations")
@@ -160,31 +160,14 @@ def _names(text: str) -> Iterator[str]:
             yield f"{owner} has no option {flag}" if owner else f"no command has the option {flag}"
 
 
-@cache
-def _schema() -> dict[str, Any]:
-    return reference.schema()
-
-
-def unknown_keys(tree: Any, schema: dict[str, Any] | None = None, above: str = "") -> list[str]:
-    """Return the keys of a recipe that its schema does not have; below free dictionaries it has them all."""
-    schema = _schema() if schema is None else schema
-    if "$ref" in schema:
-        schema = _schema()["$defs"][schema["$ref"].rpartition("/")[2]]
-    if "anyOf" in schema:
-        return min((unknown_keys(tree, part, above) for part in schema["anyOf"]), key=len)
-    if isinstance(tree, list):
-        return [key for item in tree for key in unknown_keys(item, schema.get("items", {}), above)]
-    if not isinstance(tree, dict):
-        return []
-    if schema.get("type", "object") != "object":
-        return unknown_keys(tree, schema["items"], above) if "items" in schema else [above.rstrip(".")]
-    unknown = []
-    for key, value in tree.items():
-        others = schema.get("additionalProperties", "properties" not in schema)
-        part = schema.get("properties", {}).get(key, others)
-        unknown += unknown_keys(value, part, f"{above}{key}.") if isinstance(part, dict) else []
-        unknown += [f"{above}{key}"] if part is False else []
-    return unknown
+def unknown_keys(tree: Any) -> list[str]:
+    """Return the keys of a recipe, or of a part of it, that no recipe has."""
+    try:
+        RunConfig.model_validate(tree)
+    except ValidationError as error:
+        faults = error.errors()
+        return [".".join(map(str, fault["loc"])) for fault in faults if fault["type"] == "extra_forbidden"]
+    return []
 
 
 def _owner(words: list[str]) -> str | None:
