@@ -209,17 +209,15 @@ def slurm_cluster(directory: Path) -> Iterator[Environment]:
         folder.chmod(0o755)
     environment = launching.ENVIRONMENT | {"SLURM_CONF": str(config)}
     munge = ["munged", "-F", "--force", f"--key-file={key}", f"--log-file={directory}/munge.log"]
-    kinds = {"socket": "socket", "pid-file": "pid", "seed-file": "seed"}
-    munge += [f"--{option}={directory}/munge.{kind}" for option, kind in kinds.items()]
+    munge += [f"--{kind}={directory}/munge.{kind}" for kind in ("socket", "pid-file", "seed-file")]
     services = []
     try:
         for command in (munge, ["slurmctld", "-D"], ["slurmd", "-D"]):
             log = (directory / f"{command[0]}.out").open("w")
             services.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
             time.sleep(2)
-        wait_for(
-            lambda: "idle" in ask(environment, "sinfo", "-h", "-o", "%t"), f"idle node; see {directory}", 60
-        )
+        sinfo = ("sinfo", "-h", "-o", "%t")
+        wait_for(lambda: "idle" in ask(environment, *sinfo), f"idle node; see {directory}", 60)
         yield environment
     finally:
         subprocess.run(["scancel", "-u", "root"], env=environment, capture_output=True)

