@@ -36,7 +36,7 @@ LANGUAGES = {"bash", "python", "yaml", "text"}
 ROOMS = "common|data_prep|pipeline|eval|experiments|launch"
 FOREIGN = {"sbatch", "docker", "kubectl", "pip", "make"}  # whose own options nobody here can be asked about
 DOCKERS = {"--help", "--build-arg", "--read-only", "--secret", "--tmpfs"}  # named without their command
-LAUNCHERS = {"deepspeed": "deepspeed.launcher.runner", "torchrun": "torch.distributed.run"}
+LAUNCHERS = ("deepspeed.launcher.runner", "torch.distributed.run")
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _KEY = re.compile(
@@ -156,8 +156,8 @@ def _names(text: str) -> Iterator[str]:
     if owner in FOREIGN:
         return
     for flag in _FLAG.findall(re.sub(r"\$\([a-z][^)]*\)", "", text)):  # without commands of the system
-        if flag not in (options(owner) if owner else _every_option()):
-            yield f"{owner} has no option {flag}" if owner else f"no command has the option {flag}"
+        if flag not in options(owner):
+            yield f"emo {owner} has no option {flag}" if owner else f"no command has the option {flag}"
 
 
 def unknown_keys(tree: Any) -> list[str]:
@@ -170,49 +170,30 @@ def unknown_keys(tree: Any) -> list[str]:
     return []
 
 
-def _owner(words: list[str]) -> str | None:
-    """Return who reads a command's options: a module, a program, or None where nobody is known."""
+def _owner(words: list[str]) -> str:
+    """Return who reads a command's options: a command of `emo`, another program, or "" for anybody."""
     words = [re.sub(r"^[a-z]+=\$\(", "", word) for word in words if not re.match(r"[A-Z_]+=", word)]
     match words:
-        case ["python", "-m", "emo", verb, *_] | ["emo", verb, *_]:
-            return f"emo {verb}" if verb in COMMANDS else None
-        case ["python", "-m", module, *_]:
-            return module
-        case [program, *_] if program in FOREIGN or program in LAUNCHERS:
+        case ["python", "-m", "emo", verb, *_] | ["emo", verb, *_] if verb in COMMANDS:
+            return verb
+        case [program, *_] if program in FOREIGN:
             return program
-        case [program, *_] if re.search(r"launch/.*\.sh$", program):
-            return "launch"
-    return None
+    return ""
 
 
 @cache
 def options(owner: str) -> frozenset[str]:
-    """Return the options of a command, read from the code that declares them, without running it."""
-    if owner.startswith("emo "):
-        function = COMMANDS[owner.removeprefix("emo ")].function
+    """Return the options of a command, or of all, from the code that declares them, without running it."""
+    rooms = ["data_prep", "pipeline", "eval", "experiments", "tests"]
+    specs = [importlib.util.find_spec(name) for name in LAUNCHERS]
+    files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
+    function = COMMANDS[owner].function if owner else ""
+    if owner and ".launch." not in function:
         rooms = [name.split(".")[1] for name in ([function] if function else [TRAINING, EVALUATION])]
-        owners = ("launch" if room == "launch" else f"emo.{room}" for room in rooms)
-        return frozenset().union(*map(options, owners))
-    if owner == "launch" or owner in LAUNCHERS:
-        spec = importlib.util.find_spec(LAUNCHERS.get(owner, LAUNCHERS["deepspeed"]))
-        assert spec is not None and spec.origin is not None
-        return _declared(REPO / "pipeline" / "cli.py") | _declared(Path(spec.origin))
-    path = REPO / owner.replace(".", "/")
-    files = [*path.rglob("*.py")] if path.is_dir() else [path.with_suffix(".py")]
-    shared = {"tests.bench": "common.py", "tests.campaigns": "campaign.py"}.get(owner.rpartition(".")[0])
-    return frozenset().union(*map(_declared, files + ([path.parent / shared] if shared else [])))
-
-
-@cache
-def _every_option() -> frozenset[str]:
-    """Return what an option that is named without its command can be."""
-    rooms = ("emo.data_prep", "emo.pipeline", "emo.eval", "emo.experiments", "tests", *LAUNCHERS)
-    return frozenset(DOCKERS).union(*map(options, rooms))
-
-
-@cache
-def _declared(path: Path) -> frozenset[str]:
-    return frozenset(re.findall(r"""["'](--[a-z][\w-]*)["']""", path.read_text("utf-8")))
+        files = []
+    files += [path for room in rooms for path in (REPO / room).rglob("*.py")]
+    declared = re.findall(r"""["'](--[a-z][\w-]*)["']""", "".join(path.read_text("utf-8") for path in files))
+    return frozenset(declared) if owner else frozenset(declared) | DOCKERS
 
 
 def functions(path: Path) -> set[str]:
