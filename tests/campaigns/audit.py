@@ -46,17 +46,10 @@ def _ask(*command: str | Path, text: str = "", cwd: Path = REPO) -> subprocess.C
     return done
 
 
-def _pinned(locked: dict[str, Version]) -> str:
-    return "".join(f"{package}=={version}\n" for package, version in locked.items())
-
-
-def advisories(locked: dict[str, Version], tools: Path) -> list[str]:
+def advisories(locked: dict[str, Version], file: Path, tools: Path) -> list[str]:
     """Return known vulnerabilities. Raises ValueError where the service knows nothing of some packages."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as file:
-        file.write(_pinned(locked))
-        file.flush()
-        options = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json"]
-        answers = json.loads(_ask(tools / "pip-audit", "-r", file.name, *options).stdout)["dependencies"]
+    options = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json"]
+    answers = json.loads(_ask(tools / "pip-audit", "-r", file, *options).stdout)["dependencies"]
     known = [answer for answer in answers if "vulns" in answer]
     if not known:
         raise ValueError("the service does not answer")
@@ -64,14 +57,14 @@ def advisories(locked: dict[str, Version], tools: Path) -> list[str]:
     return [f"{p['name']} {p['version']}: {fault['id']}" for p in known for fault in p["vulns"]]
 
 
-def withdrawn(locked: dict[str, Version], tools: Path) -> list[str]:
+def withdrawn(locked: dict[str, Version], file: Path, tools: Path) -> list[str]:
     """Return the releases that their authors have withdrawn. Raises ValueError without the registry."""
-    options = ["--dry-run", "--no-deps", "--reinstall", "--python", sys.executable, "-r", "-"]
-    done = _ask(tools / "uv", "pip", "install", *options, text=_pinned(locked), cwd=Path("/"))
+    options = ["--dry-run", "--no-deps", "--reinstall", "--python", sys.executable, "-r", file]
+    done = _ask(tools / "uv", "pip", "install", *options, cwd=file.parent)
     return [f"{package} {version}: {reason}" for package, version, reason in YANKED.findall(done.stderr)]
 
 
-def newer(locked: dict[str, Version], tools: Path) -> list[str]:
+def newer(locked: dict[str, Version], file: Path, tools: Path) -> list[str]:
     """Return newer releases that this project's bounds allow. Raises ValueError without the registry."""
     options = ["--quiet", "--upgrade", "pyproject.toml", "-"]
     newest = pins(_ask(tools / "uv", "pip", "compile", *options, text="openicl\n").stdout)
@@ -80,15 +73,18 @@ def newer(locked: dict[str, Version], tools: Path) -> list[str]:
 
 def main(tools: Path) -> int:
     locked, answered, faults = pins(LOCK.read_text()), 0, 0
-    for ask in (advisories, withdrawn, newer):
-        try:
-            lines = ask(locked, tools)
-        except (ValueError, OSError) as error:
-            print(f"{ask.__name__}: NOT CHECKED ({error})")
-            continue
-        answered += 1
-        faults += len(lines) if ask is not newer else 0
-        print(f"{ask.__name__}: {len(lines)} among {len(locked)} packages", *lines, sep="\n  ")
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "requirements.txt"
+        file.write_text("".join(f"{package}=={version}\n" for package, version in locked.items()))
+        for ask in (advisories, withdrawn, newer):
+            try:
+                lines = ask(locked, file, tools)
+            except (ValueError, OSError) as error:
+                print(f"{ask.__name__}: NOT CHECKED ({error})")
+                continue
+            answered += 1
+            faults += len(lines) if ask is not newer else 0
+            print(f"{ask.__name__}: {len(lines)} among {len(locked)} packages", *lines, sep="\n  ")
     if faults:
         return ExitCode.FAILURE
     return ExitCode.DONE if answered else ExitCode.MISTAKE

@@ -114,7 +114,8 @@ def verbs(image: Image, show: Campaign) -> None:
     config = inspected["Config"]
     labels = {key.rpartition(".")[2]: value for key, value in (config.get("Labels") or {}).items()}
     show("verbs", "size", f"{inspected['Size'] / 2**30:.2f} GiB", True)
-    user, health = config.get("User"), (inspected | config).get("Healthcheck", {}).get("Test")
+    user = config.get("User")
+    health = (config.get("Healthcheck") or inspected.get("Healthcheck") or {}).get("Test")
     show("verbs", "user, stop signal", f"{user}, {config.get('StopSignal')}", user == "1001")
     show("verbs", "health check", str(health), bool(health) and health[-1] == "health")
     show("verbs", "labels", ", ".join(sorted(labels)), labels.get("revision") == "tested")
