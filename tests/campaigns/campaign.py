@@ -8,7 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,25 +45,22 @@ class Campaign:
         return int(not all(row["good"] for row in self.rows))
 
 
-def options(about: str | None, parts: Iterable[str] = (), **defaults: float | str) -> argparse.ArgumentParser:
-    """Return a parser with `--parts`, all of them unless given, and with the options that have a default."""
-    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if parts := list(parts):
-        parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
-    for name, default in defaults.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
-    return parser
-
-
 def conduct(
-    name: str,
-    run: Callable[[Path, argparse.Namespace, Campaign], object],
-    about: str | None,
-    parts: Iterable[str] = (),
-    **defaults: float | str,
+    name: str, run: Callable[[Path, argparse.Namespace, Campaign], object], about: str | None, **options: Any
 ) -> int:
-    """Run a campaign in a temporary directory, as its options say; return its exit code."""
-    args, show = options(about, parts, **defaults).parse_args(), Campaign(name)
+    """Run a campaign in a temporary directory; return its exit code.
+
+    options: those of the command with their defaults; what is a list takes several of its words.
+    """
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for option, default in options.items():
+        how: dict[str, Any] = {"type": type(default)}
+        if isinstance(default, bool):
+            how = {"action": "store_true"}
+        elif isinstance(default, list):
+            how = {"nargs": "+", "choices": default or None}
+        parser.add_argument(f"--{option.replace('_', '-')}", default=default, **how)
+    args, show = parser.parse_args(), Campaign(name)
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)  # other users' services and containers look into it
         run(Path(directory).resolve(), args, show)

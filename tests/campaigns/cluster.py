@@ -397,4 +397,4 @@ def cluster(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(conduct("cluster", cluster, __doc__, PARTS))
+    sys.exit(conduct("cluster", cluster, __doc__, parts=[*PARTS]))

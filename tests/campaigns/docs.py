@@ -2,11 +2,12 @@
 
     python -m tests.campaigns.docs [--only first-run tasks] [--keep DIR]
 
-The documents are gone through in reading order in one copy of the repository, so that what one page makes the
-next ones use. A `bash` block is run line by line; `yaml` and `python` blocks with a file name become files,
-other `python` blocks are run. What a reader has, and a machine without network has not, is made first, in
-small: a hub cache with tiny models by the names used, files of texts and answers, tasks. Words in capitals
-are filled in, and `--data hub` becomes a directory.
+`--keep` works in a directory and leaves it, for pages that come alone. The documents are gone through in
+reading order in one copy of the repository, so that what one page makes the next ones use. A `bash` block is
+run line by line; `yaml` and `python` blocks with a file name become files, other `python` blocks are run.
+What a reader has, and a machine without network has not, is made first, in small: a hub cache with tiny
+models by the names used, files of texts and answers, tasks. Words in capitals are filled in, and `--data hub`
+becomes a directory.
 
 A block that says what it needs (`# needs: GPUs, hub`) is not run. Its recipes are planned (`--dry_run`) and
 the arguments of its `emo` commands parsed; what other programs name is looked up. `make` is asked what it
@@ -16,14 +17,13 @@ runs/docs.json; exits 1 when a command failed.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from itertools import dropwhile
 from pathlib import Path
@@ -32,7 +32,7 @@ from typing import NamedTuple
 import zstandard
 
 from emo.__main__ import COMMANDS, DATA
-from tests.campaigns.campaign import Campaign, copy_checkout, options
+from tests.campaigns.campaign import Campaign, conduct, copy_checkout
 from tests.helpers.corpus import alpaca_rows, texts, write_jsonl
 from tests.helpers.documents import Block, blocks, documents, faults
 from tests.helpers.evaluating import tiny_model, tiny_tokenizer
@@ -155,28 +155,17 @@ def go_through(block: Block, scratch: Scratch, show: Campaign) -> None:
         show(block.where, command, f"{done.how}{needs}: {end}", done.code == 0)
 
 
-def main() -> int:
-    parser = options(__doc__)
-    parser.add_argument("--only", nargs="+", default=[], metavar="PAGE", help="these pages; see --keep")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="work here, and leave it for --only")
-    args, show = parser.parse_args(), Campaign("docs")
-    directory = args.keep or Path(tempfile.mkdtemp(prefix="docs-test-"))
-    try:
-        scratch = Scratch(directory)
-        if not (directory / "hub").exists():
-            scratch.furnish()
-        for path in documents():
-            if args.only and path.stem not in args.only:
-                continue
+def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
+    scratch = Scratch(Path(args.keep) if args.keep else directory)
+    if not (scratch.root / "hub").exists():
+        scratch.furnish()
+    for path in documents():
+        if not args.only or path.stem in args.only:
             wrong = faults(path)
             show(path.name, "links, files, options, keys", "as they should be", not wrong, "; ".join(wrong))
             for block in blocks(path):
                 go_through(block, scratch, show)
-    finally:
-        if not args.keep:
-            shutil.rmtree(directory, ignore_errors=True)
-    return show.finish(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(conduct("docs", run, __doc__, only=[], keep=""))

@@ -12,13 +12,13 @@ elsewhere they are reported as not comparable, and everything else is compared.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import platform
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.campaigns.campaign import Campaign, options
+from tests.campaigns.campaign import Campaign, conduct
 from tests.conftest import REPO
 from tests.helpers.corpus import write_jsonl
 from tests.helpers.launching import BIN, ENVIRONMENT, PIPED, launch_command
@@ -204,35 +204,27 @@ def predictions(root: Path, name: str) -> dict[str, str]:
     return digests
 
 
-def results(recipes: dict[str, dict[str, Any]], only: list[str]) -> dict[str, str]:
+def results(root: Path, recipes: dict[str, dict[str, Any]], only: list[str]) -> dict[str, str]:
     digests: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch)
-        write_sources(root)
-        for name, data in recipes.items():
-            path = write_recipe(root, name, data)
-            if not only or name in only or "train_tokenizer" in data:
-                emo("prepare", path)
-                digests |= prepared(root, name)
-        if not only:
-            digests |= trained(root, "domains", "continual", 2)
-            digests |= trained(root, "alpaca", "instruct", 1, "objective.name=mle")
-            digests |= predictions(root, "domains")
+    write_sources(root)
+    for name, data in recipes.items():
+        path = write_recipe(root, name, data)
+        if not only or name in only or "train_tokenizer" in data:
+            emo("prepare", path)
+            digests |= prepared(root, name)
+    if not only:
+        digests |= trained(root, "domains", "continual", 2)
+        digests |= trained(root, "alpaca", "instruct", 1, "objective.name=mle")
+        digests |= predictions(root, "domains")
     return digests
 
 
-def main() -> int:
-    recipes = yaml.safe_load(RECIPES)
-    parser = options(__doc__)
-    parser.add_argument("--write", action="store_true", help="make the file anew")
-    parser.add_argument("--only", nargs="*", default=[], choices=sorted(recipes), help="some recipes")
-    args, campaign = parser.parse_args(), Campaign("equality")
-    digests = results(recipes, args.only)
+def compare(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
+    digests = results(directory, yaml.safe_load(RECIPES), args.only)
     # What bit-equal numbers depend on: PyTorch, and the processor's vector instructions.
     host = f"torch {torch.__version__} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if args.write:
         EXPECTED.write_text(json.dumps({"host": host, "digests": digests}, indent=1) + "\n", encoding="utf-8")
-        return 0
     expected = json.loads(EXPECTED.read_text(encoding="utf-8"))
     for name, value in expected["digests"].items():
         part, _, kind = name.partition("/")
@@ -240,12 +232,11 @@ def main() -> int:
         if args.only and (by_bit or part not in args.only):
             continue
         if by_bit and expected["host"] != host:
-            campaign(part, name, "not comparable on this host", True)
+            show(part, name, "not comparable on this host", True)
         else:
             actual = digests.get(name, "missing")
-            campaign(part, name, "equal", actual == value, f"{actual}, was {value}")
-    return campaign.finish(args)
+            show(part, name, "equal", actual == value, f"{actual}, was {value}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(conduct("equality", compare, __doc__, write=False, only=[]))

@@ -25,7 +25,7 @@ from tests.campaigns.campaign import Campaign, conduct
 from tests.helpers import launching
 
 LONG = ["train.max_steps=100000", "train.lr_scheduler_type=constant", "train.save_steps=0"]
-LAUNCHERS = ("deepspeed", "script", "torchrun", "python")
+LAUNCHERS = ["deepspeed", "script", "torchrun", "python"]
 # Launchers, victim, signals and moment. `terminal` is the foreground process group, as for Ctrl-C; `command`
 # is what the user started; ABRT comes from NCCL's watchdog. A `slow` step takes longer than launchers wait.
 CELLS = [
@@ -122,4 +122,4 @@ def exits(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(conduct("exits", exits, __doc__, LAUNCHERS, only=""))
+    sys.exit(conduct("exits", exits, __doc__, parts=LAUNCHERS, only=""))

@@ -268,4 +268,4 @@ def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(conduct("image", run, __doc__, PARTS, torch_args=""))
+    sys.exit(conduct("image", run, __doc__, parts=[*PARTS], torch_args=""))

@@ -2,11 +2,13 @@
 
 Each mutant of `mutants.json` changes one line; it is killed when the tests of its file fail. Survivors are
 listed: some change nothing that matters, the others show where a test is missing. --jobs run side by side, in
-copies of the working tree under build/mutants/.
+copies of the working tree under build/mutants/. --only those of files whose path has a word in it; --write
+notes which are killed.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import queue
@@ -19,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.campaigns.campaign import Campaign, copy_checkout, options
+from tests.campaigns.campaign import Campaign, conduct, copy_checkout
 from tests.conftest import REPO
 
 MUTANTS = Path(__file__).with_suffix(".json")
@@ -55,11 +57,7 @@ def killed(tree: Path, mutant: dict[str, Any], tests: list[str]) -> bool | str:
         path.write_text(original, encoding="utf-8")
 
 
-def main() -> int:
-    parser = options(__doc__, jobs=2)
-    parser.add_argument("--only", default="", metavar="PART", help="of files whose path has this in it")
-    parser.add_argument("--write", action="store_true", help="note which are killed")
-    args, campaign = parser.parse_args(), Campaign("mutants")
+def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
     plan = json.loads(MUTANTS.read_text(encoding="utf-8"))
     mutants = [mutant for mutant in plan["mutants"] if args.only in mutant["file"]]
     trees: queue.Queue[Path] = queue.Queue()
@@ -79,23 +77,21 @@ def main() -> int:
         each = [list(tests) for tests in sorted(set(map(tuple, suites)))]
         broken = [tests for tests, bad in zip(each, pool.map(fails, each), strict=True) if bad]
         if broken:
-            print(f"these tests fail without a mutant: {broken}", file=sys.stderr)
-            return 1
+            sys.exit(f"these tests fail without a mutant: {broken}")
         verdicts = list(pool.map(fails, suites, mutants))
     for mutant, verdict in zip(mutants, verdicts, strict=True):
         change = f"{mutant['before'].strip()}  ->  {mutant['after'].strip()}"
         if isinstance(verdict, str):
-            campaign(mutant["file"], change, verdict, False)
+            show(mutant["file"], change, verdict, False)
             continue
         if not verdict:
             lost = bool(mutant.get("killed"))
-            campaign(mutant["file"], change, "survives, and was killed" if lost else "survives", not lost)
+            show(mutant["file"], change, "survives, and was killed" if lost else "survives", not lost)
         mutant["killed"] = verdict
     if args.write:
         MUTANTS.write_text(json.dumps(plan, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    campaign("all", f"{len(mutants)} mutants", f"{verdicts.count(True)} killed", True)
-    return campaign.finish(args)
+    show("all", f"{len(mutants)} mutants", f"{verdicts.count(True)} killed", True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(conduct("mutants", run, __doc__, jobs=2, only="", write=False))

@@ -228,4 +228,4 @@ def soak(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(conduct("soak", soak, __doc__, PARTS, kills=20, seed=0))
+    sys.exit(conduct("soak", soak, __doc__, parts=[*PARTS], kills=20, seed=0))

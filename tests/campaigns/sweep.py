@@ -92,4 +92,4 @@ def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(conduct("sweep", run, __doc__, ["kills", "slurm"], kills=20, seed=0))
+    sys.exit(conduct("sweep", run, __doc__, parts=["kills", "slurm"], kills=20, seed=0))
