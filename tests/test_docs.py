@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -26,23 +24,9 @@ def test_the_reference_has_every_key_of_the_models() -> None:
         assert path.read_text(encoding="utf-8") == text, "run make reference"
 
 
-RECIPES = sorted((REPO / "launch" / "recipes").glob("*.yaml"))
-
-
-@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_the_schema_knows_the_keys_of_shipped_recipes(path: Path) -> None:
-    schema = json.loads(reference.schema_text())
-
-    def unknown(tree: dict[str, Any], section: dict[str, Any]) -> list[str]:
-        keys = [key for key in tree if key not in section["properties"]]
-        for key, value in tree.items():
-            name = section["properties"].get(key, {}).get("$ref", "").rpartition("/")[2]
-            keys += unknown(value, schema["$defs"][name]) if name and isinstance(value, dict) else []
-        return keys
-
-    assert unknown(yaml.safe_load(path.read_text(encoding="utf-8")), schema) == []
-    assert unknown({"train": {"stps": 1}}, schema) == ["stps"]
-    assert not any("required" in section for section in (schema, *schema["$defs"].values()))
+def test_the_schema_asks_for_no_key() -> None:
+    """The recipe that a recipe extends may have it."""
+    assert '"required"' not in reference.schema_text()
 
 
 @pytest.mark.parametrize("path", documents.documents(), ids=lambda path: path.stem)

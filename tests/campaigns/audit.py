@@ -39,55 +39,52 @@ def pins(text: str) -> dict[str, Version]:
 
 
 def _ask(*command: str | Path, text: str = "", cwd: Path = REPO) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, input=text, capture_output=True, text=True, cwd=cwd)
+    """Return what a command writes. Raises ValueError where it fails and answers nothing."""
+    done = subprocess.run(command, input=text, capture_output=True, text=True, cwd=cwd)
+    if done.returncode and not done.stdout.strip():
+        raise ValueError(one_line(done.stderr))
+    return done
 
 
-def advisories(locked: dict[str, Version], auditor: Path) -> list[str]:
+def advisories(locked: dict[str, Version], file: Path, tools: Path) -> list[str]:
     """Return known vulnerabilities. Raises ValueError where the service knows nothing of some packages."""
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".txt") as file:
-        file.write("".join(f"{package}=={version}\n" for package, version in locked.items()))
-        file.flush()
-        options = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json"]
-        done = _ask(auditor, "-r", file.name, *options)
-    if not done.stdout.strip():
-        raise ValueError(one_line(done.stderr[-300:]))
-    known = [answer for answer in json.loads(done.stdout)["dependencies"] if "vulns" in answer]
+    options = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json"]
+    answers = json.loads(_ask(tools / "pip-audit", "-r", file, *options).stdout)["dependencies"]
+    known = [answer for answer in answers if "vulns" in answer]
     if not known:
         raise ValueError("the service does not answer")
     print(f"advisories: the service does not answer about {len(locked) - len(known)} packages")
     return [f"{p['name']} {p['version']}: {fault['id']}" for p in known for fault in p["vulns"]]
 
 
-def withdrawn(locked: dict[str, Version], uv: Path) -> list[str]:
+def withdrawn(locked: dict[str, Version], file: Path, tools: Path) -> list[str]:
     """Return the releases that their authors have withdrawn. Raises ValueError without the registry."""
-    pinned = "".join(f"{package}=={version}\n" for package, version in locked.items())
-    options = ["--dry-run", "--no-deps", "--reinstall", "--python", sys.executable, "-r", "-"]
-    done = _ask(uv, "pip", "install", *options, text=pinned, cwd=Path("/"))
-    if done.returncode:
-        raise ValueError(one_line(done.stderr, 150))
+    options = ["--dry-run", "--no-deps", "--reinstall", "--python", sys.executable, "-r", file]
+    done = _ask(tools / "uv", "pip", "install", *options, cwd=file.parent)
     return [f"{package} {version}: {reason}" for package, version, reason in YANKED.findall(done.stderr)]
 
 
-def newer(locked: dict[str, Version], uv: Path) -> list[str]:
+def newer(locked: dict[str, Version], file: Path, tools: Path) -> list[str]:
     """Return newer releases that this project's bounds allow. Raises ValueError without the registry."""
-    done = _ask(uv, "pip", "compile", "--quiet", "--upgrade", "pyproject.toml", "-", text="openicl\n")
-    if done.returncode:
-        raise ValueError(one_line(done.stderr, 150))
-    newest = pins(done.stdout)
+    options = ["--quiet", "--upgrade", "pyproject.toml", "-"]
+    newest = pins(_ask(tools / "uv", "pip", "compile", *options, text="openicl\n").stdout)
     return [f"{p} {v} -> {newest[p]}" for p, v in locked.items() if p in newest and newest[p] > v]
 
 
 def main(tools: Path) -> int:
     locked, answered, faults = pins(LOCK.read_text()), 0, 0
-    for ask, tool in ((advisories, "pip-audit"), (withdrawn, "uv"), (newer, "uv")):
-        try:
-            lines = ask(locked, tools / tool)
-        except (ValueError, OSError) as error:
-            print(f"{ask.__name__}: NOT CHECKED ({error})")
-            continue
-        answered += 1
-        faults += len(lines) if ask is not newer else 0
-        print(f"{ask.__name__}: {len(lines)} among {len(locked)} packages", *lines, sep="\n  ")
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "requirements.txt"
+        file.write_text("".join(f"{package}=={version}\n" for package, version in locked.items()))
+        for ask in (advisories, withdrawn, newer):
+            try:
+                lines = ask(locked, file, tools)
+            except (ValueError, OSError) as error:
+                print(f"{ask.__name__}: NOT CHECKED ({error})")
+                continue
+            answered += 1
+            faults += len(lines) if ask is not newer else 0
+            print(f"{ask.__name__}: {len(lines)} among {len(locked)} packages", *lines, sep="\n  ")
     if faults:
         return ExitCode.FAILURE
     return ExitCode.DONE if answered else ExitCode.MISTAKE

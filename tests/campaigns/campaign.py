@@ -7,7 +7,8 @@ import json
 import os
 import shutil
 import subprocess
-from collections.abc import Iterable
+import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ class Campaign:
         self.rows.append({"part": part, "what": case, "found": results, "good": good})
         print(f"{part}: {case}: {results}", flush=True)
 
-    def finish(self, settings: dict[str, Any]) -> int:
+    def finish(self, args: argparse.Namespace) -> int:
         """Print the table, write runs/NAME.json; return 1 when a finding is not good, else 0."""
         table = Table("part", "what", "found", "")
         for row in self.rows:
@@ -38,18 +39,32 @@ class Campaign:
         Console().print(table)
         target = REPO / "runs" / f"{self.name}.json"
         target.parent.mkdir(exist_ok=True)
-        target.write_text(json.dumps({"settings": settings, "rows": self.rows}, indent=1) + "\n")
+        target.write_text(
+            json.dumps({"settings": vars(args), "rows": self.rows}, indent=1, default=str) + "\n"
+        )
         return int(not all(row["good"] for row in self.rows))
 
 
-def options(about: str | None, parts: Iterable[str] = (), **numbers: float) -> argparse.ArgumentParser:
-    """Return a parser with `--parts`, all of them unless given, and with an option for each number."""
+def conduct(
+    name: str, run: Callable[[Path, argparse.Namespace, Campaign], object], about: str | None, **options: Any
+) -> int:
+    """Run a campaign in a temporary directory; return its exit code.
+
+    options: those of the command with their defaults; what is a list takes several of its words.
+    """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    if parts := list(parts):
-        parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
-    return parser
+    for option, default in options.items():
+        how: dict[str, Any] = {"type": type(default)}
+        if isinstance(default, bool):
+            how = {"action": "store_true"}
+        elif isinstance(default, list):
+            how = {"nargs": "+", "choices": default or None}
+        parser.add_argument(f"--{option.replace('_', '-')}", default=default, **how)
+    args, show = parser.parse_args(), Campaign(name)
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)  # other users' services and containers look into it
+        run(Path(directory).resolve(), args, show)
+    return show.finish(args)
 
 
 def call(*command: str | Path, cwd: Path | None = None) -> str:

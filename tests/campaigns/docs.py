@@ -2,53 +2,48 @@
 
     python -m tests.campaigns.docs [--only first-run tasks] [--keep DIR]
 
-The documents are gone through in reading order in one copy of the repository, so that what one page makes the
-next ones use. A `bash` block is run line by line; `yaml` and `python` blocks with a file name become files,
-other `python` blocks are run. What a reader has, and a machine without network has not, is made first, in
-small: a hub cache with tiny models by the names used, files of texts and answers, tasks. Words in capitals
-are filled in, and `--data hub` becomes a directory.
+`--keep` works in a directory and leaves it, for pages that come alone. The documents are gone through in
+reading order in one copy of the repository, so that what one page makes the next ones use. A `bash` block is
+run line by line; `yaml` and `python` blocks with a file name become files, other `python` blocks are run.
+What a reader has, and a machine without network has not, is made first, in small: a hub cache with tiny
+models by the names used, files of texts and answers, tasks. Words in capitals are filled in, and `--data hub`
+becomes a directory.
 
-A block that says what it needs (`# needs: GPUs, hub`) is not run. Its recipes are planned (`--dry_run`), its
-arguments parsed by the program that would read them, its job files read. `make` is asked what it would do:
-its targets are campaigns of their own. The table says of each command which of these it was. Writes
+A block that says what it needs (`# needs: GPUs, hub`) is not run. Its recipes are planned (`--dry_run`) and
+the arguments of its `emo` commands parsed; what other programs name is looked up. `make` is asked what it
+would do: its targets are campaigns of their own. The table says of each command which of these it was. Writes
 runs/docs.json; exits 1 when a command failed.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-import tomllib
-from itertools import dropwhile, pairwise
+from itertools import dropwhile
 from pathlib import Path
 from typing import NamedTuple
 
 import zstandard
 
 from emo.__main__ import COMMANDS, DATA
-from tests.campaigns.campaign import Campaign, copy_checkout, options
+from tests.campaigns.campaign import Campaign, conduct, copy_checkout
 from tests.helpers.corpus import alpaca_rows, texts, write_jsonl
 from tests.helpers.documents import Block, blocks, documents, faults
 from tests.helpers.evaluating import tiny_model, tiny_tokenizer
 from tests.helpers.launching import ENVIRONMENT, PIPED
 
-MODELS = ("openai-community/gpt2",)  # of the hub, that documents train and evaluate
+MODEL = "openai-community/gpt2"  # of the hub, that documents train and evaluate
 PATIENCE = 600  # seconds for a command; other work may share the machine
 # What stands for the words that a reader fills in.
-FILLED = {"RECIPE": "mine.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": "openai-community/gpt2"}
-FILLED |= {"RUN_DIR": "runs/mine", "HOSTS": "hosts", "HOST": "localhost", "N": "2", "URL": "none"}
-FILLED |= {"FILE": "table2"}
-_PARSE = "import sys; from {} import parse_args; parse_args(sys.argv[1:])"
-PARSERS = {  # what reads the options of a launcher
-    "deepspeed": _PARSE.format("deepspeed.launcher.runner"),
-    "torchrun": _PARSE.format("torch.distributed.run"),
+FILLED = {"RECIPE": "mine.yaml", "DIR": "data", "TASKS": "data/nlu", "MODEL": MODEL, "RUN_DIR": "runs/mine"}
+FILLED |= {"HOSTS": "hosts", "HOST": "localhost", "N": "2", "URL": "none", "FILE": "table2"}
+PARSERS = {
     "pipeline": "import sys; from emo.pipeline.cli import _parser; _parser().parse_args(sys.argv[1:])",
     "eval": "import sys; from emo.eval.cli import parser; parser().parse_args(sys.argv[1:])",
     "data_prep": "import sys; import emo.data_prep.cli as m; "
@@ -70,8 +65,7 @@ class Scratch:
         if not (directory / ".venv").exists():
             (directory / ".venv").symlink_to(sys.prefix)
         # Runs on one host meet at DeepSpeed's port: where the system can, these have a network of their own.
-        self.alone = ["unshare", "--map-root-user", "--net"]
-        self.first = "ip link set lo up; "
+        self.alone, self.first = ["unshare", "--map-root-user", "--net"], "ip link set lo up; "
         if subprocess.run([*self.alone, "ip", "link"], capture_output=True).returncode:
             self.alone, self.first = [], ""
         self.environment = ENVIRONMENT | {"PYTHONPATH": str(directory), "HF_HOME": str(directory / "hub")}
@@ -79,23 +73,22 @@ class Scratch:
 
     def furnish(self) -> None:
         """Make models, texts, answers and tasks, by the names that the documents use."""
-        for name in MODELS:
-            cached = self.root / "hub" / "hub" / f"models--{name.replace('/', '--')}"
-            (cached / "refs").mkdir(parents=True)
-            (cached / "refs" / "main").write_text("0" * 40)
-            tiny_model(cached / "snapshots" / ("0" * 40))
-        write_jsonl(self.root / "notes" / "a.jsonl", [{"text": text} for text in texts(200)])
+        cached = self.root / "hub" / "hub" / f"models--{MODEL.replace('/', '--')}"
+        (cached / "refs").mkdir(parents=True)
+        (cached / "refs" / "main").write_text("0" * 40)
+        tiny_model(cached / "snapshots" / ("0" * 40))
+        write_jsonl(self.root / "notes" / "a.jsonl", texts(200))
         (self.root / "notes.txt").write_text("\n".join(texts(60)))
         write_jsonl(self.root / "answers.jsonl", alpaca_rows(120))
         rows = "".join(f"How many are {n} and {n}?,{2 * n}\n" for n in range(40))
         (self.root / "answers.csv").write_text("question,answer\n" + rows)
         (self.root / "hosts").write_text("localhost slots=8\n")
         tiny_tokenizer(self.root / "data" / "tokenizers" / "llama")
+        wikitext = self.root / "data" / "lm" / "wikitext-2-v1"
+        wikitext.mkdir(parents=True)
         for split, count in (("train", 400), ("validation", 60)):
-            file = self.root / "data" / "lm" / "wikitext-2-v1" / f"{split}.txt.zst"
-            file.parent.mkdir(parents=True, exist_ok=True)
             articles = (f" \n = Title {i} = \n \n {text} \n" for i, text in enumerate(texts(count, count)))
-            file.write_bytes(zstandard.compress("".join(articles).encode()))
+            (wikitext / f"{split}.txt.zst").write_bytes(zstandard.compress("".join(articles).encode()))
         self.run(f"{sys.executable} -m emo world data/nlu --train 40 --test 12")
 
     def run(self, command: str, how: str = "run") -> Done:
@@ -112,30 +105,15 @@ class Scratch:
 
     def check(self, command: str) -> Done:
         """Return what can be known of a command that cannot be run here."""
-        command = re.sub(r"^[a-z]+=\$\((.*)\)$", r"\1", command)  # job=$(sbatch ...)
-        if "scrontab" in command:
-            return self._files(re.findall(r"cat ([\w./-]+)", command))
         words = list(dropwhile(lambda word: re.match(r"[A-Z_]+=", word), shlex.split(command)))
-        if words[0] == "kubectl":  # tests/pipeline/test_job_files.py has the schemas
-            return self._files([b for a, b in pairwise(words) if a in ("-f", "--from-file", "-k")])
-        if words[0] == "sbatch":
-            return self._job(words[1:])
-        if words[0] == "docker":
-            return self._docker(words)
-        if words[0] == "pip":  # an extra of ours, or a package that one of them has
-            project = tomllib.loads((self.root / "pyproject.toml").read_text())["project"]
-            names = [name for extra in project["optional-dependencies"].values() for name in extra]
-            known = {re.split(r"[\[<>=!~ ]", name)[0] for name in names}
-            strange = [word for word in words[2:] if not word.startswith("-") and word not in known]
-            return Done("extra", int(bool(strange)), f"no extra has {strange}")
         script = next((w for w in words if re.search(r"launch/(continual|instruct)\.sh$", w)), None)
         if script is not None:
-            return self._launch(words, script)
-        if words[0] in PARSERS:  # deepspeed --module emo preflight RECIPE
-            return self._parse(words[0], words[1:])
-        words = words[2:] if words[:2] == ["python", "-m"] else words
-        if words[0] != "emo":
+            recipe = words[words.index("--" if "--" in words else script) + 1 :]
+            return self.run(shlex.join(["python", script, *recipe, "--dry_run", "--ranks", "8"]), "dry run")
+        if words[:2] == ["python", "-m"]:
             return self.run(f"{command} --help", "--help")
+        if words[0] != "emo":
+            return Done("names", 0, "")  # `faults` has looked them up
         if words[1] in ("sweep", "table"):  # a table wants the runs done
             runs = shlex.join(["emo", "sweep", *words[2:]])
             return self.run(f"{runs.removesuffix(' --dry_run')} --dry_run", "dry run")
@@ -144,55 +122,7 @@ class Scratch:
         room = "data_prep" if COMMANDS[words[1]].function == DATA else "eval"
         if words[1] == "report" and not any("eval" in word or "results" in word for word in words):
             room = "pipeline"  # of runs that are not there
-        return self._parse(room, words[1:])
-
-    def _files(self, names: list[str]) -> Done:
-        missing = [name for name in names if not (self.root / name).exists()]
-        return Done("job file", int(bool(missing) or not names), f"{missing} are not there")
-
-    def _parse(self, name: str, words: list[str]) -> Done:
-        return self.run(shlex.join(["python", "-c", PARSERS[name], *words]), "arguments")
-
-    def _launch(self, words: list[str], script: str) -> Done:
-        """The launcher's options by its own parser, and the recipe by a dry run."""
-        at = words.index(script)
-        before, after = words[1:at], words[at + 1 :]
-        if "--" in after:
-            before, after = after[: after.index("--")], after[after.index("--") + 1 :]
-        parsed = self._parse(words[0] if at else "deepspeed", [*before, script, *after])
-        if parsed.code:
-            return parsed
-        return self.run(shlex.join(["python", script, *after, "--dry_run", "--ranks", "8"]), "dry run")
-
-    def _job(self, words: list[str]) -> Done:
-        """A Slurm job: what its file would run with these arguments."""
-        at = next(i for i, word in enumerate(words) if word.endswith(".sbatch"))
-        file, rest = words[at], words[at + 1 :]
-        read = self.run(f"bash -n {file}", "job file")
-        if read.code or not rest:
-            return read
-        inner = {
-            "train": ["deepspeed", f"launch/{rest[0]}.sh", *rest[1:]],
-            "prepare": ["emo", "prepare", *rest],
-            "evaluate": ["emo", "watch", rest[0], "--once", "--data", *rest[1:]],
-        }
-        return self.check(shlex.join(inner[Path(file).stem]))
-
-    def _docker(self, words: list[str]) -> Done:
-        """The image's arguments are in the Dockerfile, its verbs in the entry point."""
-        if words[1] == "build":
-            text = (self.root / "Dockerfile").read_text()
-            given = [b.partition("=")[0] for a, b in pairwise(words) if a == "--build-arg"]
-            missing = [name for name in given if f"ARG {name}" not in text]
-            return Done("Dockerfile", int(bool(missing)), f"no ARG {missing}")
-        verb, *rest = words[words.index("emo") + 1 :]
-        if "--entrypoint" in words:
-            return self.check(shlex.join([words[words.index("--entrypoint") + 1], verb, *rest]))
-        if verb in ("continual", "instruct"):
-            return self._launch(["deepspeed", f"launch/{verb}.sh", *rest], f"launch/{verb}.sh")
-        text = (self.root / "launch" / "entrypoint.sh").read_text()
-        known = re.search(rf"^\s+(.* )?{verb}\b.*\)", text, re.M)
-        return Done("verb", int(not known), f"launch/entrypoint.sh has no {verb}")
+        return self.run(shlex.join(["python", "-c", PARSERS[room], *words[1:]]), "arguments")
 
 
 def filled(text: str) -> str:
@@ -203,15 +133,13 @@ def filled(text: str) -> str:
 
 def go_through(block: Block, scratch: Scratch, show: Campaign) -> None:
     """Make a block's file, or run or check its commands and show what came of each."""
-    if block.file:
-        (scratch.root / block.file).write_text(block.text)
-        return
     commands: list[str] = []
-    if block.language == "python":
-        (scratch.root / "block.py").write_text(block.text)
-        commands = ["python block.py"]
+    if block.file or block.language == "python":
+        (scratch.root / (block.file or "block.py")).write_text(block.text)
+        commands = [] if block.file else ["python block.py"]
     elif block.language == "bash":
-        commands = [c for line in Block("", "bash", filled(block.text)).commands for c in line.split(" && ")]
+        lines = Block("", "bash", filled(block.text)).commands
+        commands = [command for line in lines for command in line.split(" && ")]
     for command in commands:
         started = time.monotonic()
         if command.startswith("make "):
@@ -227,29 +155,17 @@ def go_through(block: Block, scratch: Scratch, show: Campaign) -> None:
         show(block.where, command, f"{done.how}{needs}: {end}", done.code == 0)
 
 
-def main() -> int:
-    parser = options(__doc__)
-    parser.add_argument("--only", nargs="+", default=[], metavar="PAGE", help="these pages; see --keep")
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="work here, and leave it for --only")
-    args = parser.parse_args()
-    show = Campaign("docs")
-    directory = args.keep or Path(tempfile.mkdtemp(prefix="docs-test-"))
-    try:
-        scratch = Scratch(directory)
-        if not (directory / "hub").exists():
-            scratch.furnish()
-        for path in documents():
-            if args.only and path.stem not in args.only:
-                continue
+def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
+    scratch = Scratch(Path(args.keep) if args.keep else directory)
+    if not (scratch.root / "hub").exists():
+        scratch.furnish()
+    for path in documents():
+        if not args.only or path.stem in args.only:
             wrong = faults(path)
             show(path.name, "links, files, options, keys", "as they should be", not wrong, "; ".join(wrong))
             for block in blocks(path):
                 go_through(block, scratch, show)
-    finally:
-        if not args.keep:
-            shutil.rmtree(directory, ignore_errors=True)
-    return show.finish({"only": args.only})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(conduct("docs", run, __doc__, only=[], keep=""))

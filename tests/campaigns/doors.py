@@ -9,33 +9,26 @@ that all else stays as locked. Exits with pytest's code.
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
-import tomllib
 
 from tests.conftest import REPO
 
-TESTS = "tests/pipeline/test_hf_trl.py"
-
-
-def oldest() -> str:
-    project = tomllib.loads((REPO / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    (bound,) = (line for line in project["optional-dependencies"]["test"] if line.startswith("trl>="))
-    return bound.removeprefix("trl>=")
+COMMAND = [sys.executable, "-m", "pytest", "-n", "0", "tests/pipeline/test_hf_trl.py"]
 
 
 def main(versions: list[str]) -> int:
-    for version in versions or [oldest()]:
+    oldest = re.findall(r'"trl>=([\d.]+)"', (REPO / "pyproject.toml").read_text(encoding="utf-8"))
+    for version in versions or oldest:
         with tempfile.TemporaryDirectory() as directory:
             pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", directory]
             subprocess.run([*pip, f"trl=={version}"], check=True)
             print(f"TRL {version}", flush=True)
-            environment = os.environ | {"PYTHONPATH": directory}
-            command = [sys.executable, "-m", "pytest", "-n", "0", TESTS]
-            done = subprocess.run(command, cwd=REPO, env=environment)
-        if done.returncode:
-            return done.returncode
+            code = subprocess.run(COMMAND, cwd=REPO, env=os.environ | {"PYTHONPATH": directory}).returncode
+        if code:
+            return code
     return 0
 
 

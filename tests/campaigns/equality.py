@@ -12,13 +12,13 @@ elsewhere they are reported as not comparable, and everything else is compared.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import platform
 import random
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,9 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from tests.campaigns.campaign import Campaign, options
+from tests.campaigns.campaign import Campaign, conduct
 from tests.conftest import REPO
+from tests.helpers.corpus import write_jsonl
 from tests.helpers.launching import BIN, ENVIRONMENT, PIPED, launch_command
 
 EXPECTED = Path(__file__).with_suffix(".json")
@@ -89,47 +90,42 @@ def write_sources(root: Path) -> None:
     documents += [f"{document} At last." for document in documents[:40] if len(document) > 200]  # near ones
     rng.shuffle(documents)
     other = [text(rng, rng.randrange(1, 6)) for _ in range(200)]
-    instructions = [
+    alpaca = [
         {"instruction": f"Tell me about {rng.choice(OBJECTS)} and day {i}.",
          "input": "" if i % 3 else text(rng, 2), "output": text(rng, rng.randrange(1, 9))}
         for i in range(240)
     ]  # fmt: skip
-    turns = [
-        [("user", f"Question {i}: {text(rng, 1)}"), ("assistant", text(rng, rng.randrange(1, 5))),
-         ("user", "And then?"), ("assistant", text(rng, 2))]
-        for i in range(160)
-    ]  # fmt: skip
     messages = []
-    for i, given in enumerate(turns):
-        told = [("system", "Answer briefly."), *given] if i % 4 == 0 else given
-        messages.append({"messages": [{"role": role, "content": content} for role, content in told]})
-    wiki = (f" = Title {i} = \n\n {document} \n\n" for i, document in enumerate(documents[:80]))
+    for i in range(160):
+        turns = [("system", "Answer briefly.")] if i % 4 == 0 else []
+        turns += [("user", f"Question {i}: {text(rng, 1)}"), ("assistant", text(rng, rng.randrange(1, 5)))]
+        turns += [("user", "And then?"), ("assistant", text(rng, 2))]
+        messages.append({"messages": [{"role": role, "content": content} for role, content in turns]})
     ids = [{"input_ids": [rng.randrange(3, 380) for _ in range(rng.randrange(1, 90))]} for _ in other]
-    files = {
-        "documents.jsonl": lines({"text": document} for document in documents),
-        "other.jsonl": lines({"content": document} for document in other),
+    write_jsonl(root / "documents.jsonl", documents)
+    write_jsonl(root / "other.jsonl", ({"content": document} for document in other))
+    write_jsonl(root / "alpaca.jsonl", alpaca)
+    write_jsonl(root / "messages.jsonl", messages)
+    write_jsonl(root / "ids.jsonl", ids)
+    wiki = (f" = Title {i} = \n\n {document} \n\n" for i, document in enumerate(documents[:80]))
+    texts = {
         "lines.txt": "\n".join(other) + "\n",
         "paragraphs.txt": "\n\n".join(documents[:120]) + "\n",
         "wiki.txt": "".join(wiki),
         "table.csv": "id,text\n" + "".join(f'{i},"{document}"\n' for i, document in enumerate(other)),
-        "alpaca.jsonl": lines(instructions),
-        "messages.jsonl": lines(messages),
-        "ids.jsonl": lines(ids),
     }
-    for name, content in files.items():
+    for name, content in texts.items():
         (root / name).write_text(content, encoding="utf-8")
 
 
-def lines(rows: Any) -> str:
-    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-
-
 def run(*command: str | Path) -> None:
-    """Run a command. Raises RuntimeError with the end of its output when it fails."""
-    words = list(map(str, command))
-    done = subprocess.run(words, cwd=REPO, env=ENVIRONMENT, **PIPED)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words)}: {done.stdout[-4000:]}")
+    """Run a command; fails with the end of its output."""
+    done = subprocess.run(command, cwd=REPO, env=ENVIRONMENT, **PIPED)
+    assert done.returncode == 0, f"{command}: {done.stdout[-4000:]}"
+
+
+def emo(*arguments: str | Path) -> None:
+    run(BIN / "python", "-m", "emo", *arguments)
 
 
 def write_recipe(root: Path, name: str, data: dict[str, Any]) -> Path:
@@ -145,16 +141,16 @@ def write_recipe(root: Path, name: str, data: dict[str, Any]) -> Path:
 def rows_of(split: Path) -> Iterator[dict[str, Any]]:
     """Yield the rows of a prepared split in order, with labels made from the loss spans."""
     for shard in sorted(split.glob("shard-*.arrow")):
-        with pa.memory_map(str(shard)) as source, pa.ipc.open_stream(source) as reader:
-            for row in reader.read_all().to_pylist():
-                ids, spans, segments = row["input_ids"], row.get("loss_spans"), row["segment_lengths"]
-                supervised = set(range(len(ids)))
-                if spans is not None:
-                    bounds = zip(spans[::2], spans[1::2], strict=True)
-                    supervised = {i for start, end in bounds for i in range(start, end)}
-                supervised -= {sum(segments[:i]) for i in range(len(segments))}  # no document's first token
-                labels = [token if i in supervised else IGNORE for i, token in enumerate(ids)]
-                yield {"ids": ids, "labels": labels, "segments": segments, "domain": row["domain"]}
+        for row in pa.ipc.open_stream(shard.read_bytes()).read_all().to_pylist():
+            ids, spans, segments = row["input_ids"], row.get("loss_spans"), row["segment_lengths"]
+            if spans is None:
+                spans = [0, len(ids)]
+            supervised = {
+                i for start, end in zip(spans[::2], spans[1::2], strict=True) for i in range(start, end)
+            }
+            supervised -= {sum(segments[:i]) for i in range(len(segments))}  # no document's first token
+            labels = [token if i in supervised else IGNORE for i, token in enumerate(ids)]
+            yield {"ids": ids, "labels": labels, "segments": segments, "domain": row["domain"]}
 
 
 def digest(items: Any) -> str:
@@ -176,11 +172,13 @@ def prepared(root: Path, name: str) -> dict[str, str]:
 def trained(root: Path, name: str, script: str, ranks: int, *overrides: str) -> dict[str, str]:
     """Train a recipe; return the digests of its losses and of its export's tensors, both by bit."""
     run(*launch_command(ranks, str(root / f"{name}.yaml"), *overrides, script=script))
-    text = (root / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8")
-    records, losses = map(json.loads, text.splitlines()), []
-    for record in records:
-        for key in (key for key in ("loss", "nll") if isinstance(record.get(key), float)):
-            losses.append([record["step"], record.get("set"), key, record[key].hex()])
+    lines = (root / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    losses = [
+        [record["step"], record.get("set"), key, record[key].hex()]
+        for record in map(json.loads, lines)
+        for key in ("loss", "nll")
+        if isinstance(record.get(key), float)
+    ]
     assert len(losses) >= 24, losses
     sha = hashlib.sha256()
     for file in sorted((root / "runs" / name / "export").glob("*.safetensors")):
@@ -192,10 +190,10 @@ def trained(root: Path, name: str, script: str, ranks: int, *overrides: str) -> 
 
 def predictions(root: Path, name: str) -> dict[str, str]:
     """Evaluate an export on the embedded tasks; return the digest of each task's predictions in order."""
-    run(BIN / "python", "-m", "emo", "world", root / "tasks")
+    emo("world", root / "tasks")
     model = ["--model", root / "runs" / name / "export", "--name", "m"]
     tasks = ["--tasks", "all", "--data", root / "tasks", "--limit", "12", "--output_path", root / "results"]
-    run(BIN / "python", "-m", "emo", "eval", *model, *tasks)
+    emo("eval", *model, *tasks)
     digests = {}
     for identity in (root / "results").glob("store/*/identity.json"):
         task = json.loads(identity.read_text(encoding="utf-8"))["value"]["task"]["name"]
@@ -206,49 +204,39 @@ def predictions(root: Path, name: str) -> dict[str, str]:
     return digests
 
 
-def results(recipes: dict[str, dict[str, Any]], only: list[str]) -> dict[str, str]:
+def results(root: Path, recipes: dict[str, dict[str, Any]], only: list[str]) -> dict[str, str]:
     digests: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as scratch:
-        root = Path(scratch)
-        write_sources(root)
-        for name, data in recipes.items():
-            path = write_recipe(root, name, data)
-            if not only or name in only or "train_tokenizer" in data:
-                run(BIN / "python", "-m", "emo", "prepare", path)
-                digests |= prepared(root, name)
-        if not only:
-            digests |= trained(root, "domains", "continual", 2)
-            digests |= trained(root, "alpaca", "instruct", 1, "objective.name=mle")
-            digests |= predictions(root, "domains")
+    write_sources(root)
+    for name, data in recipes.items():
+        path = write_recipe(root, name, data)
+        if not only or name in only or "train_tokenizer" in data:
+            emo("prepare", path)
+            digests |= prepared(root, name)
+    if not only:
+        digests |= trained(root, "domains", "continual", 2)
+        digests |= trained(root, "alpaca", "instruct", 1, "objective.name=mle")
+        digests |= predictions(root, "domains")
     return digests
 
 
-def main() -> int:
-    recipes = yaml.safe_load(RECIPES)
-    parser = options(__doc__)
-    parser.add_argument("--write", action="store_true", help="make the file anew")
-    parser.add_argument("--only", nargs="*", default=[], choices=sorted(recipes), help="some recipes")
-    args = parser.parse_args()
-    digests = results(recipes, args.only)
+def compare(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
+    digests = results(directory, yaml.safe_load(RECIPES), args.only)
     # What bit-equal numbers depend on: PyTorch, and the processor's vector instructions.
     host = f"torch {torch.__version__} {platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if args.write:
         EXPECTED.write_text(json.dumps({"host": host, "digests": digests}, indent=1) + "\n", encoding="utf-8")
-        return 0
     expected = json.loads(EXPECTED.read_text(encoding="utf-8"))
-    campaign = Campaign("equality")
     for name, value in expected["digests"].items():
         part, _, kind = name.partition("/")
         by_bit = kind in ("losses", "export")
         if args.only and (by_bit or part not in args.only):
             continue
-        actual = digests.get(name, "missing")
         if by_bit and expected["host"] != host:
-            campaign(part, name, "not comparable on this host", True)
+            show(part, name, "not comparable on this host", True)
         else:
-            campaign(part, name, "equal", actual == value, f"{actual}, was {value}")
-    return campaign.finish({"host": host, "expected": expected["host"]})
+            actual = digests.get(name, "missing")
+            show(part, name, "equal", actual == value, f"{actual}, was {value}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(conduct("equality", compare, __doc__, write=False, only=[]))

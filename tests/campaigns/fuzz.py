@@ -6,17 +6,19 @@ small: add it to the target's `crashes` in tests/helpers/fuzz_targets.py. --seco
 
 from __future__ import annotations
 
-import multiprocessing
+import argparse
 import resource
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import psutil
 
-from tests.campaigns.campaign import Campaign, options
+from tests.campaigns.campaign import Campaign, conduct
 from tests.helpers import fuzz_targets  # noqa: F401 - it registers them
 from tests.helpers.fuzzing import TARGETS, fuzz
+from tests.helpers.killing import FORK
 
 MEMORY = 2 << 30  # bytes that a target may take beside what it has
 ROUND = 500  # examples; then what it has is looked at again: pyarrow loses some space with every damaged .zst
@@ -35,19 +37,13 @@ def _fuzz_for(name: str, seconds: float, seed: int) -> None:
         seed += 1
 
 
-def main() -> int:
-    parser = options(__doc__, seconds=600.0, seed=int(time.time()))
-    parser.add_argument("--only", nargs="+", choices=list(TARGETS), default=list(TARGETS), metavar="NAME")
-    args = parser.parse_args()
-    show = Campaign("fuzz")
+def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
     for name in args.only:
-        arguments = (name, args.seconds, args.seed)
-        process = multiprocessing.get_context("fork").Process(target=_fuzz_for, args=arguments)
+        process = FORK.Process(target=_fuzz_for, args=(name, args.seconds, args.seed))
         process.start()
         process.join()
         show("fuzz", name, f"exit code {process.exitcode}", process.exitcode == 0)
-    return show.finish({"seconds": args.seconds, "seed": args.seed})
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(conduct("fuzz", run, __doc__, seconds=600.0, seed=int(time.time()), only=list(TARGETS)))

@@ -1,6 +1,6 @@
 """The image, built without Docker and run without rights. Needs root and Debian's packages.
 
-    python -m tests.campaigns.image [--parts verbs stops evaluation quickstart]
+    python -m tests.campaigns.image [--parts verbs stops evaluation quickstart] [--torch-args TORCH_ARGS]
 
 The Dockerfile is built for the CPU by buildah (chroot isolation) on a base made by debootstrap, with what pip
 is configured to on this machine. Everything then runs under podman as a user that is not root, with a root
@@ -16,6 +16,7 @@ Prints a table and exits 1 when something fails. Where it cannot run it says why
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
 import os
@@ -24,20 +25,18 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.campaigns.campaign import Campaign, call, can_install, options
+from tests.campaigns.campaign import Campaign, call, can_install, conduct
+from tests.campaigns.cluster import evaluated
 from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_model, write_tasks
-from tests.helpers.launching import losses, tiny_recipe, wait_for, wait_for_step
+from tests.helpers.launching import PIPED, losses, tiny_recipe, wait_for, wait_for_step
 
 PACKAGES = ["debootstrap", "buildah", "podman", "runc"]
 SUITE, NEEDED = "bookworm", 15  # of Debian, as in the Dockerfile; GiB of disk
 UNKNOWN = 4321  # a user without an entry in the image
-SHELL = ("--entrypoint", "sh")
 CONSTANT = "train.lr_scheduler_type=constant"
 CONFINED = [
     *("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp:rw,exec,mode=1777", "--network", "none"),
@@ -67,47 +66,42 @@ class Image:
     def build(self, torch_args: str) -> None:
         base, secrets = self.directory / "base", self.directory / "pip"
         call("debootstrap", "--variant=minbase", SUITE, base)
-        archive = subprocess.Popen(["tar", "-C", str(base), "-c", "."], stdout=subprocess.PIPE)
-        imported = [*self.podman, "import", "--quiet", "-", "emo-base"]
-        subprocess.run(imported, check=True, stdin=archive.stdout, stdout=subprocess.DEVNULL)
-        shutil.rmtree(base)
-        mounts = pip_configuration(secrets)
+        call("tar", "-C", base, "-cf", self.directory / "base.tar", ".")
+        self.ask("import", "--quiet", str(self.directory / "base.tar"), "emo-base")
         command = ["buildah", *self.storage, "bud", "--isolation", "chroot", "--format", "docker"]
-        command += [part for mount in mounts for part in ("--volume", f"{mount}:{mount}:ro")]
-        command += ["--secret", f"id=pip,src={secrets / 'pip.conf'}"]
-        command += ["--build-arg", "BASE=localhost/emo-base", "--build-arg", f"TORCH_ARGS={torch_args}"]
-        command += ["--build-arg", "REVISION=tested", "--tag", self.NAME, "."]
-        subprocess.run(command, cwd=REPO, check=True)
+        command += [f"--volume={mount}:{mount}:ro" for mount in pip_configuration(secrets)]
+        command += ["--secret", f"id=pip,src={secrets / 'pip.conf'}", "--tag", self.NAME]
+        for setting in ("BASE=localhost/emo-base", f"TORCH_ARGS={torch_args}", "REVISION=tested"):
+            command += ["--build-arg", setting]
+        subprocess.run([*command, "."], cwd=REPO, check=True)
 
     def command(self, *arguments: str, user: int = 1001, options: tuple[str, ...] = ()) -> list[str]:
         where = ["--volume", f"{self.volume}:/emo/runs", "--user", f"{user}:{user}"]
         return [*self.podman, "run", "--rm", *CONFINED, *where, *options, self.NAME, *arguments]
 
-    def run(self, *arguments: str, user: int = 1001, options: tuple[str, ...] = ()) -> tuple[int, str]:
-        command = self.command(*arguments, user=user, options=options)
-        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    def run(self, *arguments: str, user: int = 1001, entry: str = "") -> tuple[int, str]:
+        """Return a container's exit code and output; `entry` stands for the image's entry point."""
+        options = ("--entrypoint", entry) if entry else ()
+        done = subprocess.run(self.command(*arguments, user=user, options=options), **PIPED)
         return done.returncode, done.stdout
 
     def remove(self) -> None:
-        for arguments in (["rm", "--all", "--force"], ["rmi", "--all", "--force"]):
-            subprocess.run([*self.podman, *arguments], capture_output=True)
+        for kind in ("rm", "rmi"):
+            subprocess.run([*self.podman, kind, "--all", "--force"], capture_output=True)
 
 
 def pip_configuration(directory: Path) -> list[Path]:
-    """Write pip.conf as pip is configured here; return the directories that it needs at the same place."""
+    """Write pip.conf as pip is configured here; return the directories that it needs in the same place."""
     directory.mkdir()
     settings = {}
     for line in call(sys.executable, "-m", "pip", "config", "list").splitlines():
         name, _, value = line.partition("=")
-        section, _, key = name.partition(".")
-        if section in ("global", ":env:"):
-            settings[key] = str(ast.literal_eval(value))
+        settings[name.rpartition(".")[2]] = str(ast.literal_eval(value))
     mounts = {Path(url).parent for url in re.findall(r"file://(\S+)", " ".join(settings.values()))}
     if Path(settings.get("find-links", "none")).is_dir():
         mounts.add(Path(settings["find-links"]))
-    if "cert" in settings:  # not at its own place, where the base has its own
-        shutil.copy(settings["cert"], directory / "certificates")
-        settings["cert"] = str(directory / "certificates")
+    if "cert" in settings:  # elsewhere than here, where the base has its own
+        settings["cert"] = str(shutil.copy(settings["cert"], directory / "certificates"))
         mounts.add(directory)
     lines = [f"{key} = {value}\n" for key, value in settings.items()]
     (directory / "pip.conf").write_text("[global]\n" + "".join(lines))
@@ -120,23 +114,23 @@ def verbs(image: Image, show: Campaign) -> None:
     config = inspected["Config"]
     labels = {key.rpartition(".")[2]: value for key, value in (config.get("Labels") or {}).items()}
     show("verbs", "size", f"{inspected['Size'] / 2**30:.2f} GiB", True)
-    health = (config.get("Healthcheck") or inspected.get("Healthcheck") or {}).get("Test")
     user = config.get("User")
+    health = (config.get("Healthcheck") or inspected.get("Healthcheck") or {}).get("Test")
     show("verbs", "user, stop signal", f"{user}, {config.get('StopSignal')}", user == "1001")
     show("verbs", "health check", str(health), bool(health) and health[-1] == "health")
     show("verbs", "labels", ", ".join(sorted(labels)), labels.get("revision") == "tested")
     configured = (image.directory / "pip" / "pip.conf").read_text().splitlines()[1:]
     values = [line.partition(" = ")[2] for line in configured if "/" in line]
-    _, inside = image.run("-c", "cat /etc/pip.conf; true", options=SHELL)
+    _, inside = image.run("-c", "cat /etc/pip.conf; true", entry="sh")
     inside += image.ask("history", "--no-trunc", image.NAME) + json.dumps(inspected)
     remaining = [value for value in values if value in inside]
     words = f"{len(remaining)} of {len(values)} settings"
     show("verbs", "pip's configuration in the image", words, not remaining)
-    code, out = image.run("-c", "id -u; touch /emo/x || touch /tmp/x", options=SHELL)
+    code, out = image.run("-c", "id -u; touch /emo/x || touch /tmp/x", entry="sh")
     good = code == 0 and out.startswith("1001") and "Read-only file system" in out
     show("verbs", "who writes where", "1001; /emo is read only, /tmp is not", good, out)
     load = "import ctypes; [ctypes.CDLL(name) for name in ('libibverbs.so.1', 'libmlx5.so.1')]"
-    code, out = image.run("-c", load, options=("--entrypoint", "python"))
+    code, out = image.run("-c", load, entry="python")
     show("verbs", "InfiniBand's libraries", out.strip() or "load", code == 0)
     code, out = image.run("train")
     show("verbs", "a wrong verb", f"{code}: {out.strip()}", code == 2 and out.count("\n") == 1)
@@ -146,13 +140,12 @@ def verbs(image: Image, show: Campaign) -> None:
 
 
 class Training:
-    def __init__(self, image: Image, run: str, *extra: str, options: tuple[str, ...] = ()) -> None:
+    def __init__(self, image: Image, run: str, *extra: str, hang_seconds: int = 600) -> None:
         self.image, self.name, self.run_dir = image, f"emo-test-{run}", image.volume / run
         self.log = image.directory / f"{run}.log"
-        arguments = ["continual", "--num_gpus", "2", "--", "/emo/runs/recipe.yaml"]
-        arguments += [f"output_dir=/emo/runs/{run}", *extra]
-        options = ("--name", self.name, "--env", "OMP_NUM_THREADS=1", *options)
-        command = image.command(*arguments, options=options)
+        arguments = ("continual", "--num_gpus", "2", "--", "/emo/runs/recipe.yaml", CONSTANT, *extra)
+        options = ("--name", self.name, "--env=OMP_NUM_THREADS=1", f"--env=HANG_SECONDS={hang_seconds}")
+        command = image.command(*arguments, f"output_dir=/emo/runs/{run}", options=options)
         with self.log.open("a") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
@@ -169,9 +162,6 @@ class Training:
         command = [*self.image.podman, "healthcheck", "run", self.name]
         return subprocess.run(command, capture_output=True).returncode == 0
 
-    def output(self) -> str:
-        return self.log.read_text()[-800:]
-
     def last_step(self) -> int:
         return int(losses(self.run_dir)[-1][0])
 
@@ -185,9 +175,9 @@ def stops(image: Image, show: Campaign) -> None:
     (image.volume / "recipe.yaml").write_text(text.replace(str(host), "/emo/runs"))
     code, out = image.run("prepare", "/emo/runs/recipe.yaml")
     show("stops", "prepare", out.strip().splitlines()[-1][:70], code == 0, out[-800:])
-    long = ("train.max_steps=120", "train.save_steps=5", CONSTANT)
+    long = ("train.max_steps=120", "train.save_steps=5")
     alone = Training(image, "alone", *long)
-    show("stops", "a run left alone", "exit code 0", alone.end() == 0, alone.output())
+    show("stops", "a run left alone", "exit code 0", alone.end() == 0, alone.log.read_text()[-800:])
 
     run = Training(image, "disturbed", *long)
     wait_for_step(run.run_dir, 7)
@@ -200,13 +190,13 @@ def stops(image: Image, show: Campaign) -> None:
     show("stops", "then killed", f"exit code {code} at step {run.last_step()}", code == 137)
     run = Training(image, "disturbed", *long)
     good = run.end() == 0 and losses(run.run_dir) == losses(alone.run_dir)
-    good = good and run.log.read_text().count("resumed from") == 2
+    output = run.log.read_text()
+    good = good and output.count("resumed from") == 2
     words = "finished; losses equal those of the run left alone"
-    show("stops", "the same command again", words, good, run.output())
+    show("stops", "the same command again", words, good, output[-800:])
 
     # A rank that hangs makes the container unhealthy; one that goes on, healthy again.
-    extra = ("train.max_steps=200000", "train.save_steps=100000", CONSTANT)
-    run = Training(image, "hangs", *extra, options=("--env", "HANG_SECONDS=15"))
+    run = Training(image, "hangs", "train.max_steps=200000", "train.save_steps=100000", hang_seconds=15)
     wait_for_step(run.run_dir, 3)
     show("stops", "health of a run", "healthy", run.healthy())
     listed = image.ask("top", run.name, "hpid", "args").splitlines()[1:]
@@ -235,14 +225,14 @@ def evaluation(image: Image, show: Campaign) -> None:
     code, out = image.run("evaluate", *model, *tasks, user=UNKNOWN)
     show("evaluation", "evaluate", "exit code 0", code == 0, out[-800:])
     code, out = image.run("watch", "/emo/runs/evaluated", "--once", *tasks, user=UNKNOWN)
-    done = run / "eval" / "watch" / "done" / "evaluated.json"
-    good = code == 0 and done.is_file() and json.loads(done.read_text())["state"] == "evaluated"
-    show("evaluation", "watch --once", "evaluated", good, out[-800:])
-    good = (run / "eval" / "report.html").is_file() and done.stat().st_uid == UNKNOWN
+    show("evaluation", "watch --once", "evaluated", code == 0 and evaluated(run), out[-800:])
+    report = run / "eval" / "report.html"
+    good = report.is_file() and report.stat().st_uid == UNKNOWN
     show("evaluation", "report.html", f"written by user {UNKNOWN}", good, out[-800:])
-    named = ("--name", "emo-test-watch")
-    command = image.command("watch", "/emo/runs/empty", *tasks, user=UNKNOWN, options=named)
-    waiting = subprocess.Popen(command)
+    options = ("--name", "emo-test-watch")
+    waiting = subprocess.Popen(
+        image.command("watch", "/emo/runs/empty", *tasks, user=UNKNOWN, options=options)
+    )
     wait_for(lambda: "emo-test-watch" in image.ask("ps", "--format", "{{.Names}}"), "container")
     time.sleep(5)
     began = time.monotonic()
@@ -259,31 +249,23 @@ def quickstart(image: Image, show: Campaign) -> None:
     show("quickstart", "raw text to report", words, good, out[-1200:])
 
 
-def main() -> int:
-    parts: dict[str, Callable[[Image, Campaign], None]]
-    parts = {"verbs": verbs, "stops": stops, "evaluation": evaluation, "quickstart": quickstart}
-    parser = options(__doc__, parts)
-    parser.add_argument("--torch-args", default="", help="TORCH_ARGS of the build: which PyTorch")
-    args = parser.parse_args()
-    show = Campaign("image")
-    free = shutil.disk_usage(tempfile.gettempdir()).free / 2**30
+PARTS = {"verbs": verbs, "stops": stops, "evaluation": evaluation, "quickstart": quickstart}
+
+
+def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
+    free = shutil.disk_usage(directory).free / 2**30
     if free < NEEDED:
         show("image", "everything", f"skipped: needs {NEEDED} GiB of disk, {free:.0f} are free", True)
-    if free < NEEDED or not can_install(show, "image", PACKAGES):
-        return show.finish(vars(args))
-    with tempfile.TemporaryDirectory() as directory:
-        Path(directory).chmod(0o755)
-        image = Image(Path(directory))
+    elif can_install(show, "image", PACKAGES):
+        image, began = Image(directory), time.monotonic()
         try:
-            began = time.monotonic()
             image.build(args.torch_args)
             show("image", "built", f"{(time.monotonic() - began) / 60:.1f} minutes", True)
             for part in args.parts:
-                parts[part](image, show)
+                PARTS[part](image, show)
         finally:
             image.remove()
-    return show.finish(vars(args))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(conduct("image", run, __doc__, parts=[*PARTS], torch_args=""))

@@ -13,20 +13,21 @@ Prints a table, writes runs/judging.json, and exits 1 when anything differs.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import json
 import os
 import random
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from emo.eval.cli import main as main_of_eval
 from emo.eval.judging.answers import Answering
 from emo.eval.judging.judging import Judging
-from tests.campaigns.campaign import Campaign, options
+from tests.campaigns.campaign import Campaign, conduct
+from tests.helpers.corpus import write_jsonl
 from tests.helpers.evaluating import tiny_judge, tiny_model
 from tests.helpers.killing import to_the_end
 
@@ -35,65 +36,50 @@ NAMES = ["cat", "dog", "lamp", "town", "boat"]
 VERBS = ["see", "draw", "find", "carry", "forget", "paint", "sell", "hide", "name", "describe"]
 
 
-def _run(*arguments: str) -> None:
-    """`emo ARGUMENTS` with small chunks."""
-    Answering.chunk, Judging.chunk = 8, 4
-    with Path(os.devnull).open("w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
-        sys.exit(main_of_eval(list(arguments)))
-
-
 def files(out: Path) -> dict[str, bytes]:
     paths = [p for p in sorted(out.rglob("*")) if p.is_file() and "leases" not in p.parts]
     return {p.relative_to(out).as_posix(): p.read_bytes() for p in paths if not p.name.endswith(".part")}
 
 
-def commands(root: Path, out: Path, judge: Path, tokens: int) -> list[tuple[str, ...]]:
-    """What is killed: answers of one model, then verdicts on them and the other's."""
+def evaluate(root: Path, out: Path) -> None:
+    """Answers of two models, then a judge's verdicts on them, of one token each; with small chunks."""
+    Answering.chunk, Judging.chunk = 8, 4
     common = f"--output_path {out} --max_new_tokens"
     asked = f"--questions {root}/questions.jsonl {common} 40"
-    texts = [f"answer --model {root / name} {asked}" for name in MODELS]
+    commands = [f"answer --model {root / name} {asked}" for name in MODELS]
     a, b = (out / "models" / name / "answers/questions-greedy" for name in MODELS)
-    texts.append(f"judge --judge pandalm --a {a} --b {b} --model {judge} --name v {common} {tokens}")
-    return [tuple(text.split()) for text in texts]
+    commands.append(f"judge --judge pandalm --a {a} --b {b} --model {root}/judge --name v {common} 1")
+    with Path(os.devnull).open("w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
+        for command in commands:
+            if code := main_of_eval(command.split()):
+                sys.exit(code)
 
 
-def kills(root: Path, judge: Path, tokens: int, count: int, rng: random.Random, show: Campaign) -> None:
-    """Kill the commands `count` times in all, over as many directories as that takes."""
-    whole, seconds = root / f"{judge.name}-whole", []
-    for command in commands(root, whole, judge, tokens):
-        began = time.monotonic()
-        to_the_end(_run, command, 0, float)
-        seconds.append(time.monotonic() - began)
+def judging(root: Path, args: argparse.Namespace, show: Campaign) -> None:
+    """Kill evaluations, one after the other until there were so many kills."""
+    os.environ["EVAL_CACHE"] = str(root / "cache")
+    for seed, name in enumerate(MODELS):
+        tiny_model(root / name, seed)
+    tiny_judge(root / "judge")
+    asked = [f"How would you {verb} a {name}?" for name in NAMES for verb in VERBS][: args.questions]
+    write_jsonl(root / "questions.jsonl", [{"id": i, "instruction": text} for i, text in enumerate(asked)])
+    began, whole = time.monotonic(), root / "whole"
+    to_the_end(evaluate, (root, whole), 0, float)
+    # Until the first kill of a life, and then between kills: about six kills of each.
+    moment = functools.partial(random.Random(args.seed).uniform, 0, (time.monotonic() - began) / 3)
     expected, killed, lives, same = files(whole), 0, 0, 0
-    while killed < count:
-        out, lives = root / f"{judge.name}-{lives}", lives + 1
-        for command, length in zip(commands(root, out, judge, tokens), seconds, strict=True):
-            moment = functools.partial(rng.uniform, 0, length)  # about two kills
-            killed += to_the_end(_run, command, count - killed, moment)
-        mine = {name.replace(str(out), str(whole)): text for name, text in files(out).items()}
-        same += mine == expected
-        for name in sorted(n for n in mine.keys() | expected.keys() if mine.get(n) != expected.get(n)):
-            show("kills", f"{judge.name}: {name}", "differs", False)
+    while killed < args.kills:
+        out, lives = root / f"killed-{lives}", lives + 1
+        killed += to_the_end(evaluate, (root, out), args.kills - killed, moment)
+        actual = {name.replace(str(out), str(whole)): text for name, text in files(out).items()}
+        same += actual == expected
+        for name in sorted(n for n in actual.keys() | expected.keys() if actual.get(n) != expected.get(n)):
+            show("kills", f"judge: {name}", "differs", False)
     numbers = json.loads(expected["judgements/v.json"])
     read = f"{numbers['read']} of {numbers['pairs']} verdicts read, {numbers['counts']['changed']} change"
     text = f"{killed} kills in {lives} evaluations, {same} of them equal; {read}"
-    show("kills", f"{judge.name} as the judge", text, same == lives)
-
-
-def main() -> int:
-    args = options(__doc__, kills=20, questions=50, seed=0).parse_args()
-    show, rng = Campaign("judging"), random.Random(args.seed)
-    with tempfile.TemporaryDirectory(prefix="judging-") as directory:
-        root = Path(directory)
-        os.environ["EVAL_CACHE"] = str(root / "cache")
-        for seed, name in enumerate(MODELS):
-            tiny_model(root / name, seed)
-        asked = [f"How would you {verb} a {name}?" for name in NAMES for verb in VERBS][: args.questions]
-        rows = [json.dumps({"id": i, "instruction": text}) for i, text in enumerate(asked)]
-        (root / "questions.jsonl").write_text("\n".join(rows) + "\n")
-        kills(root, tiny_judge(root / "judge"), 1, args.kills, rng, show)
-    return show.finish(vars(args))
+    show("kills", "judge as the judge", text, same == lives)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(conduct("judging", judging, __doc__, kills=20, questions=50, seed=0))

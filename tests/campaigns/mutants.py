@@ -2,11 +2,13 @@
 
 Each mutant of `mutants.json` changes one line; it is killed when the tests of its file fail. Survivors are
 listed: some change nothing that matters, the others show where a test is missing. --jobs run side by side, in
-copies of the working tree under build/mutants/.
+copies of the working tree under build/mutants/. --only those of files whose path has a word in it; --write
+notes which are killed.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import queue
@@ -19,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from tests.campaigns.campaign import Campaign, copy_checkout, options
+from tests.campaigns.campaign import Campaign, conduct, copy_checkout
 from tests.conftest import REPO
 
 MUTANTS = Path(__file__).with_suffix(".json")
@@ -30,27 +32,24 @@ SECONDS = 600  # for the tests of one mutant; what takes longer hangs, and is no
 def tests_fail(tree: Path, tests: list[str]) -> bool:
     """Run tests in a copy until the first failure; True when one fails or they do not end."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
-    environment |= {"OMP_NUM_THREADS": "1"}
-    environment.setdefault("SHARED_DATA", str(REPO.parent / "shared" / "data"))
+    environment = {"SHARED_DATA": str(REPO.parent / "shared" / "data")} | os.environ
+    environment |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    options: dict[str, Any] = {"cwd": tree, "env": environment, "capture_output": True, "timeout": SECONDS}
     try:
-        for some in (["-m", "not launch"], []):
-            done = subprocess.run(
-                [*command, *some, *tests], cwd=tree, env=environment, capture_output=True, timeout=SECONDS
-            )
-            if done.returncode != pytest.ExitCode.NO_TESTS_COLLECTED:
-                break  # else all of them start real runs
+        code = subprocess.run([*command, "-m", "not launch", *tests], **options).returncode
+        if code == pytest.ExitCode.NO_TESTS_COLLECTED:  # all of them start real runs
+            code = subprocess.run([*command, *tests], **options).returncode
     except subprocess.TimeoutExpired:
         return True
-    return done.returncode != 0
+    return code != 0
 
 
-def killed(tree: Path, mutant: dict[str, Any], tests: list[str]) -> bool:
-    """Return whether the tests of a mutant's file fail with it. Raises LookupError when its line is gone."""
+def killed(tree: Path, mutant: dict[str, Any], tests: list[str]) -> bool | str:
+    """Return whether the tests of a mutant's file fail with it, or that its line is gone."""
     path = tree / mutant["file"]
     original = path.read_text(encoding="utf-8")
     if original.count(mutant["before"] + "\n") != 1:
-        raise LookupError(f"{mutant['file']}: not there once: {mutant['before'].strip()}")
+        return f"{mutant['file']}: not there once: {mutant['before'].strip()}"
     path.write_text(original.replace(mutant["before"] + "\n", mutant["after"] + "\n"), encoding="utf-8")
     try:
         return tests_fail(tree, tests)
@@ -58,14 +57,9 @@ def killed(tree: Path, mutant: dict[str, Any], tests: list[str]) -> bool:
         path.write_text(original, encoding="utf-8")
 
 
-def main() -> int:
-    parser = options(__doc__, jobs=2)
-    parser.add_argument("--only", default="", metavar="PART", help="of files whose path has this in it")
-    parser.add_argument("--write", action="store_true", help="note which are killed")
-    args = parser.parse_args()
+def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
     plan = json.loads(MUTANTS.read_text(encoding="utf-8"))
     mutants = [mutant for mutant in plan["mutants"] if args.only in mutant["file"]]
-    campaign = Campaign("mutants")
     trees: queue.Queue[Path] = queue.Queue()
     for job in range(args.jobs):
         shutil.rmtree(COPIES / str(job), ignore_errors=True)
@@ -74,36 +68,30 @@ def main() -> int:
     def fails(tests: list[str], mutant: dict[str, Any] | None = None) -> bool | str:
         tree = trees.get()
         try:
-            return tests_fail(tree, tests) if mutant is None else killed(tree, mutant, tests)
-        except LookupError as error:
-            return str(error)
+            return killed(tree, mutant, tests) if mutant else tests_fail(tree, tests)
         finally:
             trees.put(tree)
 
     with ThreadPoolExecutor(args.jobs) as pool:
         suites = [plan["tests"][mutant["file"]] for mutant in mutants]
-        each = sorted(set(map(tuple, suites)))
-        broken = [tests for tests, bad in zip(each, pool.map(fails, map(list, each)), strict=True) if bad]
+        each = [list(tests) for tests in sorted(set(map(tuple, suites)))]
+        broken = [tests for tests, bad in zip(each, pool.map(fails, each), strict=True) if bad]
         if broken:
-            print(f"these tests fail without a mutant: {broken}", file=sys.stderr)
-            return 1
+            sys.exit(f"these tests fail without a mutant: {broken}")
         verdicts = list(pool.map(fails, suites, mutants))
     for mutant, verdict in zip(mutants, verdicts, strict=True):
         change = f"{mutant['before'].strip()}  ->  {mutant['after'].strip()}"
         if isinstance(verdict, str):
-            campaign(mutant["file"], change, verdict, False)
-        elif not verdict:
+            show(mutant["file"], change, verdict, False)
+            continue
+        if not verdict:
             lost = bool(mutant.get("killed"))
-            campaign(mutant["file"], change, "survives, and was killed" if lost else "survives", not lost)
-        if args.write and not isinstance(verdict, str):
-            mutant["killed"] = verdict
+            show(mutant["file"], change, "survives, and was killed" if lost else "survives", not lost)
+        mutant["killed"] = verdict
     if args.write:
-        text = json.dumps(plan, indent=1, ensure_ascii=False) + "\n"
-        MUTANTS.write_text(text, encoding="utf-8")
-    count = sum(verdict is True for verdict in verdicts)
-    campaign("all", f"{len(mutants)} mutants", f"{count} killed", True)
-    return campaign.finish({"only": args.only})
+        MUTANTS.write_text(json.dumps(plan, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    show("all", f"{len(mutants)} mutants", f"{verdicts.count(True)} killed", True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(conduct("mutants", run, __doc__, jobs=2, only="", write=False))

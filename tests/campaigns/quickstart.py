@@ -13,6 +13,7 @@ Prints a table, writes runs/quickstart-campaign.json, and exits 1 when a promise
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import random
@@ -20,7 +21,6 @@ import resource
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -28,39 +28,38 @@ from typing import Any
 import psutil
 
 from emo.launch import quickstart
-from tests.campaigns.campaign import Campaign, copy_checkout, options
+from tests.campaigns.campaign import Campaign, conduct, copy_checkout
 from tests.helpers.corpus import texts, write_jsonl
 
 CEILING = 0.95  # of the base model's accuracy on any task
 COMMAND = [sys.executable, "launch/quickstart.py"]
 
 
-def results(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / quickstart.RUN / "results.json").read_text())
+def results(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_bytes()) if file.is_file() else {"rows": [], "models": []}
 
 
 def accuracies(directory: Path) -> dict[tuple[str, str], float]:
-    return {(row["model"], row["task"]): row["accuracy"] for row in results(directory)["rows"]}
+    output = results(directory / quickstart.RUN / "results.json")
+    return {(row["model"], row["task"]): row["accuracy"] for row in output["rows"]}
 
 
 def whole(directory: Path, show: Campaign) -> None:
     """An undisturbed quickstart: its time, and what its results promise."""
     began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-    with (directory / "output.txt").open("w+") as log:
-        process = subprocess.Popen(COMMAND, cwd=directory, stdout=log, stderr=subprocess.STDOUT)
-        while process.poll() is None and not log.tell():
-            time.sleep(0.05)
-            log.seek(0, 2)
-        first, code = time.perf_counter() - began, process.wait()
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    process = subprocess.Popen(COMMAND, cwd=directory, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout is not None
+    process.stdout.readline()
+    first = time.perf_counter() - began
+    process.communicate()
+    wall, used = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = used.ru_utime + used.ru_stime - before.ru_utime - before.ru_stime
-    show("whole", "exit code", str(code), code == 0)
-    if code:
+    show("whole", "exit code", str(process.returncode), process.returncode == 0)
+    if process.returncode:
         return
     show("whole", "first words", f"{first:.1f} s", first < 2)
-    wall = time.perf_counter() - began
     show("whole", "time", f"{wall:.0f} s, {cpu:.0f} s of CPU time", cpu < 2 * 8 * 60)
-    output = results(directory)
+    output = results(directory / quickstart.RUN / "results.json")
     means = {m["name"]: m["mean_accuracy"] for m in output["models"]}
     words = ", ".join(f"{name} {100 * mean:.1f}" for name, mean in means.items())
     show("whole", "mean accuracies", words, 0.40 <= means["base"] <= 0.75)
@@ -82,7 +81,6 @@ def killed(directory: Path, kills: int, rng: random.Random, expected: dict, show
         process = subprocess.Popen(COMMAND, cwd=directory, stdout=nothing, stderr=nothing)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=rng.uniform(2, 75))
-        if process.poll() is not None:
             break
         for item in psutil.process_iter():  # all that work in the copy, whoever started them
             with contextlib.suppress(psutil.Error):
@@ -97,33 +95,26 @@ def killed(directory: Path, kills: int, rng: random.Random, expected: dict, show
 
 def afterwards(directory: Path, show: Campaign) -> None:
     """The lines that it ends with, on a file of one's own."""
-    write_jsonl(directory / "my.jsonl", ({"text": text} for text in texts(400)))
-    for line in quickstart.following("my.jsonl"):
-        for command in line:
-            command[0] = sys.executable if command[0].endswith("python") else command[0]
-            done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
-            show("next", shlex.join(command[1:4]), f"exit code {done.returncode}", done.returncode == 0)
-            if done.returncode:
-                print(done.stdout[-2000:], done.stderr[-2000:])
-                return
-    models = json.loads((directory / "runs/own/results.json").read_text())["models"]
-    names = {model["name"] for model in models}
+    write_jsonl(directory / "my.jsonl", texts(400))
+    for command in (command for line in quickstart.following("my.jsonl") for command in line):
+        command[0] = sys.executable if command[0].endswith("python") else command[0]
+        done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
+        show("next", shlex.join(command[1:4]), f"exit code {done.returncode}", done.returncode == 0)
+        if done.returncode:
+            print(done.stdout[-2000:], done.stderr[-2000:])
+            return
+    names = {model["name"] for model in results(directory / "runs/own/results.json")["models"]}
     show("next", "models of the report", ", ".join(sorted(names)), "own" in names)
 
 
-def main() -> int:
-    args = options(__doc__, kills=8, seed=0).parse_args()
-    show = Campaign("quickstart-campaign")
-    with tempfile.TemporaryDirectory() as temporary:
-        work = Path(temporary).resolve()
-        first = copy_checkout(work / "whole")
-        whole(first, show)
-        if (first / quickstart.RUN / "results.json").is_file():
-            copy, rng = copy_checkout(work / "killed"), random.Random(args.seed)
-            killed(copy, args.kills, rng, accuracies(first), show)
-            afterwards(first, show)
-    return show.finish(vars(args))
+def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
+    first = copy_checkout(directory / "whole")
+    whole(first, show)
+    if expected := accuracies(first):
+        copy = copy_checkout(directory / "killed")
+        killed(copy, args.kills, random.Random(args.seed), expected, show)
+        afterwards(first, show)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(conduct("quickstart-campaign", run, __doc__, kills=8, seed=0))

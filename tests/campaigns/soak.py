@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -34,7 +35,7 @@ from pathlib import Path
 import psutil
 
 from emo.pipeline.run_dir import COMPLETE, EXPORT, HF, STATE, checkpoints, problem, read_metrics, step_of
-from tests.campaigns.campaign import Campaign, options
+from tests.campaigns.campaign import Campaign, conduct
 from tests.helpers import launching
 from tests.helpers.launching import Losses, losses
 
@@ -57,18 +58,16 @@ def last_step(run_dir: Path) -> int:
 
 def kills(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
     """Disturb one run over and over: it must end with the right losses and tell the truth each time."""
-    count, rng = args.kills, random.Random(args.seed)
+    count, rng, run_dir = args.kills, random.Random(args.seed), recipe.parent / "killed"
     settings = [f"train.max_steps={50 * count}", "train.save_steps=5", "train.eval_rows=2"]
     expected = undisturbed(recipe, recipe.parent / "whole", *settings)
-    run_dir = recipe.parent / "killed"
     arguments = [str(recipe), f"output_dir={run_dir}", *settings]
     resumed, slowest, honest, unheard = 0, 0.0, True, 0
-    order = [victim for _ in range(-(-count // len(VICTIMS))) for victim in rng.sample(VICTIMS, len(VICTIMS))]
-    for number, victim in enumerate(order[:count]):
+    order = [victim for _ in range(count) for victim in rng.sample(VICTIMS, len(VICTIMS))][:count]
+    for number, victim in enumerate(order):
         make = launching.launch_command if number % 2 else launching.script_command
         exports = f"train.export_checkpoints={str(victim == EXPORTING).lower()}"
-        process = launching.popen(make(2, *arguments, exports))
-        steps = len(read_metrics(run_dir))
+        process, steps = launching.popen(make(2, *arguments, exports)), len(read_metrics(run_dir))
         disturb(process, run_dir, rng, victim)
         died = time.monotonic()
         output, _ = process.communicate(timeout=600)
@@ -82,9 +81,8 @@ def kills(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
             early = early and len(read_metrics(run_dir)) == steps
             unheard += early
             honest = honest and early
-        remaining = [step_of(d) for d in checkpoints(run_dir)]
         words = f"{number + 1}: {victim} of {make.__name__}: exit code {process.returncode}"
-        print(f"{words}; checkpoints {remaining}", flush=True)
+        print(f"{words}; checkpoints {[step_of(d) for d in checkpoints(run_dir)]}", flush=True)
         if finished:
             break
     done = launching.run(2, *arguments)
@@ -125,19 +123,18 @@ def disturb(process: subprocess.Popen[str], run_dir: Path, rng: random.Random, v
 
 
 def _largest(directory: Path) -> Path:
-    return max((p for p in (directory / "state").rglob("*.pt")), key=lambda p: p.stat().st_size)
+    return max((directory / "state").rglob("*.pt"), key=lambda p: p.stat().st_size)
 
 
 def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    path.write_bytes(bytes(data))
+    path.write_bytes(data)
 
 
 def _forge(directory: Path, **changes: object) -> None:
     marker = json.loads((directory / COMPLETE).read_text())
-    name = _largest(directory).relative_to(directory).as_posix()
-    marker["files"][name].update(changes)
+    marker["files"][_largest(directory).relative_to(directory).as_posix()] |= changes
     (directory / COMPLETE).write_text(json.dumps(marker))
 
 
@@ -185,20 +182,19 @@ def disks(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
     """A disk that fills up while a checkpoint is written: once by bytes, once by number of files."""
     undisturbed(recipe, recipe.parent / "measured")
     item = checkpoints(recipe.parent / "measured")[-1]
-    bytes_ = sum(p.stat().st_size for p in item.rglob("*") if p.is_file())
-    for case, size in (("no room", f"size={int(3.5 * bytes_)}"), ("no inodes", "size=64m,nr_inodes=40")):
+    size = sum(p.stat().st_size for p in item.rglob("*") if p.is_file())
+    settings = ["train.max_steps=40", "train.save_steps=2", "train.save_total_limit=99"]
+    for case, room in (("no room", f"size={int(3.5 * size)}"), ("no inodes", "size=64m,nr_inodes=40")):
         with tempfile.TemporaryDirectory() as mount:
-            command = ["mount", "-t", "tmpfs", "-o", size, "tmpfs", mount]
+            command = ["mount", "-t", "tmpfs", "-o", room, "tmpfs", mount]
             if subprocess.run(command, capture_output=True).returncode:
                 show("disks", case, "skipped: mounting needs root", True)
                 continue
             try:
-                settings = ["train.max_steps=40", "train.save_steps=2", "train.save_total_limit=99"]
                 done = launching.run(2, str(recipe), f"output_dir={mount}/run", *settings)
-                output = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
                 remaining = checkpoints(Path(mount) / "run")
-                right = done.returncode not in (0, 75) and len(output) == 1 and bool(remaining)
-                right = right and all(problem(d) is None for d in remaining)
+                right = done.returncode not in (0, 75) and len(re.findall("^error: ", done.stdout, re.M)) == 1
+                right = right and bool(remaining) and all(problem(d) is None for d in remaining)
                 words = f"one line, {len(remaining)} checkpoints left"
                 show("disks", case, words, right, done.stdout[-3000:])
             finally:
@@ -207,31 +203,29 @@ def disks(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
 
 def stops(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
     """Time to the first step: resuming beside a cold start, median of three."""
-    cold: list[float] = []
-    warm: list[float] = []
+    times: tuple[list[float], list[float]] = ([], [])
     for number in range(3):
         run_dir = recipe.parent / f"start-{number}"
-        for times in (cold, warm):
+        for seconds in times:
             before, begun = last_step(run_dir), time.monotonic()
             process = launching.start(2, str(recipe), f"output_dir={run_dir}", "train.max_steps=5000")
             launching.wait_for_step(run_dir, before + 1)
-            times.append(time.monotonic() - begun)
+            seconds.append(time.monotonic() - begun)
             (run_dir / "STOP").touch()
             process.communicate(timeout=120)
-    ratio = statistics.median(warm) / statistics.median(cold)
+    cold, warm = map(statistics.median, times)
+    ratio = warm / cold
     show("stops", "resume to first step / cold start", f"{ratio:.2f} (target <= 1.2)", ratio <= 1.2)
 
 
-def main() -> int:
-    parts = {"kills": kills, "damage": damage, "disks": disks, "stops": stops}
-    args = options(__doc__, parts, kills=20, seed=0).parse_args()
-    show = Campaign("soak")
-    with tempfile.TemporaryDirectory() as directory:
-        recipe = launching.tiny_recipe(Path(directory))
-        for part in args.parts:
-            parts[part](recipe, args, show)
-    return show.finish(vars(args))
+PARTS = {"kills": kills, "damage": damage, "disks": disks, "stops": stops}
+
+
+def soak(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
+    recipe = launching.tiny_recipe(directory)
+    for part in args.parts:
+        PARTS[part](recipe, args, show)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(conduct("soak", soak, __doc__, parts=[*PARTS], kills=20, seed=0))

@@ -13,26 +13,30 @@ Prints a table, writes runs/sweep.json, and exits 1 when something was repeated 
 
 from __future__ import annotations
 
-import os
+import argparse
 import random
-import signal
 import subprocess
-import tempfile
+import sys
 import time
 from pathlib import Path
 
-from tests.campaigns.campaign import Campaign, can_install, options
-from tests.campaigns.cluster import OVER, SLURM, ask, slurm_cluster, state_of
-from tests.helpers.launching import tiny_recipe
+from tests.campaigns.campaign import Campaign, can_install, conduct
+from tests.campaigns.cluster import OVER, SLURM, Job, slurm_cluster
+from tests.helpers.launching import kill_all, tiny_recipe
 from tests.helpers.sweeping import notes, start, sweep
 
 WORKERS = 2
 
 
-def finished(path: Path, out: Path) -> str:
-    output, _ = (process := start(path, f"out={out}")).communicate(timeout=1800)
+def table(out: Path) -> str:
+    return (out / "table.md").read_text() if (out / "table.md").is_file() else ""
+
+
+def finished(path: Path, out: Path, *options: str) -> str:
+    """Run a sweep to its end; return its table."""
+    output, _ = (process := start(path, f"out={out}", *options)).communicate(timeout=1800)
     assert process.returncode == 0, output
-    return (out / "table.md").read_text()
+    return table(out)
 
 
 def kills(path: Path, expected: str, count: int, took: float, rng: random.Random, show: Campaign) -> None:
@@ -43,23 +47,21 @@ def kills(path: Path, expected: str, count: int, took: float, rng: random.Random
     killed, sweeps, repeated, equal, most = 0, 0, 0, True, 0
     while killed < count:
         sweeps += 1
-        out = path.parent / f"killed-{sweeps}"
-        remaining: dict[str, int] = {}
+        out, done = path.parent / f"killed-{sweeps}", dict[str, int]()
         while killed < count:
             process = start(path, f"out={out}", "--jobs", str(1 + killed % 2))
             try:
                 process.communicate(timeout=rng.uniform(0.5, max(20, took / 2)))
                 break
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
+                kill_all(process)
             killed += 1
-            now = notes(out)
-            repeated += sum(now.get(name) != when for name, when in remaining.items())
-            remaining, most = now, max(most, len(now))
-            print(f"kill {killed}: {len(now)} stages done", flush=True)
+            before, done = done, notes(out)
+            repeated += sum(done.get(name) != when for name, when in before.items())
+            most = max(most, len(done))
+            print(f"kill {killed}: {len(done)} stages done", flush=True)
         equal &= finished(path, out) == expected
-        repeated += sum(notes(out).get(name) != when for name, when in remaining.items())
+        repeated += sum(notes(out).get(name) != when for name, when in done.items())
     show("kills", f"{killed} kills of {sweeps} sweeps: the table", "the same" if equal else "DIFFERS", equal)
     stages = len(notes(path.parent / "undisturbed"))
     show("kills", f"stages done before a kill, of {stages}", str(most), most > 1)
@@ -67,36 +69,27 @@ def kills(path: Path, expected: str, count: int, took: float, rng: random.Random
 
 
 def array(path: Path, expected: str, show: Campaign) -> None:
-    out, job = path.parent / "array", path.parent / "array.sbatch"
-    process = start(path, f"out={out}", "--slurm", str(job), "--workers", str(WORKERS))
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    out, file = path.parent / "array", path.parent / "array.sbatch"
+    finished(path, out, "--slurm", str(file), "--workers", str(WORKERS))  # it only writes the job
     with slurm_cluster(path.parent / "slurm") as environment:
-        shape = ["--cpus-per-task=1", "--gpus=0", "--mem=1500", f"--output={path.parent}/array-%a.log"]
-        queued = ask(environment, "sbatch", "--parsable", *shape, job)
-        states = OVER.findall(state_of(environment, queued))
-    logs = {p.name: p.read_text() for p in sorted(path.parent.glob("array-*.log"))}
-    worked = sum(": train" in text for text in logs.values())
-    table = (out / "table.md").read_text() if (out / "table.md").is_file() else ""
-    good = states == ["COMPLETED"] * WORKERS and table == expected
+        shape = ("--cpus-per-task=1", "--gpus=0", "--mem=1500")
+        states = OVER.findall(Job(environment, path.parent / "array-%a.log", *shape, file).wait())
+    logs = [log.read_text() for log in sorted(path.parent.glob("array-*.log"))]
+    worked = sum(": train" in text for text in logs)
+    good = states == ["COMPLETED"] * WORKERS and table(out) == expected
     words = f"{WORKERS} workers, {worked} of them trained: the same table"
-    show("slurm", "an array job", words, good, f"{states} {[text[-300:] for text in logs.values()]}")
+    show("slurm", "an array job", words, good, f"{states} {[text[-300:] for text in logs]}")
 
 
-def main() -> int:
-    args = options(__doc__, ["kills", "slurm"], kills=20, seed=0).parse_args()
-    show = Campaign("sweep")
-    with tempfile.TemporaryDirectory() as directory:
-        path = sweep(Path(directory), tiny_recipe(Path(directory), max_steps=3))
-        began = time.monotonic()
-        expected = finished(path, Path(directory) / "undisturbed")
-        took = time.monotonic() - began
-        if "kills" in args.parts:
-            kills(path, expected, args.kills, took, random.Random(args.seed), show)
-        if "slurm" in args.parts and can_install(show, "slurm", SLURM):
-            array(path, expected, show)
-    return show.finish(vars(args))
+def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
+    path = sweep(directory, tiny_recipe(directory, max_steps=3))
+    began = time.monotonic()
+    expected = finished(path, directory / "undisturbed")
+    if "kills" in args.parts:
+        kills(path, expected, args.kills, time.monotonic() - began, random.Random(args.seed), show)
+    if "slurm" in args.parts and can_install(show, "slurm", SLURM):
+        array(path, expected, show)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(conduct("sweep", run, __doc__, parts=["kills", "slurm"], kills=20, seed=0))

@@ -12,18 +12,19 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
+from pydantic import ValidationError
 
 from emo.__main__ import COMMANDS, EVALUATION, TRAINING
 from emo.common.errors import UserError
-from emo.common.recipe import Section, parse_section
+from emo.common.recipe import parse_section
 from emo.data_prep.config import DataConfig
 from emo.pipeline.config import RunConfig
 from tests.conftest import REPO
@@ -35,7 +36,7 @@ LANGUAGES = {"bash", "python", "yaml", "text"}
 ROOMS = "common|data_prep|pipeline|eval|experiments|launch"
 FOREIGN = {"sbatch", "docker", "kubectl", "pip", "make"}  # whose own options nobody here can be asked about
 DOCKERS = {"--help", "--build-arg", "--read-only", "--secret", "--tmpfs"}  # named without their command
-LAUNCHERS = {"deepspeed": "deepspeed.launcher.runner", "torchrun": "torch.distributed.run"}
+LAUNCHERS = ("deepspeed.launcher.runner", "torch.distributed.run")
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
 _FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 _KEY = re.compile(
@@ -134,7 +135,7 @@ def _of_block(block: Block) -> Iterator[str]:
     elif block.language == "yaml":
         tree = yaml.safe_load(block.text)
         if block.file is None:  # a fragment
-            yield from (f"no recipe has the key {key}" for key in _keys(tree, "") if not _is_key(key))
+            yield from (f"no recipe has the key {key}" for key in unknown_keys(tree))
             return
         whole = "train" in tree
         try:
@@ -149,87 +150,50 @@ def _names(text: str) -> Iterator[str]:
         if not any(REPO.glob(name)) and not re.search(r"\b[A-Z]{2,}\b", name):
             yield f"{name} is not there"
     for key in _KEY.findall(text):
-        if not _is_key(key):
+        if unknown_keys(reduce(lambda tree, part: {part: tree}, reversed(key.split(".")), None)):
             yield f"no recipe has the key {key}"
     owner = _owner(text.split())
     if owner in FOREIGN:
         return
     for flag in _FLAG.findall(re.sub(r"\$\([a-z][^)]*\)", "", text)):  # without commands of the system
-        if flag not in (options(owner) if owner else _every_option()):
-            yield f"{owner} has no option {flag}" if owner else f"no command has the option {flag}"
+        if flag not in options(owner):
+            yield f"emo {owner} has no option {flag}" if owner else f"no command has the option {flag}"
 
 
-def _is_key(key: str) -> bool:
-    """Whether recipes have a key such as `train.seed`; below free dictionaries (objective.params) all are."""
-    section: Any = RunConfig
-    for part in key.split("."):
-        parts = set(_parts(section))
-        if dict in parts:
-            return True
-        inner = [cls for cls in parts if isinstance(cls, type) and issubclass(cls, Section)]
-        known = [(field.alias or name, field) for cls in inner for name, field in cls.model_fields.items()]
-        fields = [field.annotation for name, field in known if name == part]
-        if not fields:
-            return False
-        section = fields[0]
-    return True
+def unknown_keys(tree: Any) -> list[str]:
+    """Return the keys of a recipe, or of a part of it, that no recipe has."""
+    try:
+        RunConfig.model_validate(tree)
+    except ValidationError as error:
+        faults = error.errors()
+        return [".".join(map(str, fault["loc"])) for fault in faults if fault["type"] == "extra_forbidden"]
+    return []
 
 
-def _parts(annotation: Any) -> Iterator[Any]:
-    yield getattr(annotation, "__origin__", annotation)
-    for part in get_args(annotation):
-        yield from _parts(part)
-
-
-def _keys(tree: Any, above: str) -> Iterator[str]:
-    for key, value in tree.items() if isinstance(tree, dict) else ():
-        yield f"{above}{key}"
-        for inner in value if isinstance(value, list) else [value]:
-            yield from _keys(inner, f"{above}{key}.")
-
-
-def _owner(words: list[str]) -> str | None:
-    """Return who reads a command's options: a module, a program, or None where nobody is known."""
+def _owner(words: list[str]) -> str:
+    """Return who reads a command's options: a command of `emo`, another program, or "" for anybody."""
     words = [re.sub(r"^[a-z]+=\$\(", "", word) for word in words if not re.match(r"[A-Z_]+=", word)]
-    words = words[2:] if words[:3] == ["python", "-m", "emo"] else words
-    if words[:1] == ["emo"] and len(words) > 1:
-        return f"emo {words[1]}" if words[1] in COMMANDS else None
-    if words[:2] == ["python", "-m"] and len(words) > 2:
-        return words[2]
-    if words and (words[0] in FOREIGN or words[0] in LAUNCHERS):
-        return words[0]
-    return "launch" if words and re.search(r"launch/.*\.sh$", words[0]) else None
+    match words:
+        case ["python", "-m", "emo", verb, *_] | ["emo", verb, *_] if verb in COMMANDS:
+            return verb
+        case [program, *_] if program in FOREIGN:
+            return program
+    return ""
 
 
 @cache
 def options(owner: str) -> frozenset[str]:
-    """Return the options of a command, read from the code that declares them, without running it."""
-    if owner.startswith("emo "):
-        function = COMMANDS[owner.removeprefix("emo ")].function
+    """Return the options of a command, or of all, from the code that declares them, without running it."""
+    rooms = ["data_prep", "pipeline", "eval", "experiments", "tests"]
+    specs = [importlib.util.find_spec(name) for name in LAUNCHERS]
+    files = [Path(spec.origin) for spec in specs if spec is not None and spec.origin is not None]
+    function = COMMANDS[owner].function if owner else ""
+    if owner and ".launch." not in function:
         rooms = [name.split(".")[1] for name in ([function] if function else [TRAINING, EVALUATION])]
-        owners = ("launch" if room == "launch" else f"emo.{room}" for room in rooms)
-        return frozenset().union(*map(options, owners))
-    if owner == "launch" or owner in LAUNCHERS:
-        spec = importlib.util.find_spec(LAUNCHERS.get(owner, LAUNCHERS["deepspeed"]))
-        assert spec is not None and spec.origin is not None
-        return _declared(REPO / "pipeline" / "cli.py") | _declared(Path(spec.origin))
-    path = REPO / owner.replace(".", "/")
-    files = [*path.rglob("*.py")] if path.is_dir() else [path.with_suffix(".py")]
-    shared = {"tests.bench": "common.py", "tests.campaigns": "campaign.py"}.get(owner.rpartition(".")[0])
-    files += [path.parent / shared] if shared else []
-    return frozenset().union(*map(_declared, files))
-
-
-@cache
-def _every_option() -> frozenset[str]:
-    """Return what an option that is named without its command can be."""
-    rooms = ("emo.data_prep", "emo.pipeline", "emo.eval", "emo.experiments", *LAUNCHERS)
-    return frozenset(DOCKERS).union(*map(options, rooms), *map(_declared, (REPO / "tests").rglob("*.py")))
-
-
-@cache
-def _declared(path: Path) -> frozenset[str]:
-    return frozenset(re.findall(r"""["'](--[a-z][\w-]*)["']""", path.read_text("utf-8")))
+        files = []
+    files += [path for room in rooms for path in (REPO / room).rglob("*.py")]
+    declared = re.findall(r"""["'](--[a-z][\w-]*)["']""", "".join(path.read_text("utf-8") for path in files))
+    return frozenset(declared) if owner else frozenset(declared) | DOCKERS
 
 
 def functions(path: Path) -> set[str]:

@@ -30,14 +30,14 @@ class Target(NamedTuple):
     make: Read  # writes sound files into an empty directory
     read: Read
     damaged: tuple[str, ...]  # the files that are damaged, relative to the directory; empty: all of them
-    crashes: tuple[tuple[str, bytes], ...]  # (file, content) that once crashed it
+    crashes: tuple[tuple[str, Any], ...]  # (file, content) that once crashed it; what is not bytes is JSON
 
 
 TARGETS: dict[str, Target] = {}
 
 
 def target(
-    name: str, make: Read, *damaged: str, crashes: tuple[tuple[str, bytes], ...] = ()
+    name: str, make: Read, *damaged: str, crashes: tuple[tuple[str, Any], ...] = ()
 ) -> Callable[[Read], Read]:
     """Register the decorated function, which reads the files that `make` wrote, as a target."""
 
@@ -88,18 +88,16 @@ def _edited(values: list[Any], edits: list[tuple[int, Any]]) -> bytes:
     return text.encode()
 
 
-def _values(content: bytes) -> list[Any] | None:
-    """Return the JSON or YAML values of a file, None where it holds something else."""
-    with contextlib.suppress(UnicodeDecodeError):
+def _values(content: bytes) -> list[Any]:
+    """Return the JSON or YAML values of a file, none where it holds something else."""
+    with contextlib.suppress(ValueError, yaml.YAMLError):
         text = content.decode()
-        with contextlib.suppress(ValueError):
-            return [json.loads(text)]
-        with contextlib.suppress(ValueError):
-            return [json.loads(line) for line in text.splitlines()]
-        with contextlib.suppress(yaml.YAMLError):
-            tree = yaml.safe_load(text)
-            return [tree] if isinstance(tree, dict | list) else None
-    return None
+        for parsed in (lambda: [json.loads(text)], lambda: [json.loads(line) for line in text.splitlines()]):
+            with contextlib.suppress(ValueError):
+                return parsed()
+        tree = yaml.safe_load(text)
+        return [tree] if isinstance(tree, dict | list) else []
+    return []
 
 
 def damaged(content: bytes) -> st.SearchStrategy[bytes]:
@@ -110,10 +108,8 @@ def damaged(content: bytes) -> st.SearchStrategy[bytes]:
         st.binary(max_size=16),
     )
     values = _values(content)
-    if values is None:
-        return bytes_
     trees = st.builds(_edited, st.just(values), _edits)
-    return st.one_of(trees, trees, trees, bytes_)
+    return st.one_of(trees, trees, trees, bytes_) if values else bytes_
 
 
 @contextlib.contextmanager
@@ -135,9 +131,8 @@ def _at_most(seconds: float) -> Iterator[None]:
 def attempt(parser: Target, directory: Path, file: str, content: bytes) -> None:
     """Read a damaged file in the place of the sound one. Raises whatever should not come of it."""
     path = directory / file
-    sound, files = path.read_bytes(), set(directory.rglob("*"))
+    sound, files, late = path.read_bytes(), set(directory.rglob("*")), False
     path.write_bytes(content)
-    late = False
     try:
         with _at_most(SECONDS):
             parser.read(directory)
@@ -162,16 +157,16 @@ def fuzz(name: str, examples: int, seeded: int | None = None) -> None:
         directory = Path(temporary)
         parser.make(directory)
         parser.read(directory)
-        there = sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
-        contents = {name: damaged((directory / name).read_bytes()) for name in parser.damaged or there}
+        names = sorted(str(p.relative_to(directory)) for p in directory.rglob("*") if p.is_file())
+        contents = {name: damaged((directory / name).read_bytes()) for name in parser.damaged or names}
         files = st.one_of(*(st.tuples(st.just(name), content) for name, content in contents.items()))
 
         def trial(case: tuple[str, bytes]) -> None:
             attempt(parser, directory, *case)
 
         test = given(files)(trial)
-        for crash in parser.crashes:
-            test = example(crash)(test)
+        for file, crash in parser.crashes:
+            test = example((file, crash if isinstance(crash, bytes) else json.dumps(crash).encode()))(test)
         if seeded is not None:
             test = seed(seeded)(test)
         settings(

@@ -38,89 +38,76 @@ LLAMA = {  # hidden, layers, inner, width of keys, vocabulary
 }
 
 MARKS = ("calibrates", "held_out", "outside")
-# mark, model, tokens of a row, GPUs, kind, rows per pass, passes per step, checkpointing, compiled,
+# MPT: mark, model, tokens of a row, GPUs, rows per pass, passes per step, checkpointing, and tokens/s/GPU on
+# H100-80G (400 GB/s between nodes) and on A100-80G (200)
+MPT_TABLE = """
+    calibrates  30B  4096    8   1  21  yes   1802    814
+    calibrates  30B  2048   32  14   3  yes   2308      -
+    calibrates  30B  2048   16  10   3  yes   2263      -
+    calibrates  30B  2048    8   3  21  yes   2002    916
+    calibrates  30B  1024    8   6  21  yes   2084    946
+    calibrates   3B  8192    8   3   6   no  16578   7695
+    calibrates   3B  4096    8   5   6   no  20964   9457
+    calibrates   3B  2048   64   6   3   no  22525      -
+    calibrates   3B  2048   32   6   3   no  23021      -
+    calibrates   3B  2048   16  10   3   no  24142      -
+    calibrates   3B  1024    8  20   6   no  27046  11580
+    calibrates   3B  2048    8  10   2   no      -  10811
+    held_out    70B  2048  128   8   1  yes   1058      -
+    held_out    30B  2048  128   8   1  yes   2199      -
+    held_out    13B  2048  128  16   1  yes   5080      -
+    held_out     7B  2048  128   6   1   no  10475      -
+    held_out    70B  2048   64   8   4  yes   1039    410
+    held_out    70B  2048   32   2  16  yes    882    373
+    held_out    13B  4096    8  10   3  yes   4717   2060
+    held_out    13B  2048   64   2   1   no   4800      -
+    held_out    13B  2048   32   2   1   no   4811      -
+    held_out    13B  2048   16   2   1   no   4767      -
+    held_out    13B  2048    8   2   1   no   4792      -
+    held_out    13B  1024    8  40   3  yes   5502   2330
+    held_out     7B  8192    8   8   2  yes   6935   3206
+    held_out     7B  4096    8  16   2  yes   8611   3684
+    held_out     7B  2048    8   6   1   no  10643      -
+    held_out     7B  1024    8  64   2  yes  10203   4357
+    held_out     1B  8192    8   3   4   no  29157  13814
+    held_out     1B  4096    8   7   4   no  38535  17807
+    held_out     1B  2048   64  20   1   no  44402      -
+    held_out     1B  2048   32  20   1   no  45130      -
+    held_out     1B  2048   16  20   1   no  46037      -
+    held_out     1B  2048    8  14   1   no  45455      -
+    held_out     1B  1024    8  18   4   no  48910  22112
+    held_out    13B  8192    8   5   3  yes      -   1795
+    held_out    13B  2048    8   2   3   no      -   2262
+    held_out     7B  2048    8   6   2   no      -   4641
+    held_out     1B  2048    8  14   4   no      -  20513
+    outside     70B  2048  512   8   1  yes   1007      -
+    outside      7B  2048  512   6   1   no   9670      -
+    outside     30B  8192    8   1  21  yes   1384    574
+"""
+# Others: mark, model, tokens of a row, GPUs, kind, rows per pass, passes per step, checkpointing, compiled,
 # GB/s that a node reaches others with, bytes of a gradient on its way, tokens/s/GPU
 TABLE = """
-    calibrates        30B  4096    8 H100-80G    1 21  yes   no  400  4   1802
-    calibrates        30B  2048   32 H100-80G   14  3  yes   no  400  4   2308
-    calibrates        30B  2048   16 H100-80G   10  3  yes   no  400  4   2263
-    calibrates        30B  2048    8 H100-80G    3 21  yes   no  400  4   2002
-    calibrates        30B  1024    8 H100-80G    6 21  yes   no  400  4   2084
-    calibrates         3B  8192    8 H100-80G    3  6   no   no  400  4  16578
-    calibrates         3B  4096    8 H100-80G    5  6   no   no  400  4  20964
-    calibrates         3B  2048   64 H100-80G    6  3   no   no  400  4  22525
-    calibrates         3B  2048   32 H100-80G    6  3   no   no  400  4  23021
-    calibrates         3B  2048   16 H100-80G   10  3   no   no  400  4  24142
-    calibrates         3B  1024    8 H100-80G   20  6   no   no  400  4  27046
-    calibrates        30B  4096    8 A100-80G    1 21  yes   no  200  4    814
-    calibrates        30B  2048    8 A100-80G    3 21  yes   no  200  4    916
-    calibrates        30B  1024    8 A100-80G    6 21  yes   no  200  4    946
-    calibrates         3B  8192    8 A100-80G    3  6   no   no  200  4   7695
-    calibrates         3B  4096    8 A100-80G    5  6   no   no  200  4   9457
-    calibrates         3B  2048    8 A100-80G   10  2   no   no  200  4  10811
-    calibrates         3B  1024    8 A100-80G   20  6   no   no  200  4  11580
-    held_out          70B  2048  128 H100-80G    8  1  yes   no  400  4   1058
-    held_out          30B  2048  128 H100-80G    8  1  yes   no  400  4   2199
-    held_out          13B  2048  128 H100-80G   16  1  yes   no  400  4   5080
-    held_out           7B  2048  128 H100-80G    6  1   no   no  400  4  10475
-    held_out          70B  2048   64 H100-80G    8  4  yes   no  400  4   1039
-    held_out          70B  2048   32 H100-80G    2 16  yes   no  400  4    882
-    held_out          13B  4096    8 H100-80G   10  3  yes   no  400  4   4717
-    held_out          13B  2048   64 H100-80G    2  1   no   no  400  4   4800
-    held_out          13B  2048   32 H100-80G    2  1   no   no  400  4   4811
-    held_out          13B  2048   16 H100-80G    2  1   no   no  400  4   4767
-    held_out          13B  2048    8 H100-80G    2  1   no   no  400  4   4792
-    held_out          13B  1024    8 H100-80G   40  3  yes   no  400  4   5502
-    held_out           7B  8192    8 H100-80G    8  2  yes   no  400  4   6935
-    held_out           7B  4096    8 H100-80G   16  2  yes   no  400  4   8611
-    held_out           7B  2048    8 H100-80G    6  1   no   no  400  4  10643
-    held_out           7B  1024    8 H100-80G   64  2  yes   no  400  4  10203
-    held_out           1B  8192    8 H100-80G    3  4   no   no  400  4  29157
-    held_out           1B  4096    8 H100-80G    7  4   no   no  400  4  38535
-    held_out           1B  2048   64 H100-80G   20  1   no   no  400  4  44402
-    held_out           1B  2048   32 H100-80G   20  1   no   no  400  4  45130
-    held_out           1B  2048   16 H100-80G   20  1   no   no  400  4  46037
-    held_out           1B  2048    8 H100-80G   14  1   no   no  400  4  45455
-    held_out           1B  1024    8 H100-80G   18  4   no   no  400  4  48910
-    held_out          70B  2048   64 A100-80G    8  4  yes   no  200  4    410
-    held_out          70B  2048   32 A100-80G    2 16  yes   no  200  4    373
-    held_out          13B  8192    8 A100-80G    5  3  yes   no  200  4   1795
-    held_out          13B  4096    8 A100-80G   10  3  yes   no  200  4   2060
-    held_out          13B  2048    8 A100-80G    2  3   no   no  200  4   2262
-    held_out          13B  1024    8 A100-80G   40  3  yes   no  200  4   2330
-    held_out           7B  8192    8 A100-80G    8  2  yes   no  200  4   3206
-    held_out           7B  4096    8 A100-80G   16  2  yes   no  200  4   3684
-    held_out           7B  2048    8 A100-80G    6  2   no   no  200  4   4641
-    held_out           7B  1024    8 A100-80G   64  2  yes   no  200  4   4357
-    held_out           1B  8192    8 A100-80G    3  4   no   no  200  4  13814
-    held_out           1B  4096    8 A100-80G    7  4   no   no  200  4  17807
-    held_out           1B  2048    8 A100-80G   14  4   no   no  200  4  20513
-    held_out           1B  1024    8 A100-80G   18  4   no   no  200  4  22112
-    held_out   LLaMA2-13B  4096   64 A100-80G    2  1   no   no  200  4   2162
-    held_out   LLaMA2-70B  4096   64 A100-80G    2  1  yes   no  200  4    353
-    held_out   LLaMA3-70B  8192   64 A100-80G    1  1  yes   no  200  4    331
-    held_out    LLaMA-34B  4096  128 A100-80G    8  1  yes   no   50  2    772
-    held_out   LLaMA2-70B  4096  128 A100-80G    6  1  yes   no   50  2    380
-    held_out    LLaMA2-7B  4096  128 A100-80G    2  1   no   no   50  2   3700
-    held_out    LLaMA2-7B  4096   96 H100-80G    2  1   no   no  100  2   7500
-    held_out    LLaMA-34B  4096  128 A100-80G    2  1  yes   no   50  2    700
-    held_out    LLaMA-34B  4096   96 H100-80G    2  1  yes   no  100  2   1550
-    held_out   LLaMA2-70B  4096  128 A100-80G    2  1  yes   no   50  2    370
-    held_out   LLaMA2-70B  4096   96 H100-80G    2  1  yes   no  100  2    800
-    held_out    LLaMA3-8B  4096    1 H200-141G   2  4  yes  yes  400  2  10471
-    held_out    LLaMA3-8B  4096    2 H200-141G   2  4  yes  yes  400  2   9364
-    held_out    LLaMA3-8B  4096    4 H200-141G   4  2  yes  yes  400  2   9746
-    outside           70B  2048  512 H100-80G    8  1  yes   no  400  4   1007
-    outside            7B  2048  512 H100-80G    6  1   no   no  400  4   9670
-    outside           30B  8192    8 H100-80G    1 21  yes   no  400  4   1384
-    outside           30B  8192    8 A100-80G    1 21  yes   no  200  4    574
-    outside           70B  2048  128 A100-40G    4  1  yes   no  200  2    376
-    outside           70B  2048   64 A100-40G    2  1  yes   no  200  2    276
-    outside           13B  2048    8 A100-40G    4 16  yes   no  200  2   1668
-    outside            7B  2048   32 A100-40G   18  1  yes   no  200  2   3725
-    outside            7B  2048    8 A100-40G   12  4  yes   no  200  2   3679
-    outside     LLaMA2-7B  4096  128 A100-80G    2  1   no   no   50  2   3760
-    outside    LLaMA2-13B  4096  128 A100-80G    1  1   no   no   50  2   1700
+    held_out LLaMA2-13B 4096  64 A100-80G   2  1   no   no  200  4   2162
+    held_out LLaMA2-70B 4096  64 A100-80G   2  1  yes   no  200  4    353
+    held_out LLaMA3-70B 8192  64 A100-80G   1  1  yes   no  200  4    331
+    held_out  LLaMA-34B 4096 128 A100-80G   8  1  yes   no   50  2    772
+    held_out LLaMA2-70B 4096 128 A100-80G   6  1  yes   no   50  2    380
+    held_out  LLaMA2-7B 4096 128 A100-80G   2  1   no   no   50  2   3700
+    held_out  LLaMA2-7B 4096  96 H100-80G   2  1   no   no  100  2   7500
+    held_out  LLaMA-34B 4096 128 A100-80G   2  1  yes   no   50  2    700
+    held_out  LLaMA-34B 4096  96 H100-80G   2  1  yes   no  100  2   1550
+    held_out LLaMA2-70B 4096 128 A100-80G   2  1  yes   no   50  2    370
+    held_out LLaMA2-70B 4096  96 H100-80G   2  1  yes   no  100  2    800
+    held_out  LLaMA3-8B 4096   1 H200-141G  2  4  yes  yes  400  2  10471
+    held_out  LLaMA3-8B 4096   2 H200-141G  2  4  yes  yes  400  2   9364
+    held_out  LLaMA3-8B 4096   4 H200-141G  4  2  yes  yes  400  2   9746
+    outside         70B 2048 128 A100-40G   4  1  yes   no  200  2    376
+    outside         70B 2048  64 A100-40G   2  1  yes   no  200  2    276
+    outside         13B 2048   8 A100-40G   4 16  yes   no  200  2   1668
+    outside          7B 2048  32 A100-40G  18  1  yes   no  200  2   3725
+    outside          7B 2048   8 A100-40G  12  4  yes   no  200  2   3679
+    outside   LLaMA2-7B 4096 128 A100-80G   2  1   no   no   50  2   3760
+    outside  LLaMA2-13B 4096 128 A100-80G   1  1   no   no   50  2   1700
 """
 
 # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at 31a17bf: LLaMA3-8B, two rows of 8,192 tokens on
@@ -175,14 +162,22 @@ def sizes_of(model: str, block: int) -> Sizes:
     return Sizes(total, total, body, layers, hidden, inner, keys, True, vocabulary, 9 * layers + 3)
 
 
+def rows() -> list[list[str]]:
+    """Return the lines of both tables with the columns of the second."""
+    lines = [line.split() for line in TABLE.strip().splitlines()]
+    for *before, micro, passes, checkpointing, h100, a100 in map(str.split, MPT_TABLE.strip().splitlines()):
+        how = [micro, passes, checkpointing, "no"]
+        lines += [[*before, "H100-80G", *how, "400", "4", h100]] if h100 != "-" else []
+        lines += [[*before, "A100-80G", *how, "200", "4", a100]] if a100 != "-" else []
+    return lines
+
+
 def runs() -> list[Run]:
-    found = []
-    for line in TABLE.strip().splitlines():
-        mark, model, block, gpus, kind, micro, passes, *how, network, reduced, speed = line.split()
+    results = []
+    for mark, model, block, gpus, kind, micro, passes, *how, network, reduced, speed in rows():
         checkpointing, compiled = (word == "yes" for word in how)
         flags = {"checkpointing": checkpointing, "compiled": compiled, "cost": False}
         setup = Setup(int(gpus), 3, int(micro), int(block), int(passes), reduced=int(reduced), **flags)
-        name = f"{model} {block} {gpus}x{kind} {micro}"
-        sizes = sizes_of(model, int(block))
-        found.append(Run(mark, name, kind, sizes, setup, float(network), float(speed)))
-    return found
+        name, sizes = f"{model} {block} {gpus}x{kind} {micro}", sizes_of(model, int(block))
+        results.append(Run(mark, name, kind, sizes, setup, float(network), float(speed)))
+    return results
