@@ -137,6 +137,16 @@ def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.apply(function, arguments)
 
 
+def random_llama(vocabulary: int, context: int) -> Any:
+    """A random LLaMA of 6 layers with hidden size 256: 21 million parameters with 32,000 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8}
+    config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=context, **sizes)
+    return LlamaForCausalLM(config).eval()
+
+
 def import_peer(package: str, module: str, alias: str = "") -> Any:
     """Import `module` of a peer `package` (NAME==VERSION), which is installed for benches alone.
 
