@@ -9,10 +9,11 @@ rows meets targets it has not seen. The cache is filled beforehand from other te
 
 from __future__ import annotations
 
+import copy
 import functools
 import statistics
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,9 +50,9 @@ def contestant(setting: Setting, name: str) -> Callable[[int], None]:
     return setting.ours(objective, exact=costs == ["exact"])
 
 
-def runnable(setting: Setting, report: common.Report) -> dict[str, Callable[[int], None]]:
+def runnable(setting: Setting, report: common.Report) -> common.Contestants:
     """All contestants that run on this machine; says why where one does not."""
-    runs = {}
+    runs: common.Contestants = {}
     for name in (OURS_MLE, OURS_EMO, OURS_CACHE, *PEERS, AUTHORS_EMO):
         try:
             run = contestant(setting, name)
@@ -72,18 +73,19 @@ def peak(shape: Shape, name: str) -> float:
 
 
 def measure(
-    report: common.Report, shape: Shape | str, runs: Mapping[str, Callable[[int], object]], base: str,
-    rounds: int, memory: bool = False,
-) -> tuple[common.Times[str], dict[str, float]]:  # fmt: skip
+    report: common.Report, shape: object, runs: common.Contestants, base: str, rounds: int, memory: bool
+) -> dict[str, common.Times[str]]:
     """Times and, if asked for, peaks of memory; a row for each contestant, beside those of `base`."""
-    times = common.race(dict(runs), rounds)
-    peaks = {name: common.in_child(peak, shape, name) for name in runs} if memory else {}
-    for name, took in times.items():
-        cells = {"seconds": statistics.median(took), "time_to_mle": common.ratio(times, name, base)}
-        if memory:
-            cells |= {"peak_mb": peaks[name], "memory_to_mle": peaks[name] / peaks[base]}
+    measured = {"time": common.race(runs, rounds)}
+    if memory:
+        measured["memory"] = {name: [common.in_child(peak, shape, name)] for name in runs}
+    for name in runs:
+        cells = {}
+        for kind, values in measured.items():
+            cells[{"time": "seconds", "memory": "peak_mb"}[kind]] = statistics.median(values[name])
+            cells[f"{kind}_to_mle"] = common.ratio(values, name, base)
         report.row(shape=str(shape), contestant=name, **cells)
-    return times, peaks
+    return measured
 
 
 def race_shape(shape: Shape, report: common.Report, rounds: int, memory: bool) -> None:
@@ -91,27 +93,22 @@ def race_shape(shape: Shape, report: common.Report, rounds: int, memory: bool) -
     setting = Setting(shape)
     report.note(f"{shape}: labels are {setting.source}")
     runs = runnable(setting, report)
-    times, peaks = measure(report, shape, runs, OURS_MLE, rounds, memory)
     llama = shape.V == 32000  # the shape that the targets name; elsewhere ratios are reported only
-    peers = [name for name in PEERS if name in runs]
-    best = min(peers, key=lambda name: statistics.median(times[name]))
-    most = (1.02 if GPU else 1.05) if llama or not GPU else None
-    value = functools.partial(common.ratio, times)
-    report.ratio(f"{shape}: MLE time / best peer ({best})", value(OURS_MLE, best), at_most=1.0)
-    report.ratio(f"{shape}: EMO time / MLE", value(OURS_CACHE, OURS_MLE), at_most=most)
-    report.ratio(f"{shape}: exact EMO time / MLE", value(OURS_EMO, OURS_MLE))
-    if AUTHORS_EMO in runs:
-        least = 2.2 if llama else None
-        report.ratio(f"{shape}: authors' time / EMO", value(AUTHORS_EMO, OURS_CACHE), at_least=least)
-    if memory:
-        lean = min(peers, key=peaks.__getitem__)
-        mle, emo, exact = (peaks[name] for name in (OURS_MLE, OURS_CACHE, OURS_EMO))
-        report.ratio(f"{shape}: MLE memory / leanest peer ({lean})", mle / peaks[lean], at_most=1.0)
-        report.ratio(f"{shape}: EMO memory / MLE", emo / mle, at_most=1.05 if llama else None)
-        report.ratio(f"{shape}: exact EMO memory / MLE", exact / mle)
+    targets = {
+        "time": ("best", (1.02 if GPU else 1.05) if llama or not GPU else None, 2.2),
+        "memory": ("leanest", 1.05 if llama else None, 8),
+    }
+    for kind, values in measure(report, shape, runs, OURS_MLE, rounds, memory).items():
+        which, most, least = targets[kind]
+        ratio = functools.partial(common.ratio, values)
+        peers = {name: statistics.median(values[name]) for name in PEERS if name in runs}
+        best = min(peers, key=peers.__getitem__)
+        report.ratio(f"{shape}: MLE {kind} / {which} peer ({best})", ratio(OURS_MLE, best), at_most=1.0)
+        report.ratio(f"{shape}: EMO {kind} / MLE", ratio(OURS_CACHE, OURS_MLE), at_most=most)
+        report.ratio(f"{shape}: exact EMO {kind} / MLE", ratio(OURS_EMO, OURS_MLE))
         if AUTHORS_EMO in runs:
-            least = 8 if llama else None
-            report.ratio(f"{shape}: authors' memory / EMO", peaks[AUTHORS_EMO] / emo, at_least=least)
+            value = ratio(AUTHORS_EMO, OURS_CACHE)
+            report.ratio(f"{shape}: authors' {kind} / EMO", value, at_least=least if llama else None)
 
 
 def library(report: common.Report, shape: Shape, rounds: int, memory: bool) -> None:
@@ -119,17 +116,15 @@ def library(report: common.Report, shape: Shape, rounds: int, memory: bool) -> N
     setting, base = Setting(shape), "ours: mle"
     names = [f"ours: {name}" for name in OBJECTIVES if name != "demd_dense"]
     names += [f"naive: {name}" for name in NAIVE]
-    runs = {name: contestant(setting, name) for name in names}
-    times, peaks = measure(report, shape, runs, base, rounds, memory)
-    for name in (name for name in names if name != base):
-        who, objective = name.split(": ")
-        beside, what, most = f"ours: {objective}", "ours", None
-        if who == "ours":
-            entropy = "H" in get_objective(objective).needs
-            beside, what, most = base, "MLE", 1.15 if entropy and not GPU else 1.10
-        report.ratio(f"{name} time / {what}", common.ratio(times, name, beside), at_most=most)
-        if memory:
-            report.ratio(f"{name} memory / {what}", peaks[name] / peaks[beside], at_most=most)
+    runs: common.Contestants = {name: contestant(setting, name) for name in names}
+    for kind, values in measure(report, shape, runs, base, rounds, memory).items():
+        for name in (name for name in names if name != base):
+            who, objective = name.split(": ")
+            beside, what, most = f"ours: {objective}", "ours", None
+            if who == "ours":
+                entropy = "H" in get_objective(objective).needs
+                beside, what, most = base, "MLE", 1.15 if entropy and not GPU else 1.10
+            report.ratio(f"{name} {kind} / {what}", common.ratio(values, name, beside), at_most=most)
 
 
 def long_batch(report: common.Report, quick: bool) -> None:
@@ -156,32 +151,28 @@ def whole_step(report: common.Report, rounds: int, quick: bool) -> None:
     sizes |= {"num_attention_heads": hidden // 64, "vocab_size": 32000}
     config = LlamaConfig(tie_word_embeddings=False, use_cache=False, **sizes)
     tokens, source = others.text_tokens(32000)
-    models = {}
     first = LlamaForCausalLM(config).to(DEVICE, dtype)
     cost = CostEmbedding.from_weight(first.lm_head.weight, cache_mb=CACHE_MB)
-    for name in ("mle", "emo"):
-        model = LlamaForCausalLM(config).to(DEVICE, dtype)
-        model.load_state_dict(first.state_dict())
+    models = {"mle": first, "emo": copy.deepcopy(first)}
+    for name, model in models.items():
         fuse_head(model.lm_head, get_objective(name), cost if name == "emo" else None)
-        models[name] = (model, torch.optim.AdamW(model.parameters(), lr=1e-5))
-    del first
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-5) for name, model in models.items()}
 
     def step(name: str, i: int) -> None:
-        model, optimizer = models[name]
-        rows = 4 if GPU else 2
+        model, rows = models[name], 4 if GPU else 2
         start = (i + 1000 if i >= 0 else -i) * rows * length % (len(tokens) - rows * length - 1)
         span = tokens[start : start + rows * length + 1].to(DEVICE)
         ids, labels = span[:-1].view(rows, length), span[1:].view(rows, length)
         sums = model.lm_head(model.model(ids).last_hidden_state, labels)
         (sums.loss / sums.tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizers[name].step()
+        optimizers[name].zero_grad()
 
     for i in range(4 if quick else WARM_BATCHES):  # from text that the steps do not use
         others.fill(cost, tokens[-(i + 1) * 2048 - 1 : -i * 2048 - 1].to(DEVICE))
-    runs = {f"ours: {name.upper()}": functools.partial(step, name) for name in models}
+    runs: common.Contestants = {f"ours: {name.upper()}": functools.partial(step, name) for name in models}
     what = f"LLaMA {hidden} x {layers}, {length} tokens a row, {str(dtype).removeprefix('torch.')}"
-    times, _ = measure(report, f"whole step, {what}", runs, "ours: MLE", rounds)
+    times = measure(report, f"whole step, {what}", runs, "ours: MLE", rounds, memory=False)["time"]
     report.note(f"whole step: {what}; labels are {source}")
     report.ratio("whole step: EMO time / MLE", common.ratio(times, "ours: EMO", "ours: MLE"), at_most=1.03)
 
