@@ -68,14 +68,19 @@ class Bench:
         texts = real_texts() if self.real else made_up(20_000, sentences=40)
         self.texts = texts[:60] if quick else texts
 
-    def folder(self, name: str, copies: int = 1) -> Path:
-        """A directory with the text as JSON lines, `copies` times, each copy's rows made different."""
-        rows = (f"{t} {i}" if i else t for i in range(copies) for t in self.texts)
-        return write_jsonl(self.work / name / "text.jsonl", rows).parent
+    def fresh(self) -> Path:
+        """A directory that does not exist, the same one every time."""
+        shutil.rmtree(self.work / "out", ignore_errors=True)
+        return self.work / "out"
 
-    def config(self, folder: Path, out: Path, **data: Any) -> DataConfig:
-        keys = {"dir": str(out), "root": str(folder), "tokenizer": str(self.tokenizer), "sequence_len": BLOCK}
-        keys |= {"shards": 2, "sources": [{"files": "text.jsonl"}]}
+    def write(self, copies: int = 1) -> Path:
+        """The text as JSON lines, `copies` times, each copy's rows made different."""
+        rows = (f"{t} {i}" if i else t for i in range(copies) for t in self.texts)
+        return write_jsonl(self.work / f"{copies}" / "text.jsonl", rows)
+
+    def config(self, file: Path, **data: Any) -> DataConfig:
+        keys = {"dir": str(self.fresh()), "tokenizer": str(self.tokenizer), "sequence_len": BLOCK}
+        keys |= {"shards": 2, "sources": [{"files": str(file)}]}
         return parse_section(DataConfig, keys | data, "data")
 
 
@@ -97,22 +102,18 @@ def real_texts() -> list[str]:
 
 def tokenise(bench: Bench) -> None:
     """CPU seconds of the whole preparation against the bare tokenizer, run_clm's recipe and datatrove."""
-    report, folder, tokenizer = bench.report, bench.folder("text"), bench.tokenizer
+    report, file, tokenizer = bench.report, bench.write(), bench.tokenizer
     tokens = bare_encode_batch(bench.texts, tokenizer)
 
-    def fresh(name: str) -> Path:
-        shutil.rmtree(bench.work / name, ignore_errors=True)
-        return bench.work / name
-
     def ours(**data: Any) -> Callable[[int], None]:
-        return lambda _: prepare(bench.config(folder, fresh("ours"), **data), (0, 1), 1, False, False, str)
+        return lambda _: prepare(bench.config(file, **data), (0, 1), 1, False, False, str)
 
     contestants: common.Contestants = {
         "bare encode_batch": lambda _: bare_encode_batch(bench.texts, tokenizer),
         "prepare": ours(),
         "prepare, near-duplicates": ours(dedup="near"),
-        "run_clm recipe": lambda _: run_clm(folder / "text.jsonl", tokenizer, BLOCK, fresh("run_clm")),
-        "datatrove": lambda _: datatrove(folder, tokenizer, "</s>", fresh("datatrove")),
+        "run_clm recipe": lambda _: run_clm(file, tokenizer, bench.fresh()),
+        "datatrove": lambda _: datatrove(file.parent, tokenizer, bench.fresh()),
     }
     if bench.real:
         contestants["prepare, contamination check"] = ours(contamination=str(DATA / "nlu"))
@@ -134,12 +135,12 @@ def tokenise(bench: Bench) -> None:
 
 def scale(bench: Bench) -> None:
     """Wall seconds with one and with two workers, in turn; the command is the user's."""
-    report, folder = bench.report, bench.folder("much", copies=1 if bench.quick else 20)
-    out, recipe = bench.work / "scaled", bench.work / "scale.yaml"
-    recipe.write_text(yaml.safe_dump({"data": bench.config(folder, out).model_dump(mode="json")}))
+    report, recipe = bench.report, bench.work / "scale.yaml"
+    config = bench.config(bench.write(copies=1 if bench.quick else 20))
+    recipe.write_text(yaml.safe_dump({"data": config.model_dump(mode="json")}))
     times: common.Times[int] = {1: [], 2: []}
     for _, workers in common.turns((1, 2), bench.rounds):
-        shutil.rmtree(out, ignore_errors=True)
+        bench.fresh()
         command = [sys.executable, "-m", "emo", "prepare", str(recipe), "--workers", str(workers)]
         begin = time.perf_counter()
         subprocess.run(command, cwd=common.REPO, check=True, capture_output=True)
@@ -184,7 +185,7 @@ def read(bench: Bench) -> None:
 
     random = reading(lambda step: order[step * batch % (rows - batch) :][:batch])
     train = training_step_seconds(batch) * steps
-    times = common.race({"": random, " of 4 domains": reading(mixed.step_rows)}, bench.rounds)
+    warm = common.race({"random": random, "mixed": reading(mixed.step_rows)}, bench.rounds)
     cold = []
     for i in range(bench.rounds):
         for path in large.glob("*.arrow"):  # the kernel is asked to forget the files' pages
@@ -196,8 +197,8 @@ def read(bench: Bench) -> None:
         cold.append(time.perf_counter() - begin)
     for what, name, walls, target in (
         ("quickstart step, one thread", "", [train], None),
-        ("reader, random rows", "reader", times[""], 50),
-        ("reader, a mixture of 4 domains", "reader of 4 domains", times[" of 4 domains"], 500),
+        ("reader, random rows", "reader", warm["random"], 50),
+        ("reader, a mixture of 4 domains", "reader of 4 domains", warm["mixed"], 500),
         ("reader, random rows, cold files", "cold reader", cold, 50),
     ):
         took = statistics.median(walls)
@@ -283,7 +284,7 @@ def bare_encode_batch(texts: list[str], tokenizer: Path, portion: int = 256) -> 
     return sum(len(row.ids) for part in portions for row in encode(part, add_special_tokens=False))
 
 
-def run_clm(file: Path, tokenizer_dir: Path, block: int, cache: Path) -> None:
+def run_clm(file: Path, tokenizer_dir: Path, cache: Path) -> None:
     """Load, map the tokenizer, map group_texts: as Transformers' language-modelling example does it."""
     import datasets
     from transformers import AutoTokenizer
@@ -297,14 +298,14 @@ def run_clm(file: Path, tokenizer_dir: Path, block: int, cache: Path) -> None:
 
     def group(batch: dict) -> dict:
         joined = {key: list(chain(*batch[key])) for key in batch}
-        total = len(joined["input_ids"]) // block * block
-        cut = {k: [v[i : i + block] for i in range(0, total, block)] for k, v in joined.items()}
+        total = len(joined["input_ids"]) // BLOCK * BLOCK
+        cut = {k: [v[i : i + BLOCK] for i in range(0, total, BLOCK)] for k, v in joined.items()}
         return cut | {"labels": cut["input_ids"].copy()}
 
     rows.map(tokenize, batched=True, remove_columns=rows.column_names).map(group, batched=True)
 
 
-def datatrove(folder: Path, tokenizer_dir: Path, eos: str, out: Path) -> None:
+def datatrove(folder: Path, tokenizer_dir: Path, out: Path) -> None:
     """datatrove's reader and tokenizer, one task in this process, no shuffling."""
     for package in ("loguru==0.7.3", "humanize==4.17.0", "orjson"):
         common.import_peer(package, package.partition("=")[0])
@@ -314,7 +315,7 @@ def datatrove(folder: Path, tokenizer_dir: Path, eos: str, out: Path) -> None:
     )
     common.import_peer("loguru==0.7.3", "loguru").logger.remove()
     reader = readers.JsonlReader(str(folder), glob_pattern="*.jsonl", text_key="text")
-    options = {"shuffle_documents": False, "eos_token": eos, "batch_size": 1000}
+    options = {"shuffle_documents": False, "eos_token": "</s>", "batch_size": 1000}
     writer = tokens.DocumentTokenizer(str(out / "tokens"), str(tokenizer_dir / "tokenizer.json"), **options)
     settings = {"tasks": 1, "workers": 1, "logging_dir": str(out / "logs"), "skip_completed": False}
     executor.LocalPipelineExecutor(pipeline=[reader, writer], **settings).run()
