@@ -107,7 +107,8 @@ class Evaluators:
         """lm-evaluation-harness: the label's likelihood after the prompt, for every row and label."""
         from lm_eval.api.instance import Instance
 
-        builder, requests = PromptBuilder(self.task, self.rows["train"], None), []
+        builder = PromptBuilder(self.task, self.rows["train"], None)
+        requests: list[Instance] = []
         for row, shots in zip(*self.part(number), strict=True):
             ice = builder.ice(shots)
             for label in self.task.labels:

@@ -130,9 +130,14 @@ def _ours(config: RunConfig, world: World, clock: Clock) -> None:
     from emo.pipeline.report.console import Console
     from emo.pipeline.stop import Watch
 
-    within(Engine, "train_step", lambda: contextlib.nullcontext(clock.tick()))
-    # Validation comes before the first step and after the last.
-    within(train, "evaluate", lambda: contextlib.nullcontext(clock.seen and clock.tick()))
+    @contextlib.contextmanager
+    def ticking(validates: bool = False) -> Iterator[None]:
+        if clock.seen or not validates:  # validation comes before the first step and after the last
+            clock.tick()
+        yield
+
+    within(Engine, "train_step", ticking)
+    within(train, "evaluate", lambda: ticking(validates=True))
     for name in ("forward", "backward", "step"):
         within(DeepSpeedEngine, name, lambda: clock.counted(-1))
     within(Loader, "_read", lambda: clock.counted(1))
