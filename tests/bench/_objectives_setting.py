@@ -1,4 +1,4 @@
-"""What the objectives bench measures with: heads, batches of real labels, and every contestant on them.
+"""What the objectives bench measures with: heads, batches of real labels, and other people's losses on them.
 
 The naive objectives are as people write them, from logits of all tokens.
 """
@@ -6,7 +6,6 @@ The naive objectives are as people write them, from logits of all tokens.
 from __future__ import annotations
 
 import functools
-import io
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from emo.data_prep.inputs import open_text
 from emo.pipeline.loss.cost import CostEmbedding, TokenPlan, open_rows, plan_tokens
 from emo.pipeline.loss.fused import fused_linear_loss
 from emo.pipeline.loss.objectives import get_objective
@@ -24,8 +24,8 @@ AUTHORS, LIGER, CCE, TRL = "EMOLoss==0.0.2", "liger-kernel==0.8.5", "cut-cross-e
 GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if GPU else "cpu")
 CACHE_MB = 512.0
-ALPACA = "9,229 Alpaca rows, LLaMA tokenizer"
 WARM_BATCHES = 150  # of text seen before the measured batches
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]  # of hidden states, head and labels
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,6 @@ class Shape:
     V: int
     H: int
     dtype: str
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
 
     def __str__(self) -> str:
         return f"{self.label} N={self.N} V={self.V} H={self.H} {self.dtype}"
@@ -57,45 +53,6 @@ def shapes(quick: bool) -> list[Shape]:
     return [Shape(*head, dtype) for head in heads for dtype in dtypes]
 
 
-def focal(logits: Tensor, labels: Tensor) -> Tensor:
-    """Focal loss with gamma 2."""
-    m = F.cross_entropy(logits.float(), labels, reduction="none")
-    return ((1 - torch.exp(-m)) ** 2 * m).mean()
-
-
-def dft(logits: Tensor, labels: Tensor) -> Tensor:
-    """Dynamic fine-tuning."""
-    m = F.cross_entropy(logits.float(), labels, reduction="none")
-    return (torch.exp(-m).detach() * m).mean()
-
-
-def mile(logits: Tensor, labels: Tensor) -> Tensor:
-    """MiLe with gamma 1, its weights without gradient."""
-    logits = logits.float()
-    m = F.cross_entropy(logits, labels, reduction="none")
-    with torch.no_grad():
-        log_p = logits.log_softmax(-1)
-        weight = 1 - (log_p.exp() * log_p).sum(-1)
-    return (weight / weight.mean() * m).mean()
-
-
-def deft(logits: Tensor, labels: Tensor) -> Tensor:
-    """DEFT."""
-    log_p = logits.float().log_softmax(-1)
-    a = log_p.detach().exp().square().sum(-1)
-    p = log_p.gather(-1, labels[:, None])[:, 0].exp()
-    return ((1 - p**a) / a).mean()
-
-
-def neg_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """An entropy bonus."""
-    log_p = logits.float().log_softmax(-1)
-    return (log_p.exp() * log_p).sum(-1).mean()
-
-
-NAIVE = {function.__name__: function for function in (focal, dft, mile, deft, neg_entropy)}
-
-
 @functools.cache
 def text_tokens(vocab_size: int) -> tuple[Tensor, str]:
     """A long run of token ids and where they come from: Alpaca text if at hand, else Zipf's law."""
@@ -103,19 +60,16 @@ def text_tokens(vocab_size: int) -> tuple[Tensor, str]:
     model = common.SHARED / "tokenizers" / "llama" / "tokenizer.model"
     if vocab_size == 32000 and text.is_file() and model.is_file():
         import sentencepiece
-        import zstandard
 
         kept = common.RESULTS / "tokens.pt"  # child processes need them again
         if not kept.is_file():
             encode = sentencepiece.SentencePieceProcessor(model_file=str(model)).encode
-            ids: list[int] = []
-            with text.open("rb") as file:
-                for line in io.TextIOWrapper(zstandard.ZstdDecompressor().stream_reader(file), "utf-8"):
-                    row = json.loads(line)
-                    ids += [*encode("\n".join((row["instruction"], row["input"], row["output"]))), 2]
+            with open_text(text) as stream:
+                rows = [json.loads(line) for line in stream.read().splitlines()]
+            texts = ["\n".join((row["instruction"], row["input"], row["output"])) for row in rows]
             common.RESULTS.mkdir(parents=True, exist_ok=True)
-            torch.save(torch.tensor(ids), kept)
-        return torch.load(kept), ALPACA
+            torch.save(torch.tensor([token for ids in encode(texts) for token in (*ids, 2)]), kept)
+        return torch.load(kept), "9,229 Alpaca rows, LLaMA tokenizer"
     generator = torch.Generator().manual_seed(0)
     rank = torch.arange(vocab_size, dtype=torch.float64)
     ids_drawn = torch.multinomial((rank + 2.7) ** -1.07, 600_000, replacement=True, generator=generator)
@@ -131,23 +85,18 @@ def fill(cost: CostEmbedding, labels: Tensor) -> None:
 
 
 class Setting:
-    """Tensors of one shape, and what each contestant does with them."""
+    """Tensors of one shape, and a forward and backward pass of each loss on them."""
 
     def __init__(self, shape: Shape) -> None:
         torch.manual_seed(0)
-        self.shape = shape
-        dtype, options = shape.torch_dtype, {"device": DEVICE}
-        weight = torch.randn(shape.V, shape.H, **options) * shape.H**-0.5
-        self.weight = weight.to(dtype).requires_grad_()
-        self.hidden = torch.randn(shape.N, shape.H, **options).to(dtype).requires_grad_()
+        self.shape, self.dtype = shape, getattr(torch, shape.dtype)
+        weight = torch.randn(shape.V, shape.H, device=DEVICE) * shape.H**-0.5
+        self.weight = weight.to(self.dtype).requires_grad_()
+        self.hidden = torch.randn(shape.N, shape.H, device=DEVICE).to(self.dtype).requires_grad_()
         self.tokens, self.source = text_tokens(shape.V)
         self.cost = CostEmbedding.from_weight(self.weight)
         # as the trainer has them on a GPU: planned while the step before computes
         self.plans = {i: plan_tokens(self.labels(i), pin=True) for i in range(-8, 40)} if GPU else {}
-
-    def planned(self, i: int) -> Tensor | TokenPlan:
-        """Batch `i` as the trainer hands it to the head."""
-        return self.plans[i] if i in self.plans else self.labels(i)
 
     def labels(self, i: int) -> Tensor:
         """Batch `i` of the second half of the text; warm-up rounds have negative numbers."""
@@ -155,9 +104,10 @@ class Setting:
         start = len(self.tokens) // 2 + (i + 8) * N
         return self.tokens[start : start + N].to(DEVICE)
 
+    @functools.cached_property
     def cached_cost(self) -> CostEmbedding:
         """A cost embedding whose cache has seen other text."""
-        cost = self.cost.cached(CACHE_MB).placed(DEVICE, self.shape.torch_dtype)
+        cost = self.cost.cached(CACHE_MB).placed(DEVICE, self.dtype)
         N = self.shape.N
         for i in range(min(WARM_BATCHES, len(self.tokens) // 2 // N)):
             fill(cost, self.tokens[i * N : (i + 1) * N].to(DEVICE))
@@ -167,69 +117,96 @@ class Setting:
         self.hidden.grad = self.weight.grad = None
         loss.backward()
 
-    def ours(
-        self, name: str, cost: CostEmbedding | None, stored: Tensor | None = None
-    ) -> Callable[[int], None]:
+    def ours(self, name: str, exact: bool = False) -> Callable[[int], None]:
+        """An objective by its name, which takes batches as the trainer hands them to the head."""
         objective = get_objective(name)
+        cost = (self.cost if exact else self.cached_cost) if objective.needs_cost else None
+        stored = torch.full((self.shape.N,), -2.0, device=DEVICE) if "stored" in objective.needs else None
 
         def run(i: int) -> None:
-            labels = self.planned(i)
+            labels: Tensor | TokenPlan = self.plans[i] if i in self.plans else self.labels(i)
             sums = fused_linear_loss(self.hidden, self.weight, labels, objective, cost, stored=stored)
             self.backward(sums.loss / self.shape.N)
 
         return run
 
-    def from_logits(self, name: str) -> Callable[[int], None]:
-        """An objective as people write it."""
-        return lambda i: self.backward(NAIVE[name](F.linear(self.hidden, self.weight), self.labels(i)))
+    def other(self, loss: Loss) -> Callable[[int], None]:
+        return lambda i: self.backward(loss(self.hidden, self.weight, self.labels(i)))
 
-    def naive(self, i: int) -> None:
-        logits = F.linear(self.hidden, self.weight).float()
-        self.backward(F.cross_entropy(logits, self.labels(i)))
 
-    def pytorch(self, chunked: bool) -> Callable[[int], None]:
-        options = nn.LinearCrossEntropyOptions() if chunked else None
+# --- other people's losses; what cannot be had here raises ImportError --------------------------------------
 
-        def run(i: int) -> None:
-            labels = self.labels(i)
-            self.backward(F.linear_cross_entropy(self.hidden, self.weight, labels, options=options))
 
-        return run
+def focal(logits: Tensor, labels: Tensor) -> Tensor:
+    m = F.cross_entropy(logits.float(), labels, reduction="none")
+    return ((1 - torch.exp(-m)) ** 2 * m).mean()
 
-    def authors(self) -> Callable[[int], None]:
-        """The package shifts labels itself, so it gets one more row and label of padding."""
-        loss = common.import_peer_as("authors_emo", AUTHORS, "emo").EMOLoss
-        embedding = self.weight.detach().clone()
 
-        def run(i: int) -> None:
-            padded = torch.cat((self.hidden, self.hidden[:1].detach()))
-            labels = torch.cat((self.labels(i)[:1], self.labels(i)))
-            self.backward(loss(F.linear(padded, self.weight)[None], labels[None], embedding))
+def dft(logits: Tensor, labels: Tensor) -> Tensor:
+    m = F.cross_entropy(logits.float(), labels, reduction="none")
+    return (torch.exp(-m).detach() * m).mean()
 
-        return run
 
-    def liger(self) -> Callable[[int], None]:
-        if not GPU:
-            raise ImportError("its kernel is written in Triton and needs a GPU")
-        common.import_peer(LIGER, "liger_kernel")
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+def mile(logits: Tensor, labels: Tensor) -> Tensor:
+    logits = logits.float()
+    m = F.cross_entropy(logits, labels, reduction="none")
+    with torch.no_grad():
+        log_p = logits.log_softmax(-1)
+        weight = 1 - (log_p.exp() * log_p).sum(-1)
+    return (weight / weight.mean() * m).mean()
 
-        loss = LigerFusedLinearCrossEntropyLoss()
-        return lambda i: self.backward(loss(self.weight, self.hidden, self.labels(i)))
 
-    def cut(self) -> Callable[[int], None]:
-        try:
-            loss = common.import_peer(CCE, "cut_cross_entropy").linear_cross_entropy
-        except ModuleNotFoundError as error:
-            raise ImportError(f"it imports {error.name}, which this machine has not") from None
-        how = "cce" if GPU else "torch_compile"
-        return lambda i: self.backward(loss(self.hidden, self.weight, self.labels(i), impl=how))
+def deft(logits: Tensor, labels: Tensor) -> Tensor:
+    log_p = logits.float().log_softmax(-1)
+    a = log_p.detach().exp().square().sum(-1)
+    p = log_p.gather(-1, labels[:, None])[:, 0].exp()
+    return ((1 - p**a) / a).mean()
 
-    def trl(self) -> Callable[[int], None]:
-        function = common.import_peer(TRL, "trl.kernels.chunked_logprob").ChunkedLogProbFunction
 
-        def run(i: int) -> None:
-            arguments = (self.hidden, self.weight, None, self.labels(i), 1.0, 8192, None, 1.0, ())
-            self.backward(-function.apply(*arguments)[0].mean())
+def neg_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    log_p = logits.float().log_softmax(-1)
+    return (log_p.exp() * log_p).sum(-1).mean()
 
-        return run
+
+def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), labels)
+
+
+NAIVE = {function.__name__: function for function in (focal, dft, mile, deft, neg_entropy)}
+
+
+def from_logits(loss: Callable[[Tensor, Tensor], Tensor]) -> Loss:
+    return lambda hidden, weight, labels: loss(F.linear(hidden, weight), labels)
+
+
+def chunked() -> Loss:
+    return functools.partial(F.linear_cross_entropy, options=nn.LinearCrossEntropyOptions())
+
+
+def liger() -> Loss:
+    if not GPU:
+        raise ImportError("its kernel is written in Triton and needs a GPU")
+    loss = common.import_peer(LIGER, "liger_kernel.transformers").LigerFusedLinearCrossEntropyLoss()
+    return lambda hidden, weight, labels: loss(weight, hidden, labels)
+
+
+def cut() -> Loss:
+    loss = common.import_peer(CCE, "cut_cross_entropy").linear_cross_entropy
+    return functools.partial(loss, impl="cce" if GPU else "torch_compile")
+
+
+def trl() -> Loss:
+    chunks = common.import_peer(TRL, "trl.kernels.chunked_logprob").ChunkedLogProbFunction
+    options = (1.0, 8192, None, 1.0, ())
+    return lambda hidden, weight, labels: -chunks.apply(hidden, weight, None, labels, *options)[0].mean()
+
+
+def authors(embedding: Tensor) -> Loss:
+    """The package shifts labels itself, so it gets one more row and label of padding."""
+    loss = common.import_peer(AUTHORS, "emo", "authors_emo").EMOLoss
+
+    def padded(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        rows = torch.cat((hidden, hidden[:1].detach()))
+        return loss(F.linear(rows, weight)[None], torch.cat((labels[:1], labels))[None], embedding)
+
+    return padded

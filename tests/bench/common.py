@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import gc
 import importlib
 import importlib.util
@@ -21,10 +22,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -34,12 +35,24 @@ import torch
 REPO = Path(__file__).resolve().parents[2]
 RESULTS = REPO / "runs" / "bench"
 SHARED = Path(os.environ.get("SHARED_DATA", REPO.parent / "shared" / "data"))
-Times = dict[str, list[float]]  # seconds by contestant and round
+PEERS = Path(tempfile.gettempdir()) / f"bench-peers-{os.getuid()}"
+Name = TypeVar("Name")
+Contestants = dict[str, Callable[[int], object]]  # each gets the round's number
+Times = dict[Name, list[float]]  # seconds by contestant and round
 
 
-def settle(threads: int = 1) -> None:
-    """One thread: contestants are compared by CPU time, which other people's load does not enter."""
-    torch.set_num_threads(threads)
+def parser(description: str | None, rounds: int = 5, parts: Collection[str] = ()) -> argparse.ArgumentParser:
+    """Options that all benches have; the description is the first line.
+
+    Sets one thread: contestants are compared by CPU time, which other people's load does not enter.
+    """
+    torch.set_num_threads(1)
+    result = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    result.add_argument("--rounds", type=int, default=rounds, help="measured rounds per contestant")
+    result.add_argument("--quick", action="store_true", help="small sizes: does it run at all")
+    if parts:
+        result.add_argument("--parts", nargs="+", choices=parts, default=list(parts))
+    return result
 
 
 def machine() -> str:
@@ -65,24 +78,26 @@ def seconds(run: Callable[[], object]) -> float:
     return time.process_time() - begin
 
 
-def race(contestants: dict[str, Callable[[int], object]], rounds: int) -> Times:
-    """Seconds of each contestant in each round; `contestant(i)` gets the round's number (>= 0).
+def turns(names: Sequence[Name], rounds: int, first: int = 0) -> Iterator[tuple[int, Name]]:
+    """Every name in every round from `first` on; the order turns by one place every round."""
+    for number in range(first, rounds):
+        place = number % len(names)
+        for name in (*names[place:], *names[:place]):
+            yield number, name
 
-    Rounds below zero warm up and do not count. The order turns by one place every round.
-    """
-    times: Times = {name: [] for name in contestants}
-    names = list(contestants)
-    for i in range(-1, rounds):
-        turn = i % len(names)
-        for name in names[turn:] + names[:turn]:
-            gc.collect()
-            took = seconds(lambda name=name, i=i: contestants[name](i))  # type: ignore[misc]
-            if i >= 0:
-                times[name].append(took)
+
+def race(contestants: Contestants, rounds: int) -> Times[str]:
+    """Seconds of each contestant in each round; one round before, number -1, warms up and does not count."""
+    times: Times[str] = {name: [] for name in contestants}
+    for number, name in turns(list(contestants), rounds, first=-1):
+        gc.collect()
+        took = seconds(functools.partial(contestants[name], number))
+        if number >= 0:
+            times[name].append(took)
     return times
 
 
-def ratio(times: Times, name: str, base: str) -> float:
+def ratio(times: Times[Name], name: Name, base: Name) -> float:
     """Median over rounds of `name` divided by `base` in the same round."""
     return statistics.median(a / b for a, b in zip(times[name], times[base], strict=True))
 
@@ -115,41 +130,47 @@ def peak_memory_mb(run: Callable[[], object]) -> float:
 
 
 def in_child(function: Callable[..., Any], *arguments: Any) -> Any:
-    """`function(*arguments)` in a fresh Python process; large buffers go back to the system at once."""
+    """`function(*arguments)` in a fresh process with one thread, which gives large buffers back at once."""
     settings = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    with mock.patch.dict(os.environ, settings), multiprocessing.get_context("spawn").Pool(1) as pool:
+    context = multiprocessing.get_context("spawn")
+    with mock.patch.dict(os.environ, settings), context.Pool(1, torch.set_num_threads, (1,)) as pool:
         return pool.apply(function, arguments)
 
 
-def peer_directory(package: str) -> Path:
-    """Where a peer `package` (NAME==VERSION) is installed for benches alone, without what it depends on."""
-    target = Path(tempfile.gettempdir()) / f"bench-peers-{os.getuid()}" / package
+def random_llama(vocabulary: int, context: int) -> Any:
+    """A random LLaMA of 6 layers with hidden size 256: 21 million parameters with 32,000 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8}
+    config = LlamaConfig(vocab_size=vocabulary, max_position_embeddings=context, **sizes)
+    return LlamaForCausalLM(config).eval()
+
+
+def import_peer(package: str, module: str, alias: str = "") -> Any:
+    """Import `module` of a peer `package` (NAME==VERSION), which is installed for benches alone.
+
+    It comes without what it depends on and behind everything else on the path; as `alias` where this project
+    has a top-level module of its name. Raises ImportError with the reason.
+    """
+    with contextlib.suppress(ImportError):
+        return importlib.import_module(alias or module)
+    target = PEERS / package
     if not target.is_dir():
         command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target)]
         done = subprocess.run([*command, package], capture_output=True, text=True)
         if done.returncode:
             raise ImportError(f"{package} could not be installed: {done.stderr.strip()[-200:]}")
-    return target
-
-
-def import_peer(package: str, module: str) -> Any:
-    """Import `module` of a peer, behind everything else on the path; ImportError with the reason."""
-    with contextlib.suppress(ImportError):
-        return importlib.import_module(module)
-    if (target := str(peer_directory(package))) not in sys.path:
-        sys.path.append(target)
+    if alias:
+        spec = importlib.util.spec_from_file_location(alias, target / module / "__init__.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[alias] = loaded = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(loaded)
+        return loaded
+    if str(target) not in sys.path:
+        sys.path.append(str(target))
     importlib.invalidate_caches()
     return importlib.import_module(module)
-
-
-def import_peer_as(name: str, package: str, module: str) -> Any:
-    """A peer's top-level `module` under another `name`, where this project has one of its own name."""
-    file = peer_directory(package) / module / "__init__.py"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    sys.modules[name] = loaded = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(loaded)
-    return loaded
 
 
 @dataclass
@@ -157,6 +178,7 @@ class Report:
     """Rows for the reader, ratios for the verdict."""
 
     name: str
+    held: bool = True  # False: sizes that say whether it runs, not how well, so no target holds
     rows: list[dict[str, Any]] = field(default_factory=list)
     ratios: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -172,17 +194,14 @@ class Report:
         self, name: str, value: float | None, *, at_most: float | None = None, at_least: float | None = None
     ) -> None:
         """A figure that is claimed, with its target (none: reported only). One without a value misses it."""
-        shown = None if value is None else round(value, 4)
-        entry: dict[str, Any] = {"value": shown, "target": at_least if at_most is None else at_most}
-        if at_most is not None:
-            entry |= {"better": "lower", "met": value is not None and value <= at_most}
-        if at_least is not None:
-            entry |= {"better": "higher", "met": value is not None and value >= at_least}
+        better, target = ("lower", at_most) if at_least is None else ("higher", at_least)
+        entry: dict[str, Any] = {"value": None if value is None else round(value, 4), "target": None}
+        if self.held and target is not None:
+            met = value is not None and (value <= target if better == "lower" else value >= target)
+            entry |= {"target": target, "better": better, "met": met}
         self.ratios[name] = entry
 
-    def race(
-        self, contestants: dict[str, Callable[[int], object]], rounds: int, column: str, **cells: Any
-    ) -> Times:
+    def race(self, contestants: Contestants, rounds: int, column: str, **cells: Any) -> Times[str]:
         """Race, with a row for each contestant, named in `column`: its median seconds."""
         times = race(contestants, rounds)
         for name, took in times.items():
@@ -193,11 +212,7 @@ class Report:
         """Print the table, write runs/bench/NAME.json; 1 when a target falls short, else 0."""
         print(f"\n{machine()}")
         columns = list(dict.fromkeys(key for row in self.rows for key in row))
-        lines = [columns]
-        for row in self.rows:
-            cells = (row.get(column) for column in columns)
-            shown = (f"{cell:.3f}" if isinstance(cell, float) else cell for cell in cells)
-            lines.append(["" if cell is None else str(cell) for cell in shown])
+        lines = [columns, *([_shown(row.get(column)) for column in columns] for row in self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         for line in [columns, ["-" * width for width in widths], *lines[1:]]:
             print("| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |")
@@ -217,9 +232,7 @@ class Report:
         return int(any(entry.get("met") is False for entry in self.ratios.values()))
 
 
-def parser(description: str | None, rounds: int = 5) -> argparse.ArgumentParser:
-    """Options that all benches have; the description is the first line."""
-    result = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    result.add_argument("--rounds", type=int, default=rounds, help="measured rounds per contestant")
-    result.add_argument("--quick", action="store_true", help="small sizes: does it run at all")
-    return result
+def _shown(cell: Any) -> str:
+    if cell is None:
+        return ""
+    return f"{cell:.3f}" if isinstance(cell, float) else str(cell)

@@ -31,15 +31,15 @@ import numpy as np
 import psutil
 import torch
 import yaml
-from tokenizers import Tokenizer
 
 from emo.common.recipe import parse_section
 from emo.data_prep.config import DataConfig
+from emo.data_prep.encode import EncodeSettings, RowEncoder
 from emo.data_prep.inputs import open_text
 from emo.data_prep.pack import first_fit_decreasing
 from emo.data_prep.prepare import prepare
 from emo.data_prep.templates import Conversation, Exchange
-from emo.data_prep.tokenizer import save_tokenizer
+from emo.data_prep.tokenizer import save_tokenizer, tokenizer_facts
 from emo.data_prep.words import encoder
 from emo.pipeline.config import MixtureConfig
 from emo.pipeline.order import Holding, MixedOrder
@@ -61,31 +61,38 @@ class Bench:
         self.work, self.rounds, self.quick = work, rounds, quick
         self.report = common.Report("data")
         self.tokenizer = work / "tokenizer"
-        self.real = real = (DATA / "tokenizers/llama").is_dir()
-        if not real:
+        self.real = (DATA / "tokenizers/llama").is_dir()
+        if not self.real:
             self.report.note(f"no real data at {DATA} (set SHARED_DATA): made-up text, small tokenizer")
-        save_tokenizer(DATA / "tokenizers/llama" if real else tiny_tokenizer(), None, self.tokenizer)
-        self.texts = real_texts() if real else made_up(20_000, sentences=40)
-        if quick:
-            self.texts = self.texts[:60]
+        save_tokenizer(DATA / "tokenizers/llama" if self.real else tiny_tokenizer(), None, self.tokenizer)
+        texts = real_texts() if self.real else made_up(20_000, sentences=40)
+        self.texts = texts[:60] if quick else texts
 
-    def folder(self, name: str, copies: int = 1) -> Path:
-        """A directory with the text as JSON lines, `copies` times, each copy's rows made different."""
+    def fresh(self) -> Path:
+        """A directory that does not exist, the same one every time."""
+        shutil.rmtree(self.work / "out", ignore_errors=True)
+        return self.work / "out"
+
+    def write(self, copies: int = 1) -> Path:
+        """The text as JSON lines, `copies` times, each copy's rows made different."""
         rows = (f"{t} {i}" if i else t for i in range(copies) for t in self.texts)
-        return write_jsonl(self.work / name / "text.jsonl", rows).parent
+        return write_jsonl(self.work / f"{copies}" / "text.jsonl", rows)
 
-    def config(self, folder: Path, out: Path, **data: Any) -> DataConfig:
-        keys = {"dir": str(out), "root": str(folder), "tokenizer": str(self.tokenizer), "sequence_len": BLOCK}
-        keys |= {"shards": 2, "sources": [{"files": "text.jsonl"}]}
+    def config(self, file: Path, **data: Any) -> DataConfig:
+        keys = {"dir": str(self.fresh()), "tokenizer": str(self.tokenizer), "sequence_len": BLOCK}
+        keys |= {"shards": 2, "sources": [{"files": str(file)}]}
         return parse_section(DataConfig, keys | data, "data")
+
+
+def json_lines(name: str) -> list[dict[str, Any]]:
+    with open_text(DATA / name) as stream:
+        return [json.loads(line) for line in stream.read().splitlines()]
 
 
 def real_texts() -> list[str]:
     """20 MB of web pages and WikiText, whose paragraphs are joined to pages."""
-    pages = []
-    for name in ("openwebtext-sample", "c4-demo"):
-        with open_text(DATA / "lm" / name / "train.jsonl.zst") as stream:
-            pages += [json.loads(line)["text"] for line in stream.read().splitlines()]
+    names = ("openwebtext-sample", "c4-demo")
+    pages = [row["text"] for name in names for row in json_lines(f"lm/{name}/train.jsonl.zst")]
     for name in ("wikitext-2-v1/train", "wikitext-103-v1/train_head", "wikipedia-demo/train"):
         with open_text(DATA / "lm" / f"{name}.txt.zst") as stream:
             lines = [line for line in stream.read().decode().split("\n") if line.strip()]
@@ -95,23 +102,18 @@ def real_texts() -> list[str]:
 
 def tokenise(bench: Bench) -> None:
     """CPU seconds of the whole preparation against the bare tokenizer, run_clm's recipe and datatrove."""
-    report, folder, bare = bench.report, bench.folder("text"), encoder(bench.tokenizer)
-    tokens = bare_encode_batch(bench.texts, bare)
-
-    def fresh(name: str) -> Path:
-        shutil.rmtree(bench.work / name, ignore_errors=True)
-        return bench.work / name
+    report, file, tokenizer = bench.report, bench.write(), bench.tokenizer
+    tokens = bare_encode_batch(bench.texts, tokenizer)
 
     def ours(**data: Any) -> Callable[[int], None]:
-        return lambda _: prepare(bench.config(folder, fresh("ours"), **data), (0, 1), 1, False, False, str)
+        return lambda _: prepare(bench.config(file, **data), (0, 1), 1, False, False, str)
 
-    file, tokenizer = folder / "text.jsonl", bench.tokenizer
-    contestants: dict[str, Callable[[int], object]] = {
-        "bare encode_batch": lambda _: bare_encode_batch(bench.texts, bare),
+    contestants: common.Contestants = {
+        "bare encode_batch": lambda _: bare_encode_batch(bench.texts, tokenizer),
         "prepare": ours(),
         "prepare, near-duplicates": ours(dedup="near"),
-        "run_clm recipe": lambda _: run_clm(file, tokenizer, BLOCK, fresh("run_clm")),
-        "datatrove": lambda _: datatrove(folder, tokenizer, "</s>", fresh("datatrove")),
+        "run_clm recipe": lambda _: run_clm(file, tokenizer, bench.fresh()),
+        "datatrove": lambda _: datatrove(file.parent, tokenizer, bench.fresh()),
     }
     if bench.real:
         contestants["prepare, contamination check"] = ours(contamination=str(DATA / "nlu"))
@@ -121,33 +123,31 @@ def tokenise(bench: Bench) -> None:
         report.note(f"skipped: datatrove ({error})")
         del contestants["datatrove"]
     times = common.race(contestants, bench.rounds)
-    for name, own in times.items():
-        report.row(part="tokenise", what=name, tokens_per_cpu_s=round(tokens / statistics.median(own)))
     targets = {"bare encode_batch": 1.6, "run_clm recipe": 2.2, "datatrove": 1.55}
-    for name in (name for name in times if name != "prepare"):
+    for name, took in times.items():
+        report.row(part="tokenise", what=name, tokens_per_cpu_s=round(tokens / statistics.median(took)))
         value = common.ratio(times, name, "prepare")
         if name in targets:
             report.ratio(f"prepare / {name}, tokens/s", value, at_least=targets[name])
-        else:
+        elif name != "prepare":
             report.ratio(f"{name} / prepare, CPU time", value)
 
 
 def scale(bench: Bench) -> None:
     """Wall seconds with one and with two workers, in turn; the command is the user's."""
-    report, folder = bench.report, bench.folder("much", copies=1 if bench.quick else 20)
-    out, recipe = bench.work / "scaled", bench.work / "scale.yaml"
-    recipe.write_text(yaml.safe_dump({"data": bench.config(folder, out).model_dump(mode="json")}))
-    times: dict[int, list[float]] = {1: [], 2: []}
-    for i in range(bench.rounds):
-        for workers in ((1, 2), (2, 1))[i % 2]:
-            shutil.rmtree(out, ignore_errors=True)
-            command = [sys.executable, "-m", "emo", "prepare", str(recipe), "--workers", str(workers)]
-            begin = time.perf_counter()
-            subprocess.run(command, cwd=common.REPO, check=True, capture_output=True)
-            times[workers].append(time.perf_counter() - begin)
-    for workers, own in times.items():
-        report.row(part="scale", what=f"{workers} workers", wall_s=round(statistics.median(own), 2))
-    gain = statistics.median(a / b for a, b in zip(times[1], times[2], strict=True))
+    report, recipe = bench.report, bench.work / "scale.yaml"
+    config = bench.config(bench.write(copies=1 if bench.quick else 20))
+    recipe.write_text(yaml.safe_dump({"data": config.model_dump(mode="json")}))
+    times: common.Times[int] = {1: [], 2: []}
+    for _, workers in common.turns((1, 2), bench.rounds):
+        bench.fresh()
+        command = [sys.executable, "-m", "emo", "prepare", str(recipe), "--workers", str(workers)]
+        begin = time.perf_counter()
+        subprocess.run(command, cwd=common.REPO, check=True, capture_output=True)
+        times[workers].append(time.perf_counter() - begin)
+    for workers, took in times.items():
+        report.row(part="scale", what=f"{workers} workers", wall_s=round(statistics.median(took), 2))
+    gain = common.ratio(times, 1, 2)
     control = statistics.median(bare_scaling(bench) for _ in range(bench.rounds))
     report.row(part="scale", what="the bare tokenizer in 1 -> 2 processes gains", wall_s=round(control, 3))
     report.ratio("1 -> 2 workers, wall time", gain, at_least=1.75)
@@ -161,59 +161,50 @@ def bare_scaling(bench: Bench) -> float:
         with multiprocessing.get_context("spawn").Pool(count) as pool:
             for texts in (bench.texts[:5], bench.texts[: len(bench.texts) // 2]):  # first imports and loads
                 begin = time.perf_counter()
-                pool.starmap(_bare, [(bench.tokenizer, texts)] * count, chunksize=1)
+                pool.starmap(bare_encode_batch, [(texts, bench.tokenizer)] * count, chunksize=1)
             walls.append(time.perf_counter() - begin)
     return 2 * walls[0] / walls[1]
 
 
-_encoder = functools.cache(encoder)
-
-
-def _bare(tokenizer: Path, texts: list[str]) -> int:
-    return bare_encode_batch(texts, _encoder(tokenizer))
-
-
 def read(bench: Bench) -> None:
     """The training reader against the quickstart's training step, from cold files, and its memory."""
-    report = bench.report
+    report, large = bench.report, bench.work / "large"
     rows = 20_000 if bench.quick else 400_000
-    data = random_dataset(bench.work / "large", rows, BLOCK)
+    data = random_dataset(large, rows, BLOCK)
     batch, steps = 16, 20 if bench.quick else 400
     order = np.random.default_rng(0).permutation(rows)
     shares = MixtureConfig(shares={"a": 0.4, "b": 0.3, "c": 0.2, "d": 0.1})
     mixed = MixedOrder(np.arange(rows) % 4, data.valid, ("a", "b", "c", "d"), batch, 0, [Holding(0, shares)])
 
-    def pick(i: int) -> None:
-        for step in range(i * steps, (i + 1) * steps):
-            at = step * batch % (rows - batch)
-            data.batch(order[at : at + batch])
+    def reading(rows_of: Callable[[int], np.ndarray]) -> Callable[[int], None]:
+        def run(i: int) -> None:
+            for step in range((i + 1) * steps, (i + 2) * steps):
+                data.batch(rows_of(step))
 
-    def pick_mixed(i: int) -> None:
-        for step in range((i + 1) * steps, (i + 2) * steps):
-            data.batch(mixed.step_rows(step))
+        return run
 
+    random = reading(lambda step: order[step * batch % (rows - batch) :][:batch])
     train = training_step_seconds(batch) * steps
-    warm = common.race({"read": pick}, bench.rounds)["read"]
+    warm = common.race({"random": random, "mixed": reading(mixed.step_rows)}, bench.rounds)
     cold = []
     for i in range(bench.rounds):
-        for path in (bench.work / "large").glob("*.arrow"):  # the kernel is asked to forget the files' pages
+        for path in large.glob("*.arrow"):  # the kernel is asked to forget the files' pages
             with path.open("rb") as file:
                 os.fsync(file.fileno())
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         begin = time.perf_counter()
-        pick(i + bench.rounds)
+        random(i + bench.rounds)
         cold.append(time.perf_counter() - begin)
-    of_domains = common.race({"read": pick_mixed}, bench.rounds)["read"]
-    for what, ratio, times, target in (
-        ("quickstart step, one thread", "", [train], 0),
-        ("reader, random rows", "reader", warm, 50),
-        ("reader, a mixture of 4 domains", "reader of 4 domains", of_domains, 500),
+    for what, name, walls, target in (
+        ("quickstart step, one thread", "", [train], None),
+        ("reader, random rows", "reader", warm["random"], 50),
+        ("reader, a mixture of 4 domains", "reader of 4 domains", warm["mixed"], 500),
         ("reader, random rows, cold files", "cold reader", cold, 50),
     ):
-        took = statistics.median(times)
+        took = statistics.median(walls)
         report.row(part="read", what=what, tokens_per_s=round(batch * BLOCK * steps / took))
-        if ratio:
-            report.ratio(f"{ratio} / training step, tokens/s", train / took, at_least=target)
+        if target is not None:
+            report.ratio(f"{name} / training step, tokens/s", train / took, at_least=target)
     process = psutil.Process()  # its resident memory has mapped files in it
     before = peak = process.memory_info().rss
     for start in range(0, rows, 64):
@@ -245,43 +236,38 @@ def training_step_seconds(batch: int) -> float:
 
 def pack(bench: Bench) -> None:
     """Waste of the bins on instruction rows, ours and the peers', on the same lengths."""
-    report = bench.report
+    report, ours = bench.report, "first-fit-decreasing (ours)"
+    contestants: dict[str, Callable[[np.ndarray, int], int]] = {
+        ours: lambda lengths, capacity: len(first_fit_decreasing(lengths, capacity)),
+        "TRL bfd": trl_bins,
+        "TRL bfd, default portions": functools.partial(trl_bins, portions=True),
+        "LLaMA-Factory greedy knapsack": llama_factory_bins,
+        "axolotl multipack": axolotl_bins,
+    }
+    uncut = instruction_lengths(bench)
     for capacity, limit in ((512, 0.02), (2048, 0.01)):
-        lengths = np.minimum(instruction_lengths(bench), capacity)
-        own, bins, seconds = "first-fit-decreasing (ours)", {}, {}
-        contestants: dict[str, Callable[[np.ndarray, int], int]] = {
-            own: lambda lengths, capacity: len(first_fit_decreasing(lengths, capacity)),
-            "TRL bfd": trl_bins,
-            "TRL bfd, default portions": functools.partial(trl_bins, portions=True),
-            "LLaMA-Factory greedy knapsack": llama_factory_bins,
-            "axolotl multipack": axolotl_bins,
-        }
+        lengths = np.minimum(uncut, capacity)
+        waste = {}
         for name, contestant in contestants.items():
             try:
                 contestant(lengths[:50], capacity)  # imports and compiles
                 begin = time.process_time()
-                bins[name] = contestant(lengths, capacity)
-                seconds[name] = round(time.process_time() - begin, 3)
+                bins = contestant(lengths, capacity)
+                took = round(time.process_time() - begin, 3)
             except Exception as error:  # a peer that cannot run here
                 report.note(f"skipped: {name} ({type(error).__name__}: {str(error)[:120]})")
-        waste = {name: float(1 - lengths.sum() / (count * capacity)) for name, count in bins.items()}
-        part = f"pack {len(lengths):,} rows at {capacity}"
-        for name, count in bins.items():
-            report.row(part=part, what=name, bins=count, waste=round(waste[name], 5), cpu_s=seconds[name])
-        best = min((share for name, share in waste.items() if name != own), default=waste[own])
-        report.ratio(f"waste at {capacity}", waste[own], at_most=limit)
-        report.ratio(f"waste at {capacity} / best peer's", waste[own] / best, at_most=1.05)
+                continue
+            waste[name] = float(1 - lengths.sum() / (bins * capacity))
+            part = f"pack {len(lengths):,} rows at {capacity}"
+            report.row(part=part, what=name, bins=bins, waste=round(waste[name], 5), cpu_s=took)
+        best = min((share for name, share in waste.items() if name != ours), default=waste[ours])
+        report.ratio(f"waste at {capacity}", waste[ours], at_most=limit)
+        report.ratio(f"waste at {capacity} / best peer's", waste[ours] / best, at_most=1.05)
 
 
 def instruction_lengths(bench: Bench) -> np.ndarray:
     """Tokens of Alpaca-GPT4 rows in the Alpaca format."""
-    from emo.data_prep.encode import EncodeSettings, RowEncoder
-    from emo.data_prep.tokenizer import tokenizer_facts
-
-    rows = alpaca_rows(3000)
-    if bench.real:
-        with open_text(DATA / "instruct/alpaca_gpt4/train.jsonl.zst") as stream:
-            rows = [json.loads(line) for line in stream.read().splitlines()]
+    rows = json_lines("instruct/alpaca_gpt4/train.jsonl.zst") if bench.real else alpaca_rows(3000)
     facts = tokenizer_facts(bench.tokenizer)
     made = RowEncoder(EncodeSettings(bench.tokenizer, facts, "alpaca", 1 << 20, "drop", None))
     dialogues = [Conversation((Exchange(r["instruction"], r["output"], r["input"]),)) for r in rows]
@@ -291,14 +277,14 @@ def instruction_lengths(bench: Bench) -> np.ndarray:
 # --- other people's ways to tokenise and to pack; a peer that cannot be had raises ImportError -------------
 
 
-def bare_encode_batch(texts: list[str], tokenizer: Tokenizer, portion: int = 256) -> int:
-    """Only the tokenizer, on text that is in memory already."""
+def bare_encode_batch(texts: list[str], tokenizer: Path, portion: int = 256) -> int:
+    """Only the tokenizer, on text that is in memory already; how many tokens."""
+    encode = encoder(tokenizer).encode_batch
     portions = (texts[start : start + portion] for start in range(0, len(texts), portion))
-    batches = (tokenizer.encode_batch(texts, add_special_tokens=False) for texts in portions)
-    return sum(len(row.ids) for batch in batches for row in batch)
+    return sum(len(row.ids) for part in portions for row in encode(part, add_special_tokens=False))
 
 
-def run_clm(file: Path, tokenizer_dir: Path, block: int, cache: Path) -> int:
+def run_clm(file: Path, tokenizer_dir: Path, cache: Path) -> None:
     """Load, map the tokenizer, map group_texts: as Transformers' language-modelling example does it."""
     import datasets
     from transformers import AutoTokenizer
@@ -312,28 +298,25 @@ def run_clm(file: Path, tokenizer_dir: Path, block: int, cache: Path) -> int:
 
     def group(batch: dict) -> dict:
         joined = {key: list(chain(*batch[key])) for key in batch}
-        total = len(joined["input_ids"]) // block * block
-        cut = {k: [v[i : i + block] for i in range(0, total, block)] for k, v in joined.items()}
+        total = len(joined["input_ids"]) // BLOCK * BLOCK
+        cut = {k: [v[i : i + BLOCK] for i in range(0, total, BLOCK)] for k, v in joined.items()}
         return cut | {"labels": cut["input_ids"].copy()}
 
-    tokens = rows.map(tokenize, batched=True, remove_columns=rows.column_names)
-    return len(tokens.map(group, batched=True)) * block
+    rows.map(tokenize, batched=True, remove_columns=rows.column_names).map(group, batched=True)
 
 
-def datatrove(folder: Path, tokenizer_dir: Path, eos: str, out: Path, batch: int = 1000) -> None:
+def datatrove(folder: Path, tokenizer_dir: Path, out: Path) -> None:
     """datatrove's reader and tokenizer, one task in this process, no shuffling."""
     for package in ("loguru==0.7.3", "humanize==4.17.0", "orjson"):
         common.import_peer(package, package.partition("=")[0])
-    executor = common.import_peer(DATATROVE, "datatrove.executor")
-    readers = common.import_peer(DATATROVE, "datatrove.pipeline.readers")
-    tokens = common.import_peer(DATATROVE, "datatrove.pipeline.tokens")
+    executor, readers, tokens = (
+        common.import_peer(DATATROVE, f"datatrove.{module}")
+        for module in ("executor", "pipeline.readers", "pipeline.tokens")
+    )
     common.import_peer("loguru==0.7.3", "loguru").logger.remove()
     reader = readers.JsonlReader(str(folder), glob_pattern="*.jsonl", text_key="text")
-    paths, options = (
-        (out / "tokens", tokenizer_dir / "tokenizer.json"),
-        {"eos_token": eos, "batch_size": batch},
-    )
-    writer = tokens.DocumentTokenizer(*map(str, paths), shuffle_documents=False, **options)
+    options = {"shuffle_documents": False, "eos_token": "</s>", "batch_size": 1000}
+    writer = tokens.DocumentTokenizer(str(out / "tokens"), str(tokenizer_dir / "tokenizer.json"), **options)
     settings = {"tasks": 1, "workers": 1, "logging_dir": str(out / "logs"), "skip_completed": False}
     executor.LocalPipelineExecutor(pipeline=[reader, writer], **settings).run()
 
@@ -345,20 +328,17 @@ def trl_bins(lengths: np.ndarray, capacity: int, portions: bool = False) -> int:
     datasets.disable_progress_bars()
     pack_dataset = common.import_peer(TRL, "trl.data_utils").pack_dataset
     rows = datasets.Dataset.from_dict({"input_ids": [[1] * int(n) for n in lengths]})
-    return len(
-        pack_dataset(rows, capacity, "bfd", **({} if portions else {"map_kwargs": {"batch_size": len(rows)}}))
-    )
+    options = {} if portions else {"map_kwargs": {"batch_size": len(rows)}}
+    return len(pack_dataset(rows, capacity, "bfd", **options))
 
 
 def llama_factory_bins(lengths: np.ndarray, capacity: int) -> int:
     """LLaMA-Factory's greedy knapsack; its module is read alone, the package would import its trainer."""
     package = Path(common.import_peer(LLAMA_FACTORY, "llamafactory").__path__[0])
     source = (package / "data/processor/processor_utils.py").read_text(encoding="utf-8")
+    functions = source[source.index("def search_for_fit") : source.index("def infer_seqlen")]
     names: dict = {}
-    exec(
-        "import bisect\n" + source[source.index("def search_for_fit") : source.index("def infer_seqlen")],
-        names,
-    )
+    exec("import bisect\n" + functions, names)
     return len(names["greedy_knapsack"](lengths.tolist(), capacity))
 
 
@@ -376,10 +356,7 @@ PARTS = {"tokenise": tokenise, "scale": scale, "read": read, "pack": pack}
 
 
 def main() -> int:
-    parser = common.parser(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    args = parser.parse_args()
-    common.settle()
+    args = common.parser(__doc__, parts=PARTS).parse_args()
     with tempfile.TemporaryDirectory() as work:
         bench = Bench(Path(work), args.rounds, args.quick)
         for part in args.parts:

@@ -10,15 +10,15 @@ beside a plain dense forward, head included, over as many tokens as are distinct
 from __future__ import annotations
 
 import os
+import statistics
 import sys
-from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from emo.eval.generation import likelihood
 from emo.eval.generation.decoding import Request
@@ -29,23 +29,15 @@ from tests.bench import common
 PREFIXES, TOKENS, LONGEST, END = 64, 80, 30, 2
 BATCHED, TRANSFORMERS, FORWARD = 5.0, 1.0, 0.8  # targets
 TEXTS = 5  # continuations of a prefix
+MODELS = {"stories260K": 8, "llama-21M": 4}  # and prefixes that one by one is measured on
 
 
-def small() -> Any:
-    """A real model of 260,000 parameters."""
-    return AutoModelForCausalLM.from_pretrained(
-        common.SHARED / "models" / "stories260K", dtype=torch.float32
-    ).eval()
-
-
-def large() -> Any:
-    """A random LLaMA of 21 million parameters with 32,000 tokens."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6, "num_attention_heads": 8}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=32000, max_position_embeddings=2048, **sizes)).eval()
-
-
-MODELS = {"stories260K": (small, 8), "llama-21M": (large, 4)}  # and prefixes that one by one is measured on
+def load(name: str) -> Any:
+    """A real model of 260,000 parameters, or a random one of 21 million."""
+    if name == "llama-21M":
+        return common.random_llama(32000, 2048)
+    path = common.SHARED / "models" / name
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
 
 
 def prefixes(vocabulary: int) -> list[list[int]]:
@@ -56,9 +48,9 @@ def prefixes(vocabulary: int) -> list[list[int]]:
 
 def sampling(report: common.Report, name: str, rounds: int, tokens: int) -> None:
     """Seconds of the three ways, and whether ours gives one text."""
-    make, few = MODELS[name]
-    model = make()
+    model, few = load(name), MODELS[name]
     prompts = prefixes(model.config.vocab_size)
+    width = max(map(len, prompts))
 
     def ours(number: int, batch: int = PREFIXES, count: int = PREFIXES) -> Any:
         requests = [Request(prompt, [number, i]) for i, prompt in enumerate(prompts[:count])]
@@ -67,7 +59,6 @@ def sampling(report: common.Report, name: str, rounds: int, tokens: int) -> None
     @torch.inference_mode()
     def transformers(number: int) -> Any:
         """generate on one left-padded batch."""
-        width = max(map(len, prompts))
         torch.manual_seed(number)
         return model.generate(
             torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
@@ -80,7 +71,7 @@ def sampling(report: common.Report, name: str, rounds: int, tokens: int) -> None
     times = common.race(contestants, rounds)
     times["one by one"] = [took * PREFIXES / few for took in times["one by one"]]
     for who, took in times.items():
-        report.row(model=name, what="sampling", who=who, seconds=float(np.median(took)))
+        report.row(model=name, what="sampling", who=who, seconds=statistics.median(took))
     for who, target in (("one by one", BATCHED), ("transformers", TRANSFORMERS)):
         report.ratio(f"{name}: {who} / batched", common.ratio(times, who, "batched"), at_least=target)
     same = sum(a == b for a, b in zip(ours(0)[:few], ours(0, 1, few), strict=True))
@@ -89,18 +80,18 @@ def sampling(report: common.Report, name: str, rounds: int, tokens: int) -> None
 
 def likelihoods(report: common.Report, name: str, rounds: int, tokens: int) -> None:
     """PPL of continuations that share prefixes, and cross-entropies, beside the plain forward."""
-    model, other = (MODELS[name][0]() for _ in range(2))
+    model, other = load(name), load(name)
     scorer, random = PrefixScorer(model), np.random.default_rng(1)
     vocabulary = model.config.vocab_size
     prompts = prefixes(vocabulary)[: PREFIXES // 4]
     pairs = [(p, random.integers(3, vocabulary, tokens - i).tolist()) for p in prompts for i in range(TEXTS)]
     distinct = sum(map(len, prompts)) + sum(len(tail) - 1 for _, tail in pairs)
     rows = [random.integers(3, vocabulary, tokens + 1 - i % 16).tolist() for i in range(PREFIXES // 2)]
-    contestants: dict[str, Callable[[int], Any]] = {
-        "perplexity": lambda number: likelihood.continuation_nll(scorer, pairs),
-        "forward": lambda number: plain(model, distinct, tokens),
-        "cross-entropies": lambda number: likelihood.side_by_side(model, other, rows),
-        "two forwards": lambda number: [plain(m, sum(map(len, rows)), tokens) for m in (model, other)],
+    contestants: common.Contestants = {
+        "perplexity": lambda _: likelihood.continuation_nll(scorer, pairs),
+        "forward": lambda _: plain(model, distinct, tokens),
+        "cross-entropies": lambda _: likelihood.side_by_side(model, other, rows),
+        "two forwards": lambda _: [plain(m, sum(map(len, rows)), tokens) for m in (model, other)],
     }
     times = report.race(contestants, rounds, "who", model=name, what="likelihood")
     for base, who in (("forward", "perplexity"), ("two forwards", "cross-entropies")):
@@ -119,11 +110,9 @@ PARTS = {"sampling": sampling, "likelihoods": likelihoods}
 
 
 def main() -> int:
-    parser = common.parser(__doc__, rounds=3)
-    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
-    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser = common.parser(__doc__, rounds=3, parts=PARTS)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=MODELS)
     args = parser.parse_args()
-    common.settle()
     rounds, tokens = (1, 20) if args.quick else (args.rounds, TOKENS)
     report = common.Report("generation")
     for name in args.models:

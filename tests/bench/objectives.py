@@ -9,87 +9,83 @@ rows meets targets it has not seen. The cache is filled beforehand from other te
 
 from __future__ import annotations
 
+import copy
 import functools
+import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from emo.pipeline.loss.cost import CostEmbedding
 from emo.pipeline.loss.head import fuse_head
 from emo.pipeline.loss.objectives import OBJECTIVES, get_objective
+from tests.bench import _objectives_setting as others
 from tests.bench import common
-from tests.bench._objectives_setting import (
-    CACHE_MB,
-    DEVICE,
-    GPU,
-    NAIVE,
-    WARM_BATCHES,
-    Setting,
-    Shape,
-    fill,
-    shapes,
-    text_tokens,
-)
+from tests.bench._objectives_setting import CACHE_MB, DEVICE, GPU, NAIVE, WARM_BATCHES, Setting, Shape
 
 OURS_MLE, OURS_EMO, OURS_CACHE = "ours: MLE", "ours: EMO exact", "ours: EMO cached"
-PEERS: dict[str, Callable[[Setting], Callable[[int], None]]] = {
-    "naive CE": lambda s: s.naive,
-    "torch linear_cross_entropy": lambda s: s.pytorch(chunked=False),
-    "torch linear_cross_entropy, chunked": lambda s: s.pytorch(chunked=True),
-    "Liger fused linear CE": Setting.liger,
-    "cut-cross-entropy": Setting.cut,
-    "TRL chunked log-probabilities": Setting.trl,
+PEERS: dict[str, Callable[[], others.Loss]] = {
+    "naive CE": lambda: others.from_logits(others.cross_entropy),
+    "torch linear_cross_entropy": lambda: F.linear_cross_entropy,
+    "torch linear_cross_entropy, chunked": others.chunked,
+    "Liger fused linear CE": others.liger,
+    "cut-cross-entropy": others.cut,
+    "TRL chunked log-probabilities": others.trl,
 }
 AUTHORS_EMO = "authors' EMOLoss"
 
 
 def contestant(setting: Setting, name: str) -> Callable[[int], None]:
-    """What `name` runs; ImportError where it cannot run here."""
+    """What a peer, `naive: OBJECTIVE` or `ours: OBJECTIVE` runs; ImportError where it cannot run here."""
     if name in PEERS:
-        return PEERS[name](setting)
+        return setting.other(PEERS[name]())
     if name == AUTHORS_EMO:
-        return setting.authors()
-    costs = {OURS_MLE: lambda: None, OURS_EMO: lambda: setting.cost, OURS_CACHE: setting.cached_cost}
-    return setting.ours("mle" if name == OURS_MLE else "emo", costs[name]())
+        return setting.other(others.authors(setting.weight.detach().clone()))
+    who, objective, *costs = name.replace(":", "").lower().split()
+    if who == "naive":
+        return setting.other(others.from_logits(NAIVE[objective]))
+    return setting.ours(objective, exact=costs == ["exact"])
 
 
-def runnable(setting: Setting, report: common.Report) -> dict[str, Callable[[int], None]]:
+def runnable(setting: Setting, report: common.Report) -> common.Contestants:
     """All contestants that run on this machine; says why where one does not."""
-    found = {}
+    runs: common.Contestants = {}
     for name in (OURS_MLE, OURS_EMO, OURS_CACHE, *PEERS, AUTHORS_EMO):
         try:
             run = contestant(setting, name)
             run(-2)
-            found[name] = run
+            runs[name] = run
         except Exception as error:
             report.note(f"{name} left out ({setting.shape}): {' '.join(str(error).split())[:160]}")
-    return found
-
-
-def add_rows(
-    report: common.Report, shape: object, times: common.Times, base: str, peaks: dict[str, float]
-) -> None:
-    """A row for each contestant: its time and peak memory, beside those of `base`."""
-    for name, took in times.items():
-        cells: dict[str, Any] = {"seconds": common.statistics.median(took)}
-        cells["time_to_mle"] = common.ratio(times, name, base)
-        if peaks:
-            cells |= {"peak_mb": peaks[name], "memory_to_mle": peaks[name] / peaks[base]}
-        report.row(shape=str(shape), contestant=name, **cells)
+    return runs
 
 
 def peak(shape: Shape, name: str) -> float:
     """Peak memory of one contestant above its inputs and caches; runs in a child process."""
-    common.settle()
-    tiny = Setting(Shape("tiny", 64, 500, 32, shape.dtype))
-    contestant(tiny, name)(-1)  # loads code and libraries
-    del tiny
+    contestant(Setting(Shape("tiny", 64, 500, 32, shape.dtype)), name)(-1)  # loads code and libraries
     setting = Setting(shape)
     run = contestant(setting, name)
     setting.labels(0)
     return common.peak_memory_mb(lambda: run(0))
+
+
+def measure(
+    report: common.Report, shape: object, runs: common.Contestants, base: str, rounds: int, memory: bool
+) -> dict[str, common.Times[str]]:
+    """Times and, if asked for, peaks of memory; a row for each contestant, beside those of `base`."""
+    measured = {"time": common.race(runs, rounds)}
+    if memory:
+        measured["memory"] = {name: [common.in_child(peak, shape, name)] for name in runs}
+    for name in runs:
+        cells = {}
+        for kind, values in measured.items():
+            cells[{"time": "seconds", "memory": "peak_mb"}[kind]] = statistics.median(values[name])
+            cells[f"{kind}_to_mle"] = common.ratio(values, name, base)
+        report.row(shape=str(shape), contestant=name, **cells)
+    return measured
 
 
 def race_shape(shape: Shape, report: common.Report, rounds: int, memory: bool) -> None:
@@ -97,83 +93,50 @@ def race_shape(shape: Shape, report: common.Report, rounds: int, memory: bool) -
     setting = Setting(shape)
     report.note(f"{shape}: labels are {setting.source}")
     runs = runnable(setting, report)
-    times = common.race(runs, rounds)
-    peaks = {name: common.in_child(peak, shape, name) for name in runs} if memory else {}
-    add_rows(report, shape, times, OURS_MLE, peaks)
     llama = shape.V == 32000  # the shape that the targets name; elsewhere ratios are reported only
-    peers = [name for name in PEERS if name in runs]
-    best = min(peers, key=lambda name: common.statistics.median(times[name]))
-    most = (1.02 if GPU else 1.05) if llama or not GPU else None
-    value = functools.partial(common.ratio, times)
-    report.ratio(f"{shape}: MLE time / best peer ({best})", value(OURS_MLE, best), at_most=1.0)
-    report.ratio(f"{shape}: EMO time / MLE", value(OURS_CACHE, OURS_MLE), at_most=most)
-    report.ratio(f"{shape}: exact EMO time / MLE", value(OURS_EMO, OURS_MLE))
-    if AUTHORS_EMO in runs:
-        least = 2.2 if llama else None
-        report.ratio(f"{shape}: authors' time / EMO", value(AUTHORS_EMO, OURS_CACHE), at_least=least)
-    if memory:
-        lean = min(peers, key=peaks.__getitem__)
-        mle, emo, exact = (peaks[name] for name in (OURS_MLE, OURS_CACHE, OURS_EMO))
-        report.ratio(f"{shape}: MLE memory / leanest peer ({lean})", mle / peaks[lean], at_most=1.0)
-        report.ratio(f"{shape}: EMO memory / MLE", emo / mle, at_most=1.05 if llama else None)
-        report.ratio(f"{shape}: exact EMO memory / MLE", exact / mle)
+    targets = {
+        "time": ("best", (1.02 if GPU else 1.05) if llama or not GPU else None, 2.2),
+        "memory": ("leanest", 1.05 if llama else None, 8),
+    }
+    for kind, values in measure(report, shape, runs, OURS_MLE, rounds, memory).items():
+        which, most, least = targets[kind]
+        ratio = functools.partial(common.ratio, values)
+        peers = {name: statistics.median(values[name]) for name in PEERS if name in runs}
+        best = min(peers, key=peers.__getitem__)
+        report.ratio(f"{shape}: MLE {kind} / {which} peer ({best})", ratio(OURS_MLE, best), at_most=1.0)
+        report.ratio(f"{shape}: EMO {kind} / MLE", ratio(OURS_CACHE, OURS_MLE), at_most=most)
+        report.ratio(f"{shape}: exact EMO {kind} / MLE", ratio(OURS_EMO, OURS_MLE))
         if AUTHORS_EMO in runs:
-            least = 8 if llama else None
-            report.ratio(f"{shape}: authors' memory / EMO", peaks[AUTHORS_EMO] / emo, at_least=least)
+            value = ratio(AUTHORS_EMO, OURS_CACHE)
+            report.ratio(f"{shape}: authors' {kind} / EMO", value, at_least=least if llama else None)
 
 
-def library(report: common.Report, rounds: int, quick: bool, memory: bool) -> None:
+def library(report: common.Report, shape: Shape, rounds: int, memory: bool) -> None:
     """Every objective beside likelihood, and five of them beside what people write from logits."""
-    setting = Setting(shapes(quick)[0])
+    setting, base = Setting(shape), "ours: mle"
     names = [f"ours: {name}" for name in OBJECTIVES if name != "demd_dense"]
     names += [f"naive: {name}" for name in NAIVE]
-    cost = functools.cache(setting.cached_cost)
-    times = common.race({name: library_run(setting, name, cost) for name in names}, rounds)
-    peaks = {name: common.in_child(library_peak, setting.shape, name) for name in names} if memory else {}
-    add_rows(report, setting.shape, times, "ours: mle", peaks)
-    for name in names:
-        ours, what, most = "ours: mle", "MLE", None
-        if name.startswith("naive"):
-            ours, what = name.replace("naive", "ours"), "ours"
-        elif not quick:
-            entropy = "H" in get_objective(name.removeprefix("ours: ")).needs
-            most = 1.15 if entropy and not GPU else 1.10
-        if name != "ours: mle":
-            report.ratio(f"{name} time / {what}", common.ratio(times, name, ours), at_most=most)
-            if memory:
-                report.ratio(f"{name} memory / {what}", peaks[name] / peaks[ours], at_most=most)
-
-
-def library_run(setting: Setting, name: str, cost: Callable[[], CostEmbedding]) -> Callable[[int], None]:
-    """What a name (`ours: OBJECTIVE` or `naive: OBJECTIVE`) runs."""
-    who, _, objective = name.partition(": ")
-    if who == "naive":
-        return setting.from_logits(objective)
-    stored = torch.full((setting.shape.N,), -2.0, device=DEVICE)
-    return setting.ours(objective, cost() if get_objective(objective).needs_cost else None, stored)
-
-
-def library_peak(shape: Shape, name: str) -> float:
-    """Peak memory of one run of `library` above its inputs; in a child process."""
-    common.settle()
-    setting = Setting(shape)
-    run = library_run(setting, name, setting.cached_cost)
-    setting.labels(0)
-    return common.peak_memory_mb(lambda: run(0))
+    runs: common.Contestants = {name: contestant(setting, name) for name in names}
+    for kind, values in measure(report, shape, runs, base, rounds, memory).items():
+        for name in (name for name in names if name != base):
+            who, objective = name.split(": ")
+            beside, what, most = f"ours: {objective}", "ours", None
+            if who == "ours":
+                entropy = "H" in get_objective(objective).needs
+                beside, what, most = base, "MLE", 1.15 if entropy and not GPU else 1.10
+            report.ratio(f"{name} {kind} / {what}", common.ratio(values, name, beside), at_most=most)
 
 
 def long_batch(report: common.Report, quick: bool) -> None:
     """Memory at N = 8192: ours does not grow with N beyond hidden states and their gradient."""
-    N = 1024 if quick else 8192
-    V, H = (5000, 64) if quick else (32000, 1024)
+    sizes = (1024, 5000, 64) if quick else (8192, 32000, 1024)
     for dtype in ("float32", "bfloat16"):
-        shape = Shape("long batch", N, V, H, dtype)
-        names = (OURS_MLE, OURS_CACHE, AUTHORS_EMO)
-        peaks = {name: common.in_child(peak, shape, name) for name in names}
-        for name in names:
-            report.row(shape=str(shape), contestant=name, peak_mb=peaks[name])
+        shape = Shape("long batch", *sizes, dtype)
+        peaks = {name: common.in_child(peak, shape, name) for name in (OURS_MLE, OURS_CACHE, AUTHORS_EMO)}
+        for name, took in peaks.items():
+            report.row(shape=str(shape), contestant=name, peak_mb=took)
         value = peaks[AUTHORS_EMO] / peaks[OURS_CACHE]
-        report.ratio(f"{shape}: authors' memory / EMO", value, at_least=None if quick else 25)
+        report.ratio(f"{shape}: authors' memory / EMO", value, at_least=25)
         report.ratio(f"{shape}: EMO memory / MLE", peaks[OURS_CACHE] / peaks[OURS_MLE], at_most=1.05)
 
 
@@ -187,57 +150,49 @@ def whole_step(report: common.Report, rounds: int, quick: bool) -> None:
     sizes = {"hidden_size": hidden, "intermediate_size": hidden * 11 // 4, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": hidden // 64, "vocab_size": 32000}
     config = LlamaConfig(tie_word_embeddings=False, use_cache=False, **sizes)
-    tokens, source = text_tokens(32000)
-    models = {}
+    tokens, source = others.text_tokens(32000)
     first = LlamaForCausalLM(config).to(DEVICE, dtype)
     cost = CostEmbedding.from_weight(first.lm_head.weight, cache_mb=CACHE_MB)
-    for name in ("mle", "emo"):
-        model = LlamaForCausalLM(config).to(DEVICE, dtype)
-        model.load_state_dict(first.state_dict())
+    models = {"mle": first, "emo": copy.deepcopy(first)}
+    for name, model in models.items():
         fuse_head(model.lm_head, get_objective(name), cost if name == "emo" else None)
-        models[name] = (model, torch.optim.AdamW(model.parameters(), lr=1e-5))
+    optimizers = {name: torch.optim.AdamW(model.parameters(), lr=1e-5) for name, model in models.items()}
 
     def step(name: str, i: int) -> None:
-        model, optimizer = models[name]
-        rows = 4 if GPU else 2
+        model, rows = models[name], 4 if GPU else 2
         start = (i + 1000 if i >= 0 else -i) * rows * length % (len(tokens) - rows * length - 1)
-        ids = tokens[start : start + rows * length].view(rows, length).to(DEVICE)
-        labels = tokens[start + 1 : start + rows * length + 1].view(rows, length).to(DEVICE)
+        span = tokens[start : start + rows * length + 1].to(DEVICE)
+        ids, labels = span[:-1].view(rows, length), span[1:].view(rows, length)
         sums = model.lm_head(model.model(ids).last_hidden_state, labels)
         (sums.loss / sums.tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        optimizers[name].step()
+        optimizers[name].zero_grad()
 
-    del first
     for i in range(4 if quick else WARM_BATCHES):  # from text that the steps do not use
-        fill(cost, tokens[-(i + 1) * 2048 - 1 : -i * 2048 - 1].to(DEVICE))
-    runs = {f"ours: {name.upper()}": functools.partial(step, name) for name in models}
-    times = common.race(runs, rounds)
+        others.fill(cost, tokens[-(i + 1) * 2048 - 1 : -i * 2048 - 1].to(DEVICE))
+    runs: common.Contestants = {f"ours: {name.upper()}": functools.partial(step, name) for name in models}
     what = f"LLaMA {hidden} x {layers}, {length} tokens a row, {str(dtype).removeprefix('torch.')}"
-    add_rows(report, f"whole step, {what}", times, "ours: MLE", {})
+    times = measure(report, f"whole step, {what}", runs, "ours: MLE", rounds, memory=False)["time"]
     report.note(f"whole step: {what}; labels are {source}")
     report.ratio("whole step: EMO time / MLE", common.ratio(times, "ours: EMO", "ours: MLE"), at_most=1.03)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    options = common.parser(__doc__)
-    options.add_argument("--parts", nargs="+", default=["time", "memory", "library", "long", "step"])
+    options = common.parser(__doc__, parts=("time", "memory", "library", "long", "step"))
     options.add_argument("--only", default="", help="shapes whose description contains this")
     given = options.parse_args(arguments)
-    common.settle()
-    report = common.Report("objectives")
+    report = common.Report("objectives", held=not given.quick)
+    memory, shapes = "memory" in given.parts, others.shapes(given.quick)
     if "time" in given.parts:
-        for shape in shapes(given.quick):
+        for shape in shapes:
             if given.only in str(shape):
-                race_shape(shape, report, given.rounds, "memory" in given.parts)
+                race_shape(shape, report, given.rounds, memory)
     if "library" in given.parts:
-        library(report, given.rounds, given.quick, "memory" in given.parts)
+        library(report, shapes[0], given.rounds, memory)
     if "long" in given.parts:
         long_batch(report, given.quick)
     if "step" in given.parts:
         whole_step(report, given.rounds, given.quick)
-    if given.quick:  # these sizes say whether it runs, not how well
-        report.ratios = {name: {"value": e["value"], "target": None} for name, e in report.ratios.items()}
     settings: dict[str, Any] = vars(given) | {"cache_mb": CACHE_MB, "warm_batches": WARM_BATCHES}
     return report.finish(**settings)
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
+from emo.data_prep.config import load_data_config
+from emo.data_prep.prepare import Preparation
 from tests.bench import common
 from tests.helpers.corpus import tiny_tokenizer
 
@@ -23,23 +25,20 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from emo.data_prep.config import load_data_config
-from emo.data_prep.prepare import Preparation, planned_inputs, prepare
+from emo.data_prep.prepare import planned_inputs, prepare
 from emo.data_prep.scan import Scan
-what, recipe, job, jobs = sys.argv[1:]
+recipe, share = sys.argv[1:]
 config = load_data_config(Path(recipe), [])
-if what == "set up":
-    config.dir.mkdir()
-    Preparation(config, 1, str).set_up()
-elif what == "scan":
+if share:
     scan = Scan(config, planned_inputs(config), None, config.dir / ".new/scan")
     print("ready", flush=True)
     sys.stdin.readline()
-    scan.run(int(job) / int(jobs), 1, lambda: False, str)
+    scan.run(float(share), 1, lambda: False, str)
 else:
     prepare(config, (0, 1), 1, False, False, str)
 status = Path("/proc/self/status").read_text().splitlines()
 peak = next(int(line.split()[1]) for line in status if line.startswith("VmHWM"))
-print("done", time.process_time(), peak / 1024, flush=True)
+print(time.process_time(), peak / 1024, flush=True)
 """
 
 
@@ -62,8 +61,9 @@ def recipe_of(work: Path, name: str, dedup: str) -> Path:
     return recipe
 
 
-def start(what: str, recipe: Path, job: int = 0, jobs: int = 1) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", CHILD, what, str(recipe), str(job), str(jobs)]
+def start(recipe: Path, share: float | None = None) -> subprocess.Popen[str]:
+    """A whole preparation, or a scan from a `share` of the text on, which begins when it gets a line."""
+    command = [sys.executable, "-c", CHILD, str(recipe), "" if share is None else str(share)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     return subprocess.Popen(command, cwd=common.REPO, **pipes)
 
@@ -73,50 +73,51 @@ def finish(child: subprocess.Popen[str]) -> tuple[float, float]:
     out, _ = child.communicate()
     if child.returncode:
         raise SystemExit(f"a preparation ended with {child.returncode}")
-    _, seconds, peak = out.splitlines()[-1].split()
+    seconds, peak = out.split()[-2:]
     return float(seconds), float(peak)
 
 
 def sizes(report: common.Report, work: Path, gigabytes: list[float], dedup: str) -> None:
     """The whole preparation by one process, of less and of more text."""
-    found = []
+    measured = []
     for size in sorted(gigabytes):
-        with tempfile.TemporaryDirectory(dir=work) as place:
-            write_text(Path(place) / "text.txt", int(size * GB))
-            own = (Path(place) / "text.txt").stat().st_size / GB
-            cpu, peak = finish(start("prepare", recipe_of(Path(place), "out", dedup)))
-        found.append((cpu / own, peak))
-        report.row(part=f"dedup: {dedup}", gb=size, cpu_s_per_gb=round(cpu / own, 1), peak_mib=round(peak))
-    what = f"{max(gigabytes):g} / {min(gigabytes):g} GB, dedup: {dedup}"
-    report.ratio(f"CPU time of a GB, {what}", found[-1][0] / found[0][0], at_most=1.1)
-    report.ratio(f"peak memory, {what}", found[-1][1] / found[0][1], at_most=1.1)
+        with tempfile.TemporaryDirectory(dir=work) as directory:
+            text = Path(directory) / "text.txt"
+            write_text(text, int(size * GB))
+            seconds, peak = finish(start(recipe_of(text.parent, "out", dedup)))
+            measured.append((seconds * GB / text.stat().st_size, peak))
+        cpu = round(measured[-1][0], 1)
+        report.row(part=f"dedup: {dedup}", gb=size, cpu_s_per_gb=cpu, peak_mib=round(peak))
+    compared = f"{max(gigabytes):g} / {min(gigabytes):g} GB, dedup: {dedup}"
+    for what, small, large in zip(
+        ("CPU time of a GB", "peak memory"), measured[0], measured[-1], strict=True
+    ):
+        report.ratio(f"{what}, {compared}", large / small, at_most=1.1)
 
 
 def scanning(report: common.Report, work: Path, gigabytes: float, rounds: int) -> None:
     """Wall time of the scan alone, by one job and by several side by side."""
     write_text(work / "text.txt", int(gigabytes * GB))
-    times: dict[int, list[float]] = {1: [], JOBS: []}
-    for i in range(rounds):
-        for jobs in ((1, JOBS), (JOBS, 1))[i % 2]:
-            recipe = recipe_of(work, f"scan-{i}-{jobs}", "exact")
-            finish(start("set up", recipe))
-            children = [start("scan", recipe, job, jobs) for job in range(jobs)]
-            for child in children:
-                assert child.stdout is not None and child.stdout.readline() == "ready\n"
-            began = time.perf_counter()
-            for child in children:
-                assert child.stdin is not None
-                child.stdin.write("\n")
-                child.stdin.flush()
-            for child in children:
-                finish(child)
-            times[jobs].append(time.perf_counter() - began)
-    for jobs, own in times.items():
-        wall = statistics.median(own)
+    times: common.Times[int] = {1: [], JOBS: []}
+    for number, jobs in common.turns((1, JOBS), rounds):
+        recipe = recipe_of(work, f"scan-{number}-{jobs}", "exact")
+        config = load_data_config(recipe, [])
+        config.dir.mkdir()
+        Preparation(config, 1, str).set_up()
+        children = [start(recipe, job / jobs) for job in range(jobs)]
+        for child in children:
+            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+        began = time.perf_counter()
+        for child in children:
+            print(file=child.stdin, flush=True)
+        for child in children:
+            finish(child)
+        times[jobs].append(time.perf_counter() - began)
+    for jobs, took in times.items():
+        wall = statistics.median(took)
         rate = round(gigabytes * 1000 / wall, 1)
         report.row(part="scan", jobs=jobs, gb=gigabytes, wall_s=round(wall, 2), mb_s=rate)
-    gain = statistics.median(a / b for a, b in zip(times[1], times[JOBS], strict=True))
-    report.ratio(f"scan, {JOBS} jobs / 1 job, speed", gain, at_least=1.8)
+    report.ratio(f"scan, {JOBS} jobs / 1 job, speed", common.ratio(times, 1, JOBS), at_least=1.8)
 
 
 def main() -> int:
@@ -124,14 +125,13 @@ def main() -> int:
     parser.add_argument("--sizes", nargs="+", type=float, default=[0.1, 0.5], metavar="GB", help="of text")
     parser.add_argument("--dedup", nargs="+", choices=("exact", "near"), default=["exact"])
     args = parser.parse_args()
-    common.settle()
     report = common.Report("preparation")
-    gigabytes = [0.01, 0.02] if args.quick else args.sizes
-    with tempfile.TemporaryDirectory() as place:
+    args.sizes = [0.01, 0.02] if args.quick else args.sizes
+    with tempfile.TemporaryDirectory() as work:
         for dedup in args.dedup:
-            sizes(report, Path(place), gigabytes, dedup)
-        scanning(report, Path(place), min(gigabytes), args.rounds)
-    return report.finish(sizes=gigabytes, rounds=args.rounds, dedup=args.dedup, quick=args.quick)
+            sizes(report, Path(work), args.sizes, dedup)
+        scanning(report, Path(work), min(args.sizes), args.rounds)
+    return report.finish(**vars(args))
 
 
 if __name__ == "__main__":

@@ -16,46 +16,55 @@ host       of ours: CPU time of everything but the engine's forward, backward an
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import re
-import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from emo.data_prep.shards import TokenDataset
 from emo.data_prep.world import corpus, read_rows
-from emo.pipeline.ranks import end_world
+from emo.pipeline.config import RunConfig, load_config, lr_at, solve_batch
+from emo.pipeline.planning.ds_file import deepspeed_config
+from emo.pipeline.ranks import World, end_world
 from tests.bench import common
+from tests.helpers.launching import run_group
 
 WARM = 10  # steps that do not count
 RANKS = 2
 RECIPE = common.REPO / "launch" / "recipes" / "quickstart-pretrain.yaml"
 SAVING = ("ours, saving aside", "ours, saving at once")
 CONTESTANTS = ("ours", "bare", "Trainer", *SAVING, "ours, one domain", "ours, four domains")
-DATA = [f"data.dir={common.RESULTS}/training-data", "data.sources=[{embedded: world}]"]
-NAMES = ("a", "b", "c", "d")
-MIXTURE = json.dumps({"shares": dict(zip(NAMES, (0.4, 0.3, 0.2, 0.1), strict=True))})
+MIXTURE = {"a": 0.4, "b": 0.3, "c": 0.2, "d": 0.1}
 
 
 def data_of(who: str) -> list[str]:
     """Overrides that say which data a contestant reads."""
-    if "domain" not in who:
-        return DATA
+    name, sources = "training-data", [{"embedded": "world"}]
+    if "domain" in who:
+        name += who.removeprefix("ours,").replace(" ", "-")
+        sources = [{"files": str(common.RESULTS / f"{domain}.jsonl")} for domain in MIXTURE]
+        if "four" in who:
+            sources = [source | {"domain": name} for source, name in zip(sources, MIXTURE, strict=True)]
+    return [f"data.dir={common.RESULTS}/{name}", f"data.sources={json.dumps(sources)}"]
+
+
+def prepare_data() -> None:
+    """Prepare what the contestants read; a quarter of the world is a domain."""
     rows = list(read_rows(corpus("world")))
-    sources: list[dict[str, Any]] = []
-    for index, name in enumerate(NAMES):  # a quarter of the world each
-        path = common.RESULTS / f"{name}.jsonl"
-        text = "".join(json.dumps(row) + "\n" for row in rows[index :: len(NAMES)])
-        path.write_text(text, encoding="utf-8")
-        sources.append({"files": str(path)} | ({"domain": name} if "four" in who else {}))
-    name = who.split(", ")[1].replace(" ", "-")
-    return [f"data.dir={common.RESULTS}/training-data-{name}", f"data.sources={json.dumps(sources)}"]
+    common.RESULTS.mkdir(parents=True, exist_ok=True)
+    for index, domain in enumerate(MIXTURE):
+        text = "".join(json.dumps(row) + "\n" for row in rows[index :: len(MIXTURE)])
+        (common.RESULTS / f"{domain}.jsonl").write_text(text, encoding="utf-8")
+    command = [sys.executable, "-m", "emo", "prepare", str(RECIPE)]
+    for data in dict.fromkeys(tuple(data_of(who)) for who in CONTESTANTS):
+        subprocess.run([*command, *data], cwd=common.REPO, check=True, stdout=subprocess.DEVNULL)
 
 
 class Clock:
@@ -72,41 +81,47 @@ class Clock:
             self.marks.append((time.process_time(), time.perf_counter(), time.thread_time() + self.host))
         self.seen += 1
 
-    def counted(self, function: Callable[..., Any], sign: int) -> Callable[..., Any]:
-        """`function`, whose CPU time is added to the host's or taken from it."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            began = time.thread_time()
-            result = function(*args, **kwargs)
-            self.host += sign * (time.thread_time() - began)
-            return result
-
-        return run
+    @contextlib.contextmanager
+    def counted(self, sign: int) -> Iterator[None]:
+        """CPU time of the block is added to the host's or taken from it."""
+        began = time.thread_time()
+        yield
+        self.host += sign * (time.thread_time() - began)
 
     def result(self) -> dict[str, float]:
         return {name: b - a for name, a, b in zip(("cpu", "wall", "host"), *self.marks, strict=True)}
 
 
+def within(owner: Any, name: str, context: Callable[[], contextlib.AbstractContextManager[Any]]) -> None:
+    """From now on a function of `owner` runs within a context."""
+    function = getattr(owner, name)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return function(*args, **kwargs)
+
+    setattr(owner, name, run)
+
+
 def worker(who: str, steps: int, directory: Path) -> None:
     """One rank of one contestant; writes its times to DIRECTORY/rank-N.json when its last step has ended."""
     from emo.pipeline import engine
-    from emo.pipeline.config import load_config
 
     options = [f"output_dir={directory}/run", *data_of(who)]
-    if "four" in who:
-        options.append(f"train.mixture={MIXTURE}")
     options += ["train.num_train_epochs=null", f"train.max_steps={steps}", "train.logging_steps=10"]
+    if "four" in who:
+        options.append(f"train.mixture={json.dumps({'shares': MIXTURE})}")
     if "saving" in who:
         options += ["train.save_steps=5", f"train.async_save={str('aside' in who).lower()}"]
-    config = load_config(RECIPE, options)
-    clock = Clock(steps)
-    world = engine.start_world()
-    {"ours": _ours, "bare": _bare, "Trainer": _trainer}[who.split(",")[0]](config, world, clock)
+    clock, world = Clock(steps), engine.start_world()
+    {"ours": _ours, "bare": _bare, "Trainer": _trainer}[who.split(",")[0]](
+        load_config(RECIPE, options), world, clock
+    )
     (directory / f"rank-{world.rank}.json").write_text(json.dumps(clock.result()))
     end_world()
 
 
-def _ours(config: Any, world: Any, clock: Clock) -> None:
+def _ours(config: RunConfig, world: World, clock: Clock) -> None:
     from deepspeed import DeepSpeedEngine
 
     from emo.pipeline import train
@@ -115,34 +130,27 @@ def _ours(config: Any, world: Any, clock: Clock) -> None:
     from emo.pipeline.report.console import Console
     from emo.pipeline.stop import Watch
 
-    step, evaluate = Engine.train_step, train.evaluate
-
-    def ticking(self: Engine, *args: Any, **kwargs: Any) -> Any:
-        clock.tick()
-        return step(self, *args, **kwargs)
-
-    def ended(*args: Any, **kwargs: Any) -> Any:  # validation comes before the first step and after the last
-        if clock.seen:
+    @contextlib.contextmanager
+    def ticking(validates: bool = False) -> Iterator[None]:
+        if clock.seen or not validates:  # validation comes before the first step and after the last
             clock.tick()
-        return evaluate(*args, **kwargs)
+        yield
 
-    Engine.train_step, train.evaluate = ticking, ended  # type: ignore[method-assign, assignment]
+    within(Engine, "train_step", ticking)
+    within(train, "evaluate", lambda: ticking(validates=True))
     for name in ("forward", "backward", "step"):
-        setattr(DeepSpeedEngine, name, clock.counted(getattr(DeepSpeedEngine, name), -1))
-    Loader._read = clock.counted(Loader._read, 1)  # type: ignore[method-assign]
+        within(DeepSpeedEngine, name, lambda: clock.counted(-1))
+    within(Loader, "_read", lambda: clock.counted(1))
     train.train(config, world, Watch(), Console("quiet"))
 
 
-def _bare(config: Any, world: Any, clock: Clock) -> None:
+def _bare(config: RunConfig, world: World, clock: Clock) -> None:
     import torch
     from transformers.integrations import HfDeepSpeedConfig
 
-    from emo.data_prep.shards import TokenDataset
     from emo.pipeline import engine, identity, model
     from emo.pipeline.batches import rank_rows
-    from emo.pipeline.config import lr_at, solve_batch
     from emo.pipeline.order import BatchOrder
-    from emo.pipeline.planning.ds_file import deepspeed_config
 
     data = TokenDataset(config.data.dir / "train")
     batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, world.ranks)
@@ -158,36 +166,31 @@ def _bare(config: Any, world: Any, clock: Clock) -> None:
     ds = engine.Engine(model.build_model(config, losses), ds_config, world).ds
     del partitioned
     batches = []
-    for step in range(config.train.max_steps):
+    for step in range(clock.steps):
         arrays = data.batch(rank_rows(order.step_rows(step), world.rank, world.ranks))
         batches.append({k: torch.from_numpy(v) for k, v in arrays.items()})
     ds.train()
-    for step, arrays in enumerate(batches):
+    for step, tensors in enumerate(batches):
         clock.tick()
         for group in ds.optimizer.param_groups:
-            group["lr"] = lr_at(config.train, step, config.train.max_steps)
-        sums = ds(**arrays)
+            group["lr"] = lr_at(config.train, step, clock.steps)
+        sums = ds(**tensors)
         ds.backward(sums.loss / sums.tokens)
         ds.step()
     clock.tick()
 
 
-def _trainer(config: Any, world: Any, clock: Clock) -> None:
+def _trainer(config: RunConfig, world: World, clock: Clock) -> None:
     import numpy as np
     import torch
     from torch.utils.data import Dataset
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    from emo.data_prep.shards import TokenDataset
-    from emo.pipeline.config import solve_batch
     from emo.pipeline.model import model_config
-    from emo.pipeline.planning.ds_file import deepspeed_config
 
     tokens = TokenDataset(config.data.dir / "train")
     batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, world.ranks)
-    ds_config = deepspeed_config(config, batch)
-    del ds_config["optimizer"]["params"]["torch_adam"]
-    ds_config["zero_force_ds_cpu_optimizer"] = False
+    ds_config = deepspeed_config(config, batch) | {"zero_force_ds_cpu_optimizer": False}
     for key in ("optimizer", "steps_per_print"):
         ds_config.pop(key)
 
@@ -207,7 +210,7 @@ def _trainer(config: Any, world: Any, clock: Clock) -> None:
         on_train_end = on_step_begin
 
     arguments = TrainingArguments(
-        output_dir=str(config.output_dir), max_steps=config.train.max_steps, optim="adamw_torch",
+        output_dir=str(config.output_dir), max_steps=clock.steps, optim="adamw_torch",
         use_cpu=True, per_device_train_batch_size=batch.micro, gradient_accumulation_steps=batch.accumulation,
         learning_rate=config.train.learning_rate, lr_scheduler_type="cosine", warmup_steps=2,
         adam_beta2=config.train.betas[1], max_grad_norm=config.train.max_grad_norm, deepspeed=ds_config,
@@ -220,34 +223,63 @@ def _trainer(config: Any, world: Any, clock: Clock) -> None:
 class Outcome(NamedTuple):
     """What a run of a contestant gave: its times, if all ranks had them, and how it ended, if not well."""
 
-    times: dict[str, float] | None  # cpu, host: seconds of all ranks; wall: seconds of the slowest
-    trouble: str | None
+    times: dict[str, float]  # cpu, host: seconds of all ranks; wall: seconds of the slowest
+    trouble: str
 
 
 def run(who: str, steps: int) -> Outcome:
     """One run of a contestant. A peer that dies does not end the bench, and one that dies after it was
     measured has still been measured."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={RANKS}"]
-        command += [f"--master-port={port}", "-m", "tests.bench.training", "--worker", who]
-        command += ["--steps", str(steps), "--directory", directory]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, cwd=common.REPO, env=environment, capture_output=True, text=True)
-        trouble = ""
-        if done.returncode:
-            # torchrun lists the ranks that failed: "traceback : Signal 6 (SIGABRT) received by PID 12".
-            last = re.findall(".*(?:Error|Signal|terminate called).*", done.stdout + done.stderr)[-1:]
-            trouble = f"exit code {done.returncode}: {' '.join(last)[:200]}"
+        command = [sys.executable, "-m", "tests.bench.training", "--worker", who]
+        done = run_group(RANKS, [*command, "--steps", str(steps), "--directory", directory], timeout=3600)
+        last = re.findall(".*(?:Error|Signal|terminate called).*", done.stdout)[-1:]
+        trouble = f"exit code {done.returncode}: {' '.join(last)[:200]}" if done.returncode else ""
         try:
             ranks = [json.loads((Path(directory) / f"rank-{r}.json").read_text()) for r in range(RANKS)]
         except (OSError, ValueError):
-            return Outcome(None, trouble or "exit code 0: no times")
-    times = {kind: sum(r[kind] for r in ranks) for kind in ("cpu", "host")}
-    times["wall"] = max(r["wall"] for r in ranks)
-    return Outcome(times, (trouble and f"after its last step: {trouble}") or None)
+            return Outcome({}, trouble or "exit code 0: no times")
+    times = {kind: sum(rank[kind] for rank in ranks) for kind in ("cpu", "host")}
+    times["wall"] = max(rank["wall"] for rank in ranks)
+    return Outcome(times, trouble and f"after its last step: {trouble}")
+
+
+def tabulate(report: common.Report, outcomes: dict[str, list[Outcome]], steps: int) -> None:
+    """The table and the ratios; a contestant without a measured run has its reason instead of numbers."""
+    measured = {who: [run.times for run in runs if run.times] for who, runs in outcomes.items()}
+
+    def median(who: str, kind: str) -> float:
+        return statistics.median(times[kind] for times in measured[who])
+
+    def ratio(who: str, base: str, kind: str, base_kind: str = "") -> float | None:
+        """Median over the rounds in which both were measured; None without any."""
+        rounds = zip(outcomes[who], outcomes[base], strict=True)
+        values = [a.times[kind] / b.times[base_kind or kind] for a, b in rounds if a.times and b.times]
+        return statistics.median(values) if values else None
+
+    for who, runs in outcomes.items():
+        cells: dict[str, Any] = {f"{kind}_to_bare": ratio(who, "bare", kind) for kind in ("cpu", "wall")}
+        if measured[who]:
+            cells |= {f"{kind}_seconds": median(who, kind) for kind in ("cpu", "wall")}
+            cells["tokens_per_s"] = round((steps - WARM) * 8 * 256 / cells["wall_seconds"])
+        report.row(contestant=who, **cells, trouble=next((run.trouble for run in runs if run.trouble), ""))
+    of_domains = ratio("ours, four domains", "ours, one domain", "cpu")
+    report.ratio("four domains with a mixture / one, CPU", of_domains, at_most=1.01)
+    targets: dict[str, tuple[float | None, dict[str, float]]] = {
+        "ours / bare DeepSpeed loop, CPU": (ratio("ours", "bare", "cpu"), {"at_most": 0.96}),
+        "tokens per CPU second, ours / Trainer": (ratio("Trainer", "ours", "cpu"), {"at_least": 1.05}),
+        "tokens per second, ours / Trainer": (ratio("Trainer", "ours", "wall"), {}),
+        "host / whole step of ours, CPU": (ratio("ours", "ours", "host", "cpu"), {"at_most": 0.02}),
+    }
+    for name, (value, target) in targets.items():
+        if value is None and measured["ours"]:
+            report.note(f"{name}: not measured, as a peer gave no time")
+        else:
+            report.ratio(name, value, **target)
+    for who in SAVING:
+        if measured[who] and measured["ours"]:
+            stall = (median(who, "wall") - median("ours", "wall")) / max(1, (steps - WARM) // 5)
+            report.row(contestant=f"{who}: stall of one save", wall_seconds=stall)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -262,55 +294,13 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     if given.quick:
         given.rounds, given.steps = 1, WARM + 4
-    prepare = [sys.executable, "-m", "emo", "prepare", str(RECIPE)]
-    for data in dict.fromkeys(tuple(data_of(who)) for who in CONTESTANTS):
-        subprocess.run([*prepare, *data], cwd=common.REPO, check=True, stdout=subprocess.DEVNULL)
-    found: dict[str, list[Outcome]] = {who: [] for who in CONTESTANTS}
-    for number in range(given.rounds):
-        turn = number % len(CONTESTANTS)
-        for who in CONTESTANTS[turn:] + CONTESTANTS[:turn]:
-            found[who].append(run(who, given.steps))
-    report = tabulate(found, given.steps, held=not given.quick)
+    prepare_data()
+    outcomes: dict[str, list[Outcome]] = {who: [] for who in CONTESTANTS}
+    for _, who in common.turns(CONTESTANTS, given.rounds):
+        outcomes[who].append(run(who, given.steps))
+    report = common.Report("training", held=not given.quick)
+    tabulate(report, outcomes, given.steps)
     return report.finish(rounds=given.rounds, steps=given.steps, ranks=RANKS)
-
-
-def tabulate(found: dict[str, list[Outcome]], steps: int, held: bool) -> common.Report:
-    """The table and the ratios; a contestant without a measured run has its reason instead of numbers."""
-    report = common.Report("training")
-    tokens = (steps - WARM) * 8 * 256
-
-    def ratio(who: str, base: str, kind: str, base_kind: str = "") -> float | None:
-        """Median over the rounds in which both were measured; None without any."""
-        rounds = zip(found[who], found[base], strict=True)
-        pairs = [(a.times[kind], b.times[base_kind or kind]) for a, b in rounds if a.times and b.times]
-        return statistics.median(a / b for a, b in pairs) if pairs else None
-
-    walls = {who: [run.times["wall"] for run in runs if run.times] for who, runs in found.items()}
-    for who, runs in found.items():
-        cells: dict[str, Any] = {f"{kind}_to_bare": ratio(who, "bare", kind) for kind in ("cpu", "wall")}
-        if walls[who]:
-            wall = statistics.median(walls[who])
-            cells |= {"cpu_seconds": statistics.median(run.times["cpu"] for run in runs if run.times)}
-            cells |= {"wall_seconds": wall, "tokens_per_s": round(tokens / wall)}
-        report.row(contestant=who, **cells, trouble=next((run.trouble for run in runs if run.trouble), ""))
-    for name, value, target in (
-        ("ours / bare DeepSpeed loop, CPU", ratio("ours", "bare", "cpu"), {"at_most": 0.96}),
-        ("tokens per CPU second, ours / Trainer", ratio("Trainer", "ours", "cpu"), {"at_least": 1.05}),
-        ("tokens per second, ours / Trainer", ratio("Trainer", "ours", "wall"), {}),
-        ("host / whole step of ours, CPU", ratio("ours", "ours", "host", "cpu"), {"at_most": 0.02}),
-    ):
-        if value is None and walls["ours"]:
-            report.note(f"{name}: not measured, as a peer gave no time")
-        else:
-            report.ratio(name, value, **(target if held else {}))
-    of_domains = ratio("ours, four domains", "ours, one domain", "cpu")
-    report.ratio("four domains with a mixture / one, CPU", of_domains, **({"at_most": 1.01} if held else {}))
-    saves = max(1, (steps - WARM) // 5)
-    for who in SAVING:
-        if walls[who] and walls["ours"]:
-            extra = statistics.median(walls[who]) - statistics.median(walls["ours"])
-            report.row(contestant=f"{who}: stall of one save", wall_seconds=extra / saves)
-    return report
 
 
 if __name__ == "__main__":
