@@ -30,6 +30,25 @@ questions:
   helps: { text: "Does EMO help?", better: emo, than: [mle], outcome: validation_nll }
 """
 
+RECIPE = """
+output_dir: {root}/run
+data:
+  {{ dir: {root}/data, root: {root}, train_tokenizer: 384, validation_fraction: 0.1,
+    sources: [{{ files: text.txt, format: lines }}] }}
+model:
+  architecture: {{ model_type: llama, vocab_size: 384, hidden_size: 32, intermediate_size: 64,
+    num_hidden_layers: 2, num_attention_heads: 2 }}
+train: {{ max_steps: 3, global_batch_size: 8 }}
+"""
+
+
+def small_recipe(root: Path) -> Path:
+    """A recipe of a tiny model on a text of one line, which need not be trained."""
+    (root / "text.txt").write_text("A line.\n")
+    path = root / "recipe.yaml"
+    path.write_text(RECIPE.format(root=root))
+    return path
+
 
 def sweep(tmp_path: Path, recipe: Path, **changes: Any) -> Path:
     """Write an experiment on a recipe and return its path; `changes` replace its sections."""
