@@ -27,6 +27,9 @@ INTERFACES = """
 common/weights.py            transformers:PreTrainedModel.from_pretrained          hf_quantizer
 pipeline/engine.py           deepspeed.runtime.engine        checkpoint_engine, _copy_recovery_script
 pipeline/engine.py           torch.serialization    TORCH_FORCE_WEIGHTS_ONLY_LOAD, Weights only load failed
+pipeline/hf.py               transformers:Trainer   model_accepts_loss_kwargs, loss_is_scaled_for_ga
+pipeline/hf.py               transformers:Trainer   _loss_shifts_labels, current_gradient_accumulation_steps
+pipeline/hf.py               trl:SFTTrainer                                        _total_train_tokens
 pipeline/loss/cost.py        torch.cpu              _is_avx512_bf16_supported, _is_amx_tile_supported
 pipeline/loss/head.py        accelerate:Accelerator.prepare_model                  _original_forward
 pipeline/loss/head.py        accelerate.hooks:add_hook_to_module                   _hf_hook
