@@ -86,13 +86,13 @@ def test_an_error_is_a_line_and_an_exit_code(
 
 
 def test_what_is_misspelt_is_answered_with_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
-    typed = ("repot x", "report x --ovr y", "report x --out y", "report x --over stps", "plan x a=1 --gpu y")
-    for words in typed:
+    report = ("repot x", "report x --ovr y", "report x --out y", "report x --over stps")
+    for words in (*report, "plan x --gpus y --bst a=1"):
         with pytest.raises(SystemExit) as end:
             emo.pipeline.cli.main(words.split())
         assert end.value.code == 2
     meant = re.findall(r"mean (\S+)\?", capsys.readouterr().err)
-    assert meant == ["report", "--over", "--output_path", "step", "--gpus"]
+    assert meant == ["report", "--over", "--output_path", "step", "--best"]
 
 
 @pytest.mark.parametrize("size", [1, 10**6])  # what is written at the end, and what fails at once

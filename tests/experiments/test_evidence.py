@@ -67,9 +67,14 @@ def test_a_killed_command_takes_its_part_with_it() -> None:
     wait_for(lambda: not part.is_running() or part.status() == "zombie", "the part's end", timeout=30)
 
 
-@pytest.mark.parametrize(("needs", "code"), [([], "part-failed"), (["{data}/x"], "part-left-out")])
-def test_a_part_that_decides_must_be_there(needs: list[str], code: str, tmp_path: Path) -> None:
-    path = evidence(tmp_path, study={"needs": needs})
+@pytest.mark.parametrize(
+    ("otherwise", "code"),
+    [(None, "part-left-out"), ({"note": "", "before": ["false"], "file": "none.yaml"}, "part-failed")],
+)
+def test_a_part_that_decides_must_be_there(
+    otherwise: dict[str, Any] | None, code: str, tmp_path: Path
+) -> None:
+    path = evidence(tmp_path, study={"needs": ["{data}/x"], "otherwise": otherwise})
     with refused(code):
         gather(load_section(Evidence, path, []), jobs=1)
     assert not (tmp_path / "out/results.json").exists()
