@@ -25,18 +25,13 @@ ROOMS = ("common/", "data_prep/", "pipeline/", "eval/", "experiments/", "launch/
 
 
 class Built(NamedTuple):
-    """A wheel and a source distribution of the working tree, and the wheel unpacked as pip would."""
-
     wheel: Path
     source: Path
-    site: Path
-
-    def run(self, code: str, directory: Path, expected: int = 0) -> list[str]:
-        """Run code in a Python that has the wheel and no checkout; return what it prints."""
-        return run(code, directory, expected, PYTHONPATH=str(self.site))
+    site: Path  # the wheel unpacked as pip would
 
 
 def run(code: str, directory: Path, expected: int = 0, **environment: str) -> list[str]:
+    """Return what a Python prints that runs code."""
     command, variables = [sys.executable, "-c", code], os.environ | environment
     done = subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True)
     assert done.returncode == expected, done.stderr
@@ -98,7 +93,7 @@ assert main(["world", "tasks", "--train", "8", "--test", "8"]) == 0
 print(load_task("experiments/paper/dev/sst2.yaml").name, code_version(), REPOSITORY)
 """
     expected = ["sst2", emo.__version__, str(built.site / "emo")]
-    assert built.run(code, tmp_path)[-1].split() == expected
+    assert run(code, tmp_path, PYTHONPATH=str(built.site))[-1].split() == expected
     assert len(list((tmp_path / "tasks").iterdir())) == 8
 
 
@@ -123,7 +118,7 @@ from emo.__main__ import main
 sys.exit(main(['train', '--master_port=1', '--', 'mine.yaml', 'train.seed=1']))
 """
     # a launcher that says 0 without a rank that has ended well
-    built.run(code, tmp_path, expected=ExitCode.FAILURE)
+    run(code, tmp_path, ExitCode.FAILURE, PYTHONPATH=str(built.site))
     words = f"--master_port=1 {launch / 'continual.sh'} mine.yaml train.seed=1"
     assert started.read_text().splitlines() == [str(launch / "supervise.py"), words]
     assert os.access(REPO / "launch" / "instruct.sh", os.X_OK)

@@ -15,12 +15,10 @@ import torch
 import yaml
 
 from emo.common.recipe import load_section
-from emo.experiments import report
 from emo.experiments.cli import main as sweep_command
 from emo.experiments.evidence import Evidence, gather, main
 from emo.experiments.weights import PROBABILITIES, objectives, pull
 from tests.conftest import REPO
-from tests.helpers.html import Page
 from tests.helpers.launching import wait_for
 from tests.helpers.refusals import refused
 
@@ -43,6 +41,7 @@ def evidence(directory: Path, **parts: dict[str, Any]) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_replaced_or_left_out_and_reported(tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(STUDY))
     study = {"otherwise": {"note": "another study", "file": str(tmp_path / "study.yaml")}}
@@ -92,28 +91,6 @@ def test_a_sweep_is_done_by_the_command_of_the_product(
 
     monkeypatch.setattr("emo.experiments.evidence.run_command", dry)
     assert list(gather(load_section(Evidence, path, []), jobs=2)["parts"]) == ["study"]
-
-
-def test_a_sweep_is_drawn() -> None:
-    """Numbers, marks and figures of a sweep's rows; a measure without an interval too."""
-    unsure = {"mean": 0.0, "low": None, "high": None, "n": 1}
-    rows: list[dict[str, Any]] = [{"labels": {"objective": "tailr"}, "measures": {}, "chosen": {"lr": "1"}}]
-    for label, value, p in (("mle", 0.1163, None), ("emo", 0.1151, 0.01)):
-        measure = {"mean": value, "low": value - 0.1, "high": value + 0.1, "n": 3}
-        row = {"labels": {"objective": label}, "measures": {"js": measure, "gap_js": unsure}}
-        rows.append(row | {"differences": {"js": {"mean": 0.1, "p_holm": p}}})
-    also = {"p": unsure | {"answer": "undecided", "effect": 0.2, "outcome": "js"}}
-    verdict = {"question": "Does it help?", "answer": "no", "outcome": "gap_js", "n": 3, "also": also}
-    verdicts = {"q": verdict | {"effect": -0.2, "low": -0.3, "high": -0.1}}
-    results = {"code": "c", "rows": rows, "verdicts": verdicts, "lacking": {"js": ["tailr-s1"]}}
-    whole = {"minutes": 1, "left_out": {}, "cut": [], "parts": {"study": results}}
-    document = report.evidence(results | whole, {"study": ("A study", "What it is.")})
-    page, markdown = Page(document.html()), document.markdown()
-    assert page.answer.startswith("Does it help? No") and "tailr-s1" in markdown
-    assert [row["Answer"] for row in page.table("Question", "Answer")] == ["No", "Undecided"]
-    (emo,) = (row for row in page.table("objective", "lr") if row["objective"] == "emo")
-    assert emo["js"] == "0.1151* ± 0.1" and "| 0.1151\\* (± 0.1) |" in markdown
-    assert report.sweep(results).markdown().count("0.1151") == 1
 
 
 def test_the_table_of_objectives_is_that_of_the_code() -> None:

@@ -22,8 +22,7 @@ from emo.experiments.known_truth.expected import Costs, expected_gradient, settl
 from emo.pipeline.loss import get_objective
 from emo.pipeline.loss.objectives import Rows, gradient, scalars_of
 from tests.conftest import REPO
-from tests.helpers.evaluating import tiny_model, tiny_tokenizer
-from tests.helpers.refusals import refused
+from tests.helpers.evaluating import tiny_model
 
 V = 30
 
@@ -232,10 +231,3 @@ def test_the_best_temperature_is_exact(root: Path) -> None:
     z = log_probs(root / "learner", texts) / results["temperature"]
     slopes = (z.softmax(-1) * z).sum(-1) - z.gather(-1, targets(texts))[:, 0]
     assert abs(float(slopes.mean())) < 1e-6
-
-
-def test_what_is_no_row_is_refused(root: Path) -> None:
-    for line in ("{", "{}", '{"ids": [1, 99999]}'):
-        (root / "bad.jsonl").write_text('{"ids": [1, 2]}\n' + line + "\n")
-        with refused("no-row"):
-            oracle.token_rows(tiny_tokenizer(root / "tokenizer"), root / "bad.jsonl")

@@ -28,6 +28,7 @@ from emo.experiments.sweep import Sweep
 from emo.experiments.workers import Workers
 from emo.pipeline.config import load_config
 from tests.conftest import REPO
+from tests.helpers.html import Page
 from tests.helpers.killing import to_the_end
 from tests.helpers.launching import wait_for
 from tests.helpers.refusals import refused
@@ -67,6 +68,7 @@ def _run(path: Path) -> None:
     sys.exit(main(["sweep", str(path), "--jobs", "2"]))
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_repeats_nothing(
     tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -90,22 +92,28 @@ def test_a_killed_sweep_repeats_nothing(
     assert (out / "table.md").read_text() == table
 
 
-def test_the_table_pairs_by_repetition(tmp_path: Path, recipe: Path) -> None:
+def test_tables_pair_by_repetition_and_mark_what_differs(tmp_path: Path, recipe: Path) -> None:
     work = opened(sweep(tmp_path, recipe))
     with refused("not-done"):
         gather(work)
     program, *words = work.stages(work.runs[-1])[1].command
     assert program == "deepspeed" and words[2].endswith("launch/continual.sh")
     assert load_config(Path(words[3]), words[4:]) == work.config(work.runs[-1])
-    pretend(work, {"mle-1": 2.0, "mle-2": 3.0, "emo-1": 1.5, "emo-2": 2.4})
+    pretend(work, {"mle-1": 2.0, "mle-2": 3.0, "emo-1": 1.5, "emo-2": 2.49})
     results = gather(work)
     mle, emo = results["rows"]
     assert mle["measures"]["validation_nll"]["mean"] == 2.5
     gap = emo["differences"]["validation_nll"]
-    assert gap["mean"] == pytest.approx(-0.55)
-    assert gap["p_holm"] == gap["p"]
+    assert gap["mean"] == pytest.approx(-0.505)
+    assert gap["p_holm"] == gap["p"] < 0.05
     assert emo["measures"]["letters"]["mean"] == 5
-    assert "Does EMO help?" in report.sweep(results).markdown()
+    assert report.sweep(results).markdown().startswith("# Does EMO help? Yes: +0.5050")
+    results["rows"][1]["measures"]["letters"] |= {"low": None, "high": None}
+    whole = results | {"minutes": 1, "left_out": {}, "cut": [], "parts": {"sweep": results}}
+    document = report.evidence(whole, {"sweep": ("A sweep", "What it is.")})
+    (row,) = (row for row in Page(document.html()).table("objective") if row["objective"] == "emo")
+    assert (row["validation_nll"], row["letters"]) == ("1.995* ± 6.3", "5")
+    assert "| 1.995\\* (± 6.3) |" in document.markdown()
 
 
 def test_runs_without_a_number_decide_nothing_and_are_named(tmp_path: Path, recipe: Path) -> None:

@@ -14,7 +14,7 @@ import yaml
 from emo.experiments.design import read_experiment
 from emo.experiments.stages import read_note
 from emo.experiments.sweep import Sweep, Task
-from tests.helpers.launching import popen
+from tests.helpers.launching import RECIPE, popen
 
 MEASURE = (
     "import json, sys, pathlib; name, out = sys.argv[1:]; path = pathlib.Path(out) / f'{name}.json'; "
@@ -30,23 +30,14 @@ questions:
   helps: { text: "Does EMO help?", better: emo, than: [mle], outcome: validation_nll }
 """
 
-RECIPE = """
-output_dir: {root}/run
-data:
-  {{ dir: {root}/data, root: {root}, train_tokenizer: 384, validation_fraction: 0.1,
-    sources: [{{ files: text.txt, format: lines }}] }}
-model:
-  architecture: {{ model_type: llama, vocab_size: 384, hidden_size: 32, intermediate_size: 64,
-    num_hidden_layers: 2, num_attention_heads: 2 }}
-train: {{ max_steps: 3, global_batch_size: 8 }}
-"""
-
 
 def small_recipe(root: Path) -> Path:
     """A recipe of a tiny model on a text of one line, which need not be trained."""
     (root / "text.txt").write_text("A line.\n")
+    tree = yaml.safe_load(RECIPE) | {"output_dir": str(root / "run")}
+    tree["data"] |= {"dir": str(root / "data"), "root": str(root)}
     path = root / "recipe.yaml"
-    path.write_text(RECIPE.format(root=root))
+    path.write_text(yaml.safe_dump(tree))
     return path
 
 
