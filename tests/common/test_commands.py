@@ -1,4 +1,4 @@
-"""The one command: help, exit codes, hints at mistakes, and a first word before what takes seconds."""
+"""The one command: help, exit codes, and hints at mistakes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -29,35 +28,6 @@ def test_without_the_packages_a_line_says_so() -> None:
     command = [sys.executable, "-S", "-m", "emo", "--version"]  # -S: no site-packages
     done = subprocess.run(command, env={"PATH": os.environ["PATH"]}, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
-
-
-HEAVY = {"torch", "transformers", "datasets", "deepspeed", "numpy", "scipy", "pyarrow", "pandas", "rich"}
-# Ends the process at the first text that it prints, and writes that text and what is loaded by then.
-WATCHED = f"""
-import os, runpy, sys
-class First:
-    flush = isatty = lambda self: False
-    def write(self, text):
-        if text.strip():
-            os.write(1, f"{{text.strip()}}\\n{{' '.join({HEAVY!r} & sys.modules.keys())}}".encode())
-            os._exit(0)
-sys.stdout = sys.stderr = First()
-runpy.run_module('emo', run_name='__main__', alter_sys=True)
-"""
-RECIPE = "launch/recipes/stories260k-tinystories.yaml"
-
-
-@pytest.mark.parametrize(
-    "line",
-    [f"prepare {RECIPE}", f"plan {RECIPE} --gpus 8xA100-80G", "eval --model DIR --data DIR --tasks sst2"],
-    ids=lambda line: line.split()[0],
-)
-def test_the_first_word_comes_before_the_libraries(tmp_path: Path, line: str) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    words = line.replace("DIR", str(tmp_path)).split()
-    done = subprocess.run([sys.executable, "-c", WATCHED, *words], cwd=REPO, capture_output=True, text=True)
-    output, _, loaded = done.stdout.partition("\n")
-    assert output and not loaded, f"{output} comes after {loaded}"
 
 
 @pytest.mark.parametrize(
