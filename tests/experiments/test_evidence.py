@@ -22,7 +22,7 @@ from tests.conftest import REPO
 from tests.helpers.launching import wait_for
 from tests.helpers.refusals import refused
 
-SMALL = {"vocabularies": [10], "shares": [1.0], "tokens": [300], "truths": 3, "steps": 40, "rates": [3e-3]}
+SMALL = {"vocabularies": [12], "shares": [1.0], "tokens": [400], "truths": 3, "steps": 60, "rates": [3e-3]}
 STUDY = {"extends": str(REPO / "experiments/known-truth.yaml"), "out": "unused"} | SMALL
 PART = {"title": "A study", "about": "What it is.", "kind": "study", "file": "none.yaml"}
 ANSWER: dict[str, Any] = {"text": "Does it help?", "by": "study", "question": "geometry"}
@@ -41,20 +41,45 @@ def evidence(directory: Path, **parts: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.slow
-def test_what_is_missing_is_replaced_or_left_out_and_reported(tmp_path: Path) -> None:
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump(STUDY))
-    study = {"otherwise": {"note": "another study", "file": str(tmp_path / "study.yaml")}}
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Evidence of which one part was replaced by a small study and another one left out."""
+    directory = tmp_path_factory.mktemp("evidence")
+    (directory / "study.yaml").write_text(yaml.safe_dump(STUDY))
+    otherwise = {"note": "another study", "file": str(directory / "study.yaml")}
+    study = {"needs": ["{data}/model"], "otherwise": otherwise}
     text = {"title": "Text <b>", "needs": ["{data}/text"]}
-    assert main([str(evidence(tmp_path, study=study | {"needs": ["{data}/model"]}, text=text))]) == 0
-    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert main([str(evidence(directory, study=study, text=text))]) == 0
+    return directory / "out"
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_replaced_or_left_out_and_reported(out: Path) -> None:
+    results = json.loads((out / "results.json").read_text())
     assert results["verdicts"]["geometry"]["answer"] in ("yes", "no", "undecided")
     assert results["verdicts"]["geometry"]["n"] == 3
     assert list(results["parts"]) == ["study"]
     assert {row["part"] for row in results["rows"]} == {"study"}
     assert list(results["left_out"]) == ["study", "text"]
-    page = (tmp_path / "out/report.html").read_text()
+    page = (out / "report.html").read_text()
     assert all(phrase in page for phrase in ("Does it help?", "almost everything", "Text &lt;b&gt;"))
+
+
+@pytest.mark.slow
+def test_a_small_study(out: Path) -> None:
+    results = json.loads((out / "study/results.json").read_text())
+    points = {point["contestant"]: point for point in results["fixed_points"]}
+    assert points["mle"]["kl_pq"] < 1e-9
+    assert points["mle"]["temperature"] == pytest.approx(1.0, abs=1e-6)
+    assert 0.8 < points["emo"]["temperature"] < 0.97
+    assert points["emo-constant"]["kl_from_tempered_truth"] < points["emo"]["kl_from_tempered_truth"]
+    assert points["tailr"]["settled"] < 1
+    (row,) = results["rows"]
+    mle, emo = (row["contestants"][name] for name in ("mle", "emo"))
+    assert mle["gap_js"]["mean"] == pytest.approx(0.0, abs=1e-9)
+    assert emo["temperature"]["mean"] > mle["temperature"]["mean"]
+    assert row["at_end"] == []  # a single rate is no choice
+    assert set(results["verdicts"]) == {"geometry", "beyond-sharpening"}
 
 
 def test_a_killed_command_takes_its_part_with_it() -> None:

@@ -1,4 +1,4 @@
-"""Known truths: fixed points in closed form, a learner that finds them, a small study; an oracle's corpus."""
+"""Known truths: fixed points in closed form, a learner that finds them; an oracle's corpus."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from emo.experiments.known_truth import bigram, corpus, oracle, study
 from emo.experiments.known_truth.expected import Costs, expected_gradient, settle
 from emo.pipeline.loss import get_objective
 from emo.pipeline.loss.objectives import Rows, gradient, scalars_of
-from tests.conftest import REPO
 from tests.helpers.evaluating import tiny_model
 
 V = 30
@@ -92,30 +91,6 @@ def test_mle_converges_to_the_truth_at_the_rate_of_counts() -> None:
         errors.append(float((distributions.kl(truth.rows.log(), log_q) @ truth.contexts).mean()))
     assert errors[0] > 4 * errors[1] > 16 * errors[2]
     assert errors[2] < 5 * 12 * 11 / (2 * 200_000)
-
-
-def test_a_small_study(tmp_path: Path) -> None:
-    small = ["vocabularies=[12]", "shares=[1.0]", "tokens=[400]", "truths=3", "steps=60", "rates=[3e-3]"]
-    arguments = [str(REPO / "experiments/known-truth.yaml"), f"out={tmp_path}", *small]
-    assert study.main(arguments) == 0
-    results = json.loads((tmp_path / "results.json").read_text())
-    points = {point["contestant"]: point for point in results["fixed_points"]}
-    assert points["mle"]["kl_pq"] < 1e-9
-    assert points["mle"]["temperature"] == pytest.approx(1.0, abs=1e-6)
-    assert 0.8 < points["emo"]["temperature"] < 0.97
-    assert points["emo-constant"]["kl_from_tempered_truth"] < points["emo"]["kl_from_tempered_truth"]
-    assert points["tailr"]["settled"] < 1
-    (row,) = results["rows"]
-    mle, emo = (row["contestants"][name] for name in ("mle", "emo"))
-    assert mle["gap_js"]["mean"] == pytest.approx(0.0, abs=1e-9)
-    assert emo["temperature"]["mean"] > mle["temperature"]["mean"]
-    assert row["at_end"] == []  # a single rate is no choice
-    verdicts = {name: verdict["n"] for name, verdict in results["verdicts"].items()}
-    assert verdicts == {"geometry": 3, "beyond-sharpening": 3}
-    (cell,) = (tmp_path / "cells").iterdir()
-    before = cell.stat().st_mtime_ns
-    assert study.main(arguments) == 0
-    assert cell.stat().st_mtime_ns == before
 
 
 PLUGIN = "import torch\n\ndef scaled(m):\n    return torch.full_like(m, {})\n"
