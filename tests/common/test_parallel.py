@@ -72,14 +72,16 @@ def test_a_worker_that_dies_in_the_middle_of_a_result_is_reported() -> None:
         list(workers.map([-1.0, 0.02, -1.0, -1.0, 0.02, 0.02]))
 
 
-def test_a_module_of_the_users_own_does_not_take_the_place_of_ours(tmp_path: Path) -> None:
-    (tmp_path / "emo.py").write_text("raise SystemExit('not this one')\n")
+def test_modules_of_the_users_own_do_not_take_the_place_of_ours(tmp_path: Path) -> None:
+    for name in ("emo", "tests"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')\n")
     code = f"""
-import operator, os, sys
+import os, sys
 sys.path[0] = {str(REPO)!r}  # as an installed command has another
 from emo.common.parallel import Workers
-with Workers(2, operator.itemgetter, 0) as workers: print(*workers.map(["a", "b"]))
+from tests.common.test_parallel import adding
+with Workers(2, adding, 1) as workers: print([result for result, _ in workers.map([1, 2])])
 assert "PYTHONSAFEPATH" not in os.environ
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "a b\n", done.stderr
+    assert done.stdout == "[2, 3]\n", done.stderr
