@@ -26,21 +26,19 @@ tqdm.set_lock(threading.RLock())
 
 REPO = Path(__file__).resolve().parents[1]
 LAUNCHING = "tests.helpers.launching"  # the helper that starts real runs
-
-
-NO_DATA = "real data not found: "
-TOO_LATE = "not begun in time"
-BEGAN = pytest.StashKey[float]()
+NO_DATA = "no real data (make data fetches what is public, SHARED_DATA=DIR names where it is)"
+NO_TIME = "no time (make test runs them all)"
+BEGAN = time.monotonic()
 
 
 class RealData(PosixPath):
     """A place among the real data: a step to what is not there skips the test."""
 
     def __truediv__(self, name: str | os.PathLike[str]) -> Path:
-        results = super().__truediv__(name)
-        if not results.exists():
-            pytest.skip(f"{NO_DATA}{results}")
-        return results
+        path = super().__truediv__(name)
+        if not path.exists():
+            pytest.skip(NO_DATA)
+        return path
 
 
 @pytest.fixture(scope="session")
@@ -49,11 +47,11 @@ def shared_data() -> Path:
 
     Skips where there is none of them, and where a test asks for what its directory does not have.
     """
-    given = os.environ.get("SHARED_DATA")
-    places = [Path(given)] if given else [REPO.parent / "shared" / "data", REPO / "data"]
+    named = os.environ.get("SHARED_DATA")
+    places = [Path(named)] if named else [REPO.parent / "shared" / "data", REPO / "data"]
     path = next((directory for directory in places if directory.is_dir()), None)
     if path is None:
-        pytest.skip(NO_DATA + " or ".join(map(str, places)))
+        pytest.skip(NO_DATA)
     return RealData(path)
 
 
@@ -61,29 +59,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--within", type=float, metavar="SECONDS", help="begin no test after so long")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[BEGAN] = time.monotonic()
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what cannot begin in time, so that `make test-fast` ends when it says, on a busy machine too."""
     within = item.config.getoption("--within")
-    if within is not None and time.monotonic() - item.config.stash[BEGAN] > within:
-        pytest.skip(TOO_LATE)
+    if within is not None and time.monotonic() - BEGAN > within:
+        pytest.skip(NO_TIME)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Say what was not tried, and why; what lacks real data, or time, is counted together."""
+    """Say what was not tried, and why."""
     reports = [item for item in terminalreporter.stats.get("skipped", []) if len(item.longrepr) == 3]
-    together = {
-        NO_DATA: "no real data (make data fetches what is public, SHARED_DATA=DIR names where it is)",
-        TOO_LATE: "no time (make test runs them all)",
-    }
-    reasons: Counter[str] = Counter()
-    for report in reports:
-        reason = report.longrepr[2].removeprefix("Skipped: ")
-        reasons[next((text for mark, text in together.items() if mark in reason), reason)] += 1
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in reports)
     for reason, count in reasons.most_common():
         terminalreporter.write_line(f"{count} skipped: {reason}")
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from tests.conftest import REPO
 
 
 def adding(amount: int) -> Callable[[int], tuple[int, int]]:
-    """For workers: the item and something, and who did it."""
+    """For workers: the sum of the item and an amount, and which process computed it."""
 
     def add(item: int) -> tuple[int, int]:
         if item < 0:
@@ -35,8 +34,7 @@ def dying() -> Callable[[float], bytes]:
 
     def answer(seconds: float) -> bytes:
         if seconds >= 0:
-            end = threading.Thread(target=lambda: (time.sleep(seconds), os.kill(os.getpid(), signal.SIGKILL)))
-            end.start()
+            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
         return bytes(48 << 20)
 
     return answer
@@ -75,15 +73,15 @@ def test_a_worker_that_dies_in_the_middle_of_a_result_is_reported() -> None:
 
 
 def test_modules_of_the_users_own_do_not_take_the_place_of_ours(tmp_path: Path) -> None:
-    for name in ("common", "tests", "data_prep"):
+    for name in ("emo", "tests"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')\n")
-    code = (
-        f"import sys; sys.path[0] = {str(REPO)!r}\n"  # as an installed command has another
-        "import os\n"
-        "from emo.common.parallel import Workers\n"
-        "from tests.common.test_parallel import adding\n"
-        "with Workers(2, adding, 1) as workers: print([result for result, _ in workers.map([1, 2])])\n"
-        "assert 'PYTHONSAFEPATH' not in os.environ\n"
-    )
+    code = f"""
+import os, sys
+sys.path[0] = {str(REPO)!r}  # as an installed command has another
+from emo.common.parallel import Workers
+from tests.common.test_parallel import adding
+with Workers(2, adding, 1) as workers: print([result for result, _ in workers.map([1, 2])])
+assert "PYTHONSAFEPATH" not in os.environ
+"""
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "[2, 3]\n", done.stderr

@@ -60,23 +60,19 @@ def test_figures_keep_spikes_and_differ_by_more_than_colour() -> None:
     assert len(drawn) < 60_000 and "fill-opacity" in drawn and ">6</text>" in drawn
     looks = [figure.style(i) for i in range(40)]
     assert len(set(looks)) == 40 and len({marker for _, marker, _ in looks[1:7]}) == 6
-    page = document().html()
-    assert all(f"--{name}: light-dark(" in page for name in figure.VARIABLES)
-    assert {"var(--s2)", "var(--rule)"} <= set(re.findall(r"var\(--\w+\)", page[page.index("<svg") :]))
 
 
 def test_where_a_report_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.d").mkdir()
+    Path("there.d").mkdir()
     report, names = document(), ("report.md", "results.json")
-    for out in (".", "there.d", "new/", "new.d/", "plain"):
+    for out in (".", "there.d", "new.d/", "plain"):
         assert report.write(out, names) == Path(out) / "report.md"
-        assert all((tmp_path / out / name).is_file() for name in names)
-    for out in ("a/x.html", "a/x.md", "a/x.json"):
-        assert report.write(out, names) == Path(out)
-    assert json.loads((tmp_path / "a/x.json").read_text(encoding="utf-8")) == {"x": None}
+        assert all(Path(out, name).is_file() for name in names)
+    assert report.write("a/x.json", names) == Path("a/x.json")
+    assert json.loads(Path("a/x.json").read_text(encoding="utf-8")) == {"x": None}
     assert report.write("-", names) is None and capsys.readouterr().out == report.markdown()
     with refused("report-out"):
         report.write("x.pdf", names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,44 +14,31 @@ from emo.experiments.checks import check
 from emo.experiments.cli import main
 from emo.experiments.design import chosen, expand, read_experiment, trials
 from emo.experiments.sweep import Sweep
-from tests.helpers.sweeping import sweep
+from tests.helpers.sweeping import opened, small_recipe, sweep
 
 AXES = {
     "objective": {"mle": {"objective.name": "mle"}, "emo": {"objective.name": "emo"}},
     "lr": {"train.learning_rate": [0.1, 0.2]},
     "seed": {"train.seed": [1, 2, 3]},
 }
-FILE: dict[str, Any] = {
-    "out": "runs/x",
-    "set": {"train.logging_steps": 3},
-    "axes": AXES,
-    "choose": {"axis": "lr"},
-    "measures": {},
-    "questions": {},
-}
+FILE: dict[str, Any] = {"out": "runs/x", "set": {"train.logging_steps": 3}, "axes": AXES}
+FILE |= {"choose": {"axis": "lr"}, "measures": {}, "questions": {}}
 
 
 def write(tmp_path: Path, **changes: Any) -> Path:
     return sweep(tmp_path, Path("launch/recipes/quickstart-continue.yaml"), **FILE | changes)
 
 
-def axes(**changes: Any) -> dict[str, Any]:
-    return {"axes": AXES | changes}
-
-
 MISTAKES = """
 repeat: sed
 compare: {axis: objective, baseline: mel}
-compare: {axis: lr, baseline: "0.1"}  # chosen, too
 choose: {axis: lr, by: "validation_nll:home"}
 choose: {axis: lr, where: {objective: [em]}}
 {choose: {axis: lr, by: x}, measures: {gap: {command: "a {baseline}", read: {x: "x.json:x"}}}}
 set: {data.dir: "{out.__class__.__init__.__globals__}"}
 before: {corpus: "python 'x"}
-before: {a/b: python -c pass}
 names: {export: x}
 {set: {names.oracel: x}, names: {oracle: y}}
-axes: {lr: {slow: 3}}
 axes: {lr: {a: {train.learning_rate: 1}, b: {train.learning_rate: 1}}}
 axes: {lr: {a-1: {train.learning_rate: 1}, a: {train.learning_rate: 2}}, seed: {1: {a: 1}, 1-1: {a: 2}}}
 measures: {train: {command: a}}
@@ -72,51 +60,36 @@ def test_mistakes_are_one_line(tmp_path: Path, text: str, capsys: pytest.Capture
 
 def test_runs_are_all_combinations_in_order(tmp_path: Path) -> None:
     runs = expand(read_experiment(write(tmp_path), []))
-    assert [run.name for run in runs[:4]] == ["mle-0.1-1", "mle-0.1-2", "mle-0.1-3", "mle-0.2-1"]
-    assert len(runs) == 12
+    rates, seeds = ("0.1", "0.2"), ("1", "2", "3")
+    assert [run.name for run in runs] == ["-".join(x) for x in product(("mle", "emo"), rates, seeds)]
     expected = {"train.logging_steps": 3, "objective.name": "emo", "train.learning_rate": 0.2}
     assert runs[-1].overrides == expected | {"train.seed": 3}
 
 
-@pytest.mark.parametrize("least", [True, False])
-def test_an_axis_is_chosen_with_the_first_repetition_alone(tmp_path: Path, least: bool) -> None:
+@pytest.mark.parametrize(("least", "rates"), [(True, ("0.2", "0.1")), (False, ("0.1", "0.2"))])
+def test_an_axis_is_chosen_with_the_first_repetition_alone(
+    tmp_path: Path, least: bool, rates: tuple[str, str]
+) -> None:
     experiment = read_experiment(write(tmp_path, choose={"axis": "lr", "least": least}), [])
     runs = expand(experiment)
-    names = ["mle-0.1-1", "mle-0.2-1", "emo-0.1-1", "emo-0.2-1"]
-    assert [run.name for run in trials(experiment, runs)] == names
-    scores = dict(zip(names, (2.0, 1.0, 1.0, 2.0), strict=True))
-    rates = {"mle": "0.2", "emo": "0.1"} if least else {"mle": "0.1", "emo": "0.2"}
-    expected = [f"{objective}-{rate}-{seed}" for objective, rate in rates.items() for seed in (1, 2, 3)]
+    scores = {"mle-0.1-1": 2.0, "mle-0.2-1": 1.0, "emo-0.1-1": 1.0, "emo-0.2-1": 2.0}
+    assert [run.name for run in trials(experiment, runs)] == [*scores]
+    best = zip(("mle", "emo"), rates, strict=True)
+    expected = [f"{name}-{rate}-{seed}" for name, rate in best for seed in (1, 2, 3)]
     assert [run.name for run in chosen(experiment, runs, scores)] == expected
 
 
-def test_an_axis_may_belong_to_some_labels_alone(tmp_path: Path) -> None:
-    experiment = read_experiment(write(tmp_path, choose={"axis": "lr", "where": {"objective": ["emo"]}}), [])
-    runs = expand(experiment)
-    names = [run.name for run in runs]
-    assert names[:4] == ["mle-1", "mle-2", "mle-3", "emo-0.1-1"] and len(names) == 3 + 6
-    assert "train.learning_rate" not in runs[0].overrides
-    assert [run.name for run in trials(experiment, runs)] == ["emo-0.1-1", "emo-0.2-1"]
-    reported = chosen(experiment, runs, {"emo-0.1-1": 2.0, "emo-0.2-1": 1.0})
-    assert [run.name for run in reported[:4]] == ["mle-1", "mle-2", "mle-3", "emo-0.2-1"]
-
-
 def test_names_are_filled_into_overrides_and_labels_give_them_another_text(tmp_path: Path) -> None:
-    corpus = {
-        "near": {"data.limit_rows": "{rows}"},
-        "far": {"names.place": "{place}/far", "data.root": "{place}"},
-    }
-    changes = {
-        "names": {"root": "some", "place": "{root}/where", "rows": 3},
-        "set": {"data.sources": [{"files": "{out}/corpus.jsonl", "limit": 5}], "data.root": "{place}"},
-    }
-    path = write(tmp_path, **changes, **axes(corpus=corpus))
-    near, *_, far = expand(read_experiment(path, ["names.root=there"]))
+    far = {"names.place": "{place}/far", "data.root": "{place}"}
+    corpus = {"near": {"data.limit_rows": "{rows}"}, "far": far}
+    names = {"root": "some", "place": "{root}/where", "rows": 3}
+    own = {"data.sources": [{"files": "{out}/corpus.jsonl", "limit": 5}], "data.root": "{place}"}
+    path = write(tmp_path, names=names, set=own, axes=AXES | {"corpus": corpus})
+    near, *_, last = expand(read_experiment(path, ["names.root=there"]))
     assert near.overrides["data.sources"] == [{"files": "runs/x/corpus.jsonl", "limit": 5}]
     assert near.overrides["data.root"] == near.variables["place"] == "there/where"
     assert near.overrides["data.limit_rows"] == "3"
-    assert far.variables["place"] == "there/where/far"
-    assert far.overrides["data.root"] == "there/where/far"
+    assert last.overrides["data.root"] == last.variables["place"] == "there/where/far"
 
 
 def test_jobs_share_the_runs(tmp_path: Path) -> None:
@@ -133,28 +106,11 @@ def test_jobs_share_the_runs(tmp_path: Path) -> None:
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 2
 
 
-RECIPE = """
-output_dir: {root}/run
-data:
-  {{ dir: {root}/data, root: {root}, train_tokenizer: 384, validation_fraction: 0.1,
-    sources: [{{ files: text.txt, format: lines }}] }}
-model:
-  architecture: {{ model_type: llama, vocab_size: 384, hidden_size: 32, intermediate_size: 64,
-    num_hidden_layers: 2, num_attention_heads: 2 }}
-train: {{ max_steps: 3, global_batch_size: 8 }}
-"""
-
-
-def small_sweep(root: Path, late: dict[str, Any] | None = None, **changes: Any) -> Sweep:
+def small_sweep(root: Path, late: dict[str, Any], **changes: Any) -> Sweep:
     """Return a sweep whose second label has the overrides `late`."""
-    (root / "recipe.yaml").write_text(RECIPE.format(root=root))
-    (root / "text.txt").write_text("A line.\n")
-    axes = {
-        "objective": {"mle": {"objective.name": "mle"}, "late": {"objective.name": "emo"} | (late or {})},
-        "seed": {"train.seed": [1, 2]},
-    }
-    path = sweep(root, root / "recipe.yaml", axes=axes, **{"questions": {}} | changes)
-    return Sweep(read_experiment(path, []))
+    objectives = {"mle": {"objective.name": "mle"}, "late": {"objective.name": "emo"} | late}
+    axes = {"objective": objectives, "seed": {"train.seed": [1, 2]}}
+    return opened(sweep(root, small_recipe(root), axes=axes, questions={}, **changes))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The evidence from one end to the other, on parts that take seconds; the table and figure of objectives."""
+"""The evidence from one end to the other, on parts that take seconds; the table of objectives."""
 
 from __future__ import annotations
 
@@ -14,81 +14,100 @@ import pytest
 import torch
 import yaml
 
-from emo.common.errors import UserError
 from emo.common.recipe import load_section
-from emo.experiments import report
 from emo.experiments.cli import main as sweep_command
 from emo.experiments.evidence import Evidence, gather, main
 from emo.experiments.weights import PROBABILITIES, objectives, pull
 from tests.conftest import REPO
-from tests.helpers import launching
-from tests.helpers.html import Page
+from tests.helpers.launching import wait_for
+from tests.helpers.refusals import refused
 
-SMALL = {"vocabularies": [10], "shares": [1.0], "tokens": [300], "truths": 3, "steps": 40, "rates": [3e-3]}
+SMALL = {"vocabularies": [12], "shares": [1.0], "tokens": [400], "truths": 3, "steps": 60, "rates": [3e-3]}
 STUDY = {"extends": str(REPO / "experiments/known-truth.yaml"), "out": "unused"} | SMALL
-
-
+PART = {"title": "A study", "about": "What it is.", "kind": "study", "file": "none.yaml"}
 ANSWER: dict[str, Any] = {"text": "Does it help?", "by": "study", "question": "geometry"}
 
 
-def evidence(directory: Path, **changes: Any) -> Path:
-    (directory / "study.yaml").write_text(yaml.safe_dump(STUDY))
-    part = {"title": "A study", "about": "What it is.", "kind": "study", "file": "none.yaml"}
-    instead = {"note": "another study", "file": str(directory / "study.yaml")}
+def evidence(directory: Path, **parts: dict[str, Any]) -> Path:
     tree = {
         "out": str(directory / "out"),
         "names": {"data": str(directory / "nowhere")},
         "cut": ["almost everything"],
-        "parts": {
-            "study": part | {"needs": ["{data}/model"], "otherwise": instead},
-            "text": part | {"title": "Text <b>", "needs": ["{data}/text"]},
-        },
-        "answers": {"geometry": ANSWER | {"also": ["text"]}},
-    } | changes
+        "parts": {name: PART | part for name, part in parts.items()},
+        "answers": {"geometry": ANSWER | {"also": [name for name in parts if name != "study"]}},
+    }
     path = directory / "evidence.yaml"
     path.write_text(yaml.safe_dump(tree))
     return path
 
 
-def test_what_is_missing_is_replaced_or_left_out_and_reported(tmp_path: Path) -> None:
-    assert main([str(evidence(tmp_path))]) == 0
-    results = json.loads((tmp_path / "out/results.json").read_text())
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Evidence of which one part was replaced by a small study and another one left out."""
+    directory = tmp_path_factory.mktemp("evidence")
+    (directory / "study.yaml").write_text(yaml.safe_dump(STUDY))
+    otherwise = {"note": "another study", "file": str(directory / "study.yaml")}
+    study = {"needs": ["{data}/model"], "otherwise": otherwise}
+    text = {"title": "Text <b>", "needs": ["{data}/text"]}
+    assert main([str(evidence(directory, study=study, text=text))]) == 0
+    return directory / "out"
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_replaced_or_left_out_and_reported(out: Path) -> None:
+    results = json.loads((out / "results.json").read_text())
     assert results["verdicts"]["geometry"]["answer"] in ("yes", "no", "undecided")
     assert results["verdicts"]["geometry"]["n"] == 3
     assert list(results["parts"]) == ["study"]
     assert {row["part"] for row in results["rows"]} == {"study"}
     assert list(results["left_out"]) == ["study", "text"]
-    page = (tmp_path / "out/report.html").read_text()
-    assert all(text in page for text in ("Does it help?", "almost everything", "Text &lt;b&gt;"))
+    page = (out / "report.html").read_text()
+    assert all(phrase in page for phrase in ("Does it help?", "almost everything", "Text &lt;b&gt;"))
+
+
+@pytest.mark.slow
+def test_a_small_study(out: Path) -> None:
+    results = json.loads((out / "study/results.json").read_text())
+    points = {point["contestant"]: point for point in results["fixed_points"]}
+    assert points["mle"]["kl_pq"] < 1e-9
+    assert points["mle"]["temperature"] == pytest.approx(1.0, abs=1e-6)
+    assert 0.8 < points["emo"]["temperature"] < 0.97
+    assert points["emo-constant"]["kl_from_tempered_truth"] < points["emo"]["kl_from_tempered_truth"]
+    assert points["tailr"]["settled"] < 1
+    (row,) = results["rows"]
+    mle, emo = (row["contestants"][name] for name in ("mle", "emo"))
+    assert mle["gap_js"]["mean"] == pytest.approx(0.0, abs=1e-9)
+    assert emo["temperature"]["mean"] > mle["temperature"]["mean"]
+    assert row["at_end"] == []  # a single rate is no choice
+    assert set(results["verdicts"]) == {"geometry", "beyond-sharpening"}
 
 
 def test_a_killed_command_takes_its_part_with_it() -> None:
     code = "from emo.experiments.evidence import run_command; run_command(['sleep', '300'])"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, cwd=REPO) as process:
-        launching.wait_for(lambda: psutil.Process(process.pid).children(), "the part")
+        wait_for(lambda: psutil.Process(process.pid).children(), "the part")
         (part,) = psutil.Process(process.pid).children()
         process.kill()
-    launching.wait_for(
-        lambda: not part.is_running() or part.status() == "zombie", "the part's end", timeout=30
-    )
+    wait_for(lambda: not part.is_running() or part.status() == "zombie", "the part's end", timeout=30)
 
 
-@pytest.mark.parametrize(("needs", "code"), [([], "part-failed"), (["{data}/x"], "part-left-out")])
-def test_a_part_that_decides_must_be_there(needs: list[str], code: str, tmp_path: Path) -> None:
-    part = {"title": "t", "about": "a", "kind": "study", "file": "missing.yaml", "needs": needs}
-    path = evidence(tmp_path, parts={"study": part}, answers={"geometry": ANSWER})
-    with pytest.raises(UserError) as error:
+@pytest.mark.parametrize(
+    ("otherwise", "code"),
+    [(None, "part-left-out"), ({"note": "", "before": ["false"], "file": "none.yaml"}, "part-failed")],
+)
+def test_a_part_that_decides_must_be_there(
+    otherwise: dict[str, Any] | None, code: str, tmp_path: Path
+) -> None:
+    path = evidence(tmp_path, study={"needs": ["{data}/x"], "otherwise": otherwise})
+    with refused(code):
         gather(load_section(Evidence, path, []), jobs=1)
-    assert error.value.code == code
     assert not (tmp_path / "out/results.json").exists()
 
 
 def test_a_sweep_is_done_by_the_command_of_the_product(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file = "experiments/oracle.yaml"
-    parts = {"study": {"title": "t", "about": "a", "kind": "sweep", "file": file}}
-    path = evidence(tmp_path, parts=parts, answers={"geometry": ANSWER})
+    path = evidence(tmp_path, study={"kind": "sweep", "file": "experiments/oracle.yaml"})
     (tmp_path / "out/study").mkdir(parents=True)
     (tmp_path / "out/study/results.json").write_text('{"verdicts": {"geometry": {}}, "rows": []}')
 
@@ -99,38 +118,8 @@ def test_a_sweep_is_done_by_the_command_of_the_product(
     assert list(gather(load_section(Evidence, path, []), jobs=2)["parts"]) == ["study"]
 
 
-def test_a_sweep_is_drawn() -> None:
-    """Numbers, marks and figures of a sweep's rows; a measure without an interval too."""
-    unsure = {"mean": 0.0, "low": None, "high": None, "n": 1}
-    rows: list[dict[str, Any]] = [
-        {"labels": {"objective": "tailr"}, "measures": {}, "chosen": {"lr": "0.001"}}
-    ]
-    for label, value, p in (("mle", 0.1163, None), ("emo", 0.1151, 0.01)):
-        measure = {"mean": value, "low": value - 0.1, "high": value + 0.1, "n": 3}
-        differences = {"js": {"mean": 0.1, "p_holm": p}}
-        row = {"labels": {"objective": label}, "measures": {"js": measure, "gap_js": unsure}}
-        rows.append(row | {"differences": differences})
-    question = {"question": "Does it help?", "effect": -0.2, "low": -0.3, "high": -0.1, "outcome": "gap_js"}
-    verdicts = {"q": question | {"answer": "no", "n": 3, "also": {"p": unsure | {"answer": "undecided",
-                "effect": 0.2, "outcome": "js"}}}}  # fmt: skip
-    results = {"code": "c", "rows": rows, "verdicts": verdicts, "lacking": {"js": ["tailr-s1"]}}
-    whole = {"minutes": 1, "left_out": {}, "cut": [], "parts": {"study": results}}
-    document = report.evidence(results | whole, {"study": ("A study", "What it is.")})
-    page, markdown = Page(document.html()), document.markdown()
-    assert page.answer.startswith("Does it help? No") and "tailr-s1" in markdown
-    assert [row["Answer"] for row in page.table("Question", "Answer")] == ["No", "Undecided"]
-    (emo,) = (row for row in page.table("objective", "lr") if row["objective"] == "emo")
-    assert emo["js"] == "0.1151* ± 0.1" and "| 0.1151\\* (± 0.1) |" in markdown
-    assert report.sweep(results).markdown().count("0.1151") == 1
-
-
-ROW = re.compile(r"^\| `(\w+)` \|.*\| (-?[\d.]+) \| (-?[\d.]+) \|$", re.M)
-
-
-def test_the_table_is_that_of_the_code() -> None:
-    written = {
-        name: (low, high) for name, low, high in ROW.findall((REPO / "docs/objectives.md").read_text())
-    }
+def test_the_table_of_objectives_is_that_of_the_code() -> None:
+    row = re.compile(r"^\| `(\w+)` \|.*\| (-?[\d.]+) \| (-?[\d.]+) \|$", re.M)
+    written = {name: pulls for name, *pulls in row.findall((REPO / "docs/objectives.md").read_text())}
     p = torch.tensor(PROBABILITIES, dtype=torch.float64)
-    expected = {o.name: tuple(f"{x:.3f}" for x in pull(o, p).tolist()) for o in objectives()}
-    assert written == expected
+    assert written == {o.name: [f"{x:.3f}" for x in pull(o, p).tolist()] for o in objectives()}

@@ -1,34 +1,38 @@
-"""Sweeps repeat nothing, share work, choose on development data, say what failed, and leave nobody behind."""
+"""Sweeps repeat nothing, share work, choose on development data, refuse changes, and leave nobody behind."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from emo.common.errors import ExitCode, UserError
+import emo.experiments.code
+from emo.common.errors import ExitCode
 from emo.experiments import report
 from emo.experiments.cli import main
+from emo.experiments.code import code_digest, sources
 from emo.experiments.design import Run
 from emo.experiments.report import gather
-from emo.experiments.stages import Stage
+from emo.experiments.stages import Stage, command_origin
 from emo.experiments.sweep import Sweep
 from emo.experiments.workers import Workers
 from emo.pipeline.config import load_config
 from tests.conftest import REPO
-from tests.experiments.test_design import RECIPE
-from tests.helpers.killing import FORK
+from tests.helpers.html import Page
+from tests.helpers.killing import to_the_end
 from tests.helpers.launching import wait_for
-from tests.helpers.sweeping import notes, opened, pretend, sweep
+from tests.helpers.refusals import refused
+from tests.helpers.sweeping import notes, opened, pretend, small_recipe, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -38,54 +42,48 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text("A line.\n")
-    (tmp_path / "recipe.yaml").write_text(RECIPE.format(root=tmp_path))
-    return tmp_path / "recipe.yaml"
+    return small_recipe(tmp_path)
 
 
-TRAINING = """import json, pathlib, sys, time
+TRAINING = f"""#!{sys.executable}
+import json, pathlib, sys, time
 directory = pathlib.Path(sys.argv[-1])
 time.sleep(0.3)
 directory.mkdir(parents=True, exist_ok=True)
-record = {"step": 3, "set": "validation", "validation_nll": len(directory.name)}
+record = {{"step": 3, "set": "validation", "validation_nll": len(directory.name)}}
 (directory / "metrics.jsonl").write_text(json.dumps(record) + "\\n")
 """
 
 
 def _run(path: Path) -> None:
-    """In a fork: the command `run`, whose preparation and training are a script that sleeps."""
+    """In a fork: the command `sweep`, whose preparation and training are a script that sleeps."""
     script, training = path.with_name("training"), Sweep.training
-    script.write_text(f"#!{sys.executable}\n{TRAINING}")
+    script.write_text(TRAINING)
     script.chmod(0o755)
 
     def short(self: Sweep, run: Run) -> list[Stage]:
-        stages = training(self, run)
-        return [replace(s, command=[str(script), str(s.directory)]) for s in stages]
+        return [replace(s, command=[str(script), str(s.directory)]) for s in training(self, run)]
 
     Sweep.training = short  # type: ignore[method-assign]
     sys.exit(main(["sweep", str(path), "--jobs", "2"]))
 
 
+@pytest.mark.slow
 def test_a_killed_sweep_repeats_nothing(
     tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Trainings are pretended here; tests/campaigns/sweep.py kills real ones."""
     path, out = sweep(tmp_path, recipe), tmp_path / "out"
     assert main(["sweep", str(path), "--dry_run"]) == 0  # libraries are loaded once, for all forks
-    draw, before, kills = random.Random(0), dict[str, int](), 0
-    while True:
-        process = FORK.Process(target=_run, args=(path,))
-        process.start()
-        process.join(draw.uniform(0.5, 2.5) if kills < 4 else None)
-        if not process.is_alive():
-            assert process.exitcode == 0
-            break
-        process.kill()
-        process.join()
-        kills += 1
+    draw, before = random.Random(0), dict[str, int]()
+
+    def moment() -> float:
         assert notes(out).items() >= before.items()  # nothing that was done was done again
-        before = notes(out)
-    assert notes(out).items() >= before.items() and kills
+        before.update(notes(out))
+        return draw.uniform(0.5, 2.5)
+
+    assert to_the_end(_run, (path,), 4, moment)
+    assert notes(out).items() >= before.items()
     results, table = json.loads((out / "results.json").read_text()), (out / "table.md").read_text()
     assert [row["labels"]["objective"] for row in results["rows"]] == ["mle", "emo"]
     assert all(row["measures"]["validation_nll"]["n"] == 2 for row in results["rows"])
@@ -94,23 +92,28 @@ def test_a_killed_sweep_repeats_nothing(
     assert (out / "table.md").read_text() == table
 
 
-def test_the_table_pairs_by_repetition(tmp_path: Path, recipe: Path) -> None:
+def test_tables_pair_by_repetition_and_mark_what_differs(tmp_path: Path, recipe: Path) -> None:
     work = opened(sweep(tmp_path, recipe))
-    with pytest.raises(UserError) as error:
+    with refused("not-done"):
         gather(work)
-    assert error.value.code == "not-done"
     program, *words = work.stages(work.runs[-1])[1].command
     assert program == "deepspeed" and words[2].endswith("launch/continual.sh")
     assert load_config(Path(words[3]), words[4:]) == work.config(work.runs[-1])
-    pretend(work, {"mle-1": 2.0, "mle-2": 3.0, "emo-1": 1.5, "emo-2": 2.4})
+    pretend(work, {"mle-1": 2.0, "mle-2": 3.0, "emo-1": 1.5, "emo-2": 2.49})
     results = gather(work)
     mle, emo = results["rows"]
     assert mle["measures"]["validation_nll"]["mean"] == 2.5
     gap = emo["differences"]["validation_nll"]
-    assert gap["mean"] == pytest.approx(-0.55)
-    assert gap["p_holm"] == gap["p"]
+    assert gap["mean"] == pytest.approx(-0.505)
+    assert gap["p_holm"] == gap["p"] < 0.05
     assert emo["measures"]["letters"]["mean"] == 5
-    assert "Does EMO help?" in report.sweep(results).markdown()
+    assert report.sweep(results).markdown().startswith("# Does EMO help? Yes: +0.5050")
+    results["rows"][1]["measures"]["letters"] |= {"low": None, "high": None}
+    whole = results | {"minutes": 1, "left_out": {}, "cut": [], "parts": {"sweep": results}}
+    document = report.evidence(whole, {"sweep": ("A sweep", "What it is.")})
+    (row,) = (row for row in Page(document.html()).table("objective") if row["objective"] == "emo")
+    assert (row["validation_nll"], row["letters"]) == ("1.995* ± 6.3", "5")
+    assert "| 1.995\\* (± 6.3) |" in document.markdown()
 
 
 def test_runs_without_a_number_decide_nothing_and_are_named(tmp_path: Path, recipe: Path) -> None:
@@ -121,9 +124,8 @@ def test_runs_without_a_number_decide_nothing_and_are_named(tmp_path: Path, reci
     assert results["lacking"] == {"validation_nll": ["emo-1", "emo-2"]}
     assert "No number of validation_nll: emo-1, emo-2." in report.sweep(results).markdown()
     (tmp_path / "out/emo-1.json").write_text("{}")
-    with pytest.raises(UserError, match=r"emo-1.json:letters.0") as error:
+    with refused("no-number"):
         gather(work)
-    assert error.value.code == "no-number"
 
 
 @pytest.mark.parametrize(("code", "expected"), [(2, ExitCode.MISTAKE), (3, ExitCode.FAILURE)])
@@ -154,20 +156,14 @@ def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path)
 def test_what_runs_share_is_done_once_before_them(tmp_path: Path, recipe: Path) -> None:
     """Each time the corpus is made, its file has a letter more."""
     corpus, script = tmp_path / "a corpus", tmp_path / "count.py"
-    script.write_text(
-        "import sys, pathlib, time; time.sleep(0.5); pathlib.Path(sys.argv[1]).open('a').write('x')"
-    )
+    script.write_text("import sys, time; time.sleep(0.5); open(sys.argv[1], 'a').write('x')")
     changes = {"names": {"corpus": str(corpus)}, "before": {"corpus": f"python {script} {{corpus}}"}}
     path = sweep(tmp_path, recipe, measures={}, **changes)
     sweeps = [opened(path) for _ in range(3)]
     assert sweeps[0].before()[0].command[-1] == str(corpus)  # one word, whatever is in it
     pretend(sweeps[0])
-    workers = [threading.Thread(target=work.work) for work in sweeps]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(timeout=60)
-    sweeps[0].work()
+    with ThreadPoolExecutor(3) as workers:
+        list(workers.map(Sweep.work, sweeps))
     assert corpus.read_text() == "x"
     other = opened(path, "names.corpus=/elsewhere")
     assert not any(stage.done for task in other.tasks() for stage in task.stages)
@@ -175,22 +171,17 @@ def test_what_runs_share_is_done_once_before_them(tmp_path: Path, recipe: Path) 
 
 def test_only_what_was_chosen_is_measured_on_test_data(tmp_path: Path, recipe: Path) -> None:
     """gamma is chosen by `dev` for EMO alone; `test` is measured of what was chosen."""
-    axes = {
-        "objective": {"mle": {"objective.name": "mle"}, "emo": {"objective.name": "emo"}},
-        "gamma": {"train.learning_rate": [0.1, 0.25]},
-        "seed": {"train.seed": [1, 2]},
-    }
-    letters = "{out}/{run}.json:letters.0"
-    measures = {
+    axes: dict[str, Any] = {"objective": {name: {"objective.name": name} for name in ("mle", "emo")}}
+    axes |= {"gamma": {"train.learning_rate": [0.1, 0.25]}, "seed": {"train.seed": [1, 2]}}
+    letters, made = "{out}/{run}.json:letters.0", "{out}/{run}.json:made"
+    measures: dict[str, Any] = {
         "texts": {"command": "python -c pass {run} dev"},
         "dev": {"command": "python -c pass {run}", "read": {"dev": letters}},
-        "test": {
-            "command": "python -c pass {run} test",
-            "read": {"score": [letters, "{out}/{run}.json:made"]},
-        },
+        "test": {"command": "python -c pass {run} test", "read": {"score": [letters, made]}},
     }
     choose = {"axis": "gamma", "by": "dev", "least": False, "where": {"objective": ["emo"]}}
     work = opened(sweep(tmp_path, recipe, axes=axes, measures=measures, choose=choose, questions={}))
+    assert "train.learning_rate" not in work.runs[0].overrides  # of MLE
     trials = work.tasks()
     names = {task.run.name: [stage.name for stage in task.stages] for task in trials}
     assert names == {run: ["prepare", "train", "texts", "dev"] for run in ("emo-0.1-1", "emo-0.25-1")}
@@ -205,6 +196,112 @@ def test_only_what_was_chosen_is_measured_on_test_data(tmp_path: Path, recipe: P
     assert [row["at_end"] for row in results["rows"]] == [[], ["gamma"]]  # 0.1 and 0.25 were tried
     assert "0.25 (end)" in report.sweep(results).markdown()
 
+
+# --- what is done is not mixed with what would be done otherwise --------------------------------------------
+
+OWN = "extends: base.yaml\nmodel: { path: ROOT/weights }\ndeepspeed: ROOT/ds.json\n"
+
+
+def write(root: Path, name: str, content: str) -> None:
+    """Write a file of the experiment; of its recipe, what is added to what it always says."""
+    (root / name).parent.mkdir(exist_ok=True)
+    (root / name).write_text((OWN.replace("ROOT", str(root)) if name == "recipe.yaml" else "") + content)
+
+
+def corpus_sweep(root: Path) -> Sweep:
+    before = {"corpus": f"python {root}/make.py"}
+    return opened(sweep(root, root / "recipe.yaml", before=before, measures={}))
+
+
+@pytest.fixture
+def finished(tmp_path: Path, recipe: Path) -> Path:
+    """An experiment of which all runs are done; its recipe extends another one and names files of its own."""
+    recipe.rename(tmp_path / "base.yaml")
+    write(tmp_path, "recipe.yaml", "")
+    write(tmp_path, "ds.json", '{"zero_optimization": {"stage": 1}}')
+    write(tmp_path, "weights/model.safetensors", "weights")
+    write(tmp_path, "make.py", "pass")
+    work = corpus_sweep(tmp_path)
+    for stage in work.before():
+        stage.write(1.0)
+    pretend(work)
+    corpus_sweep(tmp_path).refuse_changes()
+    assert all(task.done for task in corpus_sweep(tmp_path).tasks())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("recipe.yaml", "train: {learning_rate: 0.2}"),
+        ("recipe.yaml", "train: {eval_rows: 4}"),
+        ("recipe.yaml", "data: {validation: [{files: other.txt}], validation_fraction: 0}"),
+        ("ds.json", '{"zero_optimization": {"stage": 2}}'),
+        ("weights/model.safetensors", "strange"),
+        ("make.py", "print()"),
+    ],
+)
+def test_runs_that_are_done_are_not_mixed_with_others(finished: Path, name: str, content: str) -> None:
+    before = notes(finished / "out")
+    write(finished, name, content)
+    for attempt in (corpus_sweep(finished).refuse_changes, corpus_sweep(finished).work):
+        with refused("stage-changed"):
+            attempt()
+    assert notes(finished / "out") == before
+
+
+def test_what_changes_no_result_is_not_refused(finished: Path) -> None:
+    write(finished, "recipe.yaml", "train: {logging_steps: 99, save_steps: 7, micro_batch_size: 1}")
+    shutil.rmtree(finished / "weights")  # nothing that is done needs them
+    write(finished, "ds.json", '{"zero_optimization":  {"stage": 1}}')
+    work = corpus_sweep(finished)
+    work.refuse_changes()
+    assert all(task.done for task in work.tasks())
+
+
+def test_a_run_that_was_removed_is_made_anew(finished: Path) -> None:
+    write(finished, "recipe.yaml", "train: {learning_rate: 0.2}")
+    shutil.rmtree(finished / "out/runs")
+    work = corpus_sweep(finished)
+    work.refuse_changes()
+    assert [stage.done for stage in work.tasks()[0].stages] == [True, False]  # the same data, not trained
+
+
+def test_a_recipe_that_changes_while_the_sweep_runs_is_refused(finished: Path) -> None:
+    shutil.rmtree(finished / "out/runs/emo-2")
+    work = corpus_sweep(finished)
+    task = next(task for task in work.tasks() if task.run.name == "emo-2")
+    write(finished, "recipe.yaml", "train: {learning_rate: 0.2}")
+    with refused("stage-changed"):
+        work.advance(task.run, task.stages[1])
+
+
+def test_a_command_whose_code_changed_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, command = tmp_path / "module.py", ["python", "-m", "emo", "eval"]
+    monkeypatch.setattr(emo.experiments.code, "sources", lambda _: {"module": module})
+
+    def measure() -> Stage:
+        code_digest.cache_clear()
+        return Stage("measure", command, tmp_path / "note.json", command_origin(command, tmp_path / "out"))
+
+    module.write_text("number = 1\n")
+    measure().write(1.0)
+    assert measure().done
+    module.write_text("number = 2\n")
+    assert not measure().done
+    code_digest.cache_clear()
+
+
+def test_code_is_what_a_module_imports() -> None:
+    """Directly, through others, and within functions; a package's own file counts, other users do not."""
+    modules = sources("emo.experiments.known_truth.study").keys()
+    assert modules >= {"emo.experiments", "emo.experiments.known_truth.bigram"}
+    assert modules >= {"emo.pipeline.loss.objectives", "emo.eval.generation.distributions"}
+    assert modules.isdisjoint({"emo.experiments.sweep", "emo.experiments.known_truth.oracle"})
+    assert "emo.experiments.report" in sources("emo.experiments.cli")  # imported within a function
+
+
+# --- workers ------------------------------------------------------------------------------------------------
 
 # Two workers, each at a shell that has started another program and waits for it.
 SWEEP = """
@@ -230,18 +327,12 @@ def lives(pid: int) -> bool:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
 def test_nothing_outlives_the_sweep(tmp_path: Path, number: int, code: int) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-c", SWEEP, str(tmp_path)],
-        cwd=REPO,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
+    process = subprocess.Popen([sys.executable, "-c", SWEEP, str(tmp_path)], cwd=REPO)
     wait_for(lambda: all((tmp_path / name).exists() for name in "01"), "commands of two workers")
     children = [int(pid) for name in "01" for pid in (tmp_path / name).read_text().split()]
     assert len(children) == 4 and all(map(lives, children))
-    os.kill(process.pid, number)
-    process.communicate(timeout=120)
-    assert process.returncode == code
+    process.send_signal(number)
+    assert process.wait(timeout=120) == code
     wait_for(lambda: not any(map(lives, children)), "end of what was started")
 
 

@@ -11,8 +11,8 @@ from emo.common.errors import UserError
 
 
 @contextlib.contextmanager
-def refused(code: str) -> Iterator[None]:
+def refused(code: str) -> Iterator[pytest.ExceptionInfo[UserError]]:
     """Expect a UserError of one line with this code within the block."""
     with pytest.raises(UserError) as error:
-        yield
+        yield error
     assert error.value.code == code and "\n" not in str(error.value), error.value

@@ -14,7 +14,7 @@ import yaml
 from emo.experiments.design import read_experiment
 from emo.experiments.stages import read_note
 from emo.experiments.sweep import Sweep, Task
-from tests.helpers.launching import popen
+from tests.helpers.launching import RECIPE, popen
 
 MEASURE = (
     "import json, sys, pathlib; name, out = sys.argv[1:]; path = pathlib.Path(out) / f'{name}.json'; "
@@ -29,6 +29,16 @@ compare: { axis: objective, baseline: mle }
 questions:
   helps: { text: "Does EMO help?", better: emo, than: [mle], outcome: validation_nll }
 """
+
+
+def small_recipe(root: Path) -> Path:
+    """A recipe of a tiny model on a text of one line, which need not be trained."""
+    (root / "text.txt").write_text("A line.\n")
+    tree = yaml.safe_load(RECIPE) | {"output_dir": str(root / "run")}
+    tree["data"] |= {"dir": str(root / "data"), "root": str(root)}
+    path = root / "recipe.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    return path
 
 
 def sweep(tmp_path: Path, recipe: Path, **changes: Any) -> Path:
