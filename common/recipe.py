@@ -184,8 +184,12 @@ def _read_tree(path: Path, before: tuple[Path, ...], noun: str) -> dict[str, Any
     base = tree.pop("extends", None)
     if base is None:
         return tree
-    beside = (path.parent / str(base)).resolve()
-    if not any(beside.is_relative_to(folder) for folder in (path.resolve().parent, REPOSITORY)):
+    try:
+        beside = (path.parent / str(base)).resolve()
+        allowed = any(beside.is_relative_to(folder) for folder in (path.resolve().parent, REPOSITORY))
+    except ValueError:  # no file can have such a name
+        allowed = False
+    if not allowed:
         problem = f"extends must name a file in its folder or of this program, not {shown(base)}"
         raise UserError(f"{noun} {path}: {problem}", code="extends")
     return _merge(_read_tree(path.parent / str(base), (*before, path.resolve()), noun), tree)

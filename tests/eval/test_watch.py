@@ -350,6 +350,6 @@ def test_slurm_queues_again_only_what_may_pass(tmp_path: Path) -> None:
 def test_kubernetes_asks_for_options_that_there_are(name: str) -> None:
     text = (REPO / "launch/k8s/base" / name).read_text()
     asked = set(re.findall(r"--[a-z_]+", text))
-    assert {"--data", "--tasks"} < asked <= options("emo watch")
+    assert {"--data", "--tasks"} < asked <= options("watch")
     codes = f"values: [{ExitCode.MISTAKE:d}, {ExitCode.REGRESSION:d}]"  # all others are tried again
     assert re.search(rf"action: FailJob.*\n *onExitCodes: {{ operator: In, {re.escape(codes)} }}", text)

@@ -76,9 +76,10 @@ def ranks(recipe: Path, run_dir: Path, *options: str) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path) -> Path:
-    """The run directory of a finished, undisturbed run on two ranks, in several passes each."""
+    """The run directory of a run by `deepspeed` on two ranks, in several passes each, not disturbed."""
     run_dir = recipe.parent / "undisturbed"
-    ranks(recipe, run_dir)
+    done = launching.run(2, str(recipe), f"output_dir={run_dir}")
+    assert done.returncode == ExitCode.DONE, done.stdout
     return run_dir
 
 

@@ -31,6 +31,11 @@ from tests.helpers.refusals import refused
 from tests.pipeline.test_hf import Documents, arguments, assert_close, naive, stepped
 
 EOS = VOCAB - 1
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }} {% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }} <eos> {% endgeneration %}"
+    "{% else %}{{ m.content }} {% endif %}{% endfor %}"
+)
 
 
 class FusedSFTTrainer(FusedLossMixin, trl.SFTTrainer):
@@ -39,11 +44,13 @@ class FusedSFTTrainer(FusedLossMixin, trl.SFTTrainer):
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of words: w1 is 1, and so on."""
-    words = ["<pad>", *(f"w{i}" for i in range(1, VOCAB - 1)), "<eos>"]
+    words = ["<pad>", *(f"w{i}" for i in range(1, VOCAB - 3)), "user", "assistant", "<eos>"]
     model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>")
     whole = Tokenizer(model)
     whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=whole, eos_token="<eos>", pad_token="<pad>")
+    fast = PreTrainedTokenizerFast(tokenizer_object=whole, eos_token="<eos>", pad_token="<pad>")
+    fast.chat_template = TEMPLATE
+    return fast
 
 
 def words(ids: list[int]) -> str:
@@ -67,6 +74,21 @@ def prompted() -> list[dict[str, Any]]:
     return [{"prompt": words(p), "completion": " " + words(c)} for p, c in parts()]
 
 
+def conversations() -> list[dict[str, Any]]:
+    roles = ("user", "assistant")
+    return [
+        {"messages": [{"role": r, "content": words(ids)} for r, ids in zip(roles, pair, strict=True)]}
+        for pair in parts()
+    ]
+
+
+def answers() -> Documents:
+    """Return what a conversation is as tokens, of which the assistant's alone are learned."""
+    questions = [[VOCAB - 3, *p, VOCAB - 2] for p, _ in parts()]
+    replies = [[*c, EOS] for _, c in parts()]
+    return [(q + r, [-100] * len(q) + r) for q, r in zip(questions, replies, strict=True)]
+
+
 def plain_rows() -> list[dict[str, Any]]:
     return [{"text": words(p + c) + " "} for p, c in parts()]
 
@@ -88,6 +110,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], Documents, dict[str, Any]]] = {
     "accumulated completions": (prompted(), documents(False), ACCUMULATED),
     "packed completions": (prompted(), documents(False), {"packing": True, "max_length": 16}),
     "without padding": (prompted(), documents(False), {"padding_free": True, "max_length": None}),
+    "answers": (conversations(), answers(), {"assistant_only_loss": True}),
     "in bfloat16 and chunks": (plain_rows(), documents(True), {"bf16": True, "loss_type": "chunked_nll"}),
 }
 

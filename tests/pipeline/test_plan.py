@@ -188,6 +188,22 @@ def test_the_error_that_is_printed_is_that_of_held_out_runs() -> None:
     assert len(errors["held_out"]) > 2 * len(errors["calibrates"])
 
 
+def test_published_memory() -> None:
+    """Rajbhandari et al. 2020: 16 bytes of states for a parameter; ours holds gradients in float32: 18.
+
+    ZeRO-1 keeps what ZeRO-2 frees: gradients in bf16 for a whole step, beside those in float32 that all ranks
+    hold whole, and a copy while they are reduced, unless that is in float32.
+    """
+    shared = footprint.memory(LLAMA_7B, Setup(8, 3, 1, 256, cost=False))
+    assert sum(shared[:3]) == pytest.approx(18 * LLAMA_7B.parameters / 8)
+    assert shared.total < shared.surely < shared.total * (1 + footprint.MEMORY_ERROR)
+    first, second = (footprint.memory(LLAMA_7B, Setup(8, stage, 8, 2048)) for stage in (1, 2))
+    assert first.total - second.total == pytest.approx((4 * 7 / 8 + 2) * LLAMA_7B.parameters, rel=0.01)
+    mistral = dataclasses.replace(LLAMA_7B, parameters=7_241_732_096, trainable=7_241_732_096)
+    setup = Setup(8, 1, 1, 256, cost=False)  # on 8xA100-80G 77.6 GiB of DeepSpeed's tensors alone
+    assert footprint.memory(mistral, setup).total / GIB == pytest.approx(77.6, abs=0.1)
+
+
 @pytest.mark.parametrize("case", published.MEMORY)
 def test_peaks_published_for_gpus(case: tuple[int, bool, int, int, float]) -> None:
     """What is called sure does suffice, and is no multiple of what was used."""
