@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import re
 import subprocess
@@ -106,6 +107,12 @@ def test_the_examples_of_contributing_work(tmp_path: Path) -> None:
     assert load_task(str(example("my_task.yaml", tmp_path))).labels == ["German", "French"]
     config = load_data_config(example("my_recipe.yaml", tmp_path), [])
     assert [source.weight for source in config.sources] == [2, 1]
+
+
+@pytest.mark.parametrize("package", ["bench", "campaigns"])
+def test_what_no_test_runs_can_be_imported(package: str) -> None:
+    for path in (REPO / "tests" / package).glob("*.py"):
+        importlib.import_module(f"tests.{package}.{path.stem}")
 
 
 def test_every_make_target_exists() -> None:

@@ -34,7 +34,7 @@ from emo.pipeline.config import RunConfig, load_config, lr_at, solve_batch
 from emo.pipeline.planning.ds_file import deepspeed_config
 from emo.pipeline.ranks import World, end_world
 from tests.bench import common
-from tests.helpers.launching import run_group
+from tests.helpers.launching import run_ranks
 
 WARM = 10  # steps that do not count
 RANKS = 2
@@ -231,8 +231,8 @@ def run(who: str, steps: int) -> Outcome:
     """One run of a contestant. A peer that dies does not end the bench, and one that dies after it was
     measured has still been measured."""
     with tempfile.TemporaryDirectory() as directory:
-        command = [sys.executable, "-m", "tests.bench.training", "--worker", who]
-        done = run_group(RANKS, [*command, "--steps", str(steps), "--directory", directory], timeout=3600)
+        options = ["--worker", who, "--steps", str(steps), "--directory", directory]
+        done = run_ranks("-m", "tests.bench.training", *options)
         last = re.findall(".*(?:Error|Signal|terminate called).*", done.stdout)[-1:]
         trouble = f"exit code {done.returncode}: {' '.join(last)[:200]}" if done.returncode else ""
         try:

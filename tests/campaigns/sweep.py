@@ -14,7 +14,9 @@ Prints a table, writes runs/sweep.json, and exits 1 when something was repeated 
 from __future__ import annotations
 
 import argparse
+import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +24,7 @@ from pathlib import Path
 
 from tests.campaigns.campaign import Campaign, can_install, conduct
 from tests.campaigns.cluster import OVER, SLURM, Job, slurm_cluster
-from tests.helpers.launching import kill_all, tiny_recipe
+from tests.helpers.launching import tiny_recipe
 from tests.helpers.sweeping import notes, start, sweep
 
 WORKERS = 2
@@ -54,7 +56,8 @@ def kills(path: Path, expected: str, count: int, took: float, rng: random.Random
                 process.communicate(timeout=rng.uniform(0.5, max(20, took / 2)))
                 break
             except subprocess.TimeoutExpired:
-                kill_all(process)
+                os.killpg(process.pid, signal.SIGKILL)  # its commands end with it
+                process.wait()
             killed += 1
             before, done = done, notes(out)
             repeated += sum(done.get(name) != when for name, when in before.items())
