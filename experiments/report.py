@@ -13,7 +13,7 @@ from typing import Any
 from emo.common.errors import UserError
 from emo.common.provenance import code_version
 from emo.common.report.document import Block, Cell, Document, Items, Row, Section, Table, estimated
-from emo.common.report.figure import Dots, Figure
+from emo.common.report.figure import Cells, Dots, Figure
 from emo.common.report.numbers import DASH, Effect, between, formatted
 from emo.common.untrusted import number
 from emo.eval.stats import holm
@@ -21,7 +21,12 @@ from emo.experiments.design import Experiment, Labels, Run
 from emo.experiments.statistics import at_an_end, difference, estimate, verdict
 from emo.experiments.sweep import Sweep
 
-ANSWERS = {"yes": ("Yes", "better"), "no": ("No", "worse"), "undecided": ("Undecided", "unclear")}
+ANSWERS = {
+    "yes": ("Yes", "better"),
+    "no": ("No", "worse"),
+    "undecided": ("Undecided", "unclear"),
+    "depends": ("It depends", "unclear"),
+}
 PAIRED = (
     "Means over repetitions with 95 % intervals; *: differs from the baseline (paired, Holm, 0.05). (end): "
     "chosen at an end of its grid, beyond which a better value may lie. validation_nll, *_nats: nats per "
@@ -33,7 +38,11 @@ SETTLED = (
 )
 ANSWERED = (
     "Better by: the paired difference that decides; above zero is better. Yes: every interval lies above "
-    "zero. Their level is such that all hold together."
+    "zero. Their level is such that all hold together. Of a map: the least and the most of its cells."
+)
+MAPPED = (
+    "Better by, in {outcome}: blue is better, orange is worse, no colour is undecided. The intervals of all "
+    "cells hold together; the unit is a random truth, of which each cell has {n} of its own."
 )
 
 
@@ -140,8 +149,18 @@ def _sentences(verdicts: dict[str, Any]) -> list[str]:
         limits = between(f["low"], f["high"], "{:.4f}")
         size = f"{formatted(f['effect'], '{:+.4f}')} in {f['outcome']}"
         facts = f"{f'interval {limits}, ' if limits else ''}above zero is better, n {f['n']}"
-        sentences.append(f"{f['question']} {ANSWERS[f['answer']][0]}: {size} ({facts}).")
+        sentence = f"{f['question']} {ANSWERS[f['answer']][0]}: {size} ({facts})."
+        for name, part in f.get("also", {}).items():
+            if "cells" in part:
+                sentence += f" On the map {name}: {_counts(part)}."
+        sentences.append(sentence)
     return sentences or ["No question was asked."]
+
+
+def _counts(part: dict[str, Any]) -> str:
+    """Return how many cells of a map have each answer."""
+    counts = (f"{word} in {len(cells)}" for word, cells in part["cells"].items() if cells)
+    return f"{', '.join(counts)} of {sum(map(len, part['cells'].values()))} cells"
 
 
 def _answers(verdicts: dict[str, Any]) -> Table:
@@ -150,8 +169,14 @@ def _answers(verdicts: dict[str, Any]) -> Table:
         for name, part in {"": main, **main.get("also", {})}.items():
             word, tone = ANSWERS[part["answer"]]
             question = f"{main['question']} ({name})" if name else main["question"]
-            better = estimated(part["effect"], part["low"], part["high"], "{:.4f}")
-            rows.append([question, Cell(word, tone=tone), better, part["outcome"], part["n"]])
+            better: Cell | str
+            if "cells" in part:
+                better = f"{formatted(part['least'], '{:+.4f}')} to {formatted(part['most'], '{:+.4f}')}"
+                answer = Cell(word, _counts(part), tone=tone)
+            else:
+                better = estimated(part["effect"], part["low"], part["high"], "{:.4f}")
+                answer = Cell(word, tone=tone)
+            rows.append([question, answer, better, part["outcome"], part["n"]])
     return Table(["Question", "Answer", "Better by", "Outcome", "n"], rows, ANSWERED, 2)
 
 
@@ -180,20 +205,40 @@ def _mean(measure: dict[str, Any], form: str, mark: str = "") -> Cell:
 
 
 def _study(part: dict[str, Any]) -> list[Block]:
-    """Return the fixed points, and the fitted learners' outcome in every cell."""
-    points, names = part["fixed_points"], list(part["rows"][0]["contestants"])
-    keys = [key for key in points[0] if key != "contestant"]
+    """Return the map of each question, the fitted learners' outcome in every cell, and the fixed points."""
+    points, rows = part["fixed_points"], part["rows"]
+    names, keys = list(rows[0]["contestants"]), [key for key in points[0] if key != "contestant"]
     fixed = [[point["contestant"], *(formatted(point[key], "{:.4f}") for key in keys)] for point in points]
-    outcome = next((f["outcome"] for f in part["verdicts"].values()), "js")
-    rows: list[Row] = []
-    for row in part["rows"]:
-        sample = f"{row['V']} tokens, share {row['share']:g}, {row['tokens']:,} drawn"
-        rows.append([sample, *(_mean(row["contestants"][name][outcome], "{:.4f}") for name in names)])
+    first: dict[str, Any] = next(iter(part["verdicts"].values()), {})
+    outcome, n = first.get("outcome", "js"), first.get("n")
+    fitted: list[Row] = []
+    for row in rows:
+        cells = (_mean(row["contestants"][name][outcome], "{:.4f}") for name in names)
+        fitted.append([f"{row['V']} tokens, share {row['share']:g}, {row['draws']:,} draws", *cells])
     caption = (
         f"{outcome} between truth and learner, in nats: means with 95 % intervals. Share: how far "
-        "tokens that are plausible together lie close together in the costs' embedding."
+        "tokens that are plausible together lie close together in the costs' embedding. Draws: per context."
     )
+    words = MAPPED.format(outcome=outcome, n=n)
+    maps = [Figure(f"Map of {name}", [map_of(rows, name)], words) for name in part["verdicts"]]
     return [
+        *maps,
+        Table(["Language and sample", *names], fitted, caption, label="Fitted learners"),
         Table(["Objective", *keys], fixed, SETTLED, label="Where training settles"),
-        Table(["Language and sample", *names], rows, caption, label="Fitted learners"),
     ]
+
+
+def map_of(rows: list[dict[str, Any]], question: str) -> Cells:
+    """Return a question's verdicts in the cells of a study: shares by draws across, vocabularies down."""
+    axes = {key: sorted({row[key] for row in rows}) for key in ("V", "share", "draws")}
+    effects: dict[tuple[Any, ...], Effect] = {}
+    for row in rows:
+        verdict = row["verdicts"][question]
+        direction = {"yes": 1, "no": -1}.get(verdict["answer"], 0)
+        effects[row["V"], row["share"], row["draws"]] = Effect(
+            "", None, direction, verdict["effect"], verdict["low"], verdict["high"]
+        )
+    columns = [(share, draws) for share in axes["share"] for draws in axes["draws"]]
+    grid = [(f"{V} tokens", [effects.get((V, *column)) for column in columns]) for V in axes["V"]]
+    names = [f"{draws:,}\n{share:g}" for share, draws in columns]
+    return Cells(question, names, grid, "draws per context; share of geometry in the truth")

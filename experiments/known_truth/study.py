@@ -26,6 +26,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from emo.common.errors import ExitCode, outcome
+from emo.common.files import finite as without_nan
 from emo.common.files import sha256, write_text
 from emo.common.parallel import Workers
 from emo.common.provenance import code_version
@@ -216,7 +217,10 @@ def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) ->
 
     values = weighted(truth, learned)
     # the baseline at the temperature at which its mean entropy is the learner's
-    matched = weighted(truth, base, distributions.solve_temperature(entropy, values["entropy_q"]))
+    try:
+        matched = weighted(truth, base, distributions.solve_temperature(entropy, values["entropy_q"]))
+    except ValueError:  # the learner has collapsed, and no temperature makes the baseline as certain
+        matched = dict.fromkeys(values, math.nan)
     values |= {f"gap_{name}": values[name] - matched[name] for name in matched}
     values["temperature"] = best_temperature(lambda t: float(bigram.nats_per_token(learned / t, dev)))
     values["tempered_js"] = divergence(truth, learned, "js", values["temperature"])
@@ -260,7 +264,7 @@ def run(study: Study, jobs: int = 1) -> dict[str, Any]:
     verdicts = {name: regions(study, name, rows) for name in study.questions}
     code, points = code_version(), fixed_points(study)
     summary = {"code": code, "fixed_points": points, "rows": rows, "verdicts": verdicts}
-    write_text(study.out / RESULTS, json.dumps(summary, indent=1))
+    write_text(study.out / RESULTS, json.dumps(without_nan(summary), indent=1))
     return summary
 
 
