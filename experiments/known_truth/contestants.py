@@ -11,7 +11,7 @@ from torch import Tensor
 
 from emo.common.recipe import Section
 from emo.experiments.known_truth import bigram
-from emo.experiments.known_truth.expected import Costs, Gradient, expected_gradient, kernel_gradient
+from emo.experiments.known_truth.expected import Costs, Gradient, expected_gradient, kernel_gradient, settle
 from emo.pipeline.loss import get_objective
 
 PERMUTATION = 5  # seed of the costs between other tokens
@@ -80,6 +80,17 @@ class Contestant(Section):
             gradient = self.gradient(part.embedding)
             fits.append(bigram.fit(part, rows, gradient, lr, steps, head, self.head_rate))
         return bigram.Fitted(*map(torch.cat, zip(*fits, strict=True)))
+
+    def settled(self, sample: bigram.Sample, truth: Tensor) -> Tensor:
+        """Return the distributions [S, V, V], float64, that unlimited data from `truth` would lead to.
+
+        A row that is not settled to 1e-7 after 1,000 steps is where it is then.
+        """
+        parts = list(sample.parts())
+        rows = truth.split([len(part.seeds) for part in parts])
+        gradients = (self.gradient(part.embedding.double()) for part in parts)
+        pairs = zip(rows, gradients, strict=True)
+        return torch.cat([settle(p, gradient, 1000, 1e-7)[0] for p, gradient in pairs])
 
     def _costs(self, embedding: Tensor) -> Costs:
         if self.cost == "constant":

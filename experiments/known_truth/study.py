@@ -180,8 +180,7 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
         by_nll[label] = fits[rates[label]["nll"]].logits.double()
     base = logits[study.baseline]
     for label in study.post_hoc:
-        gradient = study.contestants[label].gradient(sample.embedding.double())
-        logits[POST_HOC + label] = settle(base.softmax(-1), gradient, tolerance=1e-9)[0].log()
+        logits[POST_HOC + label] = study.contestants[label].settled(sample, base.softmax(-1)).log()
     values: dict[str, dict[str, list[float]]] = {}
     for label, learned in logits.items():
         learners = zip(truths, learned, base, sample.dev, strict=True)
