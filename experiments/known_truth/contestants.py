@@ -52,6 +52,7 @@ class Contestant(Section):
     # at `head_rate` times the learning rate; at 0 it is that embedding.
     head: Literal["free", "embedding"] = "free"
     head_rate: float = Field(0.0, ge=0)
+    against: str | None = None  # tempered, what the gaps are from; None: the study's baseline
 
     def gradient(self, embedding: Tensor) -> Gradient:
         """Return the expected gradient, with costs from the embedding that the truth was made with."""

@@ -51,7 +51,7 @@ class Question(Section):
 
     better: str
     than: list[str] = Field(min_length=1)
-    tempered: bool = False  # against the baseline at the temperature of equal entropy, which `than` names
+    tempered: bool = False  # against that at the temperature of equal entropy
 
 
 class Study(Section):
@@ -76,10 +76,21 @@ class Study(Section):
     def _labels_exist(self) -> Study:
         known = [*self.contestants, *(POST_HOC + label for label in self.post_hoc)]
         asked = [label for q in self.questions.values() for label in (q.better, *q.than)]
-        for label in (self.baseline, *self.post_hoc, *asked):
+        against = [self.against(label) for label in self.contestants]
+        for label in (self.baseline, *self.post_hoc, *asked, *against):
             if label not in known:
                 raise ValueError(f"{label} is not one of the contestants: {', '.join(known)}")
+        for name, question in self.questions.items():
+            if question.tempered and question.than != [self.against(question.better)]:
+                raise ValueError(
+                    f"questions.{name}: {question.better} has no gap from {question.than}; set against"
+                )
         return self
+
+    def against(self, label: str) -> str:
+        """Return the contestant that the gaps of another one are from."""
+        contestant = self.contestants.get(label)
+        return self.baseline if contestant is None else contestant.against or self.baseline
 
 
 class Cell(NamedTuple):
@@ -154,8 +165,8 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
     """Return `values` of each contestant by measure, one for each truth, and how it was trained.
 
     Beside the measures of the learner as it was trained: `temperature`, which suits its development sample
-    best, and `tempered_js` at that; `gap_*`: the difference from the baseline at the temperature of equal
-    entropy; `js_by_nll`: where the learning rate was chosen by nats per token of development samples. All
+    best, and `tempered_js` at that; `gap_*`: the difference from what it is against, at the temperature of
+    equal entropy; `js_by_nll`: where the learning rate was chosen by nats per token of development samples. All
     else is of the rate with the least `outcome` over the truths for selection. `rates`: those two, by score;
     `at_end`: contestants whose rate is one beyond which none was tried.
     """
@@ -183,7 +194,7 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
         logits[POST_HOC + label] = study.contestants[label].settled(sample, base.softmax(-1)).log()
     values: dict[str, dict[str, list[float]]] = {}
     for label, learned in logits.items():
-        learners = zip(truths, learned, base, sample.dev, strict=True)
+        learners = zip(truths, learned, logits[study.against(label)], sample.dev, strict=True)
         measured = [_measure(*learner) for learner in learners]
         values[label] = {name: [row[name] for row in measured] for name in measured[0]}
         if label in by_nll:
@@ -209,16 +220,16 @@ def weighted(truth: bigram.Truth, logits: Tensor, temperature: float = 1.0) -> d
 
 
 def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) -> dict[str, float]:
-    """Return a learner's measures from logits [V, V], its baseline's, and counts of development [V, V]."""
+    """Return a learner's measures from its logits, those it is against, and development counts, [V, V] each."""
 
     def entropy(t: float) -> float:
         return float(distributions.entropy(distributions.log_probs(base, t)) @ truth.contexts)
 
     values = weighted(truth, learned)
-    # the baseline at the temperature at which its mean entropy is the learner's
+    # `base` at the temperature at which its mean entropy is the learner's
     try:
         matched = weighted(truth, base, distributions.solve_temperature(entropy, values["entropy_q"]))
-    except ValueError:  # the learner has collapsed, and no temperature makes the baseline as certain
+    except ValueError:  # the learner has collapsed, and no temperature makes `base` as certain
         matched = dict.fromkeys(values, math.nan)
     values |= {f"gap_{name}": values[name] - matched[name] for name in matched}
     values["temperature"] = best_temperature(lambda t: float(bigram.nats_per_token(learned / t, dev)))
@@ -274,7 +285,7 @@ def answer(study: Study, name: str, result: dict[str, Any], cells: int) -> dict[
     together (Sidak).
     """
     question, values = study.questions[name], result["values"]
-    if question.tempered:  # the gap is already the difference from the tempered baseline
+    if question.tempered:  # the gap is the difference already
         better = values[question.better][f"gap_{study.outcome}"]
         others = [[0.0] * len(better)]
     else:

@@ -7,10 +7,11 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
-from scipy import stats
+from scipy import optimize, stats
 from scipy.spatial.distance import jensenshannon
 from torch import Tensor, nn
 
@@ -149,6 +150,27 @@ def test_a_learner_whose_head_is_the_embedding_equals_a_plain_loop() -> None:
     assert torch.allclose(fitted.logits[0].double().softmax(-1), logits.softmax(-1), atol=1e-6)
 
 
+def test_a_post_hoc_map_solves_the_fixed_point_equation() -> None:
+    """q_i sum_y P_y (1 - m_y + w_y c_yi) = P_i with w = m / D, found by SciPy's solver, row by row."""
+    _, counts = sample(6, 50, runs=2)
+    learned = torch.softmax(torch.randn(2, 6, 6, dtype=torch.float64, generator=generator(9)), -1)
+    settled = Contestant(name="emo").settled(counts, learned)
+    for embedding, rows, q in zip(counts.embedding.double().numpy(), learned.numpy(), settled, strict=True):
+        unit = embedding / np.linalg.norm(embedding, axis=1, keepdims=True)
+        c = 1 - unit @ unit.T
+        for truth, row in zip(rows, q, strict=True):
+
+            def residual(z: np.ndarray, truth: np.ndarray = truth, c: np.ndarray = c) -> np.ndarray:
+                guess = np.exp(z) / np.exp(z).sum()
+                m = -np.log(guess)
+                shared = truth @ (1 - m[:, None] + (m / (c @ guess))[:, None] * c)
+                return np.append(guess * shared - truth, z.sum())[1:]
+
+            root = optimize.root(residual, np.log(truth) - np.log(truth).mean(), tol=1e-13)
+            expected = np.exp(root.x) / np.exp(root.x).sum()
+            assert row.numpy() == pytest.approx(expected, abs=1e-6)
+
+
 def test_smoothing_by_costs_prefers_near_tokens_and_keeps_its_share() -> None:
     """D2GPo as released is nearly uniform: its nearest token has at most e^0.2 times as much as its last."""
     rows, embedding = torch.eye(V, dtype=torch.float64), geometry().rows
@@ -271,6 +293,29 @@ def test_measures_equal_a_naive_computation(root: Path) -> None:
         ("test_nats", -log_q.gather(-1, targets(texts))),
     ):
         assert results["at_1"][name] == pytest.approx(float(values.mean()), abs=1e-6)
+
+
+def test_contexts_are_divided_and_decoded_as_a_naive_loop_does(root: Path) -> None:
+    results, texts = measured(root), rows(root / "corpus/test.jsonl")
+    log_p, log_q = (log_probs(root / name, texts) for name in ("oracle", "learner"))
+    p = log_p.exp().numpy()
+
+    def js(q: np.ndarray) -> np.ndarray:
+        return jensenshannon(p, q, axis=1) ** 2
+
+    plain, order = js(log_q.exp().numpy()), stats.entropy(p, axis=1).argsort()
+    half = (len(order) + 1) // 2
+    assert results["locks_js"] == pytest.approx(plain[order[:half]].mean(), abs=1e-6)
+    assert results["forks_js"] == pytest.approx(plain[order[half:]].mean(), abs=1e-6)
+    tempered = [js(torch.softmax(log_q / t, -1).numpy()) for t in oracle.TEMPERATURES]
+    assert results["bound_js"] == pytest.approx(np.min(tempered, axis=0).mean(), abs=1e-6)
+    nuclei = []
+    for row in log_q.exp().numpy():
+        likeliest, kept = np.argsort(-row), np.zeros_like(row)
+        size = int(np.searchsorted(np.cumsum(row[likeliest]), 0.9)) + 1
+        kept[likeliest[:size]] = row[likeliest[:size]]
+        nuclei.append(kept / kept.sum())
+    assert results["decoded"]["p0_9"]["js"] == pytest.approx(js(np.array(nuclei)).mean(), abs=1e-6)
 
 
 def test_tempering_explains_a_tempered_model(root: Path) -> None:

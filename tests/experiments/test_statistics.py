@@ -69,7 +69,7 @@ def test_the_intervals_of_a_map_hold_together() -> None:
     """Over 2,000 maps, all 12 intervals of one cover their truth in 95 of 100."""
     cells, truths, maps = 12, 20, 2_000
     gains = np.random.default_rng(6).normal(size=(maps * cells, truths))
-    covered = [found["low"] <= 0 <= found["high"] for found in a_map(cells, truths, gains)]
+    covered = [verdict["low"] <= 0 <= verdict["high"] for verdict in a_map(cells, truths, gains)]
     assert 0.935 < np.reshape(covered, (maps, cells)).all(axis=1).mean() < 0.965
 
 
