@@ -166,9 +166,9 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
 
     Beside the measures of the learner as it was trained: `temperature`, which suits its development sample
     best, and `tempered_js` at that; `gap_*`: the difference from what it is against, at the temperature of
-    equal entropy; `js_by_nll`: where the learning rate was chosen by nats per token of development samples. All
-    else is of the rate with the least `outcome` over the truths for selection. `rates`: those two, by score;
-    `at_end`: contestants whose rate is one beyond which none was tried.
+    equal entropy; `js_by_nll`: where the learning rate was chosen by nats per token of development samples.
+    All else is of the rate with the least `outcome` over the truths for selection. `rates`: those two, by
+    score; `at_end`: contestants whose rate is one beyond which none was tried.
     """
     others, selection = draw(cell, "selection", study.selection)
     truths, sample = draw(cell, "measured", study.truths)
@@ -220,7 +220,7 @@ def weighted(truth: bigram.Truth, logits: Tensor, temperature: float = 1.0) -> d
 
 
 def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) -> dict[str, float]:
-    """Return a learner's measures from its logits, those it is against, and development counts, [V, V] each."""
+    """Return the measures of a learner, from its logits, those it is against, and development counts [V, V]."""
 
     def entropy(t: float) -> float:
         return float(distributions.entropy(distributions.log_probs(base, t)) @ truth.contexts)
