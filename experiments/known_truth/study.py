@@ -220,7 +220,7 @@ def weighted(truth: bigram.Truth, logits: Tensor, temperature: float = 1.0) -> d
 
 
 def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) -> dict[str, float]:
-    """Return the measures of a learner, from its logits, those it is against, and development counts [V, V]."""
+    """Return measures of a learner, from its logits, those it is against, and development counts [V, V]."""
 
     def entropy(t: float) -> float:
         return float(distributions.entropy(distributions.log_probs(base, t)) @ truth.contexts)
