@@ -43,6 +43,7 @@ from emo.experiments.statistics import best_temperature, estimate, verdict
 TRUTH_SEED = 77
 FACTOR = 3.0  # between neighbouring learning rates
 SLOWEST, FASTEST = 1e-5, 1.0  # learning rates that are tried
+MAP = "map.json"  # the verdicts alone, as `emo advise` reads them
 POST_HOC = "post-hoc "  # begins the labels of what an objective would make of the baseline
 
 
@@ -275,6 +276,8 @@ def run(study: Study, jobs: int = 1) -> dict[str, Any]:
     code, points = code_version(), fixed_points(study)
     summary = {"code": code, "fixed_points": points, "rows": rows, "verdicts": verdicts}
     write_text(study.out / RESULTS, json.dumps(without_nan(summary), indent=1))
+    axes = [{key: row[key] for key in (*Cell._fields, "verdicts")} for row in rows]
+    write_text(study.out / MAP, json.dumps({"code": code, "level": LEVEL, "rows": axes}))
     return summary
 
 
