@@ -17,7 +17,8 @@ from emo.common.report.figure import Cells, Dots, Figure
 from emo.common.report.numbers import DASH, Effect, between, formatted
 from emo.common.untrusted import number
 from emo.eval.stats import holm
-from emo.experiments.design import Experiment, Labels, Run
+from emo.experiments import pareto
+from emo.experiments.design import Experiment, Front, Labels, Run
 from emo.experiments.statistics import at_an_end, difference, estimate, verdict
 from emo.experiments.sweep import Sweep
 
@@ -85,6 +86,7 @@ def gather(sweep: Sweep) -> dict[str, Any]:
         for gap, p in zip(gaps, holm([gap["p"] for gap in gaps]), strict=True):
             gap["p_holm"] = p
     verdicts = {name: answer(experiment, name, rows) for name in experiment.questions}
+    fronts = {name: lost(experiment, front, rows) for name, front in experiment.fronts.items()}
     lacking: dict[str, list[str]] = {}
     for metric in dict.fromkeys(question.outcome for question in experiment.questions.values()):
         for name, value in (
@@ -94,7 +96,8 @@ def gather(sweep: Sweep) -> dict[str, Any]:
                 lacking.setdefault(metric, []).append(name)
     for row in rows:
         del row["values"]
-    return {"code": code_version(), "rows": rows, "verdicts": verdicts, "lacking": lacking}
+    results = {"code": code_version(), "rows": rows, "verdicts": verdicts, "lacking": lacking}
+    return results | ({"fronts": fronts} if fronts else {})
 
 
 def answer(experiment: Experiment, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -112,6 +115,23 @@ def answer(experiment: Experiment, name: str, rows: list[dict[str, Any]]) -> dic
     return {"question": question.text, "outcome": question.outcome, **result}
 
 
+def lost(experiment: Experiment, front: Front, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what each label loses more than the baseline at equal gain, with intervals over repetitions."""
+    axis, baseline = experiment.compare.axis, experiment.compare.baseline
+    points: dict[str, list[list[pareto.Point]]] = {}  # by label and repetition
+    for row in rows:
+        pairs = zip(_outcomes(row, front.gained), _outcomes(row, front.lost), strict=True)
+        for repetition, point in enumerate(pairs):
+            label = points.setdefault(row["labels"][axis], [[] for _ in row["runs"]])
+            label[repetition].append(point)
+    labels = {}
+    for label, repetitions in points.items():
+        if label != baseline:
+            pairs_of_fronts = zip(repetitions, points[baseline], strict=True)
+            labels[label] = estimate([pareto.gap(*pair) for pair in pairs_of_fronts])
+    return {"text": front.text, "gained": front.gained, "lost": front.lost, "labels": labels}
+
+
 def _outcomes(row: dict[str, Any], metric: str) -> list[float]:
     """Return a metric of a row's runs, in their order; NaN where one has no number."""
     return row["values"].get(metric, [math.nan] * len(row["runs"]))
@@ -120,6 +140,7 @@ def _outcomes(row: dict[str, Any], metric: str) -> list[float]:
 def sweep(results: dict[str, Any]) -> Document:
     """Return the table of one experiment."""
     sections = [Section("Answers", _answers(results["verdicts"])), Section("Rows", *_rows(results))]
+    sections += [Section("Fronts", _front(front)) for front in results.get("fronts", {}).values()]
     return Document("Experiment", _sentences(results["verdicts"]), f"Code: {results['code']}.", sections)
 
 
@@ -130,6 +151,7 @@ def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> 
     for name, part in results["parts"].items():
         title, about = titles[name]
         blocks = _study(part) if "fixed_points" in part else _rows(part)
+        blocks += [_front(front) for front in part.get("fronts", {}).values()]
         sections.append(Section(title, about, lacking.get(name, ""), *blocks))
     lost = [f"{titles[name][0]}: {why}" for name, why in lacking.items() if name not in results["parts"]]
     sections += [Section("What was left out", Items(lost)), Section("What was cut", Items(results["cut"]))]
@@ -196,6 +218,15 @@ def _rows(part: dict[str, Any]) -> list[Block]:
     head = [*part["rows"][0]["labels"], *axes]
     lost = [f"No number of {name}: {', '.join(runs)}." for name, runs in part["lacking"].items()]
     return [Table([*head, *names], rows, PAIRED, len(head)), Items(lost)]
+
+
+def _front(front: dict[str, Any]) -> Table:
+    rows: list[Row] = [[label, _mean(gap, "{:+.4f}"), gap["n"]] for label, gap in front["labels"].items()]
+    caption = (
+        f"{front['lost']} minus the baseline's at equal {front['gained']}: mean over what both reach, with "
+        "95 % intervals over repetitions. Below zero: less is lost. -: nothing that both reach."
+    )
+    return Table(["Runs", "Lost", "n"], rows, caption, 1, label=front["text"])
 
 
 def _mean(measure: dict[str, Any], form: str, mark: str = "") -> Cell:
