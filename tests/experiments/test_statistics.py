@@ -66,11 +66,11 @@ def a_map(cells: int, truths: int, gains: np.ndarray) -> list[dict[str, Any]]:
 
 
 def test_the_intervals_of_a_map_hold_together() -> None:
-    """Over 2,000 maps, all 12 intervals of one cover their truth in 95 of 100."""
-    cells, truths, maps = 12, 20, 2_000
+    """Over 600 maps, all 12 intervals of one cover their truth in 95 of 100."""
+    cells, truths, maps = 12, 20, 600
     gains = np.random.default_rng(6).normal(size=(maps * cells, truths))
     covered = [verdict["low"] <= 0 <= verdict["high"] for verdict in a_map(cells, truths, gains)]
-    assert 0.935 < np.reshape(covered, (maps, cells)).all(axis=1).mean() < 0.965
+    assert 0.93 < np.reshape(covered, (maps, cells)).all(axis=1).mean() < 0.97
 
 
 def test_the_repetitions_of_a_sweep_are_its_seeds_whatever_groups_share_them(tmp_path: Path) -> None:
