@@ -157,7 +157,7 @@ def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> 
     sections += [Section("What was left out", Items(lost)), Section("What was cut", Items(results["cut"]))]
     effects = []
     for i, f in enumerate(verdicts.values()):
-        values = [x for key in ("effect", "low", "high") if (x := number(f[key])) is not None]
+        values = [x for key in ("effect", "low", "high") if (x := number(f.get(key))) is not None]
         effects += [Effect(f["question"], i, 0, *values)] if len(values) == 3 else []
     about = "Objectives where the truth is known, and where it is not. "
     about += f"Code {results['code']}, {results['minutes']} min."
@@ -168,15 +168,18 @@ def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> 
 def _sentences(verdicts: dict[str, Any]) -> list[str]:
     sentences = []
     for f in verdicts.values():
-        limits = between(f["low"], f["high"], "{:.4f}")
-        size = f"{formatted(f['effect'], '{:+.4f}')} in {f['outcome']}"
-        facts = f"{f'interval {limits}, ' if limits else ''}above zero is better, n {f['n']}"
-        sentence = f"{f['question']} {ANSWERS[f['answer']][0]}: {size} ({facts})."
-        for name, part in f.get("also", {}).items():
-            if "cells" in part:
-                sentence += f" On the map {name}: {_counts(part)}."
-        sentences.append(sentence)
+        facts = _counts(f) if "cells" in f else _effect(f)
+        sentence = f"{f['question']} {ANSWERS[f['answer']][0]}: {facts}."
+        maps = {name: part for name, part in f.get("also", {}).items() if "cells" in part}
+        sentences.append(" ".join([sentence, *(f"On the map {k}: {_counts(v)}." for k, v in maps.items())]))
     return sentences or ["No question was asked."]
+
+
+def _effect(f: dict[str, Any]) -> str:
+    """Return a verdict's effect with its interval."""
+    limits = between(f["low"], f["high"], "{:.4f}")
+    facts = f"{f'interval {limits}, ' if limits else ''}above zero is better, n {f['n']}"
+    return f"{formatted(f['effect'], '{:+.4f}')} in {f['outcome']} ({facts})"
 
 
 def _counts(part: dict[str, Any]) -> str:

@@ -22,6 +22,8 @@ TITLES = {
     "beyond-sharpening": "EMO against MLE of the same entropy",
     "begins": "EMO against MLE of the same entropy, both heads beginning at the costs' embedding",
     "informed": "EMO against MLE whose head begins at, or is, the costs' embedding",
+    "smoothing": "EMO against label smoothing, which knows no costs",
+    "proper": "EMO against a proper score of the same costs",
     "training": "EMO against the map of MLE's distributions to EMO's fixed point",
 }
 PALETTE = {"muted": "#57534e", "rule": "#e7e5e4", "grey": "#a8a29e", "s2": "#2f6ca8", "s3": "#c0711a"}
