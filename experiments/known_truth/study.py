@@ -238,6 +238,12 @@ def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) ->
     return values
 
 
+def _measuring(study: Study) -> Callable[[Cell], dict[str, Any]]:
+    """Return `measure_cell` of a study on one thread: several would wait for each other at every matrix."""
+    torch.set_num_threads(1)
+    return partial(measure_cell, study)
+
+
 def run(study: Study, jobs: int = 1) -> dict[str, Any]:
     """Return the results of all cells, after writing them; finished cells are read."""
     (study.out / "cells").mkdir(parents=True, exist_ok=True)
@@ -257,7 +263,7 @@ def run(study: Study, jobs: int = 1) -> dict[str, Any]:
         paths[cell] = study.out / "cells" / f"{digest}-{cell.V}-{cell.share:g}-{cell.draws}.json"
     waiting = [cell for cell in cells if not paths[cell].is_file()]
     waiting.sort(key=lambda cell: -cell.V)  # the largest last would leave workers without work
-    with Workers(min(jobs, len(waiting)), partial, measure_cell, study) as workers:
+    with Workers(min(jobs, len(waiting)), _measuring, study) as workers:
         for cell, result in zip(waiting, workers.map(waiting), strict=True):
             write_text(paths[cell], json.dumps(result))
             means = {label: sum(v[study.outcome]) / study.truths for label, v in result["values"].items()}
