@@ -118,14 +118,14 @@ def nearest_cell(rows: list[dict[str, Any]], position: Position) -> dict[str, An
 
 def fit_of_recipe(config: RunConfig, text: TokenDataset) -> float:
     """Return how well a recipe's costs tell what its model confuses in a text."""
-    from emo.pipeline.loss import get_objective
+    from emo.pipeline.loss import CostEmbedding, get_objective
     from emo.pipeline.model import check_fits, load_losses, load_pretrained, model_config
     from emo.pipeline.planning.host import on_gpu, usable_attention
 
     hf_config = model_config(config.model)
     check_fits(hf_config, config.model, text.manifest)
     cost = load_losses(config, get_objective("emo"), hf_config.vocab_size).cost
-    if not hasattr(cost, "costs"):
+    if not isinstance(cost, CostEmbedding):
         raise UserError(
             f"objective.cost={config.objective.cost} is not known before training", code="live-cost"
         )

@@ -36,5 +36,5 @@ def gap(points: Iterable[Point], baseline: Iterable[Point]) -> float:
         return math.nan
     corners = {low, high, *(x for x, _ in (*ours, *theirs) if low < x < high)}
     x = np.array(sorted(corners))  # between corners the difference is linear
-    difference = np.interp(x, *zip(*ours, strict=True)) - np.interp(x, *zip(*theirs, strict=True))
-    return float(np.trapezoid(difference, x) / (high - low))
+    lost = [np.interp(x, *np.transpose(points)) for points in (ours, theirs)]
+    return float(np.trapezoid(lost[0] - lost[1], x) / (high - low))

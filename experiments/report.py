@@ -122,8 +122,8 @@ def lost(experiment: Experiment, front: Front, rows: list[dict[str, Any]]) -> di
     for row in rows:
         pairs = zip(_outcomes(row, front.gained), _outcomes(row, front.lost), strict=True)
         for repetition, point in enumerate(pairs):
-            label = points.setdefault(row["labels"][axis], [[] for _ in row["runs"]])
-            label[repetition].append(point)
+            of_label = points.setdefault(row["labels"][axis], [[] for _ in row["runs"]])
+            of_label[repetition].append(point)
     labels = {}
     for label, repetitions in points.items():
         if label != baseline:
