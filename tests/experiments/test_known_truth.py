@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from emo.common.recipe import load_section
 from emo.eval.generation import distributions
 from emo.eval.model import EvaluatedModel
-from emo.experiments.known_truth import bigram, corpus, oracle, study
+from emo.experiments.known_truth import bigram, corpus, learner, oracle, study
 from emo.experiments.known_truth.contestants import Contestant, Prior
 from emo.experiments.known_truth.expected import Costs, Gradient, expected_gradient, kernel_gradient, settle
 from emo.pipeline.loss import get_objective
@@ -276,6 +276,16 @@ def log_probs(directory: Path, texts: list[list[int]]) -> Tensor:
 
 def targets(texts: list[list[int]]) -> Tensor:
     return torch.tensor([token for text in texts for token in text[1:]])[:, None]
+
+
+def test_a_learner_has_the_oracles_embedding_alone(root: Path) -> None:
+    out = root / "begins"
+    assert learner.main(["--oracle", str(root / "oracle"), "--output_path", str(out)]) == 0
+    fresh, expected = (EvaluatedModel(str(path)).model.state_dict() for path in (out, root / "oracle"))
+    equal = {
+        name for name, value in fresh.items() if torch.equal(value, expected[name]) and "norm" not in name
+    }
+    assert equal == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
 def test_measures_equal_a_naive_computation(root: Path) -> None:
