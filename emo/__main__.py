@@ -43,6 +43,7 @@ COMMANDS = {
     "export": Command(EVALUATION, "write results for lm-evaluation-harness, the hub or Weights & Biases"),
     "sweep": Command(SWEEPS, "do the runs of an experiment file"),
     "table": Command(SWEEPS, "gather the table of an experiment file"),
+    "advise": Command("emo.experiments.advise:main", "say what is known where a recipe lies on the map"),
     "quickstart": Command(
         "emo.launch.quickstart:quickstart", "see the whole product on a small world, in minutes"
     ),

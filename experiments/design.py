@@ -126,6 +126,17 @@ class Question(Section):
     least: bool = True
 
 
+class Front(Section):
+    """What is lost at equal gain by the runs of a label: over all axes but `compare.axis` and `repeat`.
+
+    Metrics of which less is better.
+    """
+
+    text: str
+    gained: str
+    lost: str
+
+
 class Experiment(Section):
     """The whole file."""
 
@@ -140,6 +151,7 @@ class Experiment(Section):
     measures: dict[str, Measure] = {}
     compare: Compare
     questions: dict[str, Question] = {}
+    fronts: dict[str, Front] = {}
     ranks: int = Field(1, gt=0)  # of every training run
     minutes: float | None = Field(None, gt=0)  # of one run, for the estimate until one has been measured
 

@@ -99,10 +99,8 @@ def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
             file, names = part.otherwise.file, []
             for text in part.otherwise.before:
                 run_command(split_command(text, evidence.names, f"parts.{name}"))
-        command = ["-m", "emo", "sweep", "--jobs", str(jobs)]
-        if part.kind == "study":
-            command = ["-m", "emo.experiments.known_truth.study"]
-        run_command(["python", *command, str(file), f"out={out}", *names])
+        program = ["emo", "sweep"] if part.kind == "sweep" else ["emo.experiments.known_truth.study"]
+        run_command(["python", "-m", *program, "--jobs", str(jobs), str(file), f"out={out}", *names])
         parts[name] = json.loads((out / RESULTS).read_text(encoding="utf-8"))
     verdicts = {}
     for name, answer in evidence.answers.items():

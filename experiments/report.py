@@ -13,15 +13,21 @@ from typing import Any
 from emo.common.errors import UserError
 from emo.common.provenance import code_version
 from emo.common.report.document import Block, Cell, Document, Items, Row, Section, Table, estimated
-from emo.common.report.figure import Dots, Figure
+from emo.common.report.figure import Cells, Dots, Figure
 from emo.common.report.numbers import DASH, Effect, between, formatted
 from emo.common.untrusted import number
 from emo.eval.stats import holm
-from emo.experiments.design import Experiment, Labels, Run
+from emo.experiments import pareto
+from emo.experiments.design import Experiment, Front, Labels, Run
 from emo.experiments.statistics import at_an_end, difference, estimate, verdict
 from emo.experiments.sweep import Sweep
 
-ANSWERS = {"yes": ("Yes", "better"), "no": ("No", "worse"), "undecided": ("Undecided", "unclear")}
+ANSWERS = {
+    "yes": ("Yes", "better"),
+    "no": ("No", "worse"),
+    "undecided": ("Undecided", "unclear"),
+    "depends": ("It depends", "unclear"),
+}
 PAIRED = (
     "Means over repetitions with 95 % intervals; *: differs from the baseline (paired, Holm, 0.05). (end): "
     "chosen at an end of its grid, beyond which a better value may lie. validation_nll, *_nats: nats per "
@@ -33,7 +39,11 @@ SETTLED = (
 )
 ANSWERED = (
     "Better by: the paired difference that decides; above zero is better. Yes: every interval lies above "
-    "zero. Their level is such that all hold together."
+    "zero. Their level is such that all hold together. Of a map: the least and the most of its cells."
+)
+MAPPED = (
+    "Better by, in {outcome}: blue is better, orange is worse, no colour is undecided. The intervals of all "
+    "cells hold together; the unit is a random truth, of which each cell has {n} of its own."
 )
 
 
@@ -76,6 +86,7 @@ def gather(sweep: Sweep) -> dict[str, Any]:
         for gap, p in zip(gaps, holm([gap["p"] for gap in gaps]), strict=True):
             gap["p_holm"] = p
     verdicts = {name: answer(experiment, name, rows) for name in experiment.questions}
+    fronts = {name: lost(experiment, front, rows) for name, front in experiment.fronts.items()}
     lacking: dict[str, list[str]] = {}
     for metric in dict.fromkeys(question.outcome for question in experiment.questions.values()):
         for name, value in (
@@ -85,7 +96,8 @@ def gather(sweep: Sweep) -> dict[str, Any]:
                 lacking.setdefault(metric, []).append(name)
     for row in rows:
         del row["values"]
-    return {"code": code_version(), "rows": rows, "verdicts": verdicts, "lacking": lacking}
+    results = {"code": code_version(), "rows": rows, "verdicts": verdicts, "lacking": lacking}
+    return results | ({"fronts": fronts} if fronts else {})
 
 
 def answer(experiment: Experiment, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -103,6 +115,23 @@ def answer(experiment: Experiment, name: str, rows: list[dict[str, Any]]) -> dic
     return {"question": question.text, "outcome": question.outcome, **result}
 
 
+def lost(experiment: Experiment, front: Front, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return what each label loses more than the baseline at equal gain, with intervals over repetitions."""
+    axis, baseline = experiment.compare.axis, experiment.compare.baseline
+    points: dict[str, list[list[pareto.Point]]] = {}  # by label and repetition
+    for row in rows:
+        pairs = zip(_outcomes(row, front.gained), _outcomes(row, front.lost), strict=True)
+        for repetition, point in enumerate(pairs):
+            of_label = points.setdefault(row["labels"][axis], [[] for _ in row["runs"]])
+            of_label[repetition].append(point)
+    labels = {}
+    for label, repetitions in points.items():
+        if label != baseline:
+            pairs_of_fronts = zip(repetitions, points[baseline], strict=True)
+            labels[label] = estimate([pareto.gap(*pair) for pair in pairs_of_fronts])
+    return {"text": front.text, "gained": front.gained, "lost": front.lost, "labels": labels}
+
+
 def _outcomes(row: dict[str, Any], metric: str) -> list[float]:
     """Return a metric of a row's runs, in their order; NaN where one has no number."""
     return row["values"].get(metric, [math.nan] * len(row["runs"]))
@@ -111,6 +140,7 @@ def _outcomes(row: dict[str, Any], metric: str) -> list[float]:
 def sweep(results: dict[str, Any]) -> Document:
     """Return the table of one experiment."""
     sections = [Section("Answers", _answers(results["verdicts"])), Section("Rows", *_rows(results))]
+    sections += [Section("Fronts", _front(front)) for front in results.get("fronts", {}).values()]
     return Document("Experiment", _sentences(results["verdicts"]), f"Code: {results['code']}.", sections)
 
 
@@ -121,12 +151,13 @@ def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> 
     for name, part in results["parts"].items():
         title, about = titles[name]
         blocks = _study(part) if "fixed_points" in part else _rows(part)
+        blocks += [_front(front) for front in part.get("fronts", {}).values()]
         sections.append(Section(title, about, lacking.get(name, ""), *blocks))
     lost = [f"{titles[name][0]}: {why}" for name, why in lacking.items() if name not in results["parts"]]
     sections += [Section("What was left out", Items(lost)), Section("What was cut", Items(results["cut"]))]
     effects = []
     for i, f in enumerate(verdicts.values()):
-        values = [x for key in ("effect", "low", "high") if (x := number(f[key])) is not None]
+        values = [x for key in ("effect", "low", "high") if (x := number(f.get(key))) is not None]
         effects += [Effect(f["question"], i, 0, *values)] if len(values) == 3 else []
     about = "Objectives where the truth is known, and where it is not. "
     about += f"Code {results['code']}, {results['minutes']} min."
@@ -137,11 +168,24 @@ def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> 
 def _sentences(verdicts: dict[str, Any]) -> list[str]:
     sentences = []
     for f in verdicts.values():
-        limits = between(f["low"], f["high"], "{:.4f}")
-        size = f"{formatted(f['effect'], '{:+.4f}')} in {f['outcome']}"
-        facts = f"{f'interval {limits}, ' if limits else ''}above zero is better, n {f['n']}"
-        sentences.append(f"{f['question']} {ANSWERS[f['answer']][0]}: {size} ({facts}).")
+        facts = _counts(f) if "cells" in f else _effect(f)
+        sentence = f"{f['question']} {ANSWERS[f['answer']][0]}: {facts}."
+        maps = {name: part for name, part in f.get("also", {}).items() if "cells" in part}
+        sentences.append(" ".join([sentence, *(f"On the map {k}: {_counts(v)}." for k, v in maps.items())]))
     return sentences or ["No question was asked."]
+
+
+def _effect(f: dict[str, Any]) -> str:
+    """Return a verdict's effect with its interval."""
+    limits = between(f["low"], f["high"], "{:.4f}")
+    facts = f"{f'interval {limits}, ' if limits else ''}above zero is better, n {f['n']}"
+    return f"{formatted(f['effect'], '{:+.4f}')} in {f['outcome']} ({facts})"
+
+
+def _counts(part: dict[str, Any]) -> str:
+    """Return how many cells of a map have each answer."""
+    counts = (f"{word} in {len(cells)}" for word, cells in part["cells"].items() if cells)
+    return f"{', '.join(counts)} of {sum(map(len, part['cells'].values()))} cells"
 
 
 def _answers(verdicts: dict[str, Any]) -> Table:
@@ -150,8 +194,14 @@ def _answers(verdicts: dict[str, Any]) -> Table:
         for name, part in {"": main, **main.get("also", {})}.items():
             word, tone = ANSWERS[part["answer"]]
             question = f"{main['question']} ({name})" if name else main["question"]
-            better = estimated(part["effect"], part["low"], part["high"], "{:.4f}")
-            rows.append([question, Cell(word, tone=tone), better, part["outcome"], part["n"]])
+            better: Cell | str
+            if "cells" in part:
+                better = f"{formatted(part['least'], '{:+.4f}')} to {formatted(part['most'], '{:+.4f}')}"
+                answer = Cell(word, _counts(part), tone=tone)
+            else:
+                better = estimated(part["effect"], part["low"], part["high"], "{:.4f}")
+                answer = Cell(word, tone=tone)
+            rows.append([question, answer, better, part["outcome"], part["n"]])
     return Table(["Question", "Answer", "Better by", "Outcome", "n"], rows, ANSWERED, 2)
 
 
@@ -173,6 +223,15 @@ def _rows(part: dict[str, Any]) -> list[Block]:
     return [Table([*head, *names], rows, PAIRED, len(head)), Items(lost)]
 
 
+def _front(front: dict[str, Any]) -> Table:
+    rows: list[Row] = [[label, _mean(gap, "{:+.4f}"), gap["n"]] for label, gap in front["labels"].items()]
+    caption = (
+        f"{front['lost']} minus the baseline's at equal {front['gained']}: mean over what both reach, with "
+        "95 % intervals over repetitions. Below zero: less is lost. -: nothing that both reach."
+    )
+    return Table(["Runs", "Lost", "n"], rows, caption, 1, label=front["text"])
+
+
 def _mean(measure: dict[str, Any], form: str, mark: str = "") -> Cell:
     mean, high = number(measure.get("mean")), number(measure.get("high"))
     half = "" if mean is None or high is None else f"± {high - mean:.2g}"
@@ -180,20 +239,40 @@ def _mean(measure: dict[str, Any], form: str, mark: str = "") -> Cell:
 
 
 def _study(part: dict[str, Any]) -> list[Block]:
-    """Return the fixed points, and the fitted learners' outcome in every cell."""
-    points, names = part["fixed_points"], list(part["rows"][0]["contestants"])
-    keys = [key for key in points[0] if key != "contestant"]
+    """Return the map of each question, the fitted learners' outcome in every cell, and the fixed points."""
+    points, rows = part["fixed_points"], part["rows"]
+    names, keys = list(rows[0]["contestants"]), [key for key in points[0] if key != "contestant"]
     fixed = [[point["contestant"], *(formatted(point[key], "{:.4f}") for key in keys)] for point in points]
-    outcome = next((f["outcome"] for f in part["verdicts"].values()), "js")
-    rows: list[Row] = []
-    for row in part["rows"]:
-        sample = f"{row['V']} tokens, share {row['share']:g}, {row['tokens']:,} drawn"
-        rows.append([sample, *(_mean(row["contestants"][name][outcome], "{:.4f}") for name in names)])
+    first: dict[str, Any] = next(iter(part["verdicts"].values()), {})
+    outcome, n = first.get("outcome", "js"), first.get("n")
+    fitted: list[Row] = []
+    for row in rows:
+        cells = (_mean(row["contestants"][name][outcome], "{:.4f}") for name in names)
+        fitted.append([f"{row['V']} tokens, share {row['share']:g}, {row['draws']:,} draws", *cells])
     caption = (
         f"{outcome} between truth and learner, in nats: means with 95 % intervals. Share: how far "
-        "tokens that are plausible together lie close together in the costs' embedding."
+        "tokens that are plausible together lie close together in the costs' embedding. Draws: per context."
     )
+    words = MAPPED.format(outcome=outcome, n=n)
+    maps = [Figure(f"Map of {name}", [map_of(rows, name)], words) for name in part["verdicts"]]
     return [
+        *maps,
+        Table(["Language and sample", *names], fitted, caption, label="Fitted learners"),
         Table(["Objective", *keys], fixed, SETTLED, label="Where training settles"),
-        Table(["Language and sample", *names], rows, caption, label="Fitted learners"),
     ]
+
+
+def map_of(rows: list[dict[str, Any]], question: str) -> Cells:
+    """Return a question's verdicts in the cells of a study: shares by draws across, vocabularies down."""
+    axes = {key: sorted({row[key] for row in rows}) for key in ("V", "share", "draws")}
+    effects: dict[tuple[Any, ...], Effect] = {}
+    for row in rows:
+        verdict = row["verdicts"][question]
+        direction = {"yes": 1, "no": -1}.get(verdict["answer"], 0)
+        effects[row["V"], row["share"], row["draws"]] = Effect(
+            "", None, direction, verdict["effect"], verdict["low"], verdict["high"]
+        )
+    columns = [(share, draws) for share in axes["share"] for draws in axes["draws"]]
+    grid = [(f"{V} tokens", [effects.get((V, *column)) for column in columns]) for V in axes["V"]]
+    names = [f"{draws:,}\n{share:g}" for share, draws in columns]
+    return Cells(question, names, grid, "draws per context; share of geometry in the truth")

@@ -33,18 +33,20 @@ def difference(values: Sequence[float], baseline: Sequence[float], level: float 
     return {**result, "p": p}
 
 
-def verdict(better: Sequence[float], others: Sequence[Sequence[float]], least: bool) -> dict[str, Any]:
+def verdict(
+    better: Sequence[float], others: Sequence[Sequence[float]], least: bool, level: float = LEVEL
+) -> dict[str, Any]:
     """Return whether `better` [n] is better than every one of `others`, each [n] and paired with it.
 
     `answer` is yes when all intervals lie wholly on the better side of zero; no when at least one lies wholly
     on the other side of it, which refutes that `better` beats them all; else undecided. Every interval has
-    the level that makes all of them hold together (Bonferroni: 1 - 0.05 / comparisons). `effect`, `low` and
+    the level that makes all of them hold together at `level` (Bonferroni). `effect`, `low` and
     `high` are signed so that above zero is better; of several, those that refute most clearly, and without a
     refutation those of the least effect.
     """
     sign = -1.0 if least else 1.0
-    level = 1 - (1 - LEVEL) / len(others)
-    gaps = [difference([sign * b for b in better], [sign * o for o in other], level) for other in others]
+    each = 1 - (1 - level) / len(others)
+    gaps = [difference([sign * b for b in better], [sign * o for o in other], each) for other in others]
     answer = "undecided"
     if all(gap["low"] > 0 for gap in gaps):
         answer = "yes"

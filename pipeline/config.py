@@ -217,6 +217,9 @@ class TrainConfig(Section):
     """Peak learning rate of AdamW."""
     muon_lr: float | None = Field(None, gt=0, le=1e6)
     """Peak learning rate of Muon, usually about 0.02; same schedule."""
+    head_lr_ratio: float = Field(1.0, ge=0, le=1e3)
+    """Learning rate of the output head over that of other weights; 0 leaves it as it is. A tied embedding is
+    the head, too."""
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay of the learning rate after the warm-up."""
     warmup_ratio: float = Field(0.03, ge=0, lt=1)
@@ -306,6 +309,14 @@ class RunConfig(Section):
     """Optimisation, validation, checkpoints and logging."""
     deepspeed: Path = mark(FREE, Path("ds_configs/zero3.json"))
     """DeepSpeed configuration, relative to the repository or the working directory; compared by content."""
+
+    @model_validator(mode="after")
+    def _trained(self) -> RunConfig:
+        if self.model.lora is not None and self.train.head_lr_ratio != 1:
+            raise ValueError(
+                "train.head_lr_ratio=1 goes with model.lora, whose adapters leave the head alone"
+            )
+        return self
 
 
 class Batch(NamedTuple):

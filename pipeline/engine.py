@@ -110,11 +110,12 @@ class Engine:
     """A model and its optimizer under DeepSpeed."""
 
     def __init__(
-        self, model: nn.Module, ds_config: dict[str, Any], world: World, compiled: bool = False
-    ) -> None:
+        self, model: nn.Module, ds_config: dict[str, Any], world: World, compiled: bool = False,
+        head_lr_ratio: float = 1.0,
+    ) -> None:  # fmt: skip
         self.world = world
         params, with_muon = ds_config["optimizer"]["params"], ds_config["optimizer"]["type"] == "Muon"
-        groups = parameter_groups(model, params["weight_decay"], with_muon)
+        groups = parameter_groups(model, params["weight_decay"], with_muon, head_lr_ratio)
         # Part of a checkpoint's layout; DeepSpeed then replaces the parameters in the groups by its own.
         self.groups = [len(group["params"]) for group in groups]
         if not with_muon or get_accelerator().device_name() == "cpu":
@@ -125,7 +126,8 @@ class Engine:
             config=ds_config,
             optimizer=functools.partial(muon, params=params) if with_muon else None,
         )
-        self.rates = [group["lr"] / params["lr"] for group in self.ds.optimizer.param_groups]
+        groups = self.ds.optimizer.param_groups
+        self.rates = [group["lr"] / params["lr"] * group.get("ratio", 1.0) for group in groups]
         self.frozen = self._frozen_sum()  # what adapters belong to
         if compiled:
             self.ds.compile()

@@ -111,7 +111,8 @@ def _train(
     source = None if saved is None else checkpoint.loadable(saved, ds_config, world)
     with launch.console.compiling():
         partitioned = HfDeepSpeedConfig(ds_config)  # while it lives transformers builds models partitioned
-        trainer = Engine(build_model(config, losses), ds_config, world, config.model.compile)
+        model, ratio = build_model(config, losses), config.train.head_lr_ratio
+        trainer = Engine(model, ds_config, world, config.model.compile, ratio)
         del partitioned
     check_model(trainer, config, [rows.manifest for rows in sets])
     if saved is not None and source is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from emo.common.report.numbers import Effect
+from emo.common.report.numbers import Effect, formatted
 from emo.common.text import on_one_line
 from emo.common.untrusted import number
 
@@ -120,11 +120,52 @@ class Curves:
 
 
 @dataclass
+class Cells:
+    """A panel of effects in a grid: its colour says better or worse, its strength how much.
+
+    An effect of which neither can be told has its number alone; where there is none, nothing is known.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[Effect | None]]]  # names, and an effect for each column
+    unit: str  # of the horizontal axis
+
+    @property
+    def inches(self) -> float:
+        """Return its height."""
+        return 0.7 + 0.24 * len(self.rows)
+
+    def draw(self, axes: Any) -> None:
+        """Draw it on Matplotlib's axes."""
+        effects = [effect for _, row in self.rows for effect in row if effect is not None]
+        most = max((abs(effect.value) for effect in effects if effect.direction), default=1.0)
+        for y, (_, row) in enumerate(self.rows):
+            for x, effect in enumerate(row):
+                if effect is None:
+                    continue
+                if effect.direction:
+                    paint = colour("s2" if effect.direction > 0 else "s3")
+                    strength = 0.2 + 0.6 * abs(effect.value) / most
+                    axes.fill([x - 0.5, x + 0.5, x + 0.5, x - 0.5], [y - 0.5, y - 0.5, y + 0.5, y + 0.5],
+                              color=paint, alpha=strength, linewidth=0)  # fmt: skip
+                number = formatted(effect.value, "{:+.3f}")
+                axes.text(x, y, number, ha="center", va="center", fontsize=6.5)
+        axes.set_xticks(range(len(self.columns)), self.columns)
+        axes.set_yticks(range(len(self.rows)), [name for name, _ in self.rows])
+        axes.tick_params(length=0)
+        axes.grid(visible=False)
+        axes.set_xlim(-0.5, len(self.columns) - 0.5)
+        axes.set_ylim(len(self.rows) - 0.5, -0.5)
+        axes.set_xlabel(self.unit)
+
+
+@dataclass
 class Figure:
     """Panels side by side, or below each other where there is little room."""
 
     label: str  # what it shows
-    panels: Sequence[Dots | Curves]
+    panels: Sequence[Dots | Curves | Cells]
     caption: str = ""
     legend: Sequence[tuple[int | None, str]] = ()
     greys: Sequence[str] = ()  # names of the series that are drawn in grey
@@ -136,7 +177,7 @@ class Figure:
         return bool(self.panels)
 
 
-def svg(panel: Dots | Curves, label: str, width: float) -> Markup:
+def svg(panel: Dots | Curves | Cells, label: str, width: float) -> Markup:
     """Return a panel so many inches wide as an image called `label`, which no other of the page is called."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas

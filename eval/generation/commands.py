@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from emo.common.errors import ExitCode, UserError, nearest
-from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.decoding import Beams, Decoding
 from emo.eval.generation.prefixes import CORPORA, from_corpus, from_file, from_texts, read_texts
 
 TOKENS, SAMPLES = 80, 8
@@ -35,7 +35,7 @@ def add_arguments(subparsers: Any) -> None:
     add("--data", default="hub", help=text)
     add("--split", default="test", help="with --corpus: train, validation or test (test)")
     add("--limit", type=int, help="evenly spaced prefixes (all)")
-    add("--samples", type=int, help=f"texts per prefix ({SAMPLES}; greedy: 1)")
+    add("--samples", type=int, help=f"texts per prefix ({SAMPLES}; greedy and beams: 1)")
     text = f"longest continuation in tokens (the corpus's own, else {TOKENS})"
     add("--max_new_tokens", type=int, help=text)
     add("--seeds", default="0", help="comma-separated (0)")
@@ -44,6 +44,7 @@ def add_arguments(subparsers: Any) -> None:
     add("--top_k", type=int, default=0, help="only the k likeliest tokens (0: all)")
     add("--top_p", type=float, default=1.0, help="only the likeliest tokens that together reach p (1)")
     add("--greedy", action="store_true", help="always the likeliest token")
+    add("--beams", type=int, help="beam search: the likeliest of so many texts")
 
     command = subparsers.add_parser("quality", help="measure sampled text: MAUVE, ROUGE, perplexities")
     add = command.add_argument
@@ -74,7 +75,11 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    decoding = Decoding(args.temperature, args.top_k, args.top_p, args.greedy)
+    decoding: Decoding | Beams = Decoding(args.temperature, args.top_k, args.top_p, args.greedy)
+    if args.beams is not None:
+        if decoding != Decoding():
+            raise UserError("--beams searches; leave out --greedy, --temperature, --top_k and --top_p")
+        decoding = Beams(args.beams)
     try:
         seeds = tuple(int(part) for part in args.seeds.split(","))
     except ValueError:
@@ -88,7 +93,7 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     else:
         prefixes = from_texts(args.prefix)
     tokens = (prefixes.tokens or TOKENS) if args.max_new_tokens is None else args.max_new_tokens
-    samples = (1 if decoding.greedy else SAMPLES) if args.samples is None else args.samples
+    samples = (1 if decoding.deterministic else SAMPLES) if args.samples is None else args.samples
     from emo.eval.generation.engines import Transformers
     from emo.eval.generation.records import Generation
     from emo.eval.model import EvaluatedModel

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from emo.common.errors import UserError
 from emo.common.untrusted import read_json
@@ -39,6 +39,11 @@ class Decoding:
             )
 
     @property
+    def deterministic(self) -> bool:
+        """Return whether there is one text after each prefix."""
+        return self.greedy
+
+    @property
     def name(self) -> str:
         """Return unbiased, greedy, or what differs from the model's distribution: t0.8-k50-p0.95."""
         parts = [f"t{self.temperature:g}"] if self.temperature != 1 else []
@@ -52,7 +57,17 @@ class Beams:
     """Beam search: the likeliest of `beams` texts, repeated tokens made less likely by `penalty`."""
 
     beams: int
-    penalty: float
+    penalty: float = 1.0
+    deterministic: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.beams < 2:
+            raise UserError(f"--beams {self.beams} must be at least 2; --greedy follows a single text")
+
+    @property
+    def name(self) -> str:
+        """Return beam4, or with a penalty beam4-r1.2."""
+        return f"beam{self.beams}" + (f"-r{self.penalty:g}" if self.penalty != 1 else "")
 
 
 class Request(NamedTuple):

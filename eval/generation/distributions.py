@@ -39,18 +39,23 @@ def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(dim=-1)
 
 
+def js(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """Return half the sum of the divergences of P and Q from their mean, from 0 to log 2."""
+    middle = torch.logaddexp(log_p, log_q) - math.log(2)
+    return (kl(log_p, middle) + kl(log_q, middle)) / 2
+
+
 def measures(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:
     """Return all measures of Q against P by name, each [...].
 
-    js: half the sum of the divergences from the mean of P and Q, from 0 to log 2. tv: half the sum of
-    absolute differences, from 0 to 1. tail_mass: what Q gives to tokens less likely than RARE under P.
+    tv: half the sum of absolute differences, from 0 to 1. tail_mass: what Q gives to tokens less likely than
+    RARE under P.
     """
     p, q = log_p.exp(), log_q.exp()
-    middle = torch.logaddexp(log_p, log_q) - math.log(2)
     return {
         "kl_pq": kl(log_p, log_q),
         "kl_qp": kl(log_q, log_p),
-        "js": (kl(log_p, middle) + kl(log_q, middle)) / 2,
+        "js": js(log_p, log_q),
         "tv": (p - q).abs().sum(dim=-1) / 2,
         "tail_mass": torch.where(p < RARE, q, 0.0).sum(dim=-1),
         "entropy_p": entropy(log_p),

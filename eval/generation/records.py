@@ -20,7 +20,7 @@ from emo.common.errors import UserError
 from emo.common.untrusted import read_json
 from emo.data_prep.inputs import read_text
 from emo.eval import store
-from emo.eval.generation.decoding import Decoding, Request, prompt_ids, split_ids, text_after
+from emo.eval.generation.decoding import Request, prompt_ids, split_ids, text_after
 from emo.eval.generation.engines import ABOUT, UNBIASED, Record, Reply, TextJob, Transformers
 from emo.eval.generation.prefixes import Prefixes
 from emo.eval.results import MODELS, SAMPLES
@@ -40,14 +40,14 @@ class Generation(TextJob):
         out: Path,
     ) -> None:  # fmt: skip
         super().__init__(engine, tokens, out)
-        assert isinstance(engine.decoding, Decoding)
         self.prefixes, self.samples, self.seeds, self.decoding = prefixes, samples, seeds, engine.decoding
         if samples < 1:
             raise UserError(f"--samples {samples} must be at least 1")
         if len(set(seeds)) != len(seeds):
             raise UserError(f"--seeds {','.join(map(str, seeds))} must be different numbers")
-        if self.decoding.greedy and (samples > 1 or len(seeds) > 1):
-            raise UserError("--greedy gives one text per prefix; use it with --samples 1 and one seed")
+        if self.decoding.deterministic and (samples > 1 or len(seeds) > 1):
+            name = self.decoding.name
+            raise UserError(f"{name} gives one text per prefix; use it with --samples 1 and one seed")
         self.name = f"{prefixes.name}-{self.decoding.name}"
         self.directory = out / MODELS / self.model.name / "generated" / self.name
         self.prompts = [prompt_ids(self.model, text) for text in prefixes.texts]

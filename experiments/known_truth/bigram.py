@@ -7,17 +7,19 @@ sample: the gradient is exact and no batch order adds noise.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from emo.experiments.known_truth.expected import Costs, expected_gradient
-from emo.pipeline.loss import Objective
+from emo.experiments.known_truth.expected import Gradient
 
 ENTROPY_SHARE = 0.5  # of log V: how uncertain the next token is in a truth with geometry
 HIDDEN = 50
 CHECK_EVERY = 20  # steps between looks at the development sample
+PATIENCE = 5  # looks without a better run, after which training ends
+PART = 2**17  # entries: beyond them a matrix leaves the cache, and runs together are slower than one by one
 
 
 class Truth(NamedTuple):
@@ -66,21 +68,33 @@ def _stationary(rows: Tensor) -> Tensor:
     return share / share.sum()
 
 
-def sample_counts(truth: Truth, tokens: int, seeds: list[int]) -> Tensor:
-    """Return bigram counts [S, V, V] of samples of `tokens` tokens, one for each seed."""
-    samples = []
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed)
-        joint = (truth.contexts[:, None] * truth.rows).flatten()
-        drawn = torch.multinomial(joint, tokens, replacement=True, generator=generator)
-        samples.append(torch.bincount(drawn, minlength=len(joint)).view_as(truth.rows))
-    return torch.stack(samples)
+def sample_counts(truth: Truth, tokens: int, generator: torch.Generator) -> Tensor:
+    """Return the bigram counts [V, V] of a sample of so many tokens."""
+    joint = (truth.contexts[:, None] * truth.rows).flatten()
+    drawn = torch.multinomial(joint, tokens, replacement=True, generator=generator)
+    return torch.bincount(drawn, minlength=len(joint)).view_as(truth.rows)
+
+
+class Sample(NamedTuple):
+    """Bigram counts of S truths, one run each, and the embeddings that those truths were made with."""
+
+    train: Tensor  # [S, V, V]
+    dev: Tensor  # [S, V, V]
+    embedding: Tensor  # [S, V, H]
+    seeds: list[int]  # of the learners' first weights, [S]
+
+    def parts(self, entries: int = PART) -> Iterator[Sample]:
+        """Yield the runs in groups whose matrices have at most so many entries together."""
+        size = max(1, entries // self.train[0].numel())
+        for i in range(0, len(self.seeds), size):
+            part = slice(i, i + size)
+            yield Sample(self.train[part], self.dev[part], self.embedding[part], self.seeds[part])
 
 
 class Learner(nn.Module):
     """S independent networks: embedding -> ReLU layer -> logits [S, V, V].
 
-    head [S, V, H]: output matrices that are given and not trained; the ReLU layer is then projected onto H.
+    head [S, V, H]: what the output matrices begin at; the ReLU layer is then projected onto H.
     """
 
     def __init__(self, V: int, seeds: list[int], head: Tensor | None = None) -> None:
@@ -91,7 +105,7 @@ class Learner(nn.Module):
             return nn.Parameter(torch.stack(each) / shape[0] ** 0.5)
 
         self.embedding = nn.Parameter(start(V, HIDDEN) * V**0.5)
-        self.head = head
+        self.head = None if head is None else nn.Parameter(head.clone())
         self.hidden, self.out = start(HIDDEN, HIDDEN), start(HIDDEN, V if head is None else head.shape[-1])
         self.shift = nn.Parameter(torch.zeros(len(seeds), 1, HIDDEN))
 
@@ -108,38 +122,47 @@ class Fitted(NamedTuple):
 
 
 def fit(
-    train: Tensor,
-    dev: Tensor,
-    objective: Objective,
-    costs: Costs,
-    seeds: list[int],
+    sample: Sample,
+    rows: Tensor,
+    gradient: Gradient,
     lr: float,
-    steps: int = 2000,
+    steps: int,
     head: Tensor | None = None,
+    head_rate: float = 0.0,
 ) -> Fitted:
-    """Fit learners to counts [S, V, V] by Adam on the expected gradient, each stopped early on its `dev`.
+    """Fit learners by Adam to rows [S, V, V], the distributions that targets are drawn from.
 
-    head: see `Learner`.
+    Contexts count as often as the sample has them. Each run stops early on its development sample, all
+    together once none has improved for PATIENCE looks. head: see `Learner`; its learning rate is `head_rate`
+    times the others', and where that is 0 it stays as it is given.
     """
-    learner = Learner(train.shape[-1], seeds, head)
-    optimizer = torch.optim.AdamW(learner.parameters(), lr=lr, weight_decay=1e-4)
-    total = train.sum(-1, keepdim=True)
-    rows = (train / total.clamp_min(1)).float()
-    share = (total / total.sum(1, keepdim=True)).float()
-    best = Fitted(torch.full_like(rows, torch.nan), torch.full((len(seeds),), torch.inf))
+    learner = Learner(rows.shape[-1], sample.seeds, head)
+    others = [p for name, p in learner.named_parameters() if name != "head"]
+    groups: list[dict[str, Any]] = [{"params": others}]
+    if learner.head is not None and head_rate:
+        groups.append({"params": [learner.head], "lr": head_rate * lr})
+    optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=1e-4)
+    contexts = sample.train.sum(-1, keepdim=True)
+    share = (contexts / contexts.sum(1, keepdim=True)).float()
+    best = Fitted(torch.full_like(rows, torch.nan), torch.full((len(rows),), torch.inf))
+    improved = 0  # the last step at which a run did
     for step in range(1, steps + 1):
         logits = learner()
         q = torch.softmax(logits.detach(), -1)
         optimizer.zero_grad()
-        logits.backward(share * expected_gradient(q, rows, objective, costs))
+        logits.backward(share * gradient(q, rows))
         optimizer.step()
         if step % CHECK_EVERY == 0:
             logits = learner().detach()
-            nll = nats_per_token(logits, dev).nan_to_num(torch.inf)  # a run that diverged is never better
+            # a run that diverged is never better
+            nll = nats_per_token(logits, sample.dev).nan_to_num(torch.inf)
             ahead = nll < best.nll
             best = Fitted(
                 torch.where(ahead[:, None, None], logits, best.logits), torch.where(ahead, nll, best.nll)
             )
+            improved = step if ahead.any() else improved
+            if step - improved >= PATIENCE * CHECK_EVERY:
+                break
     return best
 
 

@@ -11,10 +11,15 @@ loss is least.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from emo.pipeline.loss import Objective, Scalars
+
+# The expected gradient [..., V] of models q [..., V] for targets drawn from distributions [..., V].
+Gradient = Callable[[Tensor, Tensor], Tensor]
 
 
 class Costs:
@@ -42,35 +47,56 @@ def expected_gradient(q: Tensor, truth: Tensor, objective: Objective, costs: Cos
     if scale != 1.0:
         q = torch.softmax(scale * q.clamp_min(torch.finfo(q.dtype).tiny).log(), -1)
     m = -q.clamp_min(torch.finfo(q.dtype).tiny).log()
-    D, H = costs.apply(q).clamp_min(0), (q * m).sum(-1, keepdim=True).expand_as(q)
-    S, top = q.square().sum(-1, keepdim=True).expand_as(q), q.amax(-1, keepdim=True).expand_as(q)
-    weights = objective.coefficients(Scalars(m, q, D, H, S, top))
+    compute = {
+        "D": lambda: costs.apply(q).clamp_min(0),
+        "H": lambda: (q * m).sum(-1, keepdim=True).expand_as(q),
+        "S": lambda: q.square().sum(-1, keepdim=True).expand_as(q),
+        "top": lambda: q.amax(-1, keepdim=True).expand_as(q),
+    }
+    scalars = Scalars(m, q, **{name: value() for name, value in compute.items() if name in objective.needs})
+    weights = objective.coefficients(scalars)
     shared = (truth * weights.A).sum(-1, keepdim=True)
     K = weights.A
     if weights.B is not None:
         shared = shared + costs.apply(truth * weights.B)
-        K = K + weights.B * D
+        assert scalars.D is not None  # no objective has a transport part without it
+        K = K + weights.B * scalars.D
     if weights.C is not None:
         shared = shared - m * (truth * weights.C).sum(-1, keepdim=True)
-        K = K - weights.C * H
+        assert scalars.H is not None
+        K = K - weights.C * scalars.H
     return scale * (q * shared - truth * K)
 
 
-def settle(
-    truth: Tensor, objective: Objective, costs: Costs, steps: int = 5000, tolerance: float = 1e-12
-) -> tuple[Tensor, Tensor]:
-    """Return q [n, V], where training on truths [n, V], float64, settles with unlimited data; residuals [n].
+def kernel_gradient(q: Tensor, truth: Tensor, costs: Costs, weight: float) -> Tensor:
+    """Return the expected gradient [..., V] of the proper score m + weight / 2 |E'q - e_y|^2.
 
-    It is found by preconditioned descent from the truths; a residual is the largest entry of the expected
-    gradient that is left. An objective that has no fixed point inside the simplex collapses towards a corner:
-    its residual then stays above the tolerance, and q is where it was after `steps`.
+    With unit rows in E the second term is the kernel score of k_ij = e_i . e_j = 1 - c_ij, which is EMO's D
+    less what depends on the model alone: D_y - q . C q / 2. Its gradient is that of no reweighting,
+
+        g_i = q_i - P_i + weight q_i (u_i - q . u),    u = K (q - P) = -C (q - P),
+
+    and vanishes at q = P, whatever the costs.
+    """
+    u = -costs.apply(q - truth)
+    return q - truth + weight * q * (u - (q * u).sum(-1, keepdim=True))
+
+
+def settle(
+    truth: Tensor, gradient: Gradient, steps: int = 5000, tolerance: float = 1e-12
+) -> tuple[Tensor, Tensor]:
+    """Return q [..., n, V], where training on truths settles with unlimited data, and residuals [..., n].
+
+    All float64. It is found by preconditioned descent from the truths; a residual is the largest entry of
+    the expected gradient that is left. An objective that has no fixed point inside the simplex collapses
+    towards a corner: its residual then stays above the tolerance, and q is where it was after `steps`.
     """
     z = truth.clamp_min(1e-30).log()
-    rate = torch.full_like(z[:, :1], 0.5)
+    rate = torch.full_like(z[..., :1], 0.5)
     least = torch.full_like(rate, torch.inf)
     for _ in range(steps):
         q = torch.softmax(z, -1)
-        g = expected_gradient(q, truth, objective, costs)
+        g = gradient(q, truth)
         residual = g.abs().amax(-1, keepdim=True)
         if residual.max() < tolerance:
             break
@@ -78,4 +104,4 @@ def settle(
         least = torch.minimum(least, residual)
         # g / q is the step of a Newton iteration whose Hessian is its diagonal
         z = torch.log_softmax(z - rate * (g / q.clamp_min(1e-12)).clamp(-1, 1), -1)
-    return q, residual[:, 0]
+    return q, residual[..., 0]

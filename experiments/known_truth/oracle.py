@@ -6,6 +6,9 @@
 With `--baseline` every measure is also reported as the difference from the baseline at the temperature at
 which it is as certain as the model: what is left of an effect when sharpening alone is taken away.
 With `--dev` the model is reported at the temperature that suits the development text best, too.
+`decoded`: the model's distributions as temperatures and nuclei leave them; `locks` and `forks`: the contexts
+in which the oracle is more certain than in the median one, and the others; `bound_js`: the divergence where
+every context has the best of TEMPERATURES, which no single temperature can be better than.
 With `--samples` the oracle reads so many texts of the model's own, and as many of its own: the floor.
 """
 
@@ -19,18 +22,21 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TopPLogitsWarper
 
 from emo.common.errors import ExitCode, UserError, outcome
 from emo.common.files import write_text
 from emo.data_prep.inputs import open_text
 from emo.eval.generation import distributions, likelihood
-from emo.eval.generation.decoding import prompt_ids
+from emo.eval.generation.decoding import Decoding, prompt_ids
 from emo.eval.model import EvaluatedModel
 from emo.experiments.known_truth.corpus import sample
 from emo.experiments.statistics import best_temperature
 
 CONTEXTS = 40_000  # at most; a row of logits each, three models
 SAMPLES_SEED = 4  # not one of the corpus's
+TEMPERATURES = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0]
+NUCLEI = [0.8, 0.9, 0.95]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,6 +76,7 @@ def measure(
     p = distributions.log_probs(logits_of(oracle.model, rows, shared))
     q = logits_of(model.model, rows, shared)
     results: dict[str, Any] = {"contexts": len(targets), "at_1": summary(p, q, targets)}
+    results |= divided(p, q) | {"decoded": decoded(p, q)}
     if dev is not None:
         dev_rows, dev_targets = token_rows(oracle.tokenizer, dev)
         logits, next_ = logits_of(model.model, dev_rows, shared), dev_targets[:, None]
@@ -91,6 +98,36 @@ def summary(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float
     means = {name: float(values.mean()) for name, values in distributions.measures(log_p, log_q).items()}
     means["test_nats"] = float(-log_q.gather(-1, targets[:, None]).mean())
     means["floor_nats"] = float(-log_p.gather(-1, targets[:, None]).mean())
+    return means
+
+
+def divided(log_p: Tensor, q_logits: Tensor) -> dict[str, Any]:
+    """Return mean divergences of the contexts in which the oracle is certain and not, and their least one."""
+    tempered = torch.stack(
+        [distributions.js(log_p, distributions.log_probs(q_logits, t)) for t in TEMPERATURES]
+    )
+    entropy, js = distributions.entropy(log_p), tempered[TEMPERATURES.index(1.0)]
+    order = entropy.argsort()
+    deciles = [{"entropy": float(entropy[i].mean()), "js": float(js[i].mean())} for i in order.chunk(10)]
+    locks, forks = js[order].chunk(2)
+    bound = float(tempered.amin(0).mean())
+    return {
+        "deciles": deciles,
+        "locks_js": float(locks.mean()),
+        "forks_js": float(forks.mean()),
+        "bound_js": bound,
+    }
+
+
+def decoded(log_p: Tensor, q_logits: Tensor) -> dict[str, dict[str, float]]:
+    """Return divergences of the distributions that a decoding draws from, by the decoding's name."""
+    choices = {Decoding(temperature=t): q_logits / t for t in TEMPERATURES if t < 1}
+    choices |= {Decoding(top_p=p): TopPLogitsWarper(p)(None, q_logits) for p in NUCLEI}
+    means = {}
+    for decoding, logits in choices.items():
+        log_q = distributions.log_probs(logits)
+        values = {"js": distributions.js(log_p, log_q), "kl_qp": distributions.kl(log_q, log_p)}
+        means[decoding.name.replace(".", "_")] = {name: float(value.mean()) for name, value in values.items()}
     return means
 
 

@@ -1,10 +1,11 @@
-"""Objectives where the truth is known: their fixed points (A0), and learners fitted to samples (A).
+"""Objectives where the truth is known: their fixed points (A0), and learners fitted to samples, as a map (A).
 
-    python -m emo.experiments.known_truth.study FILE.yaml [key=value ...]
+    python -m emo.experiments.known_truth.study FILE.yaml [key=value ...] [--jobs N]
 
-FILE says which truths, sample sizes, objectives and costs; `results.json` is written to its `out`. A cell is
-one share of geometry and one size of sample: `truths` of them are drawn at random, each with one sample.
-Cells that are done are not done again, unless the code or the parameters that made them have changed.
+FILE says which truths, sample sizes, objectives and costs; `results.json` is written to its `out`. A cell of
+the map is a vocabulary, a share of geometry and a number of draws per context. Its unit is the truth: so many
+are drawn at random for it, each with one sample, and no two cells have one in common. Cells that are done are
+not done again, unless the code or the parameters that made them have changed.
 """
 
 from __future__ import annotations
@@ -13,49 +14,45 @@ import argparse
 import hashlib
 import itertools
 import json
+import math
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from emo.common.errors import ExitCode, outcome
+from emo.common.files import finite as without_nan
 from emo.common.files import sha256, write_text
+from emo.common.parallel import Workers
 from emo.common.provenance import code_version
 from emo.common.recipe import Section, load_section
 from emo.eval.generation import distributions
+from emo.eval.stats import LEVEL
 from emo.experiments.code import code_digest, plugin_file
 from emo.experiments.design import RESULTS
 from emo.experiments.known_truth import bigram
-from emo.experiments.known_truth.expected import Costs, settle
-from emo.experiments.statistics import at_an_end, best_temperature, estimate, verdict
-from emo.pipeline.loss import Objective, get_objective
+from emo.experiments.known_truth.contestants import Contestant
+from emo.experiments.known_truth.expected import settle
+from emo.experiments.statistics import best_temperature, estimate, verdict
 
-DEV_SEED, TRUTH_SEED, PERMUTATION = 10_000, 77, 5  # streams that must not meet those of the samples
+TRUTH_SEED = 77
+FACTOR = 3.0  # between neighbouring learning rates
+SLOWEST, FASTEST = 1e-5, 1.0  # learning rates that are tried
+MAP = "map.json"  # the verdicts alone, as `emo advise` reads them
+POST_HOC = "post-hoc "  # begins the labels of what an objective would make of the baseline
 
 
-class Contestant(Section):
-    """An objective with its parameters, its costs, and what its learner's head knows."""
+class Question(Section):
+    """Whether one contestant is closer to the truth than all of others."""
 
-    name: str
-    params: dict[str, float] = {}
-    cost: Literal["true", "constant", "permuted"] = "true"
-    # embedding: the learner's output matrix is the embedding that the truth was made with, not trained.
-    head: Literal["free", "embedding"] = "free"
-
-    @property
-    def objective(self) -> Objective:
-        """Return the objective with its parameters."""
-        return get_objective(self.name, **self.params)
-
-    def costs(self, embedding: Tensor) -> Costs:
-        """Return the transport costs, from the embedding that the truth was made with."""
-        if self.cost == "constant":
-            return Costs(torch.eye(embedding.shape[-2], dtype=embedding.dtype))
-        costs, generator = Costs(embedding), torch.Generator().manual_seed(PERMUTATION)
-        return costs.permuted(generator) if self.cost == "permuted" else costs
+    better: str
+    than: list[str] = Field(min_length=1)
+    tempered: bool = False  # against that at the temperature of equal entropy
 
 
 class Study(Section):
@@ -64,23 +61,48 @@ class Study(Section):
     out: Path
     contestants: dict[str, Contestant] = Field(min_length=1)
     baseline: str = "mle"
-    vocabularies: list[int] = [20, 100]
-    shares: list[float] = [0.0, 0.5, 1.0]  # of geometry in the truth
-    tokens: list[int] = [500, 5_000, 50_000]  # of a training sample; a tenth more is for development
-    # Drawn for each cell, with one sample of each; all contestants have the same samples and first weights.
-    truths: int = Field(10, gt=1)
-    steps: int = Field(600, gt=0)
-    rates: list[float] = [1e-3, 3e-3, 9e-3]  # learning rates; each contestant takes its best on dev
+    # Of these: the distributions that they would turn the trained baseline's into, with unlimited data.
+    post_hoc: list[str] = []
+    vocabularies: list[int]
+    shares: list[float]  # of geometry in the truth
+    draws: list[int]  # per context, of a training sample; a tenth more is for development
+    truths: int = Field(20, gt=1)  # of each cell; all contestants have the same samples and first weights
+    selection: int = Field(4, gt=0)  # further truths of each cell, which learning rates are chosen on
+    steps: int = Field(600, gt=0)  # at most
+    rates: list[float] = [3e-3, 9e-3, 2.7e-2]  # learning rates; where the best is the last, further ones
     outcome: str = "js"
-    questions: dict[str, dict[str, Any]] = {}  # name: {better: label, than: [labels], tempered: bool}
+    questions: dict[str, Question] = {}
 
     @model_validator(mode="after")
     def _labels_exist(self) -> Study:
-        labels = [label for q in self.questions.values() for label in (q["better"], *q["than"])]
-        for label in (self.baseline, *labels):
-            if label not in self.contestants:
-                raise ValueError(f"{label} is not one of the contestants: {', '.join(self.contestants)}")
+        known = [*self.contestants, *(POST_HOC + label for label in self.post_hoc)]
+        asked = [label for q in self.questions.values() for label in (q.better, *q.than)]
+        against = [self.against(label) for label in self.contestants]
+        for label in (self.baseline, *self.post_hoc, *asked, *against):
+            if label not in known:
+                raise ValueError(f"{label} is not one of the contestants: {', '.join(known)}")
+        for name, question in self.questions.items():
+            if question.tempered and question.than != [self.against(question.better)]:
+                raise ValueError(
+                    f"questions.{name}: {question.better} has no gap from {question.than}; set against"
+                )
         return self
+
+    def against(self, label: str) -> str:
+        """Return the contestant that the gaps of another one are from."""
+        contestant = self.contestants.get(label)
+        return self.baseline if contestant is None else contestant.against or self.baseline
+
+
+class Cell(NamedTuple):
+    """A place on the map."""
+
+    V: int
+    share: float
+    draws: int
+
+    def __str__(self) -> str:
+        return f"{self.V} tokens, share {self.share:g}, {self.draws:,} draws per context"
 
 
 def fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, Any]]:
@@ -92,7 +114,7 @@ def fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, 
     for label, contestant in study.contestants.items():
         if contestant.head != "free":  # a fixed point is one of distributions, without a learner
             continue
-        q, residual = settle(rows, contestant.objective, contestant.costs(embedding))
+        q, residual = settle(contestant.targets(rows, embedding), contestant.gradient(embedding))
         log_q = q.clamp_min(1e-300).log()
         pairs = zip(log_p, distributions.entropy(log_q).tolist(), strict=True)
         temperatures = [distributions.matching_temperature(p[None], entropy) for p, entropy in pairs]
@@ -105,115 +127,201 @@ def fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, 
     return points
 
 
-def measure_cell(study: Study, V: int, share: float, tokens: int) -> dict[str, Any]:
-    """Return, for A, `values`: of each contestant by measure one for each truth; and `rates`, as chosen.
+def draw(cell: Cell, kind: str, count: int) -> tuple[list[bigram.Truth], bigram.Sample]:
+    """Return truths of a cell and a sample of each; those of another `kind` or cell are others."""
+    truths, train, dev, tokens = [], [], [], cell.V * cell.draws
+    for number in range(count):
+        name = f"{TRUTH_SEED} {cell.V} {cell.share} {cell.draws} {kind} {number}"
+        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]))
+        truths.append(bigram.geometric_truth(cell.V, cell.share, generator))
+        train.append(bigram.sample_counts(truths[-1], tokens, generator))
+        dev.append(bigram.sample_counts(truths[-1], max(200, tokens // 10), generator))
+    embedding = torch.stack([truth.embedding for truth in truths]).float()
+    return truths, bigram.Sample(torch.stack(train), torch.stack(dev), embedding, list(range(count)))
+
+
+def search(score: Callable[[float], dict[str, float]], rates: list[float]) -> dict[float, dict[str, float]]:
+    """Return the scores of learning rates, of which none that is best by some score is the first or last.
+
+    score: values by name, the less the better. Rates are tried beyond `rates` until they need not be, or
+    SLOWEST or FASTEST is reached.
+    """
+    scores: dict[float, dict[str, float]] = {}
+    new = rates
+    while new:
+        scores |= {rate: score(rate) for rate in new}
+        chosen = set(best(scores).values())
+        beyond = ((min(scores), min(scores) / FACTOR), (max(scores), max(scores) * FACTOR))
+        new = [rate for end, rate in beyond if end in chosen and SLOWEST <= rate <= FASTEST]
+    return dict(sorted(scores.items()))
+
+
+def best(scores: dict[float, dict[str, float]]) -> dict[str, float]:
+    """Return the learning rate that is best by each score."""
+    names = next(iter(scores.values()))
+    return {name: min(scores, key=lambda rate: scores[rate][name]) for name in names}
+
+
+def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
+    """Return `values` of each contestant by measure, one for each truth, and how it was trained.
 
     Beside the measures of the learner as it was trained: `temperature`, which suits its development sample
-    best, and `tempered_js` at that; `gap_*`: the difference from the baseline at the temperature of equal
-    entropy.
+    best, and `tempered_js` at that; `gap_*`: the difference from what it is against, at the temperature of
+    equal entropy; `js_by_nll`: where the learning rate was chosen by nats per token of development samples.
+    All else is of the rate with the least `outcome` over the truths for selection. `rates`: those two, by
+    score; `at_end`: contestants whose rate is one beyond which none was tried.
     """
-    truths = []
-    for number in range(study.truths):  # no two cells have one in common, so that they are independent
-        name = f"{TRUTH_SEED} {V} {share} {tokens} {number}"
-        generator = torch.Generator().manual_seed(int.from_bytes(hashlib.sha256(name.encode()).digest()[:7]))
-        truths.append(bigram.geometric_truth(V, share, generator))
-    seeds = list(range(study.truths))
-    train, dev = (
-        torch.cat([bigram.sample_counts(t, size, [first + i]) for i, t in enumerate(truths)])
-        for size, first in ((tokens, 0), (max(200, tokens // 10), DEV_SEED))
-    )
-    embedding = torch.stack([truth.embedding for truth in truths]).float()
+    others, selection = draw(cell, "selection", study.selection)
+    truths, sample = draw(cell, "measured", study.truths)
     logits: dict[str, Tensor] = {}
-    rates: dict[str, float] = {}
+    by_nll: dict[str, Tensor] = {}
+    rates: dict[str, dict[str, float]] = {}
+    at_end: list[str] = []
     for label, contestant in study.contestants.items():
-        costs, head = contestant.costs(embedding), embedding if contestant.head == "embedding" else None
-        fits = {
-            rate: bigram.fit(train, dev, contestant.objective, costs, seeds, rate, study.steps, head)
-            for rate in study.rates
-        }
-        rates[label] = min(fits, key=lambda rate: float(fits[rate].nll.mean()))
-        logits[label] = fits[rates[label]].logits.double()
+
+        def score(rate: float, contestant: Contestant = contestant) -> dict[str, float]:
+            fitted = contestant.fit(selection, rate, study.steps)
+            values = [divergence(*pair, study.outcome) for pair in zip(others, fitted.logits, strict=True)]
+            return {study.outcome: finite(sum(values)), "nll": finite(float(fitted.nll.sum()))}
+
+        scores = search(score, study.rates)
+        rates[label] = best(scores)
+        at_end += [label] * (rates[label][study.outcome] in (min(scores), max(scores)))
+        fits = {rate: contestant.fit(sample, rate, study.steps) for rate in set(rates[label].values())}
+        logits[label] = fits[rates[label][study.outcome]].logits.double()
+        by_nll[label] = fits[rates[label]["nll"]].logits.double()
+    base = logits[study.baseline]
+    for label in study.post_hoc:
+        logits[POST_HOC + label] = study.contestants[label].settled(sample, base.softmax(-1)).log()
     values: dict[str, dict[str, list[float]]] = {}
     for label, learned in logits.items():
-        learners = zip(truths, learned, logits[study.baseline], dev, strict=True)
+        learners = zip(truths, learned, logits[study.against(label)], sample.dev, strict=True)
         measured = [_measure(*learner) for learner in learners]
         values[label] = {name: [row[name] for row in measured] for name in measured[0]}
-    return {"values": values, "rates": rates}
+        if label in by_nll:
+            pairs = zip(truths, by_nll[label], strict=True)
+            values[label]["js_by_nll"] = [divergence(*pair, "js") for pair in pairs]
+    return {"values": values, "rates": rates, "at_end": at_end}
+
+
+def finite(value: float) -> float:
+    """Return a score of learners, infinite where they diverged."""
+    return math.inf if math.isnan(value) else value
+
+
+def divergence(truth: bigram.Truth, logits: Tensor, measure: str, temperature: float = 1.0) -> float:
+    """Return a measure of logits [V, V] from a truth, contexts weighted as a long text has them."""
+    return weighted(truth, logits, temperature)[measure]
+
+
+def weighted(truth: bigram.Truth, logits: Tensor, temperature: float = 1.0) -> dict[str, float]:
+    """Return all measures of logits [V, V] from a truth."""
+    measured = distributions.measures(truth.rows.log(), distributions.log_probs(logits, temperature))
+    return {name: float(values @ truth.contexts) for name, values in measured.items()}
 
 
 def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) -> dict[str, float]:
-    """Return a learner's measures from logits [V, V], its baseline's, and counts of development [V, V]."""
-
-    def weighted(logits: Tensor, t: float = 1.0) -> dict[str, float]:
-        """Return measures at a temperature, contexts weighted as a long text has them."""
-        measured = distributions.measures(truth.rows.log(), distributions.log_probs(logits, t))
-        return {name: float(values @ truth.contexts) for name, values in measured.items()}
+    """Return measures of a learner, from its logits, those it is against, and development counts [V, V]."""
 
     def entropy(t: float) -> float:
         return float(distributions.entropy(distributions.log_probs(base, t)) @ truth.contexts)
 
-    values = weighted(learned)
-    # the baseline at the temperature at which its mean entropy is the learner's
-    matched = weighted(base, distributions.solve_temperature(entropy, values["entropy_q"]))
+    values = weighted(truth, learned)
+    # `base` at the temperature at which its mean entropy is the learner's
+    try:
+        matched = weighted(truth, base, distributions.solve_temperature(entropy, values["entropy_q"]))
+    except ValueError:  # the learner has collapsed, and no temperature makes `base` as certain
+        matched = dict.fromkeys(values, math.nan)
     values |= {f"gap_{name}": values[name] - matched[name] for name in matched}
     values["temperature"] = best_temperature(lambda t: float(bigram.nats_per_token(learned / t, dev)))
-    values["tempered_js"] = weighted(learned, values["temperature"])["js"]
+    values["tempered_js"] = divergence(truth, learned, "js", values["temperature"])
     return values
 
 
-def run(study: Study) -> dict[str, Any]:
+def _measuring(study: Study) -> Callable[[Cell], dict[str, Any]]:
+    """Return `measure_cell` of a study on one thread: several would wait for each other at every matrix."""
+    torch.set_num_threads(1)
+    return partial(measure_cell, study)
+
+
+def run(study: Study, jobs: int = 1) -> dict[str, Any]:
     """Return the results of all cells, after writing them; finished cells are read."""
     (study.out / "cells").mkdir(parents=True, exist_ok=True)
     files = (plugin_file(contestant.name) for contestant in study.contestants.values())
-    keys = {"contestants", "baseline", "truths", "steps", "rates"}
+    keys = {"contestants", "baseline", "post_hoc", "truths", "selection", "steps", "rates", "outcome"}
     identity = {  # what every cell depends on: parameters, and the code that makes it
         "study": study.model_dump(mode="json", include=keys),
         "code": code_digest("emo.experiments.known_truth.study"),
         "plug-ins": [sha256(file) for file in files if file is not None and file.is_file()],
         "torch": torch.__version__,
     }
-    results, rows = [], []
-    for V, share, tokens in itertools.product(study.vocabularies, study.shares, study.tokens):
-        key = json.dumps({**identity, "cell": [V, share, tokens]}, sort_keys=True)
+    cells = [Cell(*axes) for axes in itertools.product(study.vocabularies, study.shares, study.draws)]
+    paths = {}
+    for cell in cells:
+        key = json.dumps({**identity, "cell": cell}, sort_keys=True)
         digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-        path = study.out / "cells" / f"{digest}-{V}-{share:g}-{tokens}.json"
-        if not path.is_file():
-            write_text(path, json.dumps(measure_cell(study, V, share, tokens)))
-        cell = {"V": V, "share": share, "tokens": tokens, **json.loads(path.read_text(encoding="utf-8"))}
-        results.append(cell)
+        paths[cell] = study.out / "cells" / f"{digest}-{cell.V}-{cell.share:g}-{cell.draws}.json"
+    waiting = [cell for cell in cells if not paths[cell].is_file()]
+    waiting.sort(key=lambda cell: -cell.V)  # the largest last would leave workers without work
+    with Workers(min(jobs, len(waiting)), _measuring, study) as workers:
+        for cell, result in zip(waiting, workers.map(waiting), strict=True):
+            write_text(paths[cell], json.dumps(result))
+            means = {label: sum(v[study.outcome]) / study.truths for label, v in result["values"].items()}
+            print(f"{cell}: {', '.join(f'{label} {mean:.4f}' for label, mean in means.items())}", flush=True)
+    results = {cell: json.loads(path.read_text(encoding="utf-8")) for cell, path in paths.items()}
+    rows = []
+    for cell, result in results.items():
         contestants = {
             label: {metric: estimate(values) for metric, values in measured.items()}
-            for label, measured in cell["values"].items()
+            for label, measured in result["values"].items()
         }
-        ends = [label for label, rate in cell["rates"].items() if at_an_end(rate, study.rates)]
-        verdicts = {name: answer(study, name, [cell]) for name in study.questions}
-        row = {key: cell[key] for key in ("V", "share", "tokens", "rates")}
-        rows.append(row | {"at_end": ends, "contestants": contestants, "verdicts": verdicts})
-        means = (f"{label} {sum(v[study.outcome]) / study.truths:.4f}" for label, v in cell["values"].items())
-        print(f"V {V}, share {share:g}, {tokens} tokens: {', '.join(means)}", flush=True)
-    verdicts = {name: answer(study, name, results) for name in study.questions}
+        verdicts = {name: answer(study, name, result, len(cells)) for name in study.questions}
+        row = {**cell._asdict(), "rates": result["rates"], "at_end": result["at_end"]}
+        rows.append(row | {"contestants": contestants, "verdicts": verdicts})
+    verdicts = {name: regions(study, name, rows) for name in study.questions}
     code, points = code_version(), fixed_points(study)
     summary = {"code": code, "fixed_points": points, "rows": rows, "verdicts": verdicts}
-    write_text(study.out / RESULTS, json.dumps(summary, indent=1))
+    write_text(study.out / RESULTS, json.dumps(without_nan(summary), indent=1))
+    axes = [{key: row[key] for key in (*Cell._fields, "verdicts")} for row in rows]
+    write_text(study.out / MAP, json.dumps({"code": code, "level": LEVEL, "rows": axes}))
     return summary
 
 
-def answer(study: Study, name: str, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the verdict over cells, each of which is one unit with its mean over truths.
+def answer(study: Study, name: str, result: dict[str, Any], cells: int) -> dict[str, Any]:
+    """Return the verdict on a question in a cell, whose units are its truths.
 
-    However many truths a cell has, they say little about other cells. Of a single cell each truth is a unit.
+    Its level is LEVEL^(1 / cells), so that the intervals of so many cells, which are independent, hold
+    together (Sidak).
     """
-    question = study.questions[name]
-    tempered = question.get("tempered", False)  # the gap is already the difference from the tempered baseline
-    measure = f"gap_{study.outcome}" if tempered else study.outcome
+    question, values = study.questions[name], result["values"]
+    if question.tempered:  # the gap is the difference already
+        better = values[question.better][f"gap_{study.outcome}"]
+        others = [[0.0] * len(better)]
+    else:
+        better = values[question.better][study.outcome]
+        others = [values[label][study.outcome] for label in question.than]
+    return {"outcome": study.outcome, **verdict(better, others, True, LEVEL ** (1 / cells))}
 
-    def units(label: str) -> list[float]:
-        values: list[list[float]] = [cell["values"][label][measure] for cell in results]
-        return values[0] if len(values) == 1 else [sum(v) / len(v) for v in values]
 
-    better = units(question["better"])
-    others = [[0.0] * len(better)] if tempered else [units(label) for label in question["than"]]
-    return {"outcome": study.outcome, **verdict(better, others, least=True)}
+def regions(study: Study, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the cells of each answer to a question, and the answer of the whole map.
+
+    It is that of all cells which are decided, `depends` where they differ. Nothing is averaged: the map is
+    as it was chosen to be, and a mean over it would be of that choice.
+    """
+    cells: dict[str, list[str]] = {"yes": [], "no": [], "undecided": []}
+    for row in rows:
+        cells[row["verdicts"][name]["answer"]].append(str(Cell(row["V"], row["share"], row["draws"])))
+    decided = [word for word in ("yes", "no") if cells[word]]
+    effects = [row["verdicts"][name]["effect"] for row in rows]
+    return {
+        "answer": "depends" if len(decided) == 2 else [*decided, "undecided"][0],
+        "outcome": study.outcome,
+        "cells": cells,
+        "least": min(effects),
+        "most": max(effects),
+        "n": study.truths,
+    }
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -221,16 +329,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m emo.experiments.known_truth.study", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    parser.add_argument("--jobs", type=int, default=1, help="cells beside each other (%(default)s)")
     args = parser.parse_intermixed_args(argv)
-    torch.set_num_threads(1)  # the matrices are small: a second thread costs more than it gives
     study = load_section(Study, args.file, args.overrides, "experiment")
-    results = run(study)
-    for name, result in results["verdicts"].items():
-        limits = f"[{result['low']:.4g}, {result['high']:.4g}], n {result['n']}"
-        print(f"all cells: {name}: {result['answer']} ({result['effect']:.4g} {limits})")
-    ends = sorted({label for row in results["rows"] for label in row["at_end"]})
-    if ends:
-        print(f"learning rates, chosen by nats per token, lie at an end of their grid: {', '.join(ends)}")
+    results = run(study, args.jobs)
+    for name, verdicts in results["verdicts"].items():
+        counts = ", ".join(f"{word} in {len(cells)}" for word, cells in verdicts["cells"].items())
+        print(f"{name}: {counts} cells; {verdicts['least']:+.4f} to {verdicts['most']:+.4f}")
+    for row in results["rows"]:
+        if row["at_end"]:
+            print(
+                f"{Cell(row['V'], row['share'], row['draws'])}: no end of learning rates for {row['at_end']}"
+            )
     print(study.out / RESULTS)
     return ExitCode.DONE
 

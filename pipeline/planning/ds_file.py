@@ -225,11 +225,14 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
         raise UserError(f"{path}: {problem}", code="ds-combination")
 
 
-def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = False) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, weight_decay: float, use_muon: bool = False, head_lr_ratio: float = 1.0
+) -> list[dict[str, Any]]:
     """Return the optimizer's groups: biases and the gains of norms (fewer than two dimensions) do not decay.
 
     One group where that makes no difference; under ZeRO-3 `ds_shape` is the shape before partitioning. With
     `use_muon`: before them the group that Muon takes, matrices that are neither an embedding nor the head.
+    The head's weights are in groups of their own, with a `ratio`, where that is not 1.
 
     Raises UserError for a model whose matrices Muon would scale the wrong way round, or not find.
     """
@@ -251,9 +254,19 @@ def parameter_groups(model: nn.Module, weight_decay: float, use_muon: bool = Fal
     decaying = [p for p in trainable if dimensions[id(p)] > 1]
     fixed = [p for p in trainable if dimensions[id(p)] < 2]
     if not weight_decay or not decaying or not fixed:
-        return [*groups, {"params": trainable, "weight_decay": weight_decay if decaying else 0.0}]
-    groups.append({"params": decaying, "weight_decay": weight_decay})
-    return [*groups, {"params": fixed, "weight_decay": 0.0}]
+        groups.append({"params": trainable, "weight_decay": weight_decay if decaying else 0.0})
+    else:
+        groups.append({"params": decaying, "weight_decay": weight_decay})
+        groups.append({"params": fixed, "weight_decay": 0.0})
+    if head_lr_ratio == 1:
+        return groups
+    of_head = {id(p) for p in model.get_output_embeddings().parameters()}  # type: ignore[operator]
+    apart = []
+    for group in groups:
+        parts = {1.0: [p for p in group["params"] if id(p) not in of_head]}
+        parts[head_lr_ratio] = [p for p in group["params"] if id(p) in of_head]
+        apart += [group | {"params": part, "ratio": ratio} for ratio, part in parts.items() if part]
+    return apart
 
 
 def muon(groups: list[dict[str, Any]], params: dict[str, Any]) -> torch.optim.Optimizer:

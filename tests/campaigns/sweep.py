@@ -1,10 +1,11 @@
 """A sweep of 2 objectives x 2 seeds: killed over and over, and as an array job of Slurm on this machine.
 
-    python -m tests.campaigns.sweep [--kills 20] [--seed 0] [--parts kills slurm]
+    python -m tests.campaigns.sweep [--kills 20] [--seed 0] [--parts kills study slurm]
 
 kills   all processes of the sweep are killed at seeded random moments, within half of what it takes
         undisturbed, and the same command is run again. Nothing that was done may be done again, and the table
         must be that of the undisturbed sweep.
+study   the same of a map of known truths, whose results.json is compared.
 slurm   `emo sweep --slurm` writes an array job; its workers share the runs; the same table. Needs root
         and Debian's packages, as the cluster campaign does.
 
@@ -71,6 +72,35 @@ def kills(path: Path, expected: str, count: int, took: float, rng: random.Random
     show("kills", "stages done twice", str(repeated), repeated == 0)
 
 
+def study(directory: Path, count: int, rng: random.Random, show: Campaign) -> None:
+    """Kill a study's processes until there were `count` kills; its results must be those without any."""
+
+    def start_study(name: str) -> subprocess.Popen[bytes]:
+        axes = ["vocabularies=[12,30]", "draws=[20,40]", "truths=3", "selection=1", "steps=200"]
+        file = ["experiments/known-truth-quick.yaml", "--jobs", "2", f"out={directory / name}", *axes]
+        command = [sys.executable, "-m", "emo.experiments.known_truth.study", *file]
+        return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
+
+    began = time.monotonic()
+    assert start_study("whole").wait() == 0
+    took, killed, runs, equal = time.monotonic() - began, 0, 0, True
+    expected = (directory / "whole/results.json").read_bytes()
+    while killed < count:
+        runs += 1
+        while killed < count:
+            process = start_study(f"killed-{runs}")
+            try:
+                process.wait(timeout=rng.uniform(0.3 * took, took))
+                break
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+                killed += 1
+        assert start_study(f"killed-{runs}").wait() == 0
+        equal &= (directory / f"killed-{runs}/results.json").read_bytes() == expected
+    show("study", f"{killed} kills of {runs} studies: the results", "the same" if equal else "DIFFER", equal)
+
+
 def array(path: Path, expected: str, show: Campaign) -> None:
     out, file = path.parent / "array", path.parent / "array.sbatch"
     finished(path, out, "--slurm", str(file), "--workers", str(WORKERS))  # it only writes the job
@@ -85,14 +115,19 @@ def array(path: Path, expected: str, show: Campaign) -> None:
 
 
 def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
+    rng = random.Random(args.seed)
+    if "study" in args.parts:
+        study(directory, args.kills, rng, show)
+    if not {"kills", "slurm"} & set(args.parts):
+        return
     path = sweep(directory, tiny_recipe(directory, max_steps=3))
     began = time.monotonic()
     expected = finished(path, directory / "undisturbed")
     if "kills" in args.parts:
-        kills(path, expected, args.kills, time.monotonic() - began, random.Random(args.seed), show)
+        kills(path, expected, args.kills, time.monotonic() - began, rng, show)
     if "slurm" in args.parts and can_install(show, "slurm", SLURM):
         array(path, expected, show)
 
 
 if __name__ == "__main__":
-    sys.exit(conduct("sweep", run, __doc__, parts=["kills", "slurm"], kills=20, seed=0))
+    sys.exit(conduct("sweep", run, __doc__, parts=["kills", "study", "slurm"], kills=20, seed=0))

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from emo.eval.generation import commands, likelihood, prefixes, quality
 from emo.eval.generation import distributions as d
-from emo.eval.generation.decoding import Decoding, Request, split_ids
+from emo.eval.generation.decoding import Decoding, Request, prompt_ids, split_ids
 from emo.eval.generation.engines import Transformers
 from emo.eval.generation.records import Generation, read_records
 from emo.eval.generation.sampling import ROUNDING, Sampler
@@ -214,6 +214,28 @@ def naive_per_token(path: Path, pairs: list[tuple[list[int], list[int]]]) -> flo
     return float(np.concatenate(nll).mean())
 
 
+def test_beams_as_many_as_tokens_find_the_likeliest_pair(corpus: Path, tmp_path: Path) -> None:
+    model = EvaluatedModel(str(corpus / "small"))
+    size = model.model.config.vocab_size
+    options = ["--prefix", "the cat", "--max_new_tokens", 2, "--beams", size, "--output_path", tmp_path]
+    assert command("generate", "--model", corpus / "small", *options)[0] == 0
+    (directory,) = (tmp_path / "models/small/generated").iterdir()
+    about, (record,) = read_records(directory)
+    assert about["decoding"] == {"beams": size, "penalty": 1.0, "name": f"beam{size}"}
+    prompt = prompt_ids(model, "the cat")
+    pairs = torch.tensor([[*prompt, token] for token in range(size)])
+    with torch.no_grad():
+        logits = model.model(pairs).logits.log_softmax(-1)
+    means = {}  # log-probability per token: texts of one token where it ends them, else of two
+    for first in range(size):
+        if first in Transformers(model).ends:
+            means[first,] = float(logits[0, -2, first])
+        else:
+            second = int(logits[first, -1].argmax())
+            means[first, second] = float(logits[0, -2, first] + logits[first, -1, second]) / 2
+    assert record["ids"] == list(max(means, key=means.__getitem__))
+
+
 def test_perplexities_equal_naive_ones(corpus: Path, sampled: Path) -> None:
     """PPL_oracle, PPL_test and cross-entropies, to 1e-6; the oracle of its own samples is at its floor."""
     paths = {name: corpus / name for name in ("small", "oracle")}
@@ -300,7 +322,8 @@ def test_mauve_between_floor_and_ceiling(shared_data: Path) -> None:
 WRONG = (
     "--max_new_tokens 0", "--samples 0", "--corpus pbt", "--corpus webtext --data data", "--corpus ptb",
     "--corpus ptb --data nowhere", "--prefixes nothing.txt", "--prefixes long.txt", "--max_new_tokens 96",
-    "--seeds 1,x", "--seeds 1,1", "--greedy --samples 2", "--greedy --top_k 3", "--temperature 0",
+    "--seeds 1,x", "--seeds 1,1", "--greedy --samples 2", "--greedy --top_k 3", "--beams 1",
+    "--beams 2 --samples 2", "--beams 2 --top_p 0.9", "--temperature 0",
     "--top_p 1.1", "--batch_size 0",
 )  # fmt: skip
 

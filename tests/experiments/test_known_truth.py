@@ -7,18 +7,20 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
-from scipy import stats
+from scipy import optimize, stats
 from scipy.spatial.distance import jensenshannon
-from torch import Tensor
+from torch import Tensor, nn
 
 from emo.common.recipe import load_section
 from emo.eval.generation import distributions
 from emo.eval.model import EvaluatedModel
-from emo.experiments.known_truth import bigram, corpus, oracle, study
-from emo.experiments.known_truth.expected import Costs, expected_gradient, settle
+from emo.experiments.known_truth import bigram, corpus, learner, oracle, study
+from emo.experiments.known_truth.contestants import Contestant, Prior
+from emo.experiments.known_truth.expected import Costs, Gradient, expected_gradient, kernel_gradient, settle
 from emo.pipeline.loss import get_objective
 from emo.pipeline.loss.objectives import Rows, gradient, scalars_of
 from tests.helpers.evaluating import tiny_model
@@ -55,9 +57,13 @@ def test_the_gradient_is_the_mean_over_targets(name: str) -> None:
     assert torch.allclose(expected_gradient(q, truth, objective, costs), expected, atol=1e-14)
 
 
+def gradient_of(name: str, costs: Costs) -> Gradient:
+    return lambda q, truth: expected_gradient(q, truth, get_objective(name), costs)
+
+
 def test_emo_settles_where_its_closed_form_says() -> None:
     truth, costs = truths(), geometry()
-    q, residual = settle(truth, get_objective("emo"), costs)
+    q, residual = settle(truth, gradient_of("emo", costs))
     assert residual.max() < 1e-11
     m = -q.log()
     shared = (truth * (1 - m)).sum(-1, keepdim=True) + costs.apply(truth * m / costs.apply(q))
@@ -80,17 +86,118 @@ def test_a_geometric_truth_has_its_entropy_and_its_geometry(share: float, low: f
     assert low < spread / across < high
 
 
+def test_the_proper_score_has_the_gradient_of_its_definition_and_settles_at_the_truth() -> None:
+    """... m + 5 |E'q - e_y|^2, averaged over targets and differentiated by autograd."""
+    truth, q = truths(2)
+    embedding = nn.functional.normalize(
+        torch.randn(V, 6, dtype=torch.float64, generator=generator(1)), dim=-1
+    )
+    z = q.log().requires_grad_()
+    distances = (torch.softmax(z, -1) @ embedding - embedding).square().sum(-1)
+    (truth * (5 * distances - torch.log_softmax(z, -1))).sum().backward()
+    costs = Costs(embedding)
+    assert torch.allclose(kernel_gradient(q, truth, costs, 10.0), z.grad, atol=1e-12)
+    settled, _ = settle(truths(), lambda q, truth: kernel_gradient(q, truth, costs, 10.0))
+    assert torch.allclose(settled, truths(), atol=1e-8)
+
+
+def sample(size: int, draws: int, runs: int = 4) -> tuple[list[bigram.Truth], bigram.Sample]:
+    return study.draw(study.Cell(size, 1.0, draws), "test", runs)
+
+
 def test_mle_converges_to_the_truth_at_the_rate_of_counts() -> None:
     """The error of counts is (parameters) / (2 N) nats; the learner stays within a factor of it."""
-    truth, seeds, errors = bigram.geometric_truth(12, 1.0, generator()), [0, 1, 2, 3], []
-    for tokens in (2_000, 20_000, 200_000):
-        train = bigram.sample_counts(truth, tokens, seeds)
-        dev = bigram.sample_counts(truth, tokens, [s + 100 for s in seeds])
-        fitted = bigram.fit(train, dev, get_objective("mle"), Costs(torch.eye(12)), seeds, 1e-2, 800)
-        log_q = fitted.logits.double().log_softmax(-1)
-        errors.append(float((distributions.kl(truth.rows.log(), log_q) @ truth.contexts).mean()))
+    errors = []
+    for draws in (160, 1_600, 16_000):
+        languages, counts = sample(12, draws)
+        log_q = Contestant(name="mle").fit(counts, 1e-2, 800).logits.double().log_softmax(-1)
+        pairs = zip(languages, log_q, strict=True)
+        losses = [float(distributions.kl(p.rows.log(), q) @ p.contexts) for p, q in pairs]
+        errors.append(sum(losses) / len(losses))
     assert errors[0] > 4 * errors[1] > 16 * errors[2]
-    assert errors[2] < 5 * 12 * 11 / (2 * 200_000)
+    assert errors[2] < 5 * 12 * 11 / (2 * 12 * 16_000)
+
+
+def test_runs_together_are_runs_alone() -> None:
+    _, counts = sample(12, 50)
+    together, alone = (
+        torch.cat([Contestant(name="emo").fit(part, 1e-2, 40).logits for part in counts.parts(entries)])
+        for entries in (10**6, 1)
+    )
+    assert torch.allclose(together, alone, atol=1e-4)
+
+
+def test_a_learner_whose_head_is_the_embedding_equals_a_plain_loop() -> None:
+    """... of torch's own cross-entropy over weighted pairs, with the same first weights."""
+    _, counts = sample(8, 50, runs=1)
+    start = bigram.Learner(8, [0], counts.embedding).double()
+    weights = [start.embedding[0], start.hidden[0], start.shift[0], start.out[0]]
+    weights = [w.detach().clone().requires_grad_() for w in weights]
+    head, pairs = counts.embedding[0].double(), counts.train[0].double()
+    optimizer = torch.optim.AdamW(weights, lr=1e-2, weight_decay=1e-4)
+    for _ in range(bigram.CHECK_EVERY):
+        embedding, hidden, shift, out = weights
+        logits = torch.relu(embedding @ hidden + shift) @ out @ head.T
+        losses = [
+            nn.functional.cross_entropy(logits, torch.full((8,), y), reduction="none") for y in range(8)
+        ]
+        optimizer.zero_grad()
+        ((torch.stack(losses, -1) * pairs).sum() / pairs.sum()).backward()
+        optimizer.step()
+    embedding, hidden, shift, out = weights
+    logits = torch.relu(embedding @ hidden + shift) @ out @ head.T
+    fitted = Contestant(name="mle", head="embedding").fit(counts, 1e-2, bigram.CHECK_EVERY)
+    assert torch.allclose(fitted.logits[0].double().softmax(-1), logits.softmax(-1), atol=1e-6)
+
+
+def test_a_post_hoc_map_solves_the_fixed_point_equation() -> None:
+    """q_i sum_y P_y (1 - m_y + w_y c_yi) = P_i with w = m / D, found by SciPy's solver, row by row."""
+    _, counts = sample(6, 50, runs=2)
+    learned = torch.softmax(torch.randn(2, 6, 6, dtype=torch.float64, generator=generator(9)), -1)
+    settled = Contestant(name="emo").settled(counts, learned)
+    for embedding, rows, q in zip(counts.embedding.double().numpy(), learned.numpy(), settled, strict=True):
+        unit = embedding / np.linalg.norm(embedding, axis=1, keepdims=True)
+        c = 1 - unit @ unit.T
+        for truth, row in zip(rows, q, strict=True):
+
+            def residual(z: np.ndarray, truth: np.ndarray = truth, c: np.ndarray = c) -> np.ndarray:
+                guess = np.exp(z) / np.exp(z).sum()
+                m = -np.log(guess)
+                shared = truth @ (1 - m[:, None] + (m / (c @ guess))[:, None] * c)
+                return np.append(guess * shared - truth, z.sum())[1:]
+
+            root = optimize.root(residual, np.log(truth) - np.log(truth).mean(), tol=1e-13)
+            expected = np.exp(root.x) / np.exp(root.x).sum()
+            assert row.numpy() == pytest.approx(expected, abs=1e-6)
+
+
+def test_smoothing_by_costs_prefers_near_tokens_and_keeps_its_share() -> None:
+    """D2GPo as released is nearly uniform: its nearest token has at most e^0.2 times as much as its last."""
+    rows, embedding = torch.eye(V, dtype=torch.float64), geometry().rows
+    costs = geometry().apply(torch.eye(V, dtype=torch.float64))
+    for kind in ("uniform", "gaussian", "d2gpo"):
+        prior = Prior(kind=kind, weight=0.2)
+        targets = Contestant(name="mle", prior=prior).targets(rows, embedding)
+        assert torch.allclose(targets.sum(-1), torch.ones(V, dtype=torch.float64))
+        others = targets[~torch.eye(V, dtype=torch.bool)].view(V, V - 1)
+        near = costs[~torch.eye(V, dtype=torch.bool)].view(V, V - 1)
+        assert (others.diff() * near.diff() <= 1e-12).all() or kind != "gaussian"
+        assert (others.sum(-1) < 0.2).all() and (others.sum(-1) > 0.02).all()
+        if kind == "d2gpo":
+            assert float(others.max() / others.min()) < math.exp(0.2)
+
+
+def test_no_learning_rate_is_chosen_at_an_end() -> None:
+    tried = []
+
+    def score(rate: float) -> dict[str, float]:
+        tried.append(rate)
+        return {"js": abs(math.log(rate / 0.3)), "nll": abs(math.log(rate / 1e-4))}
+
+    scores = study.search(score, [3e-3, 9e-3])
+    chosen = study.best(scores)
+    assert chosen["js"] == pytest.approx(0.243) and chosen["nll"] == pytest.approx(1.11e-4, rel=1e-2)
+    assert min(scores) < chosen["nll"] and max(scores) > chosen["js"] and len(tried) == len(scores)
 
 
 PLUGIN = "import torch\n\ndef scaled(m):\n    return torch.full_like(m, {})\n"
@@ -102,9 +209,9 @@ def test_cells_are_made_again_by_other_code(tmp_path: Path, monkeypatch: pytest.
     plugin.write_text(PLUGIN.format(1.0))
     contestants = {"mle": {"name": "mle"}, "mine": {"name": f"{plugin}:scaled"}}
     tree = {"out": str(tmp_path / "out"), "contestants": contestants, "truths": 2, "steps": 20}
-    tree |= {"vocabularies": [6], "tokens": [200], "shares": [0.12345678]}
+    tree |= {"vocabularies": [6], "draws": [30], "shares": [0.12345678]}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree))
-    cell = {"values": {name: {"js": [0.0, 0.0]} for name in contestants}, "rates": {}}
+    cell = {"values": {name: {"js": [0.0, 0.0]} for name in contestants}, "rates": {}, "at_end": []}
     monkeypatch.setattr(study, "fixed_points", lambda _: [])
     monkeypatch.setattr(study, "measure_cell", lambda *what: measured.append(what) or cell)
 
@@ -171,6 +278,16 @@ def targets(texts: list[list[int]]) -> Tensor:
     return torch.tensor([token for text in texts for token in text[1:]])[:, None]
 
 
+def test_a_learner_has_the_oracles_embedding_alone(root: Path) -> None:
+    out = root / "begins"
+    assert learner.main(["--oracle", str(root / "oracle"), "--output_path", str(out)]) == 0
+    fresh, expected = (EvaluatedModel(str(path)).model.state_dict() for path in (out, root / "oracle"))
+    equal = {
+        name for name, value in fresh.items() if torch.equal(value, expected[name]) and "norm" not in name
+    }
+    assert equal == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
 def test_measures_equal_a_naive_computation(root: Path) -> None:
     same = ["--model", str(root / "oracle"), "--samples", "7", "--max_new_tokens", TOKENS]
     results = measured(root, *same)
@@ -186,6 +303,29 @@ def test_measures_equal_a_naive_computation(root: Path) -> None:
         ("test_nats", -log_q.gather(-1, targets(texts))),
     ):
         assert results["at_1"][name] == pytest.approx(float(values.mean()), abs=1e-6)
+
+
+def test_contexts_are_divided_and_decoded_as_a_naive_loop_does(root: Path) -> None:
+    results, texts = measured(root), rows(root / "corpus/test.jsonl")
+    log_p, log_q = (log_probs(root / name, texts) for name in ("oracle", "learner"))
+    p = log_p.exp().numpy()
+
+    def js(q: np.ndarray) -> np.ndarray:
+        return jensenshannon(p, q, axis=1) ** 2
+
+    plain, order = js(log_q.exp().numpy()), stats.entropy(p, axis=1).argsort()
+    half = (len(order) + 1) // 2
+    assert results["locks_js"] == pytest.approx(plain[order[:half]].mean(), abs=1e-6)
+    assert results["forks_js"] == pytest.approx(plain[order[half:]].mean(), abs=1e-6)
+    tempered = [js(torch.softmax(log_q / t, -1).numpy()) for t in oracle.TEMPERATURES]
+    assert results["bound_js"] == pytest.approx(np.min(tempered, axis=0).mean(), abs=1e-6)
+    nuclei = []
+    for row in log_q.exp().numpy():
+        likeliest, kept = np.argsort(-row), np.zeros_like(row)
+        size = int(np.searchsorted(np.cumsum(row[likeliest]), 0.9)) + 1
+        kept[likeliest[:size]] = row[likeliest[:size]]
+        nuclei.append(kept / kept.sum())
+    assert results["decoded"]["p0_9"]["js"] == pytest.approx(js(np.array(nuclei)).mean(), abs=1e-6)
 
 
 def test_tempering_explains_a_tempered_model(root: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 import emo.experiments.code
 from emo.common.errors import ExitCode
@@ -32,7 +33,7 @@ from tests.helpers.html import Page
 from tests.helpers.killing import to_the_end
 from tests.helpers.launching import wait_for
 from tests.helpers.refusals import refused
-from tests.helpers.sweeping import notes, opened, pretend, small_recipe, sweep
+from tests.helpers.sweeping import EXPERIMENT, notes, opened, pretend, small_recipe, sweep
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +115,22 @@ def test_tables_pair_by_repetition_and_mark_what_differs(tmp_path: Path, recipe:
     (row,) = (row for row in Page(document.html()).table("objective") if row["objective"] == "emo")
     assert (row["validation_nll"], row["letters"]) == ("1.995* ± 6.3", "5")
     assert "| 1.995\\* (± 6.3) |" in document.markdown()
+
+
+def test_what_is_lost_at_equal_gain_is_paired_by_repetition(tmp_path: Path, recipe: Path) -> None:
+    """Fronts are over the learning rates; mle gains 2.0 to 1.0, where emo loses a half more."""
+    axes = yaml.safe_load(EXPERIMENT)["axes"] | {"lr": {"train.learning_rate": [1e-3, 2e-3]}}
+    front = {"text": "What is lost?", "gained": "validation_nll", "lost": "letters"}
+    work = opened(sweep(tmp_path, recipe, axes=axes, fronts={"letters": front}))
+    names = [run.name for run in work.runs]
+    pretend(work, {name: 2.0 if "0.001" in name else 1.0 for name in names})
+    for name in names:
+        letters = (1.0 if "0.001" in name else 3.0) + 0.5 * ("emo" in name)
+        (work.experiment.out / f"{name}.json").write_text(json.dumps({"letters": [letters], "made": 1}))
+    results = gather(work)
+    (gap,) = results["fronts"]["letters"]["labels"].values()
+    assert gap["mean"] == pytest.approx(0.5) and gap["n"] == 2
+    assert "What is lost?" in report.sweep(results).html()
 
 
 def test_runs_without_a_number_decide_nothing_and_are_named(tmp_path: Path, recipe: Path) -> None:

@@ -76,6 +76,11 @@ def test_a_mistake_gets_one_line(recipe: Path, override: str, named: str) -> Non
     assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_adapters_have_no_head_to_hold(recipe: Path) -> None:
+    with pytest.raises(UserError, match="head_lr_ratio"):
+        load_config(recipe, ["model.lora.r=2", "train.head_lr_ratio=0"])
+
+
 @given(st.integers(1, 4096), st.integers(1, 64), st.integers(1, 64))
 def test_batch_equation(batch: int, micro: int, ranks: int) -> None:
     for _ in range(3):  # whoever follows the advice arrives, in two rounds at most
@@ -204,6 +209,17 @@ def test_biases_and_gains_of_norms_do_not_decay_as_in_trainer(name: str) -> None
     taken = [{names[id(p)] for p in group["params"]} for group in (first, second)]
     assert taken == [decaying & set(names.values()), set(names.values()) - decaying]
     assert (first["weight_decay"], second["weight_decay"]) == (0.1, 0.0)
+
+
+@pytest.mark.parametrize(("name", "muon"), [("llama", False), ("opt", False), ("opt", True)])
+def test_a_head_with_another_rate_has_a_group_of_its_own(name: str, muon: bool) -> None:
+    """OPT's is tied: its embedding is the head."""
+    model = family(name)
+    groups = parameter_groups(model, 0.1, muon, head_lr_ratio=0.1)
+    (head,) = (group for group in groups if group["ratio"] == 0.1)
+    assert head["params"] == [model.get_output_embeddings().weight] and head["weight_decay"] == 0.1
+    plain = [id(p) for group in parameter_groups(model, 0.1, muon) for p in group["params"]]
+    assert sorted(plain) == sorted(id(p) for group in groups for p in group["params"])
 
 
 def test_muon_takes_the_matrices_of_the_body_and_refuses_others() -> None:

@@ -225,6 +225,17 @@ def test_a_loss_that_is_not_finite_changes_no_weight(recipe: Path, tmp_path: Pat
     assert all(torch.equal(first[name], last[name]) for name in first)
 
 
+def test_a_head_without_a_learning_rate_stays_as_it_is(recipe: Path, tmp_path: Path) -> None:
+    """Under ZeRO-3; also after resuming, and with weight decay."""
+    run_dir, options = tmp_path / "run", ["train.head_lr_ratio=0", "train.weight_decay=0.1"]
+    ranks(recipe, run_dir, *options, "train.max_steps=6")
+    for directory in (checkpoints(run_dir)[-1], run_dir / "export"):
+        shutil.rmtree(directory)
+    ranks(recipe, run_dir, *options, "train.max_steps=6")
+    first, last = (load_file(run_dir / name / "model.safetensors") for name in ("initial", "export"))
+    assert [name for name in first if torch.equal(first[name], last[name])] == ["lm_head.weight"]
+
+
 def test_adapters_reach_their_export_and_stay_with_their_base(recipe: Path, tmp_path: Path) -> None:
     """No checkpoint holds the frozen weights, so they are known again by a sum; also on other ranks."""
     base, run_dir = tmp_path / "base", tmp_path / "run"

@@ -1,0 +1,184 @@
+"""emo advise: where a recipe lies on the map of known truths, and what is known there.
+
+The map (`known_truth/map.json`, from experiments/known-truth.yaml) has three axes:
+
+    vocabulary  tokens
+    draws       supervised tokens for each of them: the contexts of a bigram are its tokens
+    share       of geometry: how well the costs tell what the model confuses, as those of a known truth do
+
+Costs tell what a model confuses where the mass that it does not give to the target y lies nearer to y than
+the same mass would as the model spreads it over all positions t (D'):
+
+    fit = 1 - sum_t D_t / sum_t D'_t,    D_t = sum_i q_ti c(y_t, i)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from emo.common.commands import Parser, parse_arguments
+from emo.common.errors import ExitCode, UserError, outcome
+from emo.common.labels import IGNORE
+from emo.common.report.numbers import between, formatted
+from emo.data_prep.shards import TokenDataset, open_prepared
+from emo.experiments.known_truth import bigram
+from emo.experiments.known_truth.expected import Costs
+from emo.pipeline.config import RunConfig, load_config
+
+MAP = Path(__file__).parent / "known_truth" / "map.json"
+POSITIONS = 1024  # of held-out text at which the model's confusions are looked at
+BEYOND = 1.5  # times the last value of an axis: so far the cells at its end speak for a run
+SHARES = np.linspace(0, 1, 11)  # of the known truths whose fit is compared
+TRUTHS = 2  # of each share
+
+
+class Position(NamedTuple):
+    """A place on the map."""
+
+    V: int
+    draws: float
+    share: float
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Advise. Exit codes: 0 done, 2 a mistake in the input."""
+    _, *words = sys.argv[1:] if argv is None else argv
+    parser = Parser(prog="emo advise", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("recipe", type=Path, help="a recipe whose data are prepared")
+    parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
+    args = parse_arguments(parser, words)
+    return outcome(lambda: _advise(load_config(args.recipe, args.overrides)))
+
+
+def _advise(config: RunConfig) -> int:
+    if config.model.path is None:
+        problem = "set model.path: a model with fresh weights has no confusions to compare with the costs"
+        raise UserError(problem, code="fresh-weights")
+    data, held_out = open_prepared(config.data)
+    text = next((held for held in held_out.values() if len(held)), data)
+    fit = fit_of_recipe(config, text)
+    known = json.loads(MAP.read_text(encoding="utf-8"))
+    V, tokens = data.manifest.vocab_size, data.manifest.valid_tokens
+    largest = max(row["V"] for row in known["rows"])
+    position, cost = Position(V, tokens / V, share_of(fit, min(V, largest))), config.objective.cost
+    share = f"as known truths have with a share of geometry of {position.share:.2f}"
+    print(f"data   {tokens:,} supervised tokens, {position.draws:,.1f} for each of the vocabulary's {V:,}")
+    print(f"costs  {cost}: fit {fit:.3f}, {share}")
+    print(f"map    {len(known['rows'])} cells at commit {known['code']}, whose intervals hold together")
+    print("\n".join(expected(known["rows"], position, begins=cost == "pretrained")))
+    return ExitCode.DONE
+
+
+def expected(rows: list[dict[str, Any]], position: Position, begins: bool) -> list[str]:
+    """Return lines: what the map's nearest cell says, or where the map ends.
+
+    begins: whether the head that is trained begins as the embedding that costs are made of.
+    """
+    row = nearest_cell(rows, position)
+    if row is None:
+        sizes, draws = ([row[axis] for row in rows] for axis in ("V", "draws"))
+        ends = f"{min(sizes)} to {max(sizes)} tokens and {min(draws):,} to {max(draws):,} draws for each"
+        return [f"Nothing is known there: the map covers {ends}. Compare objectives on a part of your data."]
+    lines = [f"cell   {row['V']} tokens, {row['draws']:,} draws, share {row['share']:g}"]
+    names = {"geometry": "true costs beat constant and permuted ones"}
+    names |= {"begins" if begins else "beyond-sharpening": "EMO beats MLE of the same entropy"}
+    for name, text in names.items():
+        verdict = row["verdicts"][name]
+        effect = formatted(verdict["effect"], "{:+.4f}")
+        limits = between(verdict["low"], verdict["high"], "{:.4f}")
+        lines.append(f"       {text}: {verdict['answer']}, {effect} ({limits}) in {verdict['outcome']}")
+    return lines
+
+
+def nearest_cell(rows: list[dict[str, Any]], position: Position) -> dict[str, Any] | None:
+    """Return the cell that is nearest by vocabulary, then draws, then share; None beyond the map's ends."""
+
+    def ratio(axis: str, row: dict[str, Any]) -> float:
+        return abs(math.log(row[axis] / max(getattr(position, axis), 1e-9)))
+
+    row = min(
+        rows, key=lambda row: (ratio("V", row), ratio("draws", row), abs(row["share"] - position.share))
+    )
+    for axis in ("V", "draws"):
+        values = [row[axis] for row in rows]
+        if not min(values) / BEYOND <= getattr(position, axis) <= max(values) * BEYOND:
+            return None
+    return row
+
+
+def fit_of_recipe(config: RunConfig, text: TokenDataset) -> float:
+    """Return how well a recipe's costs tell what its model confuses in a text."""
+    from emo.pipeline.loss import CostEmbedding, get_objective
+    from emo.pipeline.model import check_fits, load_losses, load_pretrained, model_config
+    from emo.pipeline.planning.host import on_gpu, usable_attention
+
+    hf_config = model_config(config.model)
+    check_fits(hf_config, config.model, text.manifest)
+    cost = load_losses(config, get_objective("emo"), hf_config.vocab_size).cost
+    if not isinstance(cost, CostEmbedding):
+        raise UserError(
+            f"objective.cost={config.objective.cost} is not known before training", code="live-cost"
+        )
+    model: Any = load_pretrained(config, usable_attention(config.model, hf_config)).eval()
+    if on_gpu():
+        model.cuda()
+    probabilities, targets = [], []
+    for row in range(len(text)):
+        arrays = text.batch(np.array([row]))
+        inputs = {
+            key: torch.from_numpy(arrays[key]).to(model.device) for key in ("input_ids", "position_ids")
+        }
+        labels = torch.from_numpy(arrays["labels"])[0]
+        with torch.no_grad():
+            logits = model(**inputs).logits[0].float().cpu()
+        kept = labels != IGNORE
+        probabilities.append(logits[kept].softmax(-1))
+        targets.append(labels[kept])
+        if sum(map(len, targets)) >= POSITIONS:
+            break
+    q, y = torch.cat(probabilities)[:POSITIONS], torch.cat(targets)[:POSITIONS]
+    return fit_of_costs(q, y, lambda tokens: cost.costs(tokens).float())
+
+
+def fit_of_costs(q: Tensor, targets: Tensor, costs: Callable[[Tensor], Tensor]) -> float:
+    """Return 1 - sum D / sum D' of models q [n, V] at targets [n]; costs: the rows [u, V] of tokens [u]."""
+    mean, distances, spread = q.mean(0), 0.0, 0.0
+    for rows, tokens in zip(q.split(64), targets.split(64), strict=True):
+        c = costs(tokens)
+        at_target = rows.gather(1, tokens[:, None])[:, 0]
+        distances += float((rows * c).sum())
+        spread += float(((1 - at_target) * (c @ mean) / (1 - mean[tokens])).sum())
+    return 1 - distances / spread
+
+
+def share_of(fit: float, V: int) -> float:
+    """Return the share of geometry at which known truths over V tokens have a fit, between 0 and 1."""
+    fits = []
+    for share in SHARES:
+        generator = torch.Generator().manual_seed(V)
+        truths = [bigram.geometric_truth(V, float(share), generator) for _ in range(TRUTHS)]
+        fits.append(np.mean([fit_of_truth(truth) for truth in truths]))
+    return float(np.interp(fit, np.maximum.accumulate(fits), SHARES))
+
+
+def fit_of_truth(truth: bigram.Truth) -> float:
+    """Return what `fit_of_costs` tends to with targets drawn from a truth, where the model is the truth."""
+    costs, mean = Costs(truth.embedding), truth.contexts @ truth.rows
+    distances = truth.contexts @ (truth.rows * costs.apply(truth.rows)).sum(-1)
+    confused = truth.rows * (1 - truth.rows)  # P_xy (1 - P_xy), summed over contexts below
+    spread = truth.contexts @ confused @ (costs.apply(mean[None])[0] / (1 - mean))
+    return 1 - float(distances / spread)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Where a recipe lies on the map, and what is said of it there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from emo.experiments import advise
+from emo.experiments.advise import Position, expected, fit_of_costs, fit_of_truth, nearest_cell, share_of
+from emo.experiments.known_truth import bigram
+from emo.experiments.known_truth.expected import Costs
+from tests.helpers.evaluating import tiny_model
+from tests.helpers.launching import tiny_recipe
+
+
+def truth(share: float, V: int = 40, seed: int = 3) -> bigram.Truth:
+    return bigram.geometric_truth(V, share, torch.Generator().manual_seed(seed))
+
+
+def test_the_fit_of_a_truth_is_what_samples_of_it_tend_to() -> None:
+    language, generator = truth(1.0), torch.Generator().manual_seed(0)
+    contexts = torch.multinomial(language.contexts, 40_000, True, generator=generator)
+    targets = torch.multinomial(language.rows[contexts], 1, generator=generator)[:, 0]
+    costs = Costs(language.embedding).apply(torch.eye(40, dtype=torch.float64))
+    fit = fit_of_costs(language.rows[contexts], targets, lambda tokens: costs[tokens])
+    assert fit == pytest.approx(fit_of_truth(language), abs=0.005)
+
+
+def test_costs_without_geometry_fit_nothing() -> None:
+    language = truth(1.0)
+    constant = 1 - torch.eye(40, dtype=torch.float64)
+    targets = language.rows.argmax(-1)
+    assert fit_of_costs(language.rows, targets, lambda tokens: constant[tokens]) == pytest.approx(0, abs=1e-9)
+    assert abs(fit_of_truth(truth(0.0))) < 0.05 < 0.1 < fit_of_truth(language)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_a_fit_is_read_as_the_share_that_gives_it(share: float) -> None:
+    fit = sum(fit_of_truth(truth(share, seed=seed)) for seed in range(8)) / 8
+    assert share_of(fit, 40) == pytest.approx(share, abs=0.1)
+    assert share_of(-1.0, 40) == 0 and share_of(1.0, 40) == 1
+
+
+def rows() -> list[dict[str, Any]]:
+    verdict = {"answer": "yes", "effect": 0.01, "low": 0.005, "high": 0.015, "outcome": "js"}
+    verdicts = dict.fromkeys(("geometry", "beyond-sharpening"), verdict)
+    verdicts["begins"] = verdict | {"answer": "no", "effect": -0.01}
+    axes = [(V, share, draws) for V in (50, 400) for share in (0.0, 1.0) for draws in (5, 500)]
+    return [{"V": V, "share": share, "draws": draws, "verdicts": verdicts} for V, share, draws in axes]
+
+
+@pytest.mark.parametrize(
+    ("position", "cell"),
+    [
+        (Position(384, 40, 0.2), (400, 0.0, 5)),
+        (Position(60, 60, 0.9), (50, 1.0, 500)),
+        (Position(512, 700, 0.9), (400, 1.0, 500)),
+        (Position(32_000, 60, 0.9), None),
+        (Position(400, 5_000, 0.9), None),
+        (Position(400, 0.5, 0.9), None),
+        (Position(20, 60, 0.9), None),
+    ],
+)
+def test_the_nearest_cell_speaks_for_a_run_and_none_beyond_the_map(position: Position, cell: Any) -> None:
+    row = nearest_cell(rows(), position)
+    assert cell == (row and (row["V"], row["share"], row["draws"]))
+
+
+def test_a_head_that_costs_are_made_of_has_its_own_verdict() -> None:
+    free, own = ("\n".join(expected(rows(), Position(400, 5, 1.0), begins)) for begins in (False, True))
+    assert "entropy: yes" in free and "entropy: no" in own
+
+
+def test_a_recipe_is_put_on_the_map(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tiny_recipe(tmp_path)
+    monkeypatch.setattr(advise, "MAP", tmp_path / "map.json")
+    (tmp_path / "map.json").write_text(json.dumps({"code": "c0de", "level": 0.95, "rows": rows()}))
+    assert advise.main(["advise", str(recipe)]) == 2
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "data" / "tokenizer")
+    tiny_model(tmp_path / "model", 1, tokenizer, vocab_size=384)
+    model = [f"model.path={tmp_path / 'model'}", "model.architecture=null"]
+    assert advise.main(["advise", str(recipe), *model]) == 0
+    assert "cell   400 tokens" in capsys.readouterr().out
+    assert advise.main(["advise", str(recipe), *model, "objective.cost=live"]) == 2
+
+
+def test_the_shipped_map_has_what_is_read() -> None:
+    known = json.loads(advise.MAP.read_text())
+    assert {"geometry", "beyond-sharpening", "begins"} <= set(known["rows"][0]["verdicts"])
+    assert known["rows"] and known["code"]
