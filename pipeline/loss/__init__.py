@@ -10,7 +10,6 @@ sums = fused_linear_loss(hidden, head.weight, labels, get_objective("emo"), cost
 from emo.common.labels import IGNORE
 from emo.pipeline.loss.cost import LIVE, CostEmbedding, LiveCost, NumberCost, TokenPlan, plan_tokens
 from emo.pipeline.loss.cost_files import load_cost, number_cost
-from emo.pipeline.loss.dense import Teacher
 from emo.pipeline.loss.fused import LossSums, fused_linear_loss, logits_loss
 from emo.pipeline.loss.head import FusedCausalLM, FusedHead, fuse_head, fuse_model, head_options, shift_left
 from emo.pipeline.loss.objectives import (
@@ -24,6 +23,7 @@ from emo.pipeline.loss.objectives import (
     weighted_sum,
 )
 from emo.pipeline.loss.probe import probe_model
+from emo.pipeline.loss.teacher import Teacher, TopK
 
 __all__ = [
     "IGNORE",
@@ -41,6 +41,7 @@ __all__ = [
     "Scalars",
     "Teacher",
     "TokenPlan",
+    "TopK",
     "fuse_head",
     "fuse_model",
     "fused_linear_loss",

@@ -303,6 +303,16 @@ class CostEmbedding:
             return torch.mm(rows, self.rows.t(), out=out)
         return out.copy_(torch.mm(rows, self.rows.t()))
 
+    def transport(self, P: Tensor) -> Tensor:
+        """Return C P [n, V] of distributions P [n, V]: what it costs to bring their mass to each token."""
+        rows = self.rows
+        direction = torch.mm(P.to(rows.dtype), rows)
+        half = rows.dtype.itemsize == 2
+        cosines = (in_float32(direction, rows) if half else torch.mm(direction, rows.t())).to(P.dtype)
+        # 1 - |e_i|^2: rounding for unit rows; 1 for rows of length zero, whose cost to themselves is 0 too
+        diagonal = 1 - torch.linalg.vecdot(rows, rows).to(P.dtype)
+        return cosines.neg_().add_(1).addcmul_(P, diagonal, value=-1).clamp_(min=0)
+
     def costs(self, targets: Tensor, out: Tensor | None = None) -> Tensor:
         """Return cost rows [u, V] of the tokens `targets` [u], in `out` or float32 (float64 if E is).
 
@@ -413,6 +423,12 @@ class NumberCost(CostEmbedding):
         distance = (values - values[targets][:, None]).abs_().nan_to_num_(nan=0.0)
         costs = distance.clamp(max=9.0).add_(distance.clamp_(min=9.0).div_(9.0).log_().mul_(9.0))
         return costs if out is None else out.copy_(costs)
+
+    def transport(self, P: Tensor) -> Tensor:
+        """Return C P [n, V]; tokens that are no numbers neither send nor take."""
+        (numbers,) = (~self.rows[:, 0].isnan()).nonzero(as_tuple=True)
+        between = self.costs(numbers)[:, numbers].to(P.dtype)
+        return torch.zeros_like(P).index_copy_(1, numbers, P[:, numbers] @ between)
 
 
 class LiveCost:

@@ -45,9 +45,9 @@ from emo.pipeline.loss.cost import (
     widens,
     with_rows,
 )
-from emo.pipeline.loss.dense import Teacher, process_dense_chunk
 from emo.pipeline.loss.objectives import Objective
 from emo.pipeline.loss.rows import Chunk, Terms, Tokens, TorchRows, solve, statistics_dtype
+from emo.pipeline.loss.teacher import Side, Teacher, TopK, compare
 
 # MB of logits alive at a time, unless asked otherwise. Each chunk reads the head twice, and reads and writes
 # the float32 sum of its gradient: at most 394 / n of the time of the three products for n tokens on an H100,
@@ -149,6 +149,7 @@ class LossSums(NamedTuple):
     nll: Tensor  # negative log-likelihood, nats; detached
     demd: Tensor  # earth mover distance; detached, NaN without a cost embedding
     tokens: Tensor  # int64 count
+    divergence: Tensor  # from a teacher, without weights; detached, NaN without one
     weights: Tensor  # [BINS + 1] histogram of the objective's weights, float64
     by_token: Tensor  # [2, N] loss and NLL of every label, 0 where it is ignored; [2, 0] unless asked for
 
@@ -160,14 +161,15 @@ class Totals:
         """Start at zero. labels: how many the call has, valid or not; like: hidden states or logits."""
         self.spec, device = spec, like.device
         self.dtype = statistics_dtype(like.dtype)
-        self.sums = torch.zeros(4, dtype=torch.float64, device=device)  # loss, nll, demd, weight
+        self.sums = torch.zeros(5, dtype=torch.float64, device=device)  # the columns of `add`
         self.tokens = 0
         self.weights = torch.zeros(BINS + 1, dtype=torch.float64, device=device)
         self.by_token = torch.zeros(2, labels if spec.by_token else 0, dtype=self.dtype, device=device)
 
     def add(self, tokens: Tokens, positions: Tensor) -> None:
         """Add a chunk, whose tokens stand at these positions [n] of the flat batch."""
-        columns = (tokens.loss, tokens.nll, tokens.demd, tokens.weight)
+        gap = torch.zeros_like(tokens.nll) if tokens.divergence is None else tokens.divergence
+        columns = (tokens.loss, tokens.nll, tokens.demd, gap, tokens.weight)
         self.sums += torch.stack([column.sum() for column in columns])
         self.tokens += len(tokens.loss)
         self.weights += histogram(tokens.weight, self.spec.terms.objective.cap)
@@ -181,14 +183,14 @@ class Totals:
         tokens of all ranks, which then call together.
         """
         factor = None
-        loss, nll, demd, weight = self.sums.unbind()
+        loss, nll, demd, gap, weight = self.sums.unbind()
         if self.spec.terms.objective.normalised:
             counts = torch.stack((torch.full_like(weight, self.tokens), weight))
             if training and dist.is_available() and dist.is_initialized():
                 dist.all_reduce(counts)
             tokens, weight = counts.unbind()
             factor = torch.where(weight > 0, tokens / weight, 1.0)
-        loss, nll, demd = (x.to(self.dtype) for x in (loss, nll, demd))
+        loss, nll, demd, gap = (x.to(self.dtype) for x in (loss, nll, demd, gap))
         if factor is not None:
             loss = loss * factor.to(self.dtype)
             self.by_token[0] *= factor.to(self.dtype)
@@ -198,8 +200,10 @@ class Totals:
             shifted[BINS], self.weights = self.weights[BINS], shifted
         if self.spec.cost is None:
             demd = torch.full_like(nll, torch.nan)
+        if not self.spec.terms.objective.against:
+            gap = torch.full_like(nll, torch.nan)
         count = torch.full((), self.tokens, dtype=torch.int64, device=loss.device)
-        return LossSums(loss, nll, demd, count, self.weights, self.by_token), factor
+        return LossSums(loss, nll, demd, count, gap, self.weights, self.by_token), factor
 
 
 def histogram(weight: Tensor, cap: float | None) -> Tensor:
@@ -255,7 +259,7 @@ def fused_linear_loss(
     cost: CostEmbedding | LiveCost | None = None,
     *,
     bias: Tensor | None = None,
-    teacher: Teacher | None = None,
+    teacher: Side | None = None,
     stored: Tensor | None = None,
     **options: Any,
 ) -> LossSums:
@@ -274,7 +278,8 @@ def fused_linear_loss(
         objective: from `get_objective` or `weighted_sum`.
         cost: transport costs of V tokens, for objectives that read D; `LIVE` takes those of `weight`.
         bias: [V], added to the logits.
-        teacher: the distribution that `demd_dense` compares with, at the same positions.
+        teacher: what a divergence compares with, at the same positions: hidden states under a head (Teacher),
+            or stored log-probabilities (TopK), which know no costs.
         stored: [...], a log-probability of every label in nats, for `psft` and `excess`.
 
     Options:
@@ -300,7 +305,7 @@ def apply_fused(
     bias: Tensor | None,
     labels: Labels,
     spec: Spec,
-    teacher: Teacher | None,
+    teacher: Side | None,
     stored: Tensor | None,
 ) -> LossSums:
     """Return the loss of a call with checked options: `fused_linear_loss`, and `FusedHead` with labels.
@@ -344,8 +349,8 @@ def logits_loss(
     if logits.shape[:-1] != labels.shape:
         shapes = f"logits {list(logits.shape)} and labels {list(labels.shape)}"
         raise UserError(f"{shapes} do not fit", code="shapes")
-    if isinstance(cost, LiveCost) or objective.dense:
-        raise UserError("the live head and demd_dense need the fused head (fuse_head)", code="needs-head")
+    if isinstance(cost, LiveCost) or objective.against:
+        raise UserError("the live head and a teacher need the fused head (fuse_head)", code="needs-head")
     check_inputs(spec, labels.numel(), stored, V)
     needs = (torch.is_grad_enabled() and logits.requires_grad, False, False)
     flat, stored = logits.reshape(-1, V), None if stored is None else stored.reshape(-1)
@@ -367,7 +372,7 @@ def token_nll(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tenso
     return out.view(labels.shape)
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Labels, spec: Spec, teacher: Teacher | None) -> None:
+def _check(hidden: Tensor, weight: Tensor, labels: Labels, spec: Spec, teacher: Side | None) -> None:
     V, N = len(weight), label_count(labels)
     if weight.dim() != 2 or weight.numel() == 0:
         problem = f"fused loss: the head's weight has shape {list(weight.shape)}; under ZeRO-3 call the head"
@@ -379,11 +384,16 @@ def _check(hidden: Tensor, weight: Tensor, labels: Labels, spec: Spec, teacher: 
         raise UserError(f"fused loss: {shapes} do not fit; expected [N, H], [N], [V, H]", code="shapes")
     if hidden.dtype != weight.dtype:
         raise UserError(f"fused loss: hidden is {hidden.dtype} but the head is {weight.dtype}", code="dtypes")
-    if spec.terms.objective.dense != (teacher is not None):
-        raise UserError("demd_dense needs a teacher, and no other objective takes one", code="needs-teacher")
-    if teacher is not None and teacher.hidden.shape[:-1].numel() * len(teacher.weight) != N * V:
-        shapes = f"hidden {list(teacher.hidden.shape)} and head {list(teacher.weight.shape)}"
-        raise UserError(f"teacher: {shapes} do not fit {N} tokens and {V} entries", code="shapes")
+    objective = spec.terms.objective
+    if bool(objective.against) != (teacher is not None):
+        problem = "needs a teacher" if objective.against else "takes no teacher"
+        raise UserError(f"objective {objective.name} {problem}", code="needs-teacher")
+    if isinstance(teacher, TopK) and any(comparison.needs_costs for _, comparison in objective.against):
+        problem = "needs every probability of its teacher, and the stored ones are the largest"
+        raise UserError(f"objective {objective.name} {problem}; name a model", code="needs-teacher")
+    fault = None if teacher is None else teacher.fault(N, V)
+    if fault is not None:
+        raise UserError(f"teacher: {fault}", code="shapes")
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -398,7 +408,7 @@ class _FusedLoss(torch.autograd.Function):
         labels: Labels,
         spec: Spec,
         needs: Needs,
-        teacher: Teacher | None,
+        teacher: Side | None,
         stored: Tensor | None,
     ) -> tuple[Tensor, ...]:
         gradients, totals = Accumulator(x, weight, needs), Totals(spec, label_count(labels), x)
@@ -429,7 +439,7 @@ def run_chunks(
     labels: Labels,
     spec: Spec,
     gradient: bool,
-    teacher: Teacher | None = None,
+    teacher: Side | None = None,
     stored: Tensor | None = None,
 ) -> Iterator[tuple[Tensor, Tensor, Tokens]]:
     """Yield positions [n] in the flat batch, gradient rows G [n, V] and results of each chunk of tokens.
@@ -447,14 +457,18 @@ def run_chunks(
     plan.check(V)
     order, total, triton = plan.on(device), len(plan), spec.uses_triton(x)
     budget = spec.memory_mb or (CHUNK_MB_CPU[dtype.itemsize] if device.type == "cpu" else CHUNK_MB)
-    matrices = 4 if spec.terms.objective.dense else 1  # the teacher's distribution and two temporaries
-    size = min(max(16, int(budget * 2**20) // (V * dtype.itemsize * matrices)), max(total, 1))
+    alone = spec.terms.objective.by_target or spec.terms.label_smoothing or spec.terms.z_loss
+    full = teacher is None or bool(alone) or spec.cost is not None  # something beside the divergences
+    matrices = 1.0  # of the logits' size: the logits, a copy where both parts need them, the teacher's
+    if teacher is not None:
+        matrices += full + isinstance(teacher, Teacher) * stats.itemsize / dtype.itemsize
+    size = min(max(16, int(budget * 2**20 / (V * dtype.itemsize * matrices))), max(total, 1))
     cost, rows = spec.cost, None
     if isinstance(cost, LiveCost) and weight is not None:
         cost = CostEmbedding(unit_rows(weight.detach(), checked=False))
     if isinstance(cost, CostEmbedding) and total:
         cost = cost.placed(device, dtype)
-        if teacher is None:
+        if full:
             most = group_size(V, dtype, device, size)
             rows = open_rows(cost, plan, order, None if triton else stats, most, size)
     buffer = padded_rows(size if total and weight is not None else 0, V, dtype, device)
@@ -482,11 +496,17 @@ def run_chunks(
             target = target + wide_bias[y]
         column = None if stored is None else stored[positions].to(stats)
         chunk = Chunk(start, y, target, shift, wide_bias, column)
-        if teacher is not None and isinstance(cost, CostEmbedding):
-            P = teacher.probabilities(positions)
-            tokens = process_dense_chunk(z, chunk, P, cost, spec.terms, gradient)
-        else:
+        if teacher is None:
             tokens = process_chunk(z, chunk, rows, spec.terms, gradient, triton)
+        else:
+            own, others = z, None
+            if full:
+                own = z.clone()
+                others = process_chunk(z, chunk, rows, spec.terms, gradient, triton, in_full=True)
+            live = isinstance(teacher, Teacher)
+            side = teacher.log_probs(positions, V) if live else teacher.rows(positions)
+            costs = cost if isinstance(cost, CostEmbedding) else None
+            tokens = add_divergences(z, own, chunk, side, costs, spec.terms, gradient, others)
         yield positions, z, tokens
 
 
@@ -497,13 +517,17 @@ def process_chunk(
     terms: Terms,
     gradient: bool,
     triton: bool,
+    in_full: bool = False,
 ) -> Tokens:
-    """Return the losses of a chunk of logits [n, V]; with `gradient`, overwrite these by G (`rows.py`)."""
+    """Return the losses of a chunk of logits [n, V]; with `gradient`, overwrite these by G (`rows.py`).
+
+    `in_full`: so that G needs no factors per row.
+    """
     n, V = logits.shape
     dtype = statistics_dtype(logits.dtype)
     # kernels without temporaries have no use for groups where no cost rows are to be kept few
     step = n if triton and costs is None else group_size(V, logits.dtype, logits.device, n)
-    in_full = terms.softcap is not None or logits.dtype == torch.float16
+    in_full = in_full or terms.softcap is not None or logits.dtype == torch.float16
     scratch = spare = None
     if logits.dtype != dtype and not triton:
         scratch = torch.empty(step, V, dtype=dtype, device=logits.device)
@@ -525,8 +549,39 @@ def process_chunk(
         tokens, update = solve(terms, group.statistics(), part.stored, V, in_full)
         if gradient:
             group.write(update)
-        parts.append(tokens)
+        parts.append(tokens[:-1])
     return Tokens(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def add_divergences(
+    G: Tensor,
+    logits: Tensor,
+    chunk: Chunk,
+    teacher: Tensor | TopK,
+    cost: CostEmbedding | None,
+    terms: Terms,
+    gradient: bool,
+    tokens: Tokens | None,
+) -> Tokens:
+    """Return the results of a chunk with its divergences from a teacher, whose gradient is added to G.
+
+    tokens: those of the other parts of the loss, whose gradient G [n, V] holds; None where there are none,
+    and the model's `logits` [n, V] may be G itself. teacher: log p [n, V], or stored entries.
+    """
+    (n, V), parts = logits.shape, []
+    step = group_size(V, logits.dtype, logits.device, n)
+    for start in range(0, n, step):
+        part = slice(start, min(start + step, n))
+        side = teacher[part] if isinstance(teacher, Tensor) else TopK(*(x[part] for x in teacher))
+        against = compare(logits[part], chunk.rows(part.start, part.stop), side, cost, terms, gradient)
+        if against.gradient is not None:
+            G[part].copy_(against.gradient) if tokens is None else G[part].add_(against.gradient)
+        parts.append(against[:-1])
+    loss, divergence, nll = (torch.cat(column) for column in zip(*parts, strict=True))
+    if tokens is not None:
+        return tokens._replace(loss=tokens.loss + loss, divergence=divergence)
+    ones = torch.ones_like(loss)
+    return Tokens(loss, nll, torch.zeros_like(nll), row=ones, weight=ones, divergence=divergence)
 
 
 class Accumulator:

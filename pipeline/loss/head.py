@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from emo.common.errors import UserError
 from emo.common.labels import IGNORE
 from emo.pipeline.loss.cost import CostEmbedding, Labels, LiveCost, label_count
-from emo.pipeline.loss.dense import Teacher
 from emo.pipeline.loss.fused import LossSums, Spec, apply_fused, make_spec
 from emo.pipeline.loss.objectives import Objective
+from emo.pipeline.loss.teacher import Side
 
 VARLEN = "varlen"  # the attention of varlen.py
 BOUNDS, LONGEST = "cu_seq_lens_q", "max_length_q"  # transformers' names for the results of `segments`
@@ -124,7 +124,7 @@ class FusedHead(nn.Linear):
         self,
         hidden: Tensor,
         labels: Labels | None = None,
-        teacher: Teacher | None = None,
+        teacher: Side | None = None,
         stored: Tensor | None = None,
     ) -> Tensor | LossSums:
         """Return the logits [..., V] of `hidden` [..., H], or the LossSums against `labels` [...]."""

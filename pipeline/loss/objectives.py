@@ -28,12 +28,13 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from emo.common.errors import UserError, nearest, one_line
+from emo.pipeline.loss.divergences import DIVERGENCES, Comparison, Pair
 
 EPS = 1e-10  # keeps the detached ratios finite; float32 and float64 only, it would vanish in float16
 
@@ -236,8 +237,7 @@ BUILT_IN: dict[str, ObjectiveFunction] = {
         gem, psft, excess, emo_compat, emo2_compat,
     )
 }  # fmt: skip
-BUILT_IN["demd_dense"] = demd  # `dense.py`; for a one-hot teacher the same as demd
-OBJECTIVES = tuple(BUILT_IN)
+OBJECTIVES = (*BUILT_IN, *DIVERGENCES)
 
 
 def _require(wanted: str, **options: float) -> None:
@@ -268,7 +268,9 @@ class Objective:
     params: tuple[tuple[str, float | None], ...] = ()  # given or default values, for logs and cards
     logit_scale: float = 1.0  # its scalars, and its gradient, are those of softmax(logit_scale z)
     normalised: bool = False  # weights are divided by their mean over the batch
-    dense: bool = False  # compares with a teacher's whole distribution instead of one target
+    by_target: bool = True  # whether any part of it looks at the target
+    # divergences from a teacher's distribution that it adds, and their weights
+    against: tuple[tuple[float, Comparison], ...] = ()
     schedule: Callable[[int], Objective] | None = None  # the objective at a step; None: always this
 
     @property
@@ -305,6 +307,8 @@ def get_objective(name: str, **params: float | None) -> Objective:
     `emo_pipeline.objectives`, or FILE.py:FUNCTION or MODULE:FUNCTION. Objectives that are not built in are
     checked here (`check_objective`). Raises UserError for an unknown name or option, naming the nearest one.
     """
+    if name in DIVERGENCES:
+        return _bind_divergence(name, params)
     function = BUILT_IN[name] if name in BUILT_IN else _imported(name)
     objective = _bind(name, function, params)
     if name in BUILT_IN:
@@ -323,21 +327,7 @@ def _bind(name: str, function: ObjectiveFunction, params: Mapping[str, float | N
         if key not in Scalars._fields:
             problem = f"{key} is no scalar of a token ({', '.join(Scalars._fields)}); options stand after *"
             raise UserError(f"objective {name}: {problem}", code="objective-signature")
-    for key in params:
-        if key not in options:
-            hint = nearest(key, options) if options else "it has no parameters"
-            raise UserError(
-                f"unknown parameter {key!r} of objective {name}; {hint}", code="unknown-parameter"
-            )
-    bound = {key: params.get(key, default) for key, default in options.items()}
-    for key, value in bound.items():
-        if value is inspect.Parameter.empty:
-            raise UserError(f"objective {name}: set objective.params.{key}", code="needs-parameter")
-        if value is None and options[key] is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            problem = f"objective {name}: {key} must be a finite number (given: {value!r})"
-            raise UserError(problem, code="option-range")
+    bound = _bound(name, options, params)
     scale, normalised, warning = getattr(function, "traits", (None, False, None))
     if warning:
         warnings.warn(warning, stacklevel=3)
@@ -365,7 +355,52 @@ def _bind(name: str, function: ObjectiveFunction, params: Mapping[str, float | N
         tuple(bound.items()),
         logit_scale=1.0 if scale is None else scale(**bound),
         normalised=normalised,
-        dense=name == "demd_dense",
+    )
+
+
+def _bound(name: str, options: Mapping[str, Any], params: Mapping[str, float | None]) -> dict[str, Any]:
+    """Return the values of an objective's options: `params`, and the defaults of the others."""
+    for key in params:
+        if key not in options:
+            hint = nearest(key, options) if options else "it has no parameters"
+            raise UserError(
+                f"unknown parameter {key!r} of objective {name}; {hint}", code="unknown-parameter"
+            )
+    bound = {key: params.get(key, default) for key, default in options.items()}
+    for key, value in bound.items():
+        if value is inspect.Parameter.empty:
+            raise UserError(f"objective {name}: set objective.params.{key}", code="needs-parameter")
+        if value is None and options[key] is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            problem = f"objective {name}: {key} must be a finite number (given: {value!r})"
+            raise UserError(problem, code="option-range")
+    return bound
+
+
+def _bind_divergence(name: str, params: Mapping[str, float | None]) -> Objective:
+    """Return a divergence from a teacher; `temperature` divides the student's logits."""
+    signature = inspect.signature(DIVERGENCES[name]).parameters
+    takes = tuple(key for key, p in signature.items() if p.kind is not p.KEYWORD_ONLY)
+    options = {key: p.default for key, p in signature.items() if p.kind is p.KEYWORD_ONLY}
+    bound = _bound(name, options | {"temperature": 1.0}, params)
+    _require("above 0", temperature=bound["temperature"])
+    comparison = Comparison(DIVERGENCES[name], takes, {key: bound[key] for key in options})
+    even = torch.full((1, 2), 0.5)
+    comparison.of(Pair(even.log(), even.log(), even, even, even))  # refuses options out of range
+
+    def nothing(token: Scalars) -> Coefficients:
+        zero = torch.zeros_like(token.m)
+        return Coefficients(zero, A=zero, weight=zero + 1)
+
+    return Objective(
+        name,
+        frozenset({"D"} if comparison.needs_costs else ()),
+        nothing,
+        tuple(bound.items()),
+        logit_scale=1 / bound["temperature"],
+        by_target=False,
+        against=((1.0, comparison),),
     )
 
 
@@ -374,7 +409,7 @@ def _imported(name: str) -> ObjectiveFunction:
     points = {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     source, _, attribute = points.get(name, name).rpartition(":")
     if not source:
-        hint = nearest(name, [*BUILT_IN, *points], OTHER_NAMES)
+        hint = nearest(name, [*OBJECTIVES, *points], OTHER_NAMES)
         raise UserError(f"unknown objective {name!r}; {hint}", code="unknown-objective")
     try:
         if source.endswith(".py"):
@@ -414,7 +449,7 @@ def weighted_sum(parts: Sequence[tuple[Objective, float | Ramp]]) -> Objective:
     """Return the objective L = sum_j weight_j L_j, with the exact gradient, in one pass over the logits.
 
     A Ramp among the weights makes it a schedule (`Objective.at`). Raises UserError for parts that cannot
-    share a pass: `demd_dense`, normalised weights, and logits at two scales.
+    share a pass: normalised weights, and logits at two scales.
     """
     objectives = [objective for objective, _ in parts]
     if all(weight == 0 for _, weight in parts):
@@ -427,10 +462,9 @@ def weighted_sum(parts: Sequence[tuple[Objective, float | Ramp]]) -> Objective:
         if not (math.isfinite(first) and math.isfinite(last) and steps >= 1):
             problem = f"needs a finite weight, and a ramp a step (given: {weight})"
             raise UserError(f"objective {objective.name} {problem}", code="option-range")
-        if objective.dense or objective.normalised:
-            reason = "compares with a teacher" if objective.dense else "divides its weights by their mean"
-            problem = f"objective {objective.name} {reason} and cannot be part of a sum"
-            raise UserError(problem, code="sum-part")
+        if objective.normalised:
+            problem = "divides its weights by their mean and cannot be part of a sum"
+            raise UserError(f"objective {objective.name} {problem}", code="sum-part")
     if len({objective.logit_scale for objective in objectives}) > 1:
         names = ", ".join(f"{o.name} at {o.logit_scale:g}" for o in objectives)
         raise UserError(f"the parts of a sum must see the logits at one scale ({names})", code="sum-scales")
@@ -457,7 +491,16 @@ def _sum(parts: Sequence[tuple[Objective, float | Ramp]], step: int) -> Objectiv
     labels = [(f"({o})" if " + " in o.name else str(o), w) for o, w in parts]
     name = " + ".join(f"({w}) {o}" if isinstance(w, Ramp) else f"{w:g} {o}" for o, w in labels)
     needs = frozenset[str]().union(*(o.needs for o in objectives))
-    return Objective(name, needs, coefficients, logit_scale=objectives[0].logit_scale)
+    return Objective(
+        name,
+        needs,
+        coefficients,
+        logit_scale=objectives[0].logit_scale,
+        by_target=any(o.by_target for o in objectives),
+        against=tuple(
+            (w * share, c) for o, w in zip(objectives, weights, strict=True) for share, c in o.against
+        ),
+    )
 
 
 class Rows(NamedTuple):

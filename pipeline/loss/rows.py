@@ -52,6 +52,7 @@ class Tokens(NamedTuple):
     demd: Tensor
     row: Tensor  # r: the factor that the rows of the gradient G lack
     weight: Tensor  # the objective's weight on the token
+    divergence: Tensor | None = None  # from a teacher
 
 
 class Statistics(NamedTuple):
