@@ -119,7 +119,7 @@ def nearest_cell(rows: list[dict[str, Any]], position: Position) -> dict[str, An
 def fit_of_recipe(config: RunConfig, text: TokenDataset) -> float:
     """Return how well a recipe's costs tell what its model confuses in a text."""
     from emo.pipeline.loss import CostEmbedding, get_objective
-    from emo.pipeline.model import check_fits, load_losses, load_pretrained, model_config
+    from emo.pipeline.model import check_fits, load_losses, load_pretrained, model_config, origin
     from emo.pipeline.planning.host import on_gpu, usable_attention
 
     hf_config = model_config(config.model)
@@ -129,7 +129,8 @@ def fit_of_recipe(config: RunConfig, text: TokenDataset) -> float:
         raise UserError(
             f"objective.cost={config.objective.cost} is not known before training", code="live-cost"
         )
-    model: Any = load_pretrained(config, usable_attention(config.model, hf_config)).eval()
+    attn = usable_attention(config.model, hf_config)
+    model: Any = load_pretrained(*origin(config), config.model.dtype, attn).eval()
     if on_gpu():
         model.cuda()
     probabilities, targets = [], []

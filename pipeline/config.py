@@ -104,6 +104,33 @@ def _labelled(weight: float | RampConfig, name: str) -> str:
     return f"({first:g} to {last:g}) {name}" if isinstance(weight, RampConfig) else f"{first:g} {name}"
 
 
+class TeacherConfig(Section):
+    """A model whose distributions a divergence compares with: live, or its stored log-probabilities."""
+
+    model: str | None = None
+    """Hub id or directory of a causal LM with the tokenizer of the data; it stays frozen."""
+    revision: str | None = None
+    """Commit of the hub model."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of its weights; that of the model which trains, unless given."""
+    temperature: float = Field(1.0, gt=0)
+    """Its logits are divided by this."""
+    scores: str | None = None
+    """Instead of a model: what `emo score --top-k K` wrote beside the data."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TeacherConfig:
+        if (self.model is None) == (self.scores is None):
+            raise ValueError("give model, or scores, or the word base")
+        if self.scores is not None and (self.temperature != 1.0 or self.revision or self.dtype):
+            raise ValueError("scores are as they were stored: leave temperature, revision and dtype out")
+        return self
+
+
+BASE = "base"  # the teacher that is the model before training
+Teachers = TeacherConfig | Literal["base"] | None
+
+
 class PartConfig(Section):
     """One objective of a weighted sum."""
 
@@ -115,6 +142,8 @@ class PartConfig(Section):
     """Its weight in the sum; a ramp {from, to, steps} moves it in a straight line over the first steps."""
     cost: str | None = None
     """The cost embedding, for clarity only: all parts share the one of the sum."""
+    teacher: Teachers = None
+    """The teacher of a divergence; all parts share one, which may stand beside the sum instead."""
 
 
 class ObjectiveConfig(Section):
@@ -133,6 +162,8 @@ class ObjectiveConfig(Section):
     scores: str | None = None
     """Scores that `emo score` wrote beside the data, for objectives that compare with another
     model (psft, excess)."""
+    teacher: Teachers = None
+    """Of a divergence: {model: PATH}, {scores: NAME}, or `base`: the model before training."""
     cost: str = "pretrained"
     """The cost embedding: `pretrained` (the head of model.path before training), `live` (the head as it
     trains), or a model directory, hub id or tensor file. Two controls: `constant` (every other token costs
@@ -150,6 +181,17 @@ class ObjectiveConfig(Section):
     """Share of the target's probability that is spread over the vocabulary."""
 
     @property
+    def compared(self) -> Teachers:
+        """Return the teacher of the objective, wherever it is named."""
+        parts = (self, *(self.sum or ()))
+        return next((part.teacher for part in parts if part.teacher is not None), None)
+
+    @property
+    def columns(self) -> str | None:
+        """Return the name of the scores that training reads."""
+        return self.compared.scores if isinstance(self.compared, TeacherConfig) else self.scores
+
+    @property
     def label(self) -> str:
         """Return the objective's name in plans, cards and reports."""
         return " + ".join(_labelled(p.weight, p.name) for p in self.sum) if self.sum else self.name
@@ -160,6 +202,11 @@ class ObjectiveConfig(Section):
             raise ValueError("give name and params, or sum, not both")
         if {part.cost for part in self.sum or ()} - {None, self.cost}:
             raise ValueError("the parts of a sum share one cost embedding: set cost beside the sum")
+        teachers = [part.teacher for part in (self, *(self.sum or ())) if part.teacher is not None]
+        if any(teacher != teachers[0] for teacher in teachers):
+            raise ValueError("the parts of a sum share one teacher: set it beside the sum")
+        if isinstance(self.compared, TeacherConfig) and self.compared.scores and self.scores:
+            raise ValueError("a run reads one set of scores: leave scores or teacher.scores out")
         return self
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import math
 import os
 import pickle
 import re
@@ -62,6 +63,7 @@ class Sums(NamedTuple):
     applied: bool = True  # whether the weights were updated
     weights: tuple[float, ...] = ()  # histogram of the objective's weights (loss/fused.py)
     domains: tuple[DomainSums, ...] = ()  # of each domain, where there are several
+    divergence: float = math.nan  # from a teacher, without weights
 
 
 def start_world(timeout_minutes: float = PATIENCE) -> World:
@@ -192,14 +194,14 @@ class Engine:
         return self.share(totals), torch.cat(nll).cpu().numpy(), np.concatenate(tokens)
 
     def share(self, totals: Tensor, domains: Sequence[int] = ()) -> Sums:
-        """Add [loss, nll, demd, tokens, stop, *weights, *losses, *nlls] over all ranks."""
+        """Add [loss, nll, demd, tokens, stop, divergence, *weights, *losses, *nlls] over all ranks."""
         dist.all_reduce(totals)
-        loss, nll, demd, tokens, stop, *details = totals.tolist()
+        loss, nll, demd, tokens, stop, divergence, *details = totals.tolist()
         weights, n = details[: BINS + 1], BINS + 1 + len(domains)
         apart = tuple(
             DomainSums(*sums) for sums in zip(domains, details[BINS + 1 : n], details[n:], strict=True)
         )
-        return Sums(loss, nll, demd, int(tokens), stop > 0, weights=tuple(weights), domains=apart)
+        return Sums(loss, nll, demd, int(tokens), stop > 0, True, tuple(weights), apart, divergence)
 
     def snapshot(self, directory: Path) -> None:
         """Copy this rank's part of the state, to be written below `directory`; all ranks must call."""
@@ -239,7 +241,7 @@ class Engine:
         return sum(gather_objects(total)) % 2**64
 
     def _zeros(self, domains: int = 0) -> Tensor:
-        return torch.zeros(5 + BINS + 1 + 2 * domains, dtype=torch.float64, device=self.world.device)
+        return torch.zeros(6 + BINS + 1 + 2 * domains, dtype=torch.float64, device=self.world.device)
 
     def _to_device(self, micro: dict[str, Any]) -> dict[str, Any]:
         device = self.world.device
@@ -292,11 +294,18 @@ class Snapshots(TorchCheckpointEngine):
 
 
 def _detached(sums: Any, domain: Tensor | None = None, domains: int = 0) -> Tensor:
-    """Return [loss, nll, demd, tokens, 0, *weights] of one micro-batch, float64, left on the device.
+    """Return [loss, nll, demd, tokens, 0, divergence, *weights] of a micro-batch, float64, on the device.
 
     With the `domain` [b] of its rows the losses and NLLs of all `domains` follow.
     """
-    parts = [sums.loss.detach(), sums.nll, sums.demd, sums.tokens, torch.zeros_like(sums.nll)]
+    parts = [
+        sums.loss.detach(),
+        sums.nll,
+        sums.demd,
+        sums.tokens,
+        torch.zeros_like(sums.nll),
+        sums.divergence,
+    ]
     apart = torch.zeros(2, domains, dtype=torch.float64, device=sums.weights.device)
     if domain is not None:
         by_row = sums.by_token.view(2, len(domain), -1).sum(2, dtype=torch.float64)

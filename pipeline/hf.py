@@ -39,6 +39,7 @@ from emo.pipeline.loss import (
     shift_left,
 )
 from emo.pipeline.loss.cost import is_distributed, is_partitioned
+from emo.pipeline.loss.frozen import BaseTeacher, Frozen, LiveTeacher
 
 Cost = CostEmbedding | LiveCost | None
 Choice = str | Objective  # a name, as in a recipe, or the result of `get_objective` or `weighted_sum`
@@ -49,9 +50,15 @@ def chosen_objective(objective: Choice, params: Params) -> Objective:
     """Return the objective of that name with `params` bound, or the Objective itself, which has its own."""
     if params and not isinstance(objective, str):
         raise UserError(f"{objective} has its parameters already; leave params out", code="two-params")
-    chosen = get_objective(objective, **(params or {})) if isinstance(objective, str) else objective
-    if chosen.dense:
-        raise UserError(f"{chosen.name} needs a teacher, which a FusedHead takes", code="needs-teacher")
+    return get_objective(objective, **(params or {})) if isinstance(objective, str) else objective
+
+
+def from_logits(objective: Choice, params: Params) -> Objective:
+    """Return a chosen objective for logits. Raises UserError for a schedule, and for one with a teacher."""
+    chosen = chosen_objective(objective, params).fixed()
+    if chosen.against:
+        cure = "use fuse_causal_lm or FusedLossMixin with teacher=MODEL"
+        raise UserError(f"{chosen.name} needs a teacher; {cure}", code="needs-teacher")
     return chosen
 
 
@@ -63,7 +70,7 @@ def loss_function(
     `params` belong to the objective, which has no schedule; `options` are label_smoothing, z_loss, kernels.
     The value, in nats, is the sum over predicted tokens divided by `num_items_in_batch`, or by their number.
     """
-    chosen = chosen_objective(objective, params).fixed()
+    chosen = from_logits(objective, params)
 
     def compute_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs.logits
@@ -79,7 +86,7 @@ def _divisor(tokens: Tensor | int) -> Tensor | int:
 
 
 class EMOLoss(nn.Module):
-    """Mean loss per predicted token in nats, from logits; `objective` may be any but `demd_dense`.
+    """Mean loss per predicted token in nats, from logits; `objective` may be any without a teacher.
 
     With `shift` (default, as in the released package) labels are aligned with the inputs and position i
     predicts label i + 1; without it logits[i] predicts labels[i]. Where a weight of an objective is a Ramp,
@@ -90,7 +97,7 @@ class EMOLoss(nn.Module):
         self, objective: Choice = "emo", *, shift: bool = True, params: Params = None, **options: Any
     ) -> None:
         super().__init__()
-        self.objective = chosen_objective(objective, params).fixed()
+        self.objective = from_logits(objective, params)
         self.shift, self.options = shift, options
 
     def forward(
@@ -148,6 +155,7 @@ def fuse_causal_lm(
     cost: Cost = None,
     *,
     params: Params = None,
+    teacher: Any = None,
     **options: Any,
 ) -> None:
     """Make `model(input_ids, labels=..., num_items_in_batch=...)` return the fused loss, in place.
@@ -163,23 +171,49 @@ def fuse_causal_lm(
         objective: a name, or an Objective.
         cost: a CostEmbedding, `LIVE`, or None for a frozen copy of the model's head.
         params: options of an objective given by name.
+        teacher: for divergences, a frozen causal LM of the same tokens on the same device, with a head no
+            smaller than the model's; or `base`, for PEFT's wrapper: the model without its adapters.
         options: z_loss, label_smoothing, memory_mb, kernels, as in `fused_linear_loss`. Logit scale and soft
             cap come from the model's configuration.
     """
-    base = _fused(model, chosen_objective(objective, params).fixed(), cost, options)
+    base = _fused(model, chosen_objective(objective, params).fixed(), cost, teacher, options)
     weight = base.get_output_embeddings().weight
     if not is_partitioned(weight) and not weight.is_meta:
         probe_model(base, packed=False, collective=is_distributed(weight))
 
 
-def _fused(model: Any, objective: Objective, cost: Cost, options: dict[str, Any]) -> Any:
+def _fused(model: Any, objective: Objective, cost: Cost, teacher: Any, options: dict[str, Any]) -> Any:
     """Fuse the model inside PEFT's wrapper, which calls it, or the model itself, and return it."""
+    if bool(objective.against) != (teacher is not None):
+        problem = "needs a teacher; give teacher=MODEL" if objective.against else "takes no teacher"
+        raise UserError(f"objective {objective.name} {problem}", code="needs-teacher")
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = base.get_output_embeddings()
     if cost is None and objective.needs_cost and isinstance(head, nn.Linear):
         cost = CostEmbedding.from_weight(head.weight)
     fuse_model(base, objective, cost, forward=_MeanLoss, **options)
+    base.teacher = None if teacher is None else _beside(model, teacher)
     return base
+
+
+def _beside(model: Any, teacher: Any) -> BaseTeacher | LiveTeacher:
+    """Return the teacher of a fused model, probed."""
+    if teacher == "base":
+        if not hasattr(model, "disable_adapter"):
+            problem = "teacher='base' is the model without its adapters, and there are none"
+            raise UserError(f"{problem}; load a second copy and give that", code="no-adapters")
+        return BaseTeacher(model)
+    entries, most = (m.config.get_text_config().vocab_size for m in (model, teacher))
+    if most < entries:
+        problem = f"the teacher has {most} entries, and the model that trains has {entries}"
+        raise UserError(f"{problem}; take one with as many", code="teacher-vocabulary")
+    live = LiveTeacher(teacher)
+    if is_partitioned(next(teacher.parameters())):
+        cure = "load it before the Trainer's arguments are made"
+        raise UserError(f"ZeRO-3 partitions the teacher, which has no engine; {cure}", code="teacher-sharded")
+    fuse_model(teacher, get_objective("mle"), forward=Frozen)
+    probe_model(teacher, packed=False)
+    return live
 
 
 class FusedLossMixin:
@@ -189,6 +223,7 @@ class FusedLossMixin:
         objective: a name, or an Objective.
         params: options of an objective given by name.
         cost: a CostEmbedding, `LIVE`, or None for a frozen copy of the model's head.
+        teacher: as for `fuse_causal_lm`; it is moved to the Trainer's device.
         loss_options: z_loss, label_smoothing, memory_mb, kernels, as in `fused_linear_loss`.
 
     The Trainer's `label_smoothing_factor` is honoured, and a Ramp follows its steps. Evaluation reports the
@@ -207,6 +242,7 @@ class FusedLossMixin:
         objective: Choice = "emo",
         params: Params = None,
         cost: Cost = None,
+        teacher: Any = None,
         loss_options: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
@@ -240,7 +276,9 @@ class FusedLossMixin:
             problem = "the fused loss has no router loss: set router_aux_loss_coef=0.0 in the SFTConfig"
             raise UserError(f"{problem}, or the model's output_router_logits=False", code="router-loss")
         # after the Trainer's constructor, which may wrap the model (PEFT) and replace its forward (TRL)
-        self._fused: Any = _fused(trainer.model, self._objective, cost, options)
+        if isinstance(teacher, nn.Module):
+            teacher.to(trainer.args.device)
+        self._fused: Any = _fused(trainer.model, self._objective, cost, teacher, options)
         self._probed = False
         self.model_accepts_loss_kwargs = True  # the Trainer then counts the batch's tokens,
         self._loss_shifts_labels = True  # and not the first of each row, which nothing predicts

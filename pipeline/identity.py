@@ -10,6 +10,7 @@
     validation     fingerprint of each validation set
     scores         of each data set, the hashes of the stored log-probabilities that the objective reads
     cost           fingerprint of the cost embedding
+    teacher        hash of the weights of a live teacher
 
 It is written into config.yaml and every checkpoint. A run that resumes must be the same in all parts, and in
 every key of its recipe that is not free.
@@ -37,7 +38,7 @@ from emo.common.recipe import marked, read_written, shown
 from emo.data_prep.scores import Scores
 from emo.data_prep.shards import TokenDataset
 from emo.pipeline.config import Batch, MixtureConfig, RunConfig, dump_config
-from emo.pipeline.loss.objectives import BUILT_IN, ENTRY_POINTS, Objective
+from emo.pipeline.loss.objectives import ENTRY_POINTS, OBJECTIVES, Objective
 from emo.pipeline.order import Holding
 from emo.pipeline.planning.ds_file import decisive
 from emo.pipeline.run_dir import CONFIG, checkpoints, step_of
@@ -56,6 +57,7 @@ PARTS = {
     "adapters": "way to make adapters (the version of peft)",
     "deepspeed": "DeepSpeed configuration (the file that `deepspeed` names)",
     "cost": "cost embedding (model.path or objective.cost)",
+    "teacher": "teacher (the weights of objective.teacher)",
 }
 # Of a model's configuration: what says where it is from and how it is held, not what it computes.
 NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
@@ -123,7 +125,7 @@ def _programs(config: RunConfig) -> dict[str, str]:
     points = {point.name: point.module for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     for name in (config.objective.name, *(part.name for part in config.objective.sum or ())):
-        if name in BUILT_IN:
+        if name in OBJECTIVES:
             continue
         source = name.rpartition(":")[0] or points[name]
         program = Path(source if source.endswith(".py") else str(sys.modules[source].__file__)).absolute()

@@ -25,7 +25,7 @@ from emo.common.errors import UserError, nearest, one_line
 from emo.common.weights import load_causal_lm, load_config
 from emo.data_prep.shards import Manifest
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
-from emo.pipeline.config import ModelConfig, ObjectiveConfig, PartConfig, RampConfig, RunConfig
+from emo.pipeline.config import ModelConfig, ObjectiveConfig, PartConfig, RampConfig, RunConfig, TeacherConfig
 from emo.pipeline.engine import Engine
 from emo.pipeline.loss import (
     CostEmbedding,
@@ -48,8 +48,8 @@ from emo.pipeline.run_dir import INITIAL
 log = logging.getLogger(__name__)
 
 
-def model_config(config: ModelConfig, online: bool = True) -> PretrainedConfig:
-    """Return the Hugging Face configuration of the model.
+def model_config(config: ModelConfig, online: bool = True, key: str = "model.path") -> PretrainedConfig:
+    """Return the Hugging Face configuration of a model, whose path the recipe calls `key`.
 
     Raises UserError when the path cannot be read or disagrees with `architecture`. With `online` false the
     recipe's `architecture` stands in for a path that is not on this machine.
@@ -63,7 +63,7 @@ def model_config(config: ModelConfig, online: bool = True) -> PretrainedConfig:
     try:
         hf_config = load_config(config.path, config.revision)
     except (OSError, ValueError) as error:
-        raise UserError(_unreachable(config.path, error)) from None
+        raise UserError(_unreachable(config.path, error, key)) from None
     for key, value in (config.architecture or {}).items():
         if (actual := getattr(hf_config, key, None)) != value:
             problem = f"model.path={config.path} has {key}={actual!r}, and model.architecture {value!r}"
@@ -118,9 +118,14 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
             ramp(part.weight) if isinstance(part.weight, RampConfig) else part.weight for part in chosen.sum
         )
         objective = weighted_sum(list(zip(parts, weights, strict=True)))
-    if objective.dense:
-        cure = "set objective.name to another, or use emo.pipeline.loss.fused from Python"
-        raise UserError(f"objective {objective.name} needs a teacher, which no recipe names; {cure}")
+    if bool(objective.against) != (chosen.compared is not None):
+        cure = "set objective.teacher to {model: PATH}, {scores: NAME} or base"
+        problem = f"needs a teacher; {cure}" if objective.against else "has none: leave objective.teacher out"
+        raise UserError(f"objective {objective.name} {problem}", code="needs-teacher")
+    stored = isinstance(chosen.compared, TeacherConfig) and chosen.compared.scores
+    if stored and any(comparison.needs_costs for _, comparison in objective.against):
+        problem = "needs every probability of its teacher, and the stored ones are the largest"
+        raise UserError(f"objective {objective.name} {problem}; give teacher.model", code="needs-teacher")
     if "stored" in objective.needs and chosen.scores is None:
         cure = "run `emo score RECIPE --model MODEL --name NAME` and set objective.scores=NAME"
         raise UserError(f"objective {objective.name} needs another model's log-probabilities; {cure}")
@@ -194,16 +199,19 @@ def write_initial_weights(config: RunConfig) -> None:
     partial.rename(target)
 
 
-def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
-    """Return the model from its weights; under ZeRO-3 it is built partitioned (see engine.py)."""
-    path, revision = origin(config)
-    dtype = getattr(torch, config.model.dtype)
+def load_pretrained(
+    path: str, revision: str | None, dtype: str, attn: str, key: str = "model.path"
+) -> PreTrainedModel:
+    """Return a causal LM from its weights; under ZeRO-3 it is built partitioned (see engine.py).
+
+    key: what the recipe calls the path. Raises UserError for weights that are damaged or not all there.
+    """
     try:
-        loaded = load_causal_lm(path, revision, dtype=dtype, attn_implementation=attn)
+        loaded = load_causal_lm(path, revision, dtype=getattr(torch, dtype), attn_implementation=attn)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         if broken_device(error) or broken_device(error, NETWORK) or lost_a_peer(error):
             raise  # weights go to the GPU and, under ZeRO-3, to other ranks
-        raise UserError(_unreachable(path, error)) from None
+        raise UserError(_unreachable(path, error, key)) from None
     for problem, names in (
         ("lacks", loaded.missing),
         ("has another shape for", loaded.mismatched),
@@ -211,9 +219,9 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
     ):
         if names:
             listed = f"{', '.join(names[:3])} ({len(names)} in all)"
-            raise UserError(f"model.path={path} {problem} {listed}: it is damaged, or no causal LM")
+            raise UserError(f"{key}={path} {problem} {listed}: it is damaged, or no causal LM")
     if loaded.fault is not None:
-        raise UserError(f"model.path={path} {loaded.fault}; correct it, or set model.path to another")
+        raise UserError(f"{key}={path} {loaded.fault}; correct it, or set {key} to another")
     broken = ""
     for name, parameter in loaded.model.named_parameters():
         values = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3: this rank's piece
@@ -223,13 +231,14 @@ def load_pretrained(config: RunConfig, attn: str) -> PreTrainedModel:
     if dist.is_initialized():
         broken = next(filter(None, gather_objects(broken)), "")
     if broken:
-        raise UserError(f"model.path={path} holds values in {broken} that are not finite: it is damaged")
+        raise UserError(f"{key}={path} holds values in {broken} that are not finite: it is damaged")
     return loaded.model
 
 
 def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     """Return the model that trains: loaded, fused, with adapters and checkpointing as configured."""
-    model = load_pretrained(config, usable_attention(config.model, load_config(*origin(config))))
+    attn = usable_attention(config.model, load_config(*origin(config)))
+    model = load_pretrained(*origin(config), config.model.dtype, attn)
     model.config.use_cache = False
     trained: nn.Module = model
     if config.model.lora is not None:  # first: peft looks layers up by class, and the fused head is no target
@@ -241,6 +250,11 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     return trained
 
 
+def packed(manifests: Sequence[Manifest]) -> bool:
+    """Return whether rows of some of these data hold several documents."""
+    return any(shard.segments > shard.rows for manifest in manifests for shard in manifest.shards)
+
+
 def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]) -> None:
     """Compare the model in its engine with itself before the first step; all ranks must call.
 
@@ -248,7 +262,6 @@ def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]
     own logits, or when rows are packed and the model cannot keep documents apart. Where `auto` took an
     attention that is told where documents begin and it is of no use, another is tried.
     """
-    packed = any(shard.segments > shard.rows for manifest in manifests for shard in manifest.shards)
     base: Any = engine.model
     if config.model.lora is not None:
         base = base.get_base_model()
@@ -260,7 +273,7 @@ def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]
         log.info("attention: %s; %s does not keep the documents of a row apart here", other, first)
         base.set_attn_implementation(other)
         verdict = probe_model(base, engine.ds, **settings)
-    if verdict == "refused" and packed:
+    if verdict == "refused" and packed(manifests):
         raise UserError(refusal(base))
     if verdict == "refused":
         base.packing = "alone"  # what follows a row's one document is padding, which nobody learns from
@@ -295,8 +308,8 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
         raise UserError(f"model.lora.targets={targets}: {one_line(error)}") from None
 
 
-def _unreachable(path: str, error: Exception) -> str:
+def _unreachable(path: str, error: Exception, key: str) -> str:
     if Path(path).exists():
-        return f"model.path={path} cannot be loaded: {one_line(error)}"
-    problem = f"model.path={path} is neither a directory here nor a hub model that can be reached"
+        return f"{key}={path} cannot be loaded: {one_line(error)}"
+    problem = f"{key}={path} is neither a directory here nor a hub model that can be reached"
     return f"{problem}; set it to a directory, or download it where there is network (HF_HOME)"

@@ -35,7 +35,15 @@ from emo.pipeline.config import RunConfig, TrainConfig, lr_at
 from emo.pipeline.engine import Engine, Sums
 from emo.pipeline.export import export_model
 from emo.pipeline.lock import RunLock
-from emo.pipeline.model import Losses, build_model, check_model, load_losses, measuring, write_initial_weights
+from emo.pipeline.model import (
+    Losses,
+    build_model,
+    check_model,
+    load_losses,
+    measuring,
+    packed,
+    write_initial_weights,
+)
 from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.planning.footprint import Setup, accelerator, utilisation
 from emo.pipeline.planning.host import on_gpu
@@ -48,6 +56,7 @@ from emo.pipeline.report.samples import Samples
 from emo.pipeline.report.validation import Documents, by_document
 from emo.pipeline.run_dir import BAD_BATCHES, CONFIG, EXPORT, INITIAL
 from emo.pipeline.stop import RESUME, StopRequest, Watch
+from emo.pipeline.teacher import add_teacher, teacher_identity
 
 log = logging.getLogger(__name__)
 
@@ -106,12 +115,15 @@ def _train(
     step, tokens, progress = (saved.step, saved.tokens, saved.progress) if saved else (0, 0, {})
     agreed(lambda: identity.check_mixture(config, step))
     read = ready.identity | {"cost": getattr(losses.measure, "fingerprint", None)}
+    weights = teacher_identity(config, world)
+    read |= {} if weights is None else {"teacher": weights}
     checkpoint.check_identity(saved, read)
     ds_config = ready.ds_config
     source = None if saved is None else checkpoint.loadable(saved, ds_config, world)
     with launch.console.compiling():
         partitioned = HfDeepSpeedConfig(ds_config)  # while it lives transformers builds models partitioned
         model, ratio = build_model(config, losses), config.train.head_lr_ratio
+        add_teacher(model, config, ds_config, world, packed([rows.manifest for rows in sets]))
         trainer = Engine(model, ds_config, world, config.model.compile, ratio)
         del partitioned
     check_model(trainer, config, [rows.manifest for rows in sets])

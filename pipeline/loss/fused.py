@@ -503,8 +503,10 @@ def run_chunks(
             if full:
                 own = z.clone()
                 others = process_chunk(z, chunk, rows, spec.terms, gradient, triton, in_full=True)
-            live = isinstance(teacher, Teacher)
-            side = teacher.log_probs(positions, V) if live else teacher.rows(positions)
+            if isinstance(teacher, Teacher):
+                side: Tensor | TopK = teacher.log_probs(positions, V).to(stats)
+            else:
+                side = teacher.rows(positions)
             costs = cost if isinstance(cost, CostEmbedding) else None
             tokens = add_divergences(z, own, chunk, side, costs, spec.terms, gradient, others)
         yield positions, z, tokens

@@ -22,8 +22,9 @@ from emo.common.labels import IGNORE
 from emo.pipeline.loss.cost import CostEmbedding, Labels, LiveCost, label_count
 from emo.pipeline.loss.fused import LossSums, Spec, apply_fused, make_spec
 from emo.pipeline.loss.objectives import Objective
-from emo.pipeline.loss.teacher import Side
+from emo.pipeline.loss.teacher import Beside, Side, TopK
 
+TEACHER_IDS, TEACHER_LOG_P = "teacher_ids", "teacher_log_p"  # among a model's inputs: those of a TopK
 VARLEN = "varlen"  # the attention of varlen.py
 BOUNDS, LONGEST = "cu_seq_lens_q", "max_length_q"  # transformers' names for the results of `segments`
 SEGMENTS = (BOUNDS, "cu_seq_lens_k", LONGEST, "max_length_k")
@@ -184,6 +185,7 @@ class FusedCausalLM:
     order: tuple[str, ...]  # names of the model's positional arguments
     takes: frozenset[str] | None  # names that the body accepts; None: any
     takes_positions: bool
+    teacher: Beside | None = None  # whom divergences compare with, where it is live
 
     def forward(self, *args: Any, **kwargs: Any) -> LossSums | Any:
         """Return the LossSums against `labels` [b, L], already shifted; else the ordinary result."""
@@ -206,8 +208,15 @@ class FusedCausalLM:
         documents, which do not see each other; a padding mask beside them is not needed and not used. The
         `segments` of the positions may be given as cu_seq_lens_q and max_length_q: no layer then looks again.
         """
+        columns = inputs.pop(TEACHER_IDS, None), inputs.pop(TEACHER_LOG_P, None)
         hidden = self.before_head(label_count(labels), inputs)
-        return self.get_output_embeddings()(hidden, labels, stored=stored)  # type: ignore[attr-defined]
+        head: Any = self.get_output_embeddings()  # type: ignore[attr-defined]
+        if not head.spec.terms.objective.against:
+            return head(hidden, labels, stored=stored)
+        if self.teacher is None:
+            return head(hidden, labels, None if columns[0] is None else TopK(*columns), stored)
+        with self.teacher.side(label_count(labels), inputs) as side:
+            return head(hidden, labels, side, stored)
 
     def before_head(self, tokens: int, inputs: dict[str, Any]) -> Tensor:
         """Return the hidden states [..., L, H] that the head takes, for inputs of `tokens` tokens."""

@@ -7,7 +7,8 @@ all other tokens together. What that leaves out can only make a divergence small
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -72,6 +73,14 @@ class TopK(NamedTuple):
 Side = Teacher | TopK
 
 
+class Beside(Protocol):
+    """A model beside the one that trains (`frozen.py`)."""
+
+    def side(self, tokens: int, inputs: dict[str, Any]) -> AbstractContextManager[Teacher]:
+        """Return a context in which its side of a batch of `tokens` tokens is at hand."""
+        ...
+
+
 class Against(NamedTuple):
     """The divergences of a group of tokens."""
 
@@ -111,9 +120,9 @@ def compare(
     if isinstance(teacher, TopK):
         stored = [x.gather(1, teacher.ids) for x in (log_q, q)]
         rest = q.scatter_(1, teacher.ids, 0.0).sum(1, keepdim=True).clamp_(min=torch.finfo(dtype).tiny)
-        entries = (torch.cat(columns, 1) for columns in zip(stored, (rest.log(), rest), strict=True))
+        log_entries, entries = (torch.cat(two, 1) for two in zip(stored, (rest.log(), rest), strict=True))
         log_p = teacher.log_p.to(dtype)
-        pair = Pair(log_p, *entries, log_p.exp())
+        pair = Pair(log_p, log_entries, entries, log_p.exp())
     else:
         p = teacher.exp()
         costly = cost is not None and any(comparison.needs_costs for _, comparison in objective.against)

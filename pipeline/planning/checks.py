@@ -35,6 +35,7 @@ from emo.pipeline.order import BatchOrder, Domain, Holding, MixedOrder, shares
 from emo.pipeline.planning.ds_file import check_host, deepspeed_config, parameter_groups
 from emo.pipeline.planning.host import usable_attention
 from emo.pipeline.report.samples import prompt_ids
+from emo.pipeline.teacher import check_teacher
 
 log = logging.getLogger(__name__)
 
@@ -96,10 +97,12 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     rehearse(model, config)
     _check_cost(config, hf_config.get_text_config().vocab_size, local)
     scores: list[Scores | None] = []
+    if local:
+        check_teacher(config, hf_config, [] if data is None else [data.manifest])
     if data is not None:
         prompt_ids(config)
         if local:
-            name = config.objective.scores  # of the column that the objective reads beside the tokens
+            name = config.objective.columns  # of what the objective reads beside the tokens
             scores = [None if name is None else Scores(rows, name) for rows in (data, *validation.values())]
     elif train.mixture is not None:  # a recipe knows its domains, though not what they hold
         shares(train.mixture, [Domain(name, 1, 1) for name in config.data.domains_of(TRAIN)])

@@ -23,7 +23,7 @@ from emo.data_prep.shards import TokenDataset, open_prepared
 from emo.pipeline.config import RunConfig
 from emo.pipeline.loss import fuse_model, get_objective, probe_model
 from emo.pipeline.loss.fused import token_nll
-from emo.pipeline.model import check_fits, load_pretrained, model_config
+from emo.pipeline.model import check_fits, load_pretrained, model_config, origin
 from emo.pipeline.planning.host import check_gpus, on_gpu, usable_attention
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,8 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool) -> b
         if force:
             scores.clear(data, name)
         scores.begin(data, name, about)
-    model: Any = load_pretrained(config, usable_attention(config.model, hf_config))
+    attn = usable_attention(config.model, hf_config)
+    model: Any = load_pretrained(*origin(config), config.model.dtype, attn)
     model.eval().requires_grad_(False)
     if on_gpu():
         model.cuda()

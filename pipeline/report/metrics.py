@@ -39,6 +39,7 @@ class Window:
     loss: float = 0.0
     nll: float = 0.0
     demd: float = 0.0
+    divergence: float = 0.0  # from a teacher; NaN without one
     norm: float = 0.0
     largest_norm: float = 0.0
     seconds: float = 0.0  # of training, without saving and validation
@@ -62,6 +63,7 @@ class Window:
         self.loss += sums.loss
         self.nll += sums.nll
         self.demd += sums.demd
+        self.divergence += sums.divergence
         self.norm += norm
         self.largest_norm = max(self.largest_norm, norm)
         self.weights = _added(self.weights, sums.weights)
@@ -201,7 +203,8 @@ class Metrics:
             record |= {f"validation_change{end}": value for end, value in limits.items()}
         event = self._write(split_of(name), record)
         words = {"loss": "loss", "nll": "NLL", "perplexity": "perplexity", "demd": "DEMD"}
-        values = ((word, event[f"validation_{key}"]) for key, word in words.items())
+        words["divergence"] = "divergence"
+        values = ((word, event.get(f"validation_{key}")) for key, word in words.items())
         parts = [f"{word} {x:.4g}" for word, x in values if x is not None] or ["not finite"]
         parts += [f"NLL since step 0 {changed}"] if changed is not None else []
         title = "validation" if name == VALIDATION else f"validation {name}"
@@ -255,7 +258,9 @@ def _wandb_run(config: RunConfig) -> Any:
 def _means(sums: Window | Sums, tokens: int) -> dict[str, float]:
     """Return losses per supervised token."""
     loss, nll, demd = (_mean(total, tokens) for total in (sums.loss, sums.nll, sums.demd))
-    return {"loss": loss, "nll": nll, "perplexity": math.exp(min(nll, 100.0)), "demd": demd}
+    means = {"loss": loss, "nll": nll, "perplexity": math.exp(min(nll, 100.0)), "demd": demd}
+    taught = not math.isnan(sums.divergence)
+    return means | ({"divergence": _mean(sums.divergence, tokens)} if taught else {})
 
 
 def _mean(total: float, count: float) -> float:

@@ -27,6 +27,7 @@ QUANTITIES = (
     ("nll", "Loss in nats per token (NLL)", "validation_nll"),
     ("loss", "What the objective minimises", "validation_loss"),
     ("demd", "Expected transport cost (DEMD)", "validation_demd"),
+    ("divergence", "Divergence from the teacher", "validation_divergence"),
     ("grad_norm", "Gradient norm before clipping", ""),
     ("lr", "Learning rate", ""),
     ("tokens_per_s", "Supervised tokens per second", ""),

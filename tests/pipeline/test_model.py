@@ -121,7 +121,7 @@ def test_weights_that_are_not_those_of_the_model(change: Change, message: str, t
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=re.escape(f"model.path={tmp_path} {message}")):
-        load_pretrained(run_config(str(tmp_path), tmp_path), "sdpa")
+        load_pretrained(str(tmp_path), None, "float32", "sdpa")
 
 
 @pytest.mark.parametrize(("model_type", "pickled"), [("llama", False), ("gpt2", True)])
