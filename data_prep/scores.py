@@ -1,4 +1,4 @@
-"""Scores: one number per token beside the shards, a model's log-probability of it after the tokens before it.
+"""Scores: a model's log-probability of every token after those before it, beside the shards.
 
     <data>/<split>/scores/<name>/shard-00000-of-00004.npy    float32, one number per token of that shard
     <data>/<split>/scores/<name>/shard-00000-of-00004.sha256 its hash, written after it
@@ -58,11 +58,17 @@ def shard_file(data: TokenDataset, name: str, index: int) -> Path:
     return directory(data, name) / Path(data.manifest.shards[index].file).with_suffix(".npy").name
 
 
+def top_dtype(k: int, vocab_size: int) -> np.dtype[Any]:
+    """Return the type of a token's k most likely ids, their log-probabilities, and that of the rest."""
+    return np.dtype([("ids", "<u2" if vocab_size <= 2**16 else "<i4", (k,)), ("log_p", "<f2", (k + 1,))])
+
+
 def write_shard(path: Path, scores: np.ndarray) -> None:
     """Write scores of one shard's tokens [tokens], whole or not at all, and their hash beside them."""
-    if not np.isfinite(scores).all() or (scores > 0).any():
+    numbers = scores if scores.dtype.names is None else scores["log_p"]
+    if not np.isfinite(numbers).all() or (numbers > 0).any():
         raise UserError(f"{path} is not written: the model gives what is no log-probability")
-    write_atomically(path, lambda sink: np.save(sink, scores.astype(np.float32)))
+    write_atomically(path, lambda sink: np.save(sink, scores))
     write_text(path.with_suffix(HASH), sha256(path))
 
 
@@ -78,8 +84,8 @@ def read_shard(path: Path, tokens: int) -> np.ndarray:
     try:
         with arrays():
             scores = np.load(path, mmap_mode="r")
-            if scores.dtype != np.float32 or scores.shape != (tokens,):
-                raise ValueError(f"it does not hold a number for each of {tokens} tokens")
+            if (scores.dtype != np.float32 and scores.dtype.names is None) or scores.shape != (tokens,):
+                raise ValueError(f"it does not hold a score for each of {tokens} tokens")
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read ({one_line(error)}); delete it and {AGAIN}") from None
     return scores
@@ -150,12 +156,26 @@ class Scores:
             if hashes.sha256(path) != scored.sha256:
                 yield f"{path} was changed after it was written; {AGAIN} --force"
 
-    def batch(self, rows: np.ndarray) -> np.ndarray:
-        """Return scores of the labels of rows, float32 [b, block]: at i that of the token predicted there."""
+    @property
+    def top_k(self) -> int | None:
+        """Return how many of the most likely tokens are stored; None where it is the token itself alone."""
+        return self.about.model.get("top_k")
+
+    def columns(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return what is stored of the labels of rows: at i that of the token predicted there.
+
+        `stored` [b, block] float32, the token's log-probability; or `teacher_ids` [b, block, k] int64, the
+        most likely tokens, and `teacher_log_p` [b, block, k + 1] float32, with that of all others at the end,
+        which add up to 1.
+        """
         width = self.data.manifest.block
-        out = np.zeros((len(rows), width), np.float32)
+        out = np.zeros((len(rows), width), self.shards[0].dtype)
         for i, row in enumerate(rows):
             shard, number = self.data.place(int(row))
             start, stop = self._starts[shard][number : number + 2]
             out[i, : stop - start - 1] = self.shards[shard][start + 1 : stop]
-        return out
+        if out.dtype.names is None:
+            return {"stored": out}
+        log_p = out["log_p"].astype(np.float32)
+        log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
+        return {"teacher_ids": out["ids"].astype(np.int64), "teacher_log_p": log_p}

@@ -73,7 +73,7 @@ class Batches:
             if real is not None:
                 labels[~real[part]] = IGNORE
             if self.scores is not None:
-                arrays["stored"] = self.scores.batch(rows[part])
+                arrays |= self.scores.columns(rows[part])
             if apart:
                 arrays[DOMAIN] = self.data.domain[rows[part]].astype(np.int64)
             tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--model", required=True, help="directory or hub id of the model that reads the data")
     add("--revision", help="commit of the hub model")
     add("--name", default="reference", help="what objective.scores calls them (%(default)s)")
+    add("--top-k", type=int, metavar="K", help="of the K likeliest tokens in its place, for a teacher")
     add("--part", default="0/1", metavar="I/N", help="every N-th shard from the I-th (%(default)s)")
     add("--force", action="store_true", help="write again what is there")
 
@@ -272,8 +273,9 @@ def _score(args: argparse.Namespace) -> int:
     config = load_config(args.recipe, [*args.overrides, *settings])
     from emo.pipeline.planning.score import score
 
-    if score(config, args.name, (int(index), int(count)), args.force):
-        state = f"complete; use them with objective.scores={args.name}"
+    if score(config, args.name, (int(index), int(count)), args.force, args.top_k):
+        key = "objective.scores=" if args.top_k is None else "objective.teacher.scores="
+        state = f"complete; use them with {key}{args.name}"
     else:
         state = f"part {args.part} is done, others are missing"
     print(f"scores called {args.name}: {state}")

@@ -27,7 +27,7 @@ class Frozen(FusedCausalLM):
 
 
 class LiveTeacher:
-    """A frozen causal LM that goes through the student's batches first."""
+    """A frozen causal LM that goes through the student's batches."""
 
     def __init__(
         self, model: Any, temperature: float = 1.0, run: Callable[..., Tensor] | None = None
@@ -48,8 +48,12 @@ class LiveTeacher:
         """Yield its side of a batch of `tokens` tokens, whose head is whole within the block."""
         with torch.no_grad():
             hidden = self.run(**inputs, before_head=True)
-        with _beside(self.model, hidden, self.temperature) as teacher:
-            yield teacher
+        head = self.model.get_output_embeddings()
+        with contextlib.ExitStack() as stack:
+            weight = stack.enter_context(whole(head.weight))
+            bias = None if head.bias is None else stack.enter_context(whole(head.bias))
+            terms = head.spec.terms
+            yield Teacher(hidden, weight, bias, terms.softcap, head.spec.logit_scale, self.temperature)
 
 
 class BaseTeacher:
@@ -61,7 +65,7 @@ class BaseTeacher:
 
     @contextlib.contextmanager
     def side(self, tokens: int, inputs: dict[str, Any]) -> Iterator[Teacher]:
-        """Yield its side of a batch of `tokens` tokens, whose head is whole within the block."""
+        """Yield its side of a batch of `tokens` tokens, whose head, which is frozen, is the student's."""
         training = self.model.training
         self.model.eval()
         try:
@@ -69,15 +73,4 @@ class BaseTeacher:
                 hidden = self.model.before_head(tokens, inputs)
         finally:
             self.model.train(training)
-        with _beside(self.model, hidden) as teacher:
-            yield teacher
-
-
-@contextlib.contextmanager
-def _beside(model: Any, hidden: Tensor, temperature: float = 1.0) -> Iterator[Teacher]:
-    """Yield hidden states under the head of their model, which is gathered where it is partitioned."""
-    head = model.get_output_embeddings()
-    with contextlib.ExitStack() as stack:
-        weight = stack.enter_context(whole(head.weight))
-        bias = None if head.bias is None else stack.enter_context(whole(head.bias))
-        yield Teacher(hidden, weight, bias, head.spec.terms.softcap, head.spec.logit_scale, temperature)
+        yield Teacher(hidden, None)

@@ -22,7 +22,7 @@ from emo.common.labels import IGNORE
 from emo.pipeline.loss.cost import CostEmbedding, Labels, LiveCost, label_count
 from emo.pipeline.loss.fused import LossSums, Spec, apply_fused, make_spec
 from emo.pipeline.loss.objectives import Objective
-from emo.pipeline.loss.teacher import Beside, Side, TopK
+from emo.pipeline.loss.teacher import Beside, Side, Teacher, TopK
 
 TEACHER_IDS, TEACHER_LOG_P = "teacher_ids", "teacher_log_p"  # among a model's inputs: those of a TopK
 VARLEN = "varlen"  # the attention of varlen.py
@@ -131,6 +131,9 @@ class FusedHead(nn.Linear):
         """Return the logits [..., V] of `hidden` [..., H], or the LossSums against `labels` [...]."""
         if labels is None:
             return super().forward(hidden)
+        if isinstance(teacher, Teacher) and teacher.weight is None:
+            cap, scale = self.spec.terms.softcap, self.spec.logit_scale
+            teacher = Teacher(teacher.hidden, self.weight, self.bias, cap, scale, teacher.temperature)
         return apply_fused(hidden, self.weight, self.bias, labels, self.spec, teacher, stored)
 
     def use(self, objective: Objective) -> None:

@@ -22,7 +22,8 @@ class Teacher(NamedTuple):
     """A teacher's side of a batch: its hidden states through its own head. Never differentiated."""
 
     hidden: Tensor  # [..., H'], one row per student row
-    weight: Tensor  # [V', H'], V' >= V: entries beyond the student's V are padding, and left out
+    # [V', H'], V' >= V: entries beyond the student's V are padding, and left out. None: the student's own
+    weight: Tensor | None
     bias: Tensor | None = None  # [V']
     softcap: float | None = None
     logit_scale: float = 1.0  # factor on h W^T, before the soft cap
@@ -30,6 +31,7 @@ class Teacher(NamedTuple):
 
     def fault(self, labels: int, vocab_size: int) -> str | None:
         """Return why it does not fit so many labels and logits, or None."""
+        assert self.weight is not None
         if self.hidden.shape[:-1].numel() == labels and len(self.weight) >= vocab_size:
             return None
         shapes = f"hidden {list(self.hidden.shape)} and head {list(self.weight.shape)}"
@@ -38,6 +40,7 @@ class Teacher(NamedTuple):
     def log_probs(self, positions: Tensor, vocab_size: int) -> Tensor:
         """Return log p [n, V] of flat positions [n], in the statistics' dtype."""
         hidden = self.hidden.detach().flatten(0, -2)[positions]
+        assert self.weight is not None
         weight = self.weight.detach()[:vocab_size]
         half = hidden.dtype.itemsize == 2
         z = in_float32(hidden, weight) if half else torch.mm(hidden, weight.t())

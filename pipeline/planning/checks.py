@@ -104,6 +104,7 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
         if local:
             name = config.objective.columns  # of what the objective reads beside the tokens
             scores = [None if name is None else Scores(rows, name) for rows in (data, *validation.values())]
+            _check_scores(config, scores)
     elif train.mixture is not None:  # a recipe knows its domains, though not what they hold
         shares(train.mixture, [Domain(name, 1, 1) for name in config.data.domains_of(TRAIN)])
     opened = (data, validation, scores)
@@ -135,6 +136,18 @@ def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[
     if not data.valid.sum():
         raise UserError(f"{data.directory} holds nothing to learn from; check data.sources")
     return data, validation
+
+
+def _check_scores(config: RunConfig, scores: list[Scores | None]) -> None:
+    """Refuse scores of labels where a teacher's are needed, and the reverse."""
+    wanted = config.objective.scores is None  # of the likeliest tokens
+    for stored in scores:
+        if stored is not None and (stored.top_k is not None) != wanted:
+            kinds = "a teacher's likeliest tokens", "the tokens themselves"
+            has, needs = reversed(kinds) if wanted else kinds
+            cure = f"run emo score {'with' if wanted else 'without'} --top-k, under another --name"
+            problem = f"the scores {stored.files[0].parent} are of {has}, and the objective needs {needs}"
+            raise UserError(f"{problem}; {cure}", code="scores-kind")
 
 
 def _outline(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:

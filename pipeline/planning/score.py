@@ -1,6 +1,8 @@
 """`emo score`: a model's log-probability of every prepared token, once, beside the shards.
 
 Training then reads them at the price of reading tokens: no second model stays in memory (`psft`, `excess`).
+With `--top-k K` they are those of the K most likely tokens in its place, and of all others together, for
+divergences from that model as a teacher.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from emo.common.errors import UserError
@@ -21,15 +24,18 @@ from emo.common.labels import IGNORE
 from emo.data_prep import scores
 from emo.data_prep.shards import TokenDataset, open_prepared
 from emo.pipeline.config import RunConfig
-from emo.pipeline.loss import fuse_model, get_objective, probe_model
+from emo.pipeline.loss import Teacher, fuse_model, get_objective, probe_model
 from emo.pipeline.loss.fused import token_nll
 from emo.pipeline.model import check_fits, load_pretrained, model_config, origin
 from emo.pipeline.planning.host import check_gpus, on_gpu, usable_attention
 
 log = logging.getLogger(__name__)
 
+TOKENS = 1024  # whose logits are alive at a time
+LEAST = -60000.0  # what float16 can hold of a log-probability
 
-def score(config: RunConfig, name: str, part: tuple[int, int], force: bool) -> bool:
+
+def score(config: RunConfig, name: str, part: tuple[int, int], force: bool, top_k: int | None = None) -> bool:
     """Score the shards of a recipe's data with `config.model`; return True when all of them are done.
 
     `part` (i, n): this job takes every n-th shard from the i-th; any number of jobs may share the work.
@@ -46,6 +52,11 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool) -> b
     weights = hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
     about = config.model.model_dump(include={"path", "revision", "dtype"})
     about["weights"] = weights if files else None
+    if top_k is not None:
+        fewest = min(rows.manifest.vocab_size for rows in sets)
+        if not 0 < top_k < fewest:
+            raise UserError(f"--top-k must be from 1 to {fewest - 1} (given: {top_k})", code="option-range")
+        about["top_k"] = top_k
     for data in sets:
         if force:
             scores.clear(data, name)
@@ -62,16 +73,19 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool) -> b
         for shard in range(part[0], len(data.manifest.shards), part[1]):
             path = scores.shard_file(data, name, shard)
             if scores.written_hash(path) is None:
-                scores.write_shard(path, _score_shard(model, data, shard, config.train.micro_batch_size))
+                scores.write_shard(
+                    path, _score_shard(model, data, shard, config.train.micro_batch_size, top_k)
+                )
         complete = scores.seal(data, name, about) and complete
     return complete
 
 
 @torch.no_grad()
-def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int) -> np.ndarray:
-    """Return log p of the tokens of a shard [tokens], nats; 0 for the first of each segment."""
-    offsets, rows = data.token_offsets(shard), data.rows_of(shard)
-    logprobs = np.zeros(int(offsets[-1]), np.float32)
+def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int, top_k: int | None) -> np.ndarray:
+    """Return the scores of the tokens of a shard [tokens], nats; 0 for the first of each segment."""
+    offsets, rows, vocab_size = data.token_offsets(shard), data.rows_of(shard), data.manifest.vocab_size
+    dtype = np.float32 if top_k is None else scores.top_dtype(top_k, vocab_size)
+    logprobs = np.zeros(int(offsets[-1]), dtype)
     head = model.get_output_embeddings()
     began = time.perf_counter()
     for start in tqdm(range(0, len(rows), micro), desc=data.manifest.shards[shard].file, disable=None):
@@ -82,12 +96,31 @@ def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int) -> np.n
         same = inputs["position_ids"][:, 1:] > 0
         labels[:, :-1] = torch.where(same, inputs["input_ids"][:, 1:], IGNORE)
         hidden = model.before_head(labels.numel(), dict(inputs))
-        nll = token_nll(hidden, head.weight, head.bias, labels, head.spec).float()
-        if not bool(torch.isfinite(nll).all()):
+        if top_k is None:
+            result = -token_nll(hidden, head.weight, head.bias, labels, head.spec).float().cpu().numpy()
+        else:
+            result = _most_likely(hidden, head, labels != IGNORE, top_k, vocab_size)
+        numbers = result if top_k is None else result["log_p"]
+        if not np.isfinite(numbers).all():
             raise UserError(f"the model gives log-probabilities that are not finite in {data.directory}")
-        for i, row_nll in enumerate(nll.cpu().numpy()):
+        for i, row in enumerate(result):
             first, last = offsets[start + i], offsets[start + i + 1]
-            logprobs[first + 1 : last] = -row_nll[: last - first - 1]
+            logprobs[first + 1 : last] = row[: last - first - 1]
     seconds = time.perf_counter() - began
     log.info("%s: %s tokens in %.0f s", data.manifest.shards[shard].file, f"{len(logprobs):,}", seconds)
     return logprobs
+
+
+def _most_likely(hidden: Tensor, head: Any, used: Tensor, k: int, vocab_size: int) -> np.ndarray:
+    """Return the k most likely of `vocab_size` tokens after each of `used` [b, L], of `scores.top_dtype`."""
+    result = np.zeros(used.shape, scores.top_dtype(k, vocab_size)).reshape(-1)
+    (positions,) = used.flatten().nonzero(as_tuple=True)
+    teacher = Teacher(hidden, head.weight, head.bias, head.spec.terms.softcap, head.spec.logit_scale)
+    for part in positions.split(TOKENS):
+        log_p, ids = (every := teacher.log_probs(part, vocab_size)).topk(k)
+        rest = every.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True).clamp(min=LEAST)
+        entries = torch.cat((log_p.clamp(min=LEAST, max=0), rest.clamp(max=0)), 1)
+        at = part.cpu().numpy()
+        result["ids"][at] = ids.cpu().numpy()
+        result["log_p"][at] = entries.cpu().numpy()
+    return result.reshape(used.shape)
