@@ -138,6 +138,9 @@ def compare(
         divergence += gap.loss
         if rows is not None:
             rows.add_(gap.u.sub_(pair.q * gap.u.sum(1, keepdim=True)), alpha=weight)
+    if rows is not None:  # a row sums to zero; its likeliest entry would be what two large numbers leave
+        top = pair.q.argmax(1, keepdim=True)
+        rows.scatter_(1, top, 0.0).scatter_(1, top, -rows.sum(1, keepdim=True))
     keep = 1 - terms.label_smoothing
     if rows is not None and rest is not None and isinstance(teacher, TopK):
         # what the rest gets together, its tokens share in proportion

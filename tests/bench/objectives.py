@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from emo.pipeline.loss.cost import CostEmbedding
 from emo.pipeline.loss.head import fuse_head
-from emo.pipeline.loss.objectives import OBJECTIVES, get_objective
+from emo.pipeline.loss.objectives import BUILT_IN, get_objective
 from tests.bench import _objectives_setting as others
 from tests.bench import common
 from tests.bench._objectives_setting import CACHE_MB, DEVICE, GPU, NAIVE, WARM_BATCHES, Setting, Shape
@@ -114,7 +114,7 @@ def race_shape(shape: Shape, report: common.Report, rounds: int, memory: bool) -
 def library(report: common.Report, shape: Shape, rounds: int, memory: bool) -> None:
     """Every objective beside likelihood, and five of them beside what people write from logits."""
     setting, base = Setting(shape), "ours: mle"
-    names = [f"ours: {name}" for name in OBJECTIVES if name != "demd_dense"]
+    names = [f"ours: {name}" for name in BUILT_IN]
     names += [f"naive: {name}" for name in NAIVE]
     runs: common.Contestants = {name: contestant(setting, name) for name in names}
     for kind, values in measure(report, shape, runs, base, rounds, memory).items():

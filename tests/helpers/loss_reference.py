@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from emo.pipeline.loss.cost import CostEmbedding
-from emo.pipeline.loss.dense import Teacher
 from emo.pipeline.loss.fused import fused_linear_loss
 
 EPS = 1e-10
@@ -47,7 +46,6 @@ def token_losses(
         "emo": lambda: 0.5 * (m + (ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)) * D),
         "emo2": lambda: (D / (m + EPS)).detach() * m + D,
         "demd": lambda: D,
-        "demd_dense": lambda: D,
         "tailr": lambda: (p / (mixing + (1 - mixing) * p)).detach().clamp(w_min, 1) * m,
         "mixce": lambda: (mixing + (1 - mixing) * p).detach() * m,
         "dft": lambda: p.detach() * m,
@@ -91,9 +89,9 @@ def cost_matrix(E: Tensor) -> Tensor:
 
 def losses_from_logits(
     z: Tensor, labels: Tensor, C: Tensor | CostRows, name: str, *, z_loss: float = 0.0,
-    label_smoothing: float = 0.0, teacher: Tensor | None = None, **params: float,
+    label_smoothing: float = 0.0, **params: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """(loss, nll, demd) per valid token, float64; `teacher`: the probabilities [n, V] that DEMD leads to."""
+    """(loss, nll, demd) per valid token, float64."""
     valid = labels != -100
     z, y = z[valid], labels[valid]
     scaled = z / 0.7 if name == "gem" else z
@@ -102,9 +100,6 @@ def losses_from_logits(
     # -log p of the target, whose digits are there even where the target is almost sure
     m = -torch.nn.functional.logsigmoid(scaled.gather(1, y[:, None])[:, 0] - others)
     D = (log_p.exp() * C[y]).sum(-1)
-    if teacher is not None:
-        P = teacher[valid]
-        D = ((log_p.exp() - P).abs() * (P @ C[torch.arange(z.shape[1])])).sum(-1)
     H, S = -(log_p.exp() * log_p).sum(-1), log_p.exp().square().sum(-1)
     loss = token_losses(name, m, D, (-m).exp(), H, S, stored_for(y), **params)
     if name == "gem":  # reported at the model's own scale
@@ -117,7 +112,7 @@ def losses_from_logits(
     return loss, m, D
 
 
-def _logits(
+def logits_of(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, softcap: float | None, logit_scale: float
 ) -> Tensor:
     z = logit_scale * (hidden.double() @ weight.double().T)
@@ -129,15 +124,13 @@ def _logits(
 def reference(
     hidden: Tensor, weight: Tensor, labels: Tensor, E: Tensor, name: str, *,
     bias: Tensor | None = None, softcap: float | None = None, logit_scale: float = 1.0,
-    teacher: Teacher | None = None, **params: float,
+    **params: float,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Sums and gradients of the sum, all float64, from whatever the inputs' dtype holds."""
     h, W = (x.detach().double().requires_grad_() for x in (hidden, weight))
     b = None if bias is None else bias.detach().double().requires_grad_()
-    z = _logits(h, W, b, softcap, logit_scale)
+    z = logits_of(h, W, b, softcap, logit_scale)
     options: dict[str, Any] = dict(params)
-    if teacher is not None:
-        options["teacher"] = _logits(*teacher).softmax(-1)
     loss, m, D = losses_from_logits(z, labels, CostRows(E), name, **options)
     total = loss.sum()
     total.backward()
@@ -159,6 +152,8 @@ def fused_step(
     sums = fused_linear_loss(hidden, weight, labels, objective, cost, bias=bias, **options)
     sums.loss.backward()
     out = {"loss": sums.loss.detach(), "nll": sums.nll, "demd": sums.demd, "tokens": sums.tokens}
+    if not bool(sums.divergence.isnan()):
+        out["divergence"] = sums.divergence
     return out | {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
 
 

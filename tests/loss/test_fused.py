@@ -1,4 +1,4 @@
-"""The fused loss against a naive float64 reference: options, dtypes, edge cases, teachers, any shapes."""
+"""The fused loss against a naive float64 reference: options, dtypes, edge cases, any shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from emo.pipeline.loss.cost import CostEmbedding, plan_tokens
-from emo.pipeline.loss.dense import Teacher
 from emo.pipeline.loss.fused import fused_linear_loss, quantile, token_nll
 from emo.pipeline.loss.head import FusedHead, fuse_head
 from tests.helpers.loss_reference import (
@@ -157,9 +156,6 @@ def test_autocast() -> None:
     agree(got, reference(h, w, labels, E, "emo"), 3e-2)
 
 
-TEACHER = Teacher(torch.zeros(3, 5), torch.zeros(V, 5))
-
-
 @pytest.mark.parametrize(
     ("change", "code"),
     [
@@ -175,10 +171,6 @@ TEACHER = Teacher(torch.zeros(3, 5), torch.zeros(V, 5))
         ({"softcap": -1.0}, "option-range"),
         ({"label_smoothing": 1.0}, "option-range"),
         ({"objective": make("psft")}, "needs-stored"),
-        ({"objective": make("demd_dense")}, "needs-teacher"),
-        ({"objective": make("demd_dense"), "teacher": TEACHER, "cost": None}, "needs-cost"),
-        ({"objective": make("demd_dense"), "teacher": Teacher(torch.zeros(2, 5), TEACHER.weight)}, "shapes"),
-        ({"teacher": TEACHER}, "needs-teacher"),
         ({"objective": make("gem"), "z_loss": 1.0}, "options-clash"),
     ],
 )
@@ -227,40 +219,6 @@ def test_histogram_of_the_fused_loss() -> None:
     for share in (0.1, 0.5, 1.0):
         want = (weight / weight.mean()).quantile(share).item()
         assert quantile(sums.weights.tolist(), share) == pytest.approx(want, rel=0.2)
-
-
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
-@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"z_loss": 0.01, "label_smoothing": 0.2}])
-@pytest.mark.parametrize("head_bias", [False, True])
-def test_dense_equals_reference(
-    dtype: torch.dtype, bound: float, options: dict[str, float], head_bias: bool
-) -> None:
-    """A teacher with a head, a bias, a soft cap and a scale of its own."""
-    torch.manual_seed(0)
-    h, w, labels, E = inputs(dtype=dtype)
-    E[3] = 0
-    teacher = Teacher(torch.randn(N, 2 * H).to(dtype), torch.randn(V, 2 * H).to(dtype) * 0.3, logit_scale=0.7)
-    bias = None
-    if head_bias:
-        bias = torch.randn(V).to(dtype).requires_grad_()
-        teacher = teacher._replace(bias=torch.randn(V).to(dtype), softcap=4.0)
-    compare(h, w, labels, E, "demd_dense", bound, teacher=teacher, bias=bias, **options)
-
-
-def test_dense_in_half_precision_and_without_tokens() -> None:
-    torch.manual_seed(0)
-    h, w, labels, E = inputs(dtype=torch.bfloat16)
-    E = E.bfloat16().float()
-    teacher = Teacher(torch.randn(N, 2 * H).bfloat16(), torch.randn(V, 2 * H).bfloat16() * 0.3)
-    cost = CostEmbedding.from_weight(E)
-    got = fused_step(h, w, labels, make("demd_dense"), cost, teacher=teacher)
-    want = reference(h, w, labels, E, "demd_dense", teacher=teacher)
-    assert relative_error(got["loss"], want["loss"]) <= 5e-3
-    cosine = torch.cosine_similarity(got["d_hidden"].double().flatten(), want["d_hidden"].flatten(), dim=0)
-    assert cosine >= 0.99  # sign(q - P) jumps where the two nearly agree: rounding decides there
-    none = torch.full_like(labels, -100)
-    got = fused_step(h, w, none, make("demd_dense"), cost, teacher=teacher)
-    assert got["loss"].item() == 0 and got["d_hidden"].count_nonzero() == 0
 
 
 @st.composite

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from emo.pipeline.loss import CostEmbedding, Objective, Ramp, fused_linear_loss, get_objective, weighted_sum
-from emo.pipeline.loss.objectives import OBJECTIVES
+from emo.pipeline.loss.objectives import BUILT_IN
 from tests.conftest import REPO
 from tests.helpers.loss_reference import fused_step, inputs
 from tests.helpers.refusals import refused
 
 GOLDEN = json.loads((Path(__file__).parent / "golden.json").read_text())
-ONE_TARGET = [name for name in OBJECTIVES if name != "demd_dense"]
+ONE_TARGET = list(BUILT_IN)
 SIGNED = ("neg_entropy", "psft")  # losses that are negative
 STEPPED = ("threshold", "psft", "excess")  # all or nothing
 

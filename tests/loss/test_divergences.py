@@ -1,0 +1,250 @@
+"""Divergences from a teacher, live or stored, against float64 autograd of dense logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from emo.pipeline.loss import (
+    CostEmbedding,
+    NumberCost,
+    Objective,
+    Ramp,
+    Teacher,
+    TopK,
+    get_objective,
+    weighted_sum,
+)
+from emo.pipeline.loss.divergences import DIVERGENCES
+from tests.helpers.loss_reference import agree, cost_matrix, fused_step, inputs, logits_of, relative_error
+from tests.helpers.refusals import refused
+
+N, V, H = 60, 47, 12
+COSTLY = ("demd_dense", "emo_dense")
+# of every divergence, and other values of its options
+CASES: list[tuple[str, dict[str, float]]] = [(name, {}) for name in DIVERGENCES]
+CASES += [("jsd", {"beta": 0.9}), ("skew_kl", {"alpha": 0.6}), ("skew_kl", {"alpha": 0.0})]
+
+
+def naive(name: str, p: Tensor, q: Tensor, Cp: Tensor, **options: float) -> Tensor:
+    """The divergence of each row, by its definition."""
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a * (a.log() - b.log())).sum(-1)
+
+    def mix(share: float) -> Tensor:
+        return share * p + (1 - share) * q
+
+    beta, alpha = options.get("beta", 0.5), options.get("alpha", 0.1)
+    D = ((q - p).abs() * Cp).sum(-1)
+    return {
+        "kl": lambda: kl(p, q),
+        "reverse_kl": lambda: kl(q, p),
+        "jsd": lambda: beta * kl(p, mix(beta)) + (1 - beta) * kl(q, mix(beta)),
+        "skew_kl": lambda: kl(p, mix(alpha)),
+        "tv": lambda: (q - p).abs().sum(-1) / 2,
+        "demd_dense": lambda: D,
+        "emo_dense": lambda: (kl(p, q) + (kl(p, q) / (D + 1e-10)).detach() * D) / 2,
+    }[name]()
+
+
+def teacher(dtype: torch.dtype = torch.float64, **fields: Any) -> Teacher:
+    """A teacher wider than the student, with three entries of padding."""
+    return Teacher(torch.randn(N, 2 * H).to(dtype), torch.randn(V + 3, 2 * H).to(dtype) * 0.3, **fields)
+
+
+def log_p_of(side: Teacher) -> Tensor:
+    assert side.weight is not None
+    bias = None if side.bias is None else side.bias[:V]
+    z = logits_of(side.hidden, side.weight[:V], bias, side.softcap, side.logit_scale)
+    return (z / side.temperature).log_softmax(-1)
+
+
+def reference(
+    h: Tensor, w: Tensor, labels: Tensor, log_p: Tensor, C: Tensor, name: str, params: dict[str, float],
+    *, bias: Tensor | None = None, softcap: float | None = None, logit_scale: float = 1.0,
+    weight: float = 1.0, mle: float = 0.0, smoothing: float = 0.0, temperature: float = 1.0,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Sums and gradients of mle * MLE + weight * the divergence, smoothed, float64."""
+    leaves = {"d_hidden": h, "d_weight": w} | ({} if bias is None else {"d_bias": bias})
+    wide = {key: leaf.detach().double().requires_grad_() for key, leaf in leaves.items()}
+    z = logits_of(wide["d_hidden"], wide["d_weight"], wide.get("d_bias"), softcap, logit_scale)
+    used = labels != -100
+    q, p = (z[used] / temperature).softmax(-1), log_p[used].exp()
+    gap = naive(name, p, q, p @ C, **params)
+    nll = torch.nn.functional.cross_entropy(z[used], labels[used], reduction="none")
+    loss = (1 - smoothing) * (weight * gap + mle * nll) - smoothing * z[used].log_softmax(-1).mean(-1)
+    loss.sum().backward()
+    out = {"loss": loss.sum().detach(), "divergence": gap.sum().detach(), "nll": nll.sum().detach()}
+    return out | {key: leaf.grad for key, leaf in wide.items() if leaf.grad is not None}
+
+
+@pytest.mark.parametrize(("name", "params"), CASES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-9), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("where", ["plain", "capped", "smoothed", "warm", "sum"])
+def test_equals_autograd(
+    name: str, params: dict[str, float], dtype: torch.dtype, bound: float, where: str
+) -> None:
+    """In chunks of 16 tokens; the teacher has a head, a bias, a cap and a temperature of its own."""
+    torch.manual_seed(0)
+    h, w, labels, E = inputs(N, V, H, dtype, scale=0.4)
+    bias, options, made, extra = None, {"memory_mb": 1e-3}, dict(params), {}
+    side = teacher(dtype)
+    if where == "capped":
+        bias, options = torch.randn(V).to(dtype).requires_grad_(), {"softcap": 3.0, "logit_scale": 0.5}
+        side = teacher(dtype, bias=torch.randn(V + 3).to(dtype), softcap=4.0, temperature=2.0)
+    if where == "smoothed":
+        options, extra = {"label_smoothing": 0.2}, {"smoothing": 0.2}
+    if where == "warm":
+        made, extra = params | {"temperature": 2.5}, {"temperature": 2.5}
+    objective = get_objective(name, **made)
+    if where == "sum":
+        objective = weighted_sum([(get_objective("mle"), 1.0), (objective, 0.3)])
+        extra = {"mle": 1.0, "weight": 0.3}
+    cost = CostEmbedding.from_weight(E.to(dtype)) if name in COSTLY else None
+    got = fused_step(h, w, labels, objective, cost, teacher=side, bias=bias, **options)
+    shared = {key: value for key, value in options.items() if key in ("softcap", "logit_scale")}
+    agree(
+        got,
+        reference(h, w, labels, log_p_of(side), cost_matrix(E), name, params, bias=bias, **shared, **extra),
+        bound,
+    )
+
+
+@pytest.mark.parametrize("name", sorted(set(DIVERGENCES) - {"reverse_kl"}))
+def test_a_sure_teacher_is_a_label(name: str) -> None:
+    """With all its mass on the target a teacher leaves the objectives of one target."""
+    torch.manual_seed(0)
+    h, w, labels, E = inputs(N, V, H, dtype=torch.float64)
+    sure = 1e4 * torch.nn.functional.one_hot(labels.clamp(min=0), V).double()
+    side, cost = Teacher(sure, torch.eye(V, dtype=torch.float64)), CostEmbedding.from_weight(E.double())
+    got = fused_step(h, w, labels, get_objective(name), cost, teacher=side)
+    alone = {
+        "kl": "mle",
+        "skew_kl": None,
+        "jsd": None,
+        "tv": "power",
+        "demd_dense": "demd",
+        "emo_dense": "emo",
+    }
+    other = alone[name]
+    if other is None:
+        assert all(bool(torch.isfinite(value).all()) for value in got.values())
+        return
+    params = {"alpha": 1.0} if other == "power" else {}  # 1 - p_y
+    want = fused_step(h, w, labels, get_objective(other, **params), cost)
+    agree(got, {key: want[key] for key in ("loss", "nll", "demd", "d_hidden", "d_weight")}, 1e-8)
+
+
+@pytest.mark.parametrize("name", list(DIVERGENCES))
+def test_nothing_is_to_be_learnt_from_oneself(name: str) -> None:
+    torch.manual_seed(0)
+    h, w, labels, E = inputs(N, V, H, dtype=torch.float32)
+    cost = CostEmbedding.from_weight(E)
+    got = fused_step(h, w, labels, get_objective(name), cost, teacher=Teacher(h.detach(), w.detach()))
+    assert abs(got["loss"].item()) <= 1e-4 and got["d_hidden"].abs().max().item() <= 1e-5
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> tuple[int, str, int]:
+    names = sorted(set(DIVERGENCES) - set(COSTLY))
+    return draw(st.integers(1, V - 1)), draw(st.sampled_from(names)), draw(st.integers(0, 99))
+
+
+@given(entries())
+@settings(max_examples=40, deadline=None)
+def test_stored_entries(case: tuple[int, str, int]) -> None:
+    """The divergence of k + 1 masses, with its gradient, which never exceeds that of all entries."""
+    k, name, seed = case
+    torch.manual_seed(seed)
+    h, w, labels, _ = inputs(N, V, H, dtype=torch.float64)
+    side = teacher()
+    log_p = log_p_of(side)
+    values, ids = log_p.topk(k)
+    rest = log_p.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+    stored = TopK(ids, torch.cat((values, rest), 1))
+    got = fused_step(h, w, labels, get_objective(name), teacher=stored)
+    h64, w64 = (x.detach().requires_grad_() for x in (h, w))
+    q, used = (h64 @ w64.T).softmax(-1), labels != -100
+    kept = q.gather(1, ids)
+    masses = torch.cat((kept, q.scatter(1, ids, 0.0).sum(1, keepdim=True)), 1)
+    want = naive(name, stored.log_p[used].exp(), masses[used], torch.zeros(k + 1, dtype=torch.float64)).sum()
+    want.backward()
+    agree(got, {"loss": want.detach(), "d_hidden": h64.grad, "d_weight": w64.grad}, 1e-9)  # type: ignore[dict-item]
+    whole = fused_step(h, w, labels, get_objective(name), teacher=side)["loss"]
+    assert got["loss"] <= whole * (1 + 1e-9)
+
+
+def test_a_schedule_moves_the_weight() -> None:
+    torch.manual_seed(0)
+    h, w, labels, _ = inputs(N, V, H, dtype=torch.float64)
+    side = teacher()
+    ramp = weighted_sum([(get_objective("mle"), 1.0), (get_objective("kl"), Ramp(1.0, 0.0, 4))])
+    losses = [fused_step(h, w, labels, ramp.at(step), teacher=side)["loss"] for step in (0, 2, 4)]
+    likelihood = fused_step(h, w, labels, get_objective("mle"))["loss"]
+    assert losses[2] == pytest.approx(likelihood.item(), rel=1e-12)
+    assert losses[0] + losses[2] == pytest.approx(2 * losses[1].item(), rel=1e-12)
+
+
+def test_costs_of_numbers_reach_no_words() -> None:
+    """Eq. 15 with costs between numbers: mass on words neither sends nor takes."""
+    torch.manual_seed(0)
+    values = torch.full((V,), torch.nan)
+    values[:12] = torch.arange(12.0)
+    cost = NumberCost(values.double())
+    P = torch.rand(5, V, dtype=torch.float64).softmax(-1)
+    C = torch.zeros(V, V, dtype=torch.float64)
+    C[:12, :12] = cost.costs(torch.arange(12))[:, :12]
+    torch.testing.assert_close(cost.transport(P), P @ C)
+
+
+def test_half_precision() -> None:
+    torch.manual_seed(0)
+    h, w, labels, E = inputs(N, V, H, dtype=torch.bfloat16)
+    side = teacher(torch.bfloat16)
+    for name in ("kl", "jsd"):
+        got = fused_step(h, w, labels, get_objective(name), teacher=side)
+        want = reference(h, w, labels, log_p_of(side), cost_matrix(E), name, {})
+        assert relative_error(got["loss"], want["loss"]) <= 5e-3
+        assert relative_error(got["d_hidden"], want["d_hidden"]) <= 3e-2
+    nothing = torch.full_like(labels, -100)
+    got = fused_step(h, w, nothing, get_objective("kl"), teacher=side)
+    assert got["loss"].item() == 0 and got["d_hidden"].count_nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("objective", "side", "code"),
+    [
+        (get_objective("kl"), None, "needs-teacher"),
+        (get_objective("mle"), teacher(), "needs-teacher"),
+        (get_objective("demd_dense"), TopK(torch.zeros(N, 1).long(), torch.zeros(N, 2)), "needs-teacher"),
+        (get_objective("demd_dense"), teacher(), "needs-cost"),
+        (get_objective("kl"), Teacher(torch.zeros(2, 5), torch.zeros(V, 5)), "shapes"),
+        (get_objective("kl"), Teacher(torch.zeros(N, 5), torch.zeros(V - 1, 5)), "shapes"),
+        (get_objective("kl"), TopK(torch.zeros(N, 3).long(), torch.zeros(N, 3)), "shapes"),
+    ],
+)
+def test_what_does_not_fit(objective: Objective, side: Any, code: str) -> None:
+    h, w, labels, E = inputs(N, V, H, dtype=torch.float64)
+    cost = None if code == "needs-cost" else CostEmbedding.from_weight(E)
+    with refused(code):
+        fused_step(h, w, labels, objective, cost, teacher=side)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("jsd", {"beta": 0.0}),
+        ("jsd", {"beta": 1.0}),
+        ("skew_kl", {"alpha": 1.0}),
+        ("kl", {"temperature": 0.0}),
+    ],
+)
+def test_options_out_of_range(name: str, params: dict[str, float]) -> None:
+    with refused("option-range"):
+        get_objective(name, **params)
