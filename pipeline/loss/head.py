@@ -127,14 +127,24 @@ class FusedHead(nn.Linear):
         labels: Labels | None = None,
         teacher: Side | None = None,
         stored: Tensor | None = None,
-    ) -> Tensor | LossSums:
-        """Return the logits [..., V] of `hidden` [..., H], or the LossSums against `labels` [...]."""
+        at_head: bool = False,
+    ) -> Tensor | LossSums | Teacher:
+        """Return the logits [..., V] of `hidden` [..., H], or the LossSums against `labels` [...].
+
+        at_head: return `hidden` with the head, gathered as it is here, instead; for a teacher.
+        """
+        if at_head:
+            return self._above(hidden)
         if labels is None:
             return super().forward(hidden)
         if isinstance(teacher, Teacher) and teacher.weight is None:
-            cap, scale = self.spec.terms.softcap, self.spec.logit_scale
-            teacher = Teacher(teacher.hidden, self.weight, self.bias, cap, scale, teacher.temperature)
+            teacher = self._above(teacher.hidden)
         return apply_fused(hidden, self.weight, self.bias, labels, self.spec, teacher, stored)
+
+    def _above(self, hidden: Tensor) -> Teacher:
+        """Return hidden states under this head, whose weights stay alive with the result."""
+        weight, bias = self.weight.detach(), None if self.bias is None else self.bias.detach()
+        return Teacher(hidden, weight, bias, self.spec.terms.softcap, self.spec.logit_scale)
 
     def use(self, objective: Objective) -> None:
         """Minimise `objective` from now on, as in a schedule's next step, with the same options and costs."""
@@ -218,8 +228,7 @@ class FusedCausalLM:
             return head(hidden, labels, stored=stored)
         if self.teacher is None:
             return head(hidden, labels, None if columns[0] is None else TopK(*columns), stored)
-        with self.teacher.side(label_count(labels), inputs) as side:
-            return head(hidden, labels, side, stored)
+        return head(hidden, labels, self.teacher.side(label_count(labels), inputs), stored)
 
     def before_head(self, tokens: int, inputs: dict[str, Any]) -> Tensor:
         """Return the hidden states [..., L, H] that the head takes, for inputs of `tokens` tokens."""

@@ -7,7 +7,6 @@ all other tokens together. What that leaves out can only make a divergence small
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -79,8 +78,8 @@ Side = Teacher | TopK
 class Beside(Protocol):
     """A model beside the one that trains (`frozen.py`)."""
 
-    def side(self, tokens: int, inputs: dict[str, Any]) -> AbstractContextManager[Teacher]:
-        """Return a context in which its side of a batch of `tokens` tokens is at hand."""
+    def side(self, tokens: int, inputs: dict[str, Any]) -> Teacher:
+        """Return its side of a batch of `tokens` tokens."""
         ...
 
 

@@ -1,0 +1,204 @@
+"""A teacher in the recipe: a model, the model before training, or stored scores."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from emo.common.errors import ExitCode
+from emo.pipeline.cli import main
+from emo.pipeline.config import load_config
+from emo.pipeline.hf import fuse_causal_lm
+from emo.pipeline.planning.checks import check
+from emo.pipeline.run_dir import EXPORT, read_metrics
+from tests.helpers import launching
+from tests.helpers.families import family, tiny_llama
+from tests.helpers.refusals import refused
+
+ANCHOR = 'objective={"sum": [{"name": "mle"}, {"name": "kl", "teacher": "base", "weight": 0.3}]}'
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe on prepared data, the model that it starts from, and a teacher with padded entries."""
+    directory = tmp_path_factory.mktemp("teacher")
+    recipe = launching.tiny_recipe(directory, max_steps=4, save_steps=2, logging_steps=1)
+    tree = yaml.safe_load(recipe.read_text())
+    shape = tree["model"]["architecture"]
+    del shape["model_type"]
+    torch.manual_seed(0)
+    for name, more in (
+        ("model", {}),
+        ("teacher", {"vocab_size": shape["vocab_size"] + 8, "num_hidden_layers": 1}),
+    ):
+        tiny_llama(**shape | more, initializer_range=0.2).save_pretrained(directory / name)
+    for file in (directory / "data/tokenizer").glob("*"):
+        shutil.copy(file, directory / "teacher")
+    tree["model"] = {"path": str(directory / "model"), "dtype": "float32"}
+    recipe.write_text(yaml.safe_dump(tree))
+    return directory
+
+
+def trained(run_dir: Path) -> list[dict[str, Any]]:
+    return [record for record in read_metrics(run_dir) if "nll" in record]
+
+
+def alone(place: Path, name: str, *options: str) -> list[dict[str, Any]]:
+    """Run on one rank; its records."""
+    done = launching.run_alone(str(place / "recipe.yaml"), f"output_dir={place / name}", *options)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    return trained(place / name)
+
+
+@pytest.fixture(scope="module")
+def anchored(place: Path) -> list[dict[str, Any]]:
+    return alone(place, "anchored", ANCHOR, "deepspeed=ds_configs/zero1.json")
+
+
+def test_an_anchor_begins_at_nothing_and_holds(place: Path, anchored: list[dict[str, Any]]) -> None:
+    assert anchored[0]["divergence"] == pytest.approx(0, abs=1e-6)
+    assert all(r["loss"] == pytest.approx(r["nll"] + 0.3 * r["divergence"], rel=1e-5) for r in anchored)
+    free = alone(place, "free", "objective.name=mle")
+    assert "divergence" not in free[-1]
+    loose = alone(place, "loose", ANCHOR.replace("0.3", "3"))
+    assert 0 < loose[-1]["divergence"] < anchored[-1]["divergence"]
+
+
+def test_two_ranks_under_zero3_killed_and_resumed(place: Path, anchored: list[dict[str, Any]]) -> None:
+    """A partitioned teacher gives the losses of a whole one; a run that resumes, the undisturbed export."""
+    exports = []
+    for name, killed in (("sharded", False), ("killed", True)):
+        run_dir = place / name
+        options = (str(place / "recipe.yaml"), f"output_dir={run_dir}", ANCHOR)
+        if killed:
+            process = launching.start(2, *options)
+            launching.wait_for_step(run_dir, 2)
+            for each in launching.processes_of(run_dir):
+                each.kill()
+            process.communicate()
+        done = launching.run_ranks("launch/continual.sh", *options)
+        assert done.returncode == ExitCode.DONE, done.stdout
+        exports.append((run_dir / EXPORT / "model.safetensors").read_bytes())
+        for ours, theirs in zip(trained(run_dir)[-2:], anchored[-2:], strict=True):
+            assert ours["divergence"] == pytest.approx(theirs["divergence"], rel=1e-4)
+            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+    assert exports[0] == exports[1]
+
+
+def test_the_base_under_adapters_needs_no_copy(place: Path) -> None:
+    """With the adapters off the model is its own teacher: one rank with a copy, two ranks without."""
+    lora = 'model.lora={"r": 4, "dropout": 0}'
+    copy = json.dumps({"name": "kl", "teacher": {"model": str(place / "model")}})
+    whole = alone(place, "copy", lora, f'objective={{"sum": [{{"name": "mle"}}, {copy}]}}')
+    run_dir = place / "adapters"
+    options = (f"output_dir={run_dir}", lora, ANCHOR.replace(', "weight": 0.3', ""))
+    done = launching.run_ranks("launch/continual.sh", str(place / "recipe.yaml"), *options)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    for ours, theirs in zip(trained(run_dir), whole, strict=True):
+        assert ours["divergence"] == pytest.approx(theirs["divergence"], rel=1e-3, abs=1e-7)
+    assert whole[-1]["divergence"] > 0
+
+
+def test_stored_scores_come_near_the_live_teacher(place: Path) -> None:
+    """The divergence of the stored entries is below the live one's, and nears it with their number."""
+    teacher = str(place / "teacher")
+    live = alone(place, "live", f'objective={{"name": "kl", "teacher": {{"model": "{teacher}"}}}}')
+    gaps = []
+    for k in (8, 256):
+        command = ["score", str(place / "recipe.yaml"), "--model", teacher, "--name", f"top{k}"]
+        assert main([*command, "--top-k", str(k)]) == 0
+        stored = f'objective={{"name": "kl", "teacher": {{"scores": "top{k}"}}}}'
+        gaps.append(1 - alone(place, f"top{k}", stored)[0]["divergence"] / live[0]["divergence"])
+    assert 0.0005 < gaps[1] + 0.001 < gaps[0]
+
+
+@pytest.mark.parametrize(
+    ("objective", "code"),
+    [
+        ({"name": "kl"}, "needs-teacher"),
+        ({"name": "mle", "teacher": "base"}, "needs-teacher"),
+        ({"name": "demd_dense", "teacher": {"scores": "plain"}}, "needs-teacher"),
+        ({"name": "kl", "teacher": {"scores": "plain"}}, "scores-kind"),
+        ({"name": "kl", "teacher": {"model": "{place}/small"}}, "teacher-vocabulary"),
+        ({"name": "kl", "teacher": {"model": "{place}/short"}}, "teacher-context"),
+        ({"name": "kl", "teacher": {"model": "{place}/words"}}, "teacher-tokenizer"),
+    ],
+)
+def test_teachers_that_do_not_fit(place: Path, objective: dict[str, Any], code: str) -> None:
+    if code == "scores-kind" and not (place / "data/train/scores/plain").is_dir():
+        command = ["score", str(place / "recipe.yaml"), "--model", str(place / "model")]
+        assert main([*command, "--name", "plain"]) == 0
+    for name, key, value in (
+        ("small", "vocab_size", 100),
+        ("short", "max_position_embeddings", 8),
+        ("words", "", 0),
+    ):
+        if name in str(objective) and not (place / name).is_dir():
+            shutil.copytree(place / "teacher", place / name)
+            if key:
+                config = json.loads((place / name / "config.json").read_text())
+                (place / name / "config.json").write_text(json.dumps(config | {key: value}))
+            else:
+                tree = json.loads((place / name / "tokenizer.json").read_text())
+                vocabulary = tree["model"]["vocab"]
+                first, second = sorted(vocabulary)[-2:]
+                vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+                (place / name / "tokenizer.json").write_text(json.dumps(tree))
+    text = json.dumps(objective).replace("{place}", str(place))
+    with refused(code):
+        check(load_config(place / "recipe.yaml", [f"objective={text}"]), 1, local=True)
+
+
+def test_another_teacher_cannot_go_on(place: Path) -> None:
+    """The weights of the teacher are part of a run's identity."""
+    moved = place / "moved"
+    shutil.copytree(place / "teacher", moved)
+    teacher = json.dumps({"name": "kl", "teacher": {"model": str(moved)}})
+    options = (str(place / "recipe.yaml"), f"output_dir={place / 'changed'}", f"objective={teacher}")
+    done = launching.run_alone(*options)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    shutil.rmtree(place / "changed" / EXPORT)
+    model = AutoModelForCausalLM.from_pretrained(moved)
+    model.get_output_embeddings().weight.data.mul_(2)
+    model.save_pretrained(moved)
+    done = launching.run_alone(*options)
+    assert done.returncode == ExitCode.MISTAKE and "teacher" in done.stdout, done.stdout
+
+
+def test_the_door_for_any_loop() -> None:
+    """Loss and gradients are those of dense logits, and the teacher's weights get none."""
+    torch.manual_seed(0)
+    student, teacher = family("llama"), family("gpt2")
+    entries = min(m.config.vocab_size for m in (student, teacher))
+    student.resize_token_embeddings(entries)
+    ids = torch.randint(entries, (2, 12))
+    with refused("teacher-training"):
+        fuse_causal_lm(student, "kl", teacher=teacher.train())
+    with refused("teacher-gradients"):
+        fuse_causal_lm(student, "kl", teacher=teacher.eval())
+    with refused("needs-teacher"):
+        fuse_causal_lm(student, "kl")
+    with refused("no-adapters"):
+        fuse_causal_lm(student, "kl", teacher="base")
+    teacher.requires_grad_(False)
+    p = teacher(ids).logits[:, :-1, :entries].log_softmax(-1)
+    q = student(ids).logits[:, :-1].log_softmax(-1)
+    want = torch.nn.functional.kl_div(q, p, log_target=True, reduction="none").sum(-1).mean()
+    want.backward()
+    head = student.get_output_embeddings().weight
+    gradient, head.grad = head.grad.clone(), None
+    student.zero_grad()
+    fuse_causal_lm(student, "kl", teacher=teacher)
+    loss = student(ids, labels=ids).loss
+    loss.backward()
+    torch.testing.assert_close(loss, want, rtol=1e-5, atol=0)
+    torch.testing.assert_close(head.grad, gradient, rtol=1e-3, atol=1e-7)
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert not any("teacher" in name for name in student.state_dict())
