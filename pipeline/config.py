@@ -187,6 +187,12 @@ class ObjectiveConfig(Section):
         return next((part.teacher for part in parts if part.teacher is not None), None)
 
     @property
+    def lives(self) -> bool:
+        """Return whether the teacher is a model that goes through every batch."""
+        teacher = self.compared
+        return teacher is not None and not (isinstance(teacher, TeacherConfig) and teacher.model is None)
+
+    @property
     def columns(self) -> str | None:
         """Return the name of the scores that training reads."""
         return self.compared.scores if isinstance(self.compared, TeacherConfig) else self.scores

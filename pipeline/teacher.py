@@ -38,7 +38,7 @@ HELD = ("train_micro_batch_size_per_gpu", "bf16", "zero_optimization")
 def teacher_config(config: RunConfig) -> ModelConfig | None:
     """Return the model of a live teacher of its own; None where there is none."""
     teacher = config.objective.compared
-    if teacher is None or (isinstance(teacher, TeacherConfig) and teacher.model is None):
+    if not config.objective.lives:
         return None
     kept = {"dtype": config.model.dtype, "attn_implementation": config.model.attn_implementation}
     if isinstance(teacher, TeacherConfig):

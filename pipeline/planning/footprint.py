@@ -18,6 +18,7 @@ tests/helpers/published.py lists: efficiencies of two GPUs, ATTENTION, SHORT and
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -129,6 +130,9 @@ class Setup:
     hpz: int = 1  # GPUs that share a second copy of the weights, so that gathers stay among them; 1: none
     reduced: int = 2  # bytes of a gradient on its way between ranks
     all_reduced: bool = True  # ZeRO-2 sends gradients to all ranks, not to their owner alone
+    teacher: Sizes | None = None  # a frozen model whose forward pass every batch goes through as well
+    copied: bool = True  # the teacher has weights of its own, held as this model's are
+    teacher_width: int = 2  # bytes of its weights and activations
 
     @property
     def tokens(self) -> int:
@@ -150,6 +154,7 @@ class Memory(NamedTuple):
     gathered: float
     activations: float
     loss: float
+    teacher: float
     update: float  # while the optimizer steps, when the three before are free again
 
     @property
@@ -178,6 +183,7 @@ class Time(NamedTuple):
     attention: float
     elementwise: float
     head: float
+    teacher: float
     communication: float  # by which the step is longer
     optimizer: float
     host: float  # by which issuing a pass takes longer than computing it
@@ -225,7 +231,24 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
     if setup.masked:  # one of booleans, and what every layer makes of it and keeps for its backward pass
         kept = 1 if setup.checkpointing else sizes.layers
         activations = setup.tokens * setup.block * (1 + width * kept) + activations
-    return Memory(parameters, gradients, optimizer, gathered, activations, loss, update)
+    return Memory(
+        parameters, gradients, optimizer, gathered, activations, loss, _teacher_bytes(setup), update
+    )
+
+
+def _teacher_bytes(setup: Setup) -> float:
+    """Return what a teacher holds on one GPU: its weights, and beside them a layer and its hidden states."""
+    teacher, width = setup.teacher, setup.teacher_width
+    if teacher is None:
+        return 0.0
+    layer = setup.tokens * width * (6 * teacher.hidden + 4 * teacher.inner)
+    if not setup.copied:
+        return layer
+    weights = teacher.parameters * width
+    if setup.stage < 3:
+        return weights + layer
+    gathered = min(teacher.parameters, setup.live + setup.bucket) * width if setup.ranks > 1 else 0.0
+    return gathered + layer + (0.0 if setup.offload_parameters else weights / setup.ranks)
 
 
 def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 200.0) -> Time:
@@ -234,6 +257,12 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     rate = (gpu.tflops if setup.bf16 else gpu.tflops32) * TERA * gpu.efficiency
     bus = gpu.bandwidth_tb * TERA * MEMORY_EFFICIENCY
     passes = 4 if setup.checkpointing else 3
+    teacher_s = 0.0
+    if setup.teacher is not None:
+        alone = dataclasses.replace(setup, teacher=None)
+        teacher_s = _forward(
+            setup.teacher, alone, gpu, network_gb, setup.teacher_width if setup.copied else 0
+        )
     backward_of_weights = sizes.trainable / sizes.parameters  # frozen weights need no gradient of their own
     products = 2 * sizes.active * T * (passes - 1 + backward_of_weights)
     # causal: every token sees half a block on average; a mask hides the rest only after it was computed
@@ -256,7 +285,7 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
         volume = (55 if setup.compiled else 110) * h + 10 * f
     traffic = T * (volume * setup.width / 2) * sizes.layers * passes / 3 + gradient_traffic
     elementwise_s = k * traffic / bus
-    computing = matrices_s + attention_s + head_s + elementwise_s
+    computing = matrices_s + attention_s + head_s + elementwise_s + teacher_s
     communication_s = _communication(sizes, setup, gpu.link_gb, network_gb, computing)
     shard = sizes.trainable / setup.ranks
     optimizer_s = 28 * shard / bus
@@ -272,7 +301,24 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     device = computing + communication_s
     # The larger of the two takes the time, and where they are alike neither waits for the other all along.
     waiting = (device**4 + host**4) ** 0.25 - device
-    return Time(matrices_s, attention_s, elementwise_s, head_s, communication_s, optimizer_s, waiting)
+    parts = (matrices_s, attention_s, elementwise_s, head_s, teacher_s, communication_s)
+    return Time(*parts, optimizer_s, waiting)
+
+
+def _forward(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float, gathered: int) -> float:
+    """Return seconds that a step's forward passes of a frozen model take.
+
+    gathered: bytes of a weight that ZeRO-3 brings in every pass; 0 where the weights are at hand.
+    """
+    # A step that trains has three passes, whose element-wise work is alike, and the head's three products.
+    frozen = dataclasses.replace(setup, checkpointing=False, ranks=1, offload_optimizer=False)
+    whole = step_time(sizes, dataclasses.replace(frozen, offload_parameters=False), gpu, network_gb)
+    seconds = (whole.matrices + whole.attention + whole.elementwise + whole.head) / 3
+    if setup.stage == 3 and setup.ranks > 1:
+        link = gpu.link_gb if setup.ranks <= NODE else min(gpu.link_gb, network_gb)
+        moved = setup.accumulation * gathered * sizes.parameters
+        seconds = max(seconds, moved / (link * GB * BUS_EFFICIENCY))
+    return seconds
 
 
 def _communication(sizes: Sizes, setup: Setup, link: float, network: float, computing: float) -> float:

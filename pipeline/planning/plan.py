@@ -19,26 +19,29 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import yaml
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from transformers import PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from emo.common.errors import FailureError, UserError
 from emo.common.files import part_file
 from emo.common.provenance import shipped
 from emo.common.recipe import apply_override
 from emo.common.text import counted
-from emo.pipeline.config import Batch, RunConfig, load_config, solve_batch
+from emo.pipeline.config import BASE, Batch, RunConfig, load_config, solve_batch
 from emo.pipeline.export import unwrap
 from emo.pipeline.loss.objectives import Objective
+from emo.pipeline.model import model_config
 from emo.pipeline.order import REPEATED, MixedOrder, Portion
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.planning.ds_file import deepspeed_config, zero_stage
 from emo.pipeline.planning.footprint import ACCELERATORS, GIB, NODE, Accelerator, Memory, Setup, Sizes, Time
 from emo.pipeline.planning.host import on_gpu
+from emo.pipeline.teacher import KEY, teacher_config
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +151,25 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
         hpz=int(zero.get("zero_hpz_partition_size", 1)),
         reduced={None: 2 if half else 4, "fp32": 4}.get(reduced, 2),
         all_reduced=zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True),
+        **_teacher_of(config),
     )
+
+
+def _teacher_of(config: RunConfig) -> dict[str, Any]:
+    """Return what a footprint needs to know of a live teacher; nothing where there is none."""
+    if not config.objective.lives:
+        return {}
+    own = teacher_config(config)  # None: this model, without its adapters
+    chosen = config.model if own is None or config.objective.compared == BASE else own
+    try:
+        settings = model_config(chosen, online=False, key=KEY)
+    except UserError as error:
+        log.warning("the plan leaves the teacher out: %s", error)
+        return {}
+    with torch.device("meta"):
+        sizes = sizes_of(AutoModelForCausalLM.from_config(settings, trust_remote_code=False), settings)
+    width = 2 if chosen.dtype == "bfloat16" else 4
+    return {"teacher": sizes, "copied": own is not None, "teacher_width": width}
 
 
 def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) -> bool:
@@ -179,6 +200,11 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
     names = [name for name, offloaded in offloads.items() if offloaded]
     note = f", {' and '.join(names)} in host memory" if names else ""
     table.add_row("ZeRO", f"stage {setup.stage}{note}")
+    if setup.teacher is not None:
+        held = (
+            f"{setup.teacher.parameters:,} parameters" if setup.copied else "this model without its adapters"
+        )
+        table.add_row("teacher", held)
     states = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
     table.add_row("states per rank", memory_line(states, 2))
     if cluster is not None:

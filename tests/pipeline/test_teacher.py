@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from emo.common.errors import ExitCode
 from emo.pipeline.cli import main
 from emo.pipeline.config import load_config
 from emo.pipeline.hf import fuse_causal_lm
+from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import check
 from emo.pipeline.run_dir import EXPORT, read_metrics
 from tests.helpers import launching
@@ -202,3 +204,27 @@ def test_the_door_for_any_loop() -> None:
     torch.testing.assert_close(head.grad, gradient, rtol=1e-3, atol=1e-7)
     assert all(parameter.grad is None for parameter in teacher.parameters())
     assert not any("teacher" in name for name in student.state_dict())
+
+
+def test_the_plan_counts_a_teacher() -> None:
+    """Weights of its own, whole or partitioned, and a forward pass: a third of what training computes."""
+    sizes = footprint.Sizes(
+        6_738_415_616, 6_738_415_616, 6_476_267_520, 32, 4096, 11008, 4096, True, 32000, 291
+    )
+    gpu, plain = footprint.ACCELERATORS["A100-80G"], footprint.Setup(8, 2, 2, 2048)
+    alone = dataclasses.replace(plain, teacher=sizes)
+    held = {
+        (stage, copied): footprint.memory(
+            sizes, dataclasses.replace(alone, stage=stage, copied=copied)
+        ).teacher
+        for stage in (2, 3)
+        for copied in (True, False)
+    }
+    assert footprint.memory(sizes, plain).teacher == 0
+    assert held[2, True] - held[2, False] == 2 * sizes.parameters
+    assert held[3, True] - held[3, False] < 2 * sizes.parameters / 2
+    times = [footprint.step_time(sizes, setup, gpu) for setup in (plain, alone)]
+    trained = times[0].matrices + times[0].attention + times[0].elementwise + times[0].head
+    assert times[0].teacher == 0 and times[1].teacher == pytest.approx(trained / 3, rel=0.05)
+    slow = dataclasses.replace(alone, stage=3, ranks=64)
+    assert footprint.step_time(sizes, slow, gpu, network_gb=1.0).teacher > 2 * times[1].teacher
