@@ -29,6 +29,8 @@ those on test data, are made of what was chosen alone.
 Besides what is measured every run reports, in nats per token, `validation_nll` and `validation_change`, how
 that changed since step 0; of a validation set with a name `validation_nll:NAME` and `validation_change:NAME`.
 
+Of what a file `extends`, a label or question that it calls null is left out.
+
 `{out}` and the names can be used in every command, and in every text among the overrides; a label gives a
 name another text with the key `names.NAME`. A measure may also use its run's `{run}` (name), `{dir}`,
 `{export}` and labels, `{AXIS}`; one that uses `{baseline}` or `{baseline_run}`, export and name of the
@@ -37,6 +39,7 @@ baseline with the same other labels, is done after the choice.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -154,6 +157,18 @@ class Experiment(Section):
     fronts: dict[str, Front] = {}
     ranks: int = Field(1, gt=0)  # of every training run
     minutes: float | None = Field(None, gt=0)  # of one run, for the estimate until one has been measured
+
+    @model_validator(mode="before")
+    @classmethod
+    def _left_out(cls, tree: Any) -> Any:
+        """Return the file without those labels and questions of what it extends that it calls null."""
+        if not isinstance(tree, dict):
+            return tree
+        kept = copy.deepcopy(tree)
+        for group in (kept.get("questions"), *(kept.get("axes") or {}).values()):
+            for name in [n for n, value in group.items() if value is None] if isinstance(group, dict) else ():
+                del group[name]
+        return kept
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:
