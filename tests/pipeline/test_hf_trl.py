@@ -213,6 +213,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_the_example_with_a_teacher(folder: Path) -> None:
+    example = runpy.run_path(str(REPO / "examples/distil.py"))["main"]
+    models = [str(folder / "model")] * 2
+    losses = example(*models, str(folder / "text.txt"), "jsd", str(folder / "out"))
+    assert len(losses) == 5 and losses[0] == pytest.approx(0, abs=1e-5)
+
+
 @pytest.mark.parametrize("name", ["plain_loop", "trainer", "sft_trainer"])
 def test_examples(folder: Path, name: str) -> None:
     texts = "rows.jsonl" if name == "sft_trainer" else "text.txt"

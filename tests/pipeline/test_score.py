@@ -48,7 +48,7 @@ def test_scores_are_those_of_the_model(place: Path) -> None:
         data = TokenDataset(place / "data" / split)
         found = Scores(data, "reference")
         for row in range(min(len(data), 12)):
-            batch, stored = data.batch(np.array([row])), found.batch(np.array([row]))[0]
+            batch, stored = data.batch(np.array([row])), found.columns(np.array([row]))["stored"][0]
             ids, n = torch.from_numpy(batch["input_ids"][0]), data.tokens_of(row)
             starts = [*np.flatnonzero(batch["position_ids"][0][:n] == 0).tolist(), n]
             for a, b in pairwise(starts):
