@@ -49,6 +49,7 @@ class Rank(NamedTuple):
     report: Path
     pid: int  # 0: it is just starting
     code: int | None  # None: it lives, or was killed
+    node: str  # whose GPU or driver failed; empty for any other end
 
     def lives(self) -> bool:
         """Return whether it holds the lock on its report."""
@@ -62,8 +63,11 @@ class Rank(NamedTuple):
 
 def reported(reports: Path) -> list[Rank]:
     """Return the ranks that have reported so far."""
-    files = {path: path.read_text(encoding="utf-8").split() for path in sorted(reports.glob("rank-*"))}
-    return [Rank(path, *map(int, words), *(0, None)[len(words) :]) for path, words in files.items()]
+    ranks = []
+    for path in sorted(reports.glob("rank-*")):
+        pid, code, node, *_ = [*path.read_text(encoding="utf-8").split(), "", "", ""]
+        ranks.append(Rank(path, int(pid or 0), int(code) if code else None, node))
+    return ranks
 
 
 def supervise(options: list[str], script: str, arguments: list[str], reports: Path) -> int:
@@ -117,6 +121,8 @@ def supervise(options: list[str], script: str, arguments: list[str], reports: Pa
         time.sleep(TICK)
     ranks = reported(reports)
     code = verdict(launcher.returncode, [rank.code for rank in ranks], bool(requests), hosts)
+    if code == ExitCode.MISTAKE and any(rank.node for rank in ranks):
+        code = ExitCode.FAILURE  # what other ranks make of a GPU that fails is no mistake
     killed = [rank.report.name.removeprefix("rank-") for rank in ranks if rank.code is None]
     if killed and code == ExitCode.FAILURE:
         print(f"error: killed or aborted without a word: rank {', '.join(killed)}", file=sys.stderr)
