@@ -33,6 +33,7 @@ import emo.common.packages  # noqa: F401 - before all others
 from emo.common.errors import ExitCode, UserError, outcome
 from emo.pipeline.cli import recipe_arguments
 from emo.pipeline.config import load_config
+from emo.pipeline.liveness import late
 from emo.pipeline.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS
 
 TICK = 0.2  # seconds
@@ -70,7 +71,9 @@ def reported(reports: Path) -> list[Rank]:
     return ranks
 
 
-def supervise(options: list[str], script: str, arguments: list[str], reports: Path) -> int:
+def supervise(
+    options: list[str], script: str, arguments: list[str], reports: Path, run_dir: Path | None
+) -> int:
     """Run the `deepspeed` command, wait for it and the ranks of this host; return the run's exit code."""
     hosts = HOSTFILE.is_file() or any(option.startswith(("--hostfile", "-H")) for option in options)
     requests: list[int] = []  # signals that arrived here
@@ -125,7 +128,9 @@ def supervise(options: list[str], script: str, arguments: list[str], reports: Pa
         code = ExitCode.FAILURE  # what other ranks make of a GPU that fails is no mistake
     killed = [rank.report.name.removeprefix("rank-") for rank in ranks if rank.code is None]
     if killed and code == ExitCode.FAILURE:
-        print(f"error: killed or aborted without a word: rank {', '.join(killed)}", file=sys.stderr)
+        line = f"error: killed or aborted without a word: rank {', '.join(killed)}"
+        known = None if run_dir is None else late(run_dir)
+        print("; ".join(filter(None, (line, known))), file=sys.stderr)
     if not ranks and code not in (ExitCode.DONE, ExitCode.STOPPED) and log.is_file():
         sys.stderr.write(log.read_text(errors="replace", encoding="utf-8"))
     return code
@@ -160,13 +165,14 @@ def main(argv: list[str]) -> int:
     options, arguments = arguments[: max(at, 0)], arguments[at + 1 :]
 
     def run() -> int:
+        run_dir = None
         if (stem := Path(script).stem) in ("continual", "instruct"):
             os.environ.setdefault(CALLED, f"./launch/{stem}.sh")
             args = recipe_arguments(stem, arguments)
-            load_config(args.recipe, args.overrides)
+            run_dir = load_config(args.recipe, args.overrides).output_dir
         with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as reports:
             try:
-                return supervise(options, script, arguments, Path(reports))
+                return supervise(options, script, arguments, Path(reports), run_dir)
             except FileNotFoundError as error:
                 name = error.filename
                 raise UserError(f"{name} is not installed; run make setup, or pip install {name}") from None

@@ -138,6 +138,7 @@ def _run(watch: Watch, argv: list[str] | None) -> int:
             from emo.pipeline.train import train
 
         started, finished = time.perf_counter(), False
+        ranks.record_collectives(config.output_dir)
         world = engine.start_world()
         watch.joined()
         if reason := ranks.first_reason(watch.reason):

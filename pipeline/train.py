@@ -16,7 +16,6 @@ import json
 import logging
 import math
 import shutil
-import socket
 import statistics
 import zlib
 from collections import deque
@@ -40,14 +39,24 @@ from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.planning.footprint import Setup, accelerator, utilisation
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.planning.plan import sizes_of
-from emo.pipeline.ranks import World, agreed, first_reason, gather_objects, on_main, patience, wait_at_most
+from emo.pipeline.ranks import (
+    World,
+    agreed,
+    first_reason,
+    gather_objects,
+    lost_a_peer,
+    missed,
+    on_main,
+    patience,
+    wait_at_most,
+)
 from emo.pipeline.report.console import Console
 from emo.pipeline.report.launches import Launch
 from emo.pipeline.report.metrics import Metrics
 from emo.pipeline.report.samples import Samples
 from emo.pipeline.report.validation import Documents, by_document
 from emo.pipeline.run_dir import BAD_BATCHES, CONFIG, EXPORT, INITIAL
-from emo.pipeline.stop import RESUME, StopRequest, Watch
+from emo.pipeline.stop import RESUME, StopRequest, Watch, node_name
 
 log = logging.getLogger(__name__)
 
@@ -71,18 +80,25 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
         identity.compare(config, ready.identity)  # again: a launch may have held the lock until now
         if not (config.output_dir / CONFIG).is_file():  # of a launch that ended before the run was claimed
             shutil.rmtree(config.output_dir / INITIAL, ignore_errors=True)
+        launch.before()
+        lock.clear_ranks()
         if config.model.path is None:
             write_initial_weights(config)
 
-    ended = "failed"
+    ended, opened = "failed", False
     try:
         on_main(world, take)
+        lock.taken(world.rank)
+        opened = True
         console.open(config.output_dir, world.is_main)
         finished = _train(config, world, watch, ready, lock, launch)
         ended = "finished" if finished else "stopped"
         return finished
     except Exception as error:
         launch.reason = one_line(error)
+        if opened and lost_a_peer(error) and (known := missed(config.output_dir, world)) is not None:
+            error.add_note(known)
+            launch.reason += f"; {known}"
         raise
     finally:
         gc.enable()
@@ -122,9 +138,9 @@ def _train(
     watch.trains()
     if _stops_unstarted(stop, step, world, launch):
         return False
-    hosts = len(set(gather_objects(socket.gethostname())))
+    hosts = gather_objects(node_name())  # by rank
     on_main(world, lambda: identity.claim(config, read))
-    launch.begun(config, ready, step, tokens, hosts)
+    launch.begun(config, ready, step, tokens, len(set(hosts)))
     gpu = accelerator(torch.cuda.get_device_name()) if on_gpu() else None
     peak_share = None  # of the GPUs' peak, that one step per second would be
     if gpu is not None:

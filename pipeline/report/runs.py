@@ -18,6 +18,7 @@ from emo.pipeline.report.validation import FEWEST, Change, change, read
 from emo.pipeline.run_dir import (
     BAD_BATCHES,
     CONFIG,
+    ENDED,
     EXPORT,
     LAUNCHES,
     METRICS,
@@ -27,7 +28,6 @@ from emo.pipeline.run_dir import (
 )
 
 KILLED = "ended without a record"  # killed, or the machine went down
-ENDED = ("finished", "stopped", "failed")  # what a heartbeat says of a launch that is over
 ALIVE = 60.0  # seconds that a heartbeat of a living run is old at most
 Record = dict[str, Any]
 

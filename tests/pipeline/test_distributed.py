@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -376,6 +377,11 @@ def test_a_rank_that_hangs_is_given_up(recipe: Path, tmp_path: Path) -> None:
     done = run("hanging", recipe, tmp_path / "run", "train.timeout_minutes=0.05", "train.save_steps=0")
     assert done.returncode == ExitCode.FAILURE
     assert "rank 0 lost another rank" in done.stdout
+    reason = read_records(tmp_path / "run" / LAUNCHES)[0][-1]["reason"]
+    assert re.search(r"late: rank 1 on \S+ \(training\); others waited in all_reduce \(engine", reason), (
+        reason
+    )
+    assert reason.partition("; ")[2] in done.stdout
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
