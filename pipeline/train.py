@@ -28,6 +28,7 @@ import torch
 from transformers.integrations import HfDeepSpeedConfig
 
 from emo.common.errors import UserError, one_line
+from emo.common.files import finite
 from emo.pipeline import checkpoint, engine, identity
 from emo.pipeline.batches import Batches, Loader, check_content
 from emo.pipeline.config import RunConfig, TrainConfig, lr_at
@@ -35,6 +36,7 @@ from emo.pipeline.engine import Engine, Sums
 from emo.pipeline.export import export_model
 from emo.pipeline.lock import RunLock
 from emo.pipeline.model import Losses, build_model, check_model, load_losses, measuring, write_initial_weights
+from emo.pipeline.pace import device_facts
 from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.planning.footprint import Setup, accelerator, utilisation
 from emo.pipeline.planning.host import on_gpu
@@ -149,6 +151,7 @@ def _train(
         peak_share = utilisation(sizes_of(ready.model, ready.hf_config), setup, 1.0, gpu)
     facts: dict[str, Any] = {"validates": bool(ready.validation), "domains": data.domains, "rows": len(data)}
     facts |= {"peak_share": peak_share, "window": progress.get("metrics"), "console": launch.console}
+    facts["hosts"] = hosts if world.ranks > 1 else ()
     metrics = agreed(lambda: Metrics(config, step, steps, world.is_main, **facts))
     samples = Samples(config, step, writes=world.is_main)
     guard = Guard(config.output_dir, config.train, writes=world.is_main, state=progress.get("guard"))
@@ -190,6 +193,7 @@ def _train(
     gc.freeze()  # a collection by itself, in any step, would go through all modules again
     gc.disable()
     while step < steps:
+        trainer.own.begins()
         batch = loader.step(step, last=step + 1 == steps)
         lr = lr_at(config.train, step, steps)
         metrics.starts(step + 1)
@@ -217,6 +221,7 @@ def _train(
             log.warning(warning)
         if step % config.train.logging_steps == 0 or step == steps:
             metrics.log(step, tokens, lr)
+            lock.logged(seconds=finite(sums.seconds[world.rank]), **device_facts())
         if held_out and _due(step, config.train.eval_steps, steps):
             validate()
         finished = not sums.stop or step == steps

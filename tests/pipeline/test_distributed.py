@@ -26,6 +26,7 @@ from emo.data_prep.shards import TokenDataset
 from emo.data_prep.tokenizer import load_tokenizer
 from emo.pipeline.config import MixtureConfig
 from emo.pipeline.engine import Snapshots
+from emo.pipeline.liveness import read_ranks
 from emo.pipeline.order import Holding, MixedOrder
 from emo.pipeline.report.validation import change, read
 from emo.pipeline.run_dir import (
@@ -43,6 +44,7 @@ from emo.pipeline.run_dir import (
     step_directory,
     step_of,
 )
+from emo.pipeline.stop import node_name
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
 from tests.helpers.refusals import refused
@@ -382,6 +384,22 @@ def test_a_rank_that_hangs_is_given_up(recipe: Path, tmp_path: Path) -> None:
         reason
     )
     assert reason.partition("; ")[2] in done.stdout
+
+
+def test_a_rank_that_is_slow_is_named(recipe: Path, tmp_path: Path) -> None:
+    """In the host's part of a step and in both passes of the head; measuring and saving are nobody's own."""
+    options = ["train.export_checkpoints=false", "train.eval_steps=1", f"train.max_steps={LAST}"]
+    done = run("slow", recipe, tmp_path / "run", *options)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    first, *records = trained(tmp_path / "run")
+    assert "slowest_rank" not in first
+    for record in records:
+        assert record["slowest_rank"] == 1 and record["slowest_host"] == node_name()
+        assert 0 < record["rank_seconds_median"] < 0.3 <= record["rank_seconds_max"] < 0.5
+    assert done.stdout.count("warning: rank 1 on") == 1
+    states = read_ranks(tmp_path / "run")
+    assert [(state["step"], state["doing"]) for state in states.values()] == [(LAST, "finished")] * 2
+    assert states[0]["seconds"] < 0.3 <= states[1]["seconds"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
