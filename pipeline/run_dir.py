@@ -36,6 +36,7 @@ VALIDATION = "validation"
 LOG = "log.txt"
 HEARTBEAT = "heartbeat.json"  # an old `time` means that the run is dead, an old `since` that it hangs
 ENDED = ("finished", "stopped", "failed")  # what a heartbeat says of a launch that is over
+ALIVE = 60.0  # seconds that a heartbeat of a living run is old at most
 RANKS = "ranks"
 RANKS_BEFORE = "ranks.before"
 TRACE = "collectives-"  # and a rank's number: of PyTorch's flight recorder

@@ -16,6 +16,7 @@ from emo.common.text import counted
 from emo.common.untrusted import is_plain_name, number
 from emo.pipeline.report.validation import FEWEST, Change, change, read
 from emo.pipeline.run_dir import (
+    ALIVE,
     BAD_BATCHES,
     CONFIG,
     ENDED,
@@ -28,7 +29,6 @@ from emo.pipeline.run_dir import (
 )
 
 KILLED = "ended without a record"  # killed, or the machine went down
-ALIVE = 60.0  # seconds that a heartbeat of a living run is old at most
 Record = dict[str, Any]
 
 
