@@ -10,6 +10,7 @@ log.txt          what the launcher, compilers and libraries printed
 heartbeat.json   what the run is doing, and since when; rewritten every few seconds while it lives
 ranks/           the same of every rank, and where ranks stood that waited for another in vain (liveness.py)
 ranks.before/    ranks/ of the launch before
+profile/         what train.profile recorded: a trace of each rank, and its GPU's memory (report/profile.py)
 lock.000001      which launch owns the directory (the highest number counts)
 initial/         the first weights of a new model
 step-000100/     a checkpoint: state/ (DeepSpeed), state.json, COMPLETE, and hf/ if it is exported
@@ -43,7 +44,7 @@ TRACE = "collectives-"  # and a rank's number: of PyTorch's flight recorder
 LOCK = "lock"
 LOCK_SECONDS = 120.0  # a holder on another host that has not renewed its lock for so long is dead
 WANDB_ID = "wandb-id"
-PROFILE = "profile.json"  # for chrome://tracing or ui.perfetto.dev
+PROFILE = "profile"
 BAD_BATCHES = "bad_batches.jsonl"
 STOP = "STOP"
 INITIAL = "initial"

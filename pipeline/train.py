@@ -55,6 +55,7 @@ from emo.pipeline.ranks import (
 from emo.pipeline.report.console import Console
 from emo.pipeline.report.launches import Launch
 from emo.pipeline.report.metrics import Metrics
+from emo.pipeline.report.profile import Profile
 from emo.pipeline.report.samples import Samples
 from emo.pipeline.report.validation import Documents, by_document
 from emo.pipeline.run_dir import BAD_BATCHES, CONFIG, EXPORT, INITIAL
@@ -153,6 +154,7 @@ def _train(
     facts |= {"peak_share": peak_share, "window": progress.get("metrics"), "console": launch.console}
     facts["hosts"] = hosts if world.ranks > 1 else ()
     metrics = agreed(lambda: Metrics(config, step, steps, world.is_main, **facts))
+    profile = Profile(config.train.profile, config.output_dir, world.rank)
     samples = Samples(config, step, writes=world.is_main)
     guard = Guard(config.output_dir, config.train, writes=world.is_main, state=progress.get("guard"))
     saver = checkpoint.Saver(trainer, config, lock, read)
@@ -196,7 +198,7 @@ def _train(
         trainer.own.begins()
         batch = loader.step(step, last=step + 1 == steps)
         lr = lr_at(config.train, step, steps)
-        metrics.starts(step + 1)
+        profile.starts(step + 1)
         if losses.objective.schedule is not None:
             head.use(losses.objective.at(step))
         sums = trainer.train_step(
@@ -208,6 +210,7 @@ def _train(
             domains=batch.domains,
         )
         step, tokens = step + 1, tokens + sums.tokens
+        profile.ended(step)
         watch.advanced = True
         if step == first + 1:
             wait_at_most(config.train.timeout_minutes, saver.group)
@@ -231,6 +234,7 @@ def _train(
             save()
         if not finished:
             break
+    profile.close()
     loader.close()
     doing = lock.doing("exporting" if finished else "saving")
     with doing, patience(config.train.timeout_minutes, saver.group):

@@ -25,7 +25,7 @@ from emo.pipeline.planning.footprint import GIB
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.report import validation
 from emo.pipeline.report.console import Console, Progress
-from emo.pipeline.run_dir import METRICS, PROFILE, WANDB_ID, read_metrics
+from emo.pipeline.run_dir import METRICS, WANDB_ID, read_metrics
 
 WORDS = ("set", "time", "slowest_host")  # of a record, that are no measurements
 
@@ -135,8 +135,6 @@ class Metrics:
         validation.drop(run_dir, step)
         write_text(run_dir / METRICS, "".join(_line(r) for r in records))
         self._file = self._opened.enter_context((run_dir / METRICS).open("a", encoding="utf-8"))
-        self._profiled = train.profile or (0, 0)  # steps
-        self._profile: Any = None
         self._board = self._wandb = None
         if "tensorboard" in train.report_to:
             from torch.utils.tensorboard import SummaryWriter
@@ -149,20 +147,10 @@ class Metrics:
         if on_gpu():
             torch.cuda.reset_peak_memory_stats()  # loading is over
 
-    def starts(self, step: int) -> None:
-        """Step `step` (from 1) is about to be taken; with the first of train.profile the profiler begins."""
-        if self.active and step == self._profiled[0]:
-            self._profile = torch.profiler.profile()
-            self._profile.start()
-
     def step(self, step: int, sums: Sums, grad_norm: float) -> None:
         """Count one optimizer step; `grad_norm` is before clipping."""
         if not self.active:
             return
-        if self._profile is not None and step == self._profiled[1]:
-            self._profile.stop()
-            self._profile.export_chrome_trace(str(self._run_dir / PROFILE))
-            self._profile = None
         now = self._clock()
         self._window.add(sums, grad_norm, now - self._mark)
         self._stragglers.add(sums.seconds)

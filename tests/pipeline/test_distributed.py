@@ -35,6 +35,7 @@ from emo.pipeline.run_dir import (
     EXPORT,
     HF,
     LAUNCHES,
+    PROFILE,
     SAMPLES,
     VALIDATION,
     checkpoints,
@@ -389,8 +390,10 @@ def test_a_rank_that_hangs_is_given_up(recipe: Path, tmp_path: Path) -> None:
 def test_a_rank_that_is_slow_is_named(recipe: Path, tmp_path: Path) -> None:
     """In the host's part of a step and in both passes of the head; measuring and saving are nobody's own."""
     options = ["train.export_checkpoints=false", "train.eval_steps=1", f"train.max_steps={LAST}"]
+    options += ["train.profile={steps: [2, 2], ranks: [1]}"]
     done = run("slow", recipe, tmp_path / "run", *options)
     assert done.returncode == ExitCode.DONE, done.stdout
+    assert [path.name for path in (tmp_path / "run" / PROFILE).iterdir()] == ["rank-1.json.gz"]
     first, *records = trained(tmp_path / "run")
     assert "slowest_rank" not in first
     for record in records:
