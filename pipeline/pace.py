@@ -25,7 +25,7 @@ from emo.pipeline.planning.host import on_gpu
 
 log = logging.getLogger(__name__)
 
-PERSISTS = 2  # windows in a row in which the same rank is the slowest
+PERSISTS, AT_LEAST = 2, 10  # windows in a row, and steps in all, in which the same rank is the slowest
 SLOW = 1.2  # times the median of the ranks
 MATTERS = 0.05  # of a step: the least by which a rank that is warned of is slower than the median
 
@@ -70,7 +70,7 @@ class Stragglers:
     def __init__(self, hosts: Sequence[str]) -> None:
         """hosts: by rank."""
         self._hosts, self._sums, self._steps = hosts, [0.0] * len(hosts), 0
-        self._slowest, self._windows = -1, 0
+        self._slowest, self._windows, self._for = -1, 0, 0  # the windows and steps that it has been slow for
         self._warned: set[int] = set()
 
     def add(self, seconds: Sequence[float]) -> None:
@@ -87,13 +87,14 @@ class Stragglers:
         if not self._steps:
             return {}
         means = [total / self._steps for total in self._sums]
-        self._sums, self._steps = [0.0] * len(means), 0
         most, usual = max(means), statistics.median_low(means)
         rank = means.index(most)
         slow = most > SLOW * usual and most - usual > MATTERS * step_seconds
-        self._windows = slow * (self._windows * (rank == self._slowest) + 1)
-        self._slowest = rank
-        if self._windows >= PERSISTS and rank not in self._warned:
+        if rank != self._slowest or not slow:
+            self._slowest, self._windows, self._for = rank, 0, 0
+        self._windows, self._for = self._windows + slow, self._for + slow * self._steps
+        self._sums, self._steps = [0.0] * len(means), 0
+        if self._windows >= PERSISTS and self._for >= AT_LEAST and rank not in self._warned:
             self._warned.add(rank)
             line = "rank %d on %s is slow: alone it takes %.3g s a step, others %.3g s (emo top RUN_DIR)"
             log.warning(line, rank, self._hosts[rank], most, usual)

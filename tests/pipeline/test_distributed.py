@@ -389,7 +389,12 @@ def test_a_rank_that_hangs_is_given_up(recipe: Path, tmp_path: Path) -> None:
 
 def test_a_rank_that_is_slow_is_named(recipe: Path, tmp_path: Path) -> None:
     """In the host's part of a step and in both passes of the head; measuring and saving are nobody's own."""
-    options = ["train.export_checkpoints=false", "train.eval_steps=1", f"train.max_steps={LAST}"]
+    options = [
+        "train.export_checkpoints=false",
+        "train.eval_steps=6",
+        "train.save_steps=6",
+        "train.max_steps=12",
+    ]
     options += ["train.profile={steps: [2, 2], ranks: [1]}"]
     done = run("slow", recipe, tmp_path / "run", *options)
     assert done.returncode == ExitCode.DONE, done.stdout
@@ -401,7 +406,7 @@ def test_a_rank_that_is_slow_is_named(recipe: Path, tmp_path: Path) -> None:
         assert 0 < record["rank_seconds_median"] < 0.3 <= record["rank_seconds_max"] < 0.5
     assert done.stdout.count("warning: rank 1 on") == 1
     states = read_ranks(tmp_path / "run")
-    assert [(state["step"], state["doing"]) for state in states.values()] == [(LAST, "finished")] * 2
+    assert [(state["step"], state["doing"]) for state in states.values()] == [(12, "finished")] * 2
     assert states[0]["seconds"] < 0.3 <= states[1]["seconds"]
 
 

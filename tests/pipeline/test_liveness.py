@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from emo.pipeline.liveness import BEAT, COPY, Liveness, accounted, late, read_ranks
+from emo.pipeline.ranks import record_collectives
 from emo.pipeline.report.console import Console
 from emo.pipeline.report.launches import Launch, append
 from emo.pipeline.run_dir import LAUNCHES, RANKS, TRACE, read_records
@@ -82,6 +83,16 @@ def test_the_next_launch_says_of_one_that_was_aborted_who_was_late(tmp_path: Pat
     _, *ends = read_records(tmp_path / LAUNCHES)[0]
     assert [(r["event"], r["step"], r["how"]) for r in ends] == [("end", 3, "failed")]
     assert "rank 1 on node-0" in ends[0]["reason"]
+
+
+def test_collectives_are_recorded_into_the_run_directory_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.environ", environment := {"TORCH_NCCL_DESYNC_DEBUG": "0"})
+    record_collectives(Path("run"))
+    assert environment["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == str(tmp_path / "run" / RANKS / TRACE)
+    assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1" and environment["TORCH_NCCL_DESYNC_DEBUG"] == "0"
 
 
 def test_every_host_has_a_file_for_its_health_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
