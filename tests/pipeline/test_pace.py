@@ -23,7 +23,8 @@ EVEN, LATE = [1.0, 1.1, 1.0, 1.0], [1.0, 1.0, 1.0, 2.0]
     [
         ([LATE, LATE, LATE], 5, 3.0, 1),  # once
         ([LATE, LATE, LATE], 3, 3.0, 0),  # not for long
-        ([LATE], 50, 3.0, 0),
+        ([EVEN[::-1], LATE[::-1], EVEN], 50, 3.0, 0),
+        ([[1.0, 1.0, 1.0, 1.1], LATE], 50, 3.0, 0),  # slowest for two windows, slow for one
         ([LATE, EVEN, LATE], 9, 3.0, 0),
         ([LATE, LATE[::-1], LATE], 9, 3.0, 0),
         ([LATE, LATE, LATE[::-1], LATE[::-1]], 5, 3.0, 2),
