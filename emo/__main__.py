@@ -32,6 +32,7 @@ COMMANDS = {
     "preflight": Command(TRAINING, "check that every host is fit to train"),
     "score": Command(TRAINING, "write a model's log-probability of every token beside the data"),
     "train": Command("emo.launch.supervise:train", "train a recipe under DeepSpeed, or resume it"),
+    "top": Command(TRAINING, "show what the ranks of a run do right now"),
     "eval": Command(EVALUATION, "score one model on tasks"),
     "watch": Command(EVALUATION, "score every complete checkpoint of a run, each exactly once"),
     "compare": Command(EVALUATION, "compare two models, with paired tests"),

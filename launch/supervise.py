@@ -33,6 +33,7 @@ import emo.common.packages  # noqa: F401 - before all others
 from emo.common.errors import ExitCode, UserError, outcome
 from emo.pipeline.cli import recipe_arguments
 from emo.pipeline.config import load_config
+from emo.pipeline.liveness import late
 from emo.pipeline.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS
 
 TICK = 0.2  # seconds
@@ -49,6 +50,7 @@ class Rank(NamedTuple):
     report: Path
     pid: int  # 0: it is just starting
     code: int | None  # None: it lives, or was killed
+    node: str  # whose GPU or driver failed; empty for any other end
 
     def lives(self) -> bool:
         """Return whether it holds the lock on its report."""
@@ -62,11 +64,16 @@ class Rank(NamedTuple):
 
 def reported(reports: Path) -> list[Rank]:
     """Return the ranks that have reported so far."""
-    files = {path: path.read_text(encoding="utf-8").split() for path in sorted(reports.glob("rank-*"))}
-    return [Rank(path, *map(int, words), *(0, None)[len(words) :]) for path, words in files.items()]
+    ranks = []
+    for path in sorted(reports.glob("rank-*")):
+        pid, code, node, *_ = [*path.read_text(encoding="utf-8").split(), "", "", ""]
+        ranks.append(Rank(path, int(pid or 0), int(code) if code else None, node))
+    return ranks
 
 
-def supervise(options: list[str], script: str, arguments: list[str], reports: Path) -> int:
+def supervise(
+    options: list[str], script: str, arguments: list[str], reports: Path, run_dir: Path | None
+) -> int:
     """Run the `deepspeed` command, wait for it and the ranks of this host; return the run's exit code."""
     hosts = HOSTFILE.is_file() or any(option.startswith(("--hostfile", "-H")) for option in options)
     requests: list[int] = []  # signals that arrived here
@@ -117,9 +124,13 @@ def supervise(options: list[str], script: str, arguments: list[str], reports: Pa
         time.sleep(TICK)
     ranks = reported(reports)
     code = verdict(launcher.returncode, [rank.code for rank in ranks], bool(requests), hosts)
+    if code == ExitCode.MISTAKE and any(rank.node for rank in ranks):
+        code = ExitCode.FAILURE  # what other ranks make of a GPU that fails is no mistake
     killed = [rank.report.name.removeprefix("rank-") for rank in ranks if rank.code is None]
     if killed and code == ExitCode.FAILURE:
-        print(f"error: killed or aborted without a word: rank {', '.join(killed)}", file=sys.stderr)
+        line = f"error: killed or aborted without a word: rank {', '.join(killed)}"
+        known = None if run_dir is None else late(run_dir)
+        print("; ".join(filter(None, (line, known))), file=sys.stderr)
     if not ranks and code not in (ExitCode.DONE, ExitCode.STOPPED) and log.is_file():
         sys.stderr.write(log.read_text(errors="replace", encoding="utf-8"))
     return code
@@ -154,13 +165,14 @@ def main(argv: list[str]) -> int:
     options, arguments = arguments[: max(at, 0)], arguments[at + 1 :]
 
     def run() -> int:
+        run_dir = None
         if (stem := Path(script).stem) in ("continual", "instruct"):
             os.environ.setdefault(CALLED, f"./launch/{stem}.sh")
             args = recipe_arguments(stem, arguments)
-            load_config(args.recipe, args.overrides)
+            run_dir = load_config(args.recipe, args.overrides).output_dir
         with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as reports:
             try:
-                return supervise(options, script, arguments, Path(reports))
+                return supervise(options, script, arguments, Path(reports), run_dir)
             except FileNotFoundError as error:
                 name = error.filename
                 raise UserError(f"{name} is not installed; run make setup, or pip install {name}") from None

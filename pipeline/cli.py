@@ -6,6 +6,7 @@ Arguments, logging and exit codes. Whatever is heavy is imported after the argum
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import sys
@@ -59,13 +60,13 @@ def run(argv: list[str]) -> NoReturn:
 
 
 def main(argv: list[str]) -> int:
-    """Run `emo plan | preflight | score | report`: what is done before and after training.
+    """Run `emo plan | preflight | score | top | report`: what is done before, beside and after training.
 
     Exit codes: 0 well, 1 it does not fit or a check failed, 2 a mistake in the input, 3 a regression.
     """
     args = parse_arguments(_parser(), argv)
     _quieten()
-    if _is_first_of_host():
+    if _is_first_of_host() and args.command != "top":
         first_word(args.command)
     return outcome(lambda: args.work(args), alone=_is_first_of_host())
 
@@ -93,6 +94,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-k", type=int, metavar="K", help="of the K likeliest tokens in its place, for a teacher")
     add("--part", default="0/1", metavar="I/N", help="every N-th shard from the I-th (%(default)s)")
     add("--force", action="store_true", help="write again what is there")
+
+    about = "What the ranks of a run do right now, or did last, from the files in its directory."
+    top = commands.add_parser("top", description=about)
+    top.set_defaults(work=_top)
+    top.add_argument("run", type=Path, metavar="RUN_DIR")
 
     about = "One or several runs as one page: curves, launches, the plan beside what was measured, "
     about += "sampled text. Also while they train."
@@ -139,6 +145,7 @@ def _run(watch: Watch, argv: list[str] | None) -> int:
             from emo.pipeline.train import train
 
         started, finished = time.perf_counter(), False
+        ranks.record_collectives(config.output_dir)
         world = engine.start_world()
         watch.joined()
         if reason := ranks.first_reason(watch.reason):
@@ -279,6 +286,14 @@ def _score(args: argparse.Namespace) -> int:
     else:
         state = f"part {args.part} is done, others are missing"
     print(f"scores called {args.name}: {state}")
+    return ExitCode.DONE
+
+
+def _top(args: argparse.Namespace) -> int:
+    from emo.pipeline.report.top import show
+
+    with contextlib.suppress(KeyboardInterrupt):  # the way to leave it
+        show(args.run)
     return ExitCode.DONE
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
 from emo.common.errors import UserError
 from emo.common.recipe import Section, mark, parse_section, read_recipe
@@ -252,6 +252,21 @@ class MixtureConfig(Section):
         return f"{text}; at most {most}" if most else text
 
 
+class ProfileConfig(Section):
+    """Steps that torch.profiler records into `profile/` of the run directory, on GPUs with their memory."""
+
+    steps: tuple[int, int]
+    """First and last step, from 1."""
+    ranks: list[NonNegativeInt] = Field([0], min_length=1)
+    """Ranks that record them."""
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ProfileConfig:
+        if not 1 <= self.steps[0] <= self.steps[1]:
+            raise ValueError("profile.steps names the first and last step to record, from 1")
+        return self
+
+
 class TrainConfig(Section):
     """Optimisation, and when to look, save and stop."""
 
@@ -320,8 +335,8 @@ class TrainConfig(Section):
     """Where metrics go besides metrics.jsonl: TensorBoard events, Weights & Biases."""
     project: str = mark(FREE, "emo")
     """Project of Weights & Biases."""
-    profile: tuple[int, int] | None = mark(FREE, None)
-    """First and last step that torch.profiler records."""
+    profile: ProfileConfig | None = mark(FREE, None)
+    """Steps and ranks that torch.profiler records."""
     timeout_minutes: float = mark(FREE, 10, gt=0, le=1e5)
     """A step fails when a rank waits longer than this for another."""
     max_minutes: float | None = mark(FREE, None, gt=0)
@@ -342,8 +357,6 @@ class TrainConfig(Section):
             raise ValueError("optimizer muon needs muon_lr (0.02 is usual), which adamw does not read")
         if self.optimizer == "muon" and self.max_grad_norm:
             raise ValueError("optimizer muon needs max_grad_norm 0: its update would be clipped")
-        if self.profile is not None and not 1 <= self.profile[0] <= self.profile[1]:
-            raise ValueError("profile names the first and last step to record, from 1")
         return self
 
 

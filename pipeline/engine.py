@@ -38,6 +38,7 @@ from emo.common.parallel import environment
 from emo.pipeline.batches import DOMAIN
 from emo.pipeline.loss.fused import BINS
 from emo.pipeline.loss.head import BOUNDS, by_document
+from emo.pipeline.pace import OwnTime
 from emo.pipeline.planning.ds_file import import_muon, muon, parameter_groups
 from emo.pipeline.planning.host import check_gpus, threads
 from emo.pipeline.ranks import PATIENCE, World, gather_objects
@@ -64,6 +65,7 @@ class Sums(NamedTuple):
     weights: tuple[float, ...] = ()  # histogram of the objective's weights (loss/fused.py)
     domains: tuple[DomainSums, ...] = ()  # of each domain, where there are several
     divergence: float = math.nan  # from a teacher, without weights
+    seconds: tuple[float, ...] = ()  # that each rank worked alone in the step before (pace.py)
 
 
 def start_world(timeout_minutes: float = PATIENCE) -> World:
@@ -133,6 +135,7 @@ class Engine:
         self.frozen = self._frozen_sum()  # what adapters belong to
         if compiled:
             self.ds.compile()
+        self.own = OwnTime(self.model.get_output_embeddings())  # type: ignore[operator]
         self.files = Snapshots(self.ds._config)
         self.ds.checkpoint_engine = self.files
         self.ds._copy_recovery_script = lambda _: None  # it would write now, and the export does its job
@@ -164,6 +167,7 @@ class Engine:
             self.ds.train()
         totals = self._zeros(len(domains))
         totals[4] = float(stop)
+        self.own.computes()
         for micro in micro_batches:
             inputs = self._to_device(micro)
             domain = inputs.pop(DOMAIN, None)
@@ -174,7 +178,11 @@ class Engine:
             share = self.world.ranks / max(1, valid) + 0 * sums.loss.detach()
             self.ds.backward(sums.loss * share, scale_wrt_gas=False)
             self.ds.step()
-        return self.share(totals, domains)._replace(applied=self.ds.was_step_applied())
+        alone = totals.new_zeros(self.world.ranks)
+        alone[self.world.rank] = self.own.last
+        sums = self.share(torch.cat((totals, alone)), domains)
+        self.own.ends()
+        return sums._replace(applied=self.ds.was_step_applied())
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Iterable[dict[str, Any]]) -> tuple[Sums, np.ndarray, np.ndarray]:
@@ -194,14 +202,16 @@ class Engine:
         return self.share(totals), torch.cat(nll).cpu().numpy(), np.concatenate(tokens)
 
     def share(self, totals: Tensor, domains: Sequence[int] = ()) -> Sums:
-        """Add [loss, nll, demd, tokens, stop, divergence, *weights, *losses, *nlls] over all ranks."""
+        """Add [loss, nll, demd, tokens, stop, divergence, *weights, *losses, *nlls, *seconds] over all ranks."""
         dist.all_reduce(totals)
         loss, nll, demd, tokens, stop, divergence, *details = totals.tolist()
         weights, n = details[: BINS + 1], BINS + 1 + len(domains)
+        end = n + len(domains)
         apart = tuple(
-            DomainSums(*sums) for sums in zip(domains, details[BINS + 1 : n], details[n:], strict=True)
+            DomainSums(*sums) for sums in zip(domains, details[BINS + 1 : n], details[n:end], strict=True)
         )
-        return Sums(loss, nll, demd, int(tokens), stop > 0, True, tuple(weights), apart, divergence)
+        seconds = tuple(details[end:])
+        return Sums(loss, nll, demd, int(tokens), stop > 0, True, tuple(weights), apart, divergence, seconds)
 
     def snapshot(self, directory: Path) -> None:
         """Copy this rank's part of the state, to be written below `directory`; all ranks must call."""

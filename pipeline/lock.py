@@ -2,7 +2,8 @@
 
 Rank 0 holds a lease on the run directory (common/lease.py) and a thread renews it, so that a second launch is
 refused while the first lives, and takes over when it has died. The same thread writes the heartbeat, also to
-the file that PIPELINE_HEARTBEAT names: a container's health check cannot know the run directory.
+the file that PIPELINE_HEARTBEAT names for a container's health check. Every rank has a file besides
+(liveness.py).
 """
 
 from __future__ import annotations
@@ -11,26 +12,27 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from emo.common.errors import FailureError, UserError, may_pass
 from emo.common.files import write_text
 from emo.common.lease import Lease
-from emo.pipeline.run_dir import HEARTBEAT, LOCK, LOCK_SECONDS
+from emo.pipeline.liveness import BEAT, COPY, Liveness
+from emo.pipeline.run_dir import HEARTBEAT, LOCK, LOCK_SECONDS, RANKS, RANKS_BEFORE
 
 log = logging.getLogger(__name__)
 
-BEAT = 5.0  # seconds between heartbeats
 LOOK = 0.25  # seconds between looks at a lock that somebody holds
-COPY = "PIPELINE_HEARTBEAT"
 
 
 class RunLock:
-    """This launch's hold on its run directory. On ranks other than 0 every method does nothing."""
+    """This launch's hold on its run directory; ranks other than 0 only say what they do."""
 
     def __init__(self, run_dir: Path, active: bool) -> None:
         self.run_dir = run_dir
@@ -40,6 +42,7 @@ class RunLock:
         self.lost = False  # whether another launch took over, as of the last beat
         self._writing = threading.Lock()  # the main thread writes as well
         self._copy = Path(os.environ[COPY]) if active and os.environ.get(COPY) else None
+        self._liveness: Liveness | None = None
 
     def take(self) -> None:
         """Take the lock, waiting for a holder that has died without a word on another host.
@@ -69,6 +72,18 @@ class RunLock:
             raise kind(text, code="unwritable") from None
         self._beat()
 
+    def taken(self, rank: int) -> None:
+        """Note that the directory is this launch's: from now on this rank has a file in it."""
+        self._liveness = Liveness(self.run_dir, rank)
+        self.now(self._doing)
+
+    def clear_ranks(self) -> None:
+        """Put the files of the last launch's ranks aside."""
+        shutil.rmtree(self.run_dir / RANKS_BEFORE, ignore_errors=True)
+        if (self.run_dir / RANKS).is_dir():
+            (self.run_dir / RANKS).rename(self.run_dir / RANKS_BEFORE)
+        (self.run_dir / RANKS).mkdir()
+
     @property
     def problem(self) -> str | None:
         """Return why this launch must not write any more, or None; looks at the directory."""
@@ -79,6 +94,17 @@ class RunLock:
     def reached(self, step: int) -> None:
         """Note that step `step` has been taken."""
         self.step, self._since = step, time.time()
+        if self._liveness is not None:
+            self._liveness.copy(self._state)
+
+    def logged(self, **facts: Any) -> None:
+        """Note what was measured of this rank since the last log window."""
+        if self._liveness is not None:
+            self._liveness.write(self._state, **facts)
+
+    @property
+    def _state(self) -> dict[str, Any]:
+        return {"step": self.step, "doing": self._doing, "since": self._since}
 
     @contextlib.contextmanager
     def doing(self, activity: str) -> Iterator[None]:
@@ -91,13 +117,16 @@ class RunLock:
     def now(self, activity: str) -> None:
         """Name the run's activity from now on."""
         self._doing, self._since = activity, time.time()
+        self.logged()
         if self._lease is not None and self._lease.path is not None:
             self._beat()
 
     def release(self, ended: str) -> None:
         """Let other launches have the directory; the heartbeat keeps saying how this one `ended`."""
+        self.now(ended)
+        if self._liveness is not None:
+            self._liveness.close()
         if self._lease is not None:
-            self.now(ended)
             self._lease.release()
             if self._copy is not None:
                 self._copy.unlink(missing_ok=True)
@@ -108,8 +137,7 @@ class RunLock:
             return
         # Where the disk is full, what must be written reports it.
         with self._writing:
-            beat = {"time": time.time(), "step": self.step, "doing": self._doing, "since": self._since}
-            beat |= {"host": socket.gethostname(), "pid": os.getpid()}
+            beat = {"time": time.time(), **self._state, "host": socket.gethostname(), "pid": os.getpid()}
             for path in (self._copy, self.run_dir / HEARTBEAT):  # the run directory's disk may hang
                 with contextlib.suppress(OSError):
                     if path is not None:

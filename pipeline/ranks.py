@@ -20,7 +20,9 @@ import datetime
 import os
 import re
 import socket
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -30,10 +32,13 @@ from torch import OutOfMemoryError
 from torch.distributed import distributed_c10d
 
 from emo.common.errors import LASTING, ExitCode, UserError, may_pass, one_line
+from emo.pipeline.liveness import accounted, late
+from emo.pipeline.run_dir import RANKS, TRACE
 from emo.pipeline.stop import RESUME, node_name
 
 T = TypeVar("T")
 
+SETTLED = 5.0  # seconds after which whoever waited has said so
 PATIENCE = 60.0  # minutes: loading, saving and exporting, where one rank may work while the others wait
 
 
@@ -96,6 +101,36 @@ def patience(minutes: float, spare: Any = None) -> Iterator[None]:
     wait_at_most(minutes, spare)
 
 
+def record_collectives(run_dir: Path) -> None:
+    """Have NCCL record its collectives, and where a rank waits in vain leave traces in the run directory.
+
+    What the user has set stays.
+    """
+    settings = {
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # collectives
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(run_dir.absolute() / RANKS / TRACE),
+        "TORCH_NCCL_DESYNC_DEBUG": "1",  # NCCL's watchdog then says where each rank stood
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def missed(run_dir: Path, world: World) -> str | None:
+    """Return which rank this one, and others, waited for in vain; None where that cannot be told.
+
+    The other ranks that waited notice it at about the same time; theirs are waited for a little.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        trace = torch._C._distributed_c10d._dump_fr_trace()  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError):
+            (run_dir / RANKS / f"{TRACE}{world.rank}").write_bytes(trace)
+    end = time.monotonic() + SETTLED
+    while not accounted(run_dir) and time.monotonic() < end:
+        time.sleep(0.2)
+    return late(run_dir)
+
+
 def end_world() -> None:
     """Leave the process group."""
     if dist.is_initialized():
@@ -156,7 +191,8 @@ def explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
         return ExitCode.MISTAKE, line
     if lost_a_peer(error):
         lost = "lost" if dist.is_initialized() else "did not reach"
-        why = f"which may have said why ({one_line(error, 150)}); {RESUME} from the last checkpoint"
+        known = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))  # of `missed`
+        why = f"which may have said why ({one_line(error, 150)}){known}; {RESUME} from the last checkpoint"
         return ExitCode.FAILURE, f"rank {os.environ.get('RANK', '0')} {lost} another rank, {why}"
     if broken_device(error, NETWORK):
         return ExitCode.FAILURE, f"NCCL failed on {node_name()} ({line}); {RESUME}"

@@ -8,6 +8,9 @@ launches.jsonl   a line when a launch begins to train, and one when it ends, wit
 samples.jsonl    how the model continued train.sample_prompts at each checkpoint
 log.txt          what the launcher, compilers and libraries printed
 heartbeat.json   what the run is doing, and since when; rewritten every few seconds while it lives
+ranks/           the same of every rank, and where ranks stood that waited for another in vain (liveness.py)
+ranks.before/    ranks/ of the launch before
+profile/         what train.profile recorded: a trace of each rank, and its GPU's memory (report/profile.py)
 lock.000001      which launch owns the directory (the highest number counts)
 initial/         the first weights of a new model
 step-000100/     a checkpoint: state/ (DeepSpeed), state.json, COMPLETE, and hf/ if it is exported
@@ -33,10 +36,15 @@ SAMPLES = "samples.jsonl"
 VALIDATION = "validation"
 LOG = "log.txt"
 HEARTBEAT = "heartbeat.json"  # an old `time` means that the run is dead, an old `since` that it hangs
+ENDED = ("finished", "stopped", "failed")  # what a heartbeat says of a launch that is over
+ALIVE = 60.0  # seconds that a heartbeat of a living run is old at most
+RANKS = "ranks"
+RANKS_BEFORE = "ranks.before"
+TRACE = "collectives-"  # and a rank's number: of PyTorch's flight recorder
 LOCK = "lock"
 LOCK_SECONDS = 120.0  # a holder on another host that has not renewed its lock for so long is dead
 WANDB_ID = "wandb-id"
-PROFILE = "profile.json"  # for chrome://tracing or ui.perfetto.dev
+PROFILE = "profile"
 BAD_BATCHES = "bad_batches.jsonl"
 STOP = "STOP"
 INITIAL = "initial"

@@ -16,7 +16,6 @@ import json
 import logging
 import math
 import shutil
-import socket
 import statistics
 import zlib
 from collections import deque
@@ -29,6 +28,7 @@ import torch
 from transformers.integrations import HfDeepSpeedConfig
 
 from emo.common.errors import UserError, one_line
+from emo.common.files import finite
 from emo.pipeline import checkpoint, engine, identity
 from emo.pipeline.batches import Batches, Loader, check_content
 from emo.pipeline.config import RunConfig, TrainConfig, lr_at
@@ -44,18 +44,30 @@ from emo.pipeline.model import (
     packed,
     write_initial_weights,
 )
+from emo.pipeline.pace import device_facts
 from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.planning.footprint import Setup, accelerator, utilisation
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.planning.plan import sizes_of
-from emo.pipeline.ranks import World, agreed, first_reason, gather_objects, on_main, patience, wait_at_most
+from emo.pipeline.ranks import (
+    World,
+    agreed,
+    first_reason,
+    gather_objects,
+    lost_a_peer,
+    missed,
+    on_main,
+    patience,
+    wait_at_most,
+)
 from emo.pipeline.report.console import Console
 from emo.pipeline.report.launches import Launch
 from emo.pipeline.report.metrics import Metrics
+from emo.pipeline.report.profile import Profile
 from emo.pipeline.report.samples import Samples
 from emo.pipeline.report.validation import Documents, by_document
 from emo.pipeline.run_dir import BAD_BATCHES, CONFIG, EXPORT, INITIAL
-from emo.pipeline.stop import RESUME, StopRequest, Watch
+from emo.pipeline.stop import RESUME, StopRequest, Watch, node_name
 from emo.pipeline.teacher import add_teacher, teacher_identity
 
 log = logging.getLogger(__name__)
@@ -80,18 +92,25 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
         identity.compare(config, ready.identity)  # again: a launch may have held the lock until now
         if not (config.output_dir / CONFIG).is_file():  # of a launch that ended before the run was claimed
             shutil.rmtree(config.output_dir / INITIAL, ignore_errors=True)
+        launch.before()
+        lock.clear_ranks()
         if config.model.path is None:
             write_initial_weights(config)
 
-    ended = "failed"
+    ended, opened = "failed", False
     try:
         on_main(world, take)
+        lock.taken(world.rank)
+        opened = True
         console.open(config.output_dir, world.is_main)
         finished = _train(config, world, watch, ready, lock, launch)
         ended = "finished" if finished else "stopped"
         return finished
     except Exception as error:
         launch.reason = one_line(error)
+        if opened and lost_a_peer(error) and (known := missed(config.output_dir, world)) is not None:
+            error.add_note(known)
+            launch.reason += f"; {known}"
         raise
     finally:
         gc.enable()
@@ -134,9 +153,9 @@ def _train(
     watch.trains()
     if _stops_unstarted(stop, step, world, launch):
         return False
-    hosts = len(set(gather_objects(socket.gethostname())))
+    hosts = gather_objects(node_name())  # by rank
     on_main(world, lambda: identity.claim(config, read))
-    launch.begun(config, ready, step, tokens, hosts)
+    launch.begun(config, ready, step, tokens, len(set(hosts)))
     gpu = accelerator(torch.cuda.get_device_name()) if on_gpu() else None
     peak_share = None  # of the GPUs' peak, that one step per second would be
     if gpu is not None:
@@ -145,7 +164,9 @@ def _train(
         peak_share = utilisation(sizes_of(ready.model, ready.hf_config), setup, 1.0, gpu)
     facts: dict[str, Any] = {"validates": bool(ready.validation), "domains": data.domains, "rows": len(data)}
     facts |= {"peak_share": peak_share, "window": progress.get("metrics"), "console": launch.console}
+    facts["hosts"] = hosts if world.ranks > 1 else ()
     metrics = agreed(lambda: Metrics(config, step, steps, world.is_main, **facts))
+    profile = Profile(config.train.profile, config.output_dir, world.rank)
     samples = Samples(config, step, writes=world.is_main)
     guard = Guard(config.output_dir, config.train, writes=world.is_main, state=progress.get("guard"))
     saver = checkpoint.Saver(trainer, config, lock, read)
@@ -186,9 +207,10 @@ def _train(
     gc.freeze()  # a collection by itself, in any step, would go through all modules again
     gc.disable()
     while step < steps:
+        trainer.own.begins()
         batch = loader.step(step, last=step + 1 == steps)
         lr = lr_at(config.train, step, steps)
-        metrics.starts(step + 1)
+        profile.starts(step + 1)
         if losses.objective.schedule is not None:
             head.use(losses.objective.at(step))
         sums = trainer.train_step(
@@ -200,6 +222,7 @@ def _train(
             domains=batch.domains,
         )
         step, tokens = step + 1, tokens + sums.tokens
+        profile.ended(step)
         watch.advanced = True
         if step == first + 1:
             wait_at_most(config.train.timeout_minutes, saver.group)
@@ -213,6 +236,7 @@ def _train(
             log.warning(warning)
         if step % config.train.logging_steps == 0 or step == steps:
             metrics.log(step, tokens, lr)
+            lock.logged(seconds=finite(sums.seconds[world.rank]), **device_facts())
         if held_out and _due(step, config.train.eval_steps, steps):
             validate()
         finished = not sums.stop or step == steps
@@ -222,6 +246,7 @@ def _train(
             save()
         if not finished:
             break
+    profile.close()
     loader.close()
     doing = lock.doing("exporting" if finished else "saving")
     with doing, patience(config.train.timeout_minutes, saver.group):

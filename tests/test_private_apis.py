@@ -33,6 +33,7 @@ pipeline/hf.py               trl:SFTTrainer                                     
 pipeline/loss/cost.py        torch.cpu              _is_avx512_bf16_supported, _is_amx_tile_supported
 pipeline/loss/head.py        accelerate:Accelerator.prepare_model                  _original_forward
 pipeline/loss/head.py        accelerate.hooks:add_hook_to_module                   _hf_hook
+pipeline/report/profile.py   torch.cuda.memory      _record_memory_history, _dump_snapshot
 pipeline/planning/ds_file.py torch.utils.cpp_extension                             CUDA_HOME
 """
 ROWS = [line.split(maxsplit=2) for line in INTERFACES.strip().splitlines()]

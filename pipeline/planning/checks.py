@@ -87,8 +87,13 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
         if steps == 0:
             amount = f"{counted(len(data), 'row')} x {counted(epochs, 'epoch')}"
             raise UserError(f"{amount} are less than a batch; set a smaller train.global_batch_size")
-    if train.profile is not None and steps is not None and train.profile[1] > steps:
-        raise UserError(f"train.profile={list(train.profile)} ends after the run's {steps} steps")
+    if train.profile is not None and steps is not None and train.profile.steps[1] > steps:
+        raise UserError(f"train.profile.steps={list(train.profile.steps)} ends after the run's {steps} steps")
+    if train.profile is not None and max(train.profile.ranks) >= ranks:
+        problem = (
+            f"train.profile.ranks={train.profile.ranks} names more than the run's {counted(ranks, 'rank')}"
+        )
+        raise UserError(f"{problem}, which count from 0")
     model = _outline(config, hf_config)
     if path is not None and (local or Path(path).exists()):
         with contextlib.suppress(OSError):  # generation defaults, if any, are carried on by the export

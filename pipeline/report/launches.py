@@ -18,13 +18,14 @@ from emo.common.errors import one_line
 from emo.common.provenance import code_version, library_versions
 from emo.common.text import counted
 from emo.pipeline.config import RunConfig
+from emo.pipeline.liveness import late
 from emo.pipeline.planning.checks import Ready
 from emo.pipeline.planning.ds_file import zero_stage
 from emo.pipeline.planning.footprint import GIB, accelerator, memory, step_time, utilisation
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.planning.plan import domain_rows, remarks, setup_of, sizes_of
 from emo.pipeline.report.console import Console
-from emo.pipeline.run_dir import EXPORT, LAUNCHES
+from emo.pipeline.run_dir import EXPORT, LAUNCHES, read_records
 from emo.pipeline.stop import RESUME
 
 log = logging.getLogger(__name__)
@@ -38,6 +39,13 @@ class Launch:
         self.reason: str | None = None  # why it ends before the run is finished
         self._run_dir, self._main = run_dir, main
         self._step: int | None = None  # that was reached last; None: it has not begun to train
+
+    def before(self) -> None:
+        """Say of the launch before what its ranks could not: NCCL aborts all of them at a time-out."""
+        records = read_records(self._run_dir / LAUNCHES)[0]
+        if records and records[-1].get("event") == "begin" and (reason := late(self._run_dir)) is not None:
+            _tell(f"the launch before failed: {reason}", "failed", reason=reason)
+            self._append("end", step=records[-1]["step"], how="failed", reason=reason)
 
     def begun(self, config: RunConfig, ready: Ready, step: int, tokens: int, hosts: int) -> None:
         """Training goes on after `step`, on so many hosts."""

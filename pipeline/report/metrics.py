@@ -20,11 +20,14 @@ from emo.data_prep.config import VALIDATION, split_of
 from emo.pipeline.config import RunConfig
 from emo.pipeline.engine import Sums
 from emo.pipeline.loss.fused import summary
+from emo.pipeline.pace import Stragglers
 from emo.pipeline.planning.footprint import GIB
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.report import validation
 from emo.pipeline.report.console import Console, Progress
-from emo.pipeline.run_dir import METRICS, PROFILE, WANDB_ID, read_metrics
+from emo.pipeline.run_dir import METRICS, WANDB_ID, read_metrics
+
+WORDS = ("set", "time", "slowest_host")  # of a record, that are no measurements
 
 
 @dataclass
@@ -107,12 +110,14 @@ class Metrics:
         validates: bool = True,
         domains: Sequence[str] = (),
         rows: int = 0,
+        hosts: Sequence[str] = (),
     ) -> None:
         """peak_share: share of the hardware's peak that one step per second would be (for MFU).
 
         window: what `state` returned when the checkpoint of `step` was saved. console: of plain lines where
         none is given. validates: whether the run has validation rows, for what comes next. domains: names of
-        those whose sums come apart. rows: of the training data, where they are known.
+        those whose sums come apart. rows: of the training data, where they are known. hosts: by rank, of
+        several.
         """
         self.active, train = active, config.train
         self._clock, self._mark, self._paused = clock, clock(), 0.0
@@ -122,6 +127,7 @@ class Metrics:
         self._peak_share, self._domains = peak_share, domains
         numbers = json.dumps(window or {}).replace("null", "NaN")  # as `state` has it
         self._window = Window(**json.loads(numbers))
+        self._stragglers = Stragglers(hosts)
         self._console = console or Console()
         every = {"validation": train.eval_steps * validates, "save": train.save_steps}
         self._progress = Progress(step, steps, every)
@@ -131,8 +137,6 @@ class Metrics:
         validation.drop(run_dir, step)
         write_text(run_dir / METRICS, "".join(_line(r) for r in records))
         self._file = self._opened.enter_context((run_dir / METRICS).open("a", encoding="utf-8"))
-        self._profiled = train.profile or (0, 0)  # steps
-        self._profile: Any = None
         self._board = self._wandb = None
         if "tensorboard" in train.report_to:
             from torch.utils.tensorboard import SummaryWriter
@@ -145,22 +149,13 @@ class Metrics:
         if on_gpu():
             torch.cuda.reset_peak_memory_stats()  # loading is over
 
-    def starts(self, step: int) -> None:
-        """Step `step` (from 1) is about to be taken; with the first of train.profile the profiler begins."""
-        if self.active and step == self._profiled[0]:
-            self._profile = torch.profiler.profile()
-            self._profile.start()
-
     def step(self, step: int, sums: Sums, grad_norm: float) -> None:
         """Count one optimizer step; `grad_norm` is before clipping."""
         if not self.active:
             return
-        if self._profile is not None and step == self._profiled[1]:
-            self._profile.stop()
-            self._profile.export_chrome_trace(str(self._run_dir / PROFILE))
-            self._profile = None
         now = self._clock()
         self._window.add(sums, grad_norm, now - self._mark)
+        self._stragglers.add(sums.seconds)
         loss = _mean(self._window.loss, self._window.applied_tokens)  # as the next record will have it
         self._progress.count(step, now - self._mark, self._paused, sums.tokens, loss)
         self._mark, self._paused = now, 0.0
@@ -171,7 +166,8 @@ class Metrics:
 
         `domains` has the tokens so far of each domain, and its loss and NLL over the window. `mfu` is the
         share of the peak spent on what the model needs: what is computed again under activation
-        checkpointing does not count. `memory_gib` is the most that rank 0's GPU held.
+        checkpointing does not count. `memory_gib` is the most that rank 0's GPU held. `rank_seconds_...` are
+        seconds a step that ranks work alone (pace.py).
         """
         if not self.active or not self._window.steps:
             return
@@ -180,6 +176,7 @@ class Metrics:
             record["mfu"] = self._peak_share * _mean(self._window.steps, self._window.seconds)
         if on_gpu():
             record["memory_gib"] = torch.cuda.max_memory_allocated() / GIB  # a counter of the host's
+        record |= self._stragglers.record(_mean(self._window.seconds, self._window.steps))
         self._window = Window(domain_tokens=self._window.domain_tokens)
         self._console.record(self._write("train", record), self._progress)
 
@@ -230,7 +227,7 @@ class Metrics:
         whole = finite({"time": time.time(), "epoch": self._epochs * step}) | record
         self._file.write(_line(whole))
         self._file.flush()
-        values = dict(_leaves({key: x for key, x in whole.items() if key not in ("set", "time")}, group))
+        values = dict(_leaves({key: x for key, x in whole.items() if key not in WORDS}, group))
         if self._wandb is not None:
             self._wandb.log(values, step=step)
         if self._board is not None:

@@ -16,8 +16,10 @@ from emo.common.text import counted
 from emo.common.untrusted import is_plain_name, number
 from emo.pipeline.report.validation import FEWEST, Change, change, read
 from emo.pipeline.run_dir import (
+    ALIVE,
     BAD_BATCHES,
     CONFIG,
+    ENDED,
     EXPORT,
     LAUNCHES,
     METRICS,
@@ -27,8 +29,6 @@ from emo.pipeline.run_dir import (
 )
 
 KILLED = "ended without a record"  # killed, or the machine went down
-ENDED = ("finished", "stopped", "failed")  # what a heartbeat says of a launch that is over
-ALIVE = 60.0  # seconds that a heartbeat of a living run is old at most
 Record = dict[str, Any]
 
 

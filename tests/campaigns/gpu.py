@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gzip
 import os
 import shutil
 import signal
@@ -56,7 +55,7 @@ def waits(show: Figures) -> None:
     for name, (objective, cache, most) in list(objectives.items())[: 1 if show.quick else None]:
         with show.attempt(name):
             options = [f"objective.name={objective}", f"objective.cost_cache_mb={cache}"]
-            options += ["deepspeed=ds_configs/zero2.json", f"train.profile=[{TRACE_STEP},{TRACE_STEP}]"]
+            options += ["deepspeed=ds_configs/zero2.json", f"train.profile.steps=[{TRACE_STEP},{TRACE_STEP}]"]
             run = f"waits-{objective}-{cache}"
             results = setting.measure(show, run, sizes(show), *options, "--waits")
             if GPU:
@@ -66,7 +65,7 @@ def waits(show: Figures) -> None:
                 show(f"{name}: waits of a whole step", statistics.median(results["waits"][WARM:]), note=note)
             else:
                 show.skip(f"{name}: waits of the head a micro-batch", "needs a GPU")
-            packed = gzip.compress((show.run_dir(run) / PROFILE).read_bytes())
+            packed = (show.run_dir(run) / PROFILE / "rank-0.json.gz").read_bytes()
             size = len(packed) / 2**20
             trace = (show.directory if size <= TRACE_MIB else show.run_dir(run)) / f"trace-{run}.json.gz"
             trace.write_bytes(packed)

@@ -4,6 +4,8 @@ late      a checkpoint's export is not written before a later step was taken
 damaged   a weight of rank 0 is not finite after the second step
 full      no file may have more than 50 KiB, as if the disk was full
 hanging   rank 1 stays longer in its third step than another waits for it
+slow      rank 1 takes 0.1 s longer to turn to a step, and in each pass of the head
+CLASS@PHASE   one of FAULTS on rank 1, and at the start on all: `starting`, `loading`, `step` or `saving`
 """
 
 from __future__ import annotations
@@ -17,8 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from torch import AcceleratorError
+from torch.distributed import DistBackendError
+
+from emo.common.errors import UserError
 from emo.eval.watch import targets
-from emo.pipeline import export
+from emo.pipeline import engine, export, model, train
+from emo.pipeline.batches import Loader
 from emo.pipeline.cli import leave, run_recipe
 from emo.pipeline.engine import Engine
 from emo.pipeline.run_dir import checkpoints, read_metrics, step_of
@@ -59,6 +66,43 @@ def after_step(rank: str, step: int, disturb: Callable[[Engine], object]) -> Non
     Engine.train_step = stepped  # type: ignore[method-assign]
 
 
+def slow() -> None:
+    def late(*_: Any) -> None:
+        time.sleep(0.1 * (os.environ["RANK"] == "1"))
+
+    read, build = Loader.step, model.build_model
+
+    def built(*args: Any) -> Any:
+        made = build(*args)
+        head = made.get_output_embeddings()
+        compute = head.forward
+        head.forward = lambda *args, **options: (late(), compute(*args, **options))[1]
+        return made
+
+    Loader.step = lambda *args, **options: (late(), read(*args, **options))[1]  # type: ignore[method-assign]
+    train.build_model = built
+
+
+FAULTS = {
+    "device": AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+    "nccl": DistBackendError("NCCL error: ncclSystemError: unhandled system error"),
+    "mistake": UserError("a mistake"),
+}
+
+
+def fault(kind: str, phase: str) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise FAULTS[kind]
+
+    if phase == "starting":
+        engine.check_gpus = fail
+    elif phase == "step":
+        after_step("1", 2, fail)
+    elif os.environ["RANK"] == "1":
+        where: Any = {"loading": train, "saving": Engine}[phase]
+        setattr(where, {"loading": "check_model", "saving": "snapshot"}[phase], fail)
+
+
 def damage(engine: Engine) -> None:
     engine.ds.optimizer.fp32_partitioned_groups_flat[0].data[7] = float("inf")
 
@@ -67,11 +111,15 @@ DISTURBANCES: dict[str, Callable[[Path], object]] = {
     "late": late,
     "damaged": lambda _: after_step("0", 2, damage),
     "full": lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (50 * 1024, 50 * 1024)),
+    "slow": lambda _: slow(),
     "hanging": lambda _: after_step("1", 2, lambda _: time.sleep(12)),
 }
 
 if __name__ == "__main__":
     what, arguments = sys.argv[1], sys.argv[2:]
     (run_dir,) = (a.removeprefix("output_dir=") for a in arguments if a.startswith("output_dir="))
-    DISTURBANCES[what](Path(run_dir))
+    if "@" in what:
+        fault(*what.split("@"))
+    else:
+        DISTURBANCES[what](Path(run_dir))
     leave(run_recipe(Watch(), arguments))

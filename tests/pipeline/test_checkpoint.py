@@ -20,7 +20,8 @@ from emo.common.errors import FailureError, UserError
 from emo.common.lease import Lease
 from emo.pipeline import checkpoint, lock
 from emo.pipeline.checkpoint import Uploads, copy_checkpoint
-from emo.pipeline.lock import COPY, RunLock
+from emo.pipeline.liveness import COPY
+from emo.pipeline.lock import RunLock
 from emo.pipeline.run_dir import (
     COMPLETE,
     HEARTBEAT,

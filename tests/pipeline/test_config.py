@@ -61,7 +61,7 @@ def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> 
         ("train.learning_rate=-1", "train.learning_rate"),
         ("train.num_train_epochs=2", "train.num_train_epochs=null"),
         ("train.optimizer=muon", "muon_lr"),
-        ("train.profile=[5,2]", "profile"),
+        ("train.profile.steps=[5,2]", "profile.steps"),
         ("model.architecture={hidden_size: 8}", "model_type"),
         ("objective={name: mle, sum: [{name: emo}]}", "not both"),
         ("objective.sum=[{name: emo, cost: live}, {name: mle}]", "cost"),

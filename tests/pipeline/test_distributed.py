@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -25,6 +26,7 @@ from emo.data_prep.shards import TokenDataset
 from emo.data_prep.tokenizer import load_tokenizer
 from emo.pipeline.config import MixtureConfig
 from emo.pipeline.engine import Snapshots
+from emo.pipeline.liveness import read_ranks
 from emo.pipeline.order import Holding, MixedOrder
 from emo.pipeline.report.validation import change, read
 from emo.pipeline.run_dir import (
@@ -33,6 +35,7 @@ from emo.pipeline.run_dir import (
     EXPORT,
     HF,
     LAUNCHES,
+    PROFILE,
     SAMPLES,
     VALIDATION,
     checkpoints,
@@ -42,6 +45,7 @@ from emo.pipeline.run_dir import (
     step_directory,
     step_of,
 )
+from emo.pipeline.stop import node_name
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
 from tests.helpers.refusals import refused
@@ -376,6 +380,34 @@ def test_a_rank_that_hangs_is_given_up(recipe: Path, tmp_path: Path) -> None:
     done = run("hanging", recipe, tmp_path / "run", "train.timeout_minutes=0.05", "train.save_steps=0")
     assert done.returncode == ExitCode.FAILURE
     assert "rank 0 lost another rank" in done.stdout
+    reason = read_records(tmp_path / "run" / LAUNCHES)[0][-1]["reason"]
+    assert re.search(r"late: rank 1 on \S+ \(training\); others waited in all_reduce \(engine", reason), (
+        reason
+    )
+    assert reason.partition("; ")[2] in done.stdout
+
+
+def test_a_rank_that_is_slow_is_named(recipe: Path, tmp_path: Path) -> None:
+    """In the host's part of a step and in both passes of the head; measuring and saving are nobody's own."""
+    options = [
+        "train.export_checkpoints=false",
+        "train.eval_steps=6",
+        "train.save_steps=6",
+        "train.max_steps=12",
+    ]
+    options += ["train.profile={steps: [2, 2], ranks: [1]}"]
+    done = run("slow", recipe, tmp_path / "run", *options)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert [path.name for path in (tmp_path / "run" / PROFILE).iterdir()] == ["rank-1.json.gz"]
+    first, *records = trained(tmp_path / "run")
+    assert "slowest_rank" not in first
+    for record in records:
+        assert record["slowest_rank"] == 1 and record["slowest_host"] == node_name()
+        assert 0 < record["rank_seconds_median"] < 0.3 <= record["rank_seconds_max"] < 0.5
+    assert done.stdout.count("warning: rank 1 on") == 1
+    states = read_ranks(tmp_path / "run")
+    assert [(state["step"], state["doing"]) for state in states.values()] == [(12, "finished")] * 2
+    assert states[0]["seconds"] < 0.3 <= states[1]["seconds"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

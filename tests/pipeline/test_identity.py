@@ -102,7 +102,12 @@ def test_a_mixture_may_begin_in_a_run_without_one(tmp_path: Path) -> None:
 def test_free_fields_may_change(tmp_path: Path) -> None:
     """A new field is not free unless it says so."""
     identity.claim(config(tmp_path), DATA)
-    changed = ["train.logging_steps=3", "train.project=x", "train.profile=[1,2]", "data.root=/elsewhere"]
+    changed = [
+        "train.logging_steps=3",
+        "train.project=x",
+        "train.profile.steps=[1,2]",
+        "data.root=/elsewhere",
+    ]
     identity.compare(config(tmp_path, *changed, "model.attn_implementation=eager"), DATA)
     free = marked(RunConfig, FREE)
     assert {"output_dir", "data", "train.micro_batch_size", "train.save_steps", "train.copy_to"} <= free
@@ -315,7 +320,8 @@ def test_an_extra_that_is_not_installed(prepared: Path, monkeypatch: pytest.Monk
         ("objective.params.ratio_cup=3", "ratio_cap"),
         ("objective.name=demd_dense", "teacher"),
         ("objective.cost=none.safetensors", "objective.cost=none.safetensors"),
-        ("train.profile=[3,9]", "train.profile"),
+        ("train.profile.steps=[3,9]", "train.profile.steps"),
+        ("train.profile={steps: [1, 2], ranks: [0, 2]}", "train.profile.ranks"),
         ("model.architecture.vocab_size=100", "100"),
         ("model.architecture.max_position_embeddings=16", "data.sequence_len=16"),
         ("model.architecture.hidden_size=33", "model.architecture"),

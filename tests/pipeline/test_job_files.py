@@ -13,9 +13,11 @@ import pytest
 import yaml
 
 import emo.launch.quickstart as quickstart
+from emo.launch.supervise import reported, verdict
 from emo.pipeline.config import load_config
 from tests.campaigns.kubernetes import installed_kustomize, problems, render, targets
 from tests.conftest import REPO
+from tests.helpers import launching
 
 # Stand-ins for Slurm's commands. The ranks' reports are given as "rank-0=2 rank-1=".
 SRUN = """#!/bin/bash
@@ -60,6 +62,7 @@ def run_job(directory: Path, code: int, reports: str = "", **environment: str) -
         (75, "rank-0=75 rank-1=75", 75, True),
         (1, "", 1, True),  # nothing could be written
         (134, "rank-0=1@node-2 rank-1=", 134, True),  # a GPU of node-2 failed
+        (2, "rank-0=2 rank-1=1@node-2", 1, True),  # what rank 0 made of that
     ],
 )
 def test_which_ends_of_training_are_queued_again(
@@ -79,18 +82,53 @@ def test_failures_are_queued_again_so_many_times(tmp_path: Path) -> None:
     assert not (tmp_path / "requeued").exists()
 
 
-def test_kubernetes_starts_again_what_may_pass() -> None:
+def under_kubernetes(code: int) -> str:
+    """What the first rule of the training job that fits makes of a pod's exit code."""
     documents = yaml.safe_load_all((REPO / "launch/k8s/base/train.yaml").read_text())
     (job,) = (entry for entry in documents if entry["kind"] == "Job")
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    fitting = (rule for rule in rules if code in rule.get("onExitCodes", {}).get("values", []))
+    return str(next(fitting, {"action": "Count"})["action"])
 
-    def outcome(code: int) -> str:
-        """What the first rule that fits makes of a container's exit code."""
-        rules = job["spec"]["podFailurePolicy"]["rules"]
-        fitting = (rule for rule in rules if code in rule.get("onExitCodes", {}).get("values", []))
-        return str(next(fitting, {"action": "Count"})["action"])
 
+def test_kubernetes_starts_again_what_may_pass() -> None:
     expected = {1: "Count", 2: "FailJob", 75: "Ignore", 134: "Count", 137: "Count"}
-    assert {code: outcome(code) for code in expected} == expected
+    assert {code: under_kubernetes(code) for code in expected} == expected
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return launching.tiny_recipe(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.mark.parametrize("phase", ["starting", "loading", "step", "saving"])
+@pytest.mark.parametrize(
+    ("fault", "expected", "node"),
+    [("device", 1, "node-7"), ("nccl", 1, ""), ("mistake", 2, "")],
+)
+def test_a_fault_of_every_class_in_every_phase_under_every_launcher(
+    recipe: Path, tmp_path: Path, fault: str, phase: str, expected: int, node: str
+) -> None:
+    """Real ranks, and what the supervisor, Slurm's file and Kubernetes' file make of how they ended.
+
+    Hardware is tried again, and elsewhere where its node is known; a mistake is not.
+    """
+    (reports := tmp_path / "reports").mkdir()
+    options = [str(recipe), f"output_dir={tmp_path / 'run'}", "train.max_steps=3", "train.save_steps=2"]
+    command = ["-m", "tests.helpers.saving_worker", f"{fault}@{phase}", *options]
+    done = launching.run_ranks(*command, PIPELINE_RANK_REPORTS=str(reports), SLURMD_NODENAME="node-7")
+    ranks = reported(reports)
+    codes = [rank.code for rank in ranks]
+    assert max(code or 0 for code in codes) == codes[1] == expected, done.stdout
+    assert {rank.node for rank in ranks} - {""} == {node} - {""}, done.stdout
+    code = verdict(1, codes, requested=False)
+    assert code == expected
+    assert under_kubernetes(code) == ("Count" if expected == 1 else "FailJob")
+    lines = " ".join(f"{r.report.name}={r.code}" + f"@{r.node}" * bool(r.node) for r in ranks)
+    assert run_job(tmp_path, expected, lines) == expected
+    assert (tmp_path / "requeued").exists() == (expected == 1)
+    updated = tmp_path / "updated"
+    assert (updated.read_text().split("=")[-1].strip() if updated.exists() else "") == node
 
 
 @pytest.mark.parametrize("target", targets(), ids=lambda path: path.name)

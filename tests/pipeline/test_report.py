@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import logging
@@ -22,9 +23,10 @@ from scipy.special import stdtrit
 from emo.common.errors import ExitCode
 from emo.common.report.numbers import DASH, MINUS
 from emo.pipeline import cli, run_dir
-from emo.pipeline.config import RunConfig, TrainConfig, load_config
+from emo.pipeline.config import ProfileConfig, RunConfig, TrainConfig, load_config
 from emo.pipeline.engine import DomainSums, Sums
 from emo.pipeline.loss.fused import histogram
+from emo.pipeline.report import profile
 from emo.pipeline.report.console import Console, Progress
 from emo.pipeline.report.launches import append
 from emo.pipeline.report.metrics import Metrics
@@ -169,9 +171,7 @@ def test_a_resumed_run_logs_what_an_undisturbed_one_does(tmp_path: Path) -> None
     assert actual == expected
 
 
-def test_tensorboard_and_wandb_get_every_record_and_steps_are_profiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensorboard_and_wandb_get_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each set has curves of its own. Two run directories of one name are two runs; a resumed one stays."""
     import wandb
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -180,25 +180,51 @@ def test_tensorboard_and_wandb_get_every_record_and_steps_are_profiled(
     monkeypatch.setenv("WANDB_SILENT", "true")
     ids, run = [], tmp_path / "b" / "run"
     for directory in (tmp_path / "a" / "run", run, tmp_path / "a" / "run"):
-        options = {"report_to": "[tensorboard,wandb]", "profile": "[2,3]"}
-        metrics = Metrics(config(directory, **options), 0, 10, active=True)
+        options = {"hosts": ["a", "b"]}
+        metrics = Metrics(config(directory, report_to="[tensorboard,wandb]"), 0, 10, active=True, **options)
         assert wandb.run is not None
         ids.append(wandb.run.id)
         for name in ("validation", "home"):
             metrics.validation(0, 0, name, Sums(10.0, 20.0, math.nan, 10, False), alike(2.0))
         for step in range(1, 5):
-            metrics.starts(step)
-            metrics.step(step, ONE, 1.0)
+            metrics.step(step, ONE._replace(seconds=(1.0, 2.0)), 1.0)
         metrics.log(4, 4, 1e-3)
         metrics.close()
     assert ids[0] != ids[1] and ids[0] == ids[2]
     assert b"train/nll" in next(iter(run.glob("wandb/offline-run-*/*.wandb"))).read_bytes()
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    assert {"train/nll", "validation/validation_nll", "validation-home/validation_nll"} <= set(
-        events.Tags()["scalars"]
-    )
-    assert json.loads((run / run_dir.PROFILE).read_text())["traceEvents"]
+    assert {
+        "train/nll",
+        "train/slowest_rank",
+        "validation/validation_nll",
+        "validation-home/validation_nll",
+    } <= set(events.Tags()["scalars"])
+
+
+def test_a_profile_is_of_its_steps_and_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut short where the run ends before; on a GPU with its memory."""
+    calls: list[str] = []
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        record = lambda *path, name=name, **options: calls.append(f"{name} {[*path, *options]}")  # noqa: E731
+        monkeypatch.setattr(torch.cuda.memory, name, record)
+    monkeypatch.setattr(profile, "on_gpu", lambda: True)
+    path = tmp_path / run_dir.PROFILE / "rank-1"
+    for rank, last in ((0, 4), (1, 4), (1, 2)):
+        recorder = profile.Profile(ProfileConfig(steps=(2, 3), ranks=[1]), tmp_path, rank)
+        for step in range(1, last + 1):
+            recorder.starts(step)
+            torch.ones(step)
+            recorder.ended(step)
+        recorder.close()
+        files = list(tmp_path.rglob("*.json.gz"))
+        if files:
+            events = json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
+            assert sum(event["name"] == "aten::ones" for event in events) == min(last, 3) - 1
+        assert files == [Path(f"{path}.json.gz")] * rank
+    memory = "_record_memory_history"
+    once = [f"{memory} ['max_entries']", f"_dump_snapshot ['{path}.memory.pickle']", f"{memory} ['enabled']"]
+    assert calls == once * 2
 
 
 ROWS = [["shard-00000", 3]]

@@ -39,8 +39,14 @@ if phase == "training":
 stop = StopRequest(Path(__file__).parent, None, watch)
 os.write(1, b"chatter of a library\\n")
 print("ready", flush=True)
-while stop.reason is None:
+while stop.reason is None and phase != "broken":
     time.sleep(0.05)
+if phase == "broken":  # a GPU of rank 0, of which rank 1 makes something else
+    if os.environ["RANK"] == "0":
+        watch.blame_node()
+    code = 1 + int(os.environ["RANK"])
+    watch.ended(code)
+    sys.exit(code)
 print(stop.reason, flush=True)
 time.sleep(float(seconds))
 watch.ended(75)
@@ -170,6 +176,12 @@ def test_a_second_ctrl_c_ends_the_run_at_once(rank: Path) -> None:
     output, _ = process.communicate(timeout=60)
     assert process.returncode == FAILURE
     assert "killed or aborted without a word: rank 0, 1" in output
+
+
+def test_a_gpu_that_failed_is_no_mistake_whatever_the_other_ranks_say(rank: Path) -> None:
+    process = start("launch/supervise.py", rank, "broken", "0", ranks=2)
+    process.communicate(timeout=60)
+    assert process.returncode == FAILURE
 
 
 def supervised(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,0 +1,115 @@
+"""Files of every rank: who was late when others waited in vain, and what a host's health check reads."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from emo.pipeline.liveness import BEAT, COPY, Liveness, accounted, late, read_ranks
+from emo.pipeline.ranks import record_collectives
+from emo.pipeline.report.console import Console
+from emo.pipeline.report.launches import Launch, append
+from emo.pipeline.run_dir import LAUNCHES, RANKS, TRACE, read_records
+
+
+def write(run_dir: Path, rank: int, enqueued: int, started: int, **state: Any) -> None:
+    """Write a rank's file, and its trace as PyTorch's recorder has it; none where `enqueued` is 0."""
+    (run_dir / RANKS).mkdir(exist_ok=True)
+    state = {"rank": rank, "host": f"node-{rank // 2}", "doing": "training", "step": 7, "time": 0.0} | state
+    (run_dir / RANKS / f"rank-{rank}.json").write_text(json.dumps(state))
+    frames = [
+        {"filename": "/x/site-packages/torch/distributed.py", "line": 1},
+        {"filename": "/x/emo/pipeline/engine.py", "line": 9},
+    ]
+    entries = [
+        {"profiling_name": f"nccl:{name}", "state": state, "frames": frames}
+        for name, state in (("broadcast", "completed"), ("all_gather", "started"), ("reduce", "scheduled"))
+    ]
+    group = {"last_enqueued_collective": enqueued, "last_started_collective": started}
+    trace = {"pg_status": {"0": group, "1": group}, "entries": entries}
+    if enqueued:
+        (run_dir / RANKS / f"{TRACE}{rank}").write_bytes(pickle.dumps(trace))
+
+
+@pytest.mark.parametrize(
+    ("stood", "who"),
+    [
+        ([(9, 8), (9, 8), (7, 7), (9, 8)], "rank 2 on node-1 (training)"),  # busy elsewhere
+        ([(9, 8), (9, -1), (9, 8), (9, 8)], "rank 1 on node-0 (training)"),  # its device does not come to it
+        ([(9, 8), (9, 8), (0, 0), (0, 0)], "rank 2 on node-1 and 1 more (training)"),  # a node that is gone
+        ([(9, 8)] * 4, None),
+        ([(0, 0)] * 4, None),
+    ],
+)
+def test_the_rank_that_was_late_and_what_others_waited_in(
+    tmp_path: Path, stood: list[tuple[int, int]], who: str | None
+) -> None:
+    for rank, (enqueued, started) in enumerate(stood):
+        write(tmp_path, rank, enqueued, started)
+    expected = who and f"the first that was late: {who}; others waited in all_gather (engine.py:9)"
+    assert late(tmp_path) == expected
+    assert accounted(tmp_path) == all(enqueued for enqueued, _ in stood)
+
+
+class Program:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path("made-by-a-trace"),)
+
+
+def test_a_trace_is_data_and_may_be_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for rank in range(4):
+        write(tmp_path, rank, 9, 9, doing="failed" if rank == 1 else "training")
+    whole = (tmp_path / RANKS / f"{TRACE}1").read_bytes()
+    (tmp_path / RANKS / f"{TRACE}1").write_bytes(whole[:-20])
+    (tmp_path / RANKS / f"{TRACE}x").write_bytes(whole)
+    assert "rank 1 on node-0 (failed)" in (late(tmp_path) or "") and accounted(tmp_path)
+    (tmp_path / RANKS / f"{TRACE}2").write_bytes(pickle.dumps(Program()))
+    assert "rank 1 on node-0 and 1 more" in (late(tmp_path) or "") and not accounted(tmp_path)
+    assert not Path("made-by-a-trace").exists()
+
+
+def test_the_next_launch_says_of_one_that_was_aborted_who_was_late(tmp_path: Path) -> None:
+    """NCCL's watchdog leaves no rank that could."""
+    append(tmp_path / LAUNCHES, {"event": "begin", "step": 3})
+    for rank, enqueued in enumerate((9, 5)):
+        write(tmp_path, rank, enqueued, 5)
+    for _ in range(2):
+        Launch(tmp_path, Console(), main=True).before()
+    _, *ends = read_records(tmp_path / LAUNCHES)[0]
+    assert [(r["event"], r["step"], r["how"]) for r in ends] == [("end", 3, "failed")]
+    assert "rank 1 on node-0" in ends[0]["reason"]
+
+
+def test_collectives_are_recorded_into_the_run_directory_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("os.environ", environment := {"TORCH_NCCL_DESYNC_DEBUG": "0"})
+    record_collectives(Path("run"))
+    assert environment["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == str(tmp_path / "run" / RANKS / TRACE)
+    assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1" and environment["TORCH_NCCL_DESYNC_DEBUG"] == "0"
+
+
+def test_every_host_has_a_file_for_its_health_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank of each; rank 0's host has that of the run's lock."""
+    copy, now = tmp_path / "copy.json", 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setenv(COPY, str(copy))
+    (tmp_path / RANKS).mkdir()
+    for rank, local, expected in ((0, "0", False), (9, "1", False), (8, "0", True)):
+        monkeypatch.setenv("LOCAL_RANK", local)
+        entry = Liveness(tmp_path, rank)
+        entry.write({"doing": "training", "step": 1, "since": 1.0}, seconds=0.5)
+        assert copy.exists() == expected
+    for waited, step in ((BEAT - 1, 1), (BEAT + 1, 3)):
+        now = 1000 + waited
+        entry.copy({"doing": "training", "step": 3, "since": 2.0})
+        assert json.loads(copy.read_text())["step"] == step
+    assert list(read_ranks(tmp_path)) == [0, 8, 9] and read_ranks(tmp_path)[8]["seconds"] == 0.5
+    entry.close()
+    assert not copy.exists()
