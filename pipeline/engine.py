@@ -202,7 +202,7 @@ class Engine:
         return self.share(totals), torch.cat(nll).cpu().numpy(), np.concatenate(tokens)
 
     def share(self, totals: Tensor, domains: Sequence[int] = ()) -> Sums:
-        """Add [loss, nll, demd, tokens, stop, divergence, *weights, *losses, *nlls, *seconds] over all ranks."""
+        """Add the sums of `_detached`, then *losses, *nlls and *seconds, over all ranks."""
         dist.all_reduce(totals)
         loss, nll, demd, tokens, stop, divergence, *details = totals.tolist()
         weights, n = details[: BINS + 1], BINS + 1 + len(domains)
