@@ -7,7 +7,7 @@ sample: the gradient is exact and no batch order adds noise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +17,9 @@ from emo.experiments.known_truth.expected import Gradient
 
 ENTROPY_SHARE = 0.5  # of log V: how uncertain the next token is in a truth with geometry
 HIDDEN = 50
-CHECK_EVERY = 20  # steps between looks at the development sample
-PATIENCE = 5  # looks without a better run, after which training ends
+GROWTH = 1.12  # of the steps from one look at the learners to the next, from FIRST on
+FIRST = 5
+PATIENCE = 8  # looks without a better run, after which training ends: two and a half times as many steps
 PART = 2**17  # entries: beyond them a matrix leaves the cache, and runs together are slower than one by one
 
 
@@ -115,10 +116,14 @@ class Learner(nn.Module):
 
 
 class Fitted(NamedTuple):
-    """Learners as they were when the development sample liked them best."""
+    """Learners after their last step, and as they were when the development sample liked them best."""
 
     logits: Tensor  # [S, V, V]
-    nll: Tensor  # [S], nats per token of the development sample
+    stopped: Tensor  # [S, V, V]
+    nll: Tensor  # [S], nats per token of the development sample, of `stopped`
+
+
+Look = Callable[["Sample", int, Tensor], None]  # given samples, a step, and the learners' logits [S, V, V]
 
 
 def fit(
@@ -129,12 +134,14 @@ def fit(
     steps: int,
     head: Tensor | None = None,
     head_rate: float = 0.0,
+    look: Look | None = None,
+    patient: bool = True,
 ) -> Fitted:
     """Fit learners by Adam to rows [S, V, V], the distributions that targets are drawn from.
 
-    Contexts count as often as the sample has them. Each run stops early on its development sample, all
-    together once none has improved for PATIENCE looks. head: see `Learner`; its learning rate is `head_rate`
-    times the others', and where that is 0 it stays as it is given.
+    Contexts count as often as the sample has them. Unless `patient`, training ends before `steps` once the
+    development sample has liked no run better for PATIENCE looks. head: see `Learner`; its learning rate is
+    `head_rate` times the others', and where that is 0 it stays as it is given. look: called at every look.
     """
     learner = Learner(rows.shape[-1], sample.seeds, head)
     others = [p for name, p in learner.named_parameters() if name != "head"]
@@ -144,26 +151,37 @@ def fit(
     optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=1e-4)
     contexts = sample.train.sum(-1, keepdim=True)
     share = (contexts / contexts.sum(1, keepdim=True)).float()
-    best = Fitted(torch.full_like(rows, torch.nan), torch.full((len(rows),), torch.inf))
-    improved = 0  # the last step at which a run did
+    stopped, least = torch.full_like(rows, torch.nan), torch.full((len(rows),), torch.inf)
+    looks = looks_until(steps)
+    improved = 0  # the last look at which a run did
     for step in range(1, steps + 1):
         logits = learner()
         q = torch.softmax(logits.detach(), -1)
         optimizer.zero_grad()
         logits.backward(share * gradient(q, rows))
         optimizer.step()
-        if step % CHECK_EVERY == 0:
-            logits = learner().detach()
-            # a run that diverged is never better
-            nll = nats_per_token(logits, sample.dev).nan_to_num(torch.inf)
-            ahead = nll < best.nll
-            best = Fitted(
-                torch.where(ahead[:, None, None], logits, best.logits), torch.where(ahead, nll, best.nll)
-            )
-            improved = step if ahead.any() else improved
-            if step - improved >= PATIENCE * CHECK_EVERY:
-                break
-    return best
+        if step not in looks:
+            continue
+        logits = learner().detach()
+        # a run that diverged is never better
+        nll = nats_per_token(logits, sample.dev).nan_to_num(torch.inf)
+        ahead = nll < least
+        stopped, least = torch.where(ahead[:, None, None], logits, stopped), torch.where(ahead, nll, least)
+        improved = looks[step] if ahead.any() else improved
+        if look is not None:
+            look(sample, step, logits)
+        if not patient and looks[step] - improved >= PATIENCE:
+            break
+    return Fitted(logits, stopped, least)
+
+
+def looks_until(steps: int) -> dict[int, int]:
+    """Return the steps after which learners are looked at, numbered; the last is among them."""
+    every, step = {steps}, float(FIRST)
+    while step < steps:
+        every.add(round(step))
+        step *= GROWTH
+    return {step: number for number, step in enumerate(sorted(every))}
 
 
 def nats_per_token(logits: Tensor, counts: Tensor) -> Tensor:

@@ -71,15 +71,22 @@ class Contestant(Section):
         between = self._costs(embedding).apply(every)  # costs [..., V, V]
         return (1 - self.prior.weight) * rows + self.prior.weight * rows @ self.prior.rows(between)
 
-    def fit(self, sample: bigram.Sample, lr: float, steps: int) -> bigram.Fitted:
-        """Return the learners of a sample."""
+    def fit(
+        self,
+        sample: bigram.Sample,
+        lr: float,
+        steps: int,
+        look: bigram.Look | None = None,
+        patient: bool = True,
+    ) -> bigram.Fitted:
+        """Return the learners of a sample; see `bigram.fit`."""
         fits = []
         for part in sample.parts():
             rows = (part.train / part.train.sum(-1, keepdim=True).clamp_min(1)).float()
             rows = self.targets(rows, part.embedding)
             head = part.embedding if self.head == "embedding" else None
             gradient = self.gradient(part.embedding)
-            fits.append(bigram.fit(part, rows, gradient, lr, steps, head, self.head_rate))
+            fits.append(bigram.fit(part, rows, gradient, lr, steps, head, self.head_rate, look, patient))
         return bigram.Fitted(*map(torch.cat, zip(*fits, strict=True)))
 
     def settled(self, sample: bigram.Sample, truth: Tensor) -> Tensor:

@@ -167,29 +167,44 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
 
     Beside the measures of the learner as it was trained: `temperature`, which suits its development sample
     best, and `tempered_js` at that; `gap_*`: the difference from what it is against, at the temperature of
-    equal entropy; `js_by_nll`: where the learning rate was chosen by nats per token of development samples.
-    All else is of the rate with the least `outcome` over the truths for selection. `rates`: those two, by
-    score; `at_end`: contestants whose rate is one beyond which none was tried.
+    equal entropy; `js_by_nll`: where the learning rate was chosen, and training stopped, by nats per token of
+    development samples. All else is of the rate and the number of steps with the least `outcome` over the
+    truths for selection. `rates`: those two, by score; `steps`: that number; `at_end`: contestants whose rate
+    or number of steps is one beyond which none was tried.
     """
     others, selection = draw(cell, "selection", study.selection)
     truths, sample = draw(cell, "measured", study.truths)
     logits: dict[str, Tensor] = {}
     by_nll: dict[str, Tensor] = {}
     rates: dict[str, dict[str, float]] = {}
+    steps: dict[str, int] = {}
     at_end: list[str] = []
     for label, contestant in study.contestants.items():
+        nearest: dict[float, int] = {}  # to the truths, by rate: after so many steps
 
-        def score(rate: float, contestant: Contestant = contestant) -> dict[str, float]:
-            fitted = contestant.fit(selection, rate, study.steps)
-            values = [divergence(*pair, study.outcome) for pair in zip(others, fitted.logits, strict=True)]
-            return {study.outcome: finite(sum(values)), "nll": finite(float(fitted.nll.sum()))}
+        def score(
+            rate: float, contestant: Contestant = contestant, nearest: dict[float, int] = nearest
+        ) -> dict[str, float]:
+            totals: dict[int, float] = {}
+
+            def look(part: bigram.Sample, step: int, learned: Tensor) -> None:
+                pairs = zip(part.seeds, learned, strict=True)
+                values = (divergence(others[number], z, study.outcome) for number, z in pairs)
+                totals[step] = totals.get(step, 0.0) + sum(values)
+
+            fitted = contestant.fit(selection, rate, study.steps, look)
+            nearest[rate] = min(totals, key=lambda step: finite(totals[step]))
+            least = finite(totals[nearest[rate]])
+            return {study.outcome: least, "nll": finite(float(fitted.nll.sum()))}
 
         scores = search(score, study.rates)
         rates[label] = best(scores)
-        at_end += [label] * (rates[label][study.outcome] in (min(scores), max(scores)))
-        fits = {rate: contestant.fit(sample, rate, study.steps) for rate in set(rates[label].values())}
-        logits[label] = fits[rates[label][study.outcome]].logits.double()
-        by_nll[label] = fits[rates[label]["nll"]].logits.double()
+        rate = rates[label][study.outcome]
+        steps[label] = nearest[rate]
+        at_end += [label] * (rate in (min(scores), max(scores)) or steps[label] == study.steps)
+        logits[label] = contestant.fit(sample, rate, steps[label]).logits.double()
+        stopped = contestant.fit(sample, rates[label]["nll"], study.steps, patient=False).stopped
+        by_nll[label] = stopped.double()
     base = logits[study.baseline]
     for label in study.post_hoc:
         logits[POST_HOC + label] = study.contestants[label].settled(sample, base.softmax(-1)).log()
@@ -201,7 +216,7 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
         if label in by_nll:
             pairs = zip(truths, by_nll[label], strict=True)
             values[label]["js_by_nll"] = [divergence(*pair, "js") for pair in pairs]
-    return {"values": values, "rates": rates, "at_end": at_end}
+    return {"values": values, "rates": rates, "steps": steps, "at_end": at_end}
 
 
 def finite(value: float) -> float:
@@ -276,7 +291,7 @@ def run(study: Study, jobs: int = 1) -> dict[str, Any]:
             for label, measured in result["values"].items()
         }
         verdicts = {name: answer(study, name, result, len(cells)) for name in study.questions}
-        row = {**cell._asdict(), "rates": result["rates"], "at_end": result["at_end"]}
+        row = {**cell._asdict(), **{key: result[key] for key in ("rates", "steps", "at_end")}}
         rows.append(row | {"contestants": contestants, "verdicts": verdicts})
     verdicts = {name: regions(study, name, rows) for name in study.questions}
     code, points = code_version(), fixed_points(study)
@@ -339,7 +354,7 @@ def main(argv: list[str] | None = None) -> int:
     for row in results["rows"]:
         if row["at_end"]:
             print(
-                f"{Cell(row['V'], row['share'], row['draws'])}: no end of learning rates for {row['at_end']}"
+                f"{Cell(row['V'], row['share'], row['draws'])}: no end of rates or steps for {row['at_end']}"
             )
     print(study.out / RESULTS)
     return ExitCode.DONE

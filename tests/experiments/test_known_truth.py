@@ -110,7 +110,7 @@ def test_mle_converges_to_the_truth_at_the_rate_of_counts() -> None:
     errors = []
     for draws in (160, 1_600, 16_000):
         languages, counts = sample(12, draws)
-        log_q = Contestant(name="mle").fit(counts, 1e-2, 800).logits.double().log_softmax(-1)
+        log_q = Contestant(name="mle").fit(counts, 1e-2, 800, patient=False).stopped.double().log_softmax(-1)
         pairs = zip(languages, log_q, strict=True)
         losses = [float(distributions.kl(p.rows.log(), q) @ p.contexts) for p, q in pairs]
         errors.append(sum(losses) / len(losses))
@@ -135,7 +135,7 @@ def test_a_learner_whose_head_is_the_embedding_equals_a_plain_loop() -> None:
     weights = [w.detach().clone().requires_grad_() for w in weights]
     head, pairs = counts.embedding[0].double(), counts.train[0].double()
     optimizer = torch.optim.AdamW(weights, lr=1e-2, weight_decay=1e-4)
-    for _ in range(bigram.CHECK_EVERY):
+    for _ in range(20):
         embedding, hidden, shift, out = weights
         logits = torch.relu(embedding @ hidden + shift) @ out @ head.T
         losses = [
@@ -146,7 +146,7 @@ def test_a_learner_whose_head_is_the_embedding_equals_a_plain_loop() -> None:
         optimizer.step()
     embedding, hidden, shift, out = weights
     logits = torch.relu(embedding @ hidden + shift) @ out @ head.T
-    fitted = Contestant(name="mle", head="embedding").fit(counts, 1e-2, bigram.CHECK_EVERY)
+    fitted = Contestant(name="mle", head="embedding").fit(counts, 1e-2, 20)
     assert torch.allclose(fitted.logits[0].double().softmax(-1), logits.softmax(-1), atol=1e-6)
 
 
@@ -211,7 +211,12 @@ def test_cells_are_made_again_by_other_code(tmp_path: Path, monkeypatch: pytest.
     tree = {"out": str(tmp_path / "out"), "contestants": contestants, "truths": 2, "steps": 20}
     tree |= {"vocabularies": [6], "draws": [30], "shares": [0.12345678]}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree))
-    cell = {"values": {name: {"js": [0.0, 0.0]} for name in contestants}, "rates": {}, "at_end": []}
+    cell = {
+        "values": {name: {"js": [0.0, 0.0]} for name in contestants},
+        "rates": {},
+        "steps": {},
+        "at_end": [],
+    }
     monkeypatch.setattr(study, "fixed_points", lambda _: [])
     monkeypatch.setattr(study, "measure_cell", lambda *what: measured.append(what) or cell)
 
@@ -346,3 +351,27 @@ def test_the_best_temperature_is_exact(root: Path) -> None:
     z = log_probs(root / "learner", texts) / results["temperature"]
     slopes = (z.softmax(-1) * z).sum(-1) - z.gather(-1, targets(texts))[:, 0]
     assert abs(float(slopes.mean())) < 1e-6
+
+
+def test_training_ends_where_other_truths_say(tmp_path: Path) -> None:
+    """Not where the development sample does: after the steps that suit the selection truths."""
+    contestants = {name: Contestant(name="mle") for name in ("mle", "other")}
+    chosen = study.Study(
+        out=tmp_path, contestants=contestants, vocabularies=[12], shares=[1.0], draws=[20],
+        truths=2, selection=2, steps=60, rates=[1e-2, 3e-2],
+    )  # fmt: skip
+    cell = study.Cell(12, 1.0, 20)
+    result = study.measure_cell(chosen, cell)
+    rate, steps = result["rates"]["mle"]["js"], result["steps"]["mle"]
+    others, selection = study.draw(cell, "selection", 2)
+
+    def outcome(count: int) -> float:
+        learned = contestants["mle"].fit(selection, rate, count).logits
+        return sum(study.divergence(*pair, "js") for pair in zip(others, learned, strict=True))
+
+    every = bigram.looks_until(60)
+    assert steps in every and outcome(steps) == pytest.approx(min(map(outcome, every)), rel=1e-6)
+    truths, sample = study.draw(cell, "measured", 2)
+    learned = contestants["mle"].fit(sample, rate, steps).logits
+    want = [study.divergence(*pair, "js") for pair in zip(truths, learned, strict=True)]
+    assert result["values"]["mle"]["js"] == pytest.approx(want, rel=1e-6)
