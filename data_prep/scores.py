@@ -65,6 +65,7 @@ def top_dtype(k: int, vocab_size: int) -> np.dtype[Any]:
 
 def write_shard(path: Path, scores: np.ndarray) -> None:
     """Write scores of one shard's tokens [tokens], whole or not at all, and their hash beside them."""
+    scores = scores.astype(np.float32) if scores.dtype.names is None else scores
     numbers = scores if scores.dtype.names is None else scores["log_p"]
     if not np.isfinite(numbers).all() or (numbers > 0).any():
         raise UserError(f"{path} is not written: the model gives what is no log-probability")

@@ -441,7 +441,7 @@ def test_a_score_stands_where_its_label_stands(config: DataConfig) -> None:
     for shard in range(3):
         at = 0
         for row in data.rows_of(shard):
-            stored, n = written.batch(np.array([row]))[0], data.tokens_of(int(row))
+            stored, n = written.columns(np.array([row]))["stored"][0], data.tokens_of(int(row))
             assert stored[: n - 1].tolist() == [-1e6 * shard - at - i for i in range(1, n)]
             assert not stored[n - 1 :].any()
             at += n

@@ -138,12 +138,12 @@ def test_tied_weights_that_differ_are_refused(model_type: str, pickled: bool, tm
             torch.save(whole, tmp_path / "pytorch_model.bin")
         else:
             save_file(whole, tmp_path / "model.safetensors", {"format": "pt"})
-        config = run_config(str(tmp_path), tmp_path)
+        source = (str(tmp_path), None, "float32", "sdpa")
         if fault:
             with pytest.raises(UserError, match=f"lm_head.weight and {short}"):
-                load_pretrained(config, "sdpa")
+                load_pretrained(*source)
         else:
-            loaded = load_pretrained(config, "sdpa")
+            loaded = load_pretrained(*source)
             assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
 
 
