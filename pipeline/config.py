@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import yaml
 from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
 
-from emo.common.errors import UserError
+from emo.common.errors import UserError, nearest
 from emo.common.recipe import Section, mark, parse_section, read_recipe
 from emo.common.text import counted
 from emo.data_prep.config import DataConfig
@@ -128,7 +128,26 @@ class TeacherConfig(Section):
 
 
 BASE = "base"  # the teacher that is the model before training
-Teachers = TeacherConfig | Literal["base"] | None
+
+
+def _as_teacher(value: Any) -> Any:
+    """Return a teacher as it is written, checked, so that its mistakes are named."""
+    if value is None or value == BASE or isinstance(value, TeacherConfig):
+        return value
+    if not isinstance(value, dict):
+        raise ValueError("give {model: PATH}, {scores: NAME} or the word base")
+    for key in value:
+        if key not in TeacherConfig.model_fields:
+            raise ValueError(f"unknown key {key}; {nearest(str(key), TeacherConfig.model_fields)}")
+    try:
+        return TeacherConfig.model_validate(value)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{where}: {first['msg']}" if where else str(first["ctx"]["error"])) from None
+
+
+Teachers = Annotated[TeacherConfig | Literal["base"] | None, BeforeValidator(_as_teacher)]
 
 
 class PartConfig(Section):

@@ -13,7 +13,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
-from emo.common.errors import ExitCode
+from emo.common.errors import ExitCode, UserError
 from emo.pipeline.cli import main
 from emo.pipeline.config import load_config
 from emo.pipeline.hf import fuse_causal_lm
@@ -228,3 +228,26 @@ def test_the_plan_counts_a_teacher() -> None:
     assert times[0].teacher == 0 and times[1].teacher == pytest.approx(trained / 3, rel=0.05)
     slow = dataclasses.replace(alone, stage=3, ranks=64)
     assert footprint.step_time(sizes, slow, gpu, network_gb=1.0).teacher > 2 * times[1].teacher
+
+
+@pytest.mark.parametrize(
+    ("teacher", "named"),
+    [
+        ("bse", "objective.teacher:"),
+        ({"modle": "x"}, "model"),
+        ({"model": "x", "scores": "y"}, "scores"),
+        ({"model": "x", "temperature": 0}, "temperature"),
+        ({"scores": "x", "temperature": 2}, "temperature"),
+    ],
+)
+def test_a_teacher_that_is_written_wrongly(place: Path, teacher: Any, named: str) -> None:
+    objective = json.dumps({"name": "kl", "teacher": teacher})
+    with pytest.raises(UserError) as caught:
+        load_config(place / "recipe.yaml", [f"objective={objective}"])
+    assert named in str(caught.value) and "TeacherConfig" not in str(caught.value)
+
+
+def test_the_parts_of_a_sum_share_a_teacher(place: Path) -> None:
+    parts = [{"name": "kl", "teacher": "base"}, {"name": "tv", "teacher": {"model": "x"}}]
+    with pytest.raises(UserError, match="one teacher"):
+        load_config(place / "recipe.yaml", [f"objective={json.dumps({'sum': parts})}"])
