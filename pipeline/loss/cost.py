@@ -46,6 +46,11 @@ def row_stride(V: int, device: torch.device) -> int:
     return V if device.type == "cpu" else padded_width(V)
 
 
+def rows_alive(V: int) -> int:
+    """Return how many rows [V] an accelerator holds in float32 beside the logits."""
+    return max(16, int(ROWS_MB * 2**20) // (4 * V))
+
+
 def padded_rows(n: int, V: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return memory for n rows [n, V], uninitialised."""
     return torch.empty(n, row_stride(V, device), dtype=dtype, device=device)[:, :V]
@@ -198,8 +203,11 @@ def plan_tokens(labels: Tensor, pin: bool = False) -> TokenPlan:
 
 NORMALISE_ROWS = 4096  # rows normalised at a time, so that the float32 copy stays small
 WINDOW_MB = 8.0  # of exact rows alive at a time on a CPU
-CACHE_WINDOW_CPU, CACHE_WINDOW = 64, 1024  # missing rows computed together; a request of kernels must fit
-CONVERTED = 16  # rows brought to float16 at a time
+ROWS_MB = (
+    128.0  # of float32 rows alive at a time on an accelerator, of costs or of the kernels' scratch memory
+)
+CACHE_WINDOW_CPU = 64  # missing rows computed together
+CONVERTED_CPU = 16  # rows brought to float16 at a time, so that they stay in the cache
 TWIN_COST = 1e-3  # below it, the costs do not tell two tokens apart
 USUAL_TWINS = 0.75  # of tokens; in real heads about half have a twin, as tokens that never occur stay alike
 TWIN_SAMPLE = 1024  # tokens that `twins` examines
@@ -447,7 +455,7 @@ class CostCache:
 
     def __init__(self, vocab_size: int, memory_mb: float, device: torch.device) -> None:
         row_bytes = row_stride(vocab_size, device) * torch.float16.itemsize
-        self.window = min(vocab_size, CACHE_WINDOW_CPU if device.type == "cpu" else CACHE_WINDOW)
+        self.window = min(vocab_size, CACHE_WINDOW_CPU if device.type == "cpu" else rows_alive(vocab_size))
         self.capacity = min(vocab_size, max(0, int(memory_mb * 2**20) // row_bytes - self.window))
         rows = self.capacity + self.window  # the last `window` rows: targets outside the table
         self.rows = padded_rows(rows, vocab_size, torch.float16, device)
@@ -490,6 +498,11 @@ class Costs(NamedTuple):
     similarity: bool = False  # the rows hold cosines s instead of costs max(0, 1 - s), the target's included
 
 
+def _reach(plan: TokenPlan, start: int, stop: int, targets: int) -> int:
+    """Return the end of the longest group of tokens in [start, stop) that has at most so many targets."""
+    return start + int(np.searchsorted(plan.which[start:stop], plan.which[start] + targets))
+
+
 class ExactRows:
     """Every row computed from the embedding, in its precision, once; a window of `size` of them is held."""
 
@@ -502,13 +515,18 @@ class ExactRows:
         dtype = dtype or torch.promote_types(cost.rows.dtype, torch.float32)
         self.rows = padded_rows(size, cost.vocab_size, dtype, cost.rows.device)
 
+    def reach(self, start: int, stop: int) -> int:
+        """Return the end, at most `stop`, of a group from token `start` whose rows fit into the window."""
+        return _reach(self.plan, start, stop, self.size)
+
     def group(self, start: int, stop: int) -> Costs:
         """Return the rows for tokens [start, stop) of the plan, valid until the next call."""
         low, high = int(self.plan.which[start]), int(self.plan.which[stop - 1]) + 1
         if high > self.last:
             overlap = self.last - low
             if overlap > 0:
-                self.rows[:overlap] = self.rows[low - self.first : self.last - self.first].clone()
+                kept = self.rows[low - self.first : self.last - self.first]
+                self.rows[:overlap] = kept if overlap <= low - self.first else kept.clone()
             first, self.first = max(low, self.last), low
             self.last = min(low + self.size, len(self.plan.targets))
             targets, out = self.order.targets[first : self.last], self.rows[first - low : self.last - low]
@@ -533,6 +551,10 @@ class CachedRows:
         cache.frequency[plan.targets] += plan.counts
         self.slots = cache.slot[plan.targets]  # -1: not in the table
         self._slots_on_device: Tensor | None = None
+
+    def reach(self, start: int, stop: int) -> int:
+        """Return the end, at most `stop`, of a group of tokens from `start` that reads the table itself."""
+        return stop if self.dtype is not None else _reach(self.plan, start, stop, self.cache.window)
 
     def group(self, start: int, stop: int) -> Costs:
         """Return the rows for tokens [start, stop): the whole table, or a copy of them in `dtype`."""
@@ -559,8 +581,9 @@ class CachedRows:
             self._slots_on_device = None
             costs = self.cost.costs(self.order.targets[_sent(missing, device)])
             to = _sent(slots, device)
-            for start in range(0, len(missing), CONVERTED):  # no second copy of the whole window
-                part = slice(start, start + CONVERTED)
+            step = CONVERTED_CPU if device.type == "cpu" else len(missing)
+            for start in range(0, len(missing), step):
+                part = slice(start, start + step)
                 self.cache.rows[to[part]] = costs[part].to(torch.float16)
         if self._slots_on_device is None:
             self._slots_on_device = _sent(self.slots, device)

@@ -41,6 +41,7 @@ from emo.pipeline.loss.cost import (
     padded_rows,
     padded_width,
     plan_tokens,
+    rows_alive,
     unit_rows,
     widens,
     with_rows,
@@ -56,7 +57,6 @@ from emo.pipeline.loss.teacher import Side, Teacher, TopK, compare
 CHUNK_MB = 512
 CHUNK_MB_CPU = {2: 32, 4: 48, 8: 48}  # on a CPU, by the bytes of a logit
 GROUP_BYTES = 2 * 1024 * 1024  # rows that share one round of per-token scalars, on a CPU
-GROUP_TOKENS = 1024  # the same on an accelerator; bounds how many cost rows are alive
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def check_inputs(spec: Spec, labels: int, stored: Tensor | None, vocab_size: int
 def group_size(vocab_size: int, dtype: torch.dtype, device: torch.device, most: int) -> int:
     """Return the tokens handled together, at most `most`: on a CPU as many as stay in the cache."""
     if device.type != "cpu":
-        return min(most, GROUP_TOKENS)
+        return min(most, rows_alive(vocab_size))
     return min(most, max(1, GROUP_BYTES // (vocab_size * statistics_dtype(dtype).itemsize)))
 
 
@@ -170,7 +170,7 @@ class Totals:
         """Add a chunk, whose tokens stand at these positions [n] of the flat batch."""
         gap = torch.zeros_like(tokens.nll) if tokens.divergence is None else tokens.divergence
         columns = (tokens.loss, tokens.nll, tokens.demd, gap, tokens.weight)
-        self.sums += torch.stack([column.sum() for column in columns])
+        self.sums += torch.stack(columns).sum(1, dtype=torch.float64)
         self.tokens += len(tokens.loss)
         self.weights += histogram(tokens.weight, self.spec.terms.objective.cap)
         if self.spec.by_token:
@@ -183,14 +183,15 @@ class Totals:
         tokens of all ranks, which then call together.
         """
         factor = None
-        loss, nll, demd, gap, weight = self.sums.unbind()
+        weight = self.sums[4]
         if self.spec.terms.objective.normalised:
             counts = torch.stack((torch.full_like(weight, self.tokens), weight))
             if training and dist.is_available() and dist.is_initialized():
                 dist.all_reduce(counts)
             tokens, weight = counts.unbind()
             factor = torch.where(weight > 0, tokens / weight, 1.0)
-        loss, nll, demd, gap = (x.to(self.dtype) for x in (loss, nll, demd, gap))
+        loss = self.sums[0].to(self.dtype)
+        nll, demd, gap = self.sums[1:4].to(self.dtype).unbind()
         if factor is not None:
             loss = loss * factor.to(self.dtype)
             self.by_token[0] *= factor.to(self.dtype)
@@ -476,7 +477,7 @@ def run_chunks(
     for start in range(0, total, size):
         stop = min(start + size, total)
         positions, y = order.positions[start:stop], order.labels[start:stop]
-        z, shift = x[positions], None
+        z, offset = x[positions], None
         if weight is None:
             target = z.gather(1, y[:, None])[:, 0].to(stats)
         else:
@@ -487,6 +488,7 @@ def run_chunks(
             else:
                 target = torch.linalg.vecdot(h.to(stats), weight[y].to(stats))
                 shift = target.to(dtype)
+                offset = shift.to(stats)
                 if widens(h):
                     against_rows(h, weight, z, less=shift)
                 else:
@@ -495,7 +497,8 @@ def run_chunks(
         if wide_bias is not None:
             target = target + wide_bias[y]
         column = None if stored is None else stored[positions].to(stats)
-        chunk = Chunk(start, y, target, shift, wide_bias, column)
+        offset = torch.zeros_like(target) if offset is None else offset
+        chunk = Chunk(start, y, target, offset, wide_bias, column)
         if teacher is None:
             tokens = process_chunk(z, chunk, rows, spec.terms, gradient, triton)
         else:
@@ -527,28 +530,32 @@ def process_chunk(
     """
     n, V = logits.shape
     dtype = statistics_dtype(logits.dtype)
-    # kernels without temporaries have no use for groups where no cost rows are to be kept few
-    step = n if triton and costs is None else group_size(V, logits.dtype, logits.device, n)
+    # kernels without temporaries are bound by the cost rows alone, which are to be kept few
+    step = n if triton else group_size(V, logits.dtype, logits.device, n)
     in_full = in_full or terms.softcap is not None or logits.dtype == torch.float16
     scratch = spare = None
     if logits.dtype != dtype and not triton:
         scratch = torch.empty(step, V, dtype=dtype, device=logits.device)
     if "H" in terms.objective.needs and not triton:
         spare = torch.empty(step, V, dtype=dtype, device=logits.device)
-    parts = []
-    for start in range(0, n, step):
-        stop = min(start + step, n)
+    parts, solver, stop = [], solve, 0
+    while stop < n:
+        start, stop = stop, min(stop + step, n)
+        rows = None
+        if costs is not None:
+            stop = costs.reach(chunk.start + start, chunk.start + stop) - chunk.start
+            rows = costs.group(chunk.start + start, chunk.start + stop)
         block, part = logits[start:stop], chunk.rows(start, stop)
-        rows = None if costs is None else costs.group(chunk.start + start, chunk.start + stop)
         if triton:
-            from emo.pipeline.loss.kernels_triton import TritonRows
+            from emo.pipeline.loss.kernels_triton import TritonRows, solve_at_once
 
             group: TorchRows | TritonRows = TritonRows(block, part, rows, terms)
+            solver = solve_at_once if logits.is_cuda else solve
         else:
             wide = block if scratch is None else scratch[: stop - start]
             entropy = None if spare is None else spare[: stop - start]
             group = TorchRows(wide, block, part, rows, terms, entropy)
-        tokens, update = solve(terms, group.statistics(), part.stored, V, in_full)
+        tokens, update = solver(terms, group.statistics(), part.stored, V, in_full)
         if gradient:
             group.write(update)
         parts.append(tokens[:-1])

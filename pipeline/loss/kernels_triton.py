@@ -18,10 +18,13 @@ import triton.language as tl
 from torch import Tensor
 
 from emo.pipeline.loss.cost import Costs, touchable
-from emo.pipeline.loss.rows import Chunk, RowUpdate, Statistics, Terms
+from emo.pipeline.loss.rows import Chunk, RowUpdate, Statistics, Terms, solve
 
 BLOCK = 4096  # columns of a row in flight
 WARPS = 8
+# Some forty operations on one number per token, which take longer to launch than to do, as one kernel that
+# Inductor writes from `solve` and the objective, whichever that is.
+solve_at_once = torch.compile(solve, dynamic=True)
 
 
 @triton.jit
@@ -167,13 +170,11 @@ class TritonRows:
 
     def __init__(self, logits: Tensor, chunk: Chunk, costs: Costs | None, terms: Terms) -> None:
         self.logits, self.terms, self.costs = logits, terms, costs
-        self.labels, self.target_logit = chunk.labels, chunk.target_logit
+        self.labels, self.target_logit, self.offset = chunk.labels, chunk.target_logit, chunk.offset
         self.bias: Tensor | None = None  # as long as the touched part of a row
         if chunk.bias is not None:
             self.bias = F.pad(chunk.bias, (0, touchable(logits) - len(chunk.bias)))
-        zero = torch.zeros_like(chunk.target_logit)
-        self.shift = zero if chunk.shift is None else chunk.shift.float()
-        self.lse = torch.empty_like(zero)
+        self.lse = torch.empty_like(chunk.target_logit)
         self.cap_slope: Tensor | None = None
 
     def _common(self, with_cost: bool) -> tuple[tuple, dict, int]:
@@ -182,7 +183,7 @@ class TritonRows:
         rows = logits if costs is None else costs.rows
         which = self.labels if costs is None else costs.which
         bias = logits if self.bias is None else self.bias
-        pointers = (logits, logits.stride(0), self.labels, self.shift, bias, rows, rows.stride(0), which)
+        pointers = (logits, logits.stride(0), self.labels, self.offset, bias, rows, rows.stride(0), which)
         flags = {
             "HAS_BIAS": self.bias is not None,
             "HAS_CAP": self.terms.softcap is not None,
@@ -197,10 +198,10 @@ class TritonRows:
     def statistics(self) -> Statistics:
         """Return the statistics of the rows, which stay as they are."""
         cap, smoothing, objective = self.terms.softcap, self.terms.label_smoothing, self.terms.objective
-        offset, z_y = self.shift, self.target_logit - self.shift
+        target, offset = self.target_logit, self.offset
         if cap is not None:
             tanh = torch.tanh(self.target_logit / cap)
-            offset, z_y, self.cap_slope = torch.zeros_like(offset), cap * tanh, 1 - tanh.square()
+            target, offset, self.cap_slope = cap * tanh, torch.zeros_like(offset), 1 - tanh.square()
         n, V = self.logits.shape
         scaled = objective.logit_scale != 1.0
         pointers, flags, width = self._common(with_cost=True)
@@ -212,15 +213,15 @@ class TritonRows:
         )  # fmt: skip
         d_rest, total, top, entropy, squares, plain_lse, plain_d = outputs
         return Statistics(
-            self.lse - objective.logit_scale * z_y,
+            self.lse,
             d_rest,
-            z_y,
+            target,
             offset,
-            z_mean=(total + z_y) / V if smoothing else None,
+            z_mean=(total + target - offset) / V if smoothing else None,
             entropy=entropy if "H" in objective.needs else None,
             squares=squares if "S" in objective.needs else None,
             top=top if "top" in objective.needs else None,
-            plain_gap=plain_lse - z_y if scaled else None,
+            plain=plain_lse if scaled else None,
             plain_d=plain_d if scaled else None,
         )
 

@@ -58,15 +58,15 @@ class Tokens(NamedTuple):
 class Statistics(NamedTuple):
     """The numbers of a token that one pass over its row gives, each [n]; primed ones leave the target out."""
 
-    gap: Tensor  # g = L' - z_y
+    rest: Tensor  # L' of the row as it is
     d_rest: Tensor  # D'; zeros without costs
-    z_y: Tensor  # the target's logit, shifted and capped as the row is
-    offset: Tensor  # true (capped) logit less z
+    target: Tensor  # the target's logit, capped as the row is
+    offset: Tensor  # by which logits of the row are below the true (capped) ones
     z_mean: Tensor | None = None  # mean of the row, for label smoothing
     entropy: Tensor | None = None  # H'; from here on only where the objective asks for them
     squares: Tensor | None = None  # S'
     top: Tensor | None = None  # the largest p'
-    plain_gap: Tensor | None = None  # g of the logits as they are, where the objective scales them
+    plain: Tensor | None = None  # L' without the objective's scale, where it has one
     plain_d: Tensor | None = None  # D' of them
 
 
@@ -96,8 +96,9 @@ def solve(
     `in_full` asks for the whole gradient in G (r = 1): needed where the row is not merely scaled
     afterwards (soft cap), or where G must stay within a narrow range (float16).
     """
-    gap, smoothing, z_loss = stats.gap, terms.label_smoothing, terms.z_loss
-    scale = terms.objective.logit_scale
+    smoothing, z_loss, scale = terms.label_smoothing, terms.z_loss, terms.objective.logit_scale
+    z_y = stats.target - stats.offset
+    gap = stats.rest - scale * z_y
     others = torch.sigmoid(gap)
     p_y, m, D = torch.sigmoid(-gap), F.softplus(gap), others * stats.d_rest
     H = S = top = log_others = None
@@ -111,8 +112,9 @@ def solve(
     loss, A, B, C, weight = terms.objective.coefficients(Scalars(m, p_y, D, H, S, top, stored))
     weight = A if weight is None else weight
     nll, demd = m, D
-    if stats.plain_gap is not None and stats.plain_d is not None:
-        nll, demd = F.softplus(stats.plain_gap), torch.sigmoid(stats.plain_gap) * stats.plain_d
+    if stats.plain is not None and stats.plain_d is not None:
+        plain_gap = stats.plain - z_y
+        nll, demd = F.softplus(plain_gap), torch.sigmoid(plain_gap) * stats.plain_d
     common = A if C is None or log_others is None else A + C * log_others  # factor of every p'_i of the row
     if not (in_full or smoothing or z_loss):
         a, beta, kappa = _ratios(common, B, C)
@@ -123,7 +125,7 @@ def solve(
             target = target + kappa * stats.entropy
         return Tokens(loss, nll, demd, scale * a * others, weight), RowUpdate(beta, kappa, None, 0.0, target)
 
-    lse = stats.z_y + m
+    lse = z_y + m
     if stats.z_mean is not None:
         loss = (1 - smoothing) * loss + smoothing * (lse - stats.z_mean)
     lse = lse + stats.offset
@@ -158,16 +160,16 @@ class Chunk(NamedTuple):
     start: int  # index of its first token in the sorted batch
     labels: Tensor  # [n]
     target_logit: Tensor  # [n] true logit of the target, bias included, statistics' dtype
-    shift: Tensor | None  # [n] already subtracted from the row's logits; None: nothing
+    offset: Tensor  # [n] already subtracted from the row's logits, statistics' dtype
     bias: Tensor | None  # [V] not yet added to the logits
     stored: Tensor | None = None  # [n] a column beside the tokens, statistics' dtype
 
     def rows(self, start: int, stop: int) -> Chunk:
         """Return tokens [start, stop) of it."""
-        columns = (self.labels, self.target_logit, self.shift, self.stored)
-        labels, target, shift, stored = (None if x is None else x[start:stop] for x in columns)
-        assert labels is not None and target is not None
-        return Chunk(self.start + start, labels, target, shift, self.bias, stored)
+        part = slice(start, stop)
+        stored = None if self.stored is None else self.stored[part]
+        columns = (self.labels[part], self.target_logit[part], self.offset[part])
+        return Chunk(self.start + start, *columns, self.bias, stored)
 
 
 class TorchRows:
@@ -190,23 +192,21 @@ class TorchRows:
     def statistics(self) -> Statistics:
         """Return the statistics of the rows, and turn these into p', the softmax without the target."""
         # bring the logits to float32, complete them and take the target out
-        target_logit, shift, bias = self.chunk.target_logit, self.chunk.shift, self.chunk.bias
+        target_logit, offset, bias = self.chunk.target_logit, self.chunk.offset, self.chunk.bias
         z, cap = self.z, self.terms.softcap
         if z is not self.logits:
             z.copy_(self.logits)
         if bias is not None:
             z.add_(bias)
-        offset = torch.zeros_like(target_logit) if shift is None else shift.to(z.dtype)
-        z_y = target_logit - offset
         if cap is not None:
             z.add_(offset[:, None]).scatter_(1, self.y, target_logit[:, None])
             z.div_(cap).tanh_()
             self.slope = 1 - z.square()
             z.mul_(cap)
-            offset, z_y = torch.zeros_like(offset), z.gather(1, self.y)[:, 0]
+            target_logit, offset = z.gather(1, self.y)[:, 0], torch.zeros_like(offset)
         z_mean = None
         if self.terms.label_smoothing:
-            z_mean = z.scatter_(1, self.y, z_y[:, None]).mean(1)
+            z_mean = z.scatter_(1, self.y, (target_logit - offset)[:, None]).mean(1)
         # low enough to have no weight, yet finite: a vocabulary of one token stays defined
         z.scatter_(1, self.y, torch.finfo(z.dtype).min / 2)
         objective = self.terms.objective
@@ -228,17 +228,16 @@ class TorchRows:
             if spare is not None:
                 spare.sub_(lse[-1][:, None]).mul_(part)
                 entropy.append(-spare.sum(1))
-        gap = torch.cat(lse) - scale * z_y
         return Statistics(
-            gap,
+            torch.cat(lse),
             self._dot(z, 0),
-            z_y,
+            target_logit,
             offset,
             z_mean,
             entropy=torch.cat(entropy) if entropy else None,
             squares=torch.linalg.vecdot(z, z) if "S" in objective.needs else None,
             top=torch.cat(top) if "top" in objective.needs else None,
-            plain_gap=torch.cat(plain) - z_y if plain else None,
+            plain=torch.cat(plain) if plain else None,
             plain_d=torch.cat(plain_d) if plain_d else None,
         )
 

@@ -105,8 +105,8 @@ def compare(
     z, y = logits.to(dtype, copy=True), chunk.labels[:, None]
     if chunk.bias is not None:
         z.add_(chunk.bias)
-    if chunk.shift is not None:
-        z.add_(chunk.shift.to(dtype)[:, None])
+    if logits.dtype != dtype:
+        z.add_(chunk.offset[:, None])
     z.scatter_(1, y, chunk.target_logit[:, None])
     slope = None
     if terms.softcap is not None:

@@ -99,15 +99,14 @@ def launches(V: int, dtype: torch.dtype, flavour: Flavour) -> list[Launch]:
     logits = padded_rows(TOKENS, V, dtype, META)
     scalar = torch.empty(TOKENS, dtype=wide, device=META)
     labels = torch.empty(TOKENS, dtype=torch.int64, device=META)
-    shift = None if dtype == wide else scalar.to(dtype)
     bias = torch.empty(V, dtype=wide, device=META) if flavour.bias else None
     costs = None  # rows of costs as the kernels get them on an accelerator, the same for whatever tokens
     if flavour.costs == "cached":
         costs = Costs(CostCache(V, 1024 * V * 4 / 2**20, META).rows, labels)
     elif flavour.costs == "exact":
         costs = Costs(padded_rows(TOKENS, V, torch.float32, META), labels, similarity=True)
-    rows = costs and SimpleNamespace(group=lambda start, stop: costs)
-    chunk = Chunk(0, labels, scalar, shift, bias)
+    rows = costs and SimpleNamespace(group=lambda start, stop: costs, reach=lambda start, stop: stop)
+    chunk = Chunk(0, labels, scalar, scalar, bias)
     results: list[Launch] = []
     names = ("statistics_kernel", "gradient_kernel")
     recorders = {name: Recorder(getattr(kernels_triton, name), results) for name in names}

@@ -1,0 +1,75 @@
+"""A GPU that is not there: what code for one launches and holds, traced over tensors without data.
+
+Tensors on the meta device have shapes and no numbers. Within `traced` they say that they are CUDA's, so that
+code takes the path of a GPU; an operation that would wait for a value raises.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operations that only make another view of memory, or memory; Python numbers become arguments of a kernel.
+FREE = {
+    *("view", "_unsafe_view", "as_strided", "alias", "detach", "t", "transpose", "permute", "expand"),
+    *("slice", "select", "split", "split_with_sizes", "unbind", "unsqueeze", "squeeze", "reshape"),
+    *("empty", "empty_like", "new_empty", "empty_strided", "lift_fresh", "promote_types"),
+}
+
+
+class Trace(TorchDispatchMode):
+    """Counts the launches of operations on the meta device, by name, and the bytes that they leave alive."""
+
+    def __init__(self, *inputs: Tensor) -> None:
+        """inputs: whose memory does not count."""
+        super().__init__()
+        self.launches: collections.Counter[str] = collections.Counter()
+        self.held = self.peak = 0
+        self._seen = {tensor.untyped_storage()._cdata for tensor in inputs}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        tensors = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.is_meta]
+        name = func.overloadpacket.__name__
+        if tensors and name not in FREE:
+            self.launches[name] += 1
+        for tensor in tensors:
+            self.hold(tensor)
+        return out
+
+    def hold(self, tensor: Tensor) -> None:
+        """Count the memory of `tensor` until it is freed."""
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.held += size
+        self.peak = max(self.peak, self.held)
+        weakref.finalize(storage, self._release, key, size)
+
+    def _release(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.held -= size
+
+
+@contextlib.contextmanager
+def traced(*inputs: Tensor) -> Iterator[Trace]:
+    """Within the block operations on the meta device are traced, and it passes for CUDA.
+
+    inputs: what exists beforehand, whose memory does not count.
+    """
+    with (
+        mock.patch.object(Tensor, "is_cuda", property(lambda tensor: tensor.is_meta), create=True),
+        mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor),
+        Trace(*inputs) as trace,
+    ):
+        yield trace

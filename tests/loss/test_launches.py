@@ -1,0 +1,120 @@
+"""What the head asks of a GPU: kernel launches, memory, and no wait of the host, traced without one."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from emo.pipeline.loss import fused, rows
+from emo.pipeline.loss.cost import CostEmbedding, plan_tokens
+from emo.pipeline.loss.objectives import BUILT_IN, get_objective, weighted_sum
+from tests.helpers.accelerator import Trace, traced
+
+MIB = 2**20
+
+
+class Kernel:
+    """Stands for a Triton kernel, and adds its launches to a trace."""
+
+    def __init__(self, name: str, launches: collections.Counter[str]) -> None:
+        self.name, self.launches = name, launches
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *args, **options: self.launches.update([self.name])
+
+
+def head(
+    monkeypatch: pytest.MonkeyPatch,
+    objective: str,
+    V: int,
+    targets: int,
+    cache_mb: float = 0.0,
+    calls: int = 1,
+) -> Trace:
+    """Return the trace of the last of some forward passes over 8,192 tokens of width 4,096 in bfloat16."""
+    kernels_triton = pytest.importorskip("emo.pipeline.loss.kernels_triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    labels = torch.randint(0, targets, (8192,), generator=torch.Generator().manual_seed(0))
+    hidden, weight = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (8192, V))
+    cost = None
+    if objective != "mle":
+        cost = CostEmbedding(torch.empty(V, 4096, dtype=torch.float16, device="meta"), cache_mb)
+    spec = fused.make_spec(get_objective(objective), cost, kernels="triton")
+    for _ in range(calls):
+        given = [hidden, weight, *([] if cost is None else [cost.rows])]
+        given += [cost.cache.rows] if cost is not None and cost.cache is not None else []
+        with traced(*given) as trace:
+            for name in ("statistics_kernel", "gradient_kernel"):
+                monkeypatch.setattr(kernels_triton, name, Kernel(name, trace.launches))
+
+            def at_once(*arguments: Any) -> Any:  # one kernel, as `test_scalars_are_one_kernel` sees
+                before = trace.launches.copy()
+                result = rows.solve(*arguments)
+                trace.launches = before + collections.Counter(solve=1)
+                return result
+
+            monkeypatch.setattr(kernels_triton, "solve_at_once", at_once)
+            context = SimpleNamespace(mark_non_differentiable=lambda *sums: None)
+            inputs = (hidden, weight, None, plan_tokens(labels), spec, (True, True, False), None, None)
+            fused._FusedLoss.forward(context, *inputs)
+            del context
+    return trace
+
+
+@pytest.mark.parametrize(
+    ("objective", "V", "targets", "cache_mb", "calls", "launches", "mebibytes"),
+    [
+        ("mle", 32000, 32000, 0, 1, 65, 1200),
+        ("emo", 32000, 32000, 0, 1, 90, 1330),  # every target but few another one
+        ("emo", 32000, 2500, 0, 1, 75, 1330),  # as in text
+        ("emo", 32000, 2500, 1024, 1, 135, 1330),  # the first call of a run, whose table is empty
+        ("emo", 32000, 2500, 1024, 2, 70, 1330),
+        ("emo", 152064, 2500, 0, 1, 330, 3200),
+    ],
+)
+def test_the_head_launches_few_kernels(
+    monkeypatch: pytest.MonkeyPatch,
+    objective: str,
+    V: int,
+    targets: int,
+    cache_mb: float,
+    calls: int,
+    launches: int,
+    mebibytes: float,
+) -> None:
+    trace = head(monkeypatch, objective, V, targets, cache_mb, calls)
+    assert sum(trace.launches.values()) <= launches
+    assert trace.peak / MIB <= mebibytes
+
+
+def test_scalars_are_one_kernel() -> None:
+    """Compiled, `solve` is one kernel with the same results, and no other one for new weights."""
+    from torch._inductor import metrics
+
+    compiled = torch.compile(rows.solve, dynamic=True, fullgraph=True)
+    metrics.reset()
+    for count, weight in ((64, 0.5), (80, 0.75)):
+        objective = weighted_sum([(get_objective("mle"), 1.0), (get_objective("emo"), weight)])
+        numbers = torch.rand(4, count, generator=torch.Generator().manual_seed(count)).unbind()
+        arguments = (rows.Terms(objective), rows.Statistics(*numbers), None, 32000, False)
+        (tokens, update), (expected, wanted) = compiled(*arguments), rows.solve(*arguments)
+        assert torch.allclose(tokens.loss, expected.loss, rtol=1e-5)
+        assert torch.allclose(update.target, wanted.target, rtol=1e-5)
+        assert update.beta is not None and wanted.beta is not None
+        assert torch.allclose(update.beta, wanted.beta, rtol=1e-5)
+    assert metrics.generated_kernel_count == 1
+
+
+@pytest.mark.parametrize("name", list(BUILT_IN))
+def test_the_scalars_of_every_objective_can_be_compiled(name: str) -> None:
+    torch.compiler.reset()  # it gives up after so many variants of a function
+    numbers = torch.rand(9, 8, generator=torch.Generator().manual_seed(1)).unbind()
+    statistics = rows.Statistics(*numbers[:4], entropy=numbers[4], squares=numbers[5], top=numbers[6])
+    arguments = (rows.Terms(get_objective(name)), statistics, numbers[7], 32000, False)
+    compiled = torch.compile(rows.solve, dynamic=True, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*arguments)[0].loss, rows.solve(*arguments)[0].loss)
