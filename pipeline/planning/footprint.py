@@ -59,6 +59,7 @@ class Accelerator(NamedTuple):
     bandwidth_tb: float  # memory, TB/s
     link_gb: float  # to its neighbours in the node, GB/s each way
     efficiency: float  # share of the peak that products over very many elements reach
+    published: bool = True  # whether runs on it are among those that predictions were compared with
 
 
 ACCELERATORS = {
@@ -67,11 +68,10 @@ ACCELERATORS = {
     "H100-80G": Accelerator(79.1, 989, 67, 3.35, 450, 0.69),
     # Its efficiency is that of large products alone, as measured on one: 0.79 of the peak.
     "H200-141G": Accelerator(139.8, 989, 67, 4.8, 450, 0.85),
-    # No published run was found for these.
-    "A10-24G": Accelerator(22.5, 125, 31, 0.6, 12, 0.7),
-    "L40S-48G": Accelerator(44.4, 362, 91, 0.86, 12, 0.6),
-    "RTX3090-24G": Accelerator(23.6, 71, 35, 0.94, 12, 0.9),
-    "RTX4090-24G": Accelerator(23.5, 165, 82, 1.0, 12, 0.9),
+    "A10-24G": Accelerator(22.5, 125, 31, 0.6, 12, 0.7, published=False),
+    "L40S-48G": Accelerator(44.4, 362, 91, 0.86, 12, 0.6, published=False),
+    "RTX3090-24G": Accelerator(23.6, 71, 35, 0.94, 12, 0.9, published=False),
+    "RTX4090-24G": Accelerator(23.5, 165, 82, 1.0, 12, 0.9, published=False),
 }
 
 
@@ -83,6 +83,14 @@ def accelerator(name: str) -> Accelerator | None:
         if re.search(rf"{letters}(?!\d)", name.upper()):
             match = gpu
     return match
+
+
+def basis(stage: int, gpu: Accelerator) -> str:
+    """Return what the predicted time of a ZeRO stage on a GPU rests on."""
+    if not gpu.published:
+        return "its data sheet: no published run on this GPU was found"
+    runs = "published runs on this GPU (FSDP, which is ZeRO-3)"
+    return runs if stage == 3 else f"{runs}; what ZeRO-{stage} sends and updates in their place is counted"
 
 
 @dataclass(frozen=True)

@@ -394,6 +394,7 @@ def print_best(config: RunConfig, cluster: Cluster) -> Choice:
         f"set: {', '.join(shown[0].sets)}. step: seconds; host: the share of it that is the host's. "
         "Compiling pays off in runs much longer than the minutes that it takes."
     )
+    console.print(f"the first rests on {footprint.basis(shown[0].setup.stage, cluster.gpu)}")
     if any(choice.setup.offload_parameters for choice in shown):
         states = 18 * sizes.parameters / GIB * min(1, NODE / cluster.gpus)
         console.print(f"zero3_offload.json takes about {states:,.0f} GiB of the memory of every host")

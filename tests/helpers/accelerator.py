@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -28,9 +28,10 @@ FREE = {
 class Trace(TorchDispatchMode):
     """Counts the launches of operations on the meta device, by name, and the bytes that they leave alive."""
 
-    def __init__(self, *inputs: Tensor) -> None:
-        """inputs: whose memory does not count."""
+    def __init__(self, *inputs: Tensor, counts: Callable[[Tensor], bool] = lambda tensor: True) -> None:
+        """inputs: whose memory does not count; counts: says of which other tensors it does."""
         super().__init__()
+        self.counts = counts
         self.launches: collections.Counter[str] = collections.Counter()
         self.held = self.peak = 0
         self._seen = {tensor.untyped_storage()._cdata for tensor in inputs}
@@ -41,7 +42,7 @@ class Trace(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if tensors and name not in FREE:
             self.launches[name] += 1
-        for tensor in tensors:
+        for tensor in filter(self.counts, tensors):
             self.hold(tensor)
         return out
 
@@ -62,14 +63,14 @@ class Trace(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def traced(*inputs: Tensor) -> Iterator[Trace]:
+def traced(*inputs: Tensor, **options: Any) -> Iterator[Trace]:
     """Within the block operations on the meta device are traced, and it passes for CUDA.
 
-    inputs: what exists beforehand, whose memory does not count.
+    The arguments are those of `Trace`.
     """
     with (
         mock.patch.object(Tensor, "is_cuda", property(lambda tensor: tensor.is_meta), create=True),
         mock.patch.object(Tensor, "pin_memory", lambda tensor: tensor),
-        Trace(*inputs) as trace,
+        Trace(*inputs, **options) as trace,
     ):
         yield trace

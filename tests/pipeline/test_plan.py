@@ -188,6 +188,11 @@ def test_the_error_that_is_printed_is_that_of_held_out_runs() -> None:
     assert len(errors["held_out"]) > 2 * len(errors["calibrates"])
 
 
+def test_a_gpu_counts_as_published_where_there_are_runs() -> None:
+    published_on = {run.kind for run in RUNS}
+    assert {kind for kind, gpu in ACCELERATORS.items() if gpu.published} == published_on
+
+
 def test_published_memory() -> None:
     """Rajbhandari et al. 2020: 16 bytes of states for a parameter; ours holds gradients in float32: 18.
 
