@@ -6,29 +6,24 @@ through a process group of their own, so that all learn when one of them could n
 A checkpoint is written as step-N.partial, hashed, given COMPLETE (every file with its size and hash) and
 renamed. So a directory without a matching COMPLETE is not a checkpoint, and a torn one is never resumed.
 
-Checkpoints are copied to `train.copy_to` beside training. What is left to copy is read from the two
-directories: checkpoints whose COMPLETE the target lacks. So a launch goes on where an earlier one was
-interrupted, and no upload, however slow, holds up a save. In the target UPLOADING holds what COMPLETE will
-say while files are missing, and COMPLETE comes last.
+copies.py copies checkpoints to `train.copy_to` and fetches them from there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import hashlib
+import functools
 import json
 import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import fsspec
 import torch.distributed as dist
 
 from emo.common.errors import FailureError, UserError, one_line
@@ -37,11 +32,12 @@ from emo.common.provenance import code_version, library_versions
 from emo.common.untrusted import read_json
 from emo.data_prep.config import settings
 from emo.pipeline.config import RunConfig
+from emo.pipeline.copies import Store, Uploads
 from emo.pipeline.engine import Engine, to_universal
 from emo.pipeline.export import Copied, check_aside, copy_model, write_export
 from emo.pipeline.identity import ANEW, PARTS, Identity, check_same
 from emo.pipeline.lock import RunLock
-from emo.pipeline.ranks import PATIENCE, World, gather_objects, lost_a_peer, on_main
+from emo.pipeline.ranks import PATIENCE, World, agreed, gather_objects, lost_a_peer, on_main
 from emo.pipeline.run_dir import (
     COMPLETE,
     HF,
@@ -49,18 +45,16 @@ from emo.pipeline.run_dir import (
     FileFacts,
     checkpoints,
     describe,
-    is_complete,
     list_files,
+    listed_files,
     partial_directory,
     problem,
     step_directory,
     step_of,
 )
-from emo.pipeline.stop import RESUME
+from emo.pipeline.stop import RESUME, node_name
 
 log = logging.getLogger(__name__)
-
-STALL = 600.0  # seconds without a piece after which the end of a run no longer waits
 
 
 def write_complete(directory: Path, files: dict[str, FileFacts]) -> None:
@@ -82,10 +76,10 @@ def remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def prune(run_dir: Path, keep_last: int, keep_every: int = 0, spared: Path | None = None) -> None:
+def prune(run_dir: Path, keep_last: int, keep_every: int = 0, spared: Collection[Path | None] = ()) -> None:
     """Delete checkpoints but the newest `keep_last`, those of every `keep_every`-th step, and `spared`."""
     for directory in checkpoints(run_dir)[:-keep_last]:
-        if directory != spared and (not keep_every or step_of(directory) % keep_every):
+        if directory not in spared and (not keep_every or step_of(directory) % keep_every):
             remove(directory)
     for directory in (*run_dir.glob("step-*.partial"), *run_dir.glob("step-*.universal")):
         shutil.rmtree(directory, ignore_errors=True)
@@ -115,8 +109,13 @@ class Saver:
         self._step, self._deadline = 0, 0.0  # of the thread
         # through host memory, for the thread
         self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE))
-        target = config.train.copy_to
-        self._uploads = Uploads(config.output_dir, target) if target and engine.world.is_main else None
+        self._uploads: Uploads | None = None
+        if config.train.copy_to is not None:
+            hosts = gather_objects(node_name())
+            names = list(dict.fromkeys(hosts))
+            if hosts.index(node_name()) == engine.world.rank:  # the first of its host
+                part = names.index(node_name())
+                self._uploads = Uploads(config.output_dir, config.train.copy_to, part, len(names))
 
     def save(self, step: int, tokens: int, progress: dict[str, Any]) -> None:
         """Begin the checkpoint after `step`, once the one before is complete; all ranks must call.
@@ -163,12 +162,12 @@ class Saver:
         while True:
             moves = uploads is not None and uploads.goes_on()
             states = gather_objects((moves, stopped()), self.group)
-            if not states[0][0] or any(stop for _, stop in states):
+            if not any(move for move, _ in states) or any(stop for _, stop in states):
                 break
             self.lock.now("copying")
             time.sleep(wait)
             wait = min(2 * wait, 5.0)
-        if uploads is not None and (names := uploads.unfinished()):
+        if uploads is not None and self.engine.world.is_main and (names := uploads.unfinished()):
             log.warning("not in train.copy_to=%s, copy them by hand: %s", uploads.target, ", ".join(names))
 
     def _goes_on(self) -> None:
@@ -192,24 +191,25 @@ class Saver:
             except Exception as failure:  # whatever it is: the other ranks wait to hear of it
                 error = failure if isinstance(failure, UserError) else FailureError(one_line(failure, 200))
             self._goes_on()
-            parts = gather_objects((error, files), self.group)
-            error = next((e for e, _ in parts if e is not None), None)
+            copying = self._uploads.current if self._uploads is not None else None
+            parts = gather_objects((error, files, copying), self.group)
+            error = next((e for e, *_ in parts if e is not None), None)
             self._goes_on()
             if error is None and rank == 0 and self.lock.problem is not None:
                 error = FailureError(self.lock.problem)
             elif error is None and rank == 0:
                 try:
-                    write_complete(partial, {k: v for _, part in parts for k, v in part.items()})
+                    write_complete(partial, {k: v for _, part, _ in parts for k, v in part.items()})
                     final = publish(self.config.output_dir, saved.step)
                     event = {"event": "saved", "step": saved.step, "path": str(final)}
                     log.info("saved: %s", final, extra={"event_fields": event})
-                    spared = self._uploads.current if self._uploads is not None else None
+                    spared = [directory for *_, directory in parts]
                     prune(self.config.output_dir, train.save_total_limit, train.keep_every, spared)
-                    if self._uploads is not None:
-                        self._uploads.wake()
                 except OSError as failure:
                     error = FailureError(one_line(failure, 200))
             error = gather_objects(error, self.group)[0]
+            if error is None and self._uploads is not None:
+                self._uploads.wake()
         except Exception as failure:
             lost = isinstance(failure, RuntimeError) and lost_a_peer(failure)
             error = FailureError("another rank has not written its part" if lost else one_line(failure))
@@ -275,6 +275,38 @@ def newest_valid(run_dir: Path, world: World) -> Saved | None:
     return None
 
 
+def fetch_newest(run_dir: Path, target: str, world: World) -> Saved | None:
+    """Return the newest checkpoint that is whole in the run's copy, brought into its directory; None: no one.
+
+    Every rank fetches a part of it; all must call.
+    """
+    store = agreed(lambda: Store(target))
+    for name in gather_objects(agreed(store.checkpoints))[0]:
+        step = step_of(Path(name))
+        partial = partial_directory(run_dir, step)
+        on_main(world, functools.partial(_begin, store, name, partial))
+        listed = listed_files(partial) or {}
+        names = sorted(listed, key=lambda file: -int(listed[file]["size"]))[world.rank :: world.ranks]
+        agreed(functools.partial(store.fetch, name, partial, names))
+        faults = [fault for fault in gather_objects(problem(partial, world.rank, world.ranks)) if fault]
+        if not faults and world.is_main:
+            publish(run_dir, step)
+        dist.barrier()
+        if not faults:
+            log.info("fetched %s from train.copy_to=%s", name, target)
+            return read_saved(step_directory(run_dir, step))
+        log.warning("%s in train.copy_to=%s is not used: %s", name, target, faults[0])
+        on_main(world, functools.partial(remove, partial))
+    return None
+
+
+def _begin(store: Store, name: str, partial: Path) -> None:
+    """Fetch what a checkpoint says of itself into a new directory."""
+    remove(partial)
+    partial.mkdir(parents=True)
+    store.fetch(name, partial, [COMPLETE])
+
+
 def read_saved(directory: Path) -> Saved:
     """Return what state.json says of a checkpoint. Raises UserError for one of another version."""
     state = read_json(directory / STATE)
@@ -327,89 +359,3 @@ def check_engine(saved: Saved, engine: Engine) -> None:
             f"{saved.directory} holds adapters or parameters of another base model than model.path is now"
         )
         raise UserError(f"{problem}; put the old weights back, {ANEW}", code="changed-base")
-
-
-class Uploads:
-    """A thread that copies the checkpoints of a run, oldest first."""
-
-    def __init__(self, run_dir: Path, target: str) -> None:
-        self.run_dir, self.target = run_dir, target
-        self.current: Path | None = None  # is being copied, and must not be pruned
-        self._copied: set[str] = set()
-        self._thread = ThreadPoolExecutor(1, "upload")
-        self.wake()  # for what an earlier launch has left
-
-    def wake(self) -> None:
-        """Let the thread look for checkpoints that have become complete."""
-        self._move()
-        self._last = self._thread.submit(self._copy_new)
-
-    def goes_on(self) -> bool:
-        """Return whether something is being copied and moves."""
-        return not self._last.done() and time.monotonic() - self._moved < STALL
-
-    def unfinished(self) -> list[str]:
-        """Return the names of complete checkpoints that are not in the target."""
-        return [d.name for d in checkpoints(self.run_dir) if d.name not in self._copied]
-
-    def _copy_new(self) -> None:
-        for directory in checkpoints(self.run_dir):
-            if directory.name in self._copied:
-                continue
-            self.current = directory
-            self._move()
-            try:
-                copy_checkpoint(directory, self.target, self._move)
-                self._copied.add(directory.name)
-            except Exception as error:  # of whatever store it is; the next `wake` tries again
-                why = one_line(error, 200)
-                if not is_complete(directory):
-                    why = "it was removed before its turn came: copies are slower than saves"
-                log.warning("%s was not copied to train.copy_to=%s: %s", directory.name, self.target, why)
-        self.current = None
-
-    def _move(self) -> None:
-        self._moved = time.monotonic()
-
-
-def copy_checkpoint(directory: Path, target: str, moved: Callable[[], None]) -> None:
-    """Copy a complete checkpoint into `target`, calling `moved` after every piece.
-
-    Files that an interrupted copy of the same checkpoint has left whole stay. Raises OSError for a file that
-    is no longer what COMPLETE says.
-    """
-    system, root = fsspec.core.url_to_fs(f"{target}/{directory.name}")
-    system.invalidate_cache()
-    marker = (directory / COMPLETE).read_bytes()
-    listed = json.loads(marker)["files"]
-    complete, uploading = f"{root}/{COMPLETE}", f"{root}/UPLOADING"
-
-    def content(path: str) -> bytes | None:
-        return system.cat_file(path) if system.exists(path) else None
-
-    def copy(name: str) -> None:
-        path = f"{root}/{name}"
-        if resumes and system.exists(path) and system.size(path) == listed[name]["size"]:
-            return
-        system.makedirs(path.rpartition("/")[0], exist_ok=True)
-        digest = hashlib.sha256()
-        with (directory / name).open("rb") as source, system.open(path, "wb") as sink:
-            while piece := source.read(16 << 20):
-                sink.write(piece)
-                digest.update(piece)
-                moved()
-        if digest.hexdigest() != listed[name]["sha256"]:
-            raise OSError(f"{name} has another content than {COMPLETE} says")
-
-    if content(complete) != marker:
-        resumes = content(uploading) == marker
-        if system.exists(complete):  # of another checkpoint of this name
-            system.rm_file(complete)
-        if not resumes:
-            system.makedirs(root, exist_ok=True)
-            system.pipe_file(uploading, marker)
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(copy, sorted(listed)))
-        system.pipe_file(complete, marker)
-    if system.exists(uploading):
-        system.rm_file(uploading)

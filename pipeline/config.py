@@ -340,10 +340,11 @@ class TrainConfig(Section):
     """Also keep the checkpoints of every so many steps; 0 keeps none."""
     async_save: bool = mark(FREE, True)
     """Write checkpoints while training continues, from a copy in host memory: 14 bytes a parameter over all
-    ranks, and with export_checkpoints the whole model in its own dtype on rank 0 until it is written and
-    reloaded. false makes training wait."""
+    ranks, kept for the next save, and with export_checkpoints the whole model in its own dtype on rank 0
+    until it is written and reloaded. false makes training wait."""
     copy_to: str | None = mark(FREE, None)
-    """Copy every checkpoint there too: s3://, gs:// or a directory (fsspec)."""
+    """Copy every checkpoint there too: s3://, gs:// or a directory (fsspec). A run whose output_dir is not
+    there resumes from it."""
     export_checkpoints: bool = mark(FREE, False)
     """Put an export for Hugging Face into each checkpoint, for scheduled evaluation."""
     sample_prompts: list[str] = mark(FREE, [])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import itertools
 import math
 import os
 import pickle
@@ -259,23 +260,41 @@ class Engine:
 
 
 class Snapshots(TorchCheckpointEngine):
-    """Copies in host memory of what DeepSpeed saves; `write` writes them to disk while training continues."""
+    """Copies in host memory of what DeepSpeed saves; `write` writes them to disk while training continues.
+
+    The memory is kept for the next save, pinned where it is filled by a GPU: pages that are new take longer
+    to get than to fill. So a snapshot must be written before the next is taken.
+    """
 
     def __init__(self, settings: Any) -> None:
         super().__init__(settings)
         self._waiting: list[tuple[Any, str]] = []
+        self._memory: dict[tuple[str, int], Tensor] = {}  # by file, and the order of tensors in it
 
     def save(self, state_dict: Any, path: str) -> None:
         """Copy `state_dict`; every tensor becomes its own storage on the host."""
+        numbers = itertools.count()
 
         def copy(leaf: Any) -> Any:
             if isinstance(leaf, ZeroStageEnum):  # a number: Python up to 3.11.3 pickles a call
                 return int(leaf)
-            return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return self._copied(leaf.detach(), (Path(path).name, next(numbers)))
 
         # A shape stays what it is: as a plain tuple DeepSpeed's own zero_to_fp32 could not read it.
         copied = pytree.tree_map(copy, state_dict, is_leaf=lambda n: isinstance(n, torch.Size))
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         self._waiting.append((copied, path))
+
+    def _copied(self, tensor: Tensor, key: tuple[str, int]) -> Tensor:
+        """Return the memory of `key` once a copy to it has begun."""
+        memory = self._memory.get(key)
+        if memory is None or (memory.shape, memory.dtype) != (tensor.shape, tensor.dtype):
+            memory = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._memory[key] = memory
+        return memory.copy_(tensor, non_blocking=True)
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Do nothing: a snapshot does not touch the disk."""

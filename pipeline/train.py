@@ -29,7 +29,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 from emo.common.errors import UserError, one_line
 from emo.common.files import finite
-from emo.pipeline import checkpoint, engine, identity
+from emo.pipeline import checkpoint, copies, engine, identity
 from emo.pipeline.batches import Batches, Loader, check_content
 from emo.pipeline.config import RunConfig, TrainConfig, lr_at
 from emo.pipeline.engine import Engine, Sums
@@ -89,7 +89,12 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
     def take() -> None:
         """Lock, compare and clear the run directory, before anything is loaded."""
         lock.take()
-        identity.compare(config, ready.identity)  # again: a launch may have held the lock until now
+
+        def compare() -> None:
+            identity.compare(config, ready.identity)
+
+        copies.restore(config.output_dir, config.train.copy_to, compare)
+        compare()  # again: a launch may have held the lock until now
         if not (config.output_dir / CONFIG).is_file():  # of a launch that ended before the run was claimed
             shutil.rmtree(config.output_dir / INITIAL, ignore_errors=True)
         launch.before()
@@ -130,7 +135,10 @@ def _train(
     vocab_size = ready.hf_config.get_text_config().vocab_size
     losses = agreed(lambda: load_losses(config, ready.objective, vocab_size))
     check_content(config.output_dir, [file for file in (*sets, *scores) if file is not None], world)
-    saved = checkpoint.newest_valid(config.output_dir, world)
+    saved, target = checkpoint.newest_valid(config.output_dir, world), config.train.copy_to
+    if saved is None and target is not None:
+        with lock.doing("fetching a checkpoint"):
+            saved = checkpoint.fetch_newest(config.output_dir, target, world)
     step, tokens, progress = (saved.step, saved.tokens, saved.progress) if saved else (0, 0, {})
     agreed(lambda: identity.check_mixture(config, step))
     read = ready.identity | {"cost": getattr(losses.measure, "fingerprint", None)}

@@ -2,7 +2,7 @@
 
 late      a checkpoint's export is not written before a later step was taken
 damaged   a weight of rank 0 is not finite after the second step
-full      no file may have more than 50 KiB, as if the disk was full
+full      after the third step no file may have more than 50 KiB, as if the disk was full
 hanging   rank 1 stays longer in its third step than another waits for it
 slow      rank 1 takes 0.1 s longer to turn to a step, and in each pass of the head
 CLASS@PHASE   one of FAULTS on rank 1, and at the start on all: `starting`, `loading`, `step` or `saving`
@@ -66,6 +66,11 @@ def after_step(rank: str, step: int, disturb: Callable[[Engine], object]) -> Non
     Engine.train_step = stepped  # type: ignore[method-assign]
 
 
+def fill() -> None:
+    for rank in ("0", "1"):
+        after_step(rank, 3, lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (50 * 1024, 50 * 1024)))
+
+
 def slow() -> None:
     def late(*_: Any) -> None:
         time.sleep(0.1 * (os.environ["RANK"] == "1"))
@@ -110,7 +115,7 @@ def damage(engine: Engine) -> None:
 DISTURBANCES: dict[str, Callable[[Path], object]] = {
     "late": late,
     "damaged": lambda _: after_step("0", 2, damage),
-    "full": lambda _: resource.setrlimit(resource.RLIMIT_FSIZE, (50 * 1024, 50 * 1024)),
+    "full": lambda _: fill(),
     "slow": lambda _: slow(),
     "hanging": lambda _: after_step("1", 2, lambda _: time.sleep(12)),
 }

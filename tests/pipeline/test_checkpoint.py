@@ -18,8 +18,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from emo.common.errors import FailureError, UserError
 from emo.common.lease import Lease
-from emo.pipeline import checkpoint, lock
-from emo.pipeline.checkpoint import Uploads, copy_checkpoint
+from emo.pipeline import checkpoint, copies, lock
+from emo.pipeline.copies import Uploads, copy_checkpoint
 from emo.pipeline.liveness import COPY
 from emo.pipeline.lock import RunLock
 from emo.pipeline.run_dir import (
@@ -100,15 +100,31 @@ def test_what_is_there_is_not_copied_again(tmp_path: Path, monkeypatch: pytest.M
         copy_checkpoint(source, "memory://bucket", lambda: pieces.append(1))
         return len(pieces)
 
-    assert copied() == len(FILES) and not system.exists(f"{root}/UPLOADING")
+    assert copied() == len(FILES) and not system.glob(f"{root}/UPLOADING*")
     assert copied() == 0
     # interrupted: a file is short, another one is missing
     system.rm_file(f"{root}/{COMPLETE}")
-    system.pipe_file(f"{root}/UPLOADING", (source / COMPLETE).read_bytes())
+    system.pipe_file(f"{root}/UPLOADING-0-of-1", (source / COMPLETE).read_bytes())
     system.pipe_file(f"{root}/state/rank0.pt", b"zero")
     system.rm_file(f"{root}/state.json")
     assert copied() == 2
     assert system.cat_file(f"{root}/state/rank0.pt") == FILES["state/rank0.pt"]
+
+
+def test_the_last_part_completes_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of three; two hosts of an earlier launch had begun to copy another checkpoint of that name."""
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    source, system = write(tmp_path, 3), fsspec.filesystem("memory")
+    root = f"/bucket/{source.name}"
+    system.pipe_file(f"{root}/{COMPLETE}", b"of another one")
+    system.pipe_file(f"{root}/UPLOADING-1-of-2", b"of another one")
+    system.pipe_file(f"{root}/state/rank0.pt", b"none" * 100)
+    for part in (2, 0, 1):
+        assert part == 2 or not copies.Store("memory://bucket").checkpoints()
+        copy_checkpoint(source, "memory://bucket", lambda: None, part, 3)
+    assert copies.Store("memory://bucket").checkpoints() == [source.name]
+    content = {path.removeprefix(f"{root}/"): system.cat_file(path) for path in system.find(root)}
+    assert content == FILES | {COMPLETE: (source / COMPLETE).read_bytes()}
 
 
 def test_a_launch_goes_on_with_what_is_left_and_tries_failures_again(tmp_path: Path) -> None:
@@ -130,11 +146,11 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """A store that takes no piece until the event is set."""
     go_on = threading.Event()
 
-    def copy(directory: Path, target: str, moved: Callable[[], None]) -> None:
+    def copy(directory: Path, target: str, *_: object) -> None:
         go_on.wait()
         shutil.copytree(directory, Path(target) / directory.name)
 
-    monkeypatch.setattr(checkpoint, "copy_checkpoint", copy)
+    monkeypatch.setattr(copies, "copy_checkpoint", copy)
     yield go_on
     go_on.set()
 
@@ -146,7 +162,7 @@ def test_what_is_being_copied_is_not_pruned(tmp_path: Path, slow: threading.Even
     wait_for(lambda: uploads.current, "upload", 20)
     for step in (2, 3):
         write(run, step)
-    checkpoint.prune(run, 1, 0, uploads.current)
+    checkpoint.prune(run, 1, 0, [uploads.current])
     assert [d.name for d in checkpoints(run)] == ["step-000001", "step-000003"]
     slow.set()
     uploads.wake()

@@ -354,17 +354,21 @@ def test_exports_are_written_beside_training_and_of_their_step(whole: Path) -> N
 
 
 def test_a_copy_is_resumed_from_and_a_full_disk_loses_none(recipe: Path, whole: Path, tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    shutil.copy(whole / CONFIG, run_dir)
-    for source in (whole.parent / "copies/step-000002", whole / "initial"):
-        shutil.copytree(source, run_dir / source.name)
-    done = run("full", recipe, run_dir, "train.save_steps=1")
+    """The run directory is gone, and of two checkpoints in the copy the newer one is damaged."""
+    run_dir, target = tmp_path / "run", tmp_path / "copies"
+    shutil.copytree(whole.parent / "copies", target)
+    next((target / f"step-{LAST:06d}/state").glob("*optim*")).write_bytes(b"damaged")
+    other = run("late", recipe, run_dir, f"train.copy_to={target}", "train.seed=5")
+    assert other.returncode == ExitCode.MISTAKE and "holds that run" in other.stdout, other.stdout
+    assert not (run_dir / CONFIG).exists() and not checkpoints(run_dir)
+    done = run("full", recipe, run_dir, "train.save_steps=1", f"train.copy_to={target}")
+    assert re.search(rf"step-{LAST:06d} in .* is not used: state/", done.stdout), done.stdout
+    assert "fetched step-000002" in done.stdout
     assert done.returncode == ExitCode.FAILURE and "Traceback" not in done.stdout, done.stdout
     (remaining,) = checkpoints(run_dir)
     assert step_of(remaining) == 2 and problem(remaining) is None
     ranks(recipe, run_dir, f"train.max_steps={LAST}")
-    assert losses(run_dir) == losses(whole)[2:]
+    assert losses(run_dir) == losses(whole)
 
 
 def test_weights_that_are_not_finite_are_in_no_checkpoint(recipe: Path, tmp_path: Path) -> None:
@@ -408,6 +412,24 @@ def test_a_rank_that_is_slow_is_named(recipe: Path, tmp_path: Path) -> None:
     states = read_ranks(tmp_path / "run")
     assert [(state["step"], state["doing"]) for state in states.values()] == [(12, "finished")] * 2
     assert states[0]["seconds"] < 0.3 <= states[1]["seconds"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_snapshot_takes_the_memory_of_the_last_one(tmp_path: Path, dtype: torch.dtype) -> None:
+    snapshots, weight = Snapshots(None), torch.arange(6.0).to(dtype).view(2, 3)
+    held = []
+    for step in (1, 2):
+        state = {"w": weight.t() + step, "view": weight[1:], "step": step}
+        snapshots.save(state, str(tmp_path / f"step-{step}" / "state.pt"))
+        (copied, path), *_ = snapshots._waiting
+        held.append([copied[name].data_ptr() for name in ("w", "view")])
+        weight += 1  # training goes on
+        snapshots.write()
+        written = torch.load(path)
+        assert torch.equal(written["w"], weight.t() - 1 + step) and torch.equal(
+            written["view"], weight[1:] - 1
+        )
+    assert held[0] == held[1] and len({*held[0], weight.data_ptr(), weight[1:].data_ptr()}) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
