@@ -165,6 +165,17 @@ class PartConfig(Section):
     """The teacher of a divergence; all parts share one, which may stand beside the sum instead."""
 
 
+class OnPolicyConfig(Section):
+    """Steps in which a teacher judges what the model itself writes (GKD, arXiv 2306.13649)."""
+
+    share: float = Field(gt=0, le=1)
+    """Share of the steps, evenly spaced."""
+    tokens: int = Field(128, gt=0)
+    """Most tokens that are written after each prompt."""
+    temperature: float = Field(1.0, gt=0)
+    """The logits are divided by this before a token is drawn."""
+
+
 class ObjectiveConfig(Section):
     """The loss to minimise; docs/objectives.md has the names and their parameters.
 
@@ -183,6 +194,8 @@ class ObjectiveConfig(Section):
     model (psft, excess)."""
     teacher: Teachers = None
     """Of a divergence: {model: PATH}, {scores: NAME}, or `base`: the model before training."""
+    on_policy: OnPolicyConfig | None = None
+    """Steps in which the model continues the prompts of the batch itself, and a live teacher judges that."""
     cost: str = "pretrained"
     """The cost embedding: `pretrained` (the head of model.path before training), `live` (the head as it
     trains), or a model directory, hub id or tensor file. Two controls: `constant` (every other token costs
@@ -232,6 +245,9 @@ class ObjectiveConfig(Section):
             raise ValueError("the parts of a sum share one teacher: set it beside the sum")
         if isinstance(self.compared, TeacherConfig) and self.compared.scores and self.scores:
             raise ValueError("a run reads one set of scores: leave scores or teacher.scores out")
+        if self.on_policy is not None and not self.lives:
+            reason = "stored scores know the data's tokens alone" if self.compared else "nobody would judge"
+            raise ValueError(f"on_policy needs teacher: {{model: PATH}} or base: {reason}")
         return self
 
 

@@ -40,6 +40,7 @@ from emo.pipeline.loss import (
 )
 from emo.pipeline.loss.cost import TWIN_COST, USUAL_TWINS, twins
 from emo.pipeline.loss.head import by_segments, refusal
+from emo.pipeline.loss.objectives import Ramp
 from emo.pipeline.order import ramp
 from emo.pipeline.planning.host import family_has, usable_attention
 from emo.pipeline.ranks import NETWORK, broken_device, gather_objects, lost_a_peer
@@ -114,10 +115,7 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
     parts = parts or objective_parts(config)
     objective = parts[0]
     if chosen.sum:
-        weights = (
-            ramp(part.weight) if isinstance(part.weight, RampConfig) else part.weight for part in chosen.sum
-        )
-        objective = weighted_sum(list(zip(parts, weights, strict=True)))
+        objective = weighted_sum(list(zip(parts, _weights(config), strict=True)))
     if bool(objective.against) != (chosen.compared is not None):
         cure = "set objective.teacher to {model: PATH}, {scores: NAME} or base"
         problem = f"needs a teacher; {cure}" if objective.against else "has none: leave objective.teacher out"
@@ -132,6 +130,20 @@ def training_objective(config: RunConfig, parts: Sequence[Objective] | None = No
     if chosen.scores is not None and "stored" not in objective.needs:
         raise UserError(f"objective {objective.name} reads no scores; leave out objective.scores")
     return objective
+
+
+def judged_objective(config: RunConfig) -> Objective:
+    """Return the divergences among what a recipe minimises, which judge any text, not only the data's."""
+    parts = objective_parts(config)
+    if not config.objective.sum:
+        return parts[0]
+    return weighted_sum([pair for pair in zip(parts, _weights(config), strict=True) if pair[0].against])
+
+
+def _weights(config: RunConfig) -> list[float | Ramp]:
+    """Return the weights of the parts of a sum."""
+    weights = [part.weight for part in config.objective.sum or ()]
+    return [ramp(weight) if isinstance(weight, RampConfig) else weight for weight in weights]
 
 
 def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Losses:

@@ -44,6 +44,7 @@ from emo.pipeline.model import (
     packed,
     write_initial_weights,
 )
+from emo.pipeline.on_policy import OnPolicy
 from emo.pipeline.pace import device_facts
 from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.planning.footprint import Setup, accelerator, utilisation
@@ -207,6 +208,7 @@ def _train(
             return False
         launch.sampled(step, samples.take(trainer, step, tokens))
     head: Any = trainer.model.get_output_embeddings()  # type: ignore[operator]
+    student = OnPolicy(config, trainer, len(data.domains)) if config.objective.on_policy else None
     if len(data.domains) > 1:
         head.spec = dataclasses.replace(head.spec, by_token=True)
     lock.now("training")
@@ -219,8 +221,14 @@ def _train(
         batch = loader.step(step, last=step + 1 == steps)
         lr = lr_at(config.train, step, steps)
         profile.starts(step + 1)
-        if losses.objective.schedule is not None:
-            head.use(losses.objective.at(step))
+        objective = losses.objective
+        if student is not None and student.due(step):
+            batch, tokens_written, seconds = student.write(batch, step)
+            metrics.written(tokens_written, seconds)
+            objective = student.objective
+            trainer.own.begins()
+        if student is not None or objective.schedule is not None:
+            head.use(objective.at(step))
         sums = trainer.train_step(
             batch.micro,
             valid=batch.valid,

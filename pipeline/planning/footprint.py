@@ -141,6 +141,7 @@ class Setup:
     teacher: Sizes | None = None  # a frozen model whose forward pass every batch goes through as well
     copied: bool = True  # the teacher has weights of its own, held as this model's are
     teacher_width: int = 2  # bytes of its weights and activations
+    written: float = 0.0  # tokens, one after the other, that a pass writes itself, on average over steps
 
     @property
     def tokens(self) -> int:
@@ -192,6 +193,7 @@ class Time(NamedTuple):
     elementwise: float
     head: float
     teacher: float
+    writing: float  # of batches by the model itself
     communication: float  # by which the step is longer
     optimizer: float
     host: float  # by which issuing a pass takes longer than computing it
@@ -309,7 +311,8 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     device = computing + communication_s
     # The larger of the two takes the time, and where they are alike neither waits for the other all along.
     waiting = (device**4 + host**4) ** 0.25 - device
-    parts = (matrices_s, attention_s, elementwise_s, head_s, teacher_s, communication_s)
+    writing_s = k * setup.written * _token(sizes, setup, gpu, network_gb)
+    parts = (matrices_s, attention_s, elementwise_s, head_s, teacher_s, writing_s, communication_s)
     return Time(*parts, optimizer_s, waiting)
 
 
@@ -327,6 +330,20 @@ def _forward(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float, ga
         moved = setup.accumulation * gathered * sizes.parameters
         seconds = max(seconds, moved / (link * GB * BUS_EFFICIENCY))
     return seconds
+
+
+def _token(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float) -> float:
+    """Return seconds in which a pass writes a token of each of its texts.
+
+    It reads all weights, which ZeRO-3 gathers first, and launches what a forward pass launches.
+    """
+    bytes_ = setup.width * sizes.parameters
+    host = sizes.tensors * (HOST_TENSOR_ZERO3 if setup.stage == 3 else HOST_TENSOR) / 3
+    gathered = 0.0
+    if setup.stage == 3 and setup.ranks > 1:
+        link = gpu.link_gb if setup.ranks <= NODE else min(gpu.link_gb, network_gb)
+        gathered = bytes_ / (link * GB * BUS_EFFICIENCY)
+    return max(bytes_ / (gpu.bandwidth_tb * TERA * MEMORY_EFFICIENCY), host, gathered)
 
 
 def _communication(sizes: Sizes, setup: Setup, link: float, network: float, computing: float) -> float:

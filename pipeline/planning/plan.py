@@ -128,7 +128,7 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
     """Return how the recipe trains, for the footprint."""
     zero = ds_config.get("zero_optimization", {})
     half = config.model.dtype == "bfloat16"
-    reduced = ds_config.get("communication_data_type")
+    reduced, on_policy = ds_config.get("communication_data_type"), config.objective.on_policy
     # With device none, which is also the default, a section does not offload.
     offloaded = [(zero.get(f"offload_{part}") or {}).get("device", "none") for part in ("optimizer", "param")]
     return Setup(
@@ -151,6 +151,7 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
         hpz=int(zero.get("zero_hpz_partition_size", 1)),
         reduced={None: 2 if half else 4, "fp32": 4}.get(reduced, 2),
         all_reduced=zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True),
+        written=0.0 if on_policy is None else on_policy.share * on_policy.tokens,
         **_teacher_of(config),
     )
 

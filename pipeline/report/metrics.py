@@ -46,6 +46,8 @@ class Window:
     norm: float = 0.0
     largest_norm: float = 0.0
     seconds: float = 0.0  # of training, without saving and validation
+    written: int = 0  # tokens that the model wrote itself
+    writing_seconds: float = 0.0  # of `seconds`
     weights: list[float] = field(default_factory=list)  # histogram, see loss/fused.py
     # Of each domain, where there are several: supervised tokens of the steps that updated the weights, loss,
     # and NLL. Of the whole run so far: supervised tokens.
@@ -82,6 +84,8 @@ class Window:
             "tokens_per_s": _mean(self.tokens, self.seconds),
             **(summary(self.weights) if self.weights else {}),
         }
+        if self.written:
+            record |= {"written_tokens": self.written, "writing_seconds": self.writing_seconds}
         if self.domains:
             parts = zip(domains, self.domain_tokens, self.domains, strict=True)
             record["domains"] = {
@@ -148,6 +152,12 @@ class Metrics:
             self._opened.callback(self._wandb.finish)
         if on_gpu():
             torch.cuda.reset_peak_memory_stats()  # loading is over
+
+    def written(self, tokens: int, seconds: float) -> None:
+        """Count what the model has written for the next step."""
+        if self.active:
+            self._window.written += tokens
+            self._window.writing_seconds += seconds
 
     def step(self, step: int, sums: Sums, grad_norm: float) -> None:
         """Count one optimizer step; `grad_norm` is before clipping."""

@@ -94,6 +94,31 @@ def test_two_ranks_under_zero3_killed_and_resumed(place: Path, anchored: list[di
     assert exports[0] == exports[1]
 
 
+def test_half_of_the_batches_are_the_models_own(place: Path) -> None:
+    """One rank, and two under ZeRO-3 that are killed and resumed, write the same and have the same loss."""
+    teacher = json.dumps({"model": str(place / "teacher"), "temperature": 2.0})
+    objective = f'{{"sum": [{{"name": "mle"}}, {{"name": "jsd", "teacher": {teacher}}}]'
+    written = f'objective={objective}, "on_policy": {{"share": 0.5, "tokens": 12}}}}'
+    whole = alone(place, "writes", written, "deepspeed=ds_configs/zero1.json")
+    options = (str(place / "recipe.yaml"), f"output_dir={place / 'write'}", written)
+    process = launching.start(2, *options)
+    launching.wait_for_step(place / "write", 2)
+    for each in launching.processes_of(place / "write"):
+        each.kill()
+    process.communicate()
+    done = launching.run_ranks("launch/continual.sh", *options)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    for ours, theirs in zip(trained(place / "write"), whole, strict=True):
+        own = theirs["step"] % 2 == 0
+        assert ("written_tokens" in theirs) == own
+        assert ours["tokens"] == theirs["tokens"] and ours.get("written_tokens") == theirs.get(
+            "written_tokens"
+        )
+        assert ours["divergence"] == pytest.approx(theirs["divergence"], rel=1e-3)
+        assert theirs["loss"] == pytest.approx(theirs["divergence"] + (0 if own else theirs["nll"]), rel=1e-5)
+    assert whole[3]["tokens"] - whole[2]["tokens"] <= whole[3]["written_tokens"]
+
+
 def test_the_base_under_adapters_needs_no_copy(place: Path) -> None:
     """With the adapters off the model is its own teacher: one rank with a copy, two ranks without."""
     lora = 'model.lora={"r": 4, "dropout": 0}'
