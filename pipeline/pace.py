@@ -115,11 +115,29 @@ def device_facts() -> dict[str, float | None]:
 
 def temperature(uuid: str) -> int | None:
     """Return the degrees Celsius of a GPU; None where its driver does not tell."""
+    return _reading(uuid, "nvmlDeviceGetTemperature", ctypes.c_uint, 0)
+
+
+# Bits of nvmlClocksThrottleReasons that are a fault of the host, and what each means.
+THROTTLES = {0x8: "slowed down by its hardware", 0x40: "too hot", 0x80: "held back by its power supply"}
+
+
+def gpu_faults() -> list[str]:
+    """Return what the driver finds wrong with this rank's GPU, in words; empty where it does not tell."""
+    uuid = str(torch.cuda.get_device_properties().uuid)
+    errors = _reading(uuid, "nvmlDeviceGetTotalEccErrors", ctypes.c_ulonglong, 1, 0) or 0  # since the boot
+    reasons = _reading(uuid, "nvmlDeviceGetCurrentClocksThrottleReasons", ctypes.c_ulonglong) or 0
+    ecc = [f"{errors} uncorrectable memory errors"] if errors else []
+    return ecc + [words for bit, words in THROTTLES.items() if reasons & bit]
+
+
+def _reading(uuid: str, function: str, kind: Any, *which: int) -> int | None:
+    """Return a number of the driver's; None where it does not tell."""
     nvml, handle = _sensor(uuid)
-    degrees = ctypes.c_uint()
-    if nvml is None or nvml.nvmlDeviceGetTemperature(handle, 0, ctypes.byref(degrees)):
+    value = kind()
+    if nvml is None or getattr(nvml, function)(handle, *which, ctypes.byref(value)):
         return None
-    return degrees.value
+    return int(value.value)
 
 
 @functools.cache

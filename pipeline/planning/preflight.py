@@ -15,7 +15,6 @@ import re
 import resource
 import shutil
 import socket
-import statistics
 import tempfile
 import time
 import uuid
@@ -32,10 +31,13 @@ from emo.common.errors import UserError
 from emo.common.provenance import library_versions
 from emo.pipeline import engine
 from emo.pipeline.config import RunConfig
+from emo.pipeline.pace import gpu_faults
+from emo.pipeline.planning import health
 from emo.pipeline.planning.checks import Ready, check
-from emo.pipeline.planning.footprint import BUS_EFFICIENCY, GIB, accelerator
+from emo.pipeline.planning.footprint import GIB
 from emo.pipeline.planning.host import compiler, ranks_here, threads
 from emo.pipeline.ranks import World, end_world, gather_objects
+from emo.pipeline.stop import node_name
 
 MIB = 2**20
 VERBS, EFA_PLUGIN = "libibverbs.so.1", "libnccl-net.so"
@@ -52,7 +54,10 @@ class Finding(NamedTuple):
 
 
 def preflight(config: RunConfig) -> int:
-    """Check all hosts and print a table; 0 when all is well, else 1. All ranks must call."""
+    """Check all hosts, print a table, and name those that are unfit; 0 when all is well, else 1.
+
+    All ranks must call.
+    """
     host = socket.gethostname()
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory) / "nccl.log"
@@ -72,7 +77,8 @@ def preflight(config: RunConfig) -> int:
         if first:
             findings += _host(host, config, ready, world, several)
         findings += _run_directory(host, config, ready, world)
-        common = [*_agreement(), *_bandwidth(world, network, several)]
+        speeds, unfit = _speeds(world, config, network)
+        common = [*_agreement(), *speeds]
         if first and several and world.device.type == "cuda":
             text, advice = log.read_text(encoding="utf-8") if log.is_file() else "", network.advice
             used = ["", *re.findall(r"NCCL INFO Using network (.+)", text)][-1].strip()
@@ -86,6 +92,8 @@ def preflight(config: RunConfig) -> int:
         for finding in dict.fromkeys(every):  # ranks of a host find the same
             table.add_row(finding.host, finding.check, finding.state, finding.advice or "ok")
         Console().print(table)
+        if unfit:  # train.sbatch reads it
+            print(f"unfit: {','.join(unfit)}")
     end_world()
     return int(any(finding.advice for finding in every))
 
@@ -175,32 +183,31 @@ def _agreement() -> Iterator[Finding]:
     yield Finding("all", "clock", f"within {apart:.2f} s", advice)
 
 
-def _bandwidth(world: World, network: Fabric, several: bool) -> Iterator[Finding]:
-    """Yield the bus bandwidth of an all-reduce as in training, GB/s, median of five, and the expected one."""
-    if world.ranks == 1:
-        return
-    on_cpu = world.device.type == "cpu"
-    bytes_ = (16 if on_cpu else 256) * MIB
-    tensor = torch.ones(bytes_ // 4, device=world.device)
-    rates = []
-    for _ in range(6):
-        dist.barrier()
-        began = time.perf_counter()
-        dist.all_reduce(tensor)
-        if not on_cpu:
-            torch.cuda.synchronize()
-        rates.append(2 * (world.ranks - 1) / world.ranks * bytes_ / (time.perf_counter() - began) / 1e9)
-    measured = statistics.median(rates[1:])
-    words, advice = f"{measured:.2f} GB/s of bus bandwidth", ""
-    device = "" if on_cpu else torch.cuda.get_device_name()
-    gpu = None if "PCIE" in device.upper() else accelerator(device)
-    limits = [] if gpu is None else [gpu.link_gb]
-    limits += [network.gbytes or 0.0] if several else []  # 0: unknown
-    if limits and (expected := min(limits) * BUS_EFFICIENCY):
-        words += f", {expected:.0f} expected"
-        if measured < 0.5 * expected:  # TCP in place of InfiniBand is a hundredth
-            advice = f"far too slow: see {network.kind} of every host, cables, GPUDirect, NVLink"
-    yield Finding("all", "all-reduce", words, advice)
+def _speeds(world: World, config: RunConfig, network: Fabric) -> tuple[list[Finding], list[str]]:
+    """Return how fast GPUs, memory and links are, those that are too slow, and the names of their hosts."""
+    host, dtype = node_name(), getattr(torch, config.model.dtype)
+    measured = health.computing(world, host, dtype) + health.links(world, host, network.gbytes)
+    faults = gpu_faults() if world.device.type == "cuda" else []
+    gathered = gather_objects((measured, [(host, f"GPU {world.device.index}", fault) for fault in faults]))
+    speeds = [speed for part, _ in gathered for speed in part]
+    findings, unfit = [], [fault for _, part in gathered for fault in part]
+    for what in dict.fromkeys(speed.what for speed in speeds):
+        alike = [speed for speed in speeds if speed.what == what]
+        low, high = min(speed.value for speed in alike), max(speed.value for speed in alike)
+        words = f"{low:,.2f} to {high:,.2f}" if len(alike) > 1 else f"{low:,.2f}"
+        expected = alike[0].expected
+        words += f" {alike[0].unit}" + (f", {expected:,.0f} expected" if expected else "")
+        together = [speed.where == "all" for speed in alike]
+        problem = ""
+        for speed, fault in zip(alike, health.slow(alike, world.device.type), strict=True):
+            if fault and speed.where == "all":
+                problem = f"far too slow: see {network.kind} of every host, cables, GPUDirect, NVLink"
+            elif fault:
+                unfit.append((speed.where, speed.device, f"{speed}; {fault}"))
+        findings.append(Finding("all", what, words, problem if any(together) else ""))
+    cure = "leave this host out, and have it looked at"
+    findings += [Finding(host, device or "links", state, cure) for host, device, state in unfit]
+    return findings, list(dict.fromkeys(host for host, *_ in unfit))
 
 
 class Fabric(NamedTuple):

@@ -21,6 +21,11 @@ from tests.helpers import launching
 
 # Stand-ins for Slurm's commands. The ranks' reports are given as "rank-0=2 rank-1=".
 SRUN = """#!/bin/bash
+if [[ $* = *" preflight "* ]]; then
+    echo "$STAND_IN_TABLE"
+    [ -z "$STAND_IN_TABLE" ]
+    exit
+fi
 for one in $STAND_IN_REPORTS; do
     words=${one#*=}
     echo "4711 ${words/@/ }" > "$PIPELINE_RANK_REPORTS/${one%%=*}"
@@ -75,6 +80,20 @@ def test_which_ends_of_training_are_queued_again(
     if updated.exists():
         assert updated.read_text().strip() == "update JobId=17 ExcNodeList=node-2"
     assert not list((tmp_path / "runs").glob(".ranks-*"))
+
+
+@pytest.mark.parametrize(
+    ("table", "expected", "excluded"),
+    [("", 0, ""), ("a host is slow\nunfit: node-2,node-7", 1, "node-2,node-7"), ("the disk is full", 2, "")],
+)
+def test_nodes_that_preflight_calls_unfit_are_left_out(
+    tmp_path: Path, table: str, expected: int, excluded: str
+) -> None:
+    job = {"PREFLIGHT": "1", "STAND_IN_TABLE": table}
+    assert run_job(tmp_path, 0, "rank-0=0 rank-1=0", **job) == expected
+    assert (tmp_path / "requeued").exists() == bool(excluded)
+    updated = tmp_path / "updated"
+    assert (updated.read_text().rpartition("=")[2].strip() if updated.exists() else "") == excluded
 
 
 def test_failures_are_queued_again_so_many_times(tmp_path: Path) -> None:

@@ -1,0 +1,26 @@
+"""`emo preflight` of four ranks on hosts 0, 1, 2 and 2, of which host 1 is slow: python -m ... RECIPE."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from emo.pipeline.cli import run
+from emo.pipeline.planning import health, preflight
+
+if __name__ == "__main__":
+    rank = int(os.environ["RANK"])
+    preflight.node_name = lambda: f"host-{min(rank, 2)}"
+    if rank == 1:
+        measure = health.seconds
+
+        def slowly(work: Callable[[], Any], device: torch.device, together: bool = False) -> float:
+            return measure(lambda: (time.sleep(0.15), work()), device, together)
+
+        health.seconds = slowly
+    run(["preflight", *sys.argv[1:]])

@@ -1,0 +1,51 @@
+"""Which GPUs, hosts and links are too slow, from made-up speeds and from real ranks one of which is slow."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from emo.pipeline.planning.health import Speed, pairs, slow
+from tests.helpers import launching
+
+
+@pytest.mark.parametrize(
+    ("values", "expected", "named"),
+    [
+        ([610, 640, 655, 620], 680, []),
+        ([610, 640, 655, 470], 680, [3]),  # below the table, and less than a third below the others
+        ([470, 460, 465, 470], 680, [0, 1, 2, 3]),  # all alike: the table alone tells
+        ([0.21, 0.20, 0.10, 0.19], None, [2]),  # no table: the others tell
+        ([0.21, 0.20, 0.15, 0.19], None, []),
+        ([5.0], None, []),
+    ],
+)
+def test_who_is_slow(values: list[float], expected: float | None, named: list[int]) -> None:
+    speeds = [
+        Speed(f"host-{i}", "", "products", value, "TFLOP/s", expected) for i, value in enumerate(values)
+    ]
+    assert [i for i, fault in enumerate(slow(speeds)) if fault] == named
+
+
+@pytest.mark.parametrize("hosts", range(1, 34))
+def test_every_host_meets_both_neighbours(hosts: int) -> None:
+    rounds = pairs(hosts)
+    met = [pair for pairing in rounds for pair in pairing]
+    assert sorted(met) == [(i, (i + 1) % hosts) for i in range(hosts)] * (hosts > 2)
+    for pairing in rounds:
+        assert len({host for pair in pairing for host in pair}) == 2 * len(pairing)
+
+
+def test_a_slow_host_of_three_is_named(tmp_path: Path) -> None:
+    """Four ranks on three hosts, by their names; rank 2 multiplies and talks slowly."""
+    recipe = launching.tiny_recipe(tmp_path)
+    group = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "COLUMNS": "200"}
+    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launching.free_port())}
+    ranks = [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in "0123"]
+    done = launching.run_forked(ranks, "-m", "tests.helpers.slow_host", str(recipe))
+    assert done.returncode == 1, done.stdout
+    assert "unfit: host-1" in done.stdout.splitlines(), done.stdout
+    assert all(
+        what in done.stdout for what in ("matrix products", "memory", "all-gather inside", "neighbour")
+    )
