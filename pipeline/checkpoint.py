@@ -20,7 +20,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,10 +76,10 @@ def remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-def prune(run_dir: Path, keep_last: int, keep_every: int = 0, spared: Collection[Path | None] = ()) -> None:
+def prune(run_dir: Path, keep_last: int, keep_every: int = 0, spared: Path | None = None) -> None:
     """Delete checkpoints but the newest `keep_last`, those of every `keep_every`-th step, and `spared`."""
     for directory in checkpoints(run_dir)[:-keep_last]:
-        if directory not in spared and (not keep_every or step_of(directory) % keep_every):
+        if directory != spared and (not keep_every or step_of(directory) % keep_every):
             remove(directory)
     for directory in (*run_dir.glob("step-*.partial"), *run_dir.glob("step-*.universal")):
         shutil.rmtree(directory, ignore_errors=True)
@@ -191,19 +191,18 @@ class Saver:
             except Exception as failure:  # whatever it is: the other ranks wait to hear of it
                 error = failure if isinstance(failure, UserError) else FailureError(one_line(failure, 200))
             self._goes_on()
-            copying = self._uploads.current if self._uploads is not None else None
-            parts = gather_objects((error, files, copying), self.group)
-            error = next((e for e, *_ in parts if e is not None), None)
+            parts = gather_objects((error, files), self.group)
+            error = next((e for e, _ in parts if e is not None), None)
             self._goes_on()
             if error is None and rank == 0 and self.lock.problem is not None:
                 error = FailureError(self.lock.problem)
             elif error is None and rank == 0:
                 try:
-                    write_complete(partial, {k: v for _, part, _ in parts for k, v in part.items()})
+                    write_complete(partial, {k: v for _, part in parts for k, v in part.items()})
                     final = publish(self.config.output_dir, saved.step)
                     event = {"event": "saved", "step": saved.step, "path": str(final)}
                     log.info("saved: %s", final, extra={"event_fields": event})
-                    spared = [directory for *_, directory in parts]
+                    spared = self._uploads.current if self._uploads is not None else None
                     prune(self.config.output_dir, train.save_total_limit, train.keep_every, spared)
                 except OSError as failure:
                     error = FailureError(one_line(failure, 200))

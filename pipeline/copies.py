@@ -2,7 +2,7 @@
 
 A copy has the names of a run directory: checkpoints, config.yaml, and the records that reports read. One rank
 of every host copies a part of each checkpoint's files. Which parts are there is said by UPLOADING-i-of-n, one
-for each host; whoever finds that the last is there writes COMPLETE. So nobody waits for another host.
+for each host; whoever finds that the last is there writes COMPLETE. Hosts talk through the store alone.
 
 What is left to copy is read from the two directories: checkpoints whose COMPLETE the copy lacks. So a launch
 goes on where an earlier one was interrupted, and no upload, however slow, holds up a save.
@@ -18,7 +18,7 @@ import hashlib
 import json
 import logging
 import re
-import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,8 +27,10 @@ from typing import Any
 
 import fsspec
 
-from emo.common.errors import FailureError, UserError, one_line
+from emo.common.errors import LASTING, FailureError, UserError, one_line
 from emo.common.files import part_file
+from emo.pipeline.config import RunConfig
+from emo.pipeline.identity import Identity, compare_claimed
 from emo.pipeline.run_dir import (
     BAD_BATCHES,
     COMPLETE,
@@ -39,23 +41,36 @@ from emo.pipeline.run_dir import (
     VALIDATION,
     checkpoints,
     is_complete,
+    step_of,
 )
 
 log = logging.getLogger(__name__)
 
 RECORDS = (CONFIG, METRICS, LAUNCHES, SAMPLES, BAD_BATCHES)  # and the files of VALIDATION
 STALL = 600.0  # seconds without a piece after which the end of a run no longer waits
+LOOK = 2.0  # seconds between looks at what other hosts have done
 PIECE = 16 << 20  # bytes
 AT_ONCE = 8  # files
+WHOLE = b"\nwhole"  # behind what COMPLETE will say, in the marker of a part that is there
+
+
+def uploading(part: int, parts: int) -> str:
+    """Return the name of the marker of a part."""
+    return f"UPLOADING-{part}-of-{parts}"
 
 
 class Uploads:
-    """A thread that copies a part of each checkpoint of a run, oldest first. The first has the records."""
+    """A thread that copies a part of each checkpoint of a run. The first part has the records.
+
+    The host of the first part chooses: it begins the oldest, waits until all parts of it are there, and goes
+    on to the next. The others copy what it has begun.
+    """
 
     def __init__(self, run_dir: Path, target: str, part: int = 0, parts: int = 1) -> None:
         self.run_dir, self.target, self.part, self.parts = run_dir, target, part, parts
         self.current: Path | None = None  # is being copied, and must not be pruned
-        self._copied: set[str] = set()
+        self._copied: set[str] = set()  # or tried since the last `wake`
+        self._failed: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "upload")
         self.wake()  # for what an earlier launch has left
 
@@ -66,34 +81,67 @@ class Uploads:
 
     def goes_on(self) -> bool:
         """Return whether something is being copied and moves."""
-        return not self._last.done() and time.monotonic() - self._moved < STALL
+        copying = self.current is not None or self.part == 0
+        return copying and not self._last.done() and time.monotonic() - self._moved < STALL
 
     def unfinished(self) -> list[str]:
         """Return the names of complete checkpoints that the target has not whole."""
         names = [directory.name for directory in checkpoints(self.run_dir)]
         with contextlib.suppress(Exception):  # of whatever store it is
-            system, root = fsspec.core.url_to_fs(self.target)
-            system.invalidate_cache()
-            return [name for name in names if not system.exists(f"{root}/{name}/{COMPLETE}")]
+            return self._thread.submit(self._missing, names).result(timeout=60)
         return names
 
+    def _missing(self, names: list[str]) -> list[str]:
+        store = Store(self.target)
+        return [name for name in names if store.content(f"{name}/{COMPLETE}") is None]
+
     def _copy_new(self) -> None:
-        for directory in checkpoints(self.run_dir):
-            if directory.name in self._copied:
-                continue
+        began = time.monotonic()
+        self._copied -= self._failed
+        self._failed.clear()
+        while True:
+            left = [d for d in checkpoints(self.run_dir) if d.name not in self._copied]
+            directory = next(filter(self._begun, left), None)
             self.current = directory
-            self._move()
-            try:
-                if self.part == 0:
-                    copy_records(self.run_dir, self.target)
-                copy_checkpoint(directory, self.target, self._move, self.part, self.parts)
+            if directory is not None:
+                self._move()
                 self._copied.add(directory.name)
-            except Exception as error:  # of whatever store it is; the next `wake` tries again
-                why = one_line(error, 200)
-                if not is_complete(directory):
-                    why = "it was removed before its turn came: copies are slower than saves"
-                log.warning("%s was not copied to train.copy_to=%s: %s", directory.name, self.target, why)
-        self.current = None
+                self._copy(directory)
+            elif left and time.monotonic() - began < STALL:
+                time.sleep(LOOK)
+            else:
+                return
+
+    def _begun(self, directory: Path) -> bool:
+        """Return whether it is this checkpoint's turn."""
+        if self.part == 0:
+            return True
+        with contextlib.suppress(Exception):  # of whatever store it is; it is looked at again
+            marker = (directory / COMPLETE).read_bytes()
+            state = Store(self.target).content(f"{directory.name}/{uploading(0, self.parts)}")
+            return state in (marker, marker + WHOLE)
+        return False
+
+    def _copy(self, directory: Path) -> None:
+        try:
+            if self.part == 0:
+                copy_records(self.run_dir, self.target)
+            copy_checkpoint(directory, self.target, self._move, self.part, self.parts)
+            if self.part == 0:
+                self._wait_for_others(directory)
+        except Exception as error:  # of whatever store it is; the next `wake` tries again
+            why = one_line(error, 200)
+            if not is_complete(directory):
+                why = "it was removed before its turn came: copies are slower than saves"
+            log.warning("%s was not copied to train.copy_to=%s: %s", directory.name, self.target, why)
+            self._failed.add(directory.name)
+
+    def _wait_for_others(self, directory: Path) -> None:
+        store, began = Store(self.target), time.monotonic()
+        while store.content(f"{directory.name}/{COMPLETE}") is None:
+            if time.monotonic() - began > STALL:
+                raise OSError("other hosts have not copied their parts")
+            time.sleep(LOOK)
 
     def _move(self) -> None:
         self._moved = time.monotonic()
@@ -124,8 +172,8 @@ def copy_checkpoint(
     marker = (directory / COMPLETE).read_bytes()
     listed = json.loads(marker)["files"]
     names = sorted(listed, key=lambda name: (-listed[name]["size"], name))[part::parts]  # alike in size
-    complete, uploading = f"{root}/{COMPLETE}", [f"{root}/UPLOADING-{i}-of-{parts}" for i in range(parts)]
-    whole = marker + b"\nwhole"
+    complete, markers = f"{root}/{COMPLETE}", [f"{root}/{uploading(i, parts)}" for i in range(parts)]
+    whole = marker + WHOLE
 
     def content(path: str) -> bytes | None:
         return system.cat_file(path) if system.exists(path) else None
@@ -142,6 +190,7 @@ def copy_checkpoint(
                 digest.update(piece)
                 moved()
         if digest.hexdigest() != listed[name]["sha256"]:
+            system.rm_file(path)  # it has the right size, which the next try would believe
             raise OSError(f"{name} has another content than {COMPLETE} says")
 
     state = content(complete)
@@ -150,15 +199,15 @@ def copy_checkpoint(
     if state is not None:  # of another checkpoint of this name
         with contextlib.suppress(FileNotFoundError):
             system.rm_file(complete)
-    resumes = content(uploading[part]) in (marker, whole)
+    resumes = content(markers[part]) in (marker, whole)
     if not resumes:
         system.makedirs(root, exist_ok=True)
-        system.pipe_file(uploading[part], marker)
+        system.pipe_file(markers[part], marker)
     with ThreadPoolExecutor(AT_ONCE) as pool:
         list(pool.map(copy, names))
-    system.pipe_file(uploading[part], whole)
+    system.pipe_file(markers[part], whole)
     system.invalidate_cache()
-    if all(content(path) == whole for path in uploading):
+    if all(content(path) == whole for path in markers):
         system.pipe_file(complete, marker)
         for path in system.glob(f"{root}/UPLOADING-*"):
             with contextlib.suppress(FileNotFoundError):  # of another host, which found the same
@@ -180,12 +229,9 @@ class Store:
             yield
         except Exception as error:  # of whatever store it is
             problem = f"train.copy_to={self.target} cannot be read ({one_line(error, 200)})"
-            raise FailureError(f"{problem}; leave it out to begin without its checkpoints") from None
-
-    def holds_a_run(self) -> bool:
-        """Return whether there is a configuration of a run."""
-        with self._reached():
-            return bool(self.system.exists(f"{self.root}/{CONFIG}"))
+            lasting = isinstance(error, LASTING | ImportError | ValueError)  # rights, a package, the address
+            kind = UserError if lasting else FailureError
+            raise kind(f"{problem}; correct it, or leave it out to begin without its checkpoints") from None
 
     def checkpoints(self) -> list[str]:
         """Return the names of the complete checkpoints, the newest first."""
@@ -195,18 +241,32 @@ class Store:
         numbered = [name for name in names if re.fullmatch(r"step-\d+", name)]
         return sorted(numbered, key=lambda name: int(name[5:]), reverse=True)
 
+    def content(self, name: str) -> bytes | None:
+        """Return the content of a file; None where it is not there."""
+        with self._reached():
+            self.system.invalidate_cache()
+            path = f"{self.root}/{name}"
+            return self.system.cat_file(path) if self.system.exists(path) else None
+
     def fetch_records(self, run_dir: Path) -> None:
         """Write the records of the run to `run_dir`, its configuration last."""
         with self._reached():
-            names = [name for name in RECORDS if self.system.exists(f"{self.root}/{name}")]
+            names = [name for name in RECORDS if name != CONFIG]
             paths = self.system.find(f"{self.root}/{VALIDATION}")
             names += [path[path.rindex(f"/{VALIDATION}/") + 1 :] for path in paths]
             inside = [name for name in names if ".." not in name.split("/")]
-            for name in sorted(inside, key=lambda name: name == CONFIG):
-                (run_dir / name).parent.mkdir(parents=True, exist_ok=True)
-                content = self.system.cat_file(f"{self.root}/{name}")
-                with part_file(run_dir / name) as sink:
-                    sink.write(content)
+        for name in (*inside, CONFIG):
+            self.fetch_record(name, run_dir)
+
+    def fetch_record(self, name: str, directory: Path) -> bool:
+        """Write one of the records below `directory`; return whether there is one."""
+        content = self.content(name)
+        if content is None:
+            return False
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        with part_file(directory / name) as sink:
+            sink.write(content)
+        return True
 
     def fetch(self, name: str, directory: Path, files: list[str]) -> None:
         """Write `files` of the checkpoint `name` below `directory`."""
@@ -225,23 +285,26 @@ class Store:
             list(pool.map(copy, files))
 
 
-def restore(run_dir: Path, target: str | None, compare: Callable[[], None]) -> None:
-    """Fetch the records of a run that is in its copy alone, and `compare` them with what is to run.
+def restore(config: RunConfig, identity: Identity) -> None:
+    """Compare the run in `train.copy_to` with what is to run; fetch its records where they are there alone.
 
-    What was fetched does not stay where that raises UserError.
+    Raises UserError for another run. A store that cannot be read is passed over where it is not needed.
     """
-    if target is None or (run_dir / CONFIG).is_file() or checkpoints(run_dir):
+    run_dir, target = config.output_dir, config.train.copy_to
+    if target is None:
         return
-    store = Store(target)
-    if not store.holds_a_run() or not store.checkpoints():
-        return
-    store.fetch_records(run_dir)
+    here = (run_dir / CONFIG).is_file() or bool(checkpoints(run_dir))
     try:
-        compare()
-    except UserError as error:
-        for name in RECORDS:
-            (run_dir / name).unlink(missing_ok=True)
-        shutil.rmtree(run_dir / VALIDATION, ignore_errors=True)
-        problem = f"{error} (train.copy_to={target} holds that run: set it elsewhere for another one)"
-        raise UserError(problem, code=error.code) from None
-    log.info("%s is the run that is copied to train.copy_to=%s", run_dir, target)
+        store = Store(target)
+        with tempfile.TemporaryDirectory() as claimed:
+            if not store.fetch_record(CONFIG, Path(claimed)) or not (names := store.checkpoints()):
+                return
+            compare_claimed(target, Path(claimed) / CONFIG, step_of(Path(names[0])), config, identity)
+    except FailureError as error:
+        if not checkpoints(run_dir):
+            raise
+        log.warning("%s", error)
+        return
+    if not here:
+        store.fetch_records(run_dir)
+        log.info("%s is the run that is copied to train.copy_to=%s", run_dir, target)

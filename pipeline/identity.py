@@ -64,7 +64,7 @@ NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dty
 NOT_ADAPTERS = ("base_model_name_or_path", "inference_mode", "peft_version", "revision")
 IDENTITY = "identity"  # in config.yaml: what was read
 MIXTURES = "mixtures"  # in config.yaml, once it has changed: which mixture held from which step on
-ANEW = "or set output_dir to a new directory"
+ANEW = "or set output_dir, and train.copy_to where it is set, to a new directory"
 
 
 def identify(
@@ -147,44 +147,53 @@ def compare(config: RunConfig, identity: Identity) -> None:
 
     Fields marked `free` may differ, and the mixture where `train.mixture_from` says so.
     """
-    run_dir, train = config.output_dir, config.train
-    if not (run_dir / CONFIG).is_file():
-        if checkpoints(run_dir):
-            problem = f"{run_dir} holds checkpoints but not the {CONFIG} that they were trained with"
-            raise UserError(f"{problem}; put it back, {ANEW}", code="config-missing")
-        return
-    claimed = _claimed(run_dir)
+    run_dir = config.output_dir
+    newest = max(map(step_of, checkpoints(run_dir)), default=0)
+    if (run_dir / CONFIG).is_file():
+        compare_claimed(run_dir, run_dir / CONFIG, newest, config, identity)
+    elif newest:
+        problem = f"{run_dir} holds checkpoints but not the {CONFIG} that they were trained with"
+        raise UserError(f"{problem}; put it back, {ANEW}", code="config-missing")
+
+
+def compare_claimed(
+    where: Path | str, claim: Path, newest: int, config: RunConfig, identity: Identity
+) -> None:
+    """Raise UserError where the run of a config.yaml, `claim`, is not that of `config` and `identity`.
+
+    where: what holds the checkpoints of that run; `newest` is the step of the last.
+    """
+    claimed, train = dict(read_written(claim)), config.train
     free = (*marked(RunConfig, "free"), MIXTURES, IDENTITY)
     for key, before, now in _differences(claimed, yaml.safe_load(dump_config(config))):
         if any(f"{key}.".startswith(f"{part}.") for part in free):
             continue
         if not f"{key}.".startswith("train.mixture."):
-            problem = f"{run_dir} was started with {key}={before}, and the recipe now has {now}"
+            problem = f"{where} was started with {key}={before}, and the recipe now has {now}"
             raise UserError(f"{problem}; restore the old value, {ANEW}", code="changed-key")
         if train.mixture is None:
             cure = "train.mixture={temperature: 1} takes all domains in proportion"
-            raise UserError(f"{run_dir} was trained with a mixture; {cure}, {ANEW}", code="mixture-gone")
+            raise UserError(f"{where} was trained with a mixture; {cure}, {ANEW}", code="mixture-gone")
         if train.mixture_from is None:
-            newest = max(map(step_of, checkpoints(run_dir)), default=0)
             cure = f"train.mixture_from={newest} lets this one hold from its newest checkpoint on"
-            problem = f"{run_dir} was trained with another train.mixture"
+            problem = f"{where} was trained with another train.mixture"
             raise UserError(f"{problem}; {cure}; or restore the old one", code="changed-mixture")
-    check_same(run_dir, claimed.get(IDENTITY), identity)
+    check_same(where, claimed.get(IDENTITY), identity)
 
 
-def check_same(run_dir: Path, before: Any, now: Identity) -> None:
+def check_same(where: Path | str, before: Any, now: Identity) -> None:
     """Raise UserError naming the first thing that has changed since `before` was written.
 
     Parts that `now` does not have are not known yet, and not compared.
     """
     if not isinstance(before, dict):
-        problem = f"{run_dir} does not say what it was trained with: another version of this program made it"
+        problem = f"{where} does not say what it was trained with: another version of this program made it"
         raise UserError(f"{problem}; continue it with that version, {ANEW}", code="other-version")
     for part, value in now.items():
         if part not in before or before[part] != value:
             trees = {part: before.get(part)}, {part: value}
             key, was, is_now = next(_differences(*trees), (part, "not known", shown(value)))
-            problem = f"{run_dir} was trained with another {PARTS[part]}: {key} was {was} and is {is_now}"
+            problem = f"{where} was trained with another {PARTS[part]}: {key} was {was} and is {is_now}"
             raise UserError(f"{problem}; restore it, {ANEW}", code=f"changed-{part}")
 
 

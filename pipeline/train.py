@@ -46,7 +46,7 @@ from emo.pipeline.model import (
 )
 from emo.pipeline.on_policy import OnPolicy
 from emo.pipeline.pace import device_facts
-from emo.pipeline.planning.checks import Ready, check
+from emo.pipeline.planning.checks import Ready, batch_order, check
 from emo.pipeline.planning.footprint import Setup, accelerator, utilisation
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.planning.plan import sizes_of
@@ -90,12 +90,8 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
     def take() -> None:
         """Lock, compare and clear the run directory, before anything is loaded."""
         lock.take()
-
-        def compare() -> None:
-            identity.compare(config, ready.identity)
-
-        copies.restore(config.output_dir, config.train.copy_to, compare)
-        compare()  # again: a launch may have held the lock until now
+        copies.restore(config, ready.identity)
+        identity.compare(config, ready.identity)  # again: a launch may have held the lock until now
         if not (config.output_dir / CONFIG).is_file():  # of a launch that ended before the run was claimed
             shutil.rmtree(config.output_dir / INITIAL, ignore_errors=True)
         launch.before()
@@ -107,6 +103,10 @@ def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bo
     try:
         on_main(world, take)
         lock.taken(world.rank)
+        history = gather_objects(identity.mixtures(config))[0]  # with those of a run in train.copy_to
+        if history != ready.mixtures and ready.data is not None and ready.steps is not None:
+            order = batch_order(config.train, ready.data, ready.steps, history)
+            ready = ready._replace(mixtures=history, order=order)
         opened = True
         console.open(config.output_dir, world.is_main)
         finished = _train(config, world, watch, ready, lock, launch)

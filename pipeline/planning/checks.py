@@ -25,7 +25,7 @@ from emo.data_prep.scores import Scores
 from emo.data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_facts
 from emo.pipeline import identity
-from emo.pipeline.config import Batch, RunConfig, solve_batch
+from emo.pipeline.config import Batch, RunConfig, TrainConfig, solve_batch
 from emo.pipeline.export import exported_tensors, unwrap, write_rest
 from emo.pipeline.identity import Identity
 from emo.pipeline.loss.cost_files import FILES, load_cost
@@ -119,13 +119,21 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     history = [Holding(0, train.mixture)] if data is None else identity.mixtures(config)
     order: BatchOrder | MixedOrder | None = None
     if data is not None and steps is not None:
-        order = BatchOrder(len(data), train.global_batch_size, train.seed)
-        if history[-1].mixture is not None:
-            columns = (data.domain, data.valid, data.domains)
-            order = MixedOrder(*columns, train.global_batch_size, train.seed, history)
-            order.taken(steps)  # a mixture that ends before the last step is refused
+        order = batch_order(train, data, steps, history)
     resolved = (batch, steps, ds_config, hf_config, model, objective, implementation)
     return Ready(*resolved, *opened, history, order, facts)
+
+
+def batch_order(
+    train: TrainConfig, data: TokenDataset, steps: int, history: list[Holding]
+) -> BatchOrder | MixedOrder:
+    """Return the order of a run's rows. Raises UserError for a mixture that ends before the last step."""
+    if history[-1].mixture is None:
+        return BatchOrder(len(data), train.global_batch_size, train.seed)
+    columns = (data.domain, data.valid, data.domains)
+    order = MixedOrder(*columns, train.global_batch_size, train.seed, history)
+    order.taken(steps)
+    return order
 
 
 def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[str, TokenDataset]]:

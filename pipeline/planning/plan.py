@@ -208,6 +208,8 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
         table.add_row("teacher", held)
     states = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
     table.add_row("states per rank", memory_line(states, 2))
+    staged = sizes.trainable * (12 + setup.width)  # float32 weights, two moments, weights
+    table.add_row("saving", f"{staged / GIB:,.2f} GiB of host memory over all ranks, kept between saves")
     if cluster is not None:
         table.add_section()
         table.add_row("on", f"{cluster.gpus} x {cluster.kind}, {cluster.room / GIB:.1f} GiB of each usable")

@@ -127,6 +127,16 @@ def test_the_last_part_completes_a_copy(tmp_path: Path, monkeypatch: pytest.Monk
     assert content == FILES | {COMPLETE: (source / COMPLETE).read_bytes()}
 
 
+def test_a_file_that_has_changed_is_in_no_copy(tmp_path: Path) -> None:
+    """However often it is tried: it has the right size."""
+    source = write(tmp_path / "run", 3)
+    (source / "state/rank0.pt").write_bytes(b"zerp" * 100)
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"rank0\.pt"):
+            copy_checkpoint(source, str(tmp_path / "copies"), lambda: None)
+    assert not checkpoints(tmp_path / "copies")
+
+
 def test_a_launch_goes_on_with_what_is_left_and_tries_failures_again(tmp_path: Path) -> None:
     run, target = tmp_path / "run", tmp_path / "copies"
     write(run, 1)
@@ -139,6 +149,25 @@ def test_a_launch_goes_on_with_what_is_left_and_tries_failures_again(tmp_path: P
     uploads.wake()
     finish(uploads)
     assert uploads.unfinished() == [] and len(checkpoints(target)) == 2
+
+
+def test_hosts_copy_parts_of_the_same_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second host turns to what the first has begun; one that was pruned meanwhile holds nobody up."""
+    monkeypatch.setattr(copies, "LOOK", 0.01)
+    run, target = tmp_path / "run", str(tmp_path / "copies")
+    write(run, 1)
+    hosts = [Uploads(run, target, 0, 2)]
+    wait_for(lambda: hosts[0].current, "upload", 20)
+    for step in (2, 3):
+        write(run, step)
+    checkpoint.prune(run, 1, 0, hosts[0].current)
+    assert [step_of(d) for d in checkpoints(run)] == [1, 3]
+    hosts.append(Uploads(run, target, 1, 2))
+    for host in hosts:
+        host.wake()
+        wait_for(host._last.done, "end of the uploads", 20)
+    assert [step_of(d) for d in checkpoints(Path(target))] == [1, 3] and hosts[0].unfinished() == []
+    assert all(problem(directory) is None for directory in checkpoints(Path(target)))
 
 
 @pytest.fixture
@@ -162,7 +191,7 @@ def test_what_is_being_copied_is_not_pruned(tmp_path: Path, slow: threading.Even
     wait_for(lambda: uploads.current, "upload", 20)
     for step in (2, 3):
         write(run, step)
-    checkpoint.prune(run, 1, 0, [uploads.current])
+    checkpoint.prune(run, 1, 0, uploads.current)
     assert [d.name for d in checkpoints(run)] == ["step-000001", "step-000003"]
     slow.set()
     uploads.wake()

@@ -285,12 +285,16 @@ def test_the_parts_are_the_whole(recipe: Path, undisturbed: Path) -> None:
 
 
 def test_a_mixture_changes_at_a_resume(recipe: Path, undisturbed: Path) -> None:
-    """From the checkpoint of step 3: by its key alone, recorded, and without a row that comes early."""
-    run_dir = recipe.parent / "changed"
+    """From the checkpoint of step 3: by its key alone, recorded, and without a row that comes early.
+
+    Nor where the run is then resumed from its copy alone.
+    """
+    run_dir, copies = recipe.parent / "changed", recipe.parent / "changed-copies"
     shutil.copytree(undisturbed, run_dir)
     for directory in (run_dir / EXPORT, *(step_directory(run_dir, step) for step in (6, 8))):
         shutil.rmtree(directory)
     changes = (f"train.mixture={json.dumps({'shares': LATER})}", "train.mixture_from=3")
+    changes += (f"train.copy_to={copies}",)
     ranks(recipe, run_dir, *changes)
     history = [FIRST, Holding(3, MixtureConfig.model_validate({"shares": LATER}))]
     last = trained(run_dir)[-1]["domains"]
@@ -299,6 +303,10 @@ def test_a_mixture_changes_at_a_resume(recipe: Path, undisturbed: Path) -> None:
     assert trained(run_dir)[:3] == trained(undisturbed)[:3]
     written = yaml.safe_load((run_dir / CONFIG).read_text())["mixtures"]
     assert [entry["step"] for entry in written] == [0, 3] and written[1]["mixture"]["shares"] == LATER
+    for directory in (run_dir, step_directory(copies, 8)):
+        shutil.rmtree(directory)
+    ranks(recipe, run_dir, *changes)
+    assert trained(run_dir)[-1]["domains"] == last
 
 
 def test_preflight_of_fit_and_unfit_hosts(recipe: Path, tmp_path: Path) -> None:
@@ -359,7 +367,7 @@ def test_a_copy_is_resumed_from_and_a_full_disk_loses_none(recipe: Path, whole: 
     shutil.copytree(whole.parent / "copies", target)
     next((target / f"step-{LAST:06d}/state").glob("*optim*")).write_bytes(b"damaged")
     other = run("late", recipe, run_dir, f"train.copy_to={target}", "train.seed=5")
-    assert other.returncode == ExitCode.MISTAKE and "holds that run" in other.stdout, other.stdout
+    assert other.returncode == ExitCode.MISTAKE and f"{target} was" in other.stdout, other.stdout
     assert not (run_dir / CONFIG).exists() and not checkpoints(run_dir)
     done = run("full", recipe, run_dir, "train.save_steps=1", f"train.copy_to={target}")
     assert re.search(rf"step-{LAST:06d} in .* is not used: state/", done.stdout), done.stdout

@@ -25,7 +25,7 @@ def test_who_is_slow(values: list[float], expected: float | None, named: list[in
     speeds = [
         Speed(f"host-{i}", "", "products", value, "TFLOP/s", expected) for i, value in enumerate(values)
     ]
-    assert [i for i, fault in enumerate(slow(speeds)) if fault] == named
+    assert [i for i, fault in enumerate(slow(speeds, "cuda")) if fault] == named
 
 
 @pytest.mark.parametrize("hosts", range(1, 34))

@@ -13,10 +13,10 @@ import pytest
 import torch
 import yaml
 
-from emo.common.errors import UserError
+from emo.common.errors import FailureError, UserError
 from emo.common.recipe import marked
 from emo.data_prep.tokenizer import load_tokenizer
-from emo.pipeline import checkpoint, identity
+from emo.pipeline import checkpoint, copies, identity
 from emo.pipeline.config import FREE, RunConfig, dump_config, load_config
 from emo.pipeline.engine import STATE_CLASSES, _only_data
 from emo.pipeline.export import _model_card
@@ -24,7 +24,7 @@ from emo.pipeline.order import Holding
 from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.ranks import World
 from emo.pipeline.report.samples import prompt_ids
-from emo.pipeline.run_dir import CONFIG, STATE, describe, list_files, partial_directory
+from emo.pipeline.run_dir import COMPLETE, CONFIG, STATE, describe, list_files, partial_directory
 from tests.common.test_untrusted import Harmful
 from tests.conftest import REPO
 from tests.helpers import launching
@@ -47,6 +47,29 @@ def test_keys_added_or_removed_and_other_data_are_refused(tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"'f{12}' and is 'e{12}'") as caught:  # beginnings of digests
         identity.compare(config(tmp_path, "objective.params.ratio_cap=3"), {"data": "e" * 64})
     assert caught.value.code == "changed-data"
+
+
+def test_another_run_in_the_copy_is_refused(tmp_path: Path) -> None:
+    """In a new directory, and in one that another run has begun; an address that cannot be is a mistake."""
+    target = tmp_path / "copies"
+    (target / "step-000003").mkdir(parents=True)
+    identity.claim(config(target), DATA)
+    (target / "step-000003" / COMPLETE).touch()
+    copied = f"train.copy_to={target}"
+    run_dir, other = tmp_path / "run", config(tmp_path / "run", copied, "train.learning_rate=0.5")
+    run_dir.mkdir()
+    for claims in (False, True):
+        with refused("changed-key"):
+            copies.restore(other, DATA)
+        assert (run_dir / CONFIG).is_file() == claims
+        identity.claim(other, DATA)
+    (run_dir / CONFIG).unlink()
+    copies.restore(config(run_dir, copied), DATA)
+    identity.compare(config(run_dir, copied), DATA)
+    unknown = config(tmp_path / "new", "train.copy_to=nowhere://x")
+    with pytest.raises(UserError) as caught:
+        copies.restore(unknown, DATA)
+    assert not isinstance(caught.value, FailureError)  # trying again would end alike
 
 
 MIXED = "train.mixture={shares: {home: 0.5, abroad: 0.5}}"
