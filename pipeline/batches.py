@@ -46,9 +46,14 @@ def check_content(run_dir: Path, sets: Sequence[TokenDataset | Scores], world: W
 DOMAIN = "domain"  # in a micro-batch: of each of its rows, int64 [b]
 
 
-def rank_rows(rows: np.ndarray, rank: int, ranks: int) -> np.ndarray:
-    """Return the contiguous slice of a global batch that `rank` of `ranks` takes, [batch / ranks]."""
-    return np.split(rows, ranks)[rank]
+def rank_rows(rows: np.ndarray, rank: int, ranks: int, micro: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Return the contiguous slice of a global batch that `rank` of `ranks` takes, and which rows are real.
+
+    All ranks take as many, whole micro-batches; the last places are filled with rows that are not real.
+    """
+    each = -(-len(rows) // (ranks * micro)) * micro
+    part = slice(rank * each, (rank + 1) * each)
+    return np.resize(rows, ranks * each)[part], (np.arange(ranks * each) < len(rows))[part]
 
 
 class Batches:
@@ -116,8 +121,8 @@ class Loader:
 
     def _read(self, step: int) -> StepBatch:
         data, rows = self.batches.data, self.order.step_rows(step)
-        local_rows = rank_rows(rows, self.world.rank, self.world.ranks)
+        local, real = rank_rows(rows, self.world.rank, self.world.ranks, self.batches.micro)
         apart, valid = len(data.domains) > 1, data.valid[rows]
-        micro = list(self.batches.read(local_rows, apart=apart))
+        micro = list(self.batches.read(local, None if real.all() else real, apart))
         counts = np.bincount(data.domain[rows], valid, len(data.domains)).astype(np.int64).tolist()
         return StepBatch(rows, int(valid.sum()), counts if apart else [], micro)

@@ -422,16 +422,22 @@ class RunConfig(Section):
 
 
 class Batch(NamedTuple):
-    """batch = micro * accumulation * ranks, in rows."""
+    """The rows of a step: batch <= micro * accumulation * ranks, of which the last places may be empty."""
 
     batch: int
     micro: int
     accumulation: int
     ranks: int
 
+    @property
+    def places(self) -> int:
+        """Return how many rows the passes of a step have room for."""
+        return self.micro * self.accumulation * self.ranks
+
     def __str__(self) -> str:
-        passes = f"{self.micro} per pass x {self.accumulation} accumulated"
-        return f"{self.batch} rows per step = {passes} x {counted(self.ranks, 'rank')}"
+        passes = f"{self.micro} per pass x {self.accumulation} accumulated x {counted(self.ranks, 'rank')}"
+        empty = f", {counted(self.places - self.batch, 'place')} empty" if self.places > self.batch else ""
+        return f"{self.batch} rows per step = {passes}{empty}"
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:
@@ -455,21 +461,16 @@ def dump_config(config: RunConfig) -> str:
 
 
 def solve_batch(batch: int, micro: int, ranks: int) -> Batch:
-    """Solve the batch equation for the accumulation steps.
+    """Return the fewest passes of at most `micro` rows that hold a batch, and the fewest rows for them.
 
-    Raises UserError when no whole number fits, naming values that would.
+    Raises UserError for a batch of fewer rows than ranks.
     """
-    if batch % ranks:
-        problem = f"train.global_batch_size={batch} does not divide over {counted(ranks, 'rank')}"
-        fits = max(ranks, batch - batch % ranks)
-        raise UserError(f"{problem}; set train.global_batch_size={fits} or change the number of ranks")
-    per_rank = batch // ranks
-    micro = min(micro, per_rank)
-    if per_rank % micro:
-        fits = max(d for d in range(1, micro + 1) if per_rank % d == 0)
-        problem = f"train.micro_batch_size={micro} does not divide the {per_rank} rows of a rank and step"
-        raise UserError(f"{problem}; set train.micro_batch_size={fits}")
-    return Batch(batch, micro, per_rank // micro, ranks)
+    if batch < ranks:
+        problem = f"train.global_batch_size={batch} leaves some of {ranks} ranks without a row"
+        raise UserError(f"{problem}; set it to {ranks} or more, or start fewer ranks", code="batch-ranks")
+    rows = math.ceil(batch / ranks)  # of a rank
+    accumulation = math.ceil(rows / micro)
+    return Batch(batch, math.ceil(rows / accumulation), accumulation, ranks)
 
 
 def lr_at(train: TrainConfig, step: int, steps: int) -> float:

@@ -187,7 +187,7 @@ class OnPolicy:
     def write(self, batch: StepBatch, step: int) -> Written:
         """Return the batch of `step` as the model continues it; all ranks must call."""
         began, world = time.perf_counter(), self.trainer.world
-        first = world.rank * (len(batch.rows) // world.ranks)  # of this rank, in the global batch
+        first = world.rank * sum(len(micro["input_ids"]) for micro in batch.micro)  # in the global batch
         micros, counts, written = [], np.zeros(max(1, self.domains), np.int64), 0
         self.trainer.ds.eval()
         for micro in batch.micro:

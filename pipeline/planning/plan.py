@@ -261,6 +261,11 @@ def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
         if portion.epochs > REPEATED:
             cure = "the same text then teaches less: lower its share, or set train.mixture.max_epochs"
             warnings.append(f"domain {portion.name} is gone through {portion.epochs:.3g} times; {cure}")
+    batch = ready.batch
+    if batch.places > batch.batch:
+        problem = f"{batch.places - batch.batch} of {batch.places} places of every step are empty"
+        cure = f"train.global_batch_size={batch.places} would fill them in a new run"
+        warnings.append(f"{problem}: {batch.batch} rows do not divide over {batch.ranks} ranks; {cure}")
     if on_cpu and config.model.dtype == "bfloat16":
         cure = "set model.dtype=float32 in a new output_dir"
         warnings.append(f"bfloat16 on a CPU is several times slower than float32: {cure}")

@@ -167,7 +167,7 @@ def _bare(config: RunConfig, world: World, clock: Clock) -> None:
     del partitioned
     batches = []
     for step in range(clock.steps):
-        arrays = data.batch(rank_rows(order.step_rows(step), world.rank, world.ranks))
+        arrays = data.batch(rank_rows(order.step_rows(step), world.rank, world.ranks)[0])
         batches.append({k: torch.from_numpy(v) for k, v in arrays.items()})
     ds.train()
     for step, tensors in enumerate(batches):

@@ -140,13 +140,13 @@ def test_the_best_is_the_fastest_of_all_that_surely_fit(capsys: pytest.CaptureFi
 def test_what_is_refused_before_or_after_the_search(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing that fits, a batch that does not divide, a target that is there, no such GPU."""
+    """Nothing that fits, fewer rows than GPUs, a target that is there, no such GPU."""
     existing = tmp_path / "mine.yaml"
     existing.write_text("mine")
     for code, argv in (
         (ExitCode.FAILURE, ["--gpus", "1xRTX3090-24G", "--best", "data.sequence_len=65536"]),
         (ExitCode.FAILURE, ["--gpus", "1xA100-80G"]),
-        (ExitCode.MISTAKE, ["--gpus", "3xA100-80G", "--best"]),
+        (ExitCode.MISTAKE, ["--gpus", "32xA100-80G", "--best"]),
         (ExitCode.MISTAKE, ["--gpus", "8xB300"]),
         (ExitCode.MISTAKE, [*EIGHT, "--write", "x.yaml"]),
         (ExitCode.MISTAKE, [*EIGHT, "--best", "--write", str(existing)]),
