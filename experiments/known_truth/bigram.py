@@ -148,7 +148,7 @@ def fit(
     groups: list[dict[str, Any]] = [{"params": others}]
     if learner.head is not None and head_rate:
         groups.append({"params": [learner.head], "lr": head_rate * lr})
-    optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=1e-4)
+    optimizer = torch.optim.AdamW(groups, lr=lr, weight_decay=1e-4, fused=True)
     contexts = sample.train.sum(-1, keepdim=True)
     share = (contexts / contexts.sum(1, keepdim=True)).float()
     stopped, least = torch.full_like(rows, torch.nan), torch.full((len(rows),), torch.inf)

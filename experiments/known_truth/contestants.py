@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -16,6 +18,21 @@ from emo.pipeline.loss import get_objective
 
 PERMUTATION = 5  # seed of the costs between other tokens
 KERNEL = "kernel"  # the proper score, which is no objective of the product
+COMPILED = 200  # tokens of vocabulary from which a gradient is worth the seconds that compiling it takes
+
+
+@functools.cache
+def _gradient(name: str, params: tuple[tuple[str, float], ...]) -> Callable[[Tensor, Tensor, Costs], Tensor]:
+    """Return the expected gradient of an objective, for models, truths and costs; compiled if large."""
+    objective = None if name == KERNEL else get_objective(name, **dict(params))
+
+    def plain(q: Tensor, rows: Tensor, costs: Costs) -> Tensor:
+        if objective is None:
+            return kernel_gradient(q, rows, costs, dict(params)["weight"])
+        return expected_gradient(q, rows, objective, costs)
+
+    compiled = torch.compile(plain, fullgraph=True, isolate_recompiles=True)
+    return lambda q, rows, costs: (compiled if q.shape[-1] >= COMPILED else plain)(q, rows, costs)
 
 
 class Prior(Section):
@@ -56,11 +73,8 @@ class Contestant(Section):
 
     def gradient(self, embedding: Tensor) -> Gradient:
         """Return the expected gradient, with costs from the embedding that the truth was made with."""
-        costs = self._costs(embedding)
-        if self.name == KERNEL:
-            return lambda q, rows: kernel_gradient(q, rows, costs, self.params["weight"])
-        objective = get_objective(self.name, **self.params)
-        return lambda q, rows: expected_gradient(q, rows, objective, costs)
+        costs, gradient = self._costs(embedding), _gradient(self.name, tuple(self.params.items()))
+        return lambda q, rows: gradient(q, rows, costs)
 
     def targets(self, rows: Tensor, embedding: Tensor) -> Tensor:
         """Return the distributions that are fitted instead of rows [..., n, V]."""
@@ -102,6 +116,6 @@ class Contestant(Section):
 
     def _costs(self, embedding: Tensor) -> Costs:
         if self.cost == "constant":
-            return Costs(torch.eye(embedding.shape[-2], dtype=embedding.dtype))
+            return Costs(None)
         costs, generator = Costs(embedding), torch.Generator().manual_seed(PERMUTATION)
         return costs.permuted(generator) if self.cost == "permuted" else costs

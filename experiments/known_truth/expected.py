@@ -25,19 +25,22 @@ Gradient = Callable[[Tensor, Tensor], Tensor]
 class Costs:
     """Transport costs c_ij = 1 - cos(e_i, e_j) of an embedding [..., V, H], as they act on a vector.
 
-    Products take V H steps instead of V V. An identity matrix as the embedding makes c_ij = 1 for i != j: no
-    geometry, so that what is left of an objective is its reweighting.
+    Products take V H steps instead of V V. Without an embedding c_ij = 1 for i != j: no geometry, so that
+    what is left of an objective is its reweighting.
     """
 
-    def __init__(self, embedding: Tensor) -> None:
-        self.rows = torch.nn.functional.normalize(embedding, dim=-1)
+    def __init__(self, embedding: Tensor | None) -> None:
+        self.rows = None if embedding is None else torch.nn.functional.normalize(embedding, dim=-1)
 
     def apply(self, weights: Tensor) -> Tensor:
         """Return sum_j weights_j c_ji [..., V] for weights [..., V]."""
-        return weights.sum(-1, keepdim=True) - (weights @ self.rows) @ self.rows.mT
+        similar = weights if self.rows is None else (weights @ self.rows) @ self.rows.mT
+        return weights.sum(-1, keepdim=True) - similar
 
     def permuted(self, generator: torch.Generator) -> Costs:
         """Return the same costs between other tokens: geometry of the right size in the wrong places."""
+        if self.rows is None:
+            return self
         return Costs(self.rows[..., torch.randperm(self.rows.shape[-2], generator=generator), :])
 
 

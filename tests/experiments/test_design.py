@@ -45,7 +45,7 @@ measures: {train: {command: a}}
 measures: {a: {command: a, read: {x: "x.json:x"}}, b: {command: a, read: {x: "x.json:x"}}}
 measures: {a: {command: a, read: {x: "{plase}/x.json:x"}}}
 set: {train.stesp: 3}
-ranks: 3
+ranks: 65
 """
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from emo.common.recipe import load_section
 from emo.eval.generation import distributions
 from emo.eval.model import EvaluatedModel
-from emo.experiments.known_truth import bigram, corpus, learner, oracle, study
+from emo.experiments.known_truth import bigram, contestants, corpus, learner, oracle, study
 from emo.experiments.known_truth.contestants import Contestant, Prior
 from emo.experiments.known_truth.expected import Costs, Gradient, expected_gradient, kernel_gradient, settle
 from emo.pipeline.loss import get_objective
@@ -125,6 +125,15 @@ def test_runs_together_are_runs_alone() -> None:
         for entries in (10**6, 1)
     )
     assert torch.allclose(together, alone, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_compiled_gradients_are_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    contestant, (_, counts) = Contestant(name="emo"), sample(12, 50)
+    plain, after = (contestant.fit(counts, 1e-2, steps).logits for steps in (40, 41))
+    monkeypatch.setattr(contestants, "COMPILED", 12)
+    assert torch.allclose(contestant.fit(counts, 1e-2, 40).logits, plain, atol=1e-4)
+    assert not torch.allclose(after, plain, atol=1e-4)
 
 
 def test_a_learner_whose_head_is_the_embedding_equals_a_plain_loop() -> None:

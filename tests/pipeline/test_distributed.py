@@ -143,7 +143,8 @@ def test_stopped_then_killed_and_begun_again_equals_undisturbed(undisturbed: Pat
     assert (begun[0]["ranks"], begun[0]["hosts"], ended[-1]["how"]) == (2, 1, "finished")
     records, damaged = read_records(run_dir / SAMPLES)
     assert not damaged
-    assert [(r["step"], r["prompt"]) for r in records] == [(s, p) for s in (0, 3, 6, 8) for p in PROMPTS]
+    sampled = [step for step in (0, 3, 6, 8) if step != saved]  # a run that stops writes no texts
+    assert [(r["step"], r["prompt"]) for r in records] == [(s, p) for s in sampled for p in PROMPTS]
     model = AutoModelForCausalLM.from_pretrained(run_dir / EXPORT)
     tokenizer = load_tokenizer(run_dir / EXPORT)
     for record in records[-2:]:
@@ -415,7 +416,7 @@ def test_a_rank_that_is_slow_is_named(recipe: Path, tmp_path: Path) -> None:
     assert "slowest_rank" not in first
     for record in records:
         assert record["slowest_rank"] == 1 and record["slowest_host"] == node_name()
-        assert 0 < record["rank_seconds_median"] < 0.3 <= record["rank_seconds_max"] < 0.5
+        assert 0 < record["rank_seconds_median"] < 0.3 <= record["rank_seconds_max"] < 1
     assert done.stdout.count("warning: rank 1 on") == 1
     states = read_ranks(tmp_path / "run")
     assert [(state["step"], state["doing"]) for state in states.values()] == [(12, "finished")] * 2
