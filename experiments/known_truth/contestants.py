@@ -31,7 +31,8 @@ def _gradient(name: str, params: tuple[tuple[str, float], ...]) -> Callable[[Ten
             return kernel_gradient(q, rows, costs, dict(params)["weight"])
         return expected_gradient(q, rows, objective, costs)
 
-    compiled = torch.compile(plain, fullgraph=True, isolate_recompiles=True)
+    # isolated: every objective has this very code, and after eight variants torch would give up
+    compiled = torch.compile(plain, fullgraph=True, isolate_recompiles=True)  # type: ignore[call-overload]
     return lambda q, rows, costs: (compiled if q.shape[-1] >= COMPILED else plain)(q, rows, costs)
 
 
