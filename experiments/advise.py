@@ -65,17 +65,17 @@ def _advise(config: RunConfig) -> int:
         problem = "set model.path: a model with fresh weights has no confusions to compare with the costs"
         raise UserError(problem, code="fresh-weights")
     data, held_out = open_prepared(config.data)
-    text = next((held for held in held_out.values() if len(held)), data)
+    text = next((rows for rows in held_out.values() if len(rows)), data)
     fit = fit_of_recipe(config, text)
-    known = json.loads(MAP.read_text(encoding="utf-8"))
+    cells = json.loads(MAP.read_text(encoding="utf-8"))
     V, tokens = data.manifest.vocab_size, data.manifest.valid_tokens
-    largest = max(row["V"] for row in known["rows"])
+    largest = max(row["V"] for row in cells["rows"])
     position, cost = Position(V, tokens / V, share_of(fit, min(V, largest))), config.objective.cost
     share = f"as known truths have with a share of geometry of {position.share:.2f}"
     print(f"data   {tokens:,} supervised tokens, {position.draws:,.1f} for each of the vocabulary's {V:,}")
     print(f"costs  {cost}: fit {fit:.3f}, {share}")
-    print(f"map    {len(known['rows'])} cells at commit {known['code']}, whose intervals hold together")
-    print("\n".join(expected(known["rows"], position, begins=cost == "pretrained")))
+    print(f"map    {len(cells['rows'])} cells at commit {cells['code']}, whose intervals hold together")
+    print("\n".join(expected(cells["rows"], position, begins=cost == "pretrained")))
     return ExitCode.DONE
 
 
@@ -142,9 +142,9 @@ def fit_of_recipe(config: RunConfig, text: TokenDataset) -> float:
         labels = torch.from_numpy(arrays["labels"])[0]
         with torch.no_grad():
             logits = model(**inputs).logits[0].float().cpu()
-        kept = labels != IGNORE
-        probabilities.append(logits[kept].softmax(-1))
-        targets.append(labels[kept])
+        supervised = labels != IGNORE
+        probabilities.append(logits[supervised].softmax(-1))
+        targets.append(labels[supervised])
         if sum(map(len, targets)) >= POSITIONS:
             break
     q, y = torch.cat(probabilities)[:POSITIONS], torch.cat(targets)[:POSITIONS]

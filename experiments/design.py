@@ -130,7 +130,7 @@ class Question(Section):
 
 
 class Front(Section):
-    """What is lost at equal gain by the runs of a label: over all axes but `compare.axis` and `repeat`.
+    """The loss at equal gain of the runs of a label: over all axes but `compare.axis` and `repeat`.
 
     Metrics of which less is better.
     """
@@ -164,11 +164,11 @@ class Experiment(Section):
         """Return the file without those labels and questions of what it extends that it calls null."""
         if not isinstance(tree, dict):
             return tree
-        kept = copy.deepcopy(tree)
-        for group in (kept.get("questions"), *(kept.get("axes") or {}).values()):
+        result = copy.deepcopy(tree)
+        for group in (result.get("questions"), *(result.get("axes") or {}).values()):
             for name in [n for n, value in group.items() if value is None] if isinstance(group, dict) else ():
                 del group[name]
-        return kept
+        return result
 
     @model_validator(mode="after")
     def _check(self) -> Experiment:

@@ -28,13 +28,13 @@ def gap(points: Iterable[Point], baseline: Iterable[Point]) -> float:
 
     That is the area between the polylines over the width of their common range; NaN where there is none.
     """
-    ours, theirs = front(points), front(baseline)
-    if not ours or not theirs:
+    ours, reference = front(points), front(baseline)
+    if not ours or not reference:
         return math.nan
-    low, high = max(ours[0][0], theirs[0][0]), min(ours[-1][0], theirs[-1][0])
+    low, high = max(ours[0][0], reference[0][0]), min(ours[-1][0], reference[-1][0])
     if not low < high:
         return math.nan
-    corners = {low, high, *(x for x, _ in (*ours, *theirs) if low < x < high)}
+    corners = {low, high, *(x for x, _ in (*ours, *reference) if low < x < high)}
     x = np.array(sorted(corners))  # between corners the difference is linear
-    lost = [np.interp(x, *np.transpose(points)) for points in (ours, theirs)]
+    lost = [np.interp(x, *np.transpose(points)) for points in (ours, reference)]
     return float(np.trapezoid(lost[0] - lost[1], x) / (high - low))

@@ -129,8 +129,8 @@ def supervise(
     killed = [rank.report.name.removeprefix("rank-") for rank in ranks if rank.code is None]
     if killed and code == ExitCode.FAILURE:
         line = f"error: killed or aborted without a word: rank {', '.join(killed)}"
-        known = None if run_dir is None else late(run_dir)
-        print("; ".join(filter(None, (line, known))), file=sys.stderr)
+        reason = None if run_dir is None else late(run_dir)
+        print("; ".join(filter(None, (line, reason))), file=sys.stderr)
     if not ranks and code not in (ExitCode.DONE, ExitCode.STOPPED) and log.is_file():
         sys.stderr.write(log.read_text(errors="replace", encoding="utf-8"))
     return code
@@ -161,8 +161,8 @@ def main(argv: list[str]) -> int:
     Arguments or a recipe that no rank could use are answered at once, and so is --help.
     """
     script, *arguments = argv
-    at = arguments.index("--") if "--" in arguments else -1
-    options, arguments = arguments[: max(at, 0)], arguments[at + 1 :]
+    dashes = arguments.index("--") if "--" in arguments else -1
+    options, arguments = arguments[: max(dashes, 0)], arguments[dashes + 1 :]
 
     def run() -> int:
         run_dir = None

@@ -293,7 +293,7 @@ def restore(config: RunConfig, identity: Identity) -> None:
     run_dir, target = config.output_dir, config.train.copy_to
     if target is None:
         return
-    here = (run_dir / CONFIG).is_file() or bool(checkpoints(run_dir))
+    begun = (run_dir / CONFIG).is_file() or bool(checkpoints(run_dir))
     try:
         store = Store(target)
         with tempfile.TemporaryDirectory() as claimed:
@@ -305,6 +305,6 @@ def restore(config: RunConfig, identity: Identity) -> None:
             raise
         log.warning("%s", error)
         return
-    if not here:
+    if not begun:
         store.fetch_records(run_dir)
         log.info("%s is the run that is copied to train.copy_to=%s", run_dir, target)

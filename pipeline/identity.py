@@ -97,8 +97,8 @@ def identify(
         facts |= {"model": _digest(architecture), "adapters": None}
         if hasattr(module, "peft_config"):
             (adapter,) = module.peft_config.values()
-            made = {k: v for k, v in adapter.to_dict().items() if k not in NOT_ADAPTERS}
-            facts["adapters"] = _digest(made)
+            adapter_settings = {k: v for k, v in adapter.to_dict().items() if k not in NOT_ADAPTERS}
+            facts["adapters"] = _digest(adapter_settings)
     if data is not None:
         facts["data"] = data.fingerprint
         facts["validation"] = {name: rows.fingerprint for name, rows in validation.items()}

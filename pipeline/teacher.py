@@ -40,14 +40,14 @@ def teacher_config(config: RunConfig) -> ModelConfig | None:
     teacher = config.objective.compared
     if not config.objective.lives:
         return None
-    kept = {"dtype": config.model.dtype, "attn_implementation": config.model.attn_implementation}
+    options = {"dtype": config.model.dtype, "attn_implementation": config.model.attn_implementation}
     if isinstance(teacher, TeacherConfig):
-        kept["dtype"] = teacher.dtype or config.model.dtype
-        return ModelConfig(path=teacher.model, revision=teacher.revision, **kept)
+        options["dtype"] = teacher.dtype or config.model.dtype
+        return ModelConfig(path=teacher.model, revision=teacher.revision, **options)
     if config.model.lora is not None:
         return None
     path, revision = origin(config)
-    return ModelConfig(path=path, revision=revision, **kept)
+    return ModelConfig(path=path, revision=revision, **options)
 
 
 def check_teacher(config: RunConfig, student: PretrainedConfig, manifests: list[Manifest]) -> None:
@@ -55,8 +55,8 @@ def check_teacher(config: RunConfig, student: PretrainedConfig, manifests: list[
     teacher = config.objective.compared
     if not isinstance(teacher, TeacherConfig) or teacher.model is None:
         return
-    own = ModelConfig(path=teacher.model, revision=teacher.revision)
-    text, entries = model_config(own, key=KEY).get_text_config(), student.get_text_config().vocab_size
+    source = ModelConfig(path=teacher.model, revision=teacher.revision)
+    text, entries = model_config(source, key=KEY).get_text_config(), student.get_text_config().vocab_size
     if text.vocab_size < entries:
         problem = f"has {text.vocab_size} entries, and the model that trains has {entries}"
         raise UserError(f"{KEY}={teacher.model} {problem}; take one with as many", code="teacher-vocabulary")
@@ -128,7 +128,7 @@ def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world:
         raise UserError(f"the teacher: {refusal(teacher)}", code="packing")
     if verdict == "refused":
         teacher.packing = "alone"
-    named = config.objective.compared
-    temperature = named.temperature if isinstance(named, TeacherConfig) else 1.0
+    reference = config.objective.compared
+    temperature = reference.temperature if isinstance(reference, TeacherConfig) else 1.0
     base = model.get_base_model() if config.model.lora is not None else model
     base.teacher = LiveTeacher(teacher, temperature, run)

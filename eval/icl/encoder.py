@@ -95,9 +95,9 @@ class Encoder:
             for start in range(0, len(order), SEGMENT):
                 part, parts = order[start : start + SEGMENT], []
                 for i in range(0, len(part), SHOWN):
-                    shown = [missing[key] for key in part[i : i + SHOWN]]
-                    parts.append(self._model.encode(shown, batch_size=32, show_progress_bar=False))
-                    bar.update(len(shown))
+                    batch = [missing[key] for key in part[i : i + SHOWN]]
+                    parts.append(self._model.encode(batch, batch_size=32, show_progress_bar=False))
+                    bar.update(len(batch))
                 vectors = np.concatenate(parts).astype(np.float32)
                 if not np.isfinite(vectors).all():
                     text = f"sentence model {self.name!r} gives vectors that are not finite"

@@ -167,9 +167,9 @@ class TreeBatch:
             prefix, base = item.prefix[context:], row * width
             fed = [prefix, *(tail[:-1] for tail in item.tails)]
             begins = np.cumsum([0, *map(len, fed)])
-            places = [np.arange(len(part)) + (len(prefix) if k else 0) for k, part in enumerate(fed)]
+            positions = [np.arange(len(part)) + (len(prefix) if k else 0) for k, part in enumerate(fed)]
             self.ids[row, : begins[-1]] = np.concatenate(fed)
-            self.positions[row, : begins[-1]] = np.concatenate(places) + context
+            self.positions[row, : begins[-1]] = np.concatenate(positions) + context
             self._segment[row, : begins[-1]] = np.repeat(np.arange(len(fed)), np.diff(begins))
             source.append(base + np.arange(len(prefix) - 1))
             target.append(prefix[1:])
@@ -387,7 +387,7 @@ class PrefixScorer:
                 scores.append(self._score_own(prompt))
                 finished([number])
         parts = [scores[end - max(len(item.tails), 1) : end] for item, end in zip(items, ends, strict=True)]
-        return [ItemScore(part[0].prefix, np.concatenate([one.tails for one in part])) for part in parts]
+        return [ItemScore(part[0].prefix, np.concatenate([score.tails for score in part])) for part in parts]
 
     def _score_own(self, prompt: Item) -> ItemScore:
         """Return the score of a prompt, an item with one tail at most, by the model's own forward."""

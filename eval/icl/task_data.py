@@ -107,8 +107,8 @@ def _canonical(task: Task, row: Row, index: int, where: str) -> Row:
         raise UserError(f"{where}: none of the label columns {', '.join(task.spec.label.columns)}")
     value = row[column]
     if not isinstance(value, str | int) or (type(value), value) not in task.label_of:
-        known = ", ".join(str(value) for _, value in task.label_of)
-        raise UserError(f"{where}: column {column}: unknown label {value!r}; known: {known}")
+        labels = ", ".join(str(value) for _, value in task.label_of)
+        raise UserError(f"{where}: column {column}: unknown label {value!r}; known: {labels}")
     canonical[LABEL] = task.label_of[type(value), value]
     canonical[GROUP] = _text(row, task.spec.group, where) if task.spec.group else ""
     return canonical

@@ -48,10 +48,10 @@ def shortened(ids: Collection[str]) -> str:
     return text + (f" and {len(ids) - FEW} more" if len(ids) > FEW else "")
 
 
-def require_once(ids: Iterable[str], what: str) -> None:
-    """Raise a UserError that begins with `what` where an id comes more than once."""
+def require_once(ids: Iterable[str], subject: str) -> None:
+    """Raise a UserError that begins with `subject` where an id comes more than once."""
     if twice := [name for name, count in Counter(ids).items() if count > 1]:
-        raise UserError(f"{what} more than once: {shortened(twice)}", code="twice")
+        raise UserError(f"{subject} more than once: {shortened(twice)}", code="twice")
 
 
 class Question(NamedTuple):

@@ -143,15 +143,15 @@ def summary(judged: Judged, name: str) -> dict[str, Any]:
     """Return all numbers of a judgement; shares and win rate are null where no verdict can be read."""
     rows = judged.rows
     read = [row for row in rows if row["score"] is not None]
-    asked = [row for row in rows if row["unasked"] is None]
+    compared = [row for row in rows if row["unasked"] is None]
     scores, questions = [row["score"] for row in read], [row["question"] for row in read]
     shares: dict[str, Any] = dict.fromkeys((*SHARES, "win_rate"))
     if read:
         columns = [[s > 0.5 for s in scores], [s == 0.5 for s in scores], [s < 0.5 for s in scores], scores]
         shares = {key: _share(column, questions) for key, column in zip(shares, columns, strict=True)}
     consistency = None  # share of pairs whose verdict is the same in both orders
-    if judged.orders == 2 and asked:
-        consistency = sum(row["outcome"] in LABELS for row in asked) / len(asked)
+    if judged.orders == 2 and compared:
+        consistency = sum(row["outcome"] in LABELS for row in compared) / len(compared)
     outcomes, unasked = (Counter(row[key] for row in rows) for key in ("outcome", "unasked"))
     counts = {key: outcomes[key] for key in ("a", "b", "tie", "changed")} | {
         "unreadable": outcomes["unreadable"] - unasked[NO_ROOM],
@@ -160,7 +160,7 @@ def summary(judged: Judged, name: str) -> dict[str, Any]:
         "cut": sum(row["cut"] is not None for row in rows),
         "empty_a": sum(not row["a"].strip() for row in rows),
         "empty_b": sum(not row["b"].strip() for row in rows),
-        "unreadable_replies": sum(verdict is None for row in asked for verdict in row["verdicts"]),
+        "unreadable_replies": sum(verdict is None for row in compared for verdict in row["verdicts"]),
         "replies_cut_off": sum(r.get("ended") is False for row in rows for r in row["replies"]),
     }
     return {

@@ -48,7 +48,7 @@ POST_HOC = "post-hoc "  # begins the labels of what an objective would make of t
 
 
 class Question(Section):
-    """Whether one contestant is closer to the truth than all of others."""
+    """A claim that one contestant is closer to the truth than all of others."""
 
     better: str
     than: list[str] = Field(min_length=1)
@@ -75,12 +75,12 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _labels_exist(self) -> Study:
-        known = [*self.contestants, *(POST_HOC + label for label in self.post_hoc)]
-        asked = [label for q in self.questions.values() for label in (q.better, *q.than)]
+        labels = [*self.contestants, *(POST_HOC + label for label in self.post_hoc)]
+        questioned = [label for q in self.questions.values() for label in (q.better, *q.than)]
         against = [self.against(label) for label in self.contestants]
-        for label in (self.baseline, *self.post_hoc, *asked, *against):
-            if label not in known:
-                raise ValueError(f"{label} is not one of the contestants: {', '.join(known)}")
+        for label in (self.baseline, *self.post_hoc, *questioned, *against):
+            if label not in labels:
+                raise ValueError(f"{label} is not one of the contestants: {', '.join(labels)}")
         for name, question in self.questions.items():
             if question.tempered and question.than != [self.against(question.better)]:
                 raise ValueError(

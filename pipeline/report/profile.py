@@ -18,8 +18,8 @@ class Profile:
     """Records the steps of train.profile; on other ranks than its own, or without one, nothing."""
 
     def __init__(self, profile: ProfileConfig | None, run_dir: Path, rank: int) -> None:
-        own = profile is not None and rank in profile.ranks
-        self._first, self._last = profile.steps if own and profile is not None else (0, 0)
+        profiled = profile is not None and rank in profile.ranks
+        self._first, self._last = profile.steps if profiled and profile is not None else (0, 0)
         self._path = run_dir / PROFILE / f"rank-{rank}"
         self._profiler: Any = None
 

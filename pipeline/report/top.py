@@ -49,8 +49,8 @@ def table(run_dir: Path, now: float) -> tuple[str, bool]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     hosts = counted(len({state.get("host") for state in states.values()}), "host")
-    known = late(run_dir)
-    first = [f"{summary}; {counted(len(states), 'rank')} on {hosts}", *([known] if known else [])]
+    reason = late(run_dir)
+    first = [f"{summary}; {counted(len(states), 'rank')} on {hosts}", *([reason] if reason else [])]
     return "\n".join(map(printable, [*first, *lines])), not alive
 
 
