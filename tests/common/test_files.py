@@ -79,12 +79,12 @@ def test_only_what_was_made_is_removed(tmp_path: Path) -> None:
     patterns = ("train/*.arrow", "plan.parquet", ".new/tokenizer/tokenizer.json")
     outside, directory = put(tmp_path / "outside" / "a.arrow"), tmp_path / "place"
     names = ("train/a.txt", "train/deep/a.arrow", "a.arrow", "plan.parquet.bak", "other/plan.npz")
-    made = [put(directory / name) for name in ("train/a.arrow", *patterns[1:])]
+    written = [put(directory / name) for name in ("train/a.arrow", *patterns[1:])]
     others = [put(directory / name) for name in names]
     (directory / "linked").symlink_to(outside.parent)
     assert set(files.foreign(directory, patterns)) == {*others, directory / "linked"}
     files.remove_made(directory, patterns)
-    assert not any(path.exists() for path in made) and not (directory / ".new").exists()
+    assert not any(path.exists() for path in written) and not (directory / ".new").exists()
     assert all(path.exists() for path in [*others, outside, directory / "linked"])
     files.remove_made(directory, ("linked/*.arrow",))
     assert outside.exists(), "links are not followed"

@@ -89,9 +89,15 @@ def test_pickled_weights_are_tensors_or_nothing(tmp_path: Path) -> None:
 def test_what_acts_on_a_terminal_is_written_out() -> None:
     """Sequences that clear it and set its title, a return, half characters, marks of direction."""
     text = "\x1b[2J \x1b]0;owned\a a\rb \x9b31m \u202egpj.exe \u2066x\u2069 \u2028 \ud800 \x7f"
-    for shown in (printable(text), on_one_line(text), markdown(text), str(UserError(text)), one_line(text)):
-        shown.encode()
-        assert not set(shown) & set("\x1b\a\b\r\x7f\x9b\u202e\u2066\u2069\u2028\ud800")
+    for rendering in (
+        printable(text),
+        on_one_line(text),
+        markdown(text),
+        str(UserError(text)),
+        one_line(text),
+    ):
+        rendering.encode()
+        assert not set(rendering) & set("\x1b\a\b\r\x7f\x9b\u202e\u2066\u2069\u2028\ud800")
 
 
 def test_markdown_makes_no_links_tags_or_cells() -> None:

@@ -191,12 +191,12 @@ def test_tools_calls_and_developers_reach_a_chat_template() -> None:
     assert json.dumps(row) == before, "rows are read again, and must be what they were"
     inner = json.loads(result.messages)
     assert "name" not in inner[1] and inner[3]["tool_call_id"] == "1"
-    known = read_template(tokenizer_with(TOOLS), "t")
-    text, spans = render_chat(result, known)
+    template = read_template(tokenizer_with(TOOLS), "t")
+    text, spans = render_chat(result, template)
     assert text.startswith('{"name": "f"}\n<|im_start|>system\nd<|im_end|>')
     call_text, answer = (text[a:b] for a, b in spans)
     assert call_text.count("<|im_end|>") == 2 and answer == "a<|im_end|>"  # text of the call, and its end
-    other = known._replace(text=known.text + "{# knows developer #}")
+    other = template._replace(text=template.text + "{# knows developer #}")
     assert "<|im_start|>developer" in render_chat(result, other)[0]
     assert read({**row, "tools": "none"}, chat=True).reason == read(row).reason == "wrong_type"
 
@@ -209,14 +209,14 @@ SYSTEM = Chat(json.dumps([{"role": "system", "content": "be brief"}, *json.loads
 def test_ids_are_those_of_generation(template: str) -> None:
     """An independent account: transformers' apply_chat_template, on the original tokenizer."""
     saved = tokenizer_with(template)
-    theirs = AutoTokenizer.from_pretrained(saved.parent)
+    reference = AutoTokenizer.from_pretrained(saved.parent)
     messages = json.loads(PLAIN.messages)
     ids, spans = ChatEncoder(saved, read_template(saved, "t")).encode(PLAIN)
     assert spans[-1, 1] == len(ids), "nothing after the last answer is kept"
-    first = theirs.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
+    first = reference.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
     assert ids[: spans[0, 0]] == first
-    whole = theirs.apply_chat_template(messages)["input_ids"][: len(ids)]
-    assert theirs.decode(ids) == theirs.decode(whole)
+    whole = reference.apply_chat_template(messages)["input_ids"][: len(ids)]
+    assert reference.decode(ids) == reference.decode(whole)
     if template is not LLAMA:  # there a space of the answer's first word is a token by itself
         assert ids == whole
         assert [decoded(saved, ids[a:b]) for a, b in spans] == ["a0 0<|im_end|>", "a1 0<|im_end|>"]
@@ -255,18 +255,18 @@ def test_what_people_say_never_ends_a_turn(turns: list[tuple[str, str]], templat
     ],
 )
 def test_a_template_that_does_not_allow_it_is_refused(template: str, row: Chat, reason: str) -> None:
-    known = read_template(tokenizer_with(CHATML), "t")._replace(text=template)
+    chat_template = read_template(tokenizer_with(CHATML), "t")._replace(text=template)
     with pytest.raises(RefusedError) as caught:
-        render_chat(row, known)
+        render_chat(row, chat_template)
     assert caught.value.reason == reason
 
 
 def test_the_day_changes_nothing() -> None:
-    known = read_template(tokenizer_with(DATED), "t")
-    assert render_chat(PLAIN, known)[0].startswith("1 Jan 2024<|im_start|>")
-    assert len(check_template(known)) == 1
+    chat_template = read_template(tokenizer_with(DATED), "t")
+    assert render_chat(PLAIN, chat_template)[0].startswith("1 Jan 2024<|im_start|>")
+    assert len(check_template(chat_template)) == 1
     with pytest.raises(UserError):
-        check_template(known._replace(text="{{ strftime_now('%Y') }}" + CHATML))
+        check_template(chat_template._replace(text="{{ strftime_now('%Y') }}" + CHATML))
 
 
 @pytest.mark.parametrize(
@@ -287,8 +287,8 @@ def test_only_what_is_learned_is_supervised(tmp_path: Path, template: str) -> No
     shutil.copytree(tokenizer_with(CHATML), tokenizer)
     rows = [marked({"weight": i % 2}, {"weight": 1 - i % 2}, row=i) for i in range(40)]
     write_jsonl(tmp_path / "a.jsonl", rows)
-    how = {"kind": "instruct", "template": template, "sequence_len": 400, "tokenizer": str(tokenizer)}
-    config = prepared(tmp_path, **how)
+    options = {"kind": "instruct", "template": template, "sequence_len": 400, "tokenizer": str(tokenizer)}
+    config = prepared(tmp_path, **options)
     assert not verify(config.dir)[1]
     examples = segments(train_set(config))
     answers = [[f"a{turn} {i}<|im_end|>" for turn in (i % 2, 1 - i % 2)] for i in range(40)]

@@ -165,13 +165,13 @@ def test_overlong_policies_count_all_losses(dialogues: list[Conversation], polic
             continue
         starts = {"drop": [], "truncate": [0], "split": range(0, len(ids), block)}[policy]
         pieces = [(ids[a : a + block], mask[a : a + block]) for a in starts]
-        kept = [piece for piece in pieces if any(piece[1][1:])]
-        expected += kept
-        fate = POLICIES[policy] if kept or policy == "drop" else "without_response"
+        scored = [piece for piece in pieces if any(piece[1][1:])]
+        expected += scored
+        fate = POLICIES[policy] if scored or policy == "drop" else "without_response"
         counts.update(["overlong", f"overlong_{fate}"])
-        counts["overlong_tokens_lost"] += len(ids) - sum(len(piece[0]) for piece in kept)
+        counts["overlong_tokens_lost"] += len(ids) - sum(len(piece[0]) for piece in scored)
         if policy == "split":
-            counts["overlong_pieces_without_response"] += len(pieces) - len(kept)
+            counts["overlong_pieces_without_response"] += len(pieces) - len(scored)
     assert sequences(cut) == expected
     assert +cut.counts == +counts
     assert all(any(mask[1:]) for _, mask in sequences(cut))
@@ -192,11 +192,11 @@ def test_labels_that_training_reads_are_the_masks(dialogues: list[Conversation])
     dialogues = [d._replace(exchanges=tuple(e._replace(input="") for e in d.exchanges)) for d in dialogues]
     with tempfile.TemporaryDirectory() as folder:
         write_jsonl(Path(folder) / "a.jsonl", map(as_messages, dialogues))
-        how = {"kind": "instruct", "template": "chat", "sequence_len": 256, "overlong": "drop"}
+        options = {"kind": "instruct", "template": "chat", "sequence_len": 256, "overlong": "drop"}
         encoded = row_encoder("chat", 256).conversations(dialogues)
         if not len(encoded.ids):
             return
-        packed = segments(train_set(prepared(Path(folder), dedup="none", **how)))
+        packed = segments(train_set(prepared(Path(folder), dedup="none", **options)))
     expected = [(ids, [*np.where(mask, ids, -100)[1:].tolist(), -100]) for ids, mask in sequences(encoded)]
     assert sorted(packed) == sorted(expected)
 

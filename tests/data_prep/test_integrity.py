@@ -61,9 +61,9 @@ def plain_batch(row: dict[str, Any], block: int) -> list[list[int]]:
     spans = row.get("loss_spans", [0, len(ids)])
     learned = {i for a, b in zip(spans[::2], spans[1::2], strict=True) for i in range(a, b)}
     for length in row["segment_lengths"]:
-        at = len(positions)
+        start = len(positions)
         positions += range(length)
-        labels += [ids[i] if i in learned else -100 for i in range(at + 1, at + length)] + [-100]
+        labels += [ids[i] if i in learned else -100 for i in range(start + 1, start + length)] + [-100]
     padding = block - len(positions)
     return [ids + [0] * padding, labels + [-100] * padding, positions + list(range(padding))]
 
@@ -72,8 +72,8 @@ def plain_batch(row: dict[str, Any], block: int) -> list[list[int]]:
 def test_batches_are_what_the_columns_say(tmp_path: Path, kind: str) -> None:
     """`datasets` maps the same files; plain Python derives the batch from its columns."""
     write_jsonl(tmp_path / "a.jsonl", texts(120) if kind == "text" else alpaca_rows(60))
-    how = {"shards": 3} if kind == "text" else {"kind": kind, "sequence_len": 180, "overlong": "split"}
-    config = prepared(tmp_path, **how)
+    options = {"shards": 3} if kind == "text" else {"kind": kind, "sequence_len": 180, "overlong": "split"}
+    config = prepared(tmp_path, **options)
     data = train_set(config)
     rows, files = [], []
     for info in data.manifest.shards:
@@ -159,13 +159,13 @@ def examples(tmp_path: Path) -> DataConfig:
     return prepared(tmp_path, kind="instruct", sequence_len=512, shards=1)
 
 
-def flip(path: Path, at: int = -1) -> None:
+def flip(path: Path, offset: int = -1) -> None:
     """One bit, in place; size and time of modification stay."""
     times = path.stat()
     with path.open("r+b") as file:
-        file.seek(at % times.st_size)
+        file.seek(offset % times.st_size)
         byte = file.read(1)[0]
-        file.seek(at % times.st_size)
+        file.seek(offset % times.st_size)
         file.write(bytes([byte ^ 1]))
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
 
@@ -279,8 +279,8 @@ def test_a_directory_of_others_is_not_touched(tmp_path: Path) -> None:
     for force in (False, True):
         with pytest.raises(UserError):
             run(data_config(tmp_path), force=force)
-        kept = {p for p in tmp_path.rglob("*") if p.is_file() and ".planning" not in p.parts}
-        assert kept == {tmp_path / "a.jsonl", other} and other.read_text() == "the only copy"
+        files = {p for p in tmp_path.rglob("*") if p.is_file() and ".planning" not in p.parts}
+        assert files == {tmp_path / "a.jsonl", other} and other.read_text() == "the only copy"
 
 
 def test_force_loses_nothing_by_a_wrong_recipe_or_under_another_job(config: DataConfig) -> None:
@@ -439,12 +439,12 @@ def test_a_score_stands_where_its_label_stands(config: DataConfig) -> None:
     write_scores(data := train_set(config))
     written = Scores(data, "ref")
     for shard in range(3):
-        at = 0
+        offset = 0
         for row in data.rows_of(shard):
             stored, n = written.columns(np.array([row]))["stored"][0], data.tokens_of(int(row))
-            assert stored[: n - 1].tolist() == [-1e6 * shard - at - i for i in range(1, n)]
+            assert stored[: n - 1].tolist() == [-1e6 * shard - offset - i for i in range(1, n)]
             assert not stored[n - 1 :].any()
-            at += n
+            offset += n
 
 
 def test_scores_that_are_damaged_or_of_others_are_refused(config: DataConfig, tmp_path: Path) -> None:

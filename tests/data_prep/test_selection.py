@@ -91,8 +91,8 @@ def test_the_split_goes_by_content(tmp_path: Path) -> None:
     """The place of a row, and what else there is, does not move it between the splits."""
     rows = texts(1000, sentences=1)
     sides = []
-    for name, some, seed in (("a", rows, 0), ("b", rows[::-1][:700], 0), ("c", rows, 1)):
-        write_jsonl(tmp_path / "a.jsonl", some)
+    for name, subset, seed in (("a", rows, 0), ("b", rows[::-1][:700], 0), ("c", rows, 1)):
+        write_jsonl(tmp_path / "a.jsonl", subset)
         config = prepared(tmp_path, dir=str(tmp_path / name), validation_fraction=0.1, seed=seed)
         sides.append({text: side for side in (0, 1) for text in rows_of(config, side)})
     assert all(sides[0][text] == side for text, side in sides[1].items())
@@ -121,7 +121,7 @@ def test_copies_are_spread(tmp_path: Path) -> None:
     sources = [{"files": "a.jsonl"}, {"files": "b.jsonl", "weight": 4}]
     rows = rows_of(prepared(tmp_path, sources=sources, shards=1))
     positions = {text: [i for i, other in enumerate(rows) if other == text] for text in second}
-    assert all(len(at) == 4 and min(np.diff(at)) >= 40 for at in positions.values())
+    assert all(len(indices) == 4 and min(np.diff(indices)) >= 40 for indices in positions.values())
     assert [text for text in rows if text in set(first)] == first
 
 
@@ -144,9 +144,9 @@ def test_limit_of_tokens_takes_all_sources_in_proportion(tmp_path: Path) -> None
 
     def manifest(limit: int, *sources: tuple[str, int]) -> Manifest:
         listed = [{"files": name, "weight": weight} for name, weight in sources]
-        how = {"kind": "instruct", "sequence_len": 512, "sources": listed, "limit_tokens": limit}
+        options = {"kind": "instruct", "sequence_len": 512, "sources": listed, "limit_tokens": limit}
         with tempfile.TemporaryDirectory(dir=tmp_path) as out:
-            return train_set(prepared(tmp_path, dir=out, **how)).manifest
+            return train_set(prepared(tmp_path, dir=out, **options)).manifest
 
     both = (("a.jsonl", 1), ("b.jsonl", 2))
     whole = manifest(10**9, *both)
@@ -217,8 +217,13 @@ def test_data_without_domains_hold_the_rows_of_format_2(tmp_path: Path, kind: st
     for seed, name in enumerate(("a.jsonl", "b.jsonl")):
         write_jsonl(tmp_path / name, texts(150, seed) if kind == "text" else alpaca_rows(90, seed))
     sources = [{"files": "a.jsonl", "weight": 2.5}, {"files": "b.jsonl"}]
-    how = {"kind": kind, "sequence_len": 32 if kind == "text" else 128, "limit_tokens": limit, "shards": 3}
-    config = prepared(tmp_path, sources=sources, validation_fraction=0.2, tokenizer=tokenizer, **how)
+    options = {
+        "kind": kind,
+        "sequence_len": 32 if kind == "text" else 128,
+        "limit_tokens": limit,
+        "shards": 3,
+    }
+    config = prepared(tmp_path, sources=sources, validation_fraction=0.2, tokenizer=tokenizer, **options)
     digest = hashlib.sha256()
     for split in config.splits:
         for file in sorted((config.dir / split).glob("*.arrow")):
@@ -347,7 +352,7 @@ def test_no_test_row_of_the_made_up_world_stands_in_a_document_or_a_demonstratio
     corpora = map(corpus, ("world", "world-home", "world-abroad"))
     documents = "\n".join(row["text"] for path in corpora for row in read_rows(path))
     for task in TASKS:
-        key, shown = ("question", "dev") if task == "mmlu" else ("text", "train")
-        demonstrations = "\n".join(row[key] for row in task_rows(task, shown))
+        key, split = ("question", "dev") if task == "mmlu" else ("text", "train")
+        demonstrations = "\n".join(row[key] for row in task_rows(task, split))
         tests = {row[key] for row in task_rows(task, "test")}
         assert tests and not [text for text in tests if text in documents or text in demonstrations]

@@ -131,8 +131,8 @@ def test_tokens_follow_the_distribution(llama: Any, decoding: Decoding) -> None:
     assert counts[expected == 0].sum() == 0
     likely = expected >= 5
     observed, expected = (np.append(x[likely], x[~likely].sum()) for x in (counts, expected))
-    kept = expected > 0
-    assert stats.chisquare(observed[kept], expected[kept]).pvalue > 1e-3
+    positive = expected > 0
+    assert stats.chisquare(observed[positive], expected[positive]).pvalue > 1e-3
 
 
 def test_every_text_has_its_own_limit(llama: Any) -> None:
@@ -164,9 +164,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def generate(corpus: Path, model: str, *prefixes: object, name: str | None = None) -> Path:
     """Sample with a model after the corpus' or other prefixes; return the directory of its texts."""
-    asked = prefixes or ("--corpus", "ptb", "--data", corpus / "data")
+    options = prefixes or ("--corpus", "ptb", "--data", corpus / "data")
     settings = ("--max_new_tokens", 9, "--samples", 2, "--seeds", "0,1", "--output_path", corpus / "out")
-    assert command("generate", "--model", corpus / model, "--name", name or model, *asked, *settings)[0] == 0
+    assert (
+        command("generate", "--model", corpus / model, "--name", name or model, *options, *settings)[0] == 0
+    )
     (directory,) = (corpus / "out" / "models" / (name or model) / "generated").iterdir()
     return directory
 

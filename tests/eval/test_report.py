@@ -125,8 +125,8 @@ def test_the_report_of_real_evaluations(evaluated: Path, tmp_path: Path) -> None
     assert sst2["mle-100"]["trained_on"] is None, "what is not known is not claimed to be none"
     assert sst2["emo-200"]["trained_on"] == 2, "rows 0 and 3, as data preparation says"
     records = next(m for m in read_models([evaluated / "out"]) if m.name == "emo-200").records("sst2")
-    rest = [r["prediction"] == r["gold"] for r in records if r["id"] not in (0, 3)]
-    assert sst2["emo-200"]["untrained_accuracy"] == pytest.approx(np.mean(rest)) and len(rest) == 10
+    correct = [r["prediction"] == r["gold"] for r in records if r["id"] not in (0, 3)]
+    assert sst2["emo-200"]["untrained_accuracy"] == pytest.approx(np.mean(correct)) and len(correct) == 10
 
 
 def test_a_regression_has_an_exit_code(world: Path, evaluated: Path) -> None:
@@ -134,9 +134,18 @@ def test_a_regression_has_an_exit_code(world: Path, evaluated: Path) -> None:
     models = Report([evaluated / "out"]).models
     means = {m.name: np.mean([result["accuracy"] for result in m.results.values()]) for m in models}
     best, worst = max(means, key=means.__getitem__), min(means, key=means.__getitem__)
-    rest = ["--data", world / "data", "--tasks", TASKS, "--output_path", evaluated / "out", "--max_drop", 0]
+    options = [
+        "--data",
+        world / "data",
+        "--tasks",
+        TASKS,
+        "--output_path",
+        evaluated / "out",
+        "--max_drop",
+        0,
+    ]
     for name, baseline, code in ((worst, best, 3), (best, worst, 0), (best, "nobody", 2)):
-        arguments = ["--model", evaluated / "models" / name, "--name", name, *rest]
+        arguments = ["--model", evaluated / "models" / name, "--name", name, *options]
         assert command("eval", *arguments, "--fail_on_regression", baseline)[0] == code
 
 

@@ -72,8 +72,10 @@ def test_the_nearest_cell_speaks_for_a_run_and_none_beyond_the_map(position: Pos
 
 
 def test_a_head_that_costs_are_made_of_has_its_own_verdict() -> None:
-    free, own = ("\n".join(expected(rows(), Position(400, 5, 1.0), begins)) for begins in (False, True))
-    assert "entropy: yes" in free and "entropy: no" in own
+    free, pretrained = (
+        "\n".join(expected(rows(), Position(400, 5, 1.0), begins)) for begins in (False, True)
+    )
+    assert "entropy: yes" in free and "entropy: no" in pretrained
 
 
 def test_a_recipe_is_put_on_the_map(
@@ -92,6 +94,6 @@ def test_a_recipe_is_put_on_the_map(
 
 
 def test_the_shipped_map_has_what_is_read() -> None:
-    known = json.loads(advise.MAP.read_text())
-    assert {"geometry", "beyond-sharpening", "begins"} <= set(known["rows"][0]["verdicts"])
-    assert known["rows"] and known["code"]
+    shipped = json.loads(advise.MAP.read_text())
+    assert {"geometry", "beyond-sharpening", "begins"} <= set(shipped["rows"][0]["verdicts"])
+    assert shipped["rows"] and shipped["code"]

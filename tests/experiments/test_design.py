@@ -83,8 +83,8 @@ def test_names_are_filled_into_overrides_and_labels_give_them_another_text(tmp_p
     far = {"names.place": "{place}/far", "data.root": "{place}"}
     corpus = {"near": {"data.limit_rows": "{rows}"}, "far": far}
     names = {"root": "some", "place": "{root}/where", "rows": 3}
-    own = {"data.sources": [{"files": "{out}/corpus.jsonl", "limit": 5}], "data.root": "{place}"}
-    path = write(tmp_path, names=names, set=own, axes=AXES | {"corpus": corpus})
+    overrides = {"data.sources": [{"files": "{out}/corpus.jsonl", "limit": 5}], "data.root": "{place}"}
+    path = write(tmp_path, names=names, set=overrides, axes=AXES | {"corpus": corpus})
     near, *_, last = expand(read_experiment(path, ["names.root=there"]))
     assert near.overrides["data.sources"] == [{"files": "runs/x/corpus.jsonl", "limit": 5}]
     assert near.overrides["data.root"] == near.variables["place"] == "there/where"

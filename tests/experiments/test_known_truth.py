@@ -335,10 +335,10 @@ def test_contexts_are_divided_and_decoded_as_a_naive_loop_does(root: Path) -> No
     assert results["bound_js"] == pytest.approx(np.min(tempered, axis=0).mean(), abs=1e-6)
     nuclei = []
     for row in log_q.exp().numpy():
-        likeliest, kept = np.argsort(-row), np.zeros_like(row)
+        likeliest, nucleus = np.argsort(-row), np.zeros_like(row)
         size = int(np.searchsorted(np.cumsum(row[likeliest]), 0.9)) + 1
-        kept[likeliest[:size]] = row[likeliest[:size]]
-        nuclei.append(kept / kept.sum())
+        nucleus[likeliest[:size]] = row[likeliest[:size]]
+        nuclei.append(nucleus / nucleus.sum())
     assert results["decoded"]["p0_9"]["js"] == pytest.approx(js(np.array(nuclei)).mean(), abs=1e-6)
 
 

@@ -17,21 +17,21 @@ POINTS = st.lists(st.tuples(COORDINATE, COORDINATE), min_size=1, max_size=8)
 
 @given(POINTS)
 def test_a_front_is_what_no_point_is_better_than(points: list[tuple[float, float]]) -> None:
-    kept = front(points)
+    corners = front(points)
     for x, y in points:
         better = [p for p in points if p[0] <= x and p[1] <= y and p != (x, y)]
-        assert ((x, y) in kept) == (not better)
+        assert ((x, y) in corners) == (not better)
 
 
 @given(POINTS, POINTS)
 def test_a_gap_is_the_mean_difference_and_changes_sign(a: list[tuple], b: list[tuple]) -> None:
-    value, (ours, theirs) = gap(a, b), (front(a), front(b))
-    low, high = max(ours[0][0], theirs[0][0]), min(ours[-1][0], theirs[-1][0])
+    value, (ours, reference) = gap(a, b), (front(a), front(b))
+    low, high = max(ours[0][0], reference[0][0]), min(ours[-1][0], reference[-1][0])
     if low >= high:
         assert math.isnan(value)
         return
     middle = low + (np.arange(20_000) + 0.5) / 20_000 * (high - low)
-    curves = [np.interp(middle, *zip(*points, strict=True)) for points in (ours, theirs)]
+    curves = [np.interp(middle, *zip(*points, strict=True)) for points in (ours, reference)]
     assert value == pytest.approx(float((curves[0] - curves[1]).mean()), abs=1e-2)
     assert gap(b, a) == pytest.approx(-value, abs=1e-9)
 

@@ -190,11 +190,11 @@ def test_only_what_was_chosen_is_measured_on_test_data(tmp_path: Path, recipe: P
     """gamma is chosen by `dev` for EMO alone; `test` is measured of what was chosen."""
     axes: dict[str, Any] = {"objective": {name: {"objective.name": name} for name in ("mle", "emo")}}
     axes |= {"gamma": {"train.learning_rate": [0.1, 0.25]}, "seed": {"train.seed": [1, 2]}}
-    letters, made = "{out}/{run}.json:letters.0", "{out}/{run}.json:made"
+    letters, marker = "{out}/{run}.json:letters.0", "{out}/{run}.json:made"
     measures: dict[str, Any] = {
         "texts": {"command": "python -c pass {run} dev"},
         "dev": {"command": "python -c pass {run}", "read": {"dev": letters}},
-        "test": {"command": "python -c pass {run} test", "read": {"score": [letters, made]}},
+        "test": {"command": "python -c pass {run} test", "read": {"score": [letters, marker]}},
     }
     choose = {"axis": "gamma", "by": "dev", "least": False, "where": {"objective": ["emo"]}}
     work = opened(sweep(tmp_path, recipe, axes=axes, measures=measures, choose=choose, questions={}))
