@@ -167,13 +167,14 @@ def train(engine: Engine, case: Case, config: RunConfig, steps: range) -> Tensor
 
 def trained(case: Case, config: RunConfig, world: World, saved: Path | None) -> dict[str, Any]:
     """Losses and final weights under DeepSpeed; also losses of runs that resume from `saved`, half way."""
-    engine = start(case, config, world)
+    engine, graphs = start(case, config, world), counters["stats"]["unique_graphs"]
     first = train(engine, case, config, range(STEPS // 2))
     if saved is not None:
         engine.snapshot(saved)
         engine.files.write()
     results = {"losses": torch.cat((first, train(engine, case, config, range(STEPS // 2, STEPS))))}
     results["groups"] = engine.groups
+    results["graphs"] = counters["stats"]["unique_graphs"] - graphs
     for name, parameter in engine.model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
             results[name] = parameter.detach().float().clone()
@@ -342,7 +343,6 @@ def main(directory: Path) -> None:
         # generating code for a CPU takes a minute; what goes into it is the same
         with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
             results["stages"][name] = trained(case, recipe(case, *files), world, saved)
-    results["graphs"] = dict(counters["stats"])  # of the one compiled case
     if world.is_main:
         torch.save(results, directory / "results.pt")
     dist.barrier()

@@ -77,7 +77,7 @@ def test_every_stage_moves_parameters_as_one_process(sharded: Results, name: str
 
 def test_layers_are_compiled_once(sharded: Results) -> None:
     """One graph for all of them and every step, though ZeRO-3 takes their weights away in between."""
-    assert sharded["graphs"]["unique_graphs"] == 1
+    assert sharded["stages"]["compiled-3"]["graphs"] == 1
 
 
 def test_the_probe_works_on_partitioned_weights(sharded: Results) -> None:
