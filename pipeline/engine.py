@@ -130,6 +130,9 @@ class Engine:
         layers: list[nn.Module] = []
         if compiled and zero_stage(ds_config) == 3:
             layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+            if not layers:
+                problem = f"model.compile=true under ZeRO-3 finds no layers in {type(model).__name__}"
+                raise UserError(f"{problem}; set it to false", code="compile-layers")
             # gathered whole, so that no hook lies within a layer
             set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
         self.ds, *_ = deepspeed.initialize(
@@ -142,7 +145,7 @@ class Engine:
         self.rates = [group["lr"] / params["lr"] * group.get("ratio", 1.0) for group in groups]
         self.frozen = self._frozen_sum()  # what adapters belong to
         for layer in layers:
-            layer.forward = torch.compile(layer.forward)  # type: ignore[method-assign]
+            layer.forward = torch.compile(layer.forward)
         if compiled and not layers:
             self.ds.compile()
         self.own = OwnTime(self.model.get_output_embeddings())  # type: ignore[operator]

@@ -85,7 +85,7 @@ def use_liger(model: nn.Module) -> None:
                 forward.__closure__,
             )
             copied.__kwdefaults__ = forward.__kwdefaults__
-            module.forward = MethodType(copied, module)  # type: ignore[method-assign]
+            module.forward = MethodType(copied, module)
     if not replaced(model):
         raise UserError(f"{KEY}: Liger has no kernels for {family} models; {CURE}", code="kernels")
 
@@ -106,11 +106,11 @@ def compared(model: nn.Module) -> Iterator[dict[str, float]]:
     kernels = {module: module.forward for module in replaced(model)}
     try:
         for module, kernel in kernels.items():
-            module.forward = functools.partial(_both, module, kernel, worst)  # type: ignore[method-assign]
+            module.forward = functools.partial(_both, module, kernel, worst)
         yield worst
     finally:
         for module, kernel in kernels.items():
-            module.forward = kernel  # type: ignore[method-assign]
+            module.forward = kernel
 
 
 def check_kernels(model: nn.Module, run: Callable[[], object]) -> None:

@@ -159,10 +159,10 @@ def _train(
     batches = Batches(data, scores[0], ready.batch.micro, world.device)
     if config.model.kernels is not None:
         rows = order.step_rows(min(step, steps - 1))
-        local, _ = rank_rows(rows, world.rank, world.ranks, batches.micro)
-        first = list(batches.read(local[: batches.micro]))
+        here, _ = rank_rows(rows, world.rank, world.ranks, batches.micro)
+        compared = list(batches.read(here[: batches.micro]))
         with measuring(trainer.model, losses):
-            agreed(lambda: check_kernels(trainer.model, lambda: trainer.evaluate(first)))
+            agreed(lambda: check_kernels(trainer.model, lambda: trainer.evaluate(compared)))
     if saved is not None and source is not None:
         checkpoint.check_engine(saved, trainer)
         trainer.load(source)
