@@ -56,7 +56,11 @@ class ModelConfig(Section):
     activation_checkpointing: bool = mark(FREE, False)
     """Recompute activations in the backward pass: less memory, about a third more time."""
     compile: bool = False
-    """Use torch.compile, on GPUs under ZeRO-1 or 2; the first step then takes a minute."""
+    """Use torch.compile, on GPUs: on the whole model under ZeRO-1 or 2, on each layer under ZeRO-3; the first
+    step then takes a minute."""
+    kernels: Literal["liger"] | None = mark(FREE, None)
+    """Compute RMSNorm, rotary embedding and the gated product of each layer by Liger's kernels, on GPUs, for
+    the families that it knows; they are compared with the model's own at every start."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights."""
 
@@ -66,6 +70,8 @@ class ModelConfig(Section):
             raise ValueError("give path (pre-trained), architecture (a new model), or both")
         if "model_type" not in (self.architecture or {"model_type": ""}):
             raise ValueError("architecture needs model_type, for example llama")
+        if self.kernels is not None and self.compile:
+            raise ValueError("give kernels or compile, which fuse the same work")
         return self
 
 

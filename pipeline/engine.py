@@ -30,9 +30,11 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import set_z3_leaf_modules
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from emo.common.errors import FailureError, UserError, one_line
 from emo.common.parallel import environment
@@ -40,7 +42,7 @@ from emo.pipeline.batches import DOMAIN
 from emo.pipeline.loss.fused import BINS
 from emo.pipeline.loss.head import BOUNDS, by_document
 from emo.pipeline.pace import OwnTime
-from emo.pipeline.planning.ds_file import import_muon, muon, parameter_groups
+from emo.pipeline.planning.ds_file import import_muon, muon, parameter_groups, zero_stage
 from emo.pipeline.planning.host import check_gpus, threads
 from emo.pipeline.ranks import PATIENCE, World, gather_objects
 from emo.pipeline.stop import CHOSEN_PORT, die_with_parent
@@ -125,6 +127,14 @@ class Engine:
         self.groups = [len(group["params"]) for group in groups]
         if not with_muon or get_accelerator().device_name() == "cpu":
             import_muon()
+        layers: list[nn.Module] = []
+        if compiled and zero_stage(ds_config) == 3:
+            layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+            if not layers:
+                problem = f"model.compile=true under ZeRO-3 finds no layers in {type(model).__name__}"
+                raise UserError(f"{problem}; set it to false", code="compile-layers")
+            # gathered whole, so that no hook lies within a layer
+            set_z3_leaf_modules(model, list({type(layer) for layer in layers}))
         self.ds, *_ = deepspeed.initialize(
             model=model,
             model_parameters=groups,
@@ -134,7 +144,9 @@ class Engine:
         groups = self.ds.optimizer.param_groups
         self.rates = [group["lr"] / params["lr"] * group.get("ratio", 1.0) for group in groups]
         self.frozen = self._frozen_sum()  # what adapters belong to
-        if compiled:
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward)
+        if compiled and not layers:
             self.ds.compile()
         self.own = OwnTime(self.model.get_output_embeddings())  # type: ignore[operator]
         self.files = Snapshots(self.ds._config)

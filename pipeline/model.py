@@ -27,6 +27,7 @@ from emo.data_prep.shards import Manifest
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.pipeline.config import ModelConfig, ObjectiveConfig, PartConfig, RampConfig, RunConfig, TeacherConfig
 from emo.pipeline.engine import Engine
+from emo.pipeline.kernels import use_liger
 from emo.pipeline.loss import (
     CostEmbedding,
     LiveCost,
@@ -252,6 +253,8 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     attn = usable_attention(config.model, load_config(*origin(config)))
     model = load_pretrained(*origin(config), config.model.dtype, attn)
     model.config.use_cache = False
+    if config.model.kernels is not None:
+        use_liger(model)
     trained: nn.Module = model
     if config.model.lora is not None:  # first: peft looks layers up by class, and the fused head is no target
         trained = add_lora(model, config.model, config.train.seed)

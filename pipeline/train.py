@@ -30,10 +30,11 @@ from transformers.integrations import HfDeepSpeedConfig
 from emo.common.errors import UserError, one_line
 from emo.common.files import finite
 from emo.pipeline import checkpoint, copies, engine, identity
-from emo.pipeline.batches import Batches, Loader, check_content
+from emo.pipeline.batches import Batches, Loader, check_content, rank_rows
 from emo.pipeline.config import RunConfig, TrainConfig, lr_at
 from emo.pipeline.engine import Engine, Sums
 from emo.pipeline.export import export_model
+from emo.pipeline.kernels import check_kernels
 from emo.pipeline.lock import RunLock
 from emo.pipeline.model import (
     Losses,
@@ -155,6 +156,13 @@ def _train(
         trainer = Engine(model, ds_config, world, config.model.compile, ratio)
         del partitioned
     check_model(trainer, config, [rows.manifest for rows in sets])
+    batches = Batches(data, scores[0], ready.batch.micro, world.device)
+    if config.model.kernels is not None:
+        rows = order.step_rows(min(step, steps - 1))
+        here, _ = rank_rows(rows, world.rank, world.ranks, batches.micro)
+        compared = list(batches.read(here[: batches.micro]))
+        with measuring(trainer.model, losses):
+            agreed(lambda: check_kernels(trainer.model, lambda: trainer.evaluate(compared)))
     if saved is not None and source is not None:
         checkpoint.check_engine(saved, trainer)
         trainer.load(source)
@@ -180,7 +188,7 @@ def _train(
     guard = Guard(config.output_dir, config.train, writes=world.is_main, state=progress.get("guard"))
     saver = checkpoint.Saver(trainer, config, lock, read)
     micro = ready.batch.micro
-    loader = Loader(order, Batches(data, scores[0], micro, world.device), world)
+    loader = Loader(order, batches, world)
     held_out = {
         name: Batches(part, score, micro, world.device)
         for (name, part), score in zip(ready.validation.items(), scores[1:], strict=True)

@@ -24,7 +24,7 @@ from emo.data_prep.config import TRAIN
 from emo.data_prep.scores import Scores
 from emo.data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_facts
-from emo.pipeline import identity
+from emo.pipeline import identity, kernels
 from emo.pipeline.config import Batch, RunConfig, TrainConfig, solve_batch
 from emo.pipeline.export import exported_tensors, unwrap, write_rest
 from emo.pipeline.identity import Identity
@@ -73,6 +73,8 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
             if importlib.util.find_spec(package) is None:
                 cure = f"pip install {package}, or leave it out"
                 raise UserError(f"train.report_to: {package} is not installed: {cure}", code="missing-extra")
+        if config.model.kernels is not None:
+            kernels.check_host()
     parts = objective_parts(config)
     objective = training_objective(config, parts)
     data, validation = _data(config, local)
@@ -99,6 +101,8 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
         with contextlib.suppress(OSError):  # generation defaults, if any, are carried on by the export
             revision = config.model.revision or "main"
             unwrap(model).generation_config = GenerationConfig.from_pretrained(path, revision=revision)
+    if local and config.model.kernels is not None:
+        kernels.use_liger(unwrap(model))
     rehearse(model, config)
     _check_cost(config, hf_config.get_text_config().vocab_size, local)
     scores: list[Scores | None] = []

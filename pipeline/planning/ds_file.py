@@ -219,8 +219,6 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
         problem = "train.optimizer=muon goes without model.lora, offload_optimizer and reduce_scatter"
     elif offload.get("device") == "nvme":
         problem = "an optimizer on NVMe does not resume (weights do: ds_configs/zero3_nvme.json); set cpu"
-    elif config.model.compile and stage == 3:
-        problem = "model.compile=true is for ds_configs/zero1.json and zero2.json, not for ZeRO-3"
     if problem:
         raise UserError(f"{path}: {problem}", code="ds-combination")
 

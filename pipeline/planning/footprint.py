@@ -134,6 +134,7 @@ class Setup:
     live: float = 1e9  # parameters that ZeRO-3 keeps gathered (stage3_max_live_parameters)
     bucket: float = 5e7  # elements of a communication bucket
     compiled: bool = False  # by torch.compile, which fuses the element-wise work of a layer
+    kernels: bool = False  # Liger's, which fuse the same; launches and memory are counted as without
     masked: bool = False  # SDPA reads who may attend to whom in packed rows from a mask [b, 1, L, L]
     hpz: int = 1  # GPUs that share a second copy of the weights, so that gathers stay among them; 1: none
     reduced: int = 2  # bytes of a gradient on its way between ranks
@@ -290,7 +291,9 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     # rotary embedding are half a dozen kernels each in transformers; LayerNorm is one.
     h, f, rotated = sizes.hidden, sizes.inner, sizes.hidden + sizes.key_values
     if sizes.gated:
-        volume = 55 * h + 8 * rotated + 18 * f if setup.compiled else 240 * h + 55 * rotated + 26 * f
+        # Liger: q and k in place 8, gate and up to their product and back 16, two norms 20, residuals 24
+        fused = setup.compiled or setup.kernels
+        volume = 55 * h + 8 * rotated + 18 * f if fused else 240 * h + 55 * rotated + 26 * f
     else:
         volume = (55 if setup.compiled else 110) * h + 10 * f
     traffic = T * (volume * setup.width / 2) * sizes.layers * passes / 3 + gradient_traffic

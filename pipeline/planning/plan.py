@@ -146,6 +146,7 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
         live=float(zero.get("stage3_max_live_parameters", 1e9)),
         bucket=float(zero.get("reduce_bucket_size", 5e8)),
         compiled=config.model.compile,
+        kernels=config.model.kernels is not None,
         # On GPUs `auto` takes an attention that knows packed rows; those compute in half precision only.
         masked=not half or config.model.attn_implementation in ("sdpa", "eager"),
         hpz=int(zero.get("zero_hpz_partition_size", 1)),
@@ -307,10 +308,9 @@ def fit(sizes: Sizes, setup: Setup, cluster: Cluster) -> str:
     micro = next((m for m in range(rows, 0, -1) if rows % m == 0 and fits(micro=m)), 0)
     if memory.surely <= room:
         return f"yes; largest train.micro_batch_size that surely fits: {micro}"
-    zero3 = "set deepspeed=ds_configs/zero3.json" + " model.compile=false" * setup.compiled
     changes = [f"set train.micro_batch_size={micro}"] if micro else []
     changes += ["set model.activation_checkpointing=true"] if fits(checkpointing=True) else []
-    changes += [zero3] if fits(stage=3) else []
+    changes += ["set deepspeed=ds_configs/zero3.json"] if fits(stage=3) else []
     for offload in (False, True):
         least = {"micro": 1, "checkpointing": True, "stage": 3, "offload_optimizer": offload}
         if not changes and fits(**least):
@@ -413,8 +413,9 @@ def print_best(config: RunConfig, cluster: Cluster) -> Choice:
 def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Cluster) -> Iterator[Choice]:
     """Yield all settings on these GPUs, whether they fit or not.
 
-    Compiling is tried where it is allowed, under ZeRO-1 and 2, hpZ where the ranks fill several nodes. A file
-    that does not go with the recipe is passed over. Raises UserError when none does.
+    Compiling is tried under ZeRO-1 and 2: of layers that are compiled one by one no published run says what
+    they gain. hpZ is tried where the ranks fill several nodes. A file that does not go with the recipe is
+    passed over. Raises UserError when none does.
     """
     gpus = cluster.gpus
     batch = solve_batch(config.train.global_batch_size, 1, gpus)
@@ -429,7 +430,7 @@ def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Clus
             refused.append(error)
             continue
         micros = [m for m in range(1, rows + 1) if rows % m == 0]
-        compiling = (False, True) if first.stage < 3 else (False,)
+        compiling = (False, True) if first.stage < 3 and not first.kernels else (False,)
         for checkpointing, compiled, micro in itertools.product((False, True), compiling, micros):
             changes: dict[str, Any] = {"micro": micro, "accumulation": rows // micro, "compiled": compiled}
             setup = dataclasses.replace(first, checkpointing=checkpointing, **changes)

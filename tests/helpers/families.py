@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 VOCAB = 61
 BASE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -90,3 +93,21 @@ def tiny_llama(vocab_size: int, **changes: Any) -> LlamaForCausalLM:
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     more = {"initializer_range": 0.3, "use_cache": False}
     return LlamaForCausalLM(LlamaConfig(**{"vocab_size": vocab_size, **shape, **more, **changes}))
+
+
+def by_hand(model: Any, slope: float = 1.0) -> None:
+    """Compute the norms and products of a LLaMA in another way; with a `slope` their gradients are wrong."""
+
+    def norm(module: Any, x: Tensor) -> Tensor:
+        y = torch.nn.functional.rms_norm(x, x.shape[-1:], module.weight, module.variance_epsilon)
+        return y.detach() + slope * (y - y.detach())
+
+    def product(module: Any, x: Tensor) -> Tensor:
+        gate = module.gate_proj(x)
+        return module.down_proj(gate * torch.sigmoid(gate) * module.up_proj(x))
+
+    for module in model.modules():
+        if isinstance(module, LlamaRMSNorm):
+            module.forward = functools.partial(norm, module)
+        elif isinstance(module, LlamaMLP):
+            module.forward = functools.partial(product, module)

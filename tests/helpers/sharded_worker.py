@@ -7,6 +7,7 @@ Imported for the plain optimizers on one process that the stages are compared wi
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import sys
@@ -19,17 +20,19 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 from emo.common.errors import UserError
 from emo.pipeline.config import Batch, RunConfig, load_config, lr_at
 from emo.pipeline.engine import Engine, start_world, to_universal
+from emo.pipeline.kernels import check_kernels
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective, probe_model
 from emo.pipeline.loss.varlen import VARLEN
 from emo.pipeline.planning.ds_file import deepspeed_config
 from emo.pipeline.ranks import World, end_world, on_main
 from tests.conftest import REPO
 from tests.helpers import wrapped
-from tests.helpers.families import family, tiny_llama
+from tests.helpers.families import by_hand, family, tiny_llama
 
 VOCAB, BLOCK, ROWS, STEPS = 96, 16, 8, 4
 ADAM = ["train.learning_rate=1e-2", "train.eps=1e-3"]  # a tiny eps would amplify rounding
@@ -47,6 +50,7 @@ class Case(NamedTuple):
     in_pieces: bool = False  # built so from the start, cost embedding gathered
     frozen_head: bool = False
     accumulation: int = 2
+    kernels: bool = False  # layers computed in another way, and compared before the first step
 
 
 CASES = {
@@ -59,6 +63,9 @@ CASES = {
     "emo-3-tied": Case(ADAM, "zero3", "emo", tied=True, checkpointing=True),
     "emo-3-pieces": Case(ADAM, "zero3", "emo", tied=True, in_pieces=True),
     "emo-3-frozen": Case(ADAM, "zero3", "emo", frozen_head=True),
+    # in pieces however small they are
+    "compiled-3": Case([*ADAM, "model.compile=true"], "SMALL", checkpointing=True),
+    "kernels-3": Case(ADAM, "SMALL", kernels=True),
     "mile-3": Case(ADAM, "zero3", "mile", accumulation=1),  # weights are normalised over a pass
     "adamw-hpz": Case(ADAM, "HPZ"),  # last: its groups of ranks stay for the life of the process
 }
@@ -134,7 +141,15 @@ def start(case: Case, config: RunConfig, world: World, universal: bool = False) 
     fuse(model, case)
     if config.model.dtype == "bfloat16":
         model.bfloat16()
-    return Engine(model, ds_config | {"checkpoint": {"load_universal": universal}}, world)
+    if case.kernels:
+        by_hand(model)
+    settings = ds_config | {"checkpoint": {"load_universal": universal}}
+    engine = Engine(model, settings, world, config.model.compile)
+    if case.kernels:
+        engine.ds.eval()
+        with torch.no_grad():
+            check_kernels(engine.model, lambda: engine.ds(**batch(0)))
+    return engine
 
 
 def train(engine: Engine, case: Case, config: RunConfig, steps: range) -> Tensor:
@@ -152,13 +167,14 @@ def train(engine: Engine, case: Case, config: RunConfig, steps: range) -> Tensor
 
 def trained(case: Case, config: RunConfig, world: World, saved: Path | None) -> dict[str, Any]:
     """Losses and final weights under DeepSpeed; also losses of runs that resume from `saved`, half way."""
-    engine = start(case, config, world)
+    engine, graphs = start(case, config, world), counters["stats"]["unique_graphs"]
     first = train(engine, case, config, range(STEPS // 2))
     if saved is not None:
         engine.snapshot(saved)
         engine.files.write()
     results = {"losses": torch.cat((first, train(engine, case, config, range(STEPS // 2, STEPS))))}
     results["groups"] = engine.groups
+    results["graphs"] = counters["stats"]["unique_graphs"] - graphs
     for name, parameter in engine.model.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], modifier_rank=None):
             results[name] = parameter.detach().float().clone()
@@ -315,13 +331,18 @@ def main(directory: Path) -> None:
     results["stages"] = {}
     hpz = json.loads((REPO / "ds_configs/zero3_hpz.json").read_text(encoding="utf-8"))
     hpz["zero_optimization"] |= {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+    small = json.loads((REPO / "ds_configs/zero3.json").read_text(encoding="utf-8"))
+    small["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
     mine = directory / f"{world.rank}"
     mine.mkdir()
     (mine / "HPZ.json").write_text(json.dumps(hpz))
+    (mine / "SMALL.json").write_text(json.dumps(small))
     for name, case in CASES.items():
-        files = (mine,) if case.file == "HPZ" else ()
+        files = (mine,) if case.file.isupper() else ()
         saved = directory / name if name in RESUMED else None
-        results["stages"][name] = trained(case, recipe(case, *files), world, saved)
+        # generating code for a CPU takes a minute; what goes into it is the same
+        with mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager")):
+            results["stages"][name] = trained(case, recipe(case, *files), world, saved)
     if world.is_main:
         torch.save(results, directory / "results.pt")
     dist.barrier()

@@ -130,8 +130,18 @@ def test_the_best_is_the_fastest_of_all_that_surely_fit(capsys: pytest.CaptureFi
     files = {choice.file.name for choice in every}
     assert files == {"zero1.json", "zero2.json", "zero3.json", "zero3_offload.json"}
     assert {choice.setup.micro for choice in every} == {1, 2}  # 16 rows on 8 GPUs
-    assert {c.setup.stage for c in every if c.setup.compiled} == {1, 2}  # the trainer refuses others
+    assert {c.setup.stage for c in every if c.setup.compiled} == {1, 2}
     rows = cells(capsys.readouterr().out)
+    with_kernels = every_choice(load_config(LLAMA, ["model.kernels=liger"]), "8xA100-40G")
+    assert not any(choice.setup.compiled for choice in with_kernels)  # a recipe has one or the other
+    pairs = [
+        (c, k)
+        for c in every
+        for k in with_kernels
+        if c[:2] == (k.file, dataclasses.replace(k.setup, kernels=False))
+    ]
+    assert len(pairs) == len(with_kernels)
+    assert all(k.time.elementwise < c.time.elementwise and k.memory == c.memory for c, k in pairs)
     assert list(rows) == ["1", "2", "3", "recipe"]
     speeds = [int(rows[name][5].replace(",", "")) for name in "123"]
     assert speeds[0] >= speeds[1] >= speeds[2] and speeds[0] == pytest.approx(best.speed, abs=1)

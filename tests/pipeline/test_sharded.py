@@ -75,6 +75,11 @@ def test_every_stage_moves_parameters_as_one_process(sharded: Results, name: str
         assert result["converted"].tolist() == pytest.approx(second_half, rel=1e-6)
 
 
+def test_layers_are_compiled_once(sharded: Results) -> None:
+    """One graph for all of them and every step, though ZeRO-3 takes their weights away in between."""
+    assert sharded["stages"]["compiled-3"]["graphs"] == 1
+
+
 def test_the_probe_works_on_partitioned_weights(sharded: Results) -> None:
     """Two ranks under ZeRO-3 decide as one process does, and train afterwards."""
     assert sharded["probed"] == PROBED

@@ -1,0 +1,71 @@
+"""Kernels in the layers of a model: the check, refusals, and Liger where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+
+import pytest
+import torch
+
+from emo.pipeline.config import ModelConfig
+from emo.pipeline.kernels import check_host, check_kernels, replaced
+from tests.helpers.families import by_hand, family
+from tests.helpers.refusals import refused
+from tests.loss.test_triton import run
+
+IDS = torch.arange(24).view(2, 12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        ("", ""),
+        ("gradient", "gradient of LlamaRMSNorm"),
+        ("output", "of LlamaMLP"),
+        ("nan", "of LlamaMLP"),
+    ],
+)
+def test_layers_in_another_arithmetic_are_compared(fault: str, kind: str, dtype: torch.dtype) -> None:
+    """Both ways, forward and backward: rounding passes, a gradient that is too small by a tenth does not."""
+    changes = {"hidden_act": "gelu"} if fault == "output" else {}
+    model = family("llama", **changes).to(dtype)
+    by_hand(model, slope=0.9 if fault == "gradient" else 1.0)
+    if fault == "nan":
+        model.model.layers[1].mlp.forward = lambda x: x * torch.nan
+    kernels = {module: module.forward for module in replaced(model)}
+    assert len(kernels) == 7
+
+    def look() -> None:
+        with torch.no_grad():
+            model(input_ids=IDS, use_cache=False)
+
+    if not fault:
+        check_kernels(model, look)
+    else:
+        with refused("kernels-differ") as error:
+            check_kernels(model, look)
+        assert kind in str(error.value)
+    assert all(module.forward is kernel for module, kernel in kernels.items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_a_host_or_recipe_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with refused("kernels-gpu"):
+        check_host()
+    monkeypatch.setattr("emo.pipeline.kernels.on_gpu", lambda: True)
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)  # as if it could not be found
+    with refused("missing-extra"):
+        check_host()
+    with pytest.raises(ValueError, match="kernels or compile"):
+        ModelConfig(path="x", kernels="liger", compile=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
+def test_liger_in_the_interpreter() -> None:
+    output = run("pytest", "tests/helpers/liger_cases.py", TRITON_INTERPRET="1")
+    passed = re.search(r"(\d+) passed", output)
+    assert passed is not None and int(passed[1]) >= 5 and "skipped" not in output, output[-500:]
