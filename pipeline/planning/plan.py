@@ -51,9 +51,9 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 INNER = ("intermediate_size", "ffn_dim", "n_inner")
 TRUST = (
-    f"states are known, other memory is within {footprint.MEMORY_ERROR:.0%} of measured runs, time "
-    f"within {footprint.TIME_ERROR:.0%} of published runs (FSDP) that it was not fitted to; what the "
-    "host takes is an estimate"
+    f"states are known, other memory is within {footprint.MEMORY_ERROR:.0%} of measured runs, time within "
+    f"{footprint.TIME_ERROR:.0%} of published runs (FSDP, five of ZeRO-1) that it was not fitted to; what "
+    "the host takes is an estimate"
 )
 FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_hpz.json", "zero3_offload.json")  # of ds_configs/
 ALIKE = 0.01  # speeds this close are equal, and the choice that needs less memory is better
