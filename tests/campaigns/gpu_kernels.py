@@ -67,7 +67,7 @@ def kernels(show: Figures) -> None:
             with show.attempt(name):
                 for kind, (share, note) in _worst(V, dtype, show.quick).items():
                     words = f"{name}: error of {kind} kernels beside float64 / what is allowed"
-                    show(words, share, at_most=1.0, always=True, note=note)
+                    show(words, share, at_most=1.0, always=True, note=f"{note}; {len(CASES)} cases")
 
 
 def _worst(V: int, dtype: torch.dtype, quick: bool) -> dict[str, tuple[float, str]]:
