@@ -39,7 +39,17 @@ from emo.pipeline.order import REPEATED, MixedOrder, Portion
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.planning.ds_file import deepspeed_config, zero_stage
-from emo.pipeline.planning.footprint import ACCELERATORS, GIB, NODE, Accelerator, Memory, Setup, Sizes, Time
+from emo.pipeline.planning.footprint import (
+    ACCELERATORS,
+    GB,
+    GIB,
+    NODE,
+    Accelerator,
+    Memory,
+    Setup,
+    Sizes,
+    Time,
+)
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.teacher import KEY, teacher_config
 
@@ -226,11 +236,28 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
         else:
             hours = steps * time.total / 3600
             table.add_row("run", f"{hours:,.1f} hours, {hours * cluster.gpus:,.1f} GPU-hours, without saving")
+        if config.train.save_steps:
+            table.add_row("saves", saves(config, sizes, setup, time.total))
         table.add_row("trust", TRUST)
     Console().print(table)
     for warning in remarks(config, ready, on_cpu=cluster is None and not on_gpu()):
         log.warning(warning)
     return cluster is None or memory.total <= cluster.room
+
+
+def saves(config: RunConfig, sizes: Sizes, setup: Setup, step: float) -> str:
+    """Return in words how often checkpoints are written, how fast that must be, and how long steps wait.
+
+    step: its seconds. Steps wait while states go to host memory; they are written beside training.
+    """
+    state = sizes.trainable * (12 + setup.width)
+    written = state + sizes.parameters * setup.width * config.train.export_checkpoints
+    seconds = config.train.save_steps * step
+    waiting = state / setup.ranks / footprint.HOST_LINK
+    return (
+        f"{written / GB:,.0f} GB every {seconds / 60:,.1f} minutes, {written / GB / seconds:.2g} GB/s; "
+        f"steps wait {waiting / (waiting + seconds):.1%} of the time"
+    )
 
 
 def domain_rows(config: RunConfig, ready: Ready) -> list[tuple[str, str]]:

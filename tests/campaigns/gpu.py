@@ -217,15 +217,15 @@ def _stop_and_resume(show: Figures, arguments: list[str], run_dir: Path) -> None
         with log.open("w") as file:
             process = subprocess.Popen(command, stdout=file, **options)
             try:
-                end = time.monotonic() + PATIENCE
+                end = time.monotonic() + show.limit(PATIENCE)
                 while not words and process.poll() is None and len(read_metrics(run_dir)) <= 10:
                     if time.monotonic() > end:
-                        raise TimeoutError(f"the run has not trained after {PATIENCE:.0f} s")
+                        raise TimeoutError(f"the run has not trained after {show.limit(PATIENCE):.0f} s")
                     time.sleep(0.02)
                 began = time.monotonic()
                 if not words:
                     process.send_signal(signal.SIGTERM)
-                code = process.wait(timeout=PATIENCE)
+                code = process.wait(timeout=show.limit(PATIENCE))
             finally:
                 setting.kill_family(process)
         output = log.read_text()
@@ -237,7 +237,6 @@ def _stop_and_resume(show: Figures, arguments: list[str], run_dir: Path) -> None
 FUNCTIONS = (gpu_kernels.kernels, gpu_kernels.speed, waits, compiler, plan, gpu_kernels.attention)
 FUNCTIONS += (stops, lora, compiled)
 SECONDS = (180, 300, 135, 150, 240, 120, 180, 75, 110)  # that each may take on a GPU
-QUICK = 3  # times as long may the same be tried in small, on cores that are shared
 PARTS = dict(enumerate(zip(FUNCTIONS, SECONDS, strict=True), start=1))
 NEED_GPU = (compiler, compiled)
 
@@ -245,7 +244,6 @@ NEED_GPU = (compiler, compiled)
 def run_part(number: int, work: Path, out: Path, quick: bool) -> None:
     """Run a part in a process of its own, which prints its figures, for as long as it may take."""
     function, seconds = PARTS[number]
-    seconds *= QUICK if quick else 1
     log, began = out / f"{function.__name__}.log", time.monotonic()
     command = [sys.executable, "-m", "tests.campaigns.gpu", "--output_path", str(out)]
     command += ["--part", str(number), str(work), *(["--quick"] if quick else [])]
@@ -254,16 +252,16 @@ def run_part(number: int, work: Path, out: Path, quick: bool) -> None:
     if not GPU:
         # Triton looks when it is first imported; a peer would be compiled for longer than all else takes
         environment |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
-    show, code = Figures(out, function.__name__), None
+    show, code = Figures(out, function.__name__, quick), None
     with log.open("w") as file, contextlib.suppress(subprocess.TimeoutExpired):
         process = subprocess.Popen(command, cwd=REPO, env=environment, stderr=file, start_new_session=True)
         try:
-            code = process.wait(timeout=seconds)
+            code = process.wait(timeout=show.limit(seconds))
         finally:
             setting.kill_family(process)
-    show("the whole part, time", time.monotonic() - began, "s", note=f"at most {seconds}")
+    show("the whole part, time", time.monotonic() - began, "s", note=f"at most {show.limit(seconds)}")
     if code is None:
-        show.failed("the whole part", f"killed after {seconds} s; see {log}")
+        show.failed("the whole part", f"killed after {show.limit(seconds)} s; see {log}")
     elif code:
         words = last_words(log.read_text(errors="replace"))
         show.failed("the whole part", f"exit code {code}: {words}; see {log}")
