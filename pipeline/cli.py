@@ -10,6 +10,7 @@ import contextlib
 import logging
 import os
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -29,9 +30,7 @@ log = logging.getLogger(__name__)
 
 def run_recipe(watch: Watch, argv: list[str] | None = None) -> int:
     """Run one rank of `deepspeed launch/continual.sh RECIPE`; return its exit code."""
-    # Threads that spin for long while they wait take a busy CPU from those that work. Read as torch comes in.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    _set_environment()
     try:
         code = _reported(lambda: _run(watch, argv), watch)
     except SystemExit as end:  # argparse
@@ -40,6 +39,22 @@ def run_recipe(watch: Watch, argv: list[str] | None = None) -> int:
     if code != ExitCode.DONE and _is_main():
         print(f"exit code {code}", file=sys.stderr, flush=True)  # not every launcher passes it on
     return code
+
+
+def _set_environment() -> None:
+    """Set what libraries read as they are imported, unless the user has set it."""
+    # Threads that spin for long while they wait take a busy CPU from those that work.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+    # Rows differ in how many tokens they hold and chunks in size: what is freed is then of no use as it lies.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # Hosts may share a home directory, and Triton's cache is for a local disk. Nobody else may write to it.
+    if "TRITON_CACHE_DIR" not in os.environ:
+        cache = Path(tempfile.gettempdir()) / f"triton-{os.getuid()}"
+        cache.mkdir(mode=0o700, exist_ok=True)
+        if cache.lstat().st_uid == os.getuid() and not cache.is_symlink():
+            os.environ["TRITON_CACHE_DIR"] = str(cache)
 
 
 def leave(code: int) -> NoReturn:

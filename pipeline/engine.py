@@ -43,7 +43,7 @@ from emo.pipeline.loss.fused import BINS
 from emo.pipeline.loss.head import BOUNDS, by_document
 from emo.pipeline.pace import OwnTime
 from emo.pipeline.planning.ds_file import import_muon, muon, parameter_groups, zero_stage
-from emo.pipeline.planning.host import check_gpus, threads
+from emo.pipeline.planning.host import bind_near, check_gpus, on_gpu, threads
 from emo.pipeline.ranks import PATIENCE, World, gather_objects
 from emo.pipeline.stop import CHOSEN_PORT, die_with_parent
 
@@ -87,6 +87,9 @@ def start_world(timeout_minutes: float = PATIENCE) -> World:
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    if on_gpu():
+        gpu = torch.cuda.get_device_properties()
+        bind_near(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
     # On a CPU DeepSpeed would compile a shared-memory all-reduce here. Only inference uses it, the first
     # start would wait half a minute, and one killed meanwhile leaves a lock that hangs every later one.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -8,8 +8,8 @@ The memory of one GPU, by part (bf16; P parameters, n ranks, T tokens per pass, 
     activations  what a layer keeps for its backward pass, times layers; with checkpointing h per token and
                  layer, and one layer whole; with a mask for packed rows also that
     loss         a chunk of logits, the head's float32 gradient [V, h], the cost embedding [V, h]
-    update       a copy of the gradient while the optimizer steps, when the last three are free again; under
-                 ZeRO-1 its gradients 2 P, and before that as much for the copy that is reduced between ranks
+    update       while the optimizer steps, when the last three are free again: a copy of the gradient under
+                 ZeRO-3; under ZeRO-1 its gradients 2 P, and as much for the copy that ranks reduce before
 
 The time of a step adds matrix products, attention, element-wise traffic, communication and the optimizer; a
 pass takes at least as long as the host needs to issue it. Five constants come from published runs, which
@@ -26,7 +26,7 @@ from typing import NamedTuple
 from emo.pipeline.loss.fused import CHUNK_MB
 
 GB, GIB, TERA = 1e9, 2**30, 1e12
-TIME_ERROR = 0.15  # largest over published runs that no constant was fitted to; of 51, 49 are within 0.10
+TIME_ERROR = 0.15  # largest over published runs that no constant was fitted to; of 56, 54 are within 0.10
 MEMORY_ERROR = 0.25  # of what is not states, over published runs; states are known
 USABLE = 0.92  # of a GPU's memory; the rest goes to the CUDA context, NCCL and fragments
 ATTENTION = 0.29  # of the efficiency of matrix products that attention reaches
@@ -41,7 +41,7 @@ UNSHARDED = 40
 HOST_LINK = 20 * GB  # bytes/s between a GPU and its host, for offloading
 HOST_ADAM = 4e9  # parameters/s that a host updates, over all its ranks (Ren et al. 2021: 10e9 in 2.6 s)
 NODE = 8  # GPUs
-GROUP = 1e9  # parameters that ZeRO updates together
+GROUP = 1e9  # parameters that ZeRO-3 updates together
 # Seconds that the host is busy for a parameter tensor in a pass: Python, kernel launches, ZeRO's hooks. An
 # estimate. A pass of a model of 32 layers with 9 tensors each, far too small to keep a processor busy, took
 # 179 ms under ZeRO-2 and 402 ms under ZeRO-3 on a slow core; a core of a GPU host is taken for twice as fast.
@@ -90,7 +90,8 @@ def basis(stage: int, gpu: Accelerator) -> str:
     if not gpu.published:
         return "its data sheet: no published run on this GPU was found"
     runs = "published runs on this GPU (FSDP, which is ZeRO-3)"
-    return runs if stage == 3 else f"{runs}; what ZeRO-{stage} sends and updates in their place is counted"
+    counted = "" if stage == 3 else f"; what ZeRO-{stage} sends and updates in their place is counted"
+    return runs + counted + (" (as in InternLM's runs on A100)" if stage == 1 else "")
 
 
 @dataclass(frozen=True)
@@ -209,20 +210,25 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
     share = [1 / setup.ranks if setup.stage >= stage else 1.0 for stage in (3, 2, 1)]
     parameters = sizes.parameters * setup.width * share[0]
     gradients = sizes.trainable * 4 * share[1]
-    # DeepSpeed's ZeRO keeps float32 weights and two moments, also beside float32 weights. It updates them a
-    # group of at most 1e9 parameters at a time, with a copy of the group's gradient.
-    update = min(sizes.trainable * share[2], GROUP) * 4
-    optimizer = sizes.trainable * 12 * share[2]
+    # DeepSpeed's ZeRO keeps float32 weights and two moments, also beside float32 weights.
+    shard = sizes.trainable * share[2]
+    optimizer = shard * 12
+    if setup.stage == 3:  # a group at a time, with a copy of its gradient
+        update = min(shard, GROUP) * 4
+    else:  # beside float32 weights two copies of the shard's gradient, once the other shards' are freed
+        update = 0.0 if setup.bf16 else max(0.0, shard * 8 - gradients)
     head = sizes.vocabulary * sizes.hidden
     trains_head = sizes.trainable == sizes.parameters
     gathered = (4 if trains_head else 2) * setup.bucket * setup.width if setup.ranks > 1 else 0.0
     gathered = min(gathered, 2.0 * sizes.trainable * 4)
     if setup.stage == 3 and (setup.ranks > 1 or setup.offload_parameters):
         gathered += min(sizes.parameters, setup.live + setup.bucket) * setup.width
+    if setup.stage == 2 and not setup.bf16 and setup.accumulation > 1:
+        gathered += shard * 4  # the gradient of one pass, beside the sum
     if setup.stage == 1 and setup.bf16:
         gathered += sizes.trainable * setup.width
-        reducing = sizes.trainable * setup.reduced if setup.ranks > 1 and setup.reduced < 4 else 0
-        update = sizes.trainable * setup.width + max(update, reducing)
+        reducing = sizes.trainable * setup.reduced if setup.reduced < 4 else 0  # also with one rank
+        update = sizes.trainable * setup.width + reducing
     if setup.hpz > 1:
         parameters += sizes.parameters * setup.width / setup.hpz
     if setup.offload_optimizer:

@@ -20,6 +20,7 @@ from emo.pipeline.stop import HARDWARE, node_name
 
 log = logging.getLogger(__name__)
 
+CORES = frozenset(os.sched_getaffinity(0))  # that the launcher gave this process, before it binds itself
 BINDING = ("SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")  # of launchers that may bind ranks to cores
 PREFERENCE = (VARLEN, "flash_attention_2", "sdpa", "eager")  # of `auto` on a GPU
 NEEDS = {
@@ -47,10 +48,27 @@ def threads() -> int:
     The cores that it may use are shared with the host's other ranks, unless srun or mpirun has bound each to
     its own.
     """
-    cores, ranks = len(os.sched_getaffinity(0)), ranks_here()
+    cores, ranks = len(CORES), ranks_here()
     if any(name in os.environ for name in BINDING) and cores * ranks <= (os.cpu_count() or 1):
         return cores
     return max(1, cores // ranks)
+
+
+def near_cores(address: str, devices: Path = Path("/sys/bus/pci/devices")) -> set[int]:
+    """Return the cores beside a PCI device, such as 0000:1b:00.0; none where the host does not say."""
+    try:
+        text = (devices / address / "local_cpulist").read_text(encoding="utf-8").strip()
+    except OSError:
+        return set()
+    ranges = [part.partition("-") for part in text.split(",") if part]
+    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
+
+
+def bind_near(address: str) -> None:
+    """Keep this rank and its memory to the cores beside its GPU, if as many as its share are there."""
+    near = CORES & near_cores(address)
+    if len(near) >= threads():  # fewer: the launcher has bound it elsewhere
+        os.sched_setaffinity(0, near)
 
 
 def compiler() -> str | None:

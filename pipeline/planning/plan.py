@@ -39,7 +39,17 @@ from emo.pipeline.order import REPEATED, MixedOrder, Portion
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.planning.ds_file import deepspeed_config, zero_stage
-from emo.pipeline.planning.footprint import ACCELERATORS, GIB, NODE, Accelerator, Memory, Setup, Sizes, Time
+from emo.pipeline.planning.footprint import (
+    ACCELERATORS,
+    GB,
+    GIB,
+    NODE,
+    Accelerator,
+    Memory,
+    Setup,
+    Sizes,
+    Time,
+)
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.teacher import KEY, teacher_config
 
@@ -51,9 +61,9 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_expe
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 INNER = ("intermediate_size", "ffn_dim", "n_inner")
 TRUST = (
-    f"states are known, other memory is within {footprint.MEMORY_ERROR:.0%} of measured runs, time "
-    f"within {footprint.TIME_ERROR:.0%} of published runs (FSDP) that it was not fitted to; what the "
-    "host takes is an estimate"
+    f"states are known, other memory is within {footprint.MEMORY_ERROR:.0%} of measured runs, time within "
+    f"{footprint.TIME_ERROR:.0%} of published runs (FSDP, five of ZeRO-1) that it was not fitted to; what "
+    "the host takes is an estimate"
 )
 FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_hpz.json", "zero3_offload.json")  # of ds_configs/
 ALIKE = 0.01  # speeds this close are equal, and the choice that needs less memory is better
@@ -227,11 +237,28 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
         else:
             hours = steps * time.total / 3600
             table.add_row("run", f"{hours:,.1f} hours, {hours * cluster.gpus:,.1f} GPU-hours, without saving")
+        if config.train.save_steps:
+            table.add_row("saves", saves(config, sizes, setup, time.total))
         table.add_row("trust", TRUST)
     Console().print(table)
     for warning in remarks(config, ready, on_cpu=cluster is None and not on_gpu()):
         log.warning(warning)
     return cluster is None or memory.total <= cluster.room
+
+
+def saves(config: RunConfig, sizes: Sizes, setup: Setup, step: float) -> str:
+    """Return in words how often checkpoints are written, how fast that must be, and how long steps wait.
+
+    step: its seconds. Steps wait while states go to host memory; they are written beside training.
+    """
+    state = sizes.trainable * (12 + setup.width)
+    written = state + sizes.parameters * setup.width * config.train.export_checkpoints
+    seconds = config.train.save_steps * step
+    waiting = state / setup.ranks / footprint.HOST_LINK
+    return (
+        f"{written / GB:,.0f} GB every {seconds / 60:,.1f} minutes, {written / GB / seconds:.2g} GB/s; "
+        f"steps wait {waiting / (waiting + seconds):.1%} of the time"
+    )
 
 
 def domain_rows(config: RunConfig, ready: Ready) -> list[tuple[str, str]]:

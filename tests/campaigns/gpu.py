@@ -52,7 +52,7 @@ def sizes(show: Figures, large: str = "220M") -> tuple[str, int, int]:
 def waits(show: Figures) -> None:
     """Part 3: how often the host waits for the device, and a trace to see where."""
     objectives = {"mle": ("mle", 0, 0), "EMO exact": ("emo", 0, 1), "EMO cached": ("emo", 512, 1)}
-    for name, (objective, cache, most) in list(objectives.items())[: 1 if show.quick else None]:
+    for name, (objective, cache, most) in objectives.items():
         with show.attempt(name):
             options = [f"objective.name={objective}", f"objective.cost_cache_mb={cache}"]
             options += ["deepspeed=ds_configs/zero2.json", f"train.profile.steps=[{TRACE_STEP},{TRACE_STEP}]"]
@@ -129,7 +129,7 @@ def plan(show: Figures) -> None:
     """
     size, block, _ = sizes(show, "1.1B")
     cases = [(3, False, 8), (2, False, 8), (3, True, 8), (3, False, 1)]
-    for stage, checkpointing, rows in cases[-1:] if show.quick else cases:
+    for stage, checkpointing, rows in cases:
         words = f"ZeRO-{stage}{', checkpointing' if checkpointing else ''}, {rows * block:,} tokens"
         with show.attempt(words):
             option = f"model.activation_checkpointing={str(checkpointing).lower()}"
@@ -140,7 +140,7 @@ def lora(show: Figures) -> None:
     """Part 8: adapters under ZeRO-2 and 3."""
     setting.needs("peft")
     size, block, micro = sizes(show, "1.1B")
-    for stage in (3,) if show.quick else (3, 2):
+    for stage in (3, 2):
         words = f"LoRA, ZeRO-{stage}, {micro * block:,} tokens"
         with show.attempt(words):
             option = "model.lora={r: 16, alpha: 32}"
@@ -217,15 +217,15 @@ def _stop_and_resume(show: Figures, arguments: list[str], run_dir: Path) -> None
         with log.open("w") as file:
             process = subprocess.Popen(command, stdout=file, **options)
             try:
-                end = time.monotonic() + PATIENCE
+                end = time.monotonic() + show.limit(PATIENCE)
                 while not words and process.poll() is None and len(read_metrics(run_dir)) <= 10:
                     if time.monotonic() > end:
-                        raise TimeoutError(f"the run has not trained after {PATIENCE:.0f} s")
+                        raise TimeoutError(f"the run has not trained after {show.limit(PATIENCE):.0f} s")
                     time.sleep(0.02)
                 began = time.monotonic()
                 if not words:
                     process.send_signal(signal.SIGTERM)
-                code = process.wait(timeout=PATIENCE)
+                code = process.wait(timeout=show.limit(PATIENCE))
             finally:
                 setting.kill_family(process)
         output = log.read_text()
@@ -236,7 +236,7 @@ def _stop_and_resume(show: Figures, arguments: list[str], run_dir: Path) -> None
 
 FUNCTIONS = (gpu_kernels.kernels, gpu_kernels.speed, waits, compiler, plan, gpu_kernels.attention)
 FUNCTIONS += (stops, lora, compiled)
-SECONDS = (180, 300, 135, 150, 240, 120, 180, 75, 110)  # that each may take
+SECONDS = (180, 300, 135, 150, 240, 120, 180, 75, 110)  # that each may take on a GPU
 PARTS = dict(enumerate(zip(FUNCTIONS, SECONDS, strict=True), start=1))
 NEED_GPU = (compiler, compiled)
 
@@ -252,16 +252,16 @@ def run_part(number: int, work: Path, out: Path, quick: bool) -> None:
     if not GPU:
         # Triton looks when it is first imported; a peer would be compiled for longer than all else takes
         environment |= {"TRITON_INTERPRET": "1", "TORCHDYNAMO_DISABLE": "1"}
-    show, code = Figures(out, function.__name__), None
+    show, code = Figures(out, function.__name__, quick), None
     with log.open("w") as file, contextlib.suppress(subprocess.TimeoutExpired):
         process = subprocess.Popen(command, cwd=REPO, env=environment, stderr=file, start_new_session=True)
         try:
-            code = process.wait(timeout=seconds)
+            code = process.wait(timeout=show.limit(seconds))
         finally:
             setting.kill_family(process)
-    show("the whole part, time", time.monotonic() - began, "s", note=f"at most {seconds}")
+    show("the whole part, time", time.monotonic() - began, "s", note=f"at most {show.limit(seconds)}")
     if code is None:
-        show.failed("the whole part", f"killed after {seconds} s; see {log}")
+        show.failed("the whole part", f"killed after {show.limit(seconds)} s; see {log}")
     elif code:
         words = last_words(log.read_text(errors="replace"))
         show.failed("the whole part", f"exit code {code}: {words}; see {log}")

@@ -55,7 +55,8 @@ train:
   global_batch_size: {micro}, micro_batch_size: {micro}, eval_rows: {micro}}}
 deepspeed: ds_configs/zero3.json
 """
-PREPARING, RUNNING = 60, 100  # seconds that a run of `prepare` and of the trainer may take
+PREPARING, RUNNING = 60, 100  # seconds that a run of `prepare` and of the trainer may take on a GPU's host
+UNHURRIED = 3  # times as long may all take in small, on cores that others use
 
 
 class MissingError(Exception):
@@ -70,6 +71,10 @@ class Figures:
     part: str
     quick: bool = False  # sizes that say whether it runs, not how well: no target holds
     work: Path = Path()  # for weights, data and runs, which are not small
+
+    def limit(self, seconds: float) -> float:
+        """Return how long something may take that has so many seconds on a GPU."""
+        return seconds * (UNHURRIED if self.quick else 1)
 
     def __call__(
         self, case: str, value: float | None, unit: str = "", *,
@@ -189,7 +194,7 @@ def recipe(show: Figures, size: str, block: int, micro: int) -> Path:
     path.write_text(RECIPE.format(work=show.work, model=model, data=data, block=block, micro=micro, **texts))
     prepared = data.with_suffix(".prepared")
     if not prepared.exists():
-        run(["-m", "emo", "prepare", str(path)], PREPARING)
+        run(["-m", "emo", "prepare", str(path)], show.limit(PREPARING))
         prepared.touch()
     return path
 
@@ -246,5 +251,5 @@ def measure(
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     results = run_dir.with_suffix(".json")
     arguments = ["-m", "tests.campaigns.gpu_worker", "--to", str(results), "--steps", str(STEPS), str(path)]
-    run([*arguments, f"output_dir={run_dir}", *options], RUNNING, **changes)
+    run([*arguments, f"output_dir={run_dir}", *options], show.limit(RUNNING), **changes)
     return json.loads(results.read_text())

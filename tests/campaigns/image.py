@@ -1,12 +1,14 @@
 """The image, built without Docker and run without rights. Needs root and Debian's packages.
 
-    python -m tests.campaigns.image [--parts verbs stops evaluation quickstart] [--torch-args TORCH_ARGS]
+    python -m tests.campaigns.image [--parts verbs cuda stops evaluation quickstart] [--torch-args TORCH_ARGS]
 
-The Dockerfile is built for the CPU by buildah (chroot isolation) on a base made by debootstrap, with what pip
-is configured to on this machine. Everything then runs under podman as a user that is not root, with a root
-file system that is only read, no capabilities, no network, and one volume.
+The Dockerfile is built by buildah (chroot isolation) on a base made by debootstrap, with what pip is
+configured to on this machine, which decides whether PyTorch is built for CUDA. Everything then runs under
+podman as a user that is not root, with a root file system that is only read, no capabilities, no network, and
+one volume.
 
 verbs       what the image says of itself; its verbs, and a wrong one
+cuda        imports, libraries and sizes, where PyTorch is built for CUDA; what needs a GPU is named
 stops       prepare; a run that is stopped, then killed, and resumes with the losses of one left alone; health
 evaluation  evaluate and watch, by a user that the image does not know
 quickstart  raw text to report
@@ -35,8 +37,10 @@ from tests.helpers.evaluating import tiny_model, write_tasks
 from tests.helpers.launching import PIPED, losses, tiny_recipe, wait_for, wait_for_step
 
 PACKAGES = ["debootstrap", "buildah", "podman", "runc"]
-SUITE, NEEDED = "bookworm", 15  # of Debian, as in the Dockerfile; GiB of disk
+SUITE, NEEDED = "bookworm", 30  # of Debian, as in the Dockerfile; GiB of disk
 UNKNOWN = 4321  # a user without an entry in the image
+# A driver brings the first two; the others are for transports that NCCL does not use.
+ABSENT = {"libcuda.so.1", "libnvidia-ml.so.1"}
 CONSTANT = "train.lr_scheduler_type=constant"
 CONFINED = [
     *("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp:rw,exec,mode=1777", "--network", "none"),
@@ -129,14 +133,39 @@ def verbs(image: Image, show: Campaign) -> None:
     code, out = image.run("-c", "id -u; touch /emo/x || touch /tmp/x", entry="sh")
     good = code == 0 and out.startswith("1001") and "Read-only file system" in out
     show("verbs", "who writes where", "1001; /emo is read only, /tmp is not", good, out)
-    load = "import ctypes; [ctypes.CDLL(name) for name in ('libibverbs.so.1', 'libmlx5.so.1')]"
-    code, out = image.run("-c", load, entry="python")
-    show("verbs", "InfiniBand's libraries", out.strip() or "load", code == 0)
     code, out = image.run("train")
     show("verbs", "a wrong verb", f"{code}: {out.strip()}", code == 2 and out.count("\n") == 1)
     for arguments in (["help"], ["plan", "launch/recipes/llama-7b-wikitext103.yaml", "--help"]):
         code, out = image.run(*arguments)
         show("verbs", " ".join(arguments[:2]), out.strip().splitlines()[0], code == 0 and "usage" in out)
+
+
+def cuda(image: Image, show: Campaign) -> None:
+    """What a CUDA image holds, as far as that can be seen without a GPU."""
+    code, out = image.run("-m", "tests.helpers.libraries", entry="python")
+    if code:
+        show("cuda", "imports", out[-800:], False)
+        return
+    held = json.loads(out.splitlines()[-1])
+    show("cuda", "imports", f"torch {held['torch']}, triton, deepspeed, the rooms", True)
+    bad = {name: why for name, why in held["verbs"].items() if why}
+    show(
+        "cuda",
+        "InfiniBand's libraries",
+        str(bad or f"{len(held['verbs'])} load"),
+        not bad and len(held["verbs"]) > 2,
+    )
+    sizes = {name: f"{size / 2**30:.2f}" for name, size in held["sizes"].items()}
+    show("cuda", "sizes", ", ".join(f"{name} {size}" for name, size in sizes.items()) + " GiB", True)
+    if held["cuda"] is None:
+        show("cuda", "CUDA", "skipped: pip's configuration here gives a PyTorch for CPUs", True)
+        return
+    needed = {name: users for name, users in held["missing"].items() if name not in ABSENT}
+    absent = ", ".join(sorted(set(held["missing"]) & ABSENT))
+    words = f"of {held['libraries']} all but {absent}"
+    show("cuda", "libraries that ldd finds", words, not needed, str(needed))
+    show("cuda", "NCCL, ptxas", f"{held['nccl']}, {held['ptxas']}", held["nccl"] > 0 and bool(held["ptxas"]))
+    show("cuda", "not shown without a GPU", "driver, kernels, NCCL between GPUs, adapters", True)
 
 
 class Training:
@@ -249,7 +278,7 @@ def quickstart(image: Image, show: Campaign) -> None:
     show("quickstart", "raw text to report", words, good, out[-1200:])
 
 
-PARTS = {"verbs": verbs, "stops": stops, "evaluation": evaluation, "quickstart": quickstart}
+PARTS = {"verbs": verbs, "cuda": cuda, "stops": stops, "evaluation": evaluation, "quickstart": quickstart}
 
 
 def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:

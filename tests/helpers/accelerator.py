@@ -26,19 +26,26 @@ FREE = {
 
 
 class Trace(TorchDispatchMode):
-    """Counts the launches of operations on the meta device, by name, and the bytes that they leave alive."""
+    """Counts the launches of operations on a device, by name, and the bytes that they leave alive."""
 
-    def __init__(self, *inputs: Tensor, counts: Callable[[Tensor], bool] = lambda tensor: True) -> None:
+    def __init__(
+        self,
+        *inputs: Tensor,
+        counts: Callable[[Tensor], bool] = lambda tensor: True,
+        device: str = "meta",
+    ) -> None:
         """inputs: whose memory does not count; counts: says of which other tensors it does."""
         super().__init__()
-        self.counts = counts
+        self.counts, self.device = counts, device
         self.launches: collections.Counter[str] = collections.Counter()
         self.held = self.peak = 0
         self._seen = {tensor.untyped_storage()._cdata for tensor in inputs}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        tensors = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.is_meta]
+        tensors = [
+            x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.device.type == self.device
+        ]
         name = func.overloadpacket.__name__
         if tensors and name not in FREE:
             self.launches[name] += 1

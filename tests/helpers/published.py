@@ -1,11 +1,11 @@
 """Published speeds of training runs, and which of them `plan`'s constants were fitted to.
 
 Tokens per second and GPU of full-parameter training in bf16 with AdamW; weights, gradients and optimizer are
-shared by all ranks (FSDP, which is ZeRO-3). Each run has one of three marks:
+shared by all ranks (FSDP, which is ZeRO-3), in ZERO1 the optimizer alone. Each run has one of three marks:
 
     calibrates   the five constants of pipeline/planning/footprint.py were fitted to it: MPT-3B and MPT-30B,
                  1,024 to 8,192 tokens, up to 64 GPUs
-    held_out     it tests them: MPT-1B, 7B, 13B and 70B likewise, up to 128 GPUs, and all LLaMA runs
+    held_out     it tests them: MPT-1B, 7B, 13B and 70B likewise, InternLM, up to 128 GPUs, and all LLaMA runs
     outside      the prediction does not cover it, and the table says how far off it is. Memory is nearly full
                  and the allocator stalls (30B at 8,192 tokens; A100-40G, 13B and 70B), hundreds of GPUs share
                  a network, or the ranks of a node hold a whole replica (HSDP)
@@ -14,8 +14,9 @@ MPT: mosaicml/llm-foundry, scripts/train/benchmarking/README.md at 8c8dd48. LLaM
 pytorch/torchtitan, docs/performance.md at 0413364; on 128 A100, 6 or 8 rows, and HSDP:
 foundation-model-stack/fms-fsdp, README.md at 0d31998; on 128 A100 and 96 H100, 2 rows:
 pytorch/pytorch.github.io, _posts/2024-03-13-maximizing-training.md at 2ad1005; on H200:
-KempnerInstitute/KempnerForge, docs/reference/benchmarks.md and benchmarks/mfu_scaling at 9f3f03a. Networks
-are those that they name; MPT's on H100 and torchtitan's are assumed, and bf16 gradients where none is said.
+KempnerInstitute/KempnerForge, docs/reference/benchmarks.md and benchmarks/mfu_scaling at 9f3f03a. InternLM:
+InternLM/InternLM, doc/en/train_performance.md at 20fe5ac, tp=1, zero1=-1. Networks are those that they name;
+MPT's on H100 and torchtitan's are assumed, and bf16 gradients where none is said.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ LLAMA = {  # hidden, layers, inner, width of keys, vocabulary
     "LLaMA-34B": (8192, 48, 22016, 1024, 32000),
     "LLaMA2-70B": (8192, 80, 28672, 1024, 32000),
     "LLaMA3-70B": (8192, 80, 28672, 1024, 128256),
+    "InternLM-7B": (4096, 32, 11008, 4096, 103168),
 }
 
 MARKS = ("calibrates", "held_out", "outside")
@@ -109,6 +111,18 @@ TABLE = """
     outside   LLaMA2-7B 4096 128 A100-80G   2  1   no   no   50  2   3760
     outside  LLaMA2-13B 4096 128 A100-80G   1  1   no   no   50  2   1700
 """
+# The same under a ZeRO-1 that is InternLM's own. Its norms and rotary embeddings are single kernels, as when
+# compiled; it reduces gradients beside the last pass, which DeepSpeed does afterwards.
+ZERO1 = """
+    held_out InternLM-7B 2048    8 A100-80G   2  4   no  yes   50  2   4062
+    held_out InternLM-7B 2048   16 A100-80G   2  4   no  yes   50  2   3842
+    held_out InternLM-7B 2048   32 A100-80G   2  4   no  yes   50  2   3752
+    held_out InternLM-7B 2048   64 A100-80G   2  4   no  yes   50  2   3690
+    held_out InternLM-7B 2048  128 A100-80G   2  4   no  yes   50  2   3571
+    outside  InternLM-7B 2048  256 A100-80G   2  4   no  yes   50  2   3209
+    outside  InternLM-7B 2048  512 A100-80G   2  4   no  yes   50  2   2861
+    outside  InternLM-7B 2048 1024 A100-80G   2  4   no  yes   50  2   2271
+"""
 
 # torchtitan, benchmarks/llama3_h100_202412_torchtitan.md at 31a17bf: LLaMA3-8B, two rows of 8,192 tokens on
 # each of 8 H100 with slower memory and less power than ours; eager, and with torch.compile. Half of the
@@ -163,7 +177,7 @@ def sizes_of(model: str, block: int) -> Sizes:
 
 
 def rows() -> list[list[str]]:
-    """Return the lines of both tables with the columns of the second."""
+    """Return the lines of the ZeRO-3 tables with the columns of the second."""
     lines = [line.split() for line in TABLE.strip().splitlines()]
     for *before, micro, passes, checkpointing, h100, a100 in map(str.split, MPT_TABLE.strip().splitlines()):
         how = [micro, passes, checkpointing, "no"]
@@ -174,10 +188,11 @@ def rows() -> list[list[str]]:
 
 def runs() -> list[Run]:
     results = []
-    for mark, model, block, gpus, kind, micro, passes, *how, network, reduced, speed in rows():
+    lines = [(3, row) for row in rows()] + [(1, line.split()) for line in ZERO1.strip().splitlines()]
+    for stage, (mark, model, block, gpus, kind, micro, passes, *how, network, reduced, speed) in lines:
         checkpointing, compiled = (word == "yes" for word in how)
         flags = {"checkpointing": checkpointing, "compiled": compiled, "cost": False}
-        setup = Setup(int(gpus), 3, int(micro), int(block), int(passes), reduced=int(reduced), **flags)
-        name, sizes = f"{model} {block} {gpus}x{kind} {micro}", sizes_of(model, int(block))
+        setup = Setup(int(gpus), stage, int(micro), int(block), int(passes), reduced=int(reduced), **flags)
+        name, sizes = f"{model} {block} {gpus}x{kind} {micro} ZeRO-{stage}", sizes_of(model, int(block))
         results.append(Run(mark, name, kind, sizes, setup, float(network), float(speed)))
     return results

@@ -64,8 +64,60 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setenv(launcher, "0")
         monkeypatch.setenv("LOCAL_SIZE", str(count))
-        monkeypatch.setattr("os.sched_getaffinity", lambda _, n=allowed: set(range(n)))
+        monkeypatch.setattr(host, "CORES", frozenset(range(allowed)))
         assert threads() == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "near", "bound"),
+    [
+        (range(128), "0-31,64-95", {*range(32), *range(64, 96)}),
+        (range(128), "", None),
+        (range(8), "64-127", None),  # by Slurm, on the other socket
+        (range(64, 72), "64-127", set(range(64, 72))),
+        (range(60, 68), "64-127", None),
+    ],
+)
+def test_a_rank_stays_beside_its_gpu(
+    given: range, near: str, bound: set[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address, results = "0000:1b:00.0", []
+    (tmp_path / address).mkdir()
+    (tmp_path / address / "local_cpulist").write_text(near + "\n")
+    assert host.near_cores("0000:ff:00.0", tmp_path) == set()
+    cores = host.near_cores(address, tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8" if len(given) > 8 else "1")
+    monkeypatch.setattr(host, "CORES", frozenset(given))
+    monkeypatch.setattr(host, "near_cores", lambda _: cores)
+    monkeypatch.setattr("os.sched_setaffinity", lambda _, chosen: results.append(chosen))
+    host.bind_near(address)
+    assert results == ([] if bound is None else [bound])
+
+
+def test_what_libraries_read_is_set_unless_the_user_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton runs what lies in its cache: one that is another user's, or a link, is not taken."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_CACHE_DIR")
+    cache = tmp_path / f"triton-{os.getuid()}"
+
+    def after(before: dict[str, str]) -> dict[str, str]:
+        for name in names:
+            monkeypatch.delenv(name, raising=False)
+        for name, value in before.items():
+            monkeypatch.setenv(name, value)
+        cli._set_environment()
+        return {name: os.environ[name] for name in names if name in os.environ}
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    usual = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TRITON_CACHE_DIR": str(cache)}
+    assert after({}) == usual and cache.stat().st_mode & 0o777 == 0o700
+    for mine in ({names[0]: "x", names[2]: "y"}, {names[1]: "x", names[2]: "y"}):
+        assert after(mine) == mine
+    cache.rename(tmp_path / "other")
+    cache.symlink_to(tmp_path / "other")
+    assert names[2] not in after({})
 
 
 Port = tuple[str, str, str, str]  # driver, link layer, rate, state

@@ -166,6 +166,20 @@ def test_what_is_refused_before_or_after_the_search(
     assert existing.read_text() == "mine"
 
 
+def test_what_saves_take(capsys: pytest.CaptureFixture[str]) -> None:
+    """States 14 bytes a parameter and an export 2; twice the steps between saves, half the rate."""
+    every = []
+    for steps in (500, 1000):
+        argv = ["plan", str(LLAMA), *EIGHT, f"train.save_steps={steps}", "output_dir=runs/unstarted"]
+        assert main(argv) == ExitCode.DONE
+        row = cells(capsys.readouterr().out)["saves"][0]
+        every.append([float(number) for number in re.findall(r"[\d.]+", row)])
+    (size, minutes, rate, waiting), (_, _, half, rarer) = every
+    assert size == pytest.approx(16 * LLAMA_7B.parameters / 1e9, abs=0.5)
+    assert rate == pytest.approx(size / 60 / minutes, rel=0.05) == pytest.approx(2 * half, rel=0.05)
+    assert waiting > rarer > 0
+
+
 def test_what_is_written_is_a_recipe_with_the_same_prediction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""Two real ranks are one process: losses, weights, optimizers, every wrapper; and what they send and hold."""
+"""Two real ranks are one process: losses, weights, optimizers, every wrapper; and what they send."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
 
 from emo.pipeline.config import Batch, load_config
 from emo.pipeline.loss.objectives import get_objective
-from emo.pipeline.planning import footprint
-from emo.pipeline.planning.footprint import Setup, Sizes
 from emo.pipeline.planning.plan import setup_of
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.loss_reference import relative_error
-from tests.helpers.sharded_worker import CASES, LAYERS, PARAMETERS, PASSES, PROBED, STEPS, WIDTH, build, plain
+from tests.helpers.sharded_worker import CASES, PARAMETERS, PASSES, PROBED, STEPS, build, plain
 from tests.helpers.wrapped import CASES as WRAPPERS
 from tests.helpers.wrapped import alone
 
@@ -87,7 +85,7 @@ def test_the_probe_works_on_partitioned_weights(sharded: Results) -> None:
 
 def test_zero2_reduces_as_the_plan_says(sharded: Results) -> None:
     """All of the gradient in every pass: to all ranks, which moves it twice, or to its owner alone."""
-    sent = {case: counted["elements"] for case, counted in sharded["traffic"].items()}
+    sent = sharded["traffic"]
     assert sent["zero2"] == sent["zero2-float32"] == {"all_reduce": PASSES * PARAMETERS}
     assert sent["zero2-root"] == {"reduce": PASSES * PARAMETERS}
     assert sent["zero1"] == {"all_reduce": PARAMETERS}  # once a step
@@ -96,16 +94,3 @@ def test_zero2_reduces_as_the_plan_says(sharded: Results) -> None:
         ds_config = {"zero_optimization": {"stage": 2, "use_multi_rank_bucket_allreduce": flag}}
         setup = setup_of(config, Batch(16, 1, 1, 16), ds_config, get_objective("mle"))
         assert setup.all_reduced == flag
-
-
-@pytest.mark.parametrize("case", ["zero1", "zero1-float32", "zero2", "zero2-float32"])
-def test_the_plan_holds_what_deepspeed_holds_while_gradients_are_reduced(sharded: Results, case: str) -> None:
-    n = PARAMETERS
-    sizes = Sizes(n, n, n, LAYERS, WIDTH, WIDTH, WIDTH, False, 0, LAYERS)
-    bf16, stage = "float32" not in case, int(case[4])
-    setup = Setup(2, stage, 1, 1, 2, bf16=bf16, cost=False, chunk_mb=0, bucket=WIDTH * WIDTH)
-    predicted = footprint.memory(sizes, setup)
-    measured = sharded["traffic"][case]["peak"]
-    assert sum(predicted[:3]) <= measured * 1.001 and measured <= predicted.total * 1.001
-    if stage == 1:
-        assert predicted.total == pytest.approx(measured, rel=0.01 if bf16 else 0.3)

@@ -1,7 +1,8 @@
-"""The activations that `plan` counts, beside those that a model leaves alive, traced without data."""
+"""The memory that `plan` counts, beside that of DeepSpeed and of activations, which is traced."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaModel
 
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.footprint import Setup, Sizes
+from tests.helpers import launching, zero_worker
 from tests.helpers.accelerator import traced
 
 TOKENS = 3001  # as no width is
@@ -74,3 +76,23 @@ def test_activations_are_those_of_a_trace(name: str, checkpointing: bool) -> Non
     whole = four + (four - three) * (sizes.layers - 4)
     setup = Setup(8, 3, 1, TOKENS, checkpointing=checkpointing)
     assert footprint.memory(sizes, setup).activations == pytest.approx(whole, rel=0.1)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    """What one of several ranks holds."""
+    path = tmp_path_factory.mktemp("zero") / "results.json"
+    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(zero_worker.RANKS)}
+    done = launching.run_forked([rank], "-m", "tests.helpers.zero_worker", str(path))
+    assert done.returncode == 0, done.stdout[-5000:]
+    return json.loads(path.read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [zero_worker.name(*case) for case in zero_worker.CASES])
+def test_memory_is_that_of_deepspeed(measured: dict[str, dict[str, float]], case: str) -> None:
+    """At the worst moment of a step, and between two, when gradients may be free."""
+    held = measured[case]
+    assert held["planned"] == pytest.approx(held["peak"], rel=0.05)
+    kept = held["parameters"] + held["optimizer"]
+    assert 0.99 * kept < held["between"] < 1.05 * (kept + held["gradients"])

@@ -1,0 +1,82 @@
+"""What an image with CUDA's libraries holds: python -m tests.helpers.libraries inside it prints it as JSON.
+
+A host without a GPU cannot open a device; what it can is import, resolve every shared library, and load those
+that NCCL looks for when it starts.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+PACKAGES = Path(sysconfig.get_paths()["purelib"])
+IMPORTED = [
+    "torch",
+    "triton",
+    "deepspeed",
+    "emo.pipeline.train",
+    "emo.pipeline.loss.kernels_triton",
+    "emo.eval.cli",
+]
+VERBS = ["libibverbs.so.1", "libmlx5.so.1"]  # that NCCL loads by name
+PROVIDERS = Path("/usr/lib/x86_64-linux-gnu/libibverbs")  # that libibverbs loads by device
+
+
+def unresolved(libraries: list[Path]) -> dict[str, list[str]]:
+    """Return, for each library that no directory of the packages has, those that ask for it."""
+    paths = ":".join(sorted({str(path.parent) for path in libraries}))
+    missing: dict[str, list[str]] = {}
+    for path in libraries:
+        command, environment = ["ldd", str(path)], os.environ | {"LD_LIBRARY_PATH": paths}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, encoding="utf-8")
+        for name in re.findall(r"(\S+) => not found", done.stdout):
+            missing.setdefault(name, []).append(path.name)
+    return missing
+
+
+def loads(name: str) -> str:
+    """Return why a library cannot be loaded, or nothing."""
+    try:
+        ctypes.CDLL(name)
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def size(path: Path) -> int:
+    """Return bytes on disk; 0 for what is not there."""
+    done = subprocess.run(["du", "-skx", str(path)], capture_output=True, text=True, encoding="utf-8")
+    return int(done.stdout.split()[0]) * 1024 if done.stdout else 0
+
+
+def main() -> None:
+    import torch
+
+    for name in IMPORTED:
+        importlib.import_module(name)
+    version = ctypes.c_int()
+    results: dict[str, object] = {"torch": torch.__version__, "cuda": torch.version.cuda}
+    if torch.version.cuda is not None:
+        libraries = [*PACKAGES.glob("nvidia/**/*.so*"), *PACKAGES.glob("torch/**/*.so*")]
+        libraries += PACKAGES.glob("triton/**/*.so*")
+        results |= {"libraries": len(libraries), "missing": unresolved(libraries)}
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))  # which torch has loaded
+        ptxas = PACKAGES / "triton/backends/nvidia/bin/ptxas"
+        said = subprocess.run([ptxas, "--version"], capture_output=True, text=True, encoding="utf-8").stdout
+        results |= {"nccl": version.value, "ptxas": re.findall(r"V(\S+)", said)}
+    results["verbs"] = {name: loads(name) for name in (*VERBS, *map(str, PROVIDERS.glob("libmlx5*")))}
+    parts = {"nvidia": PACKAGES / "nvidia", "torch": PACKAGES / "torch", "triton": PACKAGES / "triton"}
+    sizes = {name: size(path) for name, path in parts.items()}
+    sizes["other packages"] = size(PACKAGES) - sum(sizes.values())
+    sizes["system"] = size(Path("/usr")) + size(Path("/var")) + size(Path("/etc"))
+    print(json.dumps(results | {"sizes": sizes}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""What ZeRO holds on a GPU of RANKS, of which one is there: python -m tests.helpers.zero_worker FILE.json
+
+Collectives move nothing, and the accelerator is a CPU that says it has streams, so that DeepSpeed overlaps
+and buffers as on a GPU. Every tensor is real, and its memory is counted while it lives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import set_accelerator
+from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from emo.pipeline.config import Batch, load_config
+from emo.pipeline.engine import Engine
+from emo.pipeline.loss import fuse_model, get_objective
+from emo.pipeline.planning import footprint
+from emo.pipeline.planning.ds_file import deepspeed_config
+from emo.pipeline.planning.plan import setup_of, sizes_of
+from emo.pipeline.ranks import World
+from tests.conftest import REPO
+from tests.helpers.accelerator import Trace
+
+RANKS, PASSES, BLOCK, VOCAB, CHUNK_MB = 4, 2, 8, 256, 0.01
+BUCKET = 128 * 344  # elements, as many as the largest of the parameters, 2.4 million in all
+SMALL = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
+SMALL += ("stage3_max_live_parameters", "stage3_max_reuse_distance")
+CASES = [(1, "bfloat16"), (2, "bfloat16"), (3, "bfloat16"), (1, "float32"), (2, "float32")]
+SHAPE = {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 12, "num_attention_heads": 4}
+
+
+def name(stage: int, dtype: str) -> str:
+    return f"ZeRO-{stage}, {dtype}"
+
+
+class Stream:
+    """A stream or an event, on which everything is done at once."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+class Accelerator(CPU_Accelerator):
+    """A CPU that says of itself what a GPU does."""
+
+    Stream = Event = Stream  # type: ignore[assignment]
+
+    def is_synchronized_device(self) -> bool:
+        return False
+
+    def use_host_timers(self) -> bool:
+        return True
+
+    def current_stream(self, device_index: Any = None) -> Stream:
+        return Stream()
+
+    default_stream = current_stream
+
+
+def measured(stage: int, dtype: str) -> dict[str, float]:
+    """Return bytes between two steps and at the peak of one, and those that are planned."""
+    settings = [f"model.dtype={dtype}", f"data.sequence_len={BLOCK}", "objective.name=mle"]
+    settings += [f"deepspeed={REPO}/ds_configs/zero{stage}.json", f"train.global_batch_size={RANKS * PASSES}"]
+    config = load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", settings)
+    batch, objective = Batch(RANKS * PASSES, 1, PASSES, RANKS), get_objective("mle")
+    ds_config = deepspeed_config(config, batch)
+    ds_config["optimizer"]["params"]["fused"] = True  # as on a GPU
+    ds_config["zero_optimization"] |= {"overlap_comm": True, "stage3_param_persistence_threshold": 0}
+    ds_config["zero_optimization"] |= dict.fromkeys(SMALL, BUCKET)
+    gc.collect()
+    gc.freeze()  # DeepSpeed collects again and again, to say how much memory is in use
+    with Trace(device="cpu") as trace:
+        shape = LlamaConfig(**SHAPE, vocab_size=VOCAB, tie_word_embeddings=False)
+        model = LlamaForCausalLM(shape).to(getattr(torch, dtype)).train()
+        sizes = sizes_of(model, shape)
+        fuse_model(model, objective)
+        engine = Engine(model, ds_config, World(0, RANKS, torch.device("cpu")))
+        ids = torch.arange(BLOCK)[None]
+        micro_batches = [{"input_ids": ids, "labels": ids}] * PASSES
+        for _ in range(2):  # the first makes the optimizer's state
+            trace.peak = between = trace.held
+            engine.train_step(micro_batches, BLOCK * RANKS * PASSES, 1e-4, seed=0, stop=False)
+    setup = dataclasses.replace(setup_of(config, batch, ds_config, objective), chunk_mb=CHUNK_MB)
+    planned = footprint.memory(sizes, setup)
+    return {"between": between, "peak": trace.peak, "planned": planned.total} | planned._asdict()
+
+
+def main(path: Path) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    set_accelerator(Accelerator())
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    deepspeed.init_distributed(dist_backend="fake")
+    with (
+        mock.patch.object(Tensor, "record_stream", lambda tensor, stream: None),
+        mock.patch.object(Engine, "_frozen_sum", lambda engine: 0),  # which asks the other ranks
+    ):
+        results = {name(*case): measured(*case) for case in CASES}
+    path.write_text(json.dumps(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
