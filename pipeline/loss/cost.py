@@ -316,7 +316,9 @@ class CostEmbedding:
         rows = self.rows
         direction = torch.mm(P.to(rows.dtype), rows)
         half = rows.dtype.itemsize == 2
-        cosines = (in_float32(direction, rows) if half else torch.mm(direction, rows.t())).to(P.dtype)
+        out = padded_rows(len(P), len(rows), torch.float32 if half else rows.dtype, rows.device)
+        product = in_float32(direction, rows, out) if half else torch.mm(direction, rows.t(), out=out)
+        cosines = product.to(P.dtype)
         # 1 - |e_i|^2: rounding for unit rows; 1 for rows of length zero, whose cost to themselves is 0 too
         diagonal = 1 - torch.linalg.vecdot(rows, rows).to(P.dtype)
         return cosines.neg_().add_(1).addcmul_(P, diagonal, value=-1).clamp_(min=0)

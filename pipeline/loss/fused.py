@@ -48,7 +48,7 @@ from emo.pipeline.loss.cost import (
 )
 from emo.pipeline.loss.objectives import Objective
 from emo.pipeline.loss.rows import Chunk, Terms, Tokens, TorchRows, solve, statistics_dtype
-from emo.pipeline.loss.teacher import Side, Teacher, TopK, compare
+from emo.pipeline.loss.teacher import Side, Teacher, TeacherRows, TopK, compare
 
 # MB of logits alive at a time, unless asked otherwise. Each chunk reads the head twice, and reads and writes
 # the float32 sum of its gradient: at most 394 / n of the time of the three products for n tokens on an H100,
@@ -389,7 +389,7 @@ def _check(hidden: Tensor, weight: Tensor, labels: Labels, spec: Spec, teacher: 
     if bool(objective.against) != (teacher is not None):
         problem = "needs a teacher" if objective.against else "takes no teacher"
         raise UserError(f"objective {objective.name} {problem}", code="needs-teacher")
-    if isinstance(teacher, TopK) and any(comparison.needs_costs for _, comparison in objective.against):
+    if isinstance(teacher, TopK) and objective.transports:
         problem = "needs every probability of its teacher, and the stored ones are the largest"
         raise UserError(f"objective {objective.name} {problem}; name a model", code="needs-teacher")
     fault = None if teacher is None else teacher.fault(N, V)
@@ -460,9 +460,11 @@ def run_chunks(
     budget = spec.memory_mb or (CHUNK_MB_CPU[dtype.itemsize] if device.type == "cpu" else CHUNK_MB)
     alone = spec.terms.objective.by_target or spec.terms.label_smoothing or spec.terms.z_loss
     full = teacher is None or bool(alone) or spec.cost is not None  # something beside the divergences
-    matrices = 1.0  # of the logits' size: the logits, a copy where both parts need them, the teacher's
-    if teacher is not None:
-        matrices += full + isinstance(teacher, Teacher) * stats.itemsize / dtype.itemsize
+    # parts that need the logits after others have begun to write the gradient
+    later = teacher is not None and (full or (triton and len(spec.terms.objective.against) > 1))
+    matrices = 1.0 + later  # of the logits' size: the logits, a copy of them, the teacher's
+    if isinstance(teacher, Teacher):
+        matrices += stats.itemsize / dtype.itemsize
     size = min(max(16, int(budget * 2**20 / (V * dtype.itemsize * matrices))), max(total, 1))
     cost, rows = spec.cost, None
     if isinstance(cost, LiveCost) and weight is not None:
@@ -503,15 +505,16 @@ def run_chunks(
             tokens = process_chunk(z, chunk, rows, spec.terms, gradient, triton)
         else:
             own, others = z, None
+            if later:
+                own = padded_rows(len(z), V, dtype, device).copy_(z)
             if full:
-                own = z.clone()
                 others = process_chunk(z, chunk, rows, spec.terms, gradient, triton, in_full=True)
             if isinstance(teacher, Teacher):
-                side: Tensor | TopK = teacher.log_probs(positions, V).to(stats)
+                side: TeacherRows | TopK = teacher.rows(positions, V, stats)
             else:
                 side = teacher.rows(positions)
             costs = cost if isinstance(cost, CostEmbedding) else None
-            tokens = add_divergences(z, own, chunk, side, costs, spec.terms, gradient, others)
+            tokens = add_divergences(z, own, chunk, side, costs, spec.terms, gradient, triton, others)
         yield positions, z, tokens
 
 
@@ -566,26 +569,35 @@ def add_divergences(
     G: Tensor,
     logits: Tensor,
     chunk: Chunk,
-    teacher: Tensor | TopK,
+    teacher: TeacherRows | TopK,
     cost: CostEmbedding | None,
     terms: Terms,
     gradient: bool,
+    triton: bool,
     tokens: Tokens | None,
 ) -> Tokens:
     """Return the results of a chunk with its divergences from a teacher, whose gradient is added to G.
 
     tokens: those of the other parts of the loss, whose gradient G [n, V] holds; None where there are none,
-    and the model's `logits` [n, V] may be G itself. teacher: log p [n, V], or stored entries.
+    and the model's `logits` [n, V] may be G itself. Logits and teacher are used up.
     """
     (n, V), parts = logits.shape, []
-    step = group_size(V, logits.dtype, logits.device, n)
+    # kernels have no temporaries, but (C p) of eq. 15 is one
+    step = n if triton and not terms.objective.transports else group_size(V, logits.dtype, logits.device, n)
     for start in range(0, n, step):
         part = slice(start, min(start + step, n))
-        side = teacher[part] if isinstance(teacher, Tensor) else TopK(*(x[part] for x in teacher))
-        against = compare(logits[part], chunk.rows(part.start, part.stop), side, cost, terms, gradient)
-        if against.gradient is not None:
-            G[part].copy_(against.gradient) if tokens is None else G[part].add_(against.gradient)
-        parts.append(against[:-1])
+        group, side, into = chunk.rows(part.start, part.stop), teacher.group(part), G[part]
+        if triton:
+            from emo.pipeline.loss.kernels_teacher import write_divergences
+
+            adds = tokens is not None
+            results = write_divergences(into, logits[part], group, side, cost, terms, gradient, adds)
+        else:
+            against = compare(logits[part], group, side, cost, terms, gradient)
+            if against.gradient is not None:
+                into.copy_(against.gradient) if tokens is None else into.add_(against.gradient)
+            results = against[:-1]
+        parts.append(results)
     loss, divergence, nll = (torch.cat(column) for column in zip(*parts, strict=True))
     if tokens is not None:
         return tokens._replace(loss=tokens.loss + loss, divergence=divergence)

@@ -28,11 +28,9 @@ solve_at_once = torch.compile(solve, dynamic=True)
 
 
 @triton.jit
-def _load_logits(
-    row_pointer, bias_pointer, columns, inside, shift, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr
-):
-    """Return the logits of a block as the loss sees them: completed by the bias, and capped."""
-    z = tl.load(row_pointer + columns, mask=inside, other=0.0).to(tl.float32)
+def complete(z, bias_pointer, columns, inside, shift, cap, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr):
+    """Return logits z of a block as the loss sees them: completed by the bias, and capped."""
+    z = z.to(tl.float32)
     if HAS_BIAS:
         z += tl.load(bias_pointer + columns, mask=inside, other=0.0)
     if HAS_CAP:
@@ -83,7 +81,8 @@ def statistics_kernel(
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
-        z = _load_logits(logits + row * stride, bias, columns, inside, shift, cap, HAS_BIAS, HAS_CAP)
+        z = tl.load(logits + row * stride + columns, mask=inside, other=0.0)
+        z = complete(z, bias, columns, inside, shift, cap, HAS_BIAS, HAS_CAP)
         other = (columns < V) & (columns != y)
         if HAS_COST:  # it may be NaN where the row has ended, which a weight of 0 would not take away
             c = tl.where(other, _load_costs(cost_row, columns, inside, SIMILARITY), 0.0)
@@ -143,7 +142,8 @@ def gradient_kernel(
     for start in range(0, width, BLOCK):
         columns = start + tl.arange(0, BLOCK)
         inside = columns < width
-        z = _load_logits(logits + row * stride, bias, columns, inside, shift, cap, HAS_BIAS, HAS_CAP)
+        z = tl.load(logits + row * stride + columns, mask=inside, other=0.0)
+        z = complete(z, bias, columns, inside, shift, cap, HAS_BIAS, HAS_CAP)
         slope = 1.0
         if HAS_CAP:
             slope = 1.0 - (z / cap) * (z / cap)

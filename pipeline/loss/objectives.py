@@ -283,6 +283,11 @@ class Objective:
         """Return True where it cannot be computed without transport costs."""
         return "D" in self.needs
 
+    @property
+    def transports(self) -> bool:
+        """Return True where a divergence of it brings a teacher's mass to every entry (C p)."""
+        return any(comparison.needs_costs for _, comparison in self.against)
+
     def at(self, step: int) -> Objective:
         """Return the objective of an optimizer step, counted from 0."""
         return self if self.schedule is None else self.schedule(step)

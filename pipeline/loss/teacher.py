@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from emo.pipeline.loss.cost import CostEmbedding, in_float32
+from emo.pipeline.loss.cost import CostEmbedding, in_float32, padded_rows
 from emo.pipeline.loss.divergences import Pair
 from emo.pipeline.loss.rows import Chunk, Terms, statistics_dtype
 
@@ -36,22 +36,43 @@ class Teacher(NamedTuple):
         shapes = f"hidden {list(self.hidden.shape)} and head {list(self.weight.shape)}"
         return f"{shapes} do not fit {labels} tokens and {vocab_size} entries"
 
-    def log_probs(self, positions: Tensor, vocab_size: int) -> Tensor:
-        """Return log p [n, V] of flat positions [n], in the statistics' dtype."""
+    def rows(self, positions: Tensor, vocab_size: int, dtype: torch.dtype) -> TeacherRows:
+        """Return its side of flat positions [n] in `dtype`, not yet normalised."""
         hidden = self.hidden.detach().flatten(0, -2)[positions]
         assert self.weight is not None
         weight = self.weight.detach()[:vocab_size]
         half = hidden.dtype.itemsize == 2
-        z = in_float32(hidden, weight) if half else torch.mm(hidden, weight.t())
-        if self.logit_scale != 1.0:
-            z.mul_(self.logit_scale)
-        if self.bias is not None:
-            z.add_(self.bias.detach()[:vocab_size])
-        if self.softcap is not None:
-            z.div_(self.softcap).tanh_().mul_(self.softcap)
-        if self.temperature != 1.0:
-            z.div_(self.temperature)
-        return z.sub_(z.logsumexp(1, keepdim=True))
+        z = padded_rows(len(hidden), vocab_size, torch.float32 if half else hidden.dtype, hidden.device)
+        product = in_float32(hidden, weight, z) if half else torch.mm(hidden, weight.t(), out=z)
+        return TeacherRows(product.to(dtype), self)
+
+    def log_probs(self, positions: Tensor, vocab_size: int) -> Tensor:
+        """Return log p [n, V] of flat positions [n], in the statistics' dtype."""
+        return self.rows(positions, vocab_size, statistics_dtype(self.hidden.dtype)).normalised().z
+
+
+class TeacherRows(NamedTuple):
+    """Rows of a live teacher's logits, as its head's product left them."""
+
+    z: Tensor  # [n, V], h W^T
+    teacher: Teacher  # whose bias, scale, cap and temperature are still to come
+
+    def group(self, part: slice) -> TeacherRows:
+        """Return some of the rows."""
+        return self._replace(z=self.z[part])
+
+    def normalised(self) -> TeacherRows:
+        """Return log p, which takes the rows' place and lacks nothing more."""
+        z, teacher = self.z, self.teacher
+        if teacher.logit_scale != 1.0:
+            z.mul_(teacher.logit_scale)
+        if teacher.bias is not None:
+            z.add_(teacher.bias.detach()[: z.shape[1]])
+        if teacher.softcap is not None:
+            z.div_(teacher.softcap).tanh_().mul_(teacher.softcap)
+        if teacher.temperature != 1.0:
+            z.div_(teacher.temperature)
+        return TeacherRows(z.sub_(z.logsumexp(1, keepdim=True)), Teacher(teacher.hidden, teacher.weight))
 
 
 class TopK(NamedTuple):
@@ -70,6 +91,10 @@ class TopK(NamedTuple):
     def rows(self, positions: Tensor) -> TopK:
         """Return it for flat positions [n]."""
         return TopK(*(x.flatten(0, -2)[positions] for x in self))
+
+    def group(self, part: slice) -> TopK:
+        """Return some of its rows."""
+        return TopK(*(x[part] for x in self))
 
 
 Side = Teacher | TopK
@@ -95,12 +120,12 @@ class Against(NamedTuple):
 def compare(
     logits: Tensor,
     chunk: Chunk,
-    teacher: Tensor | TopK,
+    teacher: TeacherRows | TopK,
     cost: CostEmbedding | None,
     terms: Terms,
     gradient: bool,
 ) -> Against:
-    """Return the divergences of logits [n, V] from a live teacher's log p [n, V], or from stored ones."""
+    """Return the divergences of logits [n, V] from a teacher; a live one's rows are used up."""
     objective, dtype = terms.objective, statistics_dtype(logits.dtype)
     z, y = logits.to(dtype, copy=True), chunk.labels[:, None]
     if chunk.bias is not None:
@@ -126,9 +151,10 @@ def compare(
         log_p = teacher.log_p.to(dtype)
         pair = Pair(log_p, log_entries, entries, log_p.exp())
     else:
-        p = teacher.exp()
-        costly = cost is not None and any(comparison.needs_costs for _, comparison in objective.against)
-        pair = Pair(teacher, log_q, q, p, cost.transport(p) if costly and cost is not None else None)
+        log_p = teacher.normalised().z
+        p = log_p.exp()
+        costly = cost is not None and objective.transports
+        pair = Pair(log_p, log_q, q, p, cost.transport(p) if costly and cost is not None else None)
     loss, divergence = torch.zeros_like(nll), torch.zeros_like(nll)
     rows = torch.zeros_like(pair.q) if gradient else None
     for weight, comparison in objective.against:

@@ -28,18 +28,22 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from emo.pipeline.loss import kernels_triton
-from emo.pipeline.loss.cost import CostCache, Costs, padded_rows
-from emo.pipeline.loss.fused import CHUNK_MB, process_chunk
+from emo.pipeline.loss import kernels_teacher, kernels_triton
+from emo.pipeline.loss.cost import CostCache, CostEmbedding, Costs, padded_rows
+from emo.pipeline.loss.divergences import DIVERGENCES
+from emo.pipeline.loss.fused import CHUNK_MB, add_divergences, process_chunk
 from emo.pipeline.loss.objectives import get_objective
-from emo.pipeline.loss.rows import Chunk, Terms, statistics_dtype
+from emo.pipeline.loss.rows import Chunk, Terms, Tokens, statistics_dtype
+from emo.pipeline.loss.teacher import Teacher, TeacherRows, TopK
 from tests.bench import common
+from tests.helpers.accelerator import traced
 
 META = torch.device("meta")
 VOCABULARIES = (32000, 50257, 128256, 152064)
 CAPABILITIES = (80, 90)
 TOKENS = 64  # of a chunk; the kernels see one row at a time
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int64: "i64"}
+SIZES = ("BLOCK", "ENTRIES")  # arguments that are constants of the compiled code
 # Of an H100: bytes/s, and bf16 operations/s that a large product reaches.
 BANDWIDTH, PRODUCTS = 3.35e12, 660e12
 
@@ -70,6 +74,27 @@ FLAVOURS = {
 }
 
 
+class Against(NamedTuple):
+    """One way in which divergences use the kernels: of a live teacher, or of k stored entries."""
+
+    objective: str
+    k: int = 0
+    sides: bool = False  # both with bias, cap and temperature
+    sum: bool = False  # with likelihood
+
+
+AGAINST = {f"{name}, live": Against(name) for name in DIVERGENCES} | {
+    "kl, live, caps and biases": Against("kl", sides=True),
+    "emo_dense, live, caps and biases": Against("emo_dense", sides=True),
+    "jsd, live, in a sum": Against("jsd", sum=True),
+    "kl, top 64": Against("kl", 64),
+    "jsd, top 64, cap and bias, in a sum": Against("jsd", 64, sides=True, sum=True),
+}
+
+
+QUICK = ("skew_kl, live", "emo_dense, live, caps and biases", "jsd, top 64, cap and bias, in a sum")
+
+
 class Launch(NamedTuple):
     """A kernel and what it was called with."""
 
@@ -92,8 +117,10 @@ class Recorder:
         return launch
 
 
-def launches(V: int, dtype: torch.dtype, flavour: Flavour) -> list[Launch]:
+def launches(V: int, dtype: torch.dtype, flavour: Flavour | Against) -> list[Launch]:
     """What the loss of a chunk of logits launches, forward and backward."""
+    if isinstance(flavour, Against):
+        return against_launches(V, dtype, flavour)
     objective = get_objective(flavour.objective)
     wide = statistics_dtype(dtype)
     logits = padded_rows(TOKENS, V, dtype, META)
@@ -115,6 +142,30 @@ def launches(V: int, dtype: torch.dtype, flavour: Flavour) -> list[Launch]:
     return results
 
 
+def against_launches(V: int, dtype: torch.dtype, flavour: Against) -> list[Launch]:
+    """What a chunk's divergence from a teacher launches."""
+    params = {"temperature": 2.0} if flavour.sides else {}
+    objective = get_objective(flavour.objective, **params)
+    wide, n = statistics_dtype(dtype), TOKENS
+    logits = padded_rows(n, V, dtype, META)
+    scalar, labels = torch.empty(n, dtype=wide, device=META), torch.empty(n, dtype=torch.int64, device=META)
+    bias = torch.empty(V, dtype=wide, device=META) if flavour.sides else None
+    numbers = (bias, 30.0, 1.0, 2.0) if flavour.sides else ()
+    side: TeacherRows | TopK = TeacherRows(padded_rows(n, V, wide, META), Teacher(logits, None, *numbers))
+    if flavour.k:
+        masses = torch.empty(n, flavour.k + 1, dtype=wide, device=META)
+        side = TopK(masses[:, 1:].long(), masses)
+    cost = CostEmbedding(torch.empty(V, 64, dtype=torch.float16, device=META))
+    chunk, terms = Chunk(0, labels, scalar, scalar, bias), Terms(objective, 30.0 if flavour.sides else None)
+    tokens = Tokens(*[scalar] * 5) if flavour.sum else None
+    results: list[Launch] = []
+    names = ("live_kernel", "stored_kernel")
+    recorders = {name: Recorder(getattr(kernels_teacher, name), results) for name in names}
+    with mock.patch.multiple(kernels_teacher, **recorders), traced():
+        add_divergences(padded_rows(n, V, dtype, META), logits, chunk, side, cost, terms, True, True, tokens)
+    return results
+
+
 def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
     """Types, constants and alignments as Triton derives them from a call."""
     types, constants, attributes = {}, {}, {}
@@ -123,7 +174,7 @@ def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tupl
         aligned = False
         if isinstance(value, Tensor):
             types[name], aligned = "*" + TYPES[value.dtype], value.data_ptr() % 16 == 0
-        elif isinstance(value, bool) or name == "BLOCK" or (value == 1 and isinstance(value, int)):
+        elif isinstance(value, bool | str) or name in SIZES or (value == 1 and isinstance(value, int)):
             types[name], constants[name] = "constexpr", value
         elif isinstance(value, int):
             types[name] = "i32" if abs(value) < 2**31 else "i64"
@@ -187,20 +238,36 @@ def accesses(ptx: str) -> Iterator[int]:
 def least(launch: Launch) -> int:
     """Return the bytes per logit that a launch cannot do without: of logits, bias and costs."""
     arguments = launch.arguments
+    if "WRITES" in arguments:
+        return least_against(arguments)
     passes = 2 if "target" in arguments else 1  # the gradient is written, too
     bias = arguments["bias"].element_size() if arguments["HAS_BIAS"] else 0
     costs = arguments["costs"].element_size() if arguments["HAS_COST"] else 0
     return arguments["logits"].element_size() * passes + bias + costs
 
 
+def least_against(arguments: dict[str, Any]) -> int:
+    """The same of a launch against a teacher: three passes, or two where it is stored, and the gradient."""
+    student = arguments["logits"].element_size()
+    gradient = student * (1 + arguments["ADDS"])
+    bias = arguments["bias"].element_size() if arguments["HAS_BIAS"] else 0
+    if "ENTRIES" in arguments:
+        return 2 * (student + bias) + gradient
+    teacher = arguments["teacher"].element_size()
+    teacher += arguments["teacher_bias"].element_size() if arguments["TEACHER_BIAS"] else 0
+    transport = arguments["transport"].element_size() if arguments["HAS_TRANSPORT"] else 0
+    return 3 * (student + bias + teacher) + 2 * transport + gradient
+
+
 def measure(report: common.Report, quick: bool) -> None:
     """A row for every kernel, and the worst of each kind against its target."""
     codes: dict[str, Code] = {}
     worst = {capability: [0.0, 0.0, 0.0] for capability in CAPABILITIES}
+    against = {name: AGAINST[name] for name in QUICK} if quick else AGAINST
     cases = itertools.product(
         (50257,) if quick else VOCABULARIES,
         (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32),
-        FLAVOURS.items(),
+        (FLAVOURS | against).items(),
     )
     for V, dtype, (name, flavour) in cases:
         listed = launches(V, dtype, flavour)

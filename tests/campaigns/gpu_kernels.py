@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from emo.common.labels import IGNORE
-from emo.pipeline.loss import fuse_model, get_objective
+from emo.pipeline.loss import Teacher, fuse_model, get_objective, weighted_sum
 from emo.pipeline.loss.cost import CostEmbedding
 from emo.pipeline.loss.head import SEGMENTS, VARLEN, document_mask, segments
 from emo.pipeline.loss.varlen import varlen_attention
@@ -19,7 +19,16 @@ from tests.bench import common, objectives
 from tests.bench._objectives_setting import Setting, Shape
 from tests.campaigns import gpu_setting
 from tests.campaigns.gpu_setting import DEVICE, GIB, GPU, MILLI, Figures, MissingError
-from tests.helpers.loss_reference import fused_step, inputs, reference, relative_error
+from tests.helpers.loss_reference import (
+    against_reference,
+    fused_step,
+    inputs,
+    logits_of,
+    reference,
+    relative_error,
+    top,
+    unit_rows,
+)
 
 DTYPE = torch.bfloat16 if GPU else torch.float32
 ERROR = 1.5e-2 if GPU else 1e-5  # relative, of an attention function
@@ -44,6 +53,7 @@ class Case(NamedTuple):
     cache_mb: float = 0.0
     bound: float = 1e-5  # of a relative error in float32
     half: float = BF16  # the same in bfloat16
+    k: int = 0  # entries that a teacher has stored; 0: it is live
 
 
 CASES = (
@@ -57,6 +67,20 @@ CASES = (
     Case("neg_entropy", bound=1e-4, half=BF16_WITHOUT_TARGET),  # log p + H cancels
     Case("gem"),
 )
+AGAINST = tuple(
+    Case(*case, half=BF16_WITHOUT_TARGET, k=k)
+    for *case, k in (
+        ("kl", {}, 0),
+        ("jsd", {"softcap": 5.0, "mle": 1.0}, 0),
+        ("jsd", {"softcap": 5.0, "mle": 1.0}, 64),
+        ("reverse_kl", {}, 0),
+        ("reverse_kl", {"temperature": 2.0}, 64),
+        ("skew_kl", {"temperature": 2.0}, 0),
+        ("tv", {}, 0),
+        ("demd_dense", {}, 0),
+        ("emo_dense", {"softcap": 5.0}, 0),
+    )
+)
 
 
 def kernels(show: Figures) -> None:
@@ -68,6 +92,9 @@ def kernels(show: Figures) -> None:
                 for kind, (share, note) in _worst(V, dtype, show.quick).items():
                     words = f"{name}: error of {kind} kernels beside float64 / what is allowed"
                     show(words, share, at_most=1.0, always=True, note=f"{note}; {len(CASES)} cases")
+                for kind, (share, note) in _worst_against(V, dtype, show.quick).items():
+                    words = f"{name}: error of {kind} divergences beside float64 / what is allowed"
+                    show(words, share, at_most=1.0, always=True, note=note)
 
 
 def _worst(V: int, dtype: torch.dtype, quick: bool) -> dict[str, tuple[float, str]]:
@@ -80,15 +107,54 @@ def _worst(V: int, dtype: torch.dtype, quick: bool) -> dict[str, tuple[float, st
     for case in CASES:
         want = reference(*leaves, labels, E, case.objective, **case.options)
         cost = CostEmbedding.from_weight(E, cache_mb=case.cache_mb)
-        bound = case.half if dtype == torch.bfloat16 else case.bound
-        options = " ".join((case.objective, *case.options, "cached" if case.cache_mb else "")).strip()
         for kind in worst:
             beside = {"kernels": kind, "memory_mb": 16, **case.options}
             results = fused_step(*leaves, labels, get_objective(case.objective), cost, **beside)
-            for key in ("loss", "demd", "d_hidden", "d_weight"):
-                error = relative_error(results[key], want[key])
-                share = error / bound if error == error else float("inf")
-                worst[kind] = max(worst[kind], (share, f"{key} of {options}: {error:.1e} of {bound:g}"))
+            worst[kind] = max(worst[kind], _share(results, want, case, dtype))
+    return worst
+
+
+def _worst_against(V: int, dtype: torch.dtype, quick: bool) -> dict[str, tuple[float, str]]:
+    """The same of divergences from a teacher that is twice as wide."""
+    N, H = (9, 12) if quick else (200, 256)
+    h, w, labels, E = (x.detach().to(DEVICE) for x in inputs(N, V, H, dtype, scale=3 * H**-0.5))
+    leaves, unit = (h.requires_grad_(), w.requires_grad_()), unit_rows(E[:, :32].double())
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    hidden, weight = (torch.randn(n, 2 * H, device=DEVICE, generator=generator) for n in (N, V))
+    live = Teacher((hidden * (2 * H) ** -0.5).to(dtype), weight.to(dtype), softcap=30.0, temperature=0.5)
+    z = logits_of(live.hidden, weight.to(dtype), None, live.softcap, 1.0)
+    log_p = (z / live.temperature).log_softmax(-1)
+    worst = {"triton": (0.0, ""), "torch": (0.0, "")}
+    for case in AGAINST:
+        options = dict(case.options)
+        mle, temperature = options.pop("mle", 0.0), options.pop("temperature", 1.0)
+        objective = get_objective(case.objective, temperature=temperature)
+        if mle:
+            objective = weighted_sum([(get_objective("mle"), mle), (objective, 1.0)])
+        cost = CostEmbedding(unit.to(torch.float32)) if objective.needs_cost else None
+        side: Any = top(log_p, case.k) if case.k else live
+        arguments = (*leaves, labels, log_p, lambda p: 1 - (p @ unit) @ unit.T, case.objective, {})
+        want = against_reference(*arguments, mle=mle, temperature=temperature, k=case.k, **options)
+        for kind in worst:
+            beside = {"kernels": kind, "memory_mb": 16, **options}
+            results = fused_step(*leaves, labels, objective, cost, teacher=side, **beside)
+            worst[kind] = max(worst[kind], _share(results, want, case, dtype))
+    return worst
+
+
+def _share(
+    results: dict[str, Tensor], want: dict[str, Tensor], case: Case, dtype: torch.dtype
+) -> tuple[float, str]:
+    """Return the largest error of a case as a share of what is allowed, and where it is."""
+    bound = case.half if dtype == torch.bfloat16 else case.bound
+    words = " ".join((case.objective, *case.options, "cached" if case.cache_mb else "")).strip()
+    words += f" top {case.k}" if case.k else ""
+    worst = (0.0, "")
+    for key in ("loss", "demd", "divergence", "d_hidden", "d_weight"):
+        if key in want:
+            error = relative_error(results[key], want[key])
+            share = error / bound if error == error else float("inf")
+            worst = max(worst, (share, f"{key} of {words}: {error:.1e} of {bound:g}"))
     return worst
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from emo.pipeline.loss.cost import CostEmbedding
 from emo.pipeline.loss.fused import fused_linear_loss
+from emo.pipeline.loss.teacher import TopK
 
 EPS = 1e-10
 
@@ -139,6 +140,62 @@ def reference(
     if b is not None:
         out["d_bias"] = b.grad
     return out
+
+
+def divergence(name: str, p: Tensor, q: Tensor, Cp: Tensor, **options: float) -> Tensor:
+    """The divergence of each row, by its definition."""
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return (a * (a.log() - b.log())).sum(-1)
+
+    def mix(share: float) -> Tensor:
+        return share * p + (1 - share) * q
+
+    beta, alpha = options.get("beta", 0.5), options.get("alpha", 0.1)
+    D = ((q - p).abs() * Cp).sum(-1) if name.endswith("_dense") else p
+    return {
+        "kl": lambda: kl(p, q),
+        "reverse_kl": lambda: kl(q, p),
+        "jsd": lambda: beta * kl(p, mix(beta)) + (1 - beta) * kl(q, mix(beta)),
+        "skew_kl": lambda: kl(p, mix(alpha)),
+        "tv": lambda: (q - p).abs().sum(-1) / 2,
+        "demd_dense": lambda: D,
+        "emo_dense": lambda: (kl(p, q) + (kl(p, q) / (D + 1e-10)).detach() * D) / 2,
+    }[name]()
+
+
+def top(log_p: Tensor, k: int) -> TopK:
+    """The k likeliest entries and the rest."""
+    values, ids = log_p.topk(k)
+    return TopK(ids, torch.cat((values, log_p.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)), 1))
+
+
+def against_reference(
+    h: Tensor, w: Tensor, labels: Tensor, log_p: Tensor, transport: Callable[[Tensor], Tensor], name: str,
+    params: dict[str, float], *, bias: Tensor | None = None, softcap: float | None = None,
+    logit_scale: float = 1.0, weight: float = 1.0, mle: float = 0.0, smoothing: float = 0.0,
+    temperature: float = 1.0, k: int = 0,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Sums and gradients of mle * MLE + weight * the divergence, smoothed, float64.
+
+    log_p [N, V] is the teacher's, of which k entries and the rest are stored (0: all); `transport` returns
+    C p of rows p.
+    """
+    leaves = {"d_hidden": h, "d_weight": w} | ({} if bias is None else {"d_bias": bias})
+    wide = {key: leaf.detach().double().requires_grad_() for key, leaf in leaves.items()}
+    z = logits_of(wide["d_hidden"], wide["d_weight"], wide.get("d_bias"), softcap, logit_scale)
+    used = labels != -100
+    q, p = (z[used] / temperature).softmax(-1), log_p[used].exp()
+    Cp = p if k else transport(p)  # stored entries know no costs
+    if k:
+        ids = p.topk(k).indices
+        p, q = (torch.cat((x.gather(1, ids), x.scatter(1, ids, 0.0).sum(1, keepdim=True)), 1) for x in (p, q))
+    gap = divergence(name, p, q, Cp, **params)
+    nll = torch.nn.functional.cross_entropy(z[used], labels[used], reduction="none")
+    loss = (1 - smoothing) * (weight * gap + mle * nll) - smoothing * z[used].log_softmax(-1).mean(-1)
+    loss.sum().backward()
+    out = {"loss": loss.sum().detach(), "divergence": gap.sum().detach(), "nll": nll.sum().detach()}
+    return out | {key: leaf.grad for key, leaf in wide.items() if leaf.grad is not None}
 
 
 def fused_step(

@@ -14,8 +14,13 @@ from torch import Tensor
 
 from emo.pipeline.loss.cost import CostEmbedding
 from emo.pipeline.loss.fused import fused_linear_loss
-from tests.helpers.loss_reference import agree, fused_step, reference, relative_error, stored_for
+from emo.pipeline.loss.objectives import get_objective, weighted_sum
+from emo.pipeline.loss.rows import Chunk, Terms
+from emo.pipeline.loss.teacher import Teacher, TeacherRows
+from tests.helpers.loss_reference import agree, fused_step, reference, relative_error, stored_for, top
+from tests.helpers.loss_reference import inputs as reference_inputs
 from tests.helpers.refusals import refused
+from tests.loss import test_divergences as against
 from tests.loss.test_cost import padded_everywhere
 from tests.loss.test_objectives import ONE_TARGET, composes, make
 
@@ -24,9 +29,10 @@ V, H = 150, 12
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from emo.pipeline.loss import kernels_triton as triton_kernels
+    from emo.pipeline.loss import kernels_teacher, kernels_triton
 
-    monkeypatch.setattr(triton_kernels, "BLOCK", 64)
+    monkeypatch.setattr(kernels_triton, "BLOCK", 64)
+    monkeypatch.setattr(kernels_teacher, "BLOCK", 16)  # a vocabulary of 47
 
 
 def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -105,6 +111,85 @@ def test_confident_and_extreme_rows(dtype: torch.dtype) -> None:
     want = reference(h, w, labels, E, "emo")
     assert relative_error(got["loss"], want["loss"]) <= 1e-3
     assert relative_error(got["d_hidden"], want["d_hidden"]) <= 1e-2
+
+
+@pytest.mark.parametrize(("name", "params"), against.CASES)
+@pytest.mark.parametrize("where", ["plain", "capped"])
+def test_divergences_equal_autograd(name: str, params: dict[str, float], where: str) -> None:
+    against.compare(name, params, torch.float32, 1e-5, where, valid=6, kernels="triton")
+
+
+SUM = [("mle", 1.0), ("jsd", 0.3), ("reverse_kl", 0.2)]  # kernels take the divergences one after the other
+
+
+@pytest.mark.parametrize(
+    ("dtype", "k", "options"),
+    [
+        (torch.float32, 0, {}),
+        (torch.float32, 0, {"softcap": 3.0, "label_smoothing": 0.1}),
+        (torch.float32, 1, {}),
+        (torch.float32, 7, {"softcap": 3.0, "label_smoothing": 0.1}),
+        (torch.float32, against.V - 1, {}),
+        (torch.bfloat16, 0, {"softcap": 3.0}),
+        (torch.bfloat16, 7, {}),
+        (torch.float16, 0, {}),
+        (torch.float16, 7, {"softcap": 3.0}),
+    ],
+)
+def test_a_sum_agrees_with_pytorch_path(dtype: torch.dtype, k: int, options: dict[str, float]) -> None:
+    """Two divergences beside likelihood; live or stored, where at most one token is the rest."""
+    results = []
+    for kernels in ("triton", "torch"):
+        torch.manual_seed(0)
+        h, w, labels, _ = reference_inputs(against.N, against.V, against.H, dtype, scale=0.4)
+        labels[4:] = -100
+        bias = torch.linspace(-1, 1, against.V).to(dtype).requires_grad_()
+        live = against.teacher(dtype)
+        side = top(against.log_p_of(live), k) if k else live
+        objective = weighted_sum([(make(name), weight) for name, weight in SUM])
+        beside = {"bias": bias, "teacher": side, "kernels": kernels, **options}
+        results.append(fused_step(h, w, labels, objective, None, **beside))
+        del results[-1]["demd"]  # NaN, without costs
+    # the interpreter cuts digits off where a GPU rounds, for each of the three parts
+    bounds = {torch.float32: 1e-5, torch.bfloat16: 3 * 6e-3, torch.float16: 2e-3}
+    agree(*results, bounds[dtype])
+
+
+@pytest.mark.parametrize(("name", "k"), [("kl", 0), ("emo_dense", 0), ("kl", 7), ("tv", 7)])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_one_divergence_takes_the_logits_place(name: str, k: int, temperature: float) -> None:
+    """Between padded rows, where NaN never counts; the numbers are the same without a gradient."""
+    h, w, labels, E = reference_inputs(against.N, against.V, against.H, torch.float32, scale=0.4)
+    labels[4:] = -100
+    objective, cost = get_objective(name, temperature=temperature), CostEmbedding.from_weight(E)
+    cost = cost if name in against.COSTLY else None
+    torch.manual_seed(0)
+    live = against.teacher(torch.float32)
+    side = top(against.log_p_of(live), k) if k else live
+    want = fused_step(h, w, labels, objective, cost, teacher=side, kernels="torch")
+    with padded_everywhere():
+        got = fused_step(h, w, labels, objective, cost, teacher=side, kernels="triton")
+    agree(got, {key: value for key, value in want.items() if key != "demd" or cost}, 1e-5)
+    with torch.no_grad():
+        sums = fused_linear_loss(h, w, labels, objective, cost, teacher=side, kernels="triton")
+    assert sums.loss == got["loss"] and sums.nll == got["nll"]
+
+
+def test_rows_beyond_the_reach_of_32_bits() -> None:
+    """The third row begins 2^31 numbers after the first; memory that is not touched takes no room."""
+    from emo.pipeline.loss.kernels_teacher import write_divergences
+
+    V, apart = against.V, 2**30
+    z, t = torch.randn(3, V).bfloat16(), torch.randn(3, V).log_softmax(1)
+    labels, zero = torch.tensor([3, 4, 5]), torch.zeros(3)
+    chunk, terms = Chunk(0, labels, z.gather(1, labels[:, None])[:, 0].float(), zero, None), Terms(make("kl"))
+    memory = torch.empty(2 * apart + V, dtype=torch.bfloat16)
+    far = memory.as_strided((3, V), (apart, 1)).copy_(z)
+    for side in (TeacherRows(t, Teacher(z, None)), top(t, 5)):
+        near = z.clone()
+        far.copy_(z)
+        numbers = [write_divergences(x, x, chunk, side, None, terms, True, False) for x in (near, far)]
+        assert all(map(torch.equal, *numbers)) and torch.equal(near, far)
 
 
 def test_refuses_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:

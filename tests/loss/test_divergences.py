@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +22,16 @@ from emo.pipeline.loss import (
     weighted_sum,
 )
 from emo.pipeline.loss.divergences import DIVERGENCES
-from tests.helpers.loss_reference import agree, cost_matrix, fused_step, inputs, logits_of, relative_error
+from tests.helpers.loss_reference import (
+    against_reference,
+    agree,
+    cost_matrix,
+    fused_step,
+    inputs,
+    logits_of,
+    relative_error,
+    top,
+)
 from tests.helpers.refusals import refused
 
 N, V, H = 60, 47, 12
@@ -31,31 +41,14 @@ CASES: list[tuple[str, dict[str, float]]] = [(name, {}) for name in DIVERGENCES]
 CASES += [("jsd", {"beta": 0.9}), ("skew_kl", {"alpha": 0.6}), ("skew_kl", {"alpha": 0.0})]
 
 
-def naive(name: str, p: Tensor, q: Tensor, Cp: Tensor, **options: float) -> Tensor:
-    """The divergence of each row, by its definition."""
-
-    def kl(a: Tensor, b: Tensor) -> Tensor:
-        return (a * (a.log() - b.log())).sum(-1)
-
-    def mix(share: float) -> Tensor:
-        return share * p + (1 - share) * q
-
-    beta, alpha = options.get("beta", 0.5), options.get("alpha", 0.1)
-    D = ((q - p).abs() * Cp).sum(-1)
-    return {
-        "kl": lambda: kl(p, q),
-        "reverse_kl": lambda: kl(q, p),
-        "jsd": lambda: beta * kl(p, mix(beta)) + (1 - beta) * kl(q, mix(beta)),
-        "skew_kl": lambda: kl(p, mix(alpha)),
-        "tv": lambda: (q - p).abs().sum(-1) / 2,
-        "demd_dense": lambda: D,
-        "emo_dense": lambda: (kl(p, q) + (kl(p, q) / (D + 1e-10)).detach() * D) / 2,
-    }[name]()
-
-
 def teacher(dtype: torch.dtype = torch.float64, **fields: Any) -> Teacher:
     """A teacher wider than the student, with three entries of padding."""
     return Teacher(torch.randn(N, 2 * H).to(dtype), torch.randn(V + 3, 2 * H).to(dtype) * 0.3, **fields)
+
+
+def transport(E: Tensor) -> Callable[[Tensor], Tensor]:
+    C = cost_matrix(E)
+    return lambda p: p @ C
 
 
 def log_p_of(side: Teacher) -> Tensor:
@@ -65,34 +58,17 @@ def log_p_of(side: Teacher) -> Tensor:
     return (z / side.temperature).log_softmax(-1)
 
 
-def reference(
-    h: Tensor, w: Tensor, labels: Tensor, log_p: Tensor, C: Tensor, name: str, params: dict[str, float],
-    *, bias: Tensor | None = None, softcap: float | None = None, logit_scale: float = 1.0,
-    weight: float = 1.0, mle: float = 0.0, smoothing: float = 0.0, temperature: float = 1.0,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Sums and gradients of mle * MLE + weight * the divergence, smoothed, float64."""
-    leaves = {"d_hidden": h, "d_weight": w} | ({} if bias is None else {"d_bias": bias})
-    wide = {key: leaf.detach().double().requires_grad_() for key, leaf in leaves.items()}
-    z = logits_of(wide["d_hidden"], wide["d_weight"], wide.get("d_bias"), softcap, logit_scale)
-    used = labels != -100
-    q, p = (z[used] / temperature).softmax(-1), log_p[used].exp()
-    gap = naive(name, p, q, p @ C, **params)
-    nll = torch.nn.functional.cross_entropy(z[used], labels[used], reduction="none")
-    loss = (1 - smoothing) * (weight * gap + mle * nll) - smoothing * z[used].log_softmax(-1).mean(-1)
-    loss.sum().backward()
-    out = {"loss": loss.sum().detach(), "divergence": gap.sum().detach(), "nll": nll.sum().detach()}
-    return out | {key: leaf.grad for key, leaf in wide.items() if leaf.grad is not None}
+def compare(
+    name: str, params: dict[str, float], dtype: torch.dtype, bound: float, where: str,
+    valid: int = N, kernels: str = "torch",
+) -> None:  # fmt: skip
+    """A divergence of the first `valid` tokens against autograd, in chunks of 16.
 
-
-@pytest.mark.parametrize(("name", "params"), CASES)
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-9), (torch.float32, 1e-6)])
-@pytest.mark.parametrize("where", ["plain", "capped", "smoothed", "warm", "sum"])
-def test_equals_autograd(
-    name: str, params: dict[str, float], dtype: torch.dtype, bound: float, where: str
-) -> None:
-    """In chunks of 16 tokens; the teacher has a head, a bias, a cap and a temperature of its own."""
+    The teacher has a head, a bias, a cap and a temperature of its own.
+    """
     torch.manual_seed(0)
     h, w, labels, E = inputs(N, V, H, dtype, scale=0.4)
+    labels[valid:] = -100
     bias, options, made, extra = None, {"memory_mb": 1e-3}, dict(params), {}
     side = teacher(dtype)
     if where == "capped":
@@ -107,13 +83,24 @@ def test_equals_autograd(
         objective = weighted_sum([(get_objective("mle"), 1.0), (objective, 0.3)])
         extra = {"mle": 1.0, "weight": 0.3}
     cost = CostEmbedding.from_weight(E.to(dtype)) if name in COSTLY else None
-    got = fused_step(h, w, labels, objective, cost, teacher=side, bias=bias, **options)
+    got = fused_step(h, w, labels, objective, cost, teacher=side, bias=bias, kernels=kernels, **options)
     shared = {key: value for key, value in options.items() if key in ("softcap", "logit_scale")}
     agree(
         got,
-        reference(h, w, labels, log_p_of(side), cost_matrix(E), name, params, bias=bias, **shared, **extra),
+        against_reference(
+            h, w, labels, log_p_of(side), transport(E), name, params, bias=bias, **shared, **extra
+        ),
         bound,
     )
+
+
+@pytest.mark.parametrize(("name", "params"), CASES)
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-9), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("where", ["plain", "capped", "smoothed", "warm", "sum"])
+def test_equals_autograd(
+    name: str, params: dict[str, float], dtype: torch.dtype, bound: float, where: str
+) -> None:
+    compare(name, params, dtype, bound, where)
 
 
 @pytest.mark.parametrize("name", sorted(set(DIVERGENCES) - {"reverse_kl"}))
@@ -162,20 +149,11 @@ def test_stored_entries(case: tuple[int, str, int]) -> None:
     """The divergence of k + 1 masses, with its gradient, which never exceeds that of all entries."""
     k, name, seed = case
     torch.manual_seed(seed)
-    h, w, labels, _ = inputs(N, V, H, dtype=torch.float64)
+    h, w, labels, E = inputs(N, V, H, dtype=torch.float64)
     side = teacher()
     log_p = log_p_of(side)
-    values, ids = log_p.topk(k)
-    rest = log_p.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)
-    stored = TopK(ids, torch.cat((values, rest), 1))
-    got = fused_step(h, w, labels, get_objective(name), teacher=stored)
-    h64, w64 = (x.detach().requires_grad_() for x in (h, w))
-    q, used = (h64 @ w64.T).softmax(-1), labels != -100
-    kept = q.gather(1, ids)
-    masses = torch.cat((kept, q.scatter(1, ids, 0.0).sum(1, keepdim=True)), 1)
-    want = naive(name, stored.log_p[used].exp(), masses[used], torch.zeros(k + 1, dtype=torch.float64)).sum()
-    want.backward()
-    agree(got, {"loss": want.detach(), "d_hidden": h64.grad, "d_weight": w64.grad}, 1e-9)  # type: ignore[dict-item]
+    got = fused_step(h, w, labels, get_objective(name), teacher=top(log_p, k))
+    agree(got, against_reference(h, w, labels, log_p, transport(E), name, {}, k=k), 1e-9)
     whole = fused_step(h, w, labels, get_objective(name), teacher=side)["loss"]
     assert got["loss"] <= whole * (1 + 1e-9)
 
@@ -209,7 +187,7 @@ def test_half_precision() -> None:
     side = teacher(torch.bfloat16)
     for name in ("kl", "jsd"):
         got = fused_step(h, w, labels, get_objective(name), teacher=side)
-        want = reference(h, w, labels, log_p_of(side), cost_matrix(E), name, {})
+        want = against_reference(h, w, labels, log_p_of(side), transport(E), name, {})
         assert relative_error(got["loss"], want["loss"]) <= 5e-3
         assert relative_error(got["d_hidden"], want["d_hidden"]) <= 3e-2
     nothing = torch.full_like(labels, -100)
