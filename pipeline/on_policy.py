@@ -15,7 +15,7 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,6 +41,7 @@ class Prompt(NamedTuple):
 
     row: int  # of the micro-batch
     ids: np.ndarray
+    last: int  # the token that ends what the data say after it
 
 
 def due(share: float, step: int) -> bool:
@@ -53,16 +54,27 @@ def prompts_of(micro: dict[str, Any]) -> list[Prompt]:
 
     Of a document that is supervised from its beginning, its first half.
     """
-    ids, bounds = micro["input_ids"].numpy(), micro[BOUNDS].tolist()
-    supervised = np.zeros(ids.size, bool)
-    supervised[micro["labels"].positions] = True  # position i predicts token i + 1
+    ids, bounds, plan = micro["input_ids"].numpy(), micro[BOUNDS].tolist(), micro["labels"]
+    labels = np.full(ids.size, IGNORE)
+    labels[plan.positions] = plan.labels  # position i predicts token i + 1
     prompts = []
     for start, end in itertools.pairwise(bounds):
-        (predicts,) = supervised[start:end].nonzero()
+        (predicts,) = (labels[start:end] != IGNORE).nonzero()
         if len(predicts):
             length = int(predicts[0]) + 1 if predicts[0] else (end - start + 1) // 2
-            prompts.append(Prompt(start // ids.shape[1], ids.reshape(-1)[start : start + length]))
+            stretch = predicts[predicts - predicts[0] == np.arange(len(predicts))]
+            row, last = start // ids.shape[1], int(labels[start + stretch[-1]])
+            prompts.append(Prompt(row, ids.reshape(-1)[start : start + length], last))
     return prompts
+
+
+def ends_of(prompts: Sequence[Prompt], eos: int | None, special: Container[int]) -> Tensor:
+    """Return the tokens that end a text after each prompt, int64 [n, 2]; -1 for none.
+
+    They are EOS, and the special token with which a chat template ends the turn.
+    """
+    first = -1 if eos is None else eos
+    return torch.tensor([(first, p.last if p.last in special else -1) for p in prompts] or [(first, -1)])
 
 
 def uniforms(seed: int, step: int, places: Sequence[tuple[int, int]], tokens: int) -> Tensor:
@@ -90,7 +102,7 @@ def continued(
     run: Callable[..., Any],
     prompts: Sequence[np.ndarray],
     numbers: Tensor,
-    end: int | None,
+    ends: Tensor,
     temperature: float,
     block: int,
     over: Callable[[bool], bool] = bool,
@@ -98,9 +110,9 @@ def continued(
 ) -> list[list[int]]:
     """Return what a model writes after each prompt: at most as many tokens as `numbers` [n, tokens] has.
 
-    The token `end`, which is kept, ends a text, and so do `block` tokens with its prompt. run: a causal
-    LM's forward, with `options`. over: says from whether all texts here are ended whether to stop; under
-    ZeRO-3 all ranks go on together.
+    One of its tokens `ends` [n, e], which is kept, ends a text, and so do `block` tokens with its prompt.
+    run: a causal LM's forward, with `options`. over: says from whether all texts here are ended whether to
+    stop; under ZeRO-3 all ranks go on together.
     """
     device, n, widest = numbers.device, len(prompts), max(map(len, prompts))
     ids = torch.zeros(n, widest, dtype=torch.int64)
@@ -121,14 +133,20 @@ def continued(
             raise UserError(f"{problem}; leave it out", code="no-cache")
         token = drawn(out.logits[:, -1], number, temperature)
         written = torch.cat((written, token[:, None]), 1)
-        ended |= token == (-1 if end is None else end)
+        ended |= (token[:, None] == ends).any(1)
         given, positions = token[:, None], (positions[:, -1:] + 1).clamp_(max=block - 1)
         ended |= (mask.sum(1) + 1) >= block
         mask = torch.cat((mask, mask.new_ones(n, 1)), 1)
         if over(bool(ended.all())):
             break
     texts = [text[: block - len(prompt)] for prompt, text in zip(prompts, written.tolist(), strict=True)]
-    return [text[: text.index(end) + 1] if end in text else text for text in texts]
+    return [_until(text, stops) for text, stops in zip(texts, ends.tolist(), strict=True)]
+
+
+def _until(text: list[int], ends: Container[int]) -> list[int]:
+    """Return a text up to the first of its tokens that is an end."""
+    length = next((i for i, token in enumerate(text, 1) if token in ends), len(text))
+    return text[:length]
 
 
 def repacked(
@@ -175,7 +193,9 @@ class OnPolicy:
         self.settings, self.seed, self.trainer = config.objective.on_policy, config.train.seed, trainer
         self.objective, self.domains = judged_objective(config), domains
         self.block = config.data.sequence_len
-        self.end = load_tokenizer(config.data.dir / "tokenizer").eos_token_id
+        tokenizer = load_tokenizer(config.data.dir / "tokenizer")
+        self.eos = tokenizer.eos_token_id
+        self.special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.together = trainer.ds.zero_optimization_stage() == 3 and trainer.world.ranks > 1
         keeps = "logits_to_keep" in getattr(unwrap(trainer.model), "order", ())
         self.options = {"logits_to_keep": 1} if keeps else {}
@@ -218,7 +238,8 @@ class OnPolicy:
         device = self.trainer.world.device
         with torch.compiler.set_stance("force_eager"):  # another length at every pass
             texts = continued(
-                self.trainer.ds, ids, random.to(device), self.end, self.settings.temperature, self.block,
+                self.trainer.ds, ids, random.to(device),
+                ends_of(prompts, self.eos, self.special).to(device), self.settings.temperature, self.block,
                 self._over if self.together else bool, **self.options,
             )  # fmt: skip
         return texts[: len(prompts)]

@@ -9,6 +9,7 @@ for each step s:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import gc
@@ -222,7 +223,8 @@ def _train(
         lr = lr_at(config.train, step, steps)
         profile.starts(step + 1)
         objective = losses.objective
-        if student is not None and student.due(step):
+        written = student is not None and student.due(step)
+        if student is not None and written:
             batch, tokens_written, seconds = student.write(batch, step)
             metrics.written(tokens_written, seconds)
             objective = student.objective
@@ -247,7 +249,7 @@ def _train(
         lock.reached(step)
         norm = trainer.ds.get_global_grad_norm()  # before clipping
         metrics.step(step, sums, math.nan if norm is None else float(norm))
-        warning = guard.observe(step, sums, functools.partial(data.provenance, batch.rows))
+        warning = guard.observe(step, sums, functools.partial(data.provenance, batch.rows), written)
         if warning:
             log.warning(warning)
         if step % config.train.logging_steps == 0 or step == steps:
@@ -294,18 +296,23 @@ class Guard:
         self.path, self.train, self.writes = run_dir / BAD_BATCHES, train, writes
         state = state or {}
         self._in_a_row = int(state.get("in_a_row", 0))
-        # applied steps that a spike is measured against
-        self._recent: deque[float] = deque(state.get("recent", ()), maxlen=50)  # NLL
-        self._losses: deque[float] = deque(state.get("losses", ()), maxlen=50)
+        # applied steps that a spike is measured against; batches that the model writes have others
+        self._recent: dict[str, deque[float]] = collections.defaultdict(lambda: deque(maxlen=50))
+        for name, values in state.get("usual", {}).items():
+            self._recent[name].extend(values)
 
     def state(self) -> dict[str, Any]:
         """Return what later steps are judged by, so that a resumed run judges alike."""
-        return {"in_a_row": self._in_a_row, "recent": list(self._recent), "losses": list(self._losses)}
+        usual = {name: list(values) for name, values in self._recent.items()}
+        return {"in_a_row": self._in_a_row, "usual": usual}
 
-    def observe(self, step: int, sums: Sums, rows: Callable[[], list[Any]]) -> str | None:
+    def observe(
+        self, step: int, sums: Sums, rows: Callable[[], list[Any]], written: bool = False
+    ) -> str | None:
         """Judge step `step` (from 1). Return a line for the user if something is wrong, else None.
 
-        `rows()` tells where the rows of the batch come from. Raises UserError when the run must end.
+        `rows()` tells where the rows of the batch come from; written: the model has written it itself.
+        Raises UserError when the run must end.
         """
         loss, nll = (total / max(1, sums.tokens) for total in (sums.loss, sums.nll))
         line = None
@@ -318,7 +325,8 @@ class Guard:
             self._in_a_row = 0
             reason, ends = "spike", self.train.spike_stops
             cure = "lower train.learning_rate, or set train.spike_stops=false to continue"
-            for name, value, recent in (("loss", loss, self._losses), ("NLL", nll, self._recent)):
+            for name, value in (("loss", loss), ("NLL", nll)):
+                recent = self._recent[f"written {name}" if written else name]
                 usual = statistics.median(recent) if len(recent) >= 10 else math.inf
                 if math.isfinite(value):
                     recent.append(value)

@@ -15,7 +15,7 @@ from emo.common.labels import IGNORE
 from emo.pipeline.config import ObjectiveConfig
 from emo.pipeline.loss import plan_tokens
 from emo.pipeline.loss.head import BOUNDS, segments
-from emo.pipeline.on_policy import continued, drawn, due, prompts_of, repacked, uniforms
+from emo.pipeline.on_policy import continued, drawn, due, ends_of, prompts_of, repacked, uniforms
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.footprint import ACCELERATORS, Setup
 from tests.helpers.families import family
@@ -72,12 +72,13 @@ def test_texts_are_what_a_naive_sampler_writes(name: str) -> None:
     V = model.config.vocab_size
     prompts = [np.arange(n) % V for n in (3, 1, 9, block - 4)]
     numbers = uniforms(0, 0, [(row, 0) for row in range(4)], 24)
-    endless = continued(model, prompts, numbers, None, 0.8, block)
+    endless = continued(model, prompts, numbers, torch.full((4, 2), -1), 0.8, block)
     assert list(map(len, endless)) == [24, 24, 24, 4]
-    end = endless[1][6]
-    texts = continued(model, prompts, numbers, end, 0.8, block)
-    assert texts == [naive(model, p, n, end, block) for p, n in zip(prompts, numbers, strict=True)]
-    assert len(texts[1]) <= 7 and texts[1][-1] == end
+    ends = torch.tensor([[-1, -1], [endless[1][6], -1], [-1, endless[2][9]], [-1, -1]])  # each has another
+    texts = continued(model, prompts, numbers, ends, 0.8, block)
+    each = zip(prompts, numbers, (-1, endless[1][6], endless[2][9], -1), strict=True)
+    assert texts == [naive(model, p, n, end, block) for p, n, end in each]
+    assert len(texts[1]) <= 7 and texts[1][-1] == endless[1][6]
 
 
 @pytest.mark.parametrize(
@@ -120,6 +121,21 @@ def micro_batch() -> dict[str, Any]:
 def test_prompts_end_where_supervision_begins() -> None:
     prompts = prompts_of(micro_batch())
     assert [(p.row, p.ids.tolist()) for p in prompts] == [(0, [0, 1, 2]), (0, [5, 6]), (1, [12, 13, 14, 15])]
+    assert [p.last for p in prompts] == [4, 8, 19]
+
+
+def test_a_template_ends_turns_with_a_token_of_its_own() -> None:
+    """The last token of the first answer, if it is a special one; a cut answer ends with any other."""
+    ids, labels = torch.arange(24).view(2, 12), torch.full((2, 12), IGNORE)
+    labels[0, 1:4] = ids[0, 2:5]  # two answers: tokens 2 to 4, and 8 to 10
+    labels[0, 7:10] = ids[0, 8:11]
+    labels[1, 3:6] = ids[1, 4:7]
+    bounds, _ = segments(torch.arange(12).repeat(2, 1))
+    prompts = prompts_of({"input_ids": ids, BOUNDS: bounds, "labels": plan_tokens(labels)})
+    assert [p.last for p in prompts] == [4, 18]
+    assert ends_of(prompts, 0, {4, 10}).tolist() == [[0, 4], [0, -1]]
+    assert ends_of(prompts, None, ()).tolist() == [[-1, -1], [-1, -1]]
+    assert ends_of([], 7, ()).tolist() == [[7, -1]]  # of the text that a rank without prompts writes
 
 
 def test_rows_hold_what_fits_of_prompts_and_texts() -> None:

@@ -264,6 +264,16 @@ def test_a_spike_is_noted_or_ends_the_run_also_after_a_resume(tmp_path: Path) ->
     assert "2 in a row" in (guard(tmp_path, state, **options).observe(21, sums(math.nan), lambda: ROWS) or "")
 
 
+def test_batches_of_the_models_own_are_compared_with_one_another(tmp_path: Path) -> None:
+    """Their loss is another one: a divergence alone, beside that of likelihood and divergence."""
+    watch = guard(tmp_path, spike_factor=3, spike_stops=True)
+    for step in range(30):
+        own = step % 3 > 0
+        assert watch.observe(step, sums(0.1 if own else 3.0), lambda: ROWS, own) is None
+    with refused("spike"):
+        watch.observe(30, sums(1.0), lambda: ROWS, True)
+
+
 @pytest.mark.parametrize("n", [9, 400])
 def test_the_interval_is_a_naive_jackknife_s(n: int) -> None:
     """And where there are many documents, of uneven lengths, that of drawing them with replacement."""
