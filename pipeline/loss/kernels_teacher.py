@@ -42,11 +42,10 @@ def _log_sum_exp(x):
 
 
 @triton.jit
-def _mixture(log_p, log_q, share):
-    """Return log(share p + (1 - share) q)."""
-    a = log_p + tl.log(share)
-    b = log_q + tl.log(1.0 - share)
-    return tl.maximum(a, b) + tl.log(1.0 + tl.exp(-tl.abs(a - b)))
+def _mixture(p, q, share):
+    """Return share p + (1 - share) q, above 0: where it would be 0, so are the weights of its logarithm."""
+    least = 1.1754944e-38
+    return tl.maximum(share * p + (1.0 - share) * q, least)
 
 
 @triton.jit
@@ -67,14 +66,12 @@ def _entries(log_p, log_q, Cp, share, KIND: tl.constexpr):
         u = q * (log_q - log_p)
         loss = u
     elif KIND == "jsd":
-        log_m = _mixture(log_p, log_q, share)
+        log_m = tl.log(_mixture(p, q, share))
         u = (1.0 - share) * q * (log_q - log_m)
         loss = share * _relative(p, log_p, log_m) + u
     elif KIND == "skew_kl":
-        log_m = _mixture(log_p, log_q, share)
-        loss = _relative(p, log_p, log_m)
-        least = 1.1754944e-38  # where both sides are 0, so is u
-        m = tl.maximum(share * p + (1.0 - share) * q, least)
+        m = _mixture(p, q, share)
+        loss = _relative(p, log_p, tl.log(m))
         u = (1.0 - share) * (1.0 - share) * (q / m) * (q - p)
     elif KIND == "tv":
         loss = 0.5 * tl.abs(q - p)
