@@ -83,7 +83,7 @@ def main(names: str, logs: str, *words: str) -> None:
     """Start the hosts, and wait for all."""
     elastic.run_script_path = rank
     # It goes through all modules, of which a real torchrun has few, at every word that nodes exchange.
-    dynamic_rendezvous.get_method_name = lambda *_: ""
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""
     gc.freeze()
     hosts = {}
     for host in names.split(","):
