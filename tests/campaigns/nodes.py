@@ -163,8 +163,8 @@ def slow(cluster: Cluster, show: Campaign) -> Path:
 def faults(cluster: Cluster, undisturbed: Path, show: Campaign) -> None:
     """One run with a spare node, that nobody starts again."""
     run_dir, names, count = cluster.directory / "faults", cluster.names, cluster.count
-    words = ("--max-restarts=9", "launch/continual.sh", cluster.recipe, f"output_dir={run_dir}")
-    running = cluster.start("faults", names, *words)
+    command = ("--max-restarts=9", "launch/continual.sh", cluster.recipe, f"output_dir={run_dir}")
+    running = cluster.start("faults", names, *command)
 
     def launches(event: str) -> list[dict[str, Any]]:
         return [r for r in read_records(run_dir / LAUNCHES)[0] if r["event"] == event]

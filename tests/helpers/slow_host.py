@@ -19,7 +19,11 @@ def measure_slowly(seconds: float) -> None:
     measure = health.seconds
 
     def slowly(work: Callable[[], Any], device: torch.device, together: bool = False) -> float:
-        return measure(lambda: (time.sleep(seconds), work()), device, together)
+        def late() -> None:
+            time.sleep(seconds)
+            work()
+
+        return measure(late, device, together)
 
     health.seconds = slowly
 
