@@ -102,7 +102,7 @@ soak: setup ## 20 kills, 20 damaged saves
 judge-test: setup ## 20 kills of answering and judging
 	$(BIN)/python -m tests.campaigns.judging
 
-cluster-test: setup ## two hosts and a Slurm on this machine
+cluster-test: setup ## two hosts, 32 nodes that fail in turn, and a Slurm, on this machine
 	$(BIN)/python -m tests.campaigns.cluster $(ARGS)
 
 image-test: setup ## the image built without Docker, and run without rights; needs root on Debian

@@ -107,9 +107,9 @@ def record_collectives(run_dir: Path) -> None:
     What the user has set stays.
     """
     settings = {
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",  # collectives
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(run_dir.absolute() / RANKS / TRACE),
+        "TORCH_FR_DUMP_TEMP_FILE": str(run_dir.absolute() / RANKS / TRACE),
         "TORCH_NCCL_DESYNC_DEBUG": "1",  # NCCL's watchdog then says where each rank stood
     }
     for name, value in settings.items():

@@ -60,6 +60,9 @@ class Watch:
         self._report = _open_report()
         self._blamed = ""  # the node, once a device of it has failed
         self._kill_at: float | None = None  # when the launcher is going to kill this rank, less a margin
+        # A torchrun that starts ranks again stops them where a node is gone, for which they wait in vain;
+        # without it nobody would start them.
+        self._restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0
         signal.pthread_sigmask(signal.SIG_BLOCK, [*REQUESTS, PARENT_DIED])
         die_with_parent(PARENT_DIED)
         self._chain = launchers()
@@ -101,7 +104,7 @@ class Watch:
                 self.signal = self.signal or name
                 if self._phase == STARTING:
                     self._leave(f"stopped ({name}) before the run was opened")
-                if info.si_pid == self._chain[0] and self._kill_at is None:
+                if info.si_pid == self._chain[0] and self._kill_at is None and not self._restarts:
                     self._kill_at = time.monotonic() + _grace(command_line(info.si_pid))
             pairs = itertools.pairwise(self._chain)
             gone = os.getppid() != self._chain[0] or any(_parent(c) not in (pid, None) for c, pid in pairs)

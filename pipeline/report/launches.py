@@ -18,7 +18,7 @@ from emo.common.errors import one_line
 from emo.common.provenance import code_version, library_versions
 from emo.common.text import counted
 from emo.pipeline.config import RunConfig
-from emo.pipeline.liveness import late
+from emo.pipeline.liveness import late, read_ranks
 from emo.pipeline.planning.checks import Ready
 from emo.pipeline.planning.ds_file import zero_stage
 from emo.pipeline.planning.footprint import GIB, accelerator, memory, step_time, utilisation
@@ -45,7 +45,9 @@ class Launch:
         records = read_records(self._run_dir / LAUNCHES)[0]
         if records and records[-1].get("event") == "begin" and (reason := late(self._run_dir)) is not None:
             _tell(f"the launch before failed: {reason}", "failed", reason=reason)
-            self._append("end", step=records[-1]["step"], how="failed", reason=reason)
+            steps = [state.get("step") for state in read_ranks(self._run_dir).values()]
+            step = max([records[-1]["step"], *(step for step in steps if isinstance(step, int))])
+            self._append("end", step=step, how="failed", reason=reason)
 
     def begun(self, config: RunConfig, ready: Ready, step: int, tokens: int, hosts: int) -> None:
         """Training goes on after `step`, on so many hosts."""

@@ -1,10 +1,15 @@
-"""Two hosts and a Slurm cluster on one machine: the launchers, really run. Needs root and Debian's packages.
+"""Hosts, many nodes and a Slurm cluster on one machine: the launchers, really run.
 
-    python -m tests.campaigns.cluster [--parts hosts slurm scheduled kubernetes]
+    python -m tests.campaigns.cluster [--parts hosts nodes slurm scheduled kubernetes] [--nodes 32]
+
+Needs root and Debian's packages.
 
 hosts       two network namespaces with an address, a name and an sshd each. A ZeRO-3 run over them by pdsh,
             by torchrun and by DeepSpeed without ssh; each must give the losses of the run on one host. A
             remote rank is killed; preflight looks at both hosts.
+nodes       so many network namespaces on a bridge, with a torchrun and a rank each. A slow rank is named, and
+            one that hangs; a spare replaces a dead node, and of others the run does without; preflight names
+            one that is bad.
 slurm       controller, daemon and munge for a cluster of this one machine; launch/slurm/train.sbatch gets its
             warning signal, saves, is queued again, and resumes.
 scheduled   evaluation on that Slurm: a job that depends on a training, and the passes of a line of scrontab.
@@ -21,7 +26,6 @@ import json
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -31,6 +35,7 @@ from pathlib import Path
 from emo.pipeline.run_dir import read_metrics
 from tests.campaigns.campaign import Campaign, call, can_install, conduct
 from tests.campaigns.kubernetes import kubernetes
+from tests.campaigns.nodes import inside, kill, nodes
 from tests.campaigns.soak import undisturbed
 from tests.conftest import REPO
 from tests.helpers import launching
@@ -91,22 +96,9 @@ def two_hosts(directory: Path) -> Iterator[Environment]:
         for server in servers:
             server.terminate()
         for name in HOSTS:
-            _kill(name)
+            kill(name)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
-
-
-def _kill(host: str, word: bytes = b"") -> None:
-    listed = subprocess.run(["ip", "netns", "pids", host], capture_output=True, text=True).stdout
-    for pid in listed.split():
-        with contextlib.suppress(OSError):
-            if word in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(int(pid), signal.SIGKILL)
-
-
-def inside(host: str, command: list[str]) -> list[str]:
-    names = ["unshare", "--uts", "sh", "-c", f'hostname {host}; exec "$@"', "sh"]
-    return ["ip", "netns", "exec", host, *names, *command]
 
 
 def start(environment: Environment, *commands: list[str]) -> list[subprocess.Popen[str]]:
@@ -161,7 +153,7 @@ def hosts(directory: Path, show: Campaign) -> None:
         command.append("train.lr_scheduler_type=constant")
         processes = start(environment, command)
         wait_for_step(run_dir, 5)
-        _kill("emo-b", b"--local_rank=")
+        kill("emo-b", b"--local_rank=")
         begun = time.monotonic()
         codes, output = finish(processes, 90)
         ended = codes[0] not in (0, -9) and "lost another rank" in output
@@ -380,8 +372,9 @@ def by_crontab(environment: Environment, directory: Path, data: Path, show: Camp
     show("scheduled", "a pass every minute", f"evaluated {passes} of one export", good, stories)
 
 
-PARTS: dict[str, tuple[Callable[[Path, Campaign], None], list[str]]] = {
+PARTS: dict[str, tuple[Callable[..., None], list[str]]] = {
     "hosts": (hosts, SSH),
+    "nodes": (nodes, ["iproute2"]),
     "slurm": (slurm, SLURM),
     "scheduled": (scheduled, SLURM),
     "kubernetes": (kubernetes, []),
@@ -393,8 +386,8 @@ def cluster(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
         run, packages = PARTS[part]
         if not packages or can_install(show, part, packages):
             (directory / part).mkdir()
-            run(directory / part, show)
+            run(directory / part, show, **({"count": args.nodes} if run is nodes else {}))
 
 
 if __name__ == "__main__":
-    sys.exit(conduct("cluster", cluster, __doc__, parts=[*PARTS]))
+    sys.exit(conduct("cluster", cluster, __doc__, parts=[*PARTS], nodes=32))

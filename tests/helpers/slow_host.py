@@ -13,14 +13,24 @@ import torch
 from emo.pipeline.cli import run
 from emo.pipeline.planning import health, preflight
 
+
+def measure_slowly(seconds: float) -> None:
+    """Have all that preflight measures on this rank take so much longer."""
+    measure = health.seconds
+
+    def slowly(work: Callable[[], Any], device: torch.device, together: bool = False) -> float:
+        def late() -> None:
+            time.sleep(seconds)
+            work()
+
+        return measure(late, device, together)
+
+    health.seconds = slowly
+
+
 if __name__ == "__main__":
     rank = int(os.environ["RANK"])
     preflight.node_name = lambda: f"host-{min(rank, 2)}"
     if rank == 1:
-        measure = health.seconds
-
-        def slowly(work: Callable[[], Any], device: torch.device, together: bool = False) -> float:
-            return measure(lambda: (time.sleep(0.15), work()), device, together)
-
-        health.seconds = slowly
+        measure_slowly(0.15)
     run(["preflight", *sys.argv[1:]])

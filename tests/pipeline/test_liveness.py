@@ -77,11 +77,11 @@ def test_the_next_launch_says_of_one_that_was_aborted_who_was_late(tmp_path: Pat
     """NCCL's watchdog leaves no rank that could."""
     append(tmp_path / LAUNCHES, {"event": "begin", "step": 3})
     for rank, enqueued in enumerate((9, 5)):
-        write(tmp_path, rank, enqueued, 5)
+        write(tmp_path, rank, enqueued, 5, step=7 + rank)
     for _ in range(2):
         Launch(tmp_path, Console(), main=True).before()
     _, *ends = read_records(tmp_path / LAUNCHES)[0]
-    assert [(r["event"], r["step"], r["how"]) for r in ends] == [("end", 3, "failed")]
+    assert [(r["event"], r["step"], r["how"]) for r in ends] == [("end", 8, "failed")]
     assert "rank 1 on node-0" in ends[0]["reason"]
 
 
@@ -91,7 +91,7 @@ def test_collectives_are_recorded_into_the_run_directory_unless_the_user_says_ot
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("os.environ", environment := {"TORCH_NCCL_DESYNC_DEBUG": "0"})
     record_collectives(Path("run"))
-    assert environment["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] == str(tmp_path / "run" / RANKS / TRACE)
+    assert environment["TORCH_FR_DUMP_TEMP_FILE"] == str(tmp_path / "run" / RANKS / TRACE)
     assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1" and environment["TORCH_NCCL_DESYNC_DEBUG"] == "0"
 
 

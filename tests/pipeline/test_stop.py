@@ -63,6 +63,13 @@ started = [subprocess.Popen(command, env=os.environ | {{"RANK": str(rank)}}) for
 codes = [process.wait() for process in started]
 sys.exit(max(code & 255 for code in codes))
 """
+# One for torchrun: it passes a signal on, and kills ranks that take long to end.
+TORCHRUN = """
+import signal, subprocess, sys
+rank = subprocess.Popen([sys.executable, *sys.argv[sys.argv.index("--") + 1:]])
+signal.signal(signal.SIGTERM, lambda *_: rank.terminate())
+sys.exit(rank.wait())
+"""
 # One for launch.py alone: starts a rank and waits.
 LAUNCHER = """
 import subprocess, sys
@@ -73,7 +80,12 @@ sys.exit(subprocess.run(sys.argv[sys.argv.index("--") + 1:]).returncode)
 @pytest.fixture
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The script of a rank, beside the launchers."""
-    for name, text in (("deepspeed", DEEPSPEED), ("launcher.py", LAUNCHER), ("rank.py", RANK)):
+    for name, text in (
+        ("deepspeed", DEEPSPEED),
+        ("torchrun", TORCHRUN),
+        ("launcher.py", LAUNCHER),
+        ("rank.py", RANK),
+    ):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", str(REPO))
@@ -118,6 +130,19 @@ def test_a_lost_launcher_is_noticed_in_every_phase(
     wait_for(lambda: len(report.read_text().split()) == 2, "end of the rank", 20)
     assert report.read_text() == f"{pid} 75\n"
     assert "the launcher is gone" in process.communicate()[0]
+
+
+@pytest.mark.parametrize(("restarts", "code"), [("0", -signal.SIGKILL), ("3", STOPPED)])
+def test_a_launcher_that_is_about_to_kill(
+    rank: Path, restarts: str, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is ended so that a long step can be finished, unless it is going to start the ranks again."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    process = start(rank.parent / "torchrun", "--shutdown-timeout=2", "--", rank, "training", "2.5")
+    process.terminate()
+    output = process.communicate(timeout=20)[0]
+    assert process.returncode == code
+    assert ("save without it" in output) == (restarts == "0"), output
 
 
 def test_a_launcher_that_was_gone_before_the_first_look(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
