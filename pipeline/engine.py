@@ -86,7 +86,7 @@ def start_world(timeout_minutes: float = PATIENCE) -> World:
     if accelerator.device_name() != "cpu":
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if on_gpu():
-        gpu = torch.cuda.get_device_properties()
+        gpu: Any = torch.cuda.get_device_properties()
         bind_near(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
     # On a CPU DeepSpeed would compile a shared-memory all-reduce here. Only inference uses it, the first
     # start would wait half a minute, and one killed meanwhile leaves a lock that hangs every later one.
