@@ -39,8 +39,10 @@ from tests.helpers.launching import PIPED, losses, tiny_recipe, wait_for, wait_f
 PACKAGES = ["debootstrap", "buildah", "podman", "runc"]
 SUITE, NEEDED = "bookworm", 30  # of Debian, as in the Dockerfile; GiB of disk
 UNKNOWN = 4321  # a user without an entry in the image
-# A driver brings the first two; the others are for transports that NCCL does not use.
-ABSENT = {"libcuda.so.1", "libnvidia-ml.so.1"}
+# A driver brings the first two. The others are for what nothing here uses: cuFile over RDMA, and NVSHMEM over
+# MPI, UCX, PMIx and libfabric.
+ABSENT = {"libcuda.so.1", "libnvidia-ml.so.1", "librdmacm.so.1", "libucs.so.0", "libucp.so.0"}
+ABSENT |= {"libpmix.so.2", "libfabric.so.1", "liboshmem.so.40", "libmpi.so.40"}
 CONSTANT = "train.lr_scheduler_type=constant"
 CONFINED = [
     *("--read-only", "--read-only-tmpfs=false", "--tmpfs", "/tmp:rw,exec,mode=1777", "--network", "none"),
