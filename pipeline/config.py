@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import yaml
-from pydantic import BeforeValidator, ConfigDict, Field, NonNegativeInt, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    ValidationError,
+    model_validator,
+)
 
 from emo.common.errors import UserError, nearest
 from emo.common.recipe import Section, mark, parse_section, read_recipe
@@ -99,14 +107,24 @@ def _as_ramp(weight: Any) -> Any:
 Weight = Annotated[float | RampConfig, BeforeValidator(_as_ramp)]
 
 
-def _ends(weight: float | RampConfig) -> tuple[float, float]:
+def _as_share(weight: float | RampConfig) -> float | RampConfig:
+    """Return a share of the steps, checked."""
+    if not all(0 <= end <= 1 for end in ends(weight)) or not any(ends(weight)):
+        raise ValueError("give a number in [0, 1], or a ramp between two, that is not 0 throughout")
+    return weight
+
+
+Share = Annotated[Weight, AfterValidator(_as_share)]
+
+
+def ends(weight: float | RampConfig) -> tuple[float, float]:
     """Return the first and the last value of a number or ramp."""
     return (weight.first, weight.to) if isinstance(weight, RampConfig) else (weight, weight)
 
 
 def _labelled(weight: float | RampConfig, name: str) -> str:
     """Return words such as `0.5 emo`, or `(0.5 to 0) mle`."""
-    first, last = _ends(weight)
+    first, last = ends(weight)
     return f"({first:g} to {last:g}) {name}" if isinstance(weight, RampConfig) else f"{first:g} {name}"
 
 
@@ -165,6 +183,8 @@ class PartConfig(Section):
     """Its own parameters."""
     weight: Weight = 1.0
     """Its weight in the sum; a ramp {from, to, steps} moves it in a straight line over the first steps."""
+    share: Share = 1.0
+    """Share of the steps in which it counts, evenly spaced; or a ramp."""
     cost: str | None = None
     """The cost embedding, for clarity only: all parts share the one of the sum."""
     teacher: Teachers = None
@@ -174,8 +194,8 @@ class PartConfig(Section):
 class OnPolicyConfig(Section):
     """Steps in which a teacher judges what the model itself writes (GKD, arXiv 2306.13649)."""
 
-    share: float = Field(gt=0, le=1)
-    """Share of the steps, evenly spaced."""
+    share: Share
+    """Share of the steps, evenly spaced; or a ramp {from, to, steps}."""
     tokens: int = Field(128, gt=0)
     """Most tokens that are written after each prompt."""
     temperature: float = Field(1.0, gt=0)
@@ -277,7 +297,7 @@ class MixtureConfig(Section):
     def _possible(self) -> MixtureConfig:
         if bool(self.shares) == (self.temperature is not None):
             raise ValueError("give exactly one of shares and temperature")
-        for end in zip(*map(_ends, self.shares.values()), strict=True):  # in the beginning, in the end
+        for end in zip(*map(ends, self.shares.values()), strict=True):  # in the beginning, in the end
             if min(end) < 0 or not any(end):
                 raise ValueError("shares must not be negative, and not all of them 0")
         if min(self.max_epochs.values(), default=1) < 1:

@@ -41,7 +41,7 @@ from emo.pipeline.loss import (
 )
 from emo.pipeline.loss.cost import TWIN_COST, USUAL_TWINS, twins
 from emo.pipeline.loss.head import by_segments, refusal
-from emo.pipeline.loss.objectives import Ramp
+from emo.pipeline.loss.objectives import Spaced, Weight
 from emo.pipeline.order import ramp
 from emo.pipeline.planning.host import family_has, usable_attention
 from emo.pipeline.ranks import NETWORK, broken_device, gather_objects, lost_a_peer
@@ -141,10 +141,13 @@ def judged_objective(config: RunConfig) -> Objective:
     return weighted_sum([pair for pair in zip(parts, _weights(config), strict=True) if pair[0].against])
 
 
-def _weights(config: RunConfig) -> list[float | Ramp]:
+def _weights(config: RunConfig) -> list[Weight]:
     """Return the weights of the parts of a sum."""
-    weights = [part.weight for part in config.objective.sum or ()]
-    return [ramp(weight) if isinstance(weight, RampConfig) else weight for weight in weights]
+    weights: list[Weight] = []
+    for part in config.objective.sum or ():
+        weight = ramp(part.weight) if isinstance(part.weight, RampConfig) else part.weight
+        weights.append(weight if part.share == 1 else Spaced(weight, ramp(part.share)))
+    return weights
 
 
 def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Losses:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import math
 import time
 from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ from emo.pipeline.export import unwrap
 from emo.pipeline.loss import plan_tokens
 from emo.pipeline.loss.head import BOUNDS, LONGEST, segments
 from emo.pipeline.model import judged_objective
+from emo.pipeline.order import ramp
 from emo.pipeline.ranks import gather_objects
 
 
@@ -42,11 +42,6 @@ class Prompt(NamedTuple):
     row: int  # of the micro-batch
     ids: np.ndarray
     last: int  # the token that ends what the data say after it
-
-
-def due(share: float, step: int) -> bool:
-    """Return whether `step`, counted from 0, is on-policy: evenly, `share` of all steps are."""
-    return math.floor((step + 1) * share) > math.floor(step * share)
 
 
 def prompts_of(micro: dict[str, Any]) -> list[Prompt]:
@@ -202,7 +197,7 @@ class OnPolicy:
 
     def due(self, step: int) -> bool:
         """Return whether the model writes the batch of `step`."""
-        return due(self.settings.share, step)
+        return ramp(self.settings.share).due(step)
 
     def write(self, batch: StepBatch, step: int) -> Written:
         """Return the batch of `step` as the model continues it; all ranks must call."""

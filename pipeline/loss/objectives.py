@@ -446,15 +446,48 @@ class Ramp(NamedTuple):
         """Return its value at an optimizer step, counted from 0, or between two."""
         return self.first + (self.last - self.first) * min(max(step, 0) / self.steps, 1.0)
 
+    def due(self, step: int) -> bool:
+        """Return whether `step`, counted from 0, is among that share of the steps, evenly spaced."""
+        return math.floor(self._total(step + 1)) > math.floor(self._total(step))
+
+    def _total(self, count: int) -> float:
+        """Return the sum of its values at the first `count` steps."""
+        n = min(count, self.steps)
+        return self.last * count + (self.first - self.last) * (n - n * (n - 1) / (2 * self.steps))
+
     def __str__(self) -> str:
         return f"{self.first:g}..{self.last:g} over {self.steps}"
 
 
-def weighted_sum(parts: Sequence[tuple[Objective, float | Ramp]]) -> Objective:
+class Spaced(NamedTuple):
+    """A weight in a share of the optimizer steps, evenly spaced, and 0 in the others."""
+
+    weight: float | Ramp
+    share: Ramp
+
+    def at(self, step: int) -> float:
+        """Return the weight at an optimizer step, counted from 0."""
+        return weight_at(self.weight, step) if self.share.due(step) else 0.0
+
+    def __str__(self) -> str:
+        first, last, _ = self.share
+        weight = self.weight if isinstance(self.weight, Ramp) else f"{self.weight:g}"
+        return f"{weight} in {f'{first:g}' if first == last else self.share} of the steps"
+
+
+Weight = float | Ramp | Spaced
+
+
+def weight_at(weight: Weight, step: int) -> float:
+    """Return a weight at an optimizer step, counted from 0."""
+    return weight.at(step) if isinstance(weight, Ramp | Spaced) else weight
+
+
+def weighted_sum(parts: Sequence[tuple[Objective, Weight]]) -> Objective:
     """Return the objective L = sum_j weight_j L_j, with the exact gradient, in one pass over the logits.
 
-    A Ramp among the weights makes it a schedule (`Objective.at`). Raises UserError for parts that cannot
-    share a pass: normalised weights, and logits at two scales.
+    A Ramp or Spaced among the weights makes it a schedule (`Objective.at`). Raises UserError for parts that
+    cannot share a pass: normalised weights, and logits at two scales.
     """
     objectives = [objective for objective, _ in parts]
     if all(weight == 0 for _, weight in parts):
@@ -463,8 +496,10 @@ def weighted_sum(parts: Sequence[tuple[Objective, float | Ramp]]) -> Objective:
         if not isinstance(objective, Objective):
             given = f"a sum is made of what get_objective returns (given: {objective!r})"
             raise UserError(given, code="sum-part")
+        weight, share = weight if isinstance(weight, Spaced) else (weight, Ramp(1.0, 1.0, 1))
         first, last, steps = weight if isinstance(weight, Ramp) else (weight, weight, 1)
-        if not (math.isfinite(first) and math.isfinite(last) and steps >= 1):
+        _require("in [0, 1]", share=share.first, last_share=share.last)
+        if not (math.isfinite(first) and math.isfinite(last) and min(steps, share.steps) >= 1):
             problem = f"needs a finite weight, and a ramp a step (given: {weight})"
             raise UserError(f"objective {objective.name} {problem}", code="option-range")
         if objective.normalised:
@@ -474,14 +509,14 @@ def weighted_sum(parts: Sequence[tuple[Objective, float | Ramp]]) -> Objective:
         names = ", ".join(f"{o.name} at {o.logit_scale:g}" for o in objectives)
         raise UserError(f"the parts of a sum must see the logits at one scale ({names})", code="sum-scales")
     total = _sum(parts, 0)
-    if any(isinstance(weight, Ramp) or objective.schedule for objective, weight in parts):
+    if any(isinstance(weight, Ramp | Spaced) or objective.schedule for objective, weight in parts):
         return replace(total, schedule=lambda step: _sum(parts, step))
     return total
 
 
-def _sum(parts: Sequence[tuple[Objective, float | Ramp]], step: int) -> Objective:
+def _sum(parts: Sequence[tuple[Objective, Weight]], step: int) -> Objective:
     """Return the sum at an optimizer step."""
-    weights = [weight.at(step) if isinstance(weight, Ramp) else weight for _, weight in parts]
+    weights = [weight_at(weight, step) for _, weight in parts]
     objectives = [objective.at(step) for objective, _ in parts]
 
     def total(values: Sequence[Tensor | None]) -> Tensor | None:
@@ -494,7 +529,7 @@ def _sum(parts: Sequence[tuple[Objective, float | Ramp]], step: int) -> Objectiv
         return Coefficients(loss, A, B, C)
 
     labels = [(f"({o})" if " + " in o.name else str(o), w) for o, w in parts]
-    name = " + ".join(f"({w}) {o}" if isinstance(w, Ramp) else f"{w:g} {o}" for o, w in labels)
+    name = " + ".join(f"({w}) {o}" if isinstance(w, Ramp | Spaced) else f"{w:g} {o}" for o, w in labels)
     needs = frozenset[str]().union(*(o.needs for o in objectives))
     return Objective(
         name,

@@ -31,7 +31,7 @@ from emo.common.files import part_file
 from emo.common.provenance import shipped
 from emo.common.recipe import apply_override
 from emo.common.text import counted
-from emo.pipeline.config import BASE, Batch, RunConfig, load_config, solve_batch
+from emo.pipeline.config import BASE, Batch, RunConfig, ends, load_config, solve_batch
 from emo.pipeline.export import unwrap
 from emo.pipeline.loss.objectives import Objective
 from emo.pipeline.model import model_config
@@ -162,7 +162,7 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
         hpz=int(zero.get("zero_hpz_partition_size", 1)),
         reduced={None: 2 if half else 4, "fp32": 4}.get(reduced, 2),
         all_reduced=zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True),
-        written=0.0 if on_policy is None else on_policy.share * on_policy.tokens,
+        written=0.0 if on_policy is None else max(ends(on_policy.share)) * on_policy.tokens,
         **_teacher_of(config),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from emo.pipeline.loss import (
     NumberCost,
     Objective,
     Ramp,
+    Spaced,
     Teacher,
     TopK,
     get_objective,
@@ -167,6 +169,22 @@ def test_a_schedule_moves_the_weight() -> None:
     likelihood = fused_step(h, w, labels, get_objective("mle"))["loss"]
     assert losses[2] == pytest.approx(likelihood.item(), rel=1e-12)
     assert losses[0] + losses[2] == pytest.approx(2 * losses[1].item(), rel=1e-12)
+
+
+def test_a_part_counts_in_its_share_of_the_steps() -> None:
+    for share in (0.1, 0.3, 0.5, 1.0):
+        steps = [step for step in range(1000) if Ramp(share, share, 1).due(step)]
+        assert len(steps) == round(1000 * share)
+        assert {later - first for first, later in pairwise(steps)} <= {int(1 / share), -int(-1 // share)}
+    falling = Ramp(1.0, 0.0, 100)
+    for start in range(0, 120, 20):
+        count = sum(map(falling.due, range(start, start + 20)))
+        assert abs(count - 20 * falling.at(start + 9.5)) <= 1
+    mle, kl = get_objective("mle"), get_objective("kl")
+    anchored = weighted_sum([(mle, 1.0), (kl, Spaced(0.5, Ramp(0.5, 0.5, 1)))])
+    assert [anchored.at(step).against[0][0] for step in range(4)] == [0.0, 0.5, 0.0, 0.5]
+    with refused("option-range"):
+        weighted_sum([(mle, 1.0), (kl, Spaced(0.5, Ramp(0.0, 2.0, 1)))])
 
 
 def test_costs_of_numbers_reach_no_words() -> None:

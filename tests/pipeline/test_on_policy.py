@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,18 +14,11 @@ from emo.common.labels import IGNORE
 from emo.pipeline.config import ObjectiveConfig
 from emo.pipeline.loss import plan_tokens
 from emo.pipeline.loss.head import BOUNDS, segments
-from emo.pipeline.on_policy import continued, drawn, due, ends_of, prompts_of, repacked, uniforms
+from emo.pipeline.on_policy import continued, drawn, ends_of, prompts_of, repacked, uniforms
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.footprint import ACCELERATORS, Setup
 from tests.helpers.families import family
 from tests.helpers.published import LLAMA_7B
-
-
-def test_the_share_of_steps_is_even() -> None:
-    for share in (0.1, 0.3, 0.5, 1.0):
-        steps = [step for step in range(1000) if due(share, step)]
-        assert len(steps) == round(1000 * share)
-        assert {later - first for first, later in pairwise(steps)} <= {int(1 / share), -int(-1 // share)}
 
 
 def test_tokens_are_drawn_with_their_probabilities() -> None:
