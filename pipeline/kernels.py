@@ -136,12 +136,12 @@ def _both(
     moved = first + first * signs * torch.finfo(first.dtype).eps
     calls = ((kernel, first), (ordinary, first), (ordinary, moved))
     fused, plain, near = (_results(module, call, x, args, kwargs) for call, x in calls)
-    for what, a, b, c in zip(
+    for kind, a, b, c in zip(
         ("output", "input's gradient", "weight's gradient"), fused, plain, near, strict=False
     ):
         a, b, c = a.float(), b.float(), c.float()
         difference = float((a - b).norm() / ((c - b).norm() + torch.finfo(first.dtype).eps * b.norm()))
-        key = f"the {what} of {type(module).__name__}"
+        key = f"the {kind} of {type(module).__name__}"
         worst[key] = max(worst.get(key, 0.0), difference if difference == difference else torch.inf)
     return ordinary(*args, **kwargs)
 

@@ -160,8 +160,8 @@ def _train(
     batches = Batches(data, scores[0], ready.batch.micro, world.device)
     if config.model.kernels is not None:
         rows = order.step_rows(min(step, steps - 1))
-        here, _ = rank_rows(rows, world.rank, world.ranks, batches.micro)
-        compared = list(batches.read(here[: batches.micro]))
+        local, _ = rank_rows(rows, world.rank, world.ranks, batches.micro)
+        compared = list(batches.read(local[: batches.micro]))
         with measuring(trainer.model, losses):
             agreed(lambda: check_kernels(trainer.model, lambda: trainer.evaluate(compared)))
     if saved is not None and source is not None:
@@ -372,17 +372,15 @@ def evaluate(
 
     Ranks take equally many micro-batches, so that the rows of all, one rank after the other, are in order.
     """
-    ranks, rank, micro = trainer.world.ranks, trainer.world.rank, validation.micro
-    count = min(len(validation.data), most)
-    rounds = -(-count // (ranks * micro))
-    padded = np.resize(np.arange(count), rounds * ranks * micro)
-    real = np.arange(len(padded)) < count
-    local = slice(rank * rounds * micro, (rank + 1) * rounds * micro)
+    world, micro = trainer.world, validation.micro
+    rows = np.arange(min(len(validation.data), most))
+    local, real = rank_rows(rows, world.rank, world.ranks, micro)
+    every, _ = rank_rows(rows, 0, 1, world.ranks * micro)  # those of all ranks, in order
     with measuring(trainer.model, losses):
-        sums, *columns = trainer.evaluate(validation.read(padded[local], real[local]))
+        sums, *columns = trainer.evaluate(validation.read(local, real))
     nll, tokens = (np.concatenate(parts) for parts in zip(*gather_objects(columns), strict=True))
     data, sources = validation.data, []  # the document of each segment
-    for row in padded.tolist():
+    for row in every.tolist():
         padding = int(data.tokens_of(row) < data.manifest.block)  # one more segment, of no document
         sources.append(np.append(data.sources_of(row), np.zeros(padding, np.uint64)))
     return sums, by_document(data.fingerprint, np.concatenate(sources), nll, tokens)
