@@ -90,7 +90,7 @@ class Cluster:
         least = self.few if len(names) > self.count else self.count
         # many nodes on few cores are late to say that they live
         patience = f"--rdzv-conf=join_timeout={PATIENCE:.0f},keep_alive_max_attempt={max(3, self.count // 2)}"
-        meeting = [patience, "--rdzv-backend=c10d", f"--rdzv-endpoint={names[-1]}:{PORT}", "--rdzv-id=emo"]
+        meeting = [patience, "--rdzv-backend=emo", f"--rdzv-endpoint={names[-1]}:{PORT}", "--rdzv-id=emo"]
         shape = [f"--nnodes={least}:{self.count}", "--nproc-per-node=1", *meeting]
         mount = f'mount --bind {self.directory}/hosts /etc/hosts; exec "$@"'
         command = ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-m", "tests.helpers.nodes"]

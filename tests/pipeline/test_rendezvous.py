@@ -1,0 +1,68 @@
+"""torchrun's rendezvous with spare nodes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from torch.distributed.elastic import rendezvous
+from torch.distributed.elastic.rendezvous import registry
+
+from tests.helpers.killing import wait_for
+from tests.helpers.launching import free_port
+
+MAX_NODES = 2
+
+
+class Agent:
+    """What torchrun does on a node: it joins a round, and leaves it for a new one where a node is waiting."""
+
+    def __init__(self, port: int, name: str) -> None:
+        shape = {"min_nodes": MAX_NODES, "max_nodes": MAX_NODES, "local_addr": name}
+        parameters = rendezvous.RendezvousParameters(
+            "emo", f"localhost:{port}", "test", **shape, is_host=str(name == "a").lower()
+        )
+        self.handler = registry.get_rendezvous_handler(parameters)
+        self.rounds, self.joined = 0, False
+        self.failed, self.ended = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while not self.ended.is_set():
+            self.joined = False
+            try:
+                self.handler.next_rendezvous()
+            except (rendezvous.RendezvousClosedError, rendezvous.RendezvousGracefulExitError):
+                return
+            self.rounds, self.joined = self.rounds + 1, True
+            while not self.failed.wait(0.1) and not self.ended.is_set():
+                if self.handler.num_nodes_waiting() > 0:
+                    break
+            self.failed.clear()
+
+
+@pytest.fixture
+def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Agent]]:
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    port = free_port()
+    agents = [Agent(port, name) for name in "abc"]
+    yield agents
+    for agent in agents:
+        agent.ended.set()
+    agents[0].handler.set_closed()
+    for agent in agents:
+        agent.thread.join(10)
+
+
+@pytest.mark.slow
+def test_a_node_without_room_waits_and_the_others_stay(agents: list[Agent]) -> None:
+    for failures in range(3):
+        rounds = MAX_NODES * (failures + 1)
+        wait_for(lambda: sum(agent.rounds for agent in agents) >= rounds, f"{failures + 1} rounds", 60)
+        time.sleep(3)  # in which another round would begin, and end
+        assert sum(agent.rounds for agent in agents) == rounds
+        assert all(agent.thread.is_alive() for agent in agents)
+        next(agent for agent in agents if agent.joined).failed.set()
