@@ -15,6 +15,13 @@ from scipy import optimize
 from torch import Tensor
 
 RARE = 1e-4  # a token less likely than this under P belongs to its tail
+ROWS = 256  # at a time: what is computed in between stays in a cache
+
+
+def by_rows(measure: Callable[..., dict[str, Tensor]], *rows: Tensor) -> dict[str, Tensor]:
+    """Return values [n, ...] by name of rows [n, V], which `measure` gets a few at a time."""
+    parts = [measure(*part) for part in zip(*(each.split(ROWS) for each in rows), strict=True)]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def log_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
@@ -86,4 +93,8 @@ def solve_temperature(mean_entropy: Callable[[float], float], target: float) -> 
 
 def matching_temperature(logits: Tensor, target: float) -> float:
     """Return the temperature at which the mean entropy of rows of logits [n, V] is `target` nats."""
-    return solve_temperature(lambda t: float(entropy(log_probs(logits, t)).mean()), target)
+
+    def mean_entropy(t: float) -> float:
+        return float(by_rows(lambda z: {"entropy": entropy(log_probs(z, t))}, logits)["entropy"].mean())
+
+    return solve_temperature(mean_entropy, target)

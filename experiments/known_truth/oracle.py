@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ from transformers import TopPLogitsWarper
 
 from emo.common.errors import ExitCode, UserError, outcome
 from emo.common.files import write_text
-from emo.data_prep.inputs import open_text
+from emo.data_prep.inputs import chunks, open_text
 from emo.eval.generation import distributions, likelihood
 from emo.eval.generation.decoding import Decoding, prompt_ids
 from emo.eval.model import EvaluatedModel
 from emo.experiments.known_truth.corpus import sample
 from emo.experiments.statistics import best_temperature
 
-CONTEXTS = 40_000  # at most; a row of logits each, three models
+CONTEXTS = 40_000  # a row of logits each, three models
 SAMPLES_SEED = 4  # not one of the corpus's
 TEMPERATURES = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0]
 NUCLEI = [0.8, 0.9, 0.95]
@@ -48,9 +49,10 @@ def main(argv: list[str] | None = None) -> int:
         parser.add_argument(name, type=Path)
     parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--max_new_tokens", type=int, default=160, help="of a sample (%(default)s)")
+    parser.add_argument("--contexts", type=int, default=CONTEXTS, help="at most (%(default)s)")
     args = parser.parse_args(argv)
     oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
-    results = measure(oracle, model, args.texts, args.baseline, args.dev)
+    results = measure(oracle, model, args.texts, args.baseline, args.dev, args.contexts)
     if args.samples:
         begin, nats = prompt_ids(oracle, ""), {}
         for key, writer in (("oracle_nats", model), ("floor_nats", oracle)):  # per token: log PPL_oracle
@@ -65,22 +67,28 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(
-    oracle: EvaluatedModel, model: EvaluatedModel, texts: Path, baseline: Path | None, dev: Path | None
+    oracle: EvaluatedModel,
+    model: EvaluatedModel,
+    texts: Path,
+    baseline: Path | None,
+    dev: Path | None,
+    contexts: int = CONTEXTS,
 ) -> dict[str, Any]:
     """Return mean measures per context. Raises UserError for models whose tokenizers differ."""
     if oracle.tokenizer_digest != model.tokenizer_digest:
         problem = f"{model.given} and {oracle.given} have different tokenizers and cannot be compared"
         raise UserError(problem, code="other-tokenizer")
     shared = min(oracle.model.config.vocab_size, model.model.config.vocab_size)  # heads may be padded
-    rows, targets = token_rows(oracle.tokenizer, texts)
+    longest = min(each.model.config.max_position_embeddings for each in (oracle, model))
+    rows, targets = token_rows(oracle.tokenizer, texts, longest, contexts)
     p = distributions.log_probs(logits_of(oracle.model, rows, shared))
     q = logits_of(model.model, rows, shared)
     results: dict[str, Any] = {"contexts": len(targets), "at_1": summary(p, q, targets)}
     results |= divided(p, q) | {"decoded": decoded(p, q)}
     if dev is not None:
-        dev_rows, dev_targets = token_rows(oracle.tokenizer, dev)
-        logits, next_ = logits_of(model.model, dev_rows, shared), dev_targets[:, None]
-        best = best_temperature(lambda t: float(-distributions.log_probs(logits, t).gather(-1, next_).mean()))
+        dev_rows, dev_targets = token_rows(oracle.tokenizer, dev, longest, contexts)
+        logits = logits_of(model.model, dev_rows, shared)
+        best = best_temperature(lambda t: nats(logits, dev_targets, t))
         results["temperature"] = best
         results["tempered"] = summary(p, q / best, targets)
     if baseline is not None:
@@ -92,62 +100,86 @@ def measure(
     return results
 
 
+def nats(logits: Tensor, targets: Tensor, temperature: float) -> float:
+    """Return the mean negative log-likelihood of targets [n] under logits [n, V] at a temperature."""
+
+    def measured(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"nats": -distributions.log_probs(logits, temperature).gather(-1, targets[:, None])}
+
+    return _means(distributions.by_rows(measured, logits, targets))["nats"]
+
+
 def summary(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float]:
     """Return means over contexts [n] of every measure, and the nats per token of the text itself."""
-    log_q = distributions.log_probs(q_logits)
-    means = {name: float(values.mean()) for name, values in distributions.measures(log_p, log_q).items()}
-    means["test_nats"] = float(-log_q.gather(-1, targets[:, None]).mean())
-    means["floor_nats"] = float(-log_p.gather(-1, targets[:, None]).mean())
-    return means
+
+    def measured(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        log_q, next_ = distributions.log_probs(q_logits), targets[:, None]
+        nats = {"test_nats": -log_q.gather(-1, next_), "floor_nats": -log_p.gather(-1, next_)}
+        return distributions.measures(log_p, log_q) | nats
+
+    return _means(distributions.by_rows(measured, log_p, q_logits, targets))
 
 
 def divided(log_p: Tensor, q_logits: Tensor) -> dict[str, Any]:
     """Return mean divergences of the contexts in which the oracle is certain and not, and their least one."""
-    tempered = torch.stack(
-        [distributions.js(log_p, distributions.log_probs(q_logits, t)) for t in TEMPERATURES]
-    )
-    entropy, js = distributions.entropy(log_p), tempered[TEMPERATURES.index(1.0)]
+
+    def measured(log_p: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
+        tempered = [distributions.js(log_p, distributions.log_probs(q_logits, t)) for t in TEMPERATURES]
+        js = tempered[TEMPERATURES.index(1.0)]
+        return {"entropy": distributions.entropy(log_p), "js": js, "least": torch.stack(tempered).amin(0)}
+
+    entropy, js, least = distributions.by_rows(measured, log_p, q_logits).values()
     order = entropy.argsort()
     deciles = [{"entropy": float(entropy[i].mean()), "js": float(js[i].mean())} for i in order.chunk(10)]
     locks, forks = js[order].chunk(2)
-    bound = float(tempered.amin(0).mean())
-    return {
-        "deciles": deciles,
-        "locks_js": float(locks.mean()),
-        "forks_js": float(forks.mean()),
-        "bound_js": bound,
-    }
+    means = {"locks_js": locks, "forks_js": forks, "bound_js": least}
+    return {"deciles": deciles, **_means(means)}
 
 
 def decoded(log_p: Tensor, q_logits: Tensor) -> dict[str, dict[str, float]]:
     """Return divergences of the distributions that a decoding draws from, by the decoding's name."""
-    choices = {Decoding(temperature=t): q_logits / t for t in TEMPERATURES if t < 1}
-    choices |= {Decoding(top_p=p): TopPLogitsWarper(p)(None, q_logits) for p in NUCLEI}
-    means = {}
-    for decoding, logits in choices.items():
+    choices = [Decoding(temperature=t) for t in TEMPERATURES if t < 1] + [Decoding(top_p=p) for p in NUCLEI]
+
+    def measured(log_p: Tensor, q_logits: Tensor, choice: Decoding) -> dict[str, Tensor]:
+        logits = q_logits / choice.temperature
+        if choice.top_p < 1:
+            logits = TopPLogitsWarper(choice.top_p)(None, logits)
         log_q = distributions.log_probs(logits)
-        values = {"js": distributions.js(log_p, log_q), "kl_qp": distributions.kl(log_q, log_p)}
-        means[decoding.name.replace(".", "_")] = {name: float(value.mean()) for name, value in values.items()}
+        return {"js": distributions.js(log_p, log_q), "kl_qp": distributions.kl(log_q, log_p)}
+
+    means = {}
+    for choice in choices:
+        values = distributions.by_rows(partial(measured, choice=choice), log_p, q_logits)
+        means[choice.name.replace(".", "_")] = _means(values)
     return means
 
 
-def token_rows(tokenizer: Any, path: Path) -> tuple[list[list[int]], Tensor]:
-    """Return the token ids of a jsonl file's texts, their `ids` or tokenized `text`, and all targets [n]."""
+def _means(values: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float(value.mean()) for name, value in values.items()}
+
+
+def token_rows(tokenizer: Any, path: Path, longest: int, contexts: int) -> tuple[list[list[int]], Tensor]:
+    """Return the first `longest` token ids of a jsonl file's texts, and all targets [n], n <= contexts.
+
+    A line has `ids` or `text`, which is tokenized.
+    """
     rows: list[list[int]] = []
     targets: list[int] = []
-    with open_text(path) as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                record = json.loads(line)
-                row = record["ids"] if "ids" in record else tokenizer(record["text"]).input_ids
-                if not all(0 <= token < len(tokenizer) for token in row):
-                    raise ValueError
-            except (ValueError, LookupError, TypeError):
-                problem = "expected an object with text, or with ids of the tokenizer"
-                raise UserError(f"{path}, line {number}: {problem}", code="no-row") from None
-            if len(row) > 1 and len(targets) + len(row) - 1 <= CONTEXTS:
-                rows.append(row)
-                targets += row[1:]
+    with open_text(path) as stream:
+        text = b"".join(chunks(stream, str(path)))
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            record = json.loads(line)
+            row = record["ids"] if "ids" in record else tokenizer(record["text"]).input_ids
+            if not all(0 <= token < len(tokenizer) for token in row):
+                raise ValueError
+            row = row[:longest]
+        except (ValueError, LookupError, TypeError):
+            problem = "expected an object with text, or with ids of the tokenizer"
+            raise UserError(f"{path}, line {number}: {problem}", code="no-row") from None
+        if len(row) > 1 and len(targets) + len(row) - 1 <= contexts:
+            rows.append(row)
+            targets += row[1:]
     if not rows:
         raise UserError(f"{path} holds no text of two tokens or more", code="no-text")
     return rows, torch.tensor(targets)
@@ -156,11 +188,8 @@ def token_rows(tokenizer: Any, path: Path) -> tuple[list[list[int]], Tensor]:
 @torch.no_grad()
 def logits_of(model: Any, rows: list[list[int]], vocabulary: int) -> Tensor:
     """Return logits of the first `vocabulary` tokens where a token follows, [n, V] float32."""
-    longest = model.config.max_position_embeddings
     parts = []
     for row in rows:
-        if len(row) > longest:
-            raise UserError(f"a text of {len(row)} tokens is longer than the model's context of {longest}")
         ids = torch.tensor([row[:-1]], device=model.device)
         parts.append(model(input_ids=ids).logits[0, :, :vocabulary].float().cpu())
     logits = torch.cat(parts)

@@ -23,7 +23,7 @@ from tests.helpers.launching import wait_for
 from tests.helpers.refusals import refused
 
 SMALL = {"vocabularies": [12], "shares": [1.0], "draws": [40], "truths": 3, "selection": 1, "steps": 60}
-STUDY = {"extends": str(REPO / "experiments/known-truth.yaml"), "out": "unused"} | SMALL
+STUDY = {"extends": str(REPO / "experiments/known-truth-contestants.yaml"), "out": "unused"} | SMALL
 PART = {"title": "A study", "about": "What it is.", "kind": "study", "file": "none.yaml"}
 ANSWER: dict[str, Any] = {"text": "Does it help?", "by": "study", "question": "geometry"}
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+import zstandard
 from scipy import optimize, stats
 from scipy.spatial.distance import jensenshannon
 from torch import Tensor, nn
@@ -317,6 +318,19 @@ def test_measures_equal_a_naive_computation(root: Path) -> None:
         ("test_nats", -log_q.gather(-1, targets(texts))),
     ):
         assert results["at_1"][name] == pytest.approx(float(values.mean()), abs=1e-6)
+
+
+def test_packed_texts_are_measured_as_far_as_a_context_reaches(root: Path) -> None:
+    texts = rows(root / "corpus/test.jsonl")
+    long = [*texts, texts[0] * 200]
+    packed = zstandard.compress("".join(json.dumps({"ids": text}) + "\n" for text in long).encode())
+    (root / "long.jsonl.zst").write_bytes(packed)
+    longest = EvaluatedModel(str(root / "oracle")).model.config.max_position_embeddings
+    assert len(long[-1]) > longest
+    (root / "cut.jsonl").write_text("".join(json.dumps({"ids": text[:longest]}) + "\n" for text in long))
+    results = measured(root, "--texts", root / "long.jsonl.zst")
+    assert results["contexts"] == sum(len(text) - 1 for text in texts) + longest - 1
+    assert results == measured(root, "--texts", root / "cut.jsonl")
 
 
 def test_contexts_are_divided_and_decoded_as_a_naive_loop_does(root: Path) -> None:
