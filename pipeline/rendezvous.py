@@ -1,9 +1,10 @@
 """The meeting of torchrun's nodes where some are spare: `torchrun --rdzv-backend emo`.
 
-It is torch's own (c10d), which keeps nodes beyond the maximum of --nnodes aside until there is room, but for one case
-that it misses (torch 2.13). A node that comes while the others are leaving a broken round waits for the next one. When that
-fills up without it, it goes on waiting, all others take it for a new node and start their ranks again, and in the
-new round it happens again, to it or to another: for minutes no rank comes to train.
+It is torch's own (c10d), which keeps nodes beyond the maximum of --nnodes aside until there is room, but
+for one case that it misses (torch 2.13). A node that comes while others are leaving a broken round waits
+for the next one. When that fills up without it, it goes on waiting, the others take it for a new node and
+start their ranks again, and in the new round it happens again, to it or to another: for minutes no rank
+comes to train.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class SpareHandler(elastic.DynamicRendezvousHandler):
         self._op_executor = SpareExecutor(self._this_node, self._state_holder, self._settings)
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of nodes that a new round would take: above zero, the agents start their ranks again."""
+        """Return the number of nodes that a new round would take; above zero, agents restart their ranks."""
         return min(super().num_nodes_waiting(), _room(self._state_holder.state, self._settings))
 
 
@@ -59,7 +60,7 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def plugin() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return what torchrun makes its rendezvous with; it asks every plugin (pyproject.toml) when it starts."""
+    """Return what makes a rendezvous; torchrun asks every plugin (pyproject.toml) for it when it starts."""
     return create_handler
 
 

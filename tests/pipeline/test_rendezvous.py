@@ -57,12 +57,16 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Agent]]:
         agent.thread.join(10)
 
 
+def rounds_after(agents: list[Agent], least: int) -> int:
+    """How often agents have joined in all, once it is `least` and another round would have ended."""
+    wait_for(lambda: sum(agent.rounds for agent in agents) >= least, f"{least} joined", 60)
+    time.sleep(3)
+    return sum(agent.rounds for agent in agents)
+
+
 @pytest.mark.slow
 def test_a_node_without_room_waits_and_the_others_stay(agents: list[Agent]) -> None:
-    for failures in range(3):
-        rounds = MAX_NODES * (failures + 1)
-        wait_for(lambda: sum(agent.rounds for agent in agents) >= rounds, f"{failures + 1} rounds", 60)
-        time.sleep(3)  # in which another round would begin, and end
-        assert sum(agent.rounds for agent in agents) == rounds
-        assert all(agent.thread.is_alive() for agent in agents)
-        next(agent for agent in agents if agent.joined).failed.set()
+    assert rounds_after(agents, MAX_NODES) == MAX_NODES
+    next(agent for agent in agents if agent.joined).failed.set()
+    assert rounds_after(agents, 2 * MAX_NODES) == 2 * MAX_NODES
+    assert all(agent.thread.is_alive() for agent in agents)
