@@ -161,11 +161,12 @@ class Experiment(Section):
     @model_validator(mode="before")
     @classmethod
     def _left_out(cls, tree: Any) -> Any:
-        """Return the file without those labels and questions of what it extends that it calls null."""
+        """Return the file without the labels, measures and questions that it calls null."""
         if not isinstance(tree, dict):
             return tree
         result = copy.deepcopy(tree)
-        for group in (result.get("questions"), *(result.get("axes") or {}).values()):
+        groups = [result.get("questions"), result.get("measures"), *(result.get("axes") or {}).values()]
+        for group in groups:
             for name in [n for n, value in group.items() if value is None] if isinstance(group, dict) else ():
                 del group[name]
         return result

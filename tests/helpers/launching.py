@@ -128,9 +128,19 @@ def run_alone(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def run_ranks(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """`python COMMAND` as the two ranks of a group, without a launcher; see `run_forked`."""
-    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | environment
-    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    return run_forked([group | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"], *command)
+    return run_forked(_group(environment), *command)
+
+
+def kill_ranks(run_dir: Path, step: int, *command: str) -> None:
+    """`python COMMAND` as the two ranks of a group, which are killed once a step is logged."""
+    with tempfile.NamedTemporaryFile("w+", encoding="utf-8") as output:
+        processes = _forked(_group({}), command, output.name)
+        try:
+            wait_for_step(run_dir, step)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
 
 
 def run_forked(environments: list[dict[str, str]], *command: str) -> subprocess.CompletedProcess[str]:
@@ -141,10 +151,7 @@ def run_forked(environments: list[dict[str, str]], *command: str) -> subprocess.
     one failed are killed.
     """
     with tempfile.NamedTemporaryFile("w+", encoding="utf-8") as output:
-        calls = [(command, ENVIRONMENT | environment, output.name) for environment in environments]
-        processes = [_imported().Process(target=_become, args=call) for call in calls]
-        for process in processes:
-            process.start()
+        processes = _forked(environments, command, output.name)
         code, end = 0, time.monotonic() + 600
         while any(process.is_alive() for process in processes) and time.monotonic() < end:
             time.sleep(0.05)
@@ -156,6 +163,22 @@ def run_forked(environments: list[dict[str, str]], *command: str) -> subprocess.
             process.join()
         code = code or next((process.exitcode for process in processes if process.exitcode), 0)
         return subprocess.CompletedProcess(command, code, output.read())
+
+
+def _group(environment: dict[str, str]) -> list[dict[str, str]]:
+    """The environments of the two ranks of a group."""
+    group = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"} | environment
+    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    return [group | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+
+
+def _forked(environments: list[dict[str, str]], command: Sequence[str], output: str) -> list[Any]:
+    """Processes that have started as `python COMMAND`, one in each environment."""
+    calls = [(command, ENVIRONMENT | environment, output) for environment in environments]
+    processes = [_imported().Process(target=_become, args=call) for call in calls]
+    for process in processes:
+        process.start()
+    return processes
 
 
 @functools.cache

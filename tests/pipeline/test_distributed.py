@@ -80,10 +80,9 @@ def ranks(recipe: Path, run_dir: Path, *options: str) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path) -> Path:
-    """The run directory of a run by `deepspeed` on two ranks, in several passes each, not disturbed."""
+    """The run directory of a run on two ranks, in several passes each, not disturbed."""
     run_dir = recipe.parent / "undisturbed"
-    done = launching.run(2, str(recipe), f"output_dir={run_dir}")
-    assert done.returncode == ExitCode.DONE, done.stdout
+    ranks(recipe, run_dir)
     return run_dir
 
 

@@ -80,11 +80,7 @@ def test_two_ranks_under_zero3_killed_and_resumed(place: Path, anchored: list[di
         run_dir = place / name
         options = (str(place / "recipe.yaml"), f"output_dir={run_dir}", ANCHOR)
         if killed:
-            process = launching.start(2, *options)
-            launching.wait_for_step(run_dir, 2)
-            for each in launching.processes_of(run_dir):
-                each.kill()
-            process.communicate()
+            launching.kill_ranks(run_dir, 2, "launch/continual.sh", *options)
         done = launching.run_ranks("launch/continual.sh", *options)
         assert done.returncode == ExitCode.DONE, done.stdout
         exports.append((run_dir / EXPORT / "model.safetensors").read_bytes())
@@ -101,11 +97,7 @@ def test_half_of_the_batches_are_the_models_own(place: Path) -> None:
     written = f'objective={objective}, "on_policy": {{"share": 0.5, "tokens": 12}}}}'
     whole = alone(place, "writes", written, "deepspeed=ds_configs/zero1.json")
     options = (str(place / "recipe.yaml"), f"output_dir={place / 'write'}", written)
-    process = launching.start(2, *options)
-    launching.wait_for_step(place / "write", 2)
-    for each in launching.processes_of(place / "write"):
-        each.kill()
-    process.communicate()
+    launching.kill_ranks(place / "write", 2, "launch/continual.sh", *options)
     done = launching.run_ranks("launch/continual.sh", *options)
     assert done.returncode == ExitCode.DONE, done.stdout
     for ours, theirs in zip(trained(place / "write"), whole, strict=True):
