@@ -126,12 +126,12 @@ class Torchruns:
 
 
 def nodes(directory: Path, show: Campaign, count: int) -> None:
-    """A slow rank; one run with a hung rank, a dead node and a spare, and dead ones without; preflight."""
+    """A slow rank; preflight; one run with a hung rank, a dead node and a spare, and dead ones without."""
     cluster = Cluster(directory, count)
     with cluster.up():
         undisturbed = slow(cluster, show)
-        faults(cluster, undisturbed, show)
         preflight(cluster, show)
+        faults(cluster, undisturbed, show)  # last: the dead nodes stay dead
 
 
 def slow(cluster: Cluster, show: Campaign) -> Path:
