@@ -15,6 +15,7 @@ With `--samples` the oracle reads so many texts of the model's own, and as many 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from functools import partial
@@ -27,7 +28,7 @@ from transformers import TopPLogitsWarper
 
 from emo.common.errors import ExitCode, UserError, outcome
 from emo.common.files import write_text
-from emo.data_prep.inputs import chunks, open_text
+from emo.data_prep.inputs import read_text
 from emo.eval.generation import distributions, likelihood
 from emo.eval.generation.decoding import Decoding, prompt_ids
 from emo.eval.model import EvaluatedModel
@@ -54,13 +55,13 @@ def main(argv: list[str] | None = None) -> int:
     oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
     results = measure(oracle, model, args.texts, args.baseline, args.dev, args.contexts)
     if args.samples:
-        begin, nats = prompt_ids(oracle, ""), {}
+        begin, samples = prompt_ids(oracle, ""), {}
         for key, writer in (("oracle_nats", model), ("floor_nats", oracle)):  # per token: log PPL_oracle
             out = args.output_path.parent
             rows = sample(writer, args.samples, args.max_new_tokens, SAMPLES_SEED, out)
             pairs = [(begin, row[len(begin) :]) for row in rows]
-            nats[key] = likelihood.continuations(oracle, pairs).per_token
-        results["samples"] = nats
+            samples[key] = likelihood.continuations(oracle, pairs).per_token
+        results["samples"] = samples
     args.output_path.parent.mkdir(parents=True, exist_ok=True)
     write_text(args.output_path, json.dumps(results, indent=1))
     return ExitCode.DONE
@@ -72,7 +73,7 @@ def measure(
     texts: Path,
     baseline: Path | None,
     dev: Path | None,
-    contexts: int = CONTEXTS,
+    contexts: int,
 ) -> dict[str, Any]:
     """Return mean measures per context. Raises UserError for models whose tokenizers differ."""
     if oracle.tokenizer_digest != model.tokenizer_digest:
@@ -88,7 +89,7 @@ def measure(
     if dev is not None:
         dev_rows, dev_targets = token_rows(oracle.tokenizer, dev, longest, contexts)
         logits = logits_of(model.model, dev_rows, shared)
-        best = best_temperature(lambda t: nats(logits, dev_targets, t))
+        best = best_temperature(lambda t: mean_nats(logits, dev_targets, t))
         results["temperature"] = best
         results["tempered"] = summary(p, q / best, targets)
     if baseline is not None:
@@ -100,11 +101,16 @@ def measure(
     return results
 
 
-def nats(logits: Tensor, targets: Tensor, temperature: float) -> float:
-    """Return the mean negative log-likelihood of targets [n] under logits [n, V] at a temperature."""
+def nats(log_q: Tensor, targets: Tensor) -> Tensor:
+    """Return the negative log-likelihood [n] of targets [n] under log probabilities [n, V]."""
+    return -log_q.gather(-1, targets[:, None])[:, 0]
+
+
+def mean_nats(logits: Tensor, targets: Tensor, temperature: float) -> float:
+    """Return the mean of `nats` under logits [n, V] at a temperature."""
 
     def measured(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        return {"nats": -distributions.log_probs(logits, temperature).gather(-1, targets[:, None])}
+        return {"nats": nats(distributions.log_probs(logits, temperature), targets)}
 
     return _means(distributions.by_rows(measured, logits, targets))["nats"]
 
@@ -113,9 +119,9 @@ def summary(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float
     """Return means over contexts [n] of every measure, and the nats per token of the text itself."""
 
     def measured(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        log_q, next_ = distributions.log_probs(q_logits), targets[:, None]
-        nats = {"test_nats": -log_q.gather(-1, next_), "floor_nats": -log_p.gather(-1, next_)}
-        return distributions.measures(log_p, log_q) | nats
+        log_q = distributions.log_probs(q_logits)
+        of_text = {"test_nats": nats(log_q, targets), "floor_nats": nats(log_p, targets)}
+        return distributions.measures(log_p, log_q) | of_text
 
     return _means(distributions.by_rows(measured, log_p, q_logits, targets))
 
@@ -165,9 +171,8 @@ def token_rows(tokenizer: Any, path: Path, longest: int, contexts: int) -> tuple
     """
     rows: list[list[int]] = []
     targets: list[int] = []
-    with open_text(path) as stream:
-        text = b"".join(chunks(stream, str(path)))
-    for number, line in enumerate(text.splitlines(), 1):
+    text = read_text(path).removeprefix("\ufeff")  # the mark that some programs begin a file with
+    for number, line in enumerate(io.StringIO(text), 1):
         try:
             record = json.loads(line)
             row = record["ids"] if "ids" in record else tokenizer(record["text"]).input_ids

@@ -68,7 +68,7 @@ CASES = {
     "mile-3": Case(ADAM, "zero3", "mile", accumulation=1),  # weights are normalised over a pass
     "adamw-hpz": Case(ADAM, "HPZ"),  # last: its groups of ranks stay for the life of the process
 }
-RESUMED = ("adamw-3", "muon-2-bf16", "muon-3")
+RESUMED = ("adamw-3", "adamw-offload", "muon-1", "muon-2-bf16", "muon-3")
 
 
 PROBED: dict[tuple[Any, ...], str] = {  # a family, the scale of its logits, its attention: the verdict
