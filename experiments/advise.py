@@ -32,8 +32,8 @@ from emo.common.labels import IGNORE
 from emo.common.report.numbers import between, formatted
 from emo.data_prep.shards import TokenDataset, open_prepared
 from emo.experiments.known_truth import bigram
-from emo.experiments.known_truth.expected import Costs
 from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.loss.expected import Costs
 
 MAP = Path(__file__).parent / "known_truth" / "map.json"
 POSITIONS = 1024  # of held-out text at which the model's confusions are looked at

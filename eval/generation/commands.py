@@ -44,6 +44,10 @@ def add_arguments(subparsers: Any) -> None:
     add("--top_k", type=int, default=0, help="only the k likeliest tokens (0: all)")
     add("--top_p", type=float, default=1.0, help="only the likeliest tokens that together reach p (1)")
     add("--greedy", action="store_true", help="always the likeliest token")
+    text = "the distributions that training with OBJECTIVE would make of the model's own, without training"
+    add("--decode", default="", metavar="OBJECTIVE", help=text)
+    text = "with --decode: costs of a model's head, of a file, or constant (the model's own head)"
+    add("--cost", default="", metavar="SOURCE", help=text)
     add("--beams", type=int, help="beam search: the likeliest of so many texts")
 
     command = subparsers.add_parser("quality", help="measure sampled text: MAUVE, ROUGE, perplexities")
@@ -75,10 +79,11 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    decoding: Decoding | Beams = Decoding(args.temperature, args.top_k, args.top_p, args.greedy)
+    choice = Decoding(args.temperature, args.top_k, args.top_p, args.greedy, args.decode, args.cost)
+    decoding: Decoding | Beams = choice
     if args.beams is not None:
         if decoding != Decoding():
-            raise UserError("--beams searches; leave out --greedy, --temperature, --top_k and --top_p")
+            raise UserError("--beams searches; leave out --greedy, --temperature, --top_k, --top_p, --decode")
         decoding = Beams(args.beams)
     try:
         seeds = tuple(int(part) for part in args.seeds.split(","))

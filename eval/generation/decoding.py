@@ -6,13 +6,17 @@ Light: mistakes in the options are refused before any library of models is loade
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from emo.common.errors import UserError
 from emo.common.untrusted import read_json
 from emo.eval.model import EvaluatedModel
+
+NOT_IN_NAMES = re.compile(r"[^\w.+-]+")  # of directories
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,8 @@ class Decoding:
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
     greedy: bool = False
+    objective: str = ""  # which is taken to have been trained with: see `settled`
+    cost: str = ""  # of that objective: a model, a file or "constant"; the model's own head
 
     def __post_init__(self) -> None:
         ranges = {
@@ -37,6 +43,8 @@ class Decoding:
             raise UserError(
                 "--greedy takes the likeliest token; leave out --temperature, --top_k and --top_p"
             )
+        if self.cost and not self.objective:
+            raise UserError("--cost goes with --decode OBJECTIVE", code="cost-alone")
 
     @property
     def deterministic(self) -> bool:
@@ -45,11 +53,18 @@ class Decoding:
 
     @property
     def name(self) -> str:
-        """Return unbiased, greedy, or what differs from the model's distribution: t0.8-k50-p0.95."""
+        """Return unbiased, greedy, or what differs from the model's distribution: emo-t0.8-k50-p0.95."""
         parts = [f"t{self.temperature:g}"] if self.temperature != 1 else []
         parts += [f"k{self.top_k}"] if self.top_k else []
         parts += [f"p{self.top_p:g}"] if self.top_p < 1 else []
-        return "greedy" if self.greedy else "-".join(parts) or "unbiased"
+        parts += ["greedy"] if self.greedy else []
+        settled = [NOT_IN_NAMES.sub("_", part) for part in (self.objective, Path(self.cost).name) if part]
+        return "-".join(settled + parts) or "unbiased"
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what decides the text, for records; the cost's content is to be added."""
+        return {name: value for name, value in asdict(self).items() if value != ""}
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,11 @@ class Beams:
     def name(self) -> str:
         """Return beam4, or with a penalty beam4-r1.2."""
         return f"beam{self.beams}" + (f"-r{self.penalty:g}" if self.penalty != 1 else "")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return what decides the text, for records."""
+        return asdict(self)
 
 
 class Request(NamedTuple):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from emo.common.errors import UserError
 from emo.common.text import counted
@@ -18,6 +17,9 @@ from emo.common.weights import shown
 from emo.eval import store
 from emo.eval.generation.decoding import Beams, Decoding, Request, context_of, text_after
 from emo.eval.model import EvaluatedModel
+
+if TYPE_CHECKING:
+    from emo.eval.generation.settled import Settled
 
 Record = dict[str, Any]
 Reply = tuple[list[int], Record]  # new ids, and {text, ended: by an end token, tokens}
@@ -46,7 +48,9 @@ class Transformers:
     def _identity(self) -> Record:
         model = self.model
         digests = {"weights": model.digest, "generation_config": model.generation_digest}
-        return digests | {"tokenizer": model.tokenizer_digest, "decoding": asdict(self.decoding)}
+        identity = digests | {"tokenizer": model.tokenizer_digest, "decoding": self.decoding.identity}
+        cost = self._settled.fingerprint if self._settled else None
+        return identity | ({"cost": cost} if cost else {})
 
     @cached_property
     def ends(self) -> list[int]:
@@ -60,7 +64,15 @@ class Transformers:
         from emo.eval.generation.sampling import Sampler
 
         assert isinstance(self.decoding, Decoding)
-        return Sampler(self.model.model, self.decoding, self.ends, self.batch)
+        return Sampler(self.model.model, self.decoding, self.ends, self.batch, self._settled)
+
+    @cached_property
+    def _settled(self) -> Settled | None:
+        from emo.eval.generation.settled import Settled
+
+        if isinstance(self.decoding, Beams) or not self.decoding.objective:
+            return None
+        return Settled(self.model, self.decoding)
 
     def reply(self, requests: Sequence[Request], tokens: int, progress: Progress) -> list[Reply]:
         """Return a text of at most `tokens` tokens per request, in their order."""

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +97,7 @@ class Generation(TextJob):
         about: dict[str, Any] = {"model": model.name, "path": model.given, "weights": model.digest}
         about |= {"dtype": str(model.model.dtype), "tokenizer": model.tokenizer_digest}
         about |= {"corpus": self.prefixes.name, "prefix_words": self.prefixes.words}
-        about |= {"decoding": asdict(self.decoding) | {"name": self.decoding.name}, "tokens": self.tokens}
+        about |= {"decoding": self.decoding.identity | {"name": self.decoding.name}, "tokens": self.tokens}
         about |= {"samples": self.samples, "seeds": seeds}
         about |= {"prefixes": len(self.prompts), "records": len(records)}
         lines = [json.dumps(record, ensure_ascii=False, sort_keys=True) + "\n" for record in records]

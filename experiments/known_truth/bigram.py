@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from emo.experiments.known_truth.expected import Gradient
+from emo.pipeline.loss.expected import Gradient
 
 ENTROPY_SHARE = 0.5  # of log V: how uncertain the next token is in a truth with geometry
 HIDDEN = 50

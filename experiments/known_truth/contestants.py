@@ -13,12 +13,26 @@ from torch import Tensor
 
 from emo.common.recipe import Section
 from emo.experiments.known_truth import bigram
-from emo.experiments.known_truth.expected import Costs, Gradient, expected_gradient, kernel_gradient, settle
 from emo.pipeline.loss import get_objective
+from emo.pipeline.loss.expected import Costs, Gradient, expected_gradient, settle
 
 PERMUTATION = 5  # seed of the costs between other tokens
 KERNEL = "kernel"  # the proper score, which is no objective of the product
 COMPILED = 200  # tokens of vocabulary from which a gradient is worth the seconds that compiling it takes
+
+
+def kernel_gradient(q: Tensor, truth: Tensor, costs: Costs, weight: float) -> Tensor:
+    """Return the expected gradient [..., V] of the proper score m + weight / 2 |E'q - e_y|^2.
+
+    With unit rows in E the second term is the kernel score of k_ij = e_i . e_j = 1 - c_ij, which is EMO's D
+    less what depends on the model alone: D_y - q . C q / 2. Its gradient is that of no reweighting,
+
+        g_i = q_i - P_i + weight q_i (u_i - q . u),    u = K (q - P) = -C (q - P),
+
+    and vanishes at q = P, whatever the costs.
+    """
+    u = -costs.apply(q - truth)
+    return q - truth + weight * q * (u - (q * u).sum(-1, keepdim=True))
 
 
 @functools.cache

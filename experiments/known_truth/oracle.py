@@ -8,7 +8,8 @@ which it is as certain as the model: what is left of an effect when sharpening a
 With `--dev` the model is reported at the temperature that suits the development text best, too.
 `decoded`: the model's distributions as temperatures and nuclei leave them; `locks` and `forks`: the contexts
 in which the oracle is more certain than in the median one, and the others; `bound_js`: the divergence where
-every context has the best of TEMPERATURES, which no single temperature can be better than.
+every context has the best temperature of TEMPERED, which no single temperature can be better than.
+With `--decode` the model is measured as `emo generate` decodes it, beginning with its distributions.
 With `--samples` the oracle reads so many texts of the model's own, and as many of its own: the floor.
 """
 
@@ -31,14 +32,16 @@ from emo.common.files import write_text
 from emo.data_prep.inputs import read_text
 from emo.eval.generation import distributions, likelihood
 from emo.eval.generation.decoding import Decoding, prompt_ids
+from emo.eval.generation.engines import UNBIASED
+from emo.eval.generation.settled import Settled
 from emo.eval.model import EvaluatedModel
 from emo.experiments.known_truth.corpus import sample
 from emo.experiments.statistics import best_temperature
 
 CONTEXTS = 40_000  # a row of logits each, three models
 SAMPLES_SEED = 4  # not one of the corpus's
-TEMPERATURES = [0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0]
-NUCLEI = [0.8, 0.9, 0.95]
+TEMPERED = [Decoding(temperature=t) for t in (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)]
+NUCLEI = [Decoding(top_p=p) for p in (0.8, 0.9, 0.95)]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,14 +54,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--max_new_tokens", type=int, default=160, help="of a sample (%(default)s)")
     parser.add_argument("--contexts", type=int, default=CONTEXTS, help="at most (%(default)s)")
+    parser.add_argument("--decode", default="", metavar="OBJECTIVE", help="as `emo generate` has it")
+    parser.add_argument("--cost", default="", metavar="SOURCE", help="with --decode")
     args = parser.parse_args(argv)
+    decoding = Decoding(objective=args.decode, cost=args.cost)
     oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
-    results = measure(oracle, model, args.texts, args.baseline, args.dev, args.contexts)
+    results = measure(oracle, model, args.texts, args.baseline, args.dev, args.contexts, decoding)
     if args.samples:
         begin, samples = prompt_ids(oracle, ""), {}
-        for key, writer in (("oracle_nats", model), ("floor_nats", oracle)):  # per token: log PPL_oracle
+        writers = {"oracle_nats": (model, decoding), "floor_nats": (oracle, UNBIASED)}
+        for key, (writer, way) in writers.items():  # per token: log PPL_oracle
             out = args.output_path.parent
-            rows = sample(writer, args.samples, args.max_new_tokens, SAMPLES_SEED, out)
+            rows = sample(writer, args.samples, args.max_new_tokens, SAMPLES_SEED, out, way)
             pairs = [(begin, row[len(begin) :]) for row in rows]
             samples[key] = likelihood.continuations(oracle, pairs).per_token
         results["samples"] = samples
@@ -74,6 +81,7 @@ def measure(
     baseline: Path | None,
     dev: Path | None,
     contexts: int,
+    decoding: Decoding,
 ) -> dict[str, Any]:
     """Return mean measures per context. Raises UserError for models whose tokenizers differ."""
     if oracle.tokenizer_digest != model.tokenizer_digest:
@@ -83,12 +91,15 @@ def measure(
     longest = min(each.model.config.max_position_embeddings for each in (oracle, model))
     rows, targets = token_rows(oracle.tokenizer, texts, longest, contexts)
     p = distributions.log_probs(logits_of(oracle.model, rows, shared))
-    q = logits_of(model.model, rows, shared)
+    settled = Settled(model, decoding) if decoding.objective else None
+    q = logits_of(model.model, rows, shared, settled)
     results: dict[str, Any] = {"contexts": len(targets), "at_1": summary(p, q, targets)}
-    results |= divided(p, q) | {"decoded": decoded(p, q)}
+    values = decoded(p, q)
+    results["decoded"] = {choice.name.replace(".", "_"): _means(each) for choice, each in values.items()}
+    results |= divided(p, {choice.temperature: values[choice]["js"] for choice in TEMPERED})
     if dev is not None:
         dev_rows, dev_targets = token_rows(oracle.tokenizer, dev, longest, contexts)
-        logits = logits_of(model.model, dev_rows, shared)
+        logits = logits_of(model.model, dev_rows, shared, settled)
         best = best_temperature(lambda t: mean_nats(logits, dev_targets, t))
         results["temperature"] = best
         results["tempered"] = summary(p, q / best, targets)
@@ -126,25 +137,8 @@ def summary(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float
     return _means(distributions.by_rows(measured, log_p, q_logits, targets))
 
 
-def divided(log_p: Tensor, q_logits: Tensor) -> dict[str, Any]:
-    """Return mean divergences of the contexts in which the oracle is certain and not, and their least one."""
-
-    def measured(log_p: Tensor, q_logits: Tensor) -> dict[str, Tensor]:
-        tempered = [distributions.js(log_p, distributions.log_probs(q_logits, t)) for t in TEMPERATURES]
-        js = tempered[TEMPERATURES.index(1.0)]
-        return {"entropy": distributions.entropy(log_p), "js": js, "least": torch.stack(tempered).amin(0)}
-
-    entropy, js, least = distributions.by_rows(measured, log_p, q_logits).values()
-    order = entropy.argsort()
-    deciles = [{"entropy": float(entropy[i].mean()), "js": float(js[i].mean())} for i in order.chunk(10)]
-    locks, forks = js[order].chunk(2)
-    means = {"locks_js": locks, "forks_js": forks, "bound_js": least}
-    return {"deciles": deciles, **_means(means)}
-
-
-def decoded(log_p: Tensor, q_logits: Tensor) -> dict[str, dict[str, float]]:
-    """Return divergences of the distributions that a decoding draws from, by the decoding's name."""
-    choices = [Decoding(temperature=t) for t in TEMPERATURES if t < 1] + [Decoding(top_p=p) for p in NUCLEI]
+def decoded(log_p: Tensor, q_logits: Tensor) -> dict[Decoding, dict[str, Tensor]]:
+    """Return divergences [n] of the distributions that each decoding draws from."""
 
     def measured(log_p: Tensor, q_logits: Tensor, choice: Decoding) -> dict[str, Tensor]:
         logits = q_logits / choice.temperature
@@ -153,11 +147,21 @@ def decoded(log_p: Tensor, q_logits: Tensor) -> dict[str, dict[str, float]]:
         log_q = distributions.log_probs(logits)
         return {"js": distributions.js(log_p, log_q), "kl_qp": distributions.kl(log_q, log_p)}
 
-    means = {}
-    for choice in choices:
-        values = distributions.by_rows(partial(measured, choice=choice), log_p, q_logits)
-        means[choice.name.replace(".", "_")] = _means(values)
-    return means
+    choices = TEMPERED + NUCLEI
+    return {c: distributions.by_rows(partial(measured, choice=c), log_p, q_logits) for c in choices}
+
+
+def divided(log_p: Tensor, tempered: dict[float, Tensor]) -> dict[str, Any]:
+    """Return mean divergences of the contexts in which the oracle is certain and not, and their least one.
+
+    tempered: divergences [n] by temperature.
+    """
+    js, least = tempered[1.0], torch.stack(list(tempered.values())).amin(0)
+    entropy = distributions.by_rows(lambda p: {"entropy": distributions.entropy(p)}, log_p)["entropy"]
+    order = entropy.argsort()
+    deciles = [{"entropy": float(entropy[i].mean()), "js": float(js[i].mean())} for i in order.chunk(10)]
+    locks, forks = js[order].chunk(2)
+    return {"deciles": deciles, **_means({"locks_js": locks, "forks_js": forks, "bound_js": least})}
 
 
 def _means(values: dict[str, Tensor]) -> dict[str, float]:
@@ -191,12 +195,13 @@ def token_rows(tokenizer: Any, path: Path, longest: int, contexts: int) -> tuple
 
 
 @torch.no_grad()
-def logits_of(model: Any, rows: list[list[int]], vocabulary: int) -> Tensor:
-    """Return logits of the first `vocabulary` tokens where a token follows, [n, V] float32."""
+def logits_of(model: Any, rows: list[list[int]], vocabulary: int, settled: Settled | None = None) -> Tensor:
+    """Return logits of the first `vocabulary` tokens where a token follows, [n, V] float32, `settled`."""
     parts = []
     for row in rows:
         ids = torch.tensor([row[:-1]], device=model.device)
-        parts.append(model(input_ids=ids).logits[0, :, :vocabulary].float().cpu())
+        logits = model(input_ids=ids).logits[0].float()
+        parts.append((settled(logits) if settled else logits)[:, :vocabulary].cpu())
     logits = torch.cat(parts)
     if not torch.isfinite(logits).all():
         raise UserError("the model's logits are not finite")

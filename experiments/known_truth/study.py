@@ -37,8 +37,8 @@ from emo.experiments.code import code_digest, plugin_file
 from emo.experiments.design import RESULTS
 from emo.experiments.known_truth import bigram
 from emo.experiments.known_truth.contestants import Contestant
-from emo.experiments.known_truth.expected import settle
 from emo.experiments.statistics import best_temperature, estimate, verdict
+from emo.pipeline.loss.expected import settle
 
 TRUTH_SEED = 77
 FACTOR = 3.0  # between neighbouring learning rates

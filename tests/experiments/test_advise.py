@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from emo.experiments import advise
 from emo.experiments.advise import Position, expected, fit_of_costs, fit_of_truth, nearest_cell, share_of
 from emo.experiments.known_truth import bigram
-from emo.experiments.known_truth.expected import Costs
+from emo.pipeline.loss.expected import Costs
 from tests.helpers.evaluating import tiny_model
 from tests.helpers.launching import tiny_recipe
 

@@ -20,9 +20,9 @@ from emo.common.recipe import load_section
 from emo.eval.generation import distributions
 from emo.eval.model import EvaluatedModel
 from emo.experiments.known_truth import bigram, contestants, corpus, learner, oracle, study
-from emo.experiments.known_truth.contestants import Contestant, Prior
-from emo.experiments.known_truth.expected import Costs, Gradient, expected_gradient, kernel_gradient, settle
+from emo.experiments.known_truth.contestants import Contestant, Prior, kernel_gradient
 from emo.pipeline.loss import get_objective
+from emo.pipeline.loss.expected import Costs, Gradient, expected_gradient, settle
 from emo.pipeline.loss.objectives import Rows, gradient, scalars_of
 from tests.helpers.evaluating import tiny_model
 
@@ -345,7 +345,9 @@ def test_contexts_are_divided_and_decoded_as_a_naive_loop_does(root: Path) -> No
     half = (len(order) + 1) // 2
     assert results["locks_js"] == pytest.approx(plain[order[:half]].mean(), abs=1e-6)
     assert results["forks_js"] == pytest.approx(plain[order[half:]].mean(), abs=1e-6)
-    tempered = [js(torch.softmax(log_q / t, -1).numpy()) for t in oracle.TEMPERATURES]
+    tempered = [
+        js(torch.softmax(log_q / t, -1).numpy()) for t in (choice.temperature for choice in oracle.TEMPERED)
+    ]
     assert results["bound_js"] == pytest.approx(np.min(tempered, axis=0).mean(), abs=1e-6)
     nuclei = []
     for row in log_q.exp().numpy():

@@ -4,7 +4,7 @@ For a truth P over V tokens and a model q = softmax(z), the expected gradient of
 
     g_i = sum_y P_y dL_y / dz_i = q_i sum_y P_y (A_y + B_y c_yi + C_y log q_i) - P_i K_i
 
-with (A, B, C) as `emo.loss` gives them for target y and K = A + B D - C H. Weights inside an objective
+with (A, B, C) as an objective gives them for target y and K = A + B D - C H. Weights inside an objective
 are detached, so g is the gradient of no function, and training settles where g = 0, not where the expected
 loss is least.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from emo.pipeline.loss import Objective, Scalars
+from emo.pipeline.loss.objectives import Objective, Scalars
 
 # The expected gradient [..., V] of models q [..., V] for targets drawn from distributions [..., V].
 Gradient = Callable[[Tensor, Tensor], Tensor]
@@ -69,20 +69,6 @@ def expected_gradient(q: Tensor, truth: Tensor, objective: Objective, costs: Cos
         assert scalars.H is not None
         K = K - weights.C * scalars.H
     return scale * (q * shared - truth * K)
-
-
-def kernel_gradient(q: Tensor, truth: Tensor, costs: Costs, weight: float) -> Tensor:
-    """Return the expected gradient [..., V] of the proper score m + weight / 2 |E'q - e_y|^2.
-
-    With unit rows in E the second term is the kernel score of k_ij = e_i . e_j = 1 - c_ij, which is EMO's D
-    less what depends on the model alone: D_y - q . C q / 2. Its gradient is that of no reweighting,
-
-        g_i = q_i - P_i + weight q_i (u_i - q . u),    u = K (q - P) = -C (q - P),
-
-    and vanishes at q = P, whatever the costs.
-    """
-    u = -costs.apply(q - truth)
-    return q - truth + weight * q * (u - (q * u).sum(-1, keepdim=True))
 
 
 def settle(
