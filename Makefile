@@ -28,9 +28,10 @@ setup: .venv/ready ## .venv with the exact versions of requirements.lock
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed; set PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
 	awk '/^[^ #]/ { on = /^setuptools==/ } on' requirements.lock > .venv/setuptools.lock
-	$(BIN)/pip install --quiet --require-hashes --no-deps -r .venv/setuptools.lock
-	$(BIN)/pip install --quiet $(TORCH_ARGS) $$(grep -o '^torch==[^ ]*' requirements.lock)
-	$(BIN)/pip install --quiet --require-hashes --no-deps --no-build-isolation -r requirements.lock
+	$(BIN)/pip install --quiet --no-compile --require-hashes --no-deps -r .venv/setuptools.lock
+	$(BIN)/pip install --quiet --no-compile $(TORCH_ARGS) $$(grep -o '^torch==[^ ]*' requirements.lock)
+	$(BIN)/pip install --quiet --no-compile --require-hashes --no-deps --no-build-isolation -r requirements.lock
+	$(BIN)/python -m compileall -qq -j 0 .venv/lib || true # templates among them are no Python
 	touch $@
 
 .venv/ready: .venv/packages pyproject.toml

@@ -121,7 +121,7 @@ def write_export(
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
     """Return the transformers model inside an adapter wrapper, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator,return-value]
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
 def exported_tensors(model: nn.Module) -> Iterator[Exported]:

@@ -312,7 +312,7 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora.r,
-        lora_alpha=config.lora.alpha,  # type: ignore[arg-type]
+        lora_alpha=config.lora.alpha,
         lora_dropout=config.lora.dropout,
         target_modules=targets,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -14,12 +15,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("PYTHONWARNDEFAULTENCODING", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Commands are started many times, and need not compile the sources each time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import pytest
 import torch
 from tqdm import tqdm
 
+sys.dont_write_bytecode = False
 torch.set_num_threads(1)
 # By default forks share a lock for bars, which one that a test kills would hold for ever.
 tqdm.set_lock(threading.RLock())

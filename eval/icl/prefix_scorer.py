@@ -289,7 +289,7 @@ class PrefixScorer:
         self.budget, self._say = budget, say
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
-        self._vocabulary = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+        self._vocabulary = len(model.get_input_embeddings().weight)
         self._ignored: int | None = None
         self._compared = 0  # longest prompt on which the way of scoring was compared
         self.way = TREE
@@ -445,7 +445,7 @@ class PrefixScorer:
             cache = DynamicCache()
             for layer, states in enumerate(shared.layers):
                 shape = (len(batch.ids), -1, -1, -1)
-                cache.update(states.keys.expand(shape), states.values.expand(shape), layer)  # type: ignore[union-attr]
+                cache.update(states.keys.expand(shape), states.values.expand(shape), layer)
         out = self.model.base_model(
             input_ids=ids,
             position_ids=torch.from_numpy(batch.positions).to(self._device),

@@ -173,7 +173,7 @@ def _outline(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
             if config.model.lora is not None:
-                model = add_lora(model, config.model, config.train.seed)  # type: ignore[arg-type]
+                model = add_lora(model, config.model, config.train.seed)
     except UserError:
         raise
     except Exception as error:  # whatever a configuration that cannot be makes of transformers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import multiprocessing
 import os
 import random
@@ -193,6 +194,7 @@ def _imported() -> Any:
 
 def _become(arguments: Sequence[str], environment: dict[str, str], output: str) -> None:
     """In a new process: become what `python ARGUMENTS` is, in this environment."""
+    gc.freeze()  # what is imported stays; DeepSpeed collects often
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(REPO)

@@ -148,5 +148,5 @@ def test_the_scalars_of_every_objective_can_be_compiled(name: str) -> None:
     numbers = torch.rand(9, 8, generator=torch.Generator().manual_seed(1)).unbind()
     statistics = rows.Statistics(*numbers[:4], entropy=numbers[4], squares=numbers[5], top=numbers[6])
     arguments = (rows.Terms(get_objective(name)), statistics, numbers[7], 32000, False)
-    compiled = torch.compile(rows.solve, dynamic=True, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(rows.solve, dynamic=True, fullgraph=True, backend="eager")
     assert torch.equal(compiled(*arguments)[0].loss, rows.solve(*arguments)[0].loss)
