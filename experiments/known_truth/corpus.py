@@ -17,8 +17,8 @@ from pathlib import Path
 
 from emo.common.errors import ExitCode, outcome
 from emo.common.files import write_text
-from emo.eval.generation.decoding import Decoding, prompt_ids
-from emo.eval.generation.engines import UNBIASED, Transformers
+from emo.eval.generation.decoding import prompt_ids
+from emo.eval.generation.engines import Transformers
 from emo.eval.generation.prefixes import from_texts
 from emo.eval.generation.records import Generation
 from emo.eval.model import EvaluatedModel
@@ -44,13 +44,11 @@ def main(argv: list[str] | None = None) -> int:
     return ExitCode.DONE
 
 
-def sample(
-    oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path, decoding: Decoding = UNBIASED
-) -> list[list[int]]:
-    """Return samples and what they begin with; finished chunks are kept below `out`, by the code."""
+def sample(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path) -> list[list[int]]:
+    """Return unbiased samples and what they begin with; finished chunks are kept below `out`, by the code."""
     begin = prompt_ids(oracle, "")
     chunks = out / f"sampled-{code_digest('emo.experiments.known_truth.corpus')}"
-    generation = Generation(Transformers(oracle, decoding), from_texts(None), tokens, texts, (seed,), chunks)
+    generation = Generation(Transformers(oracle), from_texts(None), tokens, texts, (seed,), chunks)
     return [[*begin, *record["ids"]] for record in generation.run()]
 
 

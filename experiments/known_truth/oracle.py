@@ -5,11 +5,12 @@
 
 With `--baseline` every measure is also reported as the difference from the baseline at the temperature at
 which it is as certain as the model: what is left of an effect when sharpening alone is taken away.
+With `--decode` also from the baseline as `emo generate --decode` draws from it, which the baseline itself
+then counts as: what training adds to a decoding.
 With `--dev` the model is reported at the temperature that suits the development text best, too.
 `decoded`: the model's distributions as temperatures and nuclei leave them; `locks` and `forks`: the contexts
 in which the oracle is more certain than in the median one, and the others; `bound_js`: the divergence where
 every context has the best temperature of TEMPERED, which no single temperature can be better than.
-With `--decode` the model is measured as `emo generate` decodes it, beginning with its distributions.
 With `--samples` the oracle reads so many texts of the model's own, and as many of its own: the floor.
 """
 
@@ -32,7 +33,6 @@ from emo.common.files import write_text
 from emo.data_prep.inputs import read_text
 from emo.eval.generation import distributions, likelihood
 from emo.eval.generation.decoding import Decoding, prompt_ids
-from emo.eval.generation.engines import UNBIASED
 from emo.eval.generation.settled import Settled
 from emo.eval.model import EvaluatedModel
 from emo.experiments.known_truth.corpus import sample
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--samples", type=int, default=0)
     parser.add_argument("--max_new_tokens", type=int, default=160, help="of a sample (%(default)s)")
     parser.add_argument("--contexts", type=int, default=CONTEXTS, help="at most (%(default)s)")
-    parser.add_argument("--decode", default="", metavar="OBJECTIVE", help="as `emo generate` has it")
+    parser.add_argument("--decode", default="", metavar="OBJECTIVE", help="of the baseline")
     parser.add_argument("--cost", default="", metavar="SOURCE", help="with --decode")
     args = parser.parse_args(argv)
     decoding = Decoding(objective=args.decode, cost=args.cost)
@@ -62,10 +62,9 @@ def main(argv: list[str] | None = None) -> int:
     results = measure(oracle, model, args.texts, args.baseline, args.dev, args.contexts, decoding)
     if args.samples:
         begin, samples = prompt_ids(oracle, ""), {}
-        writers = {"oracle_nats": (model, decoding), "floor_nats": (oracle, UNBIASED)}
-        for key, (writer, way) in writers.items():  # per token: log PPL_oracle
+        for key, writer in (("oracle_nats", model), ("floor_nats", oracle)):  # per token: log PPL_oracle
             out = args.output_path.parent
-            rows = sample(writer, args.samples, args.max_new_tokens, SAMPLES_SEED, out, way)
+            rows = sample(writer, args.samples, args.max_new_tokens, SAMPLES_SEED, out)
             pairs = [(begin, row[len(begin) :]) for row in rows]
             samples[key] = likelihood.continuations(oracle, pairs).per_token
         results["samples"] = samples
@@ -91,24 +90,28 @@ def measure(
     longest = min(each.model.config.max_position_embeddings for each in (oracle, model))
     rows, targets = token_rows(oracle.tokenizer, texts, longest, contexts)
     p = distributions.log_probs(logits_of(oracle.model, rows, shared))
-    settled = Settled(model, decoding) if decoding.objective else None
-    q = logits_of(model.model, rows, shared, settled)
+    q = logits_of(model.model, rows, shared)
     results: dict[str, Any] = {"contexts": len(targets), "at_1": summary(p, q, targets)}
     values = decoded(p, q)
     results["decoded"] = {choice.name.replace(".", "_"): _means(each) for choice, each in values.items()}
     results |= divided(p, {choice.temperature: values[choice]["js"] for choice in TEMPERED})
     if dev is not None:
         dev_rows, dev_targets = token_rows(oracle.tokenizer, dev, longest, contexts)
-        logits = logits_of(model.model, dev_rows, shared, settled)
+        logits = logits_of(model.model, dev_rows, shared)
         best = best_temperature(lambda t: mean_nats(logits, dev_targets, t))
         results["temperature"] = best
         results["tempered"] = summary(p, q / best, targets)
     if baseline is not None:
-        base = logits_of(EvaluatedModel(str(baseline)).model, rows, shared)
+        against = EvaluatedModel(str(baseline))
+        base = logits_of(against.model, rows, shared)
         temperature = distributions.matching_temperature(base, results["at_1"]["entropy_q"])
         tempered = summary(p, base / temperature, targets)
         results["baseline_temperature"] = temperature
         results["over_tempered_baseline"] = {k: results["at_1"][k] - tempered[k] for k in tempered}
+        if decoding.objective:
+            settled = summary(p, logits_of(against.model, rows, shared, Settled(against, decoding)), targets)
+            mine = settled if against.digest == model.digest else results["at_1"]
+            results["over_decoded_baseline"] = {k: mine[k] - settled[k] for k in settled}
     return results
 
 

@@ -369,6 +369,17 @@ def test_tempering_explains_a_tempered_model(root: Path) -> None:
     assert abs(results["over_tempered_baseline"]["kl_pq"]) < 1e-6
 
 
+def test_training_is_compared_with_decoding(root: Path) -> None:
+    decode = ("--baseline", root / "learner", "--decode", "emo", "--cost", "constant")
+    assert set(measured(root, *decode)["over_decoded_baseline"].values()) == {0.0}
+    results, texts = measured(root, "--model", root / "oracle", *decode), rows(root / "corpus/test.jsonl")
+    log_p, log_q = (log_probs(root / name, texts) for name in ("oracle", "learner"))
+    costs, emo = Costs(None), get_objective("emo")
+    q, _ = settle(log_q.exp(), lambda q, truth: expected_gradient(q, truth, emo, costs))
+    js = jensenshannon(log_p.exp().numpy(), q.numpy(), axis=1) ** 2
+    assert results["over_decoded_baseline"]["js"] == pytest.approx(-js.mean(), abs=1e-6)
+
+
 def test_the_best_temperature_is_exact(root: Path) -> None:
     """There the derivative of the nats by log T vanishes: sum over contexts of E_q[z] - z_target, scaled."""
     dev = root / "corpus/dev.jsonl"
