@@ -40,7 +40,7 @@ def add_arguments(subparsers: Any) -> None:
     add("--max_new_tokens", type=int, help=text)
     add("--seeds", default="0", help="comma-separated (0)")
     add("--batch_size", type=int, default=64, help="texts at a time (64); does not change them")
-    add("--temperature", type=float, default=1.0, help="divides the logits (1)")
+    add("--temperature", type=float, default=1.0, help="divides the logits (1), those that --decode makes")
     add("--top_k", type=int, default=0, help="only the k likeliest tokens (0: all)")
     add("--top_p", type=float, default=1.0, help="only the likeliest tokens that together reach p (1)")
     add("--greedy", action="store_true", help="always the likeliest token")
@@ -107,6 +107,7 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     model = EvaluatedModel(args.model, args.name, args.dtype)
     engine = Transformers(model, decoding, args.batch_size)
     generation = Generation(engine, prefixes, tokens, samples, seeds, args.output_path)
+    _ = engine.settled  # refused before anything is written
     claim_name(model, args.output_path, say)
     if not engine.ends:
         say(f"{model.name} has no end token: every text is {tokens} tokens long")

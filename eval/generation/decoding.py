@@ -16,6 +16,7 @@ from emo.common.errors import UserError
 from emo.common.untrusted import read_json
 from emo.eval.model import EvaluatedModel
 
+CONSTANT = "constant"  # costs of 1 between different tokens
 NOT_IN_NAMES = re.compile(r"[^\w.+-]+")  # of directories
 
 
@@ -58,8 +59,8 @@ class Decoding:
         parts += [f"k{self.top_k}"] if self.top_k else []
         parts += [f"p{self.top_p:g}"] if self.top_p < 1 else []
         parts += ["greedy"] if self.greedy else []
-        settled = [NOT_IN_NAMES.sub("_", part) for part in (self.objective, Path(self.cost).name) if part]
-        return "-".join(settled + parts) or "unbiased"
+        words = [self.objective, *Path(self.cost).parts[-2:]]  # exports have their run's name
+        return "-".join([NOT_IN_NAMES.sub("_", word) for word in words if word] + parts) or "unbiased"
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class Transformers:
         model = self.model
         digests = {"weights": model.digest, "generation_config": model.generation_digest}
         identity = digests | {"tokenizer": model.tokenizer_digest, "decoding": self.decoding.identity}
-        cost = self._settled.fingerprint if self._settled else None
+        cost = self.settled.fingerprint if self.settled else None
         return identity | ({"cost": cost} if cost else {})
 
     @cached_property
@@ -64,10 +64,11 @@ class Transformers:
         from emo.eval.generation.sampling import Sampler
 
         assert isinstance(self.decoding, Decoding)
-        return Sampler(self.model.model, self.decoding, self.ends, self.batch, self._settled)
+        return Sampler(self.model.model, self.decoding, self.ends, self.batch, self.settled)
 
     @cached_property
-    def _settled(self) -> Settled | None:
+    def settled(self) -> Settled | None:
+        """Return what makes other distributions of the model's, if the decoding does."""
         from emo.eval.generation.settled import Settled
 
         if isinstance(self.decoding, Beams) or not self.decoding.objective:

@@ -99,6 +99,8 @@ class Generation(TextJob):
         about |= {"corpus": self.prefixes.name, "prefix_words": self.prefixes.words}
         about |= {"decoding": self.decoding.identity | {"name": self.decoding.name}, "tokens": self.tokens}
         about |= {"samples": self.samples, "seeds": seeds}
+        if self.engine.settled is not None and self.engine.settled.fingerprint:
+            about["cost"] = self.engine.settled.fingerprint
         about |= {"prefixes": len(self.prompts), "records": len(records)}
         lines = [json.dumps(record, ensure_ascii=False, sort_keys=True) + "\n" for record in records]
         store.replace(self.directory / RECORDS, "".join(lines))

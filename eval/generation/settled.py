@@ -7,58 +7,70 @@ likely. Taking the model's own distribution for P, context by context, has the e
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
-from emo.common.errors import UserError
-from emo.eval.generation.decoding import Decoding
+from emo.common.errors import UserError, nearest
+from emo.eval.generation.decoding import CONSTANT, Decoding
 from emo.eval.model import EvaluatedModel
-from emo.pipeline.loss import CostEmbedding, get_objective, load_cost
+from emo.pipeline.loss import OBJECTIVES, CostEmbedding, get_objective, load_cost
 from emo.pipeline.loss.expected import Costs, expected_gradient, settle
 
-CONSTANT = "constant"
-STEPS = 2000
-TOLERANCE = 1e-10  # far below what float32 logits are rounded by
+STEPS = 1000  # EMO takes 40 to 80
+TOLERANCE = 1e-9  # of every probability; far below what float32 logits are rounded by
 
 
 class Settled:
     """The fixed point of a decoding's objective where logits are those of the truth.
 
+    Raises UserError for an objective that has none in one context, and for costs that do not suit.
     fingerprint: of the costs' source where it is not the model's own head, for identities.
     """
 
     def __init__(self, model: EvaluatedModel, decoding: Decoding) -> None:
-        objective = get_objective(decoding.objective)
-        unsettled = {
+        name = decoding.objective
+        if name not in OBJECTIVES:  # others are files and packages, whose content no identity covers
+            raise UserError(f"--decode {name!r}: {nearest(name, OBJECTIVES)}", code="unknown-objective")
+        objective = get_objective(name)
+        unsuited = {
             "it needs a teacher": bool(objective.against),
-            "it needs a second model's scores": "stored" in objective.needs,
-            "its weights are relative to a batch's": objective.normalised,
+            "it needs another model's scores": "stored" in objective.needs,
+            "its weights are divided by their mean over a batch": objective.normalised,
         }
-        for reason in (reason for reason, applies in unsettled.items() if applies):
-            problem = f"--decode {decoding.objective} has no fixed point: {reason}"
-            raise UserError(problem, code="no-fixed-point")
+        for reason in (reason for reason, applies in unsuited.items() if applies):
+            raise UserError(f"--decode {name} has no fixed point: {reason}", code="no-fixed-point")
+        if decoding.cost and not objective.needs_cost:
+            raise UserError(f"--decode {name} has no costs; leave out --cost", code="cost-alone")
         self.objective, self.fingerprint = objective, None
-        head = model.model.get_output_embeddings().weight
+        head = model.model.get_output_embeddings()
         if not objective.needs_cost or decoding.cost == CONSTANT:
             self.costs = Costs(None)
             return
         if decoding.cost:
-            cost = load_cost(decoding.cost, len(head))
+            cost = load_cost(decoding.cost, len(head.weight))
             self.fingerprint = cost.fingerprint
+        elif hasattr(head, "base_layer"):
+            raise UserError(
+                f"{model.given} has an adapter on its head: merge it, or give --cost", code="adapter"
+            )
         else:
-            cost = CostEmbedding.from_weight(head.detach(), torch.float32)
-        self.costs = Costs(cost.rows.to(head.device, torch.float64))
+            cost = CostEmbedding.from_weight(head.weight.detach(), torch.float32)
+        self.costs = Costs(cost.rows.to(head.weight.device, torch.float64))
 
     def __call__(self, logits: Tensor) -> Tensor:
         """Return log q [n, V] float32 for logits [n, V]. UserError where there is no such q."""
         if not bool(logits.amax(-1).isfinite().all()):
             return logits  # which are refused where a token is chosen
-        truth = logits.double().softmax(-1)
-        q, residual = settle(truth, self._gradient, STEPS, TOLERANCE)
+        q, residual = settle(logits.double().softmax(-1), self._gradient, STEPS, TOLERANCE)
         if not bool((residual <= TOLERANCE).all()):
-            problem = f"its fixed point is not reached in {STEPS:,} steps, or there is none"
+            problem = (
+                f"after {STEPS:,} steps its fixed point is not reached; there may be none, as where one "
+                "token takes all, or where likely tokens cost nothing to exchange"
+            )
             raise UserError(f"--decode {self.objective.name}: {problem}", code="no-fixed-point")
-        return q.log().to(logits.dtype)
+        return q.log().to(logits.dtype).masked_fill(logits == -math.inf, -math.inf)
 
     def _gradient(self, q: Tensor, truth: Tensor) -> Tensor:
         return expected_gradient(q, truth, self.objective, self.costs)

@@ -58,6 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cost", default="", metavar="SOURCE", help="with --decode")
     args = parser.parse_args(argv)
     decoding = Decoding(objective=args.decode, cost=args.cost)
+    if args.decode and args.baseline is None:
+        raise UserError("--decode is of the baseline; give --baseline", code="no-baseline")
     oracle, model = EvaluatedModel(str(args.oracle)), EvaluatedModel(str(args.model))
     results = measure(oracle, model, args.texts, args.baseline, args.dev, args.contexts, decoding)
     if args.samples:

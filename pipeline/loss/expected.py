@@ -31,10 +31,15 @@ class Costs:
 
     def __init__(self, embedding: Tensor | None) -> None:
         self.rows = None if embedding is None else torch.nn.functional.normalize(embedding, dim=-1)
+        # rows of zero length, whose cost to themselves is 0 and to all others 1
+        lone = None if self.rows is None else (self.rows == 0).all(-1)
+        self.lone = lone if lone is not None and lone.any() else None
 
     def apply(self, weights: Tensor) -> Tensor:
         """Return sum_j weights_j c_ji [..., V] for weights [..., V]."""
         similar = weights if self.rows is None else (weights @ self.rows) @ self.rows.mT
+        if self.lone is not None:
+            similar = similar + weights * self.lone
         return weights.sum(-1, keepdim=True) - similar
 
     def permuted(self, generator: torch.Generator) -> Costs:
@@ -76,21 +81,23 @@ def settle(
 ) -> tuple[Tensor, Tensor]:
     """Return q [..., n, V], where training on truths settles with unlimited data, and residuals [..., n].
 
-    All float64. It is found by preconditioned descent from the truths; a residual is the largest entry of
-    the expected gradient that is left. An objective that has no fixed point inside the simplex collapses
-    towards a corner: its residual then stays above the tolerance, and q is where it was after `steps`.
+    All float64. It is found by preconditioned descent from the truths, of which no entry counts for less than
+    1e-30; a residual is the largest |g_i / q_i| that is left. An objective without a fixed point inside the
+    simplex collapses towards a corner, where g vanishes with q and g / q does not: its residual stays above
+    the tolerance, and q is where it was after `steps`.
     """
-    z = truth.clamp_min(1e-30).log()
+    truth = truth.clamp_min(1e-30)
+    z = truth.log()
     rate = torch.full_like(z[..., :1], 0.5)
     least = torch.full_like(rate, torch.inf)
     for _ in range(steps):
         q = torch.softmax(z, -1)
-        g = gradient(q, truth)
-        residual = g.abs().amax(-1, keepdim=True)
+        # of a Newton iteration whose Hessian is its diagonal
+        step = gradient(q, truth) / q.clamp_min(torch.finfo(q.dtype).tiny)
+        residual = step.abs().amax(-1, keepdim=True)
         if residual.max() < tolerance:
             break
         rate = torch.where(residual > 1.2 * least, 0.7 * rate, (1.02 * rate).clamp(max=1.0))
         least = torch.minimum(least, residual)
-        # g / q is the step of a Newton iteration whose Hessian is its diagonal
-        z = torch.log_softmax(z - rate * (g / q.clamp_min(1e-12)).clamp(-1, 1), -1)
+        z = torch.log_softmax(z - rate * step.clamp(-1, 1), -1)
     return q, residual[..., 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,14 +62,23 @@ def test_a_text_does_not_depend_on_its_batch(models: Path, decoding: Decoding) -
 
 def test_texts_are_kept_apart_by_objective_and_cost(models: Path, tmp_path: Path) -> None:
     """... and by a cost's content; likelihood leaves them as they are."""
-    written = {}
+    written: dict[str, Any] = {}
     (tmp_path / "cost").symlink_to(models / "small")
-    choices = {
+    choices: dict[str, tuple[Any, ...]] = {
         "unbiased": (),
         "mle": ("--decode", "mle"),
         "emo-constant": ("--decode", "emo", "--cost", "constant"),
     }
-    choices |= {"emo-cost-t0.9": ("--decode", "emo", "--cost", tmp_path / "cost", "--temperature", 0.9)}
+    choices |= {
+        f"emo-{tmp_path.name}-cost-t0.9": (
+            "--decode",
+            "emo",
+            "--cost",
+            tmp_path / "cost",
+            "--temperature",
+            0.9,
+        )
+    }
     settings = ["--prefix", "the cat", "--max_new_tokens", 20, "--samples", 4, "--output_path", tmp_path]
     for name, options in choices.items():
         assert command("generate", "--model", models / "small", *settings, *options)[0] == 0
@@ -78,7 +88,9 @@ def test_texts_are_kept_apart_by_objective_and_cost(models: Path, tmp_path: Path
     assert ids["unbiased"] == ids["mle"]
     (tmp_path / "cost").unlink()
     (tmp_path / "cost").symlink_to(models / "other")
-    code, out, _ = command("generate", "--model", models / "small", *settings, *choices["emo-cost-t0.9"])
+    code, out, _ = command(
+        "generate", "--model", models / "small", *settings, *choices[f"emo-{tmp_path.name}-cost-t0.9"]
+    )
     assert code == 0 and "(0 already known)" in out
 
 
@@ -86,6 +98,9 @@ def test_texts_are_kept_apart_by_objective_and_cost(models: Path, tmp_path: Path
     ("objective", "cost", "code"),
     [
         ("dft", "", "no-fixed-point"),  # a corner
+        ("tailr", "", "no-fixed-point"),
+        ("examples/my_objective.py:unsure", "", "unknown-objective"),
+        ("mixce", "constant", "cost-alone"),
         ("kl", "", "no-fixed-point"),  # needs a teacher
         ("psft", "", "no-fixed-point"),  # needs scores
         ("mile", "", "no-fixed-point"),  # relative to a batch
@@ -95,6 +110,7 @@ def test_texts_are_kept_apart_by_objective_and_cost(models: Path, tmp_path: Path
 def test_what_does_not_settle_is_refused(models: Path, objective: str, cost: str, code: str) -> None:
     model = EvaluatedModel(str(models / "small"))
     logits = torch.randn(3, model.model.config.vocab_size, generator=torch.Generator().manual_seed(0))
+    logits[0] *= 10  # so sharp that gradients vanish near a corner
     with refused(code):
         Settled(model, Decoding(objective=objective, cost=cost))(logits)
 

@@ -22,8 +22,7 @@ from emo.eval.model import EvaluatedModel
 from emo.experiments.known_truth import bigram, contestants, corpus, learner, oracle, study
 from emo.experiments.known_truth.contestants import Contestant, Prior, kernel_gradient
 from emo.pipeline.loss import get_objective
-from emo.pipeline.loss.expected import Costs, Gradient, expected_gradient, settle
-from emo.pipeline.loss.objectives import Rows, gradient, scalars_of
+from emo.pipeline.loss.expected import Costs, expected_gradient, settle
 from tests.helpers.evaluating import tiny_model
 
 V = 30
@@ -39,37 +38,6 @@ def truths(n: int = 4) -> Tensor:
 
 def geometry() -> Costs:
     return Costs(torch.randn(V, 6, dtype=torch.float64, generator=generator(1)))
-
-
-@pytest.mark.parametrize(
-    "name", ["mle", "emo", "emo2", "demd", "tailr", "mixce", "dft", "mile", "deft", "neg_entropy", "gem"]
-)
-def test_the_gradient_is_the_mean_over_targets(name: str) -> None:
-    """... of what the loss library's own check says is the gradient for one."""
-    objective, costs, (truth, q) = get_objective(name), geometry(), truths(2)
-    cost, zero = costs.apply(torch.eye(V, dtype=torch.float64)), torch.zeros(1, dtype=torch.float64)
-    expected = torch.zeros_like(q)
-    for y in range(V):
-        target = torch.tensor([y])
-        rows = Rows(q.log()[None], target, cost[target], zero)
-        scalars = scalars_of(rows.z, rows, objective.logit_scale)
-        weights = objective.coefficients(scalars)
-        expected += truth[y] * gradient(weights, scalars, rows, objective.logit_scale)[0]
-    assert torch.allclose(expected_gradient(q, truth, objective, costs), expected, atol=1e-14)
-
-
-def gradient_of(name: str, costs: Costs) -> Gradient:
-    return lambda q, truth: expected_gradient(q, truth, get_objective(name), costs)
-
-
-def test_emo_settles_where_its_closed_form_says() -> None:
-    truth, costs = truths(), geometry()
-    q, residual = settle(truth, gradient_of("emo", costs))
-    assert residual.max() < 1e-11
-    m = -q.log()
-    shared = (truth * (1 - m)).sum(-1, keepdim=True) + costs.apply(truth * m / costs.apply(q))
-    assert torch.allclose(q * shared, truth, atol=1e-10)
-    assert (distributions.entropy(q.log()) < distributions.entropy(truth.log())).all()
 
 
 @pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0.97, 1.03), (0.5, 0.9, 0.97), (1.0, 0.7, 0.9)])

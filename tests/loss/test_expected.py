@@ -1,0 +1,76 @@
+"""Expected gradients where the truth is known, and where they vanish."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from emo.pipeline.loss import CostEmbedding, get_objective
+from emo.pipeline.loss.expected import Costs, Gradient, expected_gradient, settle
+from emo.pipeline.loss.objectives import Rows, gradient, scalars_of
+
+V = 30
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def truths(n: int = 4) -> Tensor:
+    return torch.softmax(2 * torch.randn(n, V, dtype=torch.float64, generator=generator()), -1)
+
+
+def geometry() -> Costs:
+    return Costs(torch.randn(V, 6, dtype=torch.float64, generator=generator(1)))
+
+
+@pytest.mark.parametrize(
+    "name", ["mle", "emo", "emo2", "demd", "tailr", "mixce", "dft", "mile", "deft", "neg_entropy", "gem"]
+)
+def test_the_gradient_is_the_mean_over_targets(name: str) -> None:
+    """... of what the loss library's own check says is the gradient for one."""
+    objective, costs, (truth, q) = get_objective(name), geometry(), truths(2)
+    cost, zero = costs.apply(torch.eye(V, dtype=torch.float64)), torch.zeros(1, dtype=torch.float64)
+    expected = torch.zeros_like(q)
+    for y in range(V):
+        target = torch.tensor([y])
+        rows = Rows(q.log()[None], target, cost[target], zero)
+        scalars = scalars_of(rows.z, rows, objective.logit_scale)
+        weights = objective.coefficients(scalars)
+        expected += truth[y] * gradient(weights, scalars, rows, objective.logit_scale)[0]
+    assert torch.allclose(expected_gradient(q, truth, objective, costs), expected, atol=1e-14)
+
+
+def gradient_of(name: str, costs: Costs) -> Gradient:
+    return lambda q, truth: expected_gradient(q, truth, get_objective(name), costs)
+
+
+def test_emo_settles_where_its_closed_form_says() -> None:
+    truth, costs = truths(), geometry()
+    q, residual = settle(truth, gradient_of("emo", costs))
+    assert residual.max() < 1e-11
+    m = -q.log()
+    shared = (truth * (1 - m)).sum(-1, keepdim=True) + costs.apply(truth * m / costs.apply(q))
+    assert torch.allclose(q * shared, truth, atol=1e-10)
+    entropies = [-(p * p.log()).sum(-1) for p in (q, truth)]
+    assert (entropies[0] < entropies[1]).all()
+
+
+@pytest.mark.parametrize("name", ["tailr", "dft", "demd"])
+@pytest.mark.parametrize("sharpness", [0.1, 1.0, 5.0])
+def test_what_collapses_never_settles(name: str, sharpness: float) -> None:
+    """... though its gradient vanishes near a corner."""
+    truth = torch.softmax(sharpness * truths().log(), -1)
+    q, residual = settle(truth, gradient_of(name, geometry()), 300, 1e-6)
+    assert (residual > 1e-3).all() and q.isfinite().all()
+
+
+def test_costs_are_those_of_the_loss() -> None:
+    """... of rows of zero length, too."""
+    embedding = torch.randn(V, 6, dtype=torch.float64, generator=generator(1))
+    embedding[[3, 7]] = 0
+    weights = torch.rand(2, V, dtype=torch.float64, generator=generator(2))
+    with pytest.warns(UserWarning):
+        rows = CostEmbedding.from_weight(embedding).costs(torch.arange(V))
+    assert torch.allclose(Costs(embedding).apply(weights), weights @ rows, atol=1e-12)
