@@ -79,8 +79,9 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    choice = Decoding(args.temperature, args.top_k, args.top_p, args.greedy, args.decode, args.cost)
-    decoding: Decoding | Beams = choice
+    decoding: Decoding | Beams = Decoding(
+        args.temperature, args.top_k, args.top_p, args.greedy, args.decode, args.cost
+    )
     if args.beams is not None:
         if decoding != Decoding():
             raise UserError("--beams searches; leave out --greedy, --temperature, --top_k, --top_p, --decode")

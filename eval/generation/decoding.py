@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -16,7 +16,6 @@ from emo.common.errors import UserError
 from emo.common.untrusted import read_json
 from emo.eval.model import EvaluatedModel
 
-CONSTANT = "constant"  # costs of 1 between different tokens
 NOT_IN_NAMES = re.compile(r"[^\w.+-]+")  # of directories
 
 
@@ -28,8 +27,8 @@ class Decoding:
     top_k: int = 0  # 0: all tokens
     top_p: float = 1.0
     greedy: bool = False
-    objective: str = ""  # which is taken to have been trained with: see `settled`
-    cost: str = ""  # of that objective: a model, a file or "constant"; the model's own head
+    objective: str = ""  # whose fixed point tokens are drawn from (`settled`); empty: the model itself
+    cost: str = ""  # of that objective: a model, a file or "constant"; empty: the model's own head
 
     def __post_init__(self) -> None:
         ranges = {
@@ -62,11 +61,6 @@ class Decoding:
         words = [self.objective, *Path(self.cost).parts[-2:]]  # exports have their run's name
         return "-".join([NOT_IN_NAMES.sub("_", word) for word in words if word] + parts) or "unbiased"
 
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return what decides the text, for records; the cost's content is to be added."""
-        return {name: value for name, value in asdict(self).items() if value != ""}
-
 
 @dataclass(frozen=True)
 class Beams:
@@ -84,11 +78,6 @@ class Beams:
     def name(self) -> str:
         """Return beam4, or with a penalty beam4-r1.2."""
         return f"beam{self.beams}" + (f"-r{self.penalty:g}" if self.penalty != 1 else "")
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        """Return what decides the text, for records."""
-        return asdict(self)
 
 
 class Request(NamedTuple):

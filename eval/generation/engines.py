@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import cached_property
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -48,9 +49,14 @@ class Transformers:
     def _identity(self) -> Record:
         model = self.model
         digests = {"weights": model.digest, "generation_config": model.generation_digest}
-        identity = digests | {"tokenizer": model.tokenizer_digest, "decoding": self.decoding.identity}
+        return digests | {"tokenizer": model.tokenizer_digest} | self.decoding_identity
+
+    @property
+    def decoding_identity(self) -> Record:
+        """Return how tokens are chosen: `decoding`, and the digest of a foreign `cost`; for records."""
+        chosen = {name: value for name, value in asdict(self.decoding).items() if value != ""}
         cost = self.settled.fingerprint if self.settled else None
-        return identity | ({"cost": cost} if cost else {})
+        return {"decoding": chosen} | ({"cost": cost} if cost else {})
 
     @cached_property
     def ends(self) -> list[int]:

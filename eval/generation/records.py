@@ -97,10 +97,9 @@ class Generation(TextJob):
         about: dict[str, Any] = {"model": model.name, "path": model.given, "weights": model.digest}
         about |= {"dtype": str(model.model.dtype), "tokenizer": model.tokenizer_digest}
         about |= {"corpus": self.prefixes.name, "prefix_words": self.prefixes.words}
-        about |= {"decoding": self.decoding.identity | {"name": self.decoding.name}, "tokens": self.tokens}
-        about |= {"samples": self.samples, "seeds": seeds}
-        if self.engine.settled is not None and self.engine.settled.fingerprint:
-            about["cost"] = self.engine.settled.fingerprint
+        about |= self.engine.decoding_identity
+        about["decoding"]["name"] = self.decoding.name
+        about |= {"tokens": self.tokens, "samples": self.samples, "seeds": seeds}
         about |= {"prefixes": len(self.prompts), "records": len(records)}
         lines = [json.dumps(record, ensure_ascii=False, sort_keys=True) + "\n" for record in records]
         store.replace(self.directory / RECORDS, "".join(lines))

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from emo.common.errors import UserError, nearest
-from emo.eval.generation.decoding import CONSTANT, Decoding
+from emo.eval.generation.decoding import Decoding
 from emo.eval.model import EvaluatedModel
 from emo.pipeline.loss import OBJECTIVES, CostEmbedding, get_objective, load_cost
 from emo.pipeline.loss.expected import Costs, expected_gradient, settle
 
+CONSTANT = "constant"  # costs of 1 between different tokens
 STEPS = 1000  # EMO takes 40 to 80
 TOLERANCE = 1e-9  # of every probability; far below what float32 logits are rounded by
 
@@ -39,8 +40,9 @@ class Settled:
             "it needs another model's scores": "stored" in objective.needs,
             "its weights are divided by their mean over a batch": objective.normalised,
         }
-        for reason in (reason for reason, applies in unsuited.items() if applies):
-            raise UserError(f"--decode {name} has no fixed point: {reason}", code="no-fixed-point")
+        for reason, applies in unsuited.items():
+            if applies:
+                raise UserError(f"--decode {name} has no fixed point: {reason}", code="no-fixed-point")
         if decoding.cost and not objective.needs_cost:
             raise UserError(f"--decode {name} has no costs; leave out --cost", code="cost-alone")
         self.objective, self.fingerprint = objective, None

@@ -1,7 +1,8 @@
 """A learner beside its oracle: exact next-token distributions of both at every context of held-out text.
 
     python -m emo.experiments.known_truth.oracle --oracle DIR --model DIR --texts FILE.jsonl
-        --output_path FILE.json [--baseline DIR] [--dev FILE.jsonl] [--samples N --max_new_tokens N]
+        --output_path FILE.json [--baseline DIR [--decode OBJECTIVE [--cost SOURCE]]] [--dev FILE.jsonl]
+        [--samples N --max_new_tokens N]
 
 With `--baseline` every measure is also reported as the difference from the baseline at the temperature at
 which it is as certain as the model: what is left of an effect when sharpening alone is taken away.
@@ -104,16 +105,19 @@ def measure(
         results["temperature"] = best
         results["tempered"] = summary(p, q / best, targets)
     if baseline is not None:
-        against = EvaluatedModel(str(baseline))
-        base = logits_of(against.model, rows, shared)
+        reference = EvaluatedModel(str(baseline))
+        whole = logits_of(reference.model, rows, reference.model.config.vocab_size)
+        base = whole[:, :shared]
         temperature = distributions.matching_temperature(base, results["at_1"]["entropy_q"])
         tempered = summary(p, base / temperature, targets)
         results["baseline_temperature"] = temperature
         results["over_tempered_baseline"] = {k: results["at_1"][k] - tempered[k] for k in tempered}
         if decoding.objective:
-            settled = summary(p, logits_of(against.model, rows, shared, Settled(against, decoding)), targets)
-            mine = settled if against.digest == model.digest else results["at_1"]
-            results["over_decoded_baseline"] = {k: mine[k] - settled[k] for k in settled}
+            settled = Settled(reference, decoding)
+            drawn = distributions.by_rows(lambda logits: {"log_q": settled(logits)}, whole)["log_q"]
+            decoded_baseline = summary(p, drawn[:, :shared], targets)
+            measured = decoded_baseline if reference.digest == model.digest else results["at_1"]
+            results["over_decoded_baseline"] = {k: measured[k] - decoded_baseline[k] for k in measured}
     return results
 
 
@@ -200,13 +204,12 @@ def token_rows(tokenizer: Any, path: Path, longest: int, contexts: int) -> tuple
 
 
 @torch.no_grad()
-def logits_of(model: Any, rows: list[list[int]], vocabulary: int, settled: Settled | None = None) -> Tensor:
-    """Return logits of the first `vocabulary` tokens where a token follows, [n, V] float32, `settled`."""
+def logits_of(model: Any, rows: list[list[int]], vocabulary: int) -> Tensor:
+    """Return logits of the first `vocabulary` tokens where a token follows, [n, V] float32."""
     parts = []
     for row in rows:
         ids = torch.tensor([row[:-1]], device=model.device)
-        logits = model(input_ids=ids).logits[0].float()
-        parts.append((settled(logits) if settled else logits)[:, :vocabulary].cpu())
+        parts.append(model(input_ids=ids).logits[0, :, :vocabulary].float().cpu())
     logits = torch.cat(parts)
     if not torch.isfinite(logits).all():
         raise UserError("the model's logits are not finite")

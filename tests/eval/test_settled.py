@@ -69,16 +69,8 @@ def test_texts_are_kept_apart_by_objective_and_cost(models: Path, tmp_path: Path
         "mle": ("--decode", "mle"),
         "emo-constant": ("--decode", "emo", "--cost", "constant"),
     }
-    choices |= {
-        f"emo-{tmp_path.name}-cost-t0.9": (
-            "--decode",
-            "emo",
-            "--cost",
-            tmp_path / "cost",
-            "--temperature",
-            0.9,
-        )
-    }
+    foreign = f"emo-{tmp_path.name}-cost-t0.9"
+    choices[foreign] = ("--decode", "emo", "--cost", tmp_path / "cost", "--temperature", 0.9)
     settings = ["--prefix", "the cat", "--max_new_tokens", 20, "--samples", 4, "--output_path", tmp_path]
     for name, options in choices.items():
         assert command("generate", "--model", models / "small", *settings, *options)[0] == 0
@@ -88,9 +80,7 @@ def test_texts_are_kept_apart_by_objective_and_cost(models: Path, tmp_path: Path
     assert ids["unbiased"] == ids["mle"]
     (tmp_path / "cost").unlink()
     (tmp_path / "cost").symlink_to(models / "other")
-    code, out, _ = command(
-        "generate", "--model", models / "small", *settings, *choices[f"emo-{tmp_path.name}-cost-t0.9"]
-    )
+    code, out, _ = command("generate", "--model", models / "small", *settings, *choices[foreign])
     assert code == 0 and "(0 already known)" in out
 
 

@@ -313,9 +313,7 @@ def test_contexts_are_divided_and_decoded_as_a_naive_loop_does(root: Path) -> No
     half = (len(order) + 1) // 2
     assert results["locks_js"] == pytest.approx(plain[order[:half]].mean(), abs=1e-6)
     assert results["forks_js"] == pytest.approx(plain[order[half:]].mean(), abs=1e-6)
-    tempered = [
-        js(torch.softmax(log_q / t, -1).numpy()) for t in (choice.temperature for choice in oracle.TEMPERED)
-    ]
+    tempered = [js(torch.softmax(log_q / way.temperature, -1).numpy()) for way in oracle.TEMPERED]
     assert results["bound_js"] == pytest.approx(np.min(tempered, axis=0).mean(), abs=1e-6)
     nuclei = []
     for row in log_q.exp().numpy():

@@ -324,8 +324,9 @@ def main(directory: Path) -> None:
     for name, case in CASES.items():
         files = (mine,) if case.file.isupper() else ()
         saved = directory / name if name in RESUMED else None
-        # generating code for a CPU takes a minute; what goes into it is the same
+        # Muon's step is compiled wherever it is used: only the case about compiling waits for that
         stance = "default" if "model.compile=true" in case.overrides else "force_eager"
+        # generating code for a CPU takes a minute; what goes into it is the same
         as_graphs = mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
         with as_graphs, torch.compiler.set_stance(stance):
             results["stages"][name] = trained(case, recipe(case, *files), world, saved)

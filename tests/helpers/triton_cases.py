@@ -43,8 +43,8 @@ def inputs(dtype: torch.dtype, scale: float = 1.0) -> tuple[Tensor, Tensor, Tens
     return h, torch.randn(V, H).to(dtype).requires_grad_(), labels, torch.randn(V, H + 4)
 
 
-# The kernels know objectives by the scalars and the coefficients that they have: one of each kind.
-KINDS = {objective.needs: name for name in ONE_TARGET for objective in (make(name),)}
+# What the kernels know of an objective is the scalars that it needs, and their scale: one of each kind.
+KINDS = {(objective.needs, objective.logit_scale): objective.name for objective in map(make, ONE_TARGET)}
 
 
 @pytest.mark.parametrize("name", KINDS.values())
