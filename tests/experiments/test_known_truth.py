@@ -16,6 +16,7 @@ from scipy import optimize, stats
 from scipy.spatial.distance import jensenshannon
 from torch import Tensor, nn
 
+from emo.common.errors import UserError
 from emo.common.recipe import load_section
 from emo.eval.generation import distributions
 from emo.eval.model import EvaluatedModel
@@ -263,12 +264,30 @@ def targets(texts: list[list[int]]) -> Tensor:
 
 def test_a_learner_has_the_oracles_embedding_alone(root: Path) -> None:
     out = root / "begins"
-    assert learner.main(["--oracle", str(root / "oracle"), "--output_path", str(out)]) == 0
+    assert learner.main(["--embedding_of", str(root / "oracle"), "--output_path", str(out)]) == 0
     fresh, expected = (EvaluatedModel(str(path)).model.state_dict() for path in (out, root / "oracle"))
     equal = {
         name for name, value in fresh.items() if torch.equal(value, expected[name]) and "norm" not in name
     }
     assert equal == {"model.embed_tokens.weight", "lm_head.weight"}
+
+
+def test_new_rows_are_the_mean_of_the_others(root: Path) -> None:
+    out = root / "new-rows"
+    arguments = ["--base", str(root / "learner"), "--output_path", str(out)]
+    assert learner.main([*arguments, "--new", "50"]) == 0
+    changed, base = (EvaluatedModel(str(path)).model.state_dict() for path in (out, root / "learner"))
+    embeddings = ("model.embed_tokens.weight", "lm_head.weight")
+    assert all(torch.equal(changed[name], base[name]) for name in base.keys() - embeddings)
+    for name in embeddings:
+        new = (changed[name] != base[name]).any(-1)
+        assert new.sum() == 50
+        mean = base[name][~new].mean(0)
+        torch.testing.assert_close(changed[name][new], mean.expand(50, -1))
+    for count in ("0", str(len(base["lm_head.weight"]))):
+        with pytest.raises(UserError) as error:
+            learner.main([*arguments, "--new", count])
+        assert error.value.code == "new-rows"
 
 
 def test_measures_equal_a_naive_computation(root: Path) -> None:
