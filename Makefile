@@ -57,8 +57,9 @@ quickstart: setup ## the whole product on a laptop, in minutes
 quickstart-test: setup ## the quickstart's promises, undisturbed and killed over and over; half an hour
 	$(BIN)/python -m tests.campaigns.quickstart
 
+# Tests of launches, ranks and hangs wait for much of their time, so that three workers keep two cores busy.
 test: setup lint ## lint, types, tests
-	$(BIN)/python -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder
 
 # Unit tests of the rooms that changed since the last commit, and of those that stand on them; no real runs. It ends
 # within 90 seconds, and says how many tests had no time: all of them only where all rooms changed, or on a busy machine.
