@@ -8,6 +8,8 @@ JOBS ?= 2
 # Options of a campaign, for example --parts 1 2 3.
 ARGS ?=
 BIN := .venv/bin
+# Tests of launches, ranks and hangs wait for much of their time: three workers keep two cores busy.
+WHOLE_SUITE := pytest tests -n 3 --dist loadfile --no-loadscope-reorder
 # DeepSpeed compiles its operations where and when they are first used, not at installation.
 export DS_BUILD_OPS := 0
 
@@ -57,9 +59,8 @@ quickstart: setup ## the whole product on a laptop, in minutes
 quickstart-test: setup ## the quickstart's promises, undisturbed and killed over and over; half an hour
 	$(BIN)/python -m tests.campaigns.quickstart
 
-# Tests of launches, ranks and hangs wait for much of their time, so that three workers keep two cores busy.
 test: setup lint ## lint, types, tests
-	$(BIN)/python -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m $(WHOLE_SUITE)
 
 # Unit tests of the rooms that changed since the last commit, and of those that stand on them; no real runs. It ends
 # within 90 seconds, and says how many tests had no time: all of them only where all rooms changed, or on a busy machine.
@@ -74,7 +75,7 @@ reference: setup ## docs/reference.md and the JSON schema of recipes
 
 coverage: setup ## which lines the tests run
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest tests -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/coverage run -m $(WHOLE_SUITE)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage html --quiet
 	$(BIN)/coverage report --skip-covered

@@ -1,11 +1,9 @@
-"""A learner with an oracle's embedding and nothing else, or a trained one with new rows in its vocabulary.
+"""A learner made of a trained model: its embedding and nothing else, or all of it but some tokens' rows.
 
-    python -m emo.experiments.known_truth.learner --embedding_of ORACLE --output_path DIR [--seed N]
-    python -m emo.experiments.known_truth.learner --base MODEL --new N --output_path DIR [--seed N]
+    python -m emo.experiments.known_truth.learner --model DIR --output_path DIR [--seed N] [--new_rows N]
 
-The first has the oracle's architecture; all but its embeddings (tied or not) is drawn from `--seed`. The
-second is the base, but N tokens, drawn from `--seed`, have the mean of the others' rows, as tokens that are
-added to a model do.
+Without `--new_rows` all but the embeddings (tied or not) is drawn from `--seed`. With it N tokens, drawn from
+`--seed`, have the mean of the others' rows, as tokens that are added to a model do.
 """
 
 from __future__ import annotations
@@ -27,42 +25,37 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m emo.experiments.known_truth.learner", description=__doc__
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--embedding_of", metavar="ORACLE", help="model directory or hub id")
-    source.add_argument("--base", metavar="MODEL", help="model directory or hub id")
-    parser.add_argument("--new", type=int, default=0, metavar="N", help="tokens of --base to forget")
+    parser.add_argument("--model", required=True, help="model directory or hub id")
+    parser.add_argument("--new_rows", type=int, metavar="N", help="tokens whose rows begin anew")
     parser.add_argument("--output_path", required=True, type=Path)
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
     args = parser.parse_args(argv)
-    source_model = EvaluatedModel(args.base or args.embedding_of)
-    generator = torch.Generator().manual_seed(args.seed)
-    if args.base:
-        learner = with_new_rows(source_model.model, args.new, generator)
-    else:
-        torch.manual_seed(args.seed)
-        learner = with_embedding_of(source_model.model)
+    trained = EvaluatedModel(args.model)
+    model = trained.model
+    torch.manual_seed(args.seed)
+    learner = with_embedding_of(model) if args.new_rows is None else with_new_rows(model, args.new_rows)
     learner.save_pretrained(args.output_path)
-    source_model.tokenizer.save_pretrained(args.output_path)
+    trained.tokenizer.save_pretrained(args.output_path)
     return ExitCode.DONE
 
 
 @torch.no_grad()
-def with_embedding_of(oracle: Any) -> Any:
-    """Return a model of the oracle's architecture and embeddings; the rest is drawn from torch's seed."""
-    learner = AutoModelForCausalLM.from_config(oracle.config, dtype=torch.float32)
+def with_embedding_of(model: Any) -> Any:
+    """Return a learner of a model's architecture and embeddings; the rest is drawn from torch's seed."""
+    learner = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     for name in ("get_input_embeddings", "get_output_embeddings"):
-        getattr(learner, name)().weight.copy_(getattr(oracle, name)().weight)
+        getattr(learner, name)().weight.copy_(getattr(model, name)().weight)
     return learner
 
 
 @torch.no_grad()
-def with_new_rows(model: Any, count: int, generator: torch.Generator) -> Any:
-    """Return the model after giving so many of its tokens the mean of the others' rows."""
+def with_new_rows(model: Any, count: int) -> Any:
+    """Return a model whose rows of `count` tokens, drawn from torch's seed, are the mean of the others'."""
     tokens = model.config.vocab_size
     if not 0 < count < tokens:
-        problem = f"--new {count} must lie between 1 and {tokens - 1}, one less than the base's tokens"
+        problem = f"--new_rows {count} must lie between 1 and {tokens - 1}, one less than the model's tokens"
         raise UserError(problem, code="new-rows")
-    order = torch.randperm(tokens, generator=generator)
+    order = torch.randperm(tokens)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         module.weight[order[:count]] = module.weight[order[count:]].mean(0)
     return model

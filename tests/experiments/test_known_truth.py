@@ -264,7 +264,7 @@ def targets(texts: list[list[int]]) -> Tensor:
 
 def test_a_learner_has_the_oracles_embedding_alone(root: Path) -> None:
     out = root / "begins"
-    assert learner.main(["--embedding_of", str(root / "oracle"), "--output_path", str(out)]) == 0
+    assert learner.main(["--model", str(root / "oracle"), "--output_path", str(out)]) == 0
     fresh, expected = (EvaluatedModel(str(path)).model.state_dict() for path in (out, root / "oracle"))
     equal = {
         name for name, value in fresh.items() if torch.equal(value, expected[name]) and "norm" not in name
@@ -274,8 +274,8 @@ def test_a_learner_has_the_oracles_embedding_alone(root: Path) -> None:
 
 def test_new_rows_are_the_mean_of_the_others(root: Path) -> None:
     out = root / "new-rows"
-    arguments = ["--base", str(root / "learner"), "--output_path", str(out)]
-    assert learner.main([*arguments, "--new", "50"]) == 0
+    arguments = ["--model", str(root / "learner"), "--output_path", str(out)]
+    assert learner.main([*arguments, "--new_rows", "50"]) == 0
     changed, base = (EvaluatedModel(str(path)).model.state_dict() for path in (out, root / "learner"))
     embeddings = ("model.embed_tokens.weight", "lm_head.weight")
     assert all(torch.equal(changed[name], base[name]) for name in base.keys() - embeddings)
@@ -286,7 +286,7 @@ def test_new_rows_are_the_mean_of_the_others(root: Path) -> None:
         torch.testing.assert_close(changed[name][new], mean.expand(50, -1))
     for count in ("0", str(len(base["lm_head.weight"]))):
         with pytest.raises(UserError) as error:
-            learner.main([*arguments, "--new", count])
+            learner.main([*arguments, "--new_rows", count])
         assert error.value.code == "new-rows"
 
 
