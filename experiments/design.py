@@ -29,7 +29,7 @@ those on test data, are made of what was chosen alone.
 Besides what is measured every run reports, in nats per token, `validation_nll` and `validation_change`, how
 that changed since step 0; of a validation set with a name `validation_nll:NAME` and `validation_change:NAME`.
 
-Of what a file `extends`, a label or question that it calls null is left out.
+Of what a file `extends`, a command, label, measure or question that it calls null is left out.
 
 `{out}` and the names can be used in every command, and in every text among the overrides; a label gives a
 name another text with the key `names.NAME`. A measure may also use its run's `{run}` (name), `{dir}`,
@@ -161,11 +161,12 @@ class Experiment(Section):
     @model_validator(mode="before")
     @classmethod
     def _left_out(cls, tree: Any) -> Any:
-        """Return the file without the labels, measures and questions that it calls null."""
+        """Return the file without the commands, labels, measures and questions that it calls null."""
         if not isinstance(tree, dict):
             return tree
         result = copy.deepcopy(tree)
-        groups = [result.get("questions"), result.get("measures"), *(result.get("axes") or {}).values()]
+        groups = [result.get(name) for name in ("before", "measures", "questions")]
+        groups += (result.get("axes") or {}).values()
         for group in groups:
             for name in [n for n, value in group.items() if value is None] if isinstance(group, dict) else ():
                 del group[name]
