@@ -165,7 +165,7 @@ class Experiment(Section):
         if not isinstance(tree, dict):
             return tree
         result = copy.deepcopy(tree)
-        groups = [result.get(name) for name in ("before", "measures", "questions")]
+        groups: list[Any] = [result.get(name) for name in ("before", "measures", "questions")]
         groups += (result.get("axes") or {}).values()
         for group in groups:
             for name in [n for n, value in group.items() if value is None] if isinstance(group, dict) else ():

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from huggingface_hub.errors import StrictDataclassError
@@ -22,8 +23,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from emo.common.errors import UserError, nearest, one_line
+from emo.common.labels import IGNORE
 from emo.common.weights import load_causal_lm, load_config
-from emo.data_prep.shards import Manifest
+from emo.data_prep.shards import Manifest, TokenDataset
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.pipeline.config import ModelConfig, ObjectiveConfig, PartConfig, RampConfig, RunConfig, TeacherConfig
 from emo.pipeline.engine import Engine
@@ -39,7 +41,7 @@ from emo.pipeline.loss import (
     probe_model,
     weighted_sum,
 )
-from emo.pipeline.loss.cost import TWIN_COST, USUAL_TWINS, twins
+from emo.pipeline.loss.cost import NumberCost, twins
 from emo.pipeline.loss.head import by_segments, refusal
 from emo.pipeline.loss.objectives import Spaced, Weight
 from emo.pipeline.order import ramp
@@ -48,6 +50,10 @@ from emo.pipeline.ranks import NETWORK, broken_device, gather_objects, lost_a_pe
 from emo.pipeline.run_dir import INITIAL
 
 log = logging.getLogger(__name__)
+
+TWIN_ROWS = 64  # of the data, in which `warn_of_twins` looks
+TWIN_TOKENS = 1024  # the most frequent of their tokens
+USUAL_TWINS = 0.01  # of the tokens that occur; a trained head tells them apart
 
 
 def model_config(config: ModelConfig, online: bool = True, key: str = "model.path") -> PretrainedConfig:
@@ -174,12 +180,27 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
         cost = cost.permuted(config.objective.cost_seed) if kind == "permuted" else cost
     if isinstance(cost, CostEmbedding):
         cost = cost.cached(config.objective.cost_cache_mb)
-        if objective.needs_cost and kind not in ("constant", "numbers") and log.isEnabledFor(logging.INFO):
-            alike, among = twins(cost)
-            if alike > USUAL_TWINS * among:
-                line = "objective.cost hardly tells tokens apart: %d of %d cost less than %g from another one"
-                log.info(f"{line}; watch weight_max in metrics.jsonl", alike, among, TWIN_COST)
     return Losses(objective, cost if objective.needs_cost else None, cost)
+
+
+def warn_of_twins(cost: CostEmbedding | LiveCost | None, data: TokenDataset) -> None:
+    """Warn where costs do not tell tokens of the data apart: rows that were added to a model begin alike.
+
+    Where a model confuses such tokens D is close to 0, and the weight m / D has no bound.
+    """
+    if not isinstance(cost, CostEmbedding) or isinstance(cost, NumberCost):
+        return
+    labels = data.batch(np.linspace(0, len(data) - 1, min(len(data), TWIN_ROWS)).astype(np.int64))["labels"]
+    tokens, counts = np.unique(labels[labels != IGNORE], return_counts=True)
+    frequent = np.argsort(-counts, kind="stable")[:TWIN_TOKENS]
+    alike = twins(cost, torch.from_numpy(tokens[frequent])).numpy()
+    share = counts[frequent][alike].sum() / counts.sum()
+    if share > USUAL_TWINS:
+        line = (
+            "objective.cost does not tell %d tokens (%.0f %% of the data) from others, so weights may explode"
+        )
+        cure = "set it to a model that knows them, or to constant"
+        log.warning(f"{line}; {cure}", alike.sum(), 100 * share)
 
 
 @contextlib.contextmanager

@@ -44,6 +44,7 @@ from emo.pipeline.model import (
     load_losses,
     measuring,
     packed,
+    warn_of_twins,
     write_initial_weights,
 )
 from emo.pipeline.on_policy import OnPolicy
@@ -138,6 +139,8 @@ def _train(
     vocab_size = ready.hf_config.get_text_config().vocab_size
     losses = agreed(lambda: load_losses(config, ready.objective, vocab_size))
     check_content(config.output_dir, [file for file in (*sets, *scores) if file is not None], world)
+    if world.is_main:
+        warn_of_twins(losses.cost, data)
     saved, target = checkpoint.newest_valid(config.output_dir, world), config.train.copy_to
     if saved is None and target is not None:
         with lock.doing("fetching a checkpoint"):

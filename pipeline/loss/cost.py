@@ -209,8 +209,6 @@ ROWS_MB = (
 CACHE_WINDOW_CPU = 64  # missing rows computed together
 CONVERTED_CPU = 16  # rows brought to float16 at a time, so that they stay in the cache
 TWIN_COST = 1e-3  # below it, the costs do not tell two tokens apart
-USUAL_TWINS = 0.75  # of tokens; in real heads about half have a twin, as tokens that never occur stay alike
-TWIN_SAMPLE = 1024  # tokens that `twins` examines
 
 
 class CostEmbedding:
@@ -615,12 +613,12 @@ def open_rows(
     return ExactRows(cost, plan, order, dtype, min(max(most, min(chunk, fitting)), len(plan.targets)))
 
 
-def twins(cost: CostEmbedding) -> tuple[int, int]:
-    """Return (tokens with another at a cost below TWIN_COST, tokens examined), at most TWIN_SAMPLE."""
-    stride = max(1, cost.vocab_size // TWIN_SAMPLE)
-    ids = torch.arange(0, cost.vocab_size, stride, device=cost.rows.device)[:TWIN_SAMPLE]
-    count = 0
-    for part in ids.split(64):
-        costs = cost.costs(part).scatter(1, part[:, None], torch.inf)
-        count += int((costs.amin(1) < TWIN_COST).sum())
-    return count, len(ids)
+def twins(cost: CostEmbedding, tokens: Tensor) -> Tensor:
+    """Return which of `tokens` [n] have another one among them at a cost below TWIN_COST, bool [n]."""
+    tokens = tokens.to(cost.rows.device)
+    result = torch.zeros(len(tokens), dtype=torch.bool)
+    for start in range(0, len(tokens), 64):
+        costs = cost.costs(tokens[start : start + 64])[:, tokens]
+        costs.diagonal(start).fill_(torch.inf)
+        result[start : start + 64] = (costs.amin(1) < TWIN_COST).cpu()
+    return result

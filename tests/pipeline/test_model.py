@@ -23,10 +23,19 @@ from emo.pipeline import export
 from emo.pipeline.config import ModelConfig, RunConfig, load_config
 from emo.pipeline.export import exported_tensors, write_shards
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective
-from emo.pipeline.model import Losses, add_lora, check_fits, check_model, load_pretrained, measuring
+from emo.pipeline.model import (
+    Losses,
+    add_lora,
+    check_fits,
+    check_model,
+    load_pretrained,
+    measuring,
+    warn_of_twins,
+)
 from emo.pipeline.planning.checks import rehearse
 from emo.pipeline.planning.host import usable_attention
 from tests.conftest import REPO
+from tests.helpers.corpus import random_dataset
 from tests.helpers.families import family
 
 
@@ -44,6 +53,17 @@ def test_measuring_reports_demd_for_mle_and_leaves_training_as_it_was() -> None:
     expected = (probabilities * (1 - unit @ unit.T)[ids]).sum()
     assert measured.demd.item() == pytest.approx(expected.item(), rel=1e-4)
     assert model(input_ids=ids, labels=ids).demd.isnan()
+
+
+@pytest.mark.parametrize(("alike", "warned"), [(slice(500), True), (slice(1000, None), False)])
+def test_costs_that_do_not_tell_tokens_of_the_data_apart(
+    alike: slice, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Tokens that never occur may be alike, and commonly are."""
+    E = torch.randn(1100, 16)
+    E[alike] = E.mean(0)
+    warn_of_twins(CostEmbedding.from_weight(E), random_dataset(tmp_path / "data", 2000, 8))
+    assert bool(caplog.records) == warned
 
 
 Change = Callable[[dict[str, Tensor]], Any]  # of the tensors of a checkpoint
