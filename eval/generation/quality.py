@@ -1,7 +1,7 @@
 """How good sampled texts are: one record of every measure with its interval, and paired differences.
 
     closeness     MAUVE beside its ceiling; ROUGE-1 and ROUGE-L with the human continuation
-    precision     PPL_oracle: the oracle's perplexity of the samples, beside its perplexity of its own (floor)
+    precision     PPL_oracle: the oracle's perplexity of the samples, beside its own (floor) and human texts
     recall        PPL_test: the model's perplexity of the human texts
     both          forward and reverse cross-entropy per token against a reference model, on the human texts
     text          distinct n-grams, repetition, length; the same of the human texts
@@ -149,7 +149,7 @@ class Sampled:
         self.result["mauve"] = result | {key: by_seed(self.seeds, result[key]) for key in ("score", "half")}
 
     def _oracle(self, oracle: EvaluatedModel, out: Path, say: Callable[[str], None]) -> None:
-        """Take PPL_oracle of the samples and of as many of the oracle's own after the same prefixes.
+        """Take PPL_oracle of the samples, of as many of the oracle's own, and of the human texts.
 
         Continuations are scored by their very tokens where the tokenizer is the same, else by their text's.
         """
@@ -159,16 +159,20 @@ class Sampled:
         say(f"{oracle.name}: samples of its own, for the floor of PPL_oracle")
         floor = Generation(Transformers(oracle), prefixes, *size, out).run()
         starts = {p: split_ids(tokenizer, p, "" if p else "a")[0] for p in prefixes.texts}
-        estimates = []
-        for records, wrote in ((self.records, about["tokenizer"]), (floor, same)):
+        estimates = {}
+        for name, records, wrote in (("", self.records, about["tokenizer"]), ("_floor", floor, same)):
             if wrote == same:
                 pairs = [(starts[record["prefix"]], record["ids"]) for record in records]
             else:
                 pairs = [split_ids(tokenizer, record["prefix"], record["text"]) for record in records]
-            estimates.append(likelihood.continuations(oracle, pairs).estimate(self.clusters))
-        self.estimates["nats_per_token"] = estimates[0]
+            estimates[f"ppl_oracle{name}"] = likelihood.continuations(oracle, pairs).estimate(self.clusters)
+        if self.has_humans:
+            pairs = [split_ids(tokenizer, record["prefix"], record["human"]) for record in self.humans]
+            of_humans = likelihood.continuations(oracle, pairs)
+            estimates["ppl_oracle_human"] = of_humans.estimate(range(len(pairs)))
+        self.estimates["nats_per_token"] = estimates["ppl_oracle"]
         self.result["oracle"] = {"path": oracle.given, "weights": oracle.digest}
-        for name, nats in zip(("ppl_oracle", "ppl_oracle_floor"), estimates, strict=True):
+        for name, nats in estimates.items():
             self.result[name] = {"nats_per_token": shown(nats, self.unit)}
             self.result[name]["perplexity"] = shown(nats, self.unit, perplexity)
 
@@ -385,7 +389,10 @@ def _cells(result: dict[str, Any]) -> dict[str, str]:
     cells |= {name: _cell(value) for name, value in result.get("rouge", {}).items()}
     if "ppl_oracle" in result:
         cells["PPL_oracle"] = _cell(result["ppl_oracle"]["perplexity"], 2)
-        cells["floor"] = _cell(result["ppl_oracle_floor"]["perplexity"], 2)
+        columns = {"floor": "ppl_oracle_floor", "human": "ppl_oracle_human"}
+        cells |= {
+            column: _cell(result[key]["perplexity"], 2) for column, key in columns.items() if key in result
+        }
     if "ppl_test" in result:
         cells["PPL_test"] = _cell(result["ppl_test"]["interval"], 2)
     if "cross_entropy" in result:

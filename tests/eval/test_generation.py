@@ -249,6 +249,9 @@ def test_perplexities_equal_naive_ones(corpus: Path, sampled: Path) -> None:
     assert oracle["perplexity"]["mean"] == pytest.approx(math.exp(exact), rel=1e-6)
     assert oracle["perplexity"]["low"] < math.exp(exact) < oracle["perplexity"]["high"]
     assert (oracle["perplexity"]["n"], oracle["perplexity"]["unit"]) == (6, "prefixes")
+    human = [split_ids(tokenizer, r["prefix"], r["human"]) for r in records[:12:2]]
+    exact = naive_per_token(paths["oracle"], human)
+    assert result["ppl_oracle_human"]["nats_per_token"]["mean"] == pytest.approx(exact, abs=1e-6)
     human = [split_ids(tokenizer, "", r["prefix"] + r["reference"]) for r in records[:12:2]]
     exact = naive_per_token(paths["small"], human)
     assert result["ppl_test"]["nats_per_token"] == pytest.approx(exact, abs=1e-6)
