@@ -11,9 +11,7 @@ from emo.data_prep.shards import is_prepared
 from emo.eval import store
 from emo.experiments.design import Experiment, Run, fill, split_command, validation_metrics
 from emo.experiments.sweep import Sweep
-from emo.pipeline.config import RunConfig, solve_batch
-
-COSTS = ("pretrained", "permuted", "live", "constant", "numbers")  # that name no other model
+from emo.pipeline.config import COSTS, RunConfig, solve_batch
 
 
 def check(sweep: Sweep, local: bool) -> None:

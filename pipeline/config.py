@@ -152,6 +152,7 @@ class TeacherConfig(Section):
 
 
 BASE = "base"  # the teacher that is the model before training
+COSTS = ("pretrained", "live", "constant", "permuted", "numbers")  # without a file or a model of their own
 
 
 def _as_teacher(value: Any) -> Any:

@@ -25,7 +25,7 @@ from emo.data_prep.scores import Scores
 from emo.data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_facts
 from emo.pipeline import identity, kernels
-from emo.pipeline.config import Batch, RunConfig, TrainConfig, solve_batch
+from emo.pipeline.config import COSTS, Batch, RunConfig, TrainConfig, solve_batch
 from emo.pipeline.export import exported_tensors, unwrap, write_rest
 from emo.pipeline.identity import Identity
 from emo.pipeline.loss.cost_files import FILES, load_cost
@@ -204,8 +204,8 @@ def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
     is_file = Path(source).suffix in FILES
     if not Path(source).exists() and (is_file or (local and (source[0] in "/.~" or source.count("/") > 1))):
         raise UserError(
-            f"objective.cost={source} does not exist; give pretrained, live, constant, permuted or numbers, "
-            f"a model's directory or hub id, or a file that holds one matrix ({', '.join(FILES)})"
+            f"objective.cost={source} does not exist; give one of {', '.join(COSTS)}, a model's directory or "
+            f"hub id, or a file that holds one matrix ({', '.join(FILES)})"
         )
     if not (local or is_file or Path(source).exists()):
         return
