@@ -51,9 +51,9 @@ def shared_data() -> Path:
 
     Skips where there is none of them, and where a test asks for what its directory does not have.
     """
-    named = os.environ.get("SHARED_DATA")
-    places = [Path(named)] if named else [REPO.parent / "shared" / "data", REPO / "data"]
-    path = next((directory for directory in places if directory.is_dir()), None)
+    setting = os.environ.get("SHARED_DATA")
+    candidates = [Path(setting)] if setting else [REPO.parent / "shared" / "data", REPO / "data"]
+    path = next((directory for directory in candidates if directory.is_dir()), None)
     if path is None:
         pytest.skip(NO_DATA)
     return RealData(path)

@@ -39,7 +39,7 @@ def run(code: str, directory: Path, expected: int = 0, **environment: str) -> li
 
 
 def build(tree: Path, kind: str, out: Path) -> Path:
-    """What the build backend makes of a tree."""
+    """Build a tree; return the archive."""
     code = f"import setuptools.build_meta as backend; print(backend.build_{kind}({str(out)!r}))"
     return out / run(code, tree)[-1]
 
@@ -64,9 +64,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
 
 def test_a_wheel_has_every_file_of_the_rooms_and_a_source_distribution_no_tests(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
-        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        files = {name for name in archive.namelist() if ".dist-info/" not in name}
     top = {f"emo/{name}" for name in ("__init__.py", "__main__.py", "hf.py", "loss.py", "py.typed")}
-    assert held == top | {f"emo/{file}" for file in tracked() if file.startswith(ROOMS)}
+    assert files == top | {f"emo/{file}" for file in tracked() if file.startswith(ROOMS)}
     with tarfile.open(built.source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "pyproject.toml"} <= names
@@ -126,9 +126,9 @@ sys.exit(main(['train', '--master_port=1', '--', 'mine.yaml', 'train.seed=1']))
 
 def test_a_shell_gets_completions(tmp_path: Path) -> None:
     for line, expected in (("emo prep", {"prepare"}), ("emo plan --be", {"--best"}), ("emo ta", {"table"})):
-        asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line}
-        asked |= {"COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words")}
-        run("import sys; sys.argv = ['emo']; from emo.__main__ import main; main()", REPO, **asked)
+        environment = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line}
+        environment |= {"COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words")}
+        run("import sys; sys.argv = ['emo']; from emo.__main__ import main; main()", REPO, **environment)
         assert {word.strip() for word in (tmp_path / "words").read_text().split("\n")} == expected
 
 

@@ -46,7 +46,7 @@ def tracked() -> list[str]:
 
 @pytest.fixture(scope="module")
 def imports() -> dict[str, set[str]]:
-    """What each module imports; of other projects their top names alone."""
+    """Each module's imports; of other projects their top names alone."""
     graph = grimp.build_graph("emo", include_external_packages=True, cache_dir=None)
     return {name: graph.find_modules_directly_imported_by(name) for name in graph.modules}
 
@@ -63,9 +63,9 @@ def declared(*extras: str) -> dict[str, Requirement]:
 
 
 def test_what_is_imported_is_declared_and_nothing_else(imports: dict[str, set[str]]) -> None:
-    known = importlib.metadata.packages_distributions()
+    projects = importlib.metadata.packages_distributions()
     libraries = {name for name in imports if name.partition(".")[0] != "emo"} - sys.stdlib_module_names
-    packages = {canonicalize_name(PACKAGES.get(name) or known.get(name, [name])[0]) for name in libraries}
+    packages = {canonicalize_name(PACKAGES.get(name) or projects.get(name, [name])[0]) for name in libraries}
     assert packages - NOT_DECLARED <= declared(*PROJECT["optional-dependencies"]).keys()
     assert declared().keys() - packages == NOT_IMPORTED - packages
 
@@ -118,8 +118,8 @@ def test_what_no_test_runs_can_be_imported(package: str) -> None:
 def test_every_make_target_exists() -> None:
     makefile, workflow = (REPO / "Makefile", REPO / ".github/workflows/test.yml")
     targets = " ".join(re.findall(r"^([a-z][a-z -]*):", makefile.read_text(), re.M)).split()
-    named = set(re.findall(r"\bmake ([a-z-]+)", CONTRIBUTING + workflow.read_text())) - {"it"}
-    assert named and named <= {*targets}
+    commands = set(re.findall(r"\bmake ([a-z-]+)", CONTRIBUTING + workflow.read_text())) - {"it"}
+    assert commands and commands <= {*targets}
 
 
 def test_a_changed_file_needs_the_tests_of_its_folder() -> None:

@@ -61,15 +61,15 @@ def text_tokens(vocab_size: int) -> tuple[Tensor, str]:
     if vocab_size == 32000 and text.is_file() and model.is_file():
         import sentencepiece
 
-        kept = common.RESULTS / "tokens.pt"  # child processes need them again
-        if not kept.is_file():
+        cache = common.RESULTS / "tokens.pt"  # child processes need them again
+        if not cache.is_file():
             encode = sentencepiece.SentencePieceProcessor(model_file=str(model)).encode
             with open_text(text) as stream:
                 rows = [json.loads(line) for line in stream.read().splitlines()]
             texts = ["\n".join((row["instruction"], row["input"], row["output"])) for row in rows]
             common.RESULTS.mkdir(parents=True, exist_ok=True)
-            torch.save(torch.tensor([token for ids in encode(texts) for token in (*ids, 2)]), kept)
-        return torch.load(kept), "9,229 Alpaca rows, LLaMA tokenizer"
+            torch.save(torch.tensor([token for ids in encode(texts) for token in (*ids, 2)]), cache)
+        return torch.load(cache), "9,229 Alpaca rows, LLaMA tokenizer"
     generator = torch.Generator().manual_seed(0)
     rank = torch.arange(vocab_size, dtype=torch.float64)
     ids_drawn = torch.multinomial((rank + 2.7) ** -1.07, 600_000, replacement=True, generator=generator)

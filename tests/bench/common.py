@@ -57,8 +57,8 @@ def parser(description: str | None, rounds: int = 5, parts: Collection[str] = ()
 
 def machine() -> str:
     """The machine in words, without any name of it."""
-    known = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
-    words = [known[1] if known else platform.machine(), f"{os.cpu_count()} cores"]
+    match = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
+    words = [match[1] if match else platform.machine(), f"{os.cpu_count()} cores"]
     words += [f"torch {torch.__version__}", f"{torch.get_num_threads()} thread(s)"]
     return ", ".join(words + ([torch.cuda.get_device_name()] if torch.cuda.is_available() else []))
 
@@ -81,8 +81,8 @@ def seconds(run: Callable[[], object]) -> float:
 def turns(names: Sequence[Name], rounds: int, first: int = 0) -> Iterator[tuple[int, Name]]:
     """Every name in every round from `first` on; the order turns by one place every round."""
     for number in range(first, rounds):
-        place = number % len(names)
-        for name in (*names[place:], *names[:place]):
+        offset = number % len(names)
+        for name in (*names[offset:], *names[:offset]):
             yield number, name
 
 
@@ -178,7 +178,7 @@ class Report:
     """Rows for the reader, ratios for the verdict."""
 
     name: str
-    held: bool = True  # False: sizes that say whether it runs, not how well, so no target holds
+    judged: bool = True  # False: sizes that say whether it runs, not how well, so no target holds
     rows: list[dict[str, Any]] = field(default_factory=list)
     ratios: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -196,7 +196,7 @@ class Report:
         """A figure that is claimed, with its target (none: reported only). One without a value misses it."""
         better, target = ("lower", at_most) if at_least is None else ("higher", at_least)
         entry: dict[str, Any] = {"value": None if value is None else round(value, 4), "target": None}
-        if self.held and target is not None:
+        if self.judged and target is not None:
             met = value is not None and (value <= target if better == "lower" else value >= target)
             entry |= {"target": target, "better": better, "met": met}
         self.ratios[name] = entry

@@ -155,7 +155,7 @@ def scale(bench: Bench) -> None:
 
 
 def bare_scaling(bench: Bench) -> float:
-    """How much more two processes that only tokenise get done than one: what the machine itself allows."""
+    """Return the speed-up by a second process that only tokenises: what the machine itself allows."""
     walls = []
     for count in (1, 2):
         with multiprocessing.get_context("spawn").Pool(count) as pool:
@@ -195,14 +195,14 @@ def read(bench: Bench) -> None:
         begin = time.perf_counter()
         random(i + bench.rounds)
         cold.append(time.perf_counter() - begin)
-    for what, name, walls, target in (
+    for case, name, walls, target in (
         ("quickstart step, one thread", "", [train], None),
         ("reader, random rows", "reader", warm["random"], 50),
         ("reader, a mixture of 4 domains", "reader of 4 domains", warm["mixed"], 500),
         ("reader, random rows, cold files", "cold reader", cold, 50),
     ):
         took = statistics.median(walls)
-        report.row(part="read", what=what, tokens_per_s=round(batch * BLOCK * steps / took))
+        report.row(part="read", what=case, tokens_per_s=round(batch * BLOCK * steps / took))
         if target is not None:
             report.ratio(f"{name} / training step, tokens/s", train / took, at_least=target)
     process = psutil.Process()  # its resident memory has mapped files in it
@@ -212,8 +212,8 @@ def read(bench: Bench) -> None:
         if start % 6400 == 0:
             peak = max(peak, process.memory_info().rss)
     size, grown = sum(info.bytes for info in data.manifest.shards), peak - before
-    what = f"an epoch over {size >> 20} MiB of shards"
-    report.row(part="read", what=what, grows_mb=round(grown / 2**20, 1))
+    case = f"an epoch over {size >> 20} MiB of shards"
+    report.row(part="read", what=case, grows_mb=round(grown / 2**20, 1))
     report.ratio("resident memory over an epoch / size of the shards", grown / size, at_most=0.25)
 
 
@@ -269,9 +269,9 @@ def instruction_lengths(bench: Bench) -> np.ndarray:
     """Tokens of Alpaca-GPT4 rows in the Alpaca format."""
     rows = json_lines("instruct/alpaca_gpt4/train.jsonl.zst") if bench.real else alpaca_rows(3000)
     facts = tokenizer_facts(bench.tokenizer)
-    made = RowEncoder(EncodeSettings(bench.tokenizer, facts, "alpaca", 1 << 20, "drop", None))
+    encoder = RowEncoder(EncodeSettings(bench.tokenizer, facts, "alpaca", 1 << 20, "drop", None))
     dialogues = [Conversation((Exchange(r["instruction"], r["output"], r["input"]),)) for r in rows]
-    return made.conversations(dialogues).lengths
+    return encoder.conversations(dialogues).lengths
 
 
 # --- other people's ways to tokenise and to pack; a peer that cannot be had raises ImportError -------------

@@ -113,14 +113,14 @@ class Evaluators:
             ice = builder.ice(shots)
             for label in self.task.labels:
                 prompt = builder.prompt(row, ice, label)
-                at = prompt.rindex(f" {self.task.words(label)}")
-                requests.append(Instance("loglikelihood", {}, (prompt[:at], prompt[at:]), len(requests)))
+                cut = prompt.rindex(f" {self.task.words(label)}")
+                requests.append(Instance("loglikelihood", {}, (prompt[:cut], prompt[cut:]), len(requests)))
         scores = [-x for x, _ in harness.loglikelihood(requests, disable_tqdm=True)]
         self.scores["lm-eval", number] = np.array(scores).reshape(-1, len(self.task.labels))
 
-    def table(self, who: str, rounds: int) -> np.ndarray:
+    def table(self, way: str, rounds: int) -> np.ndarray:
         """Scores of the rows of all rounds."""
-        return np.vstack([self.scores[who, number] for number in range(rounds)])
+        return np.vstack([self.scores[way, number] for number in range(rounds)])
 
     def distinct_tokens(self, number: int) -> int:
         """Tokens of a round that have to be fed: tails, prefixes, and shared contexts once."""
@@ -171,25 +171,25 @@ def scoring(report: common.Report, rounds: int, quick: bool) -> None:
         for i in range(-1, rounds):
             evaluators.ours(i)
         times = common.race(racing, rounds)
-        theirs = evaluators.table("openicl", rounds)
-        for who in racing:
-            scores = theirs if who.startswith("openicl") else evaluators.table(who, rounds)
-            same = int((scores.argmin(axis=1) == theirs.argmin(axis=1)).sum())
-            shown = who + (f" (batch {faster})" if who == "openicl" else "")
-            cells = {"rows like OpenICL": f"{same}/{len(theirs)}"}
-            cells |= {"OpenICL / this": common.ratio(times, "openicl", who)}
-            report.row(task=name, evaluator=shown, rows=size, seconds=statistics.median(times[who]), **cells)
-            if who == "ours":
-                report.ratio(f"{name}: rows that differ from OpenICL", len(theirs) - same, at_most=0.5)
-                apart = float(np.abs(scores - theirs).max()) / SCORE_TARGET
+        reference = evaluators.table("openicl", rounds)
+        for way in racing:
+            scores = reference if way.startswith("openicl") else evaluators.table(way, rounds)
+            same = int((scores.argmin(axis=1) == reference.argmin(axis=1)).sum())
+            label = way + (f" (batch {faster})" if way == "openicl" else "")
+            cells = {"rows like OpenICL": f"{same}/{len(reference)}"}
+            cells |= {"OpenICL / this": common.ratio(times, "openicl", way)}
+            report.row(task=name, evaluator=label, rows=size, seconds=statistics.median(times[way]), **cells)
+            if way == "ours":
+                report.ratio(f"{name}: rows that differ from OpenICL", len(reference) - same, at_most=0.5)
+                apart = float(np.abs(scores - reference).max()) / SCORE_TARGET
                 report.ratio(f"{name}: largest score difference x 1e5", apart, at_most=1.0)
-        for who, what, target in (
+        for way, label, target in (
             ("openicl", "OpenICL's time", TARGETS[name]),
             (f"openicl at batch {slower}", f"OpenICL's time at batch {slower}", None),
             ("lm-eval", "lm-eval's time", HARNESS_TARGET),
         ):
-            if who in times:
-                report.ratio(f"{name}: {what} / ours", common.ratio(times, who, "ours"), at_least=target)
+            if way in times:
+                report.ratio(f"{name}: {label} / ours", common.ratio(times, way, "ours"), at_least=target)
         distinct = [evaluators.distinct_tokens(i) for i in range(rounds)]
         tokens = statistics.mean(distinct)
         floor = floor_seconds(model, round(tokens), max(16, round(tokens / size)))

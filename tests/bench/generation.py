@@ -70,10 +70,10 @@ def sampling(report: common.Report, name: str, rounds: int, tokens: int) -> None
     contestants = {"batched": ours, "one by one": lambda i: ours(i, 1, few), "transformers": transformers}
     times = common.race(contestants, rounds)
     times["one by one"] = [took * PREFIXES / few for took in times["one by one"]]
-    for who, took in times.items():
-        report.row(model=name, what="sampling", who=who, seconds=statistics.median(took))
-    for who, target in (("one by one", BATCHED), ("transformers", TRANSFORMERS)):
-        report.ratio(f"{name}: {who} / batched", common.ratio(times, who, "batched"), at_least=target)
+    for way, took in times.items():
+        report.row(model=name, what="sampling", who=way, seconds=statistics.median(took))
+    for way, target in (("one by one", BATCHED), ("transformers", TRANSFORMERS)):
+        report.ratio(f"{name}: {way} / batched", common.ratio(times, way, "batched"), at_least=target)
     same = sum(a == b for a, b in zip(ours(0)[:few], ours(0, 1, few), strict=True))
     report.ratio(f"{name}: equal texts of {few}", same / few, at_least=1.0)
 
@@ -94,8 +94,8 @@ def likelihoods(report: common.Report, name: str, rounds: int, tokens: int) -> N
         "two forwards": lambda _: [plain(m, sum(map(len, rows)), tokens) for m in (model, other)],
     }
     times = report.race(contestants, rounds, "who", model=name, what="likelihood")
-    for base, who in (("forward", "perplexity"), ("two forwards", "cross-entropies")):
-        report.ratio(f"{name}: {base} / {who}", common.ratio(times, base, who), at_least=FORWARD)
+    for base, way in (("forward", "perplexity"), ("two forwards", "cross-entropies")):
+        report.ratio(f"{name}: {base} / {way}", common.ratio(times, base, way), at_least=FORWARD)
 
 
 @torch.inference_mode()

@@ -111,14 +111,14 @@ class Recorder:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, num_warps: int, **flags: Any) -> None:
-            named = dict(zip(self.kernel.arg_names, arguments, strict=False)) | flags
-            self.launches.append(Launch(self.kernel, named, num_warps))
+            by_name = dict(zip(self.kernel.arg_names, arguments, strict=False)) | flags
+            self.launches.append(Launch(self.kernel, by_name, num_warps))
 
         return launch
 
 
 def launches(V: int, dtype: torch.dtype, flavour: Flavour | Against) -> list[Launch]:
-    """What the loss of a chunk of logits launches, forward and backward."""
+    """Return the launches of a chunk's loss, forward and backward."""
     if isinstance(flavour, Against):
         return against_launches(V, dtype, flavour)
     objective = get_objective(flavour.objective)
@@ -143,7 +143,7 @@ def launches(V: int, dtype: torch.dtype, flavour: Flavour | Against) -> list[Lau
 
 
 def against_launches(V: int, dtype: torch.dtype, flavour: Against) -> list[Launch]:
-    """What a chunk's divergence from a teacher launches."""
+    """Return a chunk's launches against a teacher."""
     params = {"temperature": 2.0} if flavour.sides else {}
     objective = get_objective(flavour.objective, **params)
     wide, n = statistics_dtype(dtype), TOKENS
@@ -169,7 +169,7 @@ def against_launches(V: int, dtype: torch.dtype, flavour: Against) -> list[Launc
 def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tuple[int], list[list[Any]]]]:
     """Types, constants and alignments as Triton derives them from a call."""
     types, constants, attributes = {}, {}, {}
-    for place, name in enumerate(launch.kernel.arg_names):
+    for index, name in enumerate(launch.kernel.arg_names):
         value = launch.arguments[name]
         aligned = False
         if isinstance(value, Tensor):
@@ -182,12 +182,12 @@ def signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], dict[tupl
         else:
             types[name] = "fp32"
         if aligned:
-            attributes[(place,)] = [["tt.divisibility", 16]]
+            attributes[(index,)] = [["tt.divisibility", 16]]
     return types, constants, attributes
 
 
 class Code(NamedTuple):
-    """What a compiler made of a launch."""
+    """A compiler's code for a launch."""
 
     registers: int  # per thread
     spilled: int  # bytes
@@ -290,7 +290,7 @@ def measure(report: common.Report, quick: bool) -> None:
 
 
 def chunk_notes(report: common.Report) -> None:
-    """What the size of a chunk costs on an H100, were none of its traffic hidden behind products."""
+    """Note the costs of chunk sizes on an H100, were no traffic hidden behind products."""
     for N, V, H in ((8192, 32000, 4096), (8192, 152064, 4096)):
         products = 3 * 2 * N * V * H / PRODUCTS
         for megabytes in (64, 128, 256, 512, 1024):

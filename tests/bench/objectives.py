@@ -39,13 +39,13 @@ AUTHORS_EMO = "authors' EMOLoss"
 
 
 def contestant(setting: Setting, name: str) -> Callable[[int], None]:
-    """What a peer, `naive: OBJECTIVE` or `ours: OBJECTIVE` runs; ImportError where it cannot run here."""
+    """The step of a peer, `naive: OBJECTIVE` or `ours: OBJECTIVE`; ImportError where it cannot run."""
     if name in PEERS:
         return setting.other(PEERS[name]())
     if name == AUTHORS_EMO:
         return setting.other(others.authors(setting.weight.detach().clone()))
-    who, objective, *costs = name.replace(":", "").lower().split()
-    if who == "naive":
+    variant, objective, *costs = name.replace(":", "").lower().split()
+    if variant == "naive":
         return setting.other(others.from_logits(NAIVE[objective]))
     return setting.ours(objective, exact=costs == ["exact"])
 
@@ -119,12 +119,12 @@ def library(report: common.Report, shape: Shape, rounds: int, memory: bool) -> N
     runs: common.Contestants = {name: contestant(setting, name) for name in names}
     for kind, values in measure(report, shape, runs, base, rounds, memory).items():
         for name in (name for name in names if name != base):
-            who, objective = name.split(": ")
-            beside, what, most = f"ours: {objective}", "ours", None
-            if who == "ours":
+            variant, objective = name.split(": ")
+            beside, label, most = f"ours: {objective}", "ours", None
+            if variant == "ours":
                 entropy = "H" in get_objective(objective).needs
-                beside, what, most = base, "MLE", 1.15 if entropy and not GPU else 1.10
-            report.ratio(f"{name} {kind} / {what}", common.ratio(values, name, beside), at_most=most)
+                beside, label, most = base, "MLE", 1.15 if entropy and not GPU else 1.10
+            report.ratio(f"{name} {kind} / {label}", common.ratio(values, name, beside), at_most=most)
 
 
 def long_batch(report: common.Report, quick: bool) -> None:
@@ -171,29 +171,29 @@ def whole_step(report: common.Report, rounds: int, quick: bool) -> None:
     for i in range(4 if quick else WARM_BATCHES):  # from text that the steps do not use
         others.fill(cost, tokens[-(i + 1) * 2048 - 1 : -i * 2048 - 1].to(DEVICE))
     runs: common.Contestants = {f"ours: {name.upper()}": functools.partial(step, name) for name in models}
-    what = f"LLaMA {hidden} x {layers}, {length} tokens a row, {str(dtype).removeprefix('torch.')}"
-    times = measure(report, f"whole step, {what}", runs, "ours: MLE", rounds, memory=False)["time"]
-    report.note(f"whole step: {what}; labels are {source}")
+    description = f"LLaMA {hidden} x {layers}, {length} tokens a row, {str(dtype).removeprefix('torch.')}"
+    times = measure(report, f"whole step, {description}", runs, "ours: MLE", rounds, memory=False)["time"]
+    report.note(f"whole step: {description}; labels are {source}")
     report.ratio("whole step: EMO time / MLE", common.ratio(times, "ours: EMO", "ours: MLE"), at_most=1.03)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = common.parser(__doc__, parts=("time", "memory", "library", "long", "step"))
     options.add_argument("--only", default="", help="shapes whose description contains this")
-    given = options.parse_args(arguments)
-    report = common.Report("objectives", held=not given.quick)
-    memory, shapes = "memory" in given.parts, others.shapes(given.quick)
-    if "time" in given.parts:
+    args = options.parse_args(arguments)
+    report = common.Report("objectives", judged=not args.quick)
+    memory, shapes = "memory" in args.parts, others.shapes(args.quick)
+    if "time" in args.parts:
         for shape in shapes:
-            if given.only in str(shape):
-                race_shape(shape, report, given.rounds, memory)
-    if "library" in given.parts:
-        library(report, shapes[0], given.rounds, memory)
-    if "long" in given.parts:
-        long_batch(report, given.quick)
-    if "step" in given.parts:
-        whole_step(report, given.rounds, given.quick)
-    settings: dict[str, Any] = vars(given) | {"cache_mb": CACHE_MB, "warm_batches": WARM_BATCHES}
+            if args.only in str(shape):
+                race_shape(shape, report, args.rounds, memory)
+    if "library" in args.parts:
+        library(report, shapes[0], args.rounds, memory)
+    if "long" in args.parts:
+        long_batch(report, args.quick)
+    if "step" in args.parts:
+        whole_step(report, args.rounds, args.quick)
+    settings: dict[str, Any] = vars(args) | {"cache_mb": CACHE_MB, "warm_batches": WARM_BATCHES}
     return report.finish(**settings)
 
 

@@ -89,10 +89,10 @@ def sizes(report: common.Report, work: Path, gigabytes: list[float], dedup: str)
         cpu = round(measured[-1][0], 1)
         report.row(part=f"dedup: {dedup}", gb=size, cpu_s_per_gb=cpu, peak_mib=round(peak))
     compared = f"{max(gigabytes):g} / {min(gigabytes):g} GB, dedup: {dedup}"
-    for what, small, large in zip(
+    for figure, small, large in zip(
         ("CPU time of a GB", "peak memory"), measured[0], measured[-1], strict=True
     ):
-        report.ratio(f"{what}, {compared}", large / small, at_most=1.1)
+        report.ratio(f"{figure}, {compared}", large / small, at_most=1.1)
 
 
 def scanning(report: common.Report, work: Path, gigabytes: float, rounds: int) -> None:

@@ -29,7 +29,7 @@ SIDE = {"time": (MLE, KL, JSD, STORED), "memory": (MLE, KL, JSD, STORED, TRL_GKD
 
 
 def contestant(setting: Setting, name: str) -> Callable[[int], None]:
-    """What one runs; ImportError where a peer cannot be had."""
+    """Return a contestant's step; ImportError without a peer."""
     shape = setting.shape
     generator = torch.Generator(DEVICE).manual_seed(1)
     hidden = torch.randn(shape.N, shape.H, device=DEVICE, generator=generator).to(setting.dtype)
@@ -66,8 +66,8 @@ def stored(teacher: Teacher, k: int, vocab_size: int) -> TopK:
     for positions in torch.arange(teacher.hidden[..., 0].numel(), device=DEVICE).split(256):
         log_p = teacher.log_probs(positions, vocab_size)
         values, ids = log_p.topk(k)
-        rest = log_p.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
-        parts.append((ids, torch.cat((values, rest), 1)))
+        remainder = log_p.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True)
+        parts.append((ids, torch.cat((values, remainder), 1)))
     return TopK(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
@@ -138,17 +138,17 @@ def rest(log_p: Tensor, entries: Tensor) -> Tensor:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = common.parser(__doc__, parts=("time", "memory", "stored")).parse_args(arguments)
-    report = common.Report("teacher", held=not given.quick)
-    sizes = (256, 5000, 64) if given.quick else (2048, 32000, 1024)
-    if "time" in given.parts:
-        in_time(report, Shape("head", *sizes, "bfloat16" if GPU else "float32"), given.rounds)
-    if "memory" in given.parts:
-        long = (1024, 5000, 64) if given.quick else (8192, 32000, 1024)
+    args = common.parser(__doc__, parts=("time", "memory", "stored")).parse_args(arguments)
+    report = common.Report("teacher", judged=not args.quick)
+    sizes = (256, 5000, 64) if args.quick else (2048, 32000, 1024)
+    if "time" in args.parts:
+        in_time(report, Shape("head", *sizes, "bfloat16" if GPU else "float32"), args.rounds)
+    if "memory" in args.parts:
+        long = (1024, 5000, 64) if args.quick else (8192, 32000, 1024)
         in_memory(report, Shape("long batch", *long, "bfloat16" if GPU else "float32"))
-    if "stored" in given.parts:
+    if "stored" in args.parts:
         what_is_lost(report)
-    return report.finish(**vars(given))
+    return report.finish(**vars(args))
 
 
 if __name__ == "__main__":

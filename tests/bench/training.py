@@ -44,13 +44,13 @@ CONTESTANTS = ("ours", "bare", "Trainer", *SAVING, "ours, one domain", "ours, fo
 MIXTURE = {"a": 0.4, "b": 0.3, "c": 0.2, "d": 0.1}
 
 
-def data_of(who: str) -> list[str]:
+def data_of(contestant: str) -> list[str]:
     """Overrides that say which data a contestant reads."""
     name, sources = "training-data", [{"embedded": "world"}]
-    if "domain" in who:
-        name += who.removeprefix("ours,").replace(" ", "-")
+    if "domain" in contestant:
+        name += contestant.removeprefix("ours,").replace(" ", "-")
         sources = [{"files": str(common.RESULTS / f"{domain}.jsonl")} for domain in MIXTURE]
-        if "four" in who:
+        if "four" in contestant:
             sources = [source | {"domain": name} for source, name in zip(sources, MIXTURE, strict=True)]
     return [f"data.dir={common.RESULTS}/{name}", f"data.sources={json.dumps(sources)}"]
 
@@ -63,7 +63,7 @@ def prepare_data() -> None:
         text = "".join(json.dumps(row) + "\n" for row in rows[index :: len(MIXTURE)])
         (common.RESULTS / f"{domain}.jsonl").write_text(text, encoding="utf-8")
     command = [sys.executable, "-m", "emo", "prepare", str(RECIPE)]
-    for data in dict.fromkeys(tuple(data_of(who)) for who in CONTESTANTS):
+    for data in dict.fromkeys(tuple(data_of(contestant)) for contestant in CONTESTANTS):
         subprocess.run([*command, *data], cwd=common.REPO, check=True, stdout=subprocess.DEVNULL)
 
 
@@ -103,18 +103,18 @@ def within(owner: Any, name: str, context: Callable[[], contextlib.AbstractConte
     setattr(owner, name, run)
 
 
-def worker(who: str, steps: int, directory: Path) -> None:
+def worker(contestant: str, steps: int, directory: Path) -> None:
     """One rank of one contestant; writes its times to DIRECTORY/rank-N.json when its last step has ended."""
     from emo.pipeline import engine
 
-    options = [f"output_dir={directory}/run", *data_of(who)]
+    options = [f"output_dir={directory}/run", *data_of(contestant)]
     options += ["train.num_train_epochs=null", f"train.max_steps={steps}", "train.logging_steps=10"]
-    if "four" in who:
+    if "four" in contestant:
         options.append(f"train.mixture={json.dumps({'shares': MIXTURE})}")
-    if "saving" in who:
-        options += ["train.save_steps=5", f"train.async_save={str('aside' in who).lower()}"]
+    if "saving" in contestant:
+        options += ["train.save_steps=5", f"train.async_save={str('aside' in contestant).lower()}"]
     clock, world = Clock(steps), engine.start_world()
-    {"ours": _ours, "bare": _bare, "Trainer": _trainer}[who.split(",")[0]](
+    {"ours": _ours, "bare": _bare, "Trainer": _trainer}[contestant.split(",")[0]](
         load_config(RECIPE, options), world, clock
     )
     (directory / f"rank-{world.rank}.json").write_text(json.dumps(clock.result()))
@@ -221,17 +221,17 @@ def _trainer(config: RunConfig, world: World, clock: Clock) -> None:
 
 
 class Outcome(NamedTuple):
-    """What a run of a contestant gave: its times, if all ranks had them, and how it ended, if not well."""
+    """The outcome of a run: its times, if all ranks had them, and how it ended, if not well."""
 
     times: dict[str, float]  # cpu, host: seconds of all ranks; wall: seconds of the slowest
     trouble: str
 
 
-def run(who: str, steps: int) -> Outcome:
+def run(contestant: str, steps: int) -> Outcome:
     """One run of a contestant. A peer that dies does not end the bench, and one that dies after it was
     measured has still been measured."""
     with tempfile.TemporaryDirectory() as directory:
-        options = ["--worker", who, "--steps", str(steps), "--directory", directory]
+        options = ["--worker", contestant, "--steps", str(steps), "--directory", directory]
         done = run_ranks("-m", "tests.bench.training", *options)
         last = re.findall(".*(?:Error|Signal|terminate called).*", done.stdout)[-1:]
         trouble = f"exit code {done.returncode}: {' '.join(last)[:200]}" if done.returncode else ""
@@ -246,23 +246,27 @@ def run(who: str, steps: int) -> Outcome:
 
 def tabulate(report: common.Report, outcomes: dict[str, list[Outcome]], steps: int) -> None:
     """The table and the ratios; a contestant without a measured run has its reason instead of numbers."""
-    measured = {who: [run.times for run in runs if run.times] for who, runs in outcomes.items()}
+    measured = {contestant: [run.times for run in runs if run.times] for contestant, runs in outcomes.items()}
 
-    def median(who: str, kind: str) -> float:
-        return statistics.median(times[kind] for times in measured[who])
+    def median(contestant: str, kind: str) -> float:
+        return statistics.median(times[kind] for times in measured[contestant])
 
-    def ratio(who: str, base: str, kind: str, base_kind: str = "") -> float | None:
+    def ratio(contestant: str, base: str, kind: str, base_kind: str = "") -> float | None:
         """Median over the rounds in which both were measured; None without any."""
-        rounds = zip(outcomes[who], outcomes[base], strict=True)
+        rounds = zip(outcomes[contestant], outcomes[base], strict=True)
         values = [a.times[kind] / b.times[base_kind or kind] for a, b in rounds if a.times and b.times]
         return statistics.median(values) if values else None
 
-    for who, runs in outcomes.items():
-        cells: dict[str, Any] = {f"{kind}_to_bare": ratio(who, "bare", kind) for kind in ("cpu", "wall")}
-        if measured[who]:
-            cells |= {f"{kind}_seconds": median(who, kind) for kind in ("cpu", "wall")}
+    for contestant, runs in outcomes.items():
+        cells: dict[str, Any] = {
+            f"{kind}_to_bare": ratio(contestant, "bare", kind) for kind in ("cpu", "wall")
+        }
+        if measured[contestant]:
+            cells |= {f"{kind}_seconds": median(contestant, kind) for kind in ("cpu", "wall")}
             cells["tokens_per_s"] = round((steps - WARM) * 8 * 256 / cells["wall_seconds"])
-        report.row(contestant=who, **cells, trouble=next((run.trouble for run in runs if run.trouble), ""))
+        report.row(
+            contestant=contestant, **cells, trouble=next((run.trouble for run in runs if run.trouble), "")
+        )
     of_domains = ratio("ours, four domains", "ours, one domain", "cpu")
     report.ratio("four domains with a mixture / one, CPU", of_domains, at_most=1.01)
     targets: dict[str, tuple[float | None, dict[str, float]]] = {
@@ -276,10 +280,10 @@ def tabulate(report: common.Report, outcomes: dict[str, list[Outcome]], steps: i
             report.note(f"{name}: not measured, as a peer gave no time")
         else:
             report.ratio(name, value, **target)
-    for who in SAVING:
-        if measured[who] and measured["ours"]:
-            stall = (median(who, "wall") - median("ours", "wall")) / max(1, (steps - WARM) // 5)
-            report.row(contestant=f"{who}: stall of one save", wall_seconds=stall)
+    for contestant in SAVING:
+        if measured[contestant] and measured["ours"]:
+            stall = (median(contestant, "wall") - median("ours", "wall")) / max(1, (steps - WARM) // 5)
+            report.row(contestant=f"{contestant}: stall of one save", wall_seconds=stall)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -288,19 +292,19 @@ def main(arguments: list[str] | None = None) -> int:
     options.add_argument("--steps", type=int, default=60)
     options.add_argument("--worker")
     options.add_argument("--directory", type=Path)
-    given = options.parse_args(arguments)
-    if given.worker:
-        worker(given.worker, given.steps, given.directory)
+    args = options.parse_args(arguments)
+    if args.worker:
+        worker(args.worker, args.steps, args.directory)
         return 0
-    if given.quick:
-        given.rounds, given.steps = 1, WARM + 4
+    if args.quick:
+        args.rounds, args.steps = 1, WARM + 4
     prepare_data()
-    outcomes: dict[str, list[Outcome]] = {who: [] for who in CONTESTANTS}
-    for _, who in common.turns(CONTESTANTS, given.rounds):
-        outcomes[who].append(run(who, given.steps))
-    report = common.Report("training", held=not given.quick)
-    tabulate(report, outcomes, given.steps)
-    return report.finish(rounds=given.rounds, steps=given.steps, ranks=RANKS)
+    outcomes: dict[str, list[Outcome]] = {contestant: [] for contestant in CONTESTANTS}
+    for _, contestant in common.turns(CONTESTANTS, args.rounds):
+        outcomes[contestant].append(run(contestant, args.steps))
+    report = common.Report("training", judged=not args.quick)
+    tabulate(report, outcomes, args.steps)
+    return report.finish(rounds=args.rounds, steps=args.steps, ranks=RANKS)
 
 
 if __name__ == "__main__":

@@ -50,11 +50,11 @@ def advisories(locked: dict[str, Version], file: Path, tools: Path) -> list[str]
     """Return known vulnerabilities. Raises ValueError where the service knows nothing of some packages."""
     options = ["--no-deps", "--disable-pip", "--progress-spinner", "off", "--format", "json"]
     answers = json.loads(_ask(tools / "pip-audit", "-r", file, *options).stdout)["dependencies"]
-    known = [answer for answer in answers if "vulns" in answer]
-    if not known:
+    packages = [answer for answer in answers if "vulns" in answer]
+    if not packages:
         raise ValueError("the service does not answer")
-    print(f"advisories: the service does not answer about {len(locked) - len(known)} packages")
-    return [f"{p['name']} {p['version']}: {fault['id']}" for p in known for fault in p["vulns"]]
+    print(f"advisories: the service does not answer about {len(locked) - len(packages)} packages")
+    return [f"{p['name']} {p['version']}: {fault['id']}" for p in packages for fault in p["vulns"]]
 
 
 def withdrawn(locked: dict[str, Version], file: Path, tools: Path) -> list[str]:

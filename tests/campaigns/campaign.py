@@ -54,12 +54,12 @@ def conduct(
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for option, default in options.items():
-        how: dict[str, Any] = {"type": type(default)}
+        settings: dict[str, Any] = {"type": type(default)}
         if isinstance(default, bool):
-            how = {"action": "store_true"}
+            settings = {"action": "store_true"}
         elif isinstance(default, list):
-            how = {"nargs": "+", "choices": default or None}
-        parser.add_argument(f"--{option.replace('_', '-')}", default=default, **how)
+            settings = {"nargs": "+", "choices": default or None}
+        parser.add_argument(f"--{option.replace('_', '-')}", default=default, **settings)
     args, show = parser.parse_args(), Campaign(name)
     with tempfile.TemporaryDirectory() as directory:
         Path(directory).chmod(0o755)  # other users' services and containers look into it

@@ -145,8 +145,8 @@ def hosts(directory: Path, show: Campaign) -> None:
             show("hosts", way, "losses equal those of one host", good, otherwise)
         command = [*pdsh, "--module", "emo", "preflight", str(recipe), f"output_dir={directory / 'one'}"]
         codes, output = finish(start(environment, command))
-        seen = all(word in output for word in (*HOSTS, "2 ranks", "all-reduce")) and codes == [0]
-        show("hosts", "preflight on both", "both seen", seen, output[-600:])
+        good = all(word in output for word in (*HOSTS, "2 ranks", "all-reduce")) and codes == [0]
+        show("hosts", "preflight on both", "both seen", good, output[-600:])
 
         run_dir = directory / "lost"
         command = [*pdsh, *script, f"output_dir={run_dir}", "train.max_steps=3000", "train.save_steps=2"]
@@ -228,7 +228,7 @@ def tail(log: Path) -> str:
 
 
 def evaluated(run_dir: Path) -> bool:
-    """Whether a watcher has evaluated the export of a run."""
+    """Return whether a run's export has been evaluated."""
     done = run_dir / "eval" / "watch" / "done" / f"{run_dir.name}.json"
     return done.is_file() and json.loads(done.read_text())["state"] == "evaluated"
 
@@ -351,8 +351,8 @@ def by_crontab(environment: Environment, directory: Path, data: Path, show: Camp
     run.mkdir()
     text = file.read_text()
     if shutil.which("scrontab"):
-        made = ask(environment, "scrontab", file)
-        show("scheduled", "scrontab", "taken", ask(environment, "scrontab", "-l") == text.strip(), made)
+        answer = ask(environment, "scrontab", file)
+        show("scheduled", "scrontab", "taken", ask(environment, "scrontab", "-l") == text.strip(), answer)
         ask(environment, "scrontab", "-r")
     else:
         show("scheduled", "scrontab", "skipped: this Slurm has none", True)

@@ -52,7 +52,7 @@ PARSERS = {
 
 
 class Done(NamedTuple):
-    how: str
+    mode: str
     code: int
     output: str
 
@@ -91,17 +91,17 @@ class Scratch:
             (wikitext / f"{split}.txt.zst").write_bytes(zstandard.compress("".join(articles).encode()))
         self.run(f"{sys.executable} -m emo world data/nlu --train 40 --test 12")
 
-    def run(self, command: str, how: str = "run") -> Done:
+    def run(self, command: str, mode: str = "run") -> Done:
         """Run a shell command; code 124 when it takes too long."""
         words = [*self.alone, "bash", "-o", "pipefail", "-c", f"{self.first}{command}"]
         options = PIPED | {"cwd": self.root, "env": self.environment, "stdin": subprocess.DEVNULL}
         process = subprocess.Popen(words, start_new_session=True, **options)
         try:
             output, _ = process.communicate(timeout=PATIENCE)
-            return Done(how, process.returncode, output)
+            return Done(mode, process.returncode, output)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
-            return Done(how, 124, process.communicate()[0])
+            return Done(mode, 124, process.communicate()[0])
 
     def check(self, command: str) -> Done:
         """Return what can be known of a command that cannot be run here."""
@@ -152,7 +152,7 @@ def go_through(block: Block, scratch: Scratch, show: Campaign) -> None:
             print(done.output, flush=True)
         end = f"exit code {done.code}" if done.code else f"{time.monotonic() - started:.0f} s"
         needs = f", needs {', '.join(block.needs)}" if block.needs else ""
-        show(block.where, command, f"{done.how}{needs}: {end}", done.code == 0)
+        show(block.where, command, f"{done.mode}{needs}: {end}", done.code == 0)
 
 
 def run(directory: Path, args: argparse.Namespace, show: Campaign) -> None:

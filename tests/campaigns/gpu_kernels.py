@@ -210,7 +210,7 @@ def _race(show: Figures, shape: Shape, large: bool) -> None:
 
 
 class _Layer(nn.Module):
-    """What transformers hands to an attention function besides tensors."""
+    """The module that transformers hands to an attention function."""
 
     is_causal = True
     num_key_value_groups = HEADS // KEYS

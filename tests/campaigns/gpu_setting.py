@@ -60,7 +60,7 @@ UNHURRIED = 3  # times as long may all take in small, on cores that others use
 
 
 class MissingError(Exception):
-    """What a figure needs is not here: a line says so, and no target is missed."""
+    """A figure lacks what it needs: a line says so, and no target is missed."""
 
 
 @dataclass
@@ -120,11 +120,11 @@ class Figures:
         return self.work / "runs" / f"{self.part}-{name}"
 
     def _keep(self, case: str, value: Any, unit: str, target: str, met: bool | None, note: str) -> None:
-        known = read(self.directory)
+        results = read(self.directory)
         record = {"part": self.part, "what": case, "value": value, "unit": unit, "target": target}
-        known["records"].append(record | {"met": met, "note": note})
-        write_text(self.directory / RESULTS, json.dumps(known, indent=1) + "\n")
-        print(", ".join(filter(None, cells(known["records"][-1]))), flush=True)
+        results["records"].append(record | {"met": met, "note": note})
+        write_text(self.directory / RESULTS, json.dumps(results, indent=1) + "\n")
+        print(", ".join(filter(None, cells(results["records"][-1]))), flush=True)
 
 
 def read(directory: Path) -> dict[str, Any]:
@@ -135,11 +135,11 @@ def read(directory: Path) -> dict[str, Any]:
 
 def begin(directory: Path, parts: list[str], **about: Any) -> None:
     """Forget the records of parts that are about to run again; those of others stay; `about` this session."""
-    known = read(directory)
-    known["about"] = known.get("about", {}) | dict.fromkeys(parts, about)
-    known["records"] = [record for record in known["records"] if record["part"] not in parts]
+    results = read(directory)
+    results["about"] = results.get("about", {}) | dict.fromkeys(parts, about)
+    results["records"] = [record for record in results["records"] if record["part"] not in parts]
     directory.mkdir(parents=True, exist_ok=True)
-    write_text(directory / RESULTS, json.dumps(known, indent=1) + "\n")
+    write_text(directory / RESULTS, json.dumps(results, indent=1) + "\n")
 
 
 def cells(record: dict[str, Any]) -> list[str]:
@@ -152,10 +152,10 @@ def cells(record: dict[str, Any]) -> list[str]:
 def table(directory: Path) -> int:
     """Print everything that is kept; return 1 when a target is missed or something failed, else 0."""
     records = read(directory)["records"]
-    shown = Table("part", "figure", "value", "target", "", "note")
+    grid = Table("part", "figure", "value", "target", "", "note")
     for record in records:
-        shown.add_row(*(cell[:200] for cell in cells(record)))
-    Console(width=190).print(shown)
+        grid.add_row(*(cell[:200] for cell in cells(record)))
+    Console(width=190).print(grid)
     missed = [record for record in records if record["met"] is False]
     print(f"{len(records)} figures, {len(missed)} missed; {directory / RESULTS}", flush=True)
     return int(bool(missed))

@@ -143,30 +143,30 @@ def verbs(image: Image, show: Campaign) -> None:
 
 
 def cuda(image: Image, show: Campaign) -> None:
-    """What a CUDA image holds, as far as that can be seen without a GPU."""
+    """Show what a CUDA image holds that can be seen without a GPU."""
     code, out = image.run("-m", "tests.helpers.libraries", entry="python")
     if code:
         show("cuda", "imports", out[-800:], False)
         return
-    held = json.loads(out.splitlines()[-1])
-    show("cuda", "imports", f"torch {held['torch']}, triton, deepspeed, the rooms", True)
-    bad = {name: why for name, why in held["verbs"].items() if why}
+    info = json.loads(out.splitlines()[-1])
+    show("cuda", "imports", f"torch {info['torch']}, triton, deepspeed, the rooms", True)
+    bad = {name: why for name, why in info["verbs"].items() if why}
     show(
         "cuda",
         "InfiniBand's libraries",
-        str(bad or f"{len(held['verbs'])} load"),
-        not bad and len(held["verbs"]) > 2,
+        str(bad or f"{len(info['verbs'])} load"),
+        not bad and len(info["verbs"]) > 2,
     )
-    sizes = {name: f"{size / 2**30:.2f}" for name, size in held["sizes"].items()}
+    sizes = {name: f"{size / 2**30:.2f}" for name, size in info["sizes"].items()}
     show("cuda", "sizes", ", ".join(f"{name} {size}" for name, size in sizes.items()) + " GiB", True)
-    if held["cuda"] is None:
+    if info["cuda"] is None:
         show("cuda", "CUDA", "skipped: pip's configuration here gives a PyTorch for CPUs", True)
         return
-    needed = {name: users for name, users in held["missing"].items() if name not in ABSENT}
-    absent = ", ".join(sorted(set(held["missing"]) & ABSENT))
-    words = f"of {held['libraries']} all but {absent}"
+    needed = {name: users for name, users in info["missing"].items() if name not in ABSENT}
+    absent = ", ".join(sorted(set(info["missing"]) & ABSENT))
+    words = f"of {info['libraries']} all but {absent}"
     show("cuda", "libraries that ldd finds", words, not needed, str(needed))
-    show("cuda", "NCCL, ptxas", f"{held['nccl']}, {held['ptxas']}", held["nccl"] > 0 and bool(held["ptxas"]))
+    show("cuda", "NCCL, ptxas", f"{info['nccl']}, {info['ptxas']}", info["nccl"] > 0 and bool(info["ptxas"]))
     show("cuda", "not shown without a GPU", "driver, kernels, NCCL between GPUs, adapters", True)
 
 

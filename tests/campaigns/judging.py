@@ -45,8 +45,8 @@ def evaluate(root: Path, out: Path) -> None:
     """Answers of two models, then a judge's verdicts on them, of one token each; with small chunks."""
     Answering.chunk, Judging.chunk = 8, 4
     common = f"--output_path {out} --max_new_tokens"
-    asked = f"--questions {root}/questions.jsonl {common} 40"
-    commands = [f"answer --model {root / name} {asked}" for name in MODELS]
+    options = f"--questions {root}/questions.jsonl {common} 40"
+    commands = [f"answer --model {root / name} {options}" for name in MODELS]
     a, b = (out / "models" / name / "answers/questions-greedy" for name in MODELS)
     commands.append(f"judge --judge pandalm --a {a} --b {b} --model {root}/judge --name v {common} 1")
     with Path(os.devnull).open("w", encoding="utf-8") as nothing, contextlib.redirect_stdout(nothing):
@@ -61,8 +61,8 @@ def judging(root: Path, args: argparse.Namespace, show: Campaign) -> None:
     for seed, name in enumerate(MODELS):
         tiny_model(root / name, seed)
     tiny_judge(root / "judge")
-    asked = [f"How would you {verb} a {name}?" for name in NAMES for verb in VERBS][: args.questions]
-    write_jsonl(root / "questions.jsonl", [{"id": i, "instruction": text} for i, text in enumerate(asked)])
+    texts = [f"How would you {verb} a {name}?" for name in NAMES for verb in VERBS][: args.questions]
+    write_jsonl(root / "questions.jsonl", [{"id": i, "instruction": text} for i, text in enumerate(texts)])
     began, whole = time.monotonic(), root / "whole"
     to_the_end(evaluate, (root, whole), 0, float)
     # Until the first kill of a life, and then between kills: about six kills of each.

@@ -34,7 +34,7 @@ def render(target: Path, kustomize: list[str]) -> list[Document]:
 
 
 def problems(documents: list[Document]) -> list[str]:
-    """What no schema sees: numbers that disagree, rights, mounts, labels."""
+    """List faults that no schema sees: numbers, rights, mounts, labels."""
     names = {(d["kind"], d["metadata"]["name"]): d for d in documents}
     settings = names["ConfigMap", "emo-settings"]["data"]
     train, prepare = names["Job", "emo-train"]["spec"], names["Job", "emo-prepare"]["spec"]
@@ -58,7 +58,7 @@ def problems(documents: list[Document]) -> list[str]:
 
 
 def _pod_problems(pod: Document) -> list[str]:
-    """What keeps a pod from the restricted Pod Security Standard or from its volumes."""
+    """List what keeps a pod from the restricted Pod Security Standard or its volumes."""
     (container,) = pod["containers"]
     rights, user = container["securityContext"], pod["securityContext"]
     capabilities = rights["capabilities"]

@@ -79,8 +79,8 @@ class Cluster:
         finally:
             for number, name in enumerate(self.names):
                 kill(name)
-                for what in (["link", "del", f"{BRIDGE}{number}"], ["netns", "del", name]):
-                    subprocess.run(["ip", *what], capture_output=True)
+                for words in (["link", "del", f"{BRIDGE}{number}"], ["netns", "del", name]):
+                    subprocess.run(["ip", *words], capture_output=True)
             subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
 
     def start(self, name: str, names: list[str], *words: str, **environment: str) -> Torchruns:
@@ -106,10 +106,10 @@ class Torchruns:
     def __init__(self, logs: Path, process: subprocess.Popen[str]) -> None:
         self.logs, self.process, self.began = logs, process, time.monotonic()
 
-    def until(self, condition: Callable[[], object], what: str) -> None:
+    def until(self, condition: Callable[[], object], event: str) -> None:
         """Wait for a condition, as long as any of them lives."""
-        wait_for(lambda: condition() or self.process.poll() is not None, what, PATIENCE)
-        assert condition(), f"all ended without {what}: {self.said()[-3000:]}"
+        wait_for(lambda: condition() or self.process.poll() is not None, event, PATIENCE)
+        assert condition(), f"all ended without {event}: {self.said()[-3000:]}"
 
     def until_step(self, run_dir: Path, step: int) -> None:
         """Wait until a run has logged a step."""
@@ -145,12 +145,12 @@ def slow(cluster: Cluster, show: Campaign) -> Path:
     codes, seconds = running.wait(), time.monotonic() - running.began
     # each record of a window is an event; the warning that it gives rise to comes before
     events = re.findall(r'"event": "(train)"|"text": "(rank \d+ on (\S+) is slow[^"]*)"', running.said())
-    named, window = [], 1
+    warnings, window = [], 1
     for record, text, host in events:
         window += record == "train"
-        named += [(host, f"{text}, in window {window}", window <= 2)] if host else []
-    good = [(host, soon) for host, _, soon in named] == [(late, True)] and not any(codes.values())
-    words = "; ".join(text for _, text, _ in named)
+        warnings += [(host, f"{text}, in window {window}", window <= 2)] if host else []
+    good = [(host, soon) for host, _, soon in warnings] == [(late, True)] and not any(codes.values())
+    words = "; ".join(text for _, text, _ in warnings)
     otherwise = f"{late} is late: {words}; {codes}; {running.said()[-2000:]}"
     show("nodes", "a slow rank", f"{words}; all took {seconds:.0f} s", good, otherwise)
     rows = [re.split("  +", line) for line in top.splitlines() if re.match(r"\d+ +node", line)]
@@ -183,15 +183,15 @@ def faults(cluster: Cluster, undisturbed: Path, show: Campaign) -> None:
             call("ip", "-n", host, "link", "set", "eth0", "down")  # first: nobody hears of the end
             kill(host)
 
-    def finding(what: str, words: str, good: bool) -> None:
-        show("nodes", what, words, good, f"{words}; {launches('end')}; {running.said()[-2000:]}")
+    def finding(case: str, words: str, good: bool) -> None:
+        show("nodes", case, words, good, f"{words}; {launches('end')}; {running.said()[-2000:]}")
 
     hung = trained(WINDOW)[count // 2]
     os.kill(hung["pid"], signal.SIGSTOP)
     back = again(2)
     reason = launches("end")[0]["reason"] or ""
-    who = f"late: rank {hung['rank']} on {hung['host']} (training); others waited in "
-    finding("a hung rank", f"{reason.partition('; ')[2]}; {back}", who in reason)
+    culprit = f"late: rank {hung['rank']} on {hung['host']} (training); others waited in "
+    finding("a hung rank", f"{reason.partition('; ')[2]}; {back}", culprit in reason)
 
     ranks = trained(2 * WINDOW)
     first, spare = ranks[0]["host"], set(names) - {state["host"] for state in ranks.values()}
@@ -230,13 +230,13 @@ def preflight(cluster: Cluster, show: Campaign) -> None:
         "preflight", names, *command, SLOW_HOST=bad, SLOW_SECONDS=str(cluster.late), COLUMNS="200"
     )
     running.wait()
-    seconds, said = time.monotonic() - running.began, running.said()
-    unfit = re.findall("^unfit: (.*)$", said, re.M)
+    seconds, output = time.monotonic() - running.began, running.said()
+    unfit = re.findall("^unfit: (.*)$", output, re.M)
     good = len(unfit) == 1 and bad in unfit[0].split(",")  # on cores that others use, too, more may be slow
     show(
         "nodes",
         "preflight with a bad node",
         f"{bad} is bad; unfit: {unfit}; {seconds:.0f} s",
         good,
-        said[-3000:],
+        output[-3000:],
     )

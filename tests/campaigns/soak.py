@@ -100,8 +100,8 @@ def disturb(process: subprocess.Popen[str], run_dir: Path, rng: random.Random, v
     A victim that is not there yet means everything.
     """
 
-    def wait_for(condition: Callable[[], object], what: str) -> None:
-        launching.wait_for(lambda: process.poll() is not None or condition(), what)
+    def wait_for(condition: Callable[[], object], event: str) -> None:
+        launching.wait_for(lambda: process.poll() is not None or condition(), event)
 
     if victim == EXPORTING:
         wait_for(lambda: any(run_dir.glob(f"step-*.partial/{HF}*")), "export")

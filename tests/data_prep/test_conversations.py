@@ -336,7 +336,7 @@ def test_the_lines_of_sniff_work_when_they_are_pasted(
 
 
 def sniffed(files: Path, tokenizer: Path | None = None) -> tuple[str, str]:
-    """What is printed, and the recipe."""
+    """Return output and recipe."""
     sink = io.StringIO()
     recipe = sniff(str(files), tokenizer and str(tokenizer), Console(file=sink, width=100))
     return sink.getvalue(), recipe

@@ -176,7 +176,7 @@ def edit(path: Path, **changes: Any) -> None:
 
 
 def swap_ids(path: Path) -> None:
-    """Of the last two pieces of a tokenizer."""
+    """Swap the ids of the last two pieces."""
     model = json.loads(path.read_text(encoding="utf-8"))["model"]
     first, second = sorted(model["vocab"], key=model["vocab"].get)[-2:]
     swapped = {first: model["vocab"][second], second: model["vocab"][first]}
@@ -284,7 +284,7 @@ def test_a_directory_of_others_is_not_touched(tmp_path: Path) -> None:
 
 
 def test_force_loses_nothing_by_a_wrong_recipe_or_under_another_job(config: DataConfig) -> None:
-    """What is there is cleared when all that could fail has been done."""
+    """Files are cleared once all that could fail has been done."""
     before = file_bytes(config.dir)
     for wrong in ({"sources": [{"files": "no.jsonl"}]}, {"contamination": "no"}):
         with pytest.raises(UserError):

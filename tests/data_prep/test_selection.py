@@ -164,7 +164,7 @@ def test_limit_of_tokens_takes_all_sources_in_proportion(tmp_path: Path) -> None
 def test_no_row_holds_two_domains_and_limits_stay_exact(
     tmp_path: Path, limit: int | None, shards: int
 ) -> None:
-    """Of token ids whose hundreds say the domain, in two files each that do not lie together."""
+    """Hundreds of token ids say the domain, whose two files do not lie together."""
     rng, sources, count = np.random.default_rng(0), [], 0
     for number, domain in enumerate((*range(4), *range(4))):
         low = 100 * domain

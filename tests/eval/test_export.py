@@ -131,14 +131,14 @@ def test_lm_evaluation_harness_reads_its_files(evaluated: Path) -> None:
 
 def test_exporting_again_writes_the_same(world: Path, evaluated: Path, tmp_path: Path) -> None:
     """Nothing twice, nothing missing, whatever a killed export has left; without the rows results alone."""
-    model, there = pick(read_models([evaluated / "out"]), "m"), evaluated / "there"
+    model, expected = pick(read_models([evaluated / "out"]), "m"), evaluated / "there"
     for _ in range(2):
         harness.write_harness(model, tmp_path, str(world / "data"))
-        assert tree(tmp_path) == tree(there)
+        assert tree(tmp_path) == tree(expected)
         next(tmp_path.glob("m/results_*")).unlink()
-    assert str(world).encode() not in b"".join(tree(there).values()), "a path of this machine"
+    assert str(world).encode() not in b"".join(tree(expected).values()), "a path of this machine"
     alone = json.loads(harness.write_harness(model, tmp_path / "alone", None).read_text())
-    whole = exported(there)
+    whole = exported(expected)
     assert alone == {name: whole[name] for name in alone} and len(tree(tmp_path / "alone")) == 1
 
 

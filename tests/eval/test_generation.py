@@ -41,7 +41,7 @@ def requests(count: int, vocabulary: int = 97, longest: int = 9) -> list[Request
     return [Request(prompts[i - i % 2], [0, i]) for i in range(count)]
 
 
-CASES = [(name, how) for name in ("llama", "mistral", "gpt2", "bloom") for how in (Decoding(), GREEDY)]
+CASES = [(name, mode) for name in ("llama", "mistral", "gpt2", "bloom") for mode in (Decoding(), GREEDY)]
 
 
 @pytest.mark.parametrize(("name", "decoding"), [*CASES, ("llama", TRUNCATED)])

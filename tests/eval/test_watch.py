@@ -253,7 +253,7 @@ def test_pruned_while_and_before_it_is_evaluated(run: Run, monkeypatch: pytest.M
 
 
 def test_a_gate_answers_the_same_however_often_it_is_asked(run: Run) -> None:
-    """Of what watchers have evaluated, nothing of which is left. Without all results there is no verdict."""
+    """The models that watchers evaluated are gone. Without all results there is no verdict."""
     out = run.path / "eval"
 
     def gated() -> int:
@@ -349,7 +349,7 @@ def test_slurm_queues_again_only_what_may_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["evaluate.yaml", "watch.yaml"])
 def test_kubernetes_asks_for_options_that_there_are(name: str) -> None:
     text = (REPO / "launch/k8s/base" / name).read_text()
-    asked = set(re.findall(r"--[a-z_]+", text))
-    assert {"--data", "--tasks"} < asked <= options("watch")
+    flags = set(re.findall(r"--[a-z_]+", text))
+    assert {"--data", "--tasks"} < flags <= options("watch")
     codes = f"values: [{ExitCode.MISTAKE:d}, {ExitCode.REGRESSION:d}]"  # all others are tried again
     assert re.search(rf"action: FailJob.*\n *onExitCodes: {{ operator: In, {re.escape(codes)} }}", text)

@@ -197,7 +197,7 @@ def test_cells_are_made_again_by_other_code(tmp_path: Path, monkeypatch: pytest.
         "at_end": [],
     }
     monkeypatch.setattr(study, "fixed_points", lambda _: [])
-    monkeypatch.setattr(study, "measure_cell", lambda *what: measured.append(what) or cell)
+    monkeypatch.setattr(study, "measure_cell", lambda *arguments: measured.append(arguments) or cell)
 
     def run(*overrides: str) -> int:
         study.run(load_section(study.Study, tmp_path / "study.yaml", overrides))

@@ -53,8 +53,8 @@ def needed(files: list[str]) -> list[str]:
         if fitting is None:
             return ["tests"]
         folders |= set(fitting)
-    there = (REPO / "tests" / name for name in sorted(folders))
-    return ["tests/test_repository.py", *(str(p.relative_to(REPO)) for p in there if p.exists())]
+    paths = (REPO / "tests" / name for name in sorted(folders))
+    return ["tests/test_repository.py", *(str(p.relative_to(REPO)) for p in paths if p.exists())]
 
 
 if __name__ == "__main__":

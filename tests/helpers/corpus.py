@@ -45,8 +45,8 @@ def sentence(rng: random.Random, low: int = 4, high: int = 14) -> str:
 
 def texts(count: int, seed: int = 0, sentences: int = 6) -> list[str]:
     rng = random.Random(seed)
-    made = (" ".join(sentence(rng) for _ in range(rng.randint(1, sentences))) for _ in range(count))
-    return [f"{i}. {text}" for i, text in enumerate(made)]
+    paragraphs = (" ".join(sentence(rng) for _ in range(rng.randint(1, sentences))) for _ in range(count))
+    return [f"{i}. {text}" for i, text in enumerate(paragraphs)]
 
 
 def alpaca_rows(count: int, seed: int = 0) -> list[dict[str, str]]:
@@ -104,11 +104,11 @@ def data_config(root: Path, **data: Any) -> DataConfig:
     return parse_section(DataConfig, default | data, "data")
 
 
-def run(config: DataConfig, shard: tuple[int, int] = (0, 1), workers: int = 1, **how: bool) -> list[str]:
-    """Prepare in this process; what it said. how: `force` and `finish`."""
-    said: list[str] = []
-    prepare(config, shard, workers, how.get("force", False), how.get("finish", False), said.append)
-    return said
+def run(config: DataConfig, shard: tuple[int, int] = (0, 1), workers: int = 1, **flags: bool) -> list[str]:
+    """Prepare in this process; what it said. flags: `force` and `finish`."""
+    messages: list[str] = []
+    prepare(config, shard, workers, flags.get("force", False), flags.get("finish", False), messages.append)
+    return messages
 
 
 def prepared(root: Path, **data: Any) -> DataConfig:
@@ -139,7 +139,7 @@ def rejected(config: DataConfig) -> dict[str, int]:
 
 def segments(data: TokenDataset) -> list[tuple[list[int], list[int]]]:
     """Ids and shifted labels of every segment of every row, padding left out."""
-    found = []
+    results = []
     for row in range(len(data)):
         batch = data.batch(np.array([row]))
         ids, labels, positions = (batch[key][0] for key in ("input_ids", "labels", "position_ids"))
@@ -147,8 +147,8 @@ def segments(data: TokenDataset) -> list[tuple[list[int], list[int]]]:
         end = data.tokens_of(row)
         for a, b in pairwise(starts):
             if a < end:
-                found.append((ids[a:b].tolist(), labels[a:b].tolist()))
-    return found
+                results.append((ids[a:b].tolist(), labels[a:b].tolist()))
+    return results
 
 
 def file_bytes(directory: Path) -> dict[str, bytes]:
@@ -157,21 +157,21 @@ def file_bytes(directory: Path) -> dict[str, bytes]:
     return {str(p.relative_to(directory)): p.read_bytes() for p in files}
 
 
-def random_dataset(place: Path, rows: int, block: int) -> TokenDataset:
+def random_dataset(directory: Path, rows: int, block: int) -> TokenDataset:
     """A text data set of random tokens, two segments in each row, by the writer that prepare uses."""
-    place.mkdir(parents=True)
+    directory.mkdir(parents=True)
     rng, infos = np.random.default_rng(1), []
     none, two, full = np.zeros(0, np.int64), np.full(1000, 2), np.full(1000, block)
     halves = np.tile([block // 2, block - block // 2], 1000)
     for name in (shards.shard_name(0, 2), shards.shard_name(1, 2)):
-        with (place / name).open("w+b") as file:
+        with (directory / name).open("w+b") as file:
             writer = ShardWriter(file, "text", np.dtype(np.uint16), (DEFAULT_DOMAIN,))
             for _ in range(rows // 2000):
                 ids = rng.integers(0, 1000, 1000 * block, dtype=np.uint16)
                 zeros = np.zeros(1000, np.int64)
                 each = rng.integers(0, 1 << 63, 2000, dtype=np.uint64)
                 writer.add(PackedRows(ids, full, halves, two, each, none, zeros, full - 2, 0))
-            infos.append(writer.finish(place / name, Counter({DEFAULT_DOMAIN: rows}), Counter()))
+            infos.append(writer.finish(directory / name, Counter({DEFAULT_DOMAIN: rows}), Counter()))
     counts = totals(infos)
     facts: dict[str, Any] = {"format": shards.FORMAT, "tool": "test", "kind": "text", "split": "train"}
     facts |= dict.fromkeys(("bos_id", "eos_id", "template"))
@@ -179,5 +179,5 @@ def random_dataset(place: Path, rows: int, block: int) -> TokenDataset:
     facts |= {"tokenizer_fingerprint": "none", "block": block, "waste": 0.0}
     facts |= {"fingerprint": shards.content_fingerprint("text", block, "none", infos), **counts}
     manifest = shards.Manifest(**facts, domains=[shards.DomainCounts(name=DEFAULT_DOMAIN, **counts)])
-    (place / shards.MANIFEST).write_text(shards.manifest_text(manifest))
-    return TokenDataset(place)
+    (directory / shards.MANIFEST).write_text(shards.manifest_text(manifest))
+    return TokenDataset(directory)

@@ -53,7 +53,7 @@ class Block:
 
     @property
     def needs(self) -> list[str]:
-        """What its first line says that it needs."""
+        """The needs that its first line lists."""
         first = self.text.partition("\n")[0]
         return first.removeprefix("# needs: ").split(", ") if first.startswith("# needs: ") else []
 
@@ -65,7 +65,7 @@ class Block:
 
     @property
     def commands(self) -> list[str]:
-        """Of a bash block, remarks left out."""
+        """Its lines of bash without remarks."""
         whole = self.text.replace("\\\n", " ").splitlines()
         lines = (re.sub(r"(?:^|\s+)#\s.*$", "", line).strip() for line in whole)
         return [line for line in lines if line]

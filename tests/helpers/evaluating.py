@@ -113,7 +113,7 @@ def log_chunks(log: Path) -> None:
 
 
 def is_mistake(*arguments: object) -> bool:
-    """Whether `emo ARGUMENTS` refuses them in one line."""
+    """Return whether `emo` refuses them in one line."""
     code, _, err = command(*arguments)
     return code == ExitCode.MISTAKE and len(lines(err)) == 1
 

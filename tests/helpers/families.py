@@ -91,8 +91,8 @@ def tiny_llama(vocab_size: int, **changes: Any) -> LlamaForCausalLM:
     """A random LLaMA, the same at every call, whose predictions are far from even."""
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    more = {"initializer_range": 0.3, "use_cache": False}
-    return LlamaForCausalLM(LlamaConfig(**{"vocab_size": vocab_size, **shape, **more, **changes}))
+    settings = {"initializer_range": 0.3, "use_cache": False}
+    return LlamaForCausalLM(LlamaConfig(**{"vocab_size": vocab_size, **shape, **settings, **changes}))
 
 
 def by_hand(model: Any, slope: float = 1.0) -> None:

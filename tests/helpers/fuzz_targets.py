@@ -139,7 +139,7 @@ def make_parquet(directory: Path) -> None:
 
 
 GZIPPED, ZIPPED = gzip.compress(PLAIN.encode(), mtime=0), zstandard.compress(PLAIN.encode())
-for name, make, *how in (
+for name, make, *arguments in (
     ("rows of text", files(a__jsonl=TEXTS), "text", "a.jsonl"),
     ("rows of instructions", files(a__jsonl=CHATS), "instruct", "a.jsonl", "auto", "alpaca", "messages"),
     ("rows of tokens", files(a__jsonl=TOKENS), "text", "a.jsonl", "tokens"),
@@ -148,7 +148,7 @@ for name, make, *how in (
     ("a list in JSON", files(a__json=TEXTS), "text", "a.json"),
     ("parquet", make_parquet, "text", "a.parquet"),
 ):
-    target(name, make)(lambda directory, how=how: _read_all(directory, *how))
+    target(name, make)(lambda directory, arguments=arguments: _read_all(directory, *arguments))
 
 
 VOCABULARY = {"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}

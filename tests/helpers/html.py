@@ -35,18 +35,18 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
-        known = dict(attrs)
+        attributes = dict(attrs)
         self.addresses += [v or "" for n, v in attrs if n in ("src", "href", "xlink:href", "data")]
-        self.ids += [known["id"]] if "id" in known else []
-        if known.get("role") in ("img", "region"):
-            self.labels.append(f"{known['role']} {known['aria-label']}")
+        self.ids += [attributes["id"]] if "id" in attributes else []
+        if attributes.get("role") in ("img", "region"):
+            self.labels.append(f"{attributes['role']} {attributes['aria-label']}")
         if tag == "table":
             self.tables.append([])
         if tag == "tr":
             self.tables[-1].append([])
         if tag in ("td", "th"):
             is_heading = "thead" in self.open or not self.tables[-1][-1]
-            assert (tag == "th") == is_heading == ("scope" in known), "a row or column has no heading"
+            assert (tag == "th") == is_heading == ("scope" in attributes), "a row or column has no heading"
             self.tables[-1][-1].append("")
         if tag == "small":
             self.tables[-1][-1][-1] += " "

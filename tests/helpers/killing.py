@@ -29,9 +29,9 @@ def to_the_end(
         killed += 1
 
 
-def wait_for(condition: Callable[[], object], what: str, timeout: float = 300) -> None:
+def wait_for(condition: Callable[[], object], event: str, timeout: float = 300) -> None:
     """Until a condition holds; generous, because the machine may be busy."""
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, f"no {what} after {timeout:.0f} s"
+        assert time.monotonic() < deadline, f"no {event} after {timeout:.0f} s"
         time.sleep(0.05)

@@ -60,17 +60,17 @@ def tiny_recipe(
     the usual ones.
     """
     rng = random.Random(3)
-    who = ["man", "woman", "cat", "dog", "child", "king"]
+    actors = ["man", "woman", "cat", "dog", "child", "king"]
     did = ["saw", "took", "lost", "ate"]
-    what = ["a fish", "the red ball", "it"]
-    subjects = [(rng.choice(who), rng.choice(did), rng.choice(what)) for _ in range(600)]
+    objects = ["a fish", "the red ball", "it"]
+    subjects = [(rng.choice(actors), rng.choice(did), rng.choice(objects)) for _ in range(600)]
     sentences = [f"The {a} {b} {c} on day {n}." for n, (a, b, c) in enumerate(subjects)]
     texts = [" ".join(sentences[i : i + 4]) for i in range(0, 600, 4)]
     (directory / "text.txt").write_text("\n".join(texts))
     recipe = yaml.safe_load(RECIPE) | {"output_dir": str(directory / "run")}
     recipe["data"] |= {"dir": str(directory / "data"), "root": str(directory)}
     for i, name in enumerate(sets):
-        lines = [f"A {rng.choice(who)} {rng.choice(did)} {n} of {name}." for n in range(20 + 20 * i)]
+        lines = [f"A {rng.choice(actors)} {rng.choice(did)} {n} of {name}." for n in range(20 + 20 * i)]
         (directory / f"{name}.txt").write_text("\n".join(lines))
     if sets:
         held_out = {name: [{"files": f"{name}.txt", "format": "lines"}] for name in sets}
@@ -256,7 +256,7 @@ def member(run_dir: Path, name: str) -> psutil.Process | None:
 
 @contextlib.contextmanager
 def slow_step(run_dir: Path, seconds: float = 40) -> Iterator[None]:
-    """What happens in the block happens at the start of a step that takes `seconds`: rank 1 is late.
+    """Run the block at the start of a step that takes `seconds`: rank 1 is late.
 
     Launchers kill ranks that have not ended 30 seconds after a signal.
     """

@@ -68,8 +68,8 @@ def main() -> None:
         results |= {"libraries": len(libraries), "missing": unresolved(libraries)}
         ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))  # which torch has loaded
         ptxas = PACKAGES / "triton/backends/nvidia/bin/ptxas"
-        said = subprocess.run([ptxas, "--version"], capture_output=True, text=True, encoding="utf-8").stdout
-        results |= {"nccl": version.value, "ptxas": re.findall(r"\bV(\d\S+)", said)}
+        output = subprocess.run([ptxas, "--version"], capture_output=True, text=True, encoding="utf-8").stdout
+        results |= {"nccl": version.value, "ptxas": re.findall(r"\bV(\d\S+)", output)}
     results["verbs"] = {name: loads(name) for name in (*VERBS, *map(str, PROVIDERS.glob("libmlx5*")))}
     parts = {"nvidia": PACKAGES / "nvidia", "torch": PACKAGES / "torch", "triton": PACKAGES / "triton"}
     sizes = {name: size(path) for name, path in parts.items()}

@@ -42,7 +42,7 @@ def token_losses(
     ratio = (m / (D + EPS)).detach()
     weight = (1 + H.detach()) ** (1.0 if gamma is None else gamma)
     a = S.detach()
-    known: dict[str, Callable[[], Tensor]] = {
+    losses: dict[str, Callable[[], Tensor]] = {
         "mle": lambda: m,
         "emo": lambda: 0.5 * (m + (ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)) * D),
         "emo2": lambda: (D / (m + EPS)).detach() * m + D,
@@ -63,7 +63,7 @@ def token_losses(
         "psft": lambda: -torch.minimum(p / stored.exp(), torch.tensor(1.2, dtype=p.dtype)),
         "excess": lambda: torch.where(m + stored >= 0, m, 0.0),
     }
-    return known[name]()
+    return losses[name]()
 
 
 def unit_rows(E: Tensor) -> Tensor:

@@ -19,20 +19,20 @@ def packed_rows() -> tuple[Tensor, Tensor, Tensor]:
     labels = torch.full_like(ids, IGNORE)
     positions = torch.empty_like(ids)
     for row, lengths in enumerate(ROWS):
-        at = 0
+        start = 0
         for length in lengths:
             document = torch.randint(1, VOCAB, (length,), generator=generator)
-            ids[row, at : at + length] = document
-            labels[row, at : at + length - 1] = document[1:]
-            positions[row, at : at + length] = torch.arange(length)
-            at += length
-        positions[row, at:] = torch.arange(WIDTH - at)
+            ids[row, start : start + length] = document
+            labels[row, start : start + length - 1] = document[1:]
+            positions[row, start : start + length] = torch.arange(length)
+            start += length
+        positions[row, start:] = torch.arange(WIDTH - start)
     return ids, labels, positions
 
 
 def documents(ids: Tensor) -> list[Tensor]:
     """The documents of `packed_rows` that have anything to predict, without padding."""
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     for row, lengths in zip(ids, ROWS, strict=True):
-        found += row[: sum(lengths)].split_with_sizes(lengths)
-    return [part for part in found if len(part) > 1]
+        parts += row[: sum(lengths)].split_with_sizes(lengths)
+    return [part for part in parts if len(part) > 1]

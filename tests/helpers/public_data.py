@@ -65,18 +65,18 @@ SETS: dict[str, Rows | Files] = {
 
 def fetch(directory: Path, sets: dict[str, Rows | Files], tasks: Iterable[str]) -> list[str]:
     """Make what is missing below `directory`; return a line for each thing that could not be made."""
-    wanted: dict[Path, Callable[[Path], None]] = {}
+    makers: dict[Path, Callable[[Path], None]] = {}
     for name, source in sets.items():
         if isinstance(source, Rows):
-            wanted[directory / name] = functools.partial(_write, rows=_rows(source))
+            makers[directory / name] = functools.partial(_write, rows=_rows(source))
         else:
-            wanted |= {directory / name / file: functools.partial(_copy, source.hub) for file in source.names}
+            makers |= {directory / name / file: functools.partial(_copy, source.hub) for file in source.names}
     for task in map(load_task, tasks):
         for split in sorted({task.spec.splits.test, task.spec.splits.demonstrations}):
             path = directory / "nlu" / task.name / f"{split}.jsonl.zst"
-            wanted[path] = lambda path, task=task, split=split: _write(path, hub_rows(task, split)[0])  # type: ignore[misc]
+            makers[path] = lambda path, task=task, split=split: _write(path, hub_rows(task, split)[0])  # type: ignore[misc]
     missing = []
-    for path, make in wanted.items():
+    for path, make in makers.items():
         if path.exists():
             continue
         print(path, flush=True)
@@ -89,13 +89,13 @@ def fetch(directory: Path, sets: dict[str, Rows | Files], tasks: Iterable[str]) 
     return missing
 
 
-def _rows(wanted: Rows) -> Iterator[dict[str, Any]]:
+def _rows(source: Rows) -> Iterator[dict[str, Any]]:
     """Yield rows as they come, so that the first of a large set are here before the rest is."""
     from datasets import load_dataset
 
-    options = {"split": wanted.split, "revision": wanted.revision, "streaming": True}
-    for row in islice(load_dataset(wanted.hub, wanted.config, **options), wanted.limit):
-        yield {column: row[column] for column in wanted.columns}
+    options = {"split": source.split, "revision": source.revision, "streaming": True}
+    for row in islice(load_dataset(source.hub, source.config, **options), source.limit):
+        yield {column: row[column] for column in source.columns}
 
 
 def _write(path: Path, rows: Iterable[dict[str, Any]]) -> None:

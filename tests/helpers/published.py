@@ -180,17 +180,17 @@ def rows() -> list[list[str]]:
     """Return the lines of the ZeRO-3 tables with the columns of the second."""
     lines = [line.split() for line in TABLE.strip().splitlines()]
     for *before, micro, passes, checkpointing, h100, a100 in map(str.split, MPT_TABLE.strip().splitlines()):
-        how = [micro, passes, checkpointing, "no"]
-        lines += [[*before, "H100-80G", *how, "400", "4", h100]] if h100 != "-" else []
-        lines += [[*before, "A100-80G", *how, "200", "4", a100]] if a100 != "-" else []
+        columns = [micro, passes, checkpointing, "no"]
+        lines += [[*before, "H100-80G", *columns, "400", "4", h100]] if h100 != "-" else []
+        lines += [[*before, "A100-80G", *columns, "200", "4", a100]] if a100 != "-" else []
     return lines
 
 
 def runs() -> list[Run]:
     results = []
     lines = [(3, row) for row in rows()] + [(1, line.split()) for line in ZERO1.strip().splitlines()]
-    for stage, (mark, model, block, gpus, kind, micro, passes, *how, network, reduced, speed) in lines:
-        checkpointing, compiled = (word == "yes" for word in how)
+    for stage, (mark, model, block, gpus, kind, micro, passes, *switches, network, reduced, speed) in lines:
+        checkpointing, compiled = (word == "yes" for word in switches)
         flags = {"checkpointing": checkpointing, "compiled": compiled, "cost": False}
         setup = Setup(int(gpus), stage, int(micro), int(block), int(passes), reduced=int(reduced), **flags)
         name, sizes = f"{model} {block} {gpus}x{kind} {micro} ZeRO-{stage}", sizes_of(model, int(block))

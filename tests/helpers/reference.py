@@ -36,14 +36,14 @@ LIMITS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiv
 
 def sections(cls: type[Section]) -> dict[str, type[Section]]:
     """Return a section and those below it by name."""
-    known = {cls.__name__: cls}
+    results = {cls.__name__: cls}
     pending = [field.annotation for field in cls.model_fields.values()]
     while pending:
         annotation = pending.pop()
         if isinstance(annotation, type) and issubclass(annotation, Section):
-            known |= sections(annotation)
+            results |= sections(annotation)
         pending += get_args(annotation)
-    return known
+    return results
 
 
 def meanings(cls: type[Section]) -> dict[str, str]:
@@ -100,10 +100,10 @@ def table(title: str, section: dict[str, Any]) -> list[str]:
         default = field.get("default")
         if isinstance(default, dict) and default:
             default = None  # a section, whose own table has its defaults
-        shown = "" if default is None else f"`{json.dumps(default)}`"
-        shown = "required" if name in section.get("required", ()) else shown
+        cell = "" if default is None else f"`{json.dumps(default)}`"
+        cell = "required" if name in section.get("required", ()) else cell
         free = " *Free.*" if field.get("mark") == FREE else ""
-        lines.append(f"| `{name}` | {type_of(field)} | {shown} | {meaning}{free} |")
+        lines.append(f"| `{name}` | {type_of(field)} | {cell} | {meaning}{free} |")
     return [*lines, ""]
 
 

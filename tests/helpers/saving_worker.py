@@ -45,10 +45,10 @@ def late(run_dir: Path) -> None:
             step = int(name.removesuffix(".partial").removeprefix("step-"))
             if step < LAST:
                 wait_for(lambda: read_metrics(run_dir)[-1]["step"] > step, f"step after {step}")
-            seen = {"step": step, "checkpoints": [step_of(d) for d in checkpoints(run_dir)]}
-            seen["targets"] = [target.name for target in targets(run_dir)]
+            record = {"step": step, "checkpoints": [step_of(d) for d in checkpoints(run_dir)]}
+            record["targets"] = [target.name for target in targets(run_dir)]
             with (run_dir.parent / SEEN).open("a") as file:
-                file.write(json.dumps(seen) + "\n")
+                file.write(json.dumps(record) + "\n")
         write(tensors, path, **options)
 
     export.save_file = disturbed
@@ -78,11 +78,11 @@ def slow() -> None:
     read, build = Loader.step, model.build_model
 
     def built(*args: Any) -> Any:
-        made = build(*args)
-        head = made.get_output_embeddings()
+        result = build(*args)
+        head = result.get_output_embeddings()
         compute = head.forward
         head.forward = lambda *args, **options: (late(), compute(*args, **options))[1]
-        return made
+        return result
 
     Loader.step = lambda *args, **options: (late(), read(*args, **options))[1]  # type: ignore[method-assign]
     train.build_model = built
@@ -121,10 +121,10 @@ DISTURBANCES: dict[str, Callable[[Path], object]] = {
 }
 
 if __name__ == "__main__":
-    what, arguments = sys.argv[1], sys.argv[2:]
+    disturbance, arguments = sys.argv[1], sys.argv[2:]
     (run_dir,) = (a.removeprefix("output_dir=") for a in arguments if a.startswith("output_dir="))
-    if "@" in what:
-        fault(*what.split("@"))
+    if "@" in disturbance:
+        fault(*disturbance.split("@"))
     else:
-        DISTURBANCES[what](Path(run_dir))
+        DISTURBANCES[disturbance](Path(run_dir))
     leave(run_recipe(Watch(), arguments))

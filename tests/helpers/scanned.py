@@ -58,7 +58,7 @@ def select_in_memory(
         return [row for row in range(len(reason)) if not reason[row]]
 
     def keep_best(groups: dict[int, int], code: int) -> None:
-        """Of each group keep the best row of the first split, or where that has none, of every split."""
+        """Keep each group's best row of the first split, or where that has none, of every split."""
         for group in set(groups.values()):
             members = sorted((split[row], -copies[row], row) for row in groups if groups[row] == group)
             first: set[int] = set()

@@ -201,14 +201,14 @@ def plain(case: Case) -> dict[str, Any]:
     """
     model, train = build(case), recipe(case).train
     fuse(model, case)
-    named = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     tables = ("embed_tokens.weight", "lm_head.weight")
-    matrices = [name for name, p in named.items() if p.dim() == 2 and not name.endswith(tables)]
-    body = {name: torch.zeros_like(named[name]) for name in matrices if train.optimizer == "muon"}
-    rest = [p for name, p in named.items() if name not in body]
+    matrices = [name for name, p in parameters.items() if p.dim() == 2 and not name.endswith(tables)]
+    body = {name: torch.zeros_like(parameters[name]) for name in matrices if train.optimizer == "muon"}
+    others = [p for name, p in parameters.items() if name not in body]
     groups = [
-        {"params": [p for p in rest if p.dim() > 1], "weight_decay": train.weight_decay},
-        {"params": [p for p in rest if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for p in others if p.dim() > 1], "weight_decay": train.weight_decay},
+        {"params": [p for p in others if p.dim() == 1], "weight_decay": 0.0},
     ]
     adam = torch.optim.AdamW(groups, betas=train.betas, eps=train.eps)
     losses = []
@@ -225,14 +225,14 @@ def plain(case: Case) -> dict[str, Any]:
         adam.step()
         with torch.no_grad():
             for name, momentum in body.items():
-                weight, gradient = named[name], named[name].grad
+                weight, gradient = parameters[name], parameters[name].grad
                 momentum.lerp_(gradient, 1 - 0.95)
                 update = orthogonal(gradient.lerp(momentum, 0.95))
                 rate = lr * train.muon_lr / train.learning_rate
                 weight.mul_(1 - rate * train.weight_decay)
                 weight.add_(update, alpha=-rate * max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5)
         losses.append(loss.detach())
-    state = {name: p.detach().clone() for name, p in named.items()}
+    state = {name: p.detach().clone() for name, p in parameters.items()}
     return {"losses": torch.stack(losses), **state}
 
 
@@ -287,7 +287,7 @@ class Traffic(contextlib.ExitStack):
 
 
 def traffic(case: str) -> dict[str, int]:
-    """What a step of PASSES passes sends, after one that makes the optimizer's state."""
+    """Count what a step of PASSES passes sends, once the optimizer has its state."""
     file, dtype, changes = TRAFFIC[case]
     config = json.loads((REPO / f"ds_configs/{file}.json").read_text(encoding="utf-8"))
     config["zero_optimization"] |= changes | {"reduce_bucket_size": WIDTH * WIDTH}
@@ -317,12 +317,12 @@ def main(directory: Path) -> None:
     hpz["zero_optimization"] |= {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
     small = json.loads((REPO / "ds_configs/zero3.json").read_text(encoding="utf-8"))
     small["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
-    mine = directory / f"{world.rank}"
-    mine.mkdir()
-    (mine / "HPZ.json").write_text(json.dumps(hpz))
-    (mine / "SMALL.json").write_text(json.dumps(small))
+    folder = directory / f"{world.rank}"
+    folder.mkdir()
+    (folder / "HPZ.json").write_text(json.dumps(hpz))
+    (folder / "SMALL.json").write_text(json.dumps(small))
     for name, case in CASES.items():
-        files = (mine,) if case.file.isupper() else ()
+        files = (folder,) if case.file.isupper() else ()
         saved = directory / name if name in RESUMED else None
         # Muon's step is compiled wherever it is used: only the case about compiling waits for that
         stance = "default" if "model.compile=true" in case.overrides else "force_eager"

@@ -42,12 +42,12 @@ def batch() -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def step(model: Any, parameters: Callable[[], Any], case: str, mine: slice, share: float) -> Tensor:
-    """Take a step on the rows `mine`; return the loss. share: what a sum of the loss is divided by."""
+def step(model: Any, parameters: Callable[[], Any], case: str, part: slice, share: float) -> Tensor:
+    """Take a step on the rows `part`; return the loss. share: what a sum of the loss is divided by."""
     ids, labels = batch()
     tokens = int((labels[:, 1:] != -100).sum())
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
-        loss = model(input_ids=ids[mine], labels=labels[mine], num_items_in_batch=tokens).loss
+        loss = model(input_ids=ids[part], labels=labels[part], num_items_in_batch=tokens).loss
     (loss * share).backward()
     with torch.no_grad():
         for parameter in parameters():
@@ -93,8 +93,8 @@ def together(case: str, directory: Path) -> dict[str, Tensor]:
         if case == "compile":
             model.model.compile(backend="aot_eager")
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    mine = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks)
-    loss = step(wrapped, model.parameters, case, mine, float(ranks))  # both wrappers average
+    part = slice(rank * ROWS // ranks, (rank + 1) * ROWS // ranks)
+    loss = step(wrapped, model.parameters, case, part, float(ranks))  # both wrappers average
     dist.all_reduce(loss)
-    named = ((name, p.detach()) for name, p in model.named_parameters())
-    return {"loss": loss} | {n: p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for n, p in named}
+    pairs = ((name, p.detach()) for name, p in model.named_parameters())
+    return {"loss": loss} | {n: p.full_tensor() if hasattr(p, "full_tensor") else p.clone() for n, p in pairs}

@@ -71,7 +71,7 @@ def compare(
     torch.manual_seed(0)
     h, w, labels, E = inputs(N, V, H, dtype, scale=0.4)
     labels[valid:] = -100
-    bias, options, made, extra = None, {"memory_mb": 1e-3}, dict(params), {}
+    bias, options, settings, extra = None, {"memory_mb": 1e-3}, dict(params), {}
     side = teacher(dtype)
     if where == "capped":
         bias, options = torch.randn(V).to(dtype).requires_grad_(), {"softcap": 3.0, "logit_scale": 0.5}
@@ -79,8 +79,8 @@ def compare(
     if where == "smoothed":
         options, extra = {"label_smoothing": 0.2}, {"smoothing": 0.2}
     if where == "warm":
-        made, extra = params | {"temperature": 2.5}, {"temperature": 2.5}
-    objective = get_objective(name, **made)
+        settings, extra = params | {"temperature": 2.5}, {"temperature": 2.5}
+    objective = get_objective(name, **settings)
     if where == "sum":
         objective = weighted_sum([(get_objective("mle"), 1.0), (objective, 0.3)])
         extra = {"mle": 1.0, "weight": 0.3}

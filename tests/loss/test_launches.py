@@ -58,9 +58,9 @@ def head(
     elif teacher == "stored":
         side = TopK(labels.new_empty(8192, 64, device="meta"), torch.empty(8192, 65, device="meta"))
     for _ in range(calls):
-        given = [hidden, weight, *([] if cost is None else [cost.rows]), *(side or ())[:2]]
-        given += [cost.cache.rows] if cost is not None and cost.cache is not None else []
-        with traced(*given) as trace:
+        tensors = [hidden, weight, *([] if cost is None else [cost.rows]), *(side or ())[:2]]
+        tensors += [cost.cache.rows] if cost is not None and cost.cache is not None else []
+        with traced(*tensors) as trace:
             for name in ("statistics_kernel", "gradient_kernel"):
                 monkeypatch.setattr(kernels_triton, name, Kernel(name, trace))
             for name in ("live_kernel", "stored_kernel"):
@@ -134,11 +134,11 @@ def test_scalars_are_one_kernel() -> None:
         objective = weighted_sum([(get_objective("mle"), 1.0), (get_objective("emo"), weight)])
         numbers = torch.rand(4, count, generator=torch.Generator().manual_seed(count)).unbind()
         arguments = (rows.Terms(objective), rows.Statistics(*numbers), None, 32000, False)
-        (tokens, update), (expected, wanted) = compiled(*arguments), rows.solve(*arguments)
+        (tokens, update), (expected, expected_update) = compiled(*arguments), rows.solve(*arguments)
         assert torch.allclose(tokens.loss, expected.loss, rtol=1e-5)
-        assert torch.allclose(update.target, wanted.target, rtol=1e-5)
-        assert update.beta is not None and wanted.beta is not None
-        assert torch.allclose(update.beta, wanted.beta, rtol=1e-5)
+        assert torch.allclose(update.target, expected_update.target, rtol=1e-5)
+        assert update.beta is not None and expected_update.beta is not None
+        assert torch.allclose(update.beta, expected_update.beta, rtol=1e-5)
     assert metrics.generated_kernel_count == 1
 
 

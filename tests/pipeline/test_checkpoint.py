@@ -112,7 +112,7 @@ def test_what_is_there_is_not_copied_again(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_last_part_completes_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three; two hosts of an earlier launch had begun to copy another checkpoint of that name."""
+    """Three hosts copy; two of an earlier launch had begun with another checkpoint of that name."""
     monkeypatch.setattr(MemoryFileSystem, "store", {})
     source, system = write(tmp_path, 3), fsspec.filesystem("memory")
     root = f"/bucket/{source.name}"

@@ -57,7 +57,7 @@ def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("override", "named"),
+    ("override", "expected"),
     [
         ("train.warmup_ration=0.1", "warmup_ratio"),
         ("train.learning_rate=-1", "train.learning_rate"),
@@ -72,10 +72,10 @@ def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> 
         ("train.mixture={temperature: 2, max_epochs: {home: 0}}", "max_epochs"),
     ],
 )
-def test_a_mistake_gets_one_line(recipe: Path, override: str, named: str) -> None:
+def test_a_mistake_gets_one_line(recipe: Path, override: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(recipe, [override])
-    assert named in str(caught.value) and "\n" not in str(caught.value)
+    assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_adapters_have_no_head_to_hold(recipe: Path) -> None:
@@ -95,8 +95,8 @@ def test_batch_equation(batch: int, micro: int, ranks: int) -> None:
     assert solved.micro <= micro and solved.accumulation == -(-rows // micro)
     assert 0 <= solved.places - batch < (solved.accumulation + 1) * ranks
     parts = [rank_rows(np.arange(batch), rank, ranks, solved.micro) for rank in range(ranks)]
-    assert all(len(places) == solved.micro * solved.accumulation for places, _ in parts)
-    assert np.array_equal(np.concatenate([places[real] for places, real in parts]), np.arange(batch))
+    assert all(len(indices) == solved.micro * solved.accumulation for indices, _ in parts)
+    assert np.array_equal(np.concatenate([indices[real] for indices, real in parts]), np.arange(batch))
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
@@ -151,7 +151,7 @@ def test_what_a_host_must_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("text", "named"),
+    ("text", "expected"),
     [
         ("[" * 100_000, ""),
         ('{"zero_optimization": {"stage": 1}, "zero_optimization": {"stage": 3}}', "zero_optimization"),
@@ -159,12 +159,12 @@ def test_what_a_host_must_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         ('{"zero_optimisation": {"stage": 3}}', "did you mean zero_optimization?"),
     ],
 )
-def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, named: str) -> None:
+def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text)
     with pytest.raises(UserError) as error:
         resolved(path)
-    assert error.value.code == "ds-file" and all(part in str(error.value) for part in (str(path), named))
+    assert error.value.code == "ds-file" and all(part in str(error.value) for part in (str(path), expected))
 
 
 MUON = ("train.optimizer=muon", "train.muon_lr=0.02", "train.max_grad_norm=0")

@@ -279,8 +279,8 @@ def test_the_parts_are_the_whole(recipe: Path, undisturbed: Path) -> None:
         assert tokens == tokens_of_domains(recipe, [FIRST], record["step"])
         counts = np.subtract(tokens, before)
         for key in ("nll", "loss"):
-            shown = [part[key] if count else 0 for part, count in zip(parts, counts, strict=True)]
-            assert np.dot(counts, shown) / counts.sum() == pytest.approx(record[key], rel=1e-5)
+            values = [part[key] if count else 0 for part, count in zip(parts, counts, strict=True)]
+            assert np.dot(counts, values) / counts.sum() == pytest.approx(record[key], rel=1e-5)
         before = tokens
 
 
@@ -322,10 +322,10 @@ def test_preflight_of_fit_and_unfit_hosts(recipe: Path, tmp_path: Path) -> None:
     assert all(cure in done.stdout for cure in ("emo prepare", "set output_dir to where you may write"))
 
 
-def run(what: str, recipe: Path, run_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """A run that is disturbed as `what` says."""
+def run(disturbance: str, recipe: Path, run_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """A run that is disturbed as `disturbance` says."""
     saves = (f"train.max_steps={LAST}", "train.save_steps=2", "train.export_checkpoints=true")
-    arguments = (what, str(recipe), f"output_dir={run_dir}", *saves, *options)
+    arguments = (disturbance, str(recipe), f"output_dir={run_dir}", *saves, *options)
     return launching.run_ranks("-m", "tests.helpers.saving_worker", *arguments)
 
 
@@ -425,19 +425,19 @@ def test_a_rank_that_is_slow_is_named(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_snapshot_takes_the_memory_of_the_last_one(tmp_path: Path, dtype: torch.dtype) -> None:
     snapshots, weight = Snapshots(None), torch.arange(6.0).to(dtype).view(2, 3)
-    held = []
+    pointers = []
     for step in (1, 2):
         state = {"w": weight.t() + step, "view": weight[1:], "step": step}
         snapshots.save(state, str(tmp_path / f"step-{step}" / "state.pt"))
         (copied, path), *_ = snapshots._waiting
-        held.append([copied[name].data_ptr() for name in ("w", "view")])
+        pointers.append([copied[name].data_ptr() for name in ("w", "view")])
         weight += 1  # training goes on
         snapshots.write()
         written = torch.load(path)
         assert torch.equal(written["w"], weight.t() - 1 + step) and torch.equal(
             written["view"], weight[1:] - 1
         )
-    assert held[0] == held[1] and len({*held[0], weight.data_ptr(), weight[1:].data_ptr()}) == 4
+    assert pointers[0] == pointers[1] and len({*pointers[0], weight.data_ptr(), weight[1:].data_ptr()}) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

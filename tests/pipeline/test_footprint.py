@@ -80,7 +80,7 @@ def test_activations_are_those_of_a_trace(name: str, checkpointing: bool) -> Non
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """What one of several ranks holds."""
+    """Measure one of several ranks."""
     path = tmp_path_factory.mktemp("zero") / "results.json"
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(zero_worker.RANKS)}
     done = launching.run_forked([rank], "-m", "tests.helpers.zero_worker", str(path))
@@ -92,7 +92,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, fl
 @pytest.mark.parametrize("case", [zero_worker.name(*case) for case in zero_worker.CASES])
 def test_memory_is_that_of_deepspeed(measured: dict[str, dict[str, float]], case: str) -> None:
     """At the worst moment of a step, and between two, when gradients may be free."""
-    held = measured[case]
-    assert held["planned"] == pytest.approx(held["peak"], rel=0.05)
-    kept = held["parameters"] + held["optimizer"]
-    assert 0.99 * kept < held["between"] < 1.05 * (kept + held["gradients"])
+    memory = measured[case]
+    assert memory["planned"] == pytest.approx(memory["peak"], rel=0.05)
+    state = memory["parameters"] + memory["optimizer"]
+    assert 0.99 * state < memory["between"] < 1.05 * (state + memory["gradients"])

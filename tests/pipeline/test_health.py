@@ -11,7 +11,7 @@ from tests.helpers import launching
 
 
 @pytest.mark.parametrize(
-    ("values", "expected", "named"),
+    ("values", "expected", "faulty"),
     [
         ([610, 640, 655, 620], 680, []),
         ([610, 640, 655, 470], 680, [3]),  # below the table, and less than a third below the others
@@ -21,11 +21,11 @@ from tests.helpers import launching
         ([5.0], None, []),
     ],
 )
-def test_who_is_slow(values: list[float], expected: float | None, named: list[int]) -> None:
+def test_who_is_slow(values: list[float], expected: float | None, faulty: list[int]) -> None:
     speeds = [
         Speed(f"host-{i}", "", "products", value, "TFLOP/s", expected) for i, value in enumerate(values)
     ]
-    assert [i for i, fault in enumerate(slow(speeds, "cuda")) if fault] == named
+    assert [i for i, fault in enumerate(slow(speeds, "cuda")) if fault] == faulty
 
 
 @pytest.mark.parametrize("hosts", range(1, 34))
@@ -47,5 +47,5 @@ def test_a_slow_host_of_three_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1, done.stdout
     assert "unfit: host-1" in done.stdout.splitlines(), done.stdout
     assert all(
-        what in done.stdout for what in ("matrix products", "memory", "all-gather inside", "neighbour")
+        text in done.stdout for text in ("matrix products", "memory", "all-gather inside", "neighbour")
     )

@@ -118,7 +118,7 @@ CASES: dict[str, tuple[list[dict[str, Any]], Documents, dict[str, Any]]] = {
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("case", CASES)
 def test_loss_and_gradients_are_autograds(case: str, tmp_path: Path) -> None:
-    """What is predicted, what it is divided by, and that packed documents do not see each other."""
+    """Predictions and divisor agree, and packed documents do not see each other."""
     rows, tokens, changes = CASES[case]
     model = tiny_llama(VOCAB)
     smoothing = changes.get("label_smoothing_factor", 0.0)

@@ -69,7 +69,7 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "near", "bound"),
+    ("allowed", "near", "bound"),
     [
         (range(128), "0-31,64-95", {*range(32), *range(64, 96)}),
         (range(128), "", None),
@@ -79,15 +79,15 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_rank_stays_beside_its_gpu(
-    given: range, near: str, bound: set[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    allowed: range, near: str, bound: set[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, results = "0000:1b:00.0", []
     (tmp_path / address).mkdir()
     (tmp_path / address / "local_cpulist").write_text(near + "\n")
     assert host.near_cores("0000:ff:00.0", tmp_path) == set()
     cores = host.near_cores(address, tmp_path)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8" if len(given) > 8 else "1")
-    monkeypatch.setattr(host, "CORES", frozenset(given))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8" if len(allowed) > 8 else "1")
+    monkeypatch.setattr(host, "CORES", frozenset(allowed))
     monkeypatch.setattr(host, "near_cores", lambda _: cores)
     monkeypatch.setattr("os.sched_setaffinity", lambda _, chosen: results.append(chosen))
     host.bind_near(address)
@@ -113,8 +113,8 @@ def test_what_libraries_read_is_set_unless_the_user_has(
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     usual = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TRITON_CACHE_DIR": str(cache)}
     assert after({}) == usual and cache.stat().st_mode & 0o777 == 0o700
-    for mine in ({names[0]: "x", names[2]: "y"}, {names[1]: "x", names[2]: "y"}):
-        assert after(mine) == mine
+    for settings in ({names[0]: "x", names[2]: "y"}, {names[1]: "x", names[2]: "y"}):
+        assert after(settings) == settings
     cache.rename(tmp_path / "other")
     cache.symlink_to(tmp_path / "other")
     assert names[2] not in after({})
@@ -197,7 +197,7 @@ def test_errors_of_a_collective_that_mean_another_rank(text: str, monkeypatch: p
 
 @pytest.mark.parametrize("kind", [UserError, FailureError])
 def test_an_error_keeps_its_kind_on_all_ranks(kind: type[UserError], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether trying again may help is decided by it."""
+    """It decides whether trying again may help."""
 
     def fail() -> None:
         raise kind("the disk is full", code="full")

@@ -85,7 +85,7 @@ def mixed(tmp_path: Path) -> Path:
 
 
 def test_a_mixture_changes_by_its_key_alone_and_from_the_checkpoint_on(mixed: Path) -> None:
-    """Where the run goes on from another step, nothing is trained with it."""
+    """Nothing is trained with it where the run goes on from another step."""
     identity.compare(config(mixed, MIXED), DATA)
     for overrides, code in (
         ([OTHER], "changed-mixture"),
@@ -215,7 +215,7 @@ def checked(config: RunConfig, ranks: int = 1, local: bool = True) -> Ready:
 
 
 def begun(config: RunConfig) -> None:
-    """What the first launch of a run leaves."""
+    """Begin as a run's first launch does."""
     config.output_dir.mkdir(exist_ok=True)
     identity.claim(config, checked(config).identity)
     checked(config)
@@ -268,7 +268,7 @@ def test_a_pass_over_fewer_rows(folder: Path) -> None:
 
 
 def test_costs_of_another_tokenizer(folder: Path) -> None:
-    """What matters is which token has which id, however the file is written."""
+    """Only the ids of tokens matter, however the file is written."""
     model = folder / "model"
     family("llama", vocab_size=384).save_pretrained(model)
     shutil.copytree(folder / "data/tokenizer", model, dirs_exist_ok=True)
@@ -337,7 +337,7 @@ def test_an_extra_that_is_not_installed(prepared: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("override", "named"),
+    ("override", "expected"),
     [
         ("deepspeed=none.json", "none.json"),
         ("objective.params.ratio_cup=3", "ratio_cap"),
@@ -352,11 +352,11 @@ def test_an_extra_that_is_not_installed(prepared: Path, monkeypatch: pytest.Monk
         ("model.architecture={model_type: rwkv, vocab_size: 384, num_hidden_layers: 2}", "rwkv"),
     ],
 )
-def test_what_the_recipe_alone_cannot_show(prepared: Path, override: str, named: str) -> None:
+def test_what_the_recipe_alone_cannot_show(prepared: Path, override: str, expected: str) -> None:
     config = load_config(prepared, [override])
     with pytest.raises(UserError) as caught:
         checked(config)
-    assert named in str(caught.value)
+    assert expected in str(caught.value)
     assert not config.output_dir.exists()
 
 

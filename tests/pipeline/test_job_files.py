@@ -102,7 +102,7 @@ def test_failures_are_queued_again_so_many_times(tmp_path: Path) -> None:
 
 
 def under_kubernetes(code: int) -> str:
-    """What the first rule of the training job that fits makes of a pod's exit code."""
+    """Return the action of the training job's first rule that fits an exit code."""
     documents = yaml.safe_load_all((REPO / "launch/k8s/base/train.yaml").read_text())
     (job,) = (entry for entry in documents if entry["kind"] == "Job")
     rules = job["spec"]["podFailurePolicy"]["rules"]

@@ -36,7 +36,7 @@ def write(run_dir: Path, rank: int, enqueued: int, started: int, **state: Any) -
 
 
 @pytest.mark.parametrize(
-    ("stood", "who"),
+    ("stood", "culprit"),
     [
         ([(9, 8), (9, 8), (7, 7), (9, 8)], "rank 2 on node-1 (training)"),  # busy elsewhere
         ([(9, 8), (9, -1), (9, 8), (9, 8)], "rank 1 on node-0 (training)"),  # its device does not come to it
@@ -46,11 +46,11 @@ def write(run_dir: Path, rank: int, enqueued: int, started: int, **state: Any) -
     ],
 )
 def test_the_rank_that_was_late_and_what_others_waited_in(
-    tmp_path: Path, stood: list[tuple[int, int]], who: str | None
+    tmp_path: Path, stood: list[tuple[int, int]], culprit: str | None
 ) -> None:
     for rank, (enqueued, started) in enumerate(stood):
         write(tmp_path, rank, enqueued, started)
-    expected = who and f"the first that was late: {who}; others waited in all_gather (engine.py:9)"
+    expected = culprit and f"the first that was late: {culprit}; others waited in all_gather (engine.py:9)"
     assert late(tmp_path) == expected
     assert accounted(tmp_path) == all(enqueued for enqueued, _ in stood)
 

@@ -183,7 +183,7 @@ def test_data_that_do_not_fit_are_refused(shared_data: Path) -> None:
 
 
 def checked_model(model: Any, attention: str, *segments: int) -> None:
-    """What the trainer asks of a model for data sets of two rows with so many segments."""
+    """Check a model as the trainer does, for sets of two rows with so many segments."""
     fuse_model(model, get_objective("mle"))
     engine: Any = SimpleNamespace(model=model, ds=model, world=SimpleNamespace(device=torch.device("cpu")))
     config = run_config("x", Path("x"), attn_implementation=attention)

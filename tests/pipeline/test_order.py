@@ -102,7 +102,7 @@ def test_any_ranks_resumes_and_changes_give_one_sequence(draws: st.DataObject) -
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 @pytest.mark.parametrize("by", ["tokens", "rows"])
 def test_shares_are_within_one_percent_over_1000_steps(uneven: bool, by: str) -> None:
-    """Of each share, that is, also where rows hold 1 to 2,000 tokens; and with them a schedule's integral."""
+    """Each share is, also where rows hold 1 to 2,000 tokens; and with them a schedule's integral."""
     rng = np.random.default_rng(0)
     domain = rng.permutation(np.repeat(np.arange(4), [5000, 300, 70, 900]))
     tokens = np.exp(rng.uniform(0, math.log(2000), len(domain))).astype(int) if uneven else 255

@@ -51,14 +51,14 @@ def test_a_straggler_is_told_once_it_persists(
 class Event:
     """An event of a device on which all takes a quarter of a second."""
 
-    made = 0
+    count = 0
 
     def __init__(self, enable_timing: bool) -> None:
         assert enable_timing
 
     def record(self) -> None:
-        Event.made += 1
-        self.at = 250 * Event.made
+        Event.count += 1
+        self.at = 250 * Event.count
 
     def elapsed_time(self, end: Event) -> float:
         return end.at - self.at  # milliseconds
@@ -69,16 +69,16 @@ def test_the_head_is_timed_on_the_device_and_in_training_alone(monkeypatch: pyte
     monkeypatch.setattr(pace, "on_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
-    own = OwnTime(head)
+    timer = OwnTime(head)
     for passes, expected in ((2, 2 + 2 * 0.25), (1, 1 + 0.25)):
-        own.begins()
-        own.computes()
+        timer.begins()
+        timer.computes()
         for _ in range(passes):
             head(torch.ones(1))
-        own.ends()
+        timer.ends()
         head(torch.ones(1))  # as in a validation
-        assert own.last == expected
-    assert Event.made == 6
+        assert timer.last == expected
+    assert Event.count == 6
 
 
 def test_a_temperature_is_the_driver_s(monkeypatch: pytest.MonkeyPatch) -> None:

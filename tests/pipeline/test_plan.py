@@ -204,7 +204,7 @@ RUNS = published.runs()
 
 
 def test_the_error_that_is_printed_is_that_of_held_out_runs() -> None:
-    """Of runs to which nothing was fitted, many more than those to which something was."""
+    """Nothing is fitted to them; they are many more than the runs that calibrate."""
     errors = {mark: [abs(run.ratio() - 1) for run in RUNS if run.mark == mark] for mark in published.MARKS}
     calibrates, held_out, outside = (max(errors[mark]) for mark in errors)
     assert footprint.TIME_ERROR - 0.02 < held_out <= footprint.TIME_ERROR
@@ -235,13 +235,13 @@ def test_published_memory() -> None:
 
 @pytest.mark.parametrize("case", published.MEMORY)
 def test_peaks_published_for_gpus(case: tuple[int, bool, int, int, float]) -> None:
-    """What is called sure does suffice, and is no multiple of what was used."""
+    """The sure amount does suffice, and is no multiple of what was used."""
     stage, checkpointing, micro, passes, peak = case
     logits = 16 * micro * 4096 * LLAMA_7B.vocabulary / 2**20  # whole, in two precisions, with gradients
     setup = Setup(8, stage, micro, 4096, passes, checkpointing=checkpointing, cost=False, chunk_mb=logits)
-    found = footprint.memory(LLAMA_7B, setup)
+    memory = footprint.memory(LLAMA_7B, setup)
     without_head = 6 * LLAMA_7B.vocabulary * LLAMA_7B.hidden  # the gradient that our loss holds
-    assert peak < (found.surely - without_head) / GIB < 1.6 * peak
+    assert peak < (memory.surely - without_head) / GIB < 1.6 * peak
 
 
 def test_a_token_passes_through_some_experts_only() -> None:
@@ -255,9 +255,9 @@ def test_a_token_passes_through_some_experts_only() -> None:
     assert sizes.parameters == 46_702_792_704
     assert sizes.parameters - sizes.idle == 2 * 32000 * 4096 + 4096 + 32 * layer
     dense, setup = dataclasses.replace(sizes, idle=0), Setup(8, 3, 1, 2048)
-    times = [footprint.step_time(given, setup, A100).matrices for given in (sizes, dense)]
+    times = [footprint.step_time(size, setup, A100).matrices for size in (sizes, dense)]
     assert times[0] / times[1] == pytest.approx(sizes.active / sizes.body)
-    shares = [footprint.utilisation(given, setup, 1.0, A100) for given in (sizes, dense)]
+    shares = [footprint.utilisation(size, setup, 1.0, A100) for size in (sizes, dense)]
     assert shares[0] < 0.5 * shares[1]
 
 
@@ -273,8 +273,8 @@ def test_stages_communicate_what_they_need() -> None:
     assert seconds(1, 1) > seconds(2, 1, all_reduced=False)
     assert seconds(3, 4, hpz=8) < 0.5 * seconds(3, 4)
     assert seconds(3, 4, network=400.0, hpz=8) > 0.9 * seconds(3, 4, network=400.0)
-    held = [footprint.memory(LLAMA_7B, Setup(16, 3, 1, 256, hpz=hpz)).parameters for hpz in (1, 8)]
-    assert held[1] - held[0] == 2 * LLAMA_7B.parameters / 8
+    parameters = [footprint.memory(LLAMA_7B, Setup(16, 3, 1, 256, hpz=hpz)).parameters for hpz in (1, 8)]
+    assert parameters[1] - parameters[0] == 2 * LLAMA_7B.parameters / 8
 
 
 def test_what_does_not_fit_is_told_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ MAX_NODES = 2
 
 
 class Agent:
-    """What torchrun does on a node: it joins a round, and leaves it for a new one where a node is waiting."""
+    """A node's torchrun: it joins a round, and leaves it for a new one where a node is waiting."""
 
     def __init__(self, port: int, name: str) -> None:
         shape = {"min_nodes": MAX_NODES, "max_nodes": MAX_NODES, "local_addr": name}
@@ -58,7 +58,7 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Agent]]:
 
 
 def rounds_after(agents: list[Agent], least: int) -> int:
-    """How often agents have joined in all, once it is `least` and another round would have ended."""
+    """Return how often agents joined, once it is `least` and another round would have ended."""
     wait_for(lambda: sum(agent.rounds for agent in agents) >= least, f"{least} joined", 60)
     time.sleep(3)
     return sum(agent.rounds for agent in agents)

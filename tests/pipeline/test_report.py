@@ -88,7 +88,7 @@ def test_a_window_is_averaged_over_tokens(tmp_path: Path) -> None:
 def apart(*domains: tuple[int, float, float]) -> Sums:
     """A step whose sums are those of its domains: tokens, loss, NLL."""
     tokens, loss, nll = (sum(column) for column in zip(*domains, strict=True))
-    return Sums(loss, nll, 0.5, int(tokens), False, domains=tuple(DomainSums(*one) for one in domains))
+    return Sums(loss, nll, 0.5, int(tokens), False, domains=tuple(DomainSums(*domain) for domain in domains))
 
 
 def test_resume_drops_later_and_damaged_records(tmp_path: Path) -> None:
@@ -268,8 +268,8 @@ def test_batches_of_the_models_own_are_compared_with_one_another(tmp_path: Path)
     """Their loss is another one: a divergence alone, beside that of likelihood and divergence."""
     watch = guard(tmp_path, spike_factor=3, spike_stops=True)
     for step in range(30):
-        own = step % 3 > 0
-        assert watch.observe(step, sums(0.1 if own else 3.0), lambda: ROWS, own) is None
+        on_policy = step % 3 > 0
+        assert watch.observe(step, sums(0.1 if on_policy else 3.0), lambda: ROWS, on_policy) is None
     with refused("spike"):
         watch.observe(30, sums(1.0), lambda: ROWS, True)
 
@@ -309,9 +309,9 @@ def test_what_has_no_interval_or_no_pairs() -> None:
 
 def test_json_lines_hold_every_record() -> None:
     stream = io.StringIO()
-    shown, logger = Console("json", stream), logging.Logger("of this test")
-    logger.addHandler(shown)
-    shown.record({"step": 20, "loss": 2.0, "demd": None}, Progress(20, 30, {}))
+    console, logger = Console("json", stream), logging.Logger("of this test")
+    logger.addHandler(console)
+    console.record({"step": 20, "loss": 2.0, "demd": None}, Progress(20, 30, {}))
     logger.info("saved: %s", "x", extra={"event_fields": {"event": "saved", "step": 3}})
     logger.warning("late")
     records = [json.loads(line) | {"time": 0} for line in stream.getvalue().splitlines()]

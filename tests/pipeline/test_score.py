@@ -26,7 +26,7 @@ from tests.helpers.refusals import refused
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe on prepared data, and the model that it starts from."""
     directory = tmp_path_factory.mktemp("score")
     recipe = tiny_recipe(directory, max_steps=2)
@@ -39,16 +39,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_scores_are_those_of_the_model(place: Path) -> None:
+def test_scores_are_those_of_the_model(folder: Path) -> None:
     """Each document alone, in float64, through transformers' own forward."""
-    command = ["score", str(place / "recipe.yaml"), "--model", str(place / "model")]
+    command = ["score", str(folder / "recipe.yaml"), "--model", str(folder / "model")]
     assert main([*command, "data.shards=1"]) == 0
-    model = LlamaForCausalLM.from_pretrained(place / "model", dtype=torch.float64)
+    model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
     for split in ("train", "validation"):
-        data = TokenDataset(place / "data" / split)
-        found = Scores(data, "reference")
+        data = TokenDataset(folder / "data" / split)
+        scores = Scores(data, "reference")
         for row in range(min(len(data), 12)):
-            batch, stored = data.batch(np.array([row])), found.columns(np.array([row]))["stored"][0]
+            batch, stored = data.batch(np.array([row])), scores.columns(np.array([row]))["stored"][0]
             ids, n = torch.from_numpy(batch["input_ids"][0]), data.tokens_of(row)
             starts = [*np.flatnonzero(batch["position_ids"][0][:n] == 0).tolist(), n]
             for a, b in pairwise(starts):
@@ -59,42 +59,42 @@ def test_scores_are_those_of_the_model(place: Path) -> None:
     assert main(command) == 0
 
 
-def test_training_reads_them_and_begins_anew_with_others(place: Path) -> None:
+def test_training_reads_them_and_begins_anew_with_others(folder: Path) -> None:
     """PSFT against the very model that starts: every ratio is 1 at the first step, so its loss is -1."""
-    command = ["score", str(place / "recipe.yaml"), "--name", "start"]
-    assert main([*command, "--model", str(place / "model")]) == 0
-    changes = ["objective.name=psft", "objective.scores=start", f"output_dir={place / 'psft'}"]
-    done = run_alone(str(place / "recipe.yaml"), *changes)
+    command = ["score", str(folder / "recipe.yaml"), "--name", "start"]
+    assert main([*command, "--model", str(folder / "model")]) == 0
+    changes = ["objective.name=psft", "objective.scores=start", f"output_dir={folder / 'psft'}"]
+    done = run_alone(str(folder / "recipe.yaml"), *changes)
     assert done.returncode == 0, done.stdout
-    first = next(record for record in read_metrics(place / "psft") if "loss" in record)
+    first = next(record for record in read_metrics(folder / "psft") if "loss" in record)
     assert first["loss"] == pytest.approx(-1.0, abs=1e-4)
-    assert main([*command, "--model", str(place / "psft/export"), "--force"]) == 0
+    assert main([*command, "--model", str(folder / "psft/export"), "--force"]) == 0
     with refused("changed-scores"):
-        check(load_config(place / "recipe.yaml", changes), 1, local=True)
+        check(load_config(folder / "recipe.yaml", changes), 1, local=True)
 
 
-def test_ones_own_objective_and_a_schedule_train(place: Path) -> None:
+def test_ones_own_objective_and_a_schedule_train(folder: Path) -> None:
     """A sum that ends as likelihood alone logs likelihood's loss from there on, under DeepSpeed, too."""
-    own = "examples/my_objective.py:unsure"
+    objective = "examples/my_objective.py:unsure"
     weights = [{"from": 1 - end, "to": end, "steps": 2} for end in (0, 1)]
-    parts = [{"name": n, "weight": w} for n, w in zip((own, "mle"), weights, strict=True)]
-    run_dir = place / "sum"
+    parts = [{"name": n, "weight": w} for n, w in zip((objective, "mle"), weights, strict=True)]
+    run_dir = folder / "sum"
     changes = [f"objective.sum={json.dumps(parts)}", f"output_dir={run_dir}", "train.max_steps=4"]
-    done = run_alone(str(place / "recipe.yaml"), *changes)
+    done = run_alone(str(folder / "recipe.yaml"), *changes)
     assert done.returncode == 0, done.stdout
-    found = [record for record in read_metrics(run_dir) if "loss" in record]
-    assert found[0]["loss"] > found[0]["nll"] + 0.1  # the weight is above 1 everywhere
-    for record in found[2:]:
+    records = [record for record in read_metrics(run_dir) if "loss" in record]
+    assert records[0]["loss"] > records[0]["nll"] + 0.1  # the weight is above 1 everywhere
+    for record in records[2:]:
         assert record["loss"] == pytest.approx(record["nll"], rel=1e-6)
 
 
 @pytest.mark.parametrize("arguments", [["--part", "3/2"], ["--model", "nowhere"], ["--name", "a/b"]])
-def test_mistakes(place: Path, arguments: list[str]) -> None:
-    model = [] if "--model" in arguments else ["--model", str(place / "model")]
-    assert main(["score", str(place / "recipe.yaml"), *model, *arguments]) == 2
+def test_mistakes(folder: Path, arguments: list[str]) -> None:
+    model = [] if "--model" in arguments else ["--model", str(folder / "model")]
+    assert main(["score", str(folder / "recipe.yaml"), *model, *arguments]) == 2
 
 
 @pytest.mark.parametrize("changes", [["objective.name=psft"], ["objective.scores=x", "objective.name=mle"]])
-def test_scores_that_do_not_fit_the_objective(place: Path, changes: list[str]) -> None:
+def test_scores_that_do_not_fit_the_objective(folder: Path, changes: list[str]) -> None:
     with pytest.raises(UserError, match="score"):
-        training_objective(load_config(place / "recipe.yaml", changes))
+        training_objective(load_config(folder / "recipe.yaml", changes))

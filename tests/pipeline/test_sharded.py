@@ -24,7 +24,7 @@ Results = dict[str, dict[Any, Any]]
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What rank 0 of two has computed and counted."""
+    """The results and counts of rank 0 of two."""
     directory = tmp_path_factory.mktemp("sharded")
     done = launching.run_ranks("-m", "tests.helpers.sharded_worker", str(directory))
     assert done.returncode == 0, done.stdout[-5000:]

@@ -28,7 +28,7 @@ ANCHOR = 'objective={"sum": [{"name": "mle"}, {"name": "kl", "teacher": "base", 
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe on prepared data, the model that it starts from, and a teacher with padded entries."""
     directory = tmp_path_factory.mktemp("teacher")
     recipe = launching.tiny_recipe(directory, max_steps=4, save_steps=2, logging_steps=1)
@@ -36,11 +36,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = tree["model"]["architecture"]
     del shape["model_type"]
     torch.manual_seed(0)
-    for name, more in (
+    for name, changes in (
         ("model", {}),
         ("teacher", {"vocab_size": shape["vocab_size"] + 8, "num_hidden_layers": 1}),
     ):
-        tiny_llama(**shape | more, initializer_range=0.2).save_pretrained(directory / name)
+        tiny_llama(**shape | changes, initializer_range=0.2).save_pretrained(directory / name)
     for file in (directory / "data/tokenizer").glob("*"):
         shutil.copy(file, directory / "teacher")
     tree["model"] = {"path": str(directory / "model"), "dtype": "float32"}
@@ -52,89 +52,87 @@ def trained(run_dir: Path) -> list[dict[str, Any]]:
     return [record for record in read_metrics(run_dir) if "nll" in record]
 
 
-def alone(place: Path, name: str, *options: str) -> list[dict[str, Any]]:
+def alone(folder: Path, name: str, *options: str) -> list[dict[str, Any]]:
     """Run on one rank; its records."""
-    done = launching.run_alone(str(place / "recipe.yaml"), f"output_dir={place / name}", *options)
+    done = launching.run_alone(str(folder / "recipe.yaml"), f"output_dir={folder / name}", *options)
     assert done.returncode == ExitCode.DONE, done.stdout
-    return trained(place / name)
+    return trained(folder / name)
 
 
 @pytest.fixture(scope="module")
-def anchored(place: Path) -> list[dict[str, Any]]:
-    return alone(place, "anchored", ANCHOR, "deepspeed=ds_configs/zero1.json")
+def anchored(folder: Path) -> list[dict[str, Any]]:
+    return alone(folder, "anchored", ANCHOR, "deepspeed=ds_configs/zero1.json")
 
 
-def test_an_anchor_begins_at_nothing_and_holds(place: Path, anchored: list[dict[str, Any]]) -> None:
+def test_an_anchor_begins_at_nothing_and_holds(folder: Path, anchored: list[dict[str, Any]]) -> None:
     assert anchored[0]["divergence"] == pytest.approx(0, abs=1e-6)
     assert all(r["loss"] == pytest.approx(r["nll"] + 0.3 * r["divergence"], rel=1e-5) for r in anchored)
-    free = alone(place, "free", "objective.name=mle")
+    free = alone(folder, "free", "objective.name=mle")
     assert "divergence" not in free[-1]
-    loose = alone(place, "loose", ANCHOR.replace("0.3", "3"))
+    loose = alone(folder, "loose", ANCHOR.replace("0.3", "3"))
     assert 0 < loose[-1]["divergence"] < anchored[-1]["divergence"]
 
 
-def test_two_ranks_under_zero3_killed_and_resumed(place: Path, anchored: list[dict[str, Any]]) -> None:
+def test_two_ranks_under_zero3_killed_and_resumed(folder: Path, anchored: list[dict[str, Any]]) -> None:
     """A partitioned teacher gives the losses of a whole one; a run that resumes, the undisturbed export."""
     exports = []
     for name, killed in (("sharded", False), ("killed", True)):
-        run_dir = place / name
-        options = (str(place / "recipe.yaml"), f"output_dir={run_dir}", ANCHOR)
+        run_dir = folder / name
+        options = (str(folder / "recipe.yaml"), f"output_dir={run_dir}", ANCHOR)
         if killed:
             launching.kill_ranks(run_dir, 2, "launch/continual.sh", *options)
         done = launching.run_ranks("launch/continual.sh", *options)
         assert done.returncode == ExitCode.DONE, done.stdout
         exports.append((run_dir / EXPORT / "model.safetensors").read_bytes())
-        for ours, theirs in zip(trained(run_dir)[-2:], anchored[-2:], strict=True):
-            assert ours["divergence"] == pytest.approx(theirs["divergence"], rel=1e-4)
-            assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        for ours, want in zip(trained(run_dir)[-2:], anchored[-2:], strict=True):
+            assert ours["divergence"] == pytest.approx(want["divergence"], rel=1e-4)
+            assert ours["loss"] == pytest.approx(want["loss"], rel=1e-5)
     assert exports[0] == exports[1]
 
 
-def test_half_of_the_batches_are_the_models_own(place: Path) -> None:
+def test_half_of_the_batches_are_the_models_own(folder: Path) -> None:
     """One rank, and two under ZeRO-3 that are killed and resumed, write the same and have the same loss."""
-    teacher = json.dumps({"model": str(place / "teacher"), "temperature": 2.0})
+    teacher = json.dumps({"model": str(folder / "teacher"), "temperature": 2.0})
     objective = f'{{"sum": [{{"name": "mle"}}, {{"name": "jsd", "teacher": {teacher}}}]'
     written = f'objective={objective}, "on_policy": {{"share": 0.5, "tokens": 12}}}}'
-    whole = alone(place, "writes", written, "deepspeed=ds_configs/zero1.json")
-    options = (str(place / "recipe.yaml"), f"output_dir={place / 'write'}", written)
-    launching.kill_ranks(place / "write", 2, "launch/continual.sh", *options)
+    whole = alone(folder, "writes", written, "deepspeed=ds_configs/zero1.json")
+    options = (str(folder / "recipe.yaml"), f"output_dir={folder / 'write'}", written)
+    launching.kill_ranks(folder / "write", 2, "launch/continual.sh", *options)
     done = launching.run_ranks("launch/continual.sh", *options)
     assert done.returncode == ExitCode.DONE, done.stdout
-    for ours, theirs in zip(trained(place / "write"), whole, strict=True):
-        own = theirs["step"] % 2 == 0
-        assert ("written_tokens" in theirs) == own
-        assert ours["tokens"] == theirs["tokens"] and ours.get("written_tokens") == theirs.get(
-            "written_tokens"
-        )
-        assert ours["divergence"] == pytest.approx(theirs["divergence"], rel=1e-3)
-        assert theirs["loss"] == pytest.approx(theirs["divergence"] + (0 if own else theirs["nll"]), rel=1e-5)
+    for ours, want in zip(trained(folder / "write"), whole, strict=True):
+        on_policy = want["step"] % 2 == 0
+        assert ("written_tokens" in want) == on_policy
+        assert ours["tokens"] == want["tokens"] and ours.get("written_tokens") == want.get("written_tokens")
+        assert ours["divergence"] == pytest.approx(want["divergence"], rel=1e-3)
+        assert want["loss"] == pytest.approx(want["divergence"] + (0 if on_policy else want["nll"]), rel=1e-5)
     assert whole[3]["tokens"] - whole[2]["tokens"] <= whole[3]["written_tokens"]
 
 
-def test_the_base_under_adapters_needs_no_copy(place: Path) -> None:
+def test_the_base_under_adapters_needs_no_copy(folder: Path) -> None:
     """With the adapters off the model is its own teacher: one rank with a copy, two ranks without."""
     lora = 'model.lora={"r": 4, "dropout": 0}'
-    copy = json.dumps({"name": "kl", "teacher": {"model": str(place / "model")}})
-    whole = alone(place, "copy", lora, f'objective={{"sum": [{{"name": "mle"}}, {copy}]}}')
-    run_dir = place / "adapters"
+    copy = json.dumps({"name": "kl", "teacher": {"model": str(folder / "model")}})
+    whole = alone(folder, "copy", lora, f'objective={{"sum": [{{"name": "mle"}}, {copy}]}}')
+    run_dir = folder / "adapters"
     options = (f"output_dir={run_dir}", lora, ANCHOR.replace(', "weight": 0.3', ""))
-    done = launching.run_ranks("launch/continual.sh", str(place / "recipe.yaml"), *options)
+    done = launching.run_ranks("launch/continual.sh", str(folder / "recipe.yaml"), *options)
     assert done.returncode == ExitCode.DONE, done.stdout
-    for ours, theirs in zip(trained(run_dir), whole, strict=True):
-        assert ours["divergence"] == pytest.approx(theirs["divergence"], rel=1e-3, abs=1e-7)
+    for ours, want in zip(trained(run_dir), whole, strict=True):
+        assert ours["divergence"] == pytest.approx(want["divergence"], rel=1e-3, abs=1e-7)
     assert whole[-1]["divergence"] > 0
 
 
-def test_stored_scores_come_near_the_live_teacher(place: Path) -> None:
+def test_stored_scores_come_near_the_live_teacher(folder: Path) -> None:
     """The divergence of the stored entries is below the live one's, and nears it with their number."""
-    teacher = str(place / "teacher")
-    live = alone(place, "live", f'objective={{"name": "kl", "teacher": {{"model": "{teacher}"}}}}')
+    teacher = str(folder / "teacher")
+    live = alone(folder, "live", f'objective={{"name": "kl", "teacher": {{"model": "{teacher}"}}}}')
     gaps = []
     for k in (8, 256):
-        command = ["score", str(place / "recipe.yaml"), "--model", teacher, "--name", f"top{k}"]
+        command = ["score", str(folder / "recipe.yaml"), "--model", teacher, "--name", f"top{k}"]
         assert main([*command, "--top-k", str(k)]) == 0
         stored = f'objective={{"name": "kl", "teacher": {{"scores": "top{k}"}}}}'
-        gaps.append(1 - alone(place, f"top{k}", stored)[0]["divergence"] / live[0]["divergence"])
+        gaps.append(1 - alone(folder, f"top{k}", stored)[0]["divergence"] / live[0]["divergence"])
     assert 0.0005 < gaps[1] + 0.001 < gaps[0]
 
 
@@ -145,45 +143,45 @@ def test_stored_scores_come_near_the_live_teacher(place: Path) -> None:
         ({"name": "mle", "teacher": "base"}, "needs-teacher"),
         ({"name": "demd_dense", "teacher": {"scores": "plain"}}, "needs-teacher"),
         ({"name": "kl", "teacher": {"scores": "plain"}}, "scores-kind"),
-        ({"name": "kl", "teacher": {"model": "{place}/small"}}, "teacher-vocabulary"),
-        ({"name": "kl", "teacher": {"model": "{place}/short"}}, "teacher-context"),
-        ({"name": "kl", "teacher": {"model": "{place}/words"}}, "teacher-tokenizer"),
+        ({"name": "kl", "teacher": {"model": "{folder}/small"}}, "teacher-vocabulary"),
+        ({"name": "kl", "teacher": {"model": "{folder}/short"}}, "teacher-context"),
+        ({"name": "kl", "teacher": {"model": "{folder}/words"}}, "teacher-tokenizer"),
     ],
 )
-def test_teachers_that_do_not_fit(place: Path, objective: dict[str, Any], code: str) -> None:
-    if code == "scores-kind" and not (place / "data/train/scores/plain").is_dir():
-        command = ["score", str(place / "recipe.yaml"), "--model", str(place / "model")]
+def test_teachers_that_do_not_fit(folder: Path, objective: dict[str, Any], code: str) -> None:
+    if code == "scores-kind" and not (folder / "data/train/scores/plain").is_dir():
+        command = ["score", str(folder / "recipe.yaml"), "--model", str(folder / "model")]
         assert main([*command, "--name", "plain"]) == 0
     for name, key, value in (
         ("small", "vocab_size", 100),
         ("short", "max_position_embeddings", 8),
         ("words", "", 0),
     ):
-        if name in str(objective) and not (place / name).is_dir():
-            shutil.copytree(place / "teacher", place / name)
+        if name in str(objective) and not (folder / name).is_dir():
+            shutil.copytree(folder / "teacher", folder / name)
             if key:
-                config = json.loads((place / name / "config.json").read_text())
-                (place / name / "config.json").write_text(json.dumps(config | {key: value}))
+                config = json.loads((folder / name / "config.json").read_text())
+                (folder / name / "config.json").write_text(json.dumps(config | {key: value}))
             else:
-                tree = json.loads((place / name / "tokenizer.json").read_text())
+                tree = json.loads((folder / name / "tokenizer.json").read_text())
                 vocabulary = tree["model"]["vocab"]
                 first, second = sorted(vocabulary)[-2:]
                 vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-                (place / name / "tokenizer.json").write_text(json.dumps(tree))
-    text = json.dumps(objective).replace("{place}", str(place))
+                (folder / name / "tokenizer.json").write_text(json.dumps(tree))
+    text = json.dumps(objective).replace("{folder}", str(folder))
     with refused(code):
-        check(load_config(place / "recipe.yaml", [f"objective={text}"]), 1, local=True)
+        check(load_config(folder / "recipe.yaml", [f"objective={text}"]), 1, local=True)
 
 
-def test_another_teacher_cannot_go_on(place: Path) -> None:
+def test_another_teacher_cannot_go_on(folder: Path) -> None:
     """The weights of the teacher are part of a run's identity."""
-    moved = place / "moved"
-    shutil.copytree(place / "teacher", moved)
+    moved = folder / "moved"
+    shutil.copytree(folder / "teacher", moved)
     teacher = json.dumps({"name": "kl", "teacher": {"model": str(moved)}})
-    options = (str(place / "recipe.yaml"), f"output_dir={place / 'changed'}", f"objective={teacher}")
+    options = (str(folder / "recipe.yaml"), f"output_dir={folder / 'changed'}", f"objective={teacher}")
     done = launching.run_alone(*options)
     assert done.returncode == ExitCode.DONE, done.stdout
-    shutil.rmtree(place / "changed" / EXPORT)
+    shutil.rmtree(folder / "changed" / EXPORT)
     model = AutoModelForCausalLM.from_pretrained(moved)
     model.get_output_embeddings().weight.data.mul_(2)
     model.save_pretrained(moved)
@@ -230,7 +228,7 @@ def test_the_plan_counts_a_teacher() -> None:
     )
     gpu, plain = footprint.ACCELERATORS["A100-80G"], footprint.Setup(8, 2, 2, 2048)
     alone = dataclasses.replace(plain, teacher=sizes)
-    held = {
+    memory = {
         (stage, copied): footprint.memory(
             sizes, dataclasses.replace(alone, stage=stage, copied=copied)
         ).teacher
@@ -238,8 +236,8 @@ def test_the_plan_counts_a_teacher() -> None:
         for copied in (True, False)
     }
     assert footprint.memory(sizes, plain).teacher == 0
-    assert held[2, True] - held[2, False] == 2 * sizes.parameters
-    assert held[3, True] - held[3, False] < 2 * sizes.parameters / 2
+    assert memory[2, True] - memory[2, False] == 2 * sizes.parameters
+    assert memory[3, True] - memory[3, False] < 2 * sizes.parameters / 2
     times = [footprint.step_time(sizes, setup, gpu) for setup in (plain, alone)]
     trained = times[0].matrices + times[0].attention + times[0].elementwise + times[0].head
     assert times[0].teacher == 0 and times[1].teacher == pytest.approx(trained / 3, rel=0.05)
@@ -248,7 +246,7 @@ def test_the_plan_counts_a_teacher() -> None:
 
 
 @pytest.mark.parametrize(
-    ("teacher", "named"),
+    ("teacher", "expected"),
     [
         ("bse", "objective.teacher:"),
         ({"modle": "x"}, "model"),
@@ -257,14 +255,14 @@ def test_the_plan_counts_a_teacher() -> None:
         ({"scores": "x", "temperature": 2}, "temperature"),
     ],
 )
-def test_a_teacher_that_is_written_wrongly(place: Path, teacher: Any, named: str) -> None:
+def test_a_teacher_that_is_written_wrongly(folder: Path, teacher: Any, expected: str) -> None:
     objective = json.dumps({"name": "kl", "teacher": teacher})
     with pytest.raises(UserError) as caught:
-        load_config(place / "recipe.yaml", [f"objective={objective}"])
-    assert named in str(caught.value) and "TeacherConfig" not in str(caught.value)
+        load_config(folder / "recipe.yaml", [f"objective={objective}"])
+    assert expected in str(caught.value) and "TeacherConfig" not in str(caught.value)
 
 
-def test_the_parts_of_a_sum_share_a_teacher(place: Path) -> None:
+def test_the_parts_of_a_sum_share_a_teacher(folder: Path) -> None:
     parts = [{"name": "kl", "teacher": "base"}, {"name": "tv", "teacher": {"model": "x"}}]
     with pytest.raises(UserError, match="one teacher"):
-        load_config(place / "recipe.yaml", [f"objective={json.dumps({'sum': parts})}"])
+        load_config(folder / "recipe.yaml", [f"objective={json.dumps({'sum': parts})}"])
