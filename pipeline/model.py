@@ -192,13 +192,13 @@ def warn_of_twins(cost: CostEmbedding | LiveCost | None, data: TokenDataset) -> 
         return
     labels = data.batch(np.linspace(0, len(data) - 1, min(len(data), TWIN_ROWS)).astype(np.int64))["labels"]
     tokens, counts = np.unique(labels[labels != IGNORE], return_counts=True)
+    if not len(tokens):
+        return
     frequent = np.argsort(-counts, kind="stable")[:TWIN_TOKENS]
     alike = twins(cost, torch.from_numpy(tokens[frequent])).numpy()
     share = counts[frequent][alike].sum() / counts.sum()
     if share > USUAL_TWINS:
-        line = (
-            "objective.cost does not tell %d tokens (%.0f %% of the data) from others, so weights may explode"
-        )
+        line = "objective.cost does not tell %d tokens (%.0f %% of the data) from others: weights may explode"
         cure = "set it to a model that knows them, or to constant"
         log.warning(f"{line}; {cure}", alike.sum(), 100 * share)
 

@@ -615,10 +615,6 @@ def open_rows(
 
 def twins(cost: CostEmbedding, tokens: Tensor) -> Tensor:
     """Return which of `tokens` [n] have another one among them at a cost below TWIN_COST, bool [n]."""
-    tokens = tokens.to(cost.rows.device)
-    result = torch.zeros(len(tokens), dtype=torch.bool)
-    for start in range(0, len(tokens), 64):
-        costs = cost.costs(tokens[start : start + 64])[:, tokens]
-        costs.diagonal(start).fill_(torch.inf)
-        result[start : start + 64] = (costs.amin(1) < TWIN_COST).cpu()
-    return result
+    rows = cost.rows[tokens.to(cost.rows.device)]
+    costs = CostEmbedding(rows).costs(torch.arange(len(tokens), device=rows.device))
+    return (costs.fill_diagonal_(torch.inf).amin(1) < TWIN_COST).cpu()
