@@ -53,6 +53,7 @@ class Question(Section):
     better: str
     than: list[str] = Field(min_length=1)
     tempered: bool = False  # against that at the temperature of equal entropy
+    by_nll: bool = False  # rates and steps chosen as a user can: by nats per token of development samples
 
 
 class Study(Section):
@@ -82,6 +83,8 @@ class Study(Section):
             if label not in labels:
                 raise ValueError(f"{label} is not one of the contestants: {', '.join(labels)}")
         for name, question in self.questions.items():
+            if question.by_nll and not {question.better, *question.than} <= self.contestants.keys():
+                raise ValueError(f"questions.{name}: a map after training has no learning rate of its own")
             if question.tempered and question.than != [self.against(question.better)]:
                 raise ValueError(
                     f"questions.{name}: {question.better} has no gap from {question.than}; set against"
@@ -167,10 +170,10 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
 
     Beside the measures of the learner as it was trained: `temperature`, which suits its development sample
     best, and `tempered_js` at that; `gap_*`: the difference from what it is against, at the temperature of
-    equal entropy; `js_by_nll`: where the learning rate was chosen, and training stopped, by nats per token of
-    development samples. All else is of the rate and the number of steps with the least `outcome` over the
-    truths for selection. `rates`: those two, by score; `steps`: that number; `at_end`: contestants whose rate
-    or number of steps is one beyond which none was tried.
+    equal entropy; `*_by_nll`: the outcome and its gap where the learning rate was chosen, and training
+    stopped, by nats per token of development samples. All else is of the rate and the number of steps with
+    the least `outcome` over the truths for selection. `rates`: those two, by score; `steps`: that number;
+    `at_end`: contestants whose rate or number of steps is one beyond which none was tried.
     """
     others, selection = draw(cell, "selection", study.selection)
     truths, sample = draw(cell, "measured", study.truths)
@@ -210,12 +213,11 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
         logits[POST_HOC + label] = study.contestants[label].settled(sample, base.softmax(-1)).log()
     values: dict[str, dict[str, list[float]]] = {}
     for label, learned in logits.items():
-        learners = zip(truths, learned, logits[study.against(label)], sample.dev, strict=True)
-        measured = [_measure(*learner) for learner in learners]
-        values[label] = {name: [row[name] for row in measured] for name in measured[0]}
+        values[label] = _measures(truths, learned, logits[study.against(label)], sample.dev)
         if label in by_nll:
-            pairs = zip(truths, by_nll[label], strict=True)
-            values[label]["js_by_nll"] = [divergence(*pair, "js") for pair in pairs]
+            chosen = _measures(truths, by_nll[label], by_nll[study.against(label)], sample.dev)
+            names = (study.outcome, f"gap_{study.outcome}")
+            values[label] |= {f"{name}_by_nll": chosen[name] for name in names}
     return {"values": values, "rates": rates, "steps": steps, "at_end": at_end}
 
 
@@ -233,6 +235,14 @@ def weighted(truth: bigram.Truth, logits: Tensor, temperature: float = 1.0) -> d
     """Return all measures of logits [V, V] from a truth."""
     measured = distributions.measures(truth.rows.log(), distributions.log_probs(logits, temperature))
     return {name: float(values @ truth.contexts) for name, values in measured.items()}
+
+
+def _measures(
+    truths: list[bigram.Truth], learned: Tensor, base: Tensor, dev: Tensor
+) -> dict[str, list[float]]:
+    """Return the measures of learners by name, one for each truth."""
+    rows = [_measure(*learner) for learner in zip(truths, learned, base, dev, strict=True)]
+    return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) -> dict[str, float]:
@@ -309,12 +319,12 @@ def answer(study: Study, name: str, result: dict[str, Any], cells: int) -> dict[
     together (Sidak).
     """
     question, values = study.questions[name], result["values"]
+    measure = ("gap_" * question.tempered) + study.outcome + ("_by_nll" * question.by_nll)
+    better = values[question.better][measure]
     if question.tempered:  # the gap is the difference already
-        better = values[question.better][f"gap_{study.outcome}"]
         others = [[0.0] * len(better)]
     else:
-        better = values[question.better][study.outcome]
-        others = [values[label][study.outcome] for label in question.than]
+        others = [values[label][measure] for label in question.than]
     return {"outcome": study.outcome, **verdict(better, others, True, LEVEL ** (1 / cells))}
 
 

@@ -396,3 +396,27 @@ def test_training_ends_where_other_truths_say(tmp_path: Path) -> None:
     learned = contestants["mle"].fit(sample, rate, steps).logits
     want = [study.divergence(*pair, "js") for pair in zip(truths, learned, strict=True)]
     assert result["values"]["mle"]["js"] == pytest.approx(want, rel=1e-6)
+
+
+def test_questions_by_nats_are_answered_without_the_truth(tmp_path: Path) -> None:
+    """The learners, and what is tempered, are those whose rate and steps development samples like best."""
+    contestants = {name: Contestant(name=name) for name in ("mle", "emo")}
+    chosen = study.Study(
+        out=tmp_path, contestants=contestants, vocabularies=[12], shares=[1.0], draws=[20],
+        truths=2, selection=2, steps=60, rates=[1e-2, 3e-2],
+        questions={"nats": study.Question(better="emo", than=["mle"], tempered=True, by_nll=True)},
+    )  # fmt: skip
+    cell = study.Cell(12, 1.0, 20)
+    result = study.measure_cell(chosen, cell)
+    truths, sample = study.draw(cell, "measured", 2)
+    mle, emo = (
+        contestant.fit(sample, result["rates"][name]["nll"], 60, patient=False).stopped.double()
+        for name, contestant in contestants.items()
+    )
+    gaps = []
+    for truth, base, learned in zip(truths, mle, emo, strict=True):
+        entropy = study.weighted(truth, learned)["entropy_q"]
+        t = optimize.brentq(lambda t: study.weighted(truth, base, t)["entropy_q"] - entropy, 0.1, 10)  # noqa: B023
+        gaps.append(study.divergence(truth, learned, "js") - study.divergence(truth, base, "js", t))
+    assert result["values"]["emo"]["gap_js_by_nll"] == pytest.approx(gaps, abs=1e-6)
+    assert study.answer(chosen, "nats", result, 1)["effect"] == pytest.approx(-np.mean(gaps), abs=1e-6)
