@@ -100,12 +100,13 @@ class Sampler:
     def _batch(self, requests: Sequence[Request], tokens: int) -> list[Continuation]:
         self._requests = requests
         self._random: Tensor | None = None  # made when the vocabulary is known
-        self._limits = limits = [min(request.limit or tokens, tokens) for request in requests]
+        limits = [min(request.limit or tokens, tokens) for request in requests]
+        self._limits = torch.tensor(limits, device=self.device)
         self._lengths = [len(request.prompt) for request in requests]
         self._width = width = max(self._lengths)
         ids = [[r.prompt[0]] * (width - len(r.prompt)) + list(r.prompt) for r in requests]
         padding = torch.tensor([width - length for length in self._lengths], device=self.device)
-        widths = torch.tensor(limits, device=self.device) + width  # of which every row ends
+        widths = self._limits + width  # of which every row ends
         out = self.model.generate(
             torch.tensor(ids, device=self.device),
             attention_mask=(torch.arange(width, device=self.device) >= padding[:, None]).long(),
@@ -128,21 +129,21 @@ class Sampler:
         """Return scores that choose the next token of every row: all others get no probability."""
         if self._random is None:
             depth = levels(scores.shape[-1])
-            draws = [uniforms(request.seed, max(self._limits), depth) for request in self._requests]
+            longest = int(self._limits.max())
+            draws = [uniforms(request.seed, longest, depth) for request in self._requests]
             self._random = torch.stack(draws).to(scores.device)
-        step = input_ids.shape[1] - self._width
+        step, running = input_ids.shape[1] - self._width, self._running(input_ids)
         if step:
             self.steps += 1
             if self.steps & (self.steps - 1) == 0:  # 1, 2, 4, ...: later ones have longer histories
-                self._compare(input_ids, scores)
+                self._compare(input_ids, scores, running.tolist())
         random = self._random[:, step]
-        tokens, close = self._choose(scores, random)
-        for row in close.nonzero()[:, 0].tolist():
-            if self._runs(input_ids, row):
-                alone = self._alone(input_ids, row)
-                again, _ = self._choose(alone, random[row : row + 1])
-                tokens[row] = again[0]
-                self.redone += 1
+        tokens = torch.zeros(len(scores), dtype=torch.int64, device=scores.device)
+        tokens[running], close = self._choose(scores[running], random[running])
+        for row in running[close].tolist():
+            again, _ = self._choose(self._alone(input_ids, row), random[row : row + 1])
+            tokens[row] = again[0]
+            self.redone += 1
         return torch.full_like(scores, -math.inf).scatter_(1, tokens[:, None], 0.0)
 
     def _choose(self, logits: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,9 +157,11 @@ class Sampler:
         ids = input_ids[row : row + 1, self._width - self._lengths[row] :]
         return self.model(input_ids=ids, use_cache=False).logits[:, -1].float()
 
-    def _runs(self, input_ids: Tensor, row: int) -> bool:
-        written = input_ids[row, self._width :].tolist()
-        return len(written) < self._limits[row] and not set(written) & set(self.ends)
+    def _running(self, input_ids: Tensor) -> Tensor:
+        """Return the rows [n] whose texts go on. What follows the end of the others decides nothing."""
+        written = input_ids[:, self._width :]
+        ended = torch.isin(written, torch.tensor(self.ends, device=written.device)).any(dim=1)
+        return (~ended & (self._limits > written.shape[1])).nonzero()[:, 0]
 
     def _rounding(self, logits: Tensor) -> Tensor:
         """Return how far logits [B, V] of one row may differ between batch shapes: [B]; -1 for never mind."""
@@ -168,9 +171,8 @@ class Sampler:
         largest = logits.masked_fill(logits.isinf(), 0).abs().amax(dim=-1).clamp_min(1.0)
         return rounding * largest * max(1.0, SAFETY * self.checked / rounding)
 
-    def _compare(self, input_ids: Tensor, logits: Tensor) -> None:
-        """Hold the logits of a row against the plain forward: are cache, mask and positions honoured?"""
-        running = [row for row in range(len(logits)) if self._runs(input_ids, row)]
+    def _compare(self, input_ids: Tensor, logits: Tensor, running: list[int]) -> None:
+        """Hold logits of a running row against the plain forward: are cache, mask and positions honoured?"""
         row = running[self.steps % len(running)]
         if self.steps == 1:  # the row with most padding
             row = min(running, key=self._lengths.__getitem__)

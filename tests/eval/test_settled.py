@@ -60,6 +60,19 @@ def test_a_text_does_not_depend_on_its_batch(models: Path, decoding: Decoding) -
     assert texts[0] == texts[1]
 
 
+def test_a_text_that_has_ended_decides_nothing(models: Path) -> None:
+    """... though others of its batch go on: what the model says after it need not have a fixed point."""
+    model, rows = EvaluatedModel(str(models / "small")).model, []
+
+    def settled(logits: Tensor) -> Tensor:
+        rows.append(len(logits))
+        return logits
+
+    prompts = [r._replace(limit=limit) for r, limit in zip(requests(3), (1, 4, 2), strict=True)]
+    texts = Sampler(model, Decoding(objective="emo"), (), 3, settled).run(prompts, 9)
+    assert [len(text.tokens) for text in texts] == [1, 4, 2] and rows == [3, 2, 1, 1]
+
+
 def test_texts_are_kept_apart_by_objective_and_cost(models: Path, tmp_path: Path) -> None:
     """... and by a cost's content; likelihood leaves them as they are."""
     written: dict[str, Any] = {}
