@@ -45,8 +45,9 @@ def _read(path: Path, current: Signature) -> tuple[str, list[str]]:
     for node in ast.walk(ast.parse(content)):
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.ImportFrom):
+            parent = [node.module] if node.module else []
+            names += [*parent, *(".".join([*parent, alias.name]) for alias in node.names)]
     return hashlib.sha256(content).hexdigest(), names
 
 
@@ -67,3 +68,26 @@ def plugin_file(objective: str) -> Path | None:
     except (ImportError, ValueError):
         return None
     return Path(spec.origin) if spec is not None and spec.origin is not None else None
+
+
+def plugin_sources(objective: str) -> list[Path]:
+    """Return the file of an objective that is a program and those that it imports of its folder or package.
+
+    Empty for other objectives, and for a program that is not there.
+    """
+    program, files = plugin_file(objective), []
+    if program is None:
+        return []
+    module = objective.rpartition(":")[0]
+    depth = 0 if module.endswith(".py") else module.count(".") + (program.name == "__init__.py")
+    root = [program.parent, *program.absolute().parent.parents][depth]
+    waiting = [program]
+    while waiting:
+        path = waiting.pop()
+        if path in files or not path.is_file():
+            continue
+        files.append(path)
+        for name in _read(path, signature(path))[1]:
+            for base in (folder.joinpath(*name.split(".")) for folder in {root, path.parent}):
+                waiting += [base.with_suffix(".py"), base / "__init__.py"]
+    return sorted(files)

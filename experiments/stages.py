@@ -25,8 +25,8 @@ from emo.common.recipe import marked, shown
 from emo.common.untrusted import read_json
 from emo.data_prep.config import DataConfig, settings
 from emo.eval import store
-from emo.experiments.code import code_digest, plugin_file
-from emo.pipeline.config import FREE, RunConfig
+from emo.experiments.code import code_digest, plugin_sources
+from emo.pipeline.config import FREE, RunConfig, TeacherConfig
 
 # A run may go on with others, as they change nothing that is learned; but they change what is reported of it.
 REPORTED = {"train.eval_rows", "train.mixture_from"}
@@ -115,9 +115,11 @@ def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> dict[str, Any]
     origin |= {key: value for key, value in recorded.items() if key.startswith(CONTENT)}
     origin |= data_origin(config.data) | {"code of emo.pipeline.train": code_digest("emo.pipeline.train")}
     for objective in (config.objective.name, *(part.name for part in config.objective.sum or ())):
-        if (program := plugin_file(objective)) is not None and program.is_file():
-            origin[f"{CONTENT}objective {objective}"] = sha256(program)
-    for key, name in (("model.path", config.model.path), ("objective.cost", config.objective.cost)):
+        origin |= {f"{CONTENT}{file}": sha256(file) for file in plugin_sources(objective)}
+    models = {"model.path": config.model.path, "objective.cost": config.objective.cost}
+    if isinstance(teacher := config.objective.compared, TeacherConfig):
+        models["objective.teacher.model"] = teacher.model
+    for key, name in models.items():
         path = Path(name or "").expanduser()
         if path.is_dir() and name:
             files = [file for file in path.iterdir() if file.suffix in OF_MODELS and file.is_file()]
@@ -137,10 +139,9 @@ def command_origin(command: list[str], out: Path) -> dict[str, Any]:
     Files in `out` are left out: other stages make them, perhaps this one.
     """
     origin: dict[str, Any] = {"command": command}
-    if command[1:2] == ["-m"]:
-        for name in modules(command[3]) if command[2] == "emo" else [command[2]]:
-            if name.startswith("emo."):
-                origin[f"code of {name}"] = code_digest(name)
+    program, *words = command[2:] if command[1:2] == ["-m"] else command
+    names = [name for word in words[:1] for name in modules(word)] if program == "emo" else [program]
+    origin |= {f"code of {name}": code_digest(name) for name in names if name.startswith("emo.")}
     files = [shipped(Path(word.rpartition("=")[2])) for word in command]
     for file in files:  # the list grows by the recipes that they extend
         key = f"{CONTENT}{file}"

@@ -227,7 +227,10 @@ def write(root: Path, name: str, content: str) -> None:
 
 def corpus_sweep(root: Path) -> Sweep:
     before = {"corpus": f"python {root}/make.py"}
-    return opened(sweep(root, root / "recipe.yaml", before=before, measures={}))
+    parts = [{"name": f"{root}/mine.py:scaled"}, {"name": "kl", "teacher": {"model": f"{root}/teacher"}}]
+    axes = yaml.safe_load(EXPERIMENT)["axes"]
+    axes["objective"]["emo"] = {"objective.sum": parts}
+    return opened(sweep(root, root / "recipe.yaml", before=before, axes=axes, measures={}))
 
 
 @pytest.fixture
@@ -237,6 +240,9 @@ def finished(tmp_path: Path, recipe: Path) -> Path:
     write(tmp_path, "recipe.yaml", "")
     write(tmp_path, "ds.json", '{"zero_optimization": {"stage": 1}}')
     write(tmp_path, "weights/model.safetensors", "weights")
+    write(tmp_path, "teacher/model.safetensors", "weights")
+    write(tmp_path, "mine.py", "from helper import number")
+    write(tmp_path, "helper.py", "number = 1")
     write(tmp_path, "make.py", "pass")
     work = corpus_sweep(tmp_path)
     for stage in work.before():
@@ -255,6 +261,9 @@ def finished(tmp_path: Path, recipe: Path) -> Path:
         ("recipe.yaml", "data: {validation: [{files: other.txt}], validation_fraction: 0}"),
         ("ds.json", '{"zero_optimization": {"stage": 2}}'),
         ("weights/model.safetensors", "strange"),
+        ("teacher/model.safetensors", "strange"),
+        ("mine.py", "from helper import number as n"),
+        ("helper.py", "number = 2"),
         ("make.py", "print()"),
     ],
 )
@@ -293,8 +302,11 @@ def test_a_recipe_that_changes_while_the_sweep_runs_is_refused(finished: Path) -
         work.advance(task.run, task.stages[1])
 
 
-def test_a_command_whose_code_changed_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, command = tmp_path / "module.py", ["python", "-m", "emo", "eval"]
+@pytest.mark.parametrize("command", [["python", "-m", "emo", "eval"], ["emo", "eval"]])
+def test_a_command_whose_code_changed_is_done_again(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = tmp_path / "module.py"
     monkeypatch.setattr(emo.experiments.code, "sources", lambda _: {"module": module})
 
     def measure() -> Stage:
