@@ -65,7 +65,7 @@ def _advise(config: RunConfig) -> int:
         problem = "set model.path: a model with fresh weights has no confusions to compare with the costs"
         raise UserError(problem, code="fresh-weights")
     data, held_out = open_prepared(config.data)
-    text = next((rows for rows in held_out.values() if len(rows)), data)
+    name, text = next(((n, rows) for n, rows in held_out.items() if len(rows)), ("training data", data))
     fit = fit_of_recipe(config, text)
     cells = json.loads(MAP.read_text(encoding="utf-8"))
     V, tokens = data.manifest.vocab_size, data.manifest.valid_tokens
@@ -73,9 +73,10 @@ def _advise(config: RunConfig) -> int:
     position, cost = Position(V, tokens / V, share_of(fit, min(V, largest))), config.objective.cost
     share = f"as known truths have with a share of geometry of {position.share:.2f}"
     print(f"data   {tokens:,} supervised tokens, {position.draws:,.1f} for each of the vocabulary's {V:,}")
-    print(f"costs  {cost}: fit {fit:.3f}, {share}")
+    print(f"costs  {cost}: fit {fit:.3f} on {name}, {share}")
     print(f"map    {len(cells['rows'])} cells at commit {cells['code']}, whose intervals hold together")
-    print("\n".join(expected(cells["rows"], position, begins=cost == "pretrained")))
+    own = cost == "pretrained" or Path(cost).resolve() == Path(config.model.path).resolve()
+    print("\n".join(expected(cells["rows"], position, begins=own)))
     return ExitCode.DONE
 
 

@@ -54,8 +54,7 @@ def _check_names(sweep: Sweep, run: Run, config: RunConfig) -> None:
         metrics += measure.read
         split_command(measure.command, sweep.variables(run, run), f"measures.{name}")
         fill(measure.read, sweep.variables(run), f"measures.{name}.read")
-    decisive = [question.outcome for question in experiment.questions.values()]
-    for metric in [*decisive, *([experiment.choose.by] if experiment.choose else [])]:
+    for metric in [*experiment.decisive, *([experiment.choose.by] if experiment.choose else [])]:
         if metric not in metrics:
             raise UserError(f"nothing measures {metric}; {nearest(metric, metrics)}")
 

@@ -208,6 +208,13 @@ class Experiment(Section):
         return self
 
     @property
+    def decisive(self) -> list[str]:
+        """Return the metrics that questions and fronts are about."""
+        metrics = [question.outcome for question in self.questions.values()]
+        metrics += [metric for front in self.fronts.values() for metric in (front.gained, front.lost)]
+        return list(dict.fromkeys(metrics))
+
+    @property
     def variables(self) -> dict[str, Any]:
         """Return what `{name}` stands for everywhere. A name may use those before it."""
         variables: dict[str, Any] = {"out": self.out}

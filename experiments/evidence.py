@@ -23,7 +23,8 @@ from emo.common.errors import ExitCode, UserError, nearest, outcome
 from emo.common.provenance import code_version
 from emo.common.recipe import Section, load_section
 from emo.experiments import report
-from emo.experiments.design import RESULTS, fill, split_command
+from emo.experiments.design import RESULTS, Experiment, fill, read_experiment, split_command
+from emo.experiments.known_truth.study import Study
 from emo.experiments.workers import environment
 from emo.pipeline.stop import die_with_parent
 
@@ -84,9 +85,17 @@ def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
             if not Path(path).exists():
                 action = part.otherwise.note if part.otherwise else "left out"
                 left_out[name] = f"{action}, as {path} does not exist"
-    for answer in evidence.answers.values():
+    for key, answer in evidence.answers.items():
         if answer.by in left_out and evidence.parts[answer.by].otherwise is None:
             raise UserError(f"{answer.by} decides {answer.text!r} and was left out", code="part-left-out")
+        for name in (answer.by, *answer.also):
+            part = evidence.parts[name]
+            if (other := part.otherwise if name in left_out else part) is None:
+                continue
+            questions = read_part(part.kind, other.file).questions
+            if answer.question not in questions:
+                problem = f"answers.{key}: {other.file} has no question {answer.question}"
+                raise UserError(f"{problem}; {nearest(answer.question, questions)}", code="unknown-question")
     parts: dict[str, Any] = {}
     began = time.monotonic()
     for name, part in evidence.parts.items():
@@ -116,6 +125,11 @@ def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
         "left_out": left_out,
         "cut": evidence.cut,
     }
+
+
+def read_part(kind: str, file: Path) -> Study | Experiment:
+    """Return the file of a part."""
+    return read_experiment(file, []) if kind == "sweep" else load_section(Study, file, [], "experiment")
 
 
 def run_command(command: list[str]) -> None:

@@ -88,7 +88,7 @@ def gather(sweep: Sweep) -> dict[str, Any]:
     verdicts = {name: answer(experiment, name, rows) for name in experiment.questions}
     fronts = {name: lost(experiment, front, rows) for name, front in experiment.fronts.items()}
     lacking: dict[str, list[str]] = {}
-    for metric in dict.fromkeys(question.outcome for question in experiment.questions.values()):
+    for metric in experiment.decisive:
         for name, value in (
             (n, v) for r in rows for n, v in zip(r["runs"], _outcomes(r, metric), strict=True)
         ):
@@ -150,7 +150,7 @@ def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> 
     sections = [Section("Answers", _answers(verdicts))]
     for name, part in results["parts"].items():
         title, about = titles[name]
-        blocks = _study(part) if "fixed_points" in part else _rows(part)
+        blocks = _study(part) if "fixed_points" in part else [_answers(part["verdicts"]), *_rows(part)]
         blocks += [_front(front) for front in part.get("fronts", {}).values()]
         sections.append(Section(title, about, lacking.get(name, ""), *blocks))
     lost = [f"{titles[name][0]}: {why}" for name, why in lacking.items() if name not in results["parts"]]

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field, model_validator
@@ -33,7 +33,7 @@ from emo.common.provenance import code_version
 from emo.common.recipe import Section, load_section
 from emo.eval.generation import distributions
 from emo.eval.stats import LEVEL
-from emo.experiments.code import code_digest, plugin_file
+from emo.experiments.code import code_digest, plugin_sources
 from emo.experiments.design import RESULTS
 from emo.experiments.known_truth import bigram
 from emo.experiments.known_truth.contestants import Contestant
@@ -64,14 +64,16 @@ class Study(Section):
     baseline: str = "mle"
     # Of these: the distributions that they would turn the trained baseline's into, with unlimited data.
     post_hoc: list[str] = []
-    vocabularies: list[int]
-    shares: list[float]  # of geometry in the truth
-    draws: list[int]  # per context, of a training sample; a tenth more is for development
+    vocabularies: list[Annotated[int, Field(gt=1)]] = Field(min_length=1)
+    shares: list[Annotated[float, Field(ge=0, le=1)]] = Field(min_length=1)  # of geometry in the truth
+    # per context, of a training sample; a tenth more is for development
+    draws: list[Annotated[int, Field(gt=0)]] = Field(min_length=1)
     truths: int = Field(20, gt=1)  # of each cell; all contestants have the same samples and first weights
     selection: int = Field(4, gt=0)  # further truths of each cell, which learning rates are chosen on
     steps: int = Field(600, gt=0)  # at most
-    rates: list[float] = [3e-3, 9e-3, 2.7e-2]  # learning rates; where the best is the last, further ones
-    outcome: str = "js"
+    # learning rates; where the best is the first or last, further ones
+    rates: list[Annotated[float, Field(gt=0)]] = Field([3e-3, 9e-3, 2.7e-2], min_length=1)
+    outcome: Literal["js", "kl_pq", "kl_qp", "tv"] = "js"
     questions: dict[str, Question] = {}
 
     @model_validator(mode="after")
@@ -173,7 +175,8 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
     equal entropy; `*_by_nll`: the outcome and its gap where the learning rate was chosen, and training
     stopped, by nats per token of development samples. All else is of the rate and the number of steps with
     the least `outcome` over the truths for selection. `rates`: those two, by score; `steps`: that number;
-    `at_end`: contestants whose rate or number of steps is one beyond which none was tried.
+    `at_end`: contestants whose rate or number of steps is one beyond which none was tried; with " by nll"
+    those whose rate by nats is.
     """
     others, selection = draw(cell, "selection", study.selection)
     truths, sample = draw(cell, "measured", study.truths)
@@ -204,7 +207,9 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
         rates[label] = best(scores)
         rate = rates[label][study.outcome]
         steps[label] = nearest[rate]
-        at_end += [label] * (rate in (min(scores), max(scores)) or steps[label] == study.steps)
+        ends = (min(scores), max(scores))
+        at_end += [label] * (rate in ends or steps[label] == study.steps)
+        at_end += [f"{label} by nll"] * (rates[label]["nll"] in ends)
         logits[label] = contestant.fit(sample, rate, steps[label]).logits.double()
         stopped = contestant.fit(sample, rates[label]["nll"], study.steps, patient=False).stopped
         by_nll[label] = stopped.double()
@@ -272,12 +277,12 @@ def _measuring(study: Study) -> Callable[[Cell], dict[str, Any]]:
 def run(study: Study, jobs: int = 1) -> dict[str, Any]:
     """Return the results of all cells, after writing them; finished cells are read."""
     (study.out / "cells").mkdir(parents=True, exist_ok=True)
-    files = (plugin_file(contestant.name) for contestant in study.contestants.values())
+    files = [file for contestant in study.contestants.values() for file in plugin_sources(contestant.name)]
     keys = {"contestants", "baseline", "post_hoc", "truths", "selection", "steps", "rates", "outcome"}
     identity = {  # what every cell depends on: parameters, and the code that makes it
         "study": study.model_dump(mode="json", include=keys),
         "code": code_digest("emo.experiments.known_truth.study"),
-        "plug-ins": [sha256(file) for file in files if file is not None and file.is_file()],
+        "plug-ins": [sha256(file) for file in files],
         "torch": torch.__version__,
     }
     cells = [Cell(*axes) for axes in itertools.product(study.vocabularies, study.shares, study.draws)]

@@ -131,6 +131,13 @@ def test_mistakes_of_late_runs(tmp_path: Path, late: dict[str, Any], local: bool
         check(small_sweep(tmp_path, late), local=local)
 
 
+def test_what_decides_is_measured(tmp_path: Path) -> None:
+    for metric in ("gained", "lost"):
+        front = {"text": "What is lost?", "gained": "validation_nll", "lost": "letters"} | {metric: "leters"}
+        with pytest.raises(UserError, match=r"nothing measures leters.*letters"):
+            check(small_sweep(tmp_path, {}, fronts={"letters": front}), local=False)
+
+
 def test_files_that_are_made_first_may_be_missing(tmp_path: Path) -> None:
     late = {"model.path": "{out}/model", "data.root": "{out}/corpus"}
     check(small_sweep(tmp_path, late, before={"corpus": "python -c pass"}), local=True)

@@ -25,6 +25,7 @@ from tests.helpers.refusals import refused
 SMALL = {"vocabularies": [12], "shares": [1.0], "draws": [40], "truths": 3, "selection": 1, "steps": 60}
 STUDY = {"extends": str(REPO / "experiments/known-truth-contestants.yaml"), "out": "unused"} | SMALL
 PART = {"title": "A study", "about": "What it is.", "kind": "study", "file": "none.yaml"}
+QUICK = "experiments/known-truth-quick.yaml"
 ANSWER: dict[str, Any] = {"text": "Does it help?", "by": "study", "question": "geometry"}
 
 
@@ -93,7 +94,7 @@ def test_a_killed_command_takes_its_part_with_it() -> None:
 
 @pytest.mark.parametrize(
     ("otherwise", "code"),
-    [(None, "part-left-out"), ({"note": "", "before": ["false"], "file": "none.yaml"}, "part-failed")],
+    [(None, "part-left-out"), ({"note": "", "before": ["false"], "file": QUICK}, "part-failed")],
 )
 def test_a_part_that_decides_must_be_there(
     otherwise: dict[str, Any] | None, code: str, tmp_path: Path
@@ -102,6 +103,14 @@ def test_a_part_that_decides_must_be_there(
     with refused(code):
         gather(load_section(Evidence, path, []), jobs=1)
     assert not (tmp_path / "out/results.json").exists()
+
+
+@pytest.mark.parametrize(("kind", "file"), [("study", QUICK), ("sweep", "experiments/oracle.yaml")])
+def test_a_question_that_nobody_asks_is_refused_first(kind: str, file: str, tmp_path: Path) -> None:
+    path = evidence(tmp_path, study={"kind": kind, "file": file})
+    with refused("unknown-question"):
+        gather(load_section(Evidence, path, ["answers.geometry.question=geometri"]), jobs=1)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_sweep_is_done_by_the_command_of_the_product(

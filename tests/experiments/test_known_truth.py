@@ -179,6 +179,14 @@ def test_no_learning_rate_is_chosen_at_an_end() -> None:
     assert min(scores) < chosen["nll"] and max(scores) > chosen["js"] and len(tried) == len(scores)
 
 
+@pytest.mark.parametrize(
+    "override", ["shares=[1.5]", "draws=[0]", "rates=[]", "outcome=entropy_q", "vocabularies=[1]"]
+)
+def test_a_study_outside_of_its_ranges_is_refused(override: str) -> None:
+    with pytest.raises(UserError, match=override.partition("=")[0]):
+        load_section(study.Study, Path("experiments/known-truth-quick.yaml"), [override], "experiment")
+
+
 PLUGIN = "import torch\n\ndef scaled(m):\n    return torch.full_like(m, {})\n"
 
 
