@@ -53,7 +53,7 @@ class Question(Section):
     better: str
     than: list[str] = Field(min_length=1)
     tempered: bool = False  # against that at the temperature of equal entropy
-    by_nll: bool = False  # rates and steps chosen as a user can: by nats per token of development samples
+    by_nll: bool = False  # rates and steps chosen as a user can, by nats per token of development samples
 
 
 class Study(Section):
@@ -97,6 +97,13 @@ class Study(Section):
         """Return the contestant that the gaps of another one are from."""
         contestant = self.contestants.get(label)
         return self.baseline if contestant is None else contestant.against or self.baseline
+
+    @property
+    def judged_by_nll(self) -> set[str]:
+        """Return the contestants of questions `by_nll`, and what their gaps are from."""
+        asked = [question for question in self.questions.values() if question.by_nll]
+        labels = {label for question in asked for label in (question.better, *question.than)}
+        return labels | {self.against(label) for label in labels}
 
 
 class Cell(NamedTuple):
@@ -172,24 +179,29 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
 
     Beside the measures of the learner as it was trained: `temperature`, which suits its development sample
     best, and `tempered_js` at that; `gap_*`: the difference from what it is against, at the temperature of
-    equal entropy; `*_by_nll`: the outcome and its gap where the learning rate was chosen, and training
-    stopped, by nats per token of development samples. All else is of the rate and the number of steps with
-    the least `outcome` over the truths for selection. `rates`: those two, by score; `steps`: that number;
-    `at_end`: contestants whose rate or number of steps is one beyond which none was tried; with " by nll"
-    those whose rate by nats is.
+    equal entropy; `*_by_nll`: the outcome and its gap where each truth's learning rate and number of steps
+    are those that its own development sample likes best, by nats per token. All else is of the rate and the
+    number of steps with the least `outcome` over the truths for selection. `rates`: the best of those truths
+    by each score; `tried`: all of them; `steps`: that number; `at_end`: contestants whose rate or number of
+    steps is one beyond which none was tried, with " by nll" those whose rate by nats is.
     """
     others, selection = draw(cell, "selection", study.selection)
     truths, sample = draw(cell, "measured", study.truths)
     logits: dict[str, Tensor] = {}
     by_nll: dict[str, Tensor] = {}
     rates: dict[str, dict[str, float]] = {}
+    tried: dict[str, list[float]] = {}
     steps: dict[str, int] = {}
     at_end: list[str] = []
     for label, contestant in study.contestants.items():
         nearest: dict[float, int] = {}  # to the truths, by rate: after so many steps
+        by_user = label in study.judged_by_nll
 
         def score(
-            rate: float, contestant: Contestant = contestant, nearest: dict[float, int] = nearest
+            rate: float,
+            contestant: Contestant = contestant,
+            nearest: dict[float, int] = nearest,
+            by_user: bool = by_user,
         ) -> dict[str, float]:
             totals: dict[int, float] = {}
 
@@ -200,19 +212,22 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
 
             fitted = contestant.fit(selection, rate, study.steps, look)
             nearest[rate] = min(totals, key=lambda step: finite(totals[step]))
-            least = finite(totals[nearest[rate]])
-            return {study.outcome: least, "nll": finite(float(fitted.nll.sum()))}
+            values = {study.outcome: finite(totals[nearest[rate]])}
+            return values | ({"nll": finite(float(fitted.nll.sum()))} if by_user else {})
 
         scores = search(score, study.rates)
-        rates[label] = best(scores)
+        rates[label], tried[label] = best(scores), list(scores)
         rate = rates[label][study.outcome]
         steps[label] = nearest[rate]
         ends = (min(scores), max(scores))
         at_end += [label] * (rate in ends or steps[label] == study.steps)
-        at_end += [f"{label} by nll"] * (rates[label]["nll"] in ends)
+        at_end += [f"{label} by nll"] * (rates[label].get("nll") in ends)
         logits[label] = contestant.fit(sample, rate, steps[label]).logits.double()
-        stopped = contestant.fit(sample, rates[label]["nll"], study.steps, patient=False).stopped
-        by_nll[label] = stopped.double()
+        if by_user:
+            fits = [contestant.fit(sample, rate, study.steps, patient=False) for rate in scores]
+            liked = torch.stack([fitted.nll for fitted in fits]).argmin(0)  # by each truth's sample
+            chosen = [fits[i].stopped[truth] for truth, i in enumerate(liked.tolist())]
+            by_nll[label] = torch.stack(chosen).double()
     base = logits[study.baseline]
     for label in study.post_hoc:
         logits[POST_HOC + label] = study.contestants[label].settled(sample, base.softmax(-1)).log()
@@ -220,10 +235,10 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
     for label, learned in logits.items():
         values[label] = _measures(truths, learned, logits[study.against(label)], sample.dev)
         if label in by_nll:
-            chosen = _measures(truths, by_nll[label], by_nll[study.against(label)], sample.dev)
+            of_user = _measures(truths, by_nll[label], by_nll[study.against(label)], sample.dev)
             names = (study.outcome, f"gap_{study.outcome}")
-            values[label] |= {f"{name}_by_nll": chosen[name] for name in names}
-    return {"values": values, "rates": rates, "steps": steps, "at_end": at_end}
+            values[label] |= {f"{name}_by_nll": of_user[name] for name in names}
+    return {"values": values, "rates": rates, "tried": tried, "steps": steps, "at_end": at_end}
 
 
 def finite(value: float) -> float:
@@ -280,7 +295,7 @@ def run(study: Study, jobs: int = 1) -> dict[str, Any]:
     files = [file for contestant in study.contestants.values() for file in plugin_sources(contestant.name)]
     keys = {"contestants", "baseline", "post_hoc", "truths", "selection", "steps", "rates", "outcome"}
     identity = {  # what every cell depends on: parameters, and the code that makes it
-        "study": study.model_dump(mode="json", include=keys),
+        "study": study.model_dump(mode="json", include=keys) | {"by_nll": sorted(study.judged_by_nll)},
         "code": code_digest("emo.experiments.known_truth.study"),
         "plug-ins": [sha256(file) for file in files],
         "torch": torch.__version__,
@@ -306,7 +321,7 @@ def run(study: Study, jobs: int = 1) -> dict[str, Any]:
             for label, measured in result["values"].items()
         }
         verdicts = {name: answer(study, name, result, len(cells)) for name in study.questions}
-        row = {**cell._asdict(), **{key: result[key] for key in ("rates", "steps", "at_end")}}
+        row = {**cell._asdict(), **{key: result[key] for key in ("rates", "tried", "steps", "at_end")}}
         rows.append(row | {"contestants": contestants, "verdicts": verdicts})
     verdicts = {name: regions(study, name, rows) for name in study.questions}
     code, points = code_version(), fixed_points(study)

@@ -198,12 +198,8 @@ def test_cells_are_made_again_by_other_code(tmp_path: Path, monkeypatch: pytest.
     tree = {"out": str(tmp_path / "out"), "contestants": contestants, "truths": 2, "steps": 20}
     tree |= {"vocabularies": [6], "draws": [30], "shares": [0.12345678]}
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree))
-    cell = {
-        "values": {name: {"js": [0.0, 0.0]} for name in contestants},
-        "rates": {},
-        "steps": {},
-        "at_end": [],
-    }
+    values = {name: {"js": [0.0, 0.0]} for name in contestants}
+    cell = {"values": values, "rates": {}, "tried": {}, "steps": {}, "at_end": []}
     monkeypatch.setattr(study, "fixed_points", lambda _: [])
     monkeypatch.setattr(study, "measure_cell", lambda *arguments: measured.append(arguments) or cell)
 
@@ -407,7 +403,7 @@ def test_training_ends_where_other_truths_say(tmp_path: Path) -> None:
 
 
 def test_questions_by_nats_are_answered_without_the_truth(tmp_path: Path) -> None:
-    """The learners, and what is tempered, are those whose rate and steps development samples like best."""
+    """Learners, tempered ones too, have the rate and steps that each truth's own sample likes best."""
     contestants = {name: Contestant(name=name) for name in ("mle", "emo")}
     chosen = study.Study(
         out=tmp_path, contestants=contestants, vocabularies=[12], shares=[1.0], draws=[20],
@@ -417,10 +413,13 @@ def test_questions_by_nats_are_answered_without_the_truth(tmp_path: Path) -> Non
     cell = study.Cell(12, 1.0, 20)
     result = study.measure_cell(chosen, cell)
     truths, sample = study.draw(cell, "measured", 2)
-    mle, emo = (
-        contestant.fit(sample, result["rates"][name]["nll"], 60, patient=False).stopped.double()
-        for name, contestant in contestants.items()
-    )
+
+    def liked(name: str, truth: int) -> Tensor:
+        rates = result["tried"][name]
+        fits = [contestants[name].fit(sample, rate, 60, patient=False) for rate in rates]
+        return min(fits, key=lambda fitted: float(fitted.nll[truth])).stopped[truth].double()
+
+    mle, emo = ([liked(name, truth) for truth in range(2)] for name in contestants)
     gaps = []
     for truth, base, learned in zip(truths, mle, emo, strict=True):
         entropy = study.weighted(truth, learned)["entropy_q"]
