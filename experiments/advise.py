@@ -75,8 +75,8 @@ def _advise(config: RunConfig) -> int:
     print(f"data   {tokens:,} supervised tokens, {position.draws:,.1f} for each of the vocabulary's {V:,}")
     print(f"costs  {cost}: fit {fit:.3f} on {name}, {share}")
     print(f"map    {len(cells['rows'])} cells at commit {cells['code']}, whose intervals hold together")
-    own = cost == "pretrained" or Path(cost).resolve() == Path(config.model.path).resolve()
-    print("\n".join(expected(cells["rows"], position, begins=own)))
+    begins = cost == "pretrained" or Path(cost).resolve() == Path(config.model.path).resolve()
+    print("\n".join(expected(cells["rows"], position, begins)))
     return ExitCode.DONE
 
 

@@ -85,31 +85,35 @@ def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
             if not Path(path).exists():
                 action = part.otherwise.note if part.otherwise else "left out"
                 left_out[name] = f"{action}, as {path} does not exist"
+    sources: dict[str, Part | Otherwise] = {}  # what is done for each part, unless it is left out
+    for name, part in evidence.parts.items():
+        if (source := part.otherwise if name in left_out else part) is not None:
+            sources[name] = source
     for key, answer in evidence.answers.items():
-        if answer.by in left_out and evidence.parts[answer.by].otherwise is None:
+        if answer.by not in sources:
             raise UserError(f"{answer.by} decides {answer.text!r} and was left out", code="part-left-out")
-        for name in (answer.by, *answer.also):
-            part = evidence.parts[name]
-            if (other := part.otherwise if name in left_out else part) is None:
-                continue
-            questions = read_part(part.kind, other.file).questions
+        for name in (part for part in (answer.by, *answer.also) if part in sources):
+            file = sources[name].file
+            questions = read_part(evidence.parts[name].kind, file).questions
             if answer.question not in questions:
-                problem = f"answers.{key}: {other.file} has no question {answer.question}"
+                problem = f"answers.{key}: {file} has no question {answer.question}"
                 raise UserError(f"{problem}; {nearest(answer.question, questions)}", code="unknown-question")
     parts: dict[str, Any] = {}
     began = time.monotonic()
     for name, part in evidence.parts.items():
         print(f"{name}: {left_out.get(name, part.title)}", flush=True)
-        out, file = evidence.out / name, part.file
-        names = [f"names.{key}={fill(v, evidence.names, f'parts.{name}')}" for key, v in part.names.items()]
-        if name in left_out:
-            if part.otherwise is None:
-                continue
-            file, names = part.otherwise.file, []
-            for text in part.otherwise.before:
+        if name not in sources:
+            continue
+        out, source = evidence.out / name, sources[name]
+        if isinstance(source, Otherwise):
+            names = []
+            for text in source.before:
                 run_command(split_command(text, evidence.names, f"parts.{name}"))
+        else:
+            filled = fill(source.names, evidence.names, f"parts.{name}.names")
+            names = [f"names.{key}={value}" for key, value in filled.items()]
         program = ["emo", "sweep"] if part.kind == "sweep" else ["emo.experiments.known_truth.study"]
-        run_command(["python", "-m", *program, "--jobs", str(jobs), str(file), f"out={out}", *names])
+        run_command(["python", "-m", *program, "--jobs", str(jobs), str(source.file), f"out={out}", *names])
         parts[name] = json.loads((out / RESULTS).read_text(encoding="utf-8"))
     verdicts = {}
     for name, answer in evidence.answers.items():

@@ -140,7 +140,7 @@ def command_origin(command: list[str], out: Path) -> dict[str, Any]:
     """
     origin: dict[str, Any] = {"command": command}
     program, *words = command[2:] if command[1:2] == ["-m"] else command
-    names = [name for word in words[:1] for name in modules(word)] if program == "emo" else [program]
+    names = modules(words[0]) if program == "emo" and words else [program]
     origin |= {f"code of {name}": code_digest(name) for name in names if name.startswith("emo.")}
     files = [shipped(Path(word.rpartition("=")[2])) for word in command]
     for file in files:  # the list grows by the recipes that they extend

@@ -61,6 +61,7 @@ class Sampler:
     ) -> None:  # fmt: skip
         self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
         self.decoding, self.ends, self.batch = decoding or Decoding(), sorted(ends), batch
+        self._ends = torch.tensor(self.ends, dtype=torch.int64, device=self.device)
         self.settled = settled
         self.checked, self.steps, self.redone = 0.0, 0, 0
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
@@ -160,7 +161,7 @@ class Sampler:
     def _running(self, input_ids: Tensor) -> Tensor:
         """Return the rows [n] whose texts go on. What follows the end of the others decides nothing."""
         written = input_ids[:, self._width :]
-        ended = torch.isin(written, torch.tensor(self.ends, device=written.device)).any(dim=1)
+        ended = torch.isin(written, self._ends).any(dim=1)
         return (~ended & (self._limits > written.shape[1])).nonzero()[:, 0]
 
     def _rounding(self, logits: Tensor) -> Tensor:
