@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+from collections.abc import Callable
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,17 +25,33 @@ def code_digest(module: str) -> str:
 
 
 def sources(module: str) -> dict[str, Path]:
-    """Return the files of `module` and of all that it imports from this project, by module name."""
-    files: dict[str, Path] = {}
-    waiting = [module]
-    while waiting:
-        name = waiting.pop()
-        path = source_file(name)
-        if name not in files and path is not None:
-            files[name] = path
-            # a package's __init__ runs before its modules
-            waiting += [name.rpartition(".")[0], *_read(path, signature(path))[1]]
-    return files
+    """Return the files of `module` and of all that it imports from this project, by path below its root."""
+    root = Path(emo.__file__).parents[1]
+    files = _reached(_candidates(root, module), lambda _: {root})
+    return {path.relative_to(root).as_posix(): path for path in files}
+
+
+def _reached(files: list[Path], roots: Callable[[Path], set[Path]]) -> set[Path]:
+    """Return those of the files that exist, and all that they import, directly or not.
+
+    roots: the folders in which the imports of a file are looked for; what is in none is of another project.
+    """
+    reached: set[Path] = set()
+    while files:
+        path = files.pop()
+        if path not in reached and path.is_file():
+            reached.add(path)
+            names = _read(path, signature(path))[1]
+            files += [file for name in names for root in roots(path) for file in _candidates(root, name)]
+    return reached
+
+
+def _candidates(root: Path, name: str) -> list[Path]:
+    """Return the files that importing a module below a folder may run: its packages' and its own."""
+    parts = name.split(".")
+    module = root.joinpath(*parts)
+    packages = [module, *module.parents][: len(parts)]
+    return [module.with_suffix(".py"), *(package / "__init__.py" for package in packages)]
 
 
 @cache
@@ -49,13 +66,6 @@ def _read(path: Path, current: Signature) -> tuple[str, list[str]]:
             parent = [node.module] if node.module else []
             names += [*parent, *(".".join([*parent, alias.name]) for alias in node.names)]
     return hashlib.sha256(content).hexdigest(), names
-
-
-def source_file(name: str) -> Path | None:
-    """Return the file of a module of this project, None for any other name."""
-    base = Path(emo.__file__).parents[1].joinpath(*name.split("."))
-    files = (base.with_suffix(".py"), base / "__init__.py") if name else ()
-    return next((path for path in files if path.is_file()), None)
 
 
 def plugin_file(objective: str) -> Path | None:
@@ -75,19 +85,10 @@ def plugin_sources(objective: str) -> list[Path]:
 
     Empty for other objectives, and for a program that is not there.
     """
-    program, files = plugin_file(objective), []
+    program = plugin_file(objective)
     if program is None:
         return []
     module = objective.rpartition(":")[0]
     depth = 0 if module.endswith(".py") else module.count(".") + (program.name == "__init__.py")
     root = [program.parent, *program.absolute().parent.parents][depth]
-    waiting = [program]
-    while waiting:
-        path = waiting.pop()
-        if path in files or not path.is_file():
-            continue
-        files.append(path)
-        for name in _read(path, signature(path))[1]:
-            for base in (folder.joinpath(*name.split(".")) for folder in {root, path.parent}):
-                waiting += [base.with_suffix(".py"), base / "__init__.py"]
-    return sorted(files)
+    return sorted(_reached([program], lambda path: {root, path.parent}))

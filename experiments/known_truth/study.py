@@ -194,28 +194,7 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
     steps: dict[str, int] = {}
     at_end: list[str] = []
     for label, contestant in study.contestants.items():
-        nearest: dict[float, int] = {}  # to the truths, by rate: after so many steps
-        by_user = label in study.judged_by_nll
-
-        def score(
-            rate: float,
-            contestant: Contestant = contestant,
-            nearest: dict[float, int] = nearest,
-            by_user: bool = by_user,
-        ) -> dict[str, float]:
-            totals: dict[int, float] = {}
-
-            def look(part: bigram.Sample, step: int, learned: Tensor) -> None:
-                pairs = zip(part.seeds, learned, strict=True)
-                values = (divergence(others[number], z, study.outcome) for number, z in pairs)
-                totals[step] = totals.get(step, 0.0) + sum(values)
-
-            fitted = contestant.fit(selection, rate, study.steps, look)
-            nearest[rate] = min(totals, key=lambda step: finite(totals[step]))
-            values = {study.outcome: finite(totals[nearest[rate]])}
-            return values | ({"nll": finite(float(fitted.nll.sum()))} if by_user else {})
-
-        scores = search(score, study.rates)
+        scores, nearest = try_rates(study, label, others, selection)
         rates[label], tried[label] = best(scores), list(scores)
         rate = rates[label][study.outcome]
         steps[label] = nearest[rate]
@@ -223,11 +202,8 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
         at_end += [label] * (rate in ends or steps[label] == study.steps)
         at_end += [f"{label} by nll"] * (rates[label].get("nll") in ends)
         logits[label] = contestant.fit(sample, rate, steps[label]).logits.double()
-        if by_user:
-            fits = [contestant.fit(sample, rate, study.steps, patient=False) for rate in scores]
-            liked = torch.stack([fitted.nll for fitted in fits]).argmin(0)  # by each truth's sample
-            chosen = [fits[i].stopped[truth] for truth, i in enumerate(liked.tolist())]
-            by_nll[label] = torch.stack(chosen).double()
+        if label in study.judged_by_nll:
+            by_nll[label] = likeliest(contestant, sample, tried[label], study.steps)
     base = logits[study.baseline]
     for label in study.post_hoc:
         logits[POST_HOC + label] = study.contestants[label].settled(sample, base.softmax(-1)).log()
@@ -235,10 +211,40 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
     for label, learned in logits.items():
         values[label] = _measures(truths, learned, logits[study.against(label)], sample.dev)
         if label in by_nll:
-            of_user = _measures(truths, by_nll[label], by_nll[study.against(label)], sample.dev)
+            measured = _measures(truths, by_nll[label], by_nll[study.against(label)], sample.dev)
             names = (study.outcome, f"gap_{study.outcome}")
-            values[label] |= {f"{name}_by_nll": of_user[name] for name in names}
+            values[label] |= {f"{name}_by_nll": measured[name] for name in names}
     return {"values": values, "rates": rates, "tried": tried, "steps": steps, "at_end": at_end}
+
+
+def try_rates(
+    study: Study, label: str, truths: list[bigram.Truth], sample: bigram.Sample
+) -> tuple[dict[float, dict[str, float]], dict[float, int]]:
+    """Return the scores of a contestant's learning rates, and after how many steps each is best."""
+    contestant = study.contestants[label]
+    nearest: dict[float, int] = {}
+
+    def score(rate: float) -> dict[str, float]:
+        totals: dict[int, float] = {}
+
+        def look(part: bigram.Sample, step: int, learned: Tensor) -> None:
+            pairs = zip(part.seeds, learned, strict=True)
+            values = (divergence(truths[number], z, study.outcome) for number, z in pairs)
+            totals[step] = totals.get(step, 0.0) + sum(values)
+
+        fitted = contestant.fit(sample, rate, study.steps, look)
+        nearest[rate] = min(totals, key=lambda step: finite(totals[step]))
+        nll = {"nll": finite(float(fitted.nll.sum()))} if label in study.judged_by_nll else {}
+        return {study.outcome: finite(totals[nearest[rate]]), **nll}
+
+    return search(score, study.rates), nearest
+
+
+def likeliest(contestant: Contestant, sample: bigram.Sample, rates: list[float], steps: int) -> Tensor:
+    """Return the logits of learners, each of the rate and step that its own development sample likes best."""
+    fits = [contestant.fit(sample, rate, steps, patient=False) for rate in rates]
+    best_rate = torch.stack([fitted.nll for fitted in fits]).argmin(0).tolist()
+    return torch.stack([fits[number].stopped[truth] for truth, number in enumerate(best_rate)]).double()
 
 
 def finite(value: float) -> float:
