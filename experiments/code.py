@@ -37,12 +37,13 @@ def _reached(files: list[Path], roots: Callable[[Path], set[Path]]) -> set[Path]
     roots: the folders in which the imports of a file are looked for; what is in none is of another project.
     """
     reached: set[Path] = set()
-    while files:
-        path = files.pop()
+    waiting = [*files]
+    while waiting:
+        path = waiting.pop()
         if path not in reached and path.is_file():
             reached.add(path)
             names = _read(path, signature(path))[1]
-            files += [file for name in names for root in roots(path) for file in _candidates(root, name)]
+            waiting += [file for name in names for root in roots(path) for file in _candidates(root, name)]
     return reached
 
 
