@@ -87,26 +87,11 @@ class EvaluatedModel:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer, which adds BOS and EOS where its configuration says so.
+        """The tokenizer, which adds BOS and EOS as data preparation has it.
 
         Raises UserError when it is not the one that `tokenizer_digest` stands for.
         """
         tokenizer: Any = load_tokenizer(self.path)
-        path = self.path / "tokenizer_config.json"
-        settings = read_json(path) if path.is_file() else {}
-        ids, plain = (tokenizer("a", add_special_tokens=flag).input_ids for flag in (True, False))
-        adds = {"bos": ids[:1] != plain[:1], "eos": ids[-1:] != plain[-1:]}
-        flags = dict(adds)
-        for name in adds:
-            if (flag := settings.get(f"add_{name}_token")) is not None:
-                flags[name] = flag
-            if flag not in (None, False) and (
-                flag is not True or getattr(tokenizer, f"{name}_token_id") is None
-            ):
-                reason = "there is no such token" if flag is True else "it must be true or false"
-                raise UserError(f"{path}: add_{name}_token is {flag!r}, but {reason}", code="tokenizer")
-        if flags != adds:
-            tokenizer.add_bos_token, tokenizer.add_eos_token = flags["bos"], flags["eos"]
         if "tokenizer_digest" in self.__dict__ and tokenizer_content(tokenizer) != self.tokenizer_digest:
             raise self._changed("tokenizer")
         return tokenizer

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from emo.common.errors import UserError
-from emo.eval.generation.decoding import context_of, split_ids
+from emo.data_prep.tokenizer import text_ids
+from emo.eval.generation.decoding import context_of
 from emo.eval.icl.prefix_scorer import Item, PrefixScorer, batches
 from emo.eval.icl.settings import NotFiniteError
 from emo.eval.model import EvaluatedModel
@@ -82,7 +83,7 @@ def texts(model: EvaluatedModel, rows: Sequence[str]) -> Likelihood:
     pairs: list[Pair] = []
     owner = []
     for number, row in enumerate(rows):
-        first, continuation = split_ids(model.tokenizer, "", row)
+        first, continuation = (ids := text_ids(model.tokenizer, row))[:1], ids[1:]
         for i in range(0, len(continuation), limit - 1):
             pairs.append(((first if i == 0 else [continuation[i - 1]]), continuation[i : i + limit - 1]))
             owner.append(number)

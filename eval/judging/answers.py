@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from emo.common.errors import UserError, one_line
 from emo.data_prep.config import VERSIONS
 from emo.data_prep.templates import Conversation, Exchange, render
-from emo.data_prep.tokenizer import chat_template
+from emo.data_prep.tokenizer import chat_template, text_ids
 from emo.eval import store
 from emo.eval.generation.decoding import Decoding, Request
 from emo.eval.generation.engines import Record, TextJob, Transformers
@@ -153,14 +153,7 @@ def prompt_ids(model: EvaluatedModel, question: Question, template: str) -> list
         return chat_ids(model, [{"role": "user", "content": question.text}])
     # BOS and the prompt alone, as emo.data_prep.encode writes them.
     (turn,) = render(Conversation((Exchange(question.instruction, "", question.input),)), template)
-    return plain_ids(model, turn.text)
-
-
-def plain_ids(model: EvaluatedModel, text: str) -> list[int]:
-    """Return the token ids of a prompt, after BOS where the tokenizer has one."""
-    tokenizer = model.tokenizer
-    ids = list(tokenizer(text, add_special_tokens=False).input_ids)
-    return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+    return text_ids(model.tokenizer, turn.text)
 
 
 def chat_ids(model: EvaluatedModel, messages: list[dict[str, str]]) -> list[int]:
