@@ -19,6 +19,7 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 from emo.common.errors import UserError, one_line
 from emo.common.recipe import Section, mark, mark_of, marked, parse_section, read_recipe, shown
 from emo.common.untrusted import read_json
+from emo.common.weights import context_length
 
 # Of templates: raised when the text of one changes, or what of it is supervised.
 VERSIONS = {"alpaca": "alpaca/1", "chat": "chat/1", "chat_template": "chat_template/1"}
@@ -264,9 +265,7 @@ def context_of(model: Path) -> int | None:
     tree = None
     with contextlib.suppress(OSError, ValueError):
         tree = read_json(model / "config.json")
-    keys = ("max_position_embeddings", "n_positions")  # as training has it, and as GPT-2's files do
-    length = next((tree[key] for key in keys if key in tree), None) if isinstance(tree, dict) else None
-    return length if type(length) is int and length > 1 else None
+    return context_length(tree) if isinstance(tree, dict) else None
 
 
 def settings(config: DataConfig, reports: bool = True) -> dict[str, Any]:

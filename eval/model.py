@@ -17,7 +17,15 @@ from typing import Any
 
 from emo.common.errors import UserError, one_line
 from emo.common.untrusted import read_json
-from emo.common.weights import ADAPTER, GENERATION, Loaded, load_causal_lm, opened_files
+from emo.common.weights import (
+    ADAPTER,
+    GENERATION,
+    Loaded,
+    context_length,
+    load_causal_lm,
+    load_config,
+    opened_files,
+)
 from emo.common.weights import CONFIG as CONFIG_JSON
 from emo.data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer
 from emo.data_prep.tokenizer import FILES as TOKENIZER_FILES
@@ -206,11 +214,13 @@ class EvaluatedModel:
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path / EXPORT_INFO} is unreadable: {one_line(error)}") from None
 
-    def context_length(self) -> int | None:
-        """Return the longest prompt that the model was made for, or None when it does not say."""
-        config = self.model.config.get_text_config()
-        names = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
-        return next((int(value) for name in names if (value := getattr(config, name, None))), None)
+    @cached_property
+    def context(self) -> int | None:
+        """The longest sequence that the model reads, in tokens, or None if its configuration has no limit."""
+        try:
+            return context_length(load_config(self.path))
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot load {self.given}: {one_line(error, 200)}", code="model") from None
 
 
 def default_name(path: Path) -> str:

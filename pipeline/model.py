@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.labels import IGNORE
-from emo.common.weights import load_causal_lm, load_config
+from emo.common.weights import context_length, load_causal_lm, load_config
 from emo.data_prep.shards import Manifest, TokenDataset
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.pipeline.config import ModelConfig, ObjectiveConfig, PartConfig, RampConfig, RunConfig, TeacherConfig
@@ -82,7 +82,7 @@ def model_config(config: ModelConfig, online: bool = True, key: str = "model.pat
 def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest) -> None:
     """Refuse data that this model cannot read: too many ids, too long blocks, another tokenizer."""
     text = config.get_text_config()
-    context = getattr(text, "max_position_embeddings", None)
+    context = context_length(text)
     if manifest.vocab_size > text.vocab_size:
         problem = f"the data use {manifest.vocab_size} token ids, the model's head has {text.vocab_size}"
         raise UserError(f"{problem}; set data.tokenizer to the model's own and prepare again")

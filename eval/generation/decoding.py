@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from emo.common.errors import UserError
-from emo.common.untrusted import read_json
 from emo.data_prep.tokenizer import text_ids
 from emo.eval.model import EvaluatedModel
 
@@ -87,13 +86,6 @@ class Request(NamedTuple):
     prompt: Sequence[int]
     seed: Any
     limit: int | None = None
-
-
-def context_of(model: EvaluatedModel) -> int | None:
-    """Return the longest sequence of a model in tokens, if its configuration says so."""
-    config = read_json(model.path / "config.json")
-    config = config.get("text_config", config)
-    return config.get("max_position_embeddings") or config.get("n_positions")
 
 
 def prompt_ids(model: EvaluatedModel, prefix: str) -> list[int]:

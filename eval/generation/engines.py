@@ -16,7 +16,7 @@ from emo.common.errors import UserError
 from emo.common.text import counted
 from emo.common.weights import shown
 from emo.eval import store
-from emo.eval.generation.decoding import Beams, Decoding, Request, context_of, text_after
+from emo.eval.generation.decoding import Beams, Decoding, Request, text_after
 from emo.eval.model import EvaluatedModel
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ class TextJob(ABC):
         if tokens < 1:
             raise UserError(f"--max_new_tokens {tokens} must be at least 1")
         self.engine, self.model, self.tokens, self.out = engine, engine.model, tokens, out
-        self.context, self.computed = context_of(engine.model), 0
+        self.context, self.computed = engine.model.context, 0
 
     @abstractmethod
     def prepare(self, row: int) -> tuple[Record, list[Request]]:

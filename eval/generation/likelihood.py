@@ -14,7 +14,6 @@ from torch import Tensor
 
 from emo.common.errors import UserError
 from emo.data_prep.tokenizer import text_ids
-from emo.eval.generation.decoding import context_of
 from emo.eval.icl.prefix_scorer import Item, PrefixScorer, batches
 from emo.eval.icl.settings import NotFiniteError
 from emo.eval.model import EvaluatedModel
@@ -45,11 +44,12 @@ class Likelihood(NamedTuple):
 
 def continuations(model: EvaluatedModel, pairs: Sequence[Pair]) -> Likelihood:
     """Return -log p of every continuation after its prompt; a long prompt is fed once."""
-    limit, longest = context_of(model), max((len(p) + len(c) for p, c in pairs), default=0)
+    limit, longest = model.context, max((len(p) + len(c) for p, c in pairs), default=0)
     if limit is not None and longest > limit:
         raise UserError(
             f"a text of {longest} tokens is longer than the context of {model.given}, {limit} tokens; "
-            "generate shorter ones (--max_new_tokens), or take another model"
+            "generate shorter ones (--max_new_tokens), or take another model",
+            code="context",
         )
     try:
         nll = continuation_nll(model.scorer, pairs)
@@ -79,7 +79,7 @@ def continuation_nll(scorer: PrefixScorer, pairs: Sequence[Pair]) -> np.ndarray:
 
 def texts(model: EvaluatedModel, rows: Sequence[str]) -> Likelihood:
     """Return -log p of whole texts; one longer than the context is cut into windows of it."""
-    limit = context_of(model) or 1 << 30
+    limit = model.context or 1 << 30
     pairs: list[Pair] = []
     owner = []
     for number, row in enumerate(rows):

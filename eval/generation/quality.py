@@ -30,7 +30,7 @@ from emo.common.errors import UserError
 from emo.data_prep.tokenizer import text_ids
 from emo.eval import store
 from emo.eval.generation import likelihood
-from emo.eval.generation.decoding import context_of, first_ids, prompt_ids, split_ids
+from emo.eval.generation.decoding import first_ids, prompt_ids, split_ids
 from emo.eval.generation.engines import Transformers
 from emo.eval.generation.prefixes import Prefixes
 from emo.eval.generation.records import Generation, Record, read_records
@@ -197,7 +197,7 @@ class Sampled:
                 f"--reference {reference.given} has another tokenizer than {model.given}; their next-token "
                 "distributions cannot be compared"
             )
-        limit = min(context_of(model) or 1 << 30, context_of(reference) or 1 << 30)
+        limit = min(model.context or 1 << 30, reference.context or 1 << 30)
         rows = [row for t in human if len(row := text_ids(model.tokenizer, t)[:limit]) > 1]
         both = likelihood.side_by_side(reference.model, model.model, rows)
         intervals = {

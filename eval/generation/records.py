@@ -57,7 +57,8 @@ class Generation(TextJob):
         if self.context is not None and length + tokens > self.context:
             raise UserError(
                 f"prefix {longest} has {length} tokens and --max_new_tokens is {tokens}, together more than "
-                f"the context of {self.model.given}, {self.context} tokens; shorten one of them"
+                f"the context of {self.model.given}, {self.context} tokens; shorten one of them",
+                code="context",
             )
 
     def run(self) -> list[Record]:

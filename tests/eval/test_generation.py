@@ -15,6 +15,9 @@ from scipy import stats
 from scipy.spatial import distance
 from transformers import AutoModelForCausalLM
 
+from emo.common.weights import context_length
+from emo.data_prep.config import context_of
+from emo.data_prep.tokenizer import load_tokenizer
 from emo.eval.generation import commands, likelihood, prefixes, quality
 from emo.eval.generation import distributions as d
 from emo.eval.generation.decoding import Decoding, Request, prompt_ids, split_ids
@@ -148,6 +151,22 @@ def test_every_text_has_its_own_limit(llama: Any) -> None:
     texts = Sampler(model).run(prompts, 9)
     assert [len(text.tokens) for text in texts] == [1, 9, 4]
     assert texts == Sampler(model, batch=1).run(prompts, 9)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mpt"])
+def test_every_family_says_how_long_its_context_is(corpus: Path, tmp_path: Path, kind: str) -> None:
+    """A longer prefix is a mistake of the user; longer texts are scored in windows."""
+    tokenizer = load_tokenizer(corpus / "small")
+    model = family(kind, vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path / kind)
+    tokenizer.save_pretrained(tmp_path / kind)
+    evaluated = EvaluatedModel(str(tmp_path / kind))
+    assert evaluated.context == 64 == context_of(tmp_path / kind) == context_length(model.config)
+    with refused("context"):
+        Generation(Transformers(evaluated), prefixes.from_texts(["the cat " * 40]), 4, 1, (0,), tmp_path)
+    with refused("context"):
+        likelihood.continuations(evaluated, [([1] * 60, [5] * 9)])
+    assert likelihood.texts(evaluated, ["the cat " * 60]).tokens[0] > 64
 
 
 @pytest.fixture(scope="module")
