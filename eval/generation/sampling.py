@@ -65,7 +65,8 @@ class Sampler:
         self.settled = settled
         self.checked, self.steps, self.redone = 0.0, 0, 0
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        self.learned_positions = any(table is not model.get_input_embeddings() for table in tables)
+        learned = any(table is not model.get_input_embeddings() for table in tables)
+        self.bounded = learned or model.config.model_type == "mpt"  # it has no position beyond the context
 
     @torch.inference_mode()
     def run(
@@ -81,9 +82,10 @@ class Sampler:
         def room(number: int) -> int:
             """Return the longest text of a request where a batch may not run on past it, else 0.
 
-            A batch goes on until its longest text has ended, and learned positions end with the context.
+            A batch goes on until its longest text has ended, and learned positions or MPT's distances end
+            with the context.
             """
-            return min(requests[number].limit or tokens, tokens) if self.learned_positions else 0
+            return min(requests[number].limit or tokens, tokens) if self.bounded else 0
 
         # Prompts of like length need little padding.
         order = sorted(range(len(requests)), key=lambda i: (room(i), len(requests[i].prompt), i))

@@ -145,12 +145,12 @@ def test_every_text_has_its_own_limit(llama: Any) -> None:
     texts = Sampler(llama, batch=4).run(limited, 10, done.append)
     assert [len(text.tokens) for text in texts] == [1, 3, 10, 10, 10, 7] and sum(done) == 6
     assert all(a.tokens == b.tokens[: len(a.tokens)] for a, b in zip(texts, whole, strict=True))
-    model = family("gpt2", vocab_size=97)
-    context = model.config.max_position_embeddings
-    prompts = [Request([3 + i % 90 for i in range(n)], n, context - n) for n in (context - 1, 2, context - 4)]
-    texts = Sampler(model).run(prompts, 9)
-    assert [len(text.tokens) for text in texts] == [1, 9, 4]
-    assert texts == Sampler(model, batch=1).run(prompts, 9)
+    for kind in ("gpt2", "mpt"):
+        model = family(kind, vocab_size=97)
+        prompts = [Request([3 + i % 90 for i in range(n)], n, 64 - n) for n in (63, 2, 60)]
+        texts = Sampler(model).run(prompts, 9)
+        assert [len(text.tokens) for text in texts] == [1, 9, 4]
+        assert texts == Sampler(model, batch=1).run(prompts, 9)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mpt"])
