@@ -215,6 +215,22 @@ class EvaluatedModel:
             raise UserError(f"{self.path / EXPORT_INFO} is unreadable: {one_line(error)}") from None
 
     @cached_property
+    def ends(self) -> list[int]:
+        """The ids that end a text: by generation_config.json, by config.json, and the tokenizer's EOS."""
+        found = {self.tokenizer.eos_token_id}
+        for path in (self.path / GENERATION, self.path / CONFIG_JSON):
+            tree = read_json(path) if path.is_file() else {}
+            text = tree.get("text_config")
+            for part in (tree, text if isinstance(text, dict) else {}):
+                named = part.get("eos_token_id")
+                ids = named if isinstance(named, list) else [named]
+                if not all(number is None or type(number) is int for number in ids):
+                    problem = f"{path}: eos_token_id must be a token id or a list of them, not {named!r}"
+                    raise UserError(problem, code="model-settings")
+                found |= {*ids}
+        return sorted(number for number in found if number is not None and number >= 0)
+
+    @cached_property
     def context(self) -> int | None:
         """The longest sequence that the model reads, in tokens, or None if its configuration has no limit."""
         try:

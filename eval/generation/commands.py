@@ -110,7 +110,7 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     generation = Generation(engine, prefixes, tokens, samples, seeds, args.output_path)
     _ = engine.settled  # refused before anything is written
     claim_name(model, args.output_path, say)
-    if not engine.ends:
+    if not model.ends:
         say(f"{model.name} has no end token: every text is {tokens} tokens long")
     if prefixes.short:
         say(f"{prefixes.name}: {prefixes.short} texts left out, they have at most {prefixes.words} words")

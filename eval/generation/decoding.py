@@ -114,6 +114,12 @@ def text_after(tokenizer: Any, start: list[int], ids: list[int]) -> str:
     return tokenizer.decode([*start, *ids], skip_special_tokens=True)[len(before) :]
 
 
+def until_end(ids: list[int], ends: Sequence[int]) -> tuple[list[int], bool]:
+    """Return new ids up to their first end token, which is kept, and whether there is one."""
+    end = next((i for i, token in enumerate(ids) if token in ends), None)
+    return (ids, False) if end is None else (ids[: end + 1], True)
+
+
 def first_ids(tokenizer: Any) -> list[int]:
     """Return BOS, else EOS, else nothing: the prompt for an empty text if the tokenizer adds no BOS."""
     return [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None][:1]

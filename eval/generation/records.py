@@ -97,7 +97,7 @@ class Generation(TextJob):
         model, seeds = self.model, list(self.seeds)
         about: dict[str, Any] = {"model": model.name, "path": model.given, "weights": model.digest}
         about |= {"dtype": str(model.model.dtype), "tokenizer": model.tokenizer_digest}
-        about |= {"corpus": self.prefixes.name, "prefix_words": self.prefixes.words}
+        about |= {"ends": model.ends, "corpus": self.prefixes.name, "prefix_words": self.prefixes.words}
         about |= self.engine.decoding_identity
         about["decoding"]["name"] = self.decoding.name
         about |= {"tokens": self.tokens, "samples": self.samples, "seeds": seeds}

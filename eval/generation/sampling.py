@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from emo.common.errors import UserError
-from emo.eval.generation.decoding import Decoding, Request
+from emo.eval.generation.decoding import Decoding, Request, until_end
 
 DIFFERENT = 1e-2  # a larger difference from the plain forward, relative to the logits, is not rounding
 SAFETY = 4  # times the largest difference that was seen
@@ -124,8 +124,7 @@ class Sampler:
         )
         texts = []
         for row, limit in zip(out[:, width:].tolist(), limits, strict=True):
-            end = next((i for i, token in enumerate(row[:limit]) if token in self.ends), None)
-            texts.append(Continuation(row[:limit] if end is None else row[: end + 1], end is not None))
+            texts.append(Continuation(*until_end(row[:limit], self.ends)))
         return texts
 
     def _leave_one(self, input_ids: Tensor, scores: Tensor) -> Tensor:
