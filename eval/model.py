@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from emo.common.commands import first_word
 from emo.common.errors import UserError, one_line
 from emo.common.untrusted import read_json
 from emo.common.weights import (
@@ -146,6 +147,7 @@ class EvaluatedModel:
 
         from emo.eval.icl.prefix_scorer import is_causal
 
+        first_word(self.name, "weights")
         _ = self._digests  # of the files before
         try:
             loaded = load_causal_lm(self.path, dtype=self.dtype)

@@ -61,7 +61,8 @@ class Transformers:
         return {"decoding": chosen} | ({"cost": cost} if cost else {})
 
     @cached_property
-    def _sampler(self) -> Any:
+    def sampler(self) -> Any:
+        """Return what draws the texts, with the weights."""
         from emo.eval.generation.sampling import Sampler
 
         assert isinstance(self.decoding, Decoding)
@@ -93,7 +94,7 @@ class Transformers:
 
         model, ends, decoding = self.model.model, self.model.ends, self.decoding
         if isinstance(decoding, Decoding):
-            return self._sampler.run(requests, tokens, progress)
+            return self.sampler.run(requests, tokens, progress)
         texts = []
         settings = GenerationConfig(
             max_new_tokens=tokens, do_sample=False, early_stopping=True, num_beams=decoding.beams,

@@ -52,7 +52,7 @@ class Sampler:
 
     settled: makes of logits [B, V] those that tokens are chosen by; the model's own by default.
     checked: largest difference between cached and plain logits seen so far, relative to the largest logit;
-    steps: with a cache; redone: close decisions that were made anew.
+    steps: with a cache; redone: close decisions that were made again; wrote: called with the next tokens.
     """
 
     def __init__(
@@ -64,6 +64,7 @@ class Sampler:
         self._ends = torch.tensor(self.ends, dtype=torch.int64, device=self.device)
         self.settled = settled
         self.checked, self.steps, self.redone = 0.0, 0, 0
+        self.wrote: Callable[[list[int]], Any] | None = None
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         learned = any(table is not model.get_input_embeddings() for table in tables)
         self.bounded = learned or model.config.model_type == "mpt"  # it has no position beyond the context
@@ -146,6 +147,8 @@ class Sampler:
             again, _ = self._choose(self._alone(input_ids, row), random[row : row + 1])
             tokens[row] = again[0]
             self.redone += 1
+        if self.wrote is not None:
+            self.wrote(tokens[running].tolist())
         return torch.full_like(scores, -math.inf).scatter_(1, tokens[:, None], 0.0)
 
     def _choose(self, logits: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ Files of questions, answers, verdicts and replies are a JSON array or JSON lines
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -147,25 +147,57 @@ def choose_template(model: EvaluatedModel, template: str, say: Say) -> str:
     return name
 
 
+class Exchanged(NamedTuple):
+    """A question, and the ids and the text of the answer that the model gave."""
+
+    question: Question
+    ids: list[int]
+    text: str
+
+
 def prompt_ids(model: EvaluatedModel, question: Question, template: str) -> list[int]:
     """Return the token ids of a question, up to where the answer begins: those that training showed it."""
+    return conversation_ids(model, template, [], question)
+
+
+def conversation_ids(
+    model: EvaluatedModel, template: str, history: Sequence[Exchanged], question: Question, system: str = ""
+) -> list[int]:
+    """Return the token ids of a conversation, up to where the answer begins, as training showed it."""
+    questions = [*(exchanged.question for exchanged in history), question]
     if template == OWN:
-        return chat_ids(model, [{"role": "user", "content": question.text}])
-    # BOS and the prompt alone, as emo.data_prep.encode writes them.
-    (turn,) = render(Conversation((Exchange(question.instruction, "", question.input),)), template)
-    return text_ids(model.tokenizer, turn.text)
+        messages = [{"role": "system", "content": system}] if system else []
+        for asked, answered in zip(questions, [*history, None], strict=True):
+            messages.append({"role": "user", "content": asked.text})
+            messages += [{"role": "assistant", "content": answered.text}] if answered else []
+        return chat_ids(model, messages)
+    # As emo.data_prep.encode writes them: the start of a text once, EOS after each answer.
+    exchanges = tuple(Exchange(asked.instruction, "", asked.input) for asked in questions)
+    first, *later = (turn.text for turn in render(Conversation(exchanges, system), template))
+    tokenizer, ids = model.tokenizer, text_ids(model.tokenizer, first)
+    for prompt, answered in zip(later, history, strict=True):
+        ended = (answered.ids[-1:] and answered.ids[-1] in model.ends) or tokenizer.eos_token_id is None
+        ids += answered.ids if ended else [*answered.ids, tokenizer.eos_token_id]
+        ids += tokenizer(prompt, add_special_tokens=False).input_ids
+    return ids
 
 
 def chat_ids(model: EvaluatedModel, messages: list[dict[str, str]]) -> list[int]:
-    """Return the token ids of messages in the tokenizer's own template, up to where the reply begins."""
+    """Return the token ids of messages in the tokenizer's own template, up to where the reply begins.
+
+    The template gets the variables that it had in training, by export.json.
+    """
+    variables = dict(model.facts.get("template_variables") or {})
     try:
         return list(
             model.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
+                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **variables
             )
         )
     except Exception as error:  # whatever the template's author wrote
-        raise UserError(f"{model.given}: its chat template refuses a prompt ({one_line(error)})") from None
+        raise UserError(
+            f"{model.given}: its chat template rejects a prompt ({one_line(error)})", code="chat-template"
+        ) from None
 
 
 VERSION = 1  # of everything that decides what an answer is
