@@ -17,6 +17,7 @@ from typing import Any
 
 from emo.common.commands import first_word
 from emo.common.errors import UserError, one_line
+from emo.common.progress import at_work
 from emo.common.untrusted import read_json
 from emo.common.weights import (
     ADAPTER,
@@ -81,7 +82,8 @@ class EvaluatedModel:
 
     @cached_property
     def _digests(self) -> tuple[str, str]:
-        return self._current_digests()
+        with at_work(f"{self.name}: reading the files"):
+            return self._current_digests()
 
     def _current_digests(self) -> tuple[str, str]:
         files: tuple[list[Path], list[Path]] = ([], [])
@@ -143,12 +145,17 @@ class EvaluatedModel:
         Raises UserError unless the files are those of `digest` and hold exactly the weights of a causal
         language model, all of them finite, and the tokenizer belongs to it.
         """
+        first_word(self.name, "weights")
+        _ = self._digests  # of the files before
+        with at_work(f"{self.name}: loading weights"):
+            return self._load()
+
+    def _load(self) -> Any:
+        """Return what `model` does."""
         import torch
 
         from emo.eval.icl.prefix_scorer import is_causal
 
-        first_word(self.name, "weights")
-        _ = self._digests  # of the files before
         try:
             loaded = load_causal_lm(self.path, dtype=self.dtype)
         except (UserError, torch.OutOfMemoryError):

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from emo.common.errors import UserError
+from emo.common.progress import at_work
+from emo.common.text import counted
 from emo.data_prep.tokenizer import text_ids
 from emo.eval.icl.prefix_scorer import Item, PrefixScorer, batches
 from emo.eval.icl.settings import NotFiniteError
@@ -51,8 +53,10 @@ def continuations(model: EvaluatedModel, pairs: Sequence[Pair]) -> Likelihood:
             "generate shorter ones (--max_new_tokens), or take another model",
             code="context",
         )
+    scorer = model.scorer
     try:
-        nll = continuation_nll(model.scorer, pairs)
+        with at_work(f"{model.name}: scoring {counted(len(pairs), 'text')}"):
+            nll = continuation_nll(scorer, pairs)
     except NotFiniteError as error:
         raise UserError(f"{model.given}: {error}") from None
     return Likelihood(nll, np.array([len(c) for _, c in pairs], dtype=np.int64))

@@ -27,6 +27,8 @@ import numpy as np
 import torch
 
 from emo.common.errors import UserError
+from emo.common.progress import at_work
+from emo.common.text import counted
 from emo.data_prep.tokenizer import text_ids
 from emo.eval import store
 from emo.eval.generation import likelihood
@@ -91,7 +93,9 @@ class Sampled:
         self.result["protocol"] = protocol
         self._text()
         if mauve:
-            self._mauve(featurizer(mauve, dtype), protocol)
+            features = featurizer(mauve, dtype)
+            with at_work(f"{self.title}: MAUVE"):
+                self._mauve(features, protocol)
             self.result["mauve"]["featurizer"] = mauve
         if self.has_humans:
             overlaps = rouge([self._pair(record, protocol) for record in self.records])
@@ -199,7 +203,9 @@ class Sampled:
             )
         limit = min(model.context or 1 << 30, reference.context or 1 << 30)
         rows = [row for t in human if len(row := text_ids(model.tokenizer, t)[:limit]) > 1]
-        both = likelihood.side_by_side(reference.model, model.model, rows)
+        models = reference.model, model.model
+        with at_work(f"{self.title}: cross-entropies of {counted(len(rows), 'text')}"):
+            both = likelihood.side_by_side(*models, rows)
         intervals = {
             way: shown(ratio(values.tolist(), None, range(len(rows))), "texts")
             for way, values in zip(("forward", "reverse"), both, strict=True)
