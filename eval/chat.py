@@ -26,8 +26,11 @@ def add_arguments(subparsers: Any) -> None:
     add = subparsers.add_parser("chat", help="talk to a tuned model in the terminal").add_argument
     add("model", help="model directory (an export) or hub id")
     add("--system", default="", metavar="TEXT", help="system message before the conversation")
-    text = f"{', '.join(answers.TEMPLATE_CHOICES)} (auto: what the model was tuned with)"
-    add("--template", default=answers.AUTO, help=text)
+    add(
+        "--template",
+        default=answers.AUTO,
+        help=f"{', '.join(answers.TEMPLATE_CHOICES)} (auto: as it was tuned)",
+    )
     add("--max_new_tokens", type=int, default=TOKENS, help=f"longest reply in tokens ({TOKENS})")
     add("--seed", type=int, default=0, help="of sampled replies (0)")
     add("--dtype", default="auto", help=f"auto (the checkpoint's), {', '.join(DTYPES[1:])}")

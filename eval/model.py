@@ -290,7 +290,8 @@ def hub_snapshot(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, ignore_patterns=["*.msgpack", "*.h5", "*.onnx", "*.gguf"]))
+        with at_work(f"{name}: downloading"):
+            return Path(snapshot_download(name, ignore_patterns=["*.msgpack", "*.h5", "*.onnx", "*.gguf"]))
     except Exception as error:  # hub errors come in many kinds; all mean that it cannot be had
         raise UserError(
             f"{name} is neither a directory nor a model that the hub gives ({type(error).__name__})"
