@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SPACE = "\u2581"  # sentencepiece writes a space as this sign
-CONFIG = "tokenizer_config.json"
 FILES = [
-    *("tokenizer.json", "tokenizer.model", CONFIG, "special_tokens_map.json"),
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
     *("vocab.json", "merges.txt"),
 ]
 CHAT_TEMPLATE = "chat_template.jinja"  # older tokenizers have it in tokenizer_config.json
@@ -88,7 +87,7 @@ def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> T
     template = chat_template(local)
     config = names | fixed | ({} if template is None else {"chat_template": template})
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
-    (directory / CONFIG).write_text(text, encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
     facts = _facts(backend, names)
     _FACTS.update({original: facts, _content(directory): facts})
     return facts
@@ -227,7 +226,7 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> No
 
 def chat_template(directory: Path) -> str | None:
     """Return the chat template of a directory's tokenizer, the default one of several. Raises UserError."""
-    file, config = directory / CHAT_TEMPLATE, directory / CONFIG
+    file, config = directory / CHAT_TEMPLATE, directory / "tokenizer_config.json"
     try:
         if file.is_file():
             return file.read_text(encoding="utf-8")
@@ -293,7 +292,7 @@ def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, Any]]
 def special_names(directory: Path) -> dict[str, str]:
     """Return the special tokens that a directory's own configuration names."""
     names: dict[str, str] = {}
-    for file in ("special_tokens_map.json", CONFIG):
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
         tree: dict[str, Any] = read_json(directory / file) if (directory / file).is_file() else {}
         for name in SPECIALS:
             value = tree.get(name)
@@ -312,7 +311,7 @@ def _apply_flags(backend: Tokenizer, names: dict[str, str], directory: Path) -> 
     Without a flag it adds what the post-processor in tokenizer.json adds, as `AutoTokenizer` has it. The
     flags become part of the post-processor, so that every reader of the saved tokenizer gets the same ids.
     """
-    file = directory / CONFIG
+    file = directory / "tokenizer_config.json"
     settings: dict[str, Any] = read_json(file) if file.is_file() else {}
     own = [[str(backend.id_to_token(number)) for number in ids] for ids in added_ids(backend)]
     wanted = []
