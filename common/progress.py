@@ -47,8 +47,6 @@ def at_work(label: str, total: int = 0, unit: str = "") -> Iterator[Callable[[in
 
     Yield the function that takes how many more of `total` units are done. total: 0 if nothing is counted.
     """
-    from tqdm import tqdm
-
     done, begun, over = 0, time.monotonic(), threading.Event()
     has_bar = total > 0 and sys.stderr.isatty()
 
@@ -59,19 +57,21 @@ def at_work(label: str, total: int = 0, unit: str = "") -> Iterator[Callable[[in
             state = f"{done:,} of {counted(total, unit)}{left}" if total else f"{seconds:.0f} s"
             print(printable(f"{label}: {state}"), file=sys.stderr, flush=True)
 
-    with tqdm(total=total, desc=label, unit=unit, disable=not has_bar) as bar:
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
 
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            bar.update(count)
+    if has_bar:
+        from tqdm import tqdm
 
-        if not has_bar:
-            threading.Thread(target=report, daemon=True).start()
-        try:
-            yield advance
-        finally:
-            over.set()
+        with tqdm(total=total, desc=label, unit=unit) as bar:
+            yield bar.update
+        return
+    threading.Thread(target=report, daemon=True).start()
+    try:
+        yield advance
+    finally:
+        over.set()
 
 
 def amount(count: int) -> str:

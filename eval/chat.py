@@ -26,11 +26,8 @@ def add_arguments(subparsers: Any) -> None:
     add = subparsers.add_parser("chat", help="talk to a tuned model in the terminal").add_argument
     add("model", help="model directory (an export) or hub id")
     add("--system", default="", metavar="TEXT", help="system message before the conversation")
-    add(
-        "--template",
-        default=answers.AUTO,
-        help=f"{', '.join(answers.TEMPLATE_CHOICES)} (auto: as it was tuned)",
-    )
+    text = f"{', '.join(answers.TEMPLATE_CHOICES)} (auto: what the model was tuned with)"
+    add("--template", default=answers.AUTO, help=text)
     add("--max_new_tokens", type=int, default=TOKENS, help=f"longest reply in tokens ({TOKENS})")
     add("--seed", type=int, default=0, help="of sampled replies (0)")
     add("--dtype", default="auto", help=f"auto (the checkpoint's), {', '.join(DTYPES[1:])}")
@@ -43,8 +40,7 @@ def run(args: argparse.Namespace, _: Callable[[str], None]) -> int:
     if args.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens {args.max_new_tokens} must be at least 1")
     model = EvaluatedModel(args.model, dtype=args.dtype)
-    known = args.template != answers.AUTO or model.facts.get("template") or chat_template(model.path)
-    if not known:
+    if not (args.template != answers.AUTO or model.facts.get("template") or chat_template(model.path)):
         raise UserError(
             f"{args.model} has no chat template, so it continues text instead of answering; use emo generate "
             f"--model {args.model}, or name the template that it was tuned with: --template alpaca",
