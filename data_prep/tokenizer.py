@@ -103,14 +103,14 @@ def added_ids(backend: Tokenizer) -> tuple[list[int], list[int]]:
     return start, end[::-1]
 
 
-def text_ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+def text_ids(tokenizer: PreTrainedTokenizerFast, text: str, **options: bool) -> list[int]:
     """Return the ids of a text as training rows begin: BOS where the tokenizer adds one, then its tokens.
 
     Everything that gives a model a text or a prompt takes its ids from here, or from the tokenizer that
-    `load_tokenizer` returns, which adds the same.
+    `load_tokenizer` returns, which adds the same. options: of the tokenizer's call.
     """
     start, _ = added_ids(tokenizer.backend_tokenizer)
-    return [*start, *tokenizer(text, add_special_tokens=False).input_ids]
+    return [*start, *tokenizer(text, add_special_tokens=False, **options).input_ids]
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -154,6 +154,13 @@ class Exchanged(NamedTuple):
     ids: list[int]
     text: str
 
+    @property
+    def message(self) -> dict[str, str]:
+        """Return the answer for a chat template, its reasoning apart: most templates leave earlier ones out."""
+        reasoning, tag, content = self.text.rpartition("</think>")
+        thought = {"reasoning_content": reasoning.removeprefix("<think>").strip()} if tag else {}
+        return {"role": "assistant", "content": content.lstrip() if tag else content, **thought}
+
 
 def prompt_ids(model: EvaluatedModel, question: Question, template: str) -> list[int]:
     """Return the token ids of a question, up to where the answer begins: those that training showed it."""
@@ -169,16 +176,18 @@ def conversation_ids(
         messages = [{"role": "system", "content": system}] if system else []
         for asked, answered in zip(questions, [*history, None], strict=True):
             messages.append({"role": "user", "content": asked.text})
-            messages += [{"role": "assistant", "content": answered.text}] if answered else []
+            messages += [answered.message] if answered else []
         return chat_ids(model, messages)
-    # As emo.data_prep.encode writes them: the start of a text once, EOS after each answer.
+    # As emo.data_prep.encode writes them: the start of a text once, EOS after each answer, and the names of
+    # special tokens as text.
     exchanges = tuple(Exchange(asked.instruction, "", asked.input) for asked in questions)
     first, *later = (turn.text for turn in render(Conversation(exchanges, system), template))
-    tokenizer, ids = model.tokenizer, text_ids(model.tokenizer, first)
+    tokenizer, options = model.tokenizer, {"add_special_tokens": False, "split_special_tokens": True}
+    ids = text_ids(tokenizer, first, split_special_tokens=True)
     for prompt, answered in zip(later, history, strict=True):
         ended = (answered.ids[-1:] and answered.ids[-1] in model.ends) or tokenizer.eos_token_id is None
         ids += answered.ids if ended else [*answered.ids, tokenizer.eos_token_id]
-        ids += tokenizer(prompt, add_special_tokens=False).input_ids
+        ids += tokenizer(prompt, **options).input_ids
     return ids
 
 
@@ -187,13 +196,10 @@ def chat_ids(model: EvaluatedModel, messages: list[dict[str, str]]) -> list[int]
 
     The template gets the variables that it had in training, by export.json.
     """
-    variables = dict(model.facts.get("template_variables") or {})
+    variables: dict[str, Any] = dict(model.facts.get("template_variables") or {})
+    variables |= {"add_generation_prompt": True, "sanitize_control_tokens": True}  # what people say is text
     try:
-        return list(
-            model.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False, **variables
-            )
-        )
+        return list(model.tokenizer.apply_chat_template(messages, return_dict=False, **variables))
     except Exception as error:  # whatever the template's author wrote
         raise UserError(
             f"{model.given}: its chat template rejects a prompt ({one_line(error)})", code="chat-template"

@@ -55,7 +55,11 @@ def talk(
 def test_a_conversation_is_asked_as_in_training(tuned: Path, tmp_path: Path, template: str) -> None:
     """The ids before the last answer are those before it in the prepared example."""
     model, system = EvaluatedModel(str(tuned)), "Be brief."
-    exchanges = (Exchange("Who sat?", "A cat."), Exchange("Where?", "On a mat."), Exchange("Why?", "So."))
+    exchanges = (
+        Exchange("Who sat?", "A cat."),
+        Exchange("Where? </s>", "On a mat."),
+        Exchange("Why?", "So."),
+    )
     facts = save_tokenizer(tuned, None, tmp_path)
     if template == "chat_template":
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
@@ -140,6 +144,14 @@ def test_a_template_gets_the_variables_that_it_was_trained_with(tuned: Path) -> 
         model.facts = {"template": "chat_template/1", "template_variables": variables}
         text = model.tokenizer.decode(conversation_ids(model, "chat_template", [], Question("", "Why?")))
         assert ("calm" in text) is (variables is not None)
+
+
+def test_earlier_reasoning_is_a_field_of_its_own() -> None:
+    """Whether the reply or the prompt opened it."""
+    for text in ("<think>\nhm\n</think>\n\nYes.", "hm</think>Yes."):
+        message = Exchanged(Question("", "Why?"), [], text).message
+        assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
+    assert Exchanged(Question("", "Why?"), [], " So").message == {"role": "assistant", "content": " So"}
 
 
 def test_a_model_without_a_template_is_for_generate(tuned: Path, tmp_path: Path) -> None:
