@@ -156,7 +156,7 @@ class Exchanged(NamedTuple):
 
     @property
     def message(self) -> dict[str, str]:
-        """Return the answer for a chat template, its reasoning apart: most templates leave earlier ones out."""
+        """Return the answer for a chat template, its reasoning apart, which most templates then leave out."""
         reasoning, tag, content = self.text.rpartition("</think>")
         thought = {"reasoning_content": reasoning.removeprefix("<think>").strip()} if tag else {}
         return {"role": "assistant", "content": content.lstrip() if tag else content, **thought}
