@@ -56,7 +56,7 @@ def test_a_conversation_is_asked_as_in_training(tuned: Path, tmp_path: Path, tem
     """The ids before the last answer are those before it in the prepared example."""
     model, system = EvaluatedModel(str(tuned)), "Be brief."
     exchanges = (
-        Exchange("Who sat?", "A cat."),
+        Exchange("Who <s> sat?", "A cat."),
         Exchange("Where? </s>", "On a mat."),
         Exchange("Why?", "So."),
     )
