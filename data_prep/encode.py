@@ -58,6 +58,7 @@ class Encoded(NamedTuple):
     shard: int = 0  # that takes the rows, counted through all splits
     domain: str = ""  # of all rows
     sampled: Sequence[Sampled] = ()  # rows to be encoded again
+    ends: frozenset[int] = frozenset()  # instruct: the tokens that end answers
 
 
 class RowEncoder:
@@ -88,7 +89,7 @@ class RowEncoder:
         rows = _rows(part, part.copies > 0)
         if part.spec.kind == "text":
             return self.texts(rows, part.name).lengths
-        examples = self._examples(rows, Counter())
+        examples = self._examples(rows, Counter(), set())
         return np.array([sum(len(ids) for ids, _ in example) for example in examples], np.int64)
 
     def texts(self, texts: Sequence[Row], name: str) -> Encoded:
@@ -111,24 +112,30 @@ class RowEncoder:
     def conversations(self, rows: Sequence[Row]) -> Encoded:
         """Return each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS."""
         counts: Counter[str] = Counter()
-        examples = self._examples(rows, counts)
+        ends: set[int] = set()
+        examples = self._examples(rows, counts, ends)
         sequences = [sequence for example in examples for sequence in example]
         whole = _hashes([b"".join(ids.tobytes() for ids, _ in example) for example in examples])
         sources = np.repeat(whole, [len(example) for example in examples])
         lengths = np.array([len(ids) for ids, _ in sequences], np.int64)
         flat = np.concatenate([np.zeros(0, self.dtype), *(ids for ids, _ in sequences)])
-        return Encoded(flat, lengths, [spans for _, spans in sequences], sources, len(rows), counts)
+        return Encoded(flat, lengths, [spans for _, spans in sequences], sources, len(rows), counts, ends=frozenset(ends))
 
-    def _examples(self, rows: Sequence[Row], counts: Counter[str]) -> list[Sequences]:
+    def _examples(self, rows: Sequence[Row], counts: Counter[str], ends: set[int]) -> list[Sequences]:
         """Return the sequences of each conversation or chat; rows are all one or the other.
+
+        Adds to `ends` the tokens that end supervised answers.
 
         Prompt and response are encoded apart, so that no token belongs to both, and training sees a prompt
         as the very ids that generation will give the model.
         """
         if self.chat is not None:
             chats = [self.chat.encode(row) for row in rows if isinstance(row, Chat)]
+            ends.update(ids[stop - 1] for ids, spans in chats for _, stop in spans)
             return [self._fit(np.array(ids, self.dtype), spans, counts) for ids, spans in chats]
         talks = [row for row in rows if isinstance(row, Conversation)]
+        if talks and self.settings.tokenizer.eos_id is not None:
+            ends.add(self.settings.tokenizer.eos_id)
         examples = [render(talk, self.settings.template) for talk in talks]
         turns = [turn for example in examples for turn in example]
         prompts = iter(self.text.encode([turn.text[: turn.start] for turn in turns]))

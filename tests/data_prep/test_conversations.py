@@ -296,6 +296,8 @@ def test_only_what_is_learned_is_supervised(tmp_path: Path, template: str) -> No
     assert sorted(learned) == sorted(answer for _, answer in answers)
     context = "".join(decoded(tokenizer, ids) for ids, _ in examples)
     assert all(answer in context for pair in answers for answer in pair)
+    end = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).token_to_id("<|im_end|>")
+    assert train_set(config).manifest.answer_ends == [end]  # here that of the turns is EOS too
     tokenizer_config = tokenizer / "tokenizer_config.json"
     tokenizer_config.write_text(tokenizer_config.read_text().replace('"{% for m', '"Hello{% for m'))
     with refused("tokenizer-changed") if template == "chat_template" else contextlib.nullcontext():
