@@ -19,13 +19,17 @@ from pydantic import Field, TypeAdapter, field_validator, model_validator
 from emo.common.errors import UserError, one_line
 from emo.common.recipe import Section, mark, mark_of, marked, parse_section, read_recipe, shown
 from emo.common.untrusted import read_json
+from emo.data_prep.chat_templates import BUILT_IN, GIVEN, fixed_date
 
 # Of templates: raised when the text of one changes, or what of it is supervised.
-VERSIONS = {"alpaca": "alpaca/1", "chat": "chat/1", "chat_template": "chat_template/1"}
+VERSIONS = {"alpaca": "alpaca/1", "chat": "chat/1", "chat_template": "chat_template/2"} | {
+    name: f"{name}/1" for name in BUILT_IN
+}
 REPORTS = ("report", "contamination")
 USED: dict[str, Callable[[Any], bool]] = {
     "hub": lambda source: source.hub is not None,
     "instruct": lambda config: config.kind == "instruct",
+    "chat": lambda config: config.by_chat_template,
     "near": lambda config: config.dedup == "near",
     "contamination": lambda config: config.contamination is not None,
 }
@@ -130,9 +134,16 @@ class DataConfig(Section):
     """Tokens per row."""
     shards: int = Field(4, gt=0, le=99_999)
     """Files per split; also the unit of parallel work."""
-    template: Literal["alpaca", "chat", "chat_template"] = mark("instruct", "alpaca")
-    """How instructions are written as text: Alpaca's prompt, a plain transcript, or the tokenizer's own chat
-    template."""
+    template: Literal["alpaca", "chat", "chat_template", "chatml", "llama3"] = mark("instruct", "alpaca")
+    """How instructions are written as text: Alpaca's prompt, a plain transcript (`chat`), the tokenizer's own
+    chat template, or for a base model whose tokenizer has the special tokens but no template, `chatml` or
+    `llama3`, which the prepared tokenizer then has."""
+    reasoning: Literal["keep", "drop", "mask_empty"] = mark("chat", "mask_empty")
+    """What is learned of reasoning in a chat template. `mask_empty`: all that the template writes, but no
+    thinking block that is empty. `keep`: all. `drop`: the row's reasoning is removed before it is written."""
+    template_variables: dict[str, Any] = mark("chat", {})
+    """Variables for the chat template, such as {enable_thinking: false}. `date` (YYYY-MM-DD, default 2026-01-01)
+    is what a template gets that asks for today's date."""
     overlong: Literal["drop", "truncate", "split"] = mark("instruct", "truncate")
     """What happens to examples longer than a block."""
     limit_rows: int | None = Field(None, gt=0)
@@ -174,7 +185,13 @@ class DataConfig(Section):
         if self.validation and self.validation_fraction:
             raise ValueError("give validation or validation_fraction, not both")
         if self.by_chat_template and self.train_tokenizer:
-            raise ValueError("template: chat_template is of a tokenizer that has one, not of train_tokenizer")
+            raise ValueError(f"template: {self.template} needs the tokenizer of a model, not train_tokenizer")
+        if taken := next((name for name in self.template_variables if name in GIVEN), None):
+            raise ValueError(f"template_variables: {taken} comes from the rows; remove it")
+        try:
+            fixed_date(self.template_variables)
+        except (TypeError, ValueError):
+            raise ValueError("template_variables: date must be a day, such as 2026-01-31") from None
         every = [source for split in self.splits for source in self.sources_of(split)]
         parts = COLUMNS[self.kind]
         for part in (part for source in every for part in source.columns or () if part not in parts):
@@ -192,8 +209,8 @@ class DataConfig(Section):
 
     @property
     def by_chat_template(self) -> bool:
-        """Return whether the tokenizer's own template writes the examples."""
-        return self.kind == "instruct" and self.template == "chat_template"
+        """Return whether a chat template of a tokenizer writes the examples."""
+        return self.kind == "instruct" and by_chat_template(self.template)
 
     @property
     def validation_sets(self) -> tuple[str, ...]:
@@ -218,6 +235,11 @@ class DataConfig(Section):
     def domains_of(self, split: str) -> tuple[str, ...]:
         """Return the domains of a split's sources, in order of first appearance."""
         return tuple(dict.fromkeys(source.domain_name for source in self.sources_of(split)))
+
+
+def by_chat_template(template: str) -> bool:
+    """Return whether a value of data.template, with a version or without, names a chat template."""
+    return template.partition("/")[0] in ("chat_template", *BUILT_IN)
 
 
 def split_of(name: str) -> str:

@@ -15,13 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from emo.common.errors import UserError
+from emo.data_prep.chat_templates import ChatTemplate
+from emo.data_prep.chats import ChatEncoder
 from emo.data_prep.contamination import Finder, load
 from emo.data_prep.inputs import AGAIN, Input
 from emo.data_prep.plan import Part, Plan
 from emo.data_prep.reencode import Sampled, sample
 from emo.data_prep.rows import Row, TokenIds, checksum, plain_text, take
 from emo.data_prep.shards import token_dtype
-from emo.data_prep.templates import Chat, ChatEncoder, ChatTemplate, Conversation, render
+from emo.data_prep.templates import Chat, Conversation, render
 from emo.data_prep.tokenizer import TokenizerFacts
 from emo.data_prep.words import TextEncoder
 
@@ -131,8 +133,11 @@ class RowEncoder:
         """
         if self.chat is not None:
             chats = [self.chat.encode(row) for row in rows if isinstance(row, Chat)]
-            ends.update(ids[stop - 1] for ids, spans in chats for _, stop in spans)
-            return [self._fit(np.array(ids, self.dtype), spans, counts) for ids, spans in chats]
+            ends.update(ids[stop - 1] for chat in chats for ids, spans in chat for _, stop in spans)
+            return [
+                [sequence for ids, spans in chat for sequence in self._fit(np.array(ids, self.dtype), spans, counts)]
+                for chat in chats
+            ]
         talks = [row for row in rows if isinstance(row, Conversation)]
         if talks and self.settings.tokenizer.eos_id is not None:
             ends.add(self.settings.tokenizer.eos_id)

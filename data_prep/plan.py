@@ -330,10 +330,12 @@ def _sources(
     sources: list[dict[str, Any]] = []
     for opened, rows in zip(inputs, counts.sum(axis=1).tolist(), strict=True):
         facts = {"format": opened.spec.format, "weight": opened.source.weight, "rows": rows}
-        sources.append(facts | {"messages_left_out": 0})
-    for number, messages, facts in (entry for part in parts for entry in part.inputs):
+        sources.append(facts | {"messages_left_out": 0, "fields_left_out": {}})
+    for number, messages, fields, facts in (entry for part in parts for entry in part.inputs):
         sources[number] |= facts
         sources[number]["messages_left_out"] += messages
+        have = sources[number]["fields_left_out"]
+        have |= {field: have.get(field, 0) + count for field, count in sorted(fields.items())}
     for source, reasons in zip(sources, counts, strict=True):
         if not config.strict or source.get(BEYOND_LIMIT):
             continue

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 from emo.data_prep.templates import Chat, Conversation, Exchange
 
+LEFT_OUT = "left_out_by_template"
 # Why rows are not used. STRUCTURE: a file is not what it was taken for, an error when data.strict.
 STRUCTURE = (
     *("broken_json", "not_an_object", "missing_column", "wrong_type"),
-    *("refused_by_chat_template", "response_not_found"),
+    *("refused_by_chat_template", "response_not_found", LEFT_OUT),
 )
 UNREADABLE = ("bad_utf8", "control_characters", "replacement_characters")  # of a file that is not UTF-8
 CONTENT = (
@@ -145,6 +146,7 @@ class Judged(NamedTuple):
     row: Row | Rejected
     hash: int = 0  # identity by content, 64 bits: the same in every run and on every machine
     chars: int = 0
+    left_out: tuple[str, ...] = ()  # fields of a chat of which something is not written
 
 
 def parse(payload: Payload, spec: RowSpec) -> Iterator[Row | Rejected]:
@@ -331,8 +333,16 @@ def _judged(row: Row, spec: RowSpec) -> Judged:
             identity = f"{row.messages}\n{row.tools}"
         identity += f"\n{row.unsupervised}" if row.unsupervised else ""
         content = identity.encode("utf-8", "surrogatepass")
-    digest = hashlib.blake2b(content, digest_size=8).digest()
-    return Judged(row, int.from_bytes(digest, "little"), len(text))
+    return Judged(row, _hash(content), len(text))
+
+
+def content_hash(text: str) -> int:
+    """Return what stands for a text when rows are compared: 64 bits."""
+    return _hash(text.encode("utf-8", "surrogatepass"))
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 ROLES = {

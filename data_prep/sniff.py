@@ -23,6 +23,8 @@ from emo.common.errors import UserError
 from emo.common.progress import amount
 from emo.common.recipe import parse_section
 from emo.common.text import counted, printable
+from emo.data_prep.chat_templates import ChatTemplate, RefusedError, read_template
+from emo.data_prep.chats import ChatWriter
 from emo.data_prep.config import DataConfig, context_of
 from emo.data_prep.encode import EncodeSettings, RowEncoder
 from emo.data_prep.inputs import Input, open_inputs
@@ -38,15 +40,7 @@ from emo.data_prep.rows import (
     parse,
     raw_rows,
 )
-from emo.data_prep.templates import (
-    Chat,
-    ChatTemplate,
-    Conversation,
-    RefusedError,
-    read_template,
-    render,
-    render_chat,
-)
+from emo.data_prep.templates import Chat, Conversation, render
 from emo.data_prep.tokenizer import chat_template, save_tokenizer, tokenizer_facts
 
 EXAMPLES = 3
@@ -186,11 +180,11 @@ def _look(files: str, kind: str, proposed: dict[str, str], template: str | None)
 
 def _written(look: Look, chat: ChatTemplate) -> Look:
     """Return the look without the rows that the chat_template refuses."""
-    rows = list(look.rows)
+    rows, writer = list(look.rows), ChatWriter(chat)
     for number, row in enumerate(rows):
         try:
             if isinstance(row, Chat):
-                render_chat(row, chat)
+                writer.examples(row)
         except RefusedError as error:
             rows[number] = Rejected(error.reason, error.detail)
     return look._replace(rows=rows)
@@ -284,8 +278,10 @@ def _examples(
         elif isinstance(row, Conversation | Chat):
             encoded = encoder.conversations([row])
             ids, supervised = encoded.ids, np.zeros(len(encoded.ids), bool)
-            for begin, end in encoded.spans[0]:
-                supervised[begin:end] = True
+            starts = np.cumsum(encoded.lengths) - encoded.lengths
+            for start, spans in zip(starts.tolist(), encoded.spans, strict=True):
+                for begin, end in spans:
+                    supervised[start + begin : start + end] = True
         else:
             ids = encoder.texts([row], look.input.name).ids
             supervised = np.ones(len(ids), bool)

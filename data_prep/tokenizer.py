@@ -211,6 +211,13 @@ def chat_template(directory: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
+def set_chat_template(directory: Path, template: str) -> None:
+    """Give a saved tokenizer a chat template."""
+    file = directory / "tokenizer_config.json"
+    tree = read_json(file, FILE_BYTES) | {"chat_template": template}
+    file.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def _local(path: str | Path, revision: str | None) -> Path:
     """Return the path of a local tokenizer, or of a hub model's files, from the cache or the network."""
     if Path(path).exists():

@@ -306,6 +306,12 @@ def left_out(summary: dict[str, Any]) -> list[str]:
         lost.append(f"{counted(sum(rejected.values()), 'row')} ({reasons})")
     if messages := sum(source["messages_left_out"] for source in summary["sources"]):
         lost.append(f"{counted(messages, 'message')} before the first prompt or after the last response")
+    fields: Counter[str] = Counter()
+    for source in summary["sources"]:
+        fields.update(source["fields_left_out"])
+    if fields:
+        listed = ", ".join(f"{field} in {counted(count, 'row')}" for field, count in sorted(fields.items()))
+        lost.append(f"left out by the template: {listed}")
     return lost
 
 

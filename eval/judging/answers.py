@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from emo.common.errors import UserError, one_line
-from emo.data_prep.config import VERSIONS
+from emo.data_prep.config import VERSIONS, by_chat_template
 from emo.data_prep.templates import Conversation, Exchange, render
 from emo.data_prep.tokenizer import chat_template
 from emo.eval import store
@@ -136,8 +136,8 @@ def choose_template(model: EvaluatedModel, template: str, say: Say) -> str:
         name = tuned.partition("/")[0] or (OWN if has_template else "alpaca")
     if name not in VERSIONS:
         raise UserError(f"{model.given}: export.json names a template {tuned!r}; set --template")
-    if name == OWN == template and not has_template:
-        raise UserError(f"--template {OWN}: {model.given} comes without a chat template")
+    if by_chat_template(name) and name == template and not has_template:
+        raise UserError(f"--template {name}: {model.given} comes without a chat template")
     if tuned and VERSIONS[name] != tuned:
         say(f"{model.name}: was tuned with the template {tuned}, and {VERSIONS[name]} is used (--template)")
     elif not tuned and has_template and name != OWN:
@@ -149,7 +149,7 @@ def choose_template(model: EvaluatedModel, template: str, say: Say) -> str:
 
 def prompt_ids(model: EvaluatedModel, question: Question, template: str) -> list[int]:
     """Return the token ids of a question, up to where the answer begins: those that training showed it."""
-    if template == OWN:
+    if by_chat_template(template):
         return chat_ids(model, [{"role": "user", "content": question.text}])
     # BOS and the prompt alone, as emo.data_prep.encode writes them.
     (turn,) = render(Conversation((Exchange(question.instruction, "", question.input),)), template)

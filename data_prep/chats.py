@@ -1,0 +1,544 @@
+"""Chats by a chat_template -> training examples: text, and which parts of it carry loss.
+
+The model is asked with what the template writes of the messages before an answer (the prompt), and answers with
+what the template writes after that, up to the token that ends the turn. An example is a prompt and its answer.
+Answers of one chat share an example where each prompt and answer is the beginning of the next: templates that
+rewrite history, by dropping earlier reasoning for instance, need one example for each answer.
+
+Rendering every prompt would cost the square of the turns. So signs are put around every field, the chat is
+rendered once, and what stands between the signs tells where prompts and answers end: the first time that such a
+surrounding is seen, the prompt is rendered to learn it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from emo.common.errors import UserError
+from emo.data_prep.chat_templates import (
+    EMPTY_THINKING,
+    REASONING,
+    THINK,
+    THOUGHT,
+    ChatTemplate,
+    RefusedError,
+    Renderer,
+    fixed_date,
+)
+from emo.data_prep.templates import Chat
+
+if TYPE_CHECKING:  # rows are read without it, and commands start fast
+    import numpy as np
+
+FIRST_SIGN, SIGNS = 0x100000, 0xFFF0  # characters of private use, each a sign of its own
+SIGN = re.compile(f"[{chr(FIRST_SIGN)}-{chr(FIRST_SIGN + SIGNS)}]")
+TAGS = re.compile(rf"{THINK}|</?tool_response>")  # templates look for these at the ends of what is said
+REMEMBERED = 4096  # surroundings at most
+UNMARKED = ("role", "type", "id", "tool_call_id", "index")  # keys whose values steer a template
+MINOR = ("name",)  # what a template may leave out without a loss
+OPENED = re.compile(rf"\s*(?:{THINK})?\s*")
+
+
+class Answer(NamedTuple):
+    """An answer in the text of an example."""
+
+    number: int  # among the assistant's messages
+    start: int  # characters
+    stop: int
+    masked: int  # characters from `start` on that carry no loss: an empty thinking block
+
+
+class Example(NamedTuple):
+    """A text to train on."""
+
+    text: str
+    answers: tuple[Answer, ...]  # those that are supervised
+
+
+class Written(NamedTuple):
+    """An answer and all before it, as the template writes them."""
+
+    text: str  # ends with the answer
+    start: int
+    end: str  # the special token that ends it, where the template writes none before the next message
+    skipped: int  # characters before the answer that the template itself does not write there
+
+
+class Signed(NamedTuple):
+    """Messages with a sign at both ends of each field."""
+
+    messages: list[dict[str, Any]]
+    tools: Any
+    fields: list[tuple[int, str]]  # of each sign: number of the message, -1 for tools, and name of the field
+
+
+class ChatWriter:
+    """Examples of chats by one template. Remembers what it learned of the template."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template, self.renderer = template, Renderer(template)
+        self._surroundings: dict[Any, tuple[int, int] | None] = {}
+        self._forms = [False, True]  # whether arguments of calls are JSON text; the one that worked comes first
+
+    def examples(self, chat: Chat, exact: bool = False) -> list[Example]:
+        """Return the examples of a chat. Raises RefusedError. exact: render every prompt."""
+        return self._by_form(chat, lambda messages, tools: self._examples(chat, messages, tools, exact))
+
+    def left_out(self, chat: Chat, examples: list[Example]) -> list[str]:
+        """Return the fields of a chat of which something is in none of its examples."""
+        return self._by_form(chat, lambda messages, tools: self._left_out(messages, tools, examples))
+
+    def _by_form(self, chat: Chat, function: Any) -> Any:
+        messages, tools = self._messages(chat)
+        calls = any(message.get("tool_calls") for message in messages)
+        refused = None
+        for text in list(self._forms) if calls else [False]:
+            try:
+                result = function(_calls_as_text(messages) if text else messages, tools)
+            except RefusedError as error:
+                refused = refused if refused and error.reason == "refused_by_chat_template" else error
+            else:
+                if calls and text != self._forms[0]:
+                    self._forms.reverse()
+                return result
+        assert refused is not None
+        raise refused
+
+    def _messages(self, chat: Chat) -> tuple[list[dict[str, Any]], Any]:
+        """Return the messages and tools of a chat as the template gets them."""
+        messages = json.loads(chat.messages)
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        learned = [place for number, place in enumerate(places) if number not in chat.unsupervised]
+        messages = messages[: learned[-1] + 1]  # nothing is learned from what comes after
+        if self.template.reasoning == "drop":
+            for message in (message for message in messages if message["role"] == "assistant"):
+                for key in REASONING:
+                    message.pop(key, None)
+                if isinstance(message.get("content"), str):
+                    thought = THOUGHT.match(message["content"])
+                    message["content"] = message["content"][thought.end() if thought else 0 :]
+        return self.renderer.protect(messages, json.loads(chat.tools) if chat.tools else None)
+
+    def _examples(self, chat: Chat, messages: list[dict[str, Any]], tools: Any, exact: bool) -> list[Example]:
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        last = self._written(messages, tools, places[-1])
+        learned = [number for number in range(len(places)) if number not in chat.unsupervised]
+        if not exact and len(places) > 1:
+            found = self._located(messages, tools, places, last)
+            if found is not None:
+                return [self._example(last, found, learned, messages, tools, places)]
+        written = [*(self._written(messages, tools, place) for place in places[:-1]), last]
+        examples: list[Example] = []
+        left = set(learned)
+        for number in reversed(range(len(places))):
+            if number not in left:
+                continue
+            spans = {}
+            for earlier in range(number + 1):
+                span = _within(written[earlier], written[number], earlier == number, self.template)
+                if span is not None:
+                    spans[earlier] = span
+            members = [other for other in spans if other in left]
+            examples.append(self._example(written[number], spans, members, messages, tools, places[: number + 1]))
+            left.difference_update(members)
+        return examples[::-1]
+
+    def _written(self, messages: list[dict[str, Any]], tools: Any, place: int) -> Written:
+        """Return the answer at a place of the messages, with its prompt. Raises RefusedError."""
+        before, _ = self.renderer.write(messages[:place], tools, prompt=True)
+        after, marks = self.renderer.write(messages[: place + 1], tools, spans=self.renderer.marked)
+        skipped = 0
+        if not after.startswith(before):
+            common = len(os.path.commonprefix((before, after)))
+            opened = before[common:]
+            starts = [start for start, stop in marks if stop > common]
+            if OPENED.fullmatch(opened):  # it asks with an open tag, and writes answers without
+                bridge = _thoughts(messages[place], self.template, opened)
+                after = before + bridge + after[common:]
+                skipped = len(before) + len(bridge) - common
+            elif starts:
+                before = after[: starts[0]]
+            else:
+                raise _unclear("it writes an answer in another way than it asks for one")
+        kind = "calls" if messages[place].get("tool_calls") else "answers"
+        kept, end = self._ends[kind]
+        body = len(before) + len(_unended(after[len(before) :], self.template))
+        rest = after[body:].lstrip()
+        stop = len(after) - len(rest)
+        if kept and rest.startswith(kept):
+            stop, end = stop + len(kept), ""
+        elif rest:
+            stop, end = len(after.rstrip()), ""
+        else:
+            stop = body
+        if stop == body and not end:
+            raise _unclear("no special token ends an answer in it, so that no end would be learned")
+        answer = after[len(before) : body]
+        empty = EMPTY_THINKING.match(answer)
+        if not answer[empty.end() if empty else 0 :].strip():
+            raise _unclear("it leaves an answer out")
+        return Written(after[:stop] + end, len(before), end, skipped)
+
+    @cached_property
+    def _ends(self) -> dict[str, tuple[str, str]]:
+        """Return how the template ends answers, and calls of tools.
+
+        The first is what it writes after them whether or not messages follow, the second the special token that
+        begins the next message, where it ends them by nothing else.
+        """
+        call = {"type": "function", "function": {"name": "f", "arguments": {"x": "World"}}}
+        hello = {"role": "user", "content": "Hello"}
+        probes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+            "answers": ({"role": "assistant", "content": "World"}, hello),
+            "calls": (
+                {"role": "assistant", "content": "", "tool_calls": [call]},
+                {"role": "tool", "name": "f", "content": "Hello"},
+            ),
+        }
+        ends = {}
+        for kind, (answer, following) in probes.items():
+            ends[kind] = ("", "")
+            for text in (False, True):
+                messages = [hello, answer, following]
+                messages = _calls_as_text(messages) if text else messages
+                try:
+                    after, _ = self.renderer.write(messages[:2], None)
+                    longer, _ = self.renderer.write(messages, None)
+                except RefusedError:
+                    continue
+                after, longer = (written.rpartition("World")[2] for written in (after, longer))
+                kept = os.path.commonprefix((after, longer))
+                while kept and not self.template.last(kept):
+                    kept = kept[:-1]
+                after = after.rstrip()
+                ends[kind] = kept[len(_unended(kept, self.template)) :].lstrip(), ""
+                if longer.startswith(after) and not self.template.last(after):
+                    ends[kind] = "", _beginning(longer[len(after) :], self.template)
+                break
+        return ends
+
+    def _located(
+        self, messages: list[dict[str, Any]], tools: Any, places: list[int], last: Written
+    ) -> dict[int, tuple[int, int]] | None:
+        """Return where each answer is in the text of the last one, or None where it is not certain."""
+        if last.skipped:
+            return None
+        signed = _signed(messages[: places[-1] + 1], tools)
+        try:
+            text, _ = self.renderer.write(signed.messages, signed.tools)
+        except RefusedError:
+            return None
+        seen = [(ord(match[0]) - FIRST_SIGN, match.start()) for match in SIGN.finditer(text)]
+        plain = SIGN.sub("", text)
+        body = len(last.text) - len(last.end)
+        if plain[:body] != last.text[:body]:  # the signs steered the template
+            return None
+        at = [position - number for number, (_, position) in enumerate(seen)]  # in `plain`
+        owned: dict[int, dict[int, int]] = {}  # of each message: sign, and the number of its first sighting
+        for number, (sign, _) in enumerate(seen):
+            if sign < len(signed.fields):
+                owned.setdefault(signed.fields[sign][0], {}).setdefault(sign, number)
+        stops = [*at, len(plain)]
+        found = {len(places) - 1: (last.start, len(last.text))}
+        for number, place in enumerate(places[:-1]):
+            mine = owned.get(place)
+            if not mine:
+                return None
+            low, high = min(mine.values()), max(mine.values())
+            if high - low + 1 != sum(signed.fields[sign][0] == place for sign, _ in seen[low : high + 1]):
+                return None  # another message is written in the middle of it
+            before = plain[at[low - 1] if low else 0 : at[low]]
+            after = plain[at[high] : stops[high + 1]]
+            shape = tuple(signed.fields[sign][1] for sign in mine)
+            have = tuple(field for owner, field in signed.fields if owner == place)
+            roles = tuple(message["role"] for message in messages[max(0, place - 1) : place + 2])
+            key = before, after, shape, have, roles, bool(tools)
+            if key not in self._surroundings:
+                span = _within(self._written(messages, tools, place), last, False, self.template)
+                if len(self._surroundings) >= REMEMBERED:
+                    self._surroundings.clear()
+                known = span and (span[0] - at[low], span[1] - at[high])
+                self._surroundings[key] = known
+            offsets = self._surroundings[key]
+            if offsets is None:
+                return None
+            found[number] = at[low] + offsets[0], at[high] + offsets[1]
+        return dict(sorted(found.items()))
+
+    def _example(
+        self,
+        written: Written,
+        spans: dict[int, tuple[int, int]],
+        members: list[int],
+        messages: list[dict[str, Any]],
+        tools: Any,
+        places: list[int],
+    ) -> Example:
+        """Return the example of a text; spans: where answers are; members: those of them that carry loss."""
+        marks: list[tuple[int, int]] = []
+        if self.renderer.marked:
+            _, marks = self.renderer.write(messages[: places[-1] + 1], tools, spans=True)
+            marks = [(a + written.skipped, b + written.skipped) for a, b in marks]
+        answers = []
+        for number in members:
+            start, stop = spans[number]
+            if self.renderer.marked:
+                inside = [(a, b) for a, b in marks if b > start and a < stop]
+                if not inside:
+                    raise _unclear(f"it does not mark answer {number + 1}")
+                start = max(start, min(a for a, _ in inside))
+                end = max(b for _, b in inside)
+                if _unended(written.text[:stop], self.template).rstrip()[end:]:
+                    stop = min(stop, end + len(self.template.first(written.text, end)))
+            masked = 0
+            if self.template.reasoning != "keep":
+                empty = EMPTY_THINKING.match(written.text, start, stop)
+                masked = empty.end() - start if empty else 0
+            answers.append(Answer(number, start, stop, masked))
+        return Example(written.text, tuple(answers))
+
+    def _left_out(self, messages: list[dict[str, Any]], tools: Any, examples: list[Example]) -> list[str]:
+        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        signed = _signed(messages, tools)
+        numbers = [example.answers[-1].number for example in examples if example.answers]
+        seen: set[int] = set()
+        for number in reversed(numbers or [len(places) - 1]):
+            try:
+                text, _ = self.renderer.write(signed.messages[: places[number] + 1], signed.tools)
+            except RefusedError:
+                return []  # signs in its fields make a template fail
+            seen.update(ord(sign) - FIRST_SIGN for sign in SIGN.findall(text))
+            if len(seen) >= len(signed.fields):
+                return []
+        lacking = [signed.fields[sign] for sign in range(len(signed.fields)) if sign not in seen]
+        if lacking and any(field in (*REASONING, "thinking in content") for _, field in lacking):
+            whole = "".join(example.text for example in examples)  # thoughts may be written by `_thoughts`
+            lacking = [
+                (place, field)
+                for place, field in lacking
+                if field not in (*REASONING, "thinking in content")
+                or not all(thought.strip() in whole for thought in _reasoning(messages[place]))
+            ]
+        return sorted({field for _, field in lacking})
+
+
+def _unclear(why: str) -> RefusedError:
+    return RefusedError(
+        "response_not_found",
+        f"the chat_template does not tell what the assistant says: {why}. Mark that in the template with "
+        "{% generation %}, or set data.template to chat",
+    )
+
+
+def _within(part: Written, whole: Written, same: bool, template: ChatTemplate) -> tuple[int, int] | None:
+    """Return where an answer is in a text that goes on after it, or None where the text is not its prompt's."""
+    if same:
+        return part.start, len(part.text)
+    stop = len(part.text) - len(part.end)
+    if not whole.text.startswith(part.text[:stop]):
+        return None
+    following = _beginning(whole.text[stop:], template) if part.end else ""
+    return None if part.end and not following else (part.start, stop + len(following))
+
+
+def _beginning(text: str, template: ChatTemplate) -> str:
+    """Return the special token that begins a text, with white space before it, or ''."""
+    special = template.first(text.lstrip())
+    return text[: len(text) - len(text.lstrip())] + special if special else ""
+
+
+def _unended(text: str, template: ChatTemplate) -> str:
+    """Return a text without the special tokens and the white space at its end."""
+    while last := template.last(text := text.rstrip()):
+        text = text.removesuffix(last)
+    return text
+
+
+def _reasoning(message: dict[str, Any]) -> list[str]:
+    """Return what an assistant's message holds of reasoning."""
+    thoughts = [message[key] for key in REASONING if isinstance(message.get(key), str)]
+    match = THOUGHT.match(message.get("content") or "")
+    return [*thoughts, *([match[2]] if match else [])]
+
+
+def _thoughts(message: dict[str, Any], template: ChatTemplate, opened: str) -> str:
+    """Return what comes between a prompt that ends with an open tag of thinking and the answer."""
+    tag = re.search(THINK, opened)
+    if tag is None or tag[1] or tag[2]:
+        return ""
+    thought = "\n".join(thought.strip() for thought in _reasoning(message))
+    close = tag[0].replace("<", "</").replace("[", "[/")
+    return f"{thought}\n{close}\n\n"
+
+
+def _calls_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages as older templates expect calls: arguments as JSON text, and content null."""
+    changed = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            inner = [call.get("function") if isinstance(call, dict) else None for call in calls]
+            texts = [
+                call
+                if not isinstance(function, dict) or isinstance(function.get("arguments"), str)
+                else call
+                | {"function": function | {"arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}}
+                for call, function in zip(calls, inner, strict=True)
+            ]
+            message = message | {"content": message.get("content") or None, "tool_calls": texts}
+        changed.append(message)
+    return changed
+
+
+def _signed(messages: list[dict[str, Any]], tools: Any) -> Signed:
+    """Return messages with a sign before and after each text in them, and one after each name in `tools`."""
+    fields: list[tuple[int, str]] = []
+
+    def sign(owner: int, field: str) -> str:
+        fields.append((owner, field))
+        return chr(FIRST_SIGN + min(len(fields) - 1, SIGNS))
+
+    def around(text: str, owner: int, field: str) -> str:
+        core = text.strip()
+        if not core:
+            return text
+        before, _, after = text.partition(core)
+        return f"{before}{sign(owner, field)}{core}{sign(owner, field)}{after}"
+
+    def said(text: str, owner: int, field: str) -> str:
+        parts, done, inside = [], 0, False
+        for tag in TAGS.finditer(text):
+            name = "thinking in content" if inside else field
+            parts += [around(text[done : tag.start()], owner, name), tag[0]]
+            done, inside = tag.end(), "think" in tag[0].lower() and "/" not in tag[0]
+        return "".join(parts) + around(text[done:], owner, field)
+
+    def leaves(value: Any, owner: int, field: str) -> Any:
+        if isinstance(value, str):
+            return around(value, owner, field)
+        if isinstance(value, list):
+            return [leaves(item, owner, field) for item in value]
+        if isinstance(value, dict):
+            keyed = field == "tool_calls.arguments"
+            return {
+                (f"{key}{sign(owner, field)}" if keyed else key): leaves(item, owner, field)
+                for key, item in value.items()
+            }
+        return value
+
+    def call(value: Any, owner: int) -> Any:
+        if not isinstance(value, dict):
+            return value
+        value = dict(value)
+        for key in ("function", "name", "arguments"):
+            if key in value:
+                inner = value[key]
+                value[key] = (
+                    call(inner, owner)
+                    if key == "function" and isinstance(inner, dict)
+                    else leaves(inner, owner, f"tool_calls.{key}")
+                )
+        return value
+
+    def all_signed() -> Iterator[dict[str, Any]]:
+        names = {"system": "system", "developer": "system", "tool": "tool results", "user": "content"}
+        for owner, message in enumerate(messages):
+            tree: dict[str, Any] = {}
+            for key, value in message.items():
+                if key == "content" and isinstance(value, str):
+                    tree[key] = said(value, owner, names.get(message["role"], "content"))
+                elif key == "tool_calls" and isinstance(value, list):
+                    tree[key] = [call(item, owner) for item in value]
+                elif key in UNMARKED or not isinstance(value, str):
+                    tree[key] = value
+                else:
+                    tree[key] = around(value, owner, key)
+            yield tree
+
+    signed = list(all_signed())
+    schemas = []
+    for tool in tools or ():
+        inner = tool.get("function") if isinstance(tool, dict) else None
+        named = inner if isinstance(inner, dict) else tool
+        if isinstance(named, dict) and isinstance(named.get("name"), str):
+            named = named | {"name": around(named["name"], -1, "tools")}
+        schemas.append(tool | {"function": named} if isinstance(inner, dict) else named)
+    return Signed(signed, schemas if tools else tools, fields)
+
+
+def check_template(template: ChatTemplate) -> list[str]:
+    """Return notes for the user: about a date, and about an answer that ends with another token than EOS."""
+    probe = json.dumps([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "World"}])
+    try:
+        ((text, _),) = ChatWriter(template).examples(Chat(probe))
+    except RefusedError as error:
+        raise UserError(
+            f"the tokenizer's chat_template cannot be used: {error.detail}", code="template-unusable"
+        ) from None
+    notes = []
+    if "strftime_now" in template.text:
+        day = fixed_date(json.loads(template.variables))
+        notes.append(
+            f"note: the chat_template writes the date of the day. The data get {day}; "
+            "data.template_variables={date: YYYY-MM-DD} sets another"
+        )
+    if (end := template.last(text)) != (eos := dict(template.names).get("eos_token")):
+        notes.append(f"note: the chat_template ends an answer with {end}, not with EOS ({eos})")
+    return notes
+
+
+class ChatEncoder:
+    """Encodes chats with a saved tokenizer: special tokens of the template are such, people's are text.
+
+    Answers are encoded apart from what is before them, so that no token belongs to both, and a prompt has the
+    very ids that `apply_chat_template` gives at generation.
+    """
+
+    def __init__(self, directory: Path, template: ChatTemplate) -> None:
+        from emo.data_prep.words import encoder
+
+        self.writer = ChatWriter(template)
+        self.beginning = encoder(directory, markup=True)
+        self.continuing = encoder(directory, continuing=True, markup=True)
+        self.spoken = encoder(directory, continuing=True)
+
+    def encode(self, chat: Chat) -> list[tuple[list[int], np.ndarray]]:
+        """Return the examples of a chat: ids, and int64 [answers, 2], which of them are supervised."""
+        import numpy as np
+
+        encoded = []
+        for example in self.writer.examples(chat):
+            ids: list[int] = []
+            supervised = []
+            done, end = 0, ""  # how far the text is encoded, and the special token before that
+            for answer in example.answers:
+                # After a special token some tokenizers put a space, so that it must be seen.
+                context, _ = self._ids(end + example.text[done : answer.start], self.beginning)
+                ids += context[bool(end) :]
+                said, ends = self._ids(example.text[answer.start : answer.stop], self.continuing)
+                supervised.append((len(ids) + sum(stop <= answer.masked for stop in ends), len(ids) + len(said)))
+                ids += said
+                done, end = answer.stop, self.writer.template.last(example.text[: answer.stop])
+            encoded.append((ids, np.array(supervised, np.int64)))
+        return encoded
+
+    def _ids(self, text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
+        """Return the ids of a stretch, and where those of its first piece end.
+
+        The special tokens that people wrote in it are encoded as text.
+        """
+        ids: list[int] = []
+        ends: list[int] = []
+        for i, piece in enumerate(self.writer.renderer.patterns[False][1].split(text)):
+            if piece:
+                by = self.spoken if i % 2 else tokenizer if i == 0 else self.continuing
+                encoding = by.encode(piece, add_special_tokens=False)
+                ids += encoding.ids
+                ends = ends or [stop for _, stop in encoding.offsets] if i == 0 else ends
+        return ids, ends
