@@ -41,8 +41,13 @@ SIGN = re.compile(f"[{chr(FIRST_SIGN)}-{chr(FIRST_SIGN + SIGNS)}]")
 TAGS = re.compile(rf"{THINK}|</?tool_response>")  # templates look for these at the ends of what is said
 REMEMBERED = 4096  # surroundings at most
 UNMARKED = ("role", "type", "id", "tool_call_id", "index")  # keys whose values steer a template
+THOUGHTS = (*REASONING, "thinking in content")
 MINOR = ("name",)  # what a template may leave out without a loss
-OPENED = re.compile(rf"\s*(?:{THINK})?\s*")
+PROBE: list[dict[str, Any]] = [
+    {"role": "user", "content": "Hello"},
+    {"role": "assistant", "content": "World"},
+]
+OPENED = re.compile(r"(<(?:think|thinking|seed:think)>|\[THINK\])\s*\Z")  # at the end of a prompt
 
 
 class Answer(NamedTuple):
@@ -123,7 +128,20 @@ class ChatWriter:
                 if isinstance(message.get("content"), str):
                     thought = THOUGHT.match(message["content"])
                     message["content"] = message["content"][thought.end() if thought else 0 :]
+        if self._takes_parts:
+            messages = [_as_parts(message) for message in messages]
         return self.renderer.protect(messages, json.loads(chat.tools) if chat.tools else None)
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Return whether the template writes content only as a list of parts, as those of vision models do."""
+        written = []
+        for messages in (PROBE, [_as_parts(message) for message in PROBE]):
+            try:
+                written.append(self.renderer.write(messages, None)[0])
+            except RefusedError:
+                written.append("")
+        return "World" not in written[0] and "World" in written[1] and "'text'" not in written[1]
 
     def _examples(self, chat: Chat, messages: list[dict[str, Any]], tools: Any, exact: bool) -> list[Example]:
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -152,20 +170,19 @@ class ChatWriter:
     def _written(self, messages: list[dict[str, Any]], tools: Any, place: int) -> Written:
         """Return the answer at a place of the messages, with its prompt. Raises RefusedError."""
         before, _ = self.renderer.write(messages[:place], tools, prompt=True)
-        after, marks = self.renderer.write(messages[: place + 1], tools, spans=self.renderer.marked)
+        after, _ = self.renderer.write(messages[: place + 1], tools)
         skipped = 0
         if not after.startswith(before):
             common = len(os.path.commonprefix((before, after)))
-            opened = before[common:]
-            starts = [start for start, stop in marks if stop > common]
-            if OPENED.fullmatch(opened):  # it asks with an open tag, and writes answers without
-                bridge = _thoughts(messages[place], self.template, opened)
-                after = before + bridge + after[common:]
-                skipped = len(before) + len(bridge) - common
-            elif starts:
-                before = after[: starts[0]]
-            else:
-                raise _unclear("it writes an answer in another way than it asks for one")
+            opened = OPENED.search(before)
+            start = opened.start() if opened and not after.startswith(before[: opened.end(1)]) else len(before.rstrip())
+            if common < start:
+                hint = ". Set data.reasoning=drop, or data.template_variables" if "</think>" in before[common:] else ""
+                raise _unclear(f"it writes an answer in another way than it asks for one{hint}")
+            bridge = _thoughts(messages[place], before[start:])
+            rest = after[start:].lstrip("\n") if bridge else after[min(common, len(before)) :]
+            skipped = len(before) + len(bridge) + len(rest) - len(after)
+            after = before + bridge + rest
         kind = "calls" if messages[place].get("tool_calls") else "answers"
         kept, end = self._ends[kind]
         body = len(before) + len(_unended(after[len(before) :], self.template))
@@ -193,20 +210,16 @@ class ChatWriter:
         begins the next message, where it ends them by nothing else.
         """
         call = {"type": "function", "function": {"name": "f", "arguments": {"x": "World"}}}
-        hello = {"role": "user", "content": "Hello"}
-        probes: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-            "answers": ({"role": "assistant", "content": "World"}, hello),
-            "calls": (
-                {"role": "assistant", "content": "", "tool_calls": [call]},
-                {"role": "tool", "name": "f", "content": "Hello"},
-            ),
-        }
+        calls = {"role": "assistant", "content": "", "tool_calls": [call]}
+        hello, answer = PROBE
         ends = {}
-        for kind, (answer, following) in probes.items():
+        for kind, probe in {
+            "answers": [hello, answer, hello],
+            "calls": [hello, calls, {"role": "tool", "name": "f", "content": "Hello"}],
+        }.items():
             ends[kind] = ("", "")
-            for text in (False, True):
-                messages = [hello, answer, following]
-                messages = _calls_as_text(messages) if text else messages
+            probe = [_as_parts(message) for message in probe] if self._takes_parts else probe
+            for messages in (probe, _calls_as_text(probe)):
                 try:
                     after, _ = self.renderer.write(messages[:2], None)
                     longer, _ = self.renderer.write(messages, None)
@@ -217,6 +230,8 @@ class ChatWriter:
                 while kept and not self.template.last(kept):
                     kept = kept[:-1]
                 after = after.rstrip()
+                if not kept.endswith(ends.get("answers", ("", ""))[0]) and _unended(after, self.template) != after:
+                    kept = ""  # it closes the call, not the turn
                 ends[kind] = kept[len(_unended(kept, self.template)) :].lstrip(), ""
                 if longer.startswith(after) and not self.template.last(after):
                     ends[kind] = "", _beginning(longer[len(after) :], self.template)
@@ -284,7 +299,8 @@ class ChatWriter:
         marks: list[tuple[int, int]] = []
         if self.renderer.marked:
             _, marks = self.renderer.write(messages[: places[-1] + 1], tools, spans=True)
-            marks = [(a + written.skipped, b + written.skipped) for a, b in marks]
+            if written.skipped:  # what was put in between is said by the assistant
+                marks = [(a, b + written.skipped) for a, b in marks]
         answers = []
         for number in members:
             start, stop = spans[number]
@@ -316,16 +332,13 @@ class ChatWriter:
             seen.update(ord(sign) - FIRST_SIGN for sign in SIGN.findall(text))
             if len(seen) >= len(signed.fields):
                 return []
-        lacking = [signed.fields[sign] for sign in range(len(signed.fields)) if sign not in seen]
-        if lacking and any(field in (*REASONING, "thinking in content") for _, field in lacking):
-            whole = "".join(example.text for example in examples)  # thoughts may be written by `_thoughts`
-            lacking = [
-                (place, field)
-                for place, field in lacking
-                if field not in (*REASONING, "thinking in content")
-                or not all(thought.strip() in whole for thought in _reasoning(messages[place]))
-            ]
-        return sorted({field for _, field in lacking})
+        lacking = {signed.fields[sign] for sign in range(len(signed.fields)) if sign not in seen}
+        # A template reads one of the keys of reasoning, and `_thoughts` may have written it.
+        unwritten = {place for place, field in lacking if field in THOUGHTS}
+        if unwritten:
+            whole = "".join(example.text for example in examples)
+            unwritten = {i for i in unwritten if not all(text.strip() in whole for text in _reasoning(messages[i]))}
+        return sorted({field for place, field in lacking if field not in THOUGHTS or place in unwritten})
 
 
 def _unclear(why: str) -> RefusedError:
@@ -363,22 +376,23 @@ def _unended(text: str, template: ChatTemplate) -> str:
 def _reasoning(message: dict[str, Any]) -> list[str]:
     """Return what an assistant's message holds of reasoning."""
     thoughts = [message[key] for key in REASONING if isinstance(message.get(key), str)]
-    match = THOUGHT.match(message.get("content") or "")
+    content = message.get("content")
+    match = THOUGHT.match(content) if isinstance(content, str) else None
     return [*thoughts, *([match[2]] if match else [])]
 
 
-def _thoughts(message: dict[str, Any], template: ChatTemplate, opened: str) -> str:
+def _thoughts(message: dict[str, Any], opened: str) -> str:
     """Return what comes between a prompt that ends with an open tag of thinking and the answer."""
-    tag = re.search(THINK, opened)
-    if tag is None or tag[1] or tag[2]:
+    tag = OPENED.search(opened)
+    if tag is None:
         return ""
-    thought = "\n".join(thought.strip() for thought in _reasoning(message))
-    close = tag[0].replace("<", "</").replace("[", "[/")
+    thought = "\n".join(dict.fromkeys(thought.strip() for thought in _reasoning(message)))
+    close = tag[1].replace("<", "</").replace("[", "[/")
     return f"{thought}\n{close}\n\n"
 
 
 def _calls_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages as older templates expect calls: arguments as JSON text, and content null."""
+    """Return messages as older templates expect calls: arguments as JSON text, and a content."""
     changed = []
     for message in messages:
         calls = message.get("tool_calls")
@@ -391,9 +405,14 @@ def _calls_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 | {"function": function | {"arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}}
                 for call, function in zip(calls, inner, strict=True)
             ]
-            message = message | {"content": message.get("content") or None, "tool_calls": texts}
+            message = message | {"content": message.get("content") or "", "tool_calls": texts}
         changed.append(message)
     return changed
+
+
+def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _signed(messages: list[dict[str, Any]], tools: Any) -> Signed:
@@ -447,12 +466,15 @@ def _signed(messages: list[dict[str, Any]], tools: Any) -> Signed:
         return value
 
     def all_signed() -> Iterator[dict[str, Any]]:
-        names = {"system": "system", "developer": "system", "tool": "tool results", "user": "content"}
+        names = {"system": "system", "developer": "system", "tool": "tool results"}
         for owner, message in enumerate(messages):
             tree: dict[str, Any] = {}
+            field = names.get(message["role"], "content")
             for key, value in message.items():
                 if key == "content" and isinstance(value, str):
-                    tree[key] = said(value, owner, names.get(message["role"], "content"))
+                    tree[key] = said(value, owner, field)
+                elif key == "content" and isinstance(value, list):
+                    tree[key] = [part | {"text": said(part["text"], owner, field)} for part in value]
                 elif key == "tool_calls" and isinstance(value, list):
                     tree[key] = [call(item, owner) for item in value]
                 elif key in UNMARKED or not isinstance(value, str):
@@ -474,9 +496,8 @@ def _signed(messages: list[dict[str, Any]], tools: Any) -> Signed:
 
 def check_template(template: ChatTemplate) -> list[str]:
     """Return notes for the user: about a date, and about an answer that ends with another token than EOS."""
-    probe = json.dumps([{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "World"}])
     try:
-        ((text, _),) = ChatWriter(template).examples(Chat(probe))
+        ((text, _),) = ChatWriter(template).examples(Chat(json.dumps(PROBE)))
     except RefusedError as error:
         raise UserError(
             f"the tokenizer's chat_template cannot be used: {error.detail}", code="template-unusable"
