@@ -273,7 +273,8 @@ class ChatWriter:
             shape = tuple(signed.fields[sign][1] for sign in mine)
             have = tuple(field for owner, field in signed.fields if owner == place)
             roles = tuple(message["role"] for message in messages[max(0, place - 1) : place + 2])
-            key = before, after, shape, have, roles, bool(tools)
+            tags = tuple(tag[0] for tag in TAGS.finditer(str(messages[place].get("content"))))
+            key = before, after, shape, have, tags, roles, bool(tools)
             if key not in self._surroundings:
                 span = _within(self._written(messages, tools, place), last, False, self.template)
                 if len(self._surroundings) >= REMEMBERED:

@@ -56,9 +56,9 @@ class Source(Section):
     split: str = "train"
     """Split of the hub data set or of a saved one; slices such as `train[:1000]` are allowed."""
     files: str | None = Field(None, min_length=1)
-    """Path or glob under data.root: txt, jsonl, json, csv, tsv (each also as .zst or .gz), parquet, or
-    directories written by `save_to_disk` of the datasets library. Also an address or glob that fsspec
-    reads: s3://, gs://, https:// and others."""
+    """Path or glob under data.root, also with {a,b}: txt, jsonl (ndjson, jsonlines), json, csv, tsv (each also
+    as .zst, .gz, .bz2 or .xz), parquet, or directories written by `save_to_disk` of the datasets library. Also
+    an address or glob that fsspec reads: s3://, gs://, https:// and others."""
     embedded: Literal["world", "world-home", "world-abroad", "world-instruct"] | None = None
     """A corpus that comes along: text about a small world, about one of its halves, or instructions."""
     format: Literal[
@@ -262,7 +262,8 @@ def splits_made(prepared: Mapping[str, Any]) -> tuple[str, ...]:
 
 def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
     """Return the `data` section of a recipe."""
-    if path.name.removesuffix(".gz").removesuffix(".zst").endswith(DATA_FILES) and path.suffix != ".json":
+    inner = re.sub(r"\.(gz|zst|bz2|xz)$", "", path.name.lower())
+    if inner.endswith((*DATA_FILES, ".ndjson", ".jsonlines")) and path.suffix != ".json":
         raise UserError(
             f"{path} is data, not a recipe; emo sniff {path} writes one to begin with", code="data-not-recipe"
         )

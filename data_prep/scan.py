@@ -53,6 +53,7 @@ from emo.data_prep.templates import Chat, Conversation
 
 UNITS = 4096  # about as many at most, but for inputs whose size is not known
 UNIT = 8 << 20  # bytes of a unit at least, as they are stored
+LEASES = 64  # in a directory
 POLL = 0.5  # seconds between looks at what other jobs have done, at most: those that began together soon end
 GROUP = 1 << 17  # rows of a row group, or those of one piece
 BEYOND_LIMIT = "beyond_limit"  # of an input that is not read: its source's limit is reached
@@ -176,7 +177,8 @@ class Scan:
                 for unit in left:
                     if self._whole(unit) or ended():
                         continue
-                    lease = Lease(self.directory, f"{unit.number:06d}.lease")
+                    # Few leases lie in a directory: to take one lists it.
+                    lease = Lease(self.directory / f"leases-{unit.number // LEASES}", f"{unit.number:06d}.lease")
                     with held(lease) as free:
                         if not free:
                             holder = str(lease.holder() or "one that has just begun")
@@ -249,12 +251,14 @@ def write_part(path: Path, near: bool, batches: Iterable[pa.RecordBatch], note: 
     schema = pa.schema(list((COLUMNS | (NEAR if near else {})).items()))
     options: Any = {"compression": "zstd", "use_dictionary": False}
     waiting: list[pa.RecordBatch] = []
+    count = 0  # rows that wait
     with part_file(path) as file, pq.ParquetWriter(file, schema, **options) as writer:
         for batch in batches:
             waiting.append(batch)
-            if sum(rows.num_rows for rows in waiting) >= GROUP:
+            count += batch.num_rows
+            if count >= GROUP:
                 writer.write_table(pa.Table.from_batches(waiting))
-                waiting = []
+                waiting, count = [], 0
         if waiting:
             writer.write_table(pa.Table.from_batches(waiting))
         writer.add_key_value_metadata({"note": json.dumps(note)})

@@ -118,7 +118,7 @@ KINDS = ("plain", "system", "reasoning", "thoughts", "tools")
 
 
 def read_chat(row: dict[str, Any]) -> Chat:
-    (judged,) = judge([row], RowSpec("instruct", "auto", True, None, "none", 10_000, (), True))
+    (judged,) = judge([row], RowSpec("instruct", "auto", True, None, "none", 1_000_000, (), True))
     assert isinstance(judged, Judged) and isinstance(judged.row, Chat), judged
     return judged.row
 
