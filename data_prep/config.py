@@ -130,6 +130,9 @@ class DataConfig(Section):
     validation_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of the sources' rows that is split off for validation, by content hash, when `validation` is
     empty."""
+    validation_group: str | None = mark(SET, None, min_length=1)
+    """Column whose value keeps rows together when validation_fraction splits them: all answers to one question
+    are on one side."""
     sequence_len: int = Field(256, gt=1, le=MOST_TOKENS)
     """Tokens per row."""
     shards: int = Field(4, gt=0, le=99_999)
@@ -184,6 +187,8 @@ class DataConfig(Section):
             raise ValueError("give exactly one of tokenizer and train_tokenizer")
         if self.validation and self.validation_fraction:
             raise ValueError("give validation or validation_fraction, not both")
+        if self.validation_group and not self.validation_fraction:
+            raise ValueError("validation_group needs validation_fraction")
         if self.by_chat_template and self.train_tokenizer:
             raise ValueError(f"template: {self.template} needs the tokenizer of a model, not train_tokenizer")
         if taken := next((name for name in self.template_variables if name in GIVEN), None):

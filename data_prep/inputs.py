@@ -77,7 +77,7 @@ def _inputs(source: Source, config: DataConfig) -> Iterator[Input]:
     lines = source.format != "wikitext"  # whose rows are lines of text
     columns = tuple(sorted((source.columns or {}).items()))
     keys = (config.kind, source.format, lines, source.column, source.clean, config.max_chars)
-    spec = RowSpec(*keys, columns=columns, chat=config.by_chat_template)
+    spec = RowSpec(*keys, columns=columns, group=config.validation_group, chat=config.by_chat_template)
     if source.files is not None and "://" in source.files:
         for file in chain.from_iterable(map(remote_files, braces(source.files))):
             yield _file(source, str(file), spec, file, file.size)
@@ -154,6 +154,8 @@ def _file(source: Source, name: str, spec: RowSpec, path: File, size: int) -> In
         )
     spec = spec._replace(lines=suffix in (".jsonl", ".json"))
     text = suffix == ".txt"
+    if text and spec.group is not None:
+        raise UserError(f"{path} is plain text; data.validation_group needs rows with columns")
     for_text = ("document", "lines", "paragraphs", *(("wikitext",) if spec.lines else ()))
     if not text and source.format in for_text:
         raise UserError(f"{path} holds JSON or a table: format {source.format} is for text files")

@@ -371,6 +371,9 @@ def _summary(
         chars[split] += amount
     for source, copies, reasons in zip(sources, used.tolist(), counts, strict=True):
         source |= dict(zip(config.splits, copies, strict=True)) | {"rejected": _rejected(reasons)}
+    copied = f"SELECT split, count(*) FROM rows WHERE reason IN ({CODE['duplicate']}, {CODE['near_duplicate']}) GROUP BY 1"
+    counts_of_copies: dict[int, int] = dict(db.execute(copied).fetchall())
+    summary_notes: list[str] = []
     fraction = f"data.validation_fraction={config.validation_fraction:g} takes"
     rejected = _rejected(counts.sum(axis=0))
     if not rows[0]:
@@ -390,8 +393,15 @@ def _summary(
             listed = ", ".join(f"{n:,} {reason}" for reason, n in _rejected(members).items())
             reason = f"its sources have no usable row of their own ({listed}); give other {key} sources"
         raise UserError(f"the {set_called(name)} is empty: {reason}, or none", code="no-validation-rows")
+    for number, name in enumerate(config.validation_sets, 1):
+        gone = counts_of_copies.get(number, 0)
+        if gone > rows[number]:
+            summary_notes.append(
+                f"note: of {rows[number] + gone:,} rows of the {set_called(name)}, {gone:,} are like others, most "
+                f"like training rows, and are dropped: {rows[number]:,} are left"
+            )
     totals_of = dict(zip(config.splits, chars.tolist(), strict=True))
-    return {"sources": sources, "rejected": rejected, "chars": totals_of}
+    return {"sources": sources, "rejected": rejected, "chars": totals_of, "notes": summary_notes}
 
 
 def limit_tokens(config: DataConfig, plan: Plan, inputs: list[Input], workers: Workers, path: Path) -> Plan:
@@ -429,6 +439,13 @@ def limit_tokens(config: DataConfig, plan: Plan, inputs: list[Input], workers: W
             break
         target = int(ends[count - 1]) + short  # what the ends of shards and domains lose
     copies[count:] = 0
+    if not copies.any() or limit < (block if config.kind == "text" else 1):
+        least = block if config.kind == "text" else int(tokens[0])
+        what = "a block has" if config.kind == "text" else "the first example has"
+        raise UserError(
+            f"data.limit_tokens={limit} leaves nothing to train on: {what} {least:,} tokens; set at least that",
+            code="limit-takes-nothing",
+        )
     if config.kind == "text":
         plan.summary["token_quotas"] = (_trimmed(blocks, max(0, -short // block)) * block).tolist()
     sources, numbers = plan.summary["sources"], plan.inputs_of(order)

@@ -321,7 +321,7 @@ class Preparation:
             with Workers(self.workers, counting, encode) as pool:
                 plan = limit_tokens(config, plan, inputs, pool, self.new / LIMITED)
         say(f"not used: {'; '.join(left_out(summary)) or 'nothing'}")
-        for line in columns_read(summary):
+        for line in (*columns_read(summary), *summary.pop("notes")):
             say(line)
         plan.save(self.new / PLAN)
         (config.dir / PLAN).unlink(missing_ok=True)  # first, as it vouches for the rest

@@ -60,6 +60,7 @@ class RowSpec(NamedTuple):
     max_chars: int
     columns: tuple[tuple[str, str], ...] = ()  # see Source.columns
     chat: bool = False  # instructions become the messages of a Chat, for a tokenizer's chat_template
+    group: str | None = None  # see DataConfig.validation_group
 
     def names(self, part: str) -> tuple[str, ...]:
         """Return the columns that may be a part of a row: one that the recipe names, or the usual ones."""
@@ -159,6 +160,7 @@ class Judged(NamedTuple):
     row: Row | Rejected
     hash: int = 0  # identity by content, 64 bits: the same in every run and on every machine
     chars: int = 0
+    group: int = 0  # hash of the value of data.validation_group
     left_out: tuple[str, ...] = ()  # fields of a chat of which something is not written
 
 
@@ -172,9 +174,19 @@ def judge(payload: Payload, spec: RowSpec) -> Iterator[Judged]:
     for raw in raw_rows(payload, spec):
         try:
             judged = _judged(_row(raw, spec), spec)
+            if spec.group is not None:
+                judged = judged._replace(group=_group(raw, spec.group))
         except RowError as error:
             judged = Judged(Rejected(*error.args))
         yield judged
+
+
+def _group(raw: Any, column: str) -> int:
+    """Return what stands for a row's group. Raises RowError for a row without it."""
+    row = _object(json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw)
+    if not isinstance(row, dict) or row.get(column) is None:
+        raise RowError("missing_column", f"no column {column}, which data.validation_group names")
+    return content_hash(_json(row[column]))
 
 
 def take(payload: Payload, spec: RowSpec, copies: Sequence[int]) -> list[Row]:

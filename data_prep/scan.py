@@ -289,7 +289,8 @@ def scanner(config: DataConfig, chat: ChatTemplate | None) -> Callable[..., Scan
             "chars": np.array([each.chars for each in judged], np.uint32),
             "reason": np.array(reasons, np.uint8),
         }
-        arrays |= weighed(number, arrays["hash"], weight, split, config)
+        groups = np.array([each.group or each.hash for each in judged], np.uint64)
+        arrays |= weighed(number, arrays["hash"], groups, weight, split, config)
         rows = {name: array_of(values) for name, values in arrays.items()}
         if config.dedup == "near":
             usable = [each.row for each in judged if not isinstance(each.row, Rejected)]
@@ -348,15 +349,18 @@ def batch_of(rows: Mapping[str, pa.Array]) -> pa.RecordBatch:
 
 
 def weighed(
-    number: int, hashes: np.ndarray, weight: float, split: int, config: DataConfig
+    number: int, hashes: np.ndarray, groups: np.ndarray, weight: float, split: int, config: DataConfig
 ) -> dict[str, np.ndarray]:
-    """Return the columns source, split and copies of the rows of input `number`."""
+    """Return the columns source, split and copies of the rows of input `number`.
+
+    groups: rows with the same number are of the same split.
+    """
     copies = np.full(len(hashes), int(weight), np.uint16)
     splits = np.full(len(hashes), split, np.uint16)
     if weight % 1:
         copies += uniform(hashes, config.seed, WEIGHT_SALT) < weight % 1
     if config.validation_fraction:
-        splits[:] = uniform(hashes, config.seed, SPLIT_SALT) < config.validation_fraction
+        splits[:] = uniform(groups, config.seed, SPLIT_SALT) < config.validation_fraction
     return {"source": np.full(len(hashes), number, np.int32), "split": splits, "copies": copies}
 
 
