@@ -338,7 +338,11 @@ class ChatWriter:
         unwritten = {place for place, field in lacking if field in THOUGHTS}
         if unwritten:
             whole = "".join(example.text for example in examples)
-            unwritten = {i for i in unwritten if not all(text.strip() in whole for text in _reasoning(messages[i]))}
+            unwritten = {
+                place
+                for place in unwritten
+                if not all(re.search(re.escape(text.strip()) + r"\s*[<\[]/", whole) for text in _reasoning(messages[place]))
+            }
         return sorted({field for place, field in lacking if field not in THOUGHTS or place in unwritten})
 
 
