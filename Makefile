@@ -108,6 +108,9 @@ judge-test: setup ## 20 kills of answering and judging
 cluster-test: setup ## two hosts, 32 nodes that fail in turn, and a Slurm, on this machine
 	$(BIN)/python -m tests.campaigns.cluster $(ARGS)
 
+template-test: setup ## every chat template that TRL ships, compared with apply_chat_template
+	$(BIN)/python -m tests.campaigns.templates $(ARGS)
+
 image-test: setup ## the image built without Docker, and run without rights; needs root on Debian
 	$(BIN)/python -m tests.campaigns.image $(ARGS)
 

@@ -19,15 +19,39 @@ from emo.common.errors import UserError, one_line
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DATE = "2026-01-01"  # what a template gets that asks for the date, unless data.template_variables has `date`
-GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")  # what a template gets from here
-CODES = "%Y %m %d %B %b %A %a %y %j %H %M %S %-d %-m %e".split()  # of strftime, that templates use
+GIVEN = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "chat_template",
+)  # what a template gets from here
+CODES = [
+    "%Y",
+    "%m",
+    "%d",
+    "%B",
+    "%b",
+    "%A",
+    "%a",
+    "%y",
+    "%j",
+    "%H",
+    "%M",
+    "%S",
+    "%-d",
+    "%-m",
+    "%e",
+]  # of strftime, that templates use
 THINK = r"<(/?)(?:think|thinking|seed:think)>|\[(/?)THINK\]"
 # An empty thinking block at the beginning of an answer, of which the prompt may hold the first tag.
 EMPTY_THINKING = re.compile(
     r"\s*(?:<(?:think|thinking|seed:think)>|\[THINK\]|<\|channel>thought|<\|START_THINKING\|>)?"
     r"\s*(?:</(?:think|thinking|seed:think)>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>)\s*"
 )
-THOUGHT = re.compile(r"\s*<(think|thinking|seed:think)>(.*?)</\1>\s*", re.S)  # at the beginning of what is said
+THOUGHT = re.compile(
+    r"\s*<(think|thinking|seed:think)>(.*?)</\1>\s*", re.S
+)  # at the beginning of what is said
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
 BUILT_IN = {
     "chatml": (
@@ -132,7 +156,9 @@ class Renderer:
         if "strftime_now" in template.text:
             day = fixed_date(self._variables)
             steps = "".join(f"|replace({code!r}, {day.strftime(code)!r})" for code in CODES)
-            self._text = "{%- macro strftime_now(form) -%}{{ form" + steps + " }}{%- endmacro -%}" + template.text
+            self._text = (
+                "{%- macro strftime_now(form) -%}{{ form" + steps + " }}{%- endmacro -%}" + template.text
+            )
 
     @cached_property
     def patterns(self) -> dict[bool, tuple[re.Pattern[str], re.Pattern[str]]]:
@@ -150,7 +176,9 @@ class Renderer:
         """Return messages and tools in which special tokens that people wrote are text."""
         from transformers.utils.chat_template_utils import mark_control_tokens
 
-        renamed = "system" if "developer" not in self.template.text else "developer"  # older ones know one name
+        renamed = (
+            "system" if "developer" not in self.template.text else "developer"
+        )  # older ones know one name
         protected = []
         for message in messages:
             pattern, _ = self.patterns[message["role"] == "assistant"]

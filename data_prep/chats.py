@@ -89,7 +89,10 @@ class ChatWriter:
     def __init__(self, template: ChatTemplate) -> None:
         self.template, self.renderer = template, Renderer(template)
         self._surroundings: dict[Any, tuple[int, int] | None] = {}
-        self._forms = [False, True]  # whether arguments of calls are JSON text; the one that worked comes first
+        self._forms = [
+            False,
+            True,
+        ]  # whether arguments of calls are JSON text; the one that worked comes first
 
     def examples(self, chat: Chat, exact: bool = False) -> list[Example]:
         """Return the examples of a chat. Raises RefusedError. exact: render every prompt."""
@@ -163,7 +166,9 @@ class ChatWriter:
                 if span is not None:
                     spans[earlier] = span
             members = [other for other in spans if other in left]
-            examples.append(self._example(written[number], spans, members, messages, tools, places[: number + 1]))
+            examples.append(
+                self._example(written[number], spans, members, messages, tools, places[: number + 1])
+            )
             left.difference_update(members)
         return examples[::-1]
 
@@ -175,10 +180,18 @@ class ChatWriter:
         if not after.startswith(before):
             common = len(os.path.commonprefix((before, after)))
             opened = OPENED.search(before)
-            start = opened.start() if opened and not after.startswith(before[: opened.end(1)]) else len(before.rstrip())
+            start = (
+                opened.start()
+                if opened and not after.startswith(before[: opened.end(1)])
+                else len(before.rstrip())
+            )
             if common < start:
-                hint = ". Set data.reasoning=drop, or data.template_variables" if "</think>" in before[common:] else ""
-                raise _unclear(f"it writes an answer in another way than it asks for one{hint}")
+                if EMPTY_THINKING.search(before, common - len("<think>")):
+                    raise _unclear(
+                        "its prompt has an empty thinking block, and this answer has reasoning",
+                        "Set data.reasoning=drop, or data.template_variables={enable_thinking: true}",
+                    )
+                raise _unclear("it writes an answer in another way than it asks for one")
             bridge = _thoughts(messages[place], before[start:])
             rest = after[start:].lstrip("\n") if bridge else after[min(common, len(before)) :]
             skipped = len(before) + len(bridge) + len(rest) - len(after)
@@ -230,7 +243,10 @@ class ChatWriter:
                 while kept and not self.template.last(kept):
                     kept = kept[:-1]
                 after = after.rstrip()
-                if not kept.endswith(ends.get("answers", ("", ""))[0]) and _unended(after, self.template) != after:
+                if (
+                    not kept.endswith(ends.get("answers", ("", ""))[0])
+                    and _unended(after, self.template) != after
+                ):
                     kept = ""  # it closes the call, not the turn
                 ends[kind] = kept[len(_unended(kept, self.template)) :].lstrip(), ""
                 if longer.startswith(after) and not self.template.last(after):
@@ -341,17 +357,16 @@ class ChatWriter:
             unwritten = {
                 place
                 for place in unwritten
-                if not all(re.search(re.escape(text.strip()) + r"\s*[<\[]/", whole) for text in _reasoning(messages[place]))
+                if not all(
+                    re.search(re.escape(text.strip()) + r"\s*[<\[]/", whole)
+                    for text in _reasoning(messages[place])
+                )
             }
         return sorted({field for place, field in lacking if field not in THOUGHTS or place in unwritten})
 
 
-def _unclear(why: str) -> RefusedError:
-    return RefusedError(
-        "response_not_found",
-        f"the chat_template does not tell what the assistant says: {why}. Mark that in the template with "
-        "{% generation %}, or set data.template to chat",
-    )
+def _unclear(why: str, advice: str = "Use another template, or set data.template to chat") -> RefusedError:
+    return RefusedError("response_not_found", f"the chat_template cannot be learned from: {why}. {advice}")
 
 
 def _within(part: Written, whole: Written, same: bool, template: ChatTemplate) -> tuple[int, int] | None:
@@ -407,7 +422,10 @@ def _calls_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 call
                 if not isinstance(function, dict) or isinstance(function.get("arguments"), str)
                 else call
-                | {"function": function | {"arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}}
+                | {
+                    "function": function
+                    | {"arguments": json.dumps(function.get("arguments"), ensure_ascii=False)}
+                }
                 for call, function in zip(calls, inner, strict=True)
             ]
             message = message | {"content": message.get("content") or "", "tool_calls": texts}
@@ -548,7 +566,9 @@ class ChatEncoder:
                 context, _ = self._ids(end + example.text[done : answer.start], self.beginning)
                 ids += context[bool(end) :]
                 said, ends = self._ids(example.text[answer.start : answer.stop], self.continuing)
-                supervised.append((len(ids) + sum(stop <= answer.masked for stop in ends), len(ids) + len(said)))
+                supervised.append(
+                    (len(ids) + sum(stop <= answer.masked for stop in ends), len(ids) + len(said))
+                )
                 ids += said
                 done, end = answer.stop, self.writer.template.last(example.text[: answer.stop])
             encoded.append((ids, np.array(supervised, np.int64)))

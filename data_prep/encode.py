@@ -121,7 +121,9 @@ class RowEncoder:
         sources = np.repeat(whole, [len(example) for example in examples])
         lengths = np.array([len(ids) for ids, _ in sequences], np.int64)
         flat = np.concatenate([np.zeros(0, self.dtype), *(ids for ids, _ in sequences)])
-        return Encoded(flat, lengths, [spans for _, spans in sequences], sources, len(rows), counts, ends=frozenset(ends))
+        return Encoded(
+            flat, lengths, [spans for _, spans in sequences], sources, len(rows), counts, ends=frozenset(ends)
+        )
 
     def _examples(self, rows: Sequence[Row], counts: Counter[str], ends: set[int]) -> list[Sequences]:
         """Return the sequences of each conversation or chat; rows are all one or the other.
@@ -135,7 +137,11 @@ class RowEncoder:
             chats = [self.chat.encode(row) for row in rows if isinstance(row, Chat)]
             ends.update(ids[stop - 1] for chat in chats for ids, spans in chat for _, stop in spans)
             return [
-                [sequence for ids, spans in chat for sequence in self._fit(np.array(ids, self.dtype), spans, counts)]
+                [
+                    sequence
+                    for ids, spans in chat
+                    for sequence in self._fit(np.array(ids, self.dtype), spans, counts)
+                ]
                 for chat in chats
             ]
         talks = [row for row in rows if isinstance(row, Conversation)]

@@ -44,7 +44,6 @@ STRADDLE = 4096  # bytes that the place between two rows has at most
 PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
 ALSO = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}  # other endings of the same kinds of files
 DAMAGED = (OSError, EOFError, lzma.LZMAError)  # what a read of a damaged packed file raises
-UTF16 = "{} is UTF-16. Convert it: iconv -f UTF-16 -t UTF-8 FILE"
 DELIMITERS = {".csv": ",;\t", ".tsv": "\t"}  # the first of them that the header has
 # Times data.max_chars: characters of a line and of a field; a quote that is not closed takes all the rest.
 LINE_LIMIT = 4
@@ -337,8 +336,7 @@ class TextInput(Input):
             stretches = chunks(stream, self.name, left - start)
             if not begin:
                 first = next(stretches, b"")
-                if first.startswith(UTF16_MARKS) or first[:64].count(0) > 16:
-                    raise UserError(UTF16.format(self.name), code="not-utf8")
+                _require_utf8(first, self.name)
                 by_lines = not self.spec.lines and self.spec.format != "document"
                 if by_lines and b"\n" not in first and b"\r" in first.rstrip(b"\r"):
                     raise UserError(
@@ -477,8 +475,7 @@ class JsonInput(TableInput):
             data = b"".join(chunks(stream, self.name, JSON_LIMIT + 1))
         if len(data) > JSON_LIMIT:
             raise UserError(f"{self.name} is too large for one JSON value; convert it to jsonl")
-        if data.startswith(UTF16_MARKS):
-            raise UserError(UTF16.format(self.name), code="not-utf8")
+        _require_utf8(data, self.name)
         try:
             tree = STRICT_JSON.decode(data.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
@@ -505,8 +502,7 @@ class CsvInput(TableInput):
             try:
                 lines = self._lines(stream)
                 header = next((text for text in lines if text.strip()), "")
-                if header.startswith(("\udcff\udcfe", "\udcfe\udcff")) or "\0" in header[:64]:
-                    raise UserError(UTF16.format(self.name), code="not-utf8")
+                _require_utf8(header[:64].encode("utf-8", "surrogateescape"), self.name)
                 delimiter = next((d for d in delimiters if d in header), delimiters[0])
                 csv.field_size_limit(LINE_LIMIT * self.spec.max_chars)  # its own is far below a document
                 quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
@@ -664,6 +660,12 @@ def chunks(stream: Any, name: str, left: int = sys.maxsize) -> Iterator[bytes]:
             yield chunk
     except DAMAGED as error:
         raise UserError(f"{name} cannot be unpacked ({one_line(error)}); the file is damaged") from None
+
+
+def _require_utf8(beginning: bytes, name: str) -> None:
+    """Raise UserError for a file that begins as UTF-16 does."""
+    if beginning.startswith(UTF16_MARKS) or beginning[:64].count(0) * 3 >= len(beginning[:64]) > 0:
+        raise UserError(f"{name} is UTF-16. Convert it: iconv -f UTF-16 -t UTF-8 FILE", code="not-utf8")
 
 
 def read_text(path: Path) -> str:

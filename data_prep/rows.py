@@ -562,7 +562,9 @@ def _chat(messages: list[Message], raw: dict[str, Any], spec: RowSpec) -> Chat:
                 inner["arguments"] = _parsed(inner["arguments"])
             if isinstance(call, dict) and inner is not call:
                 call.setdefault("type", "function")
-    written = "" if tools is None else _json(tools if isinstance(raw[str(name)], str) else without_nulls(tools))
+    written = (
+        "" if tools is None else _json(tools if isinstance(raw[str(name)], str) else without_nulls(tools))
+    )
     return Chat(_json(trees), written, len(messages) - len(used), _unsupervised(used))
 
 

@@ -178,7 +178,9 @@ class Scan:
                     if self._whole(unit) or ended():
                         continue
                     # Few leases lie in a directory: to take one lists it.
-                    lease = Lease(self.directory / f"leases-{unit.number // LEASES}", f"{unit.number:06d}.lease")
+                    lease = Lease(
+                        self.directory / f"leases-{unit.number // LEASES}", f"{unit.number:06d}.lease"
+                    )
                     with held(lease) as free:
                         if not free:
                             holder = str(lease.holder() or "one that has just begun")
@@ -334,7 +336,11 @@ def judged_rows(
                 LEFT_OUT,
                 f"the chat_template leaves out {', '.join(lost)}. Use a template that writes them, or remove them "
                 "from the rows"
-                + (", or set data.reasoning=drop" if all("thinking" in f or "reason" in f for f in lost) else ""),
+                + (
+                    ", or set data.reasoning=drop"
+                    if all("thinking" in f or "reason" in f for f in lost)
+                    else ""
+                ),
             )
             judged[number] = Judged(row)
         else:

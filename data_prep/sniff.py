@@ -169,9 +169,7 @@ def _best_look(files: str, template: str | None) -> Look:
     return best
 
 
-def _look(
-    files: str, kind: str, proposed: dict[str, str], template: str | None, form: str = "auto"
-) -> Look:
+def _look(files: str, kind: str, proposed: dict[str, str], template: str | None, form: str = "auto") -> Look:
     """Return the first piece of a source, read in one way."""
     source: dict[str, Any] = {"files": files, "format": form} | ({"columns": proposed} if proposed else {})
     tree = {"dir": "prepared", "kind": kind, "tokenizer": "any", "sources": [source]}
@@ -350,7 +348,9 @@ def recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int]) ->
     columns_part = {"columns": look.proposed} if look.proposed else {}
     data |= {"shards": shards, "sources": [source | form | columns_part]}
     text: str = yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True, width=10_000)
-    advice = {} if tokenizer else {"template: chat": "or chat_template, if the tokenizer of the model has one"}
+    advice = (
+        {} if tokenizer else {"template: chat": "or chat_template, if the tokenizer of the model has one"}
+    )
     for line, reason in (REASONS | advice).items():
         text = text.replace(f"  {line}\n", f"  {line}  # {reason}\n", 1)
     return text

@@ -19,13 +19,39 @@ from emo.data_prep.config import DataConfig
 from emo.data_prep.plan import Plan
 from emo.data_prep.verify import verify
 from tests.helpers.chat_templates import CALLING, CHATML, THINKING, TOOLS, tokenizer_with
-from tests.helpers.corpus import data_config, lasting_directory, prepared, run, segments, train_set, write_jsonl
+from tests.helpers.corpus import (
+    data_config,
+    prepared,
+    run,
+    segments,
+    train_set,
+    write_jsonl,
+)
 from tests.helpers.refusals import refused
-from tests.helpers.stock_templates import KINDS, TOOL, compare, messages_of, read_chat, stand_in, stock_templates
+from tests.helpers.stock_templates import (
+    KINDS,
+    TOOL,
+    compare,
+    messages_of,
+    read_chat,
+    stand_in,
+    stock_templates,
+)
 
-needs_trl = pytest.mark.skipif(not stock_templates(), reason="trl, whose templates these are, is not installed")
+needs_trl = pytest.mark.skipif(
+    not stock_templates(), reason="trl, whose templates these are, is not installed"
+)
 FAMILIES = (
-    *("cohere2", "deepseekv3", "diffusion_gemma_training", "gemma4", "glm4moe", "gptoss", "lfm2_2_5", "llama3_1"),
+    *(
+        "cohere2",
+        "deepseekv3",
+        "diffusion_gemma_training",
+        "gemma4",
+        "glm4moe",
+        "gptoss",
+        "lfm2_2_5",
+        "llama3_1",
+    ),
     *("muse_glimmer", "nemotron_3_5_lightning", "phi3", "phi3_training", "qwen2_5", "qwen3", "qwen3_5_think"),
     "smolvlm",
 )
@@ -106,7 +132,9 @@ def test_signs_find_what_rendering_every_prompt_finds(name: str) -> None:
 
 def test_long_chats_are_rendered_as_often_as_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     writer, write, calls = writer_of(CHATML), Renderer.write, []
-    monkeypatch.setattr(Renderer, "write", lambda self, *args, **more: calls.append(1) or write(self, *args, **more))
+    monkeypatch.setattr(
+        Renderer, "write", lambda self, *args, **more: calls.append(1) or write(self, *args, **more)
+    )
     counts = []
     for turns in (3, 40):
         for row in range(2):
@@ -119,7 +147,9 @@ def test_long_chats_are_rendered_as_often_as_short_ones(monkeypatch: pytest.Monk
 
 def test_history_that_is_rewritten_gives_an_example_for_each_answer(tmp_path: Path) -> None:
     """Of one source document, so that intervals take them together."""
-    rows = [talk(("user", f"q{i}"), ("assistant", f"a{i}"), ("user", "r"), ("assistant", "b")) for i in range(30)]
+    rows = [
+        talk(("user", f"q{i}"), ("assistant", f"a{i}"), ("user", "r"), ("assistant", "b")) for i in range(30)
+    ]
     write_jsonl(tmp_path / "a.jsonl", rows)
     config = prepared(tmp_path, **options(THINKING))
     data = train_set(config)
@@ -185,7 +215,10 @@ def test_what_a_template_leaves_out_is_known(template: str, lost: list[str]) -> 
 
 
 def test_what_a_template_leaves_out_is_counted_or_rejected(tmp_path: Path) -> None:
-    rows = [messages_of(1, "plain"), *(talk(("user", f"q{i}"), ("assistant", "a"), thinking="t") for i in range(9))]
+    rows = [
+        messages_of(1, "plain"),
+        *(talk(("user", f"q{i}"), ("assistant", "a"), thinking="t") for i in range(9)),
+    ]
     write_jsonl(tmp_path / "a.jsonl", rows)
     with refused("left-out-by-template"):
         prepared(tmp_path, **options(CHATML))
@@ -216,10 +249,15 @@ def test_what_duplicates_leave_of_a_validation_set_is_reported(tmp_path: Path) -
     same = [f"the river runs under the old road near the house number {i % 2}" for i in range(2)]
     texts = [f"{i} {same[0]} and then some more words about the same river" for i in range(400)]
     write_jsonl(tmp_path / "a.jsonl", texts)
-    config = data_config(tmp_path, dedup="near", near_threshold=0.5, validation_fraction=0.3, shards=1, sequence_len=8)
+    config = data_config(
+        tmp_path, dedup="near", near_threshold=0.5, validation_fraction=0.3, shards=1, sequence_len=8
+    )
     with refused("no-validation-rows"):
         run(config)
-    write_jsonl(tmp_path / "a.jsonl", [*texts, *(f"{i} {'ab'[i % 2] * 3}{i} own{i} words{i} here{i}" for i in range(30))])
+    write_jsonl(
+        tmp_path / "a.jsonl",
+        [*texts, *(f"{i} {'ab'[i % 2] * 3}{i} own{i} words{i} here{i}" for i in range(30))],
+    )
     notes = [line for line in run(config) if "are left" in line]
     assert len(notes) == 1 and "validation set" in notes[0]
 
@@ -240,7 +278,9 @@ def test_a_table_gives_the_tokens_of_json_lines(tmp_path: Path) -> None:
     results = []
     for ending in ("jsonl", "parquet"):
         sources = [{"files": f"a.{ending}"}]
-        config = prepared(tmp_path, **options(TOOLS, sources=sources, strict=False, dir=str(tmp_path / ending)))
+        config = prepared(
+            tmp_path, **options(TOOLS, sources=sources, strict=False, dir=str(tmp_path / ending))
+        )
         results.append(chats(config))
     assert results[0] == results[1] and "null" not in str(results)
     pairs = pa.array([[("town", "Oslo")]], pa.map_(pa.string(), pa.string()))

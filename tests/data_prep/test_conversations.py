@@ -20,9 +20,9 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from emo.common.errors import UserError
-from emo.data_prep.cli import main
 from emo.data_prep.chat_templates import ChatTemplate, RefusedError, read_template
 from emo.data_prep.chats import ChatEncoder, ChatWriter, check_template
+from emo.data_prep.cli import main
 from emo.data_prep.config import load_data_config
 from emo.data_prep.rows import Rejected, RowSpec, parse
 from emo.data_prep.sniff import guess, sniff
@@ -110,6 +110,57 @@ USER, ANSWER = talk(("user", "q"), ("assistant", "a"))["messages"]
 )
 def test_all_of_a_row_is_read(row: Any, expected: Conversation) -> None:
     assert (read(row), read(row, chat=True).unsupervised) == (expected, ())
+
+
+@pytest.mark.parametrize(
+    ("row", "calls"),
+    [
+        ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}, 1),
+        ({"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}, 1),
+        ({"role": "assistant", "content": "a", "function_call": None}, 0),
+        ({"from": "function_call", "value": "no JSON"}, None),
+    ],
+)
+def test_older_forms_of_calls_are_calls(row: dict[str, Any], calls: int | None) -> None:
+    result = read({"messages": [USER, row, {"from": "observation", "value": "r"}, ANSWER]}, chat=True)
+    if calls is None:
+        assert result.reason == "wrong_type"
+        return
+    roles = [role for role, _ in spoken(result)]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert json.loads(result.messages)[1].get("tool_calls", []) == [call] * calls
+
+
+def test_a_null_is_not_an_argument() -> None:
+    call = {"function": {"name": "f", "arguments": {"a": None, "b": [None, {"c": None, "d": 0}]}}}
+    tools = [{"name": "f", "description": None, "parameters": {"x": None, "enum": ["a", None]}}]
+    row = {"messages": [USER, ANSWER | {"tool_calls": [call]}], "tools": tools}
+    result = read(row, chat=True)
+    (called,) = json.loads(result.messages)[1]["tool_calls"]
+    assert called["function"]["arguments"] == {"b": [None, {"d": 0}]}
+    assert json.loads(result.tools) == [{"name": "f", "parameters": {"enum": ["a", None]}}]
+    text = json.dumps(tools)  # which no storage changes
+    assert json.loads(read(row | {"tools": text}, chat=True).tools) == tools
+
+
+def test_a_prompt_and_its_completion_may_be_messages() -> None:
+    """As TRL has them: only the completion is learned."""
+    row = {
+        "prompt": [*talk(("user", "q"), ("assistant", "a"), ("user", "r"))["messages"]],
+        "completion": [ANSWER],
+    }
+    result = read(row, chat=True)
+    assert spoken(result) == [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "a")]
+    assert result.unsupervised == read(row).unsupervised == (0,)
+
+
+def test_trees_of_messages_are_named() -> None:
+    row = {"message_id": "1", "parent_id": None, "text": "q", "role": "prompter"}
+    assert (
+        "OpenAssistant" in read(row).detail
+        and "OpenAssistant" in read({"message_tree_id": "1", "x": {}}).detail
+    )
 
 
 @pytest.mark.parametrize(
@@ -361,3 +412,16 @@ def test_sniff_shows_what_is_supervised_and_uses_a_chat_template_where_it_can(tm
         config = load_data_config(tmp_path / "recipe.yaml", [f"data.dir={tmp_path / expected}"])
         run(config)
         assert train_set(config).manifest.documents == 40
+
+
+def test_sniff_knows_messages_without_a_tokenizer_and_tokens(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", (marked({}, row=i) for i in range(40)))
+    printed, recipe = sniffed(tmp_path / "a.jsonl")
+    assert "template: chat  # or chat_template" in recipe and "⟦a0 0" in printed
+    write_jsonl(tmp_path / "b.jsonl", ({"input_ids": [i, 1, 2, 3] * 20} for i in range(40)))
+    for tokenizer in (None, tiny_tokenizer()):
+        _, recipe = sniffed(tmp_path / "b.jsonl", tokenizer)
+        assert "format: tokens" in recipe and "kind: instruct" not in recipe
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    run(config := load_data_config(tmp_path / "recipe.yaml", [f"data.dir={tmp_path / 'tokens'}"]))
+    assert train_set(config).manifest.tokens > 1000

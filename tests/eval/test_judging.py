@@ -16,9 +16,9 @@ import torch
 import zstandard
 
 from emo.common.errors import UserError
-from emo.data_prep.encode import EncodeSettings, RowEncoder
 from emo.data_prep.chat_templates import read_template
 from emo.data_prep.chats import ChatEncoder
+from emo.data_prep.encode import EncodeSettings, RowEncoder
 from emo.data_prep.templates import Chat, Conversation, Exchange
 from emo.data_prep.tokenizer import save_tokenizer
 from emo.eval.judging import answers, judging, results

@@ -96,7 +96,12 @@ def messages_of(turns: int, kind: str) -> dict[str, Any]:
             call = {"id": f"call_{turn}", "type": "function"}
             call |= {"function": {"name": "weather", "arguments": {"town": f"Town {turn}"}}}
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            result = {"role": "tool", "tool_call_id": call["id"], "name": "weather", "content": f"{turn} degrees"}
+            result = {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "name": "weather",
+                "content": f"{turn} degrees",
+            }
             messages.append(result)
         messages.append(answer)
     return {"messages": messages} | ({"tools": [TOOL]} if kind == "tools" else {})
@@ -178,13 +183,20 @@ def compare(name: str, row: dict[str, Any]) -> tuple[str, str]:
     except Exception as error:
         return "different", f"the reference fails: {error}"
     assert not isinstance(left, Rejected)
-    got = {tuple(tokens[:stop]): tokens[start:stop] for tokens, spans in encoded for start, stop in spans.tolist()}
+    got = {
+        tuple(tokens[:stop]): tokens[start:stop]
+        for tokens, spans in encoded
+        for start, stop in spans.tolist()
+    }
     if ChatWriter(template).examples(chat) != exact:
         return "different", "examples of signs and of every prompt differ"
     for wanted, text in zip(ids, learned, strict=True):
         if tuple(wanted) not in got:
             near = min(got, key=lambda tokens: abs(len(tokens) - len(wanted)), default=())
-            return "different", f"{tokenizer.decode(wanted)!r} is not there; {tokenizer.decode(list(near))!r} is"
+            return (
+                "different",
+                f"{tokenizer.decode(wanted)!r} is not there; {tokenizer.decode(list(near))!r} is",
+            )
         marked = name.endswith("_training") and text.endswith(tokenizer.decode(got[tuple(wanted)]))
         if tokenizer.decode(got[tuple(wanted)]) != text and not marked:
             return "different", f"learned is {tokenizer.decode(got[tuple(wanted)])!r}, not {text!r}"
