@@ -85,7 +85,9 @@ class ChatTemplate(NamedTuple):
 
     def last(self, text: str) -> str:
         """Return the special token that ends a text, or ''."""
-        return next((special for special in self.specials if text.endswith(special)), "")
+        if not text.endswith(self.specials):  # as most do, which is found fast
+            return ""
+        return next(special for special in self.specials if text.endswith(special))
 
     def first(self, text: str, start: int = 0) -> str:
         """Return the special token that a text has at `start`, or ''."""

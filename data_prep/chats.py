@@ -13,9 +13,7 @@ surrounding is seen, the prompt is rendered to learn it.
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,24 +22,20 @@ from emo.common.errors import UserError
 from emo.data_prep.chat_templates import (
     EMPTY_THINKING,
     REASONING,
-    THINK,
     THOUGHT,
     ChatTemplate,
     RefusedError,
     Renderer,
     fixed_date,
 )
+from emo.data_prep.signs import INSIDE, TAGS, Signed
 from emo.data_prep.templates import Chat
 
 if TYPE_CHECKING:  # rows are read without it, and commands start fast
     import numpy as np
 
-FIRST_SIGN, SIGNS = 0x100000, 0xFFF0  # characters of private use, each a sign of its own
-SIGN = re.compile(f"[{chr(FIRST_SIGN)}-{chr(FIRST_SIGN + SIGNS)}]")
-TAGS = re.compile(rf"{THINK}|</?tool_response>")  # templates look for these at the ends of what is said
 REMEMBERED = 4096  # surroundings at most
-UNMARKED = ("role", "type", "id", "tool_call_id", "index")  # keys whose values steer a template
-THOUGHTS = (*REASONING, "thinking in content")
+THOUGHTS = (*REASONING, INSIDE)
 MINOR = ("name",)  # what a template may leave out without a loss
 PROBE: list[dict[str, Any]] = [
     {"role": "user", "content": "Hello"},
@@ -75,24 +69,13 @@ class Written(NamedTuple):
     skipped: int  # characters before the answer that the template itself does not write there
 
 
-class Signed(NamedTuple):
-    """Messages with a sign at both ends of each field."""
-
-    messages: list[dict[str, Any]]
-    tools: Any
-    fields: list[tuple[int, str]]  # of each sign: number of the message, -1 for tools, and name of the field
-
-
 class ChatWriter:
     """Examples of chats by one template. Remembers what it learned of the template."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template, self.renderer = template, Renderer(template)
         self._surroundings: dict[Any, tuple[int, int] | None] = {}
-        self._forms = [
-            False,
-            True,
-        ]  # whether arguments of calls are JSON text; the one that worked comes first
+        self._forms = [False, True]  # whether calls have JSON text; the form that worked comes first
 
     def examples(self, chat: Chat, exact: bool = False) -> list[Example]:
         """Return the examples of a chat. Raises RefusedError. exact: render every prompt."""
@@ -153,23 +136,19 @@ class ChatWriter:
         if not exact and len(places) > 1:
             found = self._located(messages, tools, places, last)
             if found is not None:
-                return [self._example(last, found, learned, messages, tools, places)]
+                return [self._example(last, {i: found[i] for i in learned}, messages, tools)]
         written = [*(self._written(messages, tools, place) for place in places[:-1]), last]
         examples: list[Example] = []
         left = set(learned)
         for number in reversed(range(len(places))):
             if number not in left:
                 continue
-            spans = {}
-            for earlier in range(number + 1):
-                span = _within(written[earlier], written[number], earlier == number, self.template)
-                if span is not None:
-                    spans[earlier] = span
-            members = [other for other in spans if other in left]
-            examples.append(
-                self._example(written[number], spans, members, messages, tools, places[: number + 1])
-            )
-            left.difference_update(members)
+            found = {
+                i: _within(written[i], written[number], self.template) for i in range(number + 1) if i in left
+            }
+            spans = {i: span for i, span in found.items() if span is not None}
+            examples.append(self._example(written[number], spans, messages[: places[number] + 1], tools))
+            left.difference_update(spans)
         return examples[::-1]
 
     def _written(self, messages: list[dict[str, Any]], tools: Any, place: int) -> Written:
@@ -178,13 +157,8 @@ class ChatWriter:
         after, _ = self.renderer.write(messages[: place + 1], tools)
         skipped = 0
         if not after.startswith(before):
-            common = len(os.path.commonprefix((before, after)))
-            opened = OPENED.search(before)
-            start = (
-                opened.start()
-                if opened and not after.startswith(before[: opened.end(1)])
-                else len(before.rstrip())
-            )
+            common, opened = len(_common(before, after)), OPENED.search(before)
+            start = opened.start() if opened and common < opened.end(1) else len(before.rstrip())
             if common < start:
                 if EMPTY_THINKING.search(before, common - len("<think>")):
                     raise _unclear(
@@ -193,7 +167,7 @@ class ChatWriter:
                     )
                 raise _unclear("it writes an answer in another way than it asks for one")
             bridge = _thoughts(messages[place], before[start:])
-            rest = after[start:].lstrip("\n") if bridge else after[min(common, len(before)) :]
+            rest = after[start:].lstrip("\n") if bridge else after[common:]
             skipped = len(before) + len(bridge) + len(rest) - len(after)
             after = before + bridge + rest
         kind = "calls" if messages[place].get("tool_calls") else "answers"
@@ -239,14 +213,11 @@ class ChatWriter:
                 except RefusedError:
                     continue
                 after, longer = (written.rpartition("World")[2] for written in (after, longer))
-                kept = os.path.commonprefix((after, longer))
+                kept = _common(after, longer)
                 while kept and not self.template.last(kept):
                     kept = kept[:-1]
                 after = after.rstrip()
-                if (
-                    not kept.endswith(ends.get("answers", ("", ""))[0])
-                    and _unended(after, self.template) != after
-                ):
+                if self.template.last(after) and not kept.endswith(ends.get("answers", ("", ""))[0]):
                     kept = ""  # it closes the call, not the turn
                 ends[kind] = kept[len(_unended(kept, self.template)) :].lstrip(), ""
                 if longer.startswith(after) and not self.template.last(after):
@@ -260,43 +231,37 @@ class ChatWriter:
         """Return where each answer is in the text of the last one, or None where it is not certain."""
         if last.skipped:
             return None
-        signed = _signed(messages[: places[-1] + 1], tools)
+        signed = Signed(messages, tools)
         try:
-            text, _ = self.renderer.write(signed.messages, signed.tools)
+            plain, seen = signed.read(self.renderer.write(signed.messages, signed.tools)[0])
         except RefusedError:
             return None
-        seen = [(ord(match[0]) - FIRST_SIGN, match.start()) for match in SIGN.finditer(text)]
-        plain = SIGN.sub("", text)
         body = len(last.text) - len(last.end)
         if plain[:body] != last.text[:body]:  # the signs steered the template
             return None
-        at = [position - number for number, (_, position) in enumerate(seen)]  # in `plain`
+        at = [0, *(start for _, start in seen), len(plain)]  # of sighting i: at[i + 1]
         owned: dict[int, dict[int, int]] = {}  # of each message: sign, and the number of its first sighting
-        for number, (sign, _) in enumerate(seen):
-            if sign < len(signed.fields):
-                owned.setdefault(signed.fields[sign][0], {}).setdefault(sign, number)
-        stops = [*at, len(plain)]
+        for number, (sign, _) in enumerate(seen, 1):
+            owned.setdefault(signed.fields[sign][0], {}).setdefault(sign, number)
         found = {len(places) - 1: (last.start, len(last.text))}
         for number, place in enumerate(places[:-1]):
             mine = owned.get(place)
             if not mine:
                 return None
             low, high = min(mine.values()), max(mine.values())
-            if high - low + 1 != sum(signed.fields[sign][0] == place for sign, _ in seen[low : high + 1]):
+            if any(signed.fields[sign][0] != place for sign, _ in seen[low - 1 : high]):
                 return None  # another message is written in the middle of it
-            before = plain[at[low - 1] if low else 0 : at[low]]
-            after = plain[at[high] : stops[high + 1]]
+            around = plain[at[low - 1] : at[low]], plain[at[high] : at[high + 1]]
             shape = tuple(signed.fields[sign][1] for sign in mine)
             have = tuple(field for owner, field in signed.fields if owner == place)
             roles = tuple(message["role"] for message in messages[max(0, place - 1) : place + 2])
             tags = tuple(tag[0] for tag in TAGS.finditer(str(messages[place].get("content"))))
-            key = before, after, shape, have, tags, roles, bool(tools)
+            key = around, shape, have, tags, roles, bool(tools)
             if key not in self._surroundings:
-                span = _within(self._written(messages, tools, place), last, False, self.template)
+                span = _within(self._written(messages, tools, place), last, self.template)
                 if len(self._surroundings) >= REMEMBERED:
                     self._surroundings.clear()
-                known = span and (span[0] - at[low], span[1] - at[high])
-                self._surroundings[key] = known
+                self._surroundings[key] = span and (span[0] - at[low], span[1] - at[high])
             offsets = self._surroundings[key]
             if offsets is None:
                 return None
@@ -304,23 +269,16 @@ class ChatWriter:
         return dict(sorted(found.items()))
 
     def _example(
-        self,
-        written: Written,
-        spans: dict[int, tuple[int, int]],
-        members: list[int],
-        messages: list[dict[str, Any]],
-        tools: Any,
-        places: list[int],
+        self, written: Written, spans: dict[int, tuple[int, int]], messages: list[dict[str, Any]], tools: Any
     ) -> Example:
-        """Return the example of a text; spans: where answers are; members: those of them that carry loss."""
+        """Return the example that messages become; spans: where the answers are that carry loss."""
         marks: list[tuple[int, int]] = []
         if self.renderer.marked:
-            _, marks = self.renderer.write(messages[: places[-1] + 1], tools, spans=True)
+            _, marks = self.renderer.write(messages, tools, spans=True)
             if written.skipped:  # what was put in between is said by the assistant
                 marks = [(a, b + written.skipped) for a, b in marks]
         answers = []
-        for number in members:
-            start, stop = spans[number]
+        for number, (start, stop) in spans.items():
             if self.renderer.marked:
                 inside = [(a, b) for a, b in marks if b > start and a < stop]
                 if not inside:
@@ -338,46 +296,45 @@ class ChatWriter:
 
     def _left_out(self, messages: list[dict[str, Any]], tools: Any, examples: list[Example]) -> list[str]:
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        signed = _signed(messages, tools)
-        numbers = [example.answers[-1].number for example in examples if example.answers]
+        signed = Signed(messages, tools)
         seen: set[int] = set()
-        for number in reversed(numbers or [len(places) - 1]):
+        for example in reversed(examples):
+            part = signed.messages[: places[example.answers[-1].number] + 1]
             try:
-                text, _ = self.renderer.write(signed.messages[: places[number] + 1], signed.tools)
+                seen.update(sign for sign, _ in signed.read(self.renderer.write(part, signed.tools)[0])[1])
             except RefusedError:
-                return []  # signs in its fields make a template fail
-            seen.update(ord(sign) - FIRST_SIGN for sign in SIGN.findall(text))
+                return []  # signs in its fields make the template fail
             if len(seen) >= len(signed.fields):
                 return []
-        lacking = {signed.fields[sign] for sign in range(len(signed.fields)) if sign not in seen}
+        lacking = {field for sign, field in enumerate(signed.fields) if sign not in seen}
         # A template reads one of the keys of reasoning, and `_thoughts` may have written it.
-        unwritten = {place for place, field in lacking if field in THOUGHTS}
-        if unwritten:
-            whole = "".join(example.text for example in examples)
-            unwritten = {
-                place
-                for place in unwritten
-                if not all(
-                    re.search(re.escape(text.strip()) + r"\s*[<\[]/", whole)
-                    for text in _reasoning(messages[place])
-                )
-            }
-        return sorted({field for place, field in lacking if field not in THOUGHTS or place in unwritten})
+        thoughts = {place: _reasoning(messages[place]) for place, field in lacking if field in THOUGHTS}
+        whole = "".join(example.text for example in examples) if thoughts else ""
+        ended = r"\s*[<\[]/"
+        written = {
+            i for i in thoughts if all(re.search(re.escape(t.strip()) + ended, whole) for t in thoughts[i])
+        }
+        return sorted({field for place, field in lacking if field not in THOUGHTS or place not in written})
 
 
 def _unclear(why: str, advice: str = "Use another template, or set data.template to chat") -> RefusedError:
     return RefusedError("response_not_found", f"the chat_template cannot be learned from: {why}. {advice}")
 
 
-def _within(part: Written, whole: Written, same: bool, template: ChatTemplate) -> tuple[int, int] | None:
-    """Return where an answer is in a text that goes on after it, or None where the text is not its prompt's."""
-    if same:
+def _within(part: Written, whole: Written, template: ChatTemplate) -> tuple[int, int] | None:
+    """Return where an answer is in a longer text, or None where that does not begin with it and its prompt."""
+    if part is whole:
         return part.start, len(part.text)
     stop = len(part.text) - len(part.end)
     if not whole.text.startswith(part.text[:stop]):
         return None
     following = _beginning(whole.text[stop:], template) if part.end else ""
     return None if part.end and not following else (part.start, stop + len(following))
+
+
+def _common(a: str, b: str) -> str:
+    """Return what two texts begin with."""
+    return a[: next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))]
 
 
 def _beginning(text: str, template: ChatTemplate) -> str:
@@ -436,85 +393,6 @@ def _calls_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     return message | {"content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
-
-
-def _signed(messages: list[dict[str, Any]], tools: Any) -> Signed:
-    """Return messages with a sign before and after each text in them, and one after each name in `tools`."""
-    fields: list[tuple[int, str]] = []
-
-    def sign(owner: int, field: str) -> str:
-        fields.append((owner, field))
-        return chr(FIRST_SIGN + min(len(fields) - 1, SIGNS))
-
-    def around(text: str, owner: int, field: str) -> str:
-        core = text.strip()
-        if not core:
-            return text
-        before, _, after = text.partition(core)
-        return f"{before}{sign(owner, field)}{core}{sign(owner, field)}{after}"
-
-    def said(text: str, owner: int, field: str) -> str:
-        parts, done, inside = [], 0, False
-        for tag in TAGS.finditer(text):
-            name = "thinking in content" if inside else field
-            parts += [around(text[done : tag.start()], owner, name), tag[0]]
-            done, inside = tag.end(), "think" in tag[0].lower() and "/" not in tag[0]
-        return "".join(parts) + around(text[done:], owner, field)
-
-    def leaves(value: Any, owner: int, field: str) -> Any:
-        if isinstance(value, str):
-            return around(value, owner, field)
-        if isinstance(value, list):
-            return [leaves(item, owner, field) for item in value]
-        if isinstance(value, dict):
-            keyed = field == "tool_calls.arguments"
-            return {
-                (f"{key}{sign(owner, field)}" if keyed else key): leaves(item, owner, field)
-                for key, item in value.items()
-            }
-        return value
-
-    def call(value: Any, owner: int) -> Any:
-        if not isinstance(value, dict):
-            return value
-        value = dict(value)
-        for key in ("function", "name", "arguments"):
-            if key in value:
-                inner = value[key]
-                value[key] = (
-                    call(inner, owner)
-                    if key == "function" and isinstance(inner, dict)
-                    else leaves(inner, owner, f"tool_calls.{key}")
-                )
-        return value
-
-    def all_signed() -> Iterator[dict[str, Any]]:
-        names = {"system": "system", "developer": "system", "tool": "tool results"}
-        for owner, message in enumerate(messages):
-            tree: dict[str, Any] = {}
-            field = names.get(message["role"], "content")
-            for key, value in message.items():
-                if key == "content" and isinstance(value, str):
-                    tree[key] = said(value, owner, field)
-                elif key == "content" and isinstance(value, list):
-                    tree[key] = [part | {"text": said(part["text"], owner, field)} for part in value]
-                elif key == "tool_calls" and isinstance(value, list):
-                    tree[key] = [call(item, owner) for item in value]
-                elif key in UNMARKED or not isinstance(value, str):
-                    tree[key] = value
-                else:
-                    tree[key] = around(value, owner, key)
-            yield tree
-
-    signed = list(all_signed())
-    schemas = []
-    for tool in tools or ():
-        inner = tool.get("function") if isinstance(tool, dict) else None
-        named = inner if isinstance(inner, dict) else tool
-        if isinstance(named, dict) and isinstance(named.get("name"), str):
-            named = named | {"name": around(named["name"], -1, "tools")}
-        schemas.append(tool | {"function": named} if isinstance(inner, dict) else named)
-    return Signed(signed, schemas if tools else tools, fields)
 
 
 def check_template(template: ChatTemplate) -> list[str]:
