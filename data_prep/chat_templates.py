@@ -1,7 +1,7 @@
 """A tokenizer's chat_template, and what it writes of messages.
 
-A template gets the messages as they are in the row, except that special tokens which people wrote are protected,
-so that they become text and never end a turn. Nothing depends on the day: `strftime_now` gives a fixed date.
+A template gets the messages as they are in the row, except that special tokens which people wrote are
+protected: they become text and never end a turn. Nothing depends on the day.
 """
 
 from __future__ import annotations
@@ -122,16 +122,16 @@ def read_template(
         lacking = [token for token in needed if token not in known]
         if lacking:
             raise UserError(
-                f"data.template={built_in} needs the special tokens {', '.join(needed)}, and tokenizer {name} does "
-                f"not have {', '.join(lacking)}. Use a tokenizer that has them, or set data.template to chat",
+                f"data.template={built_in} needs the special tokens {', '.join(needed)}, and {name} lacks "
+                f"{', '.join(lacking)}. Use a tokenizer that has them, or set data.template to chat",
                 code="template-tokens",
             )
     else:
         own = chat_template(directory)
         if own is None:
             raise UserError(
-                f"tokenizer {name} has no chat_template, which data.template=chat_template needs. Name one that "
-                "has, put a chat_template.jinja into its directory, or set data.template to "
+                f"tokenizer {name} has no chat_template, which data.template=chat_template needs. Use "
+                "one that has, put a chat_template.jinja into its directory, or set data.template to "
                 f"{', '.join(BUILT_IN)}, chat or alpaca",
                 code="no-chat-template",
             )
@@ -192,7 +192,7 @@ class Renderer:
     def write(
         self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False, spans: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return what the template writes and, if asked for, the stretches that it marks. Raises RefusedError.
+        """Return what the template writes and, with `spans`, what it marks in it. Raises RefusedError.
 
         prompt: let it ask for an answer.
         """

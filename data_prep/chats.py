@@ -1,13 +1,13 @@
 """Chats by a chat_template -> training examples: text, and which parts of it carry loss.
 
-The model is asked with what the template writes of the messages before an answer (the prompt), and answers with
-what the template writes after that, up to the token that ends the turn. An example is a prompt and its answer.
-Answers of one chat share an example where each prompt and answer is the beginning of the next: templates that
-rewrite history, by dropping earlier reasoning for instance, need one example for each answer.
+A prompt is what the template writes of the messages before an answer when it asks for one. The answer is
+what it writes after that, up to the token that ends the turn. An example is a prompt and its answer. Answers
+of one chat share an example where each prompt and answer is the beginning of the next. Templates that rewrite
+history, for instance by dropping earlier reasoning, need one example for each answer.
 
-Rendering every prompt would cost the square of the turns. So signs are put around every field, the chat is
-rendered once, and what stands between the signs tells where prompts and answers end: the first time that such a
-surrounding is seen, the prompt is rendered to learn it.
+Rendering every prompt would cost the square of the turns. So the chat is rendered once with signs around
+every field. What stands between the signs tells where prompts and answers end. The first time that such
+surroundings are seen, the prompt is rendered to learn them.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class ChatWriter:
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Return whether the template writes content only as a list of parts, as those of vision models do."""
+        """Return whether the template takes content as a list of parts only, as those of vision models do."""
         written = []
         for messages in (PROBE, [_as_parts(message) for message in PROBE]):
             try:
@@ -137,16 +137,12 @@ class ChatWriter:
             found = self._located(messages, tools, places, last)
             if found is not None:
                 return [self._example(last, {i: found[i] for i in learned}, messages, tools)]
-        written = [*(self._written(messages, tools, place) for place in places[:-1]), last]
+        written = {i: self._written(messages, tools, places[i]) for i in learned[:-1]} | {learned[-1]: last}
         examples: list[Example] = []
         left = set(learned)
-        for number in reversed(range(len(places))):
-            if number not in left:
-                continue
-            found = {
-                i: _within(written[i], written[number], self.template) for i in range(number + 1) if i in left
-            }
-            spans = {i: span for i, span in found.items() if span is not None}
+        for number in (number for number in reversed(learned) if number in left):
+            within = [(i, _within(written[i], written[number], self.template)) for i in sorted(left)]
+            spans = {i: span for i, span in within if span is not None}
             examples.append(self._example(written[number], spans, messages[: places[number] + 1], tools))
             left.difference_update(spans)
         return examples[::-1]
@@ -193,8 +189,8 @@ class ChatWriter:
     def _ends(self) -> dict[str, tuple[str, str]]:
         """Return how the template ends answers, and calls of tools.
 
-        The first is what it writes after them whether or not messages follow, the second the special token that
-        begins the next message, where it ends them by nothing else.
+        The first is what it writes after them whether or not messages follow. The second is the special token
+        that begins the next message, where it ends them by nothing else.
         """
         call = {"type": "function", "function": {"name": "f", "arguments": {"x": "World"}}}
         calls = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -322,7 +318,7 @@ def _unclear(why: str, advice: str = "Use another template, or set data.template
 
 
 def _within(part: Written, whole: Written, template: ChatTemplate) -> tuple[int, int] | None:
-    """Return where an answer is in a longer text, or None where that does not begin with it and its prompt."""
+    """Return where an answer is in a longer text, or None where that begins in another way."""
     if part is whole:
         return part.start, len(part.text)
     stop = len(part.text) - len(part.end)

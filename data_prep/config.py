@@ -56,9 +56,9 @@ class Source(Section):
     split: str = "train"
     """Split of the hub data set or of a saved one; slices such as `train[:1000]` are allowed."""
     files: str | None = Field(None, min_length=1)
-    """Path or glob under data.root, also with {a,b}: txt, jsonl (ndjson, jsonlines), json, csv, tsv (each also
-    as .zst, .gz, .bz2 or .xz), parquet, or directories written by `save_to_disk` of the datasets library. Also
-    an address or glob that fsspec reads: s3://, gs://, https:// and others."""
+    """Path or glob under data.root, also with {a,b}: txt, jsonl (ndjson, jsonlines), json, csv, tsv (each
+    also as .zst, .gz, .bz2 or .xz), parquet, or directories written by `save_to_disk` of the datasets
+    library. Also an address or glob that fsspec reads: s3://, gs://, https:// and others."""
     embedded: Literal["world", "world-home", "world-abroad", "world-instruct"] | None = None
     """A corpus that comes along: text about a small world, about one of its halves, or instructions."""
     format: Literal[
@@ -131,8 +131,8 @@ class DataConfig(Section):
     """Share of the sources' rows that is split off for validation, by content hash, when `validation` is
     empty."""
     validation_group: str | None = mark(SET, None, min_length=1)
-    """Column whose value keeps rows together when validation_fraction splits them: all answers to one question
-    are on one side."""
+    """Column whose value keeps rows together when validation_fraction splits them, so that all answers to one
+    question are on one side."""
     sequence_len: int = Field(256, gt=1, le=MOST_TOKENS)
     """Tokens per row."""
     shards: int = Field(4, gt=0, le=99_999)
@@ -145,8 +145,8 @@ class DataConfig(Section):
     """What is learned of reasoning in a chat template. `mask_empty`: all that the template writes, but no
     thinking block that is empty. `keep`: all. `drop`: the row's reasoning is removed before it is written."""
     template_variables: dict[str, Any] = mark("chat", {})
-    """Variables for the chat template, such as {enable_thinking: false}. `date` (YYYY-MM-DD, default 2026-01-01)
-    is what a template gets that asks for today's date."""
+    """Variables for the chat template, such as {enable_thinking: false}. `date` (YYYY-MM-DD, default
+    2026-01-01) is what a template gets that asks for today's date."""
     overlong: Literal["drop", "truncate", "split"] = mark("instruct", "truncate")
     """What happens to examples longer than a block."""
     limit_rows: int | None = Field(None, gt=0)

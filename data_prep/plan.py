@@ -32,7 +32,7 @@ from emo.data_prep.arrow import array_of, numbers_of
 from emo.data_prep.config import TRAIN, VALIDATION, DataConfig, set_called
 from emo.data_prep.inputs import AGAIN, Extent, Input
 from emo.data_prep.near import near_groups
-from emo.data_prep.rows import CODE, REASONS, UNREADABLE, Payload, RowSpec
+from emo.data_prep.rows import CODE, REASONS, SELECTION, UNREADABLE, Payload, RowSpec
 from emo.data_prep.scan import BEYOND_LIMIT, COLUMNS, ScanPart
 
 if TYPE_CHECKING:
@@ -371,9 +371,10 @@ def _summary(
         chars[split] += amount
     for source, copies, reasons in zip(sources, used.tolist(), counts, strict=True):
         source |= dict(zip(config.splits, copies, strict=True)) | {"rejected": _rejected(reasons)}
-    copied = f"SELECT split, count(*) FROM rows WHERE reason IN ({CODE['duplicate']}, {CODE['near_duplicate']}) GROUP BY 1"
-    counts_of_copies: dict[int, int] = dict(db.execute(copied).fetchall())
-    summary_notes: list[str] = []
+    alike = ", ".join(str(CODE[reason]) for reason in SELECTION[:2])
+    query = f"SELECT split, count(*) FROM rows WHERE reason IN ({alike}) GROUP BY split"
+    copied: dict[int, int] = dict(db.execute(query).fetchall())
+    notes = []
     fraction = f"data.validation_fraction={config.validation_fraction:g} takes"
     rejected = _rejected(counts.sum(axis=0))
     if not rows[0]:
@@ -394,14 +395,13 @@ def _summary(
             reason = f"its sources have no usable row of their own ({listed}); give other {key} sources"
         raise UserError(f"the {set_called(name)} is empty: {reason}, or none", code="no-validation-rows")
     for number, name in enumerate(config.validation_sets, 1):
-        gone = counts_of_copies.get(number, 0)
-        if gone > rows[number]:
-            summary_notes.append(
-                f"note: of {rows[number] + gone:,} rows of the {set_called(name)}, {gone:,} are like others, most "
-                f"like training rows, and are dropped: {rows[number]:,} are left"
+        if (gone := copied.get(number, 0)) > rows[number]:
+            notes.append(
+                f"note: {gone:,} of {rows[number] + gone:,} rows of the {set_called(name)} are like "
+                f"training rows or like each other and are dropped: {rows[number]:,} are left"
             )
     totals_of = dict(zip(config.splits, chars.tolist(), strict=True))
-    return {"sources": sources, "rejected": rejected, "chars": totals_of, "notes": summary_notes}
+    return {"sources": sources, "rejected": rejected, "chars": totals_of, "notes": notes}
 
 
 def limit_tokens(config: DataConfig, plan: Plan, inputs: list[Input], workers: Workers, path: Path) -> Plan:
@@ -443,7 +443,7 @@ def limit_tokens(config: DataConfig, plan: Plan, inputs: list[Input], workers: W
         least = block if config.kind == "text" else int(tokens[0])
         what = "a block has" if config.kind == "text" else "the first example has"
         raise UserError(
-            f"data.limit_tokens={limit} leaves nothing to train on: {what} {least:,} tokens; set at least that",
+            f"data.limit_tokens={limit} leaves nothing to train on: {what} {least:,} tokens. Set that or more",
             code="limit-takes-nothing",
         )
     if config.kind == "text":

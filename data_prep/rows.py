@@ -439,7 +439,7 @@ def _conversation(raw: dict[str, Any], spec: RowSpec) -> Conversation | Chat:
 
 
 def _message_lists(raw: dict[str, Any], spec: RowSpec) -> tuple[str, str] | None:
-    """Return the columns of a prompt and of its completion, where both are lists of messages, as TRL has them."""
+    """Return the columns of a prompt and its completion, where both are lists of messages, as in TRL."""
     names = spec.find(raw, "instruction"), spec.find(raw, "output")
     if names[0] is None or names[1] is None or not all(isinstance(raw[name], list) for name in names if name):
         return None

@@ -30,7 +30,7 @@ from emo.common.parallel import Workers
 from emo.common.progress import progress
 from emo.data_prep.arrow import array_of, numbers_of
 from emo.data_prep.chat_templates import ChatTemplate, RefusedError
-from emo.data_prep.chats import MINOR, ChatWriter
+from emo.data_prep.chats import MINOR, THOUGHTS, ChatWriter
 from emo.data_prep.config import DataConfig, settings
 from emo.data_prep.grams import mixed
 from emo.data_prep.inputs import PIECE, Extent, Input, Piece, TextInput, open_text
@@ -315,8 +315,8 @@ def judged_rows(
 ) -> list[Judged]:
     """Return the rows of a payload.
 
-    Those that the chat template does not write are rejected, and if `strict` those of which it leaves something
-    out. A chat is known by what is written of it: other keys and random ids do not make it another one.
+    Those that the chat template does not write are rejected, and if `strict` those of which it leaves
+    something out. A chat is known by what is written of it: other keys and ids do not make it another one.
     """
     if payload is None:
         return [Judged(Rejected("too_long"))]
@@ -332,17 +332,11 @@ def judged_rows(
             continue
         lost = [field for field in left if field not in MINOR]
         if strict and lost:
-            row = Rejected(
-                LEFT_OUT,
-                f"the chat_template leaves out {', '.join(lost)}. Use a template that writes them, or remove them "
-                "from the rows"
-                + (
-                    ", or set data.reasoning=drop"
-                    if all("thinking" in f or "reason" in f for f in lost)
-                    else ""
-                ),
+            advice = (
+                "Set data.reasoning=drop" if {*lost} <= {*THOUGHTS} else "Use a template that writes them"
             )
-            judged[number] = Judged(row)
+            detail = f"the chat_template leaves out {', '.join(lost)}. {advice}, or remove them"
+            judged[number] = Judged(Rejected(LEFT_OUT, detail))
         else:
             judged[number] = each._replace(hash=content_hash(json.dumps(examples)), left_out=tuple(left))
     return judged

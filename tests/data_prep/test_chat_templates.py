@@ -1,4 +1,4 @@
-"""Chat templates of current models: examples, what is supervised, what is left out, and which rows are the same."""
+"""Chat templates of current models: examples, what is learned or left out, and which rows are the same."""
 
 from __future__ import annotations
 
@@ -171,7 +171,8 @@ def test_history_that_is_rewritten_gives_an_example_for_each_answer(tmp_path: Pa
     ],
 )
 def test_what_is_learned_of_reasoning(reasoning: str, empty: str, full: str) -> None:
-    thoughts = "{% set r = m.reasoning_content or '' %}{% if m.role == 'assistant' %}<think>\n{{ r }}\n</think>\n\n{% endif %}"
+    thoughts = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n"
+    thoughts = "{% if m.role == 'assistant' %}" + thoughts + "{% endif %}"
     writer = writer_of(CHATML.replace("{{ m.content }}", thoughts + "{{ m.content }}"), reasoning=reasoning)
     assert learned(writer, talk(("user", "q"), ("assistant", "Hi"))) == [empty]
     assert learned(writer, talk(("user", "q"), ("assistant", "Hi"), reasoning_content="hm")) == [full]
@@ -345,7 +346,8 @@ def test_variables_reach_the_template_and_are_settings(tmp_path: Path) -> None:
 def test_turns_that_the_next_role_ends(tmp_path: Path) -> None:
     """As GLM's: the token that begins the next turn ends an answer, also the last one."""
     template = (
-        "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' }}{{ m.content }}{% endfor %}"
+        "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' }}{{ m.content }}"
+        "{% endfor %}"
         "{% if add_generation_prompt %}<|im_end|>{% endif %}"
     )
     turns = [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]

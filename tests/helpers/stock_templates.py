@@ -1,4 +1,4 @@
-"""The chat templates that TRL ships, stand-in tokenizers for them, and what training examples must be by them."""
+"""The chat templates that TRL ships, stand-in tokenizers for them, and what their examples must be."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from emo.data_prep.templates import Chat
 from emo.data_prep.tokenizer import save_tokenizer
 from tests.helpers.corpus import lasting_directory
 
-TAG = re.compile(r"<\|?[A-Za-z_|/｜▁][\w|/｜▁:.]*\|?>|\[/?[A-Z_]+\]|\[gMASK\]")
+BAR, LINE = "\uff5c", "\u2581"  # as DeepSeek writes tokens
+TAG = re.compile(rf"<\|?[A-Za-z_|/{BAR}{LINE}][\w|/{BAR}{LINE}:.]*\|?>|\[/?[A-Z_]+\]|\[gMASK\]")
 PLAIN_TAGS = re.compile(r"</?(think|tool|tools|arg|function|parameter|IMPORTANT|name|desc|required|type)")
 # The token that ends what the assistant says, by the beginning of a template's name; calls may end otherwise.
 ENDS = {
     "cohere2": ("<|END_OF_TURN_TOKEN|>",) * 2,
     "cohere": ("<|END_OF_TURN_TOKEN|>",) * 2,
-    "deepseek": ("<｜end▁of▁sentence｜>",) * 2,
+    "deepseek": (f"<{BAR}end{LINE}of{LINE}sentence{BAR}>",) * 2,
     "diffusion_gemma": ("<turn|>", "<|tool_response>"),
     "gemma4_v2": ("<turn|>", "<turn|>"),
     "gemma4": ("<turn|>", "<|tool_response>"),
@@ -56,9 +57,9 @@ def end_of(name: str, calls: bool) -> str:
 
 @cache
 def stand_in(name: str) -> tuple[PreTrainedTokenizerFast, Path]:
-    """A tokenizer of bytes with the tokens that a template writes, and the directory `prepare` makes of it."""
+    """A tokenizer of bytes with the tokens that a template writes, and the directory that `prepare` makes."""
     template = stock_templates()[name]
-    tags = sorted({tag for tag in TAG.findall(template)} | {end_of(name, False), end_of(name, True), "<s>"})
+    tags = sorted(set(TAG.findall(template)) | {end_of(name, False), end_of(name, True), "<s>"})
     if "<|return|>" in tags:
         tags.append("<|end|>")
     special = [tag for tag in tags if not PLAIN_TAGS.match(tag)]
@@ -83,7 +84,7 @@ def stand_in(name: str) -> tuple[PreTrainedTokenizerFast, Path]:
 
 
 def messages_of(turns: int, kind: str) -> dict[str, Any]:
-    """A row of so many turns: plain, with a system message, reasoning as a key or in the content, or tools."""
+    """A row of so many turns, of one of KINDS."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}] if kind == "system" else []
     for turn in range(turns):
         answer: dict[str, Any] = {"role": "assistant", "content": f"Answer {turn}."}
@@ -129,7 +130,7 @@ def read_chat(row: dict[str, Any]) -> Chat:
 
 
 def expected(name: str, row: dict[str, Any]) -> tuple[list[list[int]], list[str]]:
-    """Return, by rendering every prompt, the ids up to the end of each answer, and what is supervised of it."""
+    """Return the ids up to the end of each answer, and what is learned of it, by rendering every prompt."""
     tokenizer, _ = stand_in(name)
     options: dict[str, Any] = {"tools": row.get("tools"), "tokenize": False}
     messages = row["messages"]
