@@ -443,7 +443,7 @@ def limit_tokens(config: DataConfig, plan: Plan, inputs: list[Input], workers: W
         least = block if config.kind == "text" else int(tokens[0])
         what = "a block has" if config.kind == "text" else "the first example has"
         raise UserError(
-            f"data.limit_tokens={limit} leaves nothing to train on: {what} {least:,} tokens. Set that or more",
+            f"data.limit_tokens={limit} takes nothing: {what} {least:,} tokens. Set that or more",
             code="limit-takes-nothing",
         )
     if config.kind == "text":
