@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -32,6 +32,7 @@ from emo.common.provenance import REPOSITORY
 from emo.common.text import markdown, on_one_line, publishable
 from emo.pipeline.config import RunConfig
 from emo.pipeline.ranks import agreed
+from emo.pipeline.readers import saved_names, saved_tensors, write_config
 from emo.pipeline.run_dir import EXPORT_INFO
 from emo.pipeline.stop import die_with_parent
 
@@ -108,7 +109,7 @@ def write_export(
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        write_shards(partial, copied.tensors)
+        write_shards(partial, saved_tensors(copied.base, exported_names(copied.base), copied.tensors))
         write_rest(copied.base, config, partial, info)
         check(partial, copied.probe, copied.logits)
         shutil.rmtree(target, ignore_errors=True)
@@ -147,6 +148,18 @@ def exported_tensors(model: nn.Module) -> Iterator[Exported]:
             yield Exported(exported, parts, layer.scaling[ADAPTER], transposed=True)
         else:
             raise UserError(f"model.lora.targets: adapters on {path} cannot be exported", code="adapters")
+
+
+def persistent_buffers(base: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that belong to the model's files."""
+    saved = base.state_dict().keys()
+    return ((name, buffer) for name, buffer in base.named_buffers() if name in saved)
+
+
+def exported_names(base: PreTrainedModel) -> list[str]:
+    """Return the names of all tensors of the exported model, as they are in memory."""
+    buffers = (name for name, _ in persistent_buffers(base))
+    return [*(tensor.name for tensor in exported_tensors(base)), *buffers]
 
 
 def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -202,9 +215,7 @@ def _gathered(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         if copied is not None:
             yield tensor.name, copied
     if engine.world.is_main:
-        base = unwrap(engine.model)
-        persistent = base.state_dict().keys()
-        yield from ((name, on_host(buffer)) for name, buffer in base.named_buffers() if name in persistent)
+        yield from ((name, on_host(buffer)) for name, buffer in persistent_buffers(unwrap(engine.model)))
 
 
 def write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: dict[str, object]) -> None:
@@ -213,6 +224,7 @@ def write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: dic
     settings.architectures = [type(base).__name__]
     settings.use_cache = True
     settings.save_pretrained(target)
+    write_config(target, {})
     if base.generation_config is not None:
         base.generation_config.save_pretrained(target)
     tokenizer = config.data.dir / "tokenizer"
@@ -247,9 +259,18 @@ def check(directory: Path, probe: Tensor, expected: Tensor) -> None:
     if wrong:
         names = sorted(map(str, wrong))[:3]
         raise UserError(f"{directory}: tensors do not fit the configuration: {names}", code="export")
+    files = directory.glob("*.safetensors")
+    names = {name for file in files for name in safe_open(file, "pt").keys()}
+    in_memory = [(t.name, t.parts[0].detach()) for t in exported_tensors(model)]
+    expected_names = saved_names(model, [*in_memory, *persistent_buffers(model)])
+    if names != expected_names:
+        odd = sorted(names ^ expected_names)[:3]
+        raise UserError(
+            f"{directory}: tensors have other names than transformers gives: {odd}", code="export"
+        )
     model.eval()
     with torch.no_grad():
-        logits = model(input_ids=probe).logits
+        logits = model(input_ids=probe, use_cache=False).logits
     scale = expected.float().abs().max().clamp_min(1.0)
     error = ((logits.float() - expected.float()).abs().max() / scale).item()
     if not error <= TOLERANCE[model.dtype]:
