@@ -93,6 +93,7 @@ class Manifest(Section):
     documents: Count
     segments: Count
     domains: list[DomainCounts] = Field(min_length=1)  # of the sources, in order of first appearance
+    answer_ends: list[Count] = []  # instruct: the tokens that end supervised answers, ascending
     waste: float  # share of the rows' block * rows places that is padding
     shards: list[ShardInfo]
     digest: str = ""  # sha256 of all other fields as JSON, set by `manifest_text`

@@ -92,11 +92,11 @@ def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest)
     if model.path is None:
         return
     try:
-        fingerprint = tokenizer_fingerprint(load_tokenizer(model.path, model.revision))
+        tokenizer = load_tokenizer(model.path, model.revision)
     except UserError:
         log.warning("%s carries no tokenizer: cannot check that it fits the data", model.path)
         return
-    if fingerprint != manifest.tokenizer_fingerprint:
+    if tokenizer_fingerprint(tokenizer, manifest.eos_id) != manifest.tokenizer_fingerprint:
         problem = f"the data were prepared with another tokenizer than that of {model.path}"
         raise UserError(f"{problem}; set data.tokenizer={model.path} and prepare again")
 

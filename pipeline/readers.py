@@ -8,13 +8,14 @@ the files.
 from __future__ import annotations
 
 import json
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     PrefixChange,
@@ -24,7 +25,9 @@ from transformers.core_model_loading import (
     revert_weight_conversion,
 )
 
+from emo.common.errors import UserError, one_line
 from emo.common.files import write_text
+from emo.data_prep.tokenizer import PROBES, load_tokenizer
 
 CONFIG = "config.json"
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # layers of families that have two kinds of RoPE
@@ -90,6 +93,55 @@ def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
     return model._weight_conversions
 
 
+def write_tokenizer(source: Path, directory: Path, ends: list[int]) -> None:
+    """Copy the tokenizer of prepared data, and let it name the token that ends what the model was taught.
+
+    Programs look for the end of a reply in different files: `generate` and vLLM stop at any eos_token_id
+    of generation_config.json, llama.cpp and others at the tokenizer's eos_token alone. So where every answer
+    ends with the same token, that becomes the eos_token. With several, the base model's own end remains.
+
+    Args:
+        ends: token ids that end supervised answers, or documents.
+    """
+    shutil.copytree(source, directory, dirs_exist_ok=True, copy_function=shutil.copyfile)
+    file = directory / "tokenizer_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    token = settings.get("added_tokens_decoder", {}).get(str(ends[0])) if len(ends) == 1 else None
+    if token is not None and token["special"] and token["content"] != settings.get("eos_token"):
+        settings["eos_token"] = token["content"]
+        write_text(file, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+
+
+def check_tokenizer(directory: Path, rows: Tensor) -> None:
+    """Raise UserError where AutoTokenizer gives other ids than the tokenizer of the data.
+
+    For a few families transformers replaces a tokenizer's rules by its own, whatever the files say.
+
+    Args:
+        rows: token ids of the data [rows, length]; their texts are compared, and PROBES.
+    """
+    own = load_tokenizer(directory)
+    texts = [*PROBES, *own.batch_decode(rows)]
+    try:
+        found = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        plain = {"add_special_tokens": False}
+        differ = sum(
+            own(text).input_ids != found(text).input_ids
+            or own(text, **plain).input_ids != found(text, **plain).input_ids
+            for text in texts
+        )
+        problem = f"gives other ids for {differ} of {len(texts)} texts"
+    except Exception as error:  # whatever a tokenizer of another kind makes of these files
+        differ, problem = 1, f"cannot read it ({one_line(error, 120)})"
+    if differ:
+        family = json.loads((directory / CONFIG).read_text(encoding="utf-8")).get("model_type")
+        raise UserError(
+            f"transformers has its own tokenizer for {family} models, which {problem}; take one that such "
+            "models are published with, or another architecture",
+            code="tokenizer-class",
+        )
+
+
 def write_config(directory: Path, changes: dict[str, Any]) -> None:
     """Rewrite a saved config.json with `changes`, and with what transformers 4 reads under other names."""
     text = (directory / CONFIG).read_text(encoding="utf-8")
@@ -110,10 +162,10 @@ def _add_names_of_4(tree: dict[str, Any]) -> None:
             _add_names_of_4(inner)
     if "dtype" in tree:
         tree["torch_dtype"] = tree["dtype"]
-    family = tree.get("model_type", "")
+    family = str(tree.get("model_type"))
     for old, new in ALIASES_OF_4.get(family, {}).items():
         tree[old] = tree[new]
-    if layers := tree.get(MAMBA.get(family)):
+    if layers := tree.get(MAMBA.get(family, "")):
         tree[MAMBA[family]] = [LAYERS_OF_4.get(kind, kind) for kind in layers]
     settings = tree.get("rope_parameters") or {}
     local = settings.get(LOCAL)

@@ -26,7 +26,7 @@ from emo.data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_facts
 from emo.pipeline import identity, kernels
 from emo.pipeline.config import COSTS, Batch, RunConfig, TrainConfig, solve_batch
-from emo.pipeline.export import exported_tensors, unwrap, write_rest
+from emo.pipeline.export import exported_tensors, sample_rows, unwrap, write_rest
 from emo.pipeline.identity import Identity
 from emo.pipeline.loss.cost_files import FILES, load_cost
 from emo.pipeline.loss.objectives import Objective
@@ -34,6 +34,7 @@ from emo.pipeline.model import add_lora, check_fits, model_config, objective_par
 from emo.pipeline.order import BatchOrder, Domain, Holding, MixedOrder, shares
 from emo.pipeline.planning.ds_file import check_host, deepspeed_config, parameter_groups
 from emo.pipeline.planning.host import usable_attention
+from emo.pipeline.readers import check_tokenizer
 from emo.pipeline.report.samples import prompt_ids
 from emo.pipeline.teacher import check_teacher
 
@@ -235,6 +236,8 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
         directory = Path(temporary)
         try:
             write_rest(base, config, directory, {})
+            if (directory / "tokenizer.json").is_file():
+                check_tokenizer(directory, sample_rows(config))
             with torch.device("meta"):
                 plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
         except (OSError, ValueError, KeyError) as error:

@@ -25,20 +25,20 @@ def loss(model: Any) -> tuple[float, list[float]]:
     return value, logits[0, -1].tolist()
 
 
-def write(model: Any, directory: Path, data: Path | None = None, **info: Any) -> Path:
-    """Write a model as a run exports it; `data` is a prepared directory."""
+def write(model: Any, directory: Path, data: Any = None) -> Path:
+    """Write a model as a run exports it; `data` is the configuration of prepared data."""
     from emo.pipeline.config import RunConfig
     from emo.pipeline.export import Copied, check, exported_tensors, persistent_buffers, write_export
 
-    data_config = {"dir": data or directory.parent / "data", "tokenizer": "x", "sources": [{"files": "x"}]}
-    tree = {"output_dir": directory.parent, "data": data_config, "model": {"path": "x", "dtype": "float32"}}
+    data = data or {"dir": directory.parent / "data", "tokenizer": "x", "sources": [{"files": "x"}]}
+    tree = {"output_dir": directory.parent, "data": data, "model": {"path": "x", "dtype": "float32"}}
     config = RunConfig(**tree, train={"max_steps": 1})  # type: ignore[arg-type]
     probe = torch.arange(16)[None] % model.config.get_text_config().vocab_size
     with torch.no_grad():
         logits = model(input_ids=probe, use_cache=False).logits
     parts = [(t.name, t.merged(*(p.detach().clone() for p in t.parts))) for t in exported_tensors(model)]
     parts += [(name, buffer.clone()) for name, buffer in persistent_buffers(model)]
-    write_export(Copied(model, probe, logits, iter(parts)), config, directory, info, check)
+    write_export(Copied(model, probe, logits, iter(parts)), config, directory, {}, check)
     return directory
 
 

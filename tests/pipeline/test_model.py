@@ -169,15 +169,20 @@ def test_tied_weights_that_differ_are_refused(model_type: str, pickled: bool, tm
 
 def test_data_that_do_not_fit_are_refused(shared_data: Path) -> None:
     new, stories = choice(), ModelConfig(path=str(shared_data / "models" / "stories260K"))
-    right = tokenizer_fingerprint(load_tokenizer(str(stories.path)))
-    for model, vocabulary, block, tokenizer, fits in (
-        (new, 61, 32, "x", True),
-        (new, 62, 32, "x", False),
-        (new, 61, 65, "x", False),
-        (stories, 61, 32, right, True),
-        (stories, 61, 32, "x", False),
+    tokenizer = load_tokenizer(str(stories.path))
+    right, end = tokenizer_fingerprint(tokenizer), tokenizer.eos_token_id
+    tokenizer.eos_token = "a"  # data may end with another token than the model names
+    for model, vocabulary, block, digest, eos, fits in (
+        (new, 61, 32, "x", end, True),
+        (new, 62, 32, "x", end, False),
+        (new, 61, 65, "x", end, False),
+        (stories, 61, 32, right, end, True),
+        (stories, 61, 32, right, 5, False),
+        (stories, 61, 32, tokenizer_fingerprint(tokenizer), tokenizer.eos_token_id, True),
+        (stories, 61, 32, "x", end, False),
     ):
-        data: Any = SimpleNamespace(vocab_size=vocabulary, block=block, tokenizer_fingerprint=tokenizer)
+        facts = {"vocab_size": vocabulary, "block": block, "tokenizer_fingerprint": digest, "eos_id": eos}
+        data: Any = SimpleNamespace(**facts)
         with contextlib.nullcontext() if fits else pytest.raises(UserError):
             check_fits(family("llama").config, model, data)
 
