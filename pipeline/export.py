@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
 from emo.common.errors import ExitCode, FailureError, UserError, one_line
-from emo.common.files import write_text
+from emo.common.files import reset_modes, write_text
 from emo.common.provenance import REPOSITORY
 from emo.common.text import markdown, on_one_line, publishable
 from emo.data_prep.config import TRAIN
@@ -115,6 +115,7 @@ def write_export(
     try:
         write_shards(partial, saved_tensors(copied.base, exported_names(copied.base), copied.tensors))
         write_rest(copied.base, config, partial, info)
+        reset_modes(partial)
         check(partial, copied.probe, copied.logits, sample_rows(config))
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)

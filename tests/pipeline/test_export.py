@@ -95,6 +95,8 @@ def test_an_export_stops_at_the_end_of_a_turn(chats: DataConfig, tmp_path: Path)
     (tmp_path / "generation_config.json").write_text(json.dumps(odd))
     model.generation_config = GenerationConfig.from_pretrained(tmp_path)
     export = write(model, tmp_path / "export", chats)
+    (usual := tmp_path / "usual").touch()
+    assert {file.stat().st_mode for file in export.iterdir()} == {usual.stat().st_mode}
     generation = GenerationConfig.from_pretrained(export)
     assert generation.eos_token_id == AutoConfig.from_pretrained(export).eos_token_id == [2, end]
     assert generation.temperature == 0.6

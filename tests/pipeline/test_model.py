@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -108,6 +109,26 @@ def test_a_gpu_takes_the_first_attention_that_host_and_family_have(
     assert auto(family("gemma2").config) == "flash_attention_2"  # it has a soft cap
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert auto(llama) == "flash_attention_2"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [1]},
+    ],
+)
+def test_an_adapted_head_is_named_as_the_reason(settings: dict[str, Any]) -> None:
+    """By recipe before weights are loaded; in a program of the user's when the loss is put in."""
+    with pytest.raises(UserError) as caught:
+        add_lora(family("llama"), choice(lora={"r": 2, "targets": ["lm_head"]}), 0)
+    assert caught.value.code == "adapted-head"
+    model = family("llama", tie_word_embeddings=True)
+    peft.get_peft_model(model, peft.LoraConfig(**settings))
+    with pytest.raises(UserError) as caught:
+        fuse_model(model, get_objective("mle"))
+    assert caught.value.code == "adapted-head"
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "v_prj"], "all_linear", "("])
