@@ -133,7 +133,7 @@ def steps_of(train: TrainConfig, rows: int) -> int:
     if batches < 1:
         amount = f"{counted(rows, 'row')} x {counted(epochs, 'epoch')}"
         raise UserError(f"{amount} are less than a batch; set a smaller train.global_batch_size")
-    # The last step may hold rows of the next epoch, so that every row is seen. In a mixture shares decide that.
+    # The last step may hold rows of the next epoch, so that every row is seen. A mixture decides otherwise.
     return math.ceil(batches - 1e-9) if train.mixture is None else int(batches)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+TEXTS = "texts.json"  # in an export: to be encoded
 TOKENS = 24  # of the text whose loss is compared
 
 
@@ -69,6 +70,32 @@ def read(directory: Path) -> dict[str, Any]:
         return {"error": f"{type(error).__name__}: {error}"[:300]}
 
 
+def read_tokenizer(directory: Path) -> dict[str, Any]:
+    """Return the ids of texts.json in this release, and what the `gguf` package reads.
+
+    Raises ValueError where `generate` does not take what the tokenizer returns.
+    """
+    import gguf
+    import transformers
+
+    texts = json.loads((directory / TEXTS).read_text(encoding="utf-8"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    model.generate(**tokenizer(texts[-1], return_tensors="pt"), max_new_tokens=2, pad_token_id=0)
+    special = gguf.SpecialVocab(directory, load_merges=True)
+    pieces = (
+        gguf.vocab.SentencePieceVocab if (directory / "tokenizer.model").is_file() else gguf.vocab.BpeVocab
+    )
+    scores = [score for _, score, _ in pieces(directory).all_tokens()]
+    return {
+        "ids": tokenizer(texts)["input_ids"],
+        "special": special.special_token_ids,
+        "template": special.chat_template,
+        "scores": scores,
+    }
+
+
 if __name__ == "__main__":
     for name in sys.argv[1:]:
-        print(json.dumps({"name": name} | read(Path(name))), flush=True)
+        tokenizer = (Path(name) / TEXTS).is_file()
+        print(json.dumps({"name": name} | (read_tokenizer if tokenizer else read)(Path(name))), flush=True)
