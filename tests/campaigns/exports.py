@@ -83,7 +83,7 @@ def read(release: str, exports: list[Path]) -> Iterator[dict[str, Any]]:
 
 
 def tokenizers(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
-    """Tokenizers of each kind of file, with the tokens of a chat template, whose turns end with one of them."""
+    """Tokenizers of each kind of file, with a chat template and the tokens that its turns begin and end with."""
     sources = {"trained": tiny_tokenizer() / "model"}
     sources |= {path.name: path for path in sorted((REAL / "tokenizers").glob("*"))}
     written = {}
@@ -95,9 +95,7 @@ def tokenizers(directory: Path, args: argparse.Namespace, show: Campaign) -> Non
         base.chat_template = CHATML
         base.save_pretrained(root / "base")
         turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It is said."}]
-        write_jsonl(
-            root / "a.jsonl", [{"messages": [*turns, *turns[:1], turns[1]]}] * 9 + [{"messages": turns}]
-        )
+        write_jsonl(root / "a.jsonl", [{"messages": [*turns, *turns][: 2 + i % 2 * 2]} for i in range(9)])
         settings = {"kind": "instruct", "template": "chat_template", "sequence_len": 128}
         data = prepared(root, tokenizer=str(root / "base"), **settings)
         export = write(tiny_llama(len(base)), root / "export", data)
@@ -109,15 +107,11 @@ def tokenizers(directory: Path, args: argparse.Namespace, show: Campaign) -> Non
         part = f"tokenizer {name}"
         same = sum(own(text).input_ids == ids for text, ids in zip(texts, other["ids"], strict=True))
         show(part, f"ids by transformers {args.release}", f"{same} of {len(texts)} texts", same == len(texts))
-        end = own.convert_tokens_to_ids(ROLES[1])
-        show(
-            part,
-            "end of a reply by gguf",
-            str(other["special"].get("eos")),
-            other["special"].get("eos") == end,
-        )
-        size = len(other["pieces"])
-        show(part, "pieces by gguf", f"{size} of {len(own)}", size == len(own) and other["template"])
+        end, stop = own.convert_tokens_to_ids(ROLES[1]), other["special"].get("eos")
+        show(part, "end of a reply by gguf", f"{stop} of {end}", stop == end)
+        size, ranked = len(other["scores"]), len(set(other["scores"]))
+        show(part, "pieces by gguf", f"{size} of {len(own)}, {ranked} scores", size == len(own))
+        show(part, "chat template by gguf", "the same", other["template"] == CHATML, "another")
 
 
 if __name__ == "__main__":
