@@ -83,7 +83,7 @@ def read(release: str, exports: list[Path]) -> Iterator[dict[str, Any]]:
 
 
 def tokenizers(directory: Path, args: argparse.Namespace, show: Campaign) -> None:
-    """Tokenizers of each kind of file, with a chat template and the tokens that its turns begin and end with."""
+    """Try tokenizers from each kind of file, with a chat template and the tokens around its turns."""
     sources = {"trained": tiny_tokenizer() / "model"}
     sources |= {path.name: path for path in sorted((REAL / "tokenizers").glob("*"))}
     written = {}
