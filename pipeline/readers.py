@@ -38,9 +38,9 @@ NAMES_OF_4 = {
     "gpt_neox_japanese": NEOX,
     "modernbert-decoder": {"rope_theta": "global_rope_theta"},
 }
-# And the theta of local layers, in the families that give them their own.
-LOCAL_THETA = dict.fromkeys(("gemma3_text", "gemma3n_text", "t5gemma2_text"), "rope_local_base_freq")
-LOCAL_THETA["modernbert-decoder"] = "local_rope_theta"
+# And the theta of local layers, in the families of transformers 4 with two kinds; OLMo 3 has one theta.
+LOCAL_THETA = {"modernbert-decoder": "local_rope_theta", "olmo3": None}
+LOCAL_THETA |= dict.fromkeys(("gemma3_text", "gemma3n_text"), "rope_local_base_freq")
 ALIASES_OF_4 = {"qwen3_moe": {"num_experts": "num_local_experts"}}
 LAYERS_OF_4 = {"linear_attention": "mamba", "full_attention": "attention"}  # in the families of MAMBA
 MAMBA = {"granitemoehybrid": "layer_types", "zamba": "layers_block_type", "zamba2": "layers_block_type"}
@@ -168,12 +168,15 @@ def _add_names_of_4(tree: dict[str, Any]) -> None:
     if layers := tree.get(MAMBA.get(family, "")):
         tree[MAMBA[family]] = [LAYERS_OF_4.get(kind, kind) for kind in layers]
     settings = tree.get("rope_parameters") or {}
-    local = settings.get(LOCAL)
-    settings = dict(settings.get(GLOBAL, settings))
+    if settings.get(GLOBAL):  # by kind of layer
+        if family not in LOCAL_THETA:
+            return
+        if key := LOCAL_THETA[family]:
+            tree[key] = settings[LOCAL]["rope_theta"]
+        settings = settings[GLOBAL]
+    settings = dict(settings)
     if "rope_theta" not in settings:
         return
-    if local and family in LOCAL_THETA:
-        tree[LOCAL_THETA[family]] = local["rope_theta"]
     for key in ("rope_theta", "partial_rotary_factor"):
         if (value := settings.pop(key, None)) is not None:
             tree[NAMES_OF_4.get(family, {}).get(key, key)] = value

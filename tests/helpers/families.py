@@ -86,6 +86,7 @@ BY_LAYER = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
     "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
 }
+PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61, "pad_token_id": 0}
 MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
 
 # More families whose exports other programs read; a name ends with what is special about it.
@@ -106,6 +107,16 @@ EXPORTED: dict[str, dict[str, Any]] = {
     "gpt_neox_japanese": BASE | {"intermediate_multiple_size": 2, "rotary_emb_base": 2e4},
     "codegen": OLD | {"n_head": 4, "rotary_dim": 8},
     "gemma3_text-layers": GROUPED | SLIDING | MIXED | {"rope_parameters": BY_LAYER},
+    "gemma3n_text": GROUPED
+    | SLIDING
+    | MIXED
+    | PER_LAYER
+    | {"laurel_rank": 4, "altup_num_inputs": 2, "num_kv_shared_layers": 0, "intermediate_size": [48, 48]}
+    | {"activation_sparsity_pattern": [0.0, 0.0]},
+    "gemma4_text": GROUPED | SLIDING | MIXED | PER_LAYER | {"num_kv_shared_layers": 0},
+    "aria_text": GROUPED
+    | THETA
+    | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "pad_token_id": 0},
     "olmo": PAIRED | THETA,
     "olmo2": PAIRED | THETA,
     "olmo3": PAIRED
@@ -121,7 +132,20 @@ EXPORTED: dict[str, dict[str, Any]] = {
     "olmoe": PAIRED | THETA | {"num_experts": 4, "num_experts_per_tok": 2},
     "flex_olmo": PAIRED | THETA | {"pad_token_id": 0, "num_experts": 4, "num_experts_per_tok": 2},
     "phi-theta": BASE | THETA | {"partial_rotary_factor": 0.25},
-    "phi3": PAIRED | THETA | {"pad_token_id": 0},
+    "phi3": PAIRED | THETA | {"pad_token_id": 0, "partial_rotary_factor": 0.5},
+    "phimoe-long": PAIRED
+    | EXPERTS
+    | {
+        "original_max_position_embeddings": 32,
+        "rope_parameters": LONG | {"short_mscale": 1.1, "long_mscale": 1.2},
+    },
+    "stablelm-dynamic": PAIRED
+    | {
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5},
+    },
+    "gpt_neox-linear": BASE
+    | {"rope_parameters": BY_LAYER["full_attention"] | {"partial_rotary_factor": 0.5}},
     "phi3-long": PAIRED
     | {"pad_token_id": 0, "original_max_position_embeddings": 32, "max_position_embeddings": 64}
     | {"rope_parameters": {k: v for k, v in LONG.items() if k != "factor"}},
