@@ -117,6 +117,9 @@ image-test: setup ## the image built without Docker, and run without rights; nee
 doors-test: setup ## the loss in the oldest TRL that is supported; needs a package index
 	$(BIN)/python -m tests.campaigns.doors $(ARGS)
 
+export-test: setup ## exports of every family, read by transformers 4 and gguf; needs a package index
+	$(BIN)/python -m tests.campaigns.exports $(ARGS)
+
 docs-test: setup ## every command of README.md and docs/, run or checked
 	$(BIN)/python -m tests.campaigns.docs
 

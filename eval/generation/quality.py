@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from emo.common.errors import UserError
+from emo.data_prep.tokenizer import tokenizer_fingerprint
 from emo.eval import store
 from emo.eval.generation import likelihood
 from emo.eval.generation.decoding import context_of, first_id, split_ids
@@ -191,7 +192,8 @@ class Sampled:
         self.result["ppl_test"] = test
         if reference is None:
             return
-        if reference.tokenizer_digest != model.tokenizer_digest:
+        # A tuned model may name another end than its base.
+        if len({tokenizer_fingerprint(m.tokenizer, None) for m in (reference, model)}) > 1:
             raise UserError(
                 f"--reference {reference.given} has another tokenizer than {model.given}; their next-token "
                 "distributions cannot be compared"
