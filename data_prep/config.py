@@ -17,8 +17,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from emo.common.errors import UserError, one_line
-from emo.common.recipe import Section, mark, mark_of, marked, parse_section, read_recipe, shown
+from emo.common.recipe import (
+    KEYS,
+    Section,
+    check_section,
+    mark,
+    mark_of,
+    marked,
+    parse_section,
+    read_recipe,
+    shown,
+)
 from emo.common.untrusted import read_json
+from emo.common.weights import reject_adapter
 
 # Of templates: raised when the text of one changes, or what of it is supervised.
 VERSIONS = {"alpaca": "alpaca/1", "chat": "chat/1", "chat_template": "chat_template/1"}
@@ -238,8 +249,12 @@ def splits_made(prepared: Mapping[str, Any]) -> tuple[str, ...]:
     return (TRAIN, VALIDATION) if sets or prepared.get("validation_fraction") else (TRAIN,)
 
 
-def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
-    """Return the `data` section of a recipe."""
+def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | None = None) -> DataConfig:
+    """Return the `data` section of a recipe.
+
+    recipe: the model of all sections, of which those that are there are checked as well. This package knows
+    one of them only.
+    """
     if path.name.removesuffix(".gz").removesuffix(".zst").endswith(DATA_FILES) and path.suffix != ".json":
         raise UserError(
             f"{path} is data, not a recipe; emo sniff {path} writes one to begin with", code="data-not-recipe"
@@ -247,10 +262,15 @@ def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
     tree = read_recipe(path, overrides)
     if "data" not in tree:
         raise UserError(f"recipe {path} has no data section; it has: {', '.join(tree) or 'nothing'}")
+    if recipe is not None:
+        check_section(recipe, tree, "", may_lack=KEYS)
     config = parse_section(DataConfig, tree["data"], "data")
     model = tree.get("model")  # which cannot read longer rows, as training would say much later
     where = model.get("path") if isinstance(model, dict) else None
-    context = context_of(Path(where)) if isinstance(where, str) else None
+    context = None
+    if isinstance(where, str):
+        reject_adapter(Path(where))
+        context = context_of(Path(where))
     if context is not None and config.sequence_len > context:
         raise UserError(
             f"blocks of {config.sequence_len} tokens are longer than the context of {context} of the model "
