@@ -354,6 +354,5 @@ def check_prepared(directory: Path, prepared: Mapping[str, Any], config: DataCon
 
 def described(changed: list[tuple[str, Any, Any]]) -> str:
     """Return differences as a part of a message."""
-    (key, was, now), *others = changed
-    also = f" (also {', '.join(other[0] for other in others)} differ)" if others else ""
-    return one_line(f"prepared with {key}={shown(was)}, the recipe says {shown(now)}{also}")
+    parts = (f"{key}={shown(was)}, the recipe says {shown(now)}" for key, was, now in changed)
+    return one_line(f"prepared with {'; with '.join(parts)}", 800)

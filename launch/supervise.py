@@ -31,6 +31,7 @@ sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / 
 
 import emo.common.packages  # noqa: F401 - before all others
 from emo.common.errors import ExitCode, UserError, outcome
+from emo.pipeline.claims import check_keys
 from emo.pipeline.cli import recipe_arguments
 from emo.pipeline.config import load_config
 from emo.pipeline.liveness import late
@@ -169,7 +170,9 @@ def main(argv: list[str]) -> int:
         if (stem := Path(script).stem) in ("continual", "instruct"):
             os.environ.setdefault(CALLED, f"./launch/{stem}.sh")
             args = recipe_arguments(stem, arguments)
-            run_dir = load_config(args.recipe, args.overrides).output_dir
+            config = load_config(args.recipe, args.overrides)
+            check_keys(config)
+            run_dir = config.output_dir
         with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as reports:
             try:
                 return supervise(options, script, arguments, Path(reports), run_dir)

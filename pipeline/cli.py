@@ -22,6 +22,7 @@ from emo.common.commands import Parser, first_word, parse_arguments
 from emo.common.errors import ExitCode, UserError, one_line, outcome
 from emo.common.text import printable
 from emo.pipeline.config import load_config
+from emo.pipeline.planning.hardware import parse_cluster
 from emo.pipeline.report.console import Chatter, Console, Kind, duration, split
 from emo.pipeline.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
 
@@ -263,14 +264,15 @@ def _quieten() -> None:
 def _plan(args: argparse.Namespace) -> int:
     if args.write and not args.best:
         raise UserError("--write goes with --best")
-    config = load_config(args.recipe, args.overrides)
-    from emo.pipeline.planning.plan import check_target, parse_cluster, print_best, print_plan, write_recipe
-
     cluster = parse_cluster(args.gpus, args.network)
+    config = load_config(args.recipe, args.overrides)
+    if args.write and (args.write.exists() or not args.write.parent.is_dir()):
+        problem = f"--write {args.write}: give a new name in an existing directory"
+        raise UserError(problem, code="write-target")
+    from emo.pipeline.planning.plan import print_best, print_plan, write_recipe
+
     if not args.best:
         return ExitCode.DONE if print_plan(config, cluster.gpus, cluster) else ExitCode.FAILURE
-    if args.write:
-        check_target(args.write)
     best = print_best(config, cluster)
     if args.write:
         write_recipe(args.write, args.recipe, args.overrides, best, cluster)

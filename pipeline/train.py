@@ -50,7 +50,8 @@ from emo.pipeline.model import (
 from emo.pipeline.on_policy import OnPolicy
 from emo.pipeline.pace import device_facts
 from emo.pipeline.planning.checks import Ready, batch_order, check
-from emo.pipeline.planning.footprint import Setup, accelerator, utilisation
+from emo.pipeline.planning.footprint import Setup, utilisation
+from emo.pipeline.planning.hardware import accelerator
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.planning.plan import sizes_of
 from emo.pipeline.ranks import (

@@ -39,17 +39,8 @@ from emo.pipeline.order import REPEATED, MixedOrder, Portion
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.planning.ds_file import deepspeed_config, zero_stage
-from emo.pipeline.planning.footprint import (
-    ACCELERATORS,
-    GB,
-    GIB,
-    NODE,
-    Accelerator,
-    Memory,
-    Setup,
-    Sizes,
-    Time,
-)
+from emo.pipeline.planning.footprint import Memory, Setup, Sizes, Time
+from emo.pipeline.planning.hardware import GB, GIB, NODE, Cluster, basis
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.teacher import KEY, teacher_config
 
@@ -67,33 +58,6 @@ TRUST = (
 )
 FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_hpz.json", "zero3_offload.json")  # of ds_configs/
 ALIKE = 0.01  # speeds this close are equal, and the choice that needs less memory is better
-
-
-class Cluster(NamedTuple):
-    """So many GPUs of one kind."""
-
-    gpus: int
-    kind: str
-    network_gb: float = 200.0  # GB/s that a node reaches others with
-
-    @property
-    def gpu(self) -> Accelerator:
-        return ACCELERATORS[self.kind]
-
-    @property
-    def room(self) -> float:
-        """Return bytes of each GPU that a run can use."""
-        return self.gpu.memory_gib * GIB * footprint.USABLE
-
-
-def parse_cluster(text: str, network_gbit: float = 1600.0) -> Cluster:
-    """Return `8xA100-80G` as a Cluster. Raises UserError, naming the known kinds."""
-    count, _, kind = text.partition("x")
-    kinds = {name.upper(): name for name in ACCELERATORS}
-    if not count.isdigit() or int(count) < 1 or kind.upper() not in kinds:
-        form = "give NUMBERxKIND, for example 8xA100-80G"
-        raise UserError(f"--gpus {text}: {form}; kinds: {', '.join(ACCELERATORS)}")
-    return Cluster(int(count), kinds[kind.upper()], network_gbit / 8)
 
 
 def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
@@ -429,7 +393,7 @@ def print_best(config: RunConfig, cluster: Cluster) -> Choice:
         f"set: {', '.join(shown[0].sets)}. step: seconds; host: the share of it that is the host's. "
         "Compiling pays off in runs much longer than the minutes that it takes."
     )
-    console.print(f"the first rests on {footprint.basis(shown[0].setup.stage, cluster.gpu)}")
+    console.print(f"the first rests on {basis(shown[0].setup.stage, cluster.gpu)}")
     if any(choice.setup.offload_parameters for choice in shown):
         states = 18 * sizes.parameters / GIB * min(1, NODE / cluster.gpus)
         console.print(f"zero3_offload.json takes about {states:,.0f} GiB of the memory of every host")
@@ -471,12 +435,6 @@ def _without_choice(config: RunConfig, file: Path) -> RunConfig:
     train = config.train.model_copy(update={"micro_batch_size": 1})
     model = config.model.model_copy(update={"compile": False})
     return config.model_copy(update={"deepspeed": file, "train": train, "model": model})
-
-
-def check_target(path: Path) -> None:
-    """Raise UserError when no recipe can be written to `path`: a file is there, or no directory."""
-    if path.exists() or not path.parent.is_dir():
-        raise UserError(f"--write {path}: give a new name in an existing directory", code="write-target")
 
 
 def write_recipe(

@@ -21,7 +21,8 @@ from emo.pipeline.config import RunConfig
 from emo.pipeline.liveness import late, read_ranks
 from emo.pipeline.planning.checks import Ready
 from emo.pipeline.planning.ds_file import zero_stage
-from emo.pipeline.planning.footprint import GIB, accelerator, memory, step_time, utilisation
+from emo.pipeline.planning.footprint import memory, step_time, utilisation
+from emo.pipeline.planning.hardware import GIB, accelerator
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.planning.plan import domain_rows, remarks, setup_of, sizes_of
 from emo.pipeline.report.console import Console

@@ -22,14 +22,13 @@ from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.order import MixedOrder
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import check
-from emo.pipeline.planning.footprint import ACCELERATORS, GIB, Setup
+from emo.pipeline.planning.footprint import Setup
+from emo.pipeline.planning.hardware import ACCELERATORS, GIB, USABLE, Cluster, parse_cluster
 from emo.pipeline.planning.plan import (
     Choice,
-    Cluster,
     choices,
     domain_rows,
     fit,
-    parse_cluster,
     print_best,
     print_plan,
     sizes_of,
@@ -123,7 +122,7 @@ def test_the_best_is_the_fastest_of_all_that_surely_fit(capsys: pytest.CaptureFi
     capsys.readouterr()
     best = print_best(config, parse_cluster("8xA100-40G"))
     every = every_choice(config, "8xA100-40G")
-    room = 39.4 * footprint.USABLE * GIB
+    room = 39.4 * USABLE * GIB
     fitting = [choice for choice in every if choice.memory.surely <= room]
     assert best.memory.surely <= room and len(fitting) < len(every)
     assert best.speed >= 0.99 * max(choice.speed for choice in fitting)
