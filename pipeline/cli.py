@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
     Exit codes: 0 well, 1 it does not fit or a check failed, 2 a mistake in the input, 3 a regression.
     """
     args = parse_arguments(_parser(), argv)
-    _quieten()
+    _silence_libraries()
     if _is_first_of_host() and args.command != "top":
         first_word(args.command)
     return outcome(lambda: args.work(args), alone=_is_first_of_host())
@@ -151,10 +151,16 @@ def _run(watch: Watch, argv: list[str] | None) -> int:
     try:
         config = load_config(args.recipe, args.overrides)
         if args.dry_run:
-            from emo.pipeline.planning.plan import print_plan
-
             if _is_main():
-                print_plan(config, args.ranks or int(os.environ.get("WORLD_SIZE", 1)))
+                _silence_libraries()
+                from deepspeed.accelerator import get_accelerator
+
+                from emo.pipeline.planning.plan import print_plan
+
+                started = os.environ.get("WORLD_SIZE") or get_accelerator().device_count()
+                ranks = args.ranks or int(started) or 1
+                os.environ.setdefault("LOCAL_WORLD_SIZE", str(ranks))
+                print_plan(config, ranks, here=args.ranks is None)
             return ExitCode.DONE
         with console.compiling():  # DeepSpeed logs to what is standard output when it is imported
             from emo.pipeline import engine, ranks
@@ -195,7 +201,8 @@ def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
     )
     add = _recipe_command(parser)
     add("--dry_run", action="store_true", help="resolve, check and plan; train nothing")
-    add("--ranks", type=int, help="ranks that a dry run plans for")
+    about = "with --dry_run: plan for this many ranks on other hosts, whatever this host lacks"
+    add("--ranks", type=int, help=about)
     add("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds it
     add = parser.add_mutually_exclusive_group().add_argument
     add("--quiet", action="store_true", help="show warnings, errors and the end alone")
@@ -249,11 +256,22 @@ def _open_console(args: argparse.Namespace, chatter: Chatter) -> Console:
     logging.basicConfig(level=console.level, handlers=[console])
     logging.getLogger("DeepSpeed").addHandler(console)
     _quieten()
-    from transformers.utils.logging import disable_progress_bar
+    if not args.dry_run:  # which loads no weights, and answers sooner
+        from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+        disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
     return console
+
+
+def _silence_libraries() -> None:
+    """Hide warnings of libraries that are imported from now on; this program checks for itself."""
+    _quieten()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+    warnings.filterwarnings(
+        "ignore", module=r"(transformers|torch|deepspeed|peft|accelerate|huggingface_hub)\b"
+    )
 
 
 def _quieten() -> None:

@@ -148,9 +148,12 @@ def _teacher_of(config: RunConfig) -> dict[str, Any]:
     return {"teacher": sizes, "copied": own is not None, "teacher_width": width}
 
 
-def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) -> bool:
-    """Resolve everything that can be resolved without training and print it; return whether it fits."""
-    ready = check(config, ranks, local=False)
+def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None, here: bool = False) -> bool:
+    """Resolve everything that can be resolved without training and print it; return whether it fits.
+
+    here: training would run on this host, which is checked as training does.
+    """
+    ready = check(config, ranks, local=False, here=here)
     batch, sizes = ready.batch, sizes_of(ready.model, ready.hf_config)
     setup = setup_of(config, batch, ready.ds_config, ready.objective)
     memory = footprint.memory(sizes, setup)
@@ -255,15 +258,15 @@ def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
             warnings.append(f"domain {portion.name} is gone through {portion.epochs:.3g} times; {cure}")
     batch = ready.batch
     if batch.places > batch.batch:
-        problem = f"{batch.places - batch.batch} of {batch.places} places of every step are empty"
-        cure = f"train.global_batch_size={batch.places} would fill them in a new run"
+        problem = f"each step leaves {batch.places - batch.batch} of {batch.places} slots empty"
+        cure = f"set train.global_batch_size={batch.places} in a new output_dir to fill them"
         warnings.append(f"{problem}: {batch.batch} rows do not divide over {batch.ranks} ranks; {cure}")
     if on_cpu and config.model.dtype == "bfloat16":
         cure = "set model.dtype=float32 in a new output_dir"
         warnings.append(f"bfloat16 on a CPU is several times slower than float32: {cure}")
     if train.num_train_epochs is not None and data is not None and steps is not None and steps < 10:
         amount = f"{counted(len(data), 'packed row')} of {config.data.sequence_len:,} tokens"
-        cure = "a smaller train.global_batch_size or more train.num_train_epochs gives more"
+        cure = "set a smaller train.global_batch_size or more train.num_train_epochs in a new output_dir"
         warnings.append(f"only {counted(steps, 'step')} of {amount}: {cure}")
     return warnings
 

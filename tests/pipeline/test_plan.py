@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ from emo.pipeline.planning.plan import (
 from tests.common.test_shipped_recipes import ALONE
 from tests.conftest import REPO
 from tests.helpers import corpus, published
+from tests.helpers.refusals import refused
 
 RECIPES = REPO / "launch/recipes"
 LLAMA, QUICKSTART = RECIPES / "llama-7b-wikitext103.yaml", RECIPES / "quickstart-pretrain.yaml"
@@ -152,8 +155,9 @@ def test_what_is_refused_before_or_after_the_search(
     """Nothing that fits, fewer rows than GPUs, a target that is there, no such GPU."""
     existing = tmp_path / "mine.yaml"
     existing.write_text("mine")
+    long = ["data.sequence_len=65536", "model.architecture.max_position_embeddings=65536"]
     for code, argv in (
-        (ExitCode.FAILURE, ["--gpus", "1xRTX3090-24G", "--best", "data.sequence_len=65536"]),
+        (ExitCode.FAILURE, ["--gpus", "1xRTX3090-24G", "--best", *long]),
         (ExitCode.FAILURE, ["--gpus", "1xA100-80G"]),
         (ExitCode.MISTAKE, ["--gpus", "32xA100-80G", "--best"]),
         (ExitCode.MISTAKE, ["--gpus", "8xB300"]),
@@ -163,6 +167,55 @@ def test_what_is_refused_before_or_after_the_search(
         assert main(["plan", str(LLAMA), *argv]) == code
         assert ("NO; " in capsys.readouterr().out) == (argv == ["--gpus", "1xA100-80G"])
     assert existing.read_text() == "mine"
+
+
+def test_gpus_are_read_before_any_library(tmp_path: Path) -> None:
+    """The memory may be left out where it is the only one; a mistake is answered within a second."""
+    assert parse_cluster("8xH100") == parse_cluster("8xh100-80g") == Cluster(8, "H100-80G")
+    for text in ("8xA100", "8xB300", "H100", "0xH100"):
+        with refused("gpus"):
+            parse_cluster(text)
+    script = "import sys; from emo.pipeline.cli import main; code = main(sys.argv[1:]); "
+    script += "sys.exit(code if 'torch' not in sys.modules else 99)"
+    argv = [sys.executable, "-c", script, "plan", str(LLAMA), "--gpus", "8xA100"]
+    assert subprocess.run(argv, capture_output=True).returncode == ExitCode.MISTAKE
+
+
+@pytest.mark.parametrize(
+    ("override", "elsewhere"),
+    [
+        ("data.sequence_len=1024", "refused"),
+        ("model.attn_implementation=flash_attention_2", "planned"),
+        ("model.kernels=liger", "planned"),
+    ],
+)
+def test_a_dry_run_rejects_what_training_rejects(override: str, elsewhere: str) -> None:
+    """Also before the data are prepared. What this host lacks does not matter to a plan for others."""
+    config = load_config(QUICKSTART, ["output_dir=runs/unstarted", "data.dir=runs/unprepared", override])
+    with pytest.raises(UserError) as dry:
+        check(config, 1, local=False, here=True)
+    if elsewhere == "planned":
+        assert check(config, 1, local=False).data is None
+    else:
+        assert dry.value.code == "context"
+        with refused("context"):
+            check(config, 1, local=False)
+
+
+def test_a_plan_without_costs_reads_no_weights(tmp_path: Path) -> None:
+    """And one with costs passes over weights that are not there."""
+    tree = yaml.safe_load(QUICKSTART.read_text())["model"]["architecture"]
+    CONFIG_MAPPING[tree.pop("model_type")](**tree).save_pretrained(tmp_path)
+    overrides = ["output_dir=runs/unstarted", f"model={{path: {tmp_path}, dtype: float32}}"]
+    for name in ("mle", "emo"):
+        assert (
+            check(load_config(QUICKSTART, [*overrides, f"objective.name={name}"]), 1, local=False).steps
+            is None
+        )
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    check(load_config(QUICKSTART, [*overrides, "objective.name=mle"]), 1, local=False)
+    with pytest.raises(UserError):
+        check(load_config(QUICKSTART, [*overrides, "objective.name=emo"]), 1, local=False)
 
 
 def test_what_saves_take(capsys: pytest.CaptureFixture[str]) -> None:
