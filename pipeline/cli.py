@@ -95,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     add = _recipe_command(commands.add_parser("plan", description=about), _plan)
     add("--gpus", required=True, metavar="NxKIND", help="for example 8xA100-80G")
     add("--network", type=float, default=1600, metavar="GBIT", help="Gbit/s of a node (%(default)s)")
+    about = "mean length of the documents (default: as in the prepared data)"
+    add("--document_tokens", type=int, metavar="N", help=about)
     add("--best", action="store_true", help="search for the fastest settings that surely fit")
     add("--write", type=Path, metavar="FILE", help="with --best: write a recipe with the best settings")
 
@@ -282,6 +284,8 @@ def _quieten() -> None:
 def _plan(args: argparse.Namespace) -> int:
     if args.write and not args.best:
         raise UserError("--write goes with --best")
+    if args.document_tokens is not None and args.document_tokens < 1:
+        raise UserError("--document_tokens must be a whole number from 1", code="document-tokens")
     cluster = parse_cluster(args.gpus, args.network)
     config = load_config(args.recipe, args.overrides)
     if args.write and (args.write.exists() or not args.write.parent.is_dir()):
@@ -290,8 +294,9 @@ def _plan(args: argparse.Namespace) -> int:
     from emo.pipeline.planning.plan import print_best, print_plan, write_recipe
 
     if not args.best:
-        return ExitCode.DONE if print_plan(config, cluster.gpus, cluster) else ExitCode.FAILURE
-    best = print_best(config, cluster)
+        fits = print_plan(config, cluster.gpus, cluster, document_tokens=args.document_tokens)
+        return ExitCode.DONE if fits else ExitCode.FAILURE
+    best = print_best(config, cluster, args.document_tokens)
     if args.write:
         write_recipe(args.write, args.recipe, args.overrides, best, cluster)
         print(f"written: {args.write}")

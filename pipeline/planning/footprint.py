@@ -96,6 +96,9 @@ class Setup:
     teacher: Sizes | None = None  # a frozen model whose forward pass every batch goes through as well
     copied: bool = True  # the teacher has weights of its own, held as this model's are
     teacher_width: int = 2  # bytes of its weights and activations
+    attended: float | None = (
+        None  # tokens that a token attends to on average; None: a document fills each row
+    )
     written: float = 0.0  # tokens, one after the other, that a pass writes itself, on average over steps
 
     @property
@@ -107,6 +110,11 @@ class Setup:
     def width(self) -> int:
         """Return bytes of a weight or activation."""
         return 2 if self.bf16 else 4
+
+    @property
+    def context(self) -> float:
+        """Return how many tokens a token attends to on average: causal, and within its document."""
+        return self.block / 2 if self.attended is None else self.attended
 
 
 class Memory(NamedTuple):
@@ -235,8 +243,7 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
         )
     backward_of_weights = sizes.trainable / sizes.parameters  # frozen weights need no gradient of their own
     products = 2 * sizes.active * T * (passes - 1 + backward_of_weights)
-    # causal: every token sees half a block on average; a mask hides the rest only after it was computed
-    context = setup.block if setup.masked else setup.block / 2
+    context = setup.block if setup.masked else setup.context  # a mask hides the rest after it was computed
     attention = 4 * T * context * sizes.hidden * sizes.layers * (passes + 0.5)  # q k, the weighted sum of v
     head = 2 * sizes.vocabulary * sizes.hidden * T * (2 + backward_of_weights)
     beginnings = 1 + SHORT / sizes.hidden
@@ -341,10 +348,10 @@ def utilisation(sizes: Sizes, setup: Setup, seconds: float, gpu: Accelerator) ->
     """Return the MFU: the share of the peak that goes into what training needs, 6 P + attention a token.
 
     Recomputed activations do not count (Chowdhery et al. 2022, appendix B), nor do the gradients that frozen
-    weights are spared; attention counts causal.
+    weights are spared; attention counts causal and within documents.
     """
     needed = 4 + 2 * sizes.trainable / sizes.parameters
     per_token = needed * (sizes.active + sizes.vocabulary * sizes.hidden)
-    per_token += 6 * setup.block * sizes.hidden * sizes.layers
+    per_token += 12 * setup.context * sizes.hidden * sizes.layers
     peak = (gpu.tflops if setup.bf16 else gpu.tflops32) * TERA
     return per_token * setup.tokens * setup.accumulation / seconds / peak

@@ -98,8 +98,14 @@ def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
     )
 
 
-def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objective: Objective) -> Setup:
-    """Return how the recipe trains, for the footprint."""
+def setup_of(
+    config: RunConfig,
+    batch: Batch,
+    ds_config: dict[str, Any],
+    objective: Objective,
+    attended: float | None = None,
+) -> Setup:
+    """Return how the recipe trains, for the footprint; `attended`: see Setup."""
     zero = ds_config.get("zero_optimization", {})
     half = config.model.dtype == "bfloat16"
     reduced, on_policy = ds_config.get("communication_data_type"), config.objective.on_policy
@@ -126,6 +132,7 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
         hpz=int(zero.get("zero_hpz_partition_size", 1)),
         reduced={None: 2 if half else 4, "fp32": 4}.get(reduced, 2),
         all_reduced=zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True),
+        attended=attended,
         written=0.0 if on_policy is None else max(ends(on_policy.share)) * on_policy.tokens,
         **_teacher_of(config),
     )
@@ -148,14 +155,38 @@ def _teacher_of(config: RunConfig) -> dict[str, Any]:
     return {"teacher": sizes, "copied": own is not None, "teacher_width": width}
 
 
-def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None, here: bool = False) -> bool:
+def attention_span(config: RunConfig, ready: Ready, document_tokens: int | None) -> tuple[float | None, str]:
+    """Return how many tokens a token attends to on average, and what that number rests on.
+
+    document_tokens: mean length of the documents, instead of that in the prepared data.
+    """
+    block = config.data.sequence_len
+    if document_tokens is not None:
+        attended = min(document_tokens, block) / 2
+        return attended, f"of {document_tokens:,} tokens: a token attends to {attended:,.0f} on average"
+    if ready.data is not None:
+        attended = ready.data.mean_context()
+        return attended, f"as prepared: a token attends to {attended:,.0f} of {block:,} on average"
+    assumed = f"assumed to fill rows of {block:,} tokens"
+    return None, f"{assumed}; prepare the data, or give --document_tokens N, for shorter ones"
+
+
+def print_plan(
+    config: RunConfig,
+    ranks: int,
+    cluster: Cluster | None = None,
+    here: bool = False,
+    document_tokens: int | None = None,
+) -> bool:
     """Resolve everything that can be resolved without training and print it; return whether it fits.
 
-    here: training would run on this host, which is checked as training does.
+    here: training would run on this host, which is checked as training does. document_tokens: mean length of
+    the documents.
     """
     ready = check(config, ranks, local=False, here=here)
     batch, sizes = ready.batch, sizes_of(ready.model, ready.hf_config)
-    setup = setup_of(config, batch, ready.ds_config, ready.objective)
+    attended, span = attention_span(config, ready, document_tokens)
+    setup = setup_of(config, batch, ready.ds_config, ready.objective, attended)
     memory = footprint.memory(sizes, setup)
     table = Table("what", "value", title=str(config.output_dir), show_header=False)
     table.add_row("model", config.model.path or f"new {(config.model.architecture or {})['model_type']}")
@@ -193,6 +224,7 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None, he
         table.add_row("on", f"{cluster.gpus} x {cluster.kind}, {cluster.room / GIB:.1f} GiB of each usable")
         table.add_row("memory per GPU", memory_line(memory.peak, 1))
         table.add_row("fits", fit(sizes, setup, cluster))
+        table.add_row("documents", span)
         time = footprint.step_time(sizes, setup, cluster.gpu, cluster.network_gb)
         tokens = setup.tokens * setup.accumulation * setup.ranks / time.total
         table.add_row("step", sum_line(time._asdict(), 2, "s"))
@@ -349,11 +381,12 @@ class Choice(NamedTuple):
         return cls(file, setup, footprint.memory(sizes, setup), time)
 
 
-def print_best(config: RunConfig, cluster: Cluster) -> Choice:
-    """Print the fastest settings that surely fit, and return the best of them."""
+def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None = None) -> Choice:
+    """Print the fastest settings that certainly fit, and return the best of them."""
     ready = check(_without_choice(config, Path("ds_configs/zero2.json")), cluster.gpus, local=False)
     sizes, room = sizes_of(ready.model, ready.hf_config), cluster.room
-    every = list(choices(config, sizes, ready.objective, cluster))
+    attended, span = attention_span(config, ready, document_tokens)
+    every = list(choices(config, sizes, ready.objective, cluster, attended))
     fitting = [c for c in every if c.memory.surely <= room]
     if not fitting:
         least = min(every, key=lambda c: c.memory.surely)
@@ -387,7 +420,7 @@ def print_best(config: RunConfig, cluster: Cluster) -> Choice:
         add_row(str(i), choice)
     with contextlib.suppress(UserError):  # the recipe as it stands may not go with these GPUs
         batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, cluster.gpus)
-        setup = setup_of(config, batch, deepspeed_config(config, batch), ready.objective)
+        setup = setup_of(config, batch, deepspeed_config(config, batch), ready.objective, attended)
         table.add_section()
         add_row("recipe", Choice.predicted(config.deepspeed, setup, sizes, cluster))
     console = Console()
@@ -400,12 +433,19 @@ def print_best(config: RunConfig, cluster: Cluster) -> Choice:
     if any(choice.setup.offload_parameters for choice in shown):
         states = 18 * sizes.parameters / GIB * min(1, NODE / cluster.gpus)
         console.print(f"zero3_offload.json takes about {states:,.0f} GiB of the memory of every host")
+    console.print(f"documents: {span}")
     console.print(f"trust: {TRUST}")
     return shown[0]
 
 
-def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Cluster) -> Iterator[Choice]:
-    """Yield all settings on these GPUs, whether they fit or not.
+def choices(
+    config: RunConfig,
+    sizes: Sizes,
+    objective: Objective,
+    cluster: Cluster,
+    attended: float | None = None,
+) -> Iterator[Choice]:
+    """Yield all settings on these GPUs, whether they fit or not; `attended`: see Setup.
 
     Compiling is tried under ZeRO-1 and 2: of layers that are compiled one by one no published run says what
     they gain. hpZ is tried where the ranks fill several nodes. A file that does not go with the recipe is
@@ -419,7 +459,7 @@ def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Clus
     for file in (Path("ds_configs") / name for name in files):
         plain = _without_choice(config, file)
         try:
-            first = setup_of(plain, batch, deepspeed_config(plain, batch), objective)
+            first = setup_of(plain, batch, deepspeed_config(plain, batch), objective, attended)
         except UserError as error:
             refused.append(error)
             continue

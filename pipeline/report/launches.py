@@ -64,7 +64,8 @@ class Launch:
             log.warning(warning)
         if (gpu := accelerator(device)) is not None:  # what the footprint predicts of a step on it
             sizes = sizes_of(ready.model, ready.hf_config)
-            setup = setup_of(config, batch, ready.ds_config, ready.objective)
+            attended = None if ready.data is None else ready.data.mean_context()
+            setup = setup_of(config, batch, ready.ds_config, ready.objective, attended)
             seconds = step_time(sizes, setup, gpu).total
             planned = {"seconds": seconds, "mfu": utilisation(sizes, setup, seconds, gpu)}
             planned["memory_gib"] = memory(sizes, setup).total / GIB

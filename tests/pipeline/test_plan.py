@@ -218,6 +218,46 @@ def test_a_plan_without_costs_reads_no_weights(tmp_path: Path) -> None:
         check(load_config(QUICKSTART, [*overrides, "objective.name=emo"]), 1, local=False)
 
 
+def test_attention_is_planned_for_the_documents_in_the_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against a count of the pairs of tokens that attend to each other, row by row; padding included."""
+    overrides = [f"output_dir={tmp_path}/run", f"data.dir={tmp_path}/data", "data.sequence_len=256"]
+    overrides += ["data.sources=[{embedded: world, limit: 60}]", "data.train_tokenizer=384"]
+    overrides += ["data.validation_fraction=0", "train.num_train_epochs=null", "train.max_steps=9"]
+    corpus.run(load_data_config(QUICKSTART, overrides))
+    config = load_config(QUICKSTART, overrides)
+    data = check(config, 1, local=False).data
+    assert data is not None
+    positions = data.batch(np.arange(len(data)))["position_ids"]
+    pairs = positions.sum() + positions.size / 2  # a token sees those before it, and half of itself
+    assert data.mean_context() == pytest.approx(pairs / positions.size)
+    assert data.mean_context(7) == pytest.approx(data.mean_context(), rel=0.5)
+    assert data.mean_context() < 0.75 * 128, "documents are shorter than rows"
+    seconds = []
+    for more in ([], ["--document_tokens", "64"], ["--document_tokens", "8"]):
+        argv = ["plan", str(QUICKSTART), *EIGHT, *overrides, *more, "model.dtype=bfloat16"]
+        assert main([*argv, "train.global_batch_size=8"]) == ExitCode.DONE
+        seconds.append(cells(capsys.readouterr().out)["documents"][0])
+    assert (
+        f"{data.mean_context():,.0f} of 256" in seconds[0]
+        and "to 32 on" in seconds[1]
+        and "to 4 on" in seconds[2]
+    )
+
+
+def test_attention_takes_as_long_as_its_documents() -> None:
+    """17 documents in a row take a 17th; a mask takes the complete row. MFU counts what is needed."""
+    full, packed = Setup(8, 2, 1, 8192), Setup(8, 2, 1, 8192, attended=8192 / 2 / 17)
+    long, short = (footprint.step_time(LLAMA_7B, setup, A100) for setup in (full, packed))
+    assert short.attention == pytest.approx(long.attention / 17) and short.matrices == long.matrices
+    masked = dataclasses.replace(packed, masked=True)
+    assert footprint.step_time(LLAMA_7B, masked, A100).attention == pytest.approx(2 * long.attention)
+    shares = [footprint.utilisation(LLAMA_7B, setup, 1.0, A100) for setup in (full, packed)]
+    needed = 12 * (8192 / 2) * LLAMA_7B.hidden * LLAMA_7B.layers * 8192 / (A100.tflops * 1e12)
+    assert shares[0] - shares[1] == pytest.approx(needed * 16 / 17)
+
+
 def test_what_saves_take(capsys: pytest.CaptureFixture[str]) -> None:
     """States 14 bytes a parameter and an export 2; twice the steps between saves, half the rate."""
     every = []
