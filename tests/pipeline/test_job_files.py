@@ -15,7 +15,7 @@ import yaml
 import emo.launch.quickstart as quickstart
 from emo.launch.supervise import reported, verdict
 from emo.pipeline.config import load_config
-from tests.campaigns.kubernetes import installed_kustomize, problems, render, targets
+from tests.campaigns.kubernetes import Document, installed_kustomize, problems, render, targets
 from tests.conftest import REPO
 from tests.helpers import launching
 
@@ -164,6 +164,59 @@ def test_kustomize_renders_what_agrees(target: Path, tmp_path: Path) -> None:
     if target.parent.name == "overlays":  # one that a site keeps in a repository of its own
         (tmp_path / "kustomization.yaml").write_text(elsewhere)
         assert render(tmp_path, command) == render(target, command)
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, list[Document]]:
+    """Every target's documents, by its name."""
+    if (command := installed_kustomize()) is None:
+        pytest.skip("needs kustomize or kubectl")
+    return {target.name: render(target, command) for target in targets()}
+
+
+def test_two_runs_share_a_namespace(rendered: dict[str, list[Document]]) -> None:
+    """They have only the claim in common, and no pod is selected by the other's service or policy."""
+    first, second = (
+        {(d["kind"], d["metadata"]["name"]): d for d in rendered[name]} for name in ("cluster", "second-run")
+    )
+    assert not first.keys() & second.keys()
+    assert {d["metadata"]["namespace"] for d in (*first.values(), *second.values())} == {"emo"}
+    assert [kind for kind, _ in first if kind == "PersistentVolumeClaim"] == ["PersistentVolumeClaim"]
+    assert "PersistentVolumeClaim" not in {kind for kind, _ in second}
+    for documents, other in ((first, second), (second, first)):
+        text = yaml.safe_dump_all(documents.values())
+        (train,) = (name for kind, name in documents if kind == "Job" and name.endswith("train"))
+        (stranger,) = (name for kind, name in other if kind == "Job" and name.endswith("train"))
+        assert f"job-name: {train}" in text and f"job-name: {stranger}\n" not in text
+        assert "claimName: emo-runs" in text
+
+
+@pytest.mark.parametrize("kind", ["emo-prepare", "emo-train", "emo-watch", "emo-evaluate"])
+def test_pods_get_the_options_of_their_settings(
+    rendered: dict[str, list[Document]], tmp_path: Path, kind: str
+) -> None:
+    """key=value for preparation and training, options for evaluation, quoted as in a shell."""
+    documents = rendered["second-run"]
+    (settings,) = (d["data"] for d in documents if d["kind"] == "ConfigMap")
+    (job,) = (d for d in documents if d["metadata"]["name"].endswith(kind) and "Job" in d["kind"])
+    pod = job["spec"].get("jobTemplate", job)["spec"]["template"]["spec"]
+    (tmp_path / "launch").mkdir()
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    for name, text in (("launch/entrypoint.sh", 'printf "%s\\n" "$@"'), ("getent", "exit 0")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = settings | {"RUN_DIR": str(run_dir), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment |= {"JOB_NAME": job["metadata"]["name"], "JOB_COMPLETION_INDEX": "0", "CPUS": "8"}
+    command = ["sh", "-c", *pod["containers"][0]["args"]]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    words = done.stdout.splitlines()
+    expected = ["--tasks", "sst2,agnews", "--limit", "500"]
+    if kind in ("emo-prepare", "emo-train"):
+        expected = ["train.seed=7", "train.sample_prompts=[The man saw]"]
+    assert words[-len(expected) :] == expected
+    assert kind != "emo-train" or words[words.index("--master_addr") + 1] == "second-emo-train"
+    assert "tolerations" in pod and "imagePullSecrets" in pod
 
 
 def test_health_is_how_long_a_run_has_been_at_what_it_does(tmp_path: Path) -> None:
