@@ -25,9 +25,9 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import psutil
-
 sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / "emo").is_dir())))
+
+import psutil
 
 import emo.common.packages  # noqa: F401 - before all others
 from emo.common.errors import ExitCode, UserError, outcome

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import yaml
 
 import emo.launch.quickstart as quickstart
+from emo.common.errors import ExitCode
 from emo.launch.supervise import reported, verdict
 from emo.pipeline.config import load_config
 from tests.campaigns.kubernetes import Document, installed_kustomize, problems, render, targets
@@ -99,6 +101,55 @@ def test_nodes_that_preflight_calls_unfit_are_left_out(
 def test_failures_are_queued_again_so_many_times(tmp_path: Path) -> None:
     assert run_job(tmp_path, 1, SLURM_RESTART_COUNT="3", RETRIES="3") == 1
     assert not (tmp_path / "requeued").exists()
+
+
+def test_evaluation_comes_back_with_the_options_it_was_given(tmp_path: Path) -> None:
+    """From the environment of the job and from what scontrol shows of it; absent ones are left out."""
+    shown = "   Account=team QOS=(null) Partition=a100\n   NumNodes=2-2 TimeLimit=02:30:00 Features=(null)\n"
+    shown += f"   ExcNodeList=node-9\n   Command={REPO}/launch/slurm/evaluate.sbatch a b\n"
+    for command, text in (
+        ("srun", "exit 0"),
+        ("scontrol", 'printf "%s" "$STAND_IN_SHOWN"'),
+        ("sbatch", 'printf "%s\\n" "$@" > "$SLURM_SUBMIT_DIR/submitted"'),
+    ):
+        (tmp_path / command).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / command).chmod(0o755)
+    job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "17", "EVERY": "20", "STAND_IN_SHOWN": shown}
+    job |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_QOS": "high", "SLURM_MEM_PER_CPU": "4096"}
+    job |= {
+        "SLURM_GPUS_PER_TASK": "1",
+        "SLURM_CPUS_PER_TASK": "8",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    spooled = shutil.copy(REPO / "launch/slurm/evaluate.sbatch", tmp_path / "slurm_script")
+    command = ["bash", spooled, "runs/emo", "/data", "--tasks", "sst2,my task"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    assert subprocess.run(command, env=environment | job, timeout=60).returncode == 0
+    words = (tmp_path / "submitted").read_text().splitlines()
+    script = words.index(f"{REPO}/launch/slurm/evaluate.sbatch")
+    given = ["account=team", "partition=a100", "qos=high", "exclude=node-9", "time=02:30:00", "nodes=2"]
+    given += ["gpus-per-task=1", "cpus-per-task=8", "mem-per-cpu=4096", "begin=now+20minutes"]
+    assert sorted(words[:script]) == sorted(f"--{option}" for option in given)
+    assert words[script + 1 :] == ["runs/emo", "/data", "--tasks", "sst2,my task"]
+
+
+@pytest.mark.parametrize("has_python", [True, False])
+def test_without_the_packages_the_launch_script_says_so(tmp_path: Path, has_python: bool) -> None:
+    """In a line that names `make setup`, not in a traceback."""
+    for name in ("sh", "env", *(["python"] if has_python else [])):
+        target = sys.base_exec_prefix + "/bin/python3" if name == "python" else str(shutil.which(name))
+        (tmp_path / name).symlink_to(target)
+    (tmp_path / "launch").mkdir()
+    for name in ("continual.sh", "python.sh", "supervise.py"):
+        shutil.copy(REPO / "launch" / name, tmp_path / "launch" / name)
+    for name in ("emo", "common", "pipeline", "data_prep"):
+        (tmp_path / name).symlink_to(REPO / name)
+    (tmp_path / "launch/__init__.py").touch()
+    environment = {"PATH": str(tmp_path), "PYTHONNOUSERSITE": "1"}
+    command = ["sh", "launch/continual.sh", "recipe.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == ExitCode.MISTAKE and len(done.stderr.splitlines()) == 1
+    assert "make setup" in done.stderr
 
 
 def under_kubernetes(code: int) -> str:
