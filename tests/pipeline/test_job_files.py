@@ -136,9 +136,11 @@ def test_evaluation_comes_back_with_the_options_it_was_given(tmp_path: Path) -> 
 @pytest.mark.parametrize("has_python", [True, False])
 def test_without_the_packages_the_launch_script_says_so(tmp_path: Path, has_python: bool) -> None:
     """In a line that names `make setup`, not in a traceback."""
-    for name in ("sh", "env", *(["python"] if has_python else [])):
-        target = sys.base_exec_prefix + "/bin/python3" if name == "python" else str(shutil.which(name))
-        (tmp_path / name).symlink_to(target)
+    for name in ("sh", "env"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    if has_python:  # without its packages
+        (tmp_path / "python").write_text(f'#!/bin/sh\nexec "{sys.base_exec_prefix}/bin/python3" -S "$@"\n')
+        (tmp_path / "python").chmod(0o755)
     (tmp_path / "launch").mkdir()
     for name in ("continual.sh", "python.sh", "supervise.py"):
         shutil.copy(REPO / "launch" / name, tmp_path / "launch" / name)
