@@ -27,9 +27,11 @@ from typing import Any, NamedTuple, NoReturn
 
 sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / "emo").is_dir())))
 
+import emo.common.packages  # noqa: F401 - before all others
+
+# isort: split
 import psutil
 
-import emo.common.packages  # noqa: F401 - before all others
 from emo.common.errors import ExitCode, UserError, outcome
 from emo.pipeline.claims import check_keys
 from emo.pipeline.cli import recipe_arguments
