@@ -106,7 +106,8 @@ def predicted(config: RunConfig) -> dict[str, float]:
     """Return bytes and seconds of a step as `plan` has them; no seconds on a GPU that it does not know."""
     ready = check(config, 1, local=True)
     sizes = sizes_of(ready.model, ready.hf_config)
-    setup = setup_of(config, ready.batch, ready.ds_config, ready.objective)
+    attended = None if ready.data is None else ready.data.mean_context()
+    setup = setup_of(config, ready.batch, ready.ds_config, ready.objective, attended)
     results = {"bytes": footprint.memory(sizes, setup).total}
     gpu = hardware.accelerator(torch.cuda.get_device_name()) if GPU else None
     if gpu is not None:
