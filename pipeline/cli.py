@@ -21,7 +21,7 @@ from typing import NoReturn
 from emo.common.commands import Parser, first_word, parse_arguments
 from emo.common.errors import ExitCode, UserError, one_line, outcome
 from emo.common.text import printable
-from emo.pipeline.config import load_config
+from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.planning.hardware import parse_cluster
 from emo.pipeline.report.console import Chatter, Console, Kind, duration, split
 from emo.pipeline.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
@@ -154,15 +154,7 @@ def _run(watch: Watch, argv: list[str] | None) -> int:
         config = load_config(args.recipe, args.overrides)
         if args.dry_run:
             if _is_main():
-                _silence_libraries()
-                from deepspeed.accelerator import get_accelerator
-
-                from emo.pipeline.planning.plan import print_plan
-
-                started = os.environ.get("WORLD_SIZE") or get_accelerator().device_count()
-                ranks = args.ranks or int(started) or 1
-                os.environ.setdefault("LOCAL_WORLD_SIZE", str(ranks))
-                print_plan(config, ranks, here=args.ranks is None)
+                _dry_run(config, args.ranks)
             return ExitCode.DONE
         with console.compiling():  # DeepSpeed logs to what is standard output when it is imported
             from emo.pipeline import engine, ranks
@@ -187,6 +179,18 @@ def _run(watch: Watch, argv: list[str] | None) -> int:
         raise
     finally:
         console.close()
+
+
+def _dry_run(config: RunConfig, ranks: int | None) -> None:
+    """Check and plan a run: on this host with as many ranks as it starts, or elsewhere with `ranks`."""
+    _silence_libraries()
+    from deepspeed.accelerator import get_accelerator
+
+    from emo.pipeline.planning.plan import print_plan
+
+    count = ranks or int(os.environ.get("WORLD_SIZE") or get_accelerator().device_count() or 1)
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(count))
+    print_plan(config, count, here=ranks is None)
 
 
 def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:

@@ -24,7 +24,7 @@ from packaging.utils import canonicalize_name
 from tests.campaigns import gpu_setting
 from tests.conftest import REPO
 
-# What the check imports. Their dependencies come along, except those that such a machine has or that are unused.
+# What the check imports. Dependencies come along, except those that such a machine has or that are unused.
 WHEELS = (
     "transformers",
     "pydantic",
