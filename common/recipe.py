@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
 
 from emo.common.errors import UserError, nearest, one_line, similar
 from emo.common.provenance import REPOSITORY, shipped
@@ -356,7 +355,7 @@ def _located(cls: type[Section], location: Sequence[int | str]) -> tuple[type[Se
     return current, location[:known]
 
 
-def _mistake(cls: type[Section], problem: ErrorDetails, where: str) -> UserError:
+def _mistake(cls: type[Section], problem: Mapping[str, Any], where: str) -> UserError:
     """Return what pydantic found wrong, in words."""
     path = ".".join(str(part) for part in (where, *problem["loc"]) if part != "")
     value, message = problem["input"], problem["msg"].removeprefix("Value error, ")
