@@ -34,8 +34,8 @@ class LoraConfig(Section):
 
     r: int = Field(32, gt=0)
     """Rank of the adapters."""
-    alpha: float = Field(16, gt=0)
-    """The adapters' output is scaled by alpha / r."""
+    alpha: float = Field(default_factory=lambda given: 2.0 * given.get("r", 32), gt=0)
+    """The adapters' output is scaled by alpha / r. The default is 2 r, as usual in TRL and LLaMA-Factory."""
     dropout: float = Field(0.05, ge=0, lt=1)
     """Dropout on the adapters' input."""
     targets: str | list[str] = "all-linear"

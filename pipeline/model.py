@@ -80,16 +80,22 @@ def model_config(config: ModelConfig, online: bool = True, key: str = "model.pat
     return hf_config
 
 
+def check_context(config: PretrainedConfig, block: int) -> None:
+    """Raise UserError for rows of `block` tokens that are longer than the model's context."""
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and block > context:
+        problem = f"rows of {block} tokens are longer than the model's context of {context}"
+        cure = f"set data.sequence_len={context} or less and prepare again"
+        raise UserError(f"{problem}; {cure}", code="context")
+
+
 def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest) -> None:
-    """Refuse data that this model cannot read: too many ids, too long blocks, another tokenizer."""
+    """Reject data that this model cannot read: too many ids, too long blocks, another tokenizer."""
     text = config.get_text_config()
-    context = getattr(text, "max_position_embeddings", None)
     if manifest.vocab_size > text.vocab_size:
         problem = f"the data use {manifest.vocab_size} token ids, the model's head has {text.vocab_size}"
         raise UserError(f"{problem}; set data.tokenizer to the model's own and prepare again")
-    if context is not None and manifest.block > context:
-        problem = f"rows of {manifest.block} tokens are longer than the model's context of {context}"
-        raise UserError(f"{problem}; set data.sequence_len={context} or less and prepare again")
+    check_context(config, manifest.block)
     if model.path is None:
         return
     try:

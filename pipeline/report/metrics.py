@@ -21,7 +21,7 @@ from emo.pipeline.config import RunConfig
 from emo.pipeline.engine import Sums
 from emo.pipeline.loss.fused import summary
 from emo.pipeline.pace import Stragglers
-from emo.pipeline.planning.footprint import GIB
+from emo.pipeline.planning.hardware import GIB
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.report import validation
 from emo.pipeline.report.console import Console, Progress
