@@ -81,6 +81,12 @@ class ChatWriter:
         """Return the examples of a chat. Raises RefusedError. exact: render every prompt."""
         return self._by_form(chat, lambda messages, tools: self._examples(chat, messages, tools, exact))
 
+    def prompt(self, messages: list[dict[str, Any]]) -> str:
+        """Return messages as text, up to where an answer begins. Raises RefusedError."""
+        messages = [_as_parts(message) for message in messages] if self._takes_parts else messages
+        protected, _ = self.renderer.protect(messages, None)
+        return self.renderer.write(protected, None, prompt=True)[0]
+
     def left_out(self, chat: Chat, examples: list[Example]) -> list[str]:
         """Return the fields of a chat of which something is in none of its examples."""
         return self._by_form(chat, lambda messages, tools: self._left_out(messages, tools, examples))
@@ -447,6 +453,10 @@ class ChatEncoder:
                 done, end = answer.stop, self.writer.template.last(example.text[: answer.stop])
             encoded.append((ids, np.array(supervised, np.int64)))
         return encoded
+
+    def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Return the ids of messages, up to where an answer begins, as training shows them."""
+        return self._ids(self.writer.prompt(messages), self.beginning)[0]
 
     def _ids(self, text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
         """Return the ids of a stretch, and where those of its first piece end.

@@ -29,7 +29,7 @@ from emo.common.recipe import (
     shown,
 )
 from emo.common.untrusted import read_json
-from emo.common.weights import reject_adapter
+from emo.common.weights import context_length, reject_adapter
 from emo.data_prep.chat_templates import BUILT_IN, GIVEN, fixed_date
 
 # Of templates: raised when the text of one changes, or what of it is supervised.
@@ -312,9 +312,7 @@ def context_of(model: Path) -> int | None:
     tree = None
     with contextlib.suppress(OSError, ValueError):
         tree = read_json(model / "config.json")
-    keys = ("max_position_embeddings", "n_positions")  # as training has it, and as GPT-2's files do
-    length = next((tree[key] for key in keys if key in tree), None) if isinstance(tree, dict) else None
-    return length if type(length) is int and length > 1 else None
+    return context_length(tree) if isinstance(tree, dict) else None
 
 
 def settings(config: DataConfig, reports: bool = True) -> dict[str, Any]:

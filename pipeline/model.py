@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.files import reset_modes
 from emo.common.labels import IGNORE
-from emo.common.weights import load_causal_lm, load_config
+from emo.common.weights import context_length, load_causal_lm, load_config
 from emo.data_prep.shards import Manifest, TokenDataset
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.pipeline.config import ModelConfig, ObjectiveConfig, PartConfig, RampConfig, RunConfig, TeacherConfig
@@ -82,7 +82,7 @@ def model_config(config: ModelConfig, online: bool = True, key: str = "model.pat
 
 def check_context(config: PretrainedConfig, block: int) -> None:
     """Raise UserError for rows of `block` tokens that are longer than the model's context."""
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    context = context_length(config.get_text_config())
     if context is not None and block > context:
         problem = f"rows of {block} tokens are longer than the model's context of {context}"
         cure = f"set data.sequence_len={context} or less and prepare again"

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from emo.common.errors import UserError
-from emo.data_prep.tokenizer import load_tokenizer
+from emo.data_prep.tokenizer import load_tokenizer, text_ids
 from emo.pipeline.config import RunConfig
 from emo.pipeline.engine import Engine
 from emo.pipeline.export import unwrap
@@ -81,7 +81,7 @@ class Samples:
 
 
 def prompt_ids(config: RunConfig) -> list[list[int]]:
-    """Return the prompts as the data's documents begin: BOS, where there is one, and the text.
+    """Return the ids of the prompts, which begin as the documents of the data do.
 
     Raises UserError for a prompt without any token, and for one that with what is to follow does not fit into
     data.sequence_len.
@@ -90,8 +90,7 @@ def prompt_ids(config: RunConfig) -> list[list[int]]:
     if not train.sample_prompts:
         return []
     tokenizer = load_tokenizer(config.data.dir / "tokenizer")
-    start = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
-    prompts = [start + list(tokenizer(p, add_special_tokens=False).input_ids) for p in train.sample_prompts]
+    prompts = [text_ids(tokenizer, prompt) for prompt in train.sample_prompts]
     for number, ids in enumerate(prompts):
         if not ids or len(ids) + train.sample_tokens > room:
             raise UserError(
