@@ -62,6 +62,7 @@ def load_config(source: str | Path, revision: str | None = None) -> Any:
     """
     from transformers import AutoConfig
 
+    reject_adapter(Path(source))
     try:
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -69,6 +70,18 @@ def load_config(source: str | Path, revision: str | None = None) -> Any:
         raise
     except Exception as error:  # whatever a configuration makes of transformers that is damaged or made up
         raise ValueError(f"config.json: {type(error).__name__}: {one_line(error, 160)}") from None
+
+
+def reject_adapter(directory: Path) -> None:
+    """Raise UserError for a directory that holds an adapter without the model that it belongs to."""
+    if not (directory / ADAPTER).is_file() or (directory / CONFIG).is_file():
+        return
+    base = None
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        base = read_json(directory / ADAPTER).get("base_model_name_or_path")
+    problem = f"{directory} holds an adapter (LoRA), not a model"
+    cure = f"merge it into its base model {base or ''}".rstrip() + " with peft's merge_and_unload"
+    raise UserError(f"{problem}: {cure} and save_pretrained, and use that directory", code="adapter")
 
 
 def opened_files(directory: Path) -> list[Path]:

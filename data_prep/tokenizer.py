@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
 from itertools import takewhile
 from operator import itemgetter
 from pathlib import Path
@@ -27,14 +28,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SPACE = "\u2581"  # sentencepiece writes a space as this sign
-FILES = [
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
-    *("vocab.json", "merges.txt"),
-]
+ADDED = "added_tokens.json"
+VOCABULARIES = ("tokenizer.model", "vocab.json", "merges.txt")  # that a tokenizer.json may be made from
+FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *VOCABULARIES, ADDED]
 CHAT_TEMPLATE = "chat_template.jinja"  # older tokenizers have it in tokenizer_config.json
 FILE_BYTES = 256 << 20  # of a tokenizer's file at most: the largest published ones have 35 MB
 MOST_IDS = 1 << 24
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # types of sentencepiece pieces
+# Settings of a tokenizer that change no ids of a text, and whether a value is valid.
+KEPT: dict[str, Callable[[Any], bool]] = {
+    "padding_side": ("left", "right").__contains__,
+    "truncation_side": ("left", "right").__contains__,
+    "model_max_length": lambda value: type(value) in (int, float) and value > 0,
+    "model_input_names": lambda value: (
+        isinstance(value, list) and all(isinstance(name, str) for name in value)
+    ),
+}
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
 LINE = 1000  # characters of a line to train on at most: sentencepiece leaves out lines above 4,192 bytes
 PROBES = [  # a converted tokenizer must give the ids of the original for these
@@ -77,20 +86,62 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
 
 
 def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> TokenizerFacts:
-    """Like `load_tokenizer(path).save_pretrained(directory)`, without importing transformers (seconds)."""
+    """Save a tokenizer as data are encoded by it, with its vocabulary files, settings and chat template.
+
+    Does not import transformers, which takes seconds.
+    """
     local = _local(path, revision)
     original = _content(local)
     backend, names = _read(local)
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
-    fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    template = chat_template(local)
-    config = names | fixed | ({} if template is None else {"chat_template": template})
+    sources = {name: local / name for name in VOCABULARIES} if local.is_dir() else {VOCABULARIES[0]: local}
+    copied = {name: file for name, file in sources.items() if file.is_file()}
+    for name, file in copied.items():
+        if not (directory / name).exists() or not file.samefile(directory / name):
+            shutil.copyfile(file, directory / name)
+    base = backend.get_vocab(with_added_tokens=False)
+    tokens = backend.get_added_tokens_decoder()
+    added = {token.content: number for number, token in tokens.items() if token.content not in base}
+    if copied and added:  # llama.cpp reads them here
+        (directory / ADDED).write_text(json.dumps(added, indent=1) + "\n", encoding="utf-8")
+    fixed: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    fixed["clean_up_tokenization_spaces"] = False
+    fixed["added_tokens_decoder"] = {str(number): _described(token) for number, token in tokens.items()}
+    config = _kept(local, {token.content for token in tokens.values()}) | names | fixed
+    if (template := chat_template(local)) is not None:
+        config["chat_template"] = template
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
     facts = _facts(backend, names)
     _FACTS.update({original: facts, _content(directory): facts})
     return facts
+
+
+def _described(token: AddedToken) -> dict[str, Any]:
+    """Return what a tokenizer_config.json says of an added token."""
+    keys = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    return {key: getattr(token, key) for key in keys}
+
+
+def _kept(local: Path, added: set[str]) -> dict[str, Any]:
+    """Return the settings that change no ids of a text: KEPT, and special tokens without a role.
+
+    Inputs are token ids and mask unless the tokenizer names others: causal models take no token types.
+    """
+    kept: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
+    extra: list[str] = []
+    for file in (local / "special_tokens_map.json", local / "tokenizer_config.json"):
+        tree: dict[str, Any] = read_json(file, FILE_BYTES) if local.is_dir() and file.is_file() else {}
+        kept |= {key: tree[key] for key, valid in KEPT.items() if valid(tree.get(key))}
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            named = tree.get(key)
+            if isinstance(named, dict):  # as transformers 4 writes it, by role
+                kept[key] = {role: token for role, token in named.items() if str(token) in added}
+            elif isinstance(named, list):
+                contents = (token.get("content") if isinstance(token, dict) else token for token in named)
+                extra += [token for token in contents if isinstance(token, str) and token in added]
+    return kept | ({"additional_special_tokens": list(dict.fromkeys(extra))} if extra else {})
 
 
 def added_ids(backend: Tokenizer) -> tuple[list[int], list[int]]:
@@ -113,14 +164,18 @@ def text_ids(tokenizer: PreTrainedTokenizerFast, text: str, **options: bool) -> 
     return [*start, *tokenizer(text, add_special_tokens=False, **options).input_ids]
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast, eos_id: int | None = -1) -> str:
     """Return the identity by content, 64 hex digits: vocabulary, merges, text rules, special tokens, start.
 
     It leaves out what changes no id of a row: how ids become text again, what follows a text, and how a file
     writes what is not set.
+
+    eos_id: replaces its end-of-sequence token. An export of a chat model names the end of a turn there, and
+    still encodes texts as the data that it was trained on.
     """
     backend = tokenizer.backend_tokenizer
-    return _fingerprint(backend, added_ids(backend)[0], tokenizer.eos_token_id)
+    eos = tokenizer.eos_token_id if eos_id == -1 else eos_id
+    return _fingerprint(backend, added_ids(backend)[0], eos)
 
 
 def tokenizer_facts(directory: Path) -> TokenizerFacts:
@@ -236,6 +291,13 @@ def chat_template(directory: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"the chat_template of {directory} cannot be read ({one_line(error)})") from None
     return template if isinstance(template, str) else None
+
+
+def set_chat_template(directory: Path, template: str) -> None:
+    """Give a saved tokenizer a chat template."""
+    file = directory / "tokenizer_config.json"
+    tree = read_json(file, FILE_BYTES) | {"chat_template": template}
+    file.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _local(path: str | Path, revision: str | None) -> Path:

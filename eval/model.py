@@ -29,6 +29,8 @@ from emo.common.weights import (
     opened_files,
 )
 from emo.common.weights import CONFIG as CONFIG_JSON
+from emo.data_prep.chat_templates import read_template
+from emo.data_prep.chats import ChatEncoder
 from emo.data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer
 from emo.data_prep.tokenizer import FILES as TOKENIZER_FILES
 from emo.eval import store
@@ -214,6 +216,15 @@ class EvaluatedModel:
         from emo.eval.icl.prefix_scorer import PrefixScorer
 
         return PrefixScorer(self.model)
+
+    @cached_property
+    def chat_encoder(self) -> ChatEncoder:
+        """The encoder of chats by the tokenizer's own template, as training had it.
+
+        The template gets the variables that export.json names, and the same date every day.
+        """
+        variables = self.facts.get("template_variables") or {}
+        return ChatEncoder(self.path, read_template(self.path, self.given, variables=variables))
 
     @cached_property
     def facts(self) -> dict[str, Any]:

@@ -71,7 +71,7 @@ def check_teacher(config: RunConfig, student: PretrainedConfig, manifests: list[
     except UserError:
         log.warning("%s=%s carries no tokenizer: cannot check that it fits the data", KEY, teacher.model)
         return
-    if any(manifest.tokenizer_fingerprint != tokenizer_fingerprint(tokenizer) for manifest in manifests):
+    if any(m.tokenizer_fingerprint != tokenizer_fingerprint(tokenizer, m.eos_id) for m in manifests):
         problem = "has another tokenizer than the data"
         cure = "its probabilities would be of other tokens; take a teacher with the same one"
         raise UserError(f"{KEY}={teacher.model} {problem}; {cure}", code="teacher-tokenizer")

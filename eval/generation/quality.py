@@ -29,7 +29,7 @@ import torch
 from emo.common.errors import UserError
 from emo.common.progress import at_work
 from emo.common.text import counted
-from emo.data_prep.tokenizer import text_ids
+from emo.data_prep.tokenizer import text_ids, tokenizer_fingerprint
 from emo.eval import store
 from emo.eval.generation import likelihood
 from emo.eval.generation.decoding import first_ids, prompt_ids, split_ids
@@ -196,7 +196,8 @@ class Sampled:
         self.result["ppl_test"] = test
         if reference is None:
             return
-        if reference.tokenizer_digest != model.tokenizer_digest:
+        # A tuned model may name another end than its base.
+        if len({tokenizer_fingerprint(m.tokenizer, None) for m in (reference, model)}) > 1:
             raise UserError(
                 f"--reference {reference.given} has another tokenizer than {model.given}; their next-token "
                 "distributions cannot be compared"

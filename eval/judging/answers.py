@@ -17,8 +17,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from emo.common.errors import UserError, one_line
-from emo.data_prep.config import VERSIONS
+from emo.common.errors import UserError
+from emo.data_prep.chat_templates import BUILT_IN, RefusedError
+from emo.data_prep.config import VERSIONS, by_chat_template
 from emo.data_prep.templates import Conversation, Exchange, render
 from emo.data_prep.tokenizer import chat_template, text_ids
 from emo.eval import store
@@ -123,7 +124,7 @@ def _find(name: str, data: str) -> Path:
 
 
 AUTO, OWN = "auto", "chat_template"  # OWN: the template that comes with the tokenizer
-TEMPLATE_CHOICES = (AUTO, *VERSIONS)
+TEMPLATE_CHOICES = (AUTO, *(name for name in VERSIONS if name not in BUILT_IN))
 
 
 def choose_template(model: EvaluatedModel, template: str, say: Say) -> str:
@@ -136,15 +137,15 @@ def choose_template(model: EvaluatedModel, template: str, say: Say) -> str:
         name = tuned.partition("/")[0] or (OWN if has_template else "alpaca")
     if name not in VERSIONS:
         raise UserError(f"{model.given}: export.json names a template {tuned!r}; set --template")
-    if name == OWN == template and not has_template:
-        raise UserError(f"--template {OWN}: {model.given} comes without a chat template")
+    if by_chat_template(name) and name == template and not has_template:
+        raise UserError(f"--template {name}: {model.given} comes without a chat template")
     if tuned and VERSIONS[name] != tuned:
         say(f"{model.name}: was tuned with the template {tuned}, and {VERSIONS[name]} is used (--template)")
     elif not tuned and has_template and name != OWN:
         say(f"{model.name}: comes with a chat template, but --template {template} was given")
     elif not tuned and not has_template and template == AUTO:
         say(f"{model.name}: nothing says which template it was tuned with; Alpaca's is used (--template)")
-    return name
+    return OWN if name in BUILT_IN else name  # the tokenizer of the export has it
 
 
 class Exchanged(NamedTuple):
@@ -172,7 +173,7 @@ def conversation_ids(
 ) -> list[int]:
     """Return the token ids of a conversation, up to where the answer begins, as training showed it."""
     questions = [*(exchanged.question for exchanged in history), question]
-    if template == OWN:
+    if by_chat_template(template):
         messages = [{"role": "system", "content": system}] if system else []
         for asked, answered in zip(questions, [*history, None], strict=True):
             messages.append({"role": "user", "content": asked.text})
@@ -192,17 +193,12 @@ def conversation_ids(
 
 
 def chat_ids(model: EvaluatedModel, messages: list[dict[str, str]]) -> list[int]:
-    """Return the token ids of messages in the tokenizer's own template, up to where the reply begins.
-
-    The template gets the variables that it had in training, by export.json.
-    """
-    variables: dict[str, Any] = dict(model.facts.get("template_variables") or {})
-    variables |= {"add_generation_prompt": True, "sanitize_control_tokens": True}  # what people say is text
+    """Return the token ids of messages in the tokenizer's own template, up to where the reply begins."""
     try:
-        return list(model.tokenizer.apply_chat_template(messages, return_dict=False, **variables))
-    except Exception as error:  # whatever the template's author wrote
+        return model.chat_encoder.prompt(messages)
+    except RefusedError as error:
         raise UserError(
-            f"{model.given}: its chat template rejects a prompt ({one_line(error)})", code="chat-template"
+            f"{model.given}: its chat template rejects a prompt ({error.detail})", code="chat-template"
         ) from None
 
 

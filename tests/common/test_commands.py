@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import pathlib
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -65,6 +67,16 @@ def test_what_is_misspelt_is_answered_with_what_was_meant(capsys: pytest.Capture
         assert end.value.code == 2
     meant = re.findall(r"mean (\S+)\?", capsys.readouterr().err)
     assert meant == ["report", "--over", "--output_path", "step", "--best"]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_closed_streams_do_not_fail_a_command(closed: str, tmp_path: pathlib.Path) -> None:
+    """And no file that it opens gets their numbers."""
+    program = "import sys; from emo.common.errors import outcome; "
+    program += "sys.exit(outcome(lambda: print('said') or int(open('file', 'w').fileno() < 3)))"
+    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(program)} {closed}"
+    environment = {"PYTHONPATH": str(REPO)}
+    assert subprocess.run(["sh", "-c", command], env=environment, cwd=tmp_path).returncode == 0
 
 
 @pytest.mark.parametrize(("total", "line"), [(4, "texts: 3 of 4 texts, about"), (0, "texts: 0 s")])
