@@ -431,6 +431,8 @@ class ChatEncoder:
         self.beginning = encoder(directory, markup=True)
         self.continuing = encoder(directory, continuing=True, markup=True)
         self.spoken = encoder(directory, continuing=True)
+        tokens = "|".join(map(re.escape, template.specials))  # the longest first
+        self.specials = re.compile(tokens) if tokens else None
 
     def encode(self, chat: Chat) -> list[tuple[list[int], np.ndarray]]:
         """Return the examples of a chat: ids, and int64 [answers, 2], which of them are supervised."""
@@ -466,9 +468,13 @@ class ChatEncoder:
         ids: list[int] = []
         ends: list[int] = []
         for i, piece in enumerate(self.writer.renderer.patterns[False][1].split(text)):
-            if piece:
-                by = self.spoken if i % 2 else tokenizer if i == 0 else self.continuing
-                encoding = by.encode(piece, add_special_tokens=False)
-                ids += encoding.ids
-                ends = ends or [stop for _, stop in encoding.offsets] if i == 0 else ends
+            by = self.spoken if i % 2 else tokenizer if i == 0 else self.continuing
+            # After a special token of the template the tokenizer begins a text again.
+            special = self.specials.search(piece) if by is self.continuing and self.specials else None
+            cut = special.start() if special else len(piece)
+            for start, part, encodes in ((0, piece[:cut], by), (cut, piece[cut:], self.beginning)):
+                if part:
+                    encoding = encodes.encode(part, add_special_tokens=False)
+                    ids += encoding.ids
+                    ends += [start + stop for _, stop in encoding.offsets] if i == 0 else []
         return ids, ends

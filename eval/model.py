@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import warnings
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +32,7 @@ from emo.common.weights import (
 from emo.common.weights import CONFIG as CONFIG_JSON
 from emo.data_prep.chat_templates import read_template
 from emo.data_prep.chats import ChatEncoder
-from emo.data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer
+from emo.data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer, save_tokenizer
 from emo.data_prep.tokenizer import FILES as TOKENIZER_FILES
 from emo.eval import store
 from emo.eval.icl.settings import NotFiniteError
@@ -224,7 +225,10 @@ class EvaluatedModel:
         The template gets the variables that export.json names, and the same date every day.
         """
         variables = self.facts.get("template_variables") or {}
-        return ChatEncoder(self.path, read_template(self.path, self.given, variables=variables))
+        with tempfile.TemporaryDirectory() as name:  # in the form that training reads, whatever the files are
+            saved = Path(name)
+            save_tokenizer(self.path, None, saved)
+            return ChatEncoder(saved, read_template(saved, self.given, variables=variables))
 
     @cached_property
     def facts(self) -> dict[str, Any]:

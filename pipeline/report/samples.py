@@ -6,12 +6,15 @@ Greedily, so that what differs between two checkpoints is the model.
 from __future__ import annotations
 
 import json
+from itertools import takewhile
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from emo.common.errors import UserError
+from emo.data_prep.config import TRAIN
+from emo.data_prep.shards import read_manifest
 from emo.data_prep.tokenizer import load_tokenizer, text_ids
 from emo.pipeline.config import RunConfig
 from emo.pipeline.engine import Engine
@@ -28,6 +31,8 @@ class Samples:
         self._path, self._writes = config.output_dir / SAMPLES, writes
         self._ids = prompt_ids(config)
         self._tokenizer: Any = load_tokenizer(config.data.dir / "tokenizer") if self.prompts else None
+        if self._tokenizer is not None:
+            self._ends = {self._tokenizer.eos_token_id, *read_manifest(config.data.dir / TRAIN).answer_ends}
         if writes:
             drop_records(self._path, step)
 
@@ -76,8 +81,7 @@ class Samples:
                 dist.broadcast(chosen, 0)
                 ids[rows, ends + 1] = chosen
         new = [row[n : n + self._tokens] for row, n in zip(ids.tolist(), lengths.tolist(), strict=True)]
-        end = self._tokenizer.eos_token_id
-        return [row[: row.index(end)] if end in row else row for row in new]
+        return [list(takewhile(lambda token: token not in self._ends, row)) for row in new]
 
 
 def prompt_ids(config: RunConfig) -> list[list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 
 from emo.common.errors import ExitCode
 from emo.common.text import printable
+from emo.data_prep.chat_templates import read_template
+from emo.data_prep.chats import ChatEncoder
 from emo.data_prep.encode import EncodeSettings, RowEncoder
-from emo.data_prep.templates import Chat, ChatEncoder, Conversation, Exchange, read_template
+from emo.data_prep.templates import Chat, Conversation, Exchange
 from emo.data_prep.tokenizer import save_tokenizer
 from emo.eval.generation.sampling import Sampler
 from emo.eval.judging.answers import Exchanged, Question, conversation_ids
@@ -51,10 +54,18 @@ def talk(
     return out, lines(err)[1:]
 
 
+def templated(model: Path, directory: Path, text: str, **facts: Any) -> EvaluatedModel:
+    """Return a copy of a model with this chat template, and these facts of its training."""
+    shutil.copytree(model, directory)
+    (directory / "chat_template.jinja").write_text(text)
+    (directory / "export.json").write_text(json.dumps(facts))
+    return EvaluatedModel(str(directory))
+
+
 @pytest.mark.parametrize("template", ["alpaca", "chat", "chat_template"])
 def test_a_conversation_is_asked_as_in_training(tuned: Path, tmp_path: Path, template: str) -> None:
     """The ids before the last answer are those before it in the prepared example."""
-    model, system = EvaluatedModel(str(tuned)), "Be brief."
+    model, system = templated(tuned, tmp_path / "model", TEMPLATE), "Be brief."
     exchanges = (
         Exchange("Who <s> sat?", "A cat."),
         Exchange("Where? </s>", "On a mat."),
@@ -63,12 +74,12 @@ def test_a_conversation_is_asked_as_in_training(tuned: Path, tmp_path: Path, tem
     facts = save_tokenizer(tuned, None, tmp_path)
     if template == "chat_template":
         (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
-        model.tokenizer.chat_template = TEMPLATE
         messages = [{"role": "system", "content": system}]
         for exchange in exchanges:
             messages.append({"role": "user", "content": exchange.prompt})
             messages.append({"role": "assistant", "content": exchange.response})
-        row, spans = ChatEncoder(tmp_path, read_template(tmp_path, "it")).encode(Chat(json.dumps(messages)))
+        chat = Chat(json.dumps(messages))
+        ((row, spans),) = ChatEncoder(tmp_path, read_template(tmp_path, "it")).encode(chat)
     else:
         rows = RowEncoder(EncodeSettings(tmp_path, facts, template, 512, "drop", None))
         encoded = rows.conversations([Conversation(exchanges, system)])
@@ -137,13 +148,19 @@ def test_the_oldest_exchange_leaves_a_full_context(tuned: Path, monkeypatch: pyt
     assert out.startswith(printable("".join(f"{text}\n" for _, _, text in history)))
 
 
-def test_a_template_gets_the_variables_that_it_was_trained_with(tuned: Path) -> None:
-    model = EvaluatedModel(str(tuned))
-    model.tokenizer.chat_template = TEMPLATE
-    for variables in ({"mode": "calm"}, None):
-        model.facts = {"template": "chat_template/1", "template_variables": variables}
+def test_a_template_gets_the_variables_that_it_was_trained_with(tuned: Path, tmp_path: Path) -> None:
+    """And the same day for today's, also from a directory without tokenizer.json."""
+    dated = TEMPLATE + "{{ strftime_now('%d %B %Y') }}"
+    days: dict[str, Any] = {"01 January 2026": {"mode": "calm"}, "03 February 2025": {"date": "2025-02-03"}}
+    for day, variables in days.items():
+        model = templated(
+            tuned, tmp_path / day, dated, template="chat_template/2", template_variables=variables
+        )
+        if "mode" in variables:
+            (model.path / "tokenizer.json").unlink()
+            shutil.copy(tuned.parent / "tokenizer" / "tokenizer.model", model.path)
         text = model.tokenizer.decode(conversation_ids(model, "chat_template", [], Question("", "Why?")))
-        assert ("calm" in text) is (variables is not None)
+        assert text.endswith(day) and ("calm" in text) is ("mode" in variables)
 
 
 def test_earlier_reasoning_is_a_field_of_its_own() -> None:
