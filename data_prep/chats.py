@@ -74,6 +74,9 @@ class ChatWriter:
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template, self.renderer = template, Renderer(template)
+        self._read: tuple[Chat, list[dict[str, Any]], Any] | None = None  # the last chat, and what it holds
+        self._seen: set[int] | None = None  # the signs in its text, if it has one example
+        self._signed: Signed | None = None
         self._surroundings: dict[Any, tuple[int, int] | None] = {}
         self._forms = [False, True]  # whether calls have JSON text; the form that worked comes first
 
@@ -86,7 +89,9 @@ class ChatWriter:
         return self._by_form(chat, lambda messages, tools: self._left_out(messages, tools, examples))
 
     def _by_form(self, chat: Chat, function: Any) -> Any:
-        messages, tools = self._messages(chat)
+        if self._read is None or self._read[0] is not chat:  # they are asked for twice
+            self._read, self._seen = (chat, *self._messages(chat)), None
+        _, messages, tools = self._read
         calls = any(message.get("tool_calls") for message in messages)
         refused = None
         for text in list(self._forms) if calls else [False]:
@@ -262,6 +267,7 @@ class ChatWriter:
             if offsets is None:
                 return None
             found[number] = at[low] + offsets[0], at[high] + offsets[1]
+        self._signed, self._seen = signed, {sign for sign, _ in seen}
         return dict(sorted(found.items()))
 
     def _example(
@@ -292,9 +298,9 @@ class ChatWriter:
 
     def _left_out(self, messages: list[dict[str, Any]], tools: Any, examples: list[Example]) -> list[str]:
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        signed = Signed(messages, tools)
-        seen: set[int] = set()
-        for example in reversed(examples):
+        signed = Signed(messages, tools) if self._signed is None or self._seen is None else self._signed
+        seen = self._seen or set()
+        for example in reversed(examples) if self._seen is None else ():
             part = signed.messages[: places[example.answers[-1].number] + 1]
             try:
                 seen.update(sign for sign, _ in signed.read(self.renderer.write(part, signed.tools)[0])[1])
@@ -439,7 +445,8 @@ class ChatEncoder:
                 # After a special token some tokenizers put a space, so that it must be seen.
                 context, _ = self._ids(end + example.text[done : answer.start], self.beginning)
                 ids += context[bool(end) :]
-                said, ends = self._ids(example.text[answer.start : answer.stop], self.continuing)
+                text = example.text[answer.start : answer.stop]
+                said, ends = self._ids(text, self.continuing, answer.masked > 0)
                 supervised.append(
                     (len(ids) + sum(stop <= answer.masked for stop in ends), len(ids) + len(said))
                 )
@@ -448,8 +455,8 @@ class ChatEncoder:
             encoded.append((ids, np.array(supervised, np.int64)))
         return encoded
 
-    def _ids(self, text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-        """Return the ids of a stretch, and where those of its first piece end.
+    def _ids(self, text: str, tokenizer: Any, ended: bool = False) -> tuple[list[int], list[int]]:
+        """Return the ids of a stretch and, if asked for, where those of its first piece end.
 
         The special tokens that people wrote in it are encoded as text.
         """
@@ -460,5 +467,6 @@ class ChatEncoder:
                 by = self.spoken if i % 2 else tokenizer if i == 0 else self.continuing
                 encoding = by.encode(piece, add_special_tokens=False)
                 ids += encoding.ids
-                ends = ends or [stop for _, stop in encoding.offsets] if i == 0 else ends
+                if ended and i == 0:
+                    ends = [stop for _, stop in encoding.offsets]
         return ids, ends
