@@ -36,7 +36,8 @@ if TYPE_CHECKING:  # rows are read without it, and commands start fast
 
 REMEMBERED = 4096  # surroundings at most
 THOUGHTS = (*REASONING, INSIDE)
-MINOR = ("name",)  # what a template may leave out without a loss
+# What a template must not leave out. Other fields, such as name, are only counted.
+CONTENT = (*THOUGHTS, "content", "system", "tool results", "tools", "tool_calls.name", "tool_calls.arguments")
 PROBE: list[dict[str, Any]] = [
     {"role": "user", "content": "Hello"},
     {"role": "assistant", "content": "World"},
@@ -83,6 +84,12 @@ class ChatWriter:
     def examples(self, chat: Chat, exact: bool = False) -> list[Example]:
         """Return the examples of a chat. Raises RefusedError. exact: render every prompt."""
         return self._by_form(chat, lambda messages, tools: self._examples(chat, messages, tools, exact))
+
+    def prompt(self, messages: list[dict[str, Any]]) -> str:
+        """Return messages as text, up to where an answer begins. Raises RefusedError."""
+        messages = [_as_parts(message) for message in messages] if self._takes_parts else messages
+        protected, _ = self.renderer.protect(messages, None)
+        return self.renderer.write(protected, None, prompt=True)[0]
 
     def left_out(self, chat: Chat, examples: list[Example]) -> list[str]:
         """Return the fields of a chat of which something is in none of its examples."""
@@ -135,6 +142,7 @@ class ChatWriter:
         return "World" not in written[0] and "World" in written[1] and "'text'" not in written[1]
 
     def _examples(self, chat: Chat, messages: list[dict[str, Any]], tools: Any, exact: bool) -> list[Example]:
+        self._seen = None
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         last = self._written(messages, tools, places[-1])
         learned = [number for number in range(len(places)) if number not in chat.unsupervised]
@@ -454,6 +462,10 @@ class ChatEncoder:
                 done, end = answer.stop, self.writer.template.last(example.text[: answer.stop])
             encoded.append((ids, np.array(supervised, np.int64)))
         return encoded
+
+    def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Return the ids of messages, up to where an answer begins, as training shows them."""
+        return self._ids(self.writer.prompt(messages), self.beginning)[0]
 
     def _ids(self, text: str, tokenizer: Any, ended: bool = False) -> tuple[list[int], list[int]]:
         """Return the ids of a stretch and, if asked for, where those of its first piece end.

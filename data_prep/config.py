@@ -17,8 +17,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from emo.common.errors import UserError, one_line
-from emo.common.recipe import Section, mark, mark_of, marked, parse_section, read_recipe, shown
+from emo.common.recipe import (
+    KEYS,
+    Section,
+    check_section,
+    mark,
+    mark_of,
+    marked,
+    parse_section,
+    read_recipe,
+    shown,
+)
 from emo.common.untrusted import read_json
+from emo.common.weights import context_length, reject_adapter
 from emo.data_prep.chat_templates import BUILT_IN, GIVEN, fixed_date
 
 # Of templates: raised when the text of one changes, or what of it is supervised.
@@ -265,8 +276,12 @@ def splits_made(prepared: Mapping[str, Any]) -> tuple[str, ...]:
     return (TRAIN, VALIDATION) if sets or prepared.get("validation_fraction") else (TRAIN,)
 
 
-def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
-    """Return the `data` section of a recipe."""
+def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | None = None) -> DataConfig:
+    """Return the `data` section of a recipe.
+
+    recipe: the model of all sections, of which those that are there are checked as well. This package knows
+    one of them only.
+    """
     inner = re.sub(r"\.(gz|zst|bz2|xz)$", "", path.name.lower())
     if inner.endswith((*DATA_FILES, ".ndjson", ".jsonlines")) and path.suffix != ".json":
         raise UserError(
@@ -275,10 +290,15 @@ def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
     tree = read_recipe(path, overrides)
     if "data" not in tree:
         raise UserError(f"recipe {path} has no data section; it has: {', '.join(tree) or 'nothing'}")
+    if recipe is not None:
+        check_section(recipe, tree, "", may_lack=KEYS)
     config = parse_section(DataConfig, tree["data"], "data")
     model = tree.get("model")  # which cannot read longer rows, as training would say much later
     where = model.get("path") if isinstance(model, dict) else None
-    context = context_of(Path(where)) if isinstance(where, str) else None
+    context = None
+    if isinstance(where, str):
+        reject_adapter(Path(where))
+        context = context_of(Path(where))
     if context is not None and config.sequence_len > context:
         raise UserError(
             f"blocks of {config.sequence_len} tokens are longer than the context of {context} of the model "
@@ -292,9 +312,7 @@ def context_of(model: Path) -> int | None:
     tree = None
     with contextlib.suppress(OSError, ValueError):
         tree = read_json(model / "config.json")
-    keys = ("max_position_embeddings", "n_positions")  # as training has it, and as GPT-2's files do
-    length = next((tree[key] for key in keys if key in tree), None) if isinstance(tree, dict) else None
-    return length if type(length) is int and length > 1 else None
+    return context_length(tree) if isinstance(tree, dict) else None
 
 
 def settings(config: DataConfig, reports: bool = True) -> dict[str, Any]:
@@ -362,6 +380,5 @@ def check_prepared(directory: Path, prepared: Mapping[str, Any], config: DataCon
 
 def described(changed: list[tuple[str, Any, Any]]) -> str:
     """Return differences as a part of a message."""
-    (key, was, now), *others = changed
-    also = f" (also {', '.join(other[0] for other in others)} differ)" if others else ""
-    return one_line(f"prepared with {key}={shown(was)}, the recipe says {shown(now)}{also}")
+    parts = (f"{key}={shown(was)}, the recipe says {shown(now)}" for key, was, now in changed)
+    return one_line(f"prepared with {'; with '.join(parts)}", 800)

@@ -71,7 +71,7 @@ class RowEncoder:
         facts = settings.tokenizer
         self.dtype = token_dtype(facts.vocab_size)
         self.text = TextEncoder(settings.directory, self.dtype, settings.by_words)
-        self.bos = b"" if facts.bos_id is None else self.dtype.type(facts.bos_id).tobytes()
+        self.bos = np.array(facts.start, self.dtype).tobytes()
         self.eos = b"" if facts.eos_id is None else self.dtype.type(facts.eos_id).tobytes()
         self.chat = None if settings.chat is None else ChatEncoder(settings.directory, settings.chat)
         self.finder = None if settings.grams is None else Finder(load(settings.grams))

@@ -43,7 +43,7 @@ class PlainEncoder:
         self.backend, self.facts = backend, facts
         backend.no_padding()
         backend.no_truncation()
-        self.bos = [] if facts.bos_id is None else [facts.bos_id]
+        self.bos = facts.start
         self.eos = [] if facts.eos_id is None else [facts.eos_id]
         added = backend.get_added_tokens_decoder().items()
         self.specials = {number: token.content for number, token in added if token.special}

@@ -325,6 +325,19 @@ class TokenDataset:
         parts = [values for shard in self._shards for _, values in shard.columns["segment_lengths"]]
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
+    def mean_context(self, most: int = 4096) -> float:
+        """Return how many tokens a token attends to on average: half of its segment, weighted by tokens.
+
+        Padding attends to itself and counts. most: rows that are looked at, evenly spaced.
+        """
+        rows = np.linspace(0, len(self) - 1, min(most, len(self)), dtype=np.int64)
+        squares, width = 0.0, self.manifest.block
+        for row in rows.tolist():
+            shard, number = self.place(row)
+            lengths = self._shards[shard].cell("segment_lengths", number).astype(np.float64)
+            squares += lengths @ lengths + (width - lengths.sum()) ** 2
+        return float(squares) / (2 * width * max(1, len(rows)))
+
     def provenance(self, rows: np.ndarray) -> list[tuple[str, int]]:
         """Return the shard file and the row in that shard, of each row."""
         located = (self.place(int(row)) for row in rows)

@@ -34,8 +34,8 @@ class LoraConfig(Section):
 
     r: int = Field(32, gt=0)
     """Rank of the adapters."""
-    alpha: float = Field(16, gt=0)
-    """The adapters' output is scaled by alpha / r."""
+    alpha: float = Field(default_factory=lambda given: 2.0 * given.get("r", 32), gt=0)
+    """The adapters' output is scaled by alpha / r. The default is 2 r, as usual in TRL and LLaMA-Factory."""
     dropout: float = Field(0.05, ge=0, lt=1)
     """Dropout on the adapters' input."""
     targets: str | list[str] = "all-linear"
@@ -333,7 +333,8 @@ class TrainConfig(Section):
     """Optimisation, and when to look, save and stop."""
 
     num_train_epochs: float | None = Field(None, gt=0)
-    """Passes over the data; give this or max_steps."""
+    """Passes over the data; give this or max_steps. The last step is filled up with rows of the next pass, so
+    that every row is seen. With a mixture it is left out."""
     max_steps: int | None = Field(None, gt=0)
     """Optimizer steps; give this or num_train_epochs."""
     global_batch_size: int = Field(16, gt=0)

@@ -255,6 +255,7 @@ OTHER_NAMES = {  # objectives in other programs
     **dict.fromkeys(("focal_loss", "focalloss"), "focal"),
     **dict.fromkeys(("entropy", "entropy_minimization"), "neg_entropy"),
 }
+PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo", "ppo", "grpo", "rloo", "reinforce", "rlhf", "reward")
 _ANY = Scalars(*torch.tensor([[1.0], [0.4], [0.5], [1.0], [0.3], [0.5], [-1.0]]))  # an arbitrary token
 
 
@@ -415,6 +416,8 @@ def _imported(name: str) -> ObjectiveFunction:
     source, _, attribute = points.get(name, name).rpartition(":")
     if not source:
         hint = nearest(name, [*OBJECTIVES, *points], OTHER_NAMES)
+        if name.lower() in PREFERENCES:
+            hint = "training from preferences or rewards is not supported: use TRL for it"
         raise UserError(f"unknown objective {name!r}; {hint}", code="unknown-objective")
     try:
         if source.endswith(".py"):
