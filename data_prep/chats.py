@@ -36,7 +36,8 @@ if TYPE_CHECKING:  # rows are read without it, and commands start fast
 
 REMEMBERED = 4096  # surroundings at most
 THOUGHTS = (*REASONING, INSIDE)
-MINOR = ("name",)  # what a template may leave out without a loss
+# What a template must not leave out. Other fields, such as name, are only counted.
+CONTENT = (*THOUGHTS, "content", "system", "tool results", "tools", "tool_calls.name", "tool_calls.arguments")
 PROBE: list[dict[str, Any]] = [
     {"role": "user", "content": "Hello"},
     {"role": "assistant", "content": "World"},
@@ -74,6 +75,9 @@ class ChatWriter:
 
     def __init__(self, template: ChatTemplate) -> None:
         self.template, self.renderer = template, Renderer(template)
+        self._read: tuple[Chat, list[dict[str, Any]], Any] | None = None  # the last chat, and what it holds
+        self._seen: set[int] | None = None  # the signs in its text, if it has one example
+        self._signed: Signed | None = None
         self._surroundings: dict[Any, tuple[int, int] | None] = {}
         self._forms = [False, True]  # whether calls have JSON text; the form that worked comes first
 
@@ -92,7 +96,9 @@ class ChatWriter:
         return self._by_form(chat, lambda messages, tools: self._left_out(messages, tools, examples))
 
     def _by_form(self, chat: Chat, function: Any) -> Any:
-        messages, tools = self._messages(chat)
+        if self._read is None or self._read[0] is not chat:  # they are asked for twice
+            self._read, self._seen = (chat, *self._messages(chat)), None
+        _, messages, tools = self._read
         calls = any(message.get("tool_calls") for message in messages)
         refused = None
         for text in list(self._forms) if calls else [False]:
@@ -136,6 +142,7 @@ class ChatWriter:
         return "World" not in written[0] and "World" in written[1] and "'text'" not in written[1]
 
     def _examples(self, chat: Chat, messages: list[dict[str, Any]], tools: Any, exact: bool) -> list[Example]:
+        self._seen = None
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         last = self._written(messages, tools, places[-1])
         learned = [number for number in range(len(places)) if number not in chat.unsupervised]
@@ -268,6 +275,7 @@ class ChatWriter:
             if offsets is None:
                 return None
             found[number] = at[low] + offsets[0], at[high] + offsets[1]
+        self._signed, self._seen = signed, {sign for sign, _ in seen}
         return dict(sorted(found.items()))
 
     def _example(
@@ -298,9 +306,9 @@ class ChatWriter:
 
     def _left_out(self, messages: list[dict[str, Any]], tools: Any, examples: list[Example]) -> list[str]:
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-        signed = Signed(messages, tools)
-        seen: set[int] = set()
-        for example in reversed(examples):
+        signed = Signed(messages, tools) if self._signed is None or self._seen is None else self._signed
+        seen = self._seen or set()
+        for example in reversed(examples) if self._seen is None else ():
             part = signed.messages[: places[example.answers[-1].number] + 1]
             try:
                 seen.update(sign for sign, _ in signed.read(self.renderer.write(part, signed.tools)[0])[1])
@@ -447,7 +455,8 @@ class ChatEncoder:
                 # After a special token some tokenizers put a space, so that it must be seen.
                 context, _ = self._ids(end + example.text[done : answer.start], self.beginning)
                 ids += context[bool(end) :]
-                said, ends = self._ids(example.text[answer.start : answer.stop], self.continuing)
+                text = example.text[answer.start : answer.stop]
+                said, ends = self._ids(text, self.continuing, answer.masked > 0)
                 supervised.append(
                     (len(ids) + sum(stop <= answer.masked for stop in ends), len(ids) + len(said))
                 )
@@ -460,8 +469,8 @@ class ChatEncoder:
         """Return the ids of messages, up to where an answer begins, as training shows them."""
         return self._ids(self.writer.prompt(messages), self.beginning)[0]
 
-    def _ids(self, text: str, tokenizer: Any) -> tuple[list[int], list[int]]:
-        """Return the ids of a stretch, and where those of its first piece end.
+    def _ids(self, text: str, tokenizer: Any, ended: bool = False) -> tuple[list[int], list[int]]:
+        """Return the ids of a stretch and, if asked for, where those of its first piece end.
 
         The special tokens that people wrote in it are encoded as text.
         """
@@ -476,5 +485,5 @@ class ChatEncoder:
                 if part:
                     encoding = encodes.encode(part, add_special_tokens=False)
                     ids += encoding.ids
-                    ends += [start + stop for _, stop in encoding.offsets] if i == 0 else []
+                    ends += [start + stop for _, stop in encoding.offsets] if ended and i == 0 else []
         return ids, ends

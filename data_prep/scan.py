@@ -30,7 +30,7 @@ from emo.common.parallel import Workers
 from emo.common.progress import progress
 from emo.data_prep.arrow import array_of, numbers_of
 from emo.data_prep.chat_templates import ChatTemplate, RefusedError
-from emo.data_prep.chats import MINOR, THOUGHTS, ChatWriter
+from emo.data_prep.chats import CONTENT, THOUGHTS, ChatWriter
 from emo.data_prep.config import DataConfig, settings
 from emo.data_prep.grams import mixed
 from emo.data_prep.inputs import PIECE, Extent, Input, Piece, TextInput, open_text
@@ -330,7 +330,7 @@ def judged_rows(
         except RefusedError as error:
             judged[number] = Judged(Rejected(error.reason, error.detail))
             continue
-        lost = [field for field in left if field not in MINOR]
+        lost = [field for field in left if field in CONTENT]
         if strict and lost:
             advice = (
                 "Set data.reasoning=drop" if {*lost} <= {*THOUGHTS} else "Use a template that writes them"

@@ -228,6 +228,12 @@ def test_what_a_template_leaves_out_is_counted_or_rejected(tmp_path: Path) -> No
     manifest = train_set(config).manifest
     assert manifest.sources[0]["fields_left_out"] == {"thinking": 9} and manifest.documents == 10
     prepared(tmp_path, **options(CHATML, reasoning="drop", dir=str(tmp_path / "dropped")))
+    for row in rows:
+        row["messages"][-1].pop("thinking", None)
+        row["messages"][0] |= {"timestamp": "noon", "name": "Ann"}  # which nobody expects to be written
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    told = run(data_config(tmp_path, **options(CHATML, dir=str(tmp_path / "named"))))
+    assert any("left out by the template: name in 10 rows, timestamp in 10 rows" in line for line in told)
 
 
 def test_rows_are_the_same_by_what_is_written_of_them(tmp_path: Path) -> None:
