@@ -123,8 +123,9 @@ def test_the_end_of_text_stays_where_a_template_writes_it_elsewhere(
     }
     (tmp_path / "tokenizer/tokenizer_config.json").write_text(json.dumps(tree))
     end = load_tokenizer(tmp_path / "tokenizer").convert_tokens_to_ids("<|im_end|>")
-    for name, ends in (("template", [end]), ("several", [end - 1, end])):
-        write_tokenizer(tmp_path / "tokenizer", tmp_path / name, ends)
+    write_tokenizer(tmp_path / "tokenizer", tmp_path / "template", [end])
+    write_tokenizer(chats.dir / "tokenizer", tmp_path / "several", [end - 1, end])
+    for name in ("template", "several"):
         assert load_tokenizer(tmp_path / name).eos_token == "</s>"
 
 
