@@ -98,7 +98,8 @@ def write_tokenizer(source: Path, directory: Path, ends: list[int]) -> None:
 
     Programs look for the end of a reply in different files: `generate` and vLLM stop at any eos_token_id
     of generation_config.json, llama.cpp and others at the tokenizer's eos_token alone. So where every answer
-    ends with the same token, that becomes the eos_token. With several, the base model's own end remains.
+    ends with the same token, that becomes the eos_token. With several, or where the chat template writes its
+    eos_token elsewhere, the base model's own end remains.
 
     Args:
         ends: token ids that end supervised answers, or documents.
@@ -106,8 +107,9 @@ def write_tokenizer(source: Path, directory: Path, ends: list[int]) -> None:
     shutil.copytree(source, directory, dirs_exist_ok=True, copy_function=shutil.copyfile)
     file = directory / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
-    token = settings.get("added_tokens_decoder", {}).get(str(ends[0])) if len(ends) == 1 else None
-    if token is not None and token["special"] and token["content"] != settings.get("eos_token"):
+    one = len(ends) == 1 and "eos_token" not in settings.get("chat_template", "")
+    token = settings.get("added_tokens_decoder", {}).get(str(ends[0])) if one else None
+    if token is not None and token["special"]:
         settings["eos_token"] = token["content"]
         write_text(file, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 

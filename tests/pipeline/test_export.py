@@ -22,7 +22,7 @@ from emo.pipeline.config import ModelConfig
 from emo.pipeline.export import exported_names, exported_tensors, persistent_buffers
 from emo.pipeline.loss import fuse_model, get_objective
 from emo.pipeline.model import check_fits
-from emo.pipeline.readers import check_tokenizer, saved_tensors, write_config
+from emo.pipeline.readers import check_tokenizer, saved_tensors, write_config, write_tokenizer
 from tests.helpers.chat_templates import CHATML
 from tests.helpers.corpus import prepared, run, tiny_tokenizer, write_jsonl
 from tests.helpers.exporting import write
@@ -111,6 +111,22 @@ def test_an_export_stops_at_the_end_of_a_turn(chats: DataConfig, tmp_path: Path)
     assert config["additional_special_tokens"] == ROLES
     assert (export / "tokenizer.model").read_bytes() == (chats.root / "base/tokenizer.model").read_bytes()
     assert json.loads((export / "added_tokens.json").read_text()) == {ROLES[0]: end - 1, ROLES[1]: end}
+
+
+def test_the_end_of_text_stays_where_a_template_writes_it_elsewhere(
+    chats: DataConfig, tmp_path: Path
+) -> None:
+    template = CHATML + "{{ eos_token }}"
+    shutil.copytree(chats.dir / "tokenizer", tmp_path / "tokenizer")
+    tree = json.loads((tmp_path / "tokenizer/tokenizer_config.json").read_text()) | {
+        "chat_template": template
+    }
+    (tmp_path / "tokenizer/tokenizer_config.json").write_text(json.dumps(tree))
+    end = load_tokenizer(tmp_path / "tokenizer").convert_tokens_to_ids("<|im_end|>")
+    write_tokenizer(tmp_path / "tokenizer", tmp_path / "template", [end])
+    write_tokenizer(chats.dir / "tokenizer", tmp_path / "several", [end - 1, end])
+    for name in ("template", "several"):
+        assert load_tokenizer(tmp_path / name).eos_token == "</s>"
 
 
 def test_an_export_is_continued_with_its_tokenizer_and_with_the_data_before(
