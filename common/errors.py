@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import errno
 import os
+import pathlib
 import select
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -89,6 +90,7 @@ def outcome(work: Callable[[], int], alone: bool | Callable[[], bool] = True) ->
     that is known only then.
     """
     try:
+        _open_streams()
         code = work()
         sys.stdout.flush()
         return code
@@ -106,6 +108,17 @@ def outcome(work: Callable[[], int], alone: bool | Callable[[], bool] = True) ->
         if alone:
             print(f"interrupted; {AGAIN}", file=sys.stderr)
         return ExitCode.INTERRUPTED
+
+
+def _open_streams() -> None:
+    """Open standard streams that the caller closed (`>&-`), so that no other file takes their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            file = pathlib.Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115
+            setattr(sys, name, file)
+            with contextlib.suppress(OSError):  # the lowest free number, as a rule that of the stream
+                os.set_inheritable(file.fileno(), True)
 
 
 def _is_unread() -> bool:

@@ -21,6 +21,10 @@ from emo.common.untrusted import is_plain_name, read_json
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there counts; each may be in shards
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"  # beside a model's files, the one that transformers reads
+# The names that families give the longest sequence: most, GPT-2's, MPT's and DBRX's, and others.
+CONTEXT_KEYS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "model_max_length"),
+)
 # Masks that old checkpoints carry as tensors and that models now make themselves.
 OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$")
 
@@ -131,6 +135,17 @@ def _file(source: str | Path, revision: str | None, name: str) -> Path | None:
         source, name, revision=revision, local_files_only=True, _raise_exceptions_for_missing_entries=False
     )
     return Path(cached) if cached else None
+
+
+def context_length(config: Any) -> int | None:
+    """Return the longest sequence that a model reads, in tokens, or None if its configuration has no limit.
+
+    config: config.json as read, or the object that `load_config` returns.
+    """
+    tree = config if isinstance(config, dict) else config.get_text_config().to_dict()
+    tree = text if isinstance(text := tree.get("text_config"), dict) else tree
+    lengths = (tree.get(key) for key in CONTEXT_KEYS)
+    return next((length for length in lengths if type(length) is int and length > 1), None)
 
 
 @contextlib.contextmanager

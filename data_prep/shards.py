@@ -32,7 +32,7 @@ from emo.common.recipe import LARGEST, Section
 from emo.common.untrusted import read_json
 from emo.data_prep.config import MOST_TOKENS, TRAIN, DataConfig, check_prepared, split_of
 
-FORMAT = 5  # raised whenever the same configuration would give other bytes
+FORMAT = 6  # raised whenever the same configuration would give other bytes
 MANIFEST = "manifest.json"
 FORGET_EVERY = 256  # rows read until mapped pages are handed back: each may have mapped 64 KiB around it
 
@@ -67,6 +67,7 @@ class ShardInfo(Section):
     documents: Count  # documents or examples that went in
     domains: list[DomainCounts]  # those that it has documents of, in the manifest's order
     counts: dict[str, Count] = {}  # what was cut, dropped or left over, by reason
+    answer_ends: list[Count] = []  # instruct: the tokens that end supervised answers
 
 
 class Manifest(Section):
@@ -93,6 +94,7 @@ class Manifest(Section):
     documents: Count
     segments: Count
     domains: list[DomainCounts] = Field(min_length=1)  # of the sources, in order of first appearance
+    answer_ends: list[Count] = []  # instruct: the tokens that end supervised answers, ascending
     waste: float  # share of the rows' block * rows places that is padding
     shards: list[ShardInfo]
     digest: str = ""  # sha256 of all other fields as JSON, set by `manifest_text`

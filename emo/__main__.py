@@ -37,6 +37,7 @@ COMMANDS = {
     "watch": Command(EVALUATION, "score every complete checkpoint of a run, each exactly once"),
     "compare": Command(EVALUATION, "compare two models, with paired tests"),
     "generate": Command(EVALUATION, "sample text, by default from the whole distribution"),
+    "chat": Command(EVALUATION, "talk to a tuned model in the terminal"),
     "quality": Command(EVALUATION, "measure sampled text: MAUVE, ROUGE, perplexities"),
     "answer": Command(EVALUATION, "answer instructions, in AlpacaEval's format"),
     "judge": Command(EVALUATION, "find the win rate of two models' answers by a judge"),

@@ -1,4 +1,4 @@
-"""emo eval | watch | report | compare | export | generate | quality | answer | judge
+"""emo eval | watch | report | compare | export | generate | chat | quality | answer | judge
 
 Exit codes: 0 done, or nothing to do; 1 a failure that may pass, run the same command again to resume, or
 checkpoints that cannot be evaluated (watch); 2 a mistake that stays until something is changed, also
@@ -19,6 +19,7 @@ from typing import Any
 from emo.common.commands import Parser, first_word, parse_arguments
 from emo.common.errors import ExitCode, FailureError, UserError, one_line, outcome
 from emo.common.text import counted, on_one_line, printable
+from emo.eval import chat
 from emo.eval.export import commands as exporting
 from emo.eval.generation import commands as generation
 from emo.eval.icl.settings import BUDGET, INFERENCERS, Settings
@@ -55,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     _evaluation_arguments(add)
 
     generation.add_arguments(commands)
+    chat.add_arguments(commands)
     judging.add_arguments(commands)
 
     add = commands.add_parser("report", help="write report.html, report.md and results.json").add_argument
@@ -237,7 +239,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         commands = {"eval": _run, "watch": _watch, "report": _report, "compare": _compare}
-        others = {"answer": judging.run, "judge": judging.run, "export": exporting.run}
+        others = {"answer": judging.run, "chat": chat.run, "judge": judging.run, "export": exporting.run}
         try:
             if args.command in commands:
                 return commands[args.command](args)

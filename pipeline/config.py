@@ -352,7 +352,8 @@ class TrainConfig(Section):
     """Optimisation, and when to look, save and stop."""
 
     num_train_epochs: float | None = Field(None, gt=0)
-    """Passes over the data; give this or max_steps."""
+    """Passes over the data; give this or max_steps. The last step is filled up with rows of the next pass, so
+    that every row is seen. With a mixture it is left out."""
     max_steps: int | None = Field(None, gt=0)
     """Optimizer steps; give this or num_train_epochs."""
     global_batch_size: int = Field(16, gt=0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import math
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from emo.data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_facts
 from emo.pipeline import identity, kernels
 from emo.pipeline.config import COSTS, Batch, RunConfig, TrainConfig, solve_batch
-from emo.pipeline.export import exported_tensors, unwrap, write_rest
+from emo.pipeline.export import exported_tensors, sample_rows, unwrap, write_rest
 from emo.pipeline.identity import Identity
 from emo.pipeline.loss.cost_files import FILES, load_cost
 from emo.pipeline.loss.objectives import Objective
@@ -42,6 +43,7 @@ from emo.pipeline.model import (
 from emo.pipeline.order import BatchOrder, Domain, Holding, MixedOrder, shares
 from emo.pipeline.planning.ds_file import check_host, deepspeed_config, parameter_groups
 from emo.pipeline.planning.host import check_gpus, usable_attention
+from emo.pipeline.readers import check_tokenizer
 from emo.pipeline.report.samples import prompt_ids
 from emo.pipeline.teacher import check_teacher
 
@@ -95,13 +97,7 @@ def check(config: RunConfig, ranks: int, local: bool, here: bool | None = None) 
     for rows in () if data is None else (data, *validation.values()):
         check_fits(hf_config, config.model, rows.manifest)
     implementation = usable_attention(config.model, hf_config) if here else config.model.attn_implementation
-    steps = train.max_steps
-    if steps is None and data is not None:  # as many whole batches as the epochs hold
-        epochs = train.num_train_epochs or 0
-        steps = int(epochs * len(data) / train.global_batch_size)
-        if steps == 0:
-            amount = f"{counted(len(data), 'row')} x {counted(epochs, 'epoch')}"
-            raise UserError(f"{amount} are less than a batch; set a smaller train.global_batch_size")
+    steps = train.max_steps if data is None else steps_of(train, len(data))
     if train.profile is not None and steps is not None and train.profile.steps[1] > steps:
         raise UserError(f"train.profile.steps={list(train.profile.steps)} ends after the run's {steps} steps")
     if train.profile is not None and max(train.profile.ranks) >= ranks:
@@ -140,6 +136,19 @@ def check(config: RunConfig, ranks: int, local: bool, here: bool | None = None) 
         order = batch_order(train, data, steps, history)
     resolved = (batch, steps, ds_config, hf_config, model, objective, implementation)
     return Ready(*resolved, *opened, history, order, facts)
+
+
+def steps_of(train: TrainConfig, rows: int) -> int:
+    """Return the steps of a run on so many rows. Raises UserError where they are less than a batch."""
+    if train.max_steps is not None:
+        return train.max_steps
+    epochs = train.num_train_epochs or 0
+    batches = epochs * rows / train.global_batch_size
+    if batches < 1:
+        amount = f"{counted(rows, 'row')} x {counted(epochs, 'epoch')}"
+        raise UserError(f"{amount} are less than a batch; set a smaller train.global_batch_size")
+    # The last step may hold rows of the next epoch, so that every row is seen. A mixture decides otherwise.
+    return math.ceil(batches - 1e-9) if train.mixture is None else int(batches)
 
 
 def batch_order(
@@ -254,6 +263,8 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
         directory = Path(temporary)
         try:
             write_rest(base, config, directory, {})
+            if (directory / "tokenizer.json").is_file():
+                check_tokenizer(directory, sample_rows(config))
             with torch.device("meta"):
                 plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
         except (OSError, ValueError, KeyError) as error:

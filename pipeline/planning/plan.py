@@ -202,7 +202,12 @@ def print_plan(
     if steps is None:
         table.add_row("steps", f"{passes}; their steps are known once the data are prepared")
     else:
-        rows = "" if epochs is None or not ready.data else f" ({counted(len(ready.data), 'row')}, {passes})"
+        rows = ""
+        if epochs is not None and ready.data:
+            beyond = steps * batch.batch - round(epochs * len(ready.data))
+            rest = f"{counted(abs(beyond), 'row')}{' of the next' if beyond > 0 else ''}"
+            passes += f" {'and' if beyond > 0 else 'without'} {rest}" * (beyond != 0)
+            rows = f" ({counted(len(ready.data), 'row')}, {passes})"
         table.add_row("steps", f"{steps:,}{rows}")
     for row in domain_rows(config, ready):
         table.add_row(*row)

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 
 from emo.common.errors import UserError
-from emo.common.files import write_text
-from emo.data_prep.tokenizer import load_tokenizer
+from emo.data_prep.tokenizer import load_tokenizer, text_ids
 from emo.pipeline.config import RunConfig
 from emo.pipeline.engine import Engine
 from emo.pipeline.export import unwrap
-from emo.pipeline.run_dir import SAMPLES, read_records
+from emo.pipeline.run_dir import SAMPLES, drop_records
 
 
 class Samples:
@@ -29,9 +28,8 @@ class Samples:
         self._path, self._writes = config.output_dir / SAMPLES, writes
         self._ids = prompt_ids(config)
         self._tokenizer: Any = load_tokenizer(config.data.dir / "tokenizer") if self.prompts else None
-        if writes and self._path.is_file():
-            records = [r for r in read_records(self._path)[0] if 0 < step >= r["step"]]  # as of metrics
-            write_text(self._path, "".join(json.dumps(r) + "\n" for r in records))
+        if writes:
+            drop_records(self._path, step)
 
     def take(self, trainer: Engine, step: int, tokens: int) -> str | None:
         """Continue every prompt and write it down; return the first text on rank 0. All ranks must call."""
@@ -83,7 +81,7 @@ class Samples:
 
 
 def prompt_ids(config: RunConfig) -> list[list[int]]:
-    """Return the prompts as the data's documents begin: BOS, where there is one, and the text.
+    """Return the ids of the prompts, which begin as the documents of the data do.
 
     Raises UserError for a prompt without any token, and for one that with what is to follow does not fit into
     data.sequence_len.
@@ -92,8 +90,7 @@ def prompt_ids(config: RunConfig) -> list[list[int]]:
     if not train.sample_prompts:
         return []
     tokenizer = load_tokenizer(config.data.dir / "tokenizer")
-    start = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
-    prompts = [start + list(tokenizer(p, add_special_tokens=False).input_ids) for p in train.sample_prompts]
+    prompts = [text_ids(tokenizer, prompt) for prompt in train.sample_prompts]
     for number, ids in enumerate(prompts):
         if not ids or len(ids) + train.sample_tokens > room:
             raise UserError(
