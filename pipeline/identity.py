@@ -19,7 +19,6 @@ every key of its recipe that is not free.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import sys
 import sysconfig
@@ -32,13 +31,14 @@ from transformers import PretrainedConfig
 
 from emo.common.errors import UserError
 from emo.common.files import sha256, write_text
+from emo.common.objective_names import registered
 from emo.common.provenance import REPOSITORY
 from emo.common.recipe import read_written, shown
 from emo.data_prep.scores import Scores
 from emo.data_prep.shards import TokenDataset
 from emo.pipeline.claims import ANEW, IDENTITY, MIXTURES, compare_keys, differences
 from emo.pipeline.config import Batch, MixtureConfig, RunConfig, dump_config
-from emo.pipeline.loss.objectives import ENTRY_POINTS, OBJECTIVES, Objective
+from emo.pipeline.loss.objectives import OBJECTIVES, Objective
 from emo.pipeline.order import Holding
 from emo.pipeline.planning.ds_file import decisive
 from emo.pipeline.run_dir import CONFIG, checkpoints, step_of
@@ -119,7 +119,7 @@ def _programs(config: RunConfig) -> dict[str, str]:
     what they use. Data files that a program reads are not among them.
     """
     hashes: dict[str, str] = {}
-    points = {point.name: point.module for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    points = {name: value.partition(":")[0] for name, value in registered().items()}
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     for name in (config.objective.name, *(part.name for part in config.objective.sum or ())):
         if name in OBJECTIVES:

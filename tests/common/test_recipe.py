@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from pathlib import Path
 
@@ -9,10 +10,14 @@ import pytest
 
 from emo.__main__ import main
 from emo.common.errors import ExitCode, UserError
+from emo.common.objective_names import written_objectives
 from emo.common.recipe import read_recipe
 from emo.data_prep.config import load_data_config
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.loss import get_objective
+from emo.pipeline.loss.divergences import DIVERGENCES
+from emo.pipeline.loss.objectives import BUILT_IN
+from tests.conftest import REPO
 from tests.helpers.refusals import refused
 
 GOOD = (
@@ -161,13 +166,45 @@ def test_keys_of_other_trainers_are_answered_with_ours(tmp_path: Path, key: str,
     assert f"unknown key {key}; " in str(error.value) and part in str(error.value)
 
 
+def test_objectives_are_known_before_pytorch_is_loaded() -> None:
+    """Names and options that are read from the source are those of the functions."""
+    written = written_objectives(REPO / "pipeline/loss")
+    functions = {**BUILT_IN, **DIVERGENCES}
+    assert written.keys() == functions.keys()
+    for name, function in functions.items():
+        parameters = inspect.signature(function).parameters.values()
+        options = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+        assert written[name] == options | ({"temperature"} if name in DIVERGENCES else set())
+
+
+@pytest.mark.parametrize(
+    ("objective", "meant"),
+    [
+        ("{name: emoo}", "did you mean emo"),
+        ("{name: cross_entropy}", "did you mean mle"),
+        ("{params: {ratio_cpa: 3}}", "did you mean ratio_cap"),
+        ("{sum: [{name: mle}, {name: focla}]}", "did you mean focal"),
+        ("{sum: [{name: focal, params: {gama: 2}}]}", "did you mean gamma"),
+    ],
+)
+def test_a_misspelt_objective_is_found_by_prepare(tmp_path: Path, objective: str, meant: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(GOOD)
+    with refused("bad-value") as error:
+        load_data_config(tmp_path / "recipe.yaml", [f"objective={objective}"], RunConfig)
+    assert meant in str(error.value)
+
+
 def test_what_is_not_supported_is_said(tmp_path: Path) -> None:
+    def dpo() -> None:
+        load(tmp_path, GOOD, "objective.name=dpo")
+
     with refused("bad-value") as error:
         load(tmp_path, GOOD, "train.optimizer=paged_adamw_8bit")
     assert "8-bit optimizers are not supported" in str(error.value)
-    with refused("unknown-objective") as unknown:
-        get_objective("dpo")
-    assert "power" not in str(unknown.value)
+    for wrong, code in ((lambda: get_objective("dpo"), "unknown-objective"), (dpo, "bad-value")):
+        with refused(code) as unknown:
+            wrong()
+        assert "power" not in str(unknown.value) and "use TRL" in str(unknown.value)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
     (tmp_path / "recipe.yaml").write_text(GOOD)
