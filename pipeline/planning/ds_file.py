@@ -157,7 +157,7 @@ def _without_auto(tree: dict[str, Any], where: str = "") -> tuple[dict[str, Any]
     kept: dict[str, Any] = {}
     removed: list[str] = []
     for key, value in tree.items():
-        if value == AUTO:
+        if value == AUTO or (isinstance(value, list) and AUTO in value):
             removed.append(f"{where}{key}")
         elif isinstance(value, dict):
             kept[key], inner = _without_auto(value, f"{where}{key}.")

@@ -233,6 +233,8 @@ AXOLOTL_BF16 = {"bf16": {"enabled": True}, "gradient_clipping": "auto", "wall_cl
         AXOLOTL_BF16 | {"zero_optimization": HF_ZERO3, "train_batch_size": 16},
         {"zero_optimization": HF_ZERO3 | {"stage3_max_live_parameters": "auto", "offload_param": "auto"}},
         {"zero_optimization": "auto", "flops_profiler": {"enabled": False}},
+        {"bf16": "auto", "optimizer": {"type": "AdamW", "params": {"betas": ["auto", "auto"]}}}
+        | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}},
     ],
 )
 def test_files_for_other_trainers_are_accepted(
