@@ -51,6 +51,8 @@ class Model:
     samples: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     _outcomes: dict[str, Outcomes] = field(default_factory=dict)
+    _texts: dict[str, list[str | None]] = field(default_factory=dict)
+    _lost: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -73,7 +75,19 @@ class Model:
             records = self.records(task)
             rows = [(r["row"], r["id"], r["gold"], r["group"]) for r in records]
             self._outcomes[task] = rows, [r["prediction"] == r["gold"] for r in records]
+            self._texts[task] = [r.get("text") for r in records]
+            self._lost[task] = [(r.get("dropped", 0), r.get("cut", 0)) for r in records]
         return self._outcomes[task]
+
+    def texts(self, task: str) -> list[str | None]:
+        """Return the digest of every row's text, by which contamination reports name it."""
+        self.outcomes(task)
+        return self._texts[task]
+
+    def lost(self, task: str) -> list[tuple[int, int]]:
+        """Return how many demonstrations, and tokens of its text, every row lost to the context."""
+        self.outcomes(task)
+        return self._lost[task]
 
 
 def only_answer(result: dict[str, Any]) -> str | None:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from emo.common.errors import UserError
 from emo.common.lease import held
+from emo.data_prep.grams import folded
 from emo.eval import store
 from emo.eval.icl.encoder import Encoder
 from emo.eval.icl.settings import CANDIDATES, RETRIEVERS, SEED, VERSION, NotFiniteError, Settings
@@ -61,8 +62,13 @@ class Job:
         """Return the result of a task, which is computed unless it is known."""
         settings = self.settings
         data = load_data(task, settings.data, settings.limit, settings.shots)
-        if "channel" in settings.extras:
-            task.channel()  # before anything takes long
+        if "channel" in settings.extras:  # before anything takes long
+            task.channel().require_text(data.rows["test"])
+        if len(data.rows["train"]) < data.pool:
+            self.say(
+                f"{task.name}: with --limit {settings.limit} demonstrations come from "
+                f"{len(data.rows['train']):,} of {data.pool:,} rows, evenly spaced"
+            )
         indices, retrieval = self._retrieve(task, data)
         # Two results may be compared when all of `compared` is equal.
         compared = {
@@ -77,6 +83,7 @@ class Job:
             "scorer": VERSION,
         }
         noted = {"prompt_version": task.version, "demonstrations": store.digest(indices)[:16]}
+        noted["pool"] = f"{len(data.rows['train'])} of {data.pool}"
         identity = {
             "weights": self.model.digest,
             "tokenizer": self.model.tokenizer_digest,
@@ -166,7 +173,7 @@ class Job:
 
         Raises UserError when a score is not finite; nothing is published then.
         """
-        pool = {task.text(row) for row in data.rows["train"]}
+        pool = {folded(task.text(row)) for row in data.rows["train"]}
         _ = None if entry.is_whole(len(indices), CHUNK) else self.recorder  # it speaks before the bar
 
         def score(rows: range) -> list[dict[str, Any]]:
@@ -193,13 +200,13 @@ class Job:
         pool: set[str],
         advance: Callable[[int], Any],
     ) -> list[dict[str, Any]]:
-        """Return records of some test rows. pool: texts that demonstrations are chosen from."""
+        """Return records of some test rows. pool: folded texts that demonstrations are chosen from."""
         rows = [data.rows["test"][number] for number in numbers]
         shots = [indices[number] for number in numbers]
         records = self.recorder.records(task, data.rows["train"], rows, shots, advance)
         for number, row, record in zip(numbers, rows, records, strict=True):
             record |= {"row": number, "id": row[ROW], "gold": row[LABEL], "group": row[GROUP]}
-            record["leaked"] = task.text(row) in pool
+            record |= {"leaked": folded(task.text(row)) in pool, "text": data.texts[number]}
         return records
 
 

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from emo.common.report.numbers import p_value
+from emo.data_prep.contamination import SHARED, digest
 from emo.eval import store
 from emo.eval.compare import compare_pair, regression
 from emo.eval.report.gather import Report
 from emo.eval.report.page import document
 from emo.eval.results import read_models
-from tests.helpers.evaluating import command, is_mistake, tiny_model
+from tests.helpers.evaluating import command, is_mistake, read_lines, tiny_model
 from tests.helpers.html import Page
 from tests.helpers.refusals import refused
 from tests.helpers.results import fabricated, write_model, write_result
@@ -96,7 +97,9 @@ def evaluated(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
         record = json.dumps({"step": 8, "tokens": 8 * 4096, "nll": 5, "demd": 1, "loss": 1.0})
         (run / "metrics.jsonl").write_text(record + '\n{"step": 9, "tok')
-        overlap = {"tasks": {"sst2": {"overlapping_rows": {"0": 0.5, "3": 1.0, "777": 1.0}}}}
+        rows = read_lines(world / "data" / "sst2" / "test.jsonl")
+        texts = [digest(text) for text in (rows[0]["text"].upper(), f" {rows[3]['text']}", "elsewhere")]
+        overlap = {"tasks": {"sst2": {SHARED: dict.fromkeys(texts, 0.5)}}}
         (prepared / "contamination.json").write_text(json.dumps(overlap))
         (run / "config.yaml").write_text(f"data: {{dir: {prepared.parent}}}\n")
     assert command("generate", *arguments, "--samples", 2, "--max_new_tokens", 12)[0] == 0
