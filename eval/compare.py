@@ -31,6 +31,15 @@ class Comparison:
     tasks: dict[str, dict[str, Any]]  # task -> stats.Paired, p_holm, direction
     refused: dict[str, str]  # task -> why it cannot be compared
     mean: dict[str, Any] | None  # stats.MeanDifference, direction; over `tasks`
+    lost: dict[str, str]  # task -> how many prompts lost demonstrations or text to the context
+    uneven: dict[str, str]  # those of `lost` where rows lost more for one model than for the other
+
+    @property
+    def warning(self) -> str:
+        """Return what a reader must know first: prompts that are not what the settings say."""
+        if self.uneven:
+            return f"Not the same prompts: {'; '.join(self.uneven.values())}"
+        return f"Shortened alike for both: {'; '.join(self.lost.values())}" if self.lost else ""
 
 
 def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
@@ -40,6 +49,8 @@ def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
     """
     pairs = {}
     refused: dict[str, str] = {}
+    lost: dict[str, str] = {}
+    uneven: dict[str, str] = {}
     for task in (t for t in tasks if t in a.results and t in b.results):
         try:
             if reason := differing(a.results[task], b.results[task]):
@@ -49,6 +60,12 @@ def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
                 raise UserError("their records are of different rows")
             groups = [group for *_, group in rows] if a.results[task]["groups"] else None
             pairs[task] = stats.pairs(first, second, groups)
+            both = a.lost(task), b.lost(task)
+            if any(any(row) for rows in both for row in rows):
+                lost[task] = _shortened(a.results[task]["title"], {a.name: both[0], b.name: both[1]})
+            if differ := sum(x != y for x, y in zip(*both, strict=True)):
+                lost[task] += f", {differ} of them not alike"
+                uneven[task] = lost[task]
         except UserError as error:
             refused[task] = str(error)
     paired = {task: stats.paired(p) for task, p in pairs.items()}
@@ -63,7 +80,16 @@ def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
     if pairs:
         over = stats.mean_difference(list(pairs.values()))
         mean = asdict(over) | {"direction": _direction(over.difference, over.interval, over.p)}
-    return Comparison(b.name, a.name, described, refused, mean)
+    return Comparison(b.name, a.name, described, refused, mean, lost, uneven)
+
+
+def _shortened(title: str, lost: dict[str, list[tuple[int, int]]]) -> str:
+    """Return how many prompts of a task lost demonstrations or text to each model's context."""
+    counts = [
+        f"{name} {sum(map(any, rows))} of {len(rows)} (at most {max(n for n, _ in rows)} each)"
+        for name, rows in lost.items()
+    ]
+    return f"{title}: prompts that lost demonstrations to the context: {', '.join(counts)}"
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> str:
@@ -113,13 +139,18 @@ class Verdict(NamedTuple):
     regressions: list[str]  # one sentence each
     summary: str
     missing: list[str]  # tasks without a usable result of both
+    uneven: str = ""  # which tasks were not asked alike, as prompts lost more to one model's context
 
 
 def gate(verdicts: Sequence[Verdict]) -> int:
     """Return the exit code of --fail_on_regression, which depends on stored results alone.
 
-    Raises UserError when nothing is worse but results are missing: an absent result is no good one.
+    Raises UserError when nothing is worse but results are missing: an absent result is no good one. Likewise
+    where prompts were not the same for both models, whatever their results.
     """
+    if uneven := "; ".join(dict.fromkeys(verdict.uneven for verdict in verdicts if verdict.uneven)):
+        problem = f"no verdict: {uneven}; evaluate both with the same --max_tokens, or a lower --num_fewshot"
+        raise UserError(problem, code="lost-demonstrations")
     if any(verdict.regressions for verdict in verdicts):
         return ExitCode.REGRESSION
     if missing := ", ".join(task for verdict in verdicts for task in verdict.missing):
@@ -156,9 +187,11 @@ def regression(a: Model, b: Model, max_drop: float | None = None, only: Sequence
     expected = set(only) or {*a.results, *b.results, *a.unreadable, *b.unreadable}
     missing = [f"{task} ({m.name})" for m in (a, b) for task in in_order(expected - {*m.results})]
     summary = f"{b.name} against {a.name} on {count}: {mean.removeprefix('mean ')}; {word}"
+    if comparison.warning:
+        summary = f"{comparison.warning}. {summary}"
     if missing:
         summary += f"; not compared, for want of a result: {', '.join(missing)}"
-    return Verdict(reasons, summary, missing)
+    return Verdict(reasons, summary, missing, "; ".join(comparison.uneven.values()))
 
 
 def table(a: Model, b: Model, only: Sequence[str] = ()) -> str:
@@ -183,7 +216,8 @@ def table(a: Model, b: Model, only: Sequence[str] = ()) -> str:
     rule = "-" * max(map(len, text))
     note = f"* differs: p < {ALPHA} and an interval without zero "
     note += "(tasks: exact McNemar, Holm over the tasks; mean: random signs)"
-    return "\n".join([text[0], rule, *text[1:-1], rule, text[-1], note])
+    warning = [on_one_line(comparison.warning)] if comparison.warning else []
+    return "\n".join([*warning, text[0], rule, *text[1:-1], rule, text[-1], note])
 
 
 def _figures(accuracies: Sequence[float], entry: dict[str, Any]) -> list[str]:

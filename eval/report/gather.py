@@ -282,6 +282,11 @@ def _remarks(models: Sequence[Model], tasks: Sequence[str], runs: Mapping[str, P
     for result, model in ((m.results[t], m) for t in tasks for m in models if t in m.results):
         if (answer := only_answer(result)) is not None:
             remarks.append(f"{result['title']}: {model.name} answers {answer} only, whatever the row")
+        if shortened := result["rows_shortened"]:
+            remarks.append(
+                f"{result['title']}: {shortened:,} of {result['n']:,} prompts of {model.name} lost "
+                "demonstrations or text to the context"
+            )
     for model in (m for m in models if m.name in runs):
         run, made_in, path = runs[model.name], model.facts.get("run"), model.description["path"]
         try:

@@ -204,10 +204,10 @@ def test_text_mistakes_and_damage_are_shown(tmp_path: Path) -> None:
     write_model(tmp_path, "unscored")
     write_result(tmp_path, "a", "sst2", [True, True, False, True])
     weights = {"a": store.digest("a"), "unscored": store.digest("unscored"), "b": "of another checkpoint"}
-    for name, digest in weights.items():
+    for name, weight in weights.items():
         samples = [{"prefix": "", "text": f"{name} upon", "ended": False, "tokens": 3}]
         path = tmp_path / "models" / name / "samples.json"
-        path.write_text(json.dumps({"weights": digest, "samples": samples}))
+        path.write_text(json.dumps({"weights": weight, "samples": samples}))
     key = read_models([tmp_path])[1].views["trec"]["key"]
     chunk = tmp_path / "store" / key / "chunks" / "00000.json"
     chunk.write_text(chunk.read_text()[:100])
