@@ -9,6 +9,7 @@ the same command again; 141 nobody reads the output any more.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ from emo.eval.icl.settings import BUDGET, INFERENCERS, Settings
 from emo.eval.icl.tasks import select_tasks
 from emo.eval.judging import commands as judging
 from emo.eval.model import DTYPES, EvaluatedModel, quiet_libraries
+from emo.eval.progress import progress
 
 EXPORT_HELP = "export each: lm-eval=DIR, hf=DIR (DIR/NAME each) or wandb (into the run); may be repeated"
 
@@ -163,7 +165,8 @@ def _watch(args: argparse.Namespace) -> int:
 
     watch = Watch(args.run_dir, tasks, settings, out, args.dtype, say, exports)
     while True:
-        evaluated = watch.once()
+        with progress(f"{args.run_dir}: looking for checkpoints"):
+            evaluated = watch.once()
         if evaluated and not args.no_report:
             document(Report([out])).write(f"{out}/", FILES)
         if args.once or watch.among(TROUBLED) or (args.until_finished and watch.finished()):
@@ -236,6 +239,12 @@ def main(argv: list[str] | None = None) -> int:
     quiet_libraries()
 
     def work() -> int:
+        # A watcher waits for hours: it shows its evaluations alone.
+        quiet = contextlib.nullcontext() if args.command == "watch" else progress(f"{args.command}: working")
+        with quiet:
+            return dispatch()
+
+    def dispatch() -> int:
         commands = {"eval": _run, "watch": _watch, "report": _report, "compare": _compare}
         others = {"answer": judging.run, "judge": judging.run, "export": exporting.run}
         try:

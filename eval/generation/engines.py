@@ -18,6 +18,7 @@ from emo.common.weights import shown
 from emo.eval import store
 from emo.eval.generation.decoding import Beams, Decoding, Request, context_of, text_after
 from emo.eval.model import EvaluatedModel
+from emo.eval.progress import progress
 
 if TYPE_CHECKING:
     from emo.eval.generation.settled import Settled
@@ -210,10 +211,8 @@ class TextJob(ABC):
 
     def complete(self, identity: Record, rows: int, label: str) -> list[Record]:
         """Return the records of all rows, each with its number as `row`; identity: what decides them."""
-        from tqdm import tqdm
-
         per_row, entry = self.per_row, store.Entry(self.out / store.STORE, identity)
-        with tqdm(total=per_row * rows, desc=label, unit=self.unit, disable=None) as bar:
+        with progress(label, per_row * rows, self.unit) as bar:
 
             def compute(part: range) -> list[Record]:
                 prepared = [self.prepare(row) for row in part]

@@ -13,8 +13,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from emo.common.errors import UserError
 from emo.common.lease import held
 from emo.data_prep.grams import folded
@@ -24,6 +22,7 @@ from emo.eval.icl.settings import CANDIDATES, RETRIEVERS, SEED, VERSION, NotFini
 from emo.eval.icl.task_data import TaskData, load_data
 from emo.eval.icl.tasks import GROUP, LABEL, ROW, Task
 from emo.eval.model import EvaluatedModel, quiet_libraries
+from emo.eval.progress import progress
 from emo.eval.results import MODELS, claim_name, only_answer
 
 if TYPE_CHECKING:
@@ -56,7 +55,8 @@ class Job:
         quiet_libraries()
         from emo.eval.icl.records import Recorder
 
-        return Recorder(self.model, self.settings, self.say)
+        with progress(f"{self.model.name}: loading"):
+            return Recorder(self.model, self.settings, self.say)
 
     def run(self, task: Task) -> dict[str, Any]:
         """Return the result of a task, which is computed unless it is known."""
@@ -146,7 +146,9 @@ class Job:
                 if acquired and store.unsealed(path) is None:
                     if path.is_file():
                         self.say(f"{path} is damaged: computing it again")
-                    store.replace(path, store.seal(self._choose(task, data, count)))
+                    with progress(f"{task.name}: choosing demonstrations"):
+                        chosen = self._choose(task, data, count)
+                    store.replace(path, store.seal(chosen))
             if not acquired:
                 time.sleep(store.POLL_SECONDS)
         return indices, identity
@@ -185,7 +187,7 @@ class Job:
 
         desc = f"{self.model.name} {task.name}"
         try:
-            with tqdm(total=len(indices), desc=desc, unit="row", disable=None) as bar:
+            with progress(desc, len(indices)) as bar:
                 return store.complete(entry, len(indices), CHUNK, score, bar.update)
         except NotFiniteError as error:
             text = f"{self.model.given}, task {task.name}: {error}; nothing is published"

@@ -12,10 +12,10 @@ import pytest
 from emo.common.report.numbers import p_value
 from emo.data_prep.contamination import SHARED, digest
 from emo.eval import store
-from emo.eval.compare import compare_pair, regression
+from emo.eval.compare import compare_pair, gate, regression
 from emo.eval.report.gather import Report
 from emo.eval.report.page import document
-from emo.eval.results import read_models
+from emo.eval.results import pick, read_models
 from tests.helpers.evaluating import command, is_mistake, read_lines, tiny_model
 from tests.helpers.html import Page
 from tests.helpers.refusals import refused
@@ -76,6 +76,21 @@ def test_a_gate_heeds_the_named_tasks_alone(tmp_path: Path) -> None:
         ([drop, 1], 2), ([gate, drop, "nan"], 2),
     ):  # fmt: skip
         assert command("compare", "base", "new", "--results", tmp_path, *options)[0] == code, options
+
+
+def test_prompts_that_lost_demonstrations_are_the_first_line_and_fail_gates(tmp_path: Path) -> None:
+    """0-shot beside 8-shot is no comparison; where both lost the same, it is one that says so."""
+    for name, lost in (("long", [0] * 40), ("short", [8] * 12 + [0] * 28), ("same", [8] * 12 + [0] * 28)):
+        write_model(tmp_path, name)
+        write_result(tmp_path, name, "sst2", GOOD if name != "short" else BAD, title="SST-2", lost=lost)
+    for a, b, code, first in (("long", "short", 2, "12 of them not alike"), ("short", "same", 0, "both")):
+        status, out, _ = command("compare", a, b, "--results", tmp_path)
+        assert status == 0 and first in out.splitlines()[0] and "12 of 40" in out.splitlines()[0]
+        assert command("compare", a, b, "--results", tmp_path, "--fail_on_regression")[0] == code
+    with refused("lost-demonstrations"):
+        gate([regression(*(pick(read_models([tmp_path]), name) for name in ("long", "short")))])
+    page = document(Report([tmp_path], chosen=["long"]))
+    assert "12 of 40" in page.answer[0] and any("12 of 40" in remark for remark in page.remarks)
 
 
 TASKS = "sst2,mmlu"
