@@ -141,7 +141,7 @@ def tokens(text: str) -> list[str]:
 def units(text: str) -> list[str]:
     """Return what stands between spaces, and of scripts without spaces every character by itself."""
     result: list[str] = []
-    for word in text.split():
+    for word in (text if text.isascii() else unicodedata.normalize("NFKC", text)).split():
         if word.isascii():
             result.append(word)
             continue

@@ -42,9 +42,10 @@ class Comparison:
         return f"Shortened alike for both: {'; '.join(self.lost.values())}" if self.lost else ""
 
 
-def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
+def compare_pair(a: Model, b: Model, tasks: Sequence[str], alpha: float = ALPHA) -> Comparison:
     """Return model b against a on the rows of each task that both have; Holm's correction over these tasks.
 
+    alpha: the level of the tests.
     direction: +1 / -1 where b is better / worse for sure: the test rejects and the interval excludes zero.
     """
     pairs = {}
@@ -72,14 +73,14 @@ def compare_pair(a: Model, b: Model, tasks: Sequence[str]) -> Comparison:
     adjusted = stats.holm([p.p_mcnemar for p in paired.values()])
     described = {}
     for (task, p), p_holm in zip(paired.items(), adjusted, strict=True):
-        direction = _direction(p.difference, p.interval, p_holm)
+        direction = _direction(p.difference, p.interval, p_holm, alpha)
         if (p.only_b - p.only_a) * direction <= 0:  # rows and groups disagree
             direction = 0
         described[task] = asdict(p) | {"p_holm": p_holm, "direction": direction}
     mean = None
     if pairs:
         over = stats.mean_difference(list(pairs.values()))
-        mean = asdict(over) | {"direction": _direction(over.difference, over.interval, over.p)}
+        mean = asdict(over) | {"direction": _direction(over.difference, over.interval, over.p, alpha)}
     return Comparison(b.name, a.name, described, refused, mean, lost, uneven)
 
 
@@ -102,9 +103,9 @@ def differing(a: dict[str, Any], b: dict[str, Any]) -> str:
     return ", ".join(reasons) + (f" ({versions})" if "prompt" in names else "")
 
 
-def _direction(difference: float, interval: stats.Interval, p: float) -> int:
+def _direction(difference: float, interval: stats.Interval, p: float, alpha: float = ALPHA) -> int:
     """Return +1 / -1 when test and interval agree that there is a difference, else 0."""
-    if p >= ALPHA or interval.low <= 0 <= interval.high:
+    if p >= alpha or interval.low <= 0 <= interval.high:
         return 0
     return 1 if difference > 0 else -1
 
@@ -114,7 +115,7 @@ def in_order(tasks: set[str]) -> list[str]:
     return [t for t in PAPER_ORDER if t in tasks] + sorted(tasks - set(PAPER_ORDER))
 
 
-def compare_alike(a: Model, b: Model, only: Sequence[str] = ()) -> Comparison:
+def compare_alike(a: Model, b: Model, only: Sequence[str] = (), alpha: float = ALPHA) -> Comparison:
     """Return `compare_pair` on all common tasks, or on those in `only`.
 
     UserError when there is none, when one cannot be compared, and for a name that is no task of either.
@@ -126,7 +127,7 @@ def compare_alike(a: Model, b: Model, only: Sequence[str] = ()) -> Comparison:
     tasks = [t for t in in_order(a.results.keys() & b.results.keys()) if not only or t in only]
     if not tasks:
         raise UserError(f"{a.name} and {b.name} have no task in common{': ' * bool(only)}{', '.join(only)}")
-    comparison = compare_pair(a, b, tasks)
+    comparison = compare_pair(a, b, tasks, alpha)
     if comparison.refused:
         reasons = "; ".join(f"{task}: {reason}" for task, reason in comparison.refused.items())
         raise UserError(f"{a.name} and {b.name} cannot be compared: {reasons}; evaluate both alike")
@@ -159,17 +160,30 @@ def gate(verdicts: Sequence[Verdict]) -> int:
     return ExitCode.DONE
 
 
-def regression(a: Model, b: Model, max_drop: float | None = None, only: Sequence[str] = ()) -> Verdict:
+def levels(count: int, final: int | None) -> list[float]:
+    """Return the level of each of `count` checkpoints' tests, in their order; together at most ALPHA.
+
+    However many checkpoints follow, a run in which nothing is worse is called worse with a probability of
+    ALPHA at most: the k-th checkpoint gets 1 / (k (k + 1)) of half of it, the final export (number `final`)
+    the other half.
+    """
+    return [ALPHA / 2 if k == final else ALPHA / 2 / ((k + 1) * (k + 2)) for k in range(count)]
+
+
+def regression(
+    a: Model, b: Model, max_drop: float | None = None, only: Sequence[str] = (), alpha: float = ALPHA
+) -> Verdict:
     """Return the verdict whether b is worse than a.
 
     A task counts, and so does the mean over tasks, when its 95 % interval lies below zero and its paired test
     rejects (McNemar's with Holm's correction for tasks, random signs for the mean).
+    alpha: the level of these tests.
     max_drop: the mean may also not fall by more points than this. only: tasks that count alone; mean and
     correction are over them. UserError when they cannot be compared.
     """
     if a.name == b.name:
         raise UserError(f"{b.name} is its own baseline; name another model", code="own-baseline")
-    comparison = compare_alike(a, b, only)
+    comparison = compare_alike(a, b, only, alpha)
     assert comparison.mean is not None
     reasons = [
         f"{task} {100 * c['difference']:+.1f} points (p = {c['p_holm']:.2g})"

@@ -25,6 +25,8 @@ from emo.eval import store
 from emo.eval.icl.settings import NotFiniteError
 from emo.pipeline.run_dir import EXPORT, EXPORT_INFO, HF, read_export_info
 
+# Keys of a configuration that name the context, of which a model has one.
+CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TOKENIZER_VERSION = 1  # of what `tokenizer_content` looks at
 PROBED = 4096  # pieces of the vocabulary in each text that it encodes
@@ -224,8 +226,7 @@ class EvaluatedModel:
     def context_length(self) -> int | None:
         """Return the longest prompt that the model was made for, or None when it does not say."""
         config = self.model.config.get_text_config()
-        names = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
-        return next((int(value) for name in names if (value := getattr(config, name, None))), None)
+        return next((int(value) for name in CONTEXT if (value := getattr(config, name, None))), None)
 
 
 def default_name(path: Path) -> str:

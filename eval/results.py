@@ -10,6 +10,7 @@ Other files there, and views that differ from what the store has sealed, are ski
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -166,6 +167,11 @@ def pick(models: Sequence[Model], name: str) -> Model:
         if model.name == name:
             return model
     raise UserError(f"no results of a model {name!r}; {nearest(name, [m.name for m in models])}")
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a key by which step-9 comes before step-10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _description(directory: Path) -> dict[str, Any] | None:

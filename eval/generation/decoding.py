@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from emo.common.errors import UserError
 from emo.common.untrusted import read_json
-from emo.eval.model import EvaluatedModel
+from emo.eval.model import CONTEXT, EvaluatedModel
 
 NOT_IN_NAMES = re.compile(r"[^\w.+-]+")  # of directories
 
@@ -92,7 +92,7 @@ def context_of(model: EvaluatedModel) -> int | None:
     """Return the longest sequence of a model in tokens, if its configuration says so."""
     config = read_json(model.path / "config.json")
     config = config.get("text_config", config)
-    return config.get("max_position_embeddings") or config.get("n_positions")
+    return next((int(config[name]) for name in CONTEXT if config.get(name)), None)
 
 
 def prompt_ids(model: EvaluatedModel, prefix: str) -> list[int]:

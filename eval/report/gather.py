@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from emo.eval import stats
 from emo.eval.compare import Comparison, compare_pair, in_order
 from emo.eval.judging.results import JUDGEMENTS, read_judgements
 from emo.eval.report.judged import pairings
-from emo.eval.results import MODELS, Model, only_answer, pick, read_models
+from emo.eval.results import MODELS, Model, natural, only_answer, pick, read_models
 from emo.eval.store import STORED_BYTES
 from emo.pipeline.run_dir import CONFIG, METRICS, read_metrics
 
@@ -221,8 +220,7 @@ def families(
         objective = str(model.facts.get("objective") or "")
         rank = [*OBJECTIVES, objective].index(objective)
         order = first.index(model.name) if model.name in first else len(first)
-        natural = [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", model.name)]
-        in_family = (bool(above[model.name]), order, bool(objective), rank, _step(model), natural)
+        in_family = (bool(above[model.name]), order, bool(objective), rank, _step(model), natural(model.name))
         return (model.name != baseline, *in_family)
 
     bases = {chain[-1].name: chain[-1] for chain in above.values() if chain}
