@@ -367,13 +367,9 @@ def beside_ceiling(human: np.ndarray, sampled: Sequence[np.ndarray], splits: int
     halves = [(order[: n // 2], order[n // 2 : n // 2 * 2]) for order in orders]
     ceiling = [mauve(human[a], human[b]) for a, b in halves]
     half = [float(np.mean([mauve(human[a], f[b]) for a, b in halves])) for f in sampled]
-    result: dict[str, Any] = {
-        "score": [mauve(human, features) for features in sampled],
-        "half": half,
-        "texts": n,
-    }
-    others = [mauve(human, sampled[0], MAUVE["seed"] + i) for i in range(1, KMEANS)]
-    spread = [result["score"][0], *others]
+    scores = [mauve(human, features) for features in sampled]
+    spread = [scores[0], *(mauve(human, sampled[0], MAUVE["seed"] + i) for i in range(1, KMEANS))]
+    result: dict[str, Any] = {"score": scores, "half": half, "texts": n}
     result["kmeans"] = {"low": min(spread), "high": max(spread), "seeds": KMEANS}
     return result | {"ceiling": float(np.mean(ceiling)), "ceiling_std": float(np.std(ceiling, ddof=1))}
 
