@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from emo.eval.generation import commands, likelihood, prefixes, quality
 from emo.eval.generation import distributions as d
-from emo.eval.generation.decoding import Decoding, Request, prompt_ids, split_ids
+from emo.eval.generation.decoding import Decoding, Request, context_of, prompt_ids, split_ids
 from emo.eval.generation.engines import Transformers
 from emo.eval.generation.records import Generation, read_records
 from emo.eval.generation.sampling import ROUNDING, Sampler
@@ -326,6 +326,16 @@ def test_texts_of_any_script_have_words(text: str) -> None:
         assert first == 1.0 and other == 0.0 and 0 <= half < 1
     assert quality.distinct([text], 2) == 1.0 and quality.distinct([text, text], 2) == 0.5
     assert (quality.repetition(f"{text} {text}", 2) or 0) > 0.3
+
+
+@pytest.mark.parametrize(
+    "key", ["max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"]
+)
+def test_every_name_of_a_context_is_known(key: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {key: 96}}))
+    model = EvaluatedModel.__new__(EvaluatedModel)
+    model.path = tmp_path
+    assert context_of(model) == 96
 
 
 def test_rouge_of_english_is_rouge_scores() -> None:
