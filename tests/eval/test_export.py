@@ -133,11 +133,11 @@ def test_exporting_again_writes_the_same(world: Path, evaluated: Path, tmp_path:
     """Nothing twice, nothing missing, whatever a killed export has left; without the rows results alone."""
     model, expected = pick(read_models([evaluated / "out"]), "m"), evaluated / "there"
     for _ in range(2):
-        harness.harness.write_harness(model, tmp_path, str(world / "data"))
+        harness.write_harness(model, tmp_path, str(world / "data"))
         assert tree(tmp_path) == tree(expected)
         next(tmp_path.glob("m/results_*")).unlink()
     assert str(world).encode() not in b"".join(tree(expected).values()), "a path of this machine"
-    alone = json.loads(harness.harness.write_harness(model, tmp_path / "alone", None).read_text())
+    alone = json.loads(harness.write_harness(model, tmp_path / "alone", None).read_text())
     whole = exported(expected)
     assert alone == {name: whole[name] for name in alone} and len(tree(tmp_path / "alone")) == 1
 
