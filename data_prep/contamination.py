@@ -3,12 +3,15 @@
 A gram is n consecutive words, letters and digits only, as grams.py counts them in any script; a test row of
 fewer words (but at least SHORTEST) has grams of as many whole words as it has. Grams are compared by 64-bit
 hashes that numpy computes for many texts at once, so that the check costs little beside tokenising.
+
+The report names a test row by the digest of its text: copies of one data set number their rows differently.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,12 +19,13 @@ import numpy as np
 
 from emo.common.errors import UserError
 from emo.common.files import write_atomically
-from emo.data_prep.grams import WORD, split
+from emo.data_prep.grams import WORD, folded, split
 from emo.data_prep.inputs import read_text
 
 SHORTEST = 4  # words; shorter rows say nothing
 COLUMNS = ("text", "question")  # of a task's rows
 EXAMPLES = 5  # shown per task
+SHARED = "overlapping_texts"  # in the report: digest of a row's text -> share of its grams that were found
 SIEVE_BITS = 22
 
 
@@ -32,8 +36,17 @@ class Grams(NamedTuple):
     lengths: np.ndarray  # int64: which lengths there are, in words
     pairs: np.ndarray  # int64 [pairs, 2]: gram, row
     task: np.ndarray  # str [rows]
-    row: np.ndarray  # int64 [rows]: number of the row in its task's test split
     text: np.ndarray  # str [rows]
+
+
+def row_text(row: Mapping[str, Any]) -> str | None:
+    """Return the text by which a row of a task is looked for and recognised."""
+    return next((row[column] for column in COLUMNS if isinstance(row.get(column), str)), None)
+
+
+def digest(text: str) -> str:
+    """Return a digest of a row's text, the same whatever its case and spaces."""
+    return hashlib.sha256(folded(text).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def collect(directory: Path, n: int) -> Grams:
@@ -41,19 +54,20 @@ def collect(directory: Path, n: int) -> Grams:
     files = sorted(p for p in directory.glob("*/test.jsonl*") if p.suffix in (".jsonl", ".zst", ".gz"))
     if not files:
         raise UserError(f"data.contamination={directory} has no <task>/test.jsonl (.zst, .gz)")
-    rows: list[tuple[str, int, str]] = []  # task, number and text
+    rows: list[tuple[str, str]] = []  # task and text
     for file in files:
         for i, line in enumerate(read_text(file).split("\n")):
             if not line.strip():
                 continue
             try:
-                row: dict[str, Any] = json.loads(line)
-                text = next(row[column] for column in COLUMNS if isinstance(row.get(column), str))
-                rows.append((file.parent.name, int(row.get("row", i)), text))
-            except (ValueError, TypeError, AttributeError, StopIteration, RecursionError):
+                text = row_text(json.loads(line))
+            except (ValueError, AttributeError, RecursionError):
+                text = None
+            if text is None:
                 names = " or ".join(COLUMNS)
-                raise UserError(f"{file} line {i + 1} is not a JSON row with text in {names}") from None
-    words = split([text for _, _, text in rows])
+                raise UserError(f"{file} line {i + 1} is not a JSON row with text in {names}")
+            rows.append((file.parent.name, text))
+    words = split([text for _, text in rows])
     size = np.minimum(words.totals(len(rows)) // WORD, n)  # words in each row's grams
     lengths = np.unique(size[size >= SHORTEST])
     if not len(lengths):
@@ -106,8 +120,8 @@ def report(grams: Grams, hits: Iterable[int], documents: int, n: int) -> dict[st
     hits: grams found in any training row; documents: training rows in which one was found.
     """
     hit_grams = np.isin(np.arange(len(grams.hashes)), list(hits))
-    total = np.bincount(grams.pairs[:, 1], minlength=len(grams.row))
-    counts = np.bincount(grams.pairs[:, 1], weights=hit_grams[grams.pairs[:, 0]], minlength=len(grams.row))
+    total = np.bincount(grams.pairs[:, 1], minlength=len(grams.text))
+    counts = np.bincount(grams.pairs[:, 1], weights=hit_grams[grams.pairs[:, 0]], minlength=len(grams.text))
     share = counts / np.maximum(total, 1)
     tasks = {}
     for task in np.unique(grams.task).tolist():
@@ -119,7 +133,7 @@ def report(grams: Grams, hits: Iterable[int], documents: int, n: int) -> dict[st
             "too_short": int((total[members] == 0).sum()),
             "overlapping": len(hit),
             "contained": int((share[members] == 1).sum()),  # every gram of the row was found
-            "overlapping_rows": {str(grams.row[r]): round(float(share[r]), 4) for r in hit},
+            SHARED: {digest(str(grams.text[r])): round(float(share[r]), 4) for r in hit},
             "examples": [str(grams.text[r])[:300] for r in worst[:EXAMPLES]],
         }
     return {"ngram": n, "documents": documents, "tasks": tasks}

@@ -11,6 +11,7 @@ of many texts at once.
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -107,6 +108,57 @@ def split(texts: Sequence[str], punctuation: bool = False) -> Words:
         prefix,
         inverses,
     )
+
+
+def folded(text: str) -> str:
+    """Return a text in the form in which two copies of it are equal: case and spaces do not count."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def tokens(text: str) -> list[str]:
+    """Return the words of a text in lower case; characters of scripts without spaces count by themselves.
+
+    Of ASCII text these are the runs of letters and digits, as rouge-score has them.
+    """
+    if text.isascii():
+        return re.findall("[a-z0-9]+", text.lower())
+    words: list[str] = []
+    before = _SPACE
+    for letter in unicodedata.normalize("NFKC", text).lower():
+        kind = _cached_class(letter)
+        if kind in (_LETTER, _MARK) and before in (_LETTER, _MARK):
+            words[-1] += letter
+        elif kind == _MARK and before >= _HALF:
+            words[-1] += letter
+            continue  # the next letter begins a word
+        elif kind >= _LETTER:
+            words.append(letter)
+        if kind != _IGNORED:
+            before = kind
+    return words
+
+
+def units(text: str) -> list[str]:
+    """Return what stands between spaces, and of scripts without spaces every character by itself."""
+    result: list[str] = []
+    for word in (text if text.isascii() else unicodedata.normalize("NFKC", text)).split():
+        if word.isascii():
+            result.append(word)
+            continue
+        begins = True
+        for letter in word:
+            kind = _cached_class(letter)
+            if kind >= _HALF or begins:
+                result.append(letter)
+            else:
+                result[-1] += letter
+            begins = kind >= _HALF
+    return result
+
+
+@lru_cache(maxsize=1 << 16)
+def _cached_class(letter: str) -> int:
+    return _class_of(letter)
 
 
 def _class_of(letter: str) -> int:

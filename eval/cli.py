@@ -9,6 +9,7 @@ the same command again; 141 nobody reads the output any more.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 from emo.common.commands import Parser, first_word, parse_arguments
 from emo.common.errors import ExitCode, FailureError, UserError, one_line, outcome
+from emo.common.progress import at_work
 from emo.common.text import counted, on_one_line, printable
 from emo.eval import chat
 from emo.eval.export import commands as exporting
@@ -165,7 +167,8 @@ def _watch(args: argparse.Namespace) -> int:
 
     watch = Watch(args.run_dir, tasks, settings, out, args.dtype, say, exports)
     while True:
-        evaluated = watch.once()
+        with at_work(f"{args.run_dir}: looking for checkpoints"):
+            evaluated = watch.once()
         if evaluated and not args.no_report:
             document(Report([out])).write(f"{out}/", FILES)
         if args.once or watch.among(TROUBLED) or (args.until_finished and watch.finished()):
@@ -238,6 +241,12 @@ def main(argv: list[str] | None = None) -> int:
     quiet_libraries()
 
     def work() -> int:
+        # A watcher waits for hours: it shows its evaluations alone.
+        quiet = contextlib.nullcontext() if args.command == "watch" else at_work(f"{args.command}: working")
+        with quiet:
+            return dispatch()
+
+    def dispatch() -> int:
         commands = {"eval": _run, "watch": _watch, "report": _report, "compare": _compare}
         others = {"answer": judging.run, "chat": chat.run, "judge": judging.run, "export": exporting.run}
         try:

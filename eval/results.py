@@ -10,6 +10,7 @@ Other files there, and views that differ from what the store has sealed, are ski
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,8 @@ class Model:
     samples: list[dict[str, Any]] = field(default_factory=list)
     metrics: list[dict[str, float]] = field(default_factory=list)
     _outcomes: dict[str, Outcomes] = field(default_factory=dict)
+    _texts: dict[str, list[str | None]] = field(default_factory=dict)
+    _lost: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -73,7 +76,19 @@ class Model:
             records = self.records(task)
             rows = [(r["row"], r["id"], r["gold"], r["group"]) for r in records]
             self._outcomes[task] = rows, [r["prediction"] == r["gold"] for r in records]
+            self._texts[task] = [r.get("text") for r in records]
+            self._lost[task] = [(r.get("dropped", 0), r.get("cut", 0)) for r in records]
         return self._outcomes[task]
+
+    def texts(self, task: str) -> list[str | None]:
+        """Return the digest of every row's text, by which contamination reports name it."""
+        self.outcomes(task)
+        return self._texts[task]
+
+    def lost(self, task: str) -> list[tuple[int, int]]:
+        """Return how many demonstrations, and tokens of its text, every row lost to the context."""
+        self.outcomes(task)
+        return self._lost[task]
 
 
 def only_answer(result: dict[str, Any]) -> str | None:
@@ -152,6 +167,11 @@ def pick(models: Sequence[Model], name: str) -> Model:
         if model.name == name:
             return model
     raise UserError(f"no results of a model {name!r}; {nearest(name, [m.name for m in models])}")
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """Return a key by which step-9 comes before step-10."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
 
 
 def _description(directory: Path) -> dict[str, Any] | None:

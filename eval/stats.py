@@ -69,22 +69,31 @@ def bounded_mean(
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, or a ratio of sums, and by how much each cluster moves it: to first order, summing to zero."""
+    """A mean, or a ratio of sums, and by how much each cluster moves it: to first order, summing to zero.
+
+    shares: of the weight, by cluster. A cluster with a large share pulls the estimate towards itself, so its
+    part is too small by the factor sqrt(1 - share) (Bell and McCaffrey's CR2).
+    """
 
     value: float
     parts: np.ndarray  # [clusters]
+    shares: np.ndarray  # [clusters], summing to 1
 
     def __sub__(self, other: Estimate) -> Estimate:
         """Return the difference of two models on the same clusters."""
-        return Estimate(self.value - other.value, self.parts - other.parts)
+        shares = (self.shares + other.shares) / 2
+        return Estimate(self.value - other.value, self.parts - other.parts, shares)
 
     def interval(self, level: float = LEVEL) -> Interval | None:
-        """Return Student's interval over clusters; None for a single one."""
-        count = len(self.parts)
-        if count < 2:
+        """Return Student's interval over clusters; None for a single one, or one that has all the weight.
+
+        Its degrees of freedom are those of as many equal clusters as have the same sum of squared shares.
+        """
+        if len(self.parts) < 2 or self.shares.max() > 1 - 1e-9:
             return None
-        error = math.sqrt(float((self.parts**2).sum()) * count / (count - 1))
-        half = float(stats.t.ppf((1 + level) / 2, count - 1)) * error
+        error = math.sqrt(float((self.parts**2 / (1 - self.shares)).sum()))
+        freedom = max(1.0, 1 / float((self.shares**2).sum()) - 1)
+        half = float(stats.t.ppf((1 + level) / 2, freedom)) * error
         return Interval(self.value - half, self.value + half)
 
 
@@ -94,7 +103,8 @@ def ratio(values: Sequence[float], weights: Sequence[float] | None, clusters: Se
     sums = np.bincount(cluster_index, weights=np.asarray(values, float))
     sizes = np.bincount(cluster_index, weights=None if weights is None else np.asarray(weights, float))
     value = float(sums.sum() / sizes.sum()) if sizes.any() else math.nan
-    return Estimate(value, (sums - value * sizes) / max(float(sizes.sum()), 1e-300))
+    total = max(float(sizes.sum()), 1e-300)
+    return Estimate(value, (sums - value * sizes) / total, sizes / total)
 
 
 def student(values: Sequence[float], level: float = LEVEL) -> Interval | None:
@@ -187,13 +197,15 @@ def mean_difference(tasks: Sequence[np.ndarray], seed: int = 0) -> MeanDifferenc
     if len(discordant) < 2:
         return MeanDifference(difference, interval, _sign_test(*sum(discordant.values(), np.zeros(2, int))))
     rng = np.random.default_rng(seed)
-    drawn, observed = np.zeros(DRAWS), 0.0
+    drawn, observed, squares = np.zeros(DRAWS), 0.0, 0.0
     for weight, (only_a, only_b) in discordant.items():
         both = only_a + only_b
         drawn += weight * (2 * rng.binomial(both, 0.5, DRAWS) - both)
         observed += weight * (only_b - only_a)
+        squares += weight**2 * both
     as_far = (np.abs(drawn) >= abs(observed) - 1e-12).sum()
-    return MeanDifference(difference, interval, float((as_far + 1) / (DRAWS + 1)))
+    bound = 2 * math.exp(-(observed**2) / (2 * squares))  # Hoeffding's: below what draws can show
+    return MeanDifference(difference, interval, min(float((as_far + 1) / (DRAWS + 1)), bound))
 
 
 def mean_interval(means: Sequence[tuple[float, float, float]]) -> tuple[float, Interval]:

@@ -39,7 +39,7 @@ from emo.common.lease import held, now_there
 from emo.common.text import counted
 from emo.common.weights import CONFIG, opened_files
 from emo.eval import store
-from emo.eval.compare import Verdict, regression
+from emo.eval.compare import Verdict, levels, regression
 from emo.eval.export.commands import Export
 from emo.eval.export.hub import CARD
 from emo.eval.export.tracking import BusyError
@@ -49,7 +49,7 @@ from emo.eval.icl.settings import VERSION, Settings
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import Task
 from emo.eval.model import EvaluatedModel, clean_name
-from emo.eval.results import Say, pick, read_models
+from emo.eval.results import Say, natural, pick, read_models
 from emo.pipeline.run_dir import COMPLETE, EXPORT, HF, checkpoints, is_complete, listed_files, mismatch
 
 SETTLE_SECONDS = 20.0
@@ -189,15 +189,22 @@ class Watch:
         return f"{self.run_dir}: {', '.join(parts)}"
 
     def verdicts(self, baseline: str, max_drop: float | None) -> list[Verdict]:
-        """Return verdicts on all evaluated checkpoints of the run, whoever evaluated them, and when."""
+        """Return verdicts on all evaluated checkpoints of the run, whoever evaluated them, and when.
+
+        Their tests share one level, as `compare.levels` says: the more are judged, the more false alarms.
+        """
         models = read_models([self.out])
         first, by_name = pick(models, baseline), {model.name: model for model in models}
+        marks, export = self._evaluated(), clean_name(self.run_dir.absolute().name)
+        names = [name for name in marks if name != baseline]
+        # The export comes last: its step is that of the last checkpoint.
+        names.sort(key=lambda name: (name == export, marks[name].get("step") or 0, natural(name)))
+        final = names.index(export) if export in names else None
         return [
-            regression(first, by_name[name], max_drop)
+            regression(first, by_name[name], max_drop, alpha=alpha)
             if name in by_name
             else Verdict([], f"{name}: its results cannot be read", [f"all results ({name})"])
-            for name in self._evaluated()
-            if name != baseline
+            for name, alpha in zip(names, levels(len(names), final), strict=True)
         ]
 
     def _evaluated(self) -> dict[str, dict[str, Any]]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
 from pathlib import Path
 
+from emo.common.commands import parse_arguments
 from emo.common.errors import UserError, nearest
 from emo.data_prep.config import DataConfig, settings
 from emo.data_prep.inputs import open_inputs
@@ -52,11 +56,28 @@ def _check_names(sweep: Sweep, run: Run, config: RunConfig) -> None:
     metrics = [metric for name in config.data.validation_sets for metric in validation_metrics(name)]
     for name, measure in experiment.measures.items():
         metrics += measure.read
-        split_command(measure.command, sweep.variables(run, run), f"measures.{name}")
+        _check_command(split_command(measure.command, sweep.variables(run, run), f"measures.{name}"), name)
         fill(measure.read, sweep.variables(run), f"measures.{name}.read")
     for metric in [*experiment.decisive, *([experiment.choose.by] if experiment.choose else [])]:
         if metric not in metrics:
             raise UserError(f"nothing measures {metric}; {nearest(metric, metrics)}")
+
+
+def _check_command(words: list[str], measure: str) -> None:
+    """Refuse a measure by one of our evaluation's commands whose arguments that command does not take."""
+    from emo.eval.cli import parser
+
+    words = words[words.index("emo") + 1 :] if "emo" in words[:3] else []
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message):
+            top = parser()
+            known = next(a.choices for a in top._actions if isinstance(a, argparse._SubParsersAction))
+            if words and words[0] in known:
+                parse_arguments(top, words)
+    except SystemExit:
+        reason = message.getvalue().strip().rpartition("error: ")[2]
+        raise UserError(f"measures.{measure}: emo {words[0]}: {reason}", code="measure") from None
 
 
 def _check_model(experiment: Experiment, config: RunConfig) -> None:

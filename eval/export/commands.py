@@ -78,7 +78,7 @@ class Export:
                 else:
                     from emo.eval.export.harness import write_harness
 
-                    say(f"{model.name}: {write_harness(model, self.out, self.data, self.tasks)}")
+                    say(f"{model.name}: {write_harness(model, self.out, self.data, self.tasks, say)}")
             except Exception as error:
                 failed[model.name] = error
         return failed

@@ -48,7 +48,14 @@ class Figures:
         """Return the settings of the evaluation, for a reader."""
         result, compared = self.result, self.result["conditions"]["compared"]
         text = f"{result['shots']}-shot, demonstrations: {result['retriever']}, prompts: {result['version']}"
-        return f"{text}, scorer: {compared['scorer']}; the label with the lowest {result['score']} counts"
+        text = f"{text}, scorer: {compared['scorer']}; the label with the lowest {result['score']} counts"
+        return f"{text}; {self.lost}" if self.lost else text
+
+    @property
+    def lost(self) -> str:
+        """Return how many prompts had fewer demonstrations than the setting says; empty for none."""
+        lost, n = self.result["rows_shortened"], len(self.records)
+        return f"{lost:,} of {n:,} prompts lost demonstrations or text to the context" if lost else ""
 
 
 def all_figures(model: Model) -> list[Figures]:

@@ -12,6 +12,7 @@ import json
 import re
 from collections import Counter
 from datetime import UTC, datetime
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from emo.eval.export.figures import Accuracy, Figures, all_figures
 from emo.eval.icl.prompts import PromptBuilder
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import GROUP, LABEL, load_task
-from emo.eval.results import Model
+from emo.eval.results import Model, Say
 
 SOURCE = "emo-pipeline"  # in the place of a model class there: the program that made the figures
 FILTER = "none"  # there: an answer is taken from the responses as they are
@@ -31,13 +32,18 @@ FILTER = "none"  # there: an answer is taken from the responses as they are
 Samples = dict[str, list[dict[str, Any]]]  # by group; lm_eval.result_schema.SampleResult
 
 
-def write_harness(model: Model, out: Path, data: str | None, tasks: str = "") -> Path:
+def write_harness(
+    model: Model, out: Path, data: str | None, tasks: str = "", say: Say = lambda text: None
+) -> Path:
     """Write a model's files under `out`; return the path of its results, which are written last.
 
     data, tasks: where the rows are, and files of tasks that are not built in; without data there are no
     samples. UserError when results cannot be trusted, or the rows are other ones; nothing is written then.
     """
     figures_of_tasks = all_figures(model)
+    for figures in figures_of_tasks:
+        if figures.lost:
+            say(f"{model.name}: {figures.task}: {figures.lost}; n-shot names the number that was asked for")
     value = _results(model, figures_of_tasks)
     samples = [_samples(data, tasks, figures) for figures in figures_of_tasks] if data else []
     stamp = datetime.fromtimestamp(value["date"], UTC).replace(tzinfo=None).isoformat().replace(":", "-")
@@ -45,14 +51,14 @@ def write_harness(model: Model, out: Path, data: str | None, tasks: str = "") ->
     directory.mkdir(parents=True, exist_ok=True)
     if samples:
         value |= {"task_hashes": {}, "n-samples": {}}
-    for figures, (by_group, counts) in zip(figures_of_tasks, samples, strict=False):
+    for figures, (by_group, full) in zip(figures_of_tasks, samples, strict=False):
         for group, name in _names(figures).items():
             rows = by_group[group]
             lines = "".join(json.dumps(row) + "\n" for row in rows)
             write_text(directory / f"samples_{name}_{stamp}.jsonl", lines)
             hashes = "".join(row["doc_hash"] + row["prompt_hash"] + row["target_hash"] for row in rows)
             value["task_hashes"][name] = _hash(hashes)
-            value["n-samples"][name] = {"original": counts[group], "effective": len(rows)}
+            value["n-samples"][name] = {"original": full[group], "effective": len(rows)}
     path = directory / f"results_{stamp}.json"
     write_text(path, json.dumps(value, indent=2) + "\n")
     return path
@@ -96,6 +102,7 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
                 "metadata": {
                     "version": result["version"],
                     "score": result["score"],
+                    "rows_shortened": result["rows_shortened"],
                     "conditions": result["conditions"]["compared"] | result["conditions"]["noted"],
                 },
             }
@@ -128,10 +135,18 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
 
 
 def _names(figures: Figures) -> dict[str, str]:
-    """Return a task's names there by group: the task, or its groups as MMLU's subjects are called."""
+    """Return a task's names there by group: the task, or its groups as MMLU's subjects are called.
+
+    Groups that differ in such characters only are told apart by numbers, in the order of their names.
+    """
     if not figures.result["groups"]:
         return {"": figures.task}
-    return {group: f"{figures.task}_" + re.sub(r"\W", "_", group) for group in figures.groups}
+    names: dict[str, str] = {}
+    for group in sorted(figures.groups):
+        name = f"{figures.task}_" + re.sub(r"\W", "_", group)
+        number = next(i for i in count(1) if (name if i == 1 else f"{name}_{i}") not in names.values())
+        names[group] = name if number == 1 else f"{name}_{number}"
+    return {group: names[group] for group in figures.groups}
 
 
 def _hash(text: str) -> str:

@@ -29,6 +29,7 @@ import torch
 from emo.common.errors import UserError
 from emo.common.progress import at_work
 from emo.common.text import counted
+from emo.data_prep.grams import tokens, units
 from emo.data_prep.tokenizer import text_ids, tokenizer_fingerprint
 from emo.eval import store
 from emo.eval.generation import likelihood
@@ -46,6 +47,7 @@ MIN_TEXTS = 100  # of MAUVE: halves of 50 make five clusters; with fewer the sco
 MAX_TOKENS = 256  # of a text that MAUVE's features are taken of, as in the paper
 MAUVE: dict[str, Any] = {"mauve_scaling_factor": 5, "seed": 25}  # the paper's settings
 MAUVE |= {"kmeans_num_redo": 5, "kmeans_max_iter": 500, "kmeans_explained_var": 0.9}
+KMEANS = 5  # seeds of the clusters that a score is also taken with
 BATCH = 16  # texts
 
 
@@ -119,7 +121,7 @@ class Sampled:
         """Take variety, repetition and length; of the human texts too."""
         records, clusters = self.records, self.clusters
         columns = {name: [float(record[name]) for record in records] for name in ("tokens", "ended")}
-        columns["words"] = [len(record["text"].split()) for record in records]
+        columns["words"] = [len(units(record["text"])) for record in records]
         estimates = {name: ratio(values, None, clusters) for name, values in columns.items()}
         for n in (2, 3, 4):
             shares = [repetition(record["text"], n) for record in records]
@@ -135,7 +137,7 @@ class Sampled:
             for n in (2, 3, 4):
                 counted = [share for human in humans if (share := repetition(human, n)) is not None]
                 of_humans[f"repetition_{n}"] = float(np.mean(counted)) if counted else 0.0
-            of_humans["words"] = float(np.mean([len(human.split()) for human in humans]))
+            of_humans["words"] = float(np.mean([len(units(human)) for human in humans]))
             self.result["human_text"] = of_humans
 
     def _pair(self, record: Record, protocol: str) -> tuple[str, str]:
@@ -152,6 +154,8 @@ class Sampled:
         human = features([human for _, human in pairs[0]])
         result = beside_ceiling(human, [features([text for text, _ in draw]) for draw in pairs])
         self.result["mauve"] = result | {key: by_seed(self.seeds, result[key]) for key in ("score", "half")}
+        for key in ("score", "half"):
+            self.result["mauve"][key] |= _within(self.result["mauve"][key])
 
     def _oracle(self, oracle: EvaluatedModel, out: Path, say: Callable[[str], None]) -> None:
         """Take PPL_oracle of the samples, of as many of the oracle's own, and of the human texts.
@@ -289,16 +293,25 @@ def repetition(text: str, n: int) -> float | None:
 
 
 def _ngrams(text: str, n: int) -> list[tuple[str, ...]]:
-    words = text.split()
+    words = units(text)
     return [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]
 
 
 def rouge(pairs: Sequence[tuple[str, str]]) -> dict[str, list[float]]:
-    """Return F-measures of ROUGE-1 and ROUGE-L of pairs (text, reference) by rouge-score; from 0 to 1."""
+    """Return F-measures of ROUGE-1 and ROUGE-L of pairs (text, reference) by rouge-score; from 0 to 1.
+
+    rouge-score's own tokenizer knows the letters a to z alone. Words here are of any script, and characters
+    count by themselves where words are written without spaces; of ASCII text the scores are rouge-score's.
+    """
     from rouge_score.rouge_scorer import RougeScorer
+    from rouge_score.tokenizers import Tokenizer
+
+    class Words(Tokenizer):
+        def tokenize(self, text: str) -> list[str]:
+            return tokens(text)
 
     names = ["rouge1", "rougeL"]
-    scorer = RougeScorer(names)
+    scorer = RougeScorer(names, tokenizer=Words())
     scores = [scorer.score(reference, text) for text, reference in pairs]
     return {name: [float(score[name].fmeasure) for score in scores] for name in names}
 
@@ -354,18 +367,27 @@ def beside_ceiling(human: np.ndarray, sampled: Sequence[np.ndarray], splits: int
 
     human: features [n, d]; sampled: sets of [n, d] that continue the same prefixes. `half` compares one half
     of the human texts with the samples after the other half's prefixes, `ceiling` compares the two halves.
+    `kmeans`: the smallest and the largest score of the first set over KMEANS seeds of its clusters.
     """
     n = len(human)
     orders = [np.random.default_rng(seed).permutation(n) for seed in range(splits)]
     halves = [(order[: n // 2], order[n // 2 : n // 2 * 2]) for order in orders]
     ceiling = [mauve(human[a], human[b]) for a, b in halves]
     half = [float(np.mean([mauve(human[a], f[b]) for a, b in halves])) for f in sampled]
-    result = {"score": [mauve(human, features) for features in sampled], "half": half, "texts": n}
+    scores = [mauve(human, features) for features in sampled]
+    spread = [scores[0], *(mauve(human, sampled[0], MAUVE["seed"] + i) for i in range(1, KMEANS))]
+    result: dict[str, Any] = {"score": scores, "half": half, "texts": n}
+    result["kmeans"] = {"low": min(spread), "high": max(spread), "seeds": KMEANS}
     return result | {"ceiling": float(np.mean(ceiling)), "ceiling_std": float(np.std(ceiling, ddof=1))}
 
 
-def mauve(human: np.ndarray, sampled: np.ndarray) -> float:
-    """Return MAUVE of two sets of features [n, d]: from 0 to 1, 1 for equal ones."""
+def _within(value: dict[str, Any]) -> dict[str, Any]:
+    """Return the limits of an interval without what no score can be: below 0, or above 1."""
+    return {key: None if value[key] is None else min(max(value[key], 0.0), 1.0) for key in ("low", "high")}
+
+
+def mauve(human: np.ndarray, sampled: np.ndarray, seed: int = MAUVE["seed"]) -> float:
+    """Return MAUVE of two sets of features [n, d]: from 0 to 1, 1 for equal ones. seed: of its clusters."""
     import mauve as package  # GPL-3.0, therefore an extra
 
     sys.stderr.flush()
@@ -374,7 +396,8 @@ def mauve(human: np.ndarray, sampled: np.ndarray) -> float:
         os.dup2(nothing, 2)  # faiss warns there that clusters are small, which is how MAUVE wants them
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return float(package.compute_mauve(p_features=human, q_features=sampled, **MAUVE).mauve)
+            settings = MAUVE | {"seed": seed}
+            return float(package.compute_mauve(p_features=human, q_features=sampled, **settings).mauve)
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
@@ -393,6 +416,7 @@ def _cells(result: dict[str, Any]) -> dict[str, str]:
     if mauve := result.get("mauve"):
         cells = {"MAUVE": _cell(mauve["score"]), "half": _cell(mauve["half"])}
         cells["ceiling"] = f"{mauve['ceiling']:.3f}"
+        cells["over k-means seeds"] = f"{mauve['kmeans']['low']:.3f} to {mauve['kmeans']['high']:.3f}"
     cells |= {name: _cell(value) for name, value in result.get("rouge", {}).items()}
     if "ppl_oracle" in result:
         cells["PPL_oracle"] = _cell(result["ppl_oracle"]["perplexity"], 2)

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from emo.common.errors import UserError, one_line
 from emo.common.files import write_atomically
+from emo.common.progress import at_work
 from emo.common.untrusted import arrays
 from emo.eval import store
 from emo.eval.model import hub_snapshot, quiet_libraries
@@ -91,7 +91,7 @@ class Encoder:
         missing = {k: t for k, t in zip(keys, texts, strict=True) if k not in self._vectors}
         # Longest first keeps batches dense; the order also makes segments reproducible.
         order = sorted(missing, key=lambda key: (-len(missing[key]), key))
-        with tqdm(total=len(order), desc="embedding", unit="text", disable=None if order else True) as bar:
+        with at_work("embedding", len(order), "text") as bar:
             for start in range(0, len(order), SEGMENT):
                 part, parts = order[start : start + SEGMENT], []
                 for i in range(0, len(part), SHOWN):

@@ -13,10 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from emo.common.errors import UserError
 from emo.common.lease import held
+from emo.common.progress import at_work
+from emo.data_prep.grams import folded
 from emo.eval import store
 from emo.eval.icl.encoder import Encoder
 from emo.eval.icl.settings import CANDIDATES, RETRIEVERS, SEED, VERSION, NotFiniteError, Settings
@@ -55,14 +55,20 @@ class Job:
         quiet_libraries()
         from emo.eval.icl.records import Recorder
 
-        return Recorder(self.model, self.settings, self.say)
+        with at_work(f"{self.model.name}: loading"):
+            return Recorder(self.model, self.settings, self.say)
 
     def run(self, task: Task) -> dict[str, Any]:
         """Return the result of a task, which is computed unless it is known."""
         settings = self.settings
         data = load_data(task, settings.data, settings.limit, settings.shots)
-        if "channel" in settings.extras:
-            task.channel()  # before anything takes long
+        if "channel" in settings.extras:  # before anything takes long
+            task.channel().require_text(data.rows["test"])
+        if len(data.rows["train"]) < data.pool:
+            self.say(
+                f"{task.name}: with --limit {settings.limit} demonstrations come from "
+                f"{len(data.rows['train']):,} of {data.pool:,} rows, evenly spaced"
+            )
         indices, retrieval = self._retrieve(task, data)
         # Two results may be compared when all of `compared` is equal.
         compared = {
@@ -77,6 +83,7 @@ class Job:
             "scorer": VERSION,
         }
         noted = {"prompt_version": task.version, "demonstrations": store.digest(indices)[:16]}
+        noted["pool"] = f"{len(data.rows['train'])} of {data.pool}"
         identity = {
             "weights": self.model.digest,
             "tokenizer": self.model.tokenizer_digest,
@@ -139,7 +146,9 @@ class Job:
                 if acquired and store.unsealed(path) is None:
                     if path.is_file():
                         self.say(f"{path} is damaged: computing it again")
-                    store.replace(path, store.seal(self._choose(task, data, count)))
+                    with at_work(f"{task.name}: choosing demonstrations"):
+                        chosen = self._choose(task, data, count)
+                    store.replace(path, store.seal(chosen))
             if not acquired:
                 time.sleep(store.POLL_SECONDS)
         return indices, identity
@@ -166,7 +175,7 @@ class Job:
 
         Raises UserError when a score is not finite; nothing is published then.
         """
-        pool = {task.text(row) for row in data.rows["train"]}
+        pool = {folded(task.text(row)) for row in data.rows["train"]}
         _ = None if entry.is_whole(len(indices), CHUNK) else self.recorder  # it speaks before the bar
 
         def score(rows: range) -> list[dict[str, Any]]:
@@ -178,7 +187,7 @@ class Job:
 
         desc = f"{self.model.name} {task.name}"
         try:
-            with tqdm(total=len(indices), desc=desc, unit="row", disable=None) as bar:
+            with at_work(desc, len(indices)) as bar:
                 return store.complete(entry, len(indices), CHUNK, score, bar.update)
         except NotFiniteError as error:
             text = f"{self.model.given}, task {task.name}: {error}; nothing is published"
@@ -193,13 +202,13 @@ class Job:
         pool: set[str],
         advance: Callable[[int], Any],
     ) -> list[dict[str, Any]]:
-        """Return records of some test rows. pool: texts that demonstrations are chosen from."""
+        """Return records of some test rows. pool: folded texts that demonstrations are chosen from."""
         rows = [data.rows["test"][number] for number in numbers]
         shots = [indices[number] for number in numbers]
         records = self.recorder.records(task, data.rows["train"], rows, shots, advance)
         for number, row, record in zip(numbers, rows, records, strict=True):
             record |= {"row": number, "id": row[ROW], "gold": row[LABEL], "group": row[GROUP]}
-            record["leaked"] = task.text(row) in pool
+            record |= {"leaked": folded(task.text(row)) in pool, "text": data.texts[number]}
         return records
 
 

@@ -28,10 +28,16 @@ class Sample:
     ids: list[np.ndarray] = field(default_factory=list)
     dropped: int = 0  # demonstrations
     cut: int = 0  # tokens of the query
+    start: int | None = None  # tokens before the labels; None: none of them is common to two labels
 
     def items(self) -> list[Item]:
-        """Return prefix and tails; prompts without a common first token are items of their own."""
+        """Return prefix and tails, which begin where the labels do, or where they differ without `start`.
+
+        Prompts without a common first token are items of their own.
+        """
         shared = common_prefix(self.ids)
+        if self.start is not None and shared:
+            shared = max(1, min(shared, self.start - self.cut))
         if shared == 0:
             return [Item(ids, [np.empty(0, dtype=np.int64)]) for ids in self.ids]
         group = tuple(self.demonstrations) or None
@@ -50,6 +56,8 @@ class PromptBuilder:
     ) -> None:
         self.template, self.pool, self.tokenizer = Template(task), pool, tokenizer
         self.labels, self.limit, self.label_first = task.labels, limit, label_first
+        begins = {task.words(label).encode()[:1] for label in self.labels}
+        self.may_share = len(begins) < len(self.labels) and not label_first  # tokens of two labels
         self._demonstrations: dict[int, str] = {}
 
     def build(self, rows: list[Row], indices: list[list[int]]) -> list[Sample]:
@@ -71,6 +79,7 @@ class PromptBuilder:
                 samples[n] = sample
             left = [n for n in left if fitting[n] > 0 and self._excess(samples[n]) > 0]
             fitting |= {n: fitting[n] - 1 for n in left}
+        self._mark_labels(samples)
         for n in long:
             samples[n].dropped = len(indices[n]) - len(samples[n].demonstrations)
             if self._excess(samples[n]) > 0:
@@ -100,6 +109,17 @@ class PromptBuilder:
         self._tokenise(samples)
         return samples
 
+    def _mark_labels(self, samples: list[Sample]) -> None:
+        """Note how many tokens precede the labels, where labels may have tokens in common."""
+        if not self.may_share or not samples:
+            return
+        contexts = [self.template.shared_prompt(s.row, self.ice(s.demonstrations)) for s in samples]
+        encoded = self.tokenizer(contexts, truncation=False, padding=False, verbose=False)["input_ids"]
+        for sample, ids in zip(samples, encoded, strict=True):
+            if ids and len(ids) > 1 and ids[-1] == self.tokenizer.eos_token_id:
+                ids = ids[:-1]  # some tokenizers end every text
+            sample.start = common_prefix([np.asarray(ids, dtype=np.int64), *sample.ids]) if ids else 0
+
     def _tokenise(self, samples: list[Sample], truncate: bool = False) -> None:
         """Fill in the ids of whole prompts: exactly those of an evaluator that knows no prefixes."""
         texts = [prompt for sample in samples for prompt in sample.prompts]
@@ -117,6 +137,7 @@ class PromptBuilder:
         """Remove the same tokens of the query from every label's prompt until the longest fits."""
         sample.cut = self._excess(sample)
         shortest, start = min(map(len, sample.ids)), common_prefix(sample.ids)
+        start = start if sample.start is None else min(start, sample.start)
         removable = shortest - start if self.label_first else start - 1
         if sample.cut > removable:
             raise UserError(
@@ -153,6 +174,7 @@ class OpenICLPromptBuilder(PromptBuilder):
                     sample.demonstrations.pop()
                 sample.prompts.append(prompt)
         self._tokenise(samples, truncate=True)
+        self._mark_labels(samples)
         for sample, shots in zip(samples, indices, strict=True):
             sample.dropped = len(shots) - len(sample.demonstrations)
         return samples

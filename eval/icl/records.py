@@ -4,10 +4,11 @@ OpenICL's score of label k is the NLL of the whole prompt divided by its number 
 
     PPL_k = (S + s_k) / (P + n_k)          S, P: NLL and length of the shared prefix; s_k, n_k: of the tail
 
-From the same forward follow  suffix_sum_k = s_k  and  suffix_mean_k = s_k / n_k.  The smallest score wins,
-the first label at a tie. Whole-prompt perplexity gives every extra label token a bonus of S / P nats, which
-moves with the model; the other two do not, hence all three are recorded. Two further scores, each a forward
-of its own, are computed when asked for:
+From the same forward follow  suffix_sum_k = s_k  and  suffix_mean_k = s_k / n_k.  A tail begins with the
+label's first token, also where labels begin alike: of "good" and "good luck" no tail is empty. The smallest
+score wins, the first label at a tie. Whole-prompt perplexity gives every extra label token a bonus of S / P
+nats, which moves with the model; the other two do not, hence all three are recorded. Two further scores, each
+a forward of its own, are computed when asked for:
 
 channel      -log p(text | label, demonstrations), with the label before the text in query and demonstrations
 calibrated   suffix_sum of the query less suffix_sum of a query without content: what the text adds to a label
@@ -130,7 +131,9 @@ class Recorder:
             shared = max(common_prefix(sample.ids), 1)
             skip = []  # only the tokens after the label are scored
             for text, offsets in zip(sample.prompts, encoded["offset_mapping"], strict=True):
-                first = next(i for i, (begin, _) in enumerate(offsets) if begin >= len(text) - len(after))
+                border = len(text) - len(after)
+                inside = [i for i, (begin, end) in enumerate(offsets) if begin < end and end > border]
+                first = next((i for i in inside if offsets[i][0] >= border), inside[0])  # else across it
                 skip.append(max(0, first - shared))
             items.append(Item(sample.ids[0][:shared], [ids[shared:] for ids in sample.ids], None, skip))
         return np.array([score.tails for score in self.scorer.score(items)])

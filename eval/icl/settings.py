@@ -24,7 +24,7 @@ RETRIEVERS = {
 SEED = 43  # OpenICL's default for random demonstrations
 CANDIDATES = 30  # nearest rows that dpp and mdl choose among
 BUDGET = 8192  # tokens per batch unless a caller chooses
-VERSION = 3  # of everything that decides a score, given the same prompts
+VERSION = 4  # of everything that decides a score, given the same prompts
 
 
 @dataclass(frozen=True)

@@ -7,15 +7,20 @@ full split.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.untrusted import parse_json
+from emo.data_prep.contamination import digest, row_text
 from emo.data_prep.inputs import read_text
 from emo.eval import store
+from emo.eval.generation.prefixes import evenly
 from emo.eval.icl.tasks import GROUP, LABEL, ROW, Row, Task
+
+POOL_PER_ROW = 10  # with --limit: rows that demonstrations are chosen from, per test row
 
 
 class TaskData(NamedTuple):
@@ -23,30 +28,40 @@ class TaskData(NamedTuple):
 
     rows: dict[str, list[Row]]
     digests: dict[str, str]  # of the rows and of their columns, in the order in which they were read
+    texts: list[str | None]  # of every test row: the digest by which contamination reports name it
+    pool: int  # rows that demonstrations could come from, of which `limit` may have left some out
 
 
 def load_data(task: Task, source: str, limit: int | None = None, shots: int | None = None) -> TaskData:
     """Return a task's rows from a directory (<source>/<task>/<split>.jsonl[.zst]) or, for `hub`, the hub.
 
-    limit: evenly spaced test rows, so that every group and label keeps its share.
+    limit: evenly spaced test rows, so that every group and label keeps its share; where it leaves rows out
+    and demonstrations are retrieved, it also bounds the pool, to POOL_PER_ROW as many evenly spaced rows.
     shots: demonstrations per prompt (None: the task's own number); UserError when the pool has fewer rows.
     """
     rows: dict[str, list[Row]] = {}
+    texts: list[str | None] = []
     for role, split in (("train", task.spec.splits.demonstrations), ("test", task.spec.splits.test)):
         raw, where = hub_rows(task, split) if source == "hub" else _file_rows(task, split, source)
-        rows[role] = [_canonical(task, row, i, f"{where} row {i}") for i, row in enumerate(raw)]
+        rows[role] = []
+        for i, row in enumerate(raw):
+            rows[role].append(_canonical(task, row, i, f"{where} row {i}"))
+            if role == "test":
+                texts.append(None if (text := row_text(row)) is None else digest(text))
         if not rows[role]:
             raise UserError(f"{where} has no rows")
     pool = rows["train"] = rows["train"][: task.prompt.pool_first]
-    if limit is not None and limit < (n := len(rows["test"])):
-        rows["test"] = [rows["test"][i * n // limit] for i in range(limit)]
-    count = task.spec.shots.count if shots is None else shots
-    if task.spec.shots.by == "retrieval" and len(pool) < count:
+    count, retrieved = task.spec.shots.count if shots is None else shots, task.spec.shots.by == "retrieval"
+    if limit is not None and limit < len(rows["test"]):
+        rows["test"], texts = evenly(rows["test"], limit), evenly(texts, limit)
+        if retrieved:
+            rows["train"] = evenly(pool, max(count, POOL_PER_ROW * limit))
+    if retrieved and len(pool) < count:
         raise UserError(
             f"task {task.name}: {count} demonstrations wanted of {len(pool)} rows; lower --num_fewshot"
         )
     digests = {role: store.digest([list(row.items()) for row in part]) for role, part in rows.items()}
-    return TaskData(rows, digests)
+    return TaskData(rows, digests, texts, len(pool))
 
 
 def _file_rows(task: Task, split: str, source: str) -> tuple[Iterator[Row], str]:
@@ -125,6 +140,7 @@ def _text(row: Row, column: str, where: str) -> str:
             value = value[int(element)]
         except (IndexError, ValueError, TypeError, KeyError):
             raise UserError(f"{where}: column {name} has no element {element}") from None
-    if not isinstance(value, str | int | float):
-        raise UserError(f"{where}: column {column} is {repr(value)[:60]}, not text")
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not (isinstance(value, str) or number):
+        raise UserError(f"{where}: column {column} is {repr(value)[:60]}, not text", code="not-text")
     return str(value)

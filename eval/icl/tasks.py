@@ -7,6 +7,7 @@ example. Labels are compared by name, never by number: copies of one data set nu
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -55,7 +56,9 @@ class Label(Section):
     """The label column and, for each label, the values of the data that mean it."""
 
     columns: list[str] = Field(min_length=1)  # the first one that the data has
-    names: dict[str, list[str | int]] = Field(min_length=2)  # also the order: ties go to the first label
+    names: dict[str, list[bool | str | int]] = Field(
+        min_length=2
+    )  # also the order: ties go to the first label
 
 
 class Shots(Section):
@@ -119,6 +122,11 @@ class TaskSpec(Section):
                     raise ValueError(f"{where}.{part}: braces would stay; a slot is written {{name}}")
                 if (LABEL_SLOT in template) != (part != "before"):
                     raise ValueError(f"{where}.{part} must {'not ' * (part == 'before')}name {LABEL_SLOT}")
+            if prompt.channel is not None and not SLOT.search(prompt.channel.rsplit(LABEL_SLOT, 1)[-1]):
+                raise ValueError(f"{where}.channel must name an input after the last {LABEL_SLOT}")
+            words = Counter(prompt.words.get(label, label) for label in labels)
+            if alike := [text for text, count in words.items() if count > 1]:
+                raise ValueError(f"{where}.words: several labels read {alike[0]!r}; only one could ever win")
             if unknown := prompt.words.keys() - labels:
                 raise ValueError(f"{where}: {min(unknown)!r} is not one of the labels {', '.join(labels)}")
             if prompt.order is not None and sorted(prompt.order) != sorted(labels):
@@ -159,7 +167,7 @@ class Task:
         return {name: Column(column=c) if isinstance(c, str) else c for name, c in inputs}
 
     @cached_property
-    def label_of(self) -> dict[tuple[type, str | int], str]:
+    def label_of(self) -> dict[tuple[type, bool | str | int], str]:
         """The labels by the type and the value that the data has for them."""
         names = self.spec.label.names.items()
         return {(type(value), value): name for name, accepted in names for value in accepted}
@@ -179,6 +187,14 @@ class Task:
             raise UserError(f"task {self.name}: prompts.{self.version} has no `channel` text")
         prompt = self.prompt.model_copy(update={"text": text, "demonstration": None})
         return replace(self, spec=self.spec.model_copy(update={"prompts": {self.version: prompt}}))
+
+    def require_text(self, rows: list[Row]) -> None:
+        """Raise UserError where a row of a `channel` task has nothing after its label to be scored."""
+        after = self.prompt.text.rsplit(LABEL_SLOT, 1)[1]
+        for row in rows:
+            if not fill(after, row).strip():
+                where = f"task {self.name}, test row {row[ROW]}"
+                raise UserError(f"{where}: the text after the label is empty in `channel`", code="channel")
 
     def identity(self) -> dict[str, Any]:
         """Return what of the task decides a score, data and retriever aside, in lists where order counts."""

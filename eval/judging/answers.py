@@ -259,12 +259,20 @@ class Answering(TextJob):
         return {"text": "", "ended": False, "tokens": 0, "fits": bool(requests)}, requests
 
 
+class Answer(NamedTuple):
+    """ended: False where the answer was cut off at the token limit, or had no space in the context."""
+
+    question: Question
+    text: str
+    ended: bool = True
+
+
 class Answers(NamedTuple):
     """The answers of a model, from a file."""
 
     path: Path
     generator: str
-    rows: list[tuple[Question, str]]
+    rows: list[Answer]
 
 
 def read_answers(path: Path) -> Answers:
@@ -275,7 +283,9 @@ def read_answers(path: Path) -> Answers:
     if len(generators) > 1:
         models = shortened(sorted(generators))
         raise UserError(f"{file}: answers of several models: {models}; give one file of each")
-    answers = [(question_of(row, "instruction"), answer_of(row)) for row in rows]
-    ids = [question.id for question, _ in answers]
+    answers = [
+        Answer(question_of(row, "instruction"), answer_of(row), row.get("ended") is not False) for row in rows
+    ]
+    ids = [answer.question.id for answer in answers]
     require_once(ids if all(ids) else [], f"{file}: ids come")
     return Answers(file, generators.pop() if generators else file.name.split(".")[0], answers)

@@ -66,7 +66,10 @@ def add_arguments(subparsers: Any) -> None:
     text = "verdicts that exist: AlpacaEval's annotations.json, PandaLM's, or Auto-J's (and exchanged)"
     source.add_argument("--from", dest="existing", nargs="+", help=text, **file)
     add("--format", default="jsonl", help=f"of --export: {', '.join(FORMATS)} (jsonl)")
-    add("--ask_for", metavar="MODEL", help="the model that --format openai asks for (the judge's own)")
+    text = "the model that --format openai asks for (the judge's own), and that --replies must be of"
+    add("--ask_for", metavar="MODEL", help=text)
+    text = "also judge answers that were cut off at the token limit (such pairs are left out)"
+    add("--include_cut_off", action="store_true", help=text)
     add("--max_new_tokens", type=int, help="longest reply in tokens (the judge's own)")
     add("--name", help="what the judgement is called (B-vs-A-QUESTIONS-JUDGE)")
 
@@ -119,17 +122,34 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
     if not args.labelled and not (args.a and args.b):
         raise UserError("give --a and --b, --labelled FILE, or --from FILE")
     pairs = labelled(args.labelled) if args.labelled else of_answers(args.a, args.b, say)
+    left_out = sum(bool(pair.cut_off) for pair in pairs.rows) if not args.include_cut_off else 0
+    if left_out:
+        whole = [pair for pair in pairs.rows if not pair.cut_off]
+        say(
+            f"{left_out} of {counted(len(pairs.rows), 'pair')} left out: an answer was cut off at the token "
+            "limit; --include_cut_off judges them"
+        )
+        if not whole:
+            raise UserError(
+                "every pair has an answer that was cut off; answer again with a larger --max_new_tokens, or "
+                "set --include_cut_off",
+                code="cut-off",
+            )
+        pairs = pairs._replace(rows=whole)
     pairs = pairs._replace(rows=evenly(pairs.rows, args.limit))
     if args.export:
         prompts = write_prompts(judge, pairs, args.export, args.format, args.ask_for, args.max_new_tokens)
         say(f"{counted(prompts, 'prompt')} on {counted(len(pairs.rows), 'pair')} in {args.export}")
         return ExitCode.DONE
     if args.replies:
-        replies = read_replies(judge, pairs, args.replies)
+        replies, by = read_replies(judge, pairs, args.replies, args.ask_for)
         if failed := sum("failed" in reply for row in replies for reply in row["replies"]):
             say(f"{args.replies}: {failed} requests failed; their replies count as unreadable")
-        by = args.ask_for or judge.remote or judge.model or judge.name
-        return _report([of_replies(judge, by, pairs, replies, {"from": [args.replies.name]})], args, say)
+        own = judge.remote or judge.model or judge.name
+        if args.ask_for is None and by != own:
+            say(f"{args.replies}: replies by {by}; {judge.name}'s own judge is {own}")
+        facts = {"from": [args.replies.name], "model": by, "left_out": left_out}
+        return _report([of_replies(judge, by, pairs, replies, facts)], args, say)
     from emo.eval.model import EvaluatedModel
 
     path = args.model or judge.model
@@ -143,14 +163,14 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
     judging = Judging(judge, pairs, chosen, args.output_path, args.max_new_tokens)
     replies = judging.run()
     templated = judging.template is not None
-    facts: dict[str, Any] = {"path": path, "tokens": judging.tokens, "chat_template": templated}
+    facts = {"path": path, "tokens": judging.tokens, "chat_template": templated, "left_out": left_out}
     if any(row["replies"] for row in replies):
         facts |= chosen.identity
     return _report([of_replies(judge, model.name, pairs, replies, facts)], args, say)
 
 
 def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int:
-    from emo.eval.judging.results import JUDGEMENTS, default_title, lines, write
+    from emo.eval.judging.results import JUDGEMENTS, default_title, lines, undecided, write
     from emo.eval.model import clean_name
     from emo.eval.store import read_json, said_of
 
@@ -159,6 +179,7 @@ def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int
         several = len(judgements) > 1
         titles = [clean_name(f"{args.name}-{i}" if several else args.name) for i in range(len(judgements))]
     require_once(titles, "give files one by one, with --name; judgements come")
+    empty = []
     for judged, title in zip(judgements, titles, strict=True):
         path = args.output_path / JUDGEMENTS / f"{title}.json"
         before, numbers = read_json(path), write(judged, title, args.output_path)
@@ -166,5 +187,8 @@ def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int
             say(f"{title} {other}")
         for line in lines(numbers):
             say(line)
+        empty += [f"{title}: {why}"] if (why := undecided(numbers)) and not numbers["decided"] else []
     say(f"{args.output_path / JUDGEMENTS}; the report: emo report {args.output_path}")
+    if empty:
+        raise UserError(f"no verdict: {'; '.join(empty)}; check --judge and the replies", code="no-verdict")
     return ExitCode.DONE

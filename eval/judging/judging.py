@@ -3,7 +3,7 @@
 A model on this machine replies in chunks that processes share. For a judge elsewhere, prompts are written to
 a file, and its replies read back; no key of any service is needed here.
 
-    {"id": ID, "prompt": TEXT}                     --export FILE; replies: {"id": ID, "reply": TEXT}
+    {"id": ID, "prompt": TEXT}                     --export FILE; replies: {"id", "reply": TEXT, "model"}
     {"custom_id": ID, "method", "url", "body"}     --export FILE --format openai; replies: its batch output
 
 ID is DIGEST-ROW-ORDER: replies to other pairs, or to another judge's prompts, are refused.
@@ -19,6 +19,7 @@ import ast
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -264,11 +265,12 @@ def _ids(judge: Judge, pairs: Pairs) -> list[list[str]]:
     return [[f"{digest}-{row}-{order}" for order in part] for row, part in enumerate(orders)]
 
 
-def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Record]:
-    """Return the replies to `write_prompts`, for `of_replies`.
+def read_replies(judge: Judge, pairs: Pairs, file: Path, asked: str | None) -> tuple[list[Record], str]:
+    """Return the replies to `write_prompts`, for `of_replies`, and the model that wrote them.
 
-    UserError for a half-written file, and for replies that are missing, given twice, or to other prompts. A
-    reply whose request failed is empty, hence unreadable, and says so: {"text": "", "failed": true}.
+    asked: the model that they should be of (--ask_for), or None. UserError for a half-written file, and for
+    replies that are missing, given twice, to other prompts, or whose model is mixed, unknown or another one.
+    A reply whose request failed is empty, hence unreadable: {"text": "", "failed": true}.
     """
     of_pairs = _ids(judge, pairs)
     expected = dict.fromkeys(name for names in of_pairs for name in names)
@@ -284,16 +286,46 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path) -> list[Record]:
             code="foreign" if foreign else "missing",
         )
     replies = dict(zip(ids, map(_reply, rows), strict=True))
-    return [
+    records: list[Record] = [
         {"unasked": None if ids else IDENTICAL, "cut": None, "replies": [replies[name] for name in ids]}
         for ids in of_pairs
     ]
+    return records, _author(file, [reply for reply in replies.values() if "failed" not in reply], asked)
+
+
+# What services add to the name that was asked for: the date of the version that replied.
+SNAPSHOT = re.compile(r"-(\d{4}|\d{6}|\d{8}|\d{4}-\d{2}-\d{2})(-preview)?")
+
+
+def _author(file: Path, replies: Sequence[Record], asked: str | None) -> str:
+    """Return the model that wrote all replies: the one that they name, else the one asked for."""
+    named = Counter(str(reply.get("model") or "") for reply in replies)
+    models = sorted(named.keys() - {""})
+    if len(named) > 1:
+        counts = ", ".join(f"{name or 'no model named'} ({count})" for name, count in named.most_common())
+        raise UserError(
+            f"{file}: replies of several models: {counts}; give one file of each judge", code="mixed-judges"
+        )
+    if not models and asked is None and replies:
+        raise UserError(
+            f'{file} does not name the model that wrote the replies; add "model" to its rows, or set '
+            "--ask_for MODEL",
+            code="unnamed-judge",
+        )
+    if models and asked is not None:
+        short, other = (name.rpartition("/")[2].lower() for name in (asked, models[0]))
+        if not other.startswith(short) or (other != short and not SNAPSHOT.fullmatch(other[len(short) :])):
+            raise UserError(
+                f"{file}: replies by {models[0]}, but --ask_for names {asked}; set --ask_for {models[0]}",
+                code="other-judge",
+            )
+    return models[0] if models else asked or "nobody"
 
 
 def _reply(row: Row) -> Record:
-    """Return the reply in a row of either form; its text is "" where it is null."""
+    """Return the reply in a row of either form; its text is "" where it is null. model: who wrote it."""
     if isinstance(row.get("reply", 0), str | None):
-        return {"text": row["reply"] or ""}
+        return {"text": row["reply"] or ""} | ({"model": row["model"]} if row.get("model") else {})
     if "response" not in row and "error" not in row:
         raise UserError(
             f'{row.source}: it must be {{"id", "reply": TEXT}}, or a line of a batch\'s output',
@@ -303,8 +335,10 @@ def _reply(row: Row) -> Record:
     if row.get("error"):
         return failed
     try:
-        choice = row["response"]["body"]["choices"][0]
+        body = row["response"]["body"]
+        choice = body["choices"][0]
         text = choice["message"]["content"] if "message" in choice else choice["text"]
     except (KeyError, IndexError, TypeError):
         return failed
-    return {"text": text if isinstance(text, str) else "", "ended": choice.get("finish_reason") != "length"}
+    reply = {"text": text if isinstance(text, str) else "", "ended": choice.get("finish_reason") != "length"}
+    return reply | ({"model": body["model"]} if body.get("model") else {})

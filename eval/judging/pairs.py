@@ -17,6 +17,7 @@ from emo.eval import store
 from emo.eval.generation.engines import Record
 from emo.eval.generation.prefixes import Row, read_rows
 from emo.eval.judging.answers import (
+    Answer,
     Question,
     answer_of,
     id_of,
@@ -32,13 +33,17 @@ WORTH = {"a": 0.0, "b": 1.0, "tie": 0.5, "changed": 0.5, "unreadable": None}  # 
 
 
 class Pair(NamedTuple):
-    """Two answers to a question. key: its own among the pairs; human: labels, where there are any."""
+    """Two answers to a question. key: its own among the pairs; human: labels, where there are any.
+
+    cut_off: the sides, of "a" and "b", whose answer was cut off at the token limit.
+    """
 
     key: str
     question: Question
     a: str
     b: str
     human: tuple[Side, ...] = ()
+    cut_off: tuple[str, ...] = ()
 
 
 class Pairs(NamedTuple):
@@ -87,6 +92,7 @@ def row_of(pair: Pair, sides: Sequence[Side | None]) -> Record:
     result = outcome(sides)
     row: Record = {"id": pair.key, "question": pair.question.text, "a": pair.a, "b": pair.b}
     row |= {"verdicts": list(sides), "outcome": result, "score": WORTH[result], "human": list(pair.human)}
+    row["cut_off"] = list(pair.cut_off)
     return row | {"replies": [], "unasked": None, "cut": None}
 
 
@@ -97,17 +103,20 @@ def of_answers(a: Path, b: Path, say: Callable[[str], None] = lambda text: None)
     is in one file only, or when an id stands for different questions.
     """
     files = first, second = read_answers(a), read_answers(b)
-    by_id = all(question.id for answers in files for question, _ in answers.rows)
+    by_id = all(answer.question.id for answers in files for answer in answers.rows)
     of_a, of_b = (_keyed(answers.rows, by_id) for answers in files)
     _require_same("ids" if by_id else "questions", of_a, first.path, of_b, second.path)
-    rows = [Pair(key, question, text, of_b[key][1]) for key, (question, text) in of_a.items()]
-    if other := [pair.key for pair in rows if pair.question.text != of_b[pair.key][0].text]:
+    rows = []
+    for key, of_first in of_a.items():
+        cut_off = tuple(s for s, answer in zip("ab", (of_first, of_b[key]), strict=True) if not answer.ended)
+        rows.append(Pair(key, of_first.question, of_first.text, of_b[key].text, (), cut_off))
+    if other := [pair.key for pair in rows if pair.question.text != of_b[pair.key].question.text]:
         raise UserError(
             f"ids are of other questions in {first.path} than in {second.path}: {shortened(other)}; "
             "answer the same questions with both models"
         )
     for path, _, texts in files:
-        if empty := sum(not text.strip() for _, text in texts):
+        if empty := sum(not answer.text.strip() for answer in texts):
             say(f"{path}: {empty} of {len(texts)} answers are empty; they are judged like others")
     if again := sum(count > 1 for count in Counter(pair.question.text for pair in rows).values()):
         say(f"{again} questions come more than once; intervals treat each of them as one")
@@ -120,13 +129,13 @@ def of_answers(a: Path, b: Path, say: Callable[[str], None] = lambda text: None)
     return Pairs(*names, rows, sets.pop() if len(sets) == 1 else "")
 
 
-def _keyed(rows: Sequence[tuple[Question, str]], by_id: bool) -> dict[str, tuple[Question, str]]:
+def _keyed(rows: Sequence[Answer], by_id: bool) -> dict[str, Answer]:
     """Return answers by ids, or by their questions' texts; one that comes again is another question."""
     counts, table = Counter[str](), {}
-    for question, text in rows:
-        key = question.id if by_id else question.text
+    for answer in rows:
+        key = answer.question.id if by_id else answer.question.text
         counts[key] += 1
-        table[key if counts[key] == 1 else f"{key} #{counts[key]}"] = (question, text)
+        table[key if counts[key] == 1 else f"{key} #{counts[key]}"] = answer
     return table
 
 
@@ -194,10 +203,12 @@ def _alpaca_eval(tables: Mapping[Path, list[Row]], judge: str) -> list[Judged]:
 
     A preference of 1 is A, 2 is B, between them it is less one B's score; 0 is a tie; others are unreadable.
     """
+    unnamed = next(iter(tables)).name.split(".")[0]  # by whom, where no annotator is named
     judgements: dict[tuple[str, str, str], Judged] = {}
     for file, rows in tables.items():
         for row in rows:
-            by, a, b = str(row.get("annotator") or judge), row.text("generator_1"), row.text("generator_2")
+            by = str(row.get("annotator") or unnamed)
+            a, b = row.text("generator_1"), row.text("generator_2")
             question = question_of(row, "instruction")
             preference: Any = row.get("preference")
             texts = answer_of(row, "output_1"), answer_of(row, "output_2")

@@ -31,7 +31,7 @@ from emo.eval.model import clean_name
 from emo.eval.stats import Interval, bounded_mean, confusion
 
 JUDGEMENTS = "judgements"
-VERSION = 3
+VERSION = 4
 SHOWN = 5  # pairs in the report
 SHARES = ("win", "tie", "loss")
 LABELS = ("a", "b", "tie")
@@ -40,6 +40,9 @@ VERDICTS = (*LABELS, "unreadable")
 REMARKS = {
     "changed": "verdicts change with the order; they count as ties",
     "unreadable": "pairs have an unreadable verdict; they are left out",
+    "left_out": "pairs were left out: an answer was cut off at the token limit (--include_cut_off)",
+    "cut_off_a": "answers of A were cut off at the token limit, and are judged as they are",
+    "cut_off_b": "answers of B were cut off at the token limit, and are judged as they are",
     "replies_cut_off": "replies were cut off before their end (--max_new_tokens)",
     "identical": "pairs have the same answer twice: ties, not asked",
     "cut": "pairs did not fit into the judge's context; both answers were cut alike",
@@ -149,15 +152,18 @@ def summary(judged: Judged, name: str) -> dict[str, Any]:
     if read:
         columns = [[s > 0.5 for s in scores], [s == 0.5 for s in scores], [s < 0.5 for s in scores], scores]
         shares = {key: _share(column, questions) for key, column in zip(shares, columns, strict=True)}
+    decided = sum(row["outcome"] in LABELS for row in compared)  # alike in both orders
     consistency = None  # share of pairs whose verdict is the same in both orders
     if judged.orders == 2 and compared:
-        consistency = sum(row["outcome"] in LABELS for row in compared) / len(compared)
+        consistency = decided / len(compared)
     outcomes, unasked = (Counter(row[key] for row in rows) for key in ("outcome", "unasked"))
     counts = {key: outcomes[key] for key in ("a", "b", "tie", "changed")} | {
         "unreadable": outcomes["unreadable"] - unasked[NO_ROOM],
         "no_room": unasked[NO_ROOM],
         "identical": unasked[IDENTICAL],
         "cut": sum(row["cut"] is not None for row in rows),
+        "left_out": judged.facts.get("left_out", 0),
+        **{f"cut_off_{side}": sum(side in row["cut_off"] for row in rows) for side in "ab"},
         "empty_a": sum(not row["a"].strip() for row in rows),
         "empty_b": sum(not row["b"].strip() for row in rows),
         "unreadable_replies": sum(verdict is None for row in compared for verdict in row["verdicts"]),
@@ -170,6 +176,7 @@ def summary(judged: Judged, name: str) -> dict[str, Any]:
         "length_controlled": length_controlled(scores, *([len(row[x]) for row in read] for x in "ab")),
         "lengths": {x: float(np.mean([len(row[x]) for row in rows])) for x in "ab"},
         "consistency": consistency,
+        "decided": decided if compared else len(read),
         "human": _human(rows) if rows[0]["human"] else None,
         "shown": evenly(rows, SHOWN),
     }
@@ -214,9 +221,10 @@ def lines(numbers: dict[str, Any]) -> Iterator[str]:
         return f"{100 * share['value']:.{digits}f} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]"
 
     parties = f"{numbers['b']} against {numbers['a']}, judged by {numbers['by']} ({numbers['judge']})"
-    if not numbers["read"]:
-        yield f"{parties}: none of the verdicts on {numbers['pairs']} pairs can be read"
-    else:
+    if why := undecided(numbers):
+        yield f"{parties}: no verdict: {why}"
+        parties = "  the scores that they give"
+    if numbers["read"]:
         yield f"{parties}: " + ", ".join(f"{name} {percent(numbers[name])}" for name in SHARES)
         lengths, controlled = numbers["lengths"], numbers["length_controlled"]
         at_equal = "" if controlled is None else f"; at equal lengths {100 * controlled:.2f}"
@@ -233,6 +241,22 @@ def lines(numbers: dict[str, Any]) -> Iterator[str]:
             text += f"; with unreadable verdicts as ties {100 * human['unreadable_as_ties']:.1f}"
         names = {"kappa": "Cohen's kappa", "kappa_of_people": "people among themselves (Fleiss)"}
         yield text + "".join(f"; {name} {human[k]:.3f}" for k, name in names.items() if human[k] is not None)
+
+
+def undecided(numbers: dict[str, Any]) -> str:
+    """Return why the verdicts do not show which answers are better; empty when they may.
+
+    They do not where half of them or fewer can be read, or where more than half of the readable ones depend
+    on which answer comes first.
+    """
+    read, pairs, counts = numbers["read"], numbers["pairs"], numbers["counts"]
+    asked = pairs - counts["identical"]
+    readable = read - counts["identical"]
+    if asked and 2 * readable <= asked:
+        return f"{readable} of {asked} verdicts can be read"
+    if 2 * counts["changed"] > readable:
+        return f"{counts['changed']} of {readable} verdicts change with the order of the answers"
+    return ""
 
 
 def remarks(numbers: dict[str, Any]) -> list[tuple[str, str]]:

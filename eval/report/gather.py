@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +15,12 @@ from emo.common.recipe import read_written
 from emo.common.report.numbers import Effect
 from emo.common.untrusted import read_json
 from emo.data_prep.config import VALIDATION
+from emo.data_prep.contamination import SHARED
 from emo.eval import stats
 from emo.eval.compare import Comparison, compare_pair, in_order
 from emo.eval.judging.results import JUDGEMENTS, read_judgements
 from emo.eval.report.judged import pairings
-from emo.eval.results import MODELS, Model, only_answer, pick, read_models
+from emo.eval.results import MODELS, Model, natural, only_answer, pick, read_models
 from emo.eval.store import STORED_BYTES
 from emo.pipeline.run_dir import CONFIG, METRICS, read_metrics
 
@@ -76,14 +76,14 @@ class Report:
         if not scored and not self.judgements:
             raise UserError(f"no finished results in {', '.join(map(str, outs))}")
         self.title = title or ("In-context evaluation" if scored else "Answers, judged")
-        overlaps = {}
+        overlaps, faults = {}, list[str]()
         for model in (m for m in [*scored, *self.unscored] if m.name in runs):
             run = runs[model.name]
             if not (run / METRICS).is_file():
                 raise UserError(f"--run: run directory {run} does not exist, or has no {METRICS}")
             # Of several validation sets none stands for the others; the run's own report shows them all.
             model.metrics = [r for r in read_metrics(run) if r.get("set", VALIDATION) == VALIDATION]
-            overlaps[model.name] = _contamination(run)
+            overlaps[model.name] = _contamination(run, faults)
         above = ancestors(scored)
         self.families = families(scored, above, list(runs), next(iter(chosen), None))
         self.models = [model for family in self.families for model in family.members]
@@ -97,7 +97,7 @@ class Report:
                 self.against[first.name] = comparisons
         cells = [(model, task) for model in self.models for task in self.tasks if task in model.results]
         self.rows = [_row(model, task, overlaps.get(model.name, {}).get(task)) for model, task in cells]
-        self.remarks = _remarks(self.everyone, self.tasks, runs)
+        self.remarks = [*_remarks(self.everyone, self.tasks, runs), *dict.fromkeys(faults)]
         self.pairings = pairings(self.judgements, self.skipped)
 
     @property
@@ -220,8 +220,7 @@ def families(
         objective = str(model.facts.get("objective") or "")
         rank = [*OBJECTIVES, objective].index(objective)
         order = first.index(model.name) if model.name in first else len(first)
-        natural = [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", model.name)]
-        in_family = (bool(above[model.name]), order, bool(objective), rank, _step(model), natural)
+        in_family = (bool(above[model.name]), order, bool(objective), rank, _step(model), natural(model.name))
         return (model.name != baseline, *in_family)
 
     bases = {chain[-1].name: chain[-1] for chain in above.values() if chain}
@@ -281,6 +280,11 @@ def _remarks(models: Sequence[Model], tasks: Sequence[str], runs: Mapping[str, P
     for result, model in ((m.results[t], m) for t in tasks for m in models if t in m.results):
         if (answer := only_answer(result)) is not None:
             remarks.append(f"{result['title']}: {model.name} answers {answer} only, whatever the row")
+        if shortened := result["rows_shortened"]:
+            remarks.append(
+                f"{result['title']}: {shortened:,} of {result['n']:,} prompts of {model.name} lost "
+                "demonstrations or text to the context"
+            )
     for model in (m for m in models if m.name in runs):
         run, made_in, path = runs[model.name], model.facts.get("run"), model.description["path"]
         try:
@@ -300,21 +304,30 @@ def _levels(estimate: dict[str, Any], name: str) -> tuple[float, float, float]:
     return estimate[name], estimate["interval"]["low"], estimate["interval"]["high"]
 
 
-def _contamination(run: Path) -> dict[str, Container[str]]:
-    """Return by task the test rows that share long passages with the training text, if that was checked."""
+def _contamination(run: Path, faults: list[str]) -> dict[str, Container[str]]:
+    """Return by task the test rows that share long passages with the training text, if that was checked.
+
+    Rows are named by a digest of their text. faults: gets a line where a report cannot be read.
+    """
     try:
         overlap = Path(read_written(run / CONFIG)["data"]["dir"]) / "train" / "contamination.json"
         tasks = read_json(overlap, STORED_BYTES)["tasks"].items()
-        return {task: dict(facts["overlapping_rows"]) for task, facts in tasks}
     except (OSError, LookupError, TypeError, ValueError, AttributeError):
+        return {}
+    try:
+        return {task: dict(facts[SHARED]) for task, facts in tasks}
+    except (LookupError, TypeError, ValueError):
+        faults.append(f"{overlap} does not name rows by their text; delete it and run emo prepare again")
         return {}
 
 
 def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, Any]:
     """Return the numbers of a model on a task, also without test rows that are in its training text."""
     result, shared, untrained = model.results[task], None, None
-    if overlap is not None:
-        others = [x for x in zip(*model.outcomes(task), strict=True) if str(x[0][1]) not in overlap]
+    texts = model.texts(task) if overlap is not None else []
+    if overlap is not None and any(texts):
+        rows = zip(*model.outcomes(task), texts, strict=True)
+        others = [(row, right) for row, right, text in rows if text not in overlap]
         groups = [group for (*_, group), _ in others] if result["groups"] else None
         shared = result["n"] - len(others)
         untrained = stats.accuracy([right for _, right in others], groups).value if others else None

@@ -10,7 +10,7 @@ from emo.common.errors import UserError
 from emo.common.report.document import Cell, Fold, Items, Quote, Row, Section, Table, estimated
 from emo.common.report.figure import Dots, Figure
 from emo.common.report.numbers import Effect, between, formatted, p_value, percent
-from emo.eval.judging.results import Judgement, paired, remarks
+from emo.eval.judging.results import Judgement, paired, remarks, undecided
 
 SIDES = {"a": "A is better", "b": "B is better", "tie": "tie", None: "unreadable"}
 OUTCOMES = SIDES | {"changed": "changes with the order: a tie", "unreadable": "unreadable"}
@@ -18,6 +18,7 @@ VERDICTS = {  # by tone, in the table and in a sentence
     "better": ("preferred", "prefers {b} to {a}"),
     "worse": ("not preferred", "prefers {a} to {b}"),
     "unclear": ("no clear difference", "prefers neither {b} nor {a}"),
+    "quiet": ("no verdict", "gives no verdict on {b} and {a}"),
 }
 CAPTION = (
     "Per cent of questions, from the side of B, with 95 % intervals. Win rate: a tie counts half. At equal "
@@ -42,7 +43,8 @@ def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[dict[s
     pairs = []
     for judgement in judgements:
         f = judgement.numbers
-        first = firsts.setdefault(tuple(f[name] for name in ("judge", "by", "a", "questions")), judgement)
+        judge = (f["judge"], f["by"], str(f["facts"].get("weights")))
+        first = firsts.setdefault((*judge, f["a"], f["questions"]), judgement)
         try:
             a, b = ({}, {}) if first is judgement else (first.scores, judgement.scores)
         except UserError as error:
@@ -59,10 +61,13 @@ def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[dict[s
 
 
 def answers(judgements: Sequence[Judgement]) -> list[str]:
-    """Return a sentence for each of the first judgements that have a win rate."""
+    """Return a sentence for each of the first judgements."""
     sentences = []
-    for f in (judgement.numbers for judgement in judgements if judgement.numbers["win_rate"]):
+    for f in (judgement.numbers for judgement in judgements):
         rate, verb = f["win_rate"], VERDICTS[_tone(f)][1].format(**f)
+        if why := undecided(f):
+            sentences.append(f"{f['by']} {verb}{_on(f['questions'])}: {why}.")
+            continue
         interval = f"95 % interval {between(rate['low'], rate['high'], scale=100)}"
         size = f"{f['b']} has a win rate of {percent(rate['value'])} % ({interval})"
         sentences.append(f"{f['by']} {verb}{_on(f['questions'])}: {size}.")
@@ -72,8 +77,16 @@ def answers(judgements: Sequence[Judgement]) -> list[str]:
 def sections(judgements: Sequence[Judgement], pairs: Sequence[dict[str, Any]]) -> list[Section]:
     """Return the tables, and the pairs that are shown."""
     fields = [judgement.numbers for judgement in judgements]
-    notes = [f"{_judged(f)}: {f['counts'][name]:,} {text}" for f in fields for name, text in remarks(f)]
-    folds = [Fold(_judged(f), [block for pair in f["shown"] for block in _pair(pair)]) for f in fields]
+    titles = _titles(fields)
+    notes = [
+        f"{title}: {f['counts'][name]:,} {text}"
+        for f, title in zip(fields, titles, strict=True)
+        for name, text in remarks(f)
+    ]
+    folds = [
+        Fold(title, [block for pair in f["shown"] for block in _pair(pair)])
+        for f, title in zip(fields, titles, strict=True)
+    ]
     differences: list[Row] = []
     for p in pairs:
         points = estimated(p["difference"], p["low"], p["high"], "{:+.1f}", 100)
@@ -90,7 +103,8 @@ def picture(judgements: Sequence[Judgement]) -> Figure:
     """Return the win rates."""
     fields = [judgement.numbers for judgement in judgements if judgement.numbers["win_rate"]]
     rates = [[100 * f["win_rate"][key] for key in ("value", "low", "high")] for f in fields]
-    rows = [Effect(_judged(f), i, 0, *rate) for i, (f, rate) in enumerate(zip(fields, rates, strict=True))]
+    titles = _titles(fields)
+    rows = [Effect(t, i, 0, *rate) for i, (t, rate) in enumerate(zip(titles, rates, strict=True))]
     caption = "Win rate in per cent with its 95 % interval; a tie counts half. Dotted line: no preference."
     return Figure("Win rates", [Dots("Win rate", rows, 50.0)], caption)
 
@@ -98,7 +112,9 @@ def picture(judgements: Sequence[Judgement]) -> Figure:
 def _tone(fields: dict[str, Any]) -> str:
     """Return the verdict on B."""
     rate = fields["win_rate"]
-    if rate is None or rate["low"] <= 0.5 <= rate["high"]:
+    if rate is None or undecided(fields):
+        return "quiet"
+    if rate["low"] <= 0.5 <= rate["high"]:
         return "unclear"
     return "better" if rate["low"] > 0.5 else "worse"
 
@@ -106,6 +122,13 @@ def _tone(fields: dict[str, Any]) -> str:
 def _judged(fields: dict[str, Any]) -> str:
     """Return B against A, on which questions, and by whom."""
     return f"{fields['b']} against {fields['a']}{_on(fields['questions'])}, judged by {fields['by']}"
+
+
+def _titles(fields: Sequence[dict[str, Any]]) -> list[str]:
+    """Return `_judged` of each judgement, with its name where several would read the same."""
+    titles = [_judged(f) for f in fields]
+    named = [f"{t} ({f['name']})" if titles.count(t) > 1 else t for t, f in zip(titles, fields, strict=True)]
+    return [f"{t} #{named[:i].count(t) + 1}" if named.count(t) > 1 else t for i, t in enumerate(named)]
 
 
 def _on(questions: str) -> str:
@@ -118,9 +141,10 @@ def _share(value: dict[str, float] | None) -> Cell | None:
 
 def _rates(fields: Sequence[dict[str, Any]]) -> Table:
     rows: list[Row] = []
-    for f in fields:
+    for f, title in zip(fields, _titles(fields), strict=True):
         tone = _tone(f)
-        names = [Cell(f["b"], f"against {f['a']}{_on(f['questions'])}"), Cell(VERDICTS[tone][0], tone=tone)]
+        about = f"against {f['a']}{_on(f['questions'])}{title.removeprefix(_judged(f))}"
+        names = [Cell(f["b"], about), Cell(VERDICTS[tone][0], undecided(f), tone=tone)]
         shares = [_share(f[name]) for name in ("win_rate", "win", "tie", "loss")]
         lengths = f"{f['lengths']['b']:.0f} / {f['lengths']['a']:.0f}"
         controlled, both_orders = percent(f["length_controlled"]), percent(f["consistency"])

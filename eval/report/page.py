@@ -39,6 +39,7 @@ SETTINGS = {
     "dtype": "Dtype",
     "scorer": "Scorer",
     "test_rows": "Test rows",
+    "pool": "Demonstrations chosen from",
     "pool_rows": "Rows of demonstrations",
     "prompt": "Text of prompts",
 }
@@ -83,9 +84,8 @@ def document(report: Report) -> Document:
         Section("Settings", _settings(report), page_only=True),
         Section("Made with", *_made_with(report, data["metadata"])),
     ]
-    data["answer"] = answer = [*_answer(report), *judged.answers(report.judgements)] or [
-        "No task was scored and no answer judged."
-    ]
+    answers = [*_uneven(report), *_answer(report), *judged.answers(report.judgements)]
+    data["answer"] = answer = answers or ["No task was scored and no answer judged."]
     means = [Dots(f"Points from {b}, mean over tasks", report.effects(None, b), 0.0) for b in report.against]
     picture = Figure(
         "Mean differences",
@@ -127,6 +127,12 @@ def _answer(report: Report) -> list[str]:
             children = counted(len(family.members), "model")
             sentences.append(f"{family.title}, which {children} began from, was not evaluated.")
     return sentences
+
+
+def _uneven(report: Report) -> list[str]:
+    """Return in a sentence which comparisons are of prompts that are not the same."""
+    comparisons = [c for others in report.against.values() for c in others.values()]
+    return [f"{text}." for text in dict.fromkeys(c.warning for c in comparisons if c.uneven)][:3]
 
 
 def _levels(report: Report, label: str, tasks: Sequence[str | None]) -> Figure:

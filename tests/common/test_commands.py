@@ -9,13 +9,11 @@ import re
 import shlex
 import subprocess
 import sys
-import time
 
 import pytest
 
 import emo.pipeline.cli
 from emo.__main__ import COMMANDS, main
-from emo.common import progress
 from emo.common.errors import DiskFullError, FailureError, UserError, outcome
 from tests.conftest import REPO
 
@@ -77,25 +75,6 @@ def test_closed_streams_do_not_fail_a_command(closed: str, tmp_path: pathlib.Pat
     command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(program)} {closed}"
     environment = {"PYTHONPATH": str(REPO)}
     assert subprocess.run(["sh", "-c", command], env=environment, cwd=tmp_path).returncode == 0
-
-
-@pytest.mark.parametrize(("total", "line"), [(4, "texts: 3 of 4 texts, about"), (0, "texts: 0 s")])
-def test_work_is_never_silent(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], total: int, line: str
-) -> None:
-    """A line comes although nothing moves on, and none after the work."""
-    monkeypatch.setattr(progress, "QUIET", 0.01)
-    with progress.at_work("texts", total, "text") as advance:
-        advance(3)
-        deadline = time.monotonic() + 20
-        err = ""
-        while line not in (err := err + capsys.readouterr().err):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    time.sleep(0.05)
-    capsys.readouterr()
-    time.sleep(0.05)
-    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("size", [1, 10**6])  # what is written at the end, and what fails at once

@@ -321,3 +321,18 @@ def test_what_cannot_be_sent_to_wandb_is_refused(tmp_path: Path, monkeypatch: py
         assert is_refused()
     finished(out, run=str(run))  # after how many tokens?
     assert is_refused()
+
+
+def test_groups_of_one_name_and_lost_demonstrations_in_the_harness_files(tmp_path: Path) -> None:
+    write_model(tmp_path, "m")
+    groups = ["a/b", "a b", "a_b", "a/b", "a b", "a_b"]
+    write_result(tmp_path, "m", "mmlu", RIGHT, groups, lost=[3, 0, 0, 0, 0, 1])
+    finish(tmp_path)
+    said: list[str] = []
+    model = pick(read_models([tmp_path]), "m")
+    value = json.loads(harness.write_harness(model, tmp_path / "out", None, say=said.append).read_text())
+    names = value["group_subtasks"]["mmlu"]
+    assert sorted(names) == ["mmlu_a_b", "mmlu_a_b_2", "mmlu_a_b_3"]
+    assert {value["results"][name]["alias"] for name in names} == set(groups)
+    assert len(said) == 1 and "2 of 6" in said[0]
+    assert value["configs"]["mmlu_a_b"]["metadata"]["rows_shortened"] == 2

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rouge_score.rouge_scorer import RougeScorer
 from scipy import stats
 from scipy.spatial import distance
 from transformers import AutoModelForCausalLM
@@ -337,8 +338,42 @@ def test_text_metrics_by_hand() -> None:
     assert actual["low"] == pytest.approx(3 - 4.302653 / math.sqrt(3))
 
 
-def test_mauve_between_floor_and_ceiling(shared_data: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Привет, мир! Это новый текст.",
+        "你好。世界。这是新的文本。",
+        "สวัสดีชาวโลก นี่คือข้อความ",
+        "안녕 하세요 세계",
+        "مرحبا بالعالم الجديد",
+    ],
+)
+def test_texts_of_any_script_have_words(text: str) -> None:
+    scores = quality.rouge([(text, text), (text, "Hello there"), (text, text[::2])])
+    for first, other, half in scores.values():
+        assert first == 1.0 and other == 0.0 and 0 <= half < 1
+    assert quality.distinct([text], 2) == 1.0 and quality.distinct([text, text], 2) == 0.5
+    assert (quality.repetition(f"{text} {text}", 2) or 0) > 0.3
+
+
+def test_rouge_of_english_is_rouge_scores() -> None:
+    scorer = RougeScorer(["rouge1", "rougeL"])
+    text, other = "The U.S.'s co-op paid 3.5% — “don't” a_b X2", "the co op won't pay 3 or 5 (A_B, x2)!"
+    expected = {name: [score.fmeasure] for name, score in scorer.score(other, text).items()}
+    assert quality.rouge([(text, other)]) == expected
+
+
+def test_mauve_tells_how_far_its_clusters_move_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quality, "mauve", lambda human, sampled, seed=25: 0.9 + (seed - 25) / 50)
+    features = np.zeros((8, 2))
+    result = quality.beside_ceiling(features, [features, features], 2)
+    assert result["score"] == [0.9, 0.9] and result["kmeans"] == {"low": 0.9, "high": 0.98, "seeds": 5}
+    assert quality._within({"low": -0.1, "high": 1.2}) == {"low": 0.0, "high": 1.0}
+
+
+def test_mauve_between_floor_and_ceiling(shared_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A text against itself at the ceiling, GPT-2 XL between, the corpus's words shuffled near the floor."""
+    monkeypatch.setattr(quality, "KMEANS", 1)
     path = shared_data / "lm" / "human_vs_gpt2xl" / "xsum.jsonl.zst"
     fields = ("text", "sampled_gpt2_xl")
     human, machine = ([t[-300:] for t in prefixes.read_texts(path, field)][:100] for field in fields)

@@ -74,11 +74,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def judge(world: Path, out: Path, *options: object, name: str = "pandalm") -> str:
-    """Judge the world's answers under the name v; return what is printed."""
+def judge(world: Path, out: Path, *options: object, name: str = "pandalm", expected: int = 0) -> str:
+    """Judge the world's answers under the name v; return what is printed. expected: the exit code."""
     both = ("--a", world / "a.json", "--b", world / "b.json", "--output_path", out, "--name", "v")
     code, messages, err = command("judge", "--judge", name, *both, *options)
-    assert code == 0, err
+    assert code == expected, err
     return messages
 
 
@@ -90,7 +90,7 @@ def read(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def test_both_orders_count_and_asking_again_costs_nothing(world: Path, tmp_path: Path) -> None:
     options = ("--model", world / "judge", "--max_new_tokens", 1)
-    judge(world, tmp_path, *options)
+    judge(world, tmp_path, *options, expected=2)  # this judge replies by the order alone
     numbers, rows = read(tmp_path)
     assert [row["id"] for row in rows] == NAMES and numbers["orders"] == 2
     same = rows.pop(3)
@@ -105,9 +105,9 @@ def test_both_orders_count_and_asking_again_costs_nothing(world: Path, tmp_path:
     assert counts["tie"] == 1 == counts["identical"] == counts["empty_b"]
     expected = (counts["b"] + (counts["tie"] + counts["changed"]) / 2) / 10
     assert numbers["win_rate"]["value"] == pytest.approx(expected) and len(numbers["shown"]) == 5
-    judge(world, tmp_path, *options)
+    judge(world, tmp_path, *options, expected=2)
     assert len(list((tmp_path / "store").iterdir())) == 1 and read(tmp_path)[1][4:] == rows[3:]
-    judge(world, tmp_path, *options, "--limit", 4)
+    judge(world, tmp_path, *options, "--limit", 4, expected=2)
     assert len(list((tmp_path / "store").iterdir())) == 2 and len(read(tmp_path)[1]) == 4
 
 
@@ -118,17 +118,19 @@ def test_a_short_context_cuts_both_answers_alike(world: Path, tmp_path: Path) ->
     rows = [{"instruction": question, "output": text} for question, text in texts]
     write_answers(tmp_path / "a.json", rows, "mle")
     write_answers(tmp_path / "b.json", [row | {"output": f"Yes! {row['output']}"} for row in rows], "emo")
-    judge(tmp_path, tmp_path, "--model", short, "--max_new_tokens", 1)
+    judge(tmp_path, tmp_path, "--model", short, "--max_new_tokens", 1, expected=2)
     numbers, (fits, cut, absent) = read(tmp_path)
     assert fits["cut"] is None and absent["unasked"] == "no_room" and absent["replies"] == []
     assert 0 < cut["cut"] < 1000 and numbers["counts"]["cut"] == 1 == numbers["counts"]["no_room"]
     assert numbers["read"] == 2 and numbers["counts"]["unreadable"] == 0
 
 
-def exported(world: Path, out: Path, name: str, form: str = "jsonl") -> list[dict[str, Any]]:
-    judge(world, out, "--export", out / "ask.jsonl", "--format", form, name=name)
+def exported(
+    world: Path, out: Path, name: str, form: str = "jsonl", *options: str, left_out: int = 0
+) -> list[dict[str, Any]]:
+    judge(world, out, "--export", out / "ask.jsonl", "--format", form, *options, name=name)
     rows = read_lines(out / "ask.jsonl")
-    assert len(rows) == 2 * 9
+    assert len(rows) == 2 * (9 - left_out)
     return rows
 
 
@@ -143,9 +145,9 @@ def test_prompts_go_out_and_replies_come_back(
         key, prompt = (row["id"], row) if form == "jsonl" else (row["custom_id"], row["body"])
         assert prompt["prompt"].startswith("[INST] You are assessing")
         text = f"So, the final decision is Response {1 if key.endswith('ab') else 2}."
-        response = {"status_code": 200, "body": {"choices": [{"text": text}]}}
+        response = {"status_code": 200, "body": {"model": "m", "choices": [{"text": text}]}}
         of_openai = {"custom_id": key, "error": None, "response": response}
-        replies.append({"id": key, "reply": text} if form == "jsonl" else of_openai)
+        replies.append({"id": key, "reply": text, "model": "m"} if form == "jsonl" else of_openai)
         if number == 6:
             replies[-1] |= {"reply": "I cannot tell."} if form == "jsonl" else {"error": {"code": "expired"}}
     random.Random(0).shuffle(replies)
@@ -171,7 +173,89 @@ def test_bad_reply_files_are_refused(world: Path, tmp_path: Path) -> None:
     ):
         file.write_text("\n".join(changed), encoding="utf-8")
         with refused(code):
-            judging.read_replies(JUDGES[judge], pairs, file)
+            judging.read_replies(JUDGES[judge], pairs, file, "m")
+
+
+@pytest.mark.parametrize(
+    "asked, replied, by",
+    [
+        (None, ["gpt-4o-mini-2024-07-18"], "gpt-4o-mini-2024-07-18"),
+        ("gpt-4o-mini", ["gpt-4o-mini-2024-07-18"], "gpt-4o-mini-2024-07-18"),
+        ("openai/gpt-4", ["gpt-4-1106-preview"], "gpt-4-1106-preview"),
+        ("my-judge", [None], "my-judge"),
+        ("gpt-4o", ["gpt-4o-mini"], "other-judge"),
+        (None, ["gpt-4o", "llama-3-70b"], "mixed-judges"),
+        (None, ["gpt-4o", None], "mixed-judges"),
+        (None, [None], "unnamed-judge"),
+    ],
+)
+@pytest.mark.parametrize("name", JUDGES)
+def test_replies_are_by_the_model_that_wrote_them(
+    asked: str | None, replied: list[str | None], by: str, name: str, world: Path, tmp_path: Path
+) -> None:
+    pairs, lines = of_answers(world / "a.json", world / "b.json"), []
+    for i, key in enumerate(key for keys in judging._ids(JUDGES[name], pairs) for key in keys):
+        model = replied[i % len(replied)]
+        body = {"choices": [{"text": "1", "finish_reason": "stop"}]} | ({"model": model} if model else {})
+        lines.append({"custom_id": key, "response": {"body": body}} if i % 2 else {"id": key, "reply": "1"})
+        lines[-1] |= {"model": model} if model and i % 2 == 0 else {}
+    lines[1] = {"custom_id": lines[1]["custom_id"], "error": {"code": "expired"}}  # a failure names nobody
+    file = write_lines(tmp_path / "r.jsonl", lines)
+    if by.split("-")[-1] in ("judge", "judges") and by != "my-judge":
+        with refused(by):
+            judging.read_replies(JUDGES[name], pairs, file, asked)
+    else:
+        assert judging.read_replies(JUDGES[name], pairs, file, asked)[1] == by
+
+
+@pytest.mark.parametrize("second, why", [("1", "changed"), ("?", "unreadable")])
+def test_verdicts_that_decide_nothing_are_no_tie(second: str, why: str, world: Path, tmp_path: Path) -> None:
+    rows = exported(world, tmp_path, "pandalm")
+    replies = [{"id": r["id"], "reply": second if r["id"].endswith("ba") else "1"} for r in rows]
+    file = write_lines(tmp_path / "r.jsonl", replies)
+    out = judge(world, tmp_path, "--replies", file, "--ask_for", "some/m", expected=2)
+    assert read(tmp_path)[0]["counts"][why] == 9 and read(tmp_path)[0]["by"] == "some/m"
+    assert "no verdict" in next(line for line in out.splitlines() if "judged by" in line)
+    page = document(Report([tmp_path]))
+    assert "some/m gives no verdict" in page.answer[0] and "no clear difference" not in page.markdown()
+    for reply in replies[:4]:  # two pairs of nine are decided: still more flips than verdicts, but some
+        reply["reply"] = "2" if reply["id"].endswith("ba") else "1"
+    write_lines(file, replies)
+    assert "no verdict" in judge(world, tmp_path, "--replies", file, "--ask_for", "m")
+
+
+def test_answers_cut_off_at_the_limit_are_left_out_unless_asked_for(world: Path, tmp_path: Path) -> None:
+    for name, cut in (("a", (0,)), ("b", (0, 2))):
+        rows = json.loads((world / f"{name}.json").read_text())
+        rows = [row | {"ended": NAMES.index(row["id"]) not in cut} for row in rows]
+        (tmp_path / f"{name}.json").write_text(json.dumps(rows))
+    for options, pairs, left_out, cut_off in (((), 8, 2, (0, 0)), (("--include_cut_off",), 10, 0, (1, 2))):
+        rows = exported(tmp_path, tmp_path, "pandalm", "jsonl", *options, left_out=left_out)
+        replies = [{"id": r["id"], "reply": "1" if r["id"].endswith("ab") else "2"} for r in rows]
+        file = write_lines(tmp_path / "r.jsonl", replies)
+        judge(tmp_path, tmp_path, "--replies", file, "--ask_for", "m", *options)
+        numbers, judged = read(tmp_path)
+        counts = numbers["counts"]
+        assert (len(judged), numbers["pairs"], counts["left_out"]) == (pairs, pairs, left_out)
+        assert (counts["cut_off_a"], counts["cut_off_b"]) == cut_off
+        assert ("cut off" in document(Report([tmp_path])).markdown()) is True
+    for name in "ab":
+        (tmp_path / f"{name}.json").write_text(
+            json.dumps([row | {"ended": False} for row in json.loads((world / f"{name}.json").read_text())])
+        )
+    both = ("--a", tmp_path / "a.json", "--b", tmp_path / "b.json", "--export", tmp_path / "x")
+    code, _, err = command("judge", "--judge", "pandalm", *both)
+    assert code == 2 and "--include_cut_off" in err
+
+
+def test_judgements_of_one_pair_have_their_names_in_the_report(tmp_path: Path) -> None:
+    for name in ("strict", "lenient"):
+        pairs = [Pair(f"q{i}", Question("", f"ask {i}"), "x", "y") for i in range(4)]
+        judged = Judged("auto-j", "m", "mle", "emo", 2, [row_of(p, ["b", "b"]) for p in pairs])
+        results.write(judged, name, tmp_path)
+    text = document(Report([tmp_path])).markdown()
+    table = text[text.index("Win rate") :]
+    assert "strict" in table and "lenient" in table
 
 
 def row(key: Any = None, instruction: str = "Why?", output: Any = "No.") -> dict[str, Any]:

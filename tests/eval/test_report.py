@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from emo.common.report.numbers import p_value
+from emo.data_prep.contamination import SHARED, digest
 from emo.eval import store
-from emo.eval.compare import compare_pair, regression
+from emo.eval.compare import compare_pair, gate, regression
 from emo.eval.report.gather import Report
 from emo.eval.report.page import document
-from emo.eval.results import read_models
-from tests.helpers.evaluating import command, is_mistake, tiny_model
+from emo.eval.results import pick, read_models
+from tests.helpers.evaluating import command, is_mistake, read_lines, tiny_model
 from tests.helpers.html import Page
 from tests.helpers.refusals import refused
 from tests.helpers.results import fabricated, write_model, write_result
@@ -77,6 +78,21 @@ def test_a_gate_heeds_the_named_tasks_alone(tmp_path: Path) -> None:
         assert command("compare", "base", "new", "--results", tmp_path, *options)[0] == code, options
 
 
+def test_prompts_that_lost_demonstrations_are_the_first_line_and_fail_gates(tmp_path: Path) -> None:
+    """0-shot beside 8-shot is no comparison; where both lost the same, it is one that says so."""
+    for name, lost in (("long", [0] * 40), ("short", [8] * 12 + [0] * 28), ("same", [8] * 12 + [0] * 28)):
+        write_model(tmp_path, name)
+        write_result(tmp_path, name, "sst2", GOOD if name != "short" else BAD, title="SST-2", lost=lost)
+    for a, b, code, first in (("long", "short", 2, "12 of them not alike"), ("short", "same", 0, "both")):
+        status, out, _ = command("compare", a, b, "--results", tmp_path)
+        assert status == 0 and first in out.splitlines()[0] and "12 of 40" in out.splitlines()[0]
+        assert command("compare", a, b, "--results", tmp_path, "--fail_on_regression")[0] == code
+    with refused("lost-demonstrations"):
+        gate([regression(*(pick(read_models([tmp_path]), name) for name in ("long", "short")))])
+    page = document(Report([tmp_path], chosen=["long"]))
+    assert "12 of 40" in page.answer[0] and any("12 of 40" in remark for remark in page.remarks)
+
+
 TASKS = "sst2,mmlu"
 
 
@@ -96,7 +112,9 @@ def evaluated(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             folder.mkdir(parents=True, exist_ok=True)
         record = json.dumps({"step": 8, "tokens": 8 * 4096, "nll": 5, "demd": 1, "loss": 1.0})
         (run / "metrics.jsonl").write_text(record + '\n{"step": 9, "tok')
-        overlap = {"tasks": {"sst2": {"overlapping_rows": {"0": 0.5, "3": 1.0, "777": 1.0}}}}
+        rows = read_lines(world / "data" / "sst2" / "test.jsonl")
+        texts = [digest(text) for text in (rows[0]["text"].upper(), f" {rows[3]['text']}", "elsewhere")]
+        overlap = {"tasks": {"sst2": {SHARED: dict.fromkeys(texts, 0.5)}}}
         (prepared / "contamination.json").write_text(json.dumps(overlap))
         (run / "config.yaml").write_text(f"data: {{dir: {prepared.parent}}}\n")
     assert command("generate", *arguments, "--samples", 2, "--max_new_tokens", 12)[0] == 0
@@ -201,10 +219,10 @@ def test_text_mistakes_and_damage_are_shown(tmp_path: Path) -> None:
     write_model(tmp_path, "unscored")
     write_result(tmp_path, "a", "sst2", [True, True, False, True])
     weights = {"a": store.digest("a"), "unscored": store.digest("unscored"), "b": "of another checkpoint"}
-    for name, digest in weights.items():
+    for name, weight in weights.items():
         samples = [{"prefix": "", "text": f"{name} upon", "ended": False, "tokens": 3}]
         path = tmp_path / "models" / name / "samples.json"
-        path.write_text(json.dumps({"weights": digest, "samples": samples}))
+        path.write_text(json.dumps({"weights": weight, "samples": samples}))
     key = read_models([tmp_path])[1].views["trec"]["key"]
     chunk = tmp_path / "store" / key / "chunks" / "00000.json"
     chunk.write_text(chunk.read_text()[:100])

@@ -79,6 +79,35 @@ def toy(test: list[str]) -> tuple[Task, dict[str, list[Row]]]:
     return Task("toy", TaskSpec.model_validate(spec), "paper"), rows
 
 
+@pytest.mark.parametrize(
+    "words", [("old", "old king", "cat"), ("very good", "very bad", "bad"), ("one", "two", "on")]
+)
+@pytest.mark.parametrize("limit", [None, 40])
+def test_the_mean_of_a_label_is_over_all_of_its_tokens(
+    words: tuple[str, ...], limit: int | None, tiny: EvaluatedModel
+) -> None:
+    """Also where labels begin alike, or one is the beginning of another: no average is over nothing."""
+    spec = {
+        "title": "toy",
+        "input": {"text": "text"},
+        "label": {"columns": ["label"], "names": {word: [word] for word in words}},
+        "prompts": {"paper": {"text": "Text: {text} It is {label}"}},
+    }
+    task = Task("toy", TaskSpec.model_validate(spec), "paper")
+    pool = [{"text": text, "label": words[i % 2]} for i, text in enumerate(LONG)]
+    rows = {"train": pool, "test": pool[:3]}
+    settings = {"max_tokens": limit, "score": "suffix_mean"}
+    builder = PromptBuilder(task, pool, tiny.tokenizer, limit)
+    samples = builder.build(rows["test"], [[4, 5]] * 3)
+    for sample, record in zip(samples, recorded(tiny, task, rows, [[4, 5]] * 3, **settings), strict=True):
+        context = builder.template.shared_prompt(sample.row, builder.ice(sample.demonstrations)).rstrip()
+        for k, ids in enumerate(sample.ids):
+            before = len(tiny.tokenizer(context).input_ids) - sample.cut
+            nll = naive_nll(tiny.model, ids.tolist())[before - 1 :]
+            assert record["scores"]["suffix_mean"][k] == pytest.approx(float(nll.mean()), rel=1e-4)
+            assert record["scores"]["suffix_sum"][k] == pytest.approx(float(nll.sum()), rel=1e-4)
+
+
 @pytest.mark.parametrize("fault", ["drop", "truncate", "end token in the text"])
 def test_faithful_mode_has_openicls_faults(fault: str, tiny: EvaluatedModel) -> None:
     model, limit = copy.copy(tiny), None

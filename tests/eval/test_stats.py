@@ -11,6 +11,7 @@ from scipy import stats as scipy_stats
 from sklearn.metrics import confusion_matrix, f1_score
 
 from emo.eval import stats
+from emo.eval.compare import ALPHA, _direction, levels
 from emo.eval.generation import quality
 from emo.eval.generation.likelihood import Likelihood
 from emo.eval.judging.results import paired
@@ -156,3 +157,41 @@ def test_measures_of_texts_and_perplexities() -> None:
     assert covered.min() >= 0.92 and covered.max() <= 0.98
     assert np.mean(widths) > 1.5  # what pairing is for
     assert stats.ratio([3.0], None, [0]).interval() is None, "one text says nothing"
+
+
+def test_perplexities_of_a_few_unequal_documents_are_covered() -> None:
+    """Five documents, one of which may have most of the tokens; of equal ones it is Student's interval."""
+    rng, inside, runs = np.random.default_rng(1), 0, 1500
+    for _ in range(runs):
+        tokens = np.maximum(5, rng.lognormal(4.5, 1.0, 5)).astype(int)
+        sums = tokens * rng.normal(3, 0.4, 5) + 2 * np.sqrt(tokens) * rng.standard_normal(5)
+        interval = stats.ratio(sums.tolist(), tokens.tolist(), range(5)).interval()
+        assert interval is not None
+        inside += interval.low <= 3 <= interval.high
+    assert 0.93 < inside / runs < 0.985
+    values = rng.standard_normal(7)
+    low, high = scipy_stats.t.interval(0.95, 6, values.mean(), values.std(ddof=1) / 7**0.5)
+    same = stats.student(values.tolist())
+    assert same is not None and (same.low, same.high) == pytest.approx((low, high))
+
+
+def test_a_run_of_equal_checkpoints_rarely_raises_a_false_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """20 checkpoints as good as the baseline, on two tasks: at most 5 % of runs are called worse."""
+    monkeypatch.setattr(stats, "DRAWS", 500)
+    rng, runs, alarms = np.random.default_rng(1), 25, 0
+    alphas = levels(20, 19)
+    assert sum(alphas) <= ALPHA and sum(levels(5000, None)) <= ALPHA / 2 and alphas[19] == ALPHA / 2
+    for _ in range(runs):
+        hard = [rng.beta(2, 1, 150) for _ in range(2)]
+        base = [rng.random(150) < p for p in hard]
+        for alpha in alphas:
+            pairs = [stats.pairs(a, rng.random(150) < p) for a, p in zip(base, hard, strict=True)]
+            paired = [stats.paired(p) for p in pairs]
+            adjusted = stats.holm([p.p_mcnemar for p in paired])
+            mean = stats.mean_difference(pairs)
+            tests = [(p.difference, p.interval, q) for p, q in zip(paired, adjusted, strict=True)]
+            tests.append((mean.difference, mean.interval, mean.p))
+            if any(_direction(*test, alpha) < 0 for test in tests):
+                alarms += 1
+                break
+    assert alarms / runs <= 0.05

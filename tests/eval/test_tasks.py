@@ -14,6 +14,7 @@ import pytest
 import zstandard
 
 from emo.common.errors import UserError
+from emo.data_prep.contamination import digest
 from emo.eval.icl.encoder import Encoder, checked_encoder, encoder_path
 from emo.eval.icl.openicl_compat import Template
 from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, reader, top_k
@@ -113,6 +114,8 @@ prompts: {paper: {text: '{text} is {label}'}}
 MALFORMED = (
     "a: [", GOOD.replace("b: [b]", "b: [a]"), GOOD.replace("{text} is", "{txt} is"),
     GOOD.replace("is {label}", "is"), GOOD + "shots: {by: group}", GOOD.replace("paper", "other"),
+    GOOD.replace("is {label}'", "is {label}', channel: '{text} {label}'"),
+    GOOD.replace("is {label}'", "is {label}', words: {a: b}"),
     GOOD.replace("{text} is", "{text.__class__} is"), GOOD.replace("{text} is", "{{text}} is"),
 )  # fmt: skip
 
@@ -134,7 +137,8 @@ def test_malformed_task_files_and_wrong_names_are_refused(tmp_path: Path) -> Non
 
 WRONG_ROWS = (
     "{", "", '{"txt": "a", "label_text": "positive"}', '{"text": "t", "label": 0}',
-    '{"text": null, "label_text": "positive"}', '{"text": "a\\ud83d", "label_text": "positive"}',
+    '{"text": null, "label_text": "positive"}', '{"text": NaN, "label_text": "positive"}',
+    '{"text": true, "label_text": "positive"}', '{"text": "a\\ud83d", "label_text": "positive"}',
     '{"text": "a", "label_text": "positive"}',  # fewer than there are demonstrations
 )  # fmt: skip
 
@@ -149,6 +153,35 @@ def test_wrong_rows_are_refused(tmp_path: Path) -> None:
             load_data(load_task("sst2"), str(tmp_path))
     train.write_text(f"{WRONG_ROWS[-1]}\n" * 8)
     load_data(load_task("sst2"), str(tmp_path))
+
+
+def test_truth_values_are_labels_and_empty_channel_texts_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    text = GOOD.replace("names: {a: [a], b: [b]}", "names: {'yes': [true], 'no': [false, 0]}")
+    path.write_text(text.replace("is {label}'", "is {label}', channel: '{label}{text}'"))
+    for split in ("train", "test"):
+        rows = [{"text": "t", "label": value} for value in (True, False, 0)] + [{"text": "", "label": True}]
+        (tmp_path / "mine").mkdir(exist_ok=True)
+        write_lines(tmp_path / "mine" / f"{split}.jsonl", rows)
+    task = load_task(str(path))
+    rows = load_data(task, str(tmp_path), shots=0).rows["test"]
+    assert [row["label"] for row in rows] == ["yes", "no", "no", "yes"]
+    task.channel().require_text(rows[:3])
+    with refused("channel"):
+        task.channel().require_text(rows)
+
+
+def test_a_limit_also_bounds_what_demonstrations_are_chosen_from(tmp_path: Path) -> None:
+    rows = [{"text": f"t{i}", "label_text": "positive"} for i in range(300)]
+    (tmp_path / "sst2").mkdir()
+    for split in ("train", "test"):
+        write_lines(tmp_path / "sst2" / f"{split}.jsonl", rows)
+    task, directory = load_task("sst2"), str(tmp_path)
+    few, many, whole = (load_data(task, directory, limit) for limit in (5, 100, None))
+    assert [row["text"] for row in few.rows["train"][:3]] == ["t0", "t6", "t12"] and few.pool == 300
+    assert [len(data.rows["train"]) for data in (few, many, whole)] == [50, 300, 300]
+    assert few.digests["train"] != whole.digests["train"] == many.digests["train"]
+    assert few.texts == [digest(f" T{60 * i}") for i in range(5)]
 
 
 def test_openicl_that_is_not_installed_is_a_mistake(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,6 +42,9 @@ names: {export: x}
 axes: {lr: {a: {train.learning_rate: 1}, b: {train.learning_rate: 1}}}
 axes: {lr: {a-1: {train.learning_rate: 1}, a: {train.learning_rate: 2}}, seed: {1: {a: 1}, 1-1: {a: 2}}}
 measures: {train: {command: a}}
+measures: {a: {command: "python -m emo eval --model {export} --data hub --limt 3"}}
+measures: {a: {command: "emo quality"}}
+measures: {a: {command: "python -m emo eval --model {export} --data hub --limit few"}}
 measures: {a: {command: a, read: {x: "x.json:x"}}, b: {command: a, read: {x: "x.json:x"}}}
 measures: {a: {command: a, read: {x: "{plase}/x.json:x"}}}
 set: {train.stesp: 3}

@@ -32,15 +32,17 @@ def write_model(out: Path, name: str, **facts: Any) -> Path:
 
 def write_result(
     out: Path, name: str, task: str, right: Sequence[bool], groups: Sequence[str] | None = None,
-    title: str = "", **compared: Any,
+    title: str = "", lost: Sequence[int] = (), **compared: Any,
 ) -> None:  # fmt: skip
-    """A finished result of `name`; compared: conditions that differ from COMPARED."""
+    """A finished result of `name`; compared: conditions that differ from COMPARED; lost: demonstrations."""
     key = store.digest([str(out), name, task])[:32]
     records: list[dict[str, Any]] = [
         {"row": i, "id": 2 * i, "gold": "a", "prediction": "a" if ok else "b", "demonstrations": [],
          "group": groups[i] if groups else "", "scores": {"openicl_ppl": [2.0 - ok, 1.0 + ok]}}
         for i, ok in enumerate(right)
     ]  # fmt: skip
+    for record, dropped in zip(records, lost, strict=False):
+        record |= {"dropped": dropped, "cut": 0}
     chunk = out / "store" / key / "chunks" / "00000.json"
     chunk.parent.mkdir(parents=True, exist_ok=True)
     chunk.write_text(store.seal(records))
@@ -57,7 +59,7 @@ def write_result(
         "labels": LABELS, "chance": 0.5, "majority": 1.0, "score": "openicl_ppl", **actual,
         "scores": {"openicl_ppl": actual}, "macro_f1": 0.5, "groups": {"g": {}} if groups else {},
         "confusion": [[hits, len(right) - hits], [0, 0]], "leaked": 0, "clean": actual,
-        "rows_shortened": 0, "rows_cut": 0, "worst": mistakes[:2],
+        "rows_shortened": sum(map(bool, lost)), "rows_cut": 0, "worst": mistakes[:2],
         "conditions": {"compared": COMPARED | compared, "noted": noted},
     }  # fmt: skip
     rows_of = {"from_hub": False, "hub": None, "split": "test"}
