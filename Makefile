@@ -108,17 +108,26 @@ judge-test: setup ## 20 kills of answering and judging
 cluster-test: setup ## two hosts, 32 nodes that fail in turn, and a Slurm, on this machine
 	$(BIN)/python -m tests.campaigns.cluster $(ARGS)
 
+template-test: setup ## every chat template that TRL ships, compared with apply_chat_template
+	$(BIN)/python -m tests.campaigns.templates $(ARGS)
+
 image-test: setup ## the image built without Docker, and run without rights; needs root on Debian
 	$(BIN)/python -m tests.campaigns.image $(ARGS)
 
 doors-test: setup ## the loss in the oldest TRL that is supported; needs a package index
 	$(BIN)/python -m tests.campaigns.doors $(ARGS)
 
+export-test: setup ## exports of every family, read by transformers 4 and gguf; needs a package index
+	$(BIN)/python -m tests.campaigns.exports $(ARGS)
+
 docs-test: setup ## every command of README.md and docs/, run or checked
 	$(BIN)/python -m tests.campaigns.docs
 
-gpu-test: setup ## what one GPU has to show, in 25 minutes; ARGS=--quick tries it on a CPU
+gpu-test: setup ## what one GPU has to show, the most important first; ARGS="--within 480", or --quick on a CPU
 	$(BIN)/python -m tests.campaigns.gpu $(ARGS)
+
+gpu-bundle: setup ## the same for a machine with Python and PyTorch but no package index, in build/gpu-bundle
+	$(BIN)/python -m tests.campaigns.gpu_bundle $(ARGS)
 
 fuzz: setup ## damaged files for every parser; ARGS="--seconds 60 --only recipe" is shorter
 	$(BIN)/python -m tests.campaigns.fuzz $(ARGS)

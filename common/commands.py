@@ -44,9 +44,9 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def first_word(subject: object) -> None:
-    """Say on stderr what the command is about, before it loads libraries for seconds."""
-    print(printable(f"{subject}: loading libraries"), file=sys.stderr, flush=True)
+def first_word(subject: object, loaded: str = "libraries") -> None:
+    """Say on stderr what the command is about, before it loads libraries or weights for seconds."""
+    print(printable(f"{subject}: loading {loaded}"), file=sys.stderr, flush=True)
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:

@@ -6,10 +6,12 @@ import contextlib
 import difflib
 import errno
 import os
+import pathlib
 import select
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
+from typing import Self
 
 from emo.common.text import printable, without_secrets
 
@@ -34,15 +36,26 @@ class UserError(Exception):
 
     The line may quote data and other programs: secrets, and what could act on a terminal, are left out, and
     the middle of what is very long. `code` names the kind of mistake for programs and tests: it stays when
-    the wording changes.
+    the wording changes. `more`: further mistakes in the same file, each of which is printed as a line.
     """
 
-    def __init__(self, message: str = "", *, code: str = "") -> None:
+    def __init__(self, message: str = "", *, code: str = "", more: Iterable[str] = ()) -> None:
         super().__init__(message)
-        self.code = code
+        self.code, self.more = code, tuple(more)
+
+    @property
+    def lines(self) -> list[str]:
+        """Return each mistake as a line."""
+        return [one_line(message, LONGEST) for message in (super().__str__(), *self.more)]
 
     def __str__(self) -> str:
-        return one_line(super().__str__(), LONGEST)
+        return one_line("; also ".join(self.lines), LONGEST)
+
+    @classmethod
+    def of(cls, errors: Sequence[UserError]) -> Self:
+        """Return one error for several mistakes; the first gives the code."""
+        first, *others = errors
+        return cls(str(first), code=first.code, more=map(str, others))
 
 
 class FailureError(UserError):
@@ -77,12 +90,13 @@ def outcome(work: Callable[[], int], alone: bool | Callable[[], bool] = True) ->
     that is known only then.
     """
     try:
+        _open_streams()
         code = work()
         sys.stdout.flush()
         return code
     except UserError as error:
         if alone() if callable(alone) else alone:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print("\n".join(f"error: {line}" for line in error.lines), file=sys.stderr, flush=True)
         return ExitCode.FAILURE if isinstance(error, FailureError) else ExitCode.MISTAKE
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _is_unread():
@@ -94,6 +108,17 @@ def outcome(work: Callable[[], int], alone: bool | Callable[[], bool] = True) ->
         if alone:
             print(f"interrupted; {AGAIN}", file=sys.stderr)
         return ExitCode.INTERRUPTED
+
+
+def _open_streams() -> None:
+    """Open standard streams that the caller closed (`>&-`), so that no other file takes their numbers."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            mode = "w" if number else "r"
+            file = pathlib.Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115
+            setattr(sys, name, file)
+            with contextlib.suppress(OSError):  # the lowest free number, as a rule that of the stream
+                os.set_inheritable(file.fileno(), True)
 
 
 def _is_unread() -> bool:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -65,6 +66,19 @@ def write_atomically(path: Path, write: Callable[[IO[bytes]], Any]) -> None:
 def write_text(path: Path, text: str) -> None:
     """Write text to `path`, whole or not at all."""
     write_atomically(path, lambda sink: sink.write(text.encode()))
+
+
+def reset_modes(directory: Path) -> None:
+    """Give the files in a directory the mode of any other new file.
+
+    Some libraries write a temporary file that only its owner may read, and rename it.
+    """
+    probe = directory / f".mode{PART}"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for file in directory.iterdir():
+        file.chmod(mode)
 
 
 def finite(value: Any) -> Any:

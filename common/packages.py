@@ -3,9 +3,11 @@
 import importlib.util
 import sys
 
-if importlib.util.find_spec("tokenizers") is None:  # where it is missing, so are the others
+# Where one of these is missing, so are others.
+MISSING = [name for name in ("tokenizers", "psutil", "pydantic") if importlib.util.find_spec(name) is None]
+if MISSING:
     print(
-        "error: the packages of this project are not here (tokenizers is missing): run "
+        f"error: the packages of this project are not installed ({MISSING[0]} is missing): run "
         "`source .venv/bin/activate` (`make setup` makes it), or pip install .",
         file=sys.stderr,
     )

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from emo.common.text import counted, printable
+
 EVERY = 30.0  # seconds between lines
+QUIET = 4.5  # seconds between lines: no command is silent for more than 5
+_working: list[object] = []  # blocks at work, outermost first: the innermost reports
 
 
 @contextmanager
@@ -35,6 +40,47 @@ def progress(label: str, total: int, say: Callable[[str], None]) -> Iterator[Cal
                 say(f"{label}: {size}, {speed}" + f", {left} left" * (total > 0))
 
         yield advance
+
+
+@contextmanager
+def at_work(label: str, total: int = 0, unit: str = "") -> Iterator[Callable[[int], None]]:
+    """Show on stderr that the block is at work: a bar on a terminal, else a line every QUIET seconds.
+
+    Yield the function that takes how many more of `total` units are done. total: 0 if nothing is counted.
+    """
+    done, begun, over = 0, time.monotonic(), threading.Event()
+    has_bar, me = total > 0 and sys.stderr.isatty(), object()
+
+    def report() -> None:
+        while not over.wait(QUIET):
+            if _working[-1] is not me:
+                continue
+            seconds = time.monotonic() - begun
+            left = f", about {seconds * (total - done) / done:.0f} s left" if done else ""
+            state = f"{done:,} of {counted(total, unit)}{left}" if total else f"{seconds:.0f} s"
+            print(printable(f"{label}: {state}"), file=sys.stderr, flush=True)
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+
+    _working.append(me)
+    try:
+        if has_bar:
+            from tqdm import tqdm
+
+            with tqdm(total=total, desc=label, unit=unit) as bar:
+                yield bar.update
+            return
+        thread = threading.Thread(target=report, daemon=True)
+        thread.start()
+        try:
+            yield advance
+        finally:
+            over.set()
+            thread.join()
+    finally:
+        _working.remove(me)
 
 
 def amount(count: int) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -28,18 +28,29 @@ LARGEST = 2**53  # integers beyond it are mistakes: floats can no longer count t
 # Settings of a recipe, and their names in other trainers.
 _NAMES_ELSEWHERE = {
     "output_dir": "run_dir",
-    "data.sequence_len": "max_seq_length max_length block_size seq_len cutoff_len model_max_length block",
-    "data.sources": "train_file data_path",
-    "data.validation_fraction": "val_fraction",
-    "model.path": "model_name_or_path pretrained",
-    "model.dtype": "bf16 fp16 precision torch_dtype",
+    "data.sequence_len": "max_seq_length max_seq_len max_length block_size seq_len seq_length cutoff_len "
+    "model_max_length block",
+    "data.sources": "train_file data_path datasets dataset dataset_name train_dataset pretraining_dataset",
+    "data.validation_fraction": "val_fraction val_set_size val_size test_size",
+    "data.limit_rows": "max_samples max_train_samples",
+    "data.dir": "dataset_prepared_path tokenized_path",
+    "data.template": "chat_template prompt_template",
+    "data.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_config",
+    "model.path": "base_model model_name_or_path model_name model_id pretrained",
+    "model.dtype": "bf16 fp16 precision mixed_precision torch_dtype",
+    "model.attn_implementation": "flash_attention flash_attn flash_attn_2 sdp_attention",
     "model.activation_checkpointing": "gradient_checkpointing",
-    "objective.name": "loss_type",
+    "model.kernels": "use_liger use_liger_kernel enable_liger_kernel",
+    "model.lora": "adapter peft peft_config use_peft finetuning_type qlora",
+    "model.lora.r": "lora_r lora_rank rank",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.dropout": "lora_dropout",
+    "model.lora.targets": "lora_target lora_target_modules lora_target_linear target_modules",
+    "objective.name": "loss_type loss",
     "train.learning_rate": "lr",
     "train.global_batch_size": "batch_size train_batch_size batch",
-    "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size micro_batch "
-    "gradient_accumulation_steps",
-    "train.num_train_epochs": "epochs num_epochs",
+    "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size micro_batch",
+    "train.num_train_epochs": "epochs num_epochs max_epochs",
     "train.max_steps": "steps max_iters",
     "train.max_grad_norm": "gradient_clipping gradient_clip_val clip_grad grad_clip clip",
     "train.warmup_ratio": "warmup_steps",
@@ -48,17 +59,50 @@ _NAMES_ELSEWHERE = {
     "train.eps": "adam_epsilon",
     "train.betas": "adam_beta1 adam_beta2",
     "train.logging_steps": "log_every log_interval",
-    "train.eval_steps": "eval_every eval_interval",
-    "train.save_steps": "save_every save_interval",
+    "train.eval_steps": "eval_every eval_interval eval_strategy evaluation_strategy evals_per_epoch",
+    "train.save_steps": "save_every save_interval save_strategy saves_per_epoch",
     "train.save_total_limit": "keep_last",
-    "train.report_to": "tensorboard wandb",
+    "train.report_to": "tensorboard wandb use_wandb",
     "train.project": "wandb_project",
+    "train.timeout_minutes": "ddp_timeout",
 }
 # Also the last word of a key, for one in the wrong section; `name` and `path` could be of anything.
 OTHER_NAMES = {
     name: key
     for key, names in _NAMES_ELSEWHERE.items()
     for name in ({key.rpartition(".")[2]} - {"name", "path"}) | set(names.split())
+}
+_QUANTISED = (
+    "quantised weights are not supported: set model.lora={} to train few parameters, or offload to the "
+)
+_QUANTISED += "host with deepspeed=ds_configs/zero3_offload.json"
+_PREFERENCES = "training from preferences or rewards (DPO, PPO, GRPO) is not supported: use TRL for it"
+_PACKED = "remove it: rows are always packed, and documents in a row do not attend to each other"
+_ANSWERS = "remove it: only answers are supervised (data.kind=instruct), or every token (data.kind=text)"
+# Settings of other trainers that have no counterpart, and what to do instead.
+NOT_HERE = {
+    name: hint
+    for names, hint in {
+        "load_in_4bit load_in_8bit quantization_bit bnb_4bit_compute_dtype bnb_config": _QUANTISED,
+        "neftune_noise_alpha neftune": "noise on embeddings (NEFTune) is not supported; remove it",
+        "rl dpo_beta ref_model reward_model kl_coef rlhf dpo kto orpo grpo ppo": _PREFERENCES,
+        "sample_packing packing eval_packing eval_sample_packing pad_to_sequence_len": _PACKED,
+        "train_on_inputs train_on_input assistant_only_loss completion_only_loss": _ANSWERS,
+        "gradient_accumulation_steps grad_accum gradient_accumulation": "remove it: it "
+        "follows from train.global_batch_size (rows per step over all ranks) and train.micro_batch_size",
+        "resume_from_checkpoint auto_resume_from_checkpoints overwrite_output_dir": "remove it: the same "
+        "command resumes from the newest checkpoint, and another output_dir starts a new run",
+        "trust_remote_code": "code that comes with a model is never run; use a model that transformers has",
+        "fsdp fsdp_config": "FSDP is not supported: deepspeed=ds_configs/zero3.json shards in the same way",
+        "push_to_hub hub_model_id hub_token": "remove it, and upload the export when training is done",
+        "tf32 use_cache do_train do_eval stage trainer": "remove it: there is nothing to set",
+    }.items()
+    for name in names.split()
+}
+# Parts of values that settings cannot have, and what to do instead.
+VALUES = {
+    "8bit": "8-bit optimizers are not supported: ZeRO divides the optimizer over the ranks (deepspeed=...)",
+    "paged": "for an optimizer in host memory set deepspeed=ds_configs/zero3_offload.json",
 }
 
 
@@ -90,17 +134,34 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_bool_as_number(cls, tree: Any) -> Any:
-        """Python takes `true` for 1; a recipe does not."""
-        for key, field in cls.model_fields.items() if isinstance(tree, dict) else ():
-            types = set(_parts(field.annotation))
+        """Python reads `true` as 1; a recipe does not."""
+        if not isinstance(tree, dict):
+            return tree
+        checked = dict(tree)
+        for key in tree.keys() & cls.model_fields.keys():
+            types = set(_parts(cls.model_fields[key].annotation))
             if bool not in types and types & {int, float}:
-                value = tree.get(key)
-                inner = (
-                    value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-                )
-                if any(isinstance(item, bool) for item in (value, *inner)):
-                    raise ValueError(f"{key} must hold numbers, not true or false")
-        return tree
+                checked[key] = _without_bools(tree[key])
+        return checked
+
+
+class _NotANumber:
+    """Stands for true or false where a number is wanted, and is rejected by pydantic with the key's path."""
+
+    def __init__(self, value: bool) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return str(self.value).lower()
+
+
+def _without_bools(value: Any) -> Any:
+    """Return a value, or the items of a list or mapping, with an invalid object for each true and false."""
+    if isinstance(value, dict):
+        return {key: _NotANumber(item) if isinstance(item, bool) else item for key, item in value.items()}
+    if isinstance(value, list):
+        return [_NotANumber(item) if isinstance(item, bool) else item for item in value]
+    return _NotANumber(value) if isinstance(value, bool) else value
 
 
 SectionT = TypeVar("SectionT", bound=Section)
@@ -138,29 +199,22 @@ def marked(cls: type[Section], name: str) -> set[str]:
 
 def load_section(cls: type[SectionT], path: Path, overrides: Sequence[str], noun: str = "recipe") -> SectionT:
     """Return a YAML file with overrides as `cls`; for files that are written like recipes."""
-    return parse_section(cls, read_recipe(path, overrides, tuple(cls.model_fields), noun), "")
+    return parse_section(cls, read_recipe(path, overrides, noun), "")
 
 
-def read_recipe(
-    path: Path, overrides: Sequence[str], keys: Sequence[str] = KEYS, noun: str = "recipe"
-) -> dict[str, Any]:
+def read_recipe(path: Path, overrides: Sequence[str], noun: str = "recipe") -> dict[str, Any]:
     """Return the tree of a YAML recipe with `key.sub=value` overrides, whose values are YAML too.
 
     A recipe may begin from another one: `extends: other.yaml`, a file beside it, whose sections it completes
     and overrides key by key; a model architecture that names its model_type replaces the other's whole.
-    keys: of its sections. noun: the name of this kind of file in messages, one of EXAMPLES.
+    noun: the name of this kind of file in messages, one of EXAMPLES.
 
-    Raises UserError when a file cannot be read or understood, a key is given twice, a top-level key is
-    unknown, recipes extend each other in a circle or one outside their folder and this program, or an
-    override has no `=`.
+    Raises UserError when a file cannot be read or understood, a key is given twice, recipes extend each other
+    in a circle or one outside their folder and this program, or an override has no `=`.
     """
     tree = _read_tree(shipped(path), (), noun)
     for override in overrides:
         apply_override(tree, override)
-    for key in tree:
-        if key not in keys:
-            hint = nearest(str(key), keys, OTHER_NAMES if keys is KEYS else {})
-            raise UserError(f"{noun} {path}: unknown key {key}; {hint}", code="unknown-key")
     return tree
 
 
@@ -251,35 +305,74 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def parse_section(cls: type[SectionT], tree: Any, where: str) -> SectionT:
-    """Return `tree` as `cls`. Raises UserError naming the first bad key and the nearest known one."""
+    """Return `tree` as `cls`. Raises UserError naming every bad key, each with the nearest known one."""
+    section = check_section(cls, tree, where)
+    assert section is not None
+    return section
+
+
+def check_section(
+    cls: type[SectionT], tree: Any, where: str, may_lack: Sequence[str] = ()
+) -> SectionT | None:
+    """Return `tree` as `cls`, or None where it is valid except that keys in `may_lack` are absent.
+
+    Raises UserError naming every bad key, each with the nearest known one.
+    """
+    section, mistakes = None, dict[Any, UserError]()
     try:
         section = cls.model_validate(tree)
     except ValidationError as error:
-        first = error.errors()[0]
-        *above, key = first["loc"] or ("",)
-        path = ".".join(str(part) for part in (where, *first["loc"]) if part != "")
-        if first["type"] == "extra_forbidden":
-            current: type[Section] = cls  # the section that has the key
-            for part in above:
-                field = current.model_fields.get(part) if isinstance(part, str) else None
-                current = (_section(field.annotation) if field is not None else None) or current
-            hint = nearest(str(key), current.model_fields, OTHER_NAMES if path.split(".")[0] in KEYS else {})
-            raise UserError(f"unknown key {path}; {hint}", code="unknown-key") from None
-        message = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "model_type":
-            message = "must be a section of key: value lines"
-        detail = "" if isinstance(first["input"], dict) else f" (given: {shown(first['input'])})"
-        raise UserError(f"{path or cls.__name__}: {message}{detail}", code="bad-value") from None
-    for path, value in _leaves(section.model_dump(), where):
+        for problem in error.errors():
+            absent = problem["type"] == "missing" and problem["loc"] in [(key,) for key in may_lack]
+            if absent or problem["type"] == "default_factory_not_called":  # because of another mistake
+                continue
+            # Each type that a field may have objects for itself; the first will do.
+            is_unknown = problem["type"] == "extra_forbidden"
+            path = problem["loc"] if is_unknown else _located(cls, problem["loc"])[1]
+            mistakes.setdefault((path, repr(problem["input"])), _mistake(cls, problem, where))
+    for key, value in _leaves(tree if section is None else section.model_dump(), where):
         if isinstance(value, int) and abs(value) > LARGEST:
-            raise UserError(f"{path}: {shown(value)} is far too large", code="bad-value")
+            mistakes[key, ""] = UserError(f"{key}: {shown(value)} is far too large", code="bad-value")
         if isinstance(value, str | Path) and without_secrets(str(value)) != str(value):
-            raise UserError(
-                f"{path} holds a password or token, and would be copied to config.yaml, logs and reports; "
+            mistakes[key, ""] = UserError(
+                f"{key} holds a password or token, and would be copied to config.yaml, logs and reports; "
                 "leave it out, and give it where its library looks for it (HF_TOKEN, AWS_PROFILE, ~/.netrc)",
                 code="secret",
             )
+    if mistakes:
+        raise UserError.of(list(mistakes.values()))
     return section
+
+
+def _located(cls: type[Section], location: Sequence[int | str]) -> tuple[type[Section], Sequence[int | str]]:
+    """Return the innermost section that a path enters, and the path up to its last known part."""
+    current, known = cls, 0
+    for number, part in enumerate(location, 1):
+        field = current.model_fields.get(part) if isinstance(part, str) else None
+        if field is not None or isinstance(part, int):
+            known = number
+        current = (_section(field.annotation) if field is not None else None) or current
+    return current, location[:known]
+
+
+def _mistake(cls: type[Section], problem: Mapping[str, Any], where: str) -> UserError:
+    """Return what pydantic found wrong, in words."""
+    path = ".".join(str(part) for part in (where, *problem["loc"]) if part != "")
+    value, message = problem["input"], problem["msg"].removeprefix("Value error, ")
+    in_recipe = path.split(".")[0] in KEYS or set(KEYS) <= cls.model_fields.keys()
+    if problem["type"] == "extra_forbidden":
+        *above, key = problem["loc"]
+        names = _located(cls, above)[0].model_fields
+        hint = (in_recipe and NOT_HERE.get(str(key).lower())) or nearest(
+            str(key), names, OTHER_NAMES if in_recipe else {}
+        )
+        return UserError(f"unknown key {path}; {hint}", code="unknown-key")
+    if problem["type"] == "model_type":
+        message = "must be a section of key: value lines"
+    detail = "" if isinstance(value, dict) else f" (given: {shown(value)})"
+    if problem["type"] == "literal_error" and in_recipe:
+        detail += "".join(f"; {hint}" for word, hint in VALUES.items() if word in str(value).lower())
+    return UserError(f"{path or cls.__name__}: {message}{detail}", code="bad-value")
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -21,6 +21,10 @@ from emo.common.untrusted import is_plain_name, read_json
 FILES = ("model.safetensors", "pytorch_model.bin")  # the first that is there counts; each may be in shards
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"  # beside a model's files, the one that transformers reads
+# The names that families give the longest sequence: most, GPT-2's, MPT's and DBRX's, and others.
+CONTEXT_KEYS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "model_max_length"),
+)
 # Masks that old checkpoints carry as tensors and that models now make themselves.
 OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$")
 
@@ -58,6 +62,7 @@ def load_config(source: str | Path, revision: str | None = None) -> Any:
     """
     from transformers import AutoConfig
 
+    reject_adapter(Path(source))
     try:
         return AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -65,6 +70,18 @@ def load_config(source: str | Path, revision: str | None = None) -> Any:
         raise
     except Exception as error:  # whatever a configuration makes of transformers that is damaged or made up
         raise ValueError(f"config.json: {type(error).__name__}: {one_line(error, 160)}") from None
+
+
+def reject_adapter(directory: Path) -> None:
+    """Raise UserError for a directory that holds an adapter without the model that it belongs to."""
+    if not (directory / ADAPTER).is_file() or (directory / CONFIG).is_file():
+        return
+    base = None
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        base = read_json(directory / ADAPTER).get("base_model_name_or_path")
+    problem = f"{directory} holds an adapter (LoRA), not a model"
+    cure = f"merge it into its base model {base or ''}".rstrip() + " with peft's merge_and_unload"
+    raise UserError(f"{problem}: {cure} and save_pretrained, and use that directory", code="adapter")
 
 
 def opened_files(directory: Path) -> list[Path]:
@@ -118,6 +135,17 @@ def _file(source: str | Path, revision: str | None, name: str) -> Path | None:
         source, name, revision=revision, local_files_only=True, _raise_exceptions_for_missing_entries=False
     )
     return Path(cached) if cached else None
+
+
+def context_length(config: Any) -> int | None:
+    """Return the longest sequence that a model reads, in tokens, or None if its configuration has no limit.
+
+    config: config.json as read, or the object that `load_config` returns.
+    """
+    tree = config if isinstance(config, dict) else config.get_text_config().to_dict()
+    tree = text if isinstance(text := tree.get("text_config"), dict) else tree
+    lengths = (tree.get(key) for key in CONTEXT_KEYS)
+    return next((length for length in lengths if type(length) is int and length > 1), None)
 
 
 @contextlib.contextmanager

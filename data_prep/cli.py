@@ -11,18 +11,19 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the pa
 
 from emo.common.commands import Parser, first_word, parse_arguments
 from emo.common.errors import ExitCode, UserError, outcome
+from emo.common.recipe import Section
 from emo.common.text import counted, printable
 from emo.data_prep.config import load_data_config
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Run a command.
+def main(argv: list[str] | None = None, recipe: type[Section] | None = None) -> int:
+    """Run a command. `recipe`: the model of a recipe's sections, see load_data_config.
 
     Exit codes: 0 done, 1 the system failed, 2 a mistake in the input or damaged data, 130 interrupted.
     """
     parser = _parser()
     args = parse_arguments(parser, argv)
-    return outcome(lambda: _run(args))
+    return outcome(lambda: _run(args, recipe))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -61,10 +62,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(args: argparse.Namespace) -> int:
+def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
     """Run the command that was given; each imports what it needs once its first word is out."""
     if args.command == "prepare":
-        config = load_data_config(args.recipe, args.overrides)
+        config = load_data_config(args.recipe, args.overrides, recipe)
         first_word(args.recipe)
         from emo.data_prep.prepare import prepare
 

@@ -17,15 +17,30 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
 from emo.common.errors import UserError, one_line
-from emo.common.recipe import Section, mark, mark_of, marked, parse_section, read_recipe, shown
+from emo.common.recipe import (
+    KEYS,
+    Section,
+    check_section,
+    mark,
+    mark_of,
+    marked,
+    parse_section,
+    read_recipe,
+    shown,
+)
 from emo.common.untrusted import read_json
+from emo.common.weights import context_length, reject_adapter
+from emo.data_prep.chat_templates import BUILT_IN, GIVEN, fixed_date
 
 # Of templates: raised when the text of one changes, or what of it is supervised.
-VERSIONS = {"alpaca": "alpaca/1", "chat": "chat/1", "chat_template": "chat_template/1"}
+VERSIONS = {"alpaca": "alpaca/1", "chat": "chat/1", "chat_template": "chat_template/2"} | {
+    name: f"{name}/1" for name in BUILT_IN
+}
 REPORTS = ("report", "contamination")
 USED: dict[str, Callable[[Any], bool]] = {
     "hub": lambda source: source.hub is not None,
     "instruct": lambda config: config.kind == "instruct",
+    "chat": lambda config: config.by_chat_template,
     "near": lambda config: config.dedup == "near",
     "contamination": lambda config: config.contamination is not None,
 }
@@ -52,9 +67,9 @@ class Source(Section):
     split: str = "train"
     """Split of the hub data set or of a saved one; slices such as `train[:1000]` are allowed."""
     files: str | None = Field(None, min_length=1)
-    """Path or glob under data.root: txt, jsonl, json, csv, tsv (each also as .zst or .gz), parquet, or
-    directories written by `save_to_disk` of the datasets library. Also an address or glob that fsspec
-    reads: s3://, gs://, https:// and others."""
+    """Path or glob under data.root, also with {a,b}: txt, jsonl (ndjson, jsonlines), json, csv, tsv (each
+    also as .zst, .gz, .bz2 or .xz), parquet, or directories written by `save_to_disk` of the datasets
+    library. Also an address or glob that fsspec reads: s3://, gs://, https:// and others."""
     embedded: Literal["world", "world-home", "world-abroad", "world-instruct"] | None = None
     """A corpus that comes along: text about a small world, about one of its halves, or instructions."""
     format: Literal[
@@ -126,13 +141,23 @@ class DataConfig(Section):
     validation_fraction: float = Field(0.0, ge=0, lt=1)
     """Share of the sources' rows that is split off for validation, by content hash, when `validation` is
     empty."""
+    validation_group: str | None = mark(SET, None, min_length=1)
+    """Column whose value keeps rows together when validation_fraction splits them, so that all answers to one
+    question are on one side."""
     sequence_len: int = Field(256, gt=1, le=MOST_TOKENS)
     """Tokens per row."""
     shards: int = Field(4, gt=0, le=99_999)
     """Files per split; also the unit of parallel work."""
-    template: Literal["alpaca", "chat", "chat_template"] = mark("instruct", "alpaca")
-    """How instructions are written as text: Alpaca's prompt, a plain transcript, or the tokenizer's own chat
-    template."""
+    template: Literal["alpaca", "chat", "chat_template", "chatml", "llama3"] = mark("instruct", "alpaca")
+    """How instructions are written as text: Alpaca's prompt, a plain transcript (`chat`), the tokenizer's own
+    chat template, or for a base model whose tokenizer has the special tokens but no template, `chatml` or
+    `llama3`, which the prepared tokenizer then has."""
+    reasoning: Literal["keep", "drop", "mask_empty"] = mark("chat", "mask_empty")
+    """What is learned of reasoning in a chat template. `mask_empty`: all that the template writes, but no
+    thinking block that is empty. `keep`: all. `drop`: the row's reasoning is removed before it is written."""
+    template_variables: dict[str, Any] = mark("chat", {})
+    """Variables for the chat template, such as {enable_thinking: false}. `date` (YYYY-MM-DD, default
+    2026-01-01) is what a template gets that asks for today's date."""
     overlong: Literal["drop", "truncate", "split"] = mark("instruct", "truncate")
     """What happens to examples longer than a block."""
     limit_rows: int | None = Field(None, gt=0)
@@ -173,8 +198,16 @@ class DataConfig(Section):
             raise ValueError("give exactly one of tokenizer and train_tokenizer")
         if self.validation and self.validation_fraction:
             raise ValueError("give validation or validation_fraction, not both")
+        if self.validation_group and not self.validation_fraction:
+            raise ValueError("validation_group needs validation_fraction")
         if self.by_chat_template and self.train_tokenizer:
-            raise ValueError("template: chat_template is of a tokenizer that has one, not of train_tokenizer")
+            raise ValueError(f"template: {self.template} needs the tokenizer of a model, not train_tokenizer")
+        if taken := next((name for name in self.template_variables if name in GIVEN), None):
+            raise ValueError(f"template_variables: {taken} comes from the rows; remove it")
+        try:
+            fixed_date(self.template_variables)
+        except (TypeError, ValueError):
+            raise ValueError("template_variables: date must be a day, such as 2026-01-31") from None
         every = [source for split in self.splits for source in self.sources_of(split)]
         parts = COLUMNS[self.kind]
         for part in (part for source in every for part in source.columns or () if part not in parts):
@@ -192,8 +225,8 @@ class DataConfig(Section):
 
     @property
     def by_chat_template(self) -> bool:
-        """Return whether the tokenizer's own template writes the examples."""
-        return self.kind == "instruct" and self.template == "chat_template"
+        """Return whether a chat template of a tokenizer writes the examples."""
+        return self.kind == "instruct" and by_chat_template(self.template)
 
     @property
     def validation_sets(self) -> tuple[str, ...]:
@@ -220,6 +253,11 @@ class DataConfig(Section):
         return tuple(dict.fromkeys(source.domain_name for source in self.sources_of(split)))
 
 
+def by_chat_template(template: str) -> bool:
+    """Return whether a value of data.template, with a version or without, names a chat template."""
+    return template.partition("/")[0] in ("chat_template", *BUILT_IN)
+
+
 def split_of(name: str) -> str:
     """Return the directory of a validation set."""
     return VALIDATION if name == VALIDATION else f"{VALIDATION}-{name}"
@@ -238,19 +276,29 @@ def splits_made(prepared: Mapping[str, Any]) -> tuple[str, ...]:
     return (TRAIN, VALIDATION) if sets or prepared.get("validation_fraction") else (TRAIN,)
 
 
-def load_data_config(path: Path, overrides: list[str]) -> DataConfig:
-    """Return the `data` section of a recipe."""
-    if path.name.removesuffix(".gz").removesuffix(".zst").endswith(DATA_FILES) and path.suffix != ".json":
+def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | None = None) -> DataConfig:
+    """Return the `data` section of a recipe.
+
+    recipe: the model of all sections, of which those that are there are checked as well. This package knows
+    one of them only.
+    """
+    inner = re.sub(r"\.(gz|zst|bz2|xz)$", "", path.name.lower())
+    if inner.endswith((*DATA_FILES, ".ndjson", ".jsonlines")) and path.suffix != ".json":
         raise UserError(
             f"{path} is data, not a recipe; emo sniff {path} writes one to begin with", code="data-not-recipe"
         )
     tree = read_recipe(path, overrides)
     if "data" not in tree:
         raise UserError(f"recipe {path} has no data section; it has: {', '.join(tree) or 'nothing'}")
+    if recipe is not None:
+        check_section(recipe, tree, "", may_lack=KEYS)
     config = parse_section(DataConfig, tree["data"], "data")
     model = tree.get("model")  # which cannot read longer rows, as training would say much later
     where = model.get("path") if isinstance(model, dict) else None
-    context = context_of(Path(where)) if isinstance(where, str) else None
+    context = None
+    if isinstance(where, str):
+        reject_adapter(Path(where))
+        context = context_of(Path(where))
     if context is not None and config.sequence_len > context:
         raise UserError(
             f"blocks of {config.sequence_len} tokens are longer than the context of {context} of the model "
@@ -264,9 +312,7 @@ def context_of(model: Path) -> int | None:
     tree = None
     with contextlib.suppress(OSError, ValueError):
         tree = read_json(model / "config.json")
-    keys = ("max_position_embeddings", "n_positions")  # as training has it, and as GPT-2's files do
-    length = next((tree[key] for key in keys if key in tree), None) if isinstance(tree, dict) else None
-    return length if type(length) is int and length > 1 else None
+    return context_length(tree) if isinstance(tree, dict) else None
 
 
 def settings(config: DataConfig, reports: bool = True) -> dict[str, Any]:
@@ -334,6 +380,5 @@ def check_prepared(directory: Path, prepared: Mapping[str, Any], config: DataCon
 
 def described(changed: list[tuple[str, Any, Any]]) -> str:
     """Return differences as a part of a message."""
-    (key, was, now), *others = changed
-    also = f" (also {', '.join(other[0] for other in others)} differ)" if others else ""
-    return one_line(f"prepared with {key}={shown(was)}, the recipe says {shown(now)}{also}")
+    parts = (f"{key}={shown(was)}, the recipe says {shown(now)}" for key, was, now in changed)
+    return one_line(f"prepared with {'; with '.join(parts)}", 800)

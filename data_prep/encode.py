@@ -15,13 +15,15 @@ from typing import NamedTuple
 import numpy as np
 
 from emo.common.errors import UserError
+from emo.data_prep.chat_templates import ChatTemplate
+from emo.data_prep.chats import ChatEncoder
 from emo.data_prep.contamination import Finder, load
 from emo.data_prep.inputs import AGAIN, Input
 from emo.data_prep.plan import Part, Plan
 from emo.data_prep.reencode import Sampled, sample
 from emo.data_prep.rows import Row, TokenIds, checksum, plain_text, take
 from emo.data_prep.shards import token_dtype
-from emo.data_prep.templates import Chat, ChatEncoder, ChatTemplate, Conversation, render
+from emo.data_prep.templates import Chat, Conversation, render
 from emo.data_prep.tokenizer import TokenizerFacts
 from emo.data_prep.words import TextEncoder
 
@@ -58,6 +60,7 @@ class Encoded(NamedTuple):
     shard: int = 0  # that takes the rows, counted through all splits
     domain: str = ""  # of all rows
     sampled: Sequence[Sampled] = ()  # rows to be encoded again
+    ends: frozenset[int] = frozenset()  # instruct: the tokens that end answers
 
 
 class RowEncoder:
@@ -68,7 +71,7 @@ class RowEncoder:
         facts = settings.tokenizer
         self.dtype = token_dtype(facts.vocab_size)
         self.text = TextEncoder(settings.directory, self.dtype, settings.by_words)
-        self.bos = b"" if facts.bos_id is None else self.dtype.type(facts.bos_id).tobytes()
+        self.bos = np.array(facts.start, self.dtype).tobytes()
         self.eos = b"" if facts.eos_id is None else self.dtype.type(facts.eos_id).tobytes()
         self.chat = None if settings.chat is None else ChatEncoder(settings.directory, settings.chat)
         self.finder = None if settings.grams is None else Finder(load(settings.grams))
@@ -88,7 +91,7 @@ class RowEncoder:
         rows = _rows(part, part.copies > 0)
         if part.spec.kind == "text":
             return self.texts(rows, part.name).lengths
-        examples = self._examples(rows, Counter())
+        examples = self._examples(rows, Counter(), set())
         return np.array([sum(len(ids) for ids, _ in example) for example in examples], np.int64)
 
     def texts(self, texts: Sequence[Row], name: str) -> Encoded:
@@ -111,24 +114,39 @@ class RowEncoder:
     def conversations(self, rows: Sequence[Row]) -> Encoded:
         """Return each conversation as BOS and its turns, each ended by EOS; spans cover responses and EOS."""
         counts: Counter[str] = Counter()
-        examples = self._examples(rows, counts)
+        ends: set[int] = set()
+        examples = self._examples(rows, counts, ends)
         sequences = [sequence for example in examples for sequence in example]
         whole = _hashes([b"".join(ids.tobytes() for ids, _ in example) for example in examples])
         sources = np.repeat(whole, [len(example) for example in examples])
         lengths = np.array([len(ids) for ids, _ in sequences], np.int64)
         flat = np.concatenate([np.zeros(0, self.dtype), *(ids for ids, _ in sequences)])
-        return Encoded(flat, lengths, [spans for _, spans in sequences], sources, len(rows), counts)
+        return Encoded(
+            flat, lengths, [spans for _, spans in sequences], sources, len(rows), counts, ends=frozenset(ends)
+        )
 
-    def _examples(self, rows: Sequence[Row], counts: Counter[str]) -> list[Sequences]:
+    def _examples(self, rows: Sequence[Row], counts: Counter[str], ends: set[int]) -> list[Sequences]:
         """Return the sequences of each conversation or chat; rows are all one or the other.
+
+        Adds to `ends` the tokens that end supervised answers.
 
         Prompt and response are encoded apart, so that no token belongs to both, and training sees a prompt
         as the very ids that generation will give the model.
         """
         if self.chat is not None:
             chats = [self.chat.encode(row) for row in rows if isinstance(row, Chat)]
-            return [self._fit(np.array(ids, self.dtype), spans, counts) for ids, spans in chats]
+            ends.update(ids[stop - 1] for chat in chats for ids, spans in chat for _, stop in spans)
+            return [
+                [
+                    sequence
+                    for ids, spans in chat
+                    for sequence in self._fit(np.array(ids, self.dtype), spans, counts)
+                ]
+                for chat in chats
+            ]
         talks = [row for row in rows if isinstance(row, Conversation)]
+        if talks and self.settings.tokenizer.eos_id is not None:
+            ends.add(self.settings.tokenizer.eos_id)
         examples = [render(talk, self.settings.template) for talk in talks]
         turns = [turn for example in examples for turn in example]
         prompts = iter(self.text.encode([turn.text[: turn.start] for turn in turns]))

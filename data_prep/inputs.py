@@ -11,7 +11,9 @@ import csv
 import hashlib
 import io
 import json
+import lzma
 import os
+import re
 import sys
 from bisect import bisect_right
 from collections import Counter, deque
@@ -25,18 +27,30 @@ from emo.common.errors import UserError, one_line
 from emo.common.files import signature
 from emo.data_prep.addresses import RemoteFile, remote_files
 from emo.data_prep.config import DATA_FILES, DataConfig, Source
-from emo.data_prep.rows import CHAT_COLUMNS, TEXT_COLUMNS, Payload, Rejected, RowSpec, cuts, raw_rows
+from emo.data_prep.rows import (
+    CHAT_COLUMNS,
+    STRICT_JSON,
+    TEXT_COLUMNS,
+    Payload,
+    Rejected,
+    RowSpec,
+    cuts,
+    raw_rows,
+)
 
 PIECE = 256 << 10  # bytes of text in a piece
 PIECE_ROWS = 256  # rows of a table in a piece
 STRADDLE = 4096  # bytes that the place between two rows has at most
-PACKED = {".gz": "gzip", ".zst": "zstd"}
+PACKED = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2", ".xz": "xz"}
+ALSO = {".ndjson": ".jsonl", ".jsonlines": ".jsonl"}  # other endings of the same kinds of files
+DAMAGED = (OSError, EOFError, lzma.LZMAError)  # what a read of a damaged packed file raises
 DELIMITERS = {".csv": ",;\t", ".tsv": "\t"}  # the first of them that the header has
 # Times data.max_chars: characters of a line and of a field; a quote that is not closed takes all the rest.
 LINE_LIMIT = 4
 JSON_LIMIT = 1 << 30  # bytes of a .json value, which is held in memory
 TEXT_LIMIT = 1 << 30  # bytes that `read_text` holds at most: a small packed file may unpack to any number
 UTF8_MARK = b"\xef\xbb\xbf"
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 AGAIN = "run prepare with --force to start over"
 
 File = Path | RemoteFile
@@ -62,9 +76,9 @@ def _inputs(source: Source, config: DataConfig) -> Iterator[Input]:
     lines = source.format != "wikitext"  # whose rows are lines of text
     columns = tuple(sorted((source.columns or {}).items()))
     keys = (config.kind, source.format, lines, source.column, source.clean, config.max_chars)
-    spec = RowSpec(*keys, columns=columns, chat=config.by_chat_template)
+    spec = RowSpec(*keys, columns=columns, group=config.validation_group, chat=config.by_chat_template)
     if source.files is not None and "://" in source.files:
-        for file in remote_files(source.files):
+        for file in chain.from_iterable(map(remote_files, braces(source.files))):
             yield _file(source, str(file), spec, file, file.size)
     elif source.files is not None:
         matching = _matching(source.files, config.root)
@@ -90,6 +104,15 @@ def _inputs(source: Source, config: DataConfig) -> Iterator[Input]:
         yield DatasetInput(source, name, spec)
 
 
+def braces(pattern: str) -> list[str]:
+    """Return the patterns that {a,b} in a pattern stands for, as in a shell."""
+    match = re.search(r"\{([^{}]*,[^{}]*)\}", pattern)
+    if match is None:
+        return [pattern]
+    before, after = pattern[: match.start()], pattern[match.end() :]
+    return [each for choice in match[1].split(",") for each in braces(f"{before}{choice}{after}")]
+
+
 def _matching(pattern: str, root: Path) -> list[tuple[Path, str]]:
     """Return the files and saved data sets that `files` names, in order, and their names in the manifest.
 
@@ -97,6 +120,8 @@ def _matching(pattern: str, root: Path) -> list[tuple[Path, str]]:
     files and folders (.ipynb_checkpoints) match only a pattern with a dot of its own.
     """
     pattern = str(Path(pattern).expanduser()) if pattern.startswith("~") else pattern
+    if not os.path.lexists(root / pattern) and len(alternatives := braces(pattern)) > 1:
+        return [match for each in alternatives for match in _matching(each, root)]
     absolute, relative = Path(pattern).is_absolute(), pattern.lstrip("/")
     base = Path("/") if absolute else root
     try:
@@ -121,9 +146,15 @@ def _file(source: Source, name: str, spec: RowSpec, path: File, size: int) -> In
     """Return the input that a file is, by its ending and its beginning. size: its bytes, 0: unknown."""
     suffix = _suffix(path)
     if suffix not in DATA_FILES:
-        raise UserError(f"{path} has none of the known endings {', '.join(DATA_FILES)} (.zst, .gz)")
+        known = ", ".join((*DATA_FILES, *ALSO))
+        raise UserError(
+            f"{path} has none of the known endings {known}, each also with {', '.join(PACKED)}",
+            code="unknown-ending",
+        )
     spec = spec._replace(lines=suffix in (".jsonl", ".json"))
     text = suffix == ".txt"
+    if text and spec.group is not None:
+        raise UserError(f"{path} is plain text; data.validation_group needs rows with columns")
     for_text = ("document", "lines", "paragraphs", *(("wikitext",) if spec.lines else ()))
     if not text and source.format in for_text:
         raise UserError(f"{path} holds JSON or a table: format {source.format} is for text files")
@@ -141,13 +172,19 @@ def _file(source: Source, name: str, spec: RowSpec, path: File, size: int) -> In
             head = next(chunks(stream, str(path)), b"")
         spec = wikitext if any(cuts(b"x\n\n" + head, wikitext)) else spec._replace(format="lines")
     opened = TextInput(source, name, spec, size, path)
-    opened.cuttable = isinstance(path, Path) and path.suffix not in PACKED and spec.format != "document"
+    opened.cuttable = isinstance(path, Path) and not _packing(path) and spec.format != "document"
     return opened
 
 
 def _suffix(path: File) -> str:
     """Return the ending of a file's name before that of its packing."""
-    return Path(path.stem).suffix if path.suffix in PACKED else path.suffix
+    suffix = (Path(path.stem).suffix if _packing(path) else path.suffix).lower()
+    return ALSO.get(suffix, suffix)
+
+
+def _packing(path: File) -> str:
+    """Return how a file is packed, by its name, or ''."""
+    return PACKED.get(path.suffix.lower(), "")
 
 
 def _is_one_value(path: File) -> bool:
@@ -299,6 +336,7 @@ class TextInput(Input):
             stretches = chunks(stream, self.name, left - start)
             if not begin:
                 first = next(stretches, b"")
+                _require_utf8(first, self.name)
                 by_lines = not self.spec.lines and self.spec.format != "document"
                 if by_lines and b"\n" not in first and b"\r" in first.rstrip(b"\r"):
                     raise UserError(
@@ -437,8 +475,9 @@ class JsonInput(TableInput):
             data = b"".join(chunks(stream, self.name, JSON_LIMIT + 1))
         if len(data) > JSON_LIMIT:
             raise UserError(f"{self.name} is too large for one JSON value; convert it to jsonl")
+        _require_utf8(data, self.name)
         try:
-            tree = json.loads(data.decode("utf-8-sig"))
+            tree = STRICT_JSON.decode(data.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{self.name} is not JSON: {one_line(error)}") from None
         rows = _rows_within(tree) if isinstance(tree, dict) else tree
@@ -463,6 +502,7 @@ class CsvInput(TableInput):
             try:
                 lines = self._lines(stream)
                 header = next((text for text in lines if text.strip()), "")
+                _require_utf8(header[:64].encode("utf-8", "surrogateescape"), self.name)
                 delimiter = next((d for d in delimiters if d in header), delimiters[0])
                 csv.field_size_limit(LINE_LIMIT * self.spec.max_chars)  # its own is far below a document
                 quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
@@ -489,7 +529,7 @@ class CsvInput(TableInput):
                     if number >= start:
                         yield row
                     number += 1
-            except (csv.Error, OSError) as error:
+            except (csv.Error, *DAMAGED) as error:
                 raise UserError(
                     f"{self.name}, after line {line}: not a row of a table ({one_line(error)}); is a quote "
                     "not closed, or the file damaged?",
@@ -536,11 +576,11 @@ class ParquetInput(TableInput):
             first = bisect_right(self._ends, start)
             start -= self._ends[first - 1] if first else 0
             for batch in file.iter_batches(PIECE_ROWS, row_groups=groups[first:]):
-                yield from batch.slice(start).to_pylist()
+                yield from batch.slice(start).to_pylist(maps_as_pydicts="strict")
                 number += max(0, batch.num_rows - start)
                 start = max(0, start - batch.num_rows)
                 self._read = number / file.metadata.num_rows
-        except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        except (pyarrow.ArrowException, OSError, UnicodeDecodeError, KeyError) as error:
             reason = one_line(error, 200)
             raise UserError(f"{self.name} is not readable as parquet ({reason})") from None
 
@@ -602,11 +642,14 @@ def unpacked(raw: IO[bytes], path: File) -> Any:
 
     Of a file that is damaged or ends too early, a read raises OSError.
     """
-    if path.suffix not in PACKED:
+    packing = _packing(path)
+    if not packing:
         return raw
+    if packing == "xz":
+        return lzma.open(raw)
     import pyarrow  # most of a second, which a command's first word does not wait for
 
-    return pyarrow.input_stream(raw, compression=PACKED[path.suffix], buffer_size=PIECE)
+    return pyarrow.input_stream(raw, compression=packing, buffer_size=PIECE)
 
 
 def chunks(stream: Any, name: str, left: int = sys.maxsize) -> Iterator[bytes]:
@@ -615,8 +658,14 @@ def chunks(stream: Any, name: str, left: int = sys.maxsize) -> Iterator[bytes]:
         while left > 0 and (chunk := stream.read(min(PIECE, left))):
             left -= len(chunk)
             yield chunk
-    except OSError as error:
+    except DAMAGED as error:
         raise UserError(f"{name} cannot be unpacked ({one_line(error)}); the file is damaged") from None
+
+
+def _require_utf8(beginning: bytes, name: str) -> None:
+    """Raise UserError for a file that begins as UTF-16 does."""
+    if beginning.startswith(UTF16_MARKS) or beginning[:64].count(0) * 3 >= len(beginning[:64]) > 0:
+        raise UserError(f"{name} is UTF-16. Convert it: iconv -f UTF-16 -t UTF-8 FILE", code="not-utf8")
 
 
 def read_text(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from emo.data_prep.config import DEFAULT_DOMAIN
 from emo.data_prep.shards import AGAIN, TokenDataset
 from emo.data_prep.tokenizer import load_tokenizer
 
+SOURCES = 20  # that get a line each
 BAR = 40  # characters of the longest bar
 SUPERVISED, CONTEXT, MARK = "bold green", "dim", "bold yellow"
 OPEN, CLOSE = "⟦", "⟧"  # around what is supervised where there are no colours
@@ -104,7 +106,7 @@ def _tables(directory: Path, data: TokenDataset) -> Iterator[Table]:
             table.add_row(_cell(domain.name), f"{domain.rows:,}", f"{domain.tokens:,}", share, *counts)
         yield table
     table = Table("source", "format", "weight", "rows", "used here", "rejected", "not read", title="sources")
-    for source in m.sources:
+    for source in (*m.sources[:SOURCES], *_others(m.sources[SOURCES:], m.split)):
         rejected = [f"{n:,} {reason.replace('_', ' ')}" for reason, n in source["rejected"].items()]
         table.add_row(
             *(_cell(source[key]) for key in ("name", "format", "weight")),
@@ -127,6 +129,22 @@ def _tables(directory: Path, data: TokenDataset) -> Iterator[Table]:
             table.add_row(_cell(name), *(f"{task[key]:,}" for key in ("rows", "overlapping", "contained")))
         table.caption = f"overlapping: shares {_cell(report['ngram'])} words; contained: wholly there"
         yield table
+
+
+def _others(sources: list[dict[str, Any]], split: str) -> Iterator[dict[str, Any]]:
+    """Yield the sum of the sources that get no line of their own."""
+    if not sources:
+        return
+    rejected: Counter[str] = Counter()
+    for source in sources:
+        rejected.update(source["rejected"])
+    unread = sorted({name for source in sources for name in source["columns_not_read"]})
+    sums = {key: sum(source[key] for source in sources) for key in ("rows", split)}
+    yield {
+        **{"name": f"{len(sources):,} more", "format": "", "weight": ""},
+        **sums,
+        **{"rejected": rejected, "columns_not_read": unread},
+    }
 
 
 def _cell(value: object) -> str:

@@ -32,7 +32,7 @@ from emo.data_prep.arrow import array_of, numbers_of
 from emo.data_prep.config import TRAIN, VALIDATION, DataConfig, set_called
 from emo.data_prep.inputs import AGAIN, Extent, Input
 from emo.data_prep.near import near_groups
-from emo.data_prep.rows import CODE, REASONS, UNREADABLE, Payload, RowSpec
+from emo.data_prep.rows import CODE, REASONS, SELECTION, UNREADABLE, Payload, RowSpec
 from emo.data_prep.scan import BEYOND_LIMIT, COLUMNS, ScanPart
 
 if TYPE_CHECKING:
@@ -330,10 +330,12 @@ def _sources(
     sources: list[dict[str, Any]] = []
     for opened, rows in zip(inputs, counts.sum(axis=1).tolist(), strict=True):
         facts = {"format": opened.spec.format, "weight": opened.source.weight, "rows": rows}
-        sources.append(facts | {"messages_left_out": 0})
-    for number, messages, facts in (entry for part in parts for entry in part.inputs):
+        sources.append(facts | {"messages_left_out": 0, "fields_left_out": {}})
+    for number, messages, fields, facts in (entry for part in parts for entry in part.inputs):
         sources[number] |= facts
         sources[number]["messages_left_out"] += messages
+        have = sources[number]["fields_left_out"]
+        have |= {field: have.get(field, 0) + count for field, count in sorted(fields.items())}
     for source, reasons in zip(sources, counts, strict=True):
         if not config.strict or source.get(BEYOND_LIMIT):
             continue
@@ -369,6 +371,10 @@ def _summary(
         chars[split] += amount
     for source, copies, reasons in zip(sources, used.tolist(), counts, strict=True):
         source |= dict(zip(config.splits, copies, strict=True)) | {"rejected": _rejected(reasons)}
+    alike = ", ".join(str(CODE[reason]) for reason in SELECTION[:2])
+    query = f"SELECT split, count(*) FROM rows WHERE reason IN ({alike}) GROUP BY split"
+    copied: dict[int, int] = dict(db.execute(query).fetchall())
+    notes = []
     fraction = f"data.validation_fraction={config.validation_fraction:g} takes"
     rejected = _rejected(counts.sum(axis=0))
     if not rows[0]:
@@ -388,8 +394,14 @@ def _summary(
             listed = ", ".join(f"{n:,} {reason}" for reason, n in _rejected(members).items())
             reason = f"its sources have no usable row of their own ({listed}); give other {key} sources"
         raise UserError(f"the {set_called(name)} is empty: {reason}, or none", code="no-validation-rows")
+    for number, name in enumerate(config.validation_sets, 1):
+        if (gone := copied.get(number, 0)) > rows[number]:
+            notes.append(
+                f"note: {gone:,} of {rows[number] + gone:,} rows of the {set_called(name)} are like "
+                f"training rows or like each other and are dropped: {rows[number]:,} are left"
+            )
     totals_of = dict(zip(config.splits, chars.tolist(), strict=True))
-    return {"sources": sources, "rejected": rejected, "chars": totals_of}
+    return {"sources": sources, "rejected": rejected, "chars": totals_of, "notes": notes}
 
 
 def limit_tokens(config: DataConfig, plan: Plan, inputs: list[Input], workers: Workers, path: Path) -> Plan:
@@ -427,6 +439,13 @@ def limit_tokens(config: DataConfig, plan: Plan, inputs: list[Input], workers: W
             break
         target = int(ends[count - 1]) + short  # what the ends of shards and domains lose
     copies[count:] = 0
+    if not copies.any() or limit < (block if config.kind == "text" else 1):
+        least = block if config.kind == "text" else int(tokens[0])
+        what = "a block has" if config.kind == "text" else "the first example has"
+        raise UserError(
+            f"data.limit_tokens={limit} takes nothing: {what} {least:,} tokens. Set that or more",
+            code="limit-takes-nothing",
+        )
     if config.kind == "text":
         plan.summary["token_quotas"] = (_trimmed(blocks, max(0, -short // block)) * block).tolist()
     sources, numbers = plan.summary["sources"], plan.inputs_of(order)

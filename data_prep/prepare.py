@@ -47,6 +47,8 @@ from emo.common.progress import progress
 from emo.common.text import counted
 from emo.common.untrusted import read_json
 from emo.data_prep import contamination
+from emo.data_prep.chat_templates import BUILT_IN, ChatTemplate, read_template
+from emo.data_prep.chats import check_template
 from emo.data_prep.config import (
     TRAIN,
     VALIDATION,
@@ -72,13 +74,14 @@ from emo.data_prep.shards import (
     shard_name,
     token_dtype,
 )
-from emo.data_prep.templates import ChatTemplate, check_template, read_template
 from emo.data_prep.tokenizer import (
     FILES,
     TokenizerFacts,
+    chat_template,
     read_tokenizer,
     require_end,
     save_tokenizer,
+    set_chat_template,
     tokenizer_facts,
     train_sentencepiece,
 )
@@ -103,7 +106,7 @@ PLANNING, JOBS = ".planning", ".jobs"  # leases of the job that sets up or decid
 NOTE = '{"made_by": "emo prepare", "meaning": "prepare --force may clear this directory"}\n'
 SHARED = (*(f"{TOKENIZER}/{file}" for file in FILES), GRAMS, SETTINGS, PLAN)
 SET_UP = (f"{NEW}/*", f"{NEW}/{TOKENIZER}/*", f"{NEW}/{SPILL}/*")
-UNFINISHED = (f"{NEW}/*", f"{NEW}/*/*")
+UNFINISHED = (f"{NEW}/*", f"{NEW}/*/*", f"{NEW}/{SCAN}/*/*")
 OF_SPLIT = ("shard-[0-9]*-of-[0-9]*.arrow", "shard-[0-9]*-of-[0-9]*.json", MANIFEST, OVERLAP, f".*{PART}")
 OF_SCORES = tuple(f"{SCORES}/*/{name}" for name in (ABOUT, BEGUN, "*.npy", f"*{HASH}", f".*{PART}"))
 SPLITS = (TRAIN, VALIDATION, f"{VALIDATION}-*")
@@ -243,6 +246,8 @@ class Preparation:
                     say(note)
             for opened in inputs:
                 opened.probe()
+            if chat is not None and config.template in BUILT_IN:
+                set_chat_template(self.new / TOKENIZER, chat.text)
             tree = settings(config) | {"format": FORMAT}
             write_text(self.new / SETTINGS, json.dumps(tree, indent=1, sort_keys=True) + "\n")
         except BaseException:
@@ -260,7 +265,9 @@ class Preparation:
         """Return the template of the tokenizer saved in a directory, where the recipe asks for it."""
         if not self.config.by_chat_template:
             return None
-        return read_template(directory / TOKENIZER, str(self.config.tokenizer))
+        config = self.config
+        chosen = config.template, config.template_variables, config.reasoning
+        return read_template(directory / TOKENIZER, str(config.tokenizer), *chosen)
 
     def scan(self, first: float, alone: bool = False) -> Scan:
         """Read the sources, beside other jobs; `first`: see `Scan.run`.
@@ -314,7 +321,7 @@ class Preparation:
             with Workers(self.workers, counting, encode) as pool:
                 plan = limit_tokens(config, plan, inputs, pool, self.new / LIMITED)
         say(f"not used: {'; '.join(left_out(summary)) or 'nothing'}")
-        for line in columns_read(summary):
+        for line in (*columns_read(summary), *summary.pop("notes")):
             say(line)
         plan.save(self.new / PLAN)
         (config.dir / PLAN).unlink(missing_ok=True)  # first, as it vouches for the rest
@@ -360,16 +367,18 @@ class Preparation:
             directories.insert(0, config.root / config.tokenizer)
         for directory in directories:
             try:
-                same = tokenizer_facts(directory) == planned and (
-                    not config.by_chat_template
-                    or read_template(directory, str(directory)).digest == plan.summary["chat_template"]
-                )
-            except Exception:  # a broken file; `tokenizers` raises plain Exception
-                same = False
+                same = tokenizer_facts(directory) == planned
+                if config.template == "chat_template" and config.by_chat_template:
+                    same = same and chat_template(directory) == chat_template(config.dir / TOKENIZER)
+                chat = self.chat(config.dir)
+                same = same and (None if chat is None else chat.digest) == plan.summary.get("chat_template")
+                why = ""
+            except (UserError, OSError) as error:
+                same, why = False, f" ({one_line(error)})"
             if not same:
                 raise UserError(
                     f"{directory} is missing, damaged or not the tokenizer that {config.dir} was prepared "
-                    f"with; {AGAIN}",
+                    f"with{why}; {AGAIN}",
                     code="tokenizer-changed",
                 )
         return plan, inputs, read_tokenizer(config.dir / TOKENIZER)[0]

@@ -17,11 +17,13 @@ import numpy as np
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from emo.common.errors import UserError
-from emo.data_prep.config import DataConfig
+from emo.data_prep.chat_templates import ChatTemplate
+from emo.data_prep.chats import ChatWriter
+from emo.data_prep.config import DataConfig, by_chat_template
 from emo.data_prep.plan import Part
 from emo.data_prep.rows import Row, TokenIds, plain_text, take
 from emo.data_prep.shards import Manifest, Shard
-from emo.data_prep.templates import Chat, ChatTemplate, Conversation, render, render_chat
+from emo.data_prep.templates import Chat, Conversation, render
 from emo.data_prep.tokenizer import TokenizerFacts
 
 CHARS = 2000  # of a text that are encoded again; of instructions eight times as many, or none
@@ -41,7 +43,7 @@ class PlainEncoder:
         self.backend, self.facts = backend, facts
         backend.no_padding()
         backend.no_truncation()
-        self.bos = [] if facts.bos_id is None else [facts.bos_id]
+        self.bos = facts.start
         self.eos = [] if facts.eos_id is None else [facts.eos_id]
         added = backend.get_added_tokens_decoder().items()
         self.specials = {number: token.content for number, token in added if token.special}
@@ -69,6 +71,13 @@ class PlainEncoder:
         self.backend.encode_special_tokens = not markup
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
         return ids
+
+    def stops(self, text: str) -> list[int]:
+        """Return where each token of a text that continues another ends, with special tokens as markup."""
+        for name, part in self._parts[True].items():
+            setattr(self.backend, name, part)
+        self.backend.encode_special_tokens = False
+        return [stop for _, stop in self.backend.encode(text, add_special_tokens=False).offsets]
 
 
 def _without_prefix(part: Any, empty: Any) -> Any:
@@ -103,7 +112,8 @@ class ShardCheck:
     """A comparison of some rows of a shard with what is in its file."""
 
     def __init__(self, plain: PlainEncoder, config: DataConfig, chat: ChatTemplate | None) -> None:
-        self.plain, self.config, self.chat = plain, config, chat
+        self.plain, self.config = plain, config
+        self.chat = None if chat is None else ChatWriter(chat)
         self._texts: list[tuple[int, int, int, str | TokenIds]] = []  # domain, first token, tokens
         self._examples: list[tuple[int, Example]] = []
         self._tokens: Counter[int] = Counter()  # of each domain, so far
@@ -121,8 +131,8 @@ class ShardCheck:
             else:
                 unsure = self.plain.unsure(text)
             if len(text) <= 8 * CHARS and not unsure:
-                example = self._chat(row) if isinstance(row, Chat) else self._conversation(row)
-                self._examples += [(domain, piece) for piece in self._fitted(*example)]
+                examples = self._chat(row) if isinstance(row, Chat) else [self._conversation(row)]
+                self._examples += [(domain, piece) for each in examples for piece in self._fitted(*each)]
         self._tokens[domain] += len(ids)
 
     def compare(self, part: Path, kind: str, path: Path) -> None:
@@ -165,20 +175,23 @@ class ShardCheck:
                 spans.append((begin, len(ids)))
         return ids, spans
 
-    def _chat(self, row: Chat) -> Example:
+    def _chat(self, row: Chat) -> list[Example]:
         assert self.chat is not None
-        text, answers = render_chat(row, self.chat)
-        ids: list[int] = []
-        spans = []
-        done, end = 0, ""
-        for number, (start, stop) in enumerate(answers):
-            ids += self.plain.ids(end + text[done:start], markup=True)[bool(end) :]
-            begin = len(ids)
-            ids += self.plain.ids(text[start:stop], continuing=True, markup=True)
-            if number not in row.unsupervised:
+        examples = []
+        for text, answers in self.chat.examples(row, exact=True):
+            ids: list[int] = []
+            spans = []
+            done, end = 0, ""
+            for answer in answers:
+                ids += self.plain.ids(end + text[done : answer.start], markup=True)[bool(end) :]
+                said = text[answer.start : answer.stop]
+                stops = self.plain.stops(said)
+                begin = len(ids) + sum(stop <= answer.masked for stop in stops)
+                ids += self.plain.ids(said, continuing=True, markup=True)
                 spans.append((begin, len(ids)))
-            done, end = stop, next((token for token in self.chat.specials if text[:stop].endswith(token)), "")
-        return ids, spans
+                done, end = answer.stop, self.chat.template.last(text[: answer.stop])
+            examples.append((ids, spans))
+        return examples
 
     def _fitted(self, ids: list[int], spans: list[tuple[int, int]]) -> list[Example]:
         """Return the rows that an example becomes: itself, or what data.overlong makes of it."""
@@ -223,7 +236,7 @@ def written_again(shard: Shard, manifest: Manifest, plain: PlainEncoder) -> Iter
     not give back the text.
     """
     sources = json.dumps(manifest.config.get("sources")) + json.dumps(manifest.config.get("validation"))
-    if '"format": "tokens"' in sources or (manifest.template or "").startswith("chat_template"):
+    if '"format": "tokens"' in sources or by_chat_template(manifest.template or ""):
         return
     split, bos = manifest.config.get("overlong") == "split", plain.bos
     rows = np.linspace(0, len(shard.valid), DOCUMENTS, endpoint=False).astype(np.int64)

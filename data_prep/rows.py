@@ -12,15 +12,17 @@ import html
 import json
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from emo.data_prep.templates import Chat, Conversation, Exchange
 
+LEFT_OUT = "left_out_by_template"
 # Why rows are not used. STRUCTURE: a file is not what it was taken for, an error when data.strict.
 STRUCTURE = (
     *("broken_json", "not_an_object", "missing_column", "wrong_type"),
-    *("refused_by_chat_template", "response_not_found"),
+    *("refused_by_chat_template", "response_not_found", LEFT_OUT),
 )
 UNREADABLE = ("bad_utf8", "control_characters", "replacement_characters")  # of a file that is not UTF-8
 CONTENT = (
@@ -58,6 +60,7 @@ class RowSpec(NamedTuple):
     max_chars: int
     columns: tuple[tuple[str, str], ...] = ()  # see Source.columns
     chat: bool = False  # instructions become the messages of a Chat, for a tokenizer's chat_template
+    group: str | None = None  # see DataConfig.validation_group
 
     def names(self, part: str) -> tuple[str, ...]:
         """Return the columns that may be a part of a row: one that the recipe names, or the usual ones."""
@@ -118,6 +121,8 @@ def missing(raw: dict[str, Any], names: Sequence[str], spec: RowSpec) -> RowErro
     hint = "name yours in the source's columns, as emo sniff proposes"
     if spec.kind == "text" and (first(raw, NAMES["output"]) or first(raw, CHAT_COLUMNS)):
         hint = "for instructions set data.kind=instruct"
+    if {"message_id", "parent_id"} <= raw.keys() or "message_tree_id" in raw:
+        hint = "these are trees of OpenAssistant. Write each path from a prompt to a reply as messages first"
     return RowError("missing_column", f"no column {' or '.join(names)}; there are: {present}; {hint}"[:330])
 
 
@@ -127,6 +132,16 @@ def wrong(name: str, value: Any, expected: str = "text") -> RowError:
     return RowError("wrong_type", f"column {name} must be {expected}, not {kind}")
 
 
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ValueError for one that has a key twice."""
+    tree = dict(pairs)
+    if len(tree) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {twice!r} comes twice in an object")
+    return tree
+
+
+STRICT_JSON = json.JSONDecoder(object_pairs_hook=unique)
 HEAD = 64  # rows whose columns are reported
 
 _EMPTY = {"user": "empty_instruction", "assistant": "empty_response"}
@@ -145,6 +160,8 @@ class Judged(NamedTuple):
     row: Row | Rejected
     hash: int = 0  # identity by content, 64 bits: the same in every run and on every machine
     chars: int = 0
+    group: int = 0  # hash of the value of data.validation_group
+    left_out: tuple[str, ...] = ()  # fields of a chat of which something is not written
 
 
 def parse(payload: Payload, spec: RowSpec) -> Iterator[Row | Rejected]:
@@ -157,9 +174,19 @@ def judge(payload: Payload, spec: RowSpec) -> Iterator[Judged]:
     for raw in raw_rows(payload, spec):
         try:
             judged = _judged(_row(raw, spec), spec)
+            if spec.group is not None:
+                judged = judged._replace(group=_group(raw, spec.group))
         except RowError as error:
             judged = Judged(Rejected(*error.args))
         yield judged
+
+
+def _group(raw: Any, column: str) -> int:
+    """Return what stands for a row's group. Raises RowError for a row without it."""
+    row = _object(json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw)
+    if not isinstance(row, dict) or row.get(column) is None:
+        raise RowError("missing_column", f"no column {column}, which data.validation_group names")
+    return content_hash(_json(row[column]))
 
 
 def take(payload: Payload, spec: RowSpec, copies: Sequence[int]) -> list[Row]:
@@ -259,7 +286,7 @@ def _row(raw: Any, spec: RowSpec) -> Row:
                 text = text.replace("\r\n", "\n").removesuffix("\r")
             return clean(text, spec.clean)
         try:
-            raw = json.loads(text.removeprefix("\ufeff"))
+            raw = STRICT_JSON.decode(text.removeprefix("\ufeff"))
         except (ValueError, RecursionError) as error:  # without `msg`: numbers too long, nested too deep
             raise RowError("broken_json", getattr(error, "msg", str(error))) from None
     raw = _object(raw)
@@ -331,16 +358,24 @@ def _judged(row: Row, spec: RowSpec) -> Judged:
             identity = f"{row.messages}\n{row.tools}"
         identity += f"\n{row.unsupervised}" if row.unsupervised else ""
         content = identity.encode("utf-8", "surrogatepass")
-    digest = hashlib.blake2b(content, digest_size=8).digest()
-    return Judged(row, int.from_bytes(digest, "little"), len(text))
+    return Judged(row, _hash(content), len(text))
+
+
+def content_hash(text: str) -> int:
+    """Return what stands for a text when rows are compared: 64 bits."""
+    return _hash(text.encode("utf-8", "surrogatepass"))
+
+
+def _hash(content: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
 ROLES = {
     "system": ("system",),
     "developer": ("developer",),  # what OpenAI's newer models call the system role
     "user": ("user", "human"),
-    "assistant": ("assistant", "gpt", "chatgpt", "bot", "model"),
-    "tool": ("tool", "function"),
+    "assistant": ("assistant", "gpt", "chatgpt", "bot", "model", "function_call"),
+    "tool": ("tool", "function", "observation"),
 }
 ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 PREFACES = ("system", "developer")
@@ -368,13 +403,21 @@ def _conversation(raw: dict[str, Any], spec: RowSpec) -> Conversation | Chat:
     left out, and counted.
     """
     column = chat_column(raw, spec)
-    if column is None and spec.format != "messages":
+    if column is None and (pair := _message_lists(raw, spec)) is not None:
+        given = [(f"{name}[{i}]", item, name) for name in pair for i, item in enumerate(raw[name])]
+        # What the assistant says in the prompt is context.
+        messages = [
+            message if name == pair[1] else message._replace(supervised=message.role != "assistant")
+            for message, name in ((_message(item, where, spec), name) for where, item, name in given)
+        ]
+    elif column is None and spec.format != "messages":
         return _alpaca(raw, spec)
-    if column is None or column not in raw:
+    elif column is None or column not in raw:
         raise missing(raw, spec.names("messages") if column is None else (column,), spec)
-    if not isinstance(raw[column], list):
+    elif not isinstance(raw[column], list):
         raise wrong(column, raw[column], "a list of messages")
-    messages = [_message(item, f"{column}[{i}]", spec) for i, item in enumerate(raw[column])]
+    else:
+        messages = [_message(item, f"{column}[{i}]", spec) for i, item in enumerate(raw[column])]
     name, role = spec.find(raw, "system"), "system"
     preface = raw[name] or "" if name is not None else ""
     if not isinstance(preface, str):
@@ -393,6 +436,14 @@ def _conversation(raw: dict[str, Any], spec: RowSpec) -> Conversation | Chat:
     pairs = zip(used[::2], used[1::2], strict=True)
     exchanges = tuple(Exchange(prompt.content or "", reply.content or "") for prompt, reply in pairs)
     return Conversation(exchanges, system, len(messages) - len(used), _unsupervised(used))
+
+
+def _message_lists(raw: dict[str, Any], spec: RowSpec) -> tuple[str, str] | None:
+    """Return the columns of a prompt and its completion, where both are lists of messages, as in TRL."""
+    names = spec.find(raw, "instruction"), spec.find(raw, "output")
+    if names[0] is None or names[1] is None or not all(isinstance(raw[name], list) for name in names if name):
+        return None
+    return names[0], names[1]
 
 
 def _alpaca(raw: dict[str, Any], spec: RowSpec) -> Conversation | Chat:
@@ -430,6 +481,15 @@ def _message(message: Any, where: str, spec: RowSpec) -> Message:
     role, content = (message.get(first(message, names) or "") for names in (roles, contents))
     keys = (*roles, *contents, *MARKS)
     extra = {k: v for k, v in message.items() if k not in keys and v is not None} if spec.chat else {}
+    call = extra.pop("function_call", None)  # OpenAI's older form, and ShareGPT's as a role
+    if role == "function_call" and spec.chat:
+        call, content = _parsed(content), None
+    if call is not None:
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str) or "arguments" not in call:
+            raise wrong(f"{where} (function_call)", call, "an object with name and arguments")
+        extra["tool_calls"] = [{"type": "function", "function": call}]
+    elif not spec.chat and content is None and (message.get("function_call") or message.get("tool_calls")):
+        raise RowError("wrong_type", f"{where} is a call of a tool, which only a chat template writes")
     if role is None or (content is None and not extra.get("tool_calls")):
         null = next((n for n in (*roles, *contents) if n in message and message[n] is None), None)
         raise (
@@ -492,15 +552,31 @@ def _chat(messages: list[Message], raw: dict[str, Any], spec: RowSpec) -> Chat:
         content = {} if message.content is None else {"content": message.content}
         trees.append({"role": message.role, **content, **message.extra})
         # Templates expect the arguments of a call as an object, not as its JSON.
-        calls = json.loads(_json(message.extra.get("tool_calls")))  # a copy: the row itself stays as it was
+        # A copy: the row itself stays as it was.
+        calls = without_nulls(json.loads(_json(message.extra.get("tool_calls"))))
         if calls:
             trees[-1]["tool_calls"] = calls
         for call in calls if isinstance(calls, list) else ():
             inner = call.get("function", call) if isinstance(call, dict) else None
             if isinstance(inner, dict) and "arguments" in inner:
                 inner["arguments"] = _parsed(inner["arguments"])
-    written = "" if tools is None else _json(tools)
+            if isinstance(call, dict) and inner is not call:
+                call.setdefault("type", "function")
+    written = (
+        "" if tools is None else _json(tools if isinstance(raw[str(name)], str) else without_nulls(tools))
+    )
     return Chat(_json(trees), written, len(messages) - len(used), _unsupervised(used))
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without the keys of objects that are null.
+
+    A table has one type for all rows: what one row has is null in the others. A null that a row has itself
+    cannot be told from these, so it goes too, in JSON lines as well, which then give the same tokens.
+    """
+    if isinstance(value, dict):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _parsed(value: Any) -> Any:

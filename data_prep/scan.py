@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -28,12 +29,15 @@ from emo.common.lease import Lease, held
 from emo.common.parallel import Workers
 from emo.common.progress import progress
 from emo.data_prep.arrow import array_of, numbers_of
+from emo.data_prep.chat_templates import ChatTemplate, RefusedError
+from emo.data_prep.chats import CONTENT, THOUGHTS, ChatWriter
 from emo.data_prep.config import DataConfig, settings
 from emo.data_prep.grams import mixed
 from emo.data_prep.inputs import PIECE, Extent, Input, Piece, TextInput, open_text
 from emo.data_prep.near import near_columns, signatures
 from emo.data_prep.rows import (
     CODE,
+    LEFT_OUT,
     STRUCTURE,
     Judged,
     Payload,
@@ -41,13 +45,15 @@ from emo.data_prep.rows import (
     RowSpec,
     checksum,
     columns,
+    content_hash,
     judge,
 )
 from emo.data_prep.shards import FORMAT
-from emo.data_prep.templates import Chat, ChatTemplate, Conversation, RefusedError, render_chat
+from emo.data_prep.templates import Chat, Conversation
 
 UNITS = 4096  # about as many at most, but for inputs whose size is not known
 UNIT = 8 << 20  # bytes of a unit at least, as they are stored
+LEASES = 64  # in a directory
 POLL = 0.5  # seconds between looks at what other jobs have done, at most: those that began together soon end
 GROUP = 1 << 17  # rows of a row group, or those of one piece
 BEYOND_LIMIT = "beyond_limit"  # of an input that is not read: its source's limit is reached
@@ -85,7 +91,8 @@ class ScanPart(NamedTuple):
 
     path: Path
     pieces: np.ndarray  # int64 [pieces, 5]: input, start, length, rows, checksum
-    inputs: list[tuple[int, int, dict[str, Any]]]  # input, messages left out, facts where it is read from 0
+    # input, messages left out, rows by field left out, facts where it is read from 0
+    inputs: list[tuple[int, int, dict[str, int], dict[str, Any]]]
 
 
 class ScannedPiece(NamedTuple):
@@ -96,6 +103,7 @@ class ScannedPiece(NamedTuple):
     rows: pa.RecordBatch
     columns: dict[str, list[str]]  # that are read, and not; of an input's first piece
     messages: int  # of conversations, that were left out
+    fields: Counter[str]  # rows by the fields that the chat template leaves out
 
 
 def divide(inputs: list[Input]) -> list[Unit]:
@@ -169,7 +177,10 @@ class Scan:
                 for unit in left:
                     if self._whole(unit) or ended():
                         continue
-                    lease = Lease(self.directory, f"{unit.number:06d}.lease")
+                    # Few leases lie in a directory: to take one lists it.
+                    lease = Lease(
+                        self.directory / f"leases-{unit.number // LEASES}", f"{unit.number:06d}.lease"
+                    )
                     with held(lease) as free:
                         if not free:
                             holder = str(lease.holder() or "one that has just begun")
@@ -208,13 +219,14 @@ class Scan:
             left = self.inputs[unit.stretches[0].input].source.limit  # the unit holds all of such a source
             for number, begin, end in unit.stretches:
                 opened, messages, beyond = self.inputs[number], 0, left == 0
+                fields: Counter[str] = Counter()
                 facts: dict[str, Any] = {"columns": [], "columns_not_read": []} if begin == 0 else {}
                 pieces = iter(()) if beyond else opened.pieces(begin, end)
                 items = ((number, piece, opened.spec, opened.source.weight, opened.split) for piece in pieces)
                 for piece in pool.map(items):
                     rows, reasons = piece.rows, numbers_of(piece.rows["reason"])
                     if self.config.strict and np.isin(reasons, BROKEN).any():
-                        raise _located(opened, piece.extent, self.chat)
+                        raise _located(opened, piece.extent, self.chat, self.config)
                     if left is not None:
                         reasons = np.where(np.arange(len(reasons)) < left, reasons, np.uint8(CODE["limit"]))
                         rows = rows.set_column(list(COLUMNS).index("reason"), "reason", array_of(reasons))
@@ -222,13 +234,14 @@ class Scan:
                     note["pieces"].append([number, *piece.extent, len(reasons), piece.check])
                     facts |= piece.columns
                     messages += piece.messages
+                    fields += piece.fields
                     yield rows
                     advance(done + max(0, opened.position() - begin))
                     if left == 0:
                         break
                 if begin == 0:
                     facts |= {"name": opened.name, BEYOND_LIMIT: True} if beyond else opened.identity()
-                note["inputs"].append((number, messages, facts))
+                note["inputs"].append((number, messages, fields, facts))
                 done += (end or opened.size) - begin
                 advance(done)
 
@@ -240,12 +253,14 @@ def write_part(path: Path, near: bool, batches: Iterable[pa.RecordBatch], note: 
     schema = pa.schema(list((COLUMNS | (NEAR if near else {})).items()))
     options: Any = {"compression": "zstd", "use_dictionary": False}
     waiting: list[pa.RecordBatch] = []
+    count = 0  # rows that wait
     with part_file(path) as file, pq.ParquetWriter(file, schema, **options) as writer:
         for batch in batches:
             waiting.append(batch)
-            if sum(rows.num_rows for rows in waiting) >= GROUP:
+            count += batch.num_rows
+            if count >= GROUP:
                 writer.write_table(pa.Table.from_batches(waiting))
-                waiting = []
+                waiting, count = [], 0
         if waiting:
             writer.write_table(pa.Table.from_batches(waiting))
         writer.add_key_value_metadata({"note": json.dumps(note)})
@@ -265,16 +280,19 @@ def read_part(path: Path, key: str) -> ScanPart | None:
 def scanner(config: DataConfig, chat: ChatTemplate | None) -> Callable[..., ScannedPiece]:
     """Return a worker's function: number, piece, spec, weight and split of an input -> what is in it."""
 
+    writer = None if chat is None else ChatWriter(chat)
+
     def scan_piece(item: tuple[int, Piece, RowSpec, float, int]) -> ScannedPiece:
         number, (extent, payload), spec, weight, split = item
-        judged = judged_rows(payload, spec, chat)
+        judged = judged_rows(payload, spec, writer, config.strict)
         reasons = [CODE[each.row.reason] if isinstance(each.row, Rejected) else 0 for each in judged]
         arrays: dict[str, np.ndarray] = {
             "hash": np.array([each.hash for each in judged], np.uint64),
             "chars": np.array([each.chars for each in judged], np.uint32),
             "reason": np.array(reasons, np.uint8),
         }
-        arrays |= weighed(number, arrays["hash"], weight, split, config)
+        groups = np.array([each.group or each.hash for each in judged], np.uint64)
+        arrays |= weighed(number, arrays["hash"], groups, weight, split, config)
         rows = {name: array_of(values) for name, values in arrays.items()}
         if config.dedup == "near":
             usable = [each.row for each in judged if not isinstance(each.row, Rejected)]
@@ -285,24 +303,42 @@ def scanner(config: DataConfig, chat: ChatTemplate | None) -> Callable[..., Scan
             names = columns(payload, spec)
             read = {"columns": sorted(names[0]), "columns_not_read": sorted(names[1])}
         messages = sum(each.row.unused for each in judged if isinstance(each.row, Conversation | Chat))
+        fields = Counter(field for each in judged for field in each.left_out)
         check = 0 if payload is None else checksum(payload)
-        return ScannedPiece(extent, check, batch_of(rows), read, messages)
+        return ScannedPiece(extent, check, batch_of(rows), read, messages, fields)
 
     return scan_piece
 
 
-def judged_rows(payload: Payload | None, spec: RowSpec, chat: ChatTemplate | None) -> list[Judged]:
-    """Return the rows of a payload; those that the chat template does not write are rejected."""
+def judged_rows(
+    payload: Payload | None, spec: RowSpec, writer: ChatWriter | None, strict: bool
+) -> list[Judged]:
+    """Return the rows of a payload.
+
+    Those that the chat template does not write are rejected, and if `strict` those of which it leaves
+    something out. A chat is known by what is written of it: other keys and ids do not make it another one.
+    """
     if payload is None:
         return [Judged(Rejected("too_long"))]
     judged = list(judge(payload, spec))
-    if chat is not None:
-        for number, each in enumerate(judged):
-            try:
-                if isinstance(each.row, Chat):
-                    render_chat(each.row, chat)
-            except RefusedError as error:
-                judged[number] = Judged(Rejected(error.reason, error.detail))
+    for number, each in enumerate(judged if writer is not None else ()):
+        if writer is None or not isinstance(each.row, Chat):
+            continue
+        try:
+            examples = writer.examples(each.row)
+            left = writer.left_out(each.row, examples)
+        except RefusedError as error:
+            judged[number] = Judged(Rejected(error.reason, error.detail))
+            continue
+        lost = [field for field in left if field in CONTENT]
+        if strict and lost:
+            advice = (
+                "Set data.reasoning=drop" if {*lost} <= {*THOUGHTS} else "Use a template that writes them"
+            )
+            detail = f"the chat_template leaves out {', '.join(lost)}. {advice}, or remove them"
+            judged[number] = Judged(Rejected(LEFT_OUT, detail))
+        else:
+            judged[number] = each._replace(hash=content_hash(json.dumps(examples)), left_out=tuple(left))
     return judged
 
 
@@ -313,15 +349,18 @@ def batch_of(rows: Mapping[str, pa.Array]) -> pa.RecordBatch:
 
 
 def weighed(
-    number: int, hashes: np.ndarray, weight: float, split: int, config: DataConfig
+    number: int, hashes: np.ndarray, groups: np.ndarray, weight: float, split: int, config: DataConfig
 ) -> dict[str, np.ndarray]:
-    """Return the columns source, split and copies of the rows of input `number`."""
+    """Return the columns source, split and copies of the rows of input `number`.
+
+    groups: rows with the same number are of the same split.
+    """
     copies = np.full(len(hashes), int(weight), np.uint16)
     splits = np.full(len(hashes), split, np.uint16)
     if weight % 1:
         copies += uniform(hashes, config.seed, WEIGHT_SALT) < weight % 1
     if config.validation_fraction:
-        splits[:] = uniform(hashes, config.seed, SPLIT_SALT) < config.validation_fraction
+        splits[:] = uniform(groups, config.seed, SPLIT_SALT) < config.validation_fraction
     return {"source": np.full(len(hashes), number, np.int32), "split": splits, "copies": copies}
 
 
@@ -330,10 +369,11 @@ def uniform(hashes: np.ndarray, seed: int, salt: int) -> np.ndarray:
     return mixed(hashes + np.uint64((seed * 4 + salt) * 0x9E3779B97F4A7C15 % 2**64)) / 2.0**64
 
 
-def _located(opened: Input, extent: Extent, chat: ChatTemplate | None) -> UserError:
+def _located(opened: Input, extent: Extent, chat: ChatTemplate | None, config: DataConfig) -> UserError:
     """Return the error of the first row of a piece that breaks its file's structure, with its line."""
     payload = next(opened.read([extent]))
-    rows = (each.row for each in judged_rows(payload, opened.spec, chat))
+    writer = None if chat is None else ChatWriter(chat)
+    rows = (each.row for each in judged_rows(payload, opened.spec, writer, config.strict))
     number, broken = next(
         (number, row)
         for number, row in enumerate(rows)
@@ -350,6 +390,6 @@ def _located(opened: Input, extent: Extent, chat: ChatTemplate | None) -> UserEr
         where = f"line {before + lines[number] + 1}"
     return UserError(
         f"{opened.name} {where}: {broken.reason.replace('_', ' ')} ({broken.detail}); correct it, or set "
-        "data.strict=false to skip and count",
-        code="broken-row",
+        f"data.strict=false to {'use and' if broken.reason == LEFT_OUT else 'skip and'} count such rows",
+        code="left-out-by-template" if broken.reason == LEFT_OUT else "broken-row",
     )

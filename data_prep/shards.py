@@ -32,7 +32,7 @@ from emo.common.recipe import LARGEST, Section
 from emo.common.untrusted import read_json
 from emo.data_prep.config import MOST_TOKENS, TRAIN, DataConfig, check_prepared, split_of
 
-FORMAT = 5  # raised whenever the same configuration would give other bytes
+FORMAT = 6  # raised whenever the same configuration would give other bytes
 MANIFEST = "manifest.json"
 FORGET_EVERY = 256  # rows read until mapped pages are handed back: each may have mapped 64 KiB around it
 
@@ -67,6 +67,7 @@ class ShardInfo(Section):
     documents: Count  # documents or examples that went in
     domains: list[DomainCounts]  # those that it has documents of, in the manifest's order
     counts: dict[str, Count] = {}  # what was cut, dropped or left over, by reason
+    answer_ends: list[Count] = []  # instruct: the tokens that end supervised answers
 
 
 class Manifest(Section):
@@ -93,6 +94,7 @@ class Manifest(Section):
     documents: Count
     segments: Count
     domains: list[DomainCounts] = Field(min_length=1)  # of the sources, in order of first appearance
+    answer_ends: list[Count] = []  # instruct: the tokens that end supervised answers, ascending
     waste: float  # share of the rows' block * rows places that is padding
     shards: list[ShardInfo]
     digest: str = ""  # sha256 of all other fields as JSON, set by `manifest_text`
@@ -322,6 +324,19 @@ class TokenDataset:
         """Return the lengths of all segments of all rows, int64."""
         parts = [values for shard in self._shards for _, values in shard.columns["segment_lengths"]]
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+
+    def mean_context(self, most: int = 4096) -> float:
+        """Return how many tokens a token attends to on average: half of its segment, weighted by tokens.
+
+        Padding attends to itself and counts. most: rows that are looked at, evenly spaced.
+        """
+        rows = np.linspace(0, len(self) - 1, min(most, len(self)), dtype=np.int64)
+        squares, width = 0.0, self.manifest.block
+        for row in rows.tolist():
+            shard, number = self.place(row)
+            lengths = self._shards[shard].cell("segment_lengths", number).astype(np.float64)
+            squares += lengths @ lengths + (width - lengths.sum()) ** 2
+        return float(squares) / (2 * width * max(1, len(rows)))
 
     def provenance(self, rows: np.ndarray) -> list[tuple[str, int]]:
         """Return the shard file and the row in that shard, of each row."""

@@ -23,30 +23,28 @@ from emo.common.errors import UserError
 from emo.common.progress import amount
 from emo.common.recipe import parse_section
 from emo.common.text import counted, printable
+from emo.data_prep.chat_templates import ChatTemplate, RefusedError, read_template
+from emo.data_prep.chats import ChatWriter
 from emo.data_prep.config import DataConfig, context_of
 from emo.data_prep.encode import EncodeSettings, RowEncoder
 from emo.data_prep.inputs import Input, open_inputs
 from emo.data_prep.inspect import segment, stretch
 from emo.data_prep.rows import (
+    CHAT_COLUMNS,
     NAMES,
     STRUCTURE,
+    TOKEN_COLUMNS,
     Payload,
     Rejected,
     Row,
+    TokenIds,
     columns,
     first,
     parse,
+    plain_text,
     raw_rows,
 )
-from emo.data_prep.templates import (
-    Chat,
-    ChatTemplate,
-    Conversation,
-    RefusedError,
-    read_template,
-    render,
-    render_chat,
-)
+from emo.data_prep.templates import Chat, Conversation, render
 from emo.data_prep.tokenizer import chat_template, save_tokenizer, tokenizer_facts
 
 EXAMPLES = 3
@@ -95,7 +93,8 @@ class Look(NamedTuple):
         if self.config.by_chat_template:
             return "chat_template"
         several = any(isinstance(row, Conversation) and len(row.exchanges) > 1 for _, row in self.good)
-        return "chat" if several else "alpaca"
+        messages = "messages" in self.proposed or columns(self.payload, self.input.spec)[0] & {*CHAT_COLUMNS}
+        return "chat" if several or messages else "alpaca"
 
 
 def sniff(files: str, tokenizer: str | None, console: Console) -> str:
@@ -153,6 +152,9 @@ def _best_look(files: str, template: str | None) -> Look:
         for raw in raw_rows(look.payload, look.input.spec)[:EXAMPLES] if objects else []:
             with contextlib.suppress(ValueError, RecursionError):
                 row = json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw
+                if isinstance(row, dict) and isinstance(row.get(first(row, TOKEN_COLUMNS) or ""), list):
+                    looks.append(_look(files, "text", {}, template, "tokens"))
+                    break
                 if isinstance(row, dict) and (proposed := guess(row, look.config.kind)):
                     looks.append(_look(files, look.config.kind, proposed, template))
                     break
@@ -167,9 +169,9 @@ def _best_look(files: str, template: str | None) -> Look:
     return best
 
 
-def _look(files: str, kind: str, proposed: dict[str, str], template: str | None) -> Look:
+def _look(files: str, kind: str, proposed: dict[str, str], template: str | None, form: str = "auto") -> Look:
     """Return the first piece of a source, read in one way."""
-    source: dict[str, Any] = {"files": files} | ({"columns": proposed} if proposed else {})
+    source: dict[str, Any] = {"files": files, "format": form} | ({"columns": proposed} if proposed else {})
     tree = {"dir": "prepared", "kind": kind, "tokenizer": "any", "sources": [source]}
     config = parse_section(DataConfig, tree | ({} if template is None else {"template": template}), "data")
     inputs = open_inputs(config)
@@ -186,11 +188,11 @@ def _look(files: str, kind: str, proposed: dict[str, str], template: str | None)
 
 def _written(look: Look, chat: ChatTemplate) -> Look:
     """Return the look without the rows that the chat_template refuses."""
-    rows = list(look.rows)
+    rows, writer = list(look.rows), ChatWriter(chat)
     for number, row in enumerate(rows):
         try:
             if isinstance(row, Chat):
-                render_chat(row, chat)
+                writer.examples(row)
         except RefusedError as error:
             rows[number] = Rejected(error.reason, error.detail)
     return look._replace(rows=rows)
@@ -284,12 +286,16 @@ def _examples(
         elif isinstance(row, Conversation | Chat):
             encoded = encoder.conversations([row])
             ids, supervised = encoded.ids, np.zeros(len(encoded.ids), bool)
-            for begin, end in encoded.spans[0]:
-                supervised[begin:end] = True
+            starts = np.cumsum(encoded.lengths) - encoded.lengths
+            for start, spans in zip(starts.tolist(), encoded.spans, strict=True):
+                for begin, end in spans:
+                    supervised[start + begin : start + end] = True
         else:
             ids = encoder.texts([row], look.input.name).ids
             supervised = np.ones(len(ids), bool)
-        lengths.append(len(ids) if encoder is not None else len(ids) // CHARS)  # about as many
+        exact = encoder is not None or isinstance(row, TokenIds)
+        count = len(row.ids) if isinstance(row, TokenIds) else len(ids)
+        lengths.append(count if exact else count // CHARS)  # about as many
         if number in picked:
             examples.append(segment(ids, supervised, decode, colours))
     return examples, lengths
@@ -301,7 +307,7 @@ def _text(characters: list[int]) -> str:
 
 def _characters(row: Row, template: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the characters of a row that training would see, as numbers, and which carry loss."""
-    parts = [(str(row), True)]
+    parts = [(plain_text(row), True)]
     if isinstance(row, Conversation):
         parts = []
         for number, (text, start) in enumerate(render(row, template)):
@@ -337,10 +343,14 @@ def recipe(look: Look, files: str, tokenizer: str | None, lengths: list[int]) ->
         data["validation_fraction"] = VALIDATED
     if any(isinstance(row, Rejected) and row.reason in STRUCTURE for row in look.rows):
         data["strict"] = False
-    form = {"format": "paragraphs"} if look.input.spec.format == "paragraphs" else {}
+    format_ = look.input.spec.format
+    form = {"format": format_} if format_ in ("paragraphs", "tokens") else {}
     columns_part = {"columns": look.proposed} if look.proposed else {}
     data |= {"shards": shards, "sources": [source | form | columns_part]}
     text: str = yaml.safe_dump({"data": data}, sort_keys=False, allow_unicode=True, width=10_000)
-    for line, reason in REASONS.items():
+    advice = (
+        {} if tokenizer else {"template: chat": "or chat_template, if the tokenizer of the model has one"}
+    )
+    for line, reason in (REASONS | advice).items():
         text = text.replace(f"  {line}\n", f"  {line}  # {reason}\n", 1)
     return text

@@ -11,7 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -25,18 +28,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 SPACE = "\u2581"  # sentencepiece writes a space as this sign
-FILES = [
-    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json"),
-    *("vocab.json", "merges.txt"),
-]
+ADDED = "added_tokens.json"
+VOCABULARIES = ("tokenizer.model", "vocab.json", "merges.txt")  # that a tokenizer.json may be made from
+FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *VOCABULARIES, ADDED]
 CHAT_TEMPLATE = "chat_template.jinja"  # older tokenizers have it in tokenizer_config.json
 FILE_BYTES = 256 << 20  # of a tokenizer's file at most: the largest published ones have 35 MB
 MOST_IDS = 1 << 24
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # types of sentencepiece pieces
+# Settings of a tokenizer that change no ids of a text, and whether a value is valid.
+KEPT: dict[str, Callable[[Any], bool]] = {
+    "padding_side": ("left", "right").__contains__,
+    "truncation_side": ("left", "right").__contains__,
+    "model_max_length": lambda value: type(value) in (int, float) and value > 0,
+    "model_input_names": lambda value: (
+        isinstance(value, list) and all(isinstance(name, str) for name in value)
+    ),
+}
 SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
-# In a tokenizer_config.json: BOS is named, but begins no text. What add_bos_token: false becomes, which
-# transformers leaves out of what it saves.
-NO_BOS = {"begin_with_bos": False}
 LINE = 1000  # characters of a line to train on at most: sentencepiece leaves out lines above 4,192 bytes
 PROBES = [  # a converted tokenizer must give the ids of the original for these
     *("", " ", "   ", "\n", " \n\n x", "Hello world", " two  spaces ", "tab\tand\r\nlines\n"),
@@ -50,9 +58,15 @@ class TokenizerFacts(NamedTuple):
     """The facts of a saved tokenizer that data preparation depends on."""
 
     vocab_size: int
-    bos_id: int | None
+    bos_id: int | None  # the first token of every text, where the tokenizer adds one
     eos_id: int | None
     fingerprint: str
+    after_bos: list[int] = []  # tokens that it adds after BOS, as GLM's does
+
+    @property
+    def start(self) -> list[int]:
+        """Return the tokens before every text."""
+        return [] if self.bos_id is None else [self.bos_id, *self.after_bos]
 
 
 def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerFast:
@@ -72,15 +86,31 @@ def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedT
 
 
 def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> TokenizerFacts:
-    """Like `load_tokenizer(path).save_pretrained(directory)`, without importing transformers (seconds)."""
+    """Save a tokenizer as data are encoded by it, with its vocabulary files, settings and chat template.
+
+    Does not import transformers, which takes seconds.
+    """
     local = _local(path, revision)
     original = _content(local)
     backend, names = _read(local)
     directory.mkdir(parents=True, exist_ok=True)
     backend.save(str(directory / "tokenizer.json"))
-    fixed = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    template = chat_template(local)
-    config = names | fixed | ({} if template is None else {"chat_template": template})
+    sources = {name: local / name for name in VOCABULARIES} if local.is_dir() else {VOCABULARIES[0]: local}
+    copied = {name: file for name, file in sources.items() if file.is_file()}
+    for name, file in copied.items():
+        if not (directory / name).exists() or not file.samefile(directory / name):
+            shutil.copyfile(file, directory / name)
+    base = backend.get_vocab(with_added_tokens=False)
+    tokens = backend.get_added_tokens_decoder()
+    added = {token.content: number for number, token in tokens.items() if token.content not in base}
+    if copied and added:  # llama.cpp reads them here
+        (directory / ADDED).write_text(json.dumps(added, indent=1) + "\n", encoding="utf-8")
+    fixed: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    fixed["clean_up_tokenization_spaces"] = False
+    fixed["added_tokens_decoder"] = {str(number): _described(token) for number, token in tokens.items()}
+    config = _kept(local, {token.content for token in tokens.values()}) | names | fixed
+    if (template := chat_template(local)) is not None:
+        config["chat_template"] = template
     text = json.dumps(config, indent=2, sort_keys=True) + "\n"
     (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
     facts = _facts(backend, names)
@@ -88,14 +118,64 @@ def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> T
     return facts
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast) -> str:
-    """Return the identity by content, 64 hex digits: vocabulary, merges, text rules, special tokens.
+def _described(token: AddedToken) -> dict[str, Any]:
+    """Return what a tokenizer_config.json says of an added token."""
+    keys = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    return {key: getattr(token, key) for key in keys}
 
-    What changes no id of a text is left out: how ids become text again, which special tokens a caller gets
-    added (the post-processor), and how a file writes what is not set.
+
+def _kept(local: Path, added: set[str]) -> dict[str, Any]:
+    """Return the settings that change no ids of a text: KEPT, and special tokens without a role.
+
+    Inputs are token ids and mask unless the tokenizer names others: causal models take no token types.
     """
-    bos = None if tokenizer.init_kwargs.items() >= NO_BOS.items() else tokenizer.bos_token_id
-    return _fingerprint(tokenizer.backend_tokenizer, bos, tokenizer.eos_token_id)
+    kept: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
+    extra: list[str] = []
+    for file in (local / "special_tokens_map.json", local / "tokenizer_config.json"):
+        tree: dict[str, Any] = read_json(file, FILE_BYTES) if local.is_dir() and file.is_file() else {}
+        kept |= {key: tree[key] for key, valid in KEPT.items() if valid(tree.get(key))}
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            named = tree.get(key)
+            if isinstance(named, dict):  # as transformers 4 writes it, by role
+                kept[key] = {role: token for role, token in named.items() if str(token) in added}
+            elif isinstance(named, list):
+                contents = (token.get("content") if isinstance(token, dict) else token for token in named)
+                extra += [token for token in contents if isinstance(token, str) and token in added]
+    return kept | ({"additional_special_tokens": list(dict.fromkeys(extra))} if extra else {})
+
+
+def added_ids(backend: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids that a tokenizer puts before and after every text."""
+    encoded = backend.encode("a")
+    columns = zip(encoded.ids, encoded.special_tokens_mask, encoded.attention_mask, strict=True)
+    marked = [(number, bool(special)) for number, special, real in columns if real]  # without padding
+    start = [number for number, _ in takewhile(itemgetter(1), marked)]
+    end = [number for number, _ in takewhile(itemgetter(1), reversed(marked[len(start) :]))]
+    return start, end[::-1]
+
+
+def text_ids(tokenizer: PreTrainedTokenizerFast, text: str, **options: bool) -> list[int]:
+    """Return the ids of a text as training rows begin: BOS where the tokenizer adds one, then its tokens.
+
+    Everything that gives a model a text or a prompt takes its ids from here, or from the tokenizer that
+    `load_tokenizer` returns, which adds the same. options: of the tokenizer's call.
+    """
+    start, _ = added_ids(tokenizer.backend_tokenizer)
+    return [*start, *tokenizer(text, add_special_tokens=False, **options).input_ids]
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast, eos_id: int | None = -1) -> str:
+    """Return the identity by content, 64 hex digits: vocabulary, merges, text rules, special tokens, start.
+
+    It leaves out what changes no id of a row: how ids become text again, what follows a text, and how a file
+    writes what is not set.
+
+    eos_id: replaces its end-of-sequence token. An export of a chat model names the end of a turn there, and
+    still encodes texts as the data that it was trained on.
+    """
+    backend = tokenizer.backend_tokenizer
+    eos = tokenizer.eos_token_id if eos_id == -1 else eos_id
+    return _fingerprint(backend, added_ids(backend)[0], eos)
 
 
 def tokenizer_facts(directory: Path) -> TokenizerFacts:
@@ -120,10 +200,11 @@ def _content(directory: Path) -> str:
 
 def _facts(backend: Tokenizer, names: dict[str, Any]) -> TokenizerFacts:
     """Return the facts of a tokenizer whose special tokens have these names."""
-    bos, eos = (backend.token_to_id(names[n]) if n in names else None for n in SPECIALS[:2])
-    bos = None if names.items() >= NO_BOS.items() else bos
+    eos = backend.token_to_id(names.get("eos_token", ""))
+    start, _ = added_ids(backend)
     size = 1 + max(backend.get_vocab().values(), default=-1)  # ids may have gaps
-    return TokenizerFacts(size, bos, eos, _fingerprint(backend, bos, eos))
+    bos = start[0] if start else None
+    return TokenizerFacts(size, bos, eos, _fingerprint(backend, start, eos), start[1:])
 
 
 def require_end(facts: TokenizerFacts, name: str, kind: str) -> str | None:
@@ -139,8 +220,9 @@ def require_end(facts: TokenizerFacts, name: str, kind: str) -> str | None:
     return f"note: {lacks}: nothing in the tokens will tell where a document ends"
 
 
-def _fingerprint(backend: Tokenizer, bos: int | None, eos: int | None) -> str:
+def _fingerprint(backend: Tokenizer, start: list[int], eos: int | None) -> str:
     """Return what `tokenizer_fingerprint` does."""
+    bos = start if len(start) > 1 else start[0] if start else None
     tree = json.loads(backend.to_str())
     added = [
         {"content": token["content"], "id": token["id"]} if token["special"] else token
@@ -211,6 +293,13 @@ def chat_template(directory: Path) -> str | None:
     return template if isinstance(template, str) else None
 
 
+def set_chat_template(directory: Path, template: str) -> None:
+    """Give a saved tokenizer a chat template."""
+    file = directory / "tokenizer_config.json"
+    tree = read_json(file, FILE_BYTES) | {"chat_template": template}
+    file.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def _local(path: str | Path, revision: str | None) -> Path:
     """Return the path of a local tokenizer, or of a hub model's files, from the cache or the network."""
     if Path(path).exists():
@@ -241,7 +330,7 @@ def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, Any]]
                 tree = parse_json(content)
                 _check_ids(tree["model"]["vocab"], tree.get("added_tokens") or ())
             backend = Tokenizer.from_str(content)
-            if "eos_token" not in _configured(path) and backend.token_to_id("<|endoftext|>") is not None:
+            if "eos_token" not in special_names(path) and backend.token_to_id("<|endoftext|>") is not None:
                 names = _byte_bpe_names(backend, path)  # GPT-2's directory does not name its own
         elif (path / "tokenizer.model").is_file():
             backend, names = _from_sentencepiece(path / "tokenizer.model")
@@ -251,12 +340,10 @@ def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, Any]]
             raise UserError(
                 f"tokenizer {path} holds none of tokenizer.json, tokenizer.model, vocab.json with merges.txt"
             )
-        names |= _configured(path)
+        names |= special_names(path)
         if getattr(backend.model, "dropout", None):
             backend.model.dropout = None  # it would give a text other ids every time
-        bos = backend.token_to_id(names.get("bos_token", ""))
-        if names.items() >= NO_BOS.items() and backend.encode("").ids[:1] == [bos]:
-            backend.post_processor = None
+        _apply_flags(backend, names, path)
         return backend, names
     except UserError:
         raise
@@ -266,18 +353,9 @@ def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, Any]]
 
 def special_names(directory: Path) -> dict[str, str]:
     """Return the special tokens that a directory's own configuration names."""
-    return {name: token for name, token in _configured(directory).items() if name in SPECIALS}
-
-
-def _configured(directory: Path) -> dict[str, Any]:
-    """Return the special tokens that a directory's own configuration names, and NO_BOS where it says so."""
-    names: dict[str, Any] = {}
+    names: dict[str, str] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        if not (directory / file).is_file():
-            continue
-        tree: dict[str, Any] = read_json(directory / file)
-        if tree.get("add_bos_token") is False or tree.items() >= NO_BOS.items():
-            names |= NO_BOS
+        tree: dict[str, Any] = read_json(directory / file) if (directory / file).is_file() else {}
         for name in SPECIALS:
             value = tree.get(name)
             value = value.get("content") if isinstance(value, dict) else value
@@ -287,6 +365,35 @@ def _configured(directory: Path) -> dict[str, Any]:
                 value.encode()  # raises for half a character, which no token is
                 names[name] = value
     return names
+
+
+def _apply_flags(backend: Tokenizer, names: dict[str, str], directory: Path) -> None:
+    """Make a tokenizer add BOS and EOS as add_bos_token and add_eos_token of its configuration say.
+
+    Without a flag it adds what the post-processor in tokenizer.json adds, as `AutoTokenizer` has it. The
+    flags become part of the post-processor, so that every reader of the saved tokenizer gets the same ids.
+    """
+    file = directory / "tokenizer_config.json"
+    settings: dict[str, Any] = read_json(file) if file.is_file() else {}
+    own = [[str(backend.id_to_token(number)) for number in ids] for ids in added_ids(backend)]
+    wanted = []
+    for kind, added in zip(("bos", "eos"), own, strict=True):
+        flag, token = settings.get(f"add_{kind}_token"), names.get(f"{kind}_token", "")
+        if flag is True and not added and backend.token_to_id(token) is not None:
+            added = [token]
+        if flag not in (None, False) and not (flag is True and added):
+            reason = "there is no such token" if flag is True else "it must be true or false"
+            raise UserError(f"{file}: add_{kind}_token is {flag!r}, but {reason}", code="tokenizer")
+        wanted.append([] if flag is False else added)
+    if wanted != own:
+        _set_added(backend, *wanted)
+
+
+def _set_added(backend: Tokenizer, start: list[str], end: list[str]) -> None:
+    """Let a tokenizer put these tokens before and after every text."""
+    special: Any = [(token, backend.token_to_id(token)) for token in dict.fromkeys((*start, *end))]
+    single, pair = [*start, "$A", *end], [*start, "$A", "$B", *end]
+    backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
 
 
 def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
@@ -335,7 +442,8 @@ def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
                 "give a directory with its tokenizer.json"
             )
     backend.encode_special_tokens = False
-    _begin_with_bos(backend, names)
+    if "bos_token" in names:  # as the models of this kind were trained
+        _set_added(backend, [names["bos_token"]], [])
     return backend, names
 
 
@@ -360,7 +468,7 @@ def _from_byte_bpe(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
     specials = [AddedToken(n, special=True, normalized=False) for n in sorted(set(names.values()))]
     backend.add_special_tokens(specials)
     if names["bos_token"] == "</s>":
-        _begin_with_bos(backend, names)
+        _set_added(backend, ["</s>"], [])
     return backend, names
 
 
@@ -370,11 +478,3 @@ def _byte_bpe_names(backend: Tokenizer, directory: Path) -> dict[str, str]:
         if backend.token_to_id(end) is not None:
             return dict.fromkeys(SPECIALS[:3], end) | others
     raise UserError(f"tokenizer {directory} has neither <|endoftext|> nor </s>: which ends a text?")
-
-
-def _begin_with_bos(backend: Tokenizer, names: dict[str, str]) -> None:
-    """Let callers of the saved tokenizer get a BOS, as the models that use it were trained."""
-    if (bos := names.get("bos_token")) is not None:
-        backend.post_processor = processors.TemplateProcessing(
-            single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, backend.token_to_id(bos))]
-        )

@@ -68,7 +68,7 @@ def verify(directory: Path) -> tuple[list[str], list[str]]:
             wrong += [*_shard_faults(split, manifest), *_manifest_faults(split, manifest)]
             tokenizer, facts = read_tokenizer(split.parent / TOKENIZER)
             expected = (manifest.vocab_size, manifest.bos_id, manifest.eos_id, manifest.tokenizer_fingerprint)
-            if facts != expected:
+            if facts[:4] != expected:
                 wrong.append(f"{split.parent / TOKENIZER} is not the tokenizer that made {split}")
             if not wrong:
                 wrong += _row_faults(split)

@@ -83,10 +83,12 @@ class ShardWriter:
             self._stream.write_batch(pa.RecordBatch.from_arrays(arrays, schema=self._schema))
         self._waiting = table.slice(count).to_batches()
 
-    def finish(self, path: Path, documents: Counter[str], counts: Counter[str]) -> ShardInfo:
+    def finish(
+        self, path: Path, documents: Counter[str], counts: Counter[str], ends: Iterable[int] = ()
+    ) -> ShardInfo:
         """Write what waits and the end of the stream; return the note of a shard that gets the name `path`.
 
-        documents: of each domain.
+        documents: of each domain. ends: the tokens that end supervised answers.
         """
         self._write(1)
         self._stream.close()
@@ -106,6 +108,7 @@ class ShardWriter:
             **totals(domains),
             domains=domains,
             counts=dict(sorted((+counts).items())),
+            answer_ends=sorted(ends),
         )
 
 
@@ -138,6 +141,7 @@ def write_shard(
     counts: Counter[str] = Counter()
     documents: Counter[str] = Counter()
     overlap: set[int] = set()
+    ends: set[int] = set()
     overlapping = 0
 
     def counted_parts() -> Iterator[tuple[int, Encoded]]:
@@ -148,6 +152,7 @@ def write_shard(
             documents[part.domain] += part.documents
             counts.update(part.counts)
             overlap.update(part.overlap.tolist())
+            ends.update(part.ends)
             overlapping += part.overlapping
             yield number, part
 
@@ -157,7 +162,7 @@ def write_shard(
             _blocks(writer, counted_parts(), config.sequence_len, quota, counts)
         else:
             _bins(writer, counted_parts(), config.sequence_len, dtype, directory)
-        info = writer.finish(directory / name, documents, counts)
+        info = writer.finish(directory / name, documents, counts, ends)
         check.compare(Path(file.name), config.kind, directory / name)
     if config.contamination is not None:
         note = {"documents": overlapping, "grams": sorted(overlap)}
@@ -273,6 +278,7 @@ def manifest_of(config: DataConfig, summary: dict[str, Any], split: str, infos: 
         counts=dict(sorted(sum((Counter(info.counts) for info in infos), Counter()).items())),
         **total,
         domains=domains,
+        answer_ends=sorted({token for info in infos for token in info.answer_ends}),
         waste=round(1 - total["tokens"] / max(1, total["rows"] * config.sequence_len), 6),
         shards=infos,
     )
@@ -300,6 +306,12 @@ def left_out(summary: dict[str, Any]) -> list[str]:
         lost.append(f"{counted(sum(rejected.values()), 'row')} ({reasons})")
     if messages := sum(source["messages_left_out"] for source in summary["sources"]):
         lost.append(f"{counted(messages, 'message')} before the first prompt or after the last response")
+    fields: Counter[str] = Counter()
+    for source in summary["sources"]:
+        fields.update(source["fields_left_out"])
+    if fields:
+        listed = ", ".join(f"{field} in {counted(count, 'row')}" for field, count in sorted(fields.items()))
+        lost.append(f"left out by the template: {listed}")
     return lost
 
 

@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import emo.common.packages  # noqa: F401 - before all others
 
@@ -37,6 +37,7 @@ COMMANDS = {
     "watch": Command(EVALUATION, "score every complete checkpoint of a run, each exactly once"),
     "compare": Command(EVALUATION, "compare two models, with paired tests"),
     "generate": Command(EVALUATION, "sample text, by default from the whole distribution"),
+    "chat": Command(EVALUATION, "talk to a tuned model in the terminal"),
     "quality": Command(EVALUATION, "measure sampled text: MAUVE, ROUGE, perplexities"),
     "answer": Command(EVALUATION, "answer instructions, in AlpacaEval's format"),
     "judge": Command(EVALUATION, "find the win rate of two models' answers by a judge"),
@@ -83,10 +84,15 @@ def run(words: list[str]) -> int:
     """Run the command that words[0] names."""
     functions = _reports(words[1:]) if words[0] == "report" else [COMMANDS[words[0]].function]
     code = 0
+    options: dict[str, Any] = {}
+    if words[0] == "prepare":  # which uses one section of the recipe; mistakes in the others are found now
+        from emo.pipeline.config import RunConfig
+
+        options["recipe"] = RunConfig
     for name in functions:
         module, _, function = name.partition(":")
         try:
-            code = getattr(importlib.import_module(module), function)(words)
+            code = getattr(importlib.import_module(module), function)(words, **options)
         except SystemExit as end:  # argparse has answered --help
             if len(functions) == 1 or end.code:
                 raise

@@ -1,4 +1,4 @@
-"""emo eval | watch | report | compare | export | generate | quality | answer | judge
+"""emo eval | watch | report | compare | export | generate | chat | quality | answer | judge
 
 Exit codes: 0 done, or nothing to do; 1 a failure that may pass, run the same command again to resume, or
 checkpoints that cannot be evaluated (watch); 2 a mistake that stays until something is changed, also
@@ -19,14 +19,15 @@ from typing import Any
 
 from emo.common.commands import Parser, first_word, parse_arguments
 from emo.common.errors import ExitCode, FailureError, UserError, one_line, outcome
+from emo.common.progress import at_work
 from emo.common.text import counted, on_one_line, printable
+from emo.eval import chat
 from emo.eval.export import commands as exporting
 from emo.eval.generation import commands as generation
 from emo.eval.icl.settings import BUDGET, INFERENCERS, Settings
 from emo.eval.icl.tasks import select_tasks
 from emo.eval.judging import commands as judging
 from emo.eval.model import DTYPES, EvaluatedModel, quiet_libraries
-from emo.eval.progress import progress
 
 EXPORT_HELP = "export each: lm-eval=DIR, hf=DIR (DIR/NAME each) or wandb (into the run); may be repeated"
 
@@ -57,6 +58,7 @@ def parser() -> argparse.ArgumentParser:
     _evaluation_arguments(add)
 
     generation.add_arguments(commands)
+    chat.add_arguments(commands)
     judging.add_arguments(commands)
 
     add = commands.add_parser("report", help="write report.html, report.md and results.json").add_argument
@@ -165,7 +167,7 @@ def _watch(args: argparse.Namespace) -> int:
 
     watch = Watch(args.run_dir, tasks, settings, out, args.dtype, say, exports)
     while True:
-        with progress(f"{args.run_dir}: looking for checkpoints"):
+        with at_work(f"{args.run_dir}: looking for checkpoints"):
             evaluated = watch.once()
         if evaluated and not args.no_report:
             document(Report([out])).write(f"{out}/", FILES)
@@ -240,13 +242,13 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> int:
         # A watcher waits for hours: it shows its evaluations alone.
-        quiet = contextlib.nullcontext() if args.command == "watch" else progress(f"{args.command}: working")
+        quiet = contextlib.nullcontext() if args.command == "watch" else at_work(f"{args.command}: working")
         with quiet:
             return dispatch()
 
     def dispatch() -> int:
         commands = {"eval": _run, "watch": _watch, "report": _report, "compare": _compare}
-        others = {"answer": judging.run, "judge": judging.run, "export": exporting.run}
+        others = {"answer": judging.run, "chat": chat.run, "judge": judging.run, "export": exporting.run}
         try:
             if args.command in commands:
                 return commands[args.command](args)

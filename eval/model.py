@@ -10,23 +10,34 @@ import logging
 import os
 import re
 import sys
+import tempfile
 import warnings
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from emo.common.commands import first_word
 from emo.common.errors import UserError, one_line
+from emo.common.progress import at_work
 from emo.common.untrusted import read_json
-from emo.common.weights import ADAPTER, GENERATION, Loaded, load_causal_lm, opened_files
+from emo.common.weights import (
+    ADAPTER,
+    GENERATION,
+    Loaded,
+    context_length,
+    load_causal_lm,
+    load_config,
+    opened_files,
+)
 from emo.common.weights import CONFIG as CONFIG_JSON
-from emo.data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer
+from emo.data_prep.chat_templates import read_template
+from emo.data_prep.chats import ChatEncoder
+from emo.data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer, save_tokenizer
 from emo.data_prep.tokenizer import FILES as TOKENIZER_FILES
 from emo.eval import store
 from emo.eval.icl.settings import NotFiniteError
 from emo.pipeline.run_dir import EXPORT, EXPORT_INFO, HF, read_export_info
 
-# Keys of a configuration that name the context, of which a model has one.
-CONTEXT = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TOKENIZER_VERSION = 1  # of what `tokenizer_content` looks at
 PROBED = 4096  # pieces of the vocabulary in each text that it encodes
@@ -74,7 +85,8 @@ class EvaluatedModel:
 
     @cached_property
     def _digests(self) -> tuple[str, str]:
-        return self._current_digests()
+        with at_work(f"{self.name}: reading the files"):
+            return self._current_digests()
 
     def _current_digests(self) -> tuple[str, str]:
         files: tuple[list[Path], list[Path]] = ([], [])
@@ -89,26 +101,11 @@ class EvaluatedModel:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The tokenizer, which adds BOS and EOS where its configuration says so.
+        """The tokenizer, which adds BOS and EOS as data preparation has it.
 
         Raises UserError when it is not the one that `tokenizer_digest` stands for.
         """
         tokenizer: Any = load_tokenizer(self.path)
-        path = self.path / "tokenizer_config.json"
-        settings = read_json(path) if path.is_file() else {}
-        ids, plain = (tokenizer("a", add_special_tokens=flag).input_ids for flag in (True, False))
-        adds = {"bos": ids[:1] != plain[:1], "eos": ids[-1:] != plain[-1:]}
-        flags = dict(adds)
-        for name in adds:
-            if (flag := settings.get(f"add_{name}_token")) is not None:
-                flags[name] = flag
-            if flag not in (None, False) and (
-                flag is not True or getattr(tokenizer, f"{name}_token_id") is None
-            ):
-                reason = "there is no such token" if flag is True else "it must be true or false"
-                raise UserError(f"{path}: add_{name}_token is {flag!r}, but {reason}", code="tokenizer")
-        if flags != adds:
-            tokenizer.add_bos_token, tokenizer.add_eos_token = flags["bos"], flags["eos"]
         if "tokenizer_digest" in self.__dict__ and tokenizer_content(tokenizer) != self.tokenizer_digest:
             raise self._changed("tokenizer")
         return tokenizer
@@ -151,11 +148,17 @@ class EvaluatedModel:
         Raises UserError unless the files are those of `digest` and hold exactly the weights of a causal
         language model, all of them finite, and the tokenizer belongs to it.
         """
+        first_word(self.name, "weights")
+        _ = self._digests  # of the files before
+        with at_work(f"{self.name}: loading weights"):
+            return self._load()
+
+    def _load(self) -> Any:
+        """Return what `model` does."""
         import torch
 
         from emo.eval.icl.prefix_scorer import is_causal
 
-        _ = self._digests  # of the files before
         try:
             loaded = load_causal_lm(self.path, dtype=self.dtype)
         except (UserError, torch.OutOfMemoryError):
@@ -216,6 +219,18 @@ class EvaluatedModel:
         return PrefixScorer(self.model)
 
     @cached_property
+    def chat_encoder(self) -> ChatEncoder:
+        """The encoder of chats by the tokenizer's own template, as training had it.
+
+        The template gets the variables that export.json names, and the same date every day.
+        """
+        variables = self.facts.get("template_variables") or {}
+        with tempfile.TemporaryDirectory() as name:  # in the form that training reads, whatever the files are
+            saved = Path(name)
+            save_tokenizer(self.path, None, saved)
+            return ChatEncoder(saved, read_template(saved, self.given, variables=variables))
+
+    @cached_property
     def facts(self) -> dict[str, Any]:
         """Return what the trainer says of this model (step, tokens, objective), if it made the export."""
         try:
@@ -223,10 +238,29 @@ class EvaluatedModel:
         except (OSError, ValueError) as error:
             raise UserError(f"{self.path / EXPORT_INFO} is unreadable: {one_line(error)}") from None
 
-    def context_length(self) -> int | None:
-        """Return the longest prompt that the model was made for, or None when it does not say."""
-        config = self.model.config.get_text_config()
-        return next((int(value) for name in CONTEXT if (value := getattr(config, name, None))), None)
+    @cached_property
+    def ends(self) -> list[int]:
+        """The ids that end a text: by generation_config.json, by config.json, and the tokenizer's EOS."""
+        found = {self.tokenizer.eos_token_id}
+        for path in (self.path / GENERATION, self.path / CONFIG_JSON):
+            tree = read_json(path) if path.is_file() else {}
+            text = tree.get("text_config")
+            for part in (tree, text if isinstance(text, dict) else {}):
+                named = part.get("eos_token_id")
+                ids = named if isinstance(named, list) else [named]
+                if not all(number is None or type(number) is int for number in ids):
+                    problem = f"{path}: eos_token_id must be a token id or a list of them, not {named!r}"
+                    raise UserError(problem, code="model-settings")
+                found |= {*ids}
+        return sorted(number for number in found if number is not None and number >= 0)
+
+    @cached_property
+    def context(self) -> int | None:
+        """The longest sequence that the model reads, in tokens, or None if its configuration has no limit."""
+        try:
+            return context_length(load_config(self.path))
+        except (OSError, ValueError) as error:
+            raise UserError(f"cannot load {self.given}: {one_line(error, 200)}", code="model") from None
 
 
 def default_name(path: Path) -> str:
@@ -271,7 +305,8 @@ def hub_snapshot(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, ignore_patterns=["*.msgpack", "*.h5", "*.onnx", "*.gguf"]))
+        with at_work(f"{name}: downloading"):
+            return Path(snapshot_download(name, ignore_patterns=["*.msgpack", "*.h5", "*.onnx", "*.gguf"]))
     except Exception as error:  # hub errors come in many kinds; all mean that it cannot be had
         raise UserError(
             f"{name} is neither a directory nor a model that the hub gives ({type(error).__name__})"

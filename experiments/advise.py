@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from emo.common.commands import Parser, parse_arguments
 from emo.common.errors import ExitCode, UserError, outcome
@@ -65,31 +66,55 @@ def _advise(config: RunConfig) -> int:
         problem = "set model.path: a model with fresh weights has no confusions to compare with the costs"
         raise UserError(problem, code="fresh-weights")
     data, held_out = open_prepared(config.data)
-    name, text = next(((n, rows) for n, rows in held_out.items() if len(rows)), ("training data", data))
-    fit = fit_of_recipe(config, text)
     cells = json.loads(MAP.read_text(encoding="utf-8"))
     V, tokens = data.manifest.vocab_size, data.manifest.valid_tokens
+    if nearest_cell(cells["rows"], Position(V, tokens / V, 0)) is None:  # whatever the costs tell
+        print(beyond(cells["rows"], V, tokens / V))
+        return ExitCode.DONE
+    name, text = next(((n, rows) for n, rows in held_out.items() if len(rows)), ("training data", data))
+    print(f"the model reads {POSITIONS:,} tokens of {name}", file=sys.stderr, flush=True)
+    fit = fit_of_recipe(config, text)
     largest = max(row["V"] for row in cells["rows"])
     position, cost = Position(V, tokens / V, share_of(fit, min(V, largest))), config.objective.cost
+    begins = cost == "pretrained" or Path(cost).resolve() == Path(config.model.path).resolve()
+    print(conclusion(nearest_cell(cells["rows"], position), begins))
     share = f"as known truths have with a share of geometry of {position.share:.2f}"
     print(f"data   {tokens:,} supervised tokens, {position.draws:,.1f} for each of the vocabulary's {V:,}")
     print(f"costs  {cost}: fit {fit:.3f} on {name}, {share}")
     print(f"map    {len(cells['rows'])} cells at commit {cells['code']}, whose intervals hold together")
-    begins = cost == "pretrained" or Path(cost).resolve() == Path(config.model.path).resolve()
     print("\n".join(expected(cells["rows"], position, begins)))
     return ExitCode.DONE
 
 
+def beyond(rows: list[dict[str, Any]], V: int, draws: float) -> str:
+    """Return the advice for data that are not on the map."""
+    sizes, most = ([row[axis] for row in rows] for axis in ("V", "draws"))
+    yours = f"Your data have a vocabulary of {V:,} tokens and {draws:,.0f} supervised tokens for each"
+    most_draws = f"{min(most):,} to {max(most):,}"
+    covered = f"the studies cover {min(sizes)} to {max(sizes)} tokens with {most_draws} for each"
+    return (
+        f"Whether EMO beats MLE here is not known. {yours}; {covered}. Compare both on a part of your "
+        "data (docs/evidence.md)."
+    )
+
+
+def conclusion(row: dict[str, Any] | None, begins: bool) -> str:
+    """Return the advice in a sentence; `begins`: see expected."""
+    answer = None if row is None else row["verdicts"]["begins" if begins else "beyond-sharpening"]["answer"]
+    if answer == "yes":
+        return "EMO is expected to beat MLE here, also when MLE's distributions are sharpened alike."
+    if answer == "no":
+        return "EMO is not expected to beat MLE here, once MLE's distributions are sharpened alike."
+    return "Whether EMO beats MLE here is not known: compare both objectives on a part of your data."
+
+
 def expected(rows: list[dict[str, Any]], position: Position, begins: bool) -> list[str]:
-    """Return lines: what the map's nearest cell says, or where the map ends.
+    """Return lines: what the map's nearest cell says.
 
     begins: whether the head that is trained begins as the embedding that costs are made of.
     """
     row = nearest_cell(rows, position)
-    if row is None:
-        sizes, draws = ([row[axis] for row in rows] for axis in ("V", "draws"))
-        ends = f"{min(sizes)} to {max(sizes)} tokens and {min(draws):,} to {max(draws):,} draws for each"
-        return [f"Nothing is known there: the map covers {ends}. Compare objectives on a part of your data."]
+    assert row is not None
     lines = [f"cell   {row['V']} tokens, {row['draws']:,} draws, share {row['share']:g}"]
     names = {"geometry": "true costs beat constant and permuted ones"}
     names |= {"begins" if begins else "beyond-sharpening": "EMO beats MLE of the same entropy"}
@@ -166,7 +191,7 @@ def fit_of_costs(q: Tensor, targets: Tensor, costs: Callable[[Tensor], Tensor]) 
 def share_of(fit: float, V: int) -> float:
     """Return the share of geometry at which known truths over V tokens have a fit, between 0 and 1."""
     fits = []
-    for share in SHARES:
+    for share in tqdm(SHARES, "known truths", leave=False):
         generator = torch.Generator().manual_seed(V)
         truths = [bigram.geometric_truth(V, float(share), generator) for _ in range(TRUTHS)]
         fits.append(np.mean([fit_of_truth(truth) for truth in truths]))

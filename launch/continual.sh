@@ -1,5 +1,5 @@
 #!/bin/sh
-"exec" "env" "PATH=${0%/*}/../.venv/bin:$PATH" "python" "${0%/*}/supervise.py" "$0" "$@"
+"exec" "env" "PATH=${0%/*}/../.venv/bin:$PATH" "sh" "${0%/*}/python.sh" "${0%/*}/supervise.py" "$0" "$@"
 # For a shell this file, which is instruct.sh as well, ends above: supervise.py runs it under `deepspeed` and returns
 # the run's exit code.
 # DeepSpeed's launcher runs this file with Python, to which the second line is a string.

@@ -25,12 +25,15 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import psutil
-
 sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / "emo").is_dir())))
 
 import emo.common.packages  # noqa: F401 - before all others
+
+# isort: split
+import psutil
+
 from emo.common.errors import ExitCode, UserError, outcome
+from emo.pipeline.claims import check_keys
 from emo.pipeline.cli import recipe_arguments
 from emo.pipeline.config import load_config
 from emo.pipeline.liveness import late
@@ -155,6 +158,14 @@ def verdict(launcher: int, ranks: list[int | None], requested: bool, hosts: bool
     return ExitCode.STOPPED if codes <= {ExitCode.DONE, ExitCode.STOPPED} else ExitCode.FAILURE
 
 
+def dry_ranks(options: list[str]) -> str | None:
+    """Return the ranks of a dry run that needs no launcher, empty for as many as devices; else None."""
+    words = " ".join(options).replace("=", " ").split()
+    if not words:
+        return ""
+    return words[1] if len(words) == 2 and words[0] in ("--num_gpus", "--num_accelerators") else None
+
+
 def main(argv: list[str]) -> int:
     """Run the script argv[0] under `deepspeed`; options before `--` go to `deepspeed` itself.
 
@@ -169,7 +180,12 @@ def main(argv: list[str]) -> int:
         if (stem := Path(script).stem) in ("continual", "instruct"):
             os.environ.setdefault(CALLED, f"./launch/{stem}.sh")
             args = recipe_arguments(stem, arguments)
-            run_dir = load_config(args.recipe, args.overrides).output_dir
+            config = load_config(args.recipe, args.overrides)
+            check_keys(config)
+            run_dir = config.output_dir
+            if args.dry_run and not HOSTFILE.is_file() and (ranks := dry_ranks(options)) is not None:
+                os.environ |= {} if ranks == "" else {"WORLD_SIZE": ranks}
+                os.execv(sys.executable, [sys.executable, script, *arguments])
         with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as reports:
             try:
                 return supervise(options, script, arguments, Path(reports), run_dir)

@@ -253,6 +253,8 @@ class Saver:
             "tokens": tokens,
             "data_fingerprint": self.identity["data"],
             "template": settings(config.data)["template_version"],  # how prompts of the model are written
+            "template_variables": settings(config.data).get("template_variables"),
+            "reasoning": settings(config.data).get("reasoning"),
             "seed": config.train.seed,
             "lr": config.train.learning_rate,
             "batch": config.train.global_batch_size,

@@ -21,7 +21,8 @@ from typing import NoReturn
 from emo.common.commands import Parser, first_word, parse_arguments
 from emo.common.errors import ExitCode, UserError, one_line, outcome
 from emo.common.text import printable
-from emo.pipeline.config import load_config
+from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.planning.hardware import parse_cluster
 from emo.pipeline.report.console import Chatter, Console, Kind, duration, split
 from emo.pipeline.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
 
@@ -80,7 +81,7 @@ def main(argv: list[str]) -> int:
     Exit codes: 0 well, 1 it does not fit or a check failed, 2 a mistake in the input, 3 a regression.
     """
     args = parse_arguments(_parser(), argv)
-    _quieten()
+    _silence_libraries()
     if _is_first_of_host() and args.command != "top":
         first_word(args.command)
     return outcome(lambda: args.work(args), alone=_is_first_of_host())
@@ -94,6 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     add = _recipe_command(commands.add_parser("plan", description=about), _plan)
     add("--gpus", required=True, metavar="NxKIND", help="for example 8xA100-80G")
     add("--network", type=float, default=1600, metavar="GBIT", help="Gbit/s of a node (%(default)s)")
+    about = "mean length of the documents (default: as in the prepared data)"
+    add("--document_tokens", type=int, metavar="N", help=about)
     add("--best", action="store_true", help="search for the fastest settings that surely fit")
     add("--write", type=Path, metavar="FILE", help="with --best: write a recipe with the best settings")
 
@@ -150,10 +153,8 @@ def _run(watch: Watch, argv: list[str] | None) -> int:
     try:
         config = load_config(args.recipe, args.overrides)
         if args.dry_run:
-            from emo.pipeline.planning.plan import print_plan
-
             if _is_main():
-                print_plan(config, args.ranks or int(os.environ.get("WORLD_SIZE", 1)))
+                _dry_run(config, args.ranks)
             return ExitCode.DONE
         with console.compiling():  # DeepSpeed logs to what is standard output when it is imported
             from emo.pipeline import engine, ranks
@@ -180,6 +181,18 @@ def _run(watch: Watch, argv: list[str] | None) -> int:
         console.close()
 
 
+def _dry_run(config: RunConfig, ranks: int | None) -> None:
+    """Check and plan a run: on this host with as many ranks as it starts, or elsewhere with `ranks`."""
+    _silence_libraries()
+    from deepspeed.accelerator import get_accelerator
+
+    from emo.pipeline.planning.plan import print_plan
+
+    count = ranks or int(os.environ.get("WORLD_SIZE") or get_accelerator().device_count() or 1)
+    os.environ.setdefault("LOCAL_WORLD_SIZE", str(count))
+    print_plan(config, count, here=ranks is None)
+
+
 def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
     """Return the arguments of launch/SCRIPT.sh. Ends the program when they are wrong, or ask for help."""
     path = f"launch/{script}.sh"
@@ -194,7 +207,8 @@ def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
     )
     add = _recipe_command(parser)
     add("--dry_run", action="store_true", help="resolve, check and plan; train nothing")
-    add("--ranks", type=int, help="ranks that a dry run plans for")
+    about = "with --dry_run: plan for this many ranks on other hosts, whatever this host lacks"
+    add("--ranks", type=int, help=about)
     add("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds it
     add = parser.add_mutually_exclusive_group().add_argument
     add("--quiet", action="store_true", help="show warnings, errors and the end alone")
@@ -248,11 +262,22 @@ def _open_console(args: argparse.Namespace, chatter: Chatter) -> Console:
     logging.basicConfig(level=console.level, handlers=[console])
     logging.getLogger("DeepSpeed").addHandler(console)
     _quieten()
-    from transformers.utils.logging import disable_progress_bar
+    if not args.dry_run:  # which loads no weights, and answers sooner
+        from transformers.utils.logging import disable_progress_bar
 
-    disable_progress_bar()
+        disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning)
     return console
+
+
+def _silence_libraries() -> None:
+    """Hide warnings of libraries that are imported from now on; this program checks for itself."""
+    _quieten()
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
+    warnings.filterwarnings(
+        "ignore", module=r"(transformers|torch|deepspeed|peft|accelerate|huggingface_hub)\b"
+    )
 
 
 def _quieten() -> None:
@@ -263,15 +288,19 @@ def _quieten() -> None:
 def _plan(args: argparse.Namespace) -> int:
     if args.write and not args.best:
         raise UserError("--write goes with --best")
-    config = load_config(args.recipe, args.overrides)
-    from emo.pipeline.planning.plan import check_target, parse_cluster, print_best, print_plan, write_recipe
-
+    if args.document_tokens is not None and args.document_tokens < 1:
+        raise UserError("--document_tokens must be a whole number from 1", code="document-tokens")
     cluster = parse_cluster(args.gpus, args.network)
+    config = load_config(args.recipe, args.overrides)
+    if args.write and (args.write.exists() or not args.write.parent.is_dir()):
+        problem = f"--write {args.write}: give a new name in an existing directory"
+        raise UserError(problem, code="write-target")
+    from emo.pipeline.planning.plan import print_best, print_plan, write_recipe
+
     if not args.best:
-        return ExitCode.DONE if print_plan(config, cluster.gpus, cluster) else ExitCode.FAILURE
-    if args.write:
-        check_target(args.write)
-    best = print_best(config, cluster)
+        fits = print_plan(config, cluster.gpus, cluster, document_tokens=args.document_tokens)
+        return ExitCode.DONE if fits else ExitCode.FAILURE
+    best = print_best(config, cluster, args.document_tokens)
     if args.write:
         write_recipe(args.write, args.recipe, args.overrides, best, cluster)
         print(f"written: {args.write}")

@@ -21,6 +21,7 @@ from pydantic import (
 )
 
 from emo.common.errors import UserError, nearest
+from emo.common.objective_names import objective_hint, registered, written_objectives
 from emo.common.recipe import Section, mark, parse_section, read_recipe
 from emo.common.text import counted
 from emo.data_prep.config import DataConfig
@@ -34,8 +35,8 @@ class LoraConfig(Section):
 
     r: int = Field(32, gt=0)
     """Rank of the adapters."""
-    alpha: float = Field(16, gt=0)
-    """The adapters' output is scaled by alpha / r."""
+    alpha: float = Field(default_factory=lambda given: 2.0 * given.get("r", 32), gt=0)
+    """The adapters' output is scaled by alpha / r. The default is 2 r, as usual in TRL and LLaMA-Factory."""
     dropout: float = Field(0.05, ge=0, lt=1)
     """Dropout on the adapters' input."""
     targets: str | list[str] = "all-linear"
@@ -175,6 +176,18 @@ def _as_teacher(value: Any) -> Any:
 Teachers = Annotated[TeacherConfig | Literal["base"] | None, BeforeValidator(_as_teacher)]
 
 
+def _check_objective(name: str, params: dict[str, float]) -> None:
+    """Raise ValueError for an objective or an option that does not exist; programs are checked later."""
+    known = written_objectives(Path(__file__).parent / "loss")
+    if name not in known:
+        if ":" in name or name in registered():
+            return
+        raise ValueError(f"unknown objective {name!r}; {objective_hint(name, known)}")
+    for key in params.keys() - known[name]:
+        hint = nearest(key, known[name]) if known[name] else "it has no parameters"
+        raise ValueError(f"unknown parameter {key!r} of objective {name}; {hint}")
+
+
 class PartConfig(Section):
     """One objective of a weighted sum."""
 
@@ -190,6 +203,11 @@ class PartConfig(Section):
     """The cost embedding, for clarity only: all parts share the one of the sum."""
     teacher: Teachers = None
     """The teacher of a divergence; all parts share one, which may stand beside the sum instead."""
+
+    @model_validator(mode="after")
+    def _exists(self) -> PartConfig:
+        _check_objective(self.name, self.params)
+        return self
 
 
 class OnPolicyConfig(Section):
@@ -263,6 +281,7 @@ class ObjectiveConfig(Section):
 
     @model_validator(mode="after")
     def _one_way(self) -> ObjectiveConfig:
+        _check_objective(self.name, self.params)
         if self.sum and (self.name, self.params) != ("emo", {}):
             raise ValueError("give name and params, or sum, not both")
         if {part.cost for part in self.sum or ()} - {None, self.cost}:
@@ -333,7 +352,8 @@ class TrainConfig(Section):
     """Optimisation, and when to look, save and stop."""
 
     num_train_epochs: float | None = Field(None, gt=0)
-    """Passes over the data; give this or max_steps."""
+    """Passes over the data; give this or max_steps. The last step is filled up with rows of the next pass, so
+    that every row is seen. With a mixture it is left out."""
     max_steps: int | None = Field(None, gt=0)
     """Optimizer steps; give this or num_train_epochs."""
     global_batch_size: int = Field(16, gt=0)

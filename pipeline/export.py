@@ -19,25 +19,30 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.integrations import unset_hf_deepspeed_config
 
 from emo.common.errors import ExitCode, FailureError, UserError, one_line
-from emo.common.files import write_text
+from emo.common.files import reset_modes, write_text
 from emo.common.provenance import REPOSITORY
 from emo.common.text import markdown, on_one_line, publishable
+from emo.data_prep.config import TRAIN
+from emo.data_prep.shards import TokenDataset, is_prepared, read_manifest
 from emo.pipeline.config import RunConfig
 from emo.pipeline.ranks import agreed
+from emo.pipeline.readers import check_tokenizer, saved_names, saved_tensors, write_config, write_tokenizer
 from emo.pipeline.run_dir import EXPORT_INFO
 from emo.pipeline.stop import die_with_parent
 
 if TYPE_CHECKING:  # the check in a process of its own needs no DeepSpeed, which takes seconds to import
     from emo.pipeline.engine import Engine
 
+SAMPLE_ROWS, SAMPLE_TOKENS = 16, 256  # of the data, whose texts an export's tokenizer must encode alike
 SHARD_BYTES = 4 * 10**9
 # Logits may differ by rounding only; a wrong or missing tensor changes them by far more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
@@ -99,7 +104,7 @@ def write_export(
     config: RunConfig,
     target: Path,
     info: dict[str, object],
-    check: Callable[[Path, Tensor, Tensor], None],
+    check: Callable[[Path, Tensor, Tensor, Tensor], None],
 ) -> None:
     """Write and check `target` on rank 0, whole or not at all.
 
@@ -108,9 +113,10 @@ def write_export(
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        write_shards(partial, copied.tensors)
+        write_shards(partial, saved_tensors(copied.base, exported_names(copied.base), copied.tensors))
         write_rest(copied.base, config, partial, info)
-        check(partial, copied.probe, copied.logits)
+        reset_modes(partial)
+        check(partial, copied.probe, copied.logits, sample_rows(config))
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     except (OSError, SafetensorError) as error:
@@ -147,6 +153,18 @@ def exported_tensors(model: nn.Module) -> Iterator[Exported]:
             yield Exported(exported, parts, layer.scaling[ADAPTER], transposed=True)
         else:
             raise UserError(f"model.lora.targets: adapters on {path} cannot be exported", code="adapters")
+
+
+def persistent_buffers(base: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that belong to the model's files."""
+    saved = base.state_dict().keys()
+    return ((name, buffer) for name, buffer in base.named_buffers() if name in saved)
+
+
+def exported_names(base: PreTrainedModel) -> list[str]:
+    """Return the names of all tensors of the exported model, as they are in memory."""
+    buffers = (name for name, _ in persistent_buffers(base))
+    return [*(tensor.name for tensor in exported_tensors(base)), *buffers]
 
 
 def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -202,9 +220,7 @@ def _gathered(engine: Engine) -> Iterator[tuple[str, Tensor]]:
         if copied is not None:
             yield tensor.name, copied
     if engine.world.is_main:
-        base = unwrap(engine.model)
-        persistent = base.state_dict().keys()
-        yield from ((name, on_host(buffer)) for name, buffer in base.named_buffers() if name in persistent)
+        yield from ((name, on_host(buffer)) for name, buffer in persistent_buffers(unwrap(engine.model)))
 
 
 def write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: dict[str, object]) -> None:
@@ -213,13 +229,46 @@ def write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: dic
     settings.architectures = [type(base).__name__]
     settings.use_cache = True
     settings.save_pretrained(target)
-    if base.generation_config is not None:
-        base.generation_config.save_pretrained(target)
-    tokenizer = config.data.dir / "tokenizer"
-    if tokenizer.is_dir():
-        shutil.copytree(tokenizer, target, dirs_exist_ok=True)
+    decoding = base.generation_config
+    own = getattr(settings if decoding is None else decoding, "eos_token_id", None)
+    named, ends = special_ids(config, own if isinstance(own, list) else [own])
+    write_config(target, named)
+    if decoding is not None:
+        decoding.save_pretrained(target)  # a changed one would have to pass checks that published ones fail
+        file = target / "generation_config.json"
+        tree = json.loads(file.read_text(encoding="utf-8")) | named
+        write_text(file, json.dumps(tree, indent=2, sort_keys=True) + "\n")
+    if (tokenizer := config.data.dir / "tokenizer").is_dir():
+        write_tokenizer(tokenizer, target, ends)
     write_text(target / EXPORT_INFO, json.dumps(info, indent=1, default=str))
     write_text(target / "README.md", _model_card(config, info))
+
+
+def special_ids(config: RunConfig, own: list[int | None]) -> tuple[dict[str, Any], list[int]]:
+    """Return the special ids that an export's settings name, and those that the prepared data end with.
+
+    A model stops at its `own` ends and at those that it was taught: of answers, or of documents. The own ids
+    of a new model are those of its class, and mean nothing.
+    """
+    if not is_prepared(config.data):
+        return {}, []
+    manifest = read_manifest(config.data.dir / TRAIN)
+    ends = manifest.answer_ends or ([] if manifest.eos_id is None else [manifest.eos_id])
+    new = config.model.path is None
+    known = list(dict.fromkeys(token for token in [*([] if new else own), *ends] if token is not None))
+    named: dict[str, Any] = {"bos_token_id": manifest.bos_id} if new else {}
+    if known:
+        named["eos_token_id"] = known if len(known) > 1 else known[0]
+    return named, ends
+
+
+def sample_rows(config: RunConfig) -> Tensor:
+    """Return the first tokens of a few rows of the data, ids [rows, length]; without data none."""
+    if not is_prepared(config.data):
+        return torch.zeros(0, 0, dtype=torch.long)
+    data = TokenDataset(config.data.dir / TRAIN)
+    rows = np.linspace(0, len(data) - 1, min(len(data), SAMPLE_ROWS)).astype(np.int64)
+    return torch.from_numpy(data.batch(rows)["input_ids"][:, :SAMPLE_TOKENS].copy())
 
 
 def _model_card(config: RunConfig, info: dict[str, object]) -> str:
@@ -235,11 +284,18 @@ def _model_card(config: RunConfig, info: dict[str, object]) -> str:
     )
 
 
-def check(directory: Path, probe: Tensor, expected: Tensor) -> None:
-    """Raise UserError when an export, loaded on the CPU, has other logits [1, T, V] than the trained model.
+def check(directory: Path, probe: Tensor, expected: Tensor, rows: Tensor) -> None:
+    """Raise UserError when an export, loaded on the CPU, is not the trained model.
 
-    Not beside training: transformers changes PyTorch's default dtype while it loads, in all threads.
+    Its tensors must have the names that transformers gives them, its logits [1, T, V] must be those of the
+    model, and its tokenizer must encode texts as that of the data. Do not call it in a process that trains:
+    transformers changes PyTorch's default dtype while it loads, in all threads.
+
+    Args:
+        rows: token ids of the data [rows, length], whose texts the tokenizer is tried on.
     """
+    if (directory / "tokenizer.json").is_file():
+        check_tokenizer(directory, rows)
     unset_hf_deepspeed_config()
     loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
     model, report = loaded
@@ -247,23 +303,32 @@ def check(directory: Path, probe: Tensor, expected: Tensor) -> None:
     if wrong:
         names = sorted(map(str, wrong))[:3]
         raise UserError(f"{directory}: tensors do not fit the configuration: {names}", code="export")
+    files = [safe_open(file, "pt") for file in directory.glob("*.safetensors")]
+    found = {name for file in files for name in file.offset_keys()}
+    in_memory = [(t.name, t.parts[0].detach()) for t in exported_tensors(model)]
+    named = saved_names(model, [*in_memory, *persistent_buffers(model)])
+    if found != named:
+        odd = sorted(found ^ named)[:3]
+        raise UserError(
+            f"{directory}: tensors have other names than transformers gives: {odd}", code="export"
+        )
     model.eval()
     with torch.no_grad():
-        logits = model(input_ids=probe).logits
+        logits = model(input_ids=probe, use_cache=False).logits
     scale = expected.float().abs().max().clamp_min(1.0)
     error = ((logits.float() - expected.float()).abs().max() / scale).item()
     if not error <= TOLERANCE[model.dtype]:
         raise UserError(f"{directory}: reloaded logits differ by {error:.2g} of their size", code="export")
 
 
-def check_aside(directory: Path, probe: Tensor, expected: Tensor) -> None:
+def check_aside(directory: Path, probe: Tensor, expected: Tensor, rows: Tensor) -> None:
     """`check` in a process of its own, which neither slows this one down nor changes what it computes."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-m", "emo.pipeline.export", str(directory.absolute())],
         cwd=REPOSITORY,
         env=os.environ | alone,
-        input=save({"probe": probe, "expected": expected}),
+        input=save({"probe": probe, "expected": expected, "rows": rows}),
         capture_output=True,
     )
     line = (done.stderr.decode(errors="replace").splitlines() or [f"exit code {done.returncode}"])[-1]

@@ -19,12 +19,10 @@ every key of its recipe that is not free.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
-import re
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +31,14 @@ from transformers import PretrainedConfig
 
 from emo.common.errors import UserError
 from emo.common.files import sha256, write_text
+from emo.common.objective_names import registered
 from emo.common.provenance import REPOSITORY
-from emo.common.recipe import marked, read_written, shown
+from emo.common.recipe import read_written, shown
 from emo.data_prep.scores import Scores
 from emo.data_prep.shards import TokenDataset
+from emo.pipeline.claims import ANEW, IDENTITY, MIXTURES, compare_keys, differences
 from emo.pipeline.config import Batch, MixtureConfig, RunConfig, dump_config
-from emo.pipeline.loss.objectives import ENTRY_POINTS, OBJECTIVES, Objective
+from emo.pipeline.loss.objectives import OBJECTIVES, Objective
 from emo.pipeline.order import Holding
 from emo.pipeline.planning.ds_file import decisive
 from emo.pipeline.run_dir import CONFIG, checkpoints, step_of
@@ -62,9 +62,6 @@ PARTS = {
 # Of a model's configuration: what says where it is from and how it is held, not what it computes.
 NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 NOT_ADAPTERS = ("base_model_name_or_path", "inference_mode", "peft_version", "revision")
-IDENTITY = "identity"  # in config.yaml: what was read
-MIXTURES = "mixtures"  # in config.yaml, once it has changed: which mixture held from which step on
-ANEW = "or set output_dir, and train.copy_to where it is set, to a new directory"
 
 
 def identify(
@@ -122,7 +119,7 @@ def _programs(config: RunConfig) -> dict[str, str]:
     what they use. Data files that a program reads are not among them.
     """
     hashes: dict[str, str] = {}
-    points = {point.name: point.module for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    points = {name: value.partition(":")[0] for name, value in registered().items()}
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     for name in (config.objective.name, *(part.name for part in config.objective.sum or ())):
         if name in OBJECTIVES:
@@ -143,7 +140,7 @@ def _programs(config: RunConfig) -> dict[str, str]:
 
 
 def compare(config: RunConfig, identity: Identity) -> None:
-    """Raise UserError where another configuration or other content started the run; it names the first key.
+    """Raise UserError where another configuration or other content started the run; it names each key.
 
     Fields marked `free` may differ, and the mixture where `train.mixture_from` says so.
     """
@@ -163,54 +160,28 @@ def compare_claimed(
 
     where: what holds the checkpoints of that run; `newest` is the step of the last.
     """
-    claimed, train = dict(read_written(claim)), config.train
-    free = (*marked(RunConfig, "free"), MIXTURES, IDENTITY)
-    for key, before, now in _differences(claimed, yaml.safe_load(dump_config(config))):
-        if any(f"{key}.".startswith(f"{part}.") for part in free):
-            continue
-        if not f"{key}.".startswith("train.mixture."):
-            problem = f"{where} was started with {key}={before}, and the recipe now has {now}"
-            raise UserError(f"{problem}; restore the old value, {ANEW}", code="changed-key")
-        if train.mixture is None:
-            cure = "train.mixture={temperature: 1} takes all domains in proportion"
-            raise UserError(f"{where} was trained with a mixture; {cure}, {ANEW}", code="mixture-gone")
-        if train.mixture_from is None:
-            cure = f"train.mixture_from={newest} lets this one hold from its newest checkpoint on"
-            problem = f"{where} was trained with another train.mixture"
-            raise UserError(f"{problem}; {cure}; or restore the old one", code="changed-mixture")
+    claimed = dict(read_written(claim))
+    compare_keys(where, claimed, newest, config)
     check_same(where, claimed.get(IDENTITY), identity)
 
 
 def check_same(where: Path | str, before: Any, now: Identity) -> None:
-    """Raise UserError naming the first thing that has changed since `before` was written.
+    """Raise UserError naming each thing that has changed since `before` was written.
 
     Parts that `now` does not have are not known yet, and not compared.
     """
     if not isinstance(before, dict):
         problem = f"{where} does not say what it was trained with: another version of this program made it"
         raise UserError(f"{problem}; continue it with that version, {ANEW}", code="other-version")
+    changed = []
     for part, value in now.items():
         if part not in before or before[part] != value:
             trees = {part: before.get(part)}, {part: value}
-            key, was, is_now = next(_differences(*trees), (part, "not known", shown(value)))
+            key, was, is_now = next(differences(*trees), (part, "not known", shown(value)))
             problem = f"{where} was trained with another {PARTS[part]}: {key} was {was} and is {is_now}"
-            raise UserError(f"{problem}; restore it, {ANEW}", code=f"changed-{part}")
-
-
-def _differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield the dotted keys of leaves that differ between two trees, with both values in words."""
-    before, now = (None if tree == {} else tree for tree in (before, now))  # an absent key is None
-    trees = [tree for tree in (now, before) if isinstance(tree, dict)]
-    if before == now:
-        return
-    if trees:
-        for name in dict.fromkeys(name for tree in trees for name in tree):
-            was, is_now = (tree.get(name) if isinstance(tree, dict) else None for tree in (before, now))
-            yield from _differences(was, is_now, f"{key}.{name}" if key else str(name))
-        return
-    hashed = re.compile("[0-9a-f]{64}")  # its beginning will do
-    texts = [hashed.sub(lambda digest: digest[0][:12], shown(value)) for value in (before, now)]
-    yield key, texts[0], texts[1]
+            changed.append(UserError(f"{problem}; restore it, {ANEW}", code=f"changed-{part}"))
+    if changed:
+        raise UserError.of(changed)
 
 
 def _claimed(run_dir: Path) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from emo.common.errors import UserError, nearest, one_line
+from emo.common.files import reset_modes
 from emo.common.labels import IGNORE
-from emo.common.weights import load_causal_lm, load_config
+from emo.common.weights import context_length, load_causal_lm, load_config
 from emo.data_prep.shards import Manifest, TokenDataset
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.pipeline.config import ModelConfig, ObjectiveConfig, PartConfig, RampConfig, RunConfig, TeacherConfig
@@ -42,7 +43,7 @@ from emo.pipeline.loss import (
     weighted_sum,
 )
 from emo.pipeline.loss.cost import NumberCost, twins
-from emo.pipeline.loss.head import by_segments, refusal
+from emo.pipeline.loss.head import by_segments, refusal, require_plain_head
 from emo.pipeline.loss.objectives import Spaced, Weight
 from emo.pipeline.order import ramp
 from emo.pipeline.planning.host import family_has, usable_attention
@@ -79,24 +80,30 @@ def model_config(config: ModelConfig, online: bool = True, key: str = "model.pat
     return hf_config
 
 
+def check_context(config: PretrainedConfig, block: int) -> None:
+    """Raise UserError for rows of `block` tokens that are longer than the model's context."""
+    context = context_length(config.get_text_config())
+    if context is not None and block > context:
+        problem = f"rows of {block} tokens are longer than the model's context of {context}"
+        cure = f"set data.sequence_len={context} or less and prepare again"
+        raise UserError(f"{problem}; {cure}", code="context")
+
+
 def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest) -> None:
-    """Refuse data that this model cannot read: too many ids, too long blocks, another tokenizer."""
+    """Reject data that this model cannot read: too many ids, too long blocks, another tokenizer."""
     text = config.get_text_config()
-    context = getattr(text, "max_position_embeddings", None)
     if manifest.vocab_size > text.vocab_size:
         problem = f"the data use {manifest.vocab_size} token ids, the model's head has {text.vocab_size}"
         raise UserError(f"{problem}; set data.tokenizer to the model's own and prepare again")
-    if context is not None and manifest.block > context:
-        problem = f"rows of {manifest.block} tokens are longer than the model's context of {context}"
-        raise UserError(f"{problem}; set data.sequence_len={context} or less and prepare again")
+    check_context(config, manifest.block)
     if model.path is None:
         return
     try:
-        fingerprint = tokenizer_fingerprint(load_tokenizer(model.path, model.revision))
+        tokenizer = load_tokenizer(model.path, model.revision)
     except UserError:
         log.warning("%s carries no tokenizer: cannot check that it fits the data", model.path)
         return
-    if fingerprint != manifest.tokenizer_fingerprint:
+    if tokenizer_fingerprint(tokenizer, manifest.eos_id) != manifest.tokenizer_fingerprint:
         problem = f"the data were prepared with another tokenizer than that of {model.path}"
         raise UserError(f"{problem}; set data.tokenizer={model.path} and prepare again")
 
@@ -233,6 +240,7 @@ def write_initial_weights(config: RunConfig) -> None:
         model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32, trust_remote_code=False)
     partial = target.with_name(target.name + ".partial")
     model.save_pretrained(partial)
+    reset_modes(partial)
     partial.rename(target)
 
 
@@ -342,9 +350,11 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
             torch.manual_seed(seed)
             # In the model's dtype: else float32 where ZeRO-3 builds the model, and what ZeRO-2 casts it to.
             # DeepSpeed keeps a float32 copy of whatever trains.
-            return peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
+            adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     except (ValueError, re.error) as error:
         raise UserError(f"model.lora.targets={targets}: {one_line(error)}") from None
+    require_plain_head(model)
+    return adapted
 
 
 def _unreachable(path: str, error: Exception, key: str) -> str:

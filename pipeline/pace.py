@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from emo.pipeline.planning.footprint import GIB
+from emo.pipeline.planning.hardware import GIB
 from emo.pipeline.planning.host import on_gpu
 
 log = logging.getLogger(__name__)

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import mmap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -146,14 +147,43 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return objects with a `step` in a file of JSON lines, and how many others there are; none if absent."""
     records, damaged = [], 0
     for line in path.read_bytes().splitlines() if path.is_file() else []:
-        record = None
-        with contextlib.suppress(ValueError):
-            record = parse_json(line.decode())
-        if isinstance(record, dict) and type(record.get("step")) is int:
+        if (record := _record(line)) is not None:
             records.append(record)
         elif line.strip():
             damaged += 1
     return records, damaged
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line, or None where it holds none."""
+    with contextlib.suppress(ValueError):
+        record = parse_json(line.decode())
+        if isinstance(record, dict) and type(record.get("step")) is int:
+            return record
+    return None
+
+
+def drop_records(path: Path, step: int) -> None:
+    """Remove the records of later steps than `step` from a file of JSON lines, of step 0 all.
+
+    Only the end of the file is read, for records are written in the order of their steps.
+    """
+    if not path.is_file() or not path.stat().st_size:
+        return
+    with path.open("r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = len(content) if step else 0
+            while end:
+                start = content.rfind(b"\n", 0, end - 1) + 1
+                record = _record(content[start:end])
+                if record is not None and record["step"] <= step:
+                    break
+                end = start
+            torn = end and content[end - 1 : end] != b"\n"
+        file.truncate(end)
+        if torn:  # all but the end of its line was written
+            file.seek(end)
+            file.write(b"\n")
 
 
 def read_heartbeat(run_dir: Path) -> dict[str, Any]:

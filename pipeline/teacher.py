@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from emo.common.errors import UserError
 from emo.common.files import Hashes
-from emo.common.weights import load_config
+from emo.common.weights import context_length, load_config
 from emo.data_prep.shards import Manifest
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.pipeline.config import BASE, ModelConfig, RunConfig, TeacherConfig
@@ -60,7 +60,7 @@ def check_teacher(config: RunConfig, student: PretrainedConfig, manifests: list[
     if text.vocab_size < entries:
         problem = f"has {text.vocab_size} entries, and the model that trains has {entries}"
         raise UserError(f"{KEY}={teacher.model} {problem}; take one with as many", code="teacher-vocabulary")
-    context = getattr(text, "max_position_embeddings", None)
+    context = context_length(text)
     for manifest in manifests:
         if context is not None and manifest.block > context:
             problem = f"has a context of {context}, and rows are of {manifest.block} tokens"
@@ -71,7 +71,7 @@ def check_teacher(config: RunConfig, student: PretrainedConfig, manifests: list[
     except UserError:
         log.warning("%s=%s carries no tokenizer: cannot check that it fits the data", KEY, teacher.model)
         return
-    if any(manifest.tokenizer_fingerprint != tokenizer_fingerprint(tokenizer) for manifest in manifests):
+    if any(m.tokenizer_fingerprint != tokenizer_fingerprint(tokenizer, m.eos_id) for m in manifests):
         problem = "has another tokenizer than the data"
         cure = "its probabilities would be of other tokens; take a teacher with the same one"
         raise UserError(f"{KEY}={teacher.model} {problem}; {cure}", code="teacher-tokenizer")

@@ -50,7 +50,8 @@ from emo.pipeline.model import (
 from emo.pipeline.on_policy import OnPolicy
 from emo.pipeline.pace import device_facts
 from emo.pipeline.planning.checks import Ready, batch_order, check
-from emo.pipeline.planning.footprint import Setup, accelerator, utilisation
+from emo.pipeline.planning.footprint import Setup, utilisation
+from emo.pipeline.planning.hardware import accelerator
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.planning.plan import sizes_of
 from emo.pipeline.ranks import (
@@ -182,6 +183,7 @@ def _train(
     if gpu is not None:
         half, (_, micro, accumulation, ranks) = config.model.dtype == "bfloat16", ready.batch
         setup = Setup(ranks, 0, micro, config.data.sequence_len, accumulation, bf16=half)
+        setup = dataclasses.replace(setup, attended=data.mean_context())
         peak_share = utilisation(sizes_of(ready.model, ready.hf_config), setup, 1.0, gpu)
     facts: dict[str, Any] = {"validates": bool(ready.validation), "domains": data.domains, "rows": len(data)}
     facts |= {"peak_share": peak_share, "window": progress.get("metrics"), "console": launch.console}

@@ -30,6 +30,7 @@ pipeline/engine.py           torch.serialization    TORCH_FORCE_WEIGHTS_ONLY_LOA
 pipeline/hf.py               transformers:Trainer   model_accepts_loss_kwargs, loss_is_scaled_for_ga
 pipeline/hf.py               transformers:Trainer   _loss_shifts_labels, current_gradient_accumulation_steps
 pipeline/hf.py               trl:SFTTrainer                                        _total_train_tokens
+pipeline/readers.py          transformers.core_model_loading                       _weight_conversions
 pipeline/loss/cost.py        torch.cpu              _is_avx512_bf16_supported, _is_amx_tile_supported
 pipeline/loss/head.py        accelerate:Accelerator.prepare_model                  _original_forward
 pipeline/loss/head.py        accelerate.hooks:add_hook_to_module                   _hf_hook

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from emo.common.errors import ExitCode, UserError, nearest
+from emo.common.text import printable
 from emo.eval.generation.decoding import Beams, Decoding
 from emo.eval.generation.prefixes import CORPORA, from_corpus, from_file, from_texts, read_texts
 
@@ -40,14 +42,7 @@ def add_arguments(subparsers: Any) -> None:
     add("--max_new_tokens", type=int, help=text)
     add("--seeds", default="0", help="comma-separated (0)")
     add("--batch_size", type=int, default=64, help="texts at a time (64); does not change them")
-    add("--temperature", type=float, default=1.0, help="divides the logits (1), those that --decode makes")
-    add("--top_k", type=int, default=0, help="only the k likeliest tokens (0: all)")
-    add("--top_p", type=float, default=1.0, help="only the likeliest tokens that together reach p (1)")
-    add("--greedy", action="store_true", help="always the likeliest token")
-    text = "the distributions that training with OBJECTIVE would make of the model's own, without training"
-    add("--decode", default="", metavar="OBJECTIVE", help=text)
-    text = "with --decode: costs of a model's head, of a file, or constant (the model's own head)"
-    add("--cost", default="", metavar="SOURCE", help=text)
+    add_decoding(add)
     add("--beams", type=int, help="beam search: the likeliest of so many texts")
 
     command = subparsers.add_parser("quality", help="measure sampled text: MAUVE, ROUGE, perplexities")
@@ -72,6 +67,23 @@ def add_arguments(subparsers: Any) -> None:
     add("--dtype", default="auto", help="auto (the checkpoint's), float32, bfloat16, float16")
 
 
+def add_decoding(add: Callable[..., Any]) -> None:
+    """Add the options that say how tokens are chosen."""
+    add("--temperature", type=float, default=1.0, help="divides the logits (1), those that --decode makes")
+    add("--top_k", type=int, default=0, help="only the k likeliest tokens (0: all)")
+    add("--top_p", type=float, default=1.0, help="only the likeliest tokens that together reach p (1)")
+    add("--greedy", action="store_true", help="always the likeliest token")
+    text = "the distributions that training with OBJECTIVE would make of the model's own, without training"
+    add("--decode", default="", metavar="OBJECTIVE", help=text)
+    text = "with --decode: costs of a model's head, of a file, or constant (the model's own head)"
+    add("--cost", default="", metavar="SOURCE", help=text)
+
+
+def decoding_of(args: argparse.Namespace) -> Decoding:
+    """Return how tokens are chosen, by the options of `add_decoding`."""
+    return Decoding(args.temperature, args.top_k, args.top_p, args.greedy, args.decode, args.cost)
+
+
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     """Run `generate` or `quality`; return the exit code."""
     say(f"{args.command}: loading libraries")
@@ -79,9 +91,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
 
 
 def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    decoding: Decoding | Beams = Decoding(
-        args.temperature, args.top_k, args.top_p, args.greedy, args.decode, args.cost
-    )
+    decoding: Decoding | Beams = decoding_of(args)
     if args.beams is not None:
         if decoding != Decoding():
             raise UserError("--beams searches; leave out --greedy, --temperature, --top_k, --top_p, --decode")
@@ -108,9 +118,12 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     model = EvaluatedModel(args.model, args.name, args.dtype)
     engine = Transformers(model, decoding, args.batch_size)
     generation = Generation(engine, prefixes, tokens, samples, seeds, args.output_path)
+    if tuned := model.facts.get("template"):
+        note = f"note: {model.name} was tuned with the template {tuned}, and generate continues plain text"
+        print(printable(f"{note}; use emo chat or emo answer for replies"), file=sys.stderr, flush=True)
     _ = engine.settled  # refused before anything is written
     claim_name(model, args.output_path, say)
-    if not engine.ends:
+    if not model.ends:
         say(f"{model.name} has no end token: every text is {tokens} tokens long")
     if prefixes.short:
         say(f"{prefixes.name}: {prefixes.short} texts left out, they have at most {prefixes.words} words")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from emo.common.errors import UserError
-from emo.common.untrusted import read_json
-from emo.eval.model import CONTEXT, EvaluatedModel
+from emo.data_prep.tokenizer import text_ids
+from emo.eval.model import EvaluatedModel
 
 NOT_IN_NAMES = re.compile(r"[^\w.+-]+")  # of directories
 
@@ -88,26 +88,21 @@ class Request(NamedTuple):
     limit: int | None = None
 
 
-def context_of(model: EvaluatedModel) -> int | None:
-    """Return the longest sequence of a model in tokens, if its configuration says so."""
-    config = read_json(model.path / "config.json")
-    config = config.get("text_config", config)
-    return next((int(config[name]) for name in CONTEXT if config.get(name)), None)
-
-
 def prompt_ids(model: EvaluatedModel, prefix: str) -> list[int]:
-    """Return the token ids of a prefix, without an end token; an empty one begins with BOS (or EOS)."""
-    ids = _without_end(model.tokenizer, prefix) or [first_id(model.tokenizer)]
-    if ids[0] is None:
-        raise UserError(f"{model.given}: its tokenizer has no BOS or EOS to begin with; give --prefix TEXT")
+    """Return the token ids of a prefix, which begin as training rows do; of an empty one BOS, else EOS."""
+    if not (ids := text_ids(model.tokenizer, prefix) or first_ids(model.tokenizer)):
+        raise UserError(
+            f"{model.given}: its tokenizer has no BOS or EOS to begin with; give --prefix TEXT",
+            code="no-beginning",
+        )
     return ids
 
 
 def split_ids(tokenizer: Any, prefix: str, text: str) -> tuple[list[int], list[int]]:
-    """Return the ids of prefix + text as (prefix, at least one: BOS or the first token; the rest)."""
-    whole, start, first = list(tokenizer(prefix + text).input_ids), _without_end(tokenizer, prefix), None
-    if not start and (first := first_id(tokenizer)) is not None and whole[:1] != [first]:
-        whole = [first, *whole]
+    """Return the ids of prefix + text as (those of the prefix as a prompt, at least one; the rest)."""
+    whole, start = text_ids(tokenizer, prefix + text), text_ids(tokenizer, prefix)
+    if not start:
+        whole = [*first_ids(tokenizer), *whole]
     common = next((i for i, (a, b) in enumerate(zip(whole, start, strict=False)) if a != b), len(start))
     common = max(1, min(common, len(whole)))
     return whole[:common], whole[common:]
@@ -119,13 +114,12 @@ def text_after(tokenizer: Any, start: list[int], ids: list[int]) -> str:
     return tokenizer.decode([*start, *ids], skip_special_tokens=True)[len(before) :]
 
 
-def first_id(tokenizer: Any) -> Any:
-    """Return BOS, or EOS where it stands for it, or None."""
-    return tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+def until_end(ids: list[int], ends: Sequence[int]) -> tuple[list[int], bool]:
+    """Return new ids up to their first end token, which is kept, and whether there is one."""
+    end = next((i for i, token in enumerate(ids) if token in ends), None)
+    return (ids, False) if end is None else (ids[: end + 1], True)
 
 
-def _without_end(tokenizer: Any, text: str) -> list[int]:
-    ids = list(tokenizer(text).input_ids) if text else []
-    while ids and ids[-1] == tokenizer.eos_token_id:
-        ids.pop()
-    return ids
+def first_ids(tokenizer: Any) -> list[int]:
+    """Return BOS, else EOS, else nothing: the prompt for an empty text if the tokenizer adds no BOS."""
+    return [i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None][:1]

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emo.common.errors import UserError
+from emo.common.progress import at_work
 from emo.common.text import counted
 from emo.common.weights import shown
 from emo.eval import store
-from emo.eval.generation.decoding import Beams, Decoding, Request, context_of, text_after
+from emo.eval.generation.decoding import Beams, Decoding, Request, text_after, until_end
 from emo.eval.model import EvaluatedModel
-from emo.eval.progress import progress
 
 if TYPE_CHECKING:
     from emo.eval.generation.settled import Settled
@@ -43,14 +43,16 @@ class Transformers:
         """Return all that decides what it writes; the batch may decide close calls in half precision."""
         dtype, sampled = self.model.model.dtype, isinstance(self.decoding, Decoding)
         batch = self.batch if sampled and dtype.itemsize < 4 else None
-        decides = {"dtype": str(dtype), "ends": self.ends, "batch": batch}
-        return {"engine": "transformers", **self._identity, **decides}
+        return {"engine": "transformers", **self._identity, "dtype": str(dtype), "batch": batch}
 
     @property
     def _identity(self) -> Record:
         model = self.model
-        digests = {"weights": model.digest, "generation_config": model.generation_digest}
-        return digests | {"tokenizer": model.tokenizer_digest} | self.decoding_identity
+        digests: Record = {"weights": model.digest, "generation_config": model.generation_digest}
+        digests |= {"tokenizer": model.tokenizer_digest, "ends": model.ends}
+        # Texts of an earlier version held such ends.
+        plain = sorted({*model.ends} - {*model.tokenizer.all_special_ids})
+        return digests | ({"ends_in_no_text": plain} if plain else {}) | self.decoding_identity
 
     @property
     def decoding_identity(self) -> Record:
@@ -60,18 +62,12 @@ class Transformers:
         return {"decoding": chosen} | ({"cost": cost} if cost else {})
 
     @cached_property
-    def ends(self) -> list[int]:
-        """Return the ids that end a text, by the tokenizer and by the model's generation settings."""
-        configured = getattr(getattr(self.model.model, "generation_config", None), "eos_token_id", None)
-        ids = configured if isinstance(configured, list) else [configured]
-        return sorted({self.model.tokenizer.eos_token_id, *ids} - {None})
-
-    @cached_property
-    def _sampler(self) -> Any:
+    def sampler(self) -> Any:
+        """Return what draws the texts, with the weights."""
         from emo.eval.generation.sampling import Sampler
 
         assert isinstance(self.decoding, Decoding)
-        return Sampler(self.model.model, self.decoding, self.ends, self.batch, self.settled)
+        return Sampler(self.model.model, self.decoding, self.model.ends, self.batch, self.settled)
 
     @cached_property
     def settled(self) -> Settled | None:
@@ -83,10 +79,10 @@ class Transformers:
         return Settled(self.model, self.decoding)
 
     def reply(self, requests: Sequence[Request], tokens: int, progress: Progress) -> list[Reply]:
-        """Return a text of at most `tokens` tokens per request, in their order."""
+        """Return a text of at most `tokens` tokens per request, in their order; no text has its end token."""
         replies: list[Reply] = []
         for request, (ids, ended) in zip(requests, self._ids(requests, tokens, progress), strict=True):
-            text = text_after(self.model.tokenizer, list(request.prompt), ids)
+            text = text_after(self.model.tokenizer, list(request.prompt), ids[:-1] if ended else ids)
             replies.append((ids, {"text": text, "ended": ended, "tokens": len(ids)}))
         return replies
 
@@ -97,9 +93,9 @@ class Transformers:
         import torch
         from transformers import GenerationConfig
 
-        model, ends, decoding = self.model.model, self.ends, self.decoding
+        model, ends, decoding = self.model.model, self.model.ends, self.decoding
         if isinstance(decoding, Decoding):
-            return self._sampler.run(requests, tokens, progress)
+            return self.sampler.run(requests, tokens, progress)
         texts = []
         settings = GenerationConfig(
             max_new_tokens=tokens, do_sample=False, early_stopping=True, num_beams=decoding.beams,
@@ -165,13 +161,14 @@ class Vllm(Transformers):
                 top_p=self.decoding.top_p,
                 top_k=self.decoding.top_k or -1,  # all; 0 is refused before vLLM 0.9
                 seed=int(store.digest(request.seed)[:15], 16),
+                stop_token_ids=self.model.ends,
             )
             for request in requests
         ]
         prompts = [{"prompt_token_ids": list(request.prompt)} for request in requests]
         outputs = [output.outputs[0] for output in self.llm.generate(prompts, settings, use_tqdm=False)]
         progress(len(requests))
-        return [(list(output.token_ids), output.finish_reason == "stop") for output in outputs]
+        return [until_end(list(output.token_ids), self.model.ends) for output in outputs]
 
 
 ENGINES = {"transformers": Transformers, "vllm": Vllm}
@@ -199,7 +196,7 @@ class TextJob(ABC):
         if tokens < 1:
             raise UserError(f"--max_new_tokens {tokens} must be at least 1")
         self.engine, self.model, self.tokens, self.out = engine, engine.model, tokens, out
-        self.context, self.computed = context_of(engine.model), 0
+        self.context, self.computed = engine.model.context, 0
 
     @abstractmethod
     def prepare(self, row: int) -> tuple[Record, list[Request]]:
@@ -212,21 +209,20 @@ class TextJob(ABC):
     def complete(self, identity: Record, rows: int, label: str) -> list[Record]:
         """Return the records of all rows, each with its number as `row`; identity: what decides them."""
         per_row, entry = self.per_row, store.Entry(self.out / store.STORE, identity)
-        with progress(label, per_row * rows, self.unit) as bar:
+        with at_work(label, per_row * rows, self.unit) as advance:
 
             def compute(part: range) -> list[Record]:
                 prepared = [self.prepare(row) for row in part]
                 requests = [request for _, of_row in prepared for request in of_row]
-                bar.update(per_row * len(part) - len(requests))
-                replies = iter(self.engine.reply(requests, self.tokens, bar.update) if requests else [])
+                advance(per_row * len(part) - len(requests))
+                replies = iter(self.engine.reply(requests, self.tokens, advance) if requests else [])
                 self.computed += len(part)
                 return [
                     {"row": row} | self.record(facts, list(islice(replies, len(of_row))))
                     for row, (facts, of_row) in zip(part, prepared, strict=True)
                 ]
 
-            advance = lambda count: bar.update(per_row * count)  # noqa: E731
-            return store.complete(entry, rows, self.chunk, compute, advance)
+            return store.complete(entry, rows, self.chunk, compute, lambda count: advance(per_row * count))
 
     def show(self, rows: int, about: Record, ignored: Sequence[str], say: Callable[[str], None]) -> None:
         """Write what the texts in `directory` are of; say what else, but for `ignored`, was there before."""

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from emo.common.errors import UserError
-from emo.eval.generation.decoding import context_of, split_ids
+from emo.common.progress import at_work
+from emo.common.text import counted
+from emo.data_prep.tokenizer import text_ids
 from emo.eval.icl.prefix_scorer import Item, PrefixScorer, batches
 from emo.eval.icl.settings import NotFiniteError
 from emo.eval.model import EvaluatedModel
@@ -44,14 +46,17 @@ class Likelihood(NamedTuple):
 
 def continuations(model: EvaluatedModel, pairs: Sequence[Pair]) -> Likelihood:
     """Return -log p of every continuation after its prompt; a long prompt is fed once."""
-    limit, longest = context_of(model), max((len(p) + len(c) for p, c in pairs), default=0)
+    limit, longest = model.context, max((len(p) + len(c) for p, c in pairs), default=0)
     if limit is not None and longest > limit:
         raise UserError(
             f"a text of {longest} tokens is longer than the context of {model.given}, {limit} tokens; "
-            "generate shorter ones (--max_new_tokens), or take another model"
+            "generate shorter ones (--max_new_tokens), or take another model",
+            code="context",
         )
+    scorer = model.scorer
     try:
-        nll = continuation_nll(model.scorer, pairs)
+        with at_work(f"{model.name}: scoring {counted(len(pairs), 'text')}"):
+            nll = continuation_nll(scorer, pairs)
     except NotFiniteError as error:
         raise UserError(f"{model.given}: {error}") from None
     return Likelihood(nll, np.array([len(c) for _, c in pairs], dtype=np.int64))
@@ -78,11 +83,11 @@ def continuation_nll(scorer: PrefixScorer, pairs: Sequence[Pair]) -> np.ndarray:
 
 def texts(model: EvaluatedModel, rows: Sequence[str]) -> Likelihood:
     """Return -log p of whole texts; one longer than the context is cut into windows of it."""
-    limit = context_of(model) or 1 << 30
+    limit = model.context or 1 << 30
     pairs: list[Pair] = []
     owner = []
     for number, row in enumerate(rows):
-        first, continuation = split_ids(model.tokenizer, "", row)
+        first, continuation = (ids := text_ids(model.tokenizer, row))[:1], ids[1:]
         for i in range(0, len(continuation), limit - 1):
             pairs.append(((first if i == 0 else [continuation[i - 1]]), continuation[i : i + limit - 1]))
             owner.append(number)

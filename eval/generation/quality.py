@@ -27,10 +27,13 @@ import numpy as np
 import torch
 
 from emo.common.errors import UserError
+from emo.common.progress import at_work
+from emo.common.text import counted
 from emo.data_prep.grams import tokens, units
+from emo.data_prep.tokenizer import text_ids, tokenizer_fingerprint
 from emo.eval import store
 from emo.eval.generation import likelihood
-from emo.eval.generation.decoding import context_of, first_id, split_ids
+from emo.eval.generation.decoding import first_ids, prompt_ids, split_ids
 from emo.eval.generation.engines import Transformers
 from emo.eval.generation.prefixes import Prefixes
 from emo.eval.generation.records import Generation, Record, read_records
@@ -92,7 +95,9 @@ class Sampled:
         self.result["protocol"] = protocol
         self._text()
         if mauve:
-            self._mauve(featurizer(mauve, dtype), protocol)
+            features = featurizer(mauve, dtype)
+            with at_work(f"{self.title}: MAUVE"):
+                self._mauve(features, protocol)
             self.result["mauve"]["featurizer"] = mauve
         if self.has_humans:
             overlaps = rouge([self._pair(record, protocol) for record in self.records])
@@ -162,7 +167,7 @@ class Sampled:
         size = (about["tokens"], about["samples"], tuple(about["seeds"]))
         say(f"{oracle.name}: samples of its own, for the floor of PPL_oracle")
         floor = Generation(Transformers(oracle), prefixes, *size, out).run()
-        starts = {p: split_ids(tokenizer, p, "" if p else "a")[0] for p in prefixes.texts}
+        starts = {text: prompt_ids(oracle, text) for text in prefixes.texts}
         estimates = {}
         for name, records, wrote in (("", self.records, about["tokenizer"]), ("_floor", floor, same)):
             if wrote == same:
@@ -195,15 +200,17 @@ class Sampled:
         self.result["ppl_test"] = test
         if reference is None:
             return
-        if reference.tokenizer_digest != model.tokenizer_digest:
+        # A tuned model may name another end than its base.
+        if len({tokenizer_fingerprint(m.tokenizer, None) for m in (reference, model)}) > 1:
             raise UserError(
                 f"--reference {reference.given} has another tokenizer than {model.given}; their next-token "
                 "distributions cannot be compared"
             )
-        limit = min(context_of(model) or 1 << 30, context_of(reference) or 1 << 30)
-        rows = [[*start, *ids][:limit] for start, ids in (split_ids(model.tokenizer, "", t) for t in human)]
-        rows = [row for row in rows if len(row) > 1]
-        both = likelihood.side_by_side(reference.model, model.model, rows)
+        limit = min(model.context or 1 << 30, reference.context or 1 << 30)
+        rows = [row for t in human if len(row := text_ids(model.tokenizer, t)[:limit]) > 1]
+        models = reference.model, model.model
+        with at_work(f"{self.title}: cross-entropies of {counted(len(rows), 'text')}"):
+            both = likelihood.side_by_side(*models, rows)
         intervals = {
             way: shown(ratio(values.tolist(), None, range(len(rows))), "texts")
             for way, values in zip(("forward", "reverse"), both, strict=True)
@@ -338,7 +345,7 @@ def featurizer(name: str, dtype: str = "auto") -> Callable[[Sequence[str]], np.n
 
     @torch.inference_mode()
     def last_states(texts: Sequence[str]) -> np.ndarray:
-        rows = [list(tokenizer(text).input_ids)[:MAX_TOKENS] or [first_id(tokenizer) or 0] for text in texts]
+        rows = [text_ids(tokenizer, text)[:MAX_TOKENS] or first_ids(tokenizer) or [0] for text in texts]
         states = np.empty((len(rows), model.config.get_text_config().hidden_size), dtype=np.float32)
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         for part in (order[i : i + BATCH] for i in range(0, len(order), BATCH)):

@@ -57,7 +57,8 @@ class Generation(TextJob):
         if self.context is not None and length + tokens > self.context:
             raise UserError(
                 f"prefix {longest} has {length} tokens and --max_new_tokens is {tokens}, together more than "
-                f"the context of {self.model.given}, {self.context} tokens; shorten one of them"
+                f"the context of {self.model.given}, {self.context} tokens; shorten one of them",
+                code="context",
             )
 
     def run(self) -> list[Record]:
@@ -96,7 +97,7 @@ class Generation(TextJob):
         model, seeds = self.model, list(self.seeds)
         about: dict[str, Any] = {"model": model.name, "path": model.given, "weights": model.digest}
         about |= {"dtype": str(model.model.dtype), "tokenizer": model.tokenizer_digest}
-        about |= {"corpus": self.prefixes.name, "prefix_words": self.prefixes.words}
+        about |= {"ends": model.ends, "corpus": self.prefixes.name, "prefix_words": self.prefixes.words}
         about |= self.engine.decoding_identity
         about["decoding"]["name"] = self.decoding.name
         about |= {"tokens": self.tokens, "samples": self.samples, "seeds": seeds}

@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from emo.common.errors import UserError
-from emo.eval.generation.decoding import Decoding, Request
+from emo.eval.generation.decoding import Decoding, Request, until_end
 
 DIFFERENT = 1e-2  # a larger difference from the plain forward, relative to the logits, is not rounding
 SAFETY = 4  # times the largest difference that was seen
@@ -52,7 +52,7 @@ class Sampler:
 
     settled: makes of logits [B, V] those that tokens are chosen by; the model's own by default.
     checked: largest difference between cached and plain logits seen so far, relative to the largest logit;
-    steps: with a cache; redone: close decisions that were made anew.
+    steps: with a cache; redone: close decisions that were made again; wrote: called with the next tokens.
     """
 
     def __init__(
@@ -64,8 +64,10 @@ class Sampler:
         self._ends = torch.tensor(self.ends, dtype=torch.int64, device=self.device)
         self.settled = settled
         self.checked, self.steps, self.redone = 0.0, 0, 0
+        self.wrote: Callable[[list[int]], Any] | None = None
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-        self.learned_positions = any(table is not model.get_input_embeddings() for table in tables)
+        learned = any(table is not model.get_input_embeddings() for table in tables)
+        self.bounded = learned or model.config.model_type == "mpt"  # it has no position beyond the context
 
     @torch.inference_mode()
     def run(
@@ -81,9 +83,10 @@ class Sampler:
         def room(number: int) -> int:
             """Return the longest text of a request where a batch may not run on past it, else 0.
 
-            A batch goes on until its longest text has ended, and learned positions end with the context.
+            A batch goes on until its longest text has ended, and learned positions or MPT's distances end
+            with the context.
             """
-            return min(requests[number].limit or tokens, tokens) if self.learned_positions else 0
+            return min(requests[number].limit or tokens, tokens) if self.bounded else 0
 
         # Prompts of like length need little padding.
         order = sorted(range(len(requests)), key=lambda i: (room(i), len(requests[i].prompt), i))
@@ -122,8 +125,7 @@ class Sampler:
         )
         texts = []
         for row, limit in zip(out[:, width:].tolist(), limits, strict=True):
-            end = next((i for i, token in enumerate(row[:limit]) if token in self.ends), None)
-            texts.append(Continuation(row[:limit] if end is None else row[: end + 1], end is not None))
+            texts.append(Continuation(*until_end(row[:limit], self.ends)))
         return texts
 
     def _leave_one(self, input_ids: Tensor, scores: Tensor) -> Tensor:
@@ -145,6 +147,8 @@ class Sampler:
             again, _ = self._choose(self._alone(input_ids, row), random[row : row + 1])
             tokens[row] = again[0]
             self.redone += 1
+        if self.wrote is not None:
+            self.wrote(tokens[running].tolist())
         return torch.full_like(scores, -math.inf).scatter_(1, tokens[:, None], 0.0)
 
     def _choose(self, logits: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:

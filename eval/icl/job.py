@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from emo.common.errors import UserError
 from emo.common.lease import held
+from emo.common.progress import at_work
 from emo.data_prep.grams import folded
 from emo.eval import store
 from emo.eval.icl.encoder import Encoder
@@ -22,7 +23,6 @@ from emo.eval.icl.settings import CANDIDATES, RETRIEVERS, SEED, VERSION, NotFini
 from emo.eval.icl.task_data import TaskData, load_data
 from emo.eval.icl.tasks import GROUP, LABEL, ROW, Task
 from emo.eval.model import EvaluatedModel, quiet_libraries
-from emo.eval.progress import progress
 from emo.eval.results import MODELS, claim_name, only_answer
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Job:
         quiet_libraries()
         from emo.eval.icl.records import Recorder
 
-        with progress(f"{self.model.name}: loading"):
+        with at_work(f"{self.model.name}: loading"):
             return Recorder(self.model, self.settings, self.say)
 
     def run(self, task: Task) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class Job:
                 if acquired and store.unsealed(path) is None:
                     if path.is_file():
                         self.say(f"{path} is damaged: computing it again")
-                    with progress(f"{task.name}: choosing demonstrations"):
+                    with at_work(f"{task.name}: choosing demonstrations"):
                         chosen = self._choose(task, data, count)
                     store.replace(path, store.seal(chosen))
             if not acquired:
@@ -179,16 +179,22 @@ class Job:
         _ = None if entry.is_whole(len(indices), CHUNK) else self.recorder  # it speaks before the bar
 
         def score(rows: range) -> list[dict[str, Any]]:
-            before = bar.n
-            records = self.score_rows(task, data, indices, rows, pool, bar.update)
+            told = 0
+
+            def count(finished: int) -> None:
+                nonlocal told
+                told += finished
+                advance(finished)
+
+            records = self.score_rows(task, data, indices, rows, pool, count)
             self.computed += 1
-            bar.update(before + len(records) - bar.n)
+            advance(len(records) - told)
             return records
 
         desc = f"{self.model.name} {task.name}"
         try:
-            with progress(desc, len(indices)) as bar:
-                return store.complete(entry, len(indices), CHUNK, score, bar.update)
+            with at_work(desc, len(indices), "row") as advance:
+                return store.complete(entry, len(indices), CHUNK, score, advance)
         except NotFiniteError as error:
             text = f"{self.model.given}, task {task.name}: {error}; nothing is published"
             raise UserError(f"{text}; try --dtype float32", code="not-finite") from None

@@ -41,7 +41,7 @@ class Recorder:
 
     def __init__(self, model: EvaluatedModel, settings: Settings, say: Callable[[str], None]) -> None:
         self.model, self.settings = model, settings
-        self.context, limit = model.context_length(), settings.max_tokens
+        self.context, limit = model.context, settings.max_tokens
         if self.context is not None and limit is not None and limit > self.context:
             raise UserError(
                 f"--max_tokens {limit} exceeds the model's context of {self.context} tokens", code="context"

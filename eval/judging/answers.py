@@ -13,14 +13,15 @@ Files of questions, answers, verdicts and replies are a JSON array or JSON lines
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from emo.common.errors import UserError, one_line
-from emo.data_prep.config import VERSIONS
+from emo.common.errors import UserError
+from emo.data_prep.chat_templates import BUILT_IN, RefusedError
+from emo.data_prep.config import VERSIONS, by_chat_template
 from emo.data_prep.templates import Conversation, Exchange, render
-from emo.data_prep.tokenizer import chat_template
+from emo.data_prep.tokenizer import chat_template, text_ids
 from emo.eval import store
 from emo.eval.generation.decoding import Decoding, Request
 from emo.eval.generation.engines import Record, TextJob, Transformers
@@ -123,7 +124,7 @@ def _find(name: str, data: str) -> Path:
 
 
 AUTO, OWN = "auto", "chat_template"  # OWN: the template that comes with the tokenizer
-TEMPLATE_CHOICES = (AUTO, *VERSIONS)
+TEMPLATE_CHOICES = (AUTO, *(name for name in VERSIONS if name not in BUILT_IN))
 
 
 def choose_template(model: EvaluatedModel, template: str, say: Say) -> str:
@@ -136,43 +137,69 @@ def choose_template(model: EvaluatedModel, template: str, say: Say) -> str:
         name = tuned.partition("/")[0] or (OWN if has_template else "alpaca")
     if name not in VERSIONS:
         raise UserError(f"{model.given}: export.json names a template {tuned!r}; set --template")
-    if name == OWN == template and not has_template:
-        raise UserError(f"--template {OWN}: {model.given} comes without a chat template")
+    if by_chat_template(name) and name == template and not has_template:
+        raise UserError(f"--template {name}: {model.given} comes without a chat template")
     if tuned and VERSIONS[name] != tuned:
         say(f"{model.name}: was tuned with the template {tuned}, and {VERSIONS[name]} is used (--template)")
     elif not tuned and has_template and name != OWN:
         say(f"{model.name}: comes with a chat template, but --template {template} was given")
     elif not tuned and not has_template and template == AUTO:
         say(f"{model.name}: nothing says which template it was tuned with; Alpaca's is used (--template)")
-    return name
+    return OWN if name in BUILT_IN else name  # the tokenizer of the export has it
+
+
+class Exchanged(NamedTuple):
+    """A question, and the ids and the text of the answer that the model gave."""
+
+    question: Question
+    ids: list[int]
+    text: str
+
+    @property
+    def message(self) -> dict[str, str]:
+        """Return the answer for a chat template, its reasoning apart, which most templates then leave out."""
+        reasoning, tag, content = self.text.rpartition("</think>")
+        thought = {"reasoning_content": reasoning.removeprefix("<think>").strip()} if tag else {}
+        return {"role": "assistant", "content": content.lstrip() if tag else content, **thought}
 
 
 def prompt_ids(model: EvaluatedModel, question: Question, template: str) -> list[int]:
     """Return the token ids of a question, up to where the answer begins: those that training showed it."""
-    if template == OWN:
-        return chat_ids(model, [{"role": "user", "content": question.text}])
-    # BOS and the prompt alone, as emo.data_prep.encode writes them.
-    (turn,) = render(Conversation((Exchange(question.instruction, "", question.input),)), template)
-    return plain_ids(model, turn.text)
+    return conversation_ids(model, template, [], question)
 
 
-def plain_ids(model: EvaluatedModel, text: str) -> list[int]:
-    """Return the token ids of a prompt, after BOS where the tokenizer has one."""
-    tokenizer = model.tokenizer
-    ids = list(tokenizer(text, add_special_tokens=False).input_ids)
-    return ids if tokenizer.bos_token_id is None else [tokenizer.bos_token_id, *ids]
+def conversation_ids(
+    model: EvaluatedModel, template: str, history: Sequence[Exchanged], question: Question, system: str = ""
+) -> list[int]:
+    """Return the token ids of a conversation, up to where the answer begins, as training showed it."""
+    questions = [*(exchanged.question for exchanged in history), question]
+    if by_chat_template(template):
+        messages = [{"role": "system", "content": system}] if system else []
+        for asked, answered in zip(questions, [*history, None], strict=True):
+            messages.append({"role": "user", "content": asked.text})
+            messages += [answered.message] if answered else []
+        return chat_ids(model, messages)
+    # As emo.data_prep.encode writes them: the start of a text once, EOS after each answer, and the names of
+    # special tokens as text.
+    exchanges = tuple(Exchange(asked.instruction, "", asked.input) for asked in questions)
+    first, *later = (turn.text for turn in render(Conversation(exchanges, system), template))
+    tokenizer, options = model.tokenizer, {"add_special_tokens": False, "split_special_tokens": True}
+    ids = text_ids(tokenizer, first, split_special_tokens=True)
+    for prompt, answered in zip(later, history, strict=True):
+        ended = (answered.ids[-1:] and answered.ids[-1] in model.ends) or tokenizer.eos_token_id is None
+        ids += answered.ids if ended else [*answered.ids, tokenizer.eos_token_id]
+        ids += tokenizer(prompt, **options).input_ids
+    return ids
 
 
 def chat_ids(model: EvaluatedModel, messages: list[dict[str, str]]) -> list[int]:
     """Return the token ids of messages in the tokenizer's own template, up to where the reply begins."""
     try:
-        return list(
-            model.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=False
-            )
-        )
-    except Exception as error:  # whatever the template's author wrote
-        raise UserError(f"{model.given}: its chat template refuses a prompt ({one_line(error)})") from None
+        return model.chat_encoder.prompt(messages)
+    except RefusedError as error:
+        raise UserError(
+            f"{model.given}: its chat template rejects a prompt ({error.detail})", code="chat-template"
+        ) from None
 
 
 VERSION = 1  # of everything that decides what an answer is

@@ -28,12 +28,12 @@ from typing import Any
 import yaml
 
 from emo.common.errors import UserError
-from emo.data_prep.tokenizer import chat_template
+from emo.data_prep.tokenizer import chat_template, text_ids
 from emo.eval import store
 from emo.eval.generation.decoding import Beams, Decoding, Request
 from emo.eval.generation.engines import Record, Reply, TextJob, Transformers
 from emo.eval.generation.prefixes import Row, read_rows
-from emo.eval.judging.answers import Question, chat_ids, plain_ids, require_once, shortened
+from emo.eval.judging.answers import Question, chat_ids, require_once, shortened
 from emo.eval.judging.pairs import EXCHANGED, Judged, Pair, Pairs, Side, row_of
 
 PROMPTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "prompts.yaml").read_text(encoding="utf-8"))
@@ -158,7 +158,7 @@ def of_replies(
     return Judged(judge.name, by, pairs.a, pairs.b, 2, rows, facts, pairs.questions)
 
 
-VERSION = 1  # of everything that decides what a reply is
+VERSION = 2  # of everything that decides what a reply is
 IDENTICAL, NO_ROOM = "identical", "no_room"  # why a pair was not asked
 
 
@@ -222,7 +222,7 @@ class Judging(TextJob):
         """Return the ids of the prompts in both orders, if there is room for them and the replies."""
         prompts = [shown(self.judge, pair, swapped, characters) for swapped in (False, True)]
         if self.template is None:
-            ids = [plain_ids(self.model, prompt) for prompt in prompts]
+            ids = [text_ids(self.model.tokenizer, prompt) for prompt in prompts]
         else:
             ids = [chat_ids(self.model, messages(prompt)) for prompt in prompts]
         fits = self.context is None or max(map(len, ids)) + self.tokens <= self.context

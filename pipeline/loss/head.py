@@ -249,6 +249,18 @@ class FusedCausalLM:
         return hidden
 
 
+def require_plain_head(model: Any) -> None:
+    """Raise UserError where PEFT adapts, copies or wraps a model's output head."""
+    wrapper = type(model.get_output_embeddings())
+    if wrapper.__module__.startswith("peft."):
+        raise UserError(
+            f"PEFT wraps the output head of {type(model).__name__} ({wrapper.__name__}), and the fused loss "
+            "reads its weight; leave the head out of model.lora.targets (in PEFT: target_modules, "
+            "modules_to_save, trainable_token_indices), and a tied embedding with it",
+            code="adapted-head",
+        )
+
+
 def fuse_model(
     model: Any,
     objective: Objective,
@@ -268,6 +280,7 @@ def fuse_model(
     # a class made here before is replaced; one made from it by a wrapper (FSDP) is built upon
     ordinary: Any = vars(type(model)).get("ordinary", type(model))
     head = model.get_output_embeddings()
+    require_plain_head(model)
     if not isinstance(head, nn.Linear) or model.base_model is model:
         raise UserError(f"{ordinary.__name__} has no linear output head of its own", code="needs-head")
     if getattr(model.config.get_text_config(), "output_router_logits", False):

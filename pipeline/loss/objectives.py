@@ -19,7 +19,7 @@ such as m / D are *detached* (sg[.]): they scale the gradient and are not differ
 from __future__ import annotations
 
 import functools
-import importlib.metadata
+import importlib
 import importlib.util
 import inspect
 import math
@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from emo.common.errors import UserError, nearest, one_line
+from emo.common.objective_names import objective_hint, registered
 from emo.pipeline.loss.divergences import DIVERGENCES, Comparison, Pair
 
 EPS = 1e-10  # keeps the detached ratios finite; float32 and float64 only, it would vanish in float16
@@ -249,12 +250,6 @@ def _require(wanted: str, **options: float) -> None:
             )
 
 
-ENTRY_POINTS = "emo_pipeline.objectives"  # the group in which a package registers its objectives
-OTHER_NAMES = {  # objectives in other programs
-    **dict.fromkeys(("cross_entropy", "crossentropy", "cross-entropy", "ce", "nll", "clm", "xent"), "mle"),
-    **dict.fromkeys(("focal_loss", "focalloss"), "focal"),
-    **dict.fromkeys(("entropy", "entropy_minimization"), "neg_entropy"),
-}
 _ANY = Scalars(*torch.tensor([[1.0], [0.4], [0.5], [1.0], [0.3], [0.5], [-1.0]]))  # an arbitrary token
 
 
@@ -411,10 +406,10 @@ def _bind_divergence(name: str, params: Mapping[str, float | None]) -> Objective
 
 def _imported(name: str) -> ObjectiveFunction:
     """Return the function that FILE.py:FUNCTION, MODULE:FUNCTION or a package's entry point names."""
-    points = {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    points = registered()
     source, _, attribute = points.get(name, name).rpartition(":")
     if not source:
-        hint = nearest(name, [*OBJECTIVES, *points], OTHER_NAMES)
+        hint = objective_hint(name, OBJECTIVES)
         raise UserError(f"unknown objective {name!r}; {hint}", code="unknown-objective")
     try:
         if source.endswith(".py"):

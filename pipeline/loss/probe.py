@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from emo.common.errors import UserError, one_line
+from emo.common.weights import context_length
 from emo.pipeline.loss.head import by_segments, refusal
 from emo.pipeline.loss.objectives import get_objective
 
@@ -47,7 +48,7 @@ class Probe:
         self.device = device or self.head.weight.device
         text = model.config.get_text_config()
         self.name = model.ordinary.__name__
-        context = getattr(text, "max_position_embeddings", None) or 2 * LENGTH
+        context = context_length(text) or 2 * LENGTH
         self.length = min(LENGTH, context // 2)
         generator = torch.Generator().manual_seed(0)
         count = 4 * self.length

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import math
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,20 +21,29 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from emo.common.errors import UserError, one_line
 from emo.common.recipe import shown
 from emo.common.text import counted
+from emo.common.weights import FILES as WEIGHTS
 from emo.data_prep.config import TRAIN
 from emo.data_prep.scores import Scores
 from emo.data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
 from emo.data_prep.tokenizer import load_tokenizer, tokenizer_facts
 from emo.pipeline import identity, kernels
 from emo.pipeline.config import COSTS, Batch, RunConfig, TrainConfig, solve_batch
-from emo.pipeline.export import exported_tensors, unwrap, write_rest
+from emo.pipeline.export import exported_tensors, sample_rows, unwrap, write_rest
 from emo.pipeline.identity import Identity
 from emo.pipeline.loss.cost_files import FILES, load_cost
 from emo.pipeline.loss.objectives import Objective
-from emo.pipeline.model import add_lora, check_fits, model_config, objective_parts, training_objective
+from emo.pipeline.model import (
+    add_lora,
+    check_context,
+    check_fits,
+    model_config,
+    objective_parts,
+    training_objective,
+)
 from emo.pipeline.order import BatchOrder, Domain, Holding, MixedOrder, shares
 from emo.pipeline.planning.ds_file import check_host, deepspeed_config, parameter_groups
-from emo.pipeline.planning.host import usable_attention
+from emo.pipeline.planning.host import check_gpus, usable_attention
+from emo.pipeline.readers import check_tokenizer
 from emo.pipeline.report.samples import prompt_ids
 from emo.pipeline.teacher import check_teacher
 
@@ -58,16 +68,20 @@ class Ready(NamedTuple):
     identity: Identity  # all that is known of it before the cost embedding is read
 
 
-def check(config: RunConfig, ranks: int, local: bool) -> Ready:
+def check(config: RunConfig, ranks: int, local: bool, here: bool | None = None) -> Ready:
     """Resolve the recipe for `ranks` ranks.
 
-    local: training shall start on this host, so that model, data and run directory must be at hand; otherwise
-    what is absent is passed over. Raises UserError for whatever would stop the run.
+    local: training starts on this host now, so that model, data and run directory must be at hand; otherwise
+    what is absent is skipped. here: this host must have what training needs of it (default: as `local`).
+    Raises UserError for whatever would stop the run.
     """
+    here = local if here is None else here
+    if here and not local:  # training asks before the ranks meet
+        check_gpus()
     train, path = config.train, config.model.path
     batch = solve_batch(train.global_batch_size, train.micro_batch_size, ranks)
     ds_config = deepspeed_config(config, batch)
-    if local:
+    if here:
         check_host(ds_config)
         for package in train.report_to:
             if importlib.util.find_spec(package) is None:
@@ -79,16 +93,11 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     objective = training_objective(config, parts)
     data, validation = _data(config, local)
     hf_config = model_config(config.model, online=local)
+    check_context(hf_config, config.data.sequence_len)
     for rows in () if data is None else (data, *validation.values()):
         check_fits(hf_config, config.model, rows.manifest)
-    implementation = usable_attention(config.model, hf_config) if local else config.model.attn_implementation
-    steps = train.max_steps
-    if steps is None and data is not None:  # as many whole batches as the epochs hold
-        epochs = train.num_train_epochs or 0
-        steps = int(epochs * len(data) / train.global_batch_size)
-        if steps == 0:
-            amount = f"{counted(len(data), 'row')} x {counted(epochs, 'epoch')}"
-            raise UserError(f"{amount} are less than a batch; set a smaller train.global_batch_size")
+    implementation = usable_attention(config.model, hf_config) if here else config.model.attn_implementation
+    steps = train.max_steps if data is None else steps_of(train, len(data))
     if train.profile is not None and steps is not None and train.profile.steps[1] > steps:
         raise UserError(f"train.profile.steps={list(train.profile.steps)} ends after the run's {steps} steps")
     if train.profile is not None and max(train.profile.ranks) >= ranks:
@@ -104,7 +113,8 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
     if local and config.model.kernels is not None:
         kernels.use_liger(unwrap(model))
     rehearse(model, config)
-    _check_cost(config, hf_config.get_text_config().vocab_size, local)
+    if local or here or objective.needs_cost:  # training also measures objectives without costs by them
+        _check_cost(config, hf_config.get_text_config().vocab_size, local)
     scores: list[Scores | None] = []
     if local:
         check_teacher(config, hf_config, [] if data is None else [data.manifest])
@@ -126,6 +136,19 @@ def check(config: RunConfig, ranks: int, local: bool) -> Ready:
         order = batch_order(train, data, steps, history)
     resolved = (batch, steps, ds_config, hf_config, model, objective, implementation)
     return Ready(*resolved, *opened, history, order, facts)
+
+
+def steps_of(train: TrainConfig, rows: int) -> int:
+    """Return the steps of a run on so many rows. Raises UserError where they are less than a batch."""
+    if train.max_steps is not None:
+        return train.max_steps
+    epochs = train.num_train_epochs or 0
+    batches = epochs * rows / train.global_batch_size
+    if batches < 1:
+        amount = f"{counted(rows, 'row')} x {counted(epochs, 'epoch')}"
+        raise UserError(f"{amount} are less than a batch; set a smaller train.global_batch_size")
+    # The last step may hold rows of the next epoch, so that every row is seen. A mixture decides otherwise.
+    return math.ceil(batches - 1e-9) if train.mixture is None else int(batches)
 
 
 def batch_order(
@@ -198,7 +221,7 @@ def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
     if source in ("constant", "numbers", "live") or (source in ("pretrained", "permuted") and path is None):
         return  # without a file, or the head of weights that the run itself is going to write
     if path is not None and source in ("pretrained", "permuted", path):
-        if local or Path(path).exists():
+        if local or _weights(Path(path)):
             load_cost(path, vocab_size, revision=config.model.revision)
         return
     is_file = Path(source).suffix in FILES
@@ -228,6 +251,11 @@ def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
             raise UserError(f"{problem} {words}", code="cost-tokenizer")
 
 
+def _weights(directory: Path) -> list[Path]:
+    """Return the files of weights in a directory."""
+    return [file for name in WEIGHTS for file in directory.glob(f"*{Path(name).suffix}")]
+
+
 def rehearse(model: nn.Module, config: RunConfig) -> None:
     """Go through the export of `model` without its weights: names, shapes, adapters, configuration, files."""
     base = unwrap(model)
@@ -235,6 +263,8 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
         directory = Path(temporary)
         try:
             write_rest(base, config, directory, {})
+            if (directory / "tokenizer.json").is_file():
+                check_tokenizer(directory, sample_rows(config))
             with torch.device("meta"):
                 plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
         except (OSError, ValueError, KeyError) as error:

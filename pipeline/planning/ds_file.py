@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,12 @@ from transformers.pytorch_utils import Conv1D
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.parallel import environment
 from emo.common.provenance import REPOSITORY, shipped
+from emo.common.recipe import shown
 from emo.common.untrusted import JSON_BYTES, read_bytes
 from emo.pipeline.config import Batch, RunConfig
 from emo.pipeline.planning.host import compiler, on_gpu, ranks_here
+
+log = logging.getLogger(__name__)
 
 REPORTS = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler")
 # What the recipe decides; a DeepSpeed file that sets one of these would be a second owner of the fact.
@@ -39,9 +43,11 @@ OWNED_BY_RECIPE = {
     "gradient_clipping": "train.max_grad_norm",
     "bf16": "model.dtype",
     "fp16": "model.dtype",
+    "amp": "model.dtype",
     **dict.fromkeys(REPORTS, "train.report_to or train.profile"),
 }
-CUT_OVER_RANKS = {"sequence_parallel_size": "every row", "tensor_parallel": "the output head"}
+CUT_OVER_RANKS = ("sequence_parallel_size", "tensor_parallel")
+AUTO = "auto"  # in files for Hugging Face's Trainer: filled in from its arguments
 # What may differ between two launches of a run: where things are, when they move and what is reported. All
 # else, whatever DeepSpeed will call it, decides the numbers or how a checkpoint is laid out.
 FREE = {
@@ -60,15 +66,18 @@ FREE_ZERO = {
 def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
     """Return the DeepSpeed configuration: the file that the recipe names, completed from the recipe."""
     path, train = shipped(config.deepspeed), config.train
-    tree = _read(path, config.deepspeed)
-    for key in tree:
-        if key in OWNED_BY_RECIPE:
-            cure = f"set {OWNED_BY_RECIPE[key]} in the recipe"
-            raise UserError(f"{path} sets {key}; remove it and {cure}", code="ds-owned")
-        if key in CUT_OVER_RANKS:
-            problem = f"{path} sets {key}, and the loss needs {CUT_OVER_RANKS[key]} whole"
-            raise UserError(f"{problem}; remove it: ZeRO-3 saves memory, too", code="ds-cuts")
-    _check_keys(tree, path)
+    tree = _without_owned(config, _read(path, config.deepspeed), path, batch)
+    mistakes = [
+        UserError(
+            f"{path} sets {key}, but the loss needs complete rows and a complete output head; remove it, and "
+            "use ZeRO-3 to save memory",
+            code="ds-cuts",
+        )
+        for key in CUT_OVER_RANKS
+        if tree.pop(key, None) is not None
+    ]
+    if mistakes := [*mistakes, *_unknown_keys(tree, path)]:
+        raise UserError.of(mistakes)
     _check_combination(config, tree, path, batch.ranks)
     on_cpu = get_accelerator().device_name() == "cpu"
     zero = tree.setdefault("zero_optimization", {"stage": 1})
@@ -98,6 +107,73 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
         timers={"throughput": {"enabled": False}},  # which would wait for the device twice a micro-batch
     )
     return tree
+
+
+def _without_owned(config: RunConfig, tree: dict[str, Any], path: Path, batch: Batch) -> dict[str, Any]:
+    """Return a DeepSpeed file without what the recipe owns, and without each value "auto".
+
+    So files for Hugging Face's Trainer can be used as they are. One warning lists what is left out. Raises
+    UserError that lists the values which contradict the recipe.
+    """
+    train = config.train
+    owned: dict[str, Any] = {
+        "train_batch_size": train.global_batch_size,
+        "train_micro_batch_size_per_gpu": batch.micro,
+        "gradient_accumulation_steps": batch.accumulation,
+        "gradient_clipping": train.max_grad_norm,
+        "bf16.enabled": config.model.dtype == "bfloat16",
+        "optimizer.params.lr": train.learning_rate,
+        "optimizer.params.betas": list(train.betas),
+        "optimizer.params.eps": train.eps,
+        "optimizer.params.weight_decay": train.weight_decay,
+    }
+    owned |= {f"{key}.enabled": False for key in ("fp16", "amp", *REPORTS)}
+    rest, removed = _without_auto(tree)
+    wrong, ignored = [], dict.fromkeys(key for key in tree if key in OWNED_BY_RECIPE)
+    for key, value in _leaves({key: rest.pop(key) for key in OWNED_BY_RECIPE if key in rest}):
+        kind = key.partition(".")[0]
+        if key == "optimizer.type":
+            differs = value not in ("Adam", "AdamW") or train.optimizer != "adamw"
+        else:
+            # a schedule with numbers, or a value where DeepSpeed has a section
+            unlike = key in OWNED_BY_RECIPE or (kind == "scheduler" and key != "scheduler.type")
+            differs = value != owned[key] if key in owned else unlike
+        if differs and not (key == "train_micro_batch_size_per_gpu" and value == train.micro_batch_size):
+            cure = f"remove it, or set {OWNED_BY_RECIPE[kind]} to what it says"
+            problem = f"{path} sets {key}={shown(value)}, which contradicts the recipe"
+            wrong.append(UserError(f"{problem}; {cure}", code="ds-owned"))
+    if wrong:
+        raise UserError.of(wrong)
+    removed = [key for key in removed if key.partition(".")[0] not in ignored]
+    if ignored or removed:
+        parts = [f"the recipe decides {', '.join(ignored)}"] if ignored else []
+        parts += [f"DeepSpeed's defaults hold for {', '.join(removed)}"] if removed else []
+        log.warning("%s: %s", path, "; ".join(parts))
+    return rest
+
+
+def _without_auto(tree: dict[str, Any], where: str = "") -> tuple[dict[str, Any], list[str]]:
+    """Return a tree without values "auto", and the keys that had them."""
+    kept: dict[str, Any] = {}
+    removed: list[str] = []
+    for key, value in tree.items():
+        if value == AUTO or (isinstance(value, list) and AUTO in value):
+            removed.append(f"{where}{key}")
+        elif isinstance(value, dict):
+            kept[key], inner = _without_auto(value, f"{where}{key}.")
+            removed += inner
+        else:
+            kept[key] = value
+    return kept, removed
+
+
+def _leaves(tree: dict[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each value of a tree with its key."""
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{where}{key}.")
+        else:
+            yield f"{where}{key}", value
 
 
 def decisive(ds_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -175,8 +251,8 @@ class _Lookups(dict[str, Any]):
         return super().__contains__(key)
 
 
-def _check_keys(tree: dict[str, Any], path: Path) -> None:
-    """Refuse what DeepSpeed would misread or, at the top level, ignore.
+def _unknown_keys(tree: dict[str, Any], path: Path) -> list[UserError]:
+    """Return what DeepSpeed would misread or, at the top level, ignore.
 
     DeepSpeed itself says which keys it knows: it is given the file, and what it does not look up is unknown.
     """
@@ -190,15 +266,15 @@ def _check_keys(tree: dict[str, Any], path: Path) -> None:
         if tree.get("data_types", {}).keys() - {"grad_accum_dtype"}:
             raise ValueError("data_types may hold grad_accum_dtype alone")
     except ValidationError as error:
-        first = error.errors()[0]
-        key = section + ".".join(map(str, first["loc"]))
-        problem = f"{path}: DeepSpeed refuses {key}: {first['msg']} (given: {first['input']!r})"
-        raise UserError(problem, code="ds-file") from None
+        keys = ((section + ".".join(map(str, e["loc"])), e["msg"], shown(e["input"])) for e in error.errors())
+        messages = [f"rejects {key}: {message} (given: {value})" for key, message, value in keys]
     except Exception as error:  # whatever its sections raise for values that they do not expect
-        raise UserError(f"{path}: DeepSpeed refuses it: {one_line(error, 200)}", code="ds-file") from None
-    for key in tree.keys() - lookups.keys_read:
-        hint = nearest(key, sorted(lookups.keys_read - OWNED_BY_RECIPE.keys()))
-        raise UserError(f"{path}: DeepSpeed knows no key {key}; {hint}", code="ds-file")
+        messages = [f"rejects the file: {one_line(error, 200)}"]
+    else:
+        known = sorted(lookups.keys_read - OWNED_BY_RECIPE.keys())
+        unknown = (key for key in tree if key not in lookups.keys_read)
+        messages = [f"knows no key {key}; {nearest(key, known)}" for key in unknown]
+    return [UserError(f"{path}: DeepSpeed {message}", code="ds-file") for message in messages]
 
 
 def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, ranks: int) -> None:
@@ -206,9 +282,11 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
     zero = tree.get("zero_optimization", {"stage": 1})
     stage, size = int(zero.get("stage", 0)), zero.get("zero_hpz_partition_size", 1)
     offload, muon = zero.get("offload_optimizer") or {}, config.train.optimizer == "muon"
+    problems = []
     if stage == 0:
         problem = f"{path} sets ZeRO stage 0, under which DeepSpeed applies gradients that are not finite"
-        raise UserError(f"{problem}; set stage 1, which gives the same numbers", code="zero-stage")
+        problem += "; set stage 1, which gives the same numbers"
+        problems.append(UserError(problem, code="zero-stage"))
     problem = ""
     if offload.get("ratio", 1.0) != 1.0 or offload.get("super_offload") or zero.get("zenflow"):
         problem = "remove zenflow, super_offload and ratio, which need DeepSpeed's own Adam"
@@ -220,7 +298,9 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
     elif offload.get("device") == "nvme":
         problem = "an optimizer on NVMe does not resume (weights do: ds_configs/zero3_nvme.json); set cpu"
     if problem:
-        raise UserError(f"{path}: {problem}", code="ds-combination")
+        problems.append(UserError(f"{path}: {problem}", code="ds-combination"))
+    if problems:
+        raise UserError.of(problems)
 
 
 def parameter_groups(

@@ -19,16 +19,14 @@ tests/helpers/published.py lists: efficiencies of two GPUs, ATTENTION, SHORT and
 from __future__ import annotations
 
 import dataclasses
-import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from emo.pipeline.loss.fused import CHUNK_MB
+from emo.pipeline.planning.hardware import GB, NODE, TERA, Accelerator
 
-GB, GIB, TERA = 1e9, 2**30, 1e12
 TIME_ERROR = 0.15  # largest over published runs that no constant was fitted to; of 56, 54 are within 0.10
 MEMORY_ERROR = 0.25  # of what is not states, over published runs; states are known
-USABLE = 0.92  # of a GPU's memory; the rest goes to the CUDA context, NCCL and fragments
 ATTENTION = 0.29  # of the efficiency of matrix products that attention reaches
 SHORT = 660  # a product over h elements takes as long as one over h + SHORT without its beginning and end
 EXPOSED = 0.46  # of the time that communication beside computing would take among neighbours: it slows both
@@ -40,7 +38,6 @@ MEMORY_EFFICIENCY = 0.85  # of the memory bandwidth that element-wise kernels re
 UNSHARDED = 40
 HOST_LINK = 20 * GB  # bytes/s between a GPU and its host, for offloading
 HOST_ADAM = 4e9  # parameters/s that a host updates, over all its ranks (Ren et al. 2021: 10e9 in 2.6 s)
-NODE = 8  # GPUs
 GROUP = 1e9  # parameters that ZeRO-3 updates together
 # Seconds that the host is busy for a parameter tensor in a pass: Python, kernel launches, ZeRO's hooks. An
 # estimate. A pass of a model of 32 layers with 9 tensors each, far too small to keep a processor busy, took
@@ -48,50 +45,6 @@ GROUP = 1e9  # parameters that ZeRO-3 updates together
 HOST_TENSOR = 0.179 / (32 * 9) / 2
 HOST_TENSOR_ZERO3 = 0.402 / (32 * 9) / 2
 COMPILED_HOST = 0.5  # of that, where torch.compile launches fewer and larger kernels; an estimate
-
-
-class Accelerator(NamedTuple):
-    """One kind of GPU."""
-
-    memory_gib: float
-    tflops: float  # dense bf16 peak
-    tflops32: float  # float32 peak without TF32, which the trainer does not turn on
-    bandwidth_tb: float  # memory, TB/s
-    link_gb: float  # to its neighbours in the node, GB/s each way
-    efficiency: float  # share of the peak that products over very many elements reach
-    published: bool = True  # whether runs on it are among those that predictions were compared with
-
-
-ACCELERATORS = {
-    "A100-40G": Accelerator(39.4, 312, 19.5, 1.55, 300, 0.93),
-    "A100-80G": Accelerator(79.2, 312, 19.5, 2.0, 300, 0.93),
-    "H100-80G": Accelerator(79.1, 989, 67, 3.35, 450, 0.69),
-    # Its efficiency is that of large products alone, as measured on one: 0.79 of the peak.
-    "H200-141G": Accelerator(139.8, 989, 67, 4.8, 450, 0.85),
-    "A10-24G": Accelerator(22.5, 125, 31, 0.6, 12, 0.7, published=False),
-    "L40S-48G": Accelerator(44.4, 362, 91, 0.86, 12, 0.6, published=False),
-    "RTX3090-24G": Accelerator(23.6, 71, 35, 0.94, 12, 0.9, published=False),
-    "RTX4090-24G": Accelerator(23.5, 165, 82, 1.0, 12, 0.9, published=False),
-}
-
-
-def accelerator(name: str) -> Accelerator | None:
-    """Return the kind that a driver's device name means ("NVIDIA A100-SXM4-80GB"), or None."""
-    match = None
-    for kind, gpu in ACCELERATORS.items():
-        letters = re.sub(r"(?<=[A-Z])(?=\d)", " ?", kind.split("-")[0])  # "RTX 4090", "A100"
-        if re.search(rf"{letters}(?!\d)", name.upper()):
-            match = gpu
-    return match
-
-
-def basis(stage: int, gpu: Accelerator) -> str:
-    """Return what the predicted time of a ZeRO stage on a GPU rests on."""
-    if not gpu.published:
-        return "its data sheet: no published run on this GPU was found"
-    runs = "published runs on this GPU (FSDP, which is ZeRO-3)"
-    counted = "" if stage == 3 else f"; what ZeRO-{stage} sends and updates in their place is counted"
-    return runs + counted + (" (as in InternLM's runs on A100)" if stage == 1 else "")
 
 
 @dataclass(frozen=True)
@@ -143,6 +96,9 @@ class Setup:
     teacher: Sizes | None = None  # a frozen model whose forward pass every batch goes through as well
     copied: bool = True  # the teacher has weights of its own, held as this model's are
     teacher_width: int = 2  # bytes of its weights and activations
+    attended: float | None = (
+        None  # tokens that a token attends to on average; None: a document fills each row
+    )
     written: float = 0.0  # tokens, one after the other, that a pass writes itself, on average over steps
 
     @property
@@ -154,6 +110,11 @@ class Setup:
     def width(self) -> int:
         """Return bytes of a weight or activation."""
         return 2 if self.bf16 else 4
+
+    @property
+    def context(self) -> float:
+        """Return how many tokens a token attends to on average: causal, and within its document."""
+        return self.block / 2 if self.attended is None else self.attended
 
 
 class Memory(NamedTuple):
@@ -282,8 +243,7 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
         )
     backward_of_weights = sizes.trainable / sizes.parameters  # frozen weights need no gradient of their own
     products = 2 * sizes.active * T * (passes - 1 + backward_of_weights)
-    # causal: every token sees half a block on average; a mask hides the rest only after it was computed
-    context = setup.block if setup.masked else setup.block / 2
+    context = setup.block if setup.masked else setup.context  # a mask hides the rest after it was computed
     attention = 4 * T * context * sizes.hidden * sizes.layers * (passes + 0.5)  # q k, the weighted sum of v
     head = 2 * sizes.vocabulary * sizes.hidden * T * (2 + backward_of_weights)
     beginnings = 1 + SHORT / sizes.hidden
@@ -388,10 +348,10 @@ def utilisation(sizes: Sizes, setup: Setup, seconds: float, gpu: Accelerator) ->
     """Return the MFU: the share of the peak that goes into what training needs, 6 P + attention a token.
 
     Recomputed activations do not count (Chowdhery et al. 2022, appendix B), nor do the gradients that frozen
-    weights are spared; attention counts causal.
+    weights are spared; attention counts causal and within documents.
     """
     needed = 4 + 2 * sizes.trainable / sizes.parameters
     per_token = needed * (sizes.active + sizes.vocabulary * sizes.hidden)
-    per_token += 6 * setup.block * sizes.hidden * sizes.layers
+    per_token += 12 * setup.context * sizes.hidden * sizes.layers
     peak = (gpu.tflops if setup.bf16 else gpu.tflops32) * TERA
     return per_token * setup.tokens * setup.accumulation / seconds / peak

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from emo.pipeline.planning.footprint import BUS_EFFICIENCY, MEMORY_EFFICIENCY, TERA, Accelerator, accelerator
+from emo.pipeline.planning.footprint import BUS_EFFICIENCY, MEMORY_EFFICIENCY
+from emo.pipeline.planning.hardware import TERA, Accelerator, accelerator
 from emo.pipeline.ranks import World, gather_objects
 
 MIB = 2**20

@@ -39,17 +39,8 @@ from emo.pipeline.order import REPEATED, MixedOrder, Portion
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import Ready, check
 from emo.pipeline.planning.ds_file import deepspeed_config, zero_stage
-from emo.pipeline.planning.footprint import (
-    ACCELERATORS,
-    GB,
-    GIB,
-    NODE,
-    Accelerator,
-    Memory,
-    Setup,
-    Sizes,
-    Time,
-)
+from emo.pipeline.planning.footprint import Memory, Setup, Sizes, Time
+from emo.pipeline.planning.hardware import GB, GIB, NODE, Cluster, basis
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.teacher import KEY, teacher_config
 
@@ -67,33 +58,6 @@ TRUST = (
 )
 FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_hpz.json", "zero3_offload.json")  # of ds_configs/
 ALIKE = 0.01  # speeds this close are equal, and the choice that needs less memory is better
-
-
-class Cluster(NamedTuple):
-    """So many GPUs of one kind."""
-
-    gpus: int
-    kind: str
-    network_gb: float = 200.0  # GB/s that a node reaches others with
-
-    @property
-    def gpu(self) -> Accelerator:
-        return ACCELERATORS[self.kind]
-
-    @property
-    def room(self) -> float:
-        """Return bytes of each GPU that a run can use."""
-        return self.gpu.memory_gib * GIB * footprint.USABLE
-
-
-def parse_cluster(text: str, network_gbit: float = 1600.0) -> Cluster:
-    """Return `8xA100-80G` as a Cluster. Raises UserError, naming the known kinds."""
-    count, _, kind = text.partition("x")
-    kinds = {name.upper(): name for name in ACCELERATORS}
-    if not count.isdigit() or int(count) < 1 or kind.upper() not in kinds:
-        form = "give NUMBERxKIND, for example 8xA100-80G"
-        raise UserError(f"--gpus {text}: {form}; kinds: {', '.join(ACCELERATORS)}")
-    return Cluster(int(count), kinds[kind.upper()], network_gbit / 8)
 
 
 def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
@@ -134,8 +98,14 @@ def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
     )
 
 
-def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objective: Objective) -> Setup:
-    """Return how the recipe trains, for the footprint."""
+def setup_of(
+    config: RunConfig,
+    batch: Batch,
+    ds_config: dict[str, Any],
+    objective: Objective,
+    attended: float | None = None,
+) -> Setup:
+    """Return how the recipe trains, for the footprint; `attended`: see Setup."""
     zero = ds_config.get("zero_optimization", {})
     half = config.model.dtype == "bfloat16"
     reduced, on_policy = ds_config.get("communication_data_type"), config.objective.on_policy
@@ -162,6 +132,7 @@ def setup_of(config: RunConfig, batch: Batch, ds_config: dict[str, Any], objecti
         hpz=int(zero.get("zero_hpz_partition_size", 1)),
         reduced={None: 2 if half else 4, "fp32": 4}.get(reduced, 2),
         all_reduced=zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True),
+        attended=attended,
         written=0.0 if on_policy is None else max(ends(on_policy.share)) * on_policy.tokens,
         **_teacher_of(config),
     )
@@ -184,11 +155,38 @@ def _teacher_of(config: RunConfig) -> dict[str, Any]:
     return {"teacher": sizes, "copied": own is not None, "teacher_width": width}
 
 
-def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) -> bool:
-    """Resolve everything that can be resolved without training and print it; return whether it fits."""
-    ready = check(config, ranks, local=False)
+def attention_span(config: RunConfig, ready: Ready, document_tokens: int | None) -> tuple[float | None, str]:
+    """Return how many tokens a token attends to on average, and what that number rests on.
+
+    document_tokens: mean length of the documents, instead of that in the prepared data.
+    """
+    block = config.data.sequence_len
+    if document_tokens is not None:
+        attended = min(document_tokens, block) / 2
+        return attended, f"of {document_tokens:,} tokens: a token attends to {attended:,.0f} on average"
+    if ready.data is not None:
+        attended = ready.data.mean_context()
+        return attended, f"as prepared: a token attends to {attended:,.0f} of {block:,} on average"
+    assumed = f"assumed to fill rows of {block:,} tokens"
+    return None, f"{assumed}; prepare the data, or give --document_tokens N, for shorter ones"
+
+
+def print_plan(
+    config: RunConfig,
+    ranks: int,
+    cluster: Cluster | None = None,
+    here: bool = False,
+    document_tokens: int | None = None,
+) -> bool:
+    """Resolve everything that can be resolved without training and print it; return whether it fits.
+
+    here: training would run on this host, which is checked as training does. document_tokens: mean length of
+    the documents.
+    """
+    ready = check(config, ranks, local=False, here=here)
     batch, sizes = ready.batch, sizes_of(ready.model, ready.hf_config)
-    setup = setup_of(config, batch, ready.ds_config, ready.objective)
+    attended, span = attention_span(config, ready, document_tokens)
+    setup = setup_of(config, batch, ready.ds_config, ready.objective, attended)
     memory = footprint.memory(sizes, setup)
     table = Table("what", "value", title=str(config.output_dir), show_header=False)
     table.add_row("model", config.model.path or f"new {(config.model.architecture or {})['model_type']}")
@@ -204,7 +202,12 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
     if steps is None:
         table.add_row("steps", f"{passes}; their steps are known once the data are prepared")
     else:
-        rows = "" if epochs is None or not ready.data else f" ({counted(len(ready.data), 'row')}, {passes})"
+        rows = ""
+        if epochs is not None and ready.data:
+            beyond = steps * batch.batch - round(epochs * len(ready.data))
+            rest = f"{counted(abs(beyond), 'row')}{' of the next' if beyond > 0 else ''}"
+            passes += f" {'and' if beyond > 0 else 'without'} {rest}" * (beyond != 0)
+            rows = f" ({counted(len(ready.data), 'row')}, {passes})"
         table.add_row("steps", f"{steps:,}{rows}")
     for row in domain_rows(config, ready):
         table.add_row(*row)
@@ -226,6 +229,7 @@ def print_plan(config: RunConfig, ranks: int, cluster: Cluster | None = None) ->
         table.add_row("on", f"{cluster.gpus} x {cluster.kind}, {cluster.room / GIB:.1f} GiB of each usable")
         table.add_row("memory per GPU", memory_line(memory.peak, 1))
         table.add_row("fits", fit(sizes, setup, cluster))
+        table.add_row("documents", span)
         time = footprint.step_time(sizes, setup, cluster.gpu, cluster.network_gb)
         tokens = setup.tokens * setup.accumulation * setup.ranks / time.total
         table.add_row("step", sum_line(time._asdict(), 2, "s"))
@@ -291,15 +295,15 @@ def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
             warnings.append(f"domain {portion.name} is gone through {portion.epochs:.3g} times; {cure}")
     batch = ready.batch
     if batch.places > batch.batch:
-        problem = f"{batch.places - batch.batch} of {batch.places} places of every step are empty"
-        cure = f"train.global_batch_size={batch.places} would fill them in a new run"
+        problem = f"each step leaves {batch.places - batch.batch} of {batch.places} slots empty"
+        cure = f"set train.global_batch_size={batch.places} in a new output_dir to fill them"
         warnings.append(f"{problem}: {batch.batch} rows do not divide over {batch.ranks} ranks; {cure}")
     if on_cpu and config.model.dtype == "bfloat16":
         cure = "set model.dtype=float32 in a new output_dir"
         warnings.append(f"bfloat16 on a CPU is several times slower than float32: {cure}")
     if train.num_train_epochs is not None and data is not None and steps is not None and steps < 10:
         amount = f"{counted(len(data), 'packed row')} of {config.data.sequence_len:,} tokens"
-        cure = "a smaller train.global_batch_size or more train.num_train_epochs gives more"
+        cure = "set a smaller train.global_batch_size or more train.num_train_epochs in a new output_dir"
         warnings.append(f"only {counted(steps, 'step')} of {amount}: {cure}")
     return warnings
 
@@ -382,11 +386,12 @@ class Choice(NamedTuple):
         return cls(file, setup, footprint.memory(sizes, setup), time)
 
 
-def print_best(config: RunConfig, cluster: Cluster) -> Choice:
-    """Print the fastest settings that surely fit, and return the best of them."""
+def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None = None) -> Choice:
+    """Print the fastest settings that certainly fit, and return the best of them."""
     ready = check(_without_choice(config, Path("ds_configs/zero2.json")), cluster.gpus, local=False)
     sizes, room = sizes_of(ready.model, ready.hf_config), cluster.room
-    every = list(choices(config, sizes, ready.objective, cluster))
+    attended, span = attention_span(config, ready, document_tokens)
+    every = list(choices(config, sizes, ready.objective, cluster, attended))
     fitting = [c for c in every if c.memory.surely <= room]
     if not fitting:
         least = min(every, key=lambda c: c.memory.surely)
@@ -420,7 +425,7 @@ def print_best(config: RunConfig, cluster: Cluster) -> Choice:
         add_row(str(i), choice)
     with contextlib.suppress(UserError):  # the recipe as it stands may not go with these GPUs
         batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, cluster.gpus)
-        setup = setup_of(config, batch, deepspeed_config(config, batch), ready.objective)
+        setup = setup_of(config, batch, deepspeed_config(config, batch), ready.objective, attended)
         table.add_section()
         add_row("recipe", Choice.predicted(config.deepspeed, setup, sizes, cluster))
     console = Console()
@@ -429,16 +434,23 @@ def print_best(config: RunConfig, cluster: Cluster) -> Choice:
         f"set: {', '.join(shown[0].sets)}. step: seconds; host: the share of it that is the host's. "
         "Compiling pays off in runs much longer than the minutes that it takes."
     )
-    console.print(f"the first rests on {footprint.basis(shown[0].setup.stage, cluster.gpu)}")
+    console.print(f"the first rests on {basis(shown[0].setup.stage, cluster.gpu)}")
     if any(choice.setup.offload_parameters for choice in shown):
         states = 18 * sizes.parameters / GIB * min(1, NODE / cluster.gpus)
         console.print(f"zero3_offload.json takes about {states:,.0f} GiB of the memory of every host")
+    console.print(f"documents: {span}")
     console.print(f"trust: {TRUST}")
     return shown[0]
 
 
-def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Cluster) -> Iterator[Choice]:
-    """Yield all settings on these GPUs, whether they fit or not.
+def choices(
+    config: RunConfig,
+    sizes: Sizes,
+    objective: Objective,
+    cluster: Cluster,
+    attended: float | None = None,
+) -> Iterator[Choice]:
+    """Yield all settings on these GPUs, whether they fit or not; `attended`: see Setup.
 
     Compiling is tried under ZeRO-1 and 2: of layers that are compiled one by one no published run says what
     they gain. hpZ is tried where the ranks fill several nodes. A file that does not go with the recipe is
@@ -452,7 +464,7 @@ def choices(config: RunConfig, sizes: Sizes, objective: Objective, cluster: Clus
     for file in (Path("ds_configs") / name for name in files):
         plain = _without_choice(config, file)
         try:
-            first = setup_of(plain, batch, deepspeed_config(plain, batch), objective)
+            first = setup_of(plain, batch, deepspeed_config(plain, batch), objective, attended)
         except UserError as error:
             refused.append(error)
             continue
@@ -471,12 +483,6 @@ def _without_choice(config: RunConfig, file: Path) -> RunConfig:
     train = config.train.model_copy(update={"micro_batch_size": 1})
     model = config.model.model_copy(update={"compile": False})
     return config.model_copy(update={"deepspeed": file, "train": train, "model": model})
-
-
-def check_target(path: Path) -> None:
-    """Raise UserError when no recipe can be written to `path`: a file is there, or no directory."""
-    if path.exists() or not path.parent.is_dir():
-        raise UserError(f"--write {path}: give a new name in an existing directory", code="write-target")
 
 
 def write_recipe(

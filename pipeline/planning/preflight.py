@@ -34,7 +34,7 @@ from emo.pipeline.config import RunConfig
 from emo.pipeline.pace import gpu_faults
 from emo.pipeline.planning import health
 from emo.pipeline.planning.checks import Ready, check
-from emo.pipeline.planning.footprint import GIB
+from emo.pipeline.planning.hardware import GIB
 from emo.pipeline.planning.host import compiler, ranks_here, threads
 from emo.pipeline.ranks import World, end_world, gather_objects
 from emo.pipeline.stop import node_name

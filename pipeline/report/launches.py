@@ -21,7 +21,8 @@ from emo.pipeline.config import RunConfig
 from emo.pipeline.liveness import late, read_ranks
 from emo.pipeline.planning.checks import Ready
 from emo.pipeline.planning.ds_file import zero_stage
-from emo.pipeline.planning.footprint import GIB, accelerator, memory, step_time, utilisation
+from emo.pipeline.planning.footprint import memory, step_time, utilisation
+from emo.pipeline.planning.hardware import GIB, accelerator
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.planning.plan import domain_rows, remarks, setup_of, sizes_of
 from emo.pipeline.report.console import Console
@@ -63,7 +64,8 @@ class Launch:
             log.warning(warning)
         if (gpu := accelerator(device)) is not None:  # what the footprint predicts of a step on it
             sizes = sizes_of(ready.model, ready.hf_config)
-            setup = setup_of(config, batch, ready.ds_config, ready.objective)
+            attended = None if ready.data is None else ready.data.mean_context()
+            setup = setup_of(config, batch, ready.ds_config, ready.objective, attended)
             seconds = step_time(sizes, setup, gpu).total
             planned = {"seconds": seconds, "mfu": utilisation(sizes, setup, seconds, gpu)}
             planned["memory_gib"] = memory(sizes, setup).total / GIB

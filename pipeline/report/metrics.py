@@ -15,17 +15,17 @@ from typing import Any
 import torch
 
 from emo.common.errors import UserError, one_line
-from emo.common.files import finite, write_once, write_text
+from emo.common.files import finite, write_once
 from emo.data_prep.config import VALIDATION, split_of
 from emo.pipeline.config import RunConfig
 from emo.pipeline.engine import Sums
 from emo.pipeline.loss.fused import summary
 from emo.pipeline.pace import Stragglers
-from emo.pipeline.planning.footprint import GIB
+from emo.pipeline.planning.hardware import GIB
 from emo.pipeline.planning.host import on_gpu
 from emo.pipeline.report import validation
 from emo.pipeline.report.console import Console, Progress
-from emo.pipeline.run_dir import METRICS, WANDB_ID, read_metrics
+from emo.pipeline.run_dir import METRICS, WANDB_ID, drop_records
 
 WORDS = ("set", "time", "slowest_host")  # of a record, that are no measurements
 
@@ -137,9 +137,8 @@ class Metrics:
         self._progress = Progress(step, steps, every)
         self._epochs = train.global_batch_size / rows if rows else math.nan  # of a step
         self._run_dir = run_dir = config.output_dir
-        records = [r for r in read_metrics(run_dir) if 0 < step >= r["step"]]  # from 0 all is measured again
         validation.drop(run_dir, step)
-        write_text(run_dir / METRICS, "".join(_line(r) for r in records))
+        drop_records(run_dir / METRICS, step)
         self._file = self._opened.enter_context((run_dir / METRICS).open("a", encoding="utf-8"))
         self._board = self._wandb = None
         if "tensorboard" in train.report_to:

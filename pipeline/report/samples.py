@@ -6,18 +6,20 @@ Greedily, so that what differs between two checkpoints is the model.
 from __future__ import annotations
 
 import json
+from itertools import takewhile
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from emo.common.errors import UserError
-from emo.common.files import write_text
-from emo.data_prep.tokenizer import load_tokenizer
+from emo.data_prep.config import TRAIN
+from emo.data_prep.shards import read_manifest
+from emo.data_prep.tokenizer import load_tokenizer, text_ids
 from emo.pipeline.config import RunConfig
 from emo.pipeline.engine import Engine
 from emo.pipeline.export import unwrap
-from emo.pipeline.run_dir import SAMPLES, read_records
+from emo.pipeline.run_dir import SAMPLES, drop_records
 
 
 class Samples:
@@ -29,9 +31,10 @@ class Samples:
         self._path, self._writes = config.output_dir / SAMPLES, writes
         self._ids = prompt_ids(config)
         self._tokenizer: Any = load_tokenizer(config.data.dir / "tokenizer") if self.prompts else None
-        if writes and self._path.is_file():
-            records = [r for r in read_records(self._path)[0] if 0 < step >= r["step"]]  # as of metrics
-            write_text(self._path, "".join(json.dumps(r) + "\n" for r in records))
+        if self._tokenizer is not None:
+            self._ends = {self._tokenizer.eos_token_id, *read_manifest(config.data.dir / TRAIN).answer_ends}
+        if writes:
+            drop_records(self._path, step)
 
     def take(self, trainer: Engine, step: int, tokens: int) -> str | None:
         """Continue every prompt and write it down; return the first text on rank 0. All ranks must call."""
@@ -78,12 +81,11 @@ class Samples:
                 dist.broadcast(chosen, 0)
                 ids[rows, ends + 1] = chosen
         new = [row[n : n + self._tokens] for row, n in zip(ids.tolist(), lengths.tolist(), strict=True)]
-        end = self._tokenizer.eos_token_id
-        return [row[: row.index(end)] if end in row else row for row in new]
+        return [list(takewhile(lambda token: token not in self._ends, row)) for row in new]
 
 
 def prompt_ids(config: RunConfig) -> list[list[int]]:
-    """Return the prompts as the data's documents begin: BOS, where there is one, and the text.
+    """Return the ids of the prompts, which begin as the documents of the data do.
 
     Raises UserError for a prompt without any token, and for one that with what is to follow does not fit into
     data.sequence_len.
@@ -92,8 +94,7 @@ def prompt_ids(config: RunConfig) -> list[list[int]]:
     if not train.sample_prompts:
         return []
     tokenizer = load_tokenizer(config.data.dir / "tokenizer")
-    start = [tokenizer.bos_token_id] if tokenizer.bos_token_id is not None else []
-    prompts = [start + list(tokenizer(p, add_special_tokens=False).input_ids) for p in train.sample_prompts]
+    prompts = [text_ids(tokenizer, prompt) for prompt in train.sample_prompts]
     for number, ids in enumerate(prompts):
         if not ids or len(ids) + train.sample_tokens > room:
             raise UserError(

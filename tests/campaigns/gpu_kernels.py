@@ -1,4 +1,4 @@
-"""Parts 1, 2 and 6 of the GPU campaign: the fused loss right and fast, and documents that share a row."""
+"""Parts 1, 2, 4 and 6 of the GPU campaign: the fused loss right and fast, and documents that share a row."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ ALIKE = 1e-2 if GPU else 1e-4  # relative, of likelihoods: kernels add in anothe
 HEADS, KEYS, SIZE = 16, 4, 64  # heads of queries, of keys and values, and values of each
 LONG = 4096  # tokens of a row whose memory is measured
 ROWS, LAYERS = 2, 8
+SMALL = Shape("small", 128, 2000, 64, "bfloat16")
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # Bounds of a relative error where logits and gradients are rounded to 8 bits. The likeliest tokens are 8 to
@@ -84,9 +85,21 @@ AGAINST = tuple(
 
 
 def kernels(show: Figures) -> None:
-    """Part 1: Triton's kernels (on a CPU its interpreter) and PyTorch's beside float64."""
-    for dtype in (torch.float32, torch.bfloat16):
-        for V in (150,) if show.quick else (32000, 50257, 128256, 152064):
+    """Part 1: Triton's kernels (on a CPU its interpreter) and PyTorch's, compared with float64."""
+    _vocabularies(show, 32000, 128256)
+
+
+def vocabularies(show: Figures) -> None:
+    """Part 6: the same at other vocabularies, and the race at a large one."""
+    _vocabularies(show, 152064, 50257)
+    shape = Shape("large vocabulary", 8192, 152064, 4096, "bfloat16")
+    with show.attempt(str(shape)):
+        _race(show, SMALL if show.quick else shape, large=True)
+
+
+def _vocabularies(show: Figures, *sizes: int) -> None:
+    for V in (150,) if show.quick else sizes:
+        for dtype in (torch.bfloat16, torch.float32):
             name = f"V={V} {str(dtype).removeprefix('torch.')}"
             with show.attempt(name):
                 for kind, (share, note) in _worst(V, dtype, show.quick).items():
@@ -159,12 +172,10 @@ def _share(
 
 
 def speed(show: Figures) -> None:
-    """Part 2: time and memory of the fused loss beside peers, at LLaMA-7B's head and at V = 152064."""
-    shapes = [Shape("LLaMA-7B head", 8192, 32000, 4096, "bfloat16")]
-    shapes += [Shape("large vocabulary", 8192, 152064, 4096, "bfloat16")]
-    for shape in [Shape("small", 128, 2000, 64, "bfloat16")] if show.quick else shapes:
-        with show.attempt(str(shape)):
-            _race(show, shape, large=shape is shapes[1])
+    """Part 2: time and memory of the fused loss and its peers at LLaMA-7B's head, and a complete step."""
+    shape = SMALL if show.quick else Shape("LLaMA-7B head", 8192, 32000, 4096, "bfloat16")
+    with show.attempt(str(shape)):
+        _race(show, shape, large=False)
     with show.attempt("whole step"):
         report = common.Report("gpu")
         objectives.whole_step(report, rounds=1 if show.quick else 10, quick=show.quick)
@@ -217,7 +228,7 @@ class _Layer(nn.Module):
 
 
 def attention(show: Figures) -> None:
-    """Part 6: packed rows give what single documents give; what packing costs in memory."""
+    """Part 4: packed rows give what single documents give; what packing costs in memory."""
     lengths = (23, 9, 32) if show.quick else (700, 37, 2, 1309)
     with show.attempt(f"{VARLEN} beside sdpa"):
         _functions(show, lengths)

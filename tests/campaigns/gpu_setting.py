@@ -184,18 +184,24 @@ def recipe(show: Figures, size: str, block: int, micro: int) -> Path:
     Raises MissingError where a run of it could not start.
     """
     needs("pydantic", "deepspeed", "hjson")  # what a run needs and a host with PyTorch may lack
-    model, data = show.work / "models" / size, show.work / f"data-{block}"
+    model = show.work / "models" / size
     if not model.is_dir():
         random_model(size, torch.bfloat16).save_pretrained(model.with_name(f"{size}.partial"))
         model.with_name(f"{size}.partial").rename(model)
+    return prepared(show, size, block, micro)
+
+
+def prepared(show: Figures, size: str, block: int, micro: int) -> Path:
+    """Return the same recipe, whose data are prepared; the model may be absent."""
+    model, data = show.work / "models" / size, show.work / f"data-{block}"
     texts = {"pieces": 600, "limit": 400} if show.quick else {"pieces": 1600, "limit": 3000}
     path = show.work / "recipes" / f"{size}-{block}-{micro}.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(RECIPE.format(work=show.work, model=model, data=data, block=block, micro=micro, **texts))
-    prepared = data.with_suffix(".prepared")
-    if not prepared.exists():
+    done = data.with_suffix(".prepared")
+    if not done.exists():
         run(["-m", "emo", "prepare", str(path)], show.limit(PREPARING))
-        prepared.touch()
+        done.touch()
     return path
 
 

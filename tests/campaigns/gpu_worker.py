@@ -25,7 +25,7 @@ from emo.pipeline.cli import leave
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.engine import Engine
 from emo.pipeline.loss import FusedHead
-from emo.pipeline.planning import footprint
+from emo.pipeline.planning import footprint, hardware
 from emo.pipeline.planning.checks import check
 from emo.pipeline.planning.plan import setup_of, sizes_of
 from emo.pipeline.ranks import end_world
@@ -106,9 +106,10 @@ def predicted(config: RunConfig) -> dict[str, float]:
     """Return bytes and seconds of a step as `plan` has them; no seconds on a GPU that it does not know."""
     ready = check(config, 1, local=True)
     sizes = sizes_of(ready.model, ready.hf_config)
-    setup = setup_of(config, ready.batch, ready.ds_config, ready.objective)
+    attended = None if ready.data is None else ready.data.mean_context()
+    setup = setup_of(config, ready.batch, ready.ds_config, ready.objective, attended)
     results = {"bytes": footprint.memory(sizes, setup).total}
-    gpu = footprint.accelerator(torch.cuda.get_device_name()) if GPU else None
+    gpu = hardware.accelerator(torch.cuda.get_device_name()) if GPU else None
     if gpu is not None:
         results["seconds"] = footprint.step_time(sizes, setup, gpu).total
     return results | {"tokens": setup.tokens * setup.accumulation}

@@ -36,13 +36,26 @@ def render(target: Path, kustomize: list[str]) -> list[Document]:
 def problems(documents: list[Document]) -> list[str]:
     """List faults that no schema sees: numbers, rights, mounts, labels."""
     names = {(d["kind"], d["metadata"]["name"]): d for d in documents}
-    settings = names["ConfigMap", "emo-settings"]["data"]
-    train, prepare = names["Job", "emo-train"]["spec"], names["Job", "emo-prepare"]["spec"]
+
+    def of(kind: str, name: str) -> Document:
+        """The document of a kind whose name, without the overlay's prefix, is this one."""
+        (document,) = (d for (k, n), d in names.items() if k == kind and n.endswith(name))
+        return document
+
+    settings, job = of("ConfigMap", "emo-settings")["data"], of("Job", "emo-train")["metadata"]["name"]
+    train, prepare = of("Job", "emo-train")["spec"], of("Job", "emo-prepare")["spec"]
     limits = train["template"]["spec"]["containers"][0]["resources"].values()
+    policy = of("NetworkPolicy", "emo-train")["spec"]
+    pods = [policy["podSelector"], policy["ingress"][0]["from"][0]["podSelector"]]
+    pods.append(policy["egress"][0]["to"][0]["podSelector"])
+    service = of("Service", "emo-train")
     equal = {
         "NODES": [settings["NODES"], train["completions"], train["parallelism"]],
-        "JOBS": [settings["JOBS"], prepare["completions"]],
+        "JOBS": [settings["JOBS"], prepare["completions"], prepare["parallelism"]],
         "GPUS": [settings["GPUS"], *(limit["nvidia.com/gpu"] for limit in limits)],
+        "SCHEDULE": [settings["SCHEDULE"], of("CronJob", "emo-evaluate")["spec"]["schedule"]],
+        "names": [job, service["metadata"]["name"], service["spec"]["selector"]["job-name"]]
+        + [selector["matchLabels"]["job-name"] for selector in pods],
     }
     results = [f"{name}: {values}" for name, values in equal.items() if len(set(map(str, values))) > 1]
     for (kind, name), document in names.items():

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import errno
 import os
+import pathlib
 import re
+import shlex
 import subprocess
 import sys
+import time
 
 import pytest
 
 import emo.pipeline.cli
 from emo.__main__ import COMMANDS, main
+from emo.common import progress
 from emo.common.errors import DiskFullError, FailureError, UserError, outcome
 from tests.conftest import REPO
 
@@ -63,6 +67,35 @@ def test_what_is_misspelt_is_answered_with_what_was_meant(capsys: pytest.Capture
         assert end.value.code == 2
     meant = re.findall(r"mean (\S+)\?", capsys.readouterr().err)
     assert meant == ["report", "--over", "--output_path", "step", "--best"]
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
+def test_closed_streams_do_not_fail_a_command(closed: str, tmp_path: pathlib.Path) -> None:
+    """And no file that it opens gets their numbers."""
+    program = "import sys; from emo.common.errors import outcome; "
+    program += "sys.exit(outcome(lambda: print('said') or int(open('file', 'w').fileno() < 3)))"
+    command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(program)} {closed}"
+    environment = {"PYTHONPATH": str(REPO)}
+    assert subprocess.run(["sh", "-c", command], env=environment, cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(("total", "line"), [(4, "texts: 3 of 4 texts, about"), (0, "texts: 0 s")])
+def test_work_is_never_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], total: int, line: str
+) -> None:
+    """A line comes although nothing moves on, and none after the work."""
+    monkeypatch.setattr(progress, "QUIET", 0.01)
+    with progress.at_work("texts", total, "text") as advance:
+        advance(3)
+        deadline = time.monotonic() + 20
+        err = ""
+        while line not in (err := err + capsys.readouterr().err):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    time.sleep(0.05)
+    capsys.readouterr()
+    time.sleep(0.05)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("size", [1, 10**6])  # what is written at the end, and what fails at once

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from pathlib import Path
 
 import pytest
 
-from emo.common.errors import UserError
+from emo.__main__ import main
+from emo.common.errors import ExitCode, UserError
+from emo.common.objective_names import written_objectives
 from emo.common.recipe import read_recipe
+from emo.data_prep.config import load_data_config
 from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.loss import get_objective
+from emo.pipeline.loss.divergences import DIVERGENCES
+from emo.pipeline.loss.objectives import BUILT_IN
+from tests.conftest import REPO
 from tests.helpers.refusals import refused
 
 GOOD = (
@@ -82,6 +90,133 @@ def test_what_yaml_allows_is_read(tmp_path: Path) -> None:
 def test_a_misspelt_key_in_a_list_is_answered_with_its_neighbour(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.sources\.0\.fiels; did you mean files"):
         load(tmp_path, GOOD.replace("files", "fiels"))
+
+
+TYPOS = {  # of keys, by section, and the key that is meant
+    "train": {
+        "learing_rate": "learning_rate", "global_batchsize": "global_batch_size",
+        "micro_batch": "micro_batch_size", "max_stpes": "max_steps", "num_train_epoch": "num_train_epochs",
+        "warmup_ration": "warmup_ratio", "wheight_decay": "weight_decay", "seeds": "seed",
+        "loging_steps": "logging_steps", "eval_step": "eval_steps", "save_step": "save_steps",
+        "copy_too": "copy_to", "lr": "train.learning_rate",
+    },
+    "model": {"dtpye": "dtype", "base_model": "path", "lora_r": "model.lora.r",
+              "atn_implementation": "attn_impl"},
+    "objective": {"nmae": "name", "parms": "params", "csot": "cost"},
+}  # fmt: skip
+
+
+def test_prepare_reports_every_mistake_of_the_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also in sections that it does not use, before it reads any data."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD)
+    wrong = [f"{section}.{key}=1" for section, keys in TYPOS.items() for key in keys]
+    wrong += [
+        "train.betas=[2, .5]",
+        "train.save_steps=-1",
+        "data.shards=true",
+        "model.lora.r=x",
+        "evel.shots=8",
+    ]
+    assert main(["prepare", str(path), *wrong]) == ExitCode.MISTAKE
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == len(wrong)
+    for section, keys in TYPOS.items():
+        for key, meant in keys.items():
+            assert any(f" {section}.{key};" in line and meant in line for line in lines), key
+    for key in ("train.betas.0", "train.save_steps", "data.shards", "model.lora.r", " evel"):
+        assert sum(f"{key}:" in line or f"{key};" in line for line in lines) == 1
+
+
+def test_prepare_needs_the_data_section_only(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(GOOD.partition("model")[0])
+    assert load_data_config(path, [], RunConfig).sequence_len == 256
+    with refused("bad-value") as error:
+        load_config(path, [])
+    assert all(key in str(error.value) for key in ("model", "train"))
+
+
+@pytest.mark.parametrize(
+    ("key", "part"),
+    [
+        ("base_model", "model.path"),
+        ("gradient_accumulation_steps", "train.global_batch_size"),
+        ("per_device_train_batch_size", "train.micro_batch_size"),
+        ("sample_packing", "always packed"),
+        ("max_seq_length", "data.sequence_len"),
+        ("datasets", "data.sources"),
+        ("wandb_project", "train.project"),
+        ("bf16", "model.dtype"),
+        ("lora_r", "model.lora.r"),
+        ("lora_alpha", "model.lora.alpha"),
+        ("load_in_4bit", "not supported"),
+        ("neftune_noise_alpha", "not supported"),
+        ("rl", "use TRL"),
+        ("flash_attention", "model.attn_implementation"),
+        ("val_set_size", "data.validation_fraction"),
+        ("trust_remote_code", "never run"),
+    ],
+)
+def test_keys_of_other_trainers_are_answered_with_ours(tmp_path: Path, key: str, part: str) -> None:
+    with refused("unknown-key") as error:
+        load(tmp_path, GOOD + f"{key}: 1\n")
+    assert f"unknown key {key}; " in str(error.value) and part in str(error.value)
+
+
+def test_objectives_are_known_before_pytorch_is_loaded() -> None:
+    """Names and options that are read from the source are those of the functions."""
+    written = written_objectives(REPO / "pipeline/loss")
+    functions = {**BUILT_IN, **DIVERGENCES}
+    assert written.keys() == functions.keys()
+    for name, function in functions.items():
+        parameters = inspect.signature(function).parameters.values()
+        options = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+        assert written[name] == options | ({"temperature"} if name in DIVERGENCES else set())
+
+
+@pytest.mark.parametrize(
+    ("objective", "meant"),
+    [
+        ("{name: emoo}", "did you mean emo"),
+        ("{name: cross_entropy}", "did you mean mle"),
+        ("{params: {ratio_cpa: 3}}", "did you mean ratio_cap"),
+        ("{sum: [{name: mle}, {name: focla}]}", "did you mean focal"),
+        ("{sum: [{name: focal, params: {gama: 2}}]}", "did you mean gamma"),
+    ],
+)
+def test_a_misspelt_objective_is_found_by_prepare(tmp_path: Path, objective: str, meant: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(GOOD)
+    with refused("bad-value") as error:
+        load_data_config(tmp_path / "recipe.yaml", [f"objective={objective}"], RunConfig)
+    assert meant in str(error.value)
+
+
+def test_what_is_not_supported_is_said(tmp_path: Path) -> None:
+    def dpo() -> None:
+        load(tmp_path, GOOD, "objective.name=dpo")
+
+    with refused("bad-value") as error:
+        load(tmp_path, GOOD, "train.optimizer=paged_adamw_8bit")
+    assert "8-bit optimizers are not supported" in str(error.value)
+    for wrong, code in ((lambda: get_objective("dpo"), "unknown-objective"), (dpo, "bad-value")):
+        with refused(code) as unknown:
+            wrong()
+        assert "power" not in str(unknown.value) and "use TRL" in str(unknown.value)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text('{"base_model_name_or_path": "owner/base"}')
+    (tmp_path / "recipe.yaml").write_text(GOOD)
+    with refused("adapter") as adapter:
+        load_data_config(tmp_path / "recipe.yaml", [f"model.path={tmp_path}/adapter"], RunConfig)
+    assert "owner/base" in str(adapter.value)
+
+
+def test_adapters_are_scaled_by_two_unless_the_recipe_says_otherwise(tmp_path: Path) -> None:
+    for lora, alpha in (("{}", 64), ("{r: 8}", 16), ("{r: 8, alpha: 8}", 8)):
+        config = load(tmp_path, GOOD, f"model.lora={lora}").model.lora
+        assert config is not None and config.alpha == alpha
 
 
 def test_sections_that_share_an_anchor_are_overridden_apart(tmp_path: Path) -> None:

@@ -20,23 +20,16 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from emo.common.errors import UserError
+from emo.data_prep.chat_templates import ChatTemplate, RefusedError, read_template
+from emo.data_prep.chats import ChatEncoder, ChatWriter, check_template
 from emo.data_prep.cli import main
 from emo.data_prep.config import load_data_config
 from emo.data_prep.rows import Rejected, RowSpec, parse
 from emo.data_prep.sniff import guess, sniff
-from emo.data_prep.templates import (
-    Chat,
-    ChatEncoder,
-    Conversation,
-    Exchange,
-    RefusedError,
-    check_template,
-    read_template,
-    render_chat,
-)
+from emo.data_prep.templates import Chat, Conversation, Exchange
 from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer
 from emo.data_prep.verify import verify
-from tests.helpers.chat_templates import CHATML, DATED, LLAMA, MARKED, SAYS, THINKING, TOOLS, tokenizer_with
+from tests.helpers.chat_templates import CHATML, DATED, LLAMA, MARKED, SAYS, SILENT, TOOLS, tokenizer_with
 from tests.helpers.corpus import (
     alpaca_rows,
     prepared,
@@ -48,6 +41,12 @@ from tests.helpers.corpus import (
     write_jsonl,
 )
 from tests.helpers.refusals import refused
+
+
+def rendered(chat: Chat, template: ChatTemplate) -> tuple[str, list[tuple[int, int]]]:
+    """The only example of a chat: its text, and where its answers are."""
+    ((text, answers),) = ChatWriter(template).examples(chat)
+    return text, [(answer.start + answer.masked, answer.stop) for answer in answers]
 
 
 def decoded(saved: Path, ids: list[int]) -> str:
@@ -111,6 +110,57 @@ USER, ANSWER = talk(("user", "q"), ("assistant", "a"))["messages"]
 )
 def test_all_of_a_row_is_read(row: Any, expected: Conversation) -> None:
     assert (read(row), read(row, chat=True).unsupervised) == (expected, ())
+
+
+@pytest.mark.parametrize(
+    ("row", "calls"),
+    [
+        ({"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": '{"x": 1}'}}, 1),
+        ({"from": "function_call", "value": '{"name": "f", "arguments": {"x": 1}}'}, 1),
+        ({"role": "assistant", "content": "a", "function_call": None}, 0),
+        ({"from": "function_call", "value": "no JSON"}, None),
+    ],
+)
+def test_older_forms_of_calls_are_calls(row: dict[str, Any], calls: int | None) -> None:
+    result = read({"messages": [USER, row, {"from": "observation", "value": "r"}, ANSWER]}, chat=True)
+    if calls is None:
+        assert result.reason == "wrong_type"
+        return
+    roles = [role for role, _ in spoken(result)]
+    assert roles == ["user", "assistant", "tool", "assistant"]
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    assert json.loads(result.messages)[1].get("tool_calls", []) == [call] * calls
+
+
+def test_a_null_is_not_an_argument() -> None:
+    call = {"function": {"name": "f", "arguments": {"a": None, "b": [None, {"c": None, "d": 0}]}}}
+    tools = [{"name": "f", "description": None, "parameters": {"x": None, "enum": ["a", None]}}]
+    row = {"messages": [USER, ANSWER | {"tool_calls": [call]}], "tools": tools}
+    result = read(row, chat=True)
+    (called,) = json.loads(result.messages)[1]["tool_calls"]
+    assert called["function"]["arguments"] == {"b": [None, {"d": 0}]}
+    assert json.loads(result.tools) == [{"name": "f", "parameters": {"enum": ["a", None]}}]
+    text = json.dumps(tools)  # which no storage changes
+    assert json.loads(read(row | {"tools": text}, chat=True).tools) == tools
+
+
+def test_a_prompt_and_its_completion_may_be_messages() -> None:
+    """As TRL has them: only the completion is learned."""
+    row = {
+        "prompt": [*talk(("user", "q"), ("assistant", "a"), ("user", "r"))["messages"]],
+        "completion": [ANSWER],
+    }
+    result = read(row, chat=True)
+    assert spoken(result) == [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "a")]
+    assert result.unsupervised == read(row).unsupervised == (0,)
+
+
+def test_trees_of_messages_are_named() -> None:
+    row = {"message_id": "1", "parent_id": None, "text": "q", "role": "prompter"}
+    assert (
+        "OpenAssistant" in read(row).detail
+        and "OpenAssistant" in read({"message_tree_id": "1", "x": {}}).detail
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,12 +242,12 @@ def test_tools_calls_and_developers_reach_a_chat_template() -> None:
     inner = json.loads(result.messages)
     assert "name" not in inner[1] and inner[3]["tool_call_id"] == "1"
     template = read_template(tokenizer_with(TOOLS), "t")
-    text, spans = render_chat(result, template)
+    text, spans = rendered(result, template)
     assert text.startswith('{"name": "f"}\n<|im_start|>system\nd<|im_end|>')
     call_text, answer = (text[a:b] for a, b in spans)
     assert call_text.count("<|im_end|>") == 2 and answer == "a<|im_end|>"  # text of the call, and its end
     other = template._replace(text=template.text + "{# knows developer #}")
-    assert "<|im_start|>developer" in render_chat(result, other)[0]
+    assert "<|im_start|>developer" in rendered(result, other)[0]
     assert read({**row, "tools": "none"}, chat=True).reason == read(row).reason == "wrong_type"
 
 
@@ -211,7 +261,7 @@ def test_ids_are_those_of_generation(template: str) -> None:
     saved = tokenizer_with(template)
     reference = AutoTokenizer.from_pretrained(saved.parent)
     messages = json.loads(PLAIN.messages)
-    ids, spans = ChatEncoder(saved, read_template(saved, "t")).encode(PLAIN)
+    ((ids, spans),) = ChatEncoder(saved, read_template(saved, "t")).encode(PLAIN)
     assert spans[-1, 1] == len(ids), "nothing after the last answer is kept"
     first = reference.apply_chat_template(messages[:1], add_generation_prompt=True)["input_ids"]
     assert ids[: spans[0, 0]] == first
@@ -237,7 +287,7 @@ def test_what_people_say_never_ends_a_turn(turns: list[tuple[str, str]], templat
     backend = Tokenizer.from_file(str(saved / "tokenizer.json"))
     spoken_turns = (turn for q, a in turns for turn in (("user", q), ("assistant", a)))
     row = Chat(json.dumps(talk(*spoken_turns)["messages"]))
-    ids, spans = ChatEncoder(saved, read_template(saved, "t")).encode(row)
+    ((ids, spans),) = ChatEncoder(saved, read_template(saved, "t")).encode(row)
     begin, end = (backend.token_to_id(token) for token in ("<|im_start|>", "<|im_end|>"))
     assert ids.count(begin) == ids.count(end) == 2 * len(turns)
     for (_, answer), (start, stop) in zip(turns, spans, strict=True):
@@ -248,7 +298,6 @@ def test_what_people_say_never_ends_a_turn(turns: list[tuple[str, str]], templat
 @pytest.mark.parametrize(
     ("template", "row", "reason"),
     [
-        (THINKING, PLAIN, "response_not_found"),
         (LLAMA, SYSTEM, "refused_by_chat_template"),
         ("{{ ''.__class__.__mro__ }}" + CHATML, PLAIN, "refused_by_chat_template"),
         (MARKED.replace(SAYS + "{% endg", "{% endg"), PLAIN, "response_not_found"),
@@ -257,16 +306,20 @@ def test_what_people_say_never_ends_a_turn(turns: list[tuple[str, str]], templat
 def test_a_template_that_does_not_allow_it_is_refused(template: str, row: Chat, reason: str) -> None:
     chat_template = read_template(tokenizer_with(CHATML), "t")._replace(text=template)
     with pytest.raises(RefusedError) as caught:
-        render_chat(row, chat_template)
+        rendered(row, chat_template)
     assert caught.value.reason == reason
 
 
 def test_the_day_changes_nothing() -> None:
     chat_template = read_template(tokenizer_with(DATED), "t")
-    assert render_chat(PLAIN, chat_template)[0].startswith("1 Jan 2024<|im_start|>")
+    assert rendered(PLAIN, chat_template)[0].startswith("01 Jan 2026<|im_start|>")
     assert len(check_template(chat_template)) == 1
-    with pytest.raises(UserError):
-        check_template(chat_template._replace(text="{{ strftime_now('%Y') }}" + CHATML))
+    always = chat_template._replace(text="{% set f = '%Y-%m-%d' %}{{ strftime_now(f) }}" + CHATML)
+    other = always._replace(variables=json.dumps({"date": "2031-12-24"}))
+    assert rendered(PLAIN, other)[0].startswith("2031-12-24<|im_start|>")
+    with pytest.raises(UserError) as caught:
+        check_template(chat_template._replace(text="{{ undefined_function('%Y') }}" + CHATML))
+    assert caught.value.code == "template-unusable"
 
 
 @pytest.mark.parametrize(
@@ -295,7 +348,11 @@ def test_only_what_is_learned_is_supervised(tmp_path: Path, template: str) -> No
     learned = [decoded(tokenizer, [label for label in labels if label >= 0]) for _, labels in examples]
     assert sorted(learned) == sorted(answer for _, answer in answers)
     context = "".join(decoded(tokenizer, ids) for ids, _ in examples)
-    assert all(answer in context for pair in answers for answer in pair)
+    for i in range(40):  # what is said before an answer that is learned is its context
+        assert f"a0 {i}" in context
+        assert (f"a1 {i}<|im_end|>" in context) == (template == "chat" or i % 2 == 0)
+    end = Tokenizer.from_file(str(tokenizer / "tokenizer.json")).token_to_id("<|im_end|>")
+    assert train_set(config).manifest.answer_ends == [end]  # here that of the turns is EOS too
     tokenizer_config = tokenizer / "tokenizer_config.json"
     tokenizer_config.write_text(tokenizer_config.read_text().replace('"{% for m', '"Hello{% for m'))
     with refused("tokenizer-changed") if template == "chat_template" else contextlib.nullcontext():
@@ -348,10 +405,23 @@ def test_sniff_shows_what_is_supervised_and_uses_a_chat_template_where_it_can(tm
         printed, _ = sniffed(tmp_path / "a.jsonl", tokenizer)
         assert f"### Response:⟦{answer}" in printed and printed.count("⟦") == 2
     write_jsonl(tmp_path / "b.jsonl", (marked({}, {}, row=i) for i in range(40)))
-    for template, expected in ((CHATML, "chat_template"), (THINKING, "chat")):
+    for template, expected in ((CHATML, "chat_template"), (SILENT, "chat")):
         printed, recipe = sniffed(tmp_path / "b.jsonl", tokenizer_with(template))
         assert f"template: {expected}\n" in recipe and "⟦a0 0" in printed
         (tmp_path / "recipe.yaml").write_text(recipe)
         config = load_data_config(tmp_path / "recipe.yaml", [f"data.dir={tmp_path / expected}"])
         run(config)
         assert train_set(config).manifest.documents == 40
+
+
+def test_sniff_knows_messages_without_a_tokenizer_and_tokens(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", (marked({}, row=i) for i in range(40)))
+    printed, recipe = sniffed(tmp_path / "a.jsonl")
+    assert "template: chat  # or chat_template" in recipe and "⟦a0 0" in printed
+    write_jsonl(tmp_path / "b.jsonl", ({"input_ids": [i, 1, 2, 3] * 20} for i in range(40)))
+    for tokenizer in (None, tiny_tokenizer()):
+        _, recipe = sniffed(tmp_path / "b.jsonl", tokenizer)
+        assert "format: tokens" in recipe and "kind: instruct" not in recipe
+    (tmp_path / "recipe.yaml").write_text(recipe)
+    run(config := load_data_config(tmp_path / "recipe.yaml", [f"data.dir={tmp_path / 'tokens'}"]))
+    assert train_set(config).manifest.tokens > 1000

@@ -310,7 +310,7 @@ def test_saved_tokenizer_is_the_same_for_everybody(shared_data: Path, tmp_path: 
         assert other.special_tokens_map == tokenizer.special_tokens_map
         assert tokenizer_fingerprint(other) == tokenizer_fingerprint(tokenizer)
     ends = (len(tokenizer), tokenizer.bos_token_id, tokenizer.eos_token_id)
-    assert tokenizer_facts(tmp_path) == (*ends, tokenizer_fingerprint(tokenizer))
+    assert tokenizer_facts(tmp_path)[:4] == (*ends, tokenizer_fingerprint(tokenizer))
 
 
 def test_training_is_deterministic_and_knows_every_byte(tmp_path: Path) -> None:

@@ -476,3 +476,14 @@ def test_scores_that_are_damaged_or_of_others_are_refused(config: DataConfig, tm
         assert scores.seal(data, "ref", MODEL) == (not faults)
     edit(scores.directory(data, "ref") / scores.ABOUT, data="other")
     unreadable()
+
+
+def test_many_sources_are_summed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from emo.data_prep.cli import main
+
+    for i, text in enumerate(texts(45)):
+        write_jsonl(tmp_path / f"{i:02}.jsonl", [text, ""])
+    config = prepared(tmp_path, sources=[{"files": "*.jsonl"}], sequence_len=8)
+    assert main(["inspect", str(config.dir / "train"), "--samples", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "19.jsonl" in shown and "20.jsonl" not in shown and "25 more" in shown and "25 empty" in shown

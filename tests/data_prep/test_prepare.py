@@ -133,7 +133,7 @@ def test_parts_that_are_whole_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_job_takes_over_from_a_dead_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     small_units(monkeypatch)
     config = world(tmp_path, texts(160, sentences=8))
-    other = Lease(config.dir / ".new/scan", "000001.lease")
+    other = Lease(config.dir / ".new/scan/leases-0", "000001.lease")
     set_up = Preparation.set_up
     waiting: list[str] = []
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import random
 import sys
 import tempfile
@@ -34,6 +36,7 @@ from tests.helpers.corpus import (
     file_bytes,
     prepared,
     rejected,
+    rows_of,
     run,
     segments,
     sentence,
@@ -105,6 +108,8 @@ BROKEN: dict[str, tuple[str, bytes]] = {
     "nothing usable": ("a.jsonl", lines({"text": ""}, {"text": " "})),
     "two columns of a name": ("a.csv", f"text,n,text\n{CELLS}".encode()),
     "too many fields": ("a.csv", f"text,n\n{CELLS}one,two,three\n".encode()),
+    "truncated xz": ("a.jsonl.xz", lzma.compress(lines(*GOOD))[:-40]),
+    "damaged xz": ("a.jsonl.xz", b"x" * 400),
     "cut short": ("a.csv.gz", gzip.compress(f"text,n\n{CELLS * 99}".encode())[:-20]),
     "a quote that is not closed": ("a.csv", b'text,n\n"' + b"word, " * 80_000),
     "a quote that another closes": ("a.csv", f'text,n\n"an open, 1\n{CELLS}'.encode()),
@@ -202,6 +207,41 @@ def test_patterns_leave_hidden_files_out(tmp_path: Path) -> None:
     assert {pattern: read(tmp_path, pattern) for pattern in matches} == matches
 
 
+def test_alternatives_in_braces_are_patterns(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt", "c/d.txt", "{x,y}.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{name}\n", encoding="utf-8")
+    matches = {"{b,a}.txt": ["b.txt", "a.txt"], "{a,c/d}.t{x,x}t": ["a.txt", "a.txt", "c/d.txt", "c/d.txt"]}
+    matches["{x,y}.txt"] = ["{x,y}.txt"]
+    assert {pattern: read(tmp_path, pattern) for pattern in matches} == matches
+    with pytest.raises(UserError):
+        read(tmp_path, "{a,none}.txt")
+
+
+TWICE = {
+    "a.jsonl": b'{"text": "one", "n": 1, "text": "two"}\n',
+    "a.json": b'[{"text": "a"}, {"text": "a", "text": "b"}]',
+}
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_a_key_that_comes_twice_is_not_passed_over(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(TWICE[name])
+    assert "'text' comes twice" in fails(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv", "a.json"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_utf_16_is_called_so(tmp_path: Path, name: str, encoding: str) -> None:
+    text = {"a.txt": "one\ntwo\n", "a.csv": "text,n\none,1\n"}.get(
+        name, '[{"text": "one"},\n{"text": "two"}]\n'
+    )
+    (tmp_path / name).write_bytes(text.encode(encoding))
+    with refused("not-utf8") as caught:
+        run(data_config(tmp_path, sources=[{"files": name}]))
+    assert "UTF-16" in str(caught.value)
+
+
 @pytest.mark.parametrize("form", ["lines", "document"])
 def test_a_byte_order_mark_is_one_at_the_beginning_alone(tmp_path: Path, form: str) -> None:
     mark = "\ufeff"
@@ -225,6 +265,9 @@ def test_every_form_of_file_gives_the_same_rows(tmp_path: Path) -> None:
         "over lines.json": json.dumps({"version": 1, "data": rows}, indent=1).encode(),
         "rows.json": jsonl,
         "lines.txt": "\n".join(texts_read).encode(),
+        "other name.ndjson": jsonl,
+        "OTHER CASE.JSONL.XZ": lzma.compress(jsonl),
+        "third name.jsonlines.bz2": bz2.compress(jsonl),
     }.items():
         (tmp_path / name).write_bytes(content)
         assert read(tmp_path, name) == texts_read, name
@@ -422,3 +465,16 @@ def test_a_server_that_fails_may_be_asked_again(tmp_path: Path, web: str) -> Non
     Server.broken = False
     run(config)
     assert train_set(config).manifest.documents == 400
+
+
+def test_a_group_is_on_one_side_of_the_split(tmp_path: Path) -> None:
+    rows = [{"text": f"{text} {i}", "question": i // 5} for i, text in enumerate(texts(400))]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    grouped: dict[str, Any] = {"validation_fraction": 0.3, "sequence_len": 8}
+    config = prepared(tmp_path, **grouped, validation_group="question")
+    question = {row["text"]: row["question"] for row in rows}
+    trained, held_out = ({question[text] for text in rows_of(config, split)} for split in (0, 1))
+    assert not trained & held_out and len(trained | held_out) == 80 and 10 < len(held_out) < 40
+    (tmp_path / "none").mkdir()
+    write_jsonl(tmp_path / "none/a.jsonl", rows)
+    assert "no column other" in fails(tmp_path / "none", **grouped, validation_group="other")

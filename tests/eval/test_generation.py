@@ -5,7 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +19,13 @@ from scipy import stats
 from scipy.spatial import distance
 from transformers import AutoModelForCausalLM
 
+from emo.common.weights import context_length
+from emo.data_prep.config import context_of
+from emo.data_prep.tokenizer import load_tokenizer
 from emo.eval.generation import commands, likelihood, prefixes, quality
 from emo.eval.generation import distributions as d
-from emo.eval.generation.decoding import Decoding, Request, context_of, prompt_ids, split_ids
-from emo.eval.generation.engines import Transformers
+from emo.eval.generation.decoding import Decoding, Request, prompt_ids, split_ids
+from emo.eval.generation.engines import Transformers, Vllm
 from emo.eval.generation.records import Generation, read_records
 from emo.eval.generation.sampling import ROUNDING, Sampler
 from emo.eval.model import EvaluatedModel
@@ -143,12 +149,28 @@ def test_every_text_has_its_own_limit(llama: Any) -> None:
     texts = Sampler(llama, batch=4).run(limited, 10, done.append)
     assert [len(text.tokens) for text in texts] == [1, 3, 10, 10, 10, 7] and sum(done) == 6
     assert all(a.tokens == b.tokens[: len(a.tokens)] for a, b in zip(texts, whole, strict=True))
-    model = family("gpt2", vocab_size=97)
-    context = model.config.max_position_embeddings
-    prompts = [Request([3 + i % 90 for i in range(n)], n, context - n) for n in (context - 1, 2, context - 4)]
-    texts = Sampler(model).run(prompts, 9)
-    assert [len(text.tokens) for text in texts] == [1, 9, 4]
-    assert texts == Sampler(model, batch=1).run(prompts, 9)
+    for kind in ("gpt2", "mpt"):
+        model = family(kind, vocab_size=97)
+        prompts = [Request([3 + i % 90 for i in range(n)], n, 64 - n) for n in (63, 2, 60)]
+        texts = Sampler(model).run(prompts, 9)
+        assert [len(text.tokens) for text in texts] == [1, 9, 4]
+        assert texts == Sampler(model, batch=1).run(prompts, 9)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "mpt"])
+def test_every_family_says_how_long_its_context_is(corpus: Path, tmp_path: Path, kind: str) -> None:
+    """A longer prefix is a mistake of the user; longer texts are scored in windows."""
+    tokenizer = load_tokenizer(corpus / "small")
+    model = family(kind, vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path / kind)
+    tokenizer.save_pretrained(tmp_path / kind)
+    evaluated = EvaluatedModel(str(tmp_path / kind))
+    assert evaluated.context == 64 == context_of(tmp_path / kind) == context_length(model.config)
+    with refused("context"):
+        Generation(Transformers(evaluated), prefixes.from_texts(["the cat " * 40]), 4, 1, (0,), tmp_path)
+    with refused("context"):
+        likelihood.continuations(evaluated, [([1] * 60, [5] * 9)])
+    assert likelihood.texts(evaluated, ["the cat " * 60]).tokens[0] > 64
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +253,7 @@ def test_beams_as_many_as_tokens_find_the_likeliest_pair(corpus: Path, tmp_path:
         logits = model.model(pairs).logits.log_softmax(-1)
     means = {}  # log-probability per token: texts of one token where it ends them, else of two
     for first in range(size):
-        if first in Transformers(model).ends:
+        if first in model.ends:
             means[first,] = float(logits[0, -2, first])
         else:
             second = int(logits[first, -1].argmax())
@@ -240,9 +262,15 @@ def test_beams_as_many_as_tokens_find_the_likeliest_pair(corpus: Path, tmp_path:
 
 
 def test_perplexities_equal_naive_ones(corpus: Path, sampled: Path) -> None:
-    """PPL_oracle, PPL_test and cross-entropies, to 1e-6; the oracle of its own samples is at its floor."""
+    """PPL_oracle, PPL_test and cross-entropies, to 1e-6; the oracle of its own samples is at its floor.
+
+    The reference may name another end of text, as a model before its tuning does.
+    """
     paths = {name: corpus / name for name in ("small", "oracle")}
-    (result,) = measured(corpus, [sampled], "--oracle", paths["oracle"], "--reference", paths["oracle"])
+    shutil.copytree(paths["oracle"], corpus / "untuned")
+    settings = json.loads((corpus / "untuned/tokenizer_config.json").read_text())
+    (corpus / "untuned/tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<unk>"}))
+    (result,) = measured(corpus, [sampled], "--oracle", paths["oracle"], "--reference", corpus / "untuned")
     records, tokenizer = read_records(sampled)[1], EvaluatedModel(str(paths["oracle"])).tokenizer
     pairs = [(split_ids(tokenizer, r["prefix"], "")[0], r["ids"]) for r in records]
     exact, oracle = naive_per_token(paths["oracle"], pairs), result["ppl_oracle"]
@@ -326,16 +354,6 @@ def test_texts_of_any_script_have_words(text: str) -> None:
         assert first == 1.0 and other == 0.0 and 0 <= half < 1
     assert quality.distinct([text], 2) == 1.0 and quality.distinct([text, text], 2) == 0.5
     assert (quality.repetition(f"{text} {text}", 2) or 0) > 0.3
-
-
-@pytest.mark.parametrize(
-    "key", ["max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len"]
-)
-def test_every_name_of_a_context_is_known(key: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {key: 96}}))
-    model = EvaluatedModel.__new__(EvaluatedModel)
-    model.path = tmp_path
-    assert context_of(model) == 96
 
 
 def test_rouge_of_english_is_rouge_scores() -> None:
@@ -434,3 +452,68 @@ def test_the_fast_cross_entropies_and_the_temperature_of_an_entropy_are_exact() 
         assert d.matching_temperature(logits, target) == pytest.approx(temperature, rel=1e-9)
     with pytest.raises(ValueError):
         d.matching_temperature(logits, math.log(61))
+
+
+class FakeVllm:
+    """Writes on after an end, as an engine that has not been asked to stop there would."""
+
+    def __init__(self, model: EvaluatedModel) -> None:
+        self.model = model
+        self.asked: list[Any] = []
+
+    def SamplingParams(self, **settings: Any) -> SimpleNamespace:  # noqa: N802 - vLLM's name
+        return SimpleNamespace(**settings)
+
+    def LLM(self, *_: Any, **__: Any) -> Any:  # noqa: N802
+        return self
+
+    def generate(self, prompts: list[dict[str, list[int]]], settings: list[Any], **_: Any) -> list[Any]:
+        self.asked += settings
+        requests = [Request(prompt["prompt_token_ids"], 0) for prompt in prompts]
+        texts = Sampler(self.model.model, GREEDY).run(requests, settings[0].max_tokens)
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(token_ids=t.tokens, finish_reason="stop")])
+            for t in texts
+        ]
+
+
+@pytest.mark.parametrize("place", ["generation_config.json", "config.json", "text_config", "tokenizer"])
+@pytest.mark.parametrize("engine", [Transformers, Vllm])
+def test_a_text_stops_at_every_end_and_has_none(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, engine: type[Transformers]
+) -> None:
+    """Ends are taken from all files together, whether or not the tokenizer calls them special."""
+    shutil.copytree(corpus / "small", tmp_path / "model")
+    request, path = [Request([1, 5, 6], 0)], tmp_path / "model"
+    model = EvaluatedModel(str(path))
+    written = Sampler(model.model, GREEDY).run(request, 8)[0].tokens
+    end = next(token for token in written[2:] if token not in written[:2])
+    files = {
+        name: json.loads((path / name).read_text()) for name in ("generation_config.json", "config.json")
+    }
+    if place == "tokenizer":
+        name = model.tokenizer.convert_ids_to_tokens(end)
+        config = json.loads((path / "tokenizer_config.json").read_text()) | {"eos_token": name}
+        (path / "tokenizer_config.json").write_text(json.dumps(config))
+    else:
+        tree = files["config.json" if place == "text_config" else place]
+        (tree.setdefault("text_config", {}) if place == "text_config" else tree)["eos_token_id"] = [end, 0]
+    for name, tree in files.items():
+        (path / name).write_text(json.dumps(tree))
+    model = EvaluatedModel(str(path))
+    model.model = EvaluatedModel(str(corpus / "small")).model
+    fake = FakeVllm(model)
+    monkeypatch.setitem(sys.modules, "vllm", fake)
+    monkeypatch.setattr("emo.eval.generation.engines.find_spec", lambda _: True)
+    monkeypatch.setattr("emo.eval.generation.engines.version", lambda _: "1")
+    ((ids, reply),) = engine(model, GREEDY).reply(request, 8, lambda _: None)
+    stop = written.index(end)
+    assert (ids, reply["ended"]) == (written[: stop + 1], True)
+    assert (
+        reply["text"]
+        == model.tokenizer.decode([1, 5, 6, *written[:stop]], skip_special_tokens=True)[
+            len(model.tokenizer.decode([1, 5, 6], skip_special_tokens=True)) :
+        ]
+    )
+    assert end in engine(model, GREEDY).identity["ends"] == model.ends
+    assert all(settings.stop_token_ids == model.ends for settings in fake.asked)

@@ -16,8 +16,10 @@ import torch
 import zstandard
 
 from emo.common.errors import UserError
+from emo.data_prep.chat_templates import read_template
+from emo.data_prep.chats import ChatEncoder
 from emo.data_prep.encode import EncodeSettings, RowEncoder
-from emo.data_prep.templates import Chat, ChatEncoder, Conversation, Exchange, read_template
+from emo.data_prep.templates import Chat, Conversation, Exchange
 from emo.data_prep.tokenizer import save_tokenizer
 from emo.eval.judging import answers, judging, results
 from emo.eval.judging.answers import Question, read_questions
@@ -377,7 +379,7 @@ def test_a_question_is_put_as_in_training(world: Path, tmp_path: Path, template:
         if template == "chat_template":
             roles = zip(("user", "assistant"), (question.text, "It is."), strict=True)
             chat = Chat(json.dumps([{"role": role, "content": content} for role, content in roles]))
-            ids, spans = ChatEncoder(directory, read_template(directory, "it")).encode(chat)
+            ((ids, spans),) = ChatEncoder(directory, read_template(directory, "it")).encode(chat)
             expected = ids[: int(spans[0][0])]
         else:
             exchange = Exchange(q["instruction"], "Because it is.", q["input"])

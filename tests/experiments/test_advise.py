@@ -89,7 +89,15 @@ def test_a_recipe_is_put_on_the_map(
     tiny_model(tmp_path / "model", 1, tokenizer, vocab_size=384)
     model = [f"model.path={tmp_path / 'model'}", "model.architecture=null"]
     assert advise.main(["advise", str(recipe), *model]) == 0
-    assert "cell   400 tokens" in capsys.readouterr().out
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith("EMO is not expected") and any("cell   400 tokens" in line for line in others)
+    (tmp_path / "map.json").write_text(json.dumps({"rows": [row for row in rows() if row["V"] == 50]}))
+    monkeypatch.setattr(advise, "fit_of_recipe", lambda *_: pytest.fail("no model is read in vain"))
+    assert advise.main(["advise", str(recipe), *model]) == 0
+    assert "not known" in capsys.readouterr().out
+    (tmp_path / "map.json").write_text(json.dumps({"code": "c0de", "level": 0.95, "rows": rows()}))
+    monkeypatch.undo()
+    monkeypatch.setattr(advise, "MAP", tmp_path / "map.json")
     assert advise.main(["advise", str(recipe), *model, "objective.cost=live"]) == 2
 
 

@@ -22,6 +22,7 @@ LEARNED = "{% if m.role == 'assistant' %}{% generation %}" + SAYS + "{% endgener
 MARKED = CHATML.replace(SAYS, LEARNED + "{% else %}" + SAYS + "{% endif %}")  # says what the assistant says
 THOUGHTS = "{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
 THINKING = CHATML.replace(SAYS, THOUGHTS + SAYS)  # as Qwen3's: only the last answer has thoughts
+SILENT = CHATML.replace("<|im_end|>", "").replace("<|im_start|>", "")  # nothing ends an answer
 TODAY = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% else %}1 Jan 2024{% endif %}"
 DATED = TODAY + CHATML
 CALLS = "{% for c in m.tool_calls or [] %}<call>{{ c.function.arguments | tojson }}{% endfor %}"

@@ -31,10 +31,17 @@ from tests.conftest import REPO
 
 # In the order in which a newcomer meets them: what one page makes, the next ones use.
 PAGES = ("README", "docs/first-run", "docs/tasks", "docs/objectives", "docs/operations")
-NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "real data", "service", "time"}
+NEEDS = {"GPUs", "hub", "hosts", "Slurm", "Kubernetes", "Docker", "Apptainer", "real data", "service", "time"}
 LANGUAGES = {"bash", "python", "yaml", "text"}
 ROOMS = "common|data_prep|pipeline|eval|experiments|launch"
-FOREIGN = {"sbatch", "docker", "kubectl", "pip", "make"}  # whose own options nobody here can be asked about
+FOREIGN = {
+    "sbatch",
+    "docker",
+    "apptainer",
+    "kubectl",
+    "pip",
+    "make",
+}  # whose own options nobody here can be asked about
 DOCKERS = {"--help", "--build-arg", "--read-only", "--secret", "--tmpfs"}  # named without their command
 LAUNCHERS = ("deepspeed.launcher.runner", "torch.distributed.run")
 _MARKDOWN = MarkdownIt("commonmark").enable("table")

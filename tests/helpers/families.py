@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 VOCAB = 61
@@ -70,19 +71,175 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": GROUPED | EXPERTS | SLIDING,
     "bert": BASE,  # not causal
 }
+MOE = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+THETA = {"rope_theta": 5e5}
+HYBRID: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention"]}
+HYBRID |= {f"linear_{key}": 2 for key in ("num_key_heads", "num_value_heads")}
+HYBRID |= {f"linear_{key}_head_dim": 8 for key in ("key", "value")}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+DEEPSEEK = PAIRED | MOE | LATENT | {"n_routed_experts": 4, "first_k_dense_replace": 1}
+SCALED = {"original_max_position_embeddings": 32, "factor": 2.0, "rope_theta": 5e5}
+LLAMA3 = SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = SCALED | {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0}
+LONG = SCALED | {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+BY_LAYER = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+    "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5},
+}
+PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 61, "pad_token_id": 0}
+MIXED = {"layer_types": ["sliding_attention", "full_attention"]}
+
+# More families whose exports other programs read; a name ends with what is special about it.
+EXPORTED: dict[str, dict[str, Any]] = {
+    "llama-llama3": PAIRED | {"rope_parameters": LLAMA3},
+    "llama-linear": PAIRED | {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}},
+    "llama-dynamic": PAIRED | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5}},
+    "llama-tied": PAIRED | THETA | {"tie_word_embeddings": True},
+    "qwen2-yarn": PAIRED | {"rope_parameters": YARN, "tie_word_embeddings": True},
+    "qwen2-sliding": PAIRED | THETA | SLIDING | {"use_sliding_window": True, "max_window_layers": 1},
+    "qwen2_moe": PAIRED | MOE | THETA | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_moe": GROUPED | MOE | THETA | {"num_experts": 4},
+    "qwen3_next": GROUPED | MOE | THETA | HYBRID | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "qwen3_5_text": GROUPED | HYBRID,
+    "qwen3_5_moe_text": GROUPED | MOE | HYBRID | {"num_experts": 4, "shared_expert_intermediate_size": 16},
+    "gpt_neox-theta": BASE | {"rotary_emb_base": 2e4, "rotary_pct": 0.5, "use_parallel_residual": False},
+    "gpt_neox-tied": BASE | {"tie_word_embeddings": True},
+    "gpt_neox_japanese": BASE | {"intermediate_multiple_size": 2, "rotary_emb_base": 2e4},
+    "codegen": OLD | {"n_head": 4, "rotary_dim": 8},
+    "gemma3_text-layers": GROUPED | SLIDING | MIXED | {"rope_parameters": BY_LAYER},
+    "gemma3n_text": GROUPED
+    | SLIDING
+    | MIXED
+    | PER_LAYER
+    | {"laurel_rank": 4, "altup_num_inputs": 2, "num_kv_shared_layers": 0, "intermediate_size": [48, 48]}
+    | {"activation_sparsity_pattern": [0.0, 0.0]},
+    "gemma4_text": GROUPED | SLIDING | MIXED | PER_LAYER | {"num_kv_shared_layers": 0},
+    "aria_text": GROUPED
+    | THETA
+    | {"moe_num_experts": 4, "moe_topk": 2, "moe_num_shared_experts": 1, "pad_token_id": 0},
+    "olmo": PAIRED | THETA,
+    "olmo2": PAIRED | THETA,
+    "olmo3": PAIRED
+    | SLIDING
+    | MIXED
+    | {
+        "rope_parameters": {
+            "full_attention": YARN,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
+        }
+    },
+    "gpt_oss-yarn": GROUPED | EXPERTS | SLIDING | {"rope_parameters": YARN | {"truncate": False}},
+    "olmoe": PAIRED | THETA | {"num_experts": 4, "num_experts_per_tok": 2},
+    "flex_olmo": PAIRED | THETA | {"pad_token_id": 0, "num_experts": 4, "num_experts_per_tok": 2},
+    "phi-theta": BASE | THETA | {"partial_rotary_factor": 0.25},
+    "phi3": PAIRED | THETA | {"pad_token_id": 0, "partial_rotary_factor": 0.5},
+    "phimoe-long": PAIRED
+    | EXPERTS
+    | {
+        "original_max_position_embeddings": 32,
+        "rope_parameters": LONG | {"short_mscale": 1.1, "long_mscale": 1.2},
+    },
+    "stablelm-dynamic": PAIRED
+    | {
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 5e5},
+    },
+    "gpt_neox-linear": BASE
+    | {"rope_parameters": BY_LAYER["full_attention"] | {"partial_rotary_factor": 0.5}},
+    "phi3-long": PAIRED
+    | {"pad_token_id": 0, "original_max_position_embeddings": 32, "max_position_embeddings": 64}
+    | {"rope_parameters": {k: v for k, v in LONG.items() if k != "factor"}},
+    "phimoe": PAIRED | THETA | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "stablelm-theta": PAIRED | THETA | {"partial_rotary_factor": 0.5},
+    "cohere-theta": BASE | THETA,
+    "cohere2": PAIRED | THETA | SLIDING,
+    "granite-theta": PAIRED | THETA | {"embedding_multiplier": 2.0, "attention_multiplier": 0.1},
+    "granitemoe": PAIRED | THETA | EXPERTS,
+    "granitemoeshared": PAIRED | THETA | EXPERTS | {"shared_intermediate_size": 16},
+    "granitemoehybrid": PAIRED
+    | EXPERTS
+    | MAMBA2
+    | {"shared_intermediate_size": 16, "mamba_expand": 2}
+    | {"layer_types": ["mamba", "attention"]},
+    "bamba": PAIRED | MAMBA2 | {"mamba_expand": 2, "attn_layer_indices": [1]},
+    "zamba2": PAIRED
+    | {"layers_block_type": ["linear_attention", "hybrid"], "use_mem_rope": True}
+    | {"n_mamba_heads": 4, "mamba_d_state": 4, "num_key_value_heads": 2, "adapter_rank": 4},
+    "nemotron": PAIRED | THETA,
+    "nemotron_h": PAIRED
+    | {"hybrid_override_pattern": "M*", "mamba_num_heads": 4, "mamba_head_dim": 16}
+    | {"n_groups": 1, "ssm_state_size": 4},
+    "helium": GROUPED | THETA,
+    "arcee": PAIRED | THETA,
+    "apertus": PAIRED | {"rope_parameters": LLAMA3},
+    "seed_oss": GROUPED | THETA,
+    "smollm3": PAIRED | THETA | {"pad_token_id": 0, "no_rope_layers": [1, 0]},
+    "exaone4": PAIRED | THETA | SLIDING | {"sliding_window_pattern": 2},
+    "starcoder2": PAIRED | THETA | SLIDING,
+    "persimmon": BASE | THETA,
+    "diffllama": PAIRED | THETA,
+    "glm": GROUPED | THETA | {"pad_token_id": 0},
+    "glm4": GROUPED | THETA | {"pad_token_id": 0},
+    "glm4_moe": GROUPED | MOE | THETA | {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
+    "deepseek_v2": DEEPSEEK,
+    "deepseek_v2-yarn": DEEPSEEK | {"rope_parameters": YARN},
+    "deepseek_v3": DEEPSEEK | {"n_group": 2, "topk_group": 1},
+    "deepseek_v3-yarn": DEEPSEEK
+    | {"n_group": 2, "topk_group": 1, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+    "dots1": GROUPED
+    | MOE
+    | THETA
+    | {"n_shared_experts": 1, "n_routed_experts": 4, "first_k_dense_replace": 1},
+    "ernie4_5": GROUPED | THETA,
+    "ernie4_5_moe": PAIRED
+    | THETA
+    | {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 0}
+    | {"moe_layer_end_index": 1},
+    "hunyuan_v1_dense": GROUPED | THETA,
+    "hunyuan_v1_moe": GROUPED | THETA | {"num_experts": 4, "moe_topk": 2},
+    "jamba-experts": PAIRED
+    | JAMBA
+    | {"mamba_d_state": 4, "pad_token_id": 0, "mamba_dt_rank": 8}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 1, "expert_layer_offset": 0},
+    "jetmoe": {"hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "kv_channels": 16}
+    | {"intermediate_size": 48, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "minimax_m2": GROUPED | EXPERTS | THETA | {"rotary_dim": 8},
+    "lfm2_moe": PAIRED
+    | MOE
+    | THETA
+    | {"num_experts": 4, "num_dense_layers": 1}
+    | {"layer_types": ["conv", "full_attention"]},
+    "longcat_flash": PAIRED
+    | LATENT
+    | {"num_layers": 1, "ffn_hidden_size": 48, "expert_ffn_hidden_size": 16, "n_routed_experts": 4}
+    | {"moe_topk": 2, "zero_expert_num": 1, "head_dim": 8},
+    "llama4_text": GROUPED
+    | THETA
+    | {"num_local_experts": 2, "intermediate_size_mlp": 48, "attention_chunk_size": 16, "pad_token_id": 0},
+    "mixtral-theta": PAIRED | THETA | {"num_local_experts": 4},
+    "ministral": GROUPED | THETA | SLIDING,
+    "vaultgemma": GROUPED | SLIDING,
+    "bitnet": PAIRED | THETA,
+    "doge": PAIRED | THETA,
+    "falcon_mamba": STATES | {"intermediate_size": 64},
+    "modernbert-decoder": BASE
+    | {"pad_token_id": 0, "local_attention": 8, "global_attn_every_n_layers": 2}
+    | {"rope_parameters": BY_LAYER | {"full_attention": {"rope_type": "default", "rope_theta": 5e5}}},
+}
 EAGER = ("gemma2",)  # soft-capped attention has no SDPA form
 
 
 def family(name: str, attn: str | None = None, **changes: Any) -> Any:
     """A tiny model of family `name` in evaluation mode; weights large enough for attention to matter."""
-    settings = {"vocab_size": VOCAB} | FAMILIES[name] | changes
-    config = AutoConfig.for_model(name.removesuffix("-alibi"), **settings)
+    settings = copy.deepcopy({"vocab_size": VOCAB} | (FAMILIES | EXPORTED)[name] | changes)
+    model_type = name if name in CONFIG_MAPPING else name.rpartition("-")[0]
+    config = AutoConfig.for_model(model_type, **settings)
     torch.manual_seed(0)
     attn = attn or ("eager" if name in EAGER else None)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attn).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() in (2, 3):
                 parameter.mul_(3)
     return model
 

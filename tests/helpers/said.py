@@ -4,5 +4,6 @@ from __future__ import annotations
 
 
 def lines(text: str) -> list[str]:
-    """Its lines, without the word that it begins with while libraries are loaded."""
-    return [line for line in text.splitlines() if not line.endswith(": loading libraries")]
+    """Its lines, without those that say what is being loaded."""
+    loading = (": loading libraries", ": loading weights")
+    return [line for line in text.splitlines() if not line.endswith(loading)]

@@ -29,7 +29,7 @@ def parts_of(
         batches = []
         for i, first, last in zip(inputs.tolist(), bounds, bounds[1:], strict=False):
             member = hashes[first:last].astype(np.uint64)
-            columns = weighed(i, member, weights[i], splits[i], config)
+            columns = weighed(i, member, member, weights[i], splits[i], config)
             columns |= {"hash": member, "chars": chars[first:last].astype(np.uint32)}
             columns |= {"reason": reasons[first:last].astype(np.uint8)}
             rows = {name: array_of(values) for name, values in columns.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +26,10 @@ from emo.pipeline.config import (
     lr_at,
     solve_batch,
 )
+from emo.pipeline.loss import get_objective
 from emo.pipeline.planning import ds_file, host
 from emo.pipeline.planning.ds_file import REPORTS, check_host, deepspeed_config, parameter_groups
+from emo.pipeline.planning.plan import setup_of
 from tests.conftest import REPO
 from tests.helpers.families import family
 from tests.helpers.refusals import refused
@@ -189,6 +192,95 @@ def test_what_does_not_go_together(tmp_path: Path, content: str, overrides: tupl
     path.write_text(f"{{{content}}}")
     with refused(code):
         resolved(path, *overrides)
+
+
+# Files as they are handed around for other trainers.
+HF_OWNED: dict[str, Any] = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+}
+HF_ZERO2 = {"stage": 2, "allgather_partitions": True, "allgather_bucket_size": 2e8, "overlap_comm": True}
+HF_ZERO3 = {
+    **{"stage": 3, "overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e9},
+    **{"reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"},
+    **{"stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9},
+    **{"stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": True},
+}
+CPU = {"device": "cpu", "pin_memory": True}
+AXOLOTL_BF16 = {"bf16": {"enabled": True}, "gradient_clipping": "auto", "wall_clock_breakdown": False}
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        HF_OWNED | {"zero_optimization": HF_ZERO2, "steps_per_print": 2000, "wall_clock_breakdown": False},
+        HF_OWNED | {"zero_optimization": HF_ZERO2 | {"offload_optimizer": CPU}},
+        HF_OWNED | {"zero_optimization": HF_ZERO3},
+        HF_OWNED | {"zero_optimization": HF_ZERO3 | {"offload_optimizer": CPU, "offload_param": CPU}},
+        AXOLOTL_BF16 | {"zero_optimization": {"stage": 1, "overlap_comm": True}},
+        AXOLOTL_BF16 | {"zero_optimization": HF_ZERO3, "train_batch_size": 16},
+        {"zero_optimization": HF_ZERO3 | {"stage3_max_live_parameters": "auto", "offload_param": "auto"}},
+        {"zero_optimization": "auto", "flops_profiler": {"enabled": False}},
+        {"bf16": "auto", "optimizer": {"type": "AdamW", "params": {"betas": ["auto", "auto"]}}}
+        | {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "auto"}}},
+    ],
+)
+def test_files_for_other_trainers_are_accepted(
+    tmp_path: Path, tree: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """What the recipe owns comes from the recipe, "auto" is DeepSpeed's default, and one line says so."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(tree))
+    made = resolved(path)
+    plain = resolved(REPO / "ds_configs/zero2.json")
+    assert "auto" not in json.dumps(made) and "scheduler" not in made and "fp16" not in made
+    for key in ("optimizer", "train_batch_size", "gradient_clipping", "bf16"):
+        same = "offload_optimizer" not in made["zero_optimization"] or key != "optimizer"
+        assert not same or made[key] == plain[key]
+    zero = tree["zero_optimization"]
+    if isinstance(zero, dict):
+        kept = {key: value for key, value in zero.items() if not isinstance(value, dict) and value != "auto"}
+        assert made["zero_optimization"].items() >= (kept | {"overlap_comm": False}).items()
+    (note,) = caplog.messages
+    assert all(key in note for key in tree if key in ds_file.OWNED_BY_RECIPE)
+    config = load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", [])
+    assert setup_of(config, Batch(16, 4, 1, 4), made, get_objective("mle")).live == 1e9
+
+
+def test_all_that_is_wrong_with_a_file_is_listed(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    wrong = {
+        "train_batch_size": 4,
+        "gradient_clipping": 0.5,
+        "fp16": {"enabled": True},
+        "wandb": {"enabled": True},
+    }
+    wrong |= {
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}},
+        "optimizer": {"type": "Lamb"},
+    }
+    path.write_text(json.dumps(wrong | {"zero_optimization": {"stage": 2}}))
+    with refused("ds-owned") as error:
+        resolved(path)
+    assert len(error.value.lines) == len(wrong)
+    assert all(any(f"sets {key}" in line for line in error.value.lines) for key in wrong)
+    unknown = {"tensor_parallel": {}, "zero_optimisation": {}, "gradient_cliping": 1}
+    path.write_text(json.dumps(unknown | {"zero_optimization": {"stage": 2}}))
+    with refused("ds-cuts") as error:
+        resolved(path)
+    assert len(error.value.lines) == len(unknown)
 
 
 def test_the_files_of_this_repository_are_accepted() -> None:

@@ -13,9 +13,10 @@ import pytest
 import torch
 import yaml
 
-from emo.common.errors import FailureError, UserError
+from emo.common.errors import ExitCode, FailureError, UserError
 from emo.common.recipe import marked
 from emo.data_prep.tokenizer import load_tokenizer
+from emo.launch import supervise
 from emo.pipeline import checkpoint, copies, identity
 from emo.pipeline.config import FREE, RunConfig, dump_config, load_config
 from emo.pipeline.engine import STATE_CLASSES, _only_data
@@ -36,7 +37,7 @@ RECIPE = REPO / "launch/recipes/quickstart-pretrain.yaml"
 
 
 def config(run_dir: Path, *overrides: str) -> RunConfig:
-    return load_config(RECIPE, [f"output_dir={run_dir}", *overrides])
+    return load_config(RECIPE, [f"output_dir={run_dir}", "objective.name=emo", *overrides])
 
 
 def test_keys_added_or_removed_and_other_data_are_refused(tmp_path: Path) -> None:
@@ -47,6 +48,25 @@ def test_keys_added_or_removed_and_other_data_are_refused(tmp_path: Path) -> Non
     with pytest.raises(UserError, match=r"'f{12}' and is 'e{12}'") as caught:  # beginnings of digests
         identity.compare(config(tmp_path, "objective.params.ratio_cap=3"), {"data": "e" * 64})
     assert caught.value.code == "changed-data"
+
+
+def test_every_changed_key_is_named_before_any_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the command itself, which starts no launcher."""
+    identity.claim(config(tmp_path), DATA)
+    changed = ["train.global_batch_size=4", "train.num_train_epochs=3", "train.logging_steps=7"]
+    monkeypatch.setattr(supervise, "supervise", lambda *_: pytest.fail("a launcher was started"))
+    argv = ["launch/continual.sh", str(RECIPE), f"output_dir={tmp_path}", "objective.name=emo"]
+    assert supervise.main([*argv, *changed]) == ExitCode.MISTAKE
+    lines = capsys.readouterr().err.splitlines()
+    named = [next(key for key in changed if key.split("=")[0] in line) for line in lines]
+    assert sorted(named) == changed[:2]
+    monkeypatch.setattr(supervise, "supervise", lambda *_: 0)
+    assert supervise.main([*argv, changed[2]]) == ExitCode.DONE
+    with refused("changed-data") as error:
+        identity.compare(config(tmp_path), {"data": "e" * 64, "validation": {"validation": "a"}})
+    assert len(error.value.lines) == 2
 
 
 def test_another_run_in_the_copy_is_refused(tmp_path: Path) -> None:
@@ -340,7 +360,6 @@ def test_an_extra_that_is_not_installed(prepared: Path, monkeypatch: pytest.Monk
     ("override", "expected"),
     [
         ("deepspeed=none.json", "none.json"),
-        ("objective.params.ratio_cup=3", "ratio_cap"),
         ("objective.name=demd_dense", "teacher"),
         ("objective.cost=none.safetensors", "objective.cost=none.safetensors"),
         ("train.profile.steps=[3,9]", "train.profile.steps"),

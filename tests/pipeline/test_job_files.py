@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,9 +14,10 @@ import pytest
 import yaml
 
 import emo.launch.quickstart as quickstart
+from emo.common.errors import ExitCode
 from emo.launch.supervise import reported, verdict
 from emo.pipeline.config import load_config
-from tests.campaigns.kubernetes import installed_kustomize, problems, render, targets
+from tests.campaigns.kubernetes import Document, installed_kustomize, problems, render, targets
 from tests.conftest import REPO
 from tests.helpers import launching
 
@@ -101,6 +103,57 @@ def test_failures_are_queued_again_so_many_times(tmp_path: Path) -> None:
     assert not (tmp_path / "requeued").exists()
 
 
+def test_evaluation_comes_back_with_the_options_it_was_given(tmp_path: Path) -> None:
+    """From the environment of the job and from what scontrol shows of it; absent ones are left out."""
+    shown = "   Account=team QOS=(null) Partition=a100\n   NumNodes=2-2 TimeLimit=02:30:00 Features=(null)\n"
+    shown += f"   ExcNodeList=node-9\n   Command={REPO}/launch/slurm/evaluate.sbatch a b\n"
+    for command, text in (
+        ("srun", "exit 0"),
+        ("scontrol", 'printf "%s" "$STAND_IN_SHOWN"'),
+        ("sbatch", 'printf "%s\\n" "$@" > "$SLURM_SUBMIT_DIR/submitted"'),
+    ):
+        (tmp_path / command).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / command).chmod(0o755)
+    job = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "17", "EVERY": "20", "STAND_IN_SHOWN": shown}
+    job |= {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_QOS": "high", "SLURM_MEM_PER_CPU": "4096"}
+    job |= {
+        "SLURM_GPUS_PER_TASK": "1",
+        "SLURM_CPUS_PER_TASK": "8",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    spooled = shutil.copy(REPO / "launch/slurm/evaluate.sbatch", tmp_path / "slurm_script")
+    command = ["bash", spooled, "runs/emo", "/data", "--tasks", "sst2,my task"]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    assert subprocess.run(command, env=environment | job, timeout=60).returncode == 0
+    words = (tmp_path / "submitted").read_text().splitlines()
+    script = words.index(f"{REPO}/launch/slurm/evaluate.sbatch")
+    given = ["account=team", "partition=a100", "qos=high", "exclude=node-9", "time=02:30:00", "nodes=2"]
+    given += ["gpus-per-task=1", "cpus-per-task=8", "mem-per-cpu=4096", "begin=now+20minutes"]
+    assert sorted(words[:script]) == sorted(f"--{option}" for option in given)
+    assert words[script + 1 :] == ["runs/emo", "/data", "--tasks", "sst2,my task"]
+
+
+@pytest.mark.parametrize("has_python", [True, False])
+def test_without_the_packages_the_launch_script_says_so(tmp_path: Path, has_python: bool) -> None:
+    """In a line that names `make setup`, not in a traceback."""
+    for name in ("sh", "env"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    if has_python:  # without its packages
+        (tmp_path / "python").write_text(f'#!/bin/sh\nexec "{sys.base_exec_prefix}/bin/python3" -S "$@"\n')
+        (tmp_path / "python").chmod(0o755)
+    (tmp_path / "launch").mkdir()
+    for name in ("continual.sh", "python.sh", "supervise.py"):
+        shutil.copy(REPO / "launch" / name, tmp_path / "launch" / name)
+    for name in ("emo", "common", "pipeline", "data_prep"):
+        (tmp_path / name).symlink_to(REPO / name)
+    (tmp_path / "launch/__init__.py").touch()
+    environment = {"PATH": str(tmp_path), "PYTHONNOUSERSITE": "1"}
+    command = ["sh", "launch/continual.sh", "recipe.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == ExitCode.MISTAKE and len(done.stderr.splitlines()) == 1
+    assert "make setup" in done.stderr
+
+
 def under_kubernetes(code: int) -> str:
     """Return the action of the training job's first rule that fits an exit code."""
     documents = yaml.safe_load_all((REPO / "launch/k8s/base/train.yaml").read_text())
@@ -164,6 +217,59 @@ def test_kustomize_renders_what_agrees(target: Path, tmp_path: Path) -> None:
     if target.parent.name == "overlays":  # one that a site keeps in a repository of its own
         (tmp_path / "kustomization.yaml").write_text(elsewhere)
         assert render(tmp_path, command) == render(target, command)
+
+
+@pytest.fixture(scope="module")
+def rendered() -> dict[str, list[Document]]:
+    """Every target's documents, by its name."""
+    if (command := installed_kustomize()) is None:
+        pytest.skip("needs kustomize or kubectl")
+    return {target.name: render(target, command) for target in targets()}
+
+
+def test_two_runs_share_a_namespace(rendered: dict[str, list[Document]]) -> None:
+    """They have only the claim in common, and no pod is selected by the other's service or policy."""
+    first, second = (
+        {(d["kind"], d["metadata"]["name"]): d for d in rendered[name]} for name in ("cluster", "second-run")
+    )
+    assert not first.keys() & second.keys()
+    assert {d["metadata"]["namespace"] for d in (*first.values(), *second.values())} == {"emo"}
+    assert [kind for kind, _ in first if kind == "PersistentVolumeClaim"] == ["PersistentVolumeClaim"]
+    assert "PersistentVolumeClaim" not in {kind for kind, _ in second}
+    for documents, other in ((first, second), (second, first)):
+        text = yaml.safe_dump_all(documents.values())
+        (train,) = (name for kind, name in documents if kind == "Job" and name.endswith("train"))
+        (stranger,) = (name for kind, name in other if kind == "Job" and name.endswith("train"))
+        assert f"job-name: {train}" in text and f"job-name: {stranger}\n" not in text
+        assert "claimName: emo-runs" in text
+
+
+@pytest.mark.parametrize("kind", ["emo-prepare", "emo-train", "emo-watch", "emo-evaluate"])
+def test_pods_get_the_options_of_their_settings(
+    rendered: dict[str, list[Document]], tmp_path: Path, kind: str
+) -> None:
+    """key=value for preparation and training, options for evaluation, quoted as in a shell."""
+    documents = rendered["second-run"]
+    (settings,) = (d["data"] for d in documents if d["kind"] == "ConfigMap")
+    (job,) = (d for d in documents if d["metadata"]["name"].endswith(kind) and "Job" in d["kind"])
+    pod = job["spec"].get("jobTemplate", job)["spec"]["template"]["spec"]
+    (tmp_path / "launch").mkdir()
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    for name, text in (("launch/entrypoint.sh", 'printf "%s\\n" "$@"'), ("getent", "exit 0")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = settings | {"RUN_DIR": str(run_dir), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment |= {"JOB_NAME": job["metadata"]["name"], "JOB_COMPLETION_INDEX": "0", "CPUS": "8"}
+    command = ["sh", "-c", *pod["containers"][0]["args"]]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    words = done.stdout.splitlines()
+    expected = ["--tasks", "sst2,agnews", "--limit", "500"]
+    if kind in ("emo-prepare", "emo-train"):
+        expected = ["train.seed=7", "train.sample_prompts=[The man saw]"]
+    assert words[-len(expected) :] == expected
+    assert kind != "emo-train" or words[words.index("--master_addr") + 1] == "second-emo-train"
+    assert "tolerations" in pod and "imagePullSecrets" in pod
 
 
 def test_health_is_how_long_a_run_has_been_at_what_it_does(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -110,6 +111,26 @@ def test_a_gpu_takes_the_first_attention_that_host_and_family_have(
     assert auto(llama) == "flash_attention_2"
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"target_modules": ["lm_head"]},
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": [1]},
+    ],
+)
+def test_an_adapted_head_is_named_as_the_reason(settings: dict[str, Any]) -> None:
+    """By recipe before weights are loaded; in a program of the user's when the loss is put in."""
+    with pytest.raises(UserError) as caught:
+        add_lora(family("llama"), choice(lora={"r": 2, "targets": ["lm_head"]}), 0)
+    assert caught.value.code == "adapted-head"
+    model = family("llama", tie_word_embeddings=True)
+    peft.get_peft_model(model, peft.LoraConfig(**settings))
+    with pytest.raises(UserError) as caught:
+        fuse_model(model, get_objective("mle"))
+    assert caught.value.code == "adapted-head"
+
+
 @pytest.mark.parametrize("targets", [["q_proj", "v_prj"], "all_linear", "("])
 def test_adapters_on_layers_that_do_not_exist(targets: str | list[str]) -> None:
     with pytest.raises(UserError, match=r"model\.lora\.targets"):
@@ -169,15 +190,20 @@ def test_tied_weights_that_differ_are_refused(model_type: str, pickled: bool, tm
 
 def test_data_that_do_not_fit_are_refused(shared_data: Path) -> None:
     new, stories = choice(), ModelConfig(path=str(shared_data / "models" / "stories260K"))
-    right = tokenizer_fingerprint(load_tokenizer(str(stories.path)))
-    for model, vocabulary, block, tokenizer, fits in (
-        (new, 61, 32, "x", True),
-        (new, 62, 32, "x", False),
-        (new, 61, 65, "x", False),
-        (stories, 61, 32, right, True),
-        (stories, 61, 32, "x", False),
+    tokenizer = load_tokenizer(str(stories.path))
+    right, end = tokenizer_fingerprint(tokenizer), tokenizer.eos_token_id
+    tokenizer.eos_token = "a"  # data may end with another token than the model names
+    for model, vocabulary, block, digest, eos, fits in (
+        (new, 61, 32, "x", end, True),
+        (new, 62, 32, "x", end, False),
+        (new, 61, 65, "x", end, False),
+        (stories, 61, 32, right, end, True),
+        (stories, 61, 32, right, 5, False),
+        (stories, 61, 32, tokenizer_fingerprint(tokenizer), tokenizer.eos_token_id, True),
+        (stories, 61, 32, "x", end, False),
     ):
-        data: Any = SimpleNamespace(vocab_size=vocabulary, block=block, tokenizer_fingerprint=tokenizer)
+        facts = {"vocab_size": vocabulary, "block": block, "tokenizer_fingerprint": digest, "eos_id": eos}
+        data: Any = SimpleNamespace(**facts)
         with contextlib.nullcontext() if fits else pytest.raises(UserError):
             check_fits(family("llama").config, model, data)
 

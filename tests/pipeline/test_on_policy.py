@@ -16,7 +16,8 @@ from emo.pipeline.loss import plan_tokens
 from emo.pipeline.loss.head import BOUNDS, segments
 from emo.pipeline.on_policy import continued, drawn, ends_of, prompts_of, repacked, uniforms
 from emo.pipeline.planning import footprint
-from emo.pipeline.planning.footprint import ACCELERATORS, Setup
+from emo.pipeline.planning.footprint import Setup
+from emo.pipeline.planning.hardware import ACCELERATORS
 from tests.helpers.families import family
 from tests.helpers.published import LLAMA_7B
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,9 @@ from emo.common.labels import IGNORE
 from emo.data_prep.config import DataConfig
 from emo.data_prep.shards import open_prepared
 from emo.pipeline.batches import Batches, Loader, check_content, rank_rows
-from emo.pipeline.config import MixtureConfig, RampConfig
+from emo.pipeline.config import MixtureConfig, RampConfig, TrainConfig
 from emo.pipeline.order import BatchOrder, Domain, Holding, MixedOrder, mixture_flow, normalised
+from emo.pipeline.planning.checks import steps_of
 from emo.pipeline.ranks import World
 from emo.pipeline.run_dir import DATA_HASHES
 from tests.helpers.corpus import prepared, texts, write_jsonl
@@ -248,3 +250,20 @@ def test_a_shard_changed_in_place_stops_every_start(
     for folder in (run_dir, tmp_path):
         with pytest.raises(UserError, match=rf"{shard.name} was changed after it was prepared; run: "):
             check_content(folder, [data], world)
+
+
+@pytest.mark.parametrize(
+    ("rows", "batch", "epochs", "steps"),
+    [(35, 12, 1, 3), (36, 12, 1, 3), (37, 12, 1, 4), (18, 12, 1, 2), (35, 12, 2, 6), (100, 3, 0.3, 10)],
+)
+def test_an_epoch_sees_every_row(rows: int, batch: int, epochs: float, steps: int) -> None:
+    """The last step holds rows of the next epoch; only a mixture, whose domains may be used up, is cut."""
+    keys: dict[str, Any] = {"num_train_epochs": epochs, "global_batch_size": batch}
+    assert steps_of(TrainConfig(**keys), rows) == steps
+    order = BatchOrder(rows, batch, 0)
+    seen = np.concatenate([order.step_rows(step) for step in range(steps)])
+    assert epochs < 1 or np.bincount(seen, minlength=rows).min() == epochs
+    mixture = MixtureConfig(temperature=1)
+    assert steps_of(TrainConfig(**keys, mixture=mixture), rows) == int(epochs * rows / batch)
+    with pytest.raises(UserError):
+        steps_of(TrainConfig(**keys), 1)

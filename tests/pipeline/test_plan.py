@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,13 @@ from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.order import MixedOrder
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import check
-from emo.pipeline.planning.footprint import ACCELERATORS, GIB, Setup
+from emo.pipeline.planning.footprint import Setup
+from emo.pipeline.planning.hardware import ACCELERATORS, GIB, USABLE, Cluster, parse_cluster
 from emo.pipeline.planning.plan import (
     Choice,
-    Cluster,
     choices,
     domain_rows,
     fit,
-    parse_cluster,
     print_best,
     print_plan,
     sizes_of,
@@ -37,6 +38,7 @@ from emo.pipeline.planning.plan import (
 from tests.common.test_shipped_recipes import ALONE
 from tests.conftest import REPO
 from tests.helpers import corpus, published
+from tests.helpers.refusals import refused
 
 RECIPES = REPO / "launch/recipes"
 LLAMA, QUICKSTART = RECIPES / "llama-7b-wikitext103.yaml", RECIPES / "quickstart-pretrain.yaml"
@@ -123,7 +125,7 @@ def test_the_best_is_the_fastest_of_all_that_surely_fit(capsys: pytest.CaptureFi
     capsys.readouterr()
     best = print_best(config, parse_cluster("8xA100-40G"))
     every = every_choice(config, "8xA100-40G")
-    room = 39.4 * footprint.USABLE * GIB
+    room = 39.4 * USABLE * GIB
     fitting = [choice for choice in every if choice.memory.surely <= room]
     assert best.memory.surely <= room and len(fitting) < len(every)
     assert best.speed >= 0.99 * max(choice.speed for choice in fitting)
@@ -153,8 +155,9 @@ def test_what_is_refused_before_or_after_the_search(
     """Nothing that fits, fewer rows than GPUs, a target that is there, no such GPU."""
     existing = tmp_path / "mine.yaml"
     existing.write_text("mine")
+    long = ["data.sequence_len=65536", "model.architecture.max_position_embeddings=65536"]
     for code, argv in (
-        (ExitCode.FAILURE, ["--gpus", "1xRTX3090-24G", "--best", "data.sequence_len=65536"]),
+        (ExitCode.FAILURE, ["--gpus", "1xRTX3090-24G", "--best", *long]),
         (ExitCode.FAILURE, ["--gpus", "1xA100-80G"]),
         (ExitCode.MISTAKE, ["--gpus", "32xA100-80G", "--best"]),
         (ExitCode.MISTAKE, ["--gpus", "8xB300"]),
@@ -164,6 +167,95 @@ def test_what_is_refused_before_or_after_the_search(
         assert main(["plan", str(LLAMA), *argv]) == code
         assert ("NO; " in capsys.readouterr().out) == (argv == ["--gpus", "1xA100-80G"])
     assert existing.read_text() == "mine"
+
+
+def test_gpus_are_read_before_any_library(tmp_path: Path) -> None:
+    """The memory may be left out where it is the only one; a mistake is answered within a second."""
+    assert parse_cluster("8xH100") == parse_cluster("8xh100-80g") == Cluster(8, "H100-80G")
+    for text in ("8xA100", "8xB300", "H100", "0xH100"):
+        with refused("gpus"):
+            parse_cluster(text)
+    script = "import sys; from emo.pipeline.cli import main; code = main(sys.argv[1:]); "
+    script += "sys.exit(code if 'torch' not in sys.modules else 99)"
+    argv = [sys.executable, "-c", script, "plan", str(LLAMA), "--gpus", "8xA100"]
+    assert subprocess.run(argv, capture_output=True).returncode == ExitCode.MISTAKE
+
+
+@pytest.mark.parametrize(
+    ("override", "elsewhere"),
+    [
+        ("data.sequence_len=1024", "refused"),
+        ("model.attn_implementation=flash_attention_2", "planned"),
+        ("model.kernels=liger", "planned"),
+    ],
+)
+def test_a_dry_run_rejects_what_training_rejects(override: str, elsewhere: str) -> None:
+    """Also before the data are prepared. What this host lacks does not matter to a plan for others."""
+    config = load_config(QUICKSTART, ["output_dir=runs/unstarted", "data.dir=runs/unprepared", override])
+    with pytest.raises(UserError) as dry:
+        check(config, 1, local=False, here=True)
+    if elsewhere == "planned":
+        assert check(config, 1, local=False).data is None
+    else:
+        assert dry.value.code == "context"
+        with refused("context"):
+            check(config, 1, local=False)
+
+
+def test_a_plan_without_costs_reads_no_weights(tmp_path: Path) -> None:
+    """And one with costs passes over weights that are not there."""
+    tree = yaml.safe_load(QUICKSTART.read_text())["model"]["architecture"]
+    CONFIG_MAPPING[tree.pop("model_type")](**tree).save_pretrained(tmp_path)
+    overrides = ["output_dir=runs/unstarted", f"model={{path: {tmp_path}, dtype: float32}}"]
+    for name in ("mle", "emo"):
+        assert (
+            check(load_config(QUICKSTART, [*overrides, f"objective.name={name}"]), 1, local=False).steps
+            is None
+        )
+    (tmp_path / "model.safetensors").write_bytes(b"damaged")
+    check(load_config(QUICKSTART, [*overrides, "objective.name=mle"]), 1, local=False)
+    with pytest.raises(UserError):
+        check(load_config(QUICKSTART, [*overrides, "objective.name=emo"]), 1, local=False)
+
+
+def test_attention_is_planned_for_the_documents_in_the_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Against a count of the pairs of tokens that attend to each other, row by row; padding included."""
+    overrides = [f"output_dir={tmp_path}/run", f"data.dir={tmp_path}/data", "data.sequence_len=256"]
+    overrides += ["data.sources=[{embedded: world, limit: 60}]", "data.train_tokenizer=384"]
+    overrides += ["data.validation_fraction=0", "train.num_train_epochs=null", "train.max_steps=9"]
+    corpus.run(load_data_config(QUICKSTART, overrides))
+    config = load_config(QUICKSTART, overrides)
+    data = check(config, 1, local=False).data
+    assert data is not None
+    positions = data.batch(np.arange(len(data)))["position_ids"]
+    pairs = positions.sum() + positions.size / 2  # a token sees those before it, and half of itself
+    assert data.mean_context() == pytest.approx(pairs / positions.size)
+    assert data.mean_context(7) == pytest.approx(data.mean_context(), rel=0.5)
+    assert data.mean_context() < 0.75 * 128, "documents are shorter than rows"
+    seconds = []
+    for more in ([], ["--document_tokens", "64"], ["--document_tokens", "8"]):
+        argv = ["plan", str(QUICKSTART), *EIGHT, *overrides, *more, "model.dtype=bfloat16"]
+        assert main([*argv, "train.global_batch_size=8"]) == ExitCode.DONE
+        seconds.append(cells(capsys.readouterr().out)["documents"][0])
+    assert (
+        f"{data.mean_context():,.0f} of 256" in seconds[0]
+        and "to 32 on" in seconds[1]
+        and "to 4 on" in seconds[2]
+    )
+
+
+def test_attention_takes_as_long_as_its_documents() -> None:
+    """17 documents in a row take a 17th; a mask takes the complete row. MFU counts what is needed."""
+    full, packed = Setup(8, 2, 1, 8192), Setup(8, 2, 1, 8192, attended=8192 / 2 / 17)
+    long, short = (footprint.step_time(LLAMA_7B, setup, A100) for setup in (full, packed))
+    assert short.attention == pytest.approx(long.attention / 17) and short.matrices == long.matrices
+    masked = dataclasses.replace(packed, masked=True)
+    assert footprint.step_time(LLAMA_7B, masked, A100).attention == pytest.approx(2 * long.attention)
+    shares = [footprint.utilisation(LLAMA_7B, setup, 1.0, A100) for setup in (full, packed)]
+    needed = 12 * (8192 / 2) * LLAMA_7B.hidden * LLAMA_7B.layers * 8192 / (A100.tflops * 1e12)
+    assert shares[0] - shares[1] == pytest.approx(needed * 16 / 17)
 
 
 def test_what_saves_take(capsys: pytest.CaptureFixture[str]) -> None:

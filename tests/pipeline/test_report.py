@@ -98,10 +98,10 @@ def test_resume_drops_later_and_damaged_records(tmp_path: Path) -> None:
         metrics.validation(step, 10 * step, "home", ONE, alike(1.0 + step))
     metrics.close()
     with (tmp_path / run_dir.METRICS).open("ab") as file:
-        file.write(b'\xff\x00\n[3]\n{"step": 1, "nll": Infinity}\n{"ste')
+        file.write(b'\xff\x00\n[3]\n{"ste')
     Metrics(config(tmp_path), 2, 10, active=True).close()
-    assert [r["step"] for r in read_metrics(tmp_path)] == [0, 2, 1]
-    assert "Infinity" not in (tmp_path / run_dir.METRICS).read_text()
+    assert [r["step"] for r in read_metrics(tmp_path)] == [0, 2]
+    assert (tmp_path / run_dir.METRICS).read_bytes().count(b"\n") == 2
     assert [read(tmp_path, "home", step) is not None for step in (0, 2, 4)] == [True, True, False]
     stored = tmp_path / run_dir.VALIDATION / "home" / "step-000000.npz"
     whole = stored.read_bytes()
@@ -110,6 +110,25 @@ def test_resume_drops_later_and_damaged_records(tmp_path: Path) -> None:
         assert read(tmp_path, "home", 0) is None
     Metrics(config(tmp_path), 0, 10, active=True).close()
     assert not read_metrics(tmp_path) and read(tmp_path, "home", 2) is None
+
+
+def test_a_long_run_resumes_without_reading_all_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / run_dir.METRICS
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 2001)).rstrip())
+    parsed: list[str] = []
+    parse = run_dir.parse_json
+    monkeypatch.setattr(run_dir, "parse_json", lambda text: parsed.append(text) or parse(text))
+    run_dir.drop_records(path, 1990)
+    assert len(parsed) == 11
+    run_dir.drop_records(path, 1990)
+    assert [r["step"] for r in read_metrics(tmp_path)] == list(range(1, 1991))
+    path.write_text('{"step": 1}')  # whole but for the end of its line
+    run_dir.drop_records(path, 1)
+    assert path.read_text() == '{"step": 1}\n'
+    run_dir.drop_records(path, 0)
+    assert path.read_text() == ""
 
 
 class Clock:

@@ -17,7 +17,7 @@ from emo.common.errors import ExitCode, UserError
 from emo.pipeline.cli import main
 from emo.pipeline.config import load_config
 from emo.pipeline.hf import fuse_causal_lm
-from emo.pipeline.planning import footprint
+from emo.pipeline.planning import footprint, hardware
 from emo.pipeline.planning.checks import check
 from emo.pipeline.run_dir import EXPORT, read_metrics
 from tests.helpers import launching
@@ -226,7 +226,7 @@ def test_the_plan_counts_a_teacher() -> None:
     sizes = footprint.Sizes(
         6_738_415_616, 6_738_415_616, 6_476_267_520, 32, 4096, 11008, 4096, True, 32000, 291
     )
-    gpu, plain = footprint.ACCELERATORS["A100-80G"], footprint.Setup(8, 2, 2, 2048)
+    gpu, plain = hardware.ACCELERATORS["A100-80G"], footprint.Setup(8, 2, 2, 2048)
     alone = dataclasses.replace(plain, teacher=sizes)
     memory = {
         (stage, copied): footprint.memory(

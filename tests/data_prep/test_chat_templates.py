@@ -1,0 +1,375 @@
+"""Chat templates of current models: examples, what is learned or left out, and which rows are the same."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+from tokenizers import Tokenizer
+
+from emo.common.errors import UserError
+from emo.data_prep.chat_templates import RefusedError, Renderer, read_template
+from emo.data_prep.chats import ChatWriter
+from emo.data_prep.config import DataConfig
+from emo.data_prep.plan import Plan
+from emo.data_prep.verify import verify
+from tests.helpers.chat_templates import CALLING, CHATML, THINKING, TOOLS, tokenizer_with
+from tests.helpers.corpus import (
+    data_config,
+    prepared,
+    run,
+    segments,
+    train_set,
+    write_jsonl,
+)
+from tests.helpers.refusals import refused
+from tests.helpers.stock_templates import (
+    KINDS,
+    TOOL,
+    compare,
+    messages_of,
+    read_chat,
+    stand_in,
+    stock_templates,
+)
+
+needs_trl = pytest.mark.skipif(
+    not stock_templates(), reason="trl, whose templates these are, is not installed"
+)
+FAMILIES = (
+    *(
+        "cohere2",
+        "deepseekv3",
+        "diffusion_gemma_training",
+        "gemma4",
+        "glm4moe",
+        "gptoss",
+        "lfm2_2_5",
+        "llama3_1",
+    ),
+    *("muse_glimmer", "nemotron_3_5_lightning", "phi3", "phi3_training", "qwen2_5", "qwen3", "qwen3_5_think"),
+    "smolvlm",
+)
+
+
+def talk(*turns: tuple[str, str], **last: Any) -> dict[str, Any]:
+    messages: list[dict[str, Any]] = [{"role": role, "content": content} for role, content in turns]
+    messages[-1] |= last
+    return {"messages": messages}
+
+
+def writer_of(template: str, **settings: Any) -> ChatWriter:
+    return ChatWriter(read_template(tokenizer_with(template), "t", **settings))
+
+
+def learned(writer: ChatWriter, row: dict[str, Any]) -> list[str]:
+    """What is supervised of a row."""
+    examples = writer.examples(read_chat(row))
+    return [text[a.start + a.masked : a.stop] for text, answers in examples for a in answers]
+
+
+def chats(config: DataConfig) -> list[tuple[str, str]]:
+    """All examples of the training data as text, and what is supervised of them."""
+    backend = Tokenizer.from_file(str(config.dir / "tokenizer/tokenizer.json"))
+    texts = []
+    for ids, labels in segments(train_set(config)):
+        said = [label for label in labels if label >= 0]
+        texts.append(tuple(backend.decode(each, skip_special_tokens=False) for each in (ids, said)))
+    return sorted(texts)  # type: ignore[arg-type]
+
+
+def options(text: str, **more: Any) -> dict[str, Any]:
+    saved = str(tokenizer_with(text))
+    return {"kind": "instruct", "template": "chat_template", "tokenizer": saved, "sequence_len": 400} | more
+
+
+@needs_trl
+@pytest.mark.parametrize("name", FAMILIES)
+def test_examples_are_prompts_of_generation_and_answers(name: str) -> None:
+    """An independent account renders every prompt; `make template-test` does so for all templates."""
+    outcomes = {}
+    for kind in KINDS:
+        outcome, why = compare(name, messages_of(2, kind))
+        assert outcome != "different", f"{kind}: {why}"
+        outcomes[kind] = outcome
+    assert outcomes["plain"] == outcomes["system"] == outcomes["thoughts"] == "equal"
+
+
+@needs_trl
+@pytest.mark.parametrize("name", ["qwen3", "lfm2_2_5", "gptoss"])
+def test_signs_find_what_rendering_every_prompt_finds(name: str) -> None:
+    """One writer that remembers what it saw, for chats of many shapes."""
+    rng = random.Random(1)
+    writer = ChatWriter(read_template(stand_in(name)[1], name))
+    for _ in range(25):
+        messages: list[dict[str, Any]] = []
+        for turn in range(rng.randint(2, 4)):
+            messages.append({"role": "user", "content": rng.choice(("Ask", " spaced ", "<think>x</think>"))})
+            if rng.random() < 0.4:
+                call = {"function": {"name": "f", "arguments": rng.choice(({"x": "y"}, {"n": 1}, {}))}}
+                messages += [
+                    {"role": "assistant", "content": "", "tool_calls": [call]},
+                    {"role": "tool", "name": "f", "content": "result"},
+                ]
+            said = rng.choice(("Yes", "<think>\nhm\n</think>\n\nSo", "<think></think>Bare", "End \n"))
+            messages.append({"role": "assistant", "content": f"{said}{turn}"})
+            if rng.random() < 0.4:
+                messages[-1]["reasoning_content"] = "Because"
+        chat = read_chat({"messages": messages})
+        results = []
+        for exact in (False, True):
+            try:
+                results.append(writer.examples(chat, exact))
+            except RefusedError as error:
+                results.append([error.detail])  # type: ignore[list-item]
+        assert results[0] == results[1]
+
+
+def test_long_chats_are_rendered_as_often_as_short_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer, write, calls = writer_of(CHATML), Renderer.write, []
+    monkeypatch.setattr(
+        Renderer, "write", lambda self, *args, **more: calls.append(1) or write(self, *args, **more)
+    )
+    counts = []
+    for turns in (3, 40):
+        for row in range(2):
+            calls.clear()
+            ((_, answers),) = writer.examples(read_chat(messages_of(turns, "plain")))
+            assert [answer.number for answer in answers] == list(range(turns)), row
+        counts.append(len(calls))
+    assert counts[0] == counts[1] == 3
+
+
+def test_history_that_is_rewritten_gives_an_example_for_each_answer(tmp_path: Path) -> None:
+    """Of one source document, so that intervals take them together."""
+    rows = [
+        talk(("user", f"q{i}"), ("assistant", f"a{i}"), ("user", "r"), ("assistant", "b")) for i in range(30)
+    ]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    config = prepared(tmp_path, **options(THINKING))
+    data = train_set(config)
+    assert not verify(config.dir)[1]
+    assert (data.manifest.documents, data.manifest.segments) == (30, 60)
+    sources = [source for row in range(len(data)) for source in data.sources_of(row).tolist()]
+    assert all(sources.count(source) == 2 for source in set(sources)) and len(set(sources)) == 30
+    assert sorted(said for _, said in chats(config)) == sorted(
+        [*(f"a{i}<|im_end|>" for i in range(30)), *["b<|im_end|>"] * 30]
+    )
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "empty", "full"),
+    [
+        ("mask_empty", "Hi<|im_end|>", "<think>\nhm\n</think>\n\nHi<|im_end|>"),
+        ("keep", "<think>\n\n</think>\n\nHi<|im_end|>", "<think>\nhm\n</think>\n\nHi<|im_end|>"),
+        ("drop", "Hi<|im_end|>", "Hi<|im_end|>"),
+    ],
+)
+def test_what_is_learned_of_reasoning(reasoning: str, empty: str, full: str) -> None:
+    thoughts = "<think>\n{{ m.reasoning_content or '' }}\n</think>\n\n"
+    thoughts = "{% if m.role == 'assistant' %}" + thoughts + "{% endif %}"
+    writer = writer_of(CHATML.replace("{{ m.content }}", thoughts + "{{ m.content }}"), reasoning=reasoning)
+    assert learned(writer, talk(("user", "q"), ("assistant", "Hi"))) == [empty]
+    assert learned(writer, talk(("user", "q"), ("assistant", "Hi"), reasoning_content="hm")) == [full]
+    inside = writer_of(CHATML, reasoning=reasoning)
+    assert learned(inside, talk(("user", "q"), ("assistant", "<think>\nhm\n</think>\n\nHi"))) == [full]
+    # The prompt opens the thinking: only its end is written.
+    opens = CHATML.replace("{{ m.content }}", thoughts + "{{ m.content }}").replace(
+        "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
+    )
+    shown = {"keep": "\n</think>\n\nHi<|im_end|>"}.get(reasoning, "Hi<|im_end|>")
+    assert learned(writer_of(opens, reasoning=reasoning), talk(("user", "q"), ("assistant", "Hi"))) == [shown]
+
+
+CALL = {"function": {"name": "f", "arguments": {"x": "y", "n": 1}}}
+RICH = {
+    "messages": [
+        {"role": "user", "content": "q", "name": "Ann"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "hm", "tool_calls": [CALL]},
+        {"role": "tool", "content": "found"},
+        {"role": "assistant", "content": "a"},
+    ],
+    "tools": [TOOL],
+}
+HIDING = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}")
+
+
+@pytest.mark.parametrize(
+    ("template", "lost"),
+    [
+        (CHATML, ["name", "reasoning_content", "tool_calls.arguments", "tool_calls.name", "tools"]),
+        (CALLING, ["name", "reasoning_content", "tool_calls.name", "tools"]),
+        (
+            HIDING,
+            ["name", "reasoning_content", "tool results", "tool_calls.arguments", "tool_calls.name", "tools"],
+        ),
+    ],
+)
+def test_what_a_template_leaves_out_is_known(template: str, lost: list[str]) -> None:
+    writer, chat = writer_of(template), read_chat(RICH)
+    assert writer.left_out(chat, writer.examples(chat)) == lost
+
+
+def test_what_a_template_leaves_out_is_counted_or_rejected(tmp_path: Path) -> None:
+    rows = [
+        messages_of(1, "plain"),
+        *(talk(("user", f"q{i}"), ("assistant", "a"), thinking="t") for i in range(9)),
+    ]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    with refused("left-out-by-template"):
+        prepared(tmp_path, **options(CHATML))
+    config = data_config(tmp_path, **options(CHATML, strict=False, dir=str(tmp_path / "other")))
+    assert any("left out by the template: thinking in 9 rows" in line for line in run(config))
+    manifest = train_set(config).manifest
+    assert manifest.sources[0]["fields_left_out"] == {"thinking": 9} and manifest.documents == 10
+    prepared(tmp_path, **options(CHATML, reasoning="drop", dir=str(tmp_path / "dropped")))
+    for row in rows:
+        row["messages"][-1].pop("thinking", None)
+        row["messages"][0] |= {"timestamp": "noon", "name": "Ann"}  # which nobody expects to be written
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    told = run(data_config(tmp_path, **options(CHATML, dir=str(tmp_path / "named"))))
+    assert any("left out by the template: name in 10 rows, timestamp in 10 rows" in line for line in told)
+
+
+def test_rows_are_the_same_by_what_is_written_of_them(tmp_path: Path) -> None:
+    """Other ids and keys that reach no token do not make another row, which could be held out."""
+    rows = []
+    for i in range(100):
+        row = messages_of(1, "tools")
+        row["messages"][1]["tool_calls"][0]["id"] = row["messages"][2]["tool_call_id"] = f"call_{i}"
+        for message in row["messages"]:
+            message["id"] = f"message {i}"
+        rows.append(row)
+    rows += [talk(("user", f"q{i}"), ("assistant", "a")) for i in range(60)]
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    calling = TOOLS.replace("{{ c.function", "{{ c.function.name }}{{ c.function")
+    config = prepared(tmp_path, **options(calling, validation_fraction=0.3, sequence_len=1000))
+    assert train_set(config).manifest.rejected == {"duplicate": 99}
+
+
+def test_what_duplicates_leave_of_a_validation_set_is_reported(tmp_path: Path) -> None:
+    same = [f"the river runs under the old road near the house number {i % 2}" for i in range(2)]
+    texts = [f"{i} {same[0]} and then some more words about the same river" for i in range(400)]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    config = data_config(
+        tmp_path, dedup="near", near_threshold=0.5, validation_fraction=0.3, shards=1, sequence_len=8
+    )
+    with refused("no-validation-rows"):
+        run(config)
+    write_jsonl(
+        tmp_path / "a.jsonl",
+        [*texts, *(f"{i} {'ab'[i % 2] * 3}{i} own{i} words{i} here{i}" for i in range(30))],
+    )
+    notes = [line for line in run(config) if "are left" in line]
+    assert len(notes) == 1 and "validation set" in notes[0]
+
+
+def test_a_table_gives_the_tokens_of_json_lines(tmp_path: Path) -> None:
+    """Storage gives all calls the keys of all others, as null; an Arrow map is an object."""
+    arguments: list[dict[str, Any]] = [{"town": "Oslo"}, {"a": "x", "b": 2.5}, {"deep": {"c": "d"}}]
+    rows = []
+    for i in range(12):
+        row = messages_of(1, "tools")
+        row["messages"][0]["content"] += str(i)
+        row["messages"][1]["tool_calls"][0]["function"]["arguments"] = arguments[i % 3]
+        row["tools"][0] = json.loads(json.dumps(TOOL))
+        row["tools"][0]["function"]["parameters"]["properties"] = {f"p{i % 3}": {"type": "string"}}
+        rows.append(row)
+    write_jsonl(tmp_path / "a.jsonl", rows)
+    pyarrow.parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    results = []
+    for ending in ("jsonl", "parquet"):
+        sources = [{"files": f"a.{ending}"}]
+        config = prepared(
+            tmp_path, **options(TOOLS, sources=sources, strict=False, dir=str(tmp_path / ending))
+        )
+        results.append(chats(config))
+    assert results[0] == results[1] and "null" not in str(results)
+    pairs = pa.array([[("town", "Oslo")]], pa.map_(pa.string(), pa.string()))
+    call = pa.StructArray.from_arrays([pa.array(["f"]), pairs], ["name", "arguments"])
+    pyarrow.parquet.write_table(pa.table({"call": call}), tmp_path / "map.parquet")
+    from emo.data_prep.inputs import open_inputs
+
+    (opened,) = open_inputs(data_config(tmp_path, sources=[{"files": "map.parquet"}]))
+    (piece,) = opened.pieces()
+    assert piece.payload == [{"call": {"name": "f", "arguments": {"town": "Oslo"}}}]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_a_tokenizer_without_tokenizer_json_can_have_a_template(tmp_path: Path, kind: str) -> None:
+    from tests.helpers.corpus import tiny_tokenizer
+
+    directory = tmp_path / "tokenizer"
+    directory.mkdir()
+    if kind == "bytes":
+        from tokenizers.pre_tokenizers import ByteLevel
+
+        vocab = {char: i for i, char in enumerate([*sorted(ByteLevel.alphabet()), "<|endoftext|>"])}
+        (directory / "vocab.json").write_text(json.dumps(vocab))
+        (directory / "merges.txt").write_text("#version: 0.2\n")
+    else:
+        (directory / "tokenizer.model").write_bytes((tiny_tokenizer() / "model/tokenizer.model").read_bytes())
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    asks = "{% if add_generation_prompt %}assistant: {% endif %}"
+    (directory / "chat_template.jinja").write_text(template + asks)
+    write_jsonl(tmp_path / "a.jsonl", [talk(("user", f"q{i}"), ("assistant", "a")) for i in range(20)])
+    config = data_config(tmp_path, **options(CHATML, tokenizer=str(directory)))
+    run(config)
+    assert "already prepared" in "".join(run(config)) and len(chats(config)) == 20
+    (directory / "chat_template.jinja").write_text("Hello" + template + asks)
+    with refused("tokenizer-changed"):
+        run(config)
+
+
+def test_a_base_model_gets_a_template_by_name(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [talk(("user", f"q{i}"), ("assistant", "a")) for i in range(20)])
+    config = prepared(tmp_path, **options(CHATML, template="chatml"))
+    assert chats(config)[0][0].endswith("assistant\na<|im_end|>")
+    saved = json.loads((config.dir / "tokenizer/tokenizer_config.json").read_text())
+    assert "<|im_start|>" in saved["chat_template"] and "already prepared" in "".join(run(config))
+    assert train_set(config).manifest.template == "chatml/1" and not verify(config.dir)[1]
+    with refused("template-tokens"):
+        prepared(tmp_path, **options(CHATML, template="llama3", dir=str(tmp_path / "other")))
+
+
+def test_variables_reach_the_template_and_are_settings(tmp_path: Path) -> None:
+    template = "{% if mood is defined %}{{ mood }}{% endif %}" + CHATML
+    write_jsonl(tmp_path / "a.jsonl", [talk(("user", f"q{i}"), ("assistant", "a")) for i in range(20)])
+    config = prepared(tmp_path, **options(template, template_variables={"mood": "calm"}))
+    assert all(text.startswith("calm<|im_start|>") for text, _ in chats(config))
+    with refused("settings-differ"):
+        prepared(tmp_path, **options(template, template_variables={"mood": "wild"}))
+    for wrong in ({"messages": []}, {"date": "tomorrow"}):
+        with pytest.raises(UserError):
+            data_config(tmp_path, **options(template, template_variables=wrong))
+
+
+def test_turns_that_the_next_role_ends(tmp_path: Path) -> None:
+    """As GLM's: the token that begins the next turn ends an answer, also the last one."""
+    template = (
+        "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' }}{{ m.content }}"
+        "{% endfor %}"
+        "{% if add_generation_prompt %}<|im_end|>{% endif %}"
+    )
+    turns = [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]
+    writer = writer_of(template)
+    assert len(writer.examples(read_chat(talk(*turns)))) == 1
+    assert learned(writer, talk(*turns)) == ["a<|im_start|>", "b<|im_start|>"]
+    write_jsonl(tmp_path / "a.jsonl", [talk(*turns, ("user", f"{i}"), ("assistant", "c")) for i in range(20)])
+    config = prepared(tmp_path, **options(template))
+    saved = Tokenizer.from_file(str(config.dir / "tokenizer/tokenizer.json"))
+    assert train_set(config).manifest.answer_ends == [saved.token_to_id("<|im_start|>")]
+    assert Plan.load(config.dir / "plan.parquet").summary["rejected"] == {}
+
+
+def test_a_stretch_that_is_the_end_alone_is_of_its_answer() -> None:
+    mark = "{% generation %}{{ m.content }}{% endgeneration %}{% generation %}<|im_end|>{% endgeneration %}"
+    part = "{% if m.role == 'assistant' %}" + mark + "{% else %}{{ m.content }}<|im_end|>{% endif %}"
+    writer = writer_of(CHATML.replace("{{ m.content }}<|im_end|>", part))
+    turns = [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]
+    assert learned(writer, talk(*turns)) == ["a<|im_end|>", "b<|im_end|>"]

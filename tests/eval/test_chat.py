@@ -1,0 +1,196 @@
+"""emo chat: what the model is asked is what training showed it; history, the context, the end of a turn."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from emo.common.errors import ExitCode
+from emo.common.text import printable
+from emo.data_prep.chat_templates import read_template
+from emo.data_prep.chats import ChatEncoder
+from emo.data_prep.encode import EncodeSettings, RowEncoder
+from emo.data_prep.templates import Chat, Conversation, Exchange
+from emo.data_prep.tokenizer import save_tokenizer
+from emo.eval.generation.sampling import Sampler
+from emo.eval.judging.answers import Exchanged, Question, conversation_ids
+from emo.eval.model import EvaluatedModel
+from tests.helpers.evaluating import command, load, tiny_model
+from tests.helpers.said import lines
+
+TEMPLATE = (
+    "{{ bos_token }}{% if mode is defined %}{{ mode }}{% endif %}{% for m in messages %}"
+    "{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tiny_model(tmp_path_factory.mktemp("chat") / "tuned", 3, max_position_embeddings=256)
+    model, tokenizer = load(directory)
+    pieces = tokenizer.convert_ids_to_tokens(range(len(tokenizer)))
+    with torch.no_grad():  # bytes that make no character are shown as something else once more come
+        model.lm_head.weight[[i for i, piece in enumerate(pieces) if piece.startswith("<0x")]] = 0
+    model.save_pretrained(directory)
+    (directory / "export.json").write_text(json.dumps({"template": "chat/1"}))
+    return directory
+
+
+def talk(
+    monkeypatch: pytest.MonkeyPatch, model: Path, messages: list[str], *options: object
+) -> tuple[str, list[str]]:
+    """Return what `chat --greedy` writes after these messages, and its notes but the first, how to leave."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{message}\n" for message in messages)))
+    code, out, err = command("chat", model, "--greedy", "--max_new_tokens", 6, *options)
+    assert code == 0, err
+    return out, lines(err)[1:]
+
+
+def templated(model: Path, directory: Path, text: str, **facts: Any) -> EvaluatedModel:
+    """Return a copy of a model with this chat template, and these facts of its training."""
+    shutil.copytree(model, directory)
+    (directory / "chat_template.jinja").write_text(text)
+    (directory / "export.json").write_text(json.dumps(facts))
+    return EvaluatedModel(str(directory))
+
+
+@pytest.mark.parametrize("template", ["alpaca", "chat", "chat_template"])
+def test_a_conversation_is_asked_as_in_training(tuned: Path, tmp_path: Path, template: str) -> None:
+    """The ids before the last answer are those before it in the prepared example."""
+    model, system = templated(tuned, tmp_path / "model", TEMPLATE), "Be brief."
+    exchanges = (
+        Exchange("Who <s> sat?", "A cat."),
+        Exchange("Where? </s>", "On a mat."),
+        Exchange("Why?", "So."),
+    )
+    facts = save_tokenizer(tuned, None, tmp_path)
+    if template == "chat_template":
+        (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+        messages = [{"role": "system", "content": system}]
+        for exchange in exchanges:
+            messages.append({"role": "user", "content": exchange.prompt})
+            messages.append({"role": "assistant", "content": exchange.response})
+        chat = Chat(json.dumps(messages))
+        ((row, spans),) = ChatEncoder(tmp_path, read_template(tmp_path, "it")).encode(chat)
+    else:
+        rows = RowEncoder(EncodeSettings(tmp_path, facts, template, 512, "drop", None))
+        encoded = rows.conversations([Conversation(exchanges, system)])
+        row, spans = encoded.ids.tolist(), encoded.spans[0]
+    history = [
+        Exchanged(Question("", exchange.prompt), list(row[start:end]), exchange.response)
+        for exchange, (start, end) in zip(exchanges[:-1], spans[:-1].tolist(), strict=True)
+    ]
+    for said in (history, [e._replace(ids=e.ids[:-1]) for e in history]):  # also where a reply was cut off
+        ids = conversation_ids(model, template, said, Question("", "Why?"), system)
+        assert ids == list(row[: int(spans[-1][0])])
+
+
+def naive(model: EvaluatedModel, ids: list[int], tokens: int = 6) -> tuple[list[int], str]:
+    """Return the likeliest continuation as ids, its end included, and as text."""
+    new: list[int] = []
+    while len(new) < tokens and (not new or new[-1] not in model.ends):
+        with torch.no_grad():
+            new.append(int(model.model(torch.tensor([ids + new])).logits[0, -1].argmax()))
+    written = [token for token in new if token not in model.ends]
+    before, whole = (model.tokenizer.decode(part, skip_special_tokens=True) for part in (ids, ids + written))
+    return new, whole[len(before) :].lstrip()
+
+
+def test_replies_are_the_models_own_with_their_history(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, expected, history = EvaluatedModel(str(tuned)), [], []
+    for message in ("Who sat?", "Where?"):
+        ids = conversation_ids(model, "chat", history, Question("", message), "Be brief.")
+        new, text = naive(model, ids)
+        history.append(Exchanged(Question("", message), new, text))
+        expected.append(text)
+    messages = ["Who sat?", "", "Where?", "/reset", "Who sat?"]
+    out, notes = talk(monkeypatch, tuned, messages, "--system", "Be brief.")
+    assert out == printable("".join(f"{text}\n" for text in [*expected, expected[0]]))
+    assert len(notes) == 1  # the reset
+
+
+def test_every_token_is_shown_as_it_is_chosen(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[list[int]] = []
+    run = Sampler.run
+
+    def watched(self: Sampler, *arguments: Any) -> Any:
+        show = self.wrote
+        assert show is not None
+        self.wrote = lambda tokens: (batches.append(tokens), show(tokens))
+        return run(self, *arguments)
+
+    monkeypatch.setattr(Sampler, "run", watched)
+    talk(monkeypatch, tuned, ["Who sat?"])
+    model = EvaluatedModel(str(tuned))
+    new, _ = naive(model, conversation_ids(model, "chat", [], Question("", "Who sat?")))
+    assert batches == [[token] for token in new]
+
+
+def test_the_oldest_exchange_leaves_a_full_context(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is longer than the context by itself is not asked, and the conversation goes on."""
+    model = EvaluatedModel(str(tuned))
+    messages = [f"the cat sat on mat {i} " * 5 for i in range(5)]
+    out, notes = talk(monkeypatch, tuned, [*messages, "why " * 300, "Why?"])
+    assert ["oldest" in note for note in notes[-2:]] == [True, False] and len(notes) == 6
+    history = []
+    for message in messages[:2]:
+        question = Question("", message.strip())
+        new, text = naive(model, conversation_ids(model, "chat", history, question))
+        history.append(Exchanged(question, new, text))
+    assert out.startswith(printable("".join(f"{text}\n" for _, _, text in history)))
+
+
+def test_a_template_gets_the_variables_that_it_was_trained_with(tuned: Path, tmp_path: Path) -> None:
+    """And the same day for today's, also from a directory without tokenizer.json."""
+    dated = TEMPLATE + "{{ strftime_now('%d %B %Y') }}"
+    days: dict[str, Any] = {"01 January 2026": {"mode": "calm"}, "03 February 2025": {"date": "2025-02-03"}}
+    for day, variables in days.items():
+        model = templated(
+            tuned, tmp_path / day, dated, template="chat_template/2", template_variables=variables
+        )
+        if "mode" in variables:
+            (model.path / "tokenizer.json").unlink()
+            shutil.copy(tuned.parent / "tokenizer" / "tokenizer.model", model.path)
+        text = model.tokenizer.decode(conversation_ids(model, "chat_template", [], Question("", "Why?")))
+        assert text.endswith(day) and ("calm" in text) is ("mode" in variables)
+
+
+def test_earlier_reasoning_is_a_field_of_its_own() -> None:
+    """Whether the reply or the prompt opened it."""
+    for text in ("<think>\nhm\n</think>\n\nYes.", "hm</think>Yes."):
+        message = Exchanged(Question("", "Why?"), [], text).message
+        assert message == {"role": "assistant", "content": "Yes.", "reasoning_content": "hm"}
+    assert Exchanged(Question("", "Why?"), [], " So").message == {"role": "assistant", "content": " So"}
+
+
+def test_a_model_without_a_template_is_for_generate(tuned: Path, tmp_path: Path) -> None:
+    base = tiny_model(tmp_path / "base", tokenizer=EvaluatedModel(str(tuned)).tokenizer)
+    code, out, err = command("chat", base)
+    assert (code, out) == (ExitCode.MISTAKE, "") and len(lines(err)) == 1 and "emo generate" in err
+
+
+def test_generate_points_to_chat_for_a_tuned_model(tuned: Path, tmp_path: Path) -> None:
+    """On stderr, and only there: stdout has the texts."""
+    for name, said in (("tuned", True), ("base", False)):
+        path = tuned if said else tiny_model(tmp_path / name, tokenizer=EvaluatedModel(str(tuned)).tokenizer)
+        options = (
+            "--prefix",
+            "the cat",
+            "--samples",
+            1,
+            "--max_new_tokens",
+            2,
+            "--output_path",
+            tmp_path / "out",
+        )
+        code, out, err = command("generate", "--model", path, *options)
+        assert code == 0 and "emo chat" not in out
+        assert [("emo chat" in line and "chat/1" in line) for line in lines(err)] == [True] * said

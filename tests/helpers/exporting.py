@@ -1,0 +1,101 @@
+"""Tiny models written as a run exports them, and read by another release of transformers.
+
+python tests/helpers/exporting.py DIRECTORY ...     (there; prints what it finds as a line of JSON each)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+TEXTS = "texts.json"  # in an export: to be encoded
+TOKENS = 24  # of the text whose loss is compared
+
+
+def loss(model: Any) -> tuple[float, list[float]]:
+    """Return the model's mean loss on fixed token ids, and its last logits."""
+    size = model.config.get_text_config().vocab_size
+    ids = torch.randint(3, size, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        logits = model.eval()(input_ids=ids, use_cache=False).logits.float()
+    value = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item()
+    return value, logits[0, -1].tolist()
+
+
+def write(model: Any, directory: Path, data: Any = None) -> Path:
+    """Write a model as a run exports it; `data` is the configuration of prepared data."""
+    from emo.pipeline.config import RunConfig
+    from emo.pipeline.export import Copied, check, exported_tensors, persistent_buffers, write_export
+
+    data = data or {"dir": directory.parent / "data", "tokenizer": "x", "sources": [{"files": "x"}]}
+    tree = {"output_dir": directory.parent, "data": data, "model": {"path": "x", "dtype": "float32"}}
+    config = RunConfig(**tree, train={"max_steps": 1})  # type: ignore[arg-type]
+    probe = torch.arange(16)[None] % model.config.get_text_config().vocab_size
+    with torch.no_grad():
+        logits = model(input_ids=probe, use_cache=False).logits
+    parts = [(t.name, t.merged(*(p.detach().clone() for p in t.parts))) for t in exported_tensors(model)]
+    parts += [(name, buffer.clone()) for name, buffer in persistent_buffers(model)]
+    write_export(Copied(model, probe, logits, iter(parts)), config, directory, {}, check)
+    return directory
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """Return the loss of an export as this release of transformers loads it, and its keys that do not fit."""
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    model_type = json.loads((directory / "config.json").read_text(encoding="utf-8"))["model_type"]
+    if model_type not in transformers.CONFIG_MAPPING:
+        return {"unknown": "not a family of this release"}
+    try:
+        load = transformers.AutoModelForCausalLM.from_pretrained
+        model, report = load(directory, output_loading_info=True, torch_dtype=torch.float32)
+        return {
+            "loss": loss(model),
+            "keys": sorted(map(str, report["missing_keys"] + report["unexpected_keys"])),
+        }
+    except Exception as error:
+        try:
+            loss(
+                transformers.AutoModelForCausalLM.from_config(
+                    transformers.AutoConfig.from_pretrained(directory)
+                )
+            )
+        except Exception:
+            return {"unknown": "this release fails with a model of its own too"}
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+
+
+def read_tokenizer(directory: Path) -> dict[str, Any]:
+    """Return the ids of texts.json in this release, and what the `gguf` package reads.
+
+    Raises ValueError where `generate` does not take what the tokenizer returns.
+    """
+    import gguf
+    import transformers
+
+    texts = json.loads((directory / TEXTS).read_text(encoding="utf-8"))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+    model.generate(**tokenizer(texts[-1], return_tensors="pt"), max_new_tokens=2, pad_token_id=0)
+    special = gguf.SpecialVocab(directory, load_merges=True)
+    pieces = (
+        gguf.vocab.SentencePieceVocab if (directory / "tokenizer.model").is_file() else gguf.vocab.BpeVocab
+    )
+    scores = [score for _, score, _ in pieces(directory).all_tokens()]
+    return {
+        "ids": tokenizer(texts)["input_ids"],
+        "special": special.special_token_ids,
+        "template": special.chat_template,
+        "scores": scores,
+    }
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        tokenizer = (Path(name) / TEXTS).is_file()
+        print(json.dumps({"name": name} | (read_tokenizer if tokenizer else read)(Path(name))), flush=True)

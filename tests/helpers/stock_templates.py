@@ -1,0 +1,206 @@
+"""The chat templates that TRL ships, stand-in tokenizers for them, and what their examples must be."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from emo.data_prep.chat_templates import EMPTY_THINKING, RefusedError, read_template
+from emo.data_prep.chats import ChatEncoder, ChatWriter
+from emo.data_prep.rows import Judged, Rejected, RowSpec, judge
+from emo.data_prep.templates import Chat
+from emo.data_prep.tokenizer import save_tokenizer
+from tests.helpers.corpus import lasting_directory
+
+BAR, LINE = "\uff5c", "\u2581"  # as DeepSeek writes tokens
+TAG = re.compile(rf"<\|?[A-Za-z_|/{BAR}{LINE}][\w|/{BAR}{LINE}:.]*\|?>|\[/?[A-Z_]+\]|\[gMASK\]")
+PLAIN_TAGS = re.compile(r"</?(think|tool|tools|arg|function|parameter|IMPORTANT|name|desc|required|type)")
+# The token that ends what the assistant says, by the beginning of a template's name; calls may end otherwise.
+ENDS = {
+    "cohere2": ("<|END_OF_TURN_TOKEN|>",) * 2,
+    "cohere": ("<|END_OF_TURN_TOKEN|>",) * 2,
+    "deepseek": (f"<{BAR}end{LINE}of{LINE}sentence{BAR}>",) * 2,
+    "diffusion_gemma": ("<turn|>", "<|tool_response>"),
+    "gemma4_v2": ("<turn|>", "<turn|>"),
+    "gemma4": ("<turn|>", "<|tool_response>"),
+    "gemma": ("<end_of_turn>",) * 2,
+    "glm4": ("<|user|>", "<|observation|>"),
+    "gptoss": ("<|return|>", "<|call|>"),
+    "idefics3": ("<end_of_utterance>",) * 2,
+    "smolvlm": ("<end_of_utterance>",) * 2,
+    "llama3": ("<|eot_id|>",) * 2,
+    "llava": ("</s>",) * 2,
+    "muse": ("<|eot|>",) * 2,
+    "phi3": ("<|end|>",) * 2,
+}
+CHATML_END = "<|im_end|>"
+
+
+def stock_templates() -> dict[str, str]:
+    """The templates of the installed TRL by name; none where it is not installed."""
+    found = importlib.util.find_spec("trl")
+    folder = Path(str(found.origin)).parent / "chat_templates" if found else Path("none")
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.jinja"))}
+
+
+def end_of(name: str, calls: bool) -> str:
+    family = next((family for family in ENDS if name.startswith(family)), None)
+    return CHATML_END if family is None else ENDS[family][calls]
+
+
+@cache
+def stand_in(name: str) -> tuple[PreTrainedTokenizerFast, Path]:
+    """A tokenizer of bytes with the tokens that a template writes, and the directory that `prepare` makes."""
+    template = stock_templates()[name]
+    tags = sorted(set(TAG.findall(template)) | {end_of(name, False), end_of(name, True), "<s>"})
+    if "<|return|>" in tags:
+        tags.append("<|end|>")
+    special = [tag for tag in tags if not PLAIN_TAGS.match(tag)]
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(tag, special=True, normalized=False) for tag in special])
+    backend.add_tokens([AddedToken(tag, normalized=False) for tag in tags if tag not in special])
+    end = end_of(name, False)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="<|endoftext|>" if end == "<|user|>" else end
+    )
+    tokenizer.chat_template = template
+    directory = lasting_directory()
+    tokenizer.save_pretrained(directory)
+    if "strftime_now" in template:
+        day = "{'%Y-%m-%d': '2026-01-01', '%d %b %Y': '01 Jan 2026'}[f]"
+        tokenizer.chat_template = "{%- macro strftime_now(f) -%}{{ " + day + " }}{%- endmacro -%}" + template
+    save_tokenizer(directory, None, directory / "saved")
+    return tokenizer, directory / "saved"
+
+
+def messages_of(turns: int, kind: str) -> dict[str, Any]:
+    """A row of so many turns, of one of KINDS."""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": "Be brief."}] if kind == "system" else []
+    for turn in range(turns):
+        answer: dict[str, Any] = {"role": "assistant", "content": f"Answer {turn}."}
+        messages.append({"role": "user", "content": f"Question {turn}?"})
+        if kind == "reasoning":
+            answer["reasoning_content"] = answer["thinking"] = f"Because {turn}."
+        elif kind == "thoughts":
+            answer["content"] = f"<think>\nBecause {turn}.\n</think>\n\nAnswer {turn}."
+        elif kind == "tools":
+            call = {"id": f"call_{turn}", "type": "function"}
+            call |= {"function": {"name": "weather", "arguments": {"town": f"Town {turn}"}}}
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+            result = {
+                "role": "tool",
+                "tool_call_id": call["id"],
+                "name": "weather",
+                "content": f"{turn} degrees",
+            }
+            messages.append(result)
+        messages.append(answer)
+    return {"messages": messages} | ({"tools": [TOOL]} if kind == "tools" else {})
+
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Say the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"town": {"type": "string", "description": "A town."}},
+            "required": ["town"],
+        },
+    },
+}
+KINDS = ("plain", "system", "reasoning", "thoughts", "tools")
+
+
+def read_chat(row: dict[str, Any]) -> Chat:
+    (judged,) = judge([row], RowSpec("instruct", "auto", True, None, "none", 1_000_000, (), True))
+    assert isinstance(judged, Judged) and isinstance(judged.row, Chat), judged
+    return judged.row
+
+
+def expected(name: str, row: dict[str, Any]) -> tuple[list[list[int]], list[str]]:
+    """Return the ids up to the end of each answer, and what is learned of it, by rendering every prompt."""
+    tokenizer, _ = stand_in(name)
+    options: dict[str, Any] = {"tools": row.get("tools"), "tokenize": False}
+    messages = row["messages"]
+    if name in ("deepseekv3", "deepseek_r1_distill"):  # which take arguments as text
+        messages = json.loads(json.dumps(messages))
+        for message in messages:
+            for call in message.get("tool_calls", ()):
+                call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    if name.startswith(("idefics", "smolvlm", "llava")):  # which take content in parts
+        messages = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    ids, learned = [], []
+    for place, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = tokenizer.apply_chat_template(messages[:place], add_generation_prompt=True, **options)
+        after = tokenizer.apply_chat_template(messages[: place + 1], **options)
+        if after.startswith(prompt.rstrip()):
+            answer = after[len(prompt) if after.startswith(prompt) else len(prompt.rstrip()) :]
+        else:  # DeepSeek-R1: the prompt opens the thinking, which the template leaves out
+            assert prompt.endswith("<think>\n"), "answers are written in another way than asked for"
+            thought = message.get("reasoning_content", "")
+            assert isinstance(message["content"], str)
+            said = re.match(r"<think>\n(.*)\n</think>\n\n", message["content"], re.S)
+            rest = after.removeprefix(prompt.removesuffix("<think>\n")).lstrip("\n")
+            answer = f"{said[1] if said else thought}\n</think>\n\n{rest}"
+        end = end_of(name, bool(message.get("tool_calls")))
+        answer = answer[: answer.index(end) + len(end)] if end in answer else answer.rstrip() + end
+        begin = tokenizer.apply_chat_template(
+            messages[:place], add_generation_prompt=True, tools=options["tools"], return_dict=False
+        )
+        ids.append([*begin, *tokenizer.encode(answer, add_special_tokens=False)])
+        empty = EMPTY_THINKING.match(answer)
+        learned.append(answer[empty.end() if empty else 0 :])
+    return ids, learned
+
+
+def compare(name: str, row: dict[str, Any]) -> tuple[str, str]:
+    """Return `equal`, `rejected` or `different`, and why."""
+    tokenizer, saved = stand_in(name)
+    template = read_template(saved, name)
+    chat = read_chat(row)
+    try:
+        encoded = ChatEncoder(saved, template).encode(chat)
+        writer = ChatWriter(template)
+        exact = writer.examples(chat, exact=True)
+        left = writer.left_out(chat, exact)
+    except RefusedError as error:
+        return "rejected", error.detail
+    try:
+        ids, learned = expected(name, row)
+    except Exception as error:
+        return "different", f"the reference fails: {error}"
+    assert not isinstance(left, Rejected)
+    got = {
+        tuple(tokens[:stop]): tokens[start:stop]
+        for tokens, spans in encoded
+        for start, stop in spans.tolist()
+    }
+    if ChatWriter(template).examples(chat) != exact:
+        return "different", "examples of signs and of every prompt differ"
+    for wanted, text in zip(ids, learned, strict=True):
+        if tuple(wanted) not in got:
+            near = min(got, key=lambda tokens: abs(len(tokens) - len(wanted)), default=())
+            return (
+                "different",
+                f"{tokenizer.decode(wanted)!r} is not there; {tokenizer.decode(list(near))!r} is",
+            )
+        marked = name.endswith("_training") and text.endswith(tokenizer.decode(got[tuple(wanted)]))
+        if tokenizer.decode(got[tuple(wanted)]) != text and not marked:
+            return "different", f"learned is {tokenizer.decode(got[tuple(wanted)])!r}, not {text!r}"
+    if len(got) != len(ids):
+        return "different", f"{len(got)} answers instead of {len(ids)}"
+    return "equal", f"{len(encoded)} examples" + (f", leaves out {', '.join(left)}" if left else "")

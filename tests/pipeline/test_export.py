@@ -1,0 +1,156 @@
+"""Exports as other programs read them: tensors, RoPE, tokenizer, and where a reply ends."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+
+from emo.common.errors import UserError
+from emo.data_prep.config import DataConfig
+from emo.data_prep.shards import MANIFEST, TokenDataset, manifest_text, read_manifest
+from emo.data_prep.tokenizer import load_tokenizer
+from emo.pipeline.config import ModelConfig
+from emo.pipeline.export import exported_names, exported_tensors, persistent_buffers
+from emo.pipeline.loss import fuse_model, get_objective
+from emo.pipeline.model import check_fits
+from emo.pipeline.readers import check_tokenizer, saved_tensors, write_config, write_tokenizer
+from tests.helpers.chat_templates import CHATML
+from tests.helpers.corpus import prepared, run, tiny_tokenizer, write_jsonl
+from tests.helpers.exporting import write
+from tests.helpers.families import EXPORTED, FAMILIES, family, tiny_llama
+
+IGNORED = ("rope_parameters", "_name_or_path", "architectures", "dtype", "torch_dtype")
+
+
+def without_type(rope: dict[str, Any]) -> dict[str, Any]:
+    """RoPE's settings without their older name of the kind, which transformers carries along."""
+    return {k: without_type(v) if isinstance(v, dict) else v for k, v in rope.items() if k != "type"}
+
+
+@pytest.mark.parametrize("name", FAMILIES | EXPORTED)
+def test_names_and_rope_of_every_family(name: str, tmp_path: Path) -> None:
+    """Tensors are named and shaped as `save_pretrained` does it; RoPE's settings are read again unchanged."""
+    model = family(name)
+    model.config.save_pretrained(tmp_path)
+    write_config(tmp_path, {})
+    config = json.loads((tmp_path / "config.json").read_text())
+    before, after = model.config.to_dict(), AutoConfig.from_pretrained(tmp_path).to_dict()
+    assert config.get("torch_dtype") == config.get("dtype")
+    if (rope := before.get("rope_parameters")) is not None:
+        assert without_type(rope) == without_type(after["rope_parameters"])
+        known = name != "gemma4_text"  # transformers 4 does not know it
+        assert bool({"rope_theta", "rotary_emb_base", "global_rope_theta"} & config.keys()) == known
+        assert ("rope_scaling" in config) == known
+    assert {k: v for k, v in after.items() if k in before and k not in IGNORED} == {
+        k: v for k, v in before.items() if k in after and k not in IGNORED
+    }
+    if get_model_conversion_mapping(model, add_legacy=False):
+        model.save_pretrained(tmp_path)
+        expected = load_file(tmp_path / "model.safetensors")
+        fuse_model(model, get_objective("mle"))  # as it is when a run exports it
+        tensors = [(t.name, *t.parts) for t in exported_tensors(model)] + [*persistent_buffers(model)]
+        written = dict(saved_tensors(model, exported_names(model), iter(tensors)))
+        assert written.keys() == expected.keys()
+        assert all(torch.equal(written[key], expected[key]) for key in expected)
+
+
+SETTINGS = {"padding_side": "left", "model_max_length": 256, "model_input_names": ["input_ids"]}
+ROLES = ["<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(scope="module")
+def chats(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
+    """Chats prepared with a tokenizer that ends texts with </s> and turns with <|im_end|>."""
+    root = tmp_path_factory.mktemp("chats")
+    shutil.copytree(tiny_tokenizer() / "model", root / "base")
+    tokenizer = load_tokenizer(root / "base")
+    tokenizer.add_special_tokens({"additional_special_tokens": ROLES})
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained(root / "base")
+    tree = json.loads((root / "base/tokenizer_config.json").read_text())
+    (root / "base/tokenizer_config.json").write_text(json.dumps(tree | SETTINGS))
+    turns = [{"role": "user", "content": "Say it."}, {"role": "assistant", "content": "It is said."}]
+    rows = ([*turns, {"role": "user", "content": str(i)}, turns[1]] for i in range(20))
+    write_jsonl(root / "a.jsonl", [{"messages": row} for row in rows])
+    settings = {"kind": "instruct", "template": "chat_template", "sequence_len": 128}
+    config = prepared(root, tokenizer=str(root / "base"), **settings)
+    end = load_tokenizer(config.dir / "tokenizer").convert_tokens_to_ids("<|im_end|>")
+    manifest = read_manifest(config.dir / "train").model_copy(update={"answer_ends": [end], "digest": ""})
+    (config.dir / "train" / MANIFEST).write_text(manifest_text(manifest))
+    return config
+
+
+def test_an_export_stops_at_the_end_of_a_turn(chats: DataConfig, tmp_path: Path) -> None:
+    """Whatever file a program looks into; the base's own sampling stays."""
+    tokenizer = load_tokenizer(chats.dir / "tokenizer")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    model = tiny_llama(len(tokenizer), bos_token_id=1, eos_token_id=2)
+    odd = {"eos_token_id": 2, "temperature": 0.6}  # without do_sample, as some published models have it
+    (tmp_path / "generation_config.json").write_text(json.dumps(odd))
+    model.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    export = write(model, tmp_path / "export", chats)
+    (usual := tmp_path / "usual").touch()
+    assert {file.stat().st_mode for file in export.iterdir()} == {usual.stat().st_mode}
+    generation = GenerationConfig.from_pretrained(export)
+    assert generation.eos_token_id == AutoConfig.from_pretrained(export).eos_token_id == [2, end]
+    assert generation.temperature == 0.6
+    read = AutoTokenizer.from_pretrained(export)
+    assert read.eos_token_id == end == load_tokenizer(export).eos_token_id
+    assert read.chat_template == CHATML and read.padding_side == "left" and read.model_max_length == 256
+    assert read.model_input_names == ["input_ids"]
+    config = json.loads((export / "tokenizer_config.json").read_text())
+    assert config["additional_special_tokens"] == ROLES
+    assert (export / "tokenizer.model").read_bytes() == (chats.root / "base/tokenizer.model").read_bytes()
+    assert json.loads((export / "added_tokens.json").read_text()) == {ROLES[0]: end - 1, ROLES[1]: end}
+
+
+def test_the_end_of_text_stays_where_a_template_writes_it_elsewhere(
+    chats: DataConfig, tmp_path: Path
+) -> None:
+    template = CHATML + "{{ eos_token }}"
+    shutil.copytree(chats.dir / "tokenizer", tmp_path / "tokenizer")
+    tree = json.loads((tmp_path / "tokenizer/tokenizer_config.json").read_text()) | {
+        "chat_template": template
+    }
+    (tmp_path / "tokenizer/tokenizer_config.json").write_text(json.dumps(tree))
+    end = load_tokenizer(tmp_path / "tokenizer").convert_tokens_to_ids("<|im_end|>")
+    write_tokenizer(tmp_path / "tokenizer", tmp_path / "template", [end])
+    write_tokenizer(chats.dir / "tokenizer", tmp_path / "several", [end - 1, end])
+    for name in ("template", "several"):
+        assert load_tokenizer(tmp_path / name).eos_token == "</s>"
+
+
+def test_an_export_is_continued_with_its_tokenizer_and_with_the_data_before(
+    chats: DataConfig, tmp_path: Path
+) -> None:
+    tokenizer = load_tokenizer(chats.dir / "tokenizer")
+    export = write(tiny_llama(len(tokenizer)), tmp_path / "export", chats)
+    again = chats.model_copy(update={"dir": tmp_path / "data", "tokenizer": str(export)})
+    run(again)
+    model = ModelConfig(path=str(export))
+    for directory in (chats.dir, again.dir):
+        manifest = read_manifest(directory / "train")
+        check_fits(AutoConfig.from_pretrained(export), model, manifest)
+    first, second = (TokenDataset(d / "train").batch(np.arange(3)) for d in (chats.dir, again.dir))
+    assert all(np.array_equal(first[key], second[key]) for key in first)
+
+
+@pytest.mark.parametrize(("name", "misread"), [("qwen2", True), ("qwen3", False), ("llama", False)])
+def test_a_family_whose_tokenizer_transformers_replaces(name: str, misread: bool, tmp_path: Path) -> None:
+    family(name).config.save_pretrained(tmp_path)
+    shutil.copytree(tiny_tokenizer(), tmp_path, dirs_exist_ok=True)
+    if not misread:
+        check_tokenizer(tmp_path, torch.arange(30)[None])
+        return
+    with pytest.raises(UserError) as caught:
+        check_tokenizer(tmp_path, torch.arange(30)[None])
+    assert caught.value.code == "tokenizer-class"
