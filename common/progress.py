@@ -7,13 +7,12 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from emo.common.text import printable
+from emo.common.text import counted, printable
 
 EVERY = 30.0  # seconds between lines
-QUIET = 4.5  # seconds between lines of a command on a model, which is never silent for more than 5
-_active: list[Work] = []  # outermost first; the innermost is shown
+QUIET = 4.5  # seconds between lines: no command is silent for more than 5
+_working: list[object] = []  # blocks at work, outermost first: the innermost reports
 
 
 @contextmanager
@@ -43,67 +42,45 @@ def progress(label: str, total: int, say: Callable[[str], None]) -> Iterator[Cal
         yield advance
 
 
-class Work:
-    """Counts finished units of work; `n` of `total` (None: unknown, and the time is shown alone)."""
+@contextmanager
+def at_work(label: str, total: int = 0, unit: str = "") -> Iterator[Callable[[int], None]]:
+    """Show on stderr that the block is at work: a bar on a terminal, else a line every QUIET seconds.
 
-    def __init__(self, label: str, total: int | None, unit: str) -> None:
-        self.label, self.total, self.unit = label, total, unit
-        self.n, self.began = 0, time.monotonic()
-        self.bar: Any = None
-        self._done_before: int | None = None  # units that were done before the work began
-        if total is not None and sys.stderr.isatty():
+    Yield the function that takes how many more of `total` units are done. total: 0 if nothing is counted.
+    """
+    done, begun, over = 0, time.monotonic(), threading.Event()
+    has_bar, me = total > 0 and sys.stderr.isatty(), object()
+
+    def report() -> None:
+        while not over.wait(QUIET):
+            if _working[-1] is not me:
+                continue
+            seconds = time.monotonic() - begun
+            left = f", about {seconds * (total - done) / done:.0f} s left" if done else ""
+            state = f"{done:,} of {counted(total, unit)}{left}" if total else f"{seconds:.0f} s"
+            print(printable(f"{label}: {state}"), file=sys.stderr, flush=True)
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+
+    _working.append(me)
+    try:
+        if has_bar:
             from tqdm import tqdm
 
-            self.bar = tqdm(total=total, desc=label, unit=unit)
-
-    def update(self, count: int) -> None:
-        """Count units that were finished."""
-        self.n += count
-        if self._done_before is None:
-            known = time.monotonic() - self.began < 0.05  # read, not computed: no measure of the speed
-            self._done_before = self.n if known else 0
-        if self.bar is not None:
-            self.bar.update(count)
-
-    def line(self) -> str:
-        """Return how far the work is, and how long the rest takes at the speed so far."""
-        seconds = time.monotonic() - self.began
-        if self.total is None:
-            return f"{self.label}: {seconds:.0f} s"
-        text = f"{self.label}: {self.n:,} of {self.total:,} {self.unit}s, {seconds:.0f} s"
-        if done := self.n - (self._done_before or 0):
-            text += f", about {_duration(seconds / done * (self.total - self.n))} left"
-        return text
-
-    def show(self) -> None:
-        """Refresh the bar, or print a line."""
-        if self.bar is not None:
-            self.bar.refresh()
-        else:
-            print(printable(self.line()), file=sys.stderr, flush=True)
-
-
-@contextmanager
-def at_work(label: str, total: int | None = None, unit: str = "row") -> Iterator[Work]:
-    """Show on stderr how far the block is: a bar on a terminal, else a line every QUIET seconds."""
-    shown, ended = Work(label, total, unit), threading.Event()
-    _active.append(shown)
-
-    def beat() -> None:
-        while not ended.wait(QUIET):
-            if _active[-1] is shown:
-                shown.show()
-
-    thread = threading.Thread(target=beat, daemon=True, name="progress")
-    thread.start()
-    try:
-        yield shown
+            with tqdm(total=total, desc=label, unit=unit) as bar:
+                yield bar.update
+            return
+        thread = threading.Thread(target=report, daemon=True)
+        thread.start()
+        try:
+            yield advance
+        finally:
+            over.set()
+            thread.join()
     finally:
-        ended.set()
-        thread.join()
-        _active.remove(shown)
-        if shown.bar is not None:
-            shown.bar.close()
+        _working.remove(me)
 
 
 def amount(count: int) -> str:
@@ -111,9 +88,3 @@ def amount(count: int) -> str:
     from rich.filesize import decimal
 
     return decimal(count)
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

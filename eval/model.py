@@ -38,7 +38,6 @@ from emo.eval import store
 from emo.eval.icl.settings import NotFiniteError
 from emo.pipeline.run_dir import EXPORT, EXPORT_INFO, HF, read_export_info
 
-# Keys of a configuration that name the context, of which a model has one.
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TOKENIZER_VERSION = 1  # of what `tokenizer_content` looks at
 PROBED = 4096  # pieces of the vocabulary in each text that it encodes

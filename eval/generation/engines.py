@@ -209,20 +209,20 @@ class TextJob(ABC):
     def complete(self, identity: Record, rows: int, label: str) -> list[Record]:
         """Return the records of all rows, each with its number as `row`; identity: what decides them."""
         per_row, entry = self.per_row, store.Entry(self.out / store.STORE, identity)
-        with at_work(label, per_row * rows, self.unit) as bar:
+        with at_work(label, per_row * rows, self.unit) as advance:
 
             def compute(part: range) -> list[Record]:
                 prepared = [self.prepare(row) for row in part]
                 requests = [request for _, of_row in prepared for request in of_row]
-                bar.update(per_row * len(part) - len(requests))
-                replies = iter(self.engine.reply(requests, self.tokens, bar.update) if requests else [])
+                advance(per_row * len(part) - len(requests))
+                replies = iter(self.engine.reply(requests, self.tokens, advance) if requests else [])
                 self.computed += len(part)
                 return [
                     {"row": row} | self.record(facts, list(islice(replies, len(of_row))))
                     for row, (facts, of_row) in zip(part, prepared, strict=True)
                 ]
 
-            return store.complete(entry, rows, self.chunk, compute, lambda count: bar.update(per_row * count))
+            return store.complete(entry, rows, self.chunk, compute, lambda count: advance(per_row * count))
 
     def show(self, rows: int, about: Record, ignored: Sequence[str], say: Callable[[str], None]) -> None:
         """Write what the texts in `directory` are of; say what else, but for `ignored`, was there before."""

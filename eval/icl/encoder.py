@@ -91,13 +91,13 @@ class Encoder:
         missing = {k: t for k, t in zip(keys, texts, strict=True) if k not in self._vectors}
         # Longest first keeps batches dense; the order also makes segments reproducible.
         order = sorted(missing, key=lambda key: (-len(missing[key]), key))
-        with at_work("embedding", len(order), "text") as bar:
+        with at_work("embedding", len(order), "text") as advance:
             for start in range(0, len(order), SEGMENT):
                 part, parts = order[start : start + SEGMENT], []
                 for i in range(0, len(part), SHOWN):
                     batch = [missing[key] for key in part[i : i + SHOWN]]
                     parts.append(self._model.encode(batch, batch_size=32, show_progress_bar=False))
-                    bar.update(len(batch))
+                    advance(len(batch))
                 vectors = np.concatenate(parts).astype(np.float32)
                 if not np.isfinite(vectors).all():
                     text = f"sentence model {self.name!r} gives vectors that are not finite"

@@ -179,16 +179,22 @@ class Job:
         _ = None if entry.is_whole(len(indices), CHUNK) else self.recorder  # it speaks before the bar
 
         def score(rows: range) -> list[dict[str, Any]]:
-            before = bar.n
-            records = self.score_rows(task, data, indices, rows, pool, bar.update)
+            told = 0
+
+            def count(finished: int) -> None:
+                nonlocal told
+                told += finished
+                advance(finished)
+
+            records = self.score_rows(task, data, indices, rows, pool, count)
             self.computed += 1
-            bar.update(before + len(records) - bar.n)
+            advance(len(records) - told)
             return records
 
         desc = f"{self.model.name} {task.name}"
         try:
-            with at_work(desc, len(indices)) as bar:
-                return store.complete(entry, len(indices), CHUNK, score, bar.update)
+            with at_work(desc, len(indices), "row") as advance:
+                return store.complete(entry, len(indices), CHUNK, score, advance)
         except NotFiniteError as error:
             text = f"{self.model.given}, task {task.name}: {error}; nothing is published"
             raise UserError(f"{text}; try --dtype float32", code="not-finite") from None

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -346,10 +347,19 @@ def test_slurm_queues_again_only_what_may_pass(tmp_path: Path) -> None:
     assert slurm(ExitCode.DONE, EVERY="20") == (0, [])
 
 
+def test_kubernetes_settings_name_options_and_tasks_that_there_are() -> None:
+    settings = [path.read_text() for path in (REPO / "launch/k8s").rglob("kustomization.yaml")]
+    chosen = [line for text in settings for line in re.findall(r"EVALUATE=([^#\n]+)", text)]
+    assert len(chosen) > 1
+    for words in map(shlex.split, chosen):
+        assert {word for word in words if word.startswith("--")} <= options("watch")
+        assert select_tasks(words[words.index("--tasks") + 1])
+
+
 @pytest.mark.parametrize("name", ["evaluate.yaml", "watch.yaml"])
 def test_kubernetes_asks_for_options_that_there_are(name: str) -> None:
     text = (REPO / "launch/k8s/base" / name).read_text()
     flags = set(re.findall(r"--[a-z_]+", text))
-    assert {"--data", "--tasks"} < flags <= options("watch")
+    assert {"--data"} < flags <= options("watch") and "$EVALUATE" in text
     codes = f"values: [{ExitCode.MISTAKE:d}, {ExitCode.REGRESSION:d}]"  # all others are tried again
     assert re.search(rf"action: FailJob.*\n *onExitCodes: {{ operator: In, {re.escape(codes)} }}", text)
