@@ -293,9 +293,9 @@ def answers(directory: Path) -> pairs.Judged:
 def make_replies(directory: Path) -> None:
     make_answers(directory)
     choice = {"message": {"role": "assistant", "content": REPLIES["alpaca_eval"]}, "finish_reason": "stop"}
-    response = {"status_code": 200, "body": {"choices": [choice]}}
+    response = {"status_code": 200, "body": {"model": "x", "choices": [choice]}}
     contents = {
-        "jsonl": ("id", {"reply": REPLIES["alpaca_eval"]}),
+        "jsonl": ("id", {"reply": REPLIES["alpaca_eval"], "model": "x"}),
         "openai": ("custom_id", {"response": response, "error": None}),
     }
     for form, (key, content) in contents.items():
@@ -315,8 +315,8 @@ def _summarise(judged: pairs.Judged) -> None:
 def replies(directory: Path) -> None:
     judged, judge = pairs.of_answers(directory / "a.json", directory / "b.jsonl"), JUDGES["alpaca_eval"]
     for form in judging.FORMATS:
-        read = judging.read_replies(judge, judged, directory / f"{form}.jsonl")
-        _summarise(judging.of_replies(judge, "x", judged, read, {}))
+        read, author = judging.read_replies(judge, judged, directory / f"{form}.jsonl", "x")
+        _summarise(judging.of_replies(judge, author, judged, read, {}))
 
 
 ANNOTATED = {"output_2": "b", "generator_1": "a", "generator_2": "b", "annotator": "x"}

@@ -264,7 +264,7 @@ def test_pods_get_the_options_of_their_settings(
     command = ["sh", "-c", *pod["containers"][0]["args"]]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     words = done.stdout.splitlines()
-    expected = ["--tasks", "sst2,agnews", "--limit", "500"]
+    expected = ["--tasks", "sst2,ag_news", "--limit", "500"]
     if kind in ("emo-prepare", "emo-train"):
         expected = ["train.seed=7", "train.sample_prompts=[The man saw]"]
     assert words[-len(expected) :] == expected
