@@ -136,6 +136,13 @@ def read_template(
                 code="no-chat-template",
             )
         text = own
+    unread = [variable for variable in variables or {} if variable not in text]
+    if unread and not (unread == ["date"] and "strftime_now" in text):
+        raise UserError(
+            f"data.template_variables: the chat template of {name} reads no variable {unread[0]}. Correct "
+            "the name or remove it",
+            code="template-variable",
+        )
     specials = tuple(sorted(known, key=len, reverse=True))  # the longest that fits counts
     names = tuple(sorted(special_names(directory).items()))
     written = json.dumps(variables or {}, sort_keys=True, default=str)  # YAML reads a date as one
@@ -174,19 +181,27 @@ class Renderer:
         others = tuple(special for special in specials if not re.fullmatch(THINK, special))
         return {False: _get_control_token_patterns(specials), True: _get_control_token_patterns(others)}
 
+    @cached_property
+    def _knows_developers(self) -> bool:
+        """Return whether the template names this role, and writes what it says."""
+        if "developer" not in self.template.text:
+            return False
+        try:
+            probe = [{"role": role, "content": "Hello"} for role in ("user", "assistant")]
+            return "Preface" in self.write([{"role": "developer", "content": "Preface"}, *probe], None)[0]
+        except RefusedError:
+            return False
+
     def protect(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[dict[str, Any]], Any]:
         """Return messages and tools in which special tokens that people wrote are text."""
         from transformers.utils.chat_template_utils import mark_control_tokens
 
-        renamed = (
-            "system" if "developer" not in self.template.text else "developer"
-        )  # older ones know one name
         protected = []
         for message in messages:
             pattern, _ = self.patterns[message["role"] == "assistant"]
             protected.append(mark_control_tokens(message, pattern))
-            if message["role"] == "developer":
-                protected[-1]["role"] = renamed
+            if message["role"] == "developer" and not self._knows_developers:
+                protected[-1]["role"] = "system"  # older templates know one name
         return protected, mark_control_tokens(tools, self.patterns[False][0])
 
     def write(

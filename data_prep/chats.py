@@ -35,6 +35,7 @@ if TYPE_CHECKING:  # rows are read without it, and commands start fast
     import numpy as np
 
 REMEMBERED = 4096  # surroundings at most
+NEAR = 64  # characters on either side of the border between prompt and answer that decide its tokens
 THOUGHTS = (*REASONING, INSIDE)
 # What a template must not leave out. Other fields, such as name, are only counted.
 CONTENT = (*THOUGHTS, "content", "system", "tool results", "tools", "tool_calls.name", "tool_calls.arguments")
@@ -68,6 +69,7 @@ class Written(NamedTuple):
     start: int
     end: str  # the special token that ends it, where the template writes none before the next message
     skipped: int  # characters before the answer that the template itself does not write there
+    shift: int = 0  # characters that the prompt has more than the template writes of it before the answer
 
 
 class ChatWriter:
@@ -79,7 +81,6 @@ class ChatWriter:
         self._seen: set[int] | None = None  # the signs in its text, if it has one example
         self._signed: Signed | None = None
         self._surroundings: dict[Any, tuple[int, int] | None] = {}
-        self._forms = [False, True]  # whether calls have JSON text; the form that worked comes first
 
     def examples(self, chat: Chat, exact: bool = False) -> list[Example]:
         """Return the examples of a chat. Raises RefusedError. exact: render every prompt."""
@@ -101,17 +102,33 @@ class ChatWriter:
         _, messages, tools = self._read
         calls = any(message.get("tool_calls") for message in messages)
         refused = None
-        for text in list(self._forms) if calls else [False]:
+        # The form of a chat depends on the template and on the chat alone: never on the rows before it.
+        for form in self._forms if calls else FORMS[:1]:
             try:
-                result = function(_calls_as_text(messages) if text else messages, tools)
+                return function(form(messages), tools)
             except RefusedError as error:
                 refused = refused if refused and error.reason == "refused_by_chat_template" else error
-            else:
-                if calls and text != self._forms[0]:
-                    self._forms.reverse()
-                return result
         assert refused is not None
         raise refused
+
+    @cached_property
+    def _forms(self) -> list[Any]:
+        """Return the forms that calls may have. The first is the one in which a plain call is written.
+
+        Arguments as JSON text count only where the template writes them as they are: one that encodes them
+        would encode them twice.
+        """
+        call = {"type": "function", "function": {"name": "f", "arguments": {"x": "World"}}}
+        messages = [PROBE[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+        for form in FORMS:
+            try:
+                text, _ = self.renderer.write(form(messages), None)
+            except RefusedError:
+                continue
+            if "World" in text and '\\"World' not in text:
+                as_text = form is _calls_as_text
+                return [form, *(other for other in FORMS if other is not form and not as_text)]
+        return [FORMS[0]]
 
     def _messages(self, chat: Chat) -> tuple[list[dict[str, Any]], Any]:
         """Return the messages and tools of a chat as the template gets them."""
@@ -119,16 +136,23 @@ class ChatWriter:
         places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         learned = [place for number, place in enumerate(places) if number not in chat.unsupervised]
         messages = messages[: learned[-1] + 1]  # nothing is learned from what comes after
-        if self.template.reasoning == "drop":
-            for message in (message for message in messages if message["role"] == "assistant"):
-                for key in REASONING:
-                    message.pop(key, None)
-                if isinstance(message.get("content"), str):
-                    thought = THOUGHT.match(message["content"])
-                    message["content"] = message["content"][thought.end() if thought else 0 :]
+        for message in messages if self.template.reasoning != "keep" else ():
+            if message["role"] == "assistant":
+                self._remove_reasoning(message)
         if self._takes_parts:
             messages = [_as_parts(message) for message in messages]
         return self.renderer.protect(messages, json.loads(chat.tools) if chat.tools else None)
+
+    def _remove_reasoning(self, message: dict[str, Any]) -> None:
+        """Remove reasoning that is empty or, by data.reasoning, not learned."""
+        drop, content = self.template.reasoning == "drop", message.get("content")
+        for key in REASONING:
+            value = message.get(key)
+            if drop or (isinstance(value, str) and not value.strip()):
+                message.pop(key, None)
+        thought = THOUGHT.match(content) if isinstance(content, str) else None
+        if thought and isinstance(content, str) and (drop or not thought[2].strip()):
+            message["content"] = content[thought.end() :]
 
     @cached_property
     def _takes_parts(self) -> bool:
@@ -164,12 +188,15 @@ class ChatWriter:
         """Return the answer at a place of the messages, with its prompt. Raises RefusedError."""
         before, _ = self.renderer.write(messages[:place], tools, prompt=True)
         after, _ = self.renderer.write(messages[: place + 1], tools)
-        skipped = 0
+        skipped = shift = 0
+        if not after.startswith(before) and (said := self._after_reasoning(messages, tools, place)):
+            shift = len(before) + len(said) - len(after)
+            after = before + said
         if not after.startswith(before):
             common, opened = len(_common(before, after)), OPENED.search(before)
             start = opened.start() if opened and common < opened.end(1) else len(before.rstrip())
             if common < start:
-                if EMPTY_THINKING.search(before, common - len("<think>")):
+                if _reasoning(messages[place]) and EMPTY_THINKING.search(before, common - len("<think>")):
                     raise _unclear(
                         "its prompt has an empty thinking block, and this answer has reasoning",
                         "Set data.reasoning=drop, or data.template_variables={enable_thinking: true}",
@@ -196,7 +223,20 @@ class ChatWriter:
         empty = EMPTY_THINKING.match(answer)
         if not answer[empty.end() if empty else 0 :].strip():
             raise _unclear("it leaves an answer out")
-        return Written(after[:stop] + end, len(before), end, skipped)
+        return Written(after[:stop] + end, len(before), end, skipped, shift)
+
+    def _after_reasoning(self, messages: list[dict[str, Any]], tools: Any, place: int) -> str:
+        """Return what is written after the prompt where the answer makes the template drop earlier reasoning.
+
+        gpt-oss writes the reasoning of calls until their final answer comes. Without it in the chat, the
+        prompt is the beginning of the text. Return '' where it is not.
+        """
+        if not any(_reasoning(message) for message in messages[:place] if message["role"] == "assistant"):
+            return ""
+        bare = [{k: v for k, v in message.items() if k not in REASONING} for message in messages[:place]]
+        before, _ = self.renderer.write(bare, tools, prompt=True)
+        after, _ = self.renderer.write([*bare, messages[place]], tools)
+        return after[len(before) :] if after.startswith(before) else ""
 
     @cached_property
     def _ends(self) -> dict[str, tuple[str, str]]:
@@ -215,7 +255,7 @@ class ChatWriter:
         }.items():
             ends[kind] = ("", "")
             probe = [_as_parts(message) for message in probe] if self._takes_parts else probe
-            for messages in (probe, _calls_as_text(probe)):
+            for messages in (form(probe) for form in self._forms):
                 try:
                     after, _ = self.renderer.write(messages[:2], None)
                     longer, _ = self.renderer.write(messages, None)
@@ -238,7 +278,7 @@ class ChatWriter:
         self, messages: list[dict[str, Any]], tools: Any, places: list[int], last: Written
     ) -> dict[int, tuple[int, int]] | None:
         """Return where each answer is in the text of the last one, or None where it is not certain."""
-        if last.skipped:
+        if last.skipped or last.shift:
             return None
         signed = Signed(messages, tools)
         try:
@@ -285,8 +325,8 @@ class ChatWriter:
         marks: list[tuple[int, int]] = []
         if self.renderer.marked:
             _, marks = self.renderer.write(messages, tools, spans=True)
-            if written.skipped:  # what was put in between is said by the assistant
-                marks = [(a, b + written.skipped) for a, b in marks]
+            if written.skipped or written.shift:  # what was put in between is said by the assistant
+                marks = [(a + written.shift, b + written.shift + written.skipped) for a, b in marks]
         answers = []
         for number, (start, stop) in spans.items():
             if self.renderer.marked:
@@ -320,9 +360,13 @@ class ChatWriter:
         # A template reads one of the keys of reasoning, and `_thoughts` may have written it.
         thoughts = {place: _reasoning(messages[place]) for place, field in lacking if field in THOUGHTS}
         whole = "".join(example.text for example in examples) if thoughts else ""
-        ended = r"\s*[<\[]/"
+        ended = r"\s*[<\[]"  # a tag follows
+        read = {signed.fields[sign][0] for sign in seen if signed.fields[sign][1] in THOUGHTS}
         written = {
-            i for i in thoughts if all(re.search(re.escape(t.strip()) + ended, whole) for t in thoughts[i])
+            i
+            for i in thoughts
+            if all(re.search(re.escape(t.strip()) + ended, whole) for t in thoughts[i])
+            or (i in read and len({t.strip() for t in thoughts[i]}) == 1)  # two keys of the same text
         }
         return sorted({field for place, field in lacking if field not in THOUGHTS or place not in written})
 
@@ -378,6 +422,18 @@ def _thoughts(message: dict[str, Any], opened: str) -> str:
     return f"{thought}\n{close}\n\n"
 
 
+def _as_it_is(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return messages
+
+
+def _with_content(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages in which every call has a content, as templates expect that add to it."""
+    return [
+        message | {"content": message.get("content") or ""} if message.get("tool_calls") else message
+        for message in messages
+    ]
+
+
 def _calls_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages as older templates expect calls: arguments as JSON text, and a content."""
     changed = []
@@ -398,6 +454,9 @@ def _calls_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
             message = message | {"content": message.get("content") or "", "tool_calls": texts}
         changed.append(message)
     return changed
+
+
+FORMS = (_as_it_is, _with_content, _calls_as_text)  # of messages with calls
 
 
 def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -451,19 +510,33 @@ class ChatEncoder:
             ids: list[int] = []
             supervised = []
             done, end = 0, ""  # how far the text is encoded, and the special token before that
-            for answer in example.answers:
+            for number, answer in enumerate(example.answers, 1):
                 # After a special token some tokenizers put a space, so that it must be seen.
                 context, _ = self._ids(end + example.text[done : answer.start], self.beginning)
-                ids += context[bool(end) :]
+                prompt = ids + context[bool(end) :]
                 text = example.text[answer.start : answer.stop]
                 said, ends = self._ids(text, self.continuing, answer.masked > 0)
                 supervised.append(
-                    (len(ids) + sum(stop <= answer.masked for stop in ends), len(ids) + len(said))
+                    (len(prompt) + sum(stop <= answer.masked for stop in ends), len(prompt) + len(said))
                 )
-                ids += said
+                if number < len(example.answers) and self._merges(example.text[: answer.start], text):
+                    # Later prompts hold this answer with other ids: they are another example.
+                    encoded.append((prompt + said, np.array(supervised, np.int64)))
+                    supervised = []
+                    continue
+                ids = prompt + said
                 done, end = answer.stop, self.writer.template.last(example.text[: answer.stop])
             encoded.append((ids, np.array(supervised, np.int64)))
         return encoded
+
+    def _merges(self, prompt: str, answer: str) -> bool:
+        """Return whether the ids of a prompt change as soon as the answer follows, in one text."""
+        tail = prompt[-NEAR:]
+        if self.specials:
+            tail = tail[max((match.start() for match in self.specials.finditer(tail)), default=0) :]
+        alone, _ = self._ids(tail, self.beginning)
+        both, _ = self._ids(tail + answer[:NEAR], self.beginning)
+        return both[: len(alone)] != alone
 
     def prompt(self, messages: list[dict[str, Any]]) -> list[int]:
         """Return the ids of messages, up to where an answer begins, as training shows them."""

@@ -9,6 +9,7 @@ set.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -192,6 +193,16 @@ class DataConfig(Section):
             raise ValueError("two names differ in case alone; rename one")
         return sets or []
 
+    @field_validator("template_variables")
+    @classmethod
+    def _as_json(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        """Return the variables as JSON values: YAML reads a day as a date."""
+        try:
+            tree: dict[str, Any] = json.loads(json.dumps(variables, default=str, allow_nan=False))
+        except ValueError:
+            raise ValueError("numbers must be finite") from None
+        return tree
+
     @model_validator(mode="after")
     def _consistent(self) -> DataConfig:
         if (self.tokenizer is None) == (self.train_tokenizer is None):
@@ -202,6 +213,8 @@ class DataConfig(Section):
             raise ValueError("validation_group needs validation_fraction")
         if self.by_chat_template and self.train_tokenizer:
             raise ValueError(f"template: {self.template} needs the tokenizer of a model, not train_tokenizer")
+        if not self.by_chat_template and (self.reasoning != "mask_empty" or self.template_variables):
+            raise ValueError("reasoning and template_variables are for chat templates; set template to one")
         if taken := next((name for name in self.template_variables if name in GIVEN), None):
             raise ValueError(f"template_variables: {taken} comes from the rows; remove it")
         try:

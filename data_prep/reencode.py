@@ -182,13 +182,20 @@ class ShardCheck:
             ids: list[int] = []
             spans = []
             done, end = 0, ""
-            for answer in answers:
-                ids += self.plain.ids(end + text[done : answer.start], markup=True)[bool(end) :]
+            for number, answer in enumerate(answers, 1):
+                context = self.plain.ids(end + text[done : answer.start], markup=True)
                 said = text[answer.start : answer.stop]
+                following = self.plain.ids(end + text[done : answer.stop], markup=True)
+                prompt = ids + context[bool(end) :]
                 stops = self.plain.stops(said)
-                begin = len(ids) + sum(stop <= answer.masked for stop in stops)
-                ids += self.plain.ids(said, continuing=True, markup=True)
-                spans.append((begin, len(ids)))
+                begin = len(prompt) + sum(stop <= answer.masked for stop in stops)
+                example = prompt + self.plain.ids(said, continuing=True, markup=True)
+                spans.append((begin, len(example)))
+                if number < len(answers) and following[: len(context)] != context:
+                    examples.append((example, spans))
+                    spans = []
+                    continue
+                ids = example
                 done, end = answer.stop, self.chat.template.last(text[: answer.stop])
             examples.append((ids, spans))
         return examples

@@ -185,7 +185,8 @@ def _group(raw: Any, column: str) -> int:
     """Return what stands for a row's group. Raises RowError for a row without it."""
     row = _object(json.loads(raw.decode("utf-8-sig")) if isinstance(raw, bytes) else raw)
     if not isinstance(row, dict) or row.get(column) is None:
-        raise RowError("missing_column", f"no column {column}, which data.validation_group names")
+        lacks = "null in column" if isinstance(row, dict) and column in row else "no column"
+        raise RowError("missing_column", f"{lacks} {column}, which data.validation_group names")
     return content_hash(_json(row[column]))
 
 

@@ -327,7 +327,7 @@ def losses(config: DataConfig, split: str, infos: list[ShardInfo]) -> list[str]:
         parts = [(counts[f"overlong_{kind}"], kind.replace("_", " ")) for kind in kinds]
         fates = ", ".join(f"{count:,} {kind}" for count, kind in parts if count)
         lines.append(
-            f"{overlong:,} of {totals(infos)['documents']:,} examples are longer than "
+            f"{counted(overlong, 'example')} of {counted(totals(infos)['documents'], 'row')} are longer than "
             f"{config.sequence_len} tokens "
             f"({fates}); {counted(counts['overlong_tokens_lost'], 'token')} lost"
         )
