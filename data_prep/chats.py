@@ -107,7 +107,9 @@ class ChatWriter:
             try:
                 return function(form(messages), tools)
             except RefusedError as error:
-                refused = refused if refused and error.reason == "refused_by_chat_template" else error
+                # What the template says of one form matters less than why another is of no use.
+                if refused is None or refused.reason == "refused_by_chat_template":
+                    refused = error
         assert refused is not None
         raise refused
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -373,3 +375,60 @@ def test_a_stretch_that_is_the_end_alone_is_of_its_answer() -> None:
     writer = writer_of(CHATML.replace("{{ m.content }}<|im_end|>", part))
     turns = [("user", "q"), ("assistant", "a"), ("user", "r"), ("assistant", "b")]
     assert learned(writer, talk(*turns)) == ["a<|im_end|>", "b<|im_end|>"]
+
+
+ADDING = """{% for m in messages %}<|im_start|>{{ m.role }}
+{{ m['content'] + '' }}{% for c in m.tool_calls or [] %}{"arguments": {{ c.function.arguments | tojson }}}{% endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""  # noqa: E501
+
+
+@pytest.mark.parametrize("content", [None, ...])
+def test_calls_are_written_alike_whatever_rows_came_before(content: Any) -> None:
+    """The template adds to the content of a call. Its arguments are objects, whether or not that is null."""
+    writer = writer_of(ADDING)
+    call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"town": "Oslo"}}}]}
+    other = call | ({} if content is ... else {"content": content})
+    for said in (call | {"content": ""}, other, call | {"content": ""}):
+        row = {"messages": [{"role": "user", "content": "q"}, said]}
+        assert learned(writer, row) == ['{"arguments": {"town": "Oslo"}}<|im_end|>']
+
+
+@needs_trl
+@pytest.mark.parametrize("thought", [{"reasoning_content": ""}, {"thinking": " \n"}, {}])
+def test_reasoning_that_is_empty_is_not_learned(thought: dict[str, str]) -> None:
+    writer = ChatWriter(read_template(stand_in("gptoss")[1], "gptoss"))
+    content = "a" if thought else "<think>\n\n</think>\n\na"
+    row = talk(("user", "q"), ("assistant", content), **thought)
+    assert learned(writer, row) == ["<|channel|>final<|message|>a<|return|>"]
+
+
+@needs_trl
+def test_two_keys_of_the_same_reasoning_are_one() -> None:
+    writer = ChatWriter(read_template(stand_in("gptoss")[1], "gptoss"))
+    chat = read_chat(talk(("user", "q"), ("assistant", "a"), reasoning="hm", reasoning_content="hm"))
+    assert writer.left_out(chat, writer.examples(chat)) == []
+
+
+def test_a_developer_is_a_system_where_the_template_only_mentions_one() -> None:
+    template = "{# for a developer #}" + CHATML.replace(
+        "{% for m in messages %}", "{% for m in messages if m.role in ('system', 'user', 'assistant') %}"
+    )
+    chat = read_chat(talk(("developer", "Be brief."), ("user", "q"), ("assistant", "a")))
+    writer = writer_of(template)
+    ((text, _),) = writer.examples(chat)
+    assert "<|im_start|>system\nBe brief." in text and not writer.left_out(chat, writer.examples(chat))
+
+
+def test_variables_may_be_days_and_must_be_read(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", [talk(("user", f"q{i}"), ("assistant", "a")) for i in range(20)])
+    dated = "{{ day }}{{ strftime_now('%Y-%m-%d') }}" + CHATML
+    days = {"date": datetime.date(2026, 1, 31), "day": datetime.date(2026, 2, 1)}  # as YAML reads them
+    config = prepared(tmp_path, **options(dated, template_variables=days))
+    assert all(text.startswith("2026-02-012026-01-31") for text, _ in chats(config))
+    with refused("template-variable"):
+        prepared(tmp_path, **options(dated, template_variables={"dya": 1}, dir=str(tmp_path / "other")))
+    with refused("bad-value"):
+        data_config(tmp_path, **options(dated, template_variables={"day": math.nan}))
+    with refused("bad-value"):
+        data_config(tmp_path, **options(dated, template="chat", reasoning="drop"))
