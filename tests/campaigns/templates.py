@@ -5,8 +5,8 @@
 Each chat has 1, 2 or 10 turns. It is plain, or has a system message, reasoning as a key or in the content,
 or calls of tools: with an empty content, with null, or with reasoning. The ids of every answer and its prompt
 must be those of an account that renders every prompt by `apply_chat_template`, see
-tests/helpers/stock_templates.py. Writes runs/templates.json, and exits 1 when ids differ or a template rejects
-a plain chat.
+tests/helpers/stock_templates.py. Writes runs/templates.json, and exits 1 when ids differ or a template
+rejects a plain chat.
 """
 
 from __future__ import annotations
