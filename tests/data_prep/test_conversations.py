@@ -425,3 +425,11 @@ def test_sniff_knows_messages_without_a_tokenizer_and_tokens(tmp_path: Path) -> 
     (tmp_path / "recipe.yaml").write_text(recipe)
     run(config := load_data_config(tmp_path / "recipe.yaml", [f"data.dir={tmp_path / 'tokens'}"]))
     assert train_set(config).manifest.tokens > 1000
+
+
+@pytest.mark.parametrize("kind", ["instruct", "text"])
+def test_a_limit_below_the_first_row_takes_nothing(tmp_path: Path, kind: str) -> None:
+    rows = [talk(("user", f"question {i}"), ("assistant", "a" * 40)) for i in range(30)]
+    write_jsonl(tmp_path / "a.jsonl", rows if kind == "instruct" else [f"text {i} " * 20 for i in range(30)])
+    with refused("limit-takes-nothing"):
+        prepared(tmp_path, kind=kind, limit_tokens=3, sequence_len=128)
