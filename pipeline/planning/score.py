@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from emo.common.errors import UserError
 from emo.common.files import sha256
 from emo.common.labels import IGNORE
+from emo.common.progress import at_work
 from emo.data_prep import scores
 from emo.data_prep.shards import TokenDataset, open_prepared
 from emo.pipeline.config import RunConfig
@@ -88,26 +88,29 @@ def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int, top_k: 
     logprobs = np.zeros(int(offsets[-1]), dtype)
     head = model.get_output_embeddings()
     began = time.perf_counter()
-    for start in tqdm(range(0, len(rows), micro), desc=data.manifest.shards[shard].file, disable=None):
-        arrays = data.batch(rows[start : start + micro])
-        keys = ("input_ids", "position_ids")
-        inputs = {key: torch.from_numpy(arrays[key]).to(head.weight.device) for key in keys}
-        labels = torch.full_like(inputs["input_ids"], IGNORE)  # the next token of the same segment
-        same = inputs["position_ids"][:, 1:] > 0
-        labels[:, :-1] = torch.where(same, inputs["input_ids"][:, 1:], IGNORE)
-        hidden = model.before_head(labels.numel(), dict(inputs))
-        if top_k is None:
-            result = -token_nll(hidden, head.weight, head.bias, labels, head.spec).float().cpu().numpy()
-        else:
-            result = _most_likely(hidden, head, labels != IGNORE, top_k, vocab_size)
-        numbers = result if top_k is None else result["log_p"]
-        if not np.isfinite(numbers).all():
-            raise UserError(f"the model gives log-probabilities that are not finite in {data.directory}")
-        for i, row in enumerate(result):
-            first, last = offsets[start + i], offsets[start + i + 1]
-            logprobs[first + 1 : last] = row[: last - first - 1]
+    file = data.manifest.shards[shard].file
+    with at_work(f"{file}: scoring", len(rows), "row") as advance:
+        for start in range(0, len(rows), micro):
+            arrays = data.batch(rows[start : start + micro])
+            keys = ("input_ids", "position_ids")
+            inputs = {key: torch.from_numpy(arrays[key]).to(head.weight.device) for key in keys}
+            labels = torch.full_like(inputs["input_ids"], IGNORE)  # the next token of the same segment
+            same = inputs["position_ids"][:, 1:] > 0
+            labels[:, :-1] = torch.where(same, inputs["input_ids"][:, 1:], IGNORE)
+            hidden = model.before_head(labels.numel(), dict(inputs))
+            if top_k is None:
+                result = -token_nll(hidden, head.weight, head.bias, labels, head.spec).float().cpu().numpy()
+            else:
+                result = _most_likely(hidden, head, labels != IGNORE, top_k, vocab_size)
+            numbers = result if top_k is None else result["log_p"]
+            if not np.isfinite(numbers).all():
+                raise UserError(f"the model gives log-probabilities that are not finite in {data.directory}")
+            for i, row in enumerate(result):
+                first, last = offsets[start + i], offsets[start + i + 1]
+                logprobs[first + 1 : last] = row[: last - first - 1]
+            advance(len(rows[start : start + micro]))
     seconds = time.perf_counter() - began
-    log.info("%s: %s tokens in %.0f s", data.manifest.shards[shard].file, f"{len(logprobs):,}", seconds)
+    log.info("%s: %s tokens in %.0f s", file, f"{len(logprobs):,}", seconds)
     return logprobs
 
 
