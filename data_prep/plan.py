@@ -361,8 +361,8 @@ def _sources(
         rejected = _rejected(reasons)
         if not reasons[[0, CODE["weight"]]].any() and not rejected.keys().isdisjoint(UNREADABLE):
             raise UserError(
-                f"{source['name']} has no usable row ({_listed(rejected)}); convert it to UTF-8, leave it out, or "
-                "set data.strict=false to skip and count",
+                f"{source['name']} has no usable row ({_listed(rejected)}); convert it to UTF-8, leave it "
+                "out, or set data.strict=false to skip and count",
                 code="not-utf8",
             )
     return sources

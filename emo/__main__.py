@@ -85,6 +85,10 @@ def run(words: list[str]) -> int:
     functions = _reports(words[1:]) if words[0] == "report" else [COMMANDS[words[0]].function]
     code = 0
     options: dict[str, Any] = {}
+    if words[0] == "train":
+        from emo.pipeline.stop import leave_early
+
+        leave_early()
     if words[0] == "prepare":  # which uses one section of the recipe; mistakes in the others are found now
         from emo.pipeline.config import RunConfig
 

@@ -234,7 +234,7 @@ def _read(path: Path, setting: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise UserError(f"deepspeed={path} must hold a JSON object, not {shown(tree)}", code="ds-file")
     tree = {key: value for key, value in tree.items() if value is not None}  # null: as if it were absent
-    if not isinstance(zero := tree.get("zero_optimization", {}), dict):
+    if not isinstance(zero := tree.get("zero_optimization", AUTO), dict) and zero != AUTO:
         problem = f"{path}: zero_optimization must be a section, not {shown(zero)}"
         raise UserError(problem, code="ds-file")
     return tree
