@@ -25,6 +25,7 @@ from emo.common.recipe import (
     mark,
     mark_of,
     marked,
+    meant,
     parse_section,
     read_recipe,
     shown,
@@ -302,7 +303,12 @@ def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | N
         )
     tree = read_recipe(path, overrides)
     if "data" not in tree:
-        raise UserError(f"recipe {path} has no data section; it has: {', '.join(tree) or 'nothing'}")
+        hints = (
+            {} if recipe is None else {str(key): meant(recipe, [str(key)]) for key in tree.keys() - {*KEYS}}
+        )
+        problem = f"recipe {path} has no data section; it has: {', '.join(map(str, tree)) or 'nothing'}"
+        lines = [f"unknown key {key}; {hint}" for key in unknown if (hint := meant(recipe, [key]))]
+        raise UserError(problem, code="no-data-section", more=lines)
     if recipe is not None:
         check_section(recipe, tree, "", may_lack=KEYS)
     config = parse_section(DataConfig, tree["data"], "data")
