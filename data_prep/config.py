@@ -303,11 +303,10 @@ def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | N
         )
     tree = read_recipe(path, overrides)
     if "data" not in tree:
-        hints = (
-            {} if recipe is None else {str(key): meant(recipe, [str(key)]) for key in tree.keys() - {*KEYS}}
-        )
         problem = f"recipe {path} has no data section; it has: {', '.join(map(str, tree)) or 'nothing'}"
-        lines = [f"unknown key {key}; {hint}" for key in unknown if (hint := meant(recipe, [key]))]
+        unknown = sorted(map(str, tree.keys() - {*KEYS}))
+        hints = [(key, meant(recipe or DataConfig, [key])) for key in unknown]
+        lines = [f"unknown key {key}; {hint}" for key, hint in hints if hint]
         raise UserError(problem, code="no-data-section", more=lines)
     if recipe is not None:
         check_section(recipe, tree, "", may_lack=KEYS)
