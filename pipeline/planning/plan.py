@@ -338,7 +338,8 @@ def fit(sizes: Sizes, setup: Setup, cluster: Cluster) -> str:
     rows = setup.micro * setup.accumulation
     micro = next((m for m in range(rows, 0, -1) if rows % m == 0 and fits(micro=m)), 0)
     if memory.surely <= room:
-        return f"yes; largest train.micro_batch_size that surely fits: {micro}"
+        limit = " (all rows of a GPU: more take a larger train.global_batch_size)" if micro == rows else ""
+        return f"yes; largest train.micro_batch_size that surely fits: {micro}{limit}"
     changes = [f"set train.micro_batch_size={micro}"] if micro else []
     changes += ["set model.activation_checkpointing=true"] if fits(checkpointing=True) else []
     changes += ["set deepspeed=ds_configs/zero3.json"] if fits(stage=3) else []

@@ -87,6 +87,11 @@ def test_a_rich_console_whose_reader_leaves_ends_the_command_likewise() -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+def test_a_report_of_what_does_not_exist_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--over=tokens", "/no/where"]) == 2
+    assert capsys.readouterr().err.startswith("error: /no/where does not exist; ")
+
+
 def test_a_request_while_a_command_still_imports_is_a_stop() -> None:
     program = "import os, signal; from emo.pipeline.stop import leave_early; leave_early(); "
     program += "os.kill(os.getpid(), signal.SIGTERM)"
