@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
 from emo.common.commands import Parser, first_word, parse_arguments
-from emo.common.errors import ExitCode, UserError, outcome
+from emo.common.errors import DiskFullError, ExitCode, UserError, outcome
 from emo.common.progress import printer
 from emo.common.recipe import Section
 from emo.common.text import counted, printable
@@ -105,7 +106,12 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
 
 def _say(line: str) -> None:
     """Print a line for the human; names of files and sources cannot act on the terminal."""
-    print(printable(line), flush=True)
+    try:
+        print(printable(line), flush=True)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise DiskFullError("no space left where standard output goes") from None
 
 
 def _job(text: str) -> tuple[int, int]:

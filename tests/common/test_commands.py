@@ -92,6 +92,15 @@ def test_a_report_of_what_does_not_exist_says_so(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err.startswith("error: /no/where does not exist; ")
 
 
+def test_a_full_standard_output_is_called_that() -> None:
+    program = "import sys; from pathlib import Path; from emo.common.errors import outcome; "
+    program += "from emo.common.files import full_disk; from emo.data_prep.cli import _say\n"
+    program += "def work():\n with full_disk(Path('data')): _say('x')\nsys.exit(outcome(work))"
+    with open("/dev/full", "w", encoding="utf-8") as full:  # noqa: PTH123
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "standard output" in done.stderr and "data" not in done.stderr
+
+
 def test_a_request_while_a_command_still_imports_is_a_stop() -> None:
     program = "import os, signal; from emo.pipeline.stop import leave_early; leave_early(); "
     program += "os.kill(os.getpid(), signal.SIGTERM)"
