@@ -7,12 +7,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from emo.common.text import counted, printable
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 EVERY = 30.0  # seconds between lines
 QUIET = 4.5  # seconds between lines: no command is silent for more than 5
 _working: list[object] = []  # blocks at work, outermost first: the innermost reports
+
+
+def printer(**options: Any) -> Console:
+    """Return a rich console; a reader that leaves (`... | head`) ends the command as it ends others."""
+    from rich.console import Console
+
+    class Printer(Console):
+        def on_broken_pipe(self) -> None:
+            raise  # rich would exit with 1
+
+    return Printer(**options)
 
 
 @contextmanager
@@ -21,12 +36,11 @@ def progress(label: str, total: int, say: Callable[[str], None]) -> Iterator[Cal
 
     Yield the function that takes how many bytes are done. Without a terminal, `say` gets a line at times.
     """
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     is_terminal, last = sys.stderr.isatty(), time.monotonic()
-    console = Console(stderr=True)
+    console = printer(stderr=True)
     everything = "{task.description}", BarColumn(), *columns
     with Progress(*everything, console=console, transient=True, disable=not is_terminal) as bar:
         task = bar.add_task(label, total=total or None)

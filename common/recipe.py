@@ -6,9 +6,11 @@ section is a frozen pydantic model that refuses unknown keys. What cannot be rea
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
@@ -40,7 +42,9 @@ _NAMES_ELSEWHERE = {
     "model.dtype": "bf16 fp16 precision mixed_precision torch_dtype",
     "model.attn_implementation": "flash_attention flash_attn flash_attn_2 sdp_attention",
     "model.activation_checkpointing": "gradient_checkpointing",
-    "model.kernels": "use_liger use_liger_kernel enable_liger_kernel",
+    "model.kernels": "use_liger use_liger_kernel enable_liger_kernel liger_rope liger_rms_norm "
+    "liger_layer_norm liger_glu_activation liger_swiglu liger_fused_linear_cross_entropy",
+    "data.root": "dataset_dir",
     "model.lora": "adapter peft peft_config use_peft finetuning_type qlora",
     "model.lora.r": "lora_r lora_rank rank",
     "model.lora.alpha": "lora_alpha",
@@ -53,7 +57,6 @@ _NAMES_ELSEWHERE = {
     "train.num_train_epochs": "epochs num_epochs max_epochs",
     "train.max_steps": "steps max_iters",
     "train.max_grad_norm": "gradient_clipping gradient_clip_val clip_grad grad_clip clip",
-    "train.warmup_ratio": "warmup_steps",
     "train.lr_scheduler_type": "lr_scheduler schedule",
     "train.optimizer": "optim",
     "train.eps": "adam_epsilon",
@@ -64,13 +67,13 @@ _NAMES_ELSEWHERE = {
     "train.save_total_limit": "keep_last",
     "train.report_to": "tensorboard wandb use_wandb",
     "train.project": "wandb_project",
-    "train.timeout_minutes": "ddp_timeout",
 }
-# Also the last word of a key, for one in the wrong section; `name` and `path` could be of anything.
+_ANY = {"name", "path"}  # keys that could be of anything
+# Also the last word of a key, for one in the wrong section.
 OTHER_NAMES = {
     name: key
     for key, names in _NAMES_ELSEWHERE.items()
-    for name in ({key.rpartition(".")[2]} - {"name", "path"}) | set(names.split())
+    for name in ({key.rpartition(".")[2]} - _ANY) | set(names.split())
 }
 _QUANTISED = (
     "quantised weights are not supported: set model.lora={} to train few parameters, or offload to the "
@@ -78,7 +81,9 @@ _QUANTISED = (
 _QUANTISED += "host with deepspeed=ds_configs/zero3_offload.json"
 _PREFERENCES = "training from preferences or rewards (DPO, PPO, GRPO) is not supported: use TRL for it"
 _PACKED = "remove it: rows are always packed, and documents in a row do not attend to each other"
-_ANSWERS = "remove it: only answers are supervised (data.kind=instruct), or every token (data.kind=text)"
+_ANSWERS = "remove it: only answers are supervised, each with the token that ends it (data.kind=instruct), "
+_ANSWERS += "or every token (data.kind=text)"
+_WORKERS = "remove it: `emo prepare --workers N` sets how many processes prepare the data"
 # Settings of other trainers that have no counterpart, and what to do instead.
 NOT_HERE = {
     name: hint
@@ -86,8 +91,15 @@ NOT_HERE = {
         "load_in_4bit load_in_8bit quantization_bit bnb_4bit_compute_dtype bnb_config": _QUANTISED,
         "neftune_noise_alpha neftune": "noise on embeddings (NEFTune) is not supported; remove it",
         "rl dpo_beta ref_model reward_model kl_coef rlhf dpo kto orpo grpo ppo": _PREFERENCES,
-        "sample_packing packing eval_packing eval_sample_packing pad_to_sequence_len": _PACKED,
-        "train_on_inputs train_on_input assistant_only_loss completion_only_loss": _ANSWERS,
+        "sample_packing packing eval_packing eval_sample_packing pad_to_sequence_len neat_packing "
+        "group_by_length": _PACKED,
+        "train_on_inputs train_on_input assistant_only_loss completion_only_loss train_on_prompt "
+        "roles_to_train train_on_eos train_on_eot": _ANSWERS,
+        "preprocessing_num_workers dataset_num_proc dataset_processes num_proc": _WORKERS,
+        "sources.type": "remove it: what rows are follows from data.kind, data.template and columns",
+        "enable_thinking": "set data.template_variables={enable_thinking: true}, or false",
+        "warmup_steps": "set train.warmup_ratio, which is a share of the steps, not their number",
+        "ddp_timeout": "set train.timeout_minutes, in minutes instead of seconds",
         "gradient_accumulation_steps grad_accum gradient_accumulation": "remove it: it "
         "follows from train.global_batch_size (rows per step over all ranks) and train.micro_batch_size",
         "resume_from_checkpoint auto_resume_from_checkpoints overwrite_output_dir": "remove it: the same "
@@ -322,7 +334,7 @@ def check_section(
     try:
         section = cls.model_validate(tree)
     except ValidationError as error:
-        for problem in error.errors():
+        for problem in [*error.errors(), *_hidden(cls, tree, error)]:
             absent = problem["type"] == "missing" and problem["loc"] in [(key,) for key in may_lack]
             if absent or problem["type"] == "default_factory_not_called":  # because of another mistake
                 continue
@@ -344,6 +356,32 @@ def check_section(
     return section
 
 
+def _hidden(cls: type[Section], tree: Any, error: ValidationError) -> list[Any]:
+    """Return what is wrong with how values go together, unchecked in a section with other mistakes.
+
+    The values that are wrong by themselves are set aside, and what is said about those is left out.
+    """
+    rest, wrong = copy.deepcopy(tree), set[str]()
+    for problem in error.errors():
+        path = problem["loc"] if problem["type"] == "extra_forbidden" else _located(cls, problem["loc"])[1]
+        *above, key = [*takewhile(lambda part: isinstance(part, str), path)] or [""]
+        node = rest
+        for part in above:
+            node = node.get(part) if isinstance(node, dict) else None
+        if problem["type"] not in ("missing", "value_error") and isinstance(node, dict):
+            wrong.add(str(key))
+            node.pop(key, None)
+    try:
+        cls.model_validate(rest)
+    except ValidationError as more:
+        return [
+            problem
+            for problem in more.errors()
+            if problem["type"] == "value_error" and not wrong & {*re.findall(r"\w+", problem["msg"])}
+        ]
+    return []
+
+
 def _located(cls: type[Section], location: Sequence[int | str]) -> tuple[type[Section], Sequence[int | str]]:
     """Return the innermost section that a path enters, and the path up to its last known part."""
     current, known = cls, 0
@@ -363,9 +401,8 @@ def _mistake(cls: type[Section], problem: Mapping[str, Any], where: str) -> User
     if problem["type"] == "extra_forbidden":
         *above, key = problem["loc"]
         names = _located(cls, above)[0].model_fields
-        hint = (in_recipe and NOT_HERE.get(str(key).lower())) or nearest(
-            str(key), names, OTHER_NAMES if in_recipe else {}
-        )
+        hint = meant(cls, problem["loc"]) if in_recipe else None
+        hint = hint or nearest(str(key), names, OTHER_NAMES if in_recipe else {})
         return UserError(f"unknown key {path}; {hint}", code="unknown-key")
     if problem["type"] == "model_type":
         message = "must be a section of key: value lines"
@@ -373,6 +410,23 @@ def _mistake(cls: type[Section], problem: Mapping[str, Any], where: str) -> User
     if problem["type"] == "literal_error" and in_recipe:
         detail += "".join(f"; {hint}" for word, hint in VALUES.items() if word in str(value).lower())
     return UserError(f"{path or cls.__name__}: {message}{detail}", code="bad-value")
+
+
+def meant(cls: type[Section], location: Sequence[int | str]) -> str | None:
+    """Return a hint at what an unknown key of a recipe is called here; None for one that nobody has.
+
+    A neighbour that is nearly alike comes first, then a key of another section, then other programs' names.
+    """
+    words = [str(part).lower() for part in location if isinstance(part, str)]
+    key = words[-1]
+    if hint := NOT_HERE.get(key) or NOT_HERE.get(".".join(words[-2:])):
+        return hint
+    alike = similar(key, _located(cls, location[:-1])[0].model_fields, 0.85)
+    sections = {name: _section(field.annotation) for name, field in cls.model_fields.items()}
+    homes = [f"{name}.{key}" for name, section in sections.items() if section and key in section.model_fields]
+    homes = sorted(homes, key=lambda home: not home.startswith("train.")) if key not in _ANY else []
+    found = alike or " or ".join(homes) or OTHER_NAMES.get(key)
+    return f"did you mean {found}?" if found else None
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

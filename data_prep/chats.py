@@ -224,7 +224,8 @@ class ChatWriter:
         answer = after[len(before) : body]
         empty = EMPTY_THINKING.match(answer)
         if not answer[empty.end() if empty else 0 :].strip():
-            raise _unclear("it leaves an answer out")
+            what = "does not write tool calls" if kind == "calls" else "leaves an answer out"
+            raise _unclear(f"it {what}")
         return Written(after[:stop] + end, len(before), end, skipped, shift)
 
     def _after_reasoning(self, messages: list[dict[str, Any]], tools: Any, place: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 from pathlib import Path
@@ -10,7 +11,8 @@ from pathlib import Path
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
 from emo.common.commands import Parser, first_word, parse_arguments
-from emo.common.errors import ExitCode, UserError, outcome
+from emo.common.errors import DiskFullError, ExitCode, UserError, outcome
+from emo.common.progress import printer
 from emo.common.recipe import Section
 from emo.common.text import counted, printable
 from emo.data_prep.config import load_data_config
@@ -72,13 +74,11 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
         prepare(config, args.shard, args.workers, args.force, args.finish, _say)
     elif args.command == "inspect":
         first_word(args.directory)
-        from rich.console import Console
-
         from emo.data_prep.inspect import inspect
         from emo.data_prep.verify import data_sets
 
         for split in data_sets(args.directory):
-            inspect(split, args.samples, args.seed, Console())
+            inspect(split, args.samples, args.seed, printer())
     elif args.command == "verify":
         first_word(args.directory)
         from emo.data_prep.verify import verify
@@ -93,11 +93,9 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
             raise UserError(faults[0] + others)
     elif args.command == "sniff":
         first_word(args.files)
-        from rich.console import Console
-
         from emo.data_prep.sniff import sniff
 
-        sniff(args.files, args.tokenizer, Console())
+        sniff(args.files, args.tokenizer, printer())
     else:
         first_word(args.directory)
         from emo.data_prep import world
@@ -108,7 +106,12 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
 
 def _say(line: str) -> None:
     """Print a line for the human; names of files and sources cannot act on the terminal."""
-    print(printable(line), flush=True)
+    try:
+        print(printable(line), flush=True)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise DiskFullError("no space left where standard output goes") from None
 
 
 def _job(text: str) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from emo.common.recipe import (
     mark,
     mark_of,
     marked,
+    meant,
     parse_section,
     read_recipe,
     shown,
@@ -302,7 +303,11 @@ def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | N
         )
     tree = read_recipe(path, overrides)
     if "data" not in tree:
-        raise UserError(f"recipe {path} has no data section; it has: {', '.join(tree) or 'nothing'}")
+        problem = f"recipe {path} has no data section; it has: {', '.join(map(str, tree)) or 'nothing'}"
+        unknown = sorted(map(str, tree.keys() - {*KEYS}))
+        hints = [(key, meant(recipe or DataConfig, [key])) for key in unknown]
+        lines = [f"unknown key {key}; {hint}" for key, hint in hints if hint]
+        raise UserError(problem, code="no-data-section", more=lines)
     if recipe is not None:
         check_section(recipe, tree, "", may_lack=KEYS)
     config = parse_section(DataConfig, tree["data"], "data")

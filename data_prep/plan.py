@@ -16,7 +16,7 @@ import json
 import shutil
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -194,8 +194,17 @@ def _opened(path: Path) -> pq.ParquetFile:
     return pq.ParquetFile(path, page_checksum_verification=True, **limits)
 
 
-def select(config: DataConfig, inputs: list[Input], parts: list[ScanPart], path: Path, threads: int) -> Plan:
+def select(
+    config: DataConfig,
+    inputs: list[Input],
+    parts: list[ScanPart],
+    path: Path,
+    threads: int,
+    fault: Callable[[], str],
+) -> Plan:
     """Write the rows that shards take to `path`; return the plan, with what became of the rows.
+
+    fault: returns what is wrong with the first rejected row, for the error where all are.
 
     Weights come before duplicates, so that of equal rows one remains that its source uses; among those a
     training row is preferred, then the one with the most copies, then the first. Where none is trained on,
@@ -211,7 +220,7 @@ def select(config: DataConfig, inputs: list[Input], parts: list[ScanPart], path:
             scanned = load_rows(db, parts)
             sources = _sources(config, inputs, parts, _reasons(db, len(inputs)))
             select_rows(db, config, len(inputs), scanned, path)
-            summary = _summary(db, config, inputs, sources)
+            summary = _summary(db, config, inputs, sources, fault)
     except duckdb.OutOfMemoryException as error:
         raise FailureError(
             f"comparing the rows takes more memory or disk than there is ({one_line(error)}); make room in "
@@ -320,6 +329,11 @@ def _rejected(counts: np.ndarray) -> dict[str, int]:
     return {reason: n for reason, n in zip(REASONS, counts.tolist(), strict=True) if reason and n}
 
 
+def _listed(rejected: Mapping[str, int]) -> str:
+    """Return counts by reason in words, as in `24 bad roles, 1 empty`."""
+    return ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in rejected.items())
+
+
 def _sources(
     config: DataConfig, inputs: list[Input], parts: list[ScanPart], counts: np.ndarray
 ) -> list[dict[str, Any]]:
@@ -346,17 +360,20 @@ def _sources(
             )
         rejected = _rejected(reasons)
         if not reasons[[0, CODE["weight"]]].any() and not rejected.keys().isdisjoint(UNREADABLE):
-            listed = ", ".join(f"{count:,} {reason.replace('_', ' ')}" for reason, count in rejected.items())
             raise UserError(
-                f"{source['name']} has no usable row ({listed}); convert it to UTF-8, leave it out, or set "
-                "data.strict=false to skip and count",
+                f"{source['name']} has no usable row ({_listed(rejected)}); convert it to UTF-8, leave it "
+                "out, or set data.strict=false to skip and count",
                 code="not-utf8",
             )
     return sources
 
 
 def _summary(
-    db: DuckDBPyConnection, config: DataConfig, inputs: list[Input], sources: list[dict[str, Any]]
+    db: DuckDBPyConnection,
+    config: DataConfig,
+    inputs: list[Input],
+    sources: list[dict[str, Any]],
+    fault: Callable[[], str],
 ) -> dict[str, Any]:
     """Return what became of the rows, per input and in all. Raises UserError for a split without rows."""
     counts = _reasons(db, len(inputs))
@@ -381,8 +398,9 @@ def _summary(
         if config.validation_fraction and rows[1]:
             reason = f"no row is left to train on: {fraction} all {rows[1]:,} of them; set a smaller one"
         else:
-            listed = ", ".join(f"{n} {reason}" for reason, n in rejected.items())
-            reason = f"no row of the sources can be trained on: {listed or 'there are none'}"
+            first = fault()
+            reason = f"no row of the sources can be trained on: {_listed(rejected) or 'there are none'}"
+            reason += f"; the first: {first}" if first else ""
         raise UserError(reason, code="no-training-rows")
     for number, name in enumerate(config.validation_sets, 1):
         if rows[number]:
@@ -391,7 +409,7 @@ def _summary(
         if not config.validation_fraction:
             key = "data.validation" if name == VALIDATION else f"data.validation.{name}"
             members = counts[[opened.split == number for opened in inputs]].sum(axis=0)
-            listed = ", ".join(f"{n:,} {reason}" for reason, n in _rejected(members).items())
+            listed = _listed(_rejected(members))
             reason = f"its sources have no usable row of their own ({listed}); give other {key} sources"
         raise UserError(f"the {set_called(name)} is empty: {reason}, or none", code="no-validation-rows")
     for number, name in enumerate(config.validation_sets, 1):

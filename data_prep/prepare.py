@@ -286,7 +286,7 @@ class Preparation:
         """
         config, say, inputs = self.config, self.say, scan.inputs
         parts = [scan.parts[unit.number] for unit in scan.units]
-        plan = select(config, inputs, parts, self.new / ROWS, self.workers)
+        plan = select(config, inputs, parts, self.new / ROWS, self.workers, scan.fault)
         summary = plan.summary
         if scan.chat is not None:
             summary["chat_template"] = scan.chat.digest

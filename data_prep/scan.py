@@ -38,6 +38,7 @@ from emo.data_prep.near import near_columns, signatures
 from emo.data_prep.rows import (
     CODE,
     LEFT_OUT,
+    REASONS,
     STRUCTURE,
     Judged,
     Payload,
@@ -158,6 +159,17 @@ class Scan:
             origins = [(opened.name, opened.size, opened.state) for opened in read]
             text = json.dumps([made_with, unit.stretches, origins], sort_keys=True)
             self._keys.append(hashlib.sha256(text.encode()).hexdigest())
+
+    def fault(self) -> str:
+        """Return what is wrong with the first rejected row, and where it is; '' where none was rejected."""
+        for number, start, length, *_ in (
+            p for u in self.units for p in self.parts[u.number].pieces.tolist()
+        ):
+            opened = self.inputs[number]
+            if first := _rejected(opened, Extent(start, length), self.chat, self.config, REASONS):
+                where, row = first
+                return f"{where}: {row.reason.replace('_', ' ')}" + f" ({row.detail})" * bool(row.detail)
+        return ""
 
     def run(self, first: float, workers: int, ended: Callable[[], bool], say: Callable[[str], None]) -> None:
         """Make parts until all are there, by whichever job, or the scan has `ended`.
@@ -371,16 +383,30 @@ def uniform(hashes: np.ndarray, seed: int, salt: int) -> np.ndarray:
 
 def _located(opened: Input, extent: Extent, chat: ChatTemplate | None, config: DataConfig) -> UserError:
     """Return the error of the first row of a piece that breaks its file's structure, with its line."""
+    first = _rejected(opened, extent, chat, config, STRUCTURE)
+    assert first is not None
+    where, broken = first
+    return UserError(
+        f"{where}: {broken.reason.replace('_', ' ')} ({broken.detail}); correct it, or set "
+        f"data.strict=false to {'use and' if broken.reason == LEFT_OUT else 'skip and'} count such rows",
+        code="left-out-by-template" if broken.reason == LEFT_OUT else "broken-row",
+    )
+
+
+def _rejected(
+    opened: Input, extent: Extent, chat: ChatTemplate | None, config: DataConfig, reasons: Iterable[str]
+) -> tuple[str, Rejected] | None:
+    """Return the first row of a piece that is rejected for one of `reasons`, after its file and line."""
     payload = next(opened.read([extent]))
     writer = None if chat is None else ChatWriter(chat)
     rows = (each.row for each in judged_rows(payload, opened.spec, writer, config.strict))
-    number, broken = next(
-        (number, row)
-        for number, row in enumerate(rows)
-        if isinstance(row, Rejected) and row.reason in STRUCTURE
-    )
+    faults = ((n, row) for n, row in enumerate(rows) if isinstance(row, Rejected) and row.reason in reasons)
+    if (first := next(faults, None)) is None:
+        return None
+    number, broken = first
     where = f"row {extent.start + number + 1}"
-    if isinstance(opened, TextInput) and isinstance(payload, bytes):
+    by_line = opened.spec.lines or opened.spec.format == "lines"
+    if by_line and isinstance(opened, TextInput) and isinstance(payload, bytes):
         with open_text(opened.path) as stream:
             before, left = 0, extent.start
             while left > 0:
@@ -388,8 +414,4 @@ def _located(opened: Input, extent: Extent, chat: ChatTemplate | None, config: D
                 before, left = before + chunk.count(b"\n"), left - len(chunk)
         lines = [i for i, line in enumerate(payload.split(b"\n")) if line.strip()]
         where = f"line {before + lines[number] + 1}"
-    return UserError(
-        f"{opened.name} {where}: {broken.reason.replace('_', ' ')} ({broken.detail}); correct it, or set "
-        f"data.strict=false to {'use and' if broken.reason == LEFT_OUT else 'skip and'} count such rows",
-        code="left-out-by-template" if broken.reason == LEFT_OUT else "broken-row",
-    )
+    return f"{opened.name} {where}", broken

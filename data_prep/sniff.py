@@ -119,6 +119,8 @@ def sniff(files: str, tokenizer: str | None, console: Console) -> str:
                 refused = next((row.detail for row in written.rows if isinstance(row, Rejected)), "")
                 console.print(Text(printable(f"the tokenizer's chat_template cannot be used: {refused}")))
                 look = _look(files, "instruct", look.proposed, None)
+                if not look.good:
+                    raise _unreadable(look, "without that template either")
         for line in _description(look):
             console.print(Text(printable(line)), soft_wrap=True)
         picked = np.unique(np.linspace(0, len(look.good) - 1, EXAMPLES).astype(int)).tolist()
@@ -163,10 +165,16 @@ def _best_look(files: str, template: str | None) -> Look:
             return look
     best = max(looks, key=lambda look: len(look.good))
     if not best.good:
-        fault = next((row for row in best.rows if isinstance(row, Rejected)), Rejected("no rows"))
-        reason = f"{fault.reason.replace('_', ' ')} ({fault.detail})"
-        raise UserError(f"{best.input.name}: no row can be read: {reason}", code="nothing-readable")
+        raise _unreadable(best)
     return best
+
+
+def _unreadable(look: Look, how: str = "") -> UserError:
+    """Return the error for a file without a usable row, which says what is wrong with the first."""
+    fault = next((row for row in look.rows if isinstance(row, Rejected)), Rejected("no rows"))
+    reason = f"{fault.reason.replace('_', ' ')} ({fault.detail})"
+    problem = f"{look.input.name}: no row can be read{how and ' '}{how}: {reason}"
+    return UserError(problem, code="nothing-readable")
 
 
 def _look(files: str, kind: str, proposed: dict[str, str], template: str | None, form: str = "auto") -> Look:

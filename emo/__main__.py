@@ -82,9 +82,20 @@ def main(argv: list[str] | None = None) -> int:
 
 def run(words: list[str]) -> int:
     """Run the command that words[0] names."""
+    from emo.common.errors import ExitCode
+    from emo.common.text import printable
+
+    if words[0] == "report" and (path := _first_path(words[1:])) is not None and not path.exists():
+        line = f"error: {printable(str(path))} does not exist; give a run directory, or one of results"
+        print(line, file=sys.stderr)
+        return ExitCode.MISTAKE
     functions = _reports(words[1:]) if words[0] == "report" else [COMMANDS[words[0]].function]
     code = 0
     options: dict[str, Any] = {}
+    if words[0] == "train":
+        from emo.pipeline.stop import leave_early
+
+        leave_early()
     if words[0] == "prepare":  # which uses one section of the recipe; mistakes in the others are found now
         from emo.pipeline.config import RunConfig
 
@@ -111,10 +122,17 @@ def _reports(words: list[str]) -> list[str]:
     """Return who writes the report: of runs if the first path is a run directory, else of evaluations."""
     if not words or words[0] in {"-h", "--help"}:
         return [TRAINING.replace(":run", ":main"), EVALUATION]
-    values = [word for before, word in zip(["", *words], words, strict=False) if not before.startswith("--")]
-    paths = [Path(word) for word in values if not word.startswith("-")]
-    is_run = any((path / name).exists() for path in paths[:1] for name in ("metrics.jsonl", "config.yaml"))
+    path = _first_path(words)
+    is_run = path is not None and any((path / name).exists() for name in ("metrics.jsonl", "config.yaml"))
     return [TRAINING if is_run else EVALUATION]
+
+
+def _first_path(words: list[str]) -> Path | None:
+    """Return the first word that is no option, nor the value of one."""
+    for before, word in zip(["", *words], words, strict=False):
+        if not word.startswith("-") and (not before.startswith("--") or "=" in before):
+            return Path(word)
+    return None
 
 
 if __name__ == "__main__":

@@ -30,6 +30,12 @@ sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / 
 import emo.common.packages  # noqa: F401 - before all others
 
 # isort: split
+from emo.pipeline.stop import leave_early
+
+if __name__ == "__main__":
+    leave_early()  # before the imports below, which take seconds on a busy host
+
+# isort: split
 import psutil
 
 from emo.common.errors import ExitCode, UserError, outcome

@@ -94,7 +94,9 @@ def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest)
     text = config.get_text_config()
     if manifest.vocab_size > text.vocab_size:
         problem = f"the data use {manifest.vocab_size} token ids, the model's head has {text.vocab_size}"
-        raise UserError(f"{problem}; set data.tokenizer to the model's own and prepare again")
+        cure = "set data.tokenizer to the model's own and prepare again (data.template chat and alpaca add "
+        cure += "no tokens), or resize the model's embedding to train added tokens (resize_token_embeddings)"
+        raise UserError(f"{problem}; {cure}", code="vocabulary")
     check_context(config, manifest.block)
     if model.path is None:
         return

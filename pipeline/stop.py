@@ -39,9 +39,24 @@ CALLED = "PIPELINE_COMMAND"  # the console script that the user gave; set by lau
 HARDWARE = "hardware"  # the code of a FailureError whose cause is a device of this host
 CHOSEN_PORT = "PIPELINE_PORT"  # where ranks meet, if launch/supervise.py and not the user chose it
 
+EARLY = "stopped (%s) before the run was opened"
 RESUME = "run the same command again to resume"
 
 STARTING, LOADING, TRAINING = range(3)
+
+
+def leave_early() -> None:
+    """End at once with STOPPED on a request from now on, until other handlers take the place of these.
+
+    For the processes that start ranks, while they import and check: nothing has begun yet.
+    """
+
+    def leave(number: int, _: object) -> None:
+        os.write(2, f"{EARLY % signal.Signals(number).name}; {RESUME}\n".encode())
+        os._exit(ExitCode.STOPPED)
+
+    for number in REQUESTS:
+        signal.signal(number, leave)
 
 
 class Watch:
@@ -103,7 +118,7 @@ class Watch:
                 name = signal.Signals(info.si_signo).name
                 self.signal = self.signal or name
                 if self._phase == STARTING:
-                    self._leave(f"stopped ({name}) before the run was opened")
+                    self._leave(EARLY % name)
                 if info.si_pid == self._chain[0] and self._kill_at is None and not self._restarts:
                     self._kill_at = time.monotonic() + _grace(command_line(info.si_pid))
             pairs = itertools.pairwise(self._chain)

@@ -6,6 +6,7 @@ Colours are the page's CSS variables, so that one drawing fits light, dark and p
 from __future__ import annotations
 
 import io
+import logging
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -179,6 +180,7 @@ class Figure:
 
 def svg(panel: Dots | Curves | Cells, label: str, width: float) -> Markup:
     """Return a panel so many inches wide as an image called `label`, which no other of the page is called."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a home that cannot be written to is no fault
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 

@@ -228,12 +228,15 @@ def _read(path: Path, setting: Path) -> dict[str, Any]:
         return values
 
     try:
-        tree: dict[str, Any] = json.loads(read_bytes(path, JSON_BYTES), object_pairs_hook=without_repeats)
-        tree.keys()
-    except (ValueError, AttributeError, OSError, RecursionError) as error:
-        raise UserError(
-            f"deepspeed={path} is no JSON object: {one_line(error, 150)}", code="ds-file"
-        ) from None
+        tree: Any = json.loads(read_bytes(path, JSON_BYTES), object_pairs_hook=without_repeats)
+    except (ValueError, OSError, RecursionError) as error:
+        raise UserError(f"deepspeed={path} is no JSON: {one_line(error, 150)}", code="ds-file") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"deepspeed={path} must hold a JSON object, not {shown(tree)}", code="ds-file")
+    tree = {key: value for key, value in tree.items() if value is not None}  # null: as if it were absent
+    if not isinstance(zero := tree.get("zero_optimization", AUTO), dict) and zero != AUTO:
+        problem = f"{path}: zero_optimization must be a section, not {shown(zero)}"
+        raise UserError(problem, code="ds-file")
     return tree
 
 
@@ -266,7 +269,7 @@ def _unknown_keys(tree: dict[str, Any], path: Path) -> list[UserError]:
         if tree.get("data_types", {}).keys() - {"grad_accum_dtype"}:
             raise ValueError("data_types may hold grad_accum_dtype alone")
     except ValidationError as error:
-        keys = ((section + ".".join(map(str, e["loc"])), e["msg"], shown(e["input"])) for e in error.errors())
+        keys = ((section + ".".join(map(str, e["loc"])), _said(e), shown(e["input"])) for e in error.errors())
         messages = [f"rejects {key}: {message} (given: {value})" for key, message, value in keys]
     except Exception as error:  # whatever its sections raise for values that they do not expect
         messages = [f"rejects the file: {one_line(error, 200)}"]
@@ -275,6 +278,14 @@ def _unknown_keys(tree: dict[str, Any], path: Path) -> list[UserError]:
         unknown = (key for key in tree if key not in lookups.keys_read)
         messages = [f"knows no key {key}; {nearest(key, known)}" for key in unknown]
     return [UserError(f"{path}: DeepSpeed {message}", code="ds-file") for message in messages]
+
+
+def _said(problem: Mapping[str, Any]) -> str:
+    """Return what pydantic says of a value; of an enumeration each value once, whose members may be alike."""
+    if problem["type"] != "enum":
+        return str(problem["msg"])
+    values = dict.fromkeys(problem["ctx"]["expected"].replace(" or ", ", ").split(", "))
+    return f"must be one of {', '.join(values)}"
 
 
 def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, ranks: int) -> None:

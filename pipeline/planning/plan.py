@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 
 import torch
 import yaml
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from emo.common.errors import FailureError, UserError
 from emo.common.files import part_file
+from emo.common.progress import printer
 from emo.common.provenance import shipped
 from emo.common.recipe import apply_override
 from emo.common.text import counted
@@ -244,7 +244,7 @@ def print_plan(
         if config.train.save_steps:
             table.add_row("saves", saves(config, sizes, setup, time.total))
         table.add_row("trust", TRUST)
-    Console().print(table)
+    printer().print(table)
     for warning in remarks(config, ready, on_cpu=cluster is None and not on_gpu()):
         log.warning(warning)
     return cluster is None or memory.total <= cluster.room
@@ -338,7 +338,8 @@ def fit(sizes: Sizes, setup: Setup, cluster: Cluster) -> str:
     rows = setup.micro * setup.accumulation
     micro = next((m for m in range(rows, 0, -1) if rows % m == 0 and fits(micro=m)), 0)
     if memory.surely <= room:
-        return f"yes; largest train.micro_batch_size that surely fits: {micro}"
+        limit = " (all rows of a GPU: more take a larger train.global_batch_size)" if micro == rows else ""
+        return f"yes; largest train.micro_batch_size that surely fits: {micro}{limit}"
     changes = [f"set train.micro_batch_size={micro}"] if micro else []
     changes += ["set model.activation_checkpointing=true"] if fits(checkpointing=True) else []
     changes += ["set deepspeed=ds_configs/zero3.json"] if fits(stage=3) else []
@@ -428,7 +429,7 @@ def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None 
         setup = setup_of(config, batch, deepspeed_config(config, batch), ready.objective, attended)
         table.add_section()
         add_row("recipe", Choice.predicted(config.deepspeed, setup, sizes, cluster))
-    console = Console()
+    console = printer()
     console.print(table)
     console.print(
         f"set: {', '.join(shown[0].sets)}. step: seconds; host: the share of it that is the host's. "

@@ -24,10 +24,10 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
 from emo.common.errors import UserError
+from emo.common.progress import printer
 from emo.common.provenance import library_versions
 from emo.pipeline import engine
 from emo.pipeline.config import RunConfig
@@ -91,7 +91,7 @@ def preflight(config: RunConfig) -> int:
         table = Table("host", "check", "found", "what to do", title=f"{world.ranks} ranks")
         for finding in dict.fromkeys(every):  # ranks of a host find the same
             table.add_row(finding.host, finding.check, finding.state, finding.advice or "ok")
-        Console().print(table)
+        printer().print(table)
         if unfit:  # train.sbatch reads it
             print(f"unfit: {','.join(unfit)}")
     end_world()

@@ -118,8 +118,13 @@ def document(runs: Sequence[Run], over: str, folder: Path) -> Document:
 
 
 def last_loss(run: Run) -> float:
-    """Return the last held-out loss of a run with one validation set, or of training; inf without any."""
-    return (_held_out(run) or pairs(run.trained, "step", "nll") or [(0, float("inf"))])[-1][1]
+    """Return the last loss after step 0: held-out with one validation set, else of training; or inf."""
+    return (_after_start(run) or pairs(run.trained, "step", "nll") or [(0, float("inf"))])[-1][1]
+
+
+def _after_start(run: Run) -> Points:
+    """Return the held-out losses after step 0, which tells nothing about the training."""
+    return [(step, loss) for step, loss in _held_out(run) if step > 0]
 
 
 def _held_out(run: Run, key: str = "validation_nll", over: str = "step") -> Points:
@@ -145,9 +150,12 @@ def _answer(runs: Sequence[Run], effects: dict[str, list[Effect]]) -> list[str]:
     elif not answer:
         best = min(runs, key=last_loss)
         lowest = f" of {best.name}, the lowest of {len(runs)}," if several else ""
-        value = f"is {last_loss(best):.4g} {UNIT}; nothing was measured before training to compare it with."
-        is_known = math.isfinite(last_loss(best))
-        answer = [f"The last loss{lowest} {value}" if is_known else "No loss is recorded yet."]
+        known = f"The last loss{lowest} is {last_loss(best):.4g} {UNIT}"
+        known = known if math.isfinite(last_loss(best)) else "No loss of training is recorded yet"
+        why = "nothing was measured before training to compare it with"
+        if best.held_out and all(records[-1]["step"] == 0 for records in best.held_out.values()):
+            why = "the held-out loss was measured at step 0 only, not again yet"
+        answer = [f"{known}; {why}."]
     states: dict[str, list[str]] = {}
     for run in runs:
         states.setdefault(f"{run.state} at step {run.progress}", []).append(run.name)
@@ -179,7 +187,7 @@ def _summary(run: Run) -> Row:
     origin = str(run.config.get("model", {}).get("path") or "a new model")
     minimised = " + ".join(part["name"] for part in objective.get("sum") or ()) or objective.get("name")
     words = [Cell(state, tone=STATES.get(state.split(":")[0], "unclear")), origin, minimised, run.progress]
-    last, held_out = run.trained[-1] if run.trained else {}, [y for _, y in _held_out(run)]
+    last, held_out = run.trained[-1] if run.trained else {}, [y for _, y in _after_start(run)]
     losses = [formatted(loss, "{:.4g}") for loss in (last.get("nll"), held_out[-1] if held_out else None)]
     skipped, seconds = (sum(r.get(key, 0) for r in run.trained) for key in ("skipped", "seconds"))
     return [_name(run), *words, last.get("tokens"), *losses, skipped, duration(seconds)]

@@ -187,6 +187,8 @@ def regressions(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[bool, s
             if gain is None or gain.change is None or not gain.change.interval:
                 problem = f"has not measured {FEWEST} documents or more both at step 0 and after it"
                 cure = "measure more (train.eval_rows, data.validation) in a new output_dir"
+                if gain is None:
+                    cure = "resume it to its end, which measures again, or set train.eval_steps"
                 raise UserError(f"no verdict on {name}: {run.path} {problem}; {cure}", code="no-verdict")
             lost = gain.change.direction > 0
             word = "regression" if lost else "no regression"

@@ -49,11 +49,17 @@ def problems(documents: list[Document]) -> list[str]:
     pods = [policy["podSelector"], policy["ingress"][0]["from"][0]["podSelector"]]
     pods.append(policy["egress"][0]["to"][0]["podSelector"])
     service = of("Service", "emo-train")
+    (selected,) = (
+        document["spec"]["podSelector"]["matchLabels"]
+        for (kind, name), document in names.items()
+        if kind == "NetworkPolicy" and not name.endswith("-train")
+    )
     equal = {
         "NODES": [settings["NODES"], train["completions"], train["parallelism"]],
         "JOBS": [settings["JOBS"], prepare["completions"], prepare["parallelism"]],
         "GPUS": [settings["GPUS"], *(limit["nvidia.com/gpu"] for limit in limits)],
         "SCHEDULE": [settings["SCHEDULE"], of("CronJob", "emo-evaluate")["spec"]["schedule"]],
+        "TIME_ZONE": [settings["TIME_ZONE"], of("CronJob", "emo-evaluate")["spec"]["timeZone"]],
         "names": [job, service["metadata"]["name"], service["spec"]["selector"]["job-name"]]
         + [selector["matchLabels"]["job-name"] for selector in pods],
     }
@@ -64,7 +70,7 @@ def problems(documents: list[Document]) -> list[str]:
             results.append(f"{kind} {name}: labels {labels}")
         if kind in ("Job", "CronJob"):
             template = document["spec"].get("jobTemplate", document)["spec"]["template"]
-            if template["metadata"]["labels"].get("app.kubernetes.io/part-of") != "emo":
+            if not selected.items() <= template["metadata"]["labels"].items():
                 results.append(f"{name}: the network policy does not know its pods")
             results += [f"{name}: {case}" for case in _pod_problems(template["spec"])]
     return results

@@ -77,6 +77,37 @@ def test_closed_streams_do_not_fail_a_command(closed: str, tmp_path: pathlib.Pat
     assert subprocess.run(["sh", "-c", command], env=environment, cwd=tmp_path).returncode == 0
 
 
+def test_a_rich_console_whose_reader_leaves_ends_the_command_likewise() -> None:
+    program = "import sys; from emo.common.errors import outcome; from emo.common.progress import printer; "
+    program += "sys.exit(outcome(lambda: printer().print('x') or 0))"
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", program], env={}, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_a_report_of_what_does_not_exist_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "--over=tokens", "/no/where"]) == 2
+    assert capsys.readouterr().err.startswith("error: /no/where does not exist; ")
+
+
+def test_a_full_standard_output_is_called_that() -> None:
+    program = "import sys; from pathlib import Path; from emo.common.errors import outcome; "
+    program += "from emo.common.files import full_disk; from emo.data_prep.cli import _say\n"
+    program += "def work():\n with full_disk(Path('data')): _say('x')\nsys.exit(outcome(work))"
+    with open("/dev/full", "w", encoding="utf-8") as full:  # noqa: PTH123
+        done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1 and "standard output" in done.stderr and "data" not in done.stderr
+
+
+def test_a_request_while_a_command_still_imports_is_a_stop() -> None:
+    program = "import os, signal; from emo.pipeline.stop import leave_early; leave_early(); "
+    program += "os.kill(os.getpid(), signal.SIGTERM)"
+    done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 75 and "SIGTERM" in done.stderr and done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("size", [1, 10**6])  # what is written at the end, and what fails at once
 def test_a_reader_that_leaves_ends_the_command_quietly(size: int) -> None:
     program = "import sys; from emo.common.errors import outcome; "

@@ -158,12 +158,51 @@ def test_prepare_needs_the_data_section_only(tmp_path: Path) -> None:
         ("flash_attention", "model.attn_implementation"),
         ("val_set_size", "data.validation_fraction"),
         ("trust_remote_code", "never run"),
+        ("seed", "train.seed or data.seed"),
+        ("weight_decay", "train.weight_decay"),
+        ("dedup", "data.dedup"),
+        ("dataset_dir", "data.root"),
+        ("roles_to_train", "each with the token that ends it"),
+        ("neat_packing", "always packed"),
+        ("liger_rms_norm", "model.kernels"),
+        ("enable_thinking", "data.template_variables"),
+        ("preprocessing_num_workers", "--workers"),
+        ("warmup_steps", "share of the steps"),
+        ("ddp_timeout", "minutes instead of seconds"),
     ],
 )
 def test_keys_of_other_trainers_are_answered_with_ours(tmp_path: Path, key: str, part: str) -> None:
     with refused("unknown-key") as error:
         load(tmp_path, GOOD + f"{key}: 1\n")
     assert f"unknown key {key}; " in str(error.value) and part in str(error.value)
+
+
+def test_the_nearest_key_of_the_same_section_comes_first(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"train\.profile\.rank; did you mean ranks\?"):
+        load(tmp_path, GOOD, "train.profile={steps: [1, 2], rank: [0]}")
+    with pytest.raises(UserError, match=r"data\.sources\.0\.type; remove it"):
+        load(tmp_path, GOOD.replace("files:", "type: alpaca, files:"))
+
+
+def test_a_recipe_of_another_trainer_is_answered_key_by_key(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("base_model: x\nlora_r: 8\nnobody_knows: 1\n")
+    with refused("no-data-section") as error:
+        load_data_config(path, [], RunConfig)
+    _, *lines = error.value.lines
+    assert [line.split(";")[0] for line in lines] == ["unknown key base_model", "unknown key lora_r"]
+
+
+def test_what_does_not_go_together_is_found_with_wrong_values(tmp_path: Path) -> None:
+    """And nothing is said of how a wrong value goes with others."""
+    both = ("train.num_train_epochs=1", "train.save_steps=x", "objective={name: emoo, z_loss: x}")
+    with refused("bad-value") as error:
+        load(tmp_path, GOOD, *both)
+    lines = " ".join(error.value.lines)
+    assert len(error.value.lines) == 4 and "emoo" in lines and "exactly one of" in lines
+    with refused("bad-value") as error:
+        load(tmp_path, GOOD, "train.max_steps=x", "train.save_steps=-1")
+    assert len(error.value.lines) == 2
 
 
 def test_objectives_are_known_before_pytorch_is_loaded() -> None:

@@ -69,6 +69,13 @@ def writer_of(template: str, **settings: Any) -> ChatWriter:
     return ChatWriter(read_template(tokenizer_with(template), "t", **settings))
 
 
+def test_a_template_without_tools_is_called_that() -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    row = read_chat(talk(("user", "q"), ("assistant", ""), tool_calls=[call]))
+    with pytest.raises(RefusedError, match="does not write tool calls"):
+        writer_of(CHATML).examples(row)
+
+
 def learned(writer: ChatWriter, row: dict[str, Any]) -> list[str]:
     """What is supervised of a row."""
     examples = writer.examples(read_chat(row))

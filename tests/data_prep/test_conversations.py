@@ -414,6 +414,14 @@ def test_sniff_shows_what_is_supervised_and_uses_a_chat_template_where_it_can(tm
         assert train_set(config).manifest.documents == 40
 
 
+def test_sniff_says_so_where_neither_template_writes_a_row(tmp_path: Path) -> None:
+    call = {"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", **call}]
+    write_jsonl(tmp_path / "a.jsonl", [{"messages": messages}])
+    with refused("nothing-readable"):
+        sniffed(tmp_path / "a.jsonl", tokenizer_with(CHATML))
+
+
 def test_sniff_knows_messages_without_a_tokenizer_and_tokens(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", (marked({}, row=i) for i in range(40)))
     printed, recipe = sniffed(tmp_path / "a.jsonl")

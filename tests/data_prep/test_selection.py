@@ -53,6 +53,16 @@ ROWS = st.lists(
 )
 
 
+def test_where_no_row_can_be_trained_on_the_first_is_shown(tmp_path: Path) -> None:
+    row = {"messages": [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]}
+    write_jsonl(tmp_path / "a.jsonl", [row] * 3)
+    with refused("no-training-rows") as told:
+        run(data_config(tmp_path, kind="instruct", sources=[{"files": "a.jsonl"}]))
+    assert "3 bad roles" in str(told.value) and "a.jsonl line 1: bad roles (assistant user)" in str(
+        told.value
+    )
+
+
 @settings(deadline=None, max_examples=30)
 @given(
     drawn=ROWS,

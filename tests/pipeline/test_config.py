@@ -157,6 +157,9 @@ def test_what_a_host_must_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     ("text", "expected"),
     [
         ("[" * 100_000, ""),
+        ("[1]", "must hold a JSON object"),
+        ('{"zero_optimization": {"stage": 9}}', "must be one of 0, 1, 2, 3 (given: 9)"),
+        ('{"zero_optimization": []}', "zero_optimization must be a section"),
         ('{"zero_optimization": {"stage": 1}, "zero_optimization": {"stage": 3}}', "zero_optimization"),
         ('{"zero_optimization": {"stage": 7}}', "zero_optimization.stage"),
         ('{"zero_optimisation": {"stage": 3}}', "did you mean zero_optimization?"),
@@ -168,6 +171,12 @@ def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, expecte
     with pytest.raises(UserError) as error:
         resolved(path)
     assert error.value.code == "ds-file" and all(part in str(error.value) for part in (str(path), expected))
+
+
+def test_a_section_that_is_null_is_absent(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": null}')
+    assert resolved(path)["zero_optimization"]["stage"] == 1
 
 
 MUON = ("train.optimizer=muon", "train.muon_lr=0.02", "train.max_grad_norm=0")

@@ -242,6 +242,13 @@ def test_two_runs_share_a_namespace(rendered: dict[str, list[Document]]) -> None
         (stranger,) = (name for kind, name in other if kind == "Job" and name.endswith("train"))
         assert f"job-name: {train}" in text and f"job-name: {stranger}\n" not in text
         assert "claimName: emo-runs" in text
+    instances = [
+        d["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"]
+        for documents in (first, second)
+        for (kind, name), d in documents.items()
+        if kind == "NetworkPolicy" and not name.endswith("train")
+    ]
+    assert instances == ["emo", "second-emo"]
 
 
 @pytest.mark.parametrize("kind", ["emo-prepare", "emo-train", "emo-watch", "emo-evaluate"])

@@ -38,6 +38,7 @@ from emo.pipeline.planning.host import usable_attention
 from tests.conftest import REPO
 from tests.helpers.corpus import random_dataset
 from tests.helpers.families import family
+from tests.helpers.refusals import refused
 
 
 def test_measuring_reports_demd_for_mle_and_leaves_training_as_it_was() -> None:
@@ -206,6 +207,10 @@ def test_data_that_do_not_fit_are_refused(shared_data: Path) -> None:
         data: Any = SimpleNamespace(**facts)
         with contextlib.nullcontext() if fits else pytest.raises(UserError):
             check_fits(family("llama").config, model, data)
+    facts["vocab_size"] = 10_000
+    with refused("vocabulary") as told:
+        check_fits(family("llama").config, new, SimpleNamespace(**facts))  # type: ignore[arg-type]
+    assert "resize_token_embeddings" in str(told.value)
 
 
 def checked_model(model: Any, attention: str, *segments: int) -> None:

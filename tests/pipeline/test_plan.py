@@ -379,3 +379,7 @@ def test_what_does_not_fit_is_told_what_to_change(monkeypatch: pytest.MonkeyPatc
         assert text.startswith(answer) and ("activation_checkpointing" in text) == (answer != "yes; ")
         micro = int(re.search(r"train.micro_batch_size(?:=|.*: )(\d+)", text)[1])  # type: ignore[index]
         assert footprint.memory(LLAMA_7B, dataclasses.replace(setup, micro=micro)).total <= room
+        assert ("global_batch_size" in text) == (answer == "yes; ")
+    monkeypatch.setattr(Cluster, "room", needed * 1.5)
+    accumulated = dataclasses.replace(setup, accumulation=16)
+    assert "global_batch_size" not in fit(LLAMA_7B, accumulated, Cluster(4, "A100-80G"))

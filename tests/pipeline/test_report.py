@@ -513,6 +513,18 @@ def test_what_cannot_be_paired_says_so(tmp_path: Path) -> None:
         regressions(read_runs([run]), ["short"])
 
 
+def test_a_loss_before_training_is_not_the_last_one(tmp_path: Path) -> None:
+    """A run in progress that measures only at its ends has a loss of training so far."""
+    run = make_run(tmp_path / "run")
+    measured(run, "news", {0: 9.0})
+    _, page = shown(run)
+    assert page.table("Run", "State")[0]["Held-out loss"] == DASH
+    assert "9" not in page.answer and "step 0 only" in page.answer and "before training" not in page.answer
+    with refused("no-verdict") as told:
+        regressions(read_runs([run]), ["news"])
+    assert "train.eval_steps" in str(told.value)
+
+
 def test_a_lost_set_is_a_regression(runs: tuple[Path, Path], tmp_path: Path) -> None:
     def report(names: str, *paths: Path) -> int:
         return cli.main(["report", *map(str, paths), "--fail_on_regression", names])
