@@ -47,21 +47,20 @@ def cache_directory() -> Path:
 
     It is a temporary directory of this process where that one cannot be written.
     """
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return _writable(Path(os.environ.get("EVAL_CACHE") or Path(home) / "emo-pipeline"))
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return _writable(os.environ.get("EVAL_CACHE") or f"{home}/emo-pipeline")
 
 
 @functools.cache
-def _writable(directory: Path) -> Path:
+def _writable(name: str) -> Path:
     try:
-        if not directory.is_absolute() and directory.parts[0] == "~":
-            raise OSError("this user has no home directory")
+        directory = Path(name).expanduser()  # RuntimeError: this user has no home directory
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):
             return directory
-    except OSError as error:
-        reason = error.strerror or error
-        log.warning("cannot write the cache %s: %s; set EVAL_CACHE to keep it elsewhere", directory, reason)
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        log.warning("cannot write the cache %s: %s; set EVAL_CACHE to keep it elsewhere", name, reason)
     temporary = tempfile.TemporaryDirectory(prefix="emo-cache-")
     atexit.register(temporary.cleanup)
     return Path(temporary.name)
