@@ -553,6 +553,8 @@ class ChatEncoder:
         ids: list[int] = []
         ends: list[int] = []
         for i, piece in enumerate(self.writer.renderer.patterns[False][1].split(text)):
+            if not piece:  # None for a lone mark
+                continue
             by = self.spoken if i % 2 else tokenizer if i == 0 else self.continuing
             # After a special token of the template the tokenizer begins a text again.
             special = self.specials.search(piece) if by is self.continuing and self.specials else None

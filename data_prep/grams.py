@@ -156,6 +156,28 @@ def units(text: str) -> list[str]:
     return result
 
 
+def end_of_words(text: str, count: int) -> int:
+    """Return where the first `count` words of a text end, counted like `units`: its length if it has fewer.
+
+    Marks stay with their letter.
+    """
+    end, found, after_space, after_alone = 0, 0, True, False
+    for i, letter in enumerate(text):
+        if letter.isspace():
+            after_space = True
+            continue
+        alone = not letter.isascii() and _cached_class(letter) >= _HALF
+        is_mark = not letter.isascii() and unicodedata.category(letter)[0] == "M"
+        if after_space or ((alone or after_alone) and not is_mark):
+            if found == count:
+                return end
+            found += 1
+        if after_space or not is_mark:
+            after_alone = alone
+        after_space, end = False, i + 1
+    return len(text)
+
+
 @lru_cache(maxsize=1 << 16)
 def _cached_class(letter: str) -> int:
     return _class_of(letter)

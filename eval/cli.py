@@ -238,12 +238,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parse_arguments(parser(), argv)
     # Evaluations are started many at a time: none of them may take all cores for its tokenizer.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Before torch is imported: threads that spin while they wait slow a token down 20 times on busy cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     quiet_libraries()
 
     def work() -> int:
-        # A watcher waits for hours: it shows its evaluations alone.
-        quiet = contextlib.nullcontext() if args.command == "watch" else at_work(f"{args.command}: working")
-        with quiet:
+        # These wait for hours, for checkpoints or for messages: they show their work alone.
+        waits = args.command in ("watch", "chat")
+        with contextlib.nullcontext() if waits else at_work(f"{args.command}: working"):
             return dispatch()
 
     def dispatch() -> int:

@@ -63,9 +63,8 @@ def compare_pair(a: Model, b: Model, tasks: Sequence[str], alpha: float = ALPHA)
             pairs[task] = stats.pairs(first, second, groups)
             both = a.lost(task), b.lost(task)
             if any(any(row) for rows in both for row in rows):
-                lost[task] = _shortened(a.results[task]["title"], {a.name: both[0], b.name: both[1]})
-            if differ := sum(x != y for x, y in zip(*both, strict=True)):
-                lost[task] += f", {differ} of them not alike"
+                lost[task] = shortened(a.results[task]["title"], {a.name: both[0], b.name: both[1]})
+            if both[0] != both[1]:
                 uneven[task] = lost[task]
         except UserError as error:
             refused[task] = str(error)
@@ -84,13 +83,20 @@ def compare_pair(a: Model, b: Model, tasks: Sequence[str], alpha: float = ALPHA)
     return Comparison(b.name, a.name, described, refused, mean, lost, uneven)
 
 
-def _shortened(title: str, lost: dict[str, list[tuple[int, int]]]) -> str:
-    """Return how many prompts of a task lost demonstrations or text to each model's context."""
+def shortened(title: str, lost: dict[str, list[tuple[int, int]]]) -> str:
+    """Return how many prompts of a task lost demonstrations or text to each model's context.
+
+    Says how many prompts lost different ones, where the models have the same number of rows.
+    """
     counts = [
         f"{name} {sum(map(any, rows))} of {len(rows)} (at most {max(n for n, _ in rows)} each)"
         for name, rows in lost.items()
     ]
-    return f"{title}: prompts that lost demonstrations to the context: {', '.join(counts)}"
+    differ = 0
+    if len({len(rows) for rows in lost.values()}) == 1:
+        differ = sum(len(set(of_row)) > 1 for of_row in zip(*lost.values(), strict=True))
+    uneven = f"; {differ} differ between models" if differ else ""
+    return f"{title}: prompts that lost demonstrations to the context: {', '.join(counts)}{uneven}"
 
 
 def differing(a: dict[str, Any], b: dict[str, Any]) -> str:

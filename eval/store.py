@@ -14,10 +14,15 @@ creation and links (local ones and NFS do).
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import functools
 import hashlib
 import json
+import logging
 import os
 import re
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -28,6 +33,8 @@ from emo.common.errors import UserError
 from emo.common.files import Hashes, write_once, write_text
 from emo.common.lease import Lease, held
 
+log = logging.getLogger(__name__)
+
 STORE = "store"  # beside models/ in a results directory
 RESULT = "result.json"
 POLL_SECONDS = 0.2  # between looks for chunks that other processes hold
@@ -36,9 +43,27 @@ LEASE_SECONDS = float(os.environ.get("EVAL_LEASE_SECONDS", "60"))  # without a h
 
 
 def cache_directory() -> Path:
-    """Return the directory of embeddings and digests: $EVAL_CACHE, else the user's cache directory."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(os.environ.get("EVAL_CACHE") or Path(home) / "emo-pipeline")
+    """Return the directory of embeddings and digests: $EVAL_CACHE, else the user's cache directory.
+
+    It is a temporary directory of this process where that one cannot be written.
+    """
+    home = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return _writable(os.environ.get("EVAL_CACHE") or f"{home}/emo-pipeline")
+
+
+@functools.cache
+def _writable(name: str) -> Path:
+    try:
+        directory = Path(name).expanduser()  # RuntimeError: this user has no home directory
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        log.warning("cannot write the cache %s: %s; set EVAL_CACHE to keep it elsewhere", name, reason)
+    temporary = tempfile.TemporaryDirectory(prefix="emo-cache-")
+    atexit.register(temporary.cleanup)
+    return Path(temporary.name)
 
 
 def digest(identity: Any) -> str:
@@ -192,9 +217,7 @@ def lease(directory: Path, name: str) -> Lease:
 
 def digest_files(root: Path, files: Iterable[Path]) -> str:
     """Return a digest of names and contents of files, which are read again only when they were touched."""
-    memory = cache_directory()
-    memory.mkdir(parents=True, exist_ok=True)
-    hashes = Hashes(memory / "hashes.json")
+    hashes = Hashes(cache_directory() / "hashes.json")
     lines = [[path.relative_to(root).as_posix(), hashes.sha256(path)] for path in sorted(files)]
     hashes.save()
     return digest(lines)
@@ -206,5 +229,6 @@ def remembered(kind: str, key: str, compute: Callable[[], str]) -> str:
     content = path.read_bytes().decode("ascii", "replace") if path.is_file() else ""
     if not re.fullmatch("[0-9a-f]{64}", content):
         content = compute()
-        replace(path, content)
+        with contextlib.suppress(OSError):  # a full disk; the cache only saves time
+            replace(path, content)
     return content

@@ -186,6 +186,9 @@ class Watch:
         for state in (WAITING, FAILED, TROUBLED, UNEXPORTED, DEFERRED):
             if names := self.among(state):
                 parts.append(f"{len(names)} {state} ({', '.join(names)})")
+        if bare := sum(not (path / HF).is_dir() for path in checkpoints(self.run_dir)):
+            have = f"{counted(bare, 'checkpoint')} {'has' if bare == 1 else 'have'} no export"
+            parts.append(f"{have}; set train.export_checkpoints=true to evaluate checkpoints")
         return f"{self.run_dir}: {', '.join(parts)}"
 
     def verdicts(self, baseline: str, max_drop: float | None) -> list[Verdict]:

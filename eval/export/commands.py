@@ -67,6 +67,11 @@ class Export:
                 return dict(send(models, self.out, say))
             except Exception as error:
                 return {model.name: error for model in models}
+        if self.format == HARNESS:
+            from emo.eval.export.harness import lost_demonstrations, write_harness
+
+            if lost := lost_demonstrations(models):
+                say(lost)
         for model in models:
             try:
                 if self.format == HUB:
@@ -76,9 +81,7 @@ class Export:
                     write_hub(model, directory, say, cards.get(model.name))
                     say(f"{model.name}: model card and evaluation results in {directory}")
                 else:
-                    from emo.eval.export.harness import write_harness
-
-                    say(f"{model.name}: {write_harness(model, self.out, self.data, self.tasks, say)}")
+                    say(f"{model.name}: {write_harness(model, self.out, self.data, self.tasks)}")
             except Exception as error:
                 failed[model.name] = error
         return failed

@@ -7,10 +7,12 @@ again writes the same files. No path of this machine is written.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
@@ -19,12 +21,12 @@ from typing import Any
 from emo.common.errors import UserError
 from emo.common.files import write_text
 from emo.eval import store
-from emo.eval.compare import DIGESTS
+from emo.eval.compare import DIGESTS, shortened
 from emo.eval.export.figures import Accuracy, Figures, all_figures
 from emo.eval.icl.prompts import PromptBuilder
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import GROUP, LABEL, load_task
-from emo.eval.results import Model, Say
+from emo.eval.results import Model
 
 SOURCE = "emo-pipeline"  # in the place of a model class there: the program that made the figures
 FILTER = "none"  # there: an answer is taken from the responses as they are
@@ -32,18 +34,27 @@ FILTER = "none"  # there: an answer is taken from the responses as they are
 Samples = dict[str, list[dict[str, Any]]]  # by group; lm_eval.result_schema.SampleResult
 
 
-def write_harness(
-    model: Model, out: Path, data: str | None, tasks: str = "", say: Say = lambda text: None
-) -> Path:
+def lost_demonstrations(models: Sequence[Model]) -> str:
+    """Return in one line which tasks and models lost demonstrations to the context; empty for none."""
+    parts = []
+    for task in dict.fromkeys(task for model in models for task in model.results):
+        lost, title = {}, ""
+        for model in models:
+            with contextlib.suppress(UserError):  # its export reports damaged records
+                if task in model.results:
+                    lost[model.name], title = model.lost(task), model.results[task]["title"]
+        if any(any(row) for rows in lost.values() for row in rows):
+            parts.append(shortened(title, lost))
+    return f"{'; '.join(parts)}; n-shot is the number that was asked for" if parts else ""
+
+
+def write_harness(model: Model, out: Path, data: str | None, tasks: str = "") -> Path:
     """Write a model's files under `out`; return the path of its results, which are written last.
 
     data, tasks: where the rows are, and files of tasks that are not built in; without data there are no
     samples. UserError when results cannot be trusted, or the rows are other ones; nothing is written then.
     """
     figures_of_tasks = all_figures(model)
-    for figures in figures_of_tasks:
-        if figures.lost:
-            say(f"{model.name}: {figures.task}: {figures.lost}; n-shot names the number that was asked for")
     value = _results(model, figures_of_tasks)
     samples = [_samples(data, tasks, figures) for figures in figures_of_tasks] if data else []
     stamp = datetime.fromtimestamp(value["date"], UTC).replace(tzinfo=None).isoformat().replace(":", "-")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from emo.common.errors import UserError, nearest, one_line
+from emo.data_prep.grams import end_of_words
 from emo.data_prep.inputs import read_text
 
 T = TypeVar("T")
@@ -98,8 +99,7 @@ def _prefixes(
     """Return at most `limit` of the texts, evenly spaced, cut after `words` words (0: not at all)."""
     texts, pairs = [text for text in texts if text], []
     for text in texts:
-        prefix = re.match(rf"(?:\s*+\S++){{{words}}}", text) if words else None
-        end = prefix.end() if prefix else len(text)
+        end = end_of_words(text, words) if words else len(text)
         if not words or text[end:].strip():
             pairs.append((text[:end], text[end:]))
     if not pairs:

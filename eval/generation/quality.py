@@ -41,6 +41,7 @@ from emo.eval.model import EvaluatedModel
 from emo.eval.stats import Estimate, ratio
 
 QUALITY = "quality.json"
+SHARES = ("ended", "rouge", "repetition", "distinct")  # how the names of measures from 0 to 1 begin
 FEW = 20  # units below which a reader is told how many there were: Student's interval trusts the bell curve
 VERSION = 3
 MIN_TEXTS = 100  # of MAUVE: halves of 50 make five clusters; with fewer the score says nothing
@@ -115,7 +116,7 @@ class Sampled:
     def _shown(self, estimates: dict[str, Estimate]) -> dict[str, Any]:
         """Return estimates with their intervals; they are kept for comparisons."""
         self.estimates |= estimates
-        return {name: shown(estimate, self.unit) for name, estimate in estimates.items()}
+        return {name: shown(e, self.unit, most=largest(name)) for name, e in estimates.items()}
 
     def _text(self) -> None:
         """Take variety, repetition and length; of the human texts too."""
@@ -154,8 +155,6 @@ class Sampled:
         human = features([human for _, human in pairs[0]])
         result = beside_ceiling(human, [features([text for text, _ in draw]) for draw in pairs])
         self.result["mauve"] = result | {key: by_seed(self.seeds, result[key]) for key in ("score", "half")}
-        for key in ("score", "half"):
-            self.result["mauve"][key] |= _within(self.result["mauve"][key])
 
     def _oracle(self, oracle: EvaluatedModel, out: Path, say: Callable[[str], None]) -> None:
         """Take PPL_oracle of the samples, of as many of the oracle's own, and of the human texts.
@@ -233,7 +232,11 @@ class Sampled:
                 return f"--{name} is {a[name]} and {b[name]}"
         uneven = () if a["tokenizer"] == b["tokenizer"] else ("tokens", "nats_per_token")
         names = [name for name in self.estimates if name in other.estimates and name not in uneven]
-        return {name: shown(other.estimates[name] - self.estimates[name], "prefixes") for name in names}
+        differences = {name: other.estimates[name] - self.estimates[name] for name in names}
+        return {
+            name: shown(difference, "prefixes", least=-largest(name), most=largest(name))
+            for name, difference in differences.items()
+        }
 
 
 def write(sampled: Sequence[Sampled]) -> list[str]:
@@ -257,18 +260,38 @@ def write(sampled: Sequence[Sampled]) -> list[str]:
 
 
 def by_seed(seeds: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
-    """Return the mean with Student's interval over seeds, none for a single one; first averaged in each."""
+    """Return the mean of shares with Student's interval over seeds, none for a single one.
+
+    Values of one seed are averaged first.
+    """
     means = [
         float(np.mean([v for s, v in zip(seeds, values, strict=True) if s == seed]))
         for seed in dict.fromkeys(seeds)
     ]
-    return shown(ratio(means, None, range(len(means))), "seeds")
+    return shown(ratio(means, None, range(len(means))), "seeds", most=1.0)
 
 
-def shown(estimate: Estimate, unit: str, transform: Callable[[float], float] = float) -> dict[str, Any]:
-    """Return an estimate with its interval, none over a single unit. transform: what of it is meant."""
+def largest(name: str) -> float:
+    """Return the largest value that a measure can have; the smallest is 0 for all of them."""
+    return 1.0 if name.startswith(SHARES) else math.inf
+
+
+def shown(
+    estimate: Estimate,
+    unit: str,
+    transform: Callable[[float], float] = float,
+    least: float = 0.0,
+    most: float = math.inf,
+) -> dict[str, Any]:
+    """Return an estimate with its interval, none over a single unit.
+
+    transform: applied to the value and to the limits. least, most: the range of the values, which limits the
+    interval.
+    """
     interval, n = estimate.interval(), len(estimate.parts)
-    low, high = (transform(interval.low), transform(interval.high)) if interval else (None, None)
+    low = high = None
+    if interval:
+        low, high = (transform(min(max(x, least), most)) for x in (interval.low, interval.high))
     return {"mean": transform(estimate.value), "low": low, "high": high, "n": n, "unit": unit}
 
 
@@ -379,11 +402,6 @@ def beside_ceiling(human: np.ndarray, sampled: Sequence[np.ndarray], splits: int
     result: dict[str, Any] = {"score": scores, "half": half, "texts": n}
     result["kmeans"] = {"low": min(spread), "high": max(spread), "seeds": KMEANS}
     return result | {"ceiling": float(np.mean(ceiling)), "ceiling_std": float(np.std(ceiling, ddof=1))}
-
-
-def _within(value: dict[str, Any]) -> dict[str, Any]:
-    """Return the limits of an interval without what no score can be: below 0, or above 1."""
-    return {key: None if value[key] is None else min(max(value[key], 0.0), 1.0) for key in ("low", "high")}
 
 
 def mauve(human: np.ndarray, sampled: np.ndarray, seed: int = MAUVE["seed"]) -> float:

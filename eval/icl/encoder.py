@@ -6,6 +6,7 @@ and asking for digests, loads no library of models.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
@@ -105,9 +106,10 @@ class Encoder:
                 self.computed += len(part)
                 self._vectors |= zip(part, vectors, strict=True)
                 digests = np.stack([np.frombuffer(key, dtype=np.uint8) for key in part])
-                self.directory.mkdir(parents=True, exist_ok=True)
                 path = self.directory / f"{uuid.uuid4().hex}.npz"
-                write_atomically(path, partial(np.savez, keys=digests, vectors=vectors))
+                with contextlib.suppress(OSError):  # a full disk; the cache only saves time
+                    self.directory.mkdir(parents=True, exist_ok=True)
+                    write_atomically(path, partial(np.savez, keys=digests, vectors=vectors))
                 self._read.add(path.name)
         return np.stack([self._vectors[key] for key in keys])
 
@@ -138,9 +140,10 @@ class Encoder:
             try:
                 with arrays(), np.load(path) as segment:
                     keys, vectors = segment["keys"], segment["vectors"]
-            except (ValueError, FileNotFoundError):  # or removed by another process just now
+            except (ValueError, OSError):  # or removed by another process just now
                 self._say(f"{path} is damaged: embedding its texts again")
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    path.unlink(missing_ok=True)
                 continue
             for key, vector in zip(keys, vectors, strict=True):
                 self._vectors.setdefault(key.tobytes(), vector)

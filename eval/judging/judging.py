@@ -286,10 +286,17 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path, asked: str | None) -> t
             code="foreign" if foreign else "missing",
         )
     replies = dict(zip(ids, map(_reply, rows), strict=True))
+    if replies and all("failed" in reply for reply in replies.values()):
+        raise UserError(
+            f"{file}: no reply arrived: {len(replies)} of {len(replies)} requests failed; ask again",
+            code="all-failed",
+        )
     records: list[Record] = [
         {"unasked": None if ids else IDENTICAL, "cut": None, "replies": [replies[name] for name in ids]}
         for ids in of_pairs
     ]
+    if not replies:
+        return records, asked or judge.remote or judge.model or judge.name
     return records, _author(file, [reply for reply in replies.values() if "failed" not in reply], asked)
 
 
@@ -299,14 +306,14 @@ SNAPSHOT = re.compile(r"-(\d{4}|\d{6}|\d{8}|\d{4}-\d{2}-\d{2})(-preview)?")
 
 def _author(file: Path, replies: Sequence[Record], asked: str | None) -> str:
     """Return the model that wrote all replies: the one that they name, else the one asked for."""
-    named = Counter(str(reply.get("model") or "") for reply in replies)
+    named = Counter(reply.get("model") or "" for reply in replies)
     models = sorted(named.keys() - {""})
     if len(named) > 1:
         counts = ", ".join(f"{name or 'no model named'} ({count})" for name, count in named.most_common())
         raise UserError(
             f"{file}: replies of several models: {counts}; give one file of each judge", code="mixed-judges"
         )
-    if not models and asked is None and replies:
+    if not models and asked is None:
         raise UserError(
             f'{file} does not name the model that wrote the replies; add "model" to its rows, or set '
             "--ask_for MODEL",
@@ -319,13 +326,13 @@ def _author(file: Path, replies: Sequence[Record], asked: str | None) -> str:
                 f"{file}: replies by {models[0]}, but --ask_for names {asked}; set --ask_for {models[0]}",
                 code="other-judge",
             )
-    return models[0] if models else asked or "nobody"
+    return models[0] if models else str(asked)
 
 
 def _reply(row: Row) -> Record:
     """Return the reply in a row of either form; its text is "" where it is null. model: who wrote it."""
     if isinstance(row.get("reply", 0), str | None):
-        return {"text": row["reply"] or ""} | ({"model": row["model"]} if row.get("model") else {})
+        return {"text": row["reply"] or ""} | _model_of(row, row.source)
     if "response" not in row and "error" not in row:
         raise UserError(
             f'{row.source}: it must be {{"id", "reply": TEXT}}, or a line of a batch\'s output',
@@ -341,4 +348,12 @@ def _reply(row: Row) -> Record:
     except (KeyError, IndexError, TypeError):
         return failed
     reply = {"text": text if isinstance(text, str) else "", "ended": choice.get("finish_reason") != "length"}
-    return reply | ({"model": body["model"]} if body.get("model") else {})
+    return reply | _model_of(body, row.source)
+
+
+def _model_of(fields: dict[str, Any], source: str) -> Record:
+    """Return {"model": NAME}, or {} where no model is named; UserError where it is not a text."""
+    name = fields.get("model")
+    if not isinstance(name, str | None):
+        raise UserError(f'{source}: "model" must be the name of a model, not {name!r}', code="judge-name")
+    return {"model": name} if name else {}

@@ -19,6 +19,7 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 from emo.common.lease import Lease, held
 from emo.eval import store
 from emo.eval.export import figures, harness, hub, tracking
+from emo.eval.export.commands import Export
 from emo.eval.model import EvaluatedModel
 from emo.eval.results import pick, read_models
 from emo.pipeline.run_dir import CONFIG, LOCK, LOCK_SECONDS, WANDB_ID
@@ -328,11 +329,24 @@ def test_groups_of_one_name_and_lost_demonstrations_in_the_harness_files(tmp_pat
     groups = ["a/b", "a b", "a_b", "a/b", "a b", "a_b"]
     write_result(tmp_path, "m", "mmlu", RIGHT, groups, lost=[3, 0, 0, 0, 0, 1])
     finish(tmp_path)
-    said: list[str] = []
     model = pick(read_models([tmp_path]), "m")
-    value = json.loads(harness.write_harness(model, tmp_path / "out", None, say=said.append).read_text())
+    value = json.loads(harness.write_harness(model, tmp_path / "out", None).read_text())
     names = value["group_subtasks"]["mmlu"]
     assert sorted(names) == ["mmlu_a_b", "mmlu_a_b_2", "mmlu_a_b_3"]
     assert {value["results"][name]["alias"] for name in names} == set(groups)
-    assert len(said) == 1 and "2 of 6" in said[0]
     assert value["configs"]["mmlu_a_b"]["metadata"]["rows_shortened"] == 2
+
+
+def test_the_first_line_of_an_export_names_all_lost_demonstrations(tmp_path: Path) -> None:
+    for name, lost in (("m", [3, 0, 0, 0, 0, 1]), ("n", [3, 0, 0, 0, 0, 0])):
+        write_model(tmp_path, name)
+        write_result(tmp_path, name, "sst2", RIGHT, lost=lost)
+        write_result(tmp_path, name, "cr", RIGHT, lost=lost[:1])
+        write_result(tmp_path, name, "subj", RIGHT)
+    finish(tmp_path)
+    said: list[str] = []
+    Export("lm-eval", tmp_path / "out").each(read_models([tmp_path]), {}, said.append)
+    first, *others = said
+    assert "m 2 of 6" in first and "n 1 of 6" in first and "m 1 of 6" in first and "subj" not in first
+    assert first.count("1 differ between models") == 1 and len(others) == 2
+    assert not any("lost" in line for line in others)

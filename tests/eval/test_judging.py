@@ -208,6 +208,21 @@ def test_replies_are_by_the_model_that_wrote_them(
         assert judging.read_replies(JUDGES[name], pairs, file, asked)[1] == by
 
 
+def test_failed_requests_and_models_that_are_no_names(world: Path, tmp_path: Path) -> None:
+    rows = exported(world, tmp_path, "pandalm")
+    failed = [{"custom_id": row["id"], "response": None, "error": {"code": "expired"}} for row in rows]
+    body = {"choices": [{"text": "1"}], "model": 4}
+    for code, first in (
+        ("all-failed", failed[0]),
+        ("judge-name", {"id": rows[0]["id"], "reply": "1", "model": 4}),
+        ("judge-name", {"id": rows[0]["id"], "reply": "1", "model": 0}),
+        ("judge-name", {"custom_id": rows[0]["id"], "response": {"body": body}}),
+    ):
+        file = write_lines(tmp_path / "r.jsonl", [first, *failed[1:]])
+        with refused(code):
+            judging.read_replies(JUDGES["pandalm"], of_answers(world / "a.json", world / "b.json"), file, "m")
+
+
 @pytest.mark.parametrize("second, why", [("1", "changed"), ("?", "unreadable")])
 def test_verdicts_that_decide_nothing_are_no_tie(second: str, why: str, world: Path, tmp_path: Path) -> None:
     rows = exported(world, tmp_path, "pandalm")

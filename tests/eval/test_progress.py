@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from emo.common import progress
+from emo.eval import cli
 from emo.eval.icl.encoder import Encoder
 
 
@@ -43,3 +45,21 @@ def test_embedding_shows_progress_without_a_terminal(
     encoder.__dict__["_model"] = Slow()
     encoder([f"text {i}" for i in range(300)])
     assert "of 300 texts" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "speaks"), [("chat", False), ("generate", True)])
+def test_waiting_threads_sleep_and_chat_shows_no_progress_between_messages(
+    name: str, speaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[int] = []
+
+    def run(*_: object) -> int:
+        shown.append(len(progress._working))
+        return 0
+
+    monkeypatch.setenv("OMP_WAIT_POLICY", "")
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    monkeypatch.setattr(cli.chat, "run", run)
+    monkeypatch.setattr(cli.generation, "run", run)
+    assert cli.main([name, *(["m"] if name == "chat" else ["--model", "m", "--prefix", "a"])]) == 0
+    assert shown == [int(speaks)] and os.environ["OMP_WAIT_POLICY"] == "passive"

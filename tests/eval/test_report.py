@@ -83,7 +83,7 @@ def test_prompts_that_lost_demonstrations_are_the_first_line_and_fail_gates(tmp_
     for name, lost in (("long", [0] * 40), ("short", [8] * 12 + [0] * 28), ("same", [8] * 12 + [0] * 28)):
         write_model(tmp_path, name)
         write_result(tmp_path, name, "sst2", GOOD if name != "short" else BAD, title="SST-2", lost=lost)
-    for a, b, code, first in (("long", "short", 2, "12 of them not alike"), ("short", "same", 0, "both")):
+    for a, b, code, first in (("long", "short", 2, "12 differ between models"), ("short", "same", 0, "both")):
         status, out, _ = command("compare", a, b, "--results", tmp_path)
         assert status == 0 and first in out.splitlines()[0] and "12 of 40" in out.splitlines()[0]
         assert command("compare", a, b, "--results", tmp_path, "--fail_on_regression")[0] == code

@@ -200,6 +200,30 @@ def test_digests_follow_content_not_names_or_times(tmp_path: Path, monkeypatch: 
     assert store.digest_files(tmp_path, [first]) != before
 
 
+def test_a_cache_that_cannot_be_written_only_costs_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    for name in ("EVAL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
+    cache = store.cache_directory()
+    assert store.digest_files(tmp_path, [tmp_path / "file"])
+    assert store.remembered("kind", "k", lambda: "a" * 64) == "a" * 64
+    assert store.remembered("kind", "k", lambda: "b" * 64) == "a" * 64  # kept while this process lives
+    assert store.cache_directory() == cache and (cache / "hashes.json").is_file()
+    assert len(caplog.records) == 1 and "EVAL_CACHE" in caplog.text  # one line that says what to set
+
+
+def test_a_full_disk_does_not_fail_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setenv("EVAL_CACHE", str(tmp_path))
+    monkeypatch.setattr(store, "replace", full)
+    assert store.remembered("kind", "k", lambda: "a" * 64) == "a" * 64
+
+
 def test_every_choice_is_part_of_the_key_but_the_batch_size(world: Path, tmp_path: Path) -> None:
     model, task = EvaluatedModel(str(world / "model")), select_tasks("sst2")[0]
 

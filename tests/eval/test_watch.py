@@ -164,6 +164,19 @@ def test_the_final_export_counts_and_again_when_it_is_replaced(run: Run) -> None
         assert run.done["run"]["step"] == step
 
 
+def test_checkpoints_without_an_export_are_named(run: Run) -> None:
+    for step in (1, 2):
+        partial = run.write_partial(step)
+        shutil.rmtree(partial / HF)
+        run.complete(partial)
+        checkpoint.publish(run.path, step)
+    code, shown = run.shown()
+    assert code == ExitCode.DONE and not run.done
+    assert "2 checkpoints have no export; set train.export_checkpoints=true" in shown
+    run.publish(3)
+    assert not targets(run.path)[1:] and "2 checkpoints have no export" in run.watcher().summary()
+
+
 def test_a_trainer_checkpoint_counts_when_it_rests(run: Run) -> None:
     """Foreign runs have no marker: trainer_state.json, every shard of the index, none cut short, at rest.
     One that stays cut short has failed, so that `--until_finished` can end; what is written again counts.
