@@ -14,7 +14,6 @@ from emo.common.text import counted, printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-EVERY = 30.0  # seconds between lines
 QUIET = 4.5  # seconds between lines: no command is silent for more than 5
 _working: list[object] = []  # blocks at work, outermost first: the innermost reports
 
@@ -48,7 +47,7 @@ def progress(label: str, total: int, say: Callable[[str], None]) -> Iterator[Cal
         def advance(done: int) -> None:
             nonlocal last
             bar.update(task, completed=done)
-            if not is_terminal and time.monotonic() - last >= EVERY:
+            if not is_terminal and time.monotonic() - last >= QUIET:
                 last = time.monotonic()
                 size, speed, left = (column.render(bar.tasks[0]) for column in columns)
                 say(f"{label}: {size}, {speed}" + f", {left} left" * (total > 0))
