@@ -19,39 +19,18 @@ from emo.common.errors import UserError, one_line
 
 MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 DATE = "2026-01-01"  # what a template gets that asks for the date, unless data.template_variables has `date`
-GIVEN = (
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "chat_template",
-)  # what a template gets from here
-CODES = [
-    "%Y",
-    "%m",
-    "%d",
-    "%B",
-    "%b",
-    "%A",
-    "%a",
-    "%y",
-    "%j",
-    "%H",
-    "%M",
-    "%S",
-    "%-d",
-    "%-m",
-    "%e",
-]  # of strftime, that templates use
+# What a template gets from here: no names of data.template_variables.
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
+# Codes of strftime that templates use.
+CODES = ["%Y", "%m", "%d", "%B", "%b", "%A", "%a", "%y", "%j", "%H", "%M", "%S", "%-d", "%-m", "%e"]
 THINK = r"<(/?)(?:think|thinking|seed:think)>|\[(/?)THINK\]"
 # An empty thinking block at the beginning of an answer, of which the prompt may hold the first tag.
 EMPTY_THINKING = re.compile(
     r"\s*(?:<(?:think|thinking|seed:think)>|\[THINK\]|<\|channel>thought|<\|START_THINKING\|>)?"
     r"\s*(?:</(?:think|thinking|seed:think)>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>)\s*"
 )
-THOUGHT = re.compile(
-    r"\s*<(think|thinking|seed:think)>(.*?)</\1>\s*", re.S
-)  # at the beginning of what is said
+# Thinking at the beginning of what is said.
+THOUGHT = re.compile(r"\s*<(think|thinking|seed:think)>(.*?)</\1>\s*", re.S)
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
 BUILT_IN = {
     "chatml": (
