@@ -17,6 +17,7 @@ _OTHER_NAMES = {  # objectives in other programs
     **dict.fromkeys(("focal_loss", "focalloss"), "focal"),
     **dict.fromkeys(("entropy", "entropy_minimization"), "neg_entropy"),
 }
+NO_PREFERENCES = "training from preferences or rewards (DPO, PPO, GRPO) is not supported: use TRL for it"
 _PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo", "ppo", "grpo", "rloo", "reinforce", "rlhf", "reward")
 
 
@@ -28,7 +29,7 @@ def registered() -> dict[str, str]:
 def objective_hint(name: str, known: Iterable[str]) -> str:
     """Return a hint for a name that no objective has."""
     if name.lower() in _PREFERENCES:
-        return "training from preferences or rewards is not supported: use TRL for it"
+        return NO_PREFERENCES
     return nearest(name, [*known, *registered()], _OTHER_NAMES)
 
 

@@ -18,6 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from emo.common.errors import UserError, nearest, one_line, similar
+from emo.common.objective_names import NO_PREFERENCES
 from emo.common.provenance import REPOSITORY, shipped
 from emo.common.text import without_secrets
 from emo.common.untrusted import read_bytes
@@ -79,7 +80,6 @@ _QUANTISED = (
     "quantised weights are not supported: set model.lora={} to train few parameters, or offload to the "
 )
 _QUANTISED += "host with deepspeed=ds_configs/zero3_offload.json"
-_PREFERENCES = "training from preferences or rewards (DPO, PPO, GRPO) is not supported: use TRL for it"
 _PACKED = "remove it: rows are always packed, and documents in a row do not attend to each other"
 _ANSWERS = "remove it: only answers are supervised, each with the token that ends it (data.kind=instruct), "
 _ANSWERS += "or every token (data.kind=text)"
@@ -90,7 +90,7 @@ NOT_HERE = {
     for names, hint in {
         "load_in_4bit load_in_8bit quantization_bit bnb_4bit_compute_dtype bnb_config": _QUANTISED,
         "neftune_noise_alpha neftune": "noise on embeddings (NEFTune) is not supported; remove it",
-        "rl dpo_beta ref_model reward_model kl_coef rlhf dpo kto orpo grpo ppo": _PREFERENCES,
+        "rl dpo_beta ref_model reward_model kl_coef rlhf dpo kto orpo grpo ppo": NO_PREFERENCES,
         "sample_packing packing eval_packing eval_sample_packing pad_to_sequence_len neat_packing "
         "group_by_length": _PACKED,
         "train_on_inputs train_on_input assistant_only_loss completion_only_loss train_on_prompt "

@@ -43,6 +43,11 @@ PROBE: list[dict[str, Any]] = [
     {"role": "user", "content": "Hello"},
     {"role": "assistant", "content": "World"},
 ]
+CALL_PROBE: dict[str, Any] = {  # an answer that calls a tool
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"x": "World"}}}],
+}
 OPENED = re.compile(r"(<(?:think|thinking|seed:think)>|\[THINK\])\s*\Z")  # at the end of a prompt
 
 
@@ -69,7 +74,7 @@ class Written(NamedTuple):
     start: int
     end: str  # the special token that ends it, where the template writes none before the next message
     skipped: int  # characters before the answer that the template itself does not write there
-    shift: int = 0  # characters that the prompt has more than the template writes of it before the answer
+    shift: int = 0  # characters of the prompt that the template drops as soon as the answer follows
 
 
 class ChatWriter:
@@ -97,6 +102,7 @@ class ChatWriter:
         return self._by_form(chat, lambda messages, tools: self._left_out(messages, tools, examples))
 
     def _by_form(self, chat: Chat, function: Any) -> Any:
+        """Return what a function of messages and tools gives for the first form of calls that it accepts."""
         if self._read is None or self._read[0] is not chat:  # they are asked for twice
             self._read, self._seen = (chat, *self._messages(chat)), None
         _, messages, tools = self._read
@@ -120,22 +126,22 @@ class ChatWriter:
         Arguments as JSON text count only where the template writes them as they are: one that encodes them
         would encode them twice.
         """
-        call = {"type": "function", "function": {"name": "f", "arguments": {"x": "World"}}}
-        messages = [PROBE[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
         for form in FORMS:
             try:
-                text, _ = self.renderer.write(form(messages), None)
+                text, _ = self.renderer.write(form([PROBE[0], CALL_PROBE]), None)
             except RefusedError:
                 continue
-            if "World" in text and '\\"World' not in text:
-                as_text = form is _calls_as_text
-                return [form, *(other for other in FORMS if other is not form and not as_text)]
+            if "World" not in text or '\\"World' in text:
+                continue
+            if form is _calls_as_text:
+                return [form]
+            return [form, *(other for other in FORMS if other is not form)]
         return [FORMS[0]]
 
     def _messages(self, chat: Chat) -> tuple[list[dict[str, Any]], Any]:
         """Return the messages and tools of a chat as the template gets them."""
         messages = json.loads(chat.messages)
-        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        places = _assistant_places(messages)
         learned = [place for number, place in enumerate(places) if number not in chat.unsupervised]
         messages = messages[: learned[-1] + 1]  # nothing is learned from what comes after
         for message in messages if self.template.reasoning != "keep" else ():
@@ -169,7 +175,7 @@ class ChatWriter:
 
     def _examples(self, chat: Chat, messages: list[dict[str, Any]], tools: Any, exact: bool) -> list[Example]:
         self._seen = None
-        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        places = _assistant_places(messages)
         last = self._written(messages, tools, places[-1])
         learned = [number for number in range(len(places)) if number not in chat.unsupervised]
         if not exact and len(places) > 1:
@@ -248,13 +254,11 @@ class ChatWriter:
         The first is what it writes after them whether or not messages follow. The second is the special token
         that begins the next message, where it ends them by nothing else.
         """
-        call = {"type": "function", "function": {"name": "f", "arguments": {"x": "World"}}}
-        calls = {"role": "assistant", "content": "", "tool_calls": [call]}
         hello, answer = PROBE
         ends = {}
         for kind, probe in {
             "answers": [hello, answer, hello],
-            "calls": [hello, calls, {"role": "tool", "name": "f", "content": "Hello"}],
+            "calls": [hello, CALL_PROBE, {"role": "tool", "name": "f", "content": "Hello"}],
         }.items():
             ends[kind] = ("", "")
             probe = [_as_parts(message) for message in probe] if self._takes_parts else probe
@@ -348,7 +352,7 @@ class ChatWriter:
         return Example(written.text, tuple(answers))
 
     def _left_out(self, messages: list[dict[str, Any]], tools: Any, examples: list[Example]) -> list[str]:
-        places = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        places = _assistant_places(messages)
         signed = Signed(messages, tools) if self._signed is None or self._seen is None else self._signed
         seen = self._seen or set()
         for example in reversed(examples) if self._seen is None else ():
@@ -372,6 +376,11 @@ class ChatWriter:
             or (i in read and len({t.strip() for t in thoughts[i]}) == 1)  # two keys of the same text
         }
         return sorted({field for place, field in lacking if field not in THOUGHTS or place not in written})
+
+
+def _assistant_places(messages: list[dict[str, Any]]) -> list[int]:
+    """Return the positions of the assistant's messages."""
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def _unclear(why: str, advice: str = "Use another template, or set data.template to chat") -> RefusedError:

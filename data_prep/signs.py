@@ -35,11 +35,13 @@ class Signed:
         return chr(FIRST + min(len(self.fields) - 1, MOST))
 
     def _around(self, text: str, owner: int, field: str) -> str:
+        """Return a text with signs around it, inside the white space at its ends, which templates strip."""
         core = text.strip()
         before, _, after = text.partition(core) if core else (text, "", "")
         return f"{before}{self._sign(owner, field)}{core}{self._sign(owner, field)}{after}" if core else text
 
     def _said(self, text: str, owner: int, field: str) -> str:
+        """Return a content with signs around each stretch between tags of thinking."""
         parts, done, inside = [], 0, False
         for tag in TAGS.finditer(text):
             parts += [self._around(text[done : tag.start()], owner, INSIDE if inside else field), tag[0]]
