@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import Self
 
-from emo.common.text import printable, without_secrets
+from .text import printable, without_secrets
 
 LONGEST = 1500  # characters of a line
 AGAIN = "run the same command again to resume"

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from emo.common.errors import UserError
+from .errors import UserError
 
 JOIN = 10.0  # seconds for a worker to end by itself
 

@@ -1,0 +1,1 @@
+"""Data preparation: from files and data sets to token shards."""

@@ -10,12 +10,13 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
-from emo.common.commands import Parser, first_word, parse_arguments
+from emo.common.cli.commands import Parser, first_word, parse_arguments
+from emo.common.cli.progress import printer
+from emo.common.config.recipe import Section
 from emo.common.errors import DiskFullError, ExitCode, UserError, outcome
-from emo.common.progress import printer
-from emo.common.recipe import Section
 from emo.common.text import counted, printable
-from emo.data_prep.config import load_data_config
+
+from .config import load_data_config
 
 
 def main(argv: list[str] | None = None, recipe: type[Section] | None = None) -> int:
@@ -69,19 +70,19 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
     if args.command == "prepare":
         config = load_data_config(args.recipe, args.overrides, recipe)
         first_word(args.recipe)
-        from emo.data_prep.prepare import prepare
+        from .prepare import prepare
 
         prepare(config, args.shard, args.workers, args.force, args.finish, _say)
     elif args.command == "inspect":
         first_word(args.directory)
-        from emo.data_prep.inspect import inspect
-        from emo.data_prep.verify import data_sets
+        from .shards.inspect import inspect
+        from .shards.verify import data_sets
 
         for split in data_sets(args.directory):
             inspect(split, args.samples, args.seed, printer())
     elif args.command == "verify":
         first_word(args.directory)
-        from emo.data_prep.verify import verify
+        from .shards.verify import verify
 
         right, faults = verify(args.directory)
         for line in right:
@@ -93,12 +94,12 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
             raise UserError(faults[0] + others)
     elif args.command == "sniff":
         first_word(args.files)
-        from emo.data_prep.sniff import sniff
+        from .sniff import sniff
 
         sniff(args.files, args.tokenizer, printer())
     else:
         first_word(args.directory)
-        from emo.data_prep import world
+        from .sources import world
 
         world.write_tasks(args.directory, args.train, args.test)
     return ExitCode.DONE

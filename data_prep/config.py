@@ -17,8 +17,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 
-from emo.common.errors import UserError, one_line
-from emo.common.recipe import (
+from emo.common.config.recipe import (
     KEYS,
     Section,
     check_section,
@@ -30,9 +29,11 @@ from emo.common.recipe import (
     read_recipe,
     shown,
 )
-from emo.common.untrusted import read_json
-from emo.common.weights import context_length, reject_adapter
-from emo.data_prep.chat_templates import BUILT_IN, GIVEN, fixed_date
+from emo.common.errors import UserError, one_line
+from emo.common.io.untrusted import read_json
+from emo.common.io.weights import context_length, reject_adapter
+
+from .encoding.chat_templates import BUILT_IN, GIVEN, fixed_date
 
 # Of templates: raised when the text of one changes, or what of it is supervised.
 VERSIONS = {"alpaca": "alpaca/1", "chat": "chat/1", "chat_template": "chat_template/2"} | {
@@ -46,6 +47,7 @@ USED: dict[str, Callable[[Any], bool]] = {
     "near": lambda config: config.dedup == "near",
     "contamination": lambda config: config.contamination is not None,
 }
+FORMAT = 6  # of prepared data; raised whenever the same configuration would give other bytes
 SET = "if set"  # marks fields that came later: where they are not set, settings do not speak of them
 
 TRAIN, VALIDATION = "train", "validation"  # the training data, and a validation set without a name of its own

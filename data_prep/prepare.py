@@ -29,8 +29,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
+from emo.common.cli.progress import progress
 from emo.common.errors import FailureError, UserError, one_line
-from emo.common.files import (
+from emo.common.io.files import (
     PART,
     Hashes,
     claim,
@@ -41,15 +42,13 @@ from emo.common.files import (
     signature,
     write_text,
 )
-from emo.common.lease import Lease, joined, users, waited
+from emo.common.io.lease import Lease, joined, users, waited
+from emo.common.io.untrusted import read_json
 from emo.common.parallel import Workers
-from emo.common.progress import progress
 from emo.common.text import counted
-from emo.common.untrusted import read_json
-from emo.data_prep import contamination
-from emo.data_prep.chat_templates import BUILT_IN, ChatTemplate, read_template
-from emo.data_prep.chats import check_template
-from emo.data_prep.config import (
+
+from .config import (
+    FORMAT,
     TRAIN,
     VALIDATION,
     DataConfig,
@@ -58,23 +57,9 @@ from emo.data_prep.config import (
     differences,
     settings,
 )
-from emo.data_prep.encode import Encoded, EncodeSettings, counting, encoding, words_agree
-from emo.data_prep.inputs import AGAIN, Input, is_saved, open_inputs
-from emo.data_prep.plan import SPILL, Part, Plan, limit_tokens, select
-from emo.data_prep.reencode import PlainEncoder, ShardCheck
-from emo.data_prep.rows import plain_text, take
-from emo.data_prep.scan import BEYOND_LIMIT, Scan
-from emo.data_prep.scores import ABOUT, BEGUN, HASH, SCORES
-from emo.data_prep.shards import (
-    FORMAT,
-    MANIFEST,
-    ShardInfo,
-    manifest_text,
-    read_manifest,
-    shard_name,
-    token_dtype,
-)
-from emo.data_prep.tokenizer import (
+from .encoding.chat_templates import BUILT_IN, ChatTemplate, read_template
+from .encoding.chats import check_template
+from .encoding.tokenizer import (
     FILES,
     TokenizerFacts,
     chat_template,
@@ -85,7 +70,21 @@ from emo.data_prep.tokenizer import (
     tokenizer_facts,
     train_sentencepiece,
 )
-from emo.data_prep.write import (
+from .selection import contamination
+from .selection.plan import SPILL, Part, Plan, limit_tokens, select
+from .selection.scan import BEYOND_LIMIT, Scan
+from .shards.encode import Encoded, EncodeSettings, counting, encoding, words_agree
+from .shards.format import (
+    MANIFEST,
+    ShardInfo,
+    manifest_text,
+    read_manifest,
+    shard_name,
+    token_dtype,
+)
+from .shards.reencode import PlainEncoder, ShardCheck
+from .shards.scores import ABOUT, BEGUN, HASH, SCORES
+from .shards.write import (
     PLAN,
     SETTINGS,
     TOKENIZER,
@@ -97,6 +96,8 @@ from emo.data_prep.write import (
     read_note,
     write_shard,
 )
+from .sources.inputs import AGAIN, Input, is_saved, open_inputs
+from .sources.rows import plain_text, take
 
 MARKER, GRAMS = "data_prep.json", "grams.npz"
 HASHES, OVERLAP = "hashes.json", "contamination.json"

@@ -19,17 +19,20 @@ from rich.console import Console
 from rich.text import Text
 from tokenizers import Tokenizer
 
+from emo.common.cli.progress import amount
+from emo.common.config.recipe import parse_section
 from emo.common.errors import UserError
-from emo.common.progress import amount
-from emo.common.recipe import parse_section
 from emo.common.text import counted, printable
-from emo.data_prep.chat_templates import ChatTemplate, RefusedError, read_template
-from emo.data_prep.chats import ChatWriter
-from emo.data_prep.config import DataConfig, context_of
-from emo.data_prep.encode import EncodeSettings, RowEncoder
-from emo.data_prep.inputs import Input, open_inputs
-from emo.data_prep.inspect import segment, stretch
-from emo.data_prep.rows import (
+
+from .config import DataConfig, context_of
+from .encoding.chat_templates import ChatTemplate, RefusedError, read_template
+from .encoding.chats import ChatWriter
+from .encoding.templates import Chat, Conversation, render
+from .encoding.tokenizer import chat_template, save_tokenizer, tokenizer_facts
+from .shards.encode import EncodeSettings, RowEncoder
+from .shards.inspect import segment, stretch
+from .sources.inputs import Input, open_inputs
+from .sources.rows import (
     CHAT_COLUMNS,
     NAMES,
     STRUCTURE,
@@ -44,8 +47,6 @@ from emo.data_prep.rows import (
     plain_text,
     raw_rows,
 )
-from emo.data_prep.templates import Chat, Conversation, render
-from emo.data_prep.tokenizer import chat_template, save_tokenizer, tokenizer_facts
 
 EXAMPLES = 3
 SHOWN = 1600  # characters of an example

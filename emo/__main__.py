@@ -65,7 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     if typed_words and typed_words[0] in COMMANDS and (typed_words[1:] or line.endswith(" ")):
         return run(typed_words)
     from emo import __version__
-    from emo.common.commands import Parser, parse_arguments
+    from emo.common.cli.commands import Parser, parse_arguments
 
     parser = Parser(
         prog="emo",
@@ -93,7 +93,7 @@ def run(words: list[str]) -> int:
     code = 0
     options: dict[str, Any] = {}
     if words[0] == "train":
-        from emo.pipeline.stop import leave_early
+        from emo.pipeline.control.stop import leave_early
 
         leave_early()
     if words[0] == "prepare":  # which uses one section of the recipe; mistakes in the others are found now

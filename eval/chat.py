@@ -7,15 +7,16 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from emo.common.commands import first_word
+from emo.common.cli.commands import first_word
 from emo.common.errors import ExitCode, UserError
 from emo.common.text import counted, printable
-from emo.data_prep.tokenizer import chat_template
-from emo.eval.generation.commands import add_decoding, decoding_of
-from emo.eval.generation.decoding import Request, text_after
-from emo.eval.generation.engines import Transformers
-from emo.eval.judging import answers
-from emo.eval.model import DTYPES, EvaluatedModel
+from emo.data_prep.encoding.tokenizer import chat_template
+
+from .generation.commands import add_decoding, decoding_of
+from .generation.decoding import Request, text_after
+from .generation.engines import Transformers
+from .judging import answers
+from .model import DTYPES, EvaluatedModel
 
 TOKENS = 1024  # of a reply
 RESET = "/reset"

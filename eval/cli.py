@@ -17,17 +17,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from emo.common.commands import Parser, first_word, parse_arguments
+from emo.common.cli.commands import Parser, first_word, parse_arguments
+from emo.common.cli.progress import at_work
 from emo.common.errors import ExitCode, FailureError, UserError, one_line, outcome
-from emo.common.progress import at_work
 from emo.common.text import counted, on_one_line, printable
-from emo.eval import chat
-from emo.eval.export import commands as exporting
-from emo.eval.generation import commands as generation
-from emo.eval.icl.settings import BUDGET, INFERENCERS, Settings
-from emo.eval.icl.tasks import select_tasks
-from emo.eval.judging import commands as judging
-from emo.eval.model import DTYPES, EvaluatedModel, quiet_libraries
+
+from . import chat
+from .export import commands as exporting
+from .generation import commands as generation
+from .icl.settings import BUDGET, INFERENCERS, Settings
+from .icl.tasks import select_tasks
+from .judging import commands as judging
+from .model import DTYPES, EvaluatedModel, quiet_libraries
 
 EXPORT_HELP = "export each: lm-eval=DIR, hf=DIR (DIR/NAME each) or wandb (into the run); may be repeated"
 
@@ -131,8 +132,8 @@ def _settings(args: argparse.Namespace) -> Settings:
 def _run(args: argparse.Namespace) -> int:
     tasks, settings = select_tasks(args.tasks, args.prompts), _settings(args)
     model = EvaluatedModel(args.model, args.name, args.dtype)
-    from emo.eval.icl.job import run_all
-    from emo.eval.results import pick, read_models
+    from .icl.job import run_all
+    from .results.directory import pick, read_models
 
     if args.fail_on_regression:
         pick(read_models([args.output_path]), args.fail_on_regression)  # before the work, not after it
@@ -143,7 +144,7 @@ def _run(args: argparse.Namespace) -> int:
     say(f"{model.name}: mean accuracy {mean:.1f} on {over}; results in {args.output_path}")
     if not args.fail_on_regression:
         return ExitCode.DONE
-    from emo.eval.compare import gate, regression  # which a known result does not need
+    from .results.compare import gate, regression  # which a known result does not need
 
     models = read_models([args.output_path])
     verdict = regression(pick(models, args.fail_on_regression), pick(models, model.name), args.max_drop)
@@ -160,10 +161,10 @@ def _watch(args: argparse.Namespace) -> int:
     out = args.output_path or args.run_dir / "eval"
     exports = exporting.of_watch(args.export, args.run_dir, args.data, args.tasks)
     say(f"{args.run_dir}: {counted(len(tasks), 'task')}")
-    from emo.eval.compare import gate
-    from emo.eval.report.gather import Report
-    from emo.eval.report.page import FILES, document
-    from emo.eval.watch import FAILED, TROUBLED, UNEXPORTED, Watch
+    from .report.gather import Report
+    from .report.page import FILES, document
+    from .results.compare import gate
+    from .watch import FAILED, TROUBLED, UNEXPORTED, Watch
 
     watch = Watch(args.run_dir, tasks, settings, out, args.dtype, say, exports)
     while True:
@@ -185,8 +186,8 @@ def _watch(args: argparse.Namespace) -> int:
 
 def _report(args: argparse.Namespace) -> int:
     first_word("report")
-    from emo.eval.report.gather import Report
-    from emo.eval.report.page import FILES, document
+    from .report.gather import Report
+    from .report.page import FILES, document
 
     runs = {name: Path(value) for name, value in _pairs("--run", args.run).items()}
     seeds = {label: names.split(",") for label, names in _pairs("--seeds", args.seeds).items()}
@@ -204,8 +205,8 @@ def _report(args: argparse.Namespace) -> int:
 
 def _compare(args: argparse.Namespace) -> int:
     first_word("compare")
-    from emo.eval.compare import gate, regression, table
-    from emo.eval.results import pick, read_models
+    from .results.compare import gate, regression, table
+    from .results.directory import pick, read_models
 
     _check_drop(args)
     models = read_models(args.results)

@@ -16,11 +16,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from emo.common.commands import first_word
+from emo.common.cli.commands import first_word
+from emo.common.cli.progress import at_work
 from emo.common.errors import UserError, one_line
-from emo.common.progress import at_work
-from emo.common.untrusted import read_json
-from emo.common.weights import (
+from emo.common.io.untrusted import read_json
+from emo.common.io.weights import (
     ADAPTER,
     GENERATION,
     Loaded,
@@ -29,14 +29,15 @@ from emo.common.weights import (
     load_config,
     opened_files,
 )
-from emo.common.weights import CONFIG as CONFIG_JSON
-from emo.data_prep.chat_templates import read_template
-from emo.data_prep.chats import ChatEncoder
-from emo.data_prep.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer, save_tokenizer
-from emo.data_prep.tokenizer import FILES as TOKENIZER_FILES
-from emo.eval import store
-from emo.eval.icl.settings import NotFiniteError
-from emo.pipeline.run_dir import EXPORT, EXPORT_INFO, HF, read_export_info
+from emo.common.io.weights import CONFIG as CONFIG_JSON
+from emo.data_prep.encoding.chat_templates import read_template
+from emo.data_prep.encoding.chats import ChatEncoder
+from emo.data_prep.encoding.tokenizer import CHAT_TEMPLATE, PROBES, load_tokenizer, save_tokenizer
+from emo.data_prep.encoding.tokenizer import FILES as TOKENIZER_FILES
+from emo.pipeline.control.run_dir import EXPORT, EXPORT_INFO, HF, read_export_info
+
+from .icl.settings import NotFiniteError
+from .results import store
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 TOKENIZER_VERSION = 1  # of what `tokenizer_content` looks at
@@ -157,7 +158,7 @@ class EvaluatedModel:
         """Return what `model` does."""
         import torch
 
-        from emo.eval.icl.prefix_scorer import is_causal
+        from .prefix_scorer import is_causal
 
         try:
             loaded = load_causal_lm(self.path, dtype=self.dtype)
@@ -214,7 +215,7 @@ class EvaluatedModel:
     @cached_property
     def scorer(self) -> Any:
         """The model's likelihoods, by the fastest way that its own forward confirms."""
-        from emo.eval.icl.prefix_scorer import PrefixScorer
+        from .prefix_scorer import PrefixScorer
 
         return PrefixScorer(self.model)
 

@@ -35,22 +35,31 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from emo.common.errors import FailureError, UserError, one_line
-from emo.common.lease import held, now_there
+from emo.common.io.lease import held, now_there
+from emo.common.io.weights import CONFIG, opened_files
 from emo.common.text import counted
-from emo.common.weights import CONFIG, opened_files
-from emo.eval import store
-from emo.eval.compare import Verdict, levels, regression
-from emo.eval.export.commands import Export
-from emo.eval.export.hub import CARD
-from emo.eval.export.tracking import BusyError
-from emo.eval.icl.encoder import encoder_path
-from emo.eval.icl.job import run_all
-from emo.eval.icl.settings import VERSION, Settings
-from emo.eval.icl.task_data import load_data
-from emo.eval.icl.tasks import Task
-from emo.eval.model import EvaluatedModel, clean_name
-from emo.eval.results import Say, natural, pick, read_models
-from emo.pipeline.run_dir import COMPLETE, EXPORT, HF, checkpoints, is_complete, listed_files, mismatch
+from emo.pipeline.control.run_dir import (
+    COMPLETE,
+    EXPORT,
+    HF,
+    checkpoints,
+    is_complete,
+    listed_files,
+    mismatch,
+)
+
+from .export.commands import Export
+from .export.hub import CARD
+from .export.tracking import BusyError
+from .icl.encoder import encoder_path
+from .icl.job import run_all
+from .icl.settings import VERSION, Settings
+from .icl.task_data import load_data
+from .icl.tasks import Task
+from .model import EvaluatedModel, clean_name
+from .results import store
+from .results.compare import Verdict, levels, regression
+from .results.directory import Say, natural, pick, read_models
 
 SETTLE_SECONDS = 20.0
 STALE_SECONDS = 600.0  # files that have not changed for so long are not being written any more

@@ -1,6 +1,6 @@
 """emo advise: where a recipe lies on the map of known truths, and what is known there.
 
-The map (`known_truth/map.json`, from experiments/known-truth.yaml) has three axes:
+The map (`known_truth/map.json`, from experiments/configs/known-truth.yaml) has three axes:
 
     vocabulary  tokens
     draws       supervised tokens for each of them: the contexts of a bigram are its tokens
@@ -27,14 +27,15 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from emo.common.commands import Parser, parse_arguments
+from emo.common.cli.commands import Parser, parse_arguments
 from emo.common.errors import ExitCode, UserError, outcome
 from emo.common.labels import IGNORE
 from emo.common.report.numbers import between, formatted
-from emo.data_prep.shards import TokenDataset, open_prepared
-from emo.experiments.known_truth import bigram
+from emo.data_prep.shards.format import TokenDataset, open_prepared
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.loss.expected import Costs
+
+from .known_truth import bigram
 
 MAP = Path(__file__).parent / "known_truth" / "map.json"
 POSITIONS = 1024  # of held-out text at which the model's confusions are looked at
@@ -144,9 +145,9 @@ def nearest_cell(rows: list[dict[str, Any]], position: Position) -> dict[str, An
 
 def fit_of_recipe(config: RunConfig, text: TokenDataset) -> float:
     """Return how well a recipe's costs tell what its model confuses in a text."""
+    from emo.pipeline.engine.devices import on_gpu, usable_attention
     from emo.pipeline.loss import CostEmbedding, get_objective
-    from emo.pipeline.model import check_fits, load_losses, load_pretrained, model_config, origin
-    from emo.pipeline.planning.host import on_gpu, usable_attention
+    from emo.pipeline.model.build import check_fits, load_losses, load_pretrained, model_config, origin
 
     hf_config = model_config(config.model)
     check_fits(hf_config, config.model, text.manifest)

@@ -10,12 +10,13 @@ import string
 import sys
 from pathlib import Path
 
-from emo.common.commands import Parser, parse_arguments
+from emo.common.cli.commands import Parser, parse_arguments
 from emo.common.errors import AGAIN, ExitCode, UserError, outcome
-from emo.common.files import finite, write_text
-from emo.experiments.design import PREPARE, RESULTS, Experiment, chosen, read_experiment, trials
-from emo.experiments.sweep import Sweep
-from emo.experiments.workers import StoppedError
+from emo.common.io.files import finite, write_text
+
+from .sweeps.design import PREPARE, RESULTS, Experiment, chosen, read_experiment, trials
+from .sweeps.sweep import Sweep
+from .sweeps.workers import StoppedError
 
 ABOUT = "Sweeps over recipes: runs that differ in a few settings, and the table of what came of them."
 TABLE = "table.md"
@@ -42,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, experiment: Experiment) -> int:
-    from emo.experiments.checks import check
+    from .sweeps.checks import check
 
     if args.jobs < 1 or args.workers < 1:
         raise UserError("--jobs and --workers must be at least 1")
@@ -105,7 +106,7 @@ def _job(scheduler: str, args: argparse.Namespace, ranks: int) -> str:
 
 
 def _table(args: argparse.Namespace, experiment: Experiment) -> int:
-    from emo.experiments import report
+    from .sweeps import report
 
     sweep = Sweep(experiment)
     sweep.refuse_changes()

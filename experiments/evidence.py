@@ -1,6 +1,6 @@
 """Does it help, and why? Every part of the evidence, one report, one answer to each question.
 
-    python -m emo.experiments.evidence experiments/evidence.yaml [key=value ...] [--jobs N]
+    python -m emo.experiments.evidence experiments/configs/evidence.yaml [key=value ...] [--jobs N]
 
 A part is a study or a sweep with an experiment file of its own. A part whose files are not there is done with
 what `otherwise` names, or left out, and the report says which. Run again it repeats nothing.
@@ -19,14 +19,15 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from emo.common.config.recipe import Section, load_section
 from emo.common.errors import ExitCode, UserError, nearest, outcome
 from emo.common.provenance import code_version
-from emo.common.recipe import Section, load_section
-from emo.experiments import report
-from emo.experiments.design import RESULTS, Experiment, fill, read_experiment, split_command
-from emo.experiments.known_truth.study import Study
-from emo.experiments.workers import environment
-from emo.pipeline.stop import die_with_parent
+from emo.pipeline.control.stop import die_with_parent
+
+from .known_truth.study import Study
+from .sweeps import report
+from .sweeps.design import RESULTS, Experiment, fill, read_experiment, split_command
+from .sweeps.workers import environment
 
 REPORT = "report.html"
 

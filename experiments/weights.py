@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from emo.common.errors import ExitCode, outcome
-from emo.common.files import write_text
+from emo.common.io.files import write_text
 from emo.pipeline.loss import Objective, get_objective
 from emo.pipeline.loss.objectives import BUILT_IN, Rows, gradient, scalars_of
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / "emo").is_dir())))
 
-from emo.pipeline.stop import Watch
+from emo.pipeline.control.stop import Watch
 
 watch = Watch()  # before the heavy imports: a request to stop may come while they take their time
 

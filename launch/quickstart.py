@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / "emo").is_dir())))
 
-from emo.common.commands import Parser, parse_arguments
+from emo.common.cli.commands import Parser, parse_arguments
 from emo.common.errors import ExitCode
 from emo.common.provenance import REPOSITORY as SHIPPED
 from emo.common.provenance import shipped

@@ -7,8 +7,8 @@ By itself the `deepspeed` command passes no signals on, kills ranks that need mo
 their step, does not wait for ranks whose launcher died, and takes a launcher that was killed for success.
 Therefore it runs here in a session of its own, where Ctrl-C does not reach it. Each rank of this host leaves
 a report in a directory: locked as long as the rank lives, and with its exit code when it has ended (see
-pipeline/stop.py). What the launcher itself prints goes to a file, from which rank 0 takes it into the run's
-log; the ranks find the real standard output as their standard input (see pipeline/report/console.py).
+pipeline/control/stop.py). What the launcher itself prints goes to a file, from which rank 0 takes it into
+the run's log; the ranks find the real standard output as their standard input (pipeline/monitor/console.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / 
 import emo.common.packages  # noqa: F401 - before all others
 
 # isort: split
-from emo.pipeline.stop import leave_early
+from emo.pipeline.control.stop import leave_early
 
 if __name__ == "__main__":
     leave_early()  # before the imports below, which take seconds on a busy host
@@ -39,11 +39,11 @@ if __name__ == "__main__":
 import psutil
 
 from emo.common.errors import ExitCode, UserError, outcome
-from emo.pipeline.claims import check_keys
+from emo.pipeline.checkpoint.claims import check_keys
 from emo.pipeline.cli import recipe_arguments
 from emo.pipeline.config import load_config
-from emo.pipeline.liveness import late
-from emo.pipeline.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS
+from emo.pipeline.control.heartbeat import late
+from emo.pipeline.control.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS
 
 TICK = 0.2  # seconds
 HOSTFILE = Path("/job/hostfile")  # that `deepspeed` takes when none is named

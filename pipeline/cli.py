@@ -18,13 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from emo.common.commands import Parser, first_word, parse_arguments
+from emo.common.cli.commands import Parser, first_word, parse_arguments
 from emo.common.errors import ExitCode, UserError, one_line, outcome
 from emo.common.text import printable
-from emo.pipeline.config import RunConfig, load_config
-from emo.pipeline.planning.hardware import parse_cluster
-from emo.pipeline.report.console import Chatter, Console, Kind, duration, split
-from emo.pipeline.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
+
+from .config import RunConfig, load_config
+from .control.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
+from .engine.hardware import parse_cluster
+from .monitor.console import Chatter, Console, Kind, duration, split
 
 log = logging.getLogger(__name__)
 
@@ -157,8 +158,9 @@ def _run(watch: Watch, argv: list[str] | None) -> int:
                 _dry_run(config, args.ranks)
             return ExitCode.DONE
         with console.compiling():  # DeepSpeed logs to what is standard output when it is imported
-            from emo.pipeline import engine, ranks
-            from emo.pipeline.train import train
+            from .control import world as ranks
+            from .engine import engine
+            from .trainer import train
 
         started, finished = time.perf_counter(), False
         ranks.record_collectives(config.output_dir)
@@ -186,7 +188,7 @@ def _dry_run(config: RunConfig, ranks: int | None) -> None:
     _silence_libraries()
     from deepspeed.accelerator import get_accelerator
 
-    from emo.pipeline.planning.plan import print_plan
+    from .planning.plan import print_plan
 
     count = ranks or int(os.environ.get("WORLD_SIZE") or get_accelerator().device_count() or 1)
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(count))
@@ -227,7 +229,7 @@ def _reported(run: Callable[[], int], watch: Watch) -> int:
                 watch.blame_node()
             raise
         except Exception as error:
-            from emo.pipeline.ranks import broken_device, explain
+            from .control.world import broken_device, explain
 
             if broken_device(error):
                 watch.blame_node()
@@ -295,7 +297,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.write and (args.write.exists() or not args.write.parent.is_dir()):
         problem = f"--write {args.write}: give a new name in an existing directory"
         raise UserError(problem, code="write-target")
-    from emo.pipeline.planning.plan import print_best, print_plan, write_recipe
+    from .planning.plan import print_best, print_plan, write_recipe
 
     if not args.best:
         fits = print_plan(config, cluster.gpus, cluster, document_tokens=args.document_tokens)
@@ -309,7 +311,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 def _preflight(args: argparse.Namespace) -> int:
     config = load_config(args.recipe, args.overrides)
-    from emo.pipeline.planning.preflight import preflight
+    from .planning.preflight import preflight
 
     return preflight(config)
 
@@ -322,7 +324,7 @@ def _score(args: argparse.Namespace) -> int:
     settings.append(f"model.revision={args.revision or 'null'}")
     logging.basicConfig(level=logging.INFO, handlers=[Console()])
     config = load_config(args.recipe, [*args.overrides, *settings])
-    from emo.pipeline.planning.score import score
+    from .planning.score import score
 
     if score(config, args.name, (int(index), int(count)), args.force, args.top_k):
         key = "objective.scores=" if args.top_k is None else "objective.teacher.scores="
@@ -334,7 +336,7 @@ def _score(args: argparse.Namespace) -> int:
 
 
 def _top(args: argparse.Namespace) -> int:
-    from emo.pipeline.report.top import show
+    from .report.top import show
 
     with contextlib.suppress(KeyboardInterrupt):  # the way to leave it
         show(args.run)
@@ -342,10 +344,11 @@ def _top(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from emo.common.files import write_text
+    from emo.common.io.files import write_text
     from emo.common.report.document import STDOUT, folder_of
-    from emo.pipeline.report.page import document
-    from emo.pipeline.report.runs import read_runs, regressions
+
+    from .report.page import document
+    from .report.runs import read_runs, regressions
 
     runs, names = read_runs(args.runs), args.fail_on_regression
     verdicts = regressions(runs, [] if names is None else names.split(","))

@@ -84,13 +84,13 @@ import emo.hf, emo.launch.supervise
 from emo.__main__ import main
 from emo.common.report.document import Document
 from emo.common.provenance import REPOSITORY, code_version, shipped
-from emo.common.recipe import read_recipe
+from emo.common.config.recipe import read_recipe
 from emo.eval.icl.tasks import known_tasks, load_task
 recipe = read_recipe(Path("launch/recipes/quickstart-pretrain.yaml"), [])
 assert shipped(Path(recipe["deepspeed"])).is_file() and len(known_tasks()) == 8
 assert Document('', ['x'], '', []).html()
 assert main(["world", "tasks", "--train", "8", "--test", "8"]) == 0
-print(load_task("experiments/paper/dev/sst2.yaml").name, code_version(), REPOSITORY)
+print(load_task("experiments/configs/paper/dev/sst2.yaml").name, code_version(), REPOSITORY)
 """
     expected = ["sst2", emo.__version__, str(built.site / "emo")]
     assert run(code, tmp_path, PYTHONPATH=str(built.site))[-1].split() == expected
@@ -100,7 +100,7 @@ print(load_task("experiments/paper/dev/sst2.yaml").name, code_version(), REPOSIT
 def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
     """The script beside the package, run by `deepspeed`: here one that writes down its arguments."""
     launch, started = built.site / "emo" / "launch", tmp_path / "started"
-    # And by which file its parent runs: ranks look for that name (pipeline/stop.py).
+    # And by which file its parent runs: ranks look for that name (pipeline/control/stop.py).
     parent = "cat /proc/$PPID/cmdline | tr '\\0' '\\n' | grep supervise.py"
     programs = {"deepspeed": f'exec >{started}\n{parent}\necho "$@"', "python": f'exec {sys.executable} "$@"'}
     (tmp_path / "bin").mkdir()

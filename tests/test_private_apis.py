@@ -24,18 +24,18 @@ from tests.conftest import REPO
 # A file of this project; a module or class of a library; names in its source which the file sets, asks for
 # with a default, or needs on some hosts alone.
 INTERFACES = """
-common/weights.py            transformers:PreTrainedModel.from_pretrained          hf_quantizer
-pipeline/engine.py           deepspeed.runtime.engine        checkpoint_engine, _copy_recovery_script
-pipeline/engine.py           torch.serialization    TORCH_FORCE_WEIGHTS_ONLY_LOAD, Weights only load failed
-pipeline/hf.py               transformers:Trainer   model_accepts_loss_kwargs, loss_is_scaled_for_ga
-pipeline/hf.py               transformers:Trainer   _loss_shifts_labels, current_gradient_accumulation_steps
-pipeline/hf.py               trl:SFTTrainer                                        _total_train_tokens
-pipeline/readers.py          transformers.core_model_loading                       _weight_conversions
-pipeline/loss/cost.py        torch.cpu              _is_avx512_bf16_supported, _is_amx_tile_supported
-pipeline/loss/head.py        accelerate:Accelerator.prepare_model                  _original_forward
-pipeline/loss/head.py        accelerate.hooks:add_hook_to_module                   _hf_hook
-pipeline/report/profile.py   torch.cuda.memory      _record_memory_history, _dump_snapshot
-pipeline/planning/ds_file.py torch.utils.cpp_extension                             CUDA_HOME
+common/io/weights.py transformers:PreTrainedModel.from_pretrained hf_quantizer
+pipeline/engine/engine.py deepspeed.runtime.engine checkpoint_engine, _copy_recovery_script
+pipeline/engine/engine.py torch.serialization TORCH_FORCE_WEIGHTS_ONLY_LOAD, Weights only load failed
+pipeline/loss/models/hf.py transformers:Trainer model_accepts_loss_kwargs, loss_is_scaled_for_ga
+pipeline/loss/models/hf.py transformers:Trainer _loss_shifts_labels, current_gradient_accumulation_steps
+pipeline/loss/models/hf.py trl:SFTTrainer _total_train_tokens
+pipeline/model/readers.py transformers.core_model_loading _weight_conversions
+pipeline/loss/cost.py torch.cpu _is_avx512_bf16_supported, _is_amx_tile_supported
+pipeline/loss/models/head.py accelerate:Accelerator.prepare_model _original_forward
+pipeline/loss/models/head.py accelerate.hooks:add_hook_to_module _hf_hook
+pipeline/monitor/profiler.py torch.cuda.memory _record_memory_history, _dump_snapshot
+pipeline/engine/ds_config.py torch.utils.cpp_extension CUDA_HOME
 """
 ROWS = [line.split(maxsplit=2) for line in INTERFACES.strip().splitlines()]
 
@@ -52,7 +52,7 @@ def test_what_a_file_uses_is_there(file: str, owner: str, names: str) -> None:
 
 
 def test_their_libraries_have_upper_bounds() -> None:
-    """peft: how an adapter's layer stores its weight (pipeline/export.py)."""
+    """peft: how an adapter's layer stores its weight (pipeline/model/export.py)."""
     project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     bounded = {
         requirement.name
@@ -66,7 +66,7 @@ def test_their_libraries_have_upper_bounds() -> None:
 
 
 def test_process_groups_have_timeouts() -> None:
-    """pipeline/ranks.py"""
+    """pipeline/control/world.py"""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         (group,) = distributed_c10d._world.pg_map
@@ -83,7 +83,7 @@ def test_products_of_half_precision_are_summed_in_float32() -> None:
 
 
 def test_deepspeeds_adam_may_be_pytorchs() -> None:
-    """pipeline/planning/ds_file.py: `torch_adam`, `fused`; pipeline/engine.py: steps are tensors."""
+    """pipeline/engine/ds_config.py: `torch_adam`, `fused`; pipeline/engine/engine.py: steps are tensors."""
     options = {"torch_adam": True, "lr": 0.1, "fused": True}
     adam, defaults = DeepSpeedEngine.get_optimizer_configuration(None, options, adam_w_mode=True)
     weight = torch.nn.Parameter(torch.ones(2))

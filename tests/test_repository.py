@@ -83,7 +83,7 @@ def test_the_lock_has_what_is_declared_with_hashes() -> None:
 @pytest.mark.parametrize(
     ("modules", "absent"),
     [
-        (["emo.__main__", *(f"emo.{room}.cli" for room in ROOMS), "emo.pipeline.run_dir"], HEAVY),
+        (["emo.__main__", *(f"emo.{room}.cli" for room in ROOMS), "emo.pipeline.control.run_dir"], HEAVY),
         (["emo.loss"], {"deepspeed", "transformers", "pydantic", "yaml"}),
     ],
 )

@@ -18,12 +18,12 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from emo.common.errors import UserError
-from emo.common.files import finite, write_text
-from emo.common.report.figure import MARKERS, Figure, style, svg
-from emo.common.report.numbers import between, formatted
-from emo.common.text import markdown as escaped
-from emo.common.text import printable
+from ..errors import UserError
+from ..io.files import finite, write_text
+from ..text import markdown as escaped
+from ..text import printable
+from .figure import MARKERS, Figure, style, svg
+from .numbers import between, formatted
 
 ARROWS = {"better": "↑", "worse": "↓"}
 STDOUT = "-"

@@ -15,9 +15,9 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from emo.common.report.numbers import Effect, formatted
-from emo.common.text import on_one_line
-from emo.common.untrusted import number
+from ..io.untrusted import number
+from ..text import on_one_line
+from .numbers import Effect, formatted
 
 COLOURS = 12  # of the page; the first, the baseline's, never comes again
 MARKERS = {"o": "●", "s": "■", "D": "◆", "^": "▲", "v": "▼", "P": "✚"}  # of Matplotlib, and in text

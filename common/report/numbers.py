@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from emo.common.untrusted import number
+from ..io.untrusted import number
 
 DASH = "\u2013"
 MINUS = "\u2212"

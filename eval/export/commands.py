@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from emo.common.commands import first_word
+from emo.common.cli.commands import first_word
 from emo.common.errors import ExitCode, UserError, nearest
-from emo.eval.results import Model, Say, pick, read_models
+
+from ..results.directory import Model, Say, pick, read_models
 
 HARNESS, HUB, WANDB = FORMATS = ("lm-eval", "hf", "wandb")
 EXAMPLE = """examples:
@@ -61,21 +62,21 @@ class Export:
         """
         failed: dict[str, Exception] = {}
         if self.format == WANDB:
-            from emo.eval.export.tracking import send
+            from .tracking import send
 
             try:
                 return dict(send(models, self.out, say))
             except Exception as error:
                 return {model.name: error for model in models}
         if self.format == HARNESS:
-            from emo.eval.export.harness import lost_demonstrations, write_harness
+            from .harness import lost_demonstrations, write_harness
 
             if lost := lost_demonstrations(models):
                 say(lost)
         for model in models:
             try:
                 if self.format == HUB:
-                    from emo.eval.export.hub import write_hub
+                    from .hub import write_hub
 
                     directory = self.out / model.name if self.watched else self.out
                     write_hub(model, directory, say, cards.get(model.name))

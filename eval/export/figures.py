@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from emo.common.errors import UserError
-from emo.eval import store
-from emo.eval.results import Model
+
+from ..results import store
+from ..results.directory import Model
 
 
 @dataclass(frozen=True)

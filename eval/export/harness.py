@@ -19,14 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from emo.common.errors import UserError
-from emo.common.files import write_text
-from emo.eval import store
-from emo.eval.compare import DIGESTS, shortened
-from emo.eval.export.figures import Accuracy, Figures, all_figures
-from emo.eval.icl.prompts import PromptBuilder
-from emo.eval.icl.task_data import load_data
-from emo.eval.icl.tasks import GROUP, LABEL, load_task
-from emo.eval.results import Model
+from emo.common.io.files import write_text
+
+from ..icl.prompts import PromptBuilder
+from ..icl.task_data import load_data
+from ..icl.tasks import GROUP, LABEL, load_task
+from ..results import store
+from ..results.compare import DIGESTS, shortened
+from ..results.directory import Model
+from .figures import Accuracy, Figures, all_figures
 
 SOURCE = "emo-pipeline"  # in the place of a model class there: the program that made the figures
 FILTER = "none"  # there: an answer is taken from the responses as they are

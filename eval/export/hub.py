@@ -16,12 +16,13 @@ from huggingface_hub import EvalResult, EvalResultEntry, eval_result_entries_to_
 from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from emo.common.errors import UserError, one_line
-from emo.common.files import write_text
+from emo.common.io.files import write_text
+from emo.common.io.untrusted import read_bytes
 from emo.common.text import publishable
-from emo.common.untrusted import read_bytes
-from emo.eval.export.figures import Figures, all_figures
-from emo.eval.model import EvaluatedModel
-from emo.eval.results import Model, Say
+
+from ..model import EvaluatedModel
+from ..results.directory import Model, Say
+from .figures import Figures, all_figures
 
 CARD, ENTRIES, INDEX = "README.md", ".eval_results", "model-index"
 CARD_BYTES = 4 << 20

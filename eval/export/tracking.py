@@ -1,7 +1,7 @@
 """Results in Weights & Biases: points of the training run, over the tokens that it had seen.
 
     RUN_DIR/config.yaml             names the project
-    RUN_DIR/wandb-id                the run there (pipeline/report/metrics.py)
+    RUN_DIR/wandb-id                the run there (pipeline/monitor/metrics.py)
     RUN_DIR/wandb-evaluations.json  digests of the points that were sent, with a model of each; and what is
                                     being sent
 
@@ -17,16 +17,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from emo.common.config.recipe import read_written
 from emo.common.errors import UserError, one_line
-from emo.common.files import write_text
-from emo.common.lease import Lease, held
-from emo.common.recipe import read_written
+from emo.common.io.files import write_text
+from emo.common.io.lease import Lease, held
+from emo.common.io.untrusted import is_plain_name
 from emo.common.text import counted
-from emo.common.untrusted import is_plain_name
-from emo.eval import store
-from emo.eval.export.figures import all_figures
-from emo.eval.results import Model, Say
-from emo.pipeline.run_dir import CONFIG, LOCK, LOCK_SECONDS, WANDB_ID
+from emo.pipeline.control.run_dir import CONFIG, LOCK, LOCK_SECONDS, WANDB_ID
+
+from ..results import store
+from ..results.directory import Model, Say
+from .figures import all_figures
 
 SENT = "wandb-evaluations.json"
 SENDING = "wandb-export"  # name of the lease that exports hold among themselves

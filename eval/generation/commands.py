@@ -11,8 +11,9 @@ from typing import Any
 
 from emo.common.errors import ExitCode, UserError, nearest
 from emo.common.text import printable
-from emo.eval.generation.decoding import Beams, Decoding
-from emo.eval.generation.prefixes import CORPORA, from_corpus, from_file, from_texts, read_texts
+
+from .decoding import Beams, Decoding
+from .prefixes import CORPORA, from_corpus, from_file, from_texts, read_texts
 
 TOKENS, SAMPLES = 80, 8
 SHOWN = 16  # so many texts are printed
@@ -110,10 +111,10 @@ def _generate(args: argparse.Namespace, say: Callable[[str], None]) -> int:
         prefixes = from_texts(args.prefix)
     tokens = (prefixes.tokens or TOKENS) if args.max_new_tokens is None else args.max_new_tokens
     samples = (1 if decoding.deterministic else SAMPLES) if args.samples is None else args.samples
-    from emo.eval.generation.engines import Transformers
-    from emo.eval.generation.records import Generation
-    from emo.eval.model import EvaluatedModel
-    from emo.eval.results import claim_name
+    from ..model import EvaluatedModel
+    from ..results.directory import claim_name
+    from .engines import Transformers
+    from .records import Generation
 
     model = EvaluatedModel(args.model, args.name, args.dtype)
     engine = Transformers(model, decoding, args.batch_size)
@@ -142,7 +143,7 @@ def _quality(args: argparse.Namespace, say: Callable[[str], None]) -> int:
             "MAUVE needs the package mauve-text (GPL-3.0, therefore not installed with this project): "
             "pip install 'emo-pipeline[mauve]'"
         )
-    from emo.eval.generation.quality import Sampled, write
+    from .quality import Sampled, write
 
     test = [text for text in read_texts(args.test) if text] if args.test else None
     if test == []:

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from emo.common.errors import UserError
-from emo.data_prep.tokenizer import text_ids
-from emo.eval.model import EvaluatedModel
+from emo.data_prep.encoding.tokenizer import text_ids
+
+from ..model import EvaluatedModel
 
 NOT_IN_NAMES = re.compile(r"[^\w.+-]+")  # of directories
 

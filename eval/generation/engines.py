@@ -12,16 +12,17 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from emo.common.cli.progress import at_work
 from emo.common.errors import UserError
-from emo.common.progress import at_work
+from emo.common.io.weights import shown
 from emo.common.text import counted
-from emo.common.weights import shown
-from emo.eval import store
-from emo.eval.generation.decoding import Beams, Decoding, Request, text_after, until_end
-from emo.eval.model import EvaluatedModel
+
+from ..model import EvaluatedModel
+from ..results import store
+from .decoding import Beams, Decoding, Request, text_after, until_end
 
 if TYPE_CHECKING:
-    from emo.eval.generation.settled import Settled
+    from .settled import Settled
 
 Record = dict[str, Any]
 Reply = tuple[list[int], Record]  # new ids, and {text, ended: by an end token, tokens}
@@ -64,7 +65,7 @@ class Transformers:
     @cached_property
     def sampler(self) -> Any:
         """Return what draws the texts, with the weights."""
-        from emo.eval.generation.sampling import Sampler
+        from .sampling import Sampler
 
         assert isinstance(self.decoding, Decoding)
         return Sampler(self.model.model, self.decoding, self.model.ends, self.batch, self.settled)
@@ -72,7 +73,7 @@ class Transformers:
     @cached_property
     def settled(self) -> Settled | None:
         """Return what makes other distributions of the model's, if the decoding does."""
-        from emo.eval.generation.settled import Settled
+        from .settled import Settled
 
         if isinstance(self.decoding, Beams) or not self.decoding.objective:
             return None

@@ -12,14 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emo.common.cli.progress import at_work
 from emo.common.errors import UserError
-from emo.common.progress import at_work
 from emo.common.text import counted
-from emo.data_prep.tokenizer import text_ids
-from emo.eval.icl.prefix_scorer import Item, PrefixScorer, batches
-from emo.eval.icl.settings import NotFiniteError
-from emo.eval.model import EvaluatedModel
-from emo.eval.stats import Estimate, ratio
+from emo.data_prep.encoding.tokenizer import text_ids
+
+from ..icl.settings import NotFiniteError
+from ..model import EvaluatedModel
+from ..prefix_scorer import Item, PrefixScorer, batches
+from ..results.stats import Estimate, ratio
 
 LOGITS_CPU, LOGITS_GPU = 64 << 20, 512 << 20  # bytes of logits alive at once, per model
 TAILS = 8  # continuations that share the keys and values of their prefix in one row, at most

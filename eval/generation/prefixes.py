@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from emo.common.errors import UserError, nearest, one_line
-from emo.data_prep.inputs import read_text
+from emo.data_prep.sources.inputs import read_text
 
 T = TypeVar("T")
 HEADING = re.compile(r"=.*=")  # a WikiText line that is a title
@@ -96,7 +96,9 @@ def _prefixes(
     name: str, texts: list[str], where: object, limit: int | None, words: int, tokens: int | None = None
 ) -> Prefixes:
     """Return at most `limit` of the texts, evenly spaced, cut after `words` words (0: not at all)."""
-    from emo.data_prep.grams import end_of_words  # loads NumPy, which commands need not do to answer --help
+    from emo.data_prep.selection.grams import (
+        end_of_words,  # loads NumPy, which commands need not do to answer --help
+    )
 
     texts, pairs = [text for text in texts if text], []
     for text in texts:

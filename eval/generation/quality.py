@@ -26,19 +26,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from emo.common.cli.progress import at_work
 from emo.common.errors import UserError
-from emo.common.progress import at_work
 from emo.common.text import counted
-from emo.data_prep.grams import tokens, units
-from emo.data_prep.tokenizer import text_ids, tokenizer_fingerprint
-from emo.eval import store
-from emo.eval.generation import likelihood
-from emo.eval.generation.decoding import first_ids, prompt_ids, split_ids
-from emo.eval.generation.engines import Transformers
-from emo.eval.generation.prefixes import Prefixes
-from emo.eval.generation.records import Generation, Record, read_records
-from emo.eval.model import EvaluatedModel
-from emo.eval.stats import Estimate, ratio
+from emo.data_prep.encoding.tokenizer import text_ids, tokenizer_fingerprint
+from emo.data_prep.selection.grams import tokens, units
+
+from ..model import EvaluatedModel
+from ..results import store
+from ..results.stats import Estimate, ratio
+from . import likelihood
+from .decoding import first_ids, prompt_ids, split_ids
+from .engines import Transformers
+from .prefixes import Prefixes
+from .records import Generation, Record, read_records
 
 QUALITY = "quality.json"
 SHARES = ("ended", "rouge", "repetition", "distinct")  # how the names of measures from 0 to 1 begin
@@ -360,7 +361,7 @@ def featurizer(name: str, dtype: str = "auto") -> Callable[[Sequence[str]], np.n
     """
     is_sentence_model = name == "minilm" or name.startswith("sentence-transformers/")
     if is_sentence_model or (Path(name) / "modules.json").is_file():
-        from emo.eval.icl.encoder import Encoder
+        from ..icl.encoder import Encoder
 
         return Encoder(name)
     evaluated = EvaluatedModel(name, dtype=dtype)

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from emo.common.errors import UserError
-from emo.common.untrusted import read_json
-from emo.data_prep.inputs import read_text
-from emo.eval import store
-from emo.eval.generation.decoding import Request, prompt_ids, split_ids, text_after
-from emo.eval.generation.engines import ABOUT, UNBIASED, Record, Reply, TextJob, Transformers
-from emo.eval.generation.prefixes import Prefixes
-from emo.eval.results import MODELS, SAMPLES
+from emo.common.io.untrusted import read_json
+from emo.data_prep.sources.inputs import read_text
+
+from ..results import store
+from ..results.directory import MODELS, SAMPLES
+from .decoding import Request, prompt_ids, split_ids, text_after
+from .engines import ABOUT, UNBIASED, Record, Reply, TextJob, Transformers
+from .prefixes import Prefixes
 
 SHOWN = 16  # texts kept for the report
 VERSION = 1  # of everything that decides what a seed gives

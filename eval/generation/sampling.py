@@ -31,7 +31,8 @@ from transformers import (
 )
 
 from emo.common.errors import UserError
-from emo.eval.generation.decoding import Decoding, Request, until_end
+
+from .decoding import Decoding, Request, until_end
 
 DIFFERENT = 1e-2  # a larger difference from the plain forward, relative to the logits, is not rounding
 SAFETY = 4  # times the largest difference that was seen

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor
 
 from emo.common.errors import UserError, nearest
-from emo.eval.generation.decoding import Decoding
-from emo.eval.model import EvaluatedModel
 from emo.pipeline.loss import OBJECTIVES, CostEmbedding, get_objective, load_cost
 from emo.pipeline.loss.expected import Costs, expected_gradient, settle
+
+from ..model import EvaluatedModel
+from .decoding import Decoding
 
 CONSTANT = "constant"  # costs of 1 between different tokens
 STEPS = 1000  # EMO takes 40 to 80

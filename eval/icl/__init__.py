@@ -1,0 +1,1 @@
+"""In-context evaluation on classification tasks."""

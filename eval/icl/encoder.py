@@ -18,12 +18,13 @@ from typing import Any
 
 import numpy as np
 
+from emo.common.cli.progress import at_work
 from emo.common.errors import UserError, one_line
-from emo.common.files import write_atomically
-from emo.common.progress import at_work
-from emo.common.untrusted import arrays
-from emo.eval import store
-from emo.eval.model import hub_snapshot, quiet_libraries
+from emo.common.io.files import write_atomically
+from emo.common.io.untrusted import arrays
+
+from ..model import hub_snapshot, quiet_libraries
+from ..results import store
 
 log = logging.getLogger(__name__)
 

@@ -13,20 +13,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from emo.common.cli.progress import at_work
 from emo.common.errors import UserError
-from emo.common.lease import held
-from emo.common.progress import at_work
-from emo.data_prep.grams import folded
-from emo.eval import store
-from emo.eval.icl.encoder import Encoder
-from emo.eval.icl.settings import CANDIDATES, RETRIEVERS, SEED, VERSION, NotFiniteError, Settings
-from emo.eval.icl.task_data import TaskData, load_data
-from emo.eval.icl.tasks import GROUP, LABEL, ROW, Task
-from emo.eval.model import EvaluatedModel, quiet_libraries
-from emo.eval.results import MODELS, claim_name, only_answer
+from emo.common.io.lease import held
+from emo.data_prep.selection.grams import folded
+
+from ..model import EvaluatedModel, quiet_libraries
+from ..results import store
+from ..results.directory import MODELS, claim_name, only_answer
+from .encoder import Encoder
+from .settings import CANDIDATES, RETRIEVERS, SEED, VERSION, NotFiniteError, Settings
+from .task_data import TaskData, load_data
+from .tasks import GROUP, LABEL, ROW, Task
 
 if TYPE_CHECKING:
-    from emo.eval.icl.records import Recorder
+    from .records import Recorder
 
 CHUNK = 256  # rows; what a killed job loses at most
 
@@ -53,7 +54,7 @@ class Job:
         """The maker of records, its model loaded."""
         self.say(f"{self.model.name}: loading {self.model.given}")
         quiet_libraries()
-        from emo.eval.icl.records import Recorder
+        from .records import Recorder
 
         with at_work(f"{self.model.name}: loading"):
             return Recorder(self.model, self.settings, self.say)
@@ -94,7 +95,7 @@ class Job:
         entry = store.Entry(self.out / store.STORE, identity, self.say)
         result = entry.result()
         if result is None or not entry.is_whole(len(indices), CHUNK):
-            from emo.eval.icl.task_metrics import summarise
+            from .task_metrics import summarise
 
             records = self._records(task, data, indices, entry)
             dtype = str(self.model.model.dtype).removeprefix("torch.")  # where it was `auto`, too
@@ -155,7 +156,7 @@ class Job:
 
     def _choose(self, task: Task, data: TaskData, count: int) -> list[list[int]]:
         quiet_libraries()
-        from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, reader
+        from .retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, reader
 
         name = self.settings.retriever
         if task.spec.shots.by == "group":

@@ -27,7 +27,8 @@ import numpy as np
 import tqdm
 
 from emo.common.errors import UserError
-from emo.eval.icl.tasks import LABEL, LABEL_SLOT, Row, Task, fill
+
+from .tasks import LABEL, LABEL_SLOT, Row, Task, fill
 
 
 class _Later(types.ModuleType):

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from emo.common.errors import UserError
-from emo.eval.icl.openicl_compat import Template
-from emo.eval.icl.prefix_scorer import Item, common_prefix
-from emo.eval.icl.tasks import LABEL, Row, Task
+
+from ..prefix_scorer import Item, common_prefix
+from .openicl_compat import Template
+from .tasks import LABEL, Row, Task
 
 
 @dataclass

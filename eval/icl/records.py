@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 
 from emo.common.errors import UserError
-from emo.eval.icl.openicl_compat import StoredRetriever, Template, openicl, quiet
-from emo.eval.icl.prefix_scorer import Advance, Item, PrefixScorer, common_prefix
-from emo.eval.icl.prompts import OpenICLPromptBuilder, PromptBuilder, Sample
-from emo.eval.icl.settings import BUDGET, SCORES, Settings, winner
-from emo.eval.icl.tasks import LABEL_SLOT, Row, Task, fill
-from emo.eval.model import EvaluatedModel
+
+from ..model import EvaluatedModel
+from ..prefix_scorer import Advance, Item, PrefixScorer, common_prefix
+from .openicl_compat import StoredRetriever, Template, openicl, quiet
+from .prompts import OpenICLPromptBuilder, PromptBuilder, Sample
+from .settings import BUDGET, SCORES, Settings, winner
+from .tasks import LABEL_SLOT, Row, Task, fill
 
 Record = dict[str, Any]
 NO_CONTENT = "N/A"

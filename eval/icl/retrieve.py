@@ -13,11 +13,12 @@ import numpy as np
 import torch
 
 from emo.common.errors import UserError
-from emo.eval.icl.encoder import Encoder, checked_encoder
-from emo.eval.icl.openicl_compat import Template, openicl, quiet, reader
-from emo.eval.icl.settings import CANDIDATES, RETRIEVERS, SEED
-from emo.eval.icl.tasks import GROUP, Row, Task
-from emo.eval.model import EvaluatedModel
+
+from ..model import EvaluatedModel
+from .encoder import Encoder, checked_encoder
+from .openicl_compat import Template, openicl, quiet, reader
+from .settings import CANDIDATES, RETRIEVERS, SEED
+from .tasks import GROUP, Row, Task
 
 QUERIES = 1024  # searched together
 SPARE = 8  # neighbours beyond those wanted, to see where ties end

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from emo.common.errors import UserError, nearest, one_line
-from emo.common.untrusted import parse_json
-from emo.data_prep.contamination import digest, row_text
-from emo.data_prep.inputs import read_text
-from emo.eval import store
-from emo.eval.generation.prefixes import evenly
-from emo.eval.icl.tasks import GROUP, LABEL, ROW, Row, Task
+from emo.common.io.untrusted import parse_json
+from emo.data_prep.selection.contamination import digest, row_text
+from emo.data_prep.sources.inputs import read_text
+
+from ..generation.prefixes import evenly
+from ..results import store
+from .tasks import GROUP, LABEL, ROW, Row, Task
 
 POOL_PER_ROW = 10  # with --limit: rows that demonstrations are chosen from, per test row
 

@@ -6,10 +6,10 @@ from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
-from emo.eval import stats
-from emo.eval.icl.settings import Settings, winner
-from emo.eval.icl.task_data import TaskData
-from emo.eval.icl.tasks import LABEL, Task
+from ..results import stats
+from .settings import Settings, winner
+from .task_data import TaskData
+from .tasks import LABEL, Task
 
 WORST = 5  # mistakes that are kept with their text
 

@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from emo.common.config.recipe import Section, load_section
 from emo.common.errors import UserError, nearest
 from emo.common.provenance import shipped
-from emo.common.recipe import Section, load_section
-from emo.eval.results import MODEL, SAMPLES
+
+from ..results.directory import MODEL, SAMPLES
 
 DIRECTORY = Path(__file__).parent / "tasks"
 PAPER_ORDER = ("tweet_emotion", "sst2", "trec", "subj", "cr", "rotten_tomatoes", "ag_news", "mmlu")

@@ -18,16 +18,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from emo.common.errors import UserError
-from emo.data_prep.chat_templates import BUILT_IN, RefusedError
 from emo.data_prep.config import VERSIONS, by_chat_template
-from emo.data_prep.templates import Conversation, Exchange, render
-from emo.data_prep.tokenizer import chat_template, text_ids
-from emo.eval import store
-from emo.eval.generation.decoding import Decoding, Request
-from emo.eval.generation.engines import Record, TextJob, Transformers
-from emo.eval.generation.prefixes import Row, evenly, find_file, from_hub, read_rows
-from emo.eval.model import EvaluatedModel
-from emo.eval.results import MODELS
+from emo.data_prep.encoding.chat_templates import BUILT_IN, RefusedError
+from emo.data_prep.encoding.templates import Conversation, Exchange, render
+from emo.data_prep.encoding.tokenizer import chat_template, text_ids
+
+from ..generation.decoding import Decoding, Request
+from ..generation.engines import Record, TextJob, Transformers
+from ..generation.prefixes import Row, evenly, find_file, from_hub, read_rows
+from ..model import EvaluatedModel
+from ..results import store
+from ..results.directory import MODELS
 
 Say = Callable[[str], None]
 
@@ -179,8 +180,8 @@ def conversation_ids(
             messages.append({"role": "user", "content": asked.text})
             messages += [answered.message] if answered else []
         return chat_ids(model, messages)
-    # As emo.data_prep.encode writes them: the start of a text once, EOS after each answer, and the names of
-    # special tokens as text.
+    # As data_prep.shards.encode writes them: the start of a text once, EOS after each answer, and the names
+    # of special tokens as text.
     exchanges = tuple(Exchange(asked.instruction, "", asked.input) for asked in questions)
     first, *later = (turn.text for turn in render(Conversation(exchanges, system), template))
     tokenizer, options = model.tokenizer, {"add_special_tokens": False, "split_special_tokens": True}

@@ -9,12 +9,13 @@ from typing import Any
 
 from emo.common.errors import ExitCode, UserError, nearest
 from emo.common.text import counted
-from emo.eval.generation.decoding import Decoding
-from emo.eval.generation.engines import ENGINES, engine
-from emo.eval.generation.prefixes import evenly
-from emo.eval.judging.answers import SETS, TEMPLATE_CHOICES, read_questions, require_once
-from emo.eval.judging.judging import FORMATS, JUDGES, Judging, of_replies, read_replies, write_prompts
-from emo.eval.judging.pairs import Judged, labelled, of_answers, read_existing
+
+from ..generation.decoding import Decoding
+from ..generation.engines import ENGINES, engine
+from ..generation.prefixes import evenly
+from .answers import SETS, TEMPLATE_CHOICES, read_questions, require_once
+from .judging import FORMATS, JUDGES, Judging, of_replies, read_replies, write_prompts
+from .pairs import Judged, labelled, of_answers, read_existing
 
 TOKENS = 1024  # of an answer
 OUT = Path("runs/eval")
@@ -90,9 +91,9 @@ def run(args: argparse.Namespace, say: Say) -> int:
 
 
 def _answer(args: argparse.Namespace, say: Say) -> int:
-    from emo.eval.judging.answers import Answering, choose_template
-    from emo.eval.model import EvaluatedModel
-    from emo.eval.results import claim_name
+    from ..model import EvaluatedModel
+    from ..results.directory import claim_name
+    from .answers import Answering, choose_template
 
     if args.temperature is None and args.top_p != 1:
         raise UserError("--top_p goes with --temperature; without it the likeliest token is taken")
@@ -150,7 +151,7 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
             say(f"{args.replies}: replies by {by}; {judge.name}'s own judge is {own}")
         facts = {"from": [args.replies.name], "model": by, "left_out": left_out}
         return _report([of_replies(judge, by, pairs, replies, facts)], args, say)
-    from emo.eval.model import EvaluatedModel
+    from ..model import EvaluatedModel
 
     path = args.model or judge.model
     if path is None:
@@ -170,9 +171,9 @@ def _judge(args: argparse.Namespace, say: Say) -> int:
 
 
 def _report(judgements: list[Judged], args: argparse.Namespace, say: Say) -> int:
-    from emo.eval.judging.results import JUDGEMENTS, default_title, lines, undecided, write
-    from emo.eval.model import clean_name
-    from emo.eval.store import read_json, said_of
+    from ..model import clean_name
+    from ..results.store import read_json, said_of
+    from .results import JUDGEMENTS, default_title, lines, undecided, write
 
     titles = [default_title(judgement) for judgement in judgements]
     if args.name:

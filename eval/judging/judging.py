@@ -28,13 +28,14 @@ from typing import Any
 import yaml
 
 from emo.common.errors import UserError
-from emo.data_prep.tokenizer import chat_template, text_ids
-from emo.eval import store
-from emo.eval.generation.decoding import Beams, Decoding, Request
-from emo.eval.generation.engines import Record, Reply, TextJob, Transformers
-from emo.eval.generation.prefixes import Row, read_rows
-from emo.eval.judging.answers import Question, chat_ids, require_once, shortened
-from emo.eval.judging.pairs import EXCHANGED, Judged, Pair, Pairs, Side, row_of
+from emo.data_prep.encoding.tokenizer import chat_template, text_ids
+
+from ..generation.decoding import Beams, Decoding, Request
+from ..generation.engines import Record, Reply, TextJob, Transformers
+from ..generation.prefixes import Row, read_rows
+from ..results import store
+from .answers import Question, chat_ids, require_once, shortened
+from .pairs import EXCHANGED, Judged, Pair, Pairs, Side, row_of
 
 PROMPTS: dict[str, str] = yaml.safe_load((Path(__file__).parent / "prompts.yaml").read_text(encoding="utf-8"))
 # What PandaLM's code takes out of responses, and out of its model's replies.

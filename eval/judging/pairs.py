@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from emo.common.errors import UserError
-from emo.eval import store
-from emo.eval.generation.engines import Record
-from emo.eval.generation.prefixes import Row, read_rows
-from emo.eval.judging.answers import (
+
+from ..generation.engines import Record
+from ..generation.prefixes import Row, read_rows
+from ..results import store
+from .answers import (
     Answer,
     Question,
     answer_of,

@@ -22,13 +22,14 @@ from typing import Any
 import numpy as np
 
 from emo.common.errors import UserError
-from emo.eval import store
-from emo.eval.generation.engines import Record
-from emo.eval.generation.prefixes import evenly
-from emo.eval.judging.judging import IDENTICAL, NO_ROOM
-from emo.eval.judging.pairs import Judged
-from emo.eval.model import clean_name
-from emo.eval.stats import Interval, bounded_mean, confusion
+
+from ..generation.engines import Record
+from ..generation.prefixes import evenly
+from ..model import clean_name
+from ..results import store
+from ..results.stats import Interval, bounded_mean, confusion
+from .judging import IDENTICAL, NO_ROOM
+from .pairs import Judged
 
 JUDGEMENTS = "judgements"
 VERSION = 4

@@ -9,20 +9,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from emo.common.config.recipe import read_written
 from emo.common.errors import UserError
+from emo.common.io.untrusted import read_json
 from emo.common.provenance import code_version, library_versions
-from emo.common.recipe import read_written
 from emo.common.report.numbers import Effect
-from emo.common.untrusted import read_json
 from emo.data_prep.config import VALIDATION
-from emo.data_prep.contamination import SHARED
-from emo.eval import stats
-from emo.eval.compare import Comparison, compare_pair, in_order
-from emo.eval.judging.results import JUDGEMENTS, read_judgements
-from emo.eval.report.judged import pairings
-from emo.eval.results import MODELS, Model, natural, only_answer, pick, read_models
-from emo.eval.store import STORED_BYTES
-from emo.pipeline.run_dir import CONFIG, METRICS, read_metrics
+from emo.data_prep.selection.contamination import SHARED
+from emo.pipeline.control.run_dir import CONFIG, METRICS, read_metrics
+
+from ..judging.results import JUDGEMENTS, read_judgements
+from ..results import stats
+from ..results.compare import Comparison, compare_pair, in_order
+from ..results.directory import MODELS, Model, natural, only_answer, pick, read_models
+from ..results.store import STORED_BYTES
+from .judged import pairings
 
 VERSIONS = ("torch", "transformers", "deepspeed", "datasets", "openicl", "sentence-transformers")
 NEW = "new"  # what an export of a model trained from scratch calls its origin

@@ -10,7 +10,8 @@ from emo.common.errors import UserError
 from emo.common.report.document import Cell, Fold, Items, Quote, Row, Section, Table, estimated
 from emo.common.report.figure import Dots, Figure
 from emo.common.report.numbers import Effect, between, formatted, p_value, percent
-from emo.eval.judging.results import Judgement, paired, remarks, undecided
+
+from ..judging.results import Judgement, paired, remarks, undecided
 
 SIDES = {"a": "A is better", "b": "B is better", "tie": "tie", None: "unreadable"}
 OUTCOMES = SIDES | {"changed": "changes with the order: a tie", "unreadable": "unreadable"}

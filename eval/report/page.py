@@ -11,9 +11,10 @@ from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote
 from emo.common.report.figure import Curve, Curves, Dots, Figure, pairs
 from emo.common.report.numbers import DASH, Effect, between, changes, formatted, p_value, percent
 from emo.common.text import counted
-from emo.eval.report import judged
-from emo.eval.report.gather import OBJECTIVES, Report
-from emo.eval.results import Model
+
+from ..results.directory import Model
+from . import judged
+from .gather import OBJECTIVES, Report
 
 FILES = ("report.html", "report.md", "results.json")
 UNREADABLE = "unreadable"  # in the place of a number whose file is there and cannot be trusted

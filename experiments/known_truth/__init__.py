@@ -1,0 +1,1 @@
+"""Studies on languages whose true distribution is known."""

@@ -11,10 +11,11 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from emo.common.recipe import Section
-from emo.experiments.known_truth import bigram
+from emo.common.config.recipe import Section
 from emo.pipeline.loss import get_objective
 from emo.pipeline.loss.expected import Costs, Gradient, expected_gradient, settle
+
+from . import bigram
 
 PERMUTATION = 5  # seed of the costs between other tokens
 KERNEL = "kernel"  # the proper score, which is no objective of the product

@@ -16,13 +16,14 @@ import sys
 from pathlib import Path
 
 from emo.common.errors import ExitCode, outcome
-from emo.common.files import write_text
+from emo.common.io.files import write_text
 from emo.eval.generation.decoding import prompt_ids
 from emo.eval.generation.engines import Transformers
 from emo.eval.generation.prefixes import from_texts
 from emo.eval.generation.records import Generation
 from emo.eval.model import EvaluatedModel
-from emo.experiments.code import code_digest
+
+from ..sweeps.code import code_digest
 
 SEEDS = {"train": 1, "dev": 2, "test": 3}
 

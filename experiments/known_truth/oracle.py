@@ -30,14 +30,15 @@ from torch import Tensor
 from transformers import TopPLogitsWarper
 
 from emo.common.errors import ExitCode, UserError, outcome
-from emo.common.files import write_text
-from emo.data_prep.inputs import read_text
+from emo.common.io.files import write_text
+from emo.data_prep.sources.inputs import read_text
 from emo.eval.generation import distributions, likelihood
 from emo.eval.generation.decoding import Decoding, prompt_ids
 from emo.eval.generation.settled import Settled
 from emo.eval.model import EvaluatedModel
-from emo.experiments.known_truth.corpus import sample
-from emo.experiments.statistics import best_temperature
+
+from ..sweeps.statistics import best_temperature
+from .corpus import sample
 
 CONTEXTS = 40_000  # a row of logits each, three models
 SAMPLES_SEED = 4  # not one of the corpus's

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from emo.common.errors import ExitCode, outcome
-from emo.common.files import write_text
+from emo.common.io.files import write_text
 from emo.common.report.figure import VARIABLES, colour
-from emo.experiments.report import map_of
+
+from ..sweeps.report import map_of
 
 TITLES = {
     "geometry": "True costs against constant and permuted ones",

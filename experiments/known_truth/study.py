@@ -25,20 +25,21 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from emo.common.config.recipe import Section, load_section
 from emo.common.errors import ExitCode, outcome
-from emo.common.files import finite as without_nan
-from emo.common.files import sha256, write_text
+from emo.common.io.files import finite as without_nan
+from emo.common.io.files import sha256, write_text
 from emo.common.parallel import Workers
 from emo.common.provenance import code_version
-from emo.common.recipe import Section, load_section
 from emo.eval.generation import distributions
-from emo.eval.stats import LEVEL
-from emo.experiments.code import code_digest, plugin_sources
-from emo.experiments.design import RESULTS
-from emo.experiments.known_truth import bigram
-from emo.experiments.known_truth.contestants import Contestant
-from emo.experiments.statistics import best_temperature, estimate, verdict
+from emo.eval.results.stats import LEVEL
 from emo.pipeline.loss.expected import settle
+
+from ..sweeps.code import code_digest, plugin_sources
+from ..sweeps.design import RESULTS
+from ..sweeps.statistics import best_temperature, estimate, verdict
+from . import bigram
+from .contestants import Contestant
 
 TRUTH_SEED = 77
 FACTOR = 3.0  # between neighbouring learning rates

@@ -1,6 +1,6 @@
 """Token-level objectives inside a fused output head: a library that knows nothing of runs.
 
-from emo.pipeline.loss import CostEmbedding, fused_linear_loss, get_objective
+from emo.loss import CostEmbedding, fused_linear_loss, get_objective
 
 cost = CostEmbedding.from_weight(head.weight)
 sums = fused_linear_loss(hidden, head.weight, labels, get_objective("emo"), cost)
@@ -8,11 +8,20 @@ sums = fused_linear_loss(hidden, head.weight, labels, get_objective("emo"), cost
 """
 
 from emo.common.labels import IGNORE
-from emo.pipeline.loss.cost import LIVE, CostEmbedding, LiveCost, NumberCost, TokenPlan, plan_tokens
-from emo.pipeline.loss.cost_files import load_cost, number_cost
-from emo.pipeline.loss.fused import LossSums, fused_linear_loss, logits_loss
-from emo.pipeline.loss.head import FusedCausalLM, FusedHead, fuse_head, fuse_model, head_options, shift_left
-from emo.pipeline.loss.objectives import (
+
+from .cost import LIVE, CostEmbedding, LiveCost, NumberCost, TokenPlan, plan_tokens
+from .cost_files import load_cost, number_cost
+from .fused import LossSums, fused_linear_loss, logits_loss
+from .models.head import (
+    FusedCausalLM,
+    FusedHead,
+    fuse_head,
+    fuse_model,
+    head_options,
+    shift_left,
+)
+from .models.probe import probe_model
+from .objectives import (
     OBJECTIVES,
     Coefficients,
     Objective,
@@ -23,8 +32,7 @@ from emo.pipeline.loss.objectives import (
     traits,
     weighted_sum,
 )
-from emo.pipeline.loss.probe import probe_model
-from emo.pipeline.loss.teacher import Teacher, TopK
+from .teacher import Teacher, TopK
 
 __all__ = [
     "IGNORE",

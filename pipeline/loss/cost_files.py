@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from emo.common.errors import UserError, one_line
-from emo.common.weights import load_config, shard_names
-from emo.pipeline.loss.cost import CostEmbedding, NumberCost
+from emo.common.io.weights import load_config, shard_names
+
+from .cost import CostEmbedding, NumberCost
 
 FILES = (".safetensors", ".pt", ".pth", ".bin")
 

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from emo.pipeline.loss.objectives import Objective, Scalars
+from .objectives import Objective, Scalars
 
 # The expected gradient [..., V] of models q [..., V] for targets drawn from distributions [..., V].
 Gradient = Callable[[Tensor, Tensor], Tensor]

@@ -27,7 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from emo.common.errors import UserError
-from emo.pipeline.loss.cost import (
+
+from .cost import (
     BLOCK,
     CachedRows,
     CostEmbedding,
@@ -46,9 +47,9 @@ from emo.pipeline.loss.cost import (
     widens,
     with_rows,
 )
-from emo.pipeline.loss.objectives import Objective
-from emo.pipeline.loss.rows import Chunk, Terms, Tokens, TorchRows, solve, statistics_dtype
-from emo.pipeline.loss.teacher import Side, Teacher, TeacherRows, TopK, compare
+from .objectives import Objective
+from .rows import Chunk, Terms, Tokens, TorchRows, solve, statistics_dtype
+from .teacher import Side, Teacher, TeacherRows, TopK, compare
 
 # MB of logits alive at a time, unless asked otherwise. Each chunk reads the head twice, and reads and writes
 # the float32 sum of its gradient: at most 394 / n of the time of the three products for n tokens on an H100,
@@ -550,7 +551,7 @@ def process_chunk(
             rows = costs.group(chunk.start + start, chunk.start + stop)
         block, part = logits[start:stop], chunk.rows(start, stop)
         if triton:
-            from emo.pipeline.loss.kernels_triton import TritonRows, solve_at_once
+            from .kernels.objectives import TritonRows, solve_at_once
 
             group: TorchRows | TritonRows = TritonRows(block, part, rows, terms)
             solver = solve_at_once if logits.is_cuda else solve
@@ -588,7 +589,7 @@ def add_divergences(
         part = slice(start, min(start + step, n))
         group, side, into = chunk.rows(part.start, part.stop), teacher.group(part), G[part]
         if triton:
-            from emo.pipeline.loss.kernels_teacher import write_divergences
+            from .kernels.teacher import write_divergences
 
             adds = tokens is not None
             results = write_divergences(into, logits[part], group, side, cost, terms, gradient, adds)

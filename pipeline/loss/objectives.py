@@ -33,9 +33,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from emo.common.config.objective_names import objective_hint, registered
 from emo.common.errors import UserError, nearest, one_line
-from emo.common.objective_names import objective_hint, registered
-from emo.pipeline.loss.divergences import DIVERGENCES, Comparison, Pair
+
+from .divergences import DIVERGENCES, Comparison, Pair
+from .schedule import Ramp, Spaced, Weight, weight_at
 
 EPS = 1e-10  # keeps the detached ratios finite; float32 and float64 only, it would vanish in float16
 
@@ -428,54 +430,6 @@ def _imported(name: str) -> ObjectiveFunction:
         problem = f"objective {name}: {source} has no function {attribute}; {hint}"
         raise UserError(problem, code="objective-import")
     return function
-
-
-class Ramp(NamedTuple):
-    """A number that moves linearly from `first` to `last` over the first `steps` optimizer steps."""
-
-    first: float
-    last: float
-    steps: int
-
-    def at(self, step: float) -> float:
-        """Return its value at an optimizer step, counted from 0, or between two."""
-        return self.first + (self.last - self.first) * min(max(step, 0) / self.steps, 1.0)
-
-    def due(self, step: int) -> bool:
-        """Return whether `step`, counted from 0, is among that share of the steps, evenly spaced."""
-        return math.floor(self._total(step + 1)) > math.floor(self._total(step))
-
-    def _total(self, count: int) -> float:
-        """Return the sum of its values at the first `count` steps."""
-        n = min(count, self.steps)
-        return self.last * count + (self.first - self.last) * (n - n * (n - 1) / (2 * self.steps))
-
-    def __str__(self) -> str:
-        return f"{self.first:g}..{self.last:g} over {self.steps}"
-
-
-class Spaced(NamedTuple):
-    """A weight in a share of the optimizer steps, evenly spaced, and 0 in the others."""
-
-    weight: float | Ramp
-    share: Ramp
-
-    def at(self, step: int) -> float:
-        """Return the weight at an optimizer step, counted from 0."""
-        return weight_at(self.weight, step) if self.share.due(step) else 0.0
-
-    def __str__(self) -> str:
-        first, last, _ = self.share
-        weight = self.weight if isinstance(self.weight, Ramp) else f"{self.weight:g}"
-        return f"{weight} in {f'{first:g}' if first == last else self.share} of the steps"
-
-
-Weight = float | Ramp | Spaced
-
-
-def weight_at(weight: Weight, step: int) -> float:
-    """Return a weight at an optimizer step, counted from 0."""
-    return weight.at(step) if isinstance(weight, Ramp | Spaced) else weight
 
 
 def weighted_sum(parts: Sequence[tuple[Objective, Weight]]) -> Objective:

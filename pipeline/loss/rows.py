@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from emo.pipeline.loss.cost import Costs
-from emo.pipeline.loss.objectives import Objective, Scalars
+from .cost import Costs
+from .objectives import Objective, Scalars
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from emo.pipeline.loss.cost import CostEmbedding, in_float32, padded_rows
-from emo.pipeline.loss.divergences import Pair
-from emo.pipeline.loss.rows import Chunk, Terms, statistics_dtype
+from .cost import CostEmbedding, in_float32, padded_rows
+from .divergences import Pair
+from .rows import Chunk, Terms, statistics_dtype
 
 
 class Teacher(NamedTuple):

@@ -18,21 +18,27 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
+from emo.common.config.recipe import shown
 from emo.common.errors import UserError, one_line
-from emo.common.recipe import shown
+from emo.common.io.weights import FILES as WEIGHTS
 from emo.common.text import counted
-from emo.common.weights import FILES as WEIGHTS
 from emo.data_prep.config import TRAIN
-from emo.data_prep.scores import Scores
-from emo.data_prep.shards import AGAIN, TokenDataset, is_prepared, open_prepared
-from emo.data_prep.tokenizer import load_tokenizer, tokenizer_facts
-from emo.pipeline import identity, kernels
-from emo.pipeline.config import COSTS, Batch, RunConfig, TrainConfig, solve_batch
-from emo.pipeline.export import exported_tensors, sample_rows, unwrap, write_rest
-from emo.pipeline.identity import Identity
-from emo.pipeline.loss.cost_files import FILES, load_cost
-from emo.pipeline.loss.objectives import Objective
-from emo.pipeline.model import (
+from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_facts
+from emo.data_prep.shards.format import AGAIN, TokenDataset, is_prepared, open_prepared
+from emo.data_prep.shards.scores import Scores
+
+from ..batches.config import Batch, solve_batch
+from ..batches.order import BatchOrder, Domain, Holding, MixedOrder, shares
+from ..checkpoint import identity
+from ..checkpoint.identity import Identity
+from ..config import RunConfig, TrainConfig
+from ..engine.devices import check_gpus, usable_attention
+from ..engine.ds_config import check_host, deepspeed_config, parameter_groups
+from ..loss.config import COSTS
+from ..loss.cost_files import FILES, load_cost
+from ..loss.objectives import Objective
+from ..model import kernels
+from ..model.build import (
     add_lora,
     check_context,
     check_fits,
@@ -40,12 +46,10 @@ from emo.pipeline.model import (
     objective_parts,
     training_objective,
 )
-from emo.pipeline.order import BatchOrder, Domain, Holding, MixedOrder, shares
-from emo.pipeline.planning.ds_file import check_host, deepspeed_config, parameter_groups
-from emo.pipeline.planning.host import check_gpus, usable_attention
-from emo.pipeline.readers import check_tokenizer
-from emo.pipeline.report.samples import prompt_ids
-from emo.pipeline.teacher import check_teacher
+from ..model.export import exported_tensors, sample_rows, unwrap, write_rest
+from ..model.readers import check_tokenizer
+from ..model.teacher import check_teacher
+from ..monitor.samples import prompt_ids
 
 log = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from emo.pipeline.loss.fused import CHUNK_MB
-from emo.pipeline.planning.hardware import GB, NODE, TERA, Accelerator
+from ..engine.hardware import GB, NODE, TERA, Accelerator
+from ..loss.fused import CHUNK_MB
 
 TIME_ERROR = 0.15  # largest over published runs that no constant was fitted to; of 56, 54 are within 0.10
 MEMORY_ERROR = 0.25  # of what is not states, over published runs; states are known

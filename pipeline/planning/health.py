@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from emo.pipeline.planning.footprint import BUS_EFFICIENCY, MEMORY_EFFICIENCY
-from emo.pipeline.planning.hardware import TERA, Accelerator, accelerator
-from emo.pipeline.ranks import World, gather_objects
+from ..control.world import World, gather_objects
+from ..engine.hardware import TERA, Accelerator, accelerator
+from .footprint import BUS_EFFICIENCY, MEMORY_EFFICIENCY
 
 MIB = 2**20
 SHARE = {"TFLOP/s": 0.7, "GB/s": 0.5}  # of what hardware should reach: TCP for InfiniBand is a hundredth

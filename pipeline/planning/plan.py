@@ -25,24 +25,27 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from emo.common.cli.progress import printer
+from emo.common.config.recipe import apply_override
 from emo.common.errors import FailureError, UserError
-from emo.common.files import part_file
-from emo.common.progress import printer
+from emo.common.io.files import part_file
 from emo.common.provenance import shipped
-from emo.common.recipe import apply_override
 from emo.common.text import counted
-from emo.pipeline.config import BASE, Batch, RunConfig, ends, load_config, solve_batch
-from emo.pipeline.export import unwrap
-from emo.pipeline.loss.objectives import Objective
-from emo.pipeline.model import model_config
-from emo.pipeline.order import REPEATED, MixedOrder, Portion
-from emo.pipeline.planning import footprint
-from emo.pipeline.planning.checks import Ready, check
-from emo.pipeline.planning.ds_file import deepspeed_config, zero_stage
-from emo.pipeline.planning.footprint import Memory, Setup, Sizes, Time
-from emo.pipeline.planning.hardware import GB, GIB, NODE, Cluster, basis
-from emo.pipeline.planning.host import on_gpu
-from emo.pipeline.teacher import KEY, teacher_config
+
+from ..batches.config import Batch, solve_batch
+from ..batches.order import REPEATED, MixedOrder, Portion
+from ..config import RunConfig, load_config
+from ..engine.devices import on_gpu
+from ..engine.ds_config import deepspeed_config, zero_stage
+from ..engine.hardware import GB, GIB, NODE, Cluster, basis
+from ..loss.config import BASE, ends
+from ..loss.objectives import Objective
+from ..model.build import model_config
+from ..model.export import unwrap
+from ..model.teacher import KEY, teacher_config
+from . import footprint
+from .checks import Ready, check
+from .footprint import Memory, Setup, Sizes, Time
 
 log = logging.getLogger(__name__)
 

@@ -26,18 +26,19 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
+from emo.common.cli.progress import printer
 from emo.common.errors import UserError
-from emo.common.progress import printer
 from emo.common.provenance import library_versions
-from emo.pipeline import engine
-from emo.pipeline.config import RunConfig
-from emo.pipeline.pace import gpu_faults
-from emo.pipeline.planning import health
-from emo.pipeline.planning.checks import Ready, check
-from emo.pipeline.planning.hardware import GIB
-from emo.pipeline.planning.host import compiler, ranks_here, threads
-from emo.pipeline.ranks import World, end_world, gather_objects
-from emo.pipeline.stop import node_name
+
+from ..config import RunConfig
+from ..control.stop import node_name
+from ..control.world import World, end_world, gather_objects
+from ..engine import engine
+from ..engine.devices import compiler, ranks_here, threads
+from ..engine.hardware import GIB
+from ..engine.pace import gpu_faults
+from . import health
+from .checks import Ready, check
 
 MIB = 2**20
 VERBS, EFA_PLUGIN = "libibverbs.so.1", "libnccl-net.so"

@@ -17,17 +17,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from emo.common.cli.progress import at_work
 from emo.common.errors import UserError
-from emo.common.files import sha256
+from emo.common.io.files import sha256
 from emo.common.labels import IGNORE
-from emo.common.progress import at_work
-from emo.data_prep import scores
-from emo.data_prep.shards import TokenDataset, open_prepared
-from emo.pipeline.config import RunConfig
-from emo.pipeline.loss import Teacher, fuse_model, get_objective, probe_model
-from emo.pipeline.loss.fused import token_nll
-from emo.pipeline.model import check_fits, load_pretrained, model_config, origin
-from emo.pipeline.planning.host import check_gpus, on_gpu, usable_attention
+from emo.data_prep.shards import scores
+from emo.data_prep.shards.format import TokenDataset, open_prepared
+
+from ..config import RunConfig
+from ..engine.devices import check_gpus, on_gpu, usable_attention
+from ..loss import Teacher, fuse_model, get_objective, probe_model
+from ..loss.fused import token_nll
+from ..model.build import check_fits, load_pretrained, model_config, origin
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,10 @@ import yaml
 from emo.common.report.document import Cell, Document, Fold, Items, Quote, Row, Section, Table, estimated
 from emo.common.report.figure import Curve, Curves, Dots, Figure, Points, pairs
 from emo.common.report.numbers import DASH, Effect, changes, formatted, listed
-from emo.pipeline.report.console import duration
-from emo.pipeline.report.runs import KILLED, Gain, Run, ending, gains
-from emo.pipeline.report.validation import Change
+
+from ..monitor.console import duration
+from ..monitor.validation import Change
+from .runs import KILLED, Gain, Run, ending, gains
 
 COLOURED = 8  # runs that curves show in colour; more are grey
 SAME = 1e-4  # relative difference of two values that a figure cannot tell apart

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from emo.common.config.recipe import read_written
 from emo.common.errors import UserError, nearest
-from emo.common.recipe import read_written
+from emo.common.io.untrusted import is_plain_name, number
 from emo.common.report.numbers import DASH
 from emo.common.text import counted
-from emo.common.untrusted import is_plain_name, number
-from emo.pipeline.report.validation import FEWEST, Change, change, read
-from emo.pipeline.run_dir import (
+
+from ..control.run_dir import (
     ALIVE,
     BAD_BATCHES,
     CONFIG,
@@ -27,6 +27,7 @@ from emo.pipeline.run_dir import (
     read_heartbeat,
     read_records,
 )
+from ..monitor.validation import FEWEST, Change, change, read
 
 KILLED = "ended without a record"  # killed, or the machine went down
 Record = dict[str, Any]

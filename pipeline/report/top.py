@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from emo.common.errors import UserError
+from emo.common.io.untrusted import number
 from emo.common.report.numbers import DASH, formatted
 from emo.common.text import counted, printable
-from emo.common.untrusted import number
-from emo.pipeline.liveness import late, read_ranks
-from emo.pipeline.report.console import duration
-from emo.pipeline.run_dir import ALIVE, ENDED, RANKS, read_heartbeat
+
+from ..control.heartbeat import late, read_ranks
+from ..control.run_dir import ALIVE, ENDED, RANKS, read_heartbeat
+from ..monitor.console import duration
 
 HEAD = ("rank", "host", "doing", "step", "age", "alone", "memory", "temperature")
 REFRESH = 2.0  # seconds

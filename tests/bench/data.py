@@ -32,17 +32,17 @@ import psutil
 import torch
 import yaml
 
-from emo.common.recipe import parse_section
+from emo.common.config.recipe import parse_section
 from emo.data_prep.config import DataConfig
-from emo.data_prep.encode import EncodeSettings, RowEncoder
-from emo.data_prep.inputs import open_text
-from emo.data_prep.pack import first_fit_decreasing
+from emo.data_prep.encoding.pack import first_fit_decreasing
+from emo.data_prep.encoding.templates import Conversation, Exchange
+from emo.data_prep.encoding.tokenizer import save_tokenizer, tokenizer_facts
+from emo.data_prep.encoding.words import encoder
 from emo.data_prep.prepare import prepare
-from emo.data_prep.templates import Conversation, Exchange
-from emo.data_prep.tokenizer import save_tokenizer, tokenizer_facts
-from emo.data_prep.words import encoder
-from emo.pipeline.config import MixtureConfig
-from emo.pipeline.order import Holding, MixedOrder
+from emo.data_prep.shards.encode import EncodeSettings, RowEncoder
+from emo.data_prep.sources.inputs import open_text
+from emo.pipeline.batches.config import MixtureConfig
+from emo.pipeline.batches.order import Holding, MixedOrder
 from tests.bench import common
 from tests.helpers.corpus import alpaca_rows, random_dataset, tiny_tokenizer, write_jsonl
 from tests.helpers.corpus import texts as made_up

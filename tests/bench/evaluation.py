@@ -25,10 +25,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import numpy as np
 import torch
 
-from emo.data_prep.tokenizer import load_tokenizer
+from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.eval.icl.encoder import Encoder
 from emo.eval.icl.openicl_compat import StoredRetriever, Template, openicl, quiet
-from emo.eval.icl.prefix_scorer import PrefixScorer, groups
 from emo.eval.icl.prompts import PromptBuilder, Sample
 from emo.eval.icl.records import score_samples
 from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, reader, top_k
@@ -36,6 +35,7 @@ from emo.eval.icl.settings import BUDGET
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import Row, load_task
 from emo.eval.model import quiet_libraries
+from emo.eval.prefix_scorer import PrefixScorer, groups
 from tests.bench import common
 
 HARNESS = "lm_eval==0.4.13"

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from emo.eval.generation import likelihood
 from emo.eval.generation.decoding import Request
 from emo.eval.generation.sampling import Sampler
-from emo.eval.icl.prefix_scorer import PrefixScorer
+from emo.eval.prefix_scorer import PrefixScorer
 from tests.bench import common
 
 PREFIXES, TOKENS, LONGEST, END = 64, 80, 30, 2

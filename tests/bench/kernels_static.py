@@ -28,10 +28,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from emo.pipeline.loss import kernels_teacher, kernels_triton
 from emo.pipeline.loss.cost import CostCache, CostEmbedding, Costs, padded_rows
 from emo.pipeline.loss.divergences import DIVERGENCES
 from emo.pipeline.loss.fused import CHUNK_MB, add_divergences, process_chunk
+from emo.pipeline.loss.kernels import objectives as kernels_triton
+from emo.pipeline.loss.kernels import teacher as kernels_teacher
 from emo.pipeline.loss.objectives import get_objective
 from emo.pipeline.loss.rows import Chunk, Terms, Tokens, statistics_dtype
 from emo.pipeline.loss.teacher import Teacher, TeacherRows, TopK

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from emo.pipeline.loss.cost import CostEmbedding
-from emo.pipeline.loss.head import fuse_head
+from emo.pipeline.loss.models.head import fuse_head
 from emo.pipeline.loss.objectives import BUILT_IN, get_objective
 from tests.bench import _objectives_setting as others
 from tests.bench import common

@@ -5,7 +5,7 @@
 Every contestant is a run of its own on 2 ranks, started in turn. Counted are the steps after the first ten:
 CPU seconds of both ranks, and tokens per second by the clock.
 
-ours       emo.pipeline.train as the launcher runs it, with logging, guards and agreement on stops
+ours       emo.pipeline.trainer as the launcher runs it, with logging, guards and agreement on stops
 bare       the same DeepSpeed engine, fused MLE head and batches made beforehand; nothing but
            forward, backward and step
 Trainer    Hugging Face's Trainer with the same DeepSpeed configuration, its own loss
@@ -28,11 +28,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from emo.data_prep.shards import TokenDataset
-from emo.data_prep.world import corpus, read_rows
-from emo.pipeline.config import RunConfig, load_config, lr_at, solve_batch
-from emo.pipeline.planning.ds_file import deepspeed_config
-from emo.pipeline.ranks import World, end_world
+from emo.data_prep.shards.format import TokenDataset
+from emo.data_prep.sources.world import corpus, read_rows
+from emo.pipeline.batches.config import solve_batch
+from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.control.world import World, end_world
+from emo.pipeline.engine.config import lr_at
+from emo.pipeline.engine.ds_config import deepspeed_config
 from tests.bench import common
 from tests.helpers.launching import run_ranks
 
@@ -105,7 +107,7 @@ def within(owner: Any, name: str, context: Callable[[], contextlib.AbstractConte
 
 def worker(contestant: str, steps: int, directory: Path) -> None:
     """One rank of one contestant; writes its times to DIRECTORY/rank-N.json when its last step has ended."""
-    from emo.pipeline import engine
+    from emo.pipeline.engine import engine
 
     options = [f"output_dir={directory}/run", *data_of(contestant)]
     options += ["train.num_train_epochs=null", f"train.max_steps={steps}", "train.logging_steps=10"]
@@ -124,11 +126,11 @@ def worker(contestant: str, steps: int, directory: Path) -> None:
 def _ours(config: RunConfig, world: World, clock: Clock) -> None:
     from deepspeed import DeepSpeedEngine
 
-    from emo.pipeline import train
-    from emo.pipeline.batches import Loader
-    from emo.pipeline.engine import Engine
-    from emo.pipeline.report.console import Console
-    from emo.pipeline.stop import Watch
+    from emo.pipeline import trainer as train
+    from emo.pipeline.batches.loader import Loader
+    from emo.pipeline.control.stop import Watch
+    from emo.pipeline.engine.engine import Engine
+    from emo.pipeline.monitor.console import Console
 
     @contextlib.contextmanager
     def ticking(validates: bool = False) -> Iterator[None]:
@@ -148,9 +150,11 @@ def _bare(config: RunConfig, world: World, clock: Clock) -> None:
     import torch
     from transformers.integrations import HfDeepSpeedConfig
 
-    from emo.pipeline import engine, identity, model
-    from emo.pipeline.batches import rank_rows
-    from emo.pipeline.order import BatchOrder
+    from emo.pipeline.batches.loader import rank_rows
+    from emo.pipeline.batches.order import BatchOrder
+    from emo.pipeline.checkpoint import identity
+    from emo.pipeline.engine import engine
+    from emo.pipeline.model import build as model
 
     data = TokenDataset(config.data.dir / "train")
     batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, world.ranks)
@@ -186,7 +190,7 @@ def _trainer(config: RunConfig, world: World, clock: Clock) -> None:
     from torch.utils.data import Dataset
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-    from emo.pipeline.model import model_config
+    from emo.pipeline.model.build import model_config
 
     tokens = TokenDataset(config.data.dir / "train")
     batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, world.ranks)

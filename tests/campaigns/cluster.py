@@ -32,7 +32,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from emo.pipeline.run_dir import read_metrics
+from emo.pipeline.control.run_dir import read_metrics
 from tests.campaigns.campaign import Campaign, call, can_install, conduct
 from tests.campaigns.kubernetes import kubernetes
 from tests.campaigns.nodes import inside, kill, nodes

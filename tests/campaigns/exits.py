@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from emo.pipeline.run_dir import checkpoints, step_of
+from emo.pipeline.control.run_dir import checkpoints, step_of
 from tests.campaigns.campaign import Campaign, conduct
 from tests.helpers import launching
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from transformers import logging
 
-from emo.data_prep.tokenizer import PROBES, load_tokenizer
+from emo.data_prep.encoding.tokenizer import PROBES, load_tokenizer
 from tests.campaigns.campaign import Campaign, conduct
 from tests.conftest import REPO
 from tests.helpers.chat_templates import CHATML

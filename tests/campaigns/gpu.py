@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from emo.common.errors import ExitCode
-from emo.pipeline.run_dir import EXPORT, PROFILE, read_metrics
+from emo.pipeline.control.run_dir import EXPORT, PROFILE, read_metrics
 from tests.bench import common
 from tests.campaigns import gpu_kernels
 from tests.campaigns import gpu_setting as setting

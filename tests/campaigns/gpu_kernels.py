@@ -13,8 +13,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from emo.common.labels import IGNORE
 from emo.pipeline.loss import Teacher, fuse_model, get_objective, weighted_sum
 from emo.pipeline.loss.cost import CostEmbedding
-from emo.pipeline.loss.head import SEGMENTS, VARLEN, document_mask, segments
-from emo.pipeline.loss.varlen import varlen_attention
+from emo.pipeline.loss.models.head import SEGMENTS, VARLEN, document_mask, segments
+from emo.pipeline.loss.models.varlen import varlen_attention
 from tests.bench import common, objectives
 from tests.bench._objectives_setting import Setting, Shape
 from tests.campaigns import gpu_setting

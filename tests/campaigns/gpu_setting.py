@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from emo.common.errors import one_line
-from emo.common.files import write_text
+from emo.common.io.files import write_text
 
 # tests.bench.common is not for this module: it sets the number of threads, which the trainer does itself.
 REPO = Path(__file__).resolve().parents[2]

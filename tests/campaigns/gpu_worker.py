@@ -19,18 +19,19 @@ from typing import Any
 
 import torch
 
-from emo.pipeline import engine, train
-from emo.pipeline.checkpoint import Saver
+from emo.pipeline import trainer as train
+from emo.pipeline.checkpoint.saver import Saver
 from emo.pipeline.cli import leave
 from emo.pipeline.config import RunConfig, load_config
-from emo.pipeline.engine import Engine
+from emo.pipeline.control.stop import Watch
+from emo.pipeline.control.world import end_world
+from emo.pipeline.engine import engine, hardware
+from emo.pipeline.engine.engine import Engine
 from emo.pipeline.loss import FusedHead
-from emo.pipeline.planning import footprint, hardware
+from emo.pipeline.monitor.console import Console
+from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import check
 from emo.pipeline.planning.plan import setup_of, sizes_of
-from emo.pipeline.ranks import end_world
-from emo.pipeline.report.console import Console
-from emo.pipeline.stop import Watch
 from tests.campaigns.gpu_setting import GPU, WARM
 from tests.helpers.waits import waits
 

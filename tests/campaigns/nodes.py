@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from emo.pipeline.liveness import read_ranks
-from emo.pipeline.run_dir import EXPORT, LAUNCHES, read_metrics, read_records
+from emo.pipeline.control.heartbeat import read_ranks
+from emo.pipeline.control.run_dir import EXPORT, LAUNCHES, read_metrics, read_records
 from tests.campaigns.campaign import Campaign, call
 from tests.conftest import REPO
 from tests.helpers import launching

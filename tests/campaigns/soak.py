@@ -34,7 +34,16 @@ from pathlib import Path
 
 import psutil
 
-from emo.pipeline.run_dir import COMPLETE, EXPORT, HF, STATE, checkpoints, problem, read_metrics, step_of
+from emo.pipeline.control.run_dir import (
+    COMPLETE,
+    EXPORT,
+    HF,
+    STATE,
+    checkpoints,
+    problem,
+    read_metrics,
+    step_of,
+)
 from tests.campaigns.campaign import Campaign, conduct
 from tests.helpers import launching
 from tests.helpers.launching import Losses, losses

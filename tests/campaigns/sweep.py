@@ -77,7 +77,7 @@ def study(directory: Path, count: int, rng: random.Random, show: Campaign) -> No
 
     def start_study(name: str) -> subprocess.Popen[bytes]:
         axes = ["vocabularies=[12,30]", "draws=[20,40]", "truths=3", "selection=1", "steps=200"]
-        file = ["experiments/known-truth-quick.yaml", "--jobs", "2", f"out={directory / name}", *axes]
+        file = ["experiments/configs/known-truth-quick.yaml", "--jobs", "2", f"out={directory / name}", *axes]
         command = [sys.executable, "-m", "emo.experiments.known_truth.study", *file]
         return subprocess.Popen(command, start_new_session=True, stdout=subprocess.DEVNULL)
 

@@ -78,7 +78,9 @@ def test_closed_streams_do_not_fail_a_command(closed: str, tmp_path: pathlib.Pat
 
 
 def test_a_rich_console_whose_reader_leaves_ends_the_command_likewise() -> None:
-    program = "import sys; from emo.common.errors import outcome; from emo.common.progress import printer; "
+    program = (
+        "import sys; from emo.common.errors import outcome; from emo.common.cli.progress import printer; "
+    )
     program += "sys.exit(outcome(lambda: printer().print('x') or 0))"
     reader, writer = os.pipe()
     os.close(reader)
@@ -94,7 +96,7 @@ def test_a_report_of_what_does_not_exist_says_so(capsys: pytest.CaptureFixture[s
 
 def test_a_full_standard_output_is_called_that() -> None:
     program = "import sys; from pathlib import Path; from emo.common.errors import outcome; "
-    program += "from emo.common.files import full_disk; from emo.data_prep.cli import _say\n"
+    program += "from emo.common.io.files import full_disk; from emo.data_prep.cli import _say\n"
     program += "def work():\n with full_disk(Path('data')): _say('x')\nsys.exit(outcome(work))"
     with open("/dev/full", "w", encoding="utf-8") as full:  # noqa: PTH123
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
@@ -102,7 +104,7 @@ def test_a_full_standard_output_is_called_that() -> None:
 
 
 def test_a_request_while_a_command_still_imports_is_a_stop() -> None:
-    program = "import os, signal; from emo.pipeline.stop import leave_early; leave_early(); "
+    program = "import os, signal; from emo.pipeline.control.stop import leave_early; leave_early(); "
     program += "os.kill(os.getpid(), signal.SIGTERM)"
     done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     assert done.returncode == 75 and "SIGTERM" in done.stderr and done.stderr.count("\n") == 1

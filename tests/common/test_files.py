@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from emo.common import files
 from emo.common.errors import DiskFullError
-from emo.common.lease import Lease, held, joined, users, waited
+from emo.common.io import files
+from emo.common.io.lease import Lease, held, joined, users, waited
 from tests.helpers.killing import FORK
 from tests.helpers.refusals import refused
 
@@ -67,7 +67,7 @@ def test_hashes_are_remembered_until_a_file_is_touched(
     assert before == files.sha256(file)
     first.save()
     with monkeypatch.context() as patch:
-        patch.setattr("emo.common.files.sha256", failing(errno.EIO))
+        patch.setattr("emo.common.io.files.sha256", failing(errno.EIO))
         assert files.Hashes(memory).sha256(file) == before
     times = file.stat()
     file.write_text("y")

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from emo.__main__ import main
+from emo.common.config.objective_names import written_objectives
+from emo.common.config.recipe import read_recipe
 from emo.common.errors import ExitCode, UserError
-from emo.common.objective_names import written_objectives
-from emo.common.recipe import read_recipe
 from emo.data_prep.config import load_data_config
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.loss import get_objective

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from emo.data_prep.config import load_data_config
-from emo.data_prep.inputs import open_inputs
-from emo.data_prep.tokenizer import load_tokenizer
+from emo.data_prep.encoding.tokenizer import load_tokenizer
+from emo.data_prep.sources.inputs import open_inputs
 from emo.pipeline.config import load_config
 from emo.pipeline.planning.plan import print_plan
 from tests.conftest import REPO

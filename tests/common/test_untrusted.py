@@ -12,9 +12,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from emo.common.errors import UserError, one_line
+from emo.common.io.untrusted import arrays, is_plain_name, read_json
+from emo.common.io.weights import load_causal_lm, load_config
 from emo.common.text import markdown, on_one_line, printable, publishable, without_secrets
-from emo.common.untrusted import arrays, is_plain_name, read_json
-from emo.common.weights import load_causal_lm, load_config
 from tests.helpers.refusals import refused
 
 

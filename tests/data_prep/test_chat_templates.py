@@ -15,11 +15,11 @@ import pytest
 from tokenizers import Tokenizer
 
 from emo.common.errors import UserError
-from emo.data_prep.chat_templates import RefusedError, Renderer, read_template
-from emo.data_prep.chats import ChatWriter
 from emo.data_prep.config import DataConfig
-from emo.data_prep.plan import Plan
-from emo.data_prep.verify import verify
+from emo.data_prep.encoding.chat_templates import RefusedError, Renderer, read_template
+from emo.data_prep.encoding.chats import ChatWriter
+from emo.data_prep.selection.plan import Plan
+from emo.data_prep.shards.verify import verify
 from tests.helpers.chat_templates import CALLING, CHATML, THINKING, TOOLS, tokenizer_with
 from tests.helpers.corpus import (
     data_config,
@@ -302,7 +302,7 @@ def test_a_table_gives_the_tokens_of_json_lines(tmp_path: Path) -> None:
     pairs = pa.array([[("town", "Oslo")]], pa.map_(pa.string(), pa.string()))
     call = pa.StructArray.from_arrays([pa.array(["f"]), pairs], ["name", "arguments"])
     pyarrow.parquet.write_table(pa.table({"call": call}), tmp_path / "map.parquet")
-    from emo.data_prep.inputs import open_inputs
+    from emo.data_prep.sources.inputs import open_inputs
 
     (opened,) = open_inputs(data_config(tmp_path, sources=[{"files": "map.parquet"}]))
     (piece,) = opened.pieces()

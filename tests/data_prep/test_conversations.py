@@ -20,15 +20,15 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from emo.common.errors import UserError
-from emo.data_prep.chat_templates import ChatTemplate, RefusedError, read_template
-from emo.data_prep.chats import ChatEncoder, ChatWriter, check_template
 from emo.data_prep.cli import main
 from emo.data_prep.config import load_data_config
-from emo.data_prep.rows import Rejected, RowSpec, parse
+from emo.data_prep.encoding.chat_templates import ChatTemplate, RefusedError, read_template
+from emo.data_prep.encoding.chats import ChatEncoder, ChatWriter, check_template
+from emo.data_prep.encoding.templates import Chat, Conversation, Exchange
+from emo.data_prep.encoding.tokenizer import load_tokenizer, save_tokenizer
+from emo.data_prep.shards.verify import verify
 from emo.data_prep.sniff import guess, sniff
-from emo.data_prep.templates import Chat, Conversation, Exchange
-from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer
-from emo.data_prep.verify import verify
+from emo.data_prep.sources.rows import Rejected, RowSpec, parse
 from tests.helpers.chat_templates import CHATML, DATED, LLAMA, MARKED, SAYS, SILENT, TOOLS, tokenizer_with
 from tests.helpers.corpus import (
     alpaca_rows,

@@ -21,19 +21,19 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from transformers import AutoTokenizer
 
 from emo.common.errors import UserError
-from emo.data_prep.encode import Encoded, EncodeSettings, RowEncoder
-from emo.data_prep.inputs import open_text
-from emo.data_prep.pack import BlockPacker, first_fit_decreasing
-from emo.data_prep.templates import Conversation, Exchange, render
-from emo.data_prep.tokenizer import (
+from emo.data_prep.encoding.pack import BlockPacker, first_fit_decreasing
+from emo.data_prep.encoding.templates import Conversation, Exchange, render
+from emo.data_prep.encoding.tokenizer import (
     load_tokenizer,
     save_tokenizer,
     tokenizer_facts,
     tokenizer_fingerprint,
     train_sentencepiece,
 )
-from emo.data_prep.verify import verify
-from emo.data_prep.words import TextEncoder, encoder, word_rule
+from emo.data_prep.encoding.words import TextEncoder, encoder, word_rule
+from emo.data_prep.shards.encode import Encoded, EncodeSettings, RowEncoder
+from emo.data_prep.shards.verify import verify
+from emo.data_prep.sources.inputs import open_text
 from tests.helpers.corpus import (
     alpaca_rows,
     lasting_directory,

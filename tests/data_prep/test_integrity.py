@@ -17,17 +17,15 @@ import pytest
 import zstandard
 
 from emo.common.errors import UserError
-from emo.common.files import Hashes, sha256
-from emo.common.lease import joined
-from emo.data_prep import inputs, scores, write
-from emo.data_prep import inspect as look
+from emo.common.io.files import Hashes, sha256
+from emo.common.io.lease import joined
 from emo.data_prep.config import DataConfig
-from emo.data_prep.encode import RowEncoder
-from emo.data_prep.inputs import read_text
+from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.data_prep.prepare import JOBS
-from emo.data_prep.reencode import ShardCheck
-from emo.data_prep.scores import Scores
-from emo.data_prep.shards import (
+from emo.data_prep.shards import inspect as look
+from emo.data_prep.shards import scores, write
+from emo.data_prep.shards.encode import RowEncoder
+from emo.data_prep.shards.format import (
     Manifest,
     TokenDataset,
     content_fingerprint,
@@ -35,8 +33,11 @@ from emo.data_prep.shards import (
     open_prepared,
     read_manifest,
 )
-from emo.data_prep.tokenizer import load_tokenizer
-from emo.data_prep.verify import verify
+from emo.data_prep.shards.reencode import ShardCheck
+from emo.data_prep.shards.scores import Scores
+from emo.data_prep.shards.verify import verify
+from emo.data_prep.sources import inputs
+from emo.data_prep.sources.inputs import read_text
 from tests.helpers.chat_templates import CHATML, tokenizer_with
 from tests.helpers.corpus import (
     alpaca_rows,
@@ -263,7 +264,7 @@ def test_a_copy_elsewhere_verifies_and_trains(config: DataConfig, tmp_path: Path
 def test_ranks_share_the_hashing(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, memory = train_set(config), tmp_path / "hashes.json"
     read: list[str] = []
-    monkeypatch.setattr("emo.common.files.sha256", lambda path: (read.append(path.name), sha256(path))[1])
+    monkeypatch.setattr("emo.common.io.files.sha256", lambda path: (read.append(path.name), sha256(path))[1])
     ranks = [Hashes(memory) for _ in range(2)]
     assert not [fault for rank, hashes in enumerate(ranks) for fault in data.faults(hashes, rank, 2)]
     assert sorted(read) == [info.file for info in data.manifest.shards]

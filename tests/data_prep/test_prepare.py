@@ -18,15 +18,15 @@ from typing import Any
 import psutil
 import pytest
 
-from emo.common.files import DiskFullError
-from emo.common.lease import Lease
-from emo.data_prep import near, plan, scan
+from emo.common.io.files import DiskFullError
+from emo.common.io.lease import Lease
 from emo.data_prep.cli import main
 from emo.data_prep.config import DataConfig, load_data_config
 from emo.data_prep.prepare import Preparation, planned_inputs, prepare
-from emo.data_prep.scan import Scan, Unit, divide
-from emo.data_prep.shards import TokenDataset
-from emo.data_prep.verify import verify
+from emo.data_prep.selection import near, plan, scan
+from emo.data_prep.selection.scan import Scan, Unit, divide
+from emo.data_prep.shards.format import TokenDataset
+from emo.data_prep.shards.verify import verify
 from tests.conftest import REPO
 from tests.helpers.corpus import (
     alpaca_rows,

@@ -20,15 +20,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from emo.common.recipe import parse_section
-from emo.data_prep import near
+from emo.common.config.recipe import parse_section
 from emo.data_prep.config import DataConfig
-from emo.data_prep.contamination import SHARED, Finder, collect, digest
-from emo.data_prep.near import band_shape, signatures
-from emo.data_prep.plan import load_rows, select_rows
-from emo.data_prep.shards import Manifest, open_prepared
-from emo.data_prep.verify import verify
-from emo.data_prep.world import TASKS, corpus, read_rows, task_rows
+from emo.data_prep.selection import near
+from emo.data_prep.selection.contamination import SHARED, Finder, collect, digest
+from emo.data_prep.selection.near import band_shape, signatures
+from emo.data_prep.selection.plan import load_rows, select_rows
+from emo.data_prep.shards.format import Manifest, open_prepared
+from emo.data_prep.shards.verify import verify
+from emo.data_prep.sources.world import TASKS, corpus, read_rows, task_rows
 from tests.helpers.corpus import (
     alpaca_rows,
     data_config,

@@ -27,10 +27,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from emo.common.errors import FailureError, UserError
-from emo.data_prep import inputs
 from emo.data_prep.config import DataConfig, Source
-from emo.data_prep.inputs import TextInput, open_inputs
-from emo.data_prep.rows import Rejected, RowSpec, parse, raw_rows
+from emo.data_prep.sources import inputs
+from emo.data_prep.sources.inputs import TextInput, open_inputs
+from emo.data_prep.sources.rows import Rejected, RowSpec, parse, raw_rows
 from tests.helpers.corpus import (
     data_config,
     file_bytes,

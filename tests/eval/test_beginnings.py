@@ -14,9 +14,14 @@ import pytest
 from tokenizers import processors
 from transformers import AutoTokenizer
 
-from emo.data_prep.encode import EncodeSettings, RowEncoder
-from emo.data_prep.templates import Conversation, Exchange
-from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer, tokenizer_facts, tokenizer_fingerprint
+from emo.data_prep.encoding.templates import Conversation, Exchange
+from emo.data_prep.encoding.tokenizer import (
+    load_tokenizer,
+    save_tokenizer,
+    tokenizer_facts,
+    tokenizer_fingerprint,
+)
+from emo.data_prep.shards.encode import EncodeSettings, RowEncoder
 from emo.eval.generation import likelihood
 from emo.eval.generation.decoding import Beams, prompt_ids, split_ids
 from emo.eval.generation.engines import Transformers
@@ -25,7 +30,7 @@ from emo.eval.judging import answers
 from emo.eval.judging.judging import JUDGES, Judging
 from emo.eval.judging.pairs import Pair, Pairs
 from emo.eval.model import EvaluatedModel
-from emo.pipeline.report import samples
+from emo.pipeline.monitor import samples
 from tests.helpers.evaluating import tiny_model
 from tests.helpers.refusals import refused
 

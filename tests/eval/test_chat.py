@@ -14,11 +14,11 @@ import torch
 
 from emo.common.errors import ExitCode
 from emo.common.text import printable
-from emo.data_prep.chat_templates import read_template
-from emo.data_prep.chats import ChatEncoder
-from emo.data_prep.encode import EncodeSettings, RowEncoder
-from emo.data_prep.templates import Chat, Conversation, Exchange
-from emo.data_prep.tokenizer import save_tokenizer
+from emo.data_prep.encoding.chat_templates import read_template
+from emo.data_prep.encoding.chats import ChatEncoder
+from emo.data_prep.encoding.templates import Chat, Conversation, Exchange
+from emo.data_prep.encoding.tokenizer import save_tokenizer
+from emo.data_prep.shards.encode import EncodeSettings, RowEncoder
 from emo.eval.generation.sampling import Sampler
 from emo.eval.judging.answers import Exchanged, Question, conversation_ids
 from emo.eval.model import EvaluatedModel

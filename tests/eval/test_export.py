@@ -16,13 +16,13 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
 
-from emo.common.lease import Lease, held
-from emo.eval import store
+from emo.common.io.lease import Lease, held
 from emo.eval.export import figures, harness, hub, tracking
 from emo.eval.export.commands import Export
 from emo.eval.model import EvaluatedModel
-from emo.eval.results import pick, read_models
-from emo.pipeline.run_dir import CONFIG, LOCK, LOCK_SECONDS, WANDB_ID
+from emo.eval.results import store
+from emo.eval.results.directory import pick, read_models
+from emo.pipeline.control.run_dir import CONFIG, LOCK, LOCK_SECONDS, WANDB_ID
 from tests.helpers.evaluating import command, is_mistake, load, naive_nll, read_lines, tiny_model
 from tests.helpers.results import RIGHT, fabricated, finish, finished, tree, write_model, write_result
 

@@ -19,9 +19,9 @@ from scipy import stats
 from scipy.spatial import distance
 from transformers import AutoModelForCausalLM
 
-from emo.common.weights import context_length
+from emo.common.io.weights import context_length
 from emo.data_prep.config import context_of
-from emo.data_prep.tokenizer import load_tokenizer
+from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.eval.generation import commands, likelihood, prefixes, quality
 from emo.eval.generation import distributions as d
 from emo.eval.generation.decoding import Decoding, Request, prompt_ids, split_ids
@@ -29,7 +29,7 @@ from emo.eval.generation.engines import Transformers, Vllm
 from emo.eval.generation.records import Generation, read_records
 from emo.eval.generation.sampling import ROUNDING, Sampler
 from emo.eval.model import EvaluatedModel
-from emo.eval.stats import ratio
+from emo.eval.results.stats import ratio
 from tests.helpers.evaluating import command, is_mistake, load, naive_nll, tiny_model
 from tests.helpers.families import family
 from tests.helpers.refusals import refused

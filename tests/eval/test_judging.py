@@ -16,11 +16,11 @@ import torch
 import zstandard
 
 from emo.common.errors import UserError
-from emo.data_prep.chat_templates import read_template
-from emo.data_prep.chats import ChatEncoder
-from emo.data_prep.encode import EncodeSettings, RowEncoder
-from emo.data_prep.templates import Chat, Conversation, Exchange
-from emo.data_prep.tokenizer import save_tokenizer
+from emo.data_prep.encoding.chat_templates import read_template
+from emo.data_prep.encoding.chats import ChatEncoder
+from emo.data_prep.encoding.templates import Chat, Conversation, Exchange
+from emo.data_prep.encoding.tokenizer import save_tokenizer
+from emo.data_prep.shards.encode import EncodeSettings, RowEncoder
 from emo.eval.judging import answers, judging, results
 from emo.eval.judging.answers import Question, read_questions
 from emo.eval.judging.judging import JUDGES

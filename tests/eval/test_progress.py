@@ -9,7 +9,7 @@ import time
 import numpy as np
 import pytest
 
-from emo.common import progress
+from emo.common.cli import progress
 from emo.eval import cli
 from emo.eval.icl.encoder import Encoder
 

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from emo.common.report.numbers import p_value
-from emo.data_prep.contamination import SHARED, digest
-from emo.eval import store
-from emo.eval.compare import compare_pair, gate, regression
+from emo.data_prep.selection.contamination import SHARED, digest
 from emo.eval.report.gather import Report
 from emo.eval.report.page import document
-from emo.eval.results import pick, read_models
+from emo.eval.results import store
+from emo.eval.results.compare import compare_pair, gate, regression
+from emo.eval.results.directory import pick, read_models
 from tests.helpers.evaluating import command, is_mistake, read_lines, tiny_model
 from tests.helpers.html import Page
 from tests.helpers.refusals import refused

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from emo.eval.icl.prefix_scorer import OWN, TREE, WHOLE, Item, PrefixScorer, batches, common_prefix, groups
 from emo.eval.icl.prompts import PromptBuilder
 from emo.eval.icl.records import Record, Recorder
 from emo.eval.icl.retrieve import GroupRetriever, reader
@@ -18,6 +17,7 @@ from emo.eval.icl.settings import NotFiniteError, Settings, winner
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import Row, Task, TaskSpec, load_task
 from emo.eval.model import EvaluatedModel
+from emo.eval.prefix_scorer import OWN, TREE, WHOLE, Item, PrefixScorer, batches, common_prefix, groups
 from tests.helpers.evaluating import naive_nll
 from tests.helpers.families import family
 from tests.helpers.refusals import refused

@@ -10,11 +10,11 @@ import pytest
 from scipy import stats as scipy_stats
 from sklearn.metrics import confusion_matrix, f1_score
 
-from emo.eval import stats
-from emo.eval.compare import ALPHA, _direction, levels
 from emo.eval.generation import quality
 from emo.eval.generation.likelihood import Likelihood
 from emo.eval.judging.results import paired
+from emo.eval.results import stats
+from emo.eval.results.compare import ALPHA, _direction, levels
 
 
 @pytest.mark.parametrize(("n", "correct"), [(1, 0), (1, 1), (28, 0), (500, 500), (7, 3)])

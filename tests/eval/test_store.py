@@ -28,14 +28,14 @@ from transformers import AutoModelForCausalLM
 
 import emo.eval.model
 from emo.common.errors import UserError
-from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer
-from emo.eval import store
+from emo.data_prep.encoding.tokenizer import load_tokenizer, save_tokenizer
 from emo.eval.icl import job
 from emo.eval.icl.job import Job, run_all
 from emo.eval.icl.settings import Settings
 from emo.eval.icl.tasks import Task, TaskSpec, load_task, select_tasks
 from emo.eval.model import EvaluatedModel
-from emo.eval.store import Entry
+from emo.eval.results import store
+from emo.eval.results.store import Entry
 from tests.helpers.evaluating import command, is_mistake, log_chunks, tiny_model, tiny_tokenizer
 from tests.helpers.refusals import refused
 

@@ -21,16 +21,16 @@ from typing import Any
 import pytest
 
 from emo.common.errors import ExitCode
-from emo.eval import store
 from emo.eval import watch as watch_module
 from emo.eval.export.commands import Export
 from emo.eval.icl.job import Job
 from emo.eval.icl.settings import Settings
 from emo.eval.icl.tasks import select_tasks
 from emo.eval.model import EvaluatedModel
+from emo.eval.results import store
 from emo.eval.watch import FAILED, WAITING, Watch, targets
-from emo.pipeline import checkpoint
-from emo.pipeline.run_dir import HF, describe, list_files, partial_directory
+from emo.pipeline.checkpoint import saver as checkpoint
+from emo.pipeline.control.run_dir import HF, describe, list_files, partial_directory
 from tests.conftest import REPO
 from tests.helpers.documents import options
 from tests.helpers.evaluating import command, log_chunks, tiny_model, write_tasks

@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 from emo.common.errors import UserError
-from emo.experiments.checks import check
 from emo.experiments.cli import main
-from emo.experiments.design import chosen, expand, read_experiment, trials
-from emo.experiments.sweep import Sweep
+from emo.experiments.sweeps.checks import check
+from emo.experiments.sweeps.design import chosen, expand, read_experiment, trials
+from emo.experiments.sweeps.sweep import Sweep
 from tests.helpers.sweeping import opened, small_recipe, sweep
 
 AXES = {

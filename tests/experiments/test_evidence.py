@@ -14,7 +14,7 @@ import pytest
 import torch
 import yaml
 
-from emo.common.recipe import load_section
+from emo.common.config.recipe import load_section
 from emo.experiments.cli import main as sweep_command
 from emo.experiments.evidence import Evidence, gather, main
 from emo.experiments.weights import PROBABILITIES, objectives, pull
@@ -23,9 +23,9 @@ from tests.helpers.launching import wait_for
 from tests.helpers.refusals import refused
 
 SMALL = {"vocabularies": [12], "shares": [1.0], "draws": [40], "truths": 3, "selection": 1, "steps": 60}
-STUDY = {"extends": str(REPO / "experiments/known-truth-contestants.yaml"), "out": "unused"} | SMALL
+STUDY = {"extends": str(REPO / "experiments/configs/known-truth-contestants.yaml"), "out": "unused"} | SMALL
 PART = {"title": "A study", "about": "What it is.", "kind": "study", "file": "none.yaml"}
-QUICK = "experiments/known-truth-quick.yaml"
+QUICK = "experiments/configs/known-truth-quick.yaml"
 ANSWER: dict[str, Any] = {"text": "Does it help?", "by": "study", "question": "geometry"}
 
 
@@ -105,7 +105,7 @@ def test_a_part_that_decides_must_be_there(
     assert not (tmp_path / "out/results.json").exists()
 
 
-@pytest.mark.parametrize(("kind", "file"), [("study", QUICK), ("sweep", "experiments/oracle.yaml")])
+@pytest.mark.parametrize(("kind", "file"), [("study", QUICK), ("sweep", "experiments/configs/oracle.yaml")])
 def test_a_question_that_nobody_asks_is_refused_first(kind: str, file: str, tmp_path: Path) -> None:
     path = evidence(tmp_path, study={"kind": kind, "file": file})
     with refused("unknown-question"):
@@ -116,7 +116,7 @@ def test_a_question_that_nobody_asks_is_refused_first(kind: str, file: str, tmp_
 def test_a_sweep_is_done_by_the_command_of_the_product(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = evidence(tmp_path, study={"kind": "sweep", "file": "experiments/oracle.yaml"})
+    path = evidence(tmp_path, study={"kind": "sweep", "file": "experiments/configs/oracle.yaml"})
     (tmp_path / "out/study").mkdir(parents=True)
     (tmp_path / "out/study/results.json").write_text('{"verdicts": {"geometry": {}}, "rows": []}')
 

@@ -16,8 +16,8 @@ from scipy import optimize, stats
 from scipy.spatial.distance import jensenshannon
 from torch import Tensor, nn
 
+from emo.common.config.recipe import load_section
 from emo.common.errors import UserError
-from emo.common.recipe import load_section
 from emo.eval.generation import distributions
 from emo.eval.model import EvaluatedModel
 from emo.experiments.known_truth import bigram, contestants, corpus, learner, oracle, study
@@ -184,7 +184,9 @@ def test_no_learning_rate_is_chosen_at_an_end() -> None:
 )
 def test_a_study_outside_of_its_ranges_is_refused(override: str) -> None:
     with pytest.raises(UserError, match=override.partition("=")[0]):
-        load_section(study.Study, Path("experiments/known-truth-quick.yaml"), [override], "experiment")
+        load_section(
+            study.Study, Path("experiments/configs/known-truth-quick.yaml"), [override], "experiment"
+        )
 
 
 PLUGIN = "import torch\n\ndef scaled(m):\n    return torch.full_like(m, {})\n"

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from emo.__main__ import COMMANDS, EVALUATION
-from emo.common.recipe import Section, load_section
+from emo.common.config.recipe import Section, load_section
 from emo.eval.cli import parser
 from emo.eval.icl.tasks import PAPER_ORDER, load_task
 from emo.experiments.cli import main
-from emo.experiments.design import expand, read_experiment
 from emo.experiments.evidence import Evidence
 from emo.experiments.known_truth.study import Study
-from emo.experiments.sweep import Sweep
+from emo.experiments.sweeps.design import expand, read_experiment
+from emo.experiments.sweeps.sweep import Sweep
 from emo.pipeline.config import load_config
 from emo.pipeline.planning.checks import check
 from tests.conftest import REPO

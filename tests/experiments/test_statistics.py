@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from emo.experiments.design import read_experiment
 from emo.experiments.known_truth.study import Contestant, Study
 from emo.experiments.known_truth.study import answer as answer_of_study
-from emo.experiments.report import answer as answer_of_sweep
-from emo.experiments.statistics import at_an_end, difference, estimate, verdict
+from emo.experiments.sweeps.design import read_experiment
+from emo.experiments.sweeps.report import answer as answer_of_sweep
+from emo.experiments.sweeps.statistics import at_an_end, difference, estimate, verdict
 from tests.helpers.sweeping import sweep
 
 

@@ -17,16 +17,16 @@ import psutil
 import pytest
 import yaml
 
-import emo.experiments.code
+import emo.experiments.sweeps.code
 from emo.common.errors import ExitCode
-from emo.experiments import report
 from emo.experiments.cli import main
-from emo.experiments.code import code_digest, sources
-from emo.experiments.design import Run
-from emo.experiments.report import gather
-from emo.experiments.stages import Stage, command_origin
-from emo.experiments.sweep import Sweep
-from emo.experiments.workers import Workers
+from emo.experiments.sweeps import report
+from emo.experiments.sweeps.code import code_digest, sources
+from emo.experiments.sweeps.design import Run
+from emo.experiments.sweeps.report import gather
+from emo.experiments.sweeps.stages import Stage, command_origin
+from emo.experiments.sweeps.sweep import Sweep
+from emo.experiments.sweeps.workers import Workers
 from emo.pipeline.config import load_config
 from tests.conftest import REPO
 from tests.helpers.html import Page
@@ -38,7 +38,7 @@ from tests.helpers.sweeping import EXPERIMENT, notes, opened, pretend, small_rec
 
 @pytest.fixture(autouse=True)
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("emo.experiments.sweep.POLL", 0.1)
+    monkeypatch.setattr("emo.experiments.sweeps.sweep.POLL", 0.1)
 
 
 @pytest.fixture
@@ -307,7 +307,7 @@ def test_a_command_whose_code_changed_is_done_again(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "module.py"
-    monkeypatch.setattr(emo.experiments.code, "sources", lambda _: {"module": module})
+    monkeypatch.setattr(emo.experiments.sweeps.code, "sources", lambda _: {"module": module})
 
     def measure() -> Stage:
         code_digest.cache_clear()
@@ -335,7 +335,7 @@ def test_code_is_what_a_module_imports() -> None:
 # Two workers, each at a shell that has started another program and waits for it.
 SWEEP = """
 import itertools, os, sys
-from emo.experiments.workers import StoppedError, Workers
+from emo.experiments.sweeps.workers import StoppedError, Workers
 workers, number = Workers(), itertools.count()
 
 def work():

@@ -15,7 +15,7 @@ ROOMS = ("common", "data_prep", "loss", "pipeline", "eval", "experiments")
 # A format is also tested where it is read.
 NEEDED = {
     "pipeline/loss/": ["loss", "pipeline/test_model.py", "pipeline/test_hf.py"],
-    "pipeline/run_dir.py": ["pipeline", "eval/test_watch.py"],
+    "pipeline/control/run_dir.py": ["pipeline", "eval/test_watch.py"],
     "pipeline/": ["pipeline"],
     "data_prep/": ["data_prep", "pipeline/test_order.py", "pipeline/test_identity.py"],
     "eval/": ["eval"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 
-from emo.data_prep.tokenizer import load_tokenizer, save_tokenizer
+from emo.data_prep.encoding.tokenizer import load_tokenizer, save_tokenizer
 from tests.helpers.corpus import lasting_directory, tiny_tokenizer
 
 SAYS = "{{ m.content }}<|im_end|>"

@@ -20,17 +20,17 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from emo.common.recipe import parse_section
-from emo.data_prep import shards
-from emo.data_prep.config import DEFAULT_DOMAIN, DataConfig
-from emo.data_prep.inputs import open_inputs
-from emo.data_prep.pack import PackedRows
-from emo.data_prep.plan import Plan
+from emo.common.config.recipe import parse_section
+from emo.data_prep.config import DEFAULT_DOMAIN, FORMAT, DataConfig
+from emo.data_prep.encoding.pack import PackedRows
+from emo.data_prep.encoding.tokenizer import save_tokenizer, train_sentencepiece
 from emo.data_prep.prepare import prepare
-from emo.data_prep.rows import Rejected, parse, plain_text
-from emo.data_prep.shards import TokenDataset
-from emo.data_prep.tokenizer import save_tokenizer, train_sentencepiece
-from emo.data_prep.write import ShardWriter, totals
+from emo.data_prep.selection.plan import Plan
+from emo.data_prep.shards import format as shards
+from emo.data_prep.shards.format import TokenDataset
+from emo.data_prep.shards.write import ShardWriter, totals
+from emo.data_prep.sources.inputs import open_inputs
+from emo.data_prep.sources.rows import Rejected, parse, plain_text
 
 WORDS = (
     *("the", "a", "one", "two", "red", "green", "old", "new", "small", "river", "house", "tree", "bird"),
@@ -173,7 +173,7 @@ def random_dataset(directory: Path, rows: int, block: int) -> TokenDataset:
                 writer.add(PackedRows(ids, full, halves, two, each, none, zeros, full - 2, 0))
             infos.append(writer.finish(directory / name, Counter({DEFAULT_DOMAIN: rows}), Counter()))
     counts = totals(infos)
-    facts: dict[str, Any] = {"format": shards.FORMAT, "tool": "test", "kind": "text", "split": "train"}
+    facts: dict[str, Any] = {"format": FORMAT, "tool": "test", "kind": "text", "split": "train"}
     facts |= dict.fromkeys(("bos_id", "eos_id", "template"))
     facts |= {"config": {}, "sources": [], "rejected": {}, "counts": {}, "vocab_size": 1000, "shards": infos}
     facts |= {"tokenizer_fingerprint": "none", "block": block, "waste": 0.0}

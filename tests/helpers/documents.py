@@ -23,8 +23,8 @@ from markdown_it.token import Token
 from pydantic import ValidationError
 
 from emo.__main__ import COMMANDS, EVALUATION, TRAINING
+from emo.common.config.recipe import parse_section
 from emo.common.errors import UserError
-from emo.common.recipe import parse_section
 from emo.data_prep.config import DataConfig
 from emo.pipeline.config import RunConfig
 from tests.conftest import REPO

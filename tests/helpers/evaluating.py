@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from emo.common.errors import ExitCode
-from emo.data_prep.tokenizer import load_tokenizer, train_sentencepiece
-from emo.data_prep.world import corpus, read_rows, task_rows
+from emo.data_prep.encoding.tokenizer import load_tokenizer, train_sentencepiece
+from emo.data_prep.sources.world import corpus, read_rows, task_rows
 from emo.eval.cli import main
 from emo.eval.icl.job import Job
 from tests.helpers.said import lines

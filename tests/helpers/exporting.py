@@ -29,7 +29,7 @@ def loss(model: Any) -> tuple[float, list[float]]:
 def write(model: Any, directory: Path, data: Any = None) -> Path:
     """Write a model as a run exports it; `data` is the configuration of prepared data."""
     from emo.pipeline.config import RunConfig
-    from emo.pipeline.export import Copied, check, exported_tensors, persistent_buffers, write_export
+    from emo.pipeline.model.export import Copied, check, exported_tensors, persistent_buffers, write_export
 
     data = data or {"dir": directory.parent / "data", "tokenizer": "x", "sources": [{"files": "x"}]}
     tree = {"output_dir": directory.parent, "data": data, "model": {"path": "x", "dtype": "float32"}}

@@ -21,10 +21,10 @@ import zstandard
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from emo.data_prep.inputs import open_inputs
-from emo.data_prep.rows import Rejected, parse
-from emo.data_prep.templates import Conversation, render
-from emo.data_prep.tokenizer import save_tokenizer
+from emo.data_prep.encoding.templates import Conversation, render
+from emo.data_prep.encoding.tokenizer import save_tokenizer
+from emo.data_prep.sources.inputs import open_inputs
+from emo.data_prep.sources.rows import Rejected, parse
 from emo.eval.generation.prefixes import from_file
 from emo.eval.icl.openicl_compat import Template
 from emo.eval.icl.task_data import load_data
@@ -34,10 +34,11 @@ from emo.eval.judging.answers import read_questions
 from emo.eval.judging.judging import JUDGES
 from emo.eval.model import EvaluatedModel
 from emo.eval.watch import NotWholeError, Target
-from emo.experiments.design import chosen, expand, read_experiment, trials
-from emo.pipeline.config import Batch, dump_config, load_config
+from emo.experiments.sweeps.design import chosen, expand, read_experiment, trials
+from emo.pipeline.batches.config import Batch
+from emo.pipeline.config import dump_config, load_config
+from emo.pipeline.engine.ds_config import deepspeed_config
 from emo.pipeline.loss.cost_files import load_cost
-from emo.pipeline.planning.ds_file import deepspeed_config
 from tests.conftest import REPO
 from tests.helpers.corpus import alpaca_rows, data_config, texts, tiny_tokenizer
 from tests.helpers.fuzzing import target
@@ -79,7 +80,7 @@ def recipe(directory: Path) -> None:
     dump_config(load_config(directory / "b.yaml", overrides))
 
 
-@target("experiment", files(a__yaml=(REPO / "experiments/oracle.yaml").read_text()))
+@target("experiment", files(a__yaml=(REPO / "experiments/configs/oracle.yaml").read_text()))
 def experiment(directory: Path) -> None:
     design = read_experiment(directory / "a.yaml", [])
     runs = expand(design)

@@ -24,7 +24,7 @@ from unittest import mock
 import psutil
 import yaml
 
-from emo.pipeline.run_dir import read_metrics
+from emo.pipeline.control.run_dir import read_metrics
 from tests.conftest import REPO
 from tests.helpers.killing import wait_for
 
@@ -186,7 +186,7 @@ def _forked(environments: list[dict[str, str]], command: Sequence[str], output: 
 def _imported() -> Any:
     """The process that ranks are forked from: a fresh interpreter with the ranks' environment."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["emo.pipeline.train", "emo.pipeline.cli", __name__])
+    context.set_forkserver_preload(["emo.pipeline.trainer", "emo.pipeline.cli", __name__])
     with mock.patch.dict(os.environ, ENVIRONMENT):
         forkserver.ensure_running()
     return context

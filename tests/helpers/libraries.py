@@ -20,8 +20,8 @@ IMPORTED = [
     "torch",
     "triton",
     "deepspeed",
-    "emo.pipeline.train",
-    "emo.pipeline.loss.kernels_triton",
+    "emo.pipeline.trainer",
+    "emo.pipeline.loss.kernels.objectives",
     "emo.eval.cli",
 ]
 VERBS = ["libibverbs.so.1", "libmlx5.so.1"]  # that NCCL loads by name

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers.models.llama import modeling_llama
 from triton.runtime import interpreter
 
-from emo.pipeline.kernels import check_kernels, compared, replaced, use_liger
 from emo.pipeline.loss import fuse_model, get_objective
+from emo.pipeline.model.kernels import check_kernels, compared, replaced, use_liger
 from tests.helpers.families import family
 from tests.helpers.refusals import refused
 

@@ -24,7 +24,7 @@ from torch.distributed import run as elastic
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
 from emo.pipeline import cli
-from emo.pipeline.batches import Loader
+from emo.pipeline.batches.loader import Loader
 from tests.helpers.slow_host import measure_slowly
 
 LIBC = ctypes.CDLL(None, use_errno=True)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import zstandard
 
 from emo.common.errors import ExitCode, UserError, one_line
-from emo.common.files import write_atomically
+from emo.common.io.files import write_atomically
 from emo.eval.icl.task_data import hub_rows
 from emo.eval.icl.tasks import known_tasks, load_task
 

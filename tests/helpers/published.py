@@ -23,9 +23,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from emo.pipeline.engine.hardware import ACCELERATORS, Accelerator
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.footprint import Setup, Sizes
-from emo.pipeline.planning.hardware import ACCELERATORS, Accelerator
 
 LLAMA_7B = Sizes(6_738_415_616, 6_738_415_616, 6_476_271_616, 32, 4096, 11008, 4096, True, 32000, 291)
 MPT = {"1B": (2048, 24), "3B": (2560, 32), "7B": (4096, 32)}  # hidden, layers

@@ -12,8 +12,8 @@ import textwrap
 from itertools import pairwise
 from typing import Any, get_args
 
-from emo.common.recipe import Section
-from emo.pipeline.config import FREE, RunConfig
+from emo.common.config.recipe import FREE, Section
+from emo.pipeline.config import RunConfig
 from tests.conftest import REPO
 
 PAGE = REPO / "docs" / "reference.md"

@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from emo.eval import stats, store
-from emo.eval.results import MODEL, MODELS, Model, pick, read_models
+from emo.eval.results import stats, store
+from emo.eval.results.directory import MODEL, MODELS, Model, pick, read_models
 
 LABELS = ["a", "b"]
 COMPARED = {

@@ -24,12 +24,15 @@ from torch.distributed import DistBackendError
 
 from emo.common.errors import UserError
 from emo.eval.watch import targets
-from emo.pipeline import engine, export, model, train
-from emo.pipeline.batches import Loader
+from emo.pipeline import trainer as train
+from emo.pipeline.batches.loader import Loader
 from emo.pipeline.cli import leave, run_recipe
-from emo.pipeline.engine import Engine
-from emo.pipeline.run_dir import checkpoints, read_metrics, step_of
-from emo.pipeline.stop import Watch
+from emo.pipeline.control.run_dir import checkpoints, read_metrics, step_of
+from emo.pipeline.control.stop import Watch
+from emo.pipeline.engine import engine
+from emo.pipeline.engine.engine import Engine
+from emo.pipeline.model import build as model
+from emo.pipeline.model import export
 from tests.helpers.launching import wait_for
 
 LAST = 4  # the last step of the run

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from emo.data_prep.arrow import array_of
 from emo.data_prep.config import DataConfig
-from emo.data_prep.near import band_shape, near_columns
-from emo.data_prep.rows import CODE
-from emo.data_prep.scan import ScanPart, batch_of, read_part, weighed, write_part
+from emo.data_prep.selection.arrow import array_of
+from emo.data_prep.selection.near import band_shape, near_columns
+from emo.data_prep.selection.scan import ScanPart, batch_of, read_part, weighed, write_part
+from emo.data_prep.sources.rows import CODE
 
 
 def parts_of(

@@ -22,13 +22,15 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from emo.common.errors import UserError
-from emo.pipeline.config import Batch, RunConfig, load_config, lr_at
-from emo.pipeline.engine import Engine, start_world, to_universal
-from emo.pipeline.kernels import check_kernels
+from emo.pipeline.batches.config import Batch
+from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.control.world import World, end_world, on_main
+from emo.pipeline.engine.config import lr_at
+from emo.pipeline.engine.ds_config import deepspeed_config
+from emo.pipeline.engine.engine import Engine, start_world, to_universal
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective, probe_model
-from emo.pipeline.loss.varlen import VARLEN
-from emo.pipeline.planning.ds_file import deepspeed_config
-from emo.pipeline.ranks import World, end_world, on_main
+from emo.pipeline.loss.models.varlen import VARLEN
+from emo.pipeline.model.kernels import check_kernels
 from tests.conftest import REPO
 from tests.helpers import wrapped
 from tests.helpers.families import by_hand, family, tiny_llama

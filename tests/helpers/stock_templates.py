@@ -12,11 +12,11 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from emo.data_prep.chat_templates import EMPTY_THINKING, RefusedError, read_template
-from emo.data_prep.chats import ChatEncoder, ChatWriter
-from emo.data_prep.rows import Judged, Rejected, RowSpec, judge
-from emo.data_prep.templates import Chat
-from emo.data_prep.tokenizer import save_tokenizer
+from emo.data_prep.encoding.chat_templates import EMPTY_THINKING, RefusedError, read_template
+from emo.data_prep.encoding.chats import ChatEncoder, ChatWriter
+from emo.data_prep.encoding.templates import Chat
+from emo.data_prep.encoding.tokenizer import save_tokenizer
+from emo.data_prep.sources.rows import Judged, Rejected, RowSpec, judge
 from tests.helpers.corpus import lasting_directory
 
 BAR, LINE = "\uff5c", "\u2581"  # as DeepSeek writes tokens

@@ -11,9 +11,9 @@ from typing import Any
 
 import yaml
 
-from emo.experiments.design import read_experiment
-from emo.experiments.stages import read_note
-from emo.experiments.sweep import Sweep, Task
+from emo.experiments.sweeps.design import read_experiment
+from emo.experiments.sweeps.stages import read_note
+from emo.experiments.sweeps.sweep import Sweep, Task
 from tests.helpers.launching import RECIPE, popen
 
 MEASURE = (

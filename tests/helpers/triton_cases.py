@@ -29,7 +29,8 @@ V, H = 150, 12
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from emo.pipeline.loss import kernels_teacher, kernels_triton
+    from emo.pipeline.loss.kernels import objectives as kernels_triton
+    from emo.pipeline.loss.kernels import teacher as kernels_teacher
 
     monkeypatch.setattr(kernels_triton, "BLOCK", 64)
     monkeypatch.setattr(kernels_teacher, "BLOCK", 16)  # a vocabulary of 47
@@ -180,7 +181,7 @@ def test_one_divergence_takes_the_logits_place(name: str, k: int, temperature: f
 
 def test_rows_beyond_the_reach_of_32_bits() -> None:
     """The third row begins 2^31 numbers after the first; memory that is not touched takes no room."""
-    from emo.pipeline.loss.kernels_teacher import write_divergences
+    from emo.pipeline.loss.kernels.teacher import write_divergences
 
     V, apart = against.V, 2**30
     z, t = torch.randn(3, V).bfloat16(), torch.randn(3, V).log_softmax(1)

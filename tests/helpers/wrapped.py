@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-from emo.pipeline.hf import FusedLossMixin, fuse_causal_lm
+from emo.pipeline.loss.models.hf import FusedLossMixin, fuse_causal_lm
 from tests.helpers.families import tiny_llama
 
 VOCAB, ROWS, LENGTH, RATE = 60, 4, 12, 0.5

@@ -24,13 +24,14 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from emo.pipeline.config import Batch, load_config
-from emo.pipeline.engine import Engine
+from emo.pipeline.batches.config import Batch
+from emo.pipeline.config import load_config
+from emo.pipeline.control.world import World
+from emo.pipeline.engine.ds_config import deepspeed_config
+from emo.pipeline.engine.engine import Engine
 from emo.pipeline.loss import fuse_model, get_objective
 from emo.pipeline.planning import footprint
-from emo.pipeline.planning.ds_file import deepspeed_config
 from emo.pipeline.planning.plan import setup_of, sizes_of
-from emo.pipeline.ranks import World
 from tests.conftest import REPO
 from tests.helpers.accelerator import Trace
 

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from emo.common.errors import UserError
-from emo.pipeline.config import ModelConfig
+from emo.pipeline.engine.devices import usable_attention
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective, plan_tokens, probe_model
-from emo.pipeline.loss.head import BOUNDS, LONGEST, SEGMENTS, by_document, keep_apart, segments
-from emo.pipeline.loss.varlen import varlen_attention
-from emo.pipeline.planning.host import usable_attention
+from emo.pipeline.loss.models.head import BOUNDS, LONGEST, SEGMENTS, by_document, keep_apart, segments
+from emo.pipeline.loss.models.varlen import varlen_attention
+from emo.pipeline.model.config import ModelConfig
 from tests.helpers.families import FAMILIES, VOCAB, family, tiny_llama
 from tests.helpers.loss_reference import relative_error
 from tests.helpers.packing import documents, packed_rows
@@ -61,7 +61,7 @@ def test_padding_masks_give_way_to_restarting_positions_and_to_nothing_else() ->
 def test_a_micro_batch_of_the_trainer_never_waits_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """With segments and labels planned by the loader, from the token ids to the gradients of all weights."""
     monkeypatch.setattr(
-        "emo.pipeline.loss.varlen.attend_in_turn", lambda q, k, v, *_: q + (k + v).repeat(1, 2, 1)
+        "emo.pipeline.loss.models.varlen.attend_in_turn", lambda q, k, v, *_: q + (k + v).repeat(1, 2, 1)
     )
     model = tiny_llama(61, num_attention_heads=4, num_key_value_heads=2)
     model.set_attn_implementation("varlen")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from emo.pipeline.loss.cost import CostEmbedding, plan_tokens
 from emo.pipeline.loss.fused import fused_linear_loss, quantile, token_nll
-from emo.pipeline.loss.head import FusedHead, fuse_head
+from emo.pipeline.loss.models.head import FusedHead, fuse_head
 from tests.helpers.loss_reference import (
     agree,
     fused_step,

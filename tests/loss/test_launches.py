@@ -41,8 +41,8 @@ def head(
 
     teacher: live, of the same width, or stored, with 64 entries.
     """
-    kernels_triton = pytest.importorskip("emo.pipeline.loss.kernels_triton")
-    kernels_teacher = pytest.importorskip("emo.pipeline.loss.kernels_teacher")
+    kernels_triton = pytest.importorskip("emo.pipeline.loss.kernels.objectives")
+    kernels_teacher = pytest.importorskip("emo.pipeline.loss.kernels.teacher")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     labels = torch.randint(0, targets, (8192,), generator=torch.Generator().manual_seed(0))
     hidden, weight = (torch.empty(n, 4096, dtype=torch.bfloat16, device="meta") for n in (8192, V))

@@ -17,12 +17,14 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from emo.common.errors import FailureError, UserError
-from emo.common.lease import Lease
-from emo.pipeline import checkpoint, copies, lock
-from emo.pipeline.copies import Uploads, copy_checkpoint
-from emo.pipeline.liveness import COPY
-from emo.pipeline.lock import RunLock
-from emo.pipeline.run_dir import (
+from emo.common.io.lease import Lease
+from emo.pipeline.checkpoint import copies
+from emo.pipeline.checkpoint import saver as checkpoint
+from emo.pipeline.checkpoint.copies import Uploads, copy_checkpoint
+from emo.pipeline.control import lock
+from emo.pipeline.control.heartbeat import COPY
+from emo.pipeline.control.lock import RunLock
+from emo.pipeline.control.run_dir import (
     COMPLETE,
     HEARTBEAT,
     STATE,

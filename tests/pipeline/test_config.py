@@ -14,21 +14,17 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.trainer_pt_utils import get_parameter_names
 
+from emo.common.config.recipe import parse_section
 from emo.common.errors import UserError
-from emo.common.recipe import parse_section
-from emo.pipeline.batches import rank_rows
-from emo.pipeline.config import (
-    Batch,
-    ObjectiveConfig,
-    TrainConfig,
-    dump_config,
-    load_config,
-    lr_at,
-    solve_batch,
-)
+from emo.pipeline.batches.config import Batch, solve_batch
+from emo.pipeline.batches.loader import rank_rows
+from emo.pipeline.config import TrainConfig, dump_config, load_config
+from emo.pipeline.engine import devices as host
+from emo.pipeline.engine import ds_config as ds_file
+from emo.pipeline.engine.config import lr_at
+from emo.pipeline.engine.ds_config import REPORTS, check_host, deepspeed_config, parameter_groups
 from emo.pipeline.loss import get_objective
-from emo.pipeline.planning import ds_file, host
-from emo.pipeline.planning.ds_file import REPORTS, check_host, deepspeed_config, parameter_groups
+from emo.pipeline.loss.config import ObjectiveConfig
 from emo.pipeline.planning.plan import setup_of
 from tests.conftest import REPO
 from tests.helpers.families import family

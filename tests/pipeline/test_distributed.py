@@ -22,14 +22,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from emo.common.errors import ExitCode
 from emo.common.labels import IGNORE
 from emo.data_prep.config import split_of
-from emo.data_prep.shards import TokenDataset
-from emo.data_prep.tokenizer import load_tokenizer
-from emo.pipeline.config import MixtureConfig
-from emo.pipeline.engine import Snapshots
-from emo.pipeline.liveness import read_ranks
-from emo.pipeline.order import Holding, MixedOrder
-from emo.pipeline.report.validation import change, read
-from emo.pipeline.run_dir import (
+from emo.data_prep.encoding.tokenizer import load_tokenizer
+from emo.data_prep.shards.format import TokenDataset
+from emo.pipeline.batches.config import MixtureConfig
+from emo.pipeline.batches.order import Holding, MixedOrder
+from emo.pipeline.control.heartbeat import read_ranks
+from emo.pipeline.control.run_dir import (
     BAD_BATCHES,
     CONFIG,
     EXPORT,
@@ -45,7 +43,9 @@ from emo.pipeline.run_dir import (
     step_directory,
     step_of,
 )
-from emo.pipeline.stop import node_name
+from emo.pipeline.control.stop import node_name
+from emo.pipeline.engine.engine import Snapshots
+from emo.pipeline.monitor.validation import change, read
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
 from tests.helpers.refusals import refused

@@ -16,13 +16,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 
 from emo.common.errors import UserError
 from emo.data_prep.config import DataConfig
-from emo.data_prep.shards import MANIFEST, TokenDataset, manifest_text, read_manifest
-from emo.data_prep.tokenizer import load_tokenizer
-from emo.pipeline.config import ModelConfig
-from emo.pipeline.export import exported_names, exported_tensors, persistent_buffers
+from emo.data_prep.encoding.tokenizer import load_tokenizer
+from emo.data_prep.shards.format import MANIFEST, TokenDataset, manifest_text, read_manifest
 from emo.pipeline.loss import fuse_model, get_objective
-from emo.pipeline.model import check_fits
-from emo.pipeline.readers import check_tokenizer, saved_tensors, write_config, write_tokenizer
+from emo.pipeline.model.build import check_fits
+from emo.pipeline.model.config import ModelConfig
+from emo.pipeline.model.export import exported_names, exported_tensors, persistent_buffers
+from emo.pipeline.model.readers import check_tokenizer, saved_tensors, write_config, write_tokenizer
 from tests.helpers.chat_templates import CHATML
 from tests.helpers.corpus import prepared, run, tiny_tokenizer, write_jsonl
 from tests.helpers.exporting import write

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, Trainer, TrainingArguments
 
-from emo.pipeline.hf import EMOLoss, FusedLossMixin, fuse_causal_lm, loss_function
 from emo.pipeline.loss import (
     CostEmbedding,
     Ramp,
@@ -21,6 +20,7 @@ from emo.pipeline.loss import (
     shift_left,
     weighted_sum,
 )
+from emo.pipeline.loss.models.hf import EMOLoss, FusedLossMixin, fuse_causal_lm, loss_function
 from tests.helpers.families import VOCAB, family, tiny_llama
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error, stored_for
 from tests.helpers.refusals import refused
@@ -197,7 +197,7 @@ def through(door: str, model: Any, objective: str, directory: Path) -> tuple[flo
     args = arguments(directory, per_device_train_batch_size=2, gradient_accumulation_steps=3)
     if door == "mixin":
         return stepped(EmoTrainer(model, args, train_dataset=rows(), objective=objective), model)
-    model.loss_type = "ForCausalLM"  # as pipeline/hf.py says: a GPT-2 would count first tokens
+    model.loss_type = "ForCausalLM"  # as pipeline/loss/models/hf.py says: a GPT-2 would count first tokens
     cost = CostEmbedding.from_weight(model.get_output_embeddings().weight)
     function = loss_function(objective, cost)
     return stepped(Trainer(model, args, train_dataset=rows(), compute_loss_func=function), model)

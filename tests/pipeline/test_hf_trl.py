@@ -20,9 +20,9 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from emo.data_prep.tokenizer import load_tokenizer
-from emo.pipeline.hf import FusedLossMixin
+from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.pipeline.loss import Ramp, get_objective, weighted_sum
+from emo.pipeline.loss.models.hf import FusedLossMixin
 from tests.conftest import REPO
 from tests.helpers.corpus import texts, tiny_tokenizer
 from tests.helpers.families import VOCAB, family, tiny_llama

@@ -15,12 +15,14 @@ from torch import AcceleratorError, OutOfMemoryError
 from torch.distributed import DistBackendError, DistNetworkError
 
 from emo.common.errors import ExitCode, FailureError, UserError
-from emo.common.files import DiskFullError
-from emo.pipeline import cli, ranks
-from emo.pipeline.planning import host, preflight
-from emo.pipeline.planning.host import BINDING, Gpus, refusal, threads
-from emo.pipeline.ranks import World, agreed, broken_device, explain, lost_a_peer, on_main
-from emo.pipeline.stop import HARDWARE, TRAINING, Watch, node_name
+from emo.common.io.files import DiskFullError
+from emo.pipeline import cli
+from emo.pipeline.control import world as ranks
+from emo.pipeline.control.stop import HARDWARE, TRAINING, Watch, node_name
+from emo.pipeline.control.world import World, agreed, broken_device, explain, lost_a_peer, on_main
+from emo.pipeline.engine import devices as host
+from emo.pipeline.engine.devices import BINDING, Gpus, refusal, threads
+from emo.pipeline.planning import preflight
 
 OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver"
 CPU_ONLY = Gpus("cpu", chosen=None, build="", present=False, visible=None, granted=0, usable=0, problem="")

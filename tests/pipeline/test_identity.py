@@ -13,19 +13,20 @@ import pytest
 import torch
 import yaml
 
+from emo.common.config.recipe import FREE, marked
 from emo.common.errors import ExitCode, FailureError, UserError
-from emo.common.recipe import marked
-from emo.data_prep.tokenizer import load_tokenizer
+from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.launch import supervise
-from emo.pipeline import checkpoint, copies, identity
-from emo.pipeline.config import FREE, RunConfig, dump_config, load_config
-from emo.pipeline.engine import STATE_CLASSES, _only_data
-from emo.pipeline.export import _model_card
-from emo.pipeline.order import Holding
+from emo.pipeline.batches.order import Holding
+from emo.pipeline.checkpoint import copies, identity
+from emo.pipeline.checkpoint import saver as checkpoint
+from emo.pipeline.config import RunConfig, dump_config, load_config
+from emo.pipeline.control.run_dir import COMPLETE, CONFIG, STATE, describe, list_files, partial_directory
+from emo.pipeline.control.world import World
+from emo.pipeline.engine.engine import STATE_CLASSES, _only_data
+from emo.pipeline.model.export import _model_card
+from emo.pipeline.monitor.samples import prompt_ids
 from emo.pipeline.planning.checks import Ready, check
-from emo.pipeline.ranks import World
-from emo.pipeline.report.samples import prompt_ids
-from emo.pipeline.run_dir import COMPLETE, CONFIG, STATE, describe, list_files, partial_directory
 from tests.common.test_untrusted import Harmful
 from tests.conftest import REPO
 from tests.helpers import launching

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from emo.pipeline.config import ModelConfig
-from emo.pipeline.kernels import check_host, check_kernels, replaced
+from emo.pipeline.model.config import ModelConfig
+from emo.pipeline.model.kernels import check_host, check_kernels, replaced
 from tests.helpers.families import by_hand, family
 from tests.helpers.refusals import refused
 from tests.loss.test_triton import run
@@ -55,7 +55,7 @@ def test_layers_in_another_arithmetic_are_compared(fault: str, kind: str, dtype:
 def test_what_a_host_or_recipe_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("kernels-gpu"):
         check_host()
-    monkeypatch.setattr("emo.pipeline.kernels.on_gpu", lambda: True)
+    monkeypatch.setattr("emo.pipeline.model.kernels.on_gpu", lambda: True)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)  # as if it could not be found
     with refused("missing-extra"):
         check_host()

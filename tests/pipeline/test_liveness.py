@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from emo.pipeline.liveness import BEAT, COPY, Liveness, accounted, late, read_ranks
-from emo.pipeline.ranks import record_collectives
-from emo.pipeline.report.console import Console
-from emo.pipeline.report.launches import Launch, append
-from emo.pipeline.run_dir import LAUNCHES, RANKS, TRACE, read_records
+from emo.pipeline.control.heartbeat import BEAT, COPY, Liveness, accounted, late, read_ranks
+from emo.pipeline.control.run_dir import LAUNCHES, RANKS, TRACE, read_records
+from emo.pipeline.control.world import record_collectives
+from emo.pipeline.monitor.console import Console
+from emo.pipeline.monitor.launches import Launch, append
 
 
 def write(run_dir: Path, rank: int, enqueued: int, started: int, **state: Any) -> None:

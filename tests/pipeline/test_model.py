@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from emo.common.errors import UserError
-from emo.data_prep.tokenizer import load_tokenizer, tokenizer_fingerprint
-from emo.pipeline import export
-from emo.pipeline.config import ModelConfig, RunConfig, load_config
-from emo.pipeline.export import exported_tensors, write_shards
+from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
+from emo.pipeline.config import RunConfig, load_config
+from emo.pipeline.engine.devices import usable_attention
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective
-from emo.pipeline.model import (
+from emo.pipeline.model import export
+from emo.pipeline.model.build import (
     Losses,
     add_lora,
     check_fits,
@@ -33,8 +33,9 @@ from emo.pipeline.model import (
     measuring,
     warn_of_twins,
 )
+from emo.pipeline.model.config import ModelConfig
+from emo.pipeline.model.export import exported_tensors, write_shards
 from emo.pipeline.planning.checks import rehearse
-from emo.pipeline.planning.host import usable_attention
 from tests.conftest import REPO
 from tests.helpers.corpus import random_dataset
 from tests.helpers.families import family
@@ -78,8 +79,8 @@ def choice(**keys: Any) -> ModelConfig:
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that says it has a GPU with torch's own kernel, and has no flash-attn."""
-    monkeypatch.setattr("emo.pipeline.planning.host.on_gpu", lambda: True)
-    monkeypatch.setattr("emo.pipeline.planning.host.kernel_is_new_enough", lambda: True)
+    monkeypatch.setattr("emo.pipeline.engine.devices.on_gpu", lambda: True)
+    monkeypatch.setattr("emo.pipeline.engine.devices.kernel_is_new_enough", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flash_attn", None)

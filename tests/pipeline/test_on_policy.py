@@ -11,13 +11,13 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from emo.common.labels import IGNORE
-from emo.pipeline.config import ObjectiveConfig
+from emo.pipeline.batches.on_policy import continued, drawn, ends_of, prompts_of, repacked, uniforms
+from emo.pipeline.engine.hardware import ACCELERATORS
 from emo.pipeline.loss import plan_tokens
-from emo.pipeline.loss.head import BOUNDS, segments
-from emo.pipeline.on_policy import continued, drawn, ends_of, prompts_of, repacked, uniforms
+from emo.pipeline.loss.config import ObjectiveConfig
+from emo.pipeline.loss.models.head import BOUNDS, segments
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.footprint import Setup
-from emo.pipeline.planning.hardware import ACCELERATORS
 from tests.helpers.families import family
 from tests.helpers.published import LLAMA_7B
 

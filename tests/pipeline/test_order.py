@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 from emo.common.errors import UserError
 from emo.common.labels import IGNORE
 from emo.data_prep.config import DataConfig
-from emo.data_prep.shards import open_prepared
-from emo.pipeline.batches import Batches, Loader, check_content, rank_rows
-from emo.pipeline.config import MixtureConfig, RampConfig, TrainConfig
-from emo.pipeline.order import BatchOrder, Domain, Holding, MixedOrder, mixture_flow, normalised
+from emo.data_prep.shards.format import open_prepared
+from emo.pipeline.batches.config import MixtureConfig
+from emo.pipeline.batches.loader import Batches, Loader, check_content, rank_rows
+from emo.pipeline.batches.order import BatchOrder, Domain, Holding, MixedOrder, mixture_flow, normalised
+from emo.pipeline.config import TrainConfig
+from emo.pipeline.control.run_dir import DATA_HASHES
+from emo.pipeline.control.world import World
+from emo.pipeline.loss.config import RampConfig
 from emo.pipeline.planning.checks import steps_of
-from emo.pipeline.ranks import World
-from emo.pipeline.run_dir import DATA_HASHES
 from tests.helpers.corpus import prepared, texts, write_jsonl
 from tests.helpers.refusals import refused
 
@@ -236,7 +238,7 @@ def test_a_shard_changed_in_place_stops_every_start(
     config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the first start and, changed since, at a later one."""
-    monkeypatch.setattr("emo.pipeline.batches.gather_objects", lambda value: [value])
+    monkeypatch.setattr("emo.pipeline.batches.loader.gather_objects", lambda value: [value])
     world, run_dir = World(0, 1, CPU), tmp_path / "run"
     run_dir.mkdir()
     data, _ = open_prepared(config)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from emo.pipeline import pace
-from emo.pipeline.pace import OwnTime, Stragglers
+from emo.pipeline.engine import pace
+from emo.pipeline.engine.pace import OwnTime, Stragglers
 
 HOSTS = ["a", "a", "b", "b"]
 EVEN, LATE = [1.0, 1.1, 1.0, 1.0], [1.0, 1.0, 1.0, 2.0]

@@ -19,13 +19,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from emo.common.errors import ExitCode, UserError
 from emo.data_prep.config import load_data_config
+from emo.pipeline.batches.order import MixedOrder
 from emo.pipeline.cli import main
 from emo.pipeline.config import RunConfig, load_config
-from emo.pipeline.order import MixedOrder
+from emo.pipeline.engine.hardware import ACCELERATORS, GIB, USABLE, Cluster, parse_cluster
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import check
 from emo.pipeline.planning.footprint import Setup
-from emo.pipeline.planning.hardware import ACCELERATORS, GIB, USABLE, Cluster, parse_cluster
 from emo.pipeline.planning.plan import (
     Choice,
     choices,

@@ -22,19 +22,21 @@ from scipy.special import stdtrit
 
 from emo.common.errors import ExitCode
 from emo.common.report.numbers import DASH, MINUS
-from emo.pipeline import cli, run_dir
-from emo.pipeline.config import ProfileConfig, RunConfig, TrainConfig, load_config
-from emo.pipeline.engine import DomainSums, Sums
+from emo.pipeline import cli
+from emo.pipeline.config import RunConfig, TrainConfig, load_config
+from emo.pipeline.control import run_dir
+from emo.pipeline.control.run_dir import read_metrics
+from emo.pipeline.engine.engine import DomainSums, Sums
 from emo.pipeline.loss.fused import histogram
-from emo.pipeline.report import profile
-from emo.pipeline.report.console import Console, Progress
-from emo.pipeline.report.launches import append
-from emo.pipeline.report.metrics import Metrics
+from emo.pipeline.monitor import profiler as profile
+from emo.pipeline.monitor.config import ProfileConfig
+from emo.pipeline.monitor.console import Console, Progress
+from emo.pipeline.monitor.launches import append
+from emo.pipeline.monitor.metrics import Metrics
+from emo.pipeline.monitor.validation import FEWEST, Change, Documents, change, read, write
 from emo.pipeline.report.page import document
 from emo.pipeline.report.runs import KILLED, Run, read_runs, regressions
-from emo.pipeline.report.validation import FEWEST, Change, Documents, change, read, write
-from emo.pipeline.run_dir import read_metrics
-from emo.pipeline.train import Guard
+from emo.pipeline.trainer import Guard
 from tests.conftest import REPO
 from tests.helpers.html import Page
 from tests.helpers.refusals import refused
@@ -346,7 +348,7 @@ def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
 
     def run(program: str) -> tuple[str, str]:
         text = "import os, sys\nfrom pathlib import Path\n"
-        text += f"from emo.pipeline.report.console import Console, split\nchatter = split()\n{program}"
+        text += f"from emo.pipeline.monitor.console import Console, split\nchatter = split()\n{program}"
         command = [sys.executable, "-c", text, str(tmp_path)]
         done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
         return done.stdout, done.stderr
@@ -365,7 +367,7 @@ def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
 
 
 def test_a_lost_reader_breaks_no_rank() -> None:
-    program = "import sys; from emo.pipeline.report.console import split; split(); sys.stdin.readline()\n"
+    program = "import sys; from emo.pipeline.monitor.console import split; split(); sys.stdin.readline()\n"
     program += "for _ in range(3): print('a line')\nsys.stderr.write('went on')"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     rank = subprocess.Popen([sys.executable, "-c", program], cwd=REPO, text=True, **pipes)

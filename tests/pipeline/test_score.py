@@ -13,13 +13,13 @@ import yaml
 from transformers import LlamaForCausalLM
 
 from emo.common.errors import UserError
-from emo.data_prep.scores import Scores
-from emo.data_prep.shards import TokenDataset
+from emo.data_prep.shards.format import TokenDataset
+from emo.data_prep.shards.scores import Scores
 from emo.pipeline.cli import main
 from emo.pipeline.config import load_config
-from emo.pipeline.model import training_objective
+from emo.pipeline.control.run_dir import read_metrics
+from emo.pipeline.model.build import training_objective
 from emo.pipeline.planning.checks import check
-from emo.pipeline.run_dir import read_metrics
 from tests.helpers.families import tiny_llama
 from tests.helpers.launching import run_alone, tiny_recipe
 from tests.helpers.refusals import refused

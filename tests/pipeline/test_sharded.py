@@ -8,7 +8,8 @@ import pytest
 import torch
 from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
 
-from emo.pipeline.config import Batch, load_config
+from emo.pipeline.batches.config import Batch
+from emo.pipeline.config import load_config
 from emo.pipeline.loss.objectives import get_objective
 from emo.pipeline.planning.plan import setup_of
 from tests.conftest import REPO

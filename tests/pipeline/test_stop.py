@@ -15,7 +15,7 @@ import pytest
 
 from emo.common.errors import ExitCode
 from emo.launch.supervise import verdict
-from emo.pipeline.stop import REPORTS, StopRequest
+from emo.pipeline.control.stop import REPORTS, StopRequest
 from tests.conftest import REPO
 from tests.helpers.launching import PIPED, wait_for
 
@@ -26,10 +26,10 @@ DONE, FAILURE, MISTAKE, STOPPED = ExitCode.DONE, ExitCode.FAILURE, ExitCode.MIST
 RANK = """
 import os, sys, time
 from pathlib import Path
-from emo.pipeline.stop import StopRequest, Watch
+from emo.pipeline.control.stop import StopRequest, Watch
 watch = Watch()
 assert "torch" not in sys.modules and "psutil" not in sys.modules
-from emo.pipeline.report.console import split
+from emo.pipeline.monitor.console import split
 chatter = split()
 phase, seconds = sys.argv[1:]
 if phase != "starting":

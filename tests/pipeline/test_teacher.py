@@ -16,10 +16,11 @@ from transformers import AutoModelForCausalLM
 from emo.common.errors import ExitCode, UserError
 from emo.pipeline.cli import main
 from emo.pipeline.config import load_config
-from emo.pipeline.hf import fuse_causal_lm
-from emo.pipeline.planning import footprint, hardware
+from emo.pipeline.control.run_dir import EXPORT, read_metrics
+from emo.pipeline.engine import hardware
+from emo.pipeline.loss.models.hf import fuse_causal_lm
+from emo.pipeline.planning import footprint
 from emo.pipeline.planning.checks import check
-from emo.pipeline.run_dir import EXPORT, read_metrics
 from tests.helpers import launching
 from tests.helpers.families import family, tiny_llama
 from tests.helpers.refusals import refused

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from emo.common.errors import ExitCode
+from emo.pipeline.control.run_dir import HEARTBEAT, RANKS
 from emo.pipeline.report.top import table
-from emo.pipeline.run_dir import HEARTBEAT, RANKS
 
 HEAVY = {"torch", "numpy", "deepspeed"}
 

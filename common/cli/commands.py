@@ -1,0 +1,80 @@
+"""What all commands of this project have: completion, overrides anywhere, hints at mistakes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from ..errors import similar
+from ..text import printable
+
+# Options by their names in other programs and in earlier versions of this one.
+OTHER_OPTIONS = {
+    "--output_path": "out output output_dir",
+    "--results": "out output_path",
+    "--num_fewshot": "shots fewshot",
+    "--batch_size": "budget batch",
+    "--model": "model_args model_name_or_path",
+    "--max_new_tokens": "tokens max_length max_tokens",
+    "--max_tokens": "max_length",
+    "--prefix": "prompt",
+    "--samples": "num_return_sequences",
+    "--gpus": "num_gpus",
+}
+_WRONG = re.compile(r"unrecognized arguments: (?:.* )?(-[^ =]*)|argument (.*): invalid choice: '(.*?)'")
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose options are written out; its commands' parsers are of this class too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options | {"allow_abbrev": False})
+
+    def error(self, message: str) -> NoReturn:
+        """End with `message`, and with the option or command that was probably meant by a misspelt one."""
+        if wrong := _WRONG.match(message):
+            option, name, word = wrong.groups()
+            actions = (a for a in self._actions if name in ("/".join(a.option_strings), a.metavar, a.dest))
+            choices = self._option_string_actions if option else next(actions).choices
+            message += hint(option or word, choices or ())
+        super().error(message)
+
+
+def first_word(subject: object, loaded: str = "libraries") -> None:
+    """Say on stderr what the command is about, before it loads libraries or weights for seconds."""
+    print(printable(f"{subject}: loading {loaded}"), file=sys.stderr, flush=True)
+
+
+def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Like `parser.parse_args`, but commands that take `overrides` find them after their options too.
+
+    A shell that asks for words gets them (`eval "$(register-python-argcomplete emo)"` makes it ask).
+    """
+    if "_ARGCOMPLETE" in os.environ:
+        import argcomplete  # only then: commands shall start fast
+
+        argcomplete.autocomplete(parser)
+    args, unknown = parser.parse_known_args(argv)
+    if any(word.startswith("-") for word in unknown) or (unknown and not hasattr(args, "overrides")):
+        for action in parser._actions:
+            if isinstance(action, argparse._SubParsersAction):  # what is right, the command's parser knows
+                parser = action.choices.get(getattr(args, action.dest, ""), parser)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if unknown:
+        args.overrides = [*args.overrides, *unknown]
+    return args
+
+
+def hint(word: str, choices: Iterable[str]) -> str:
+    """Return `; did you mean ...?` with the choice that is meant by a word, or nothing."""
+    options = [choice for choice in choices if choice not in ("-h", "--help")]
+    name = word.lstrip("-").replace("-", "_")
+    others = (
+        option for option, names in OTHER_OPTIONS.items() if name in names.split() and option in options
+    )
+    match = next(others, None) or similar(word, options)
+    return f"; did you mean {match}?" if match else ""

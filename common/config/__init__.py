@@ -1,0 +1,1 @@
+"""Recipes: typed sections of a configuration."""

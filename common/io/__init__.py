@@ -1,0 +1,1 @@
+"""Files: atomic writes, leases, and readers of untrusted files."""

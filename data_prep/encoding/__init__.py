@@ -1,0 +1,1 @@
+"""From text and chats to token ids."""

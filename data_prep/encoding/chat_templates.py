@@ -1,0 +1,207 @@
+"""A tokenizer's chat_template, and what it writes of messages.
+
+A template gets the messages as they are in the row, except that special tokens which people wrote are
+protected: they become text and never end a turn. Nothing depends on the day.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from emo.common.errors import UserError, one_line
+
+MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+DATE = "2026-01-01"  # what a template gets that asks for the date, unless data.template_variables has `date`
+# What a template gets from here: no names of data.template_variables.
+GIVEN = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
+# Codes of strftime that templates use.
+CODES = ["%Y", "%m", "%d", "%B", "%b", "%A", "%a", "%y", "%j", "%H", "%M", "%S", "%-d", "%-m", "%e"]
+THINK = r"<(/?)(?:think|thinking|seed:think)>|\[(/?)THINK\]"
+# An empty thinking block at the beginning of an answer, of which the prompt may hold the first tag.
+EMPTY_THINKING = re.compile(
+    r"\s*(?:<(?:think|thinking|seed:think)>|\[THINK\]|<\|channel>thought|<\|START_THINKING\|>)?"
+    r"\s*(?:</(?:think|thinking|seed:think)>|\[/THINK\]|<channel\|>|<\|END_THINKING\|>)\s*"
+)
+# Thinking at the beginning of what is said.
+THOUGHT = re.compile(r"\s*<(think|thinking|seed:think)>(.*?)</\1>\s*", re.S)
+REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of a message
+BUILT_IN = {
+    "chatml": (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+        "+ '<|im_end|>' + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        ("<|im_start|>", "<|im_end|>"),
+    ),
+    "llama3": (
+        "{{ bos_token }}{% for message in messages %}{{ '<|start_header_id|>' + message['role'] "
+        "+ '<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+        ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    ),
+}
+
+
+class ChatTemplate(NamedTuple):
+    """A chat_template, the tokens that it may write, and what the recipe says about it."""
+
+    text: str
+    names: tuple[tuple[str, str], ...]  # bos_token, eos_token ... and what they are
+    specials: tuple[str, ...]  # tokens that are the template's alone: in what people say they are text
+    variables: str = "{}"  # JSON: data.template_variables
+    reasoning: str = "mask_empty"  # data.reasoning
+
+    @property
+    def digest(self) -> str:
+        """Return the identity by content, 64 hex digits."""
+        return hashlib.sha256(json.dumps(self).encode()).hexdigest()
+
+    def last(self, text: str) -> str:
+        """Return the special token that ends a text, or ''."""
+        if not text.endswith(self.specials):  # as most do, which is found fast
+            return ""
+        return next(special for special in self.specials if text.endswith(special))
+
+    def first(self, text: str, start: int = 0) -> str:
+        """Return the special token that a text has at `start`, or ''."""
+        return next((special for special in self.specials if text.startswith(special, start)), "")
+
+
+class RefusedError(Exception):
+    """A chat that a template does not write, or in which the assistant's part cannot be told."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason, self.detail = reason, detail
+
+
+def read_template(
+    directory: Path,
+    name: str,
+    built_in: str = "chat_template",
+    variables: Mapping[str, Any] | None = None,
+    reasoning: str = "mask_empty",
+) -> ChatTemplate:
+    """Return the chat_template for a saved tokenizer, called `name` by the user. Raises UserError.
+
+    built_in: data.template, the name of a template of this project or chat_template for the tokenizer's own.
+    """
+    from .tokenizer import chat_template, special_names
+    from .words import special_tokens
+
+    known = special_tokens(directory)
+    if built_in in BUILT_IN:
+        text, needed = BUILT_IN[built_in]
+        lacking = [token for token in needed if token not in known]
+        if lacking:
+            raise UserError(
+                f"data.template={built_in} needs the special tokens {', '.join(needed)}, and {name} lacks "
+                f"{', '.join(lacking)}. Use a tokenizer that has them, or set data.template to chat",
+                code="template-tokens",
+            )
+    else:
+        own = chat_template(directory)
+        if own is None:
+            raise UserError(
+                f"tokenizer {name} has no chat_template, which data.template=chat_template needs. Use "
+                "one that has, put a chat_template.jinja into its directory, or set data.template to "
+                f"{', '.join(BUILT_IN)}, chat or alpaca",
+                code="no-chat-template",
+            )
+        text = own
+    unread = [variable for variable in variables or {} if variable not in text]
+    if unread and not (unread == ["date"] and "strftime_now" in text):
+        raise UserError(
+            f"data.template_variables: the chat template of {name} reads no variable {unread[0]}. Correct "
+            "the name or remove it",
+            code="template-variable",
+        )
+    specials = tuple(sorted(known, key=len, reverse=True))  # the longest that fits counts
+    names = tuple(sorted(special_names(directory).items()))
+    written = json.dumps(variables or {}, sort_keys=True, default=str)  # YAML reads a date as one
+    return ChatTemplate(text, names, specials, written, reasoning)
+
+
+def fixed_date(variables: Mapping[str, Any]) -> datetime.date:
+    """Return the date that a template gets, by data.template_variables."""
+    return datetime.date.fromisoformat(str(variables.get("date", DATE)))
+
+
+class Renderer:
+    """Writes messages by a chat_template."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+        self.marked = bool(MARKED.search(template.text))
+        self._variables: dict[str, Any] = dict(template.names) | json.loads(template.variables)
+        self._text = template.text
+        if "strftime_now" in template.text:
+            day = fixed_date(self._variables)
+            steps = "".join(f"|replace({code!r}, {day.strftime(code)!r})" for code in CODES)
+            self._text = (
+                "{%- macro strftime_now(form) -%}{{ form" + steps + " }}{%- endmacro -%}" + template.text
+            )
+
+    @cached_property
+    def patterns(self) -> dict[bool, tuple[re.Pattern[str], re.Pattern[str]]]:
+        """Return patterns of the special tokens in a text, and of the same once protected.
+
+        By whether the assistant says it, whose tags of thinking are not protected.
+        """
+        from transformers.utils.chat_template_utils import _get_control_token_patterns
+
+        specials = self.template.specials
+        others = tuple(special for special in specials if not re.fullmatch(THINK, special))
+        return {False: _get_control_token_patterns(specials), True: _get_control_token_patterns(others)}
+
+    @cached_property
+    def _knows_developers(self) -> bool:
+        """Return whether the template names this role, and writes what it says."""
+        if "developer" not in self.template.text:
+            return False
+        try:
+            probe = [{"role": role, "content": "Hello"} for role in ("user", "assistant")]
+            return "Preface" in self.write([{"role": "developer", "content": "Preface"}, *probe], None)[0]
+        except RefusedError:
+            return False
+
+    def protect(self, messages: list[dict[str, Any]], tools: Any) -> tuple[list[dict[str, Any]], Any]:
+        """Return messages and tools in which special tokens that people wrote are text."""
+        from transformers.utils.chat_template_utils import mark_control_tokens
+
+        protected = []
+        for message in messages:
+            pattern, _ = self.patterns[message["role"] == "assistant"]
+            protected.append(mark_control_tokens(message, pattern))
+            if message["role"] == "developer" and not self._knows_developers:
+                protected[-1]["role"] = "system"  # older templates know one name
+        return protected, mark_control_tokens(tools, self.patterns[False][0])
+
+    def write(
+        self, messages: Sequence[Mapping[str, Any]], tools: Any, prompt: bool = False, spans: bool = False
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return what the template writes and, with `spans`, what it marks in it. Raises RefusedError.
+
+        prompt: let it ask for an answer.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[list(messages)],
+                tools=tools,
+                chat_template=self._text,
+                return_assistant_tokens_mask=spans,
+                add_generation_prompt=prompt,
+                **self._variables,
+            )
+        except Exception as error:  # a template raises what it likes
+            raise RefusedError("refused_by_chat_template", one_line(error, 200)) from None
+        (written,), marks = rendered
+        return written, marks[0] if spans else []

@@ -1,0 +1,480 @@
+"""Tokenizers: where they come from, and what identifies one.
+
+Everything ends as a Hugging Face fast tokenizer whose saved directory `AutoTokenizer` loads unchanged. A
+sentencepiece model is converted here piece by piece, because transformers' own conversion ranks merges by id
+instead of by score and drops the dummy prefix, and then differs from sentencepiece on real text (lines that
+start with a space, for one).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from itertools import takewhile
+from operator import itemgetter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from emo.common.errors import UserError, one_line
+from emo.common.io.files import sha256
+from emo.common.io.untrusted import parse_json, read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+SPACE = "\u2581"  # sentencepiece writes a space as this sign
+ADDED = "added_tokens.json"
+VOCABULARIES = ("tokenizer.model", "vocab.json", "merges.txt")  # that a tokenizer.json may be made from
+FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *VOCABULARIES, ADDED]
+CHAT_TEMPLATE = "chat_template.jinja"  # older tokenizers have it in tokenizer_config.json
+FILE_BYTES = 256 << 20  # of a tokenizer's file at most: the largest published ones have 35 MB
+MOST_IDS = 1 << 24
+NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # types of sentencepiece pieces
+# Settings of a tokenizer that change no ids of a text, and whether a value is valid.
+KEPT: dict[str, Callable[[Any], bool]] = {
+    "padding_side": ("left", "right").__contains__,
+    "truncation_side": ("left", "right").__contains__,
+    "model_max_length": lambda value: type(value) in (int, float) and value > 0,
+    "model_input_names": lambda value: (
+        isinstance(value, list) and all(isinstance(name, str) for name in value)
+    ),
+}
+SPECIALS = ("bos_token", "eos_token", "unk_token", "pad_token")
+LINE = 1000  # characters of a line to train on at most: sentencepiece leaves out lines above 4,192 bytes
+PROBES = [  # a converted tokenizer must give the ids of the original for these
+    *("", " ", "   ", "\n", " \n\n x", "Hello world", " two  spaces ", "tab\tand\r\nlines\n"),
+    *("1,234.5", "don't", "</s> <unk> <0x0A>", "\u2581\u2581a \u2581", "na\u00efve caf\u00e9", "e\u0301"),
+    *("\u65e5\u672c\u8a9e \u65e5\u672c", "\U0001f642\n\U0001f642", "\x00\x7f"),
+]
+_FACTS: dict[str, TokenizerFacts] = {}  # by the content of files: they take longer to compute than to read
+
+
+class TokenizerFacts(NamedTuple):
+    """The facts of a saved tokenizer that data preparation depends on."""
+
+    vocab_size: int
+    bos_id: int | None  # the first token of every text, where the tokenizer adds one
+    eos_id: int | None
+    fingerprint: str
+    after_bos: list[int] = []  # tokens that it adds after BOS, as GLM's does
+
+    @property
+    def start(self) -> list[int]:
+        """Return the tokens before every text."""
+        return [] if self.bos_id is None else [self.bos_id, *self.after_bos]
+
+
+def load_tokenizer(path: str | Path, revision: str | None = None) -> PreTrainedTokenizerFast:
+    """Return the tokenizer at `path`: a directory, a sentencepiece .model file, or a hub id.
+
+    Of a directory it is tokenizer.json, else tokenizer.model, else vocab.json and merges.txt. Raises
+    UserError when nothing usable is there.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    local = _local(path, revision)
+    backend, names = _read(local)
+    template = chat_template(local)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, chat_template=template, **names
+    )
+
+
+def save_tokenizer(path: str | Path, revision: str | None, directory: Path) -> TokenizerFacts:
+    """Save a tokenizer as data are encoded by it, with its vocabulary files, settings and chat template.
+
+    Does not import transformers, which takes seconds.
+    """
+    local = _local(path, revision)
+    original = _content(local)
+    backend, names = _read(local)
+    directory.mkdir(parents=True, exist_ok=True)
+    backend.save(str(directory / "tokenizer.json"))
+    sources = {name: local / name for name in VOCABULARIES} if local.is_dir() else {VOCABULARIES[0]: local}
+    copied = {name: file for name, file in sources.items() if file.is_file()}
+    for name, file in copied.items():
+        if not (directory / name).exists() or not file.samefile(directory / name):
+            shutil.copyfile(file, directory / name)
+    base = backend.get_vocab(with_added_tokens=False)
+    tokens = backend.get_added_tokens_decoder()
+    added = {token.content: number for number, token in tokens.items() if token.content not in base}
+    if copied and added:  # llama.cpp reads them here
+        (directory / ADDED).write_text(json.dumps(added, indent=1) + "\n", encoding="utf-8")
+    fixed: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    fixed["clean_up_tokenization_spaces"] = False
+    fixed["added_tokens_decoder"] = {str(number): _described(token) for number, token in tokens.items()}
+    config = _kept(local, {token.content for token in tokens.values()}) | names | fixed
+    if (template := chat_template(local)) is not None:
+        config["chat_template"] = template
+    text = json.dumps(config, indent=2, sort_keys=True) + "\n"
+    (directory / "tokenizer_config.json").write_text(text, encoding="utf-8")
+    facts = _facts(backend, names)
+    _FACTS.update({original: facts, _content(directory): facts})
+    return facts
+
+
+def _described(token: AddedToken) -> dict[str, Any]:
+    """Return what a tokenizer_config.json says of an added token."""
+    keys = ("content", "lstrip", "normalized", "rstrip", "single_word", "special")
+    return {key: getattr(token, key) for key in keys}
+
+
+def _kept(local: Path, added: set[str]) -> dict[str, Any]:
+    """Return the settings that change no ids of a text: KEPT, and special tokens without a role.
+
+    Inputs are token ids and mask unless the tokenizer names others: causal models take no token types.
+    """
+    kept: dict[str, Any] = {"model_input_names": ["input_ids", "attention_mask"]}
+    extra: list[str] = []
+    for file in (local / "special_tokens_map.json", local / "tokenizer_config.json"):
+        tree: dict[str, Any] = read_json(file, FILE_BYTES) if local.is_dir() and file.is_file() else {}
+        kept |= {key: tree[key] for key, valid in KEPT.items() if valid(tree.get(key))}
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            named = tree.get(key)
+            if isinstance(named, dict):  # as transformers 4 writes it, by role
+                kept[key] = {role: token for role, token in named.items() if str(token) in added}
+            elif isinstance(named, list):
+                contents = (token.get("content") if isinstance(token, dict) else token for token in named)
+                extra += [token for token in contents if isinstance(token, str) and token in added]
+    return kept | ({"additional_special_tokens": list(dict.fromkeys(extra))} if extra else {})
+
+
+def added_ids(backend: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the ids that a tokenizer puts before and after every text."""
+    encoded = backend.encode("a")
+    columns = zip(encoded.ids, encoded.special_tokens_mask, encoded.attention_mask, strict=True)
+    marked = [(number, bool(special)) for number, special, real in columns if real]  # without padding
+    start = [number for number, _ in takewhile(itemgetter(1), marked)]
+    end = [number for number, _ in takewhile(itemgetter(1), reversed(marked[len(start) :]))]
+    return start, end[::-1]
+
+
+def text_ids(tokenizer: PreTrainedTokenizerFast, text: str, **options: bool) -> list[int]:
+    """Return the ids of a text as training rows begin: BOS where the tokenizer adds one, then its tokens.
+
+    Everything that gives a model a text or a prompt takes its ids from here, or from the tokenizer that
+    `load_tokenizer` returns, which adds the same. options: of the tokenizer's call.
+    """
+    start, _ = added_ids(tokenizer.backend_tokenizer)
+    return [*start, *tokenizer(text, add_special_tokens=False, **options).input_ids]
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerFast, eos_id: int | None = -1) -> str:
+    """Return the identity by content, 64 hex digits: vocabulary, merges, text rules, special tokens, start.
+
+    It leaves out what changes no id of a row: how ids become text again, what follows a text, and how a file
+    writes what is not set.
+
+    eos_id: replaces its end-of-sequence token. An export of a chat model names the end of a turn there, and
+    still encodes texts as the data that it was trained on.
+    """
+    backend = tokenizer.backend_tokenizer
+    eos = tokenizer.eos_token_id if eos_id == -1 else eos_id
+    return _fingerprint(backend, added_ids(backend)[0], eos)
+
+
+def tokenizer_facts(directory: Path) -> TokenizerFacts:
+    """Return the facts of a saved tokenizer, without the seconds that importing transformers takes."""
+    return _FACTS.get(_content(directory)) or read_tokenizer(directory)[1]
+
+
+def read_tokenizer(directory: Path) -> tuple[Tokenizer, TokenizerFacts]:
+    """Return a saved tokenizer as its library loads it, and its facts. Raises UserError."""
+    content = _content(directory)
+    backend, names = _read(directory, checked=content in _FACTS)
+    if content not in _FACTS:
+        _FACTS[content] = _facts(backend, names)
+    return backend, _FACTS[content]
+
+
+def _content(directory: Path) -> str:
+    """Return the names and hashes of a tokenizer's files, all that its facts depend on."""
+    files = [directory] if directory.is_file() else [directory / name for name in FILES]
+    return json.dumps([(file.name, sha256(file)) for file in files if file.is_file()])
+
+
+def _facts(backend: Tokenizer, names: dict[str, Any]) -> TokenizerFacts:
+    """Return the facts of a tokenizer whose special tokens have these names."""
+    eos = backend.token_to_id(names.get("eos_token", ""))
+    start, _ = added_ids(backend)
+    size = 1 + max(backend.get_vocab().values(), default=-1)  # ids may have gaps
+    bos = start[0] if start else None
+    return TokenizerFacts(size, bos, eos, _fingerprint(backend, start, eos), start[1:])
+
+
+def require_end(facts: TokenizerFacts, name: str, kind: str) -> str | None:
+    """Return a note for the user about a tokenizer that cannot say where a text ends, or None."""
+    if facts.eos_id is not None:
+        return None
+    lacks = f"tokenizer {name} has no end-of-sequence token"
+    if kind == "instruct":
+        raise UserError(
+            f"{lacks}, so that no response would end; name one that its vocabulary has as eos_token in its "
+            "tokenizer_config.json"
+        )
+    return f"note: {lacks}: nothing in the tokens will tell where a document ends"
+
+
+def _fingerprint(backend: Tokenizer, start: list[int], eos: int | None) -> str:
+    """Return what `tokenizer_fingerprint` does."""
+    bos = start if len(start) > 1 else start[0] if start else None
+    tree = json.loads(backend.to_str())
+    added = [
+        {"content": token["content"], "id": token["id"]} if token["special"] else token
+        for token in tree["added_tokens"]
+    ]
+    tree["model"] = {key: value for key, value in tree["model"].items() if value not in (None, "")}
+    rules = [tree[part] for part in ("model", "normalizer", "pre_tokenizer")]
+    text = json.dumps([rules, added, bos, eos], sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def train_sentencepiece(texts: Iterable[str], vocab_size: int, path: Path) -> None:
+    """Train a sentencepiece BPE model of LLaMA's kind (bytes as fallback, digits apart) into `path`.
+
+    Deterministic: one thread, no sampling. Raises UserError when the text cannot fill the vocabulary, or has
+    more characters than it takes.
+    """
+    import sentencepiece
+
+    def sentences() -> Iterator[str]:
+        """Yield lines in pieces of at most LINE characters, cut at spaces where there are any."""
+        for line in (line for text in texts for line in text.splitlines() if line.strip()):
+            while len(line) > LINE:
+                end = line.rfind(" ", 1, LINE)
+                yield line[: end if end > 0 else LINE]
+                line = line[end + 1 if end > 0 else LINE :]
+            yield line
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb") as sink:
+        try:
+            sentencepiece.SentencePieceTrainer.train(
+                sentence_iterator=sentences(),
+                model_writer=sink,
+                vocab_size=vocab_size,
+                model_type="bpe",
+                byte_fallback=True,
+                split_digits=True,
+                normalization_rule_name="identity",
+                remove_extra_whitespaces=False,
+                allow_whitespace_only_pieces=True,
+                character_coverage=0.9999,
+                num_threads=1,
+                minloglevel=2,
+            )
+        except RuntimeError as error:
+            path.unlink(missing_ok=True)
+            few = re.search(r"smaller than required_chars\. \d+ vs (\d+)", str(error))
+            reason = "its characters alone take more" if few else one_line(error)
+            least = f"data.train_tokenizer={few[1]} or more" if few else "a smaller data.train_tokenizer"
+            raise UserError(
+                f"no tokenizer of {vocab_size} pieces can be trained on this text: {reason}; set {least}",
+                code="vocabulary-too-small" if few else "vocabulary-too-large",
+            ) from None
+
+
+def chat_template(directory: Path) -> str | None:
+    """Return the chat template of a directory's tokenizer, the default one of several. Raises UserError."""
+    file, config = directory / CHAT_TEMPLATE, directory / "tokenizer_config.json"
+    try:
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        template = read_json(config, FILE_BYTES).get("chat_template") if config.is_file() else None
+        if isinstance(template, list):  # several: {name: ..., template: ...}
+            template = {choice["name"]: choice["template"] for choice in template}.get("default")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"the chat_template of {directory} cannot be read ({one_line(error)})") from None
+    return template if isinstance(template, str) else None
+
+
+def set_chat_template(directory: Path, template: str) -> None:
+    """Give a saved tokenizer a chat template."""
+    file = directory / "tokenizer_config.json"
+    tree = read_json(file, FILE_BYTES) | {"chat_template": template}
+    file.write_text(json.dumps(tree, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _local(path: str | Path, revision: str | None) -> Path:
+    """Return the path of a local tokenizer, or of a hub model's files, from the cache or the network."""
+    if Path(path).exists():
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(path), revision=revision, allow_patterns=[*FILES, CHAT_TEMPLATE]))
+    except Exception as error:  # no id, offline, not found, gated: many classes, one meaning here
+        raise UserError(
+            f"tokenizer {path} is no directory, no .model file and no id that the hub gives "
+            f"({one_line(error, 200)})"
+        ) from None
+
+
+def _read(path: Path, checked: bool = False) -> tuple[Tokenizer, dict[str, Any]]:
+    """Return a tokenizer as data are encoded by it, and its special tokens. Raises UserError.
+
+    checked: the ids in these very bytes were looked at before, which takes as long as reading them.
+    """
+    names: dict[str, Any] = {}
+    try:
+        if path.is_file():
+            backend, names = _from_sentencepiece(path)
+        elif (path / "tokenizer.json").is_file():
+            content = (path / "tokenizer.json").read_text(encoding="utf-8")
+            if not checked:
+                tree = parse_json(content)
+                _check_ids(tree["model"]["vocab"], tree.get("added_tokens") or ())
+            backend = Tokenizer.from_str(content)
+            if "eos_token" not in special_names(path) and backend.token_to_id("<|endoftext|>") is not None:
+                names = _byte_bpe_names(backend, path)  # GPT-2's directory does not name its own
+        elif (path / "tokenizer.model").is_file():
+            backend, names = _from_sentencepiece(path / "tokenizer.model")
+        elif (path / "vocab.json").is_file() and (path / "merges.txt").is_file():
+            backend, names = _from_byte_bpe(path)
+        else:
+            raise UserError(
+                f"tokenizer {path} holds none of tokenizer.json, tokenizer.model, vocab.json with merges.txt"
+            )
+        names |= special_names(path)
+        if getattr(backend.model, "dropout", None):
+            backend.model.dropout = None  # it would give a text other ids every time
+        _apply_flags(backend, names, path)
+        return backend, names
+    except UserError:
+        raise
+    except Exception as error:  # a broken file; `tokenizers` raises plain Exception
+        raise UserError(f"tokenizer {path} cannot be read: {one_line(error)}") from None
+
+
+def special_names(directory: Path) -> dict[str, str]:
+    """Return the special tokens that a directory's own configuration names."""
+    names: dict[str, str] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        tree: dict[str, Any] = read_json(directory / file) if (directory / file).is_file() else {}
+        for name in SPECIALS:
+            value = tree.get(name)
+            value = value.get("content") if isinstance(value, dict) else value
+            if value:
+                if not isinstance(value, str):
+                    raise ValueError(f"{file}: {name} must be text, not {type(value).__name__}")
+                value.encode()  # raises for half a character, which no token is
+                names[name] = value
+    return names
+
+
+def _apply_flags(backend: Tokenizer, names: dict[str, str], directory: Path) -> None:
+    """Make a tokenizer add BOS and EOS as add_bos_token and add_eos_token of its configuration say.
+
+    Without a flag it adds what the post-processor in tokenizer.json adds, as `AutoTokenizer` has it. The
+    flags become part of the post-processor, so that every reader of the saved tokenizer gets the same ids.
+    """
+    file = directory / "tokenizer_config.json"
+    settings: dict[str, Any] = read_json(file) if file.is_file() else {}
+    own = [[str(backend.id_to_token(number)) for number in ids] for ids in added_ids(backend)]
+    wanted = []
+    for kind, added in zip(("bos", "eos"), own, strict=True):
+        flag, token = settings.get(f"add_{kind}_token"), names.get(f"{kind}_token", "")
+        if flag is True and not added and backend.token_to_id(token) is not None:
+            added = [token]
+        if flag not in (None, False) and not (flag is True and added):
+            reason = "there is no such token" if flag is True else "it must be true or false"
+            raise UserError(f"{file}: add_{kind}_token is {flag!r}, but {reason}", code="tokenizer")
+        wanted.append([] if flag is False else added)
+    if wanted != own:
+        _set_added(backend, *wanted)
+
+
+def _set_added(backend: Tokenizer, start: list[str], end: list[str]) -> None:
+    """Let a tokenizer put these tokens before and after every text."""
+    special: Any = [(token, backend.token_to_id(token)) for token in dict.fromkeys((*start, *end))]
+    single, pair = [*start, "$A", *end], [*start, "$A", "$B", *end]
+    backend.post_processor = processors.TemplateProcessing(single=single, pair=pair, special_tokens=special)
+
+
+def _from_sentencepiece(file: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """Return a BPE sentencepiece model as a fast tokenizer with the same ids for every text."""
+    from sentencepiece import SentencePieceProcessor, sentencepiece_model_pb2
+
+    content = file.read_bytes()
+    model: Any = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    model.ParseFromString(content)
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    odd = {p.type for p in model.pieces} - {NORMAL, UNKNOWN, CONTROL, BYTE}
+    rewrites = normalizer.precompiled_charsmap or normalizer.remove_extra_whitespaces
+    if trainer.model_type != trainer.BPE or rewrites or odd or trainer.treat_whitespace_as_suffix:
+        raise UserError(
+            f"tokenizer {file} is not a plain BPE sentencepiece model as LLaMA's is; "
+            "give a directory with its tokenizer.json"
+        )
+    vocab = {piece.piece: i for i, piece in enumerate(model.pieces)}
+    unknown = next(p.piece for p in model.pieces if p.type == UNKNOWN)
+    ranked = []  # every way to join two pieces into a third; sentencepiece takes the best score first
+    for i, piece in enumerate(model.pieces):
+        text = piece.piece if piece.type == NORMAL else ""
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in vocab and right in vocab:
+                ranked.append((-piece.score, i, vocab[left], left, right))
+    merges = [(left, right) for *_, left, right in sorted(ranked)]
+    options = {"unk_token": unknown, "fuse_unk": True, "byte_fallback": bool(trainer.byte_fallback)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, **options))
+    prefix = [normalizers.Prepend(SPACE)] if normalizer.add_dummy_prefix else []
+    backend.normalizer = normalizers.Sequence([*prefix, normalizers.Replace(" ", SPACE)])
+    strip = [decoders.Strip(" ", 1, 0)] if normalizer.add_dummy_prefix else []
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
+    )
+    controls = [p.piece for p in model.pieces if p.type in (UNKNOWN, CONTROL)]
+    backend.add_special_tokens([AddedToken(c, special=True, normalized=False) for c in controls])
+    roles = {"unk_token": unknown, "bos_token": trainer.bos_piece, "eos_token": trainer.eos_piece}
+    names = {name: piece for name, piece in roles.items() if piece in vocab}
+    original = SentencePieceProcessor(model_proto=content)
+    backend.encode_special_tokens = True
+    for text in PROBES:
+        if backend.encode(text, add_special_tokens=False).ids != original.encode(text):
+            raise UserError(
+                f"tokenizer {file} cannot be converted: {text!r} would not get the ids of sentencepiece; "
+                "give a directory with its tokenizer.json"
+            )
+    backend.encode_special_tokens = False
+    if "bos_token" in names:  # as the models of this kind were trained
+        _set_added(backend, [names["bos_token"]], [])
+    return backend, names
+
+
+def _check_ids(vocab: Any, added: Iterable[Any] = ()) -> None:
+    """Raise ValueError for ids that no vocabulary has: the library makes room for all below the largest.
+
+    vocab: a list of pieces, which numbers them itself, or ids by piece.
+    """
+    ids = [*(vocab.values() if isinstance(vocab, dict) else ()), *(token["id"] for token in added)]
+    if not all(type(number) is int and 0 <= number < MOST_IDS for number in ids):
+        raise ValueError(f"one of its token ids is no number below {MOST_IDS:,}")
+
+
+def _from_byte_bpe(directory: Path) -> tuple[Tokenizer, dict[str, str]]:
+    """Return GPT-2's kind of BPE over bytes, from its vocabulary and merges, and its special tokens."""
+    _check_ids(read_json(directory / "vocab.json", FILE_BYTES))
+    backend = Tokenizer(models.BPE.from_file(str(directory / "vocab.json"), str(directory / "merges.txt")))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.ByteLevel(trim_offsets=False)
+    names = _byte_bpe_names(backend, directory)
+    specials = [AddedToken(n, special=True, normalized=False) for n in sorted(set(names.values()))]
+    backend.add_special_tokens(specials)
+    if names["bos_token"] == "</s>":
+        _set_added(backend, ["</s>"], [])
+    return backend, names
+
+
+def _byte_bpe_names(backend: Tokenizer, directory: Path) -> dict[str, str]:
+    """Return the special tokens of GPT-2 and OPT, which use one for all."""
+    for end, others in (("</s>", {"pad_token": "<pad>"}), ("<|endoftext|>", {})):  # OPT knows the second too
+        if backend.token_to_id(end) is not None:
+            return dict.fromkeys(SPECIALS[:3], end) | others
+    raise UserError(f"tokenizer {directory} has neither <|endoftext|> nor </s>: which ends a text?")

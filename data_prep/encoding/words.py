@@ -1,0 +1,265 @@
+"""Text -> token ids, each word encoded once.
+
+A text repeats its words, and most tokenizers never merge across a space. Where a tokenizer's own definition
+proves that, the ids of a text are those of its words, one after the other, and a word that comes again is
+looked up: several times as fast as the tokenizer alone, with the same ids. `prepare` compares both ways on
+real rows before it trusts the proof.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from array import array
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from .tokenizer import SPACE, special_names
+
+REMEMBERED = 32 << 20  # bytes that remembered words may take; then all are forgotten
+LONGEST = 128  # characters of a word that is remembered: longer ones seldom come again
+SLOT = 230  # bytes of a dictionary's entry and of its two objects, without the content
+
+# A sentencepiece model's word ends before a space and around line breaks.
+PIECES = rf"[ {SPACE}]*[^ {SPACE}\n]+|[ {SPACE}]+|\n+"
+PIECES_NORMALIZER = {
+    "type": "Sequence",
+    "normalizers": [
+        {"type": "Prepend", "prepend": SPACE},
+        {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
+    ],
+}
+BYTE_PIECES = {f"<0x{byte:02X}>" for byte in range(256)}
+LINE_BREAK = "<0x0A>"
+# GPT-2's pattern never matches across the step from a character that is not white space to one that is. Which
+# are, Unicode says; Python's \s has four more.
+WHITE = "\t-\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000"
+WHITE_SPACE = tuple(re.findall(f"[{WHITE}]", "".join(map(chr, range(0x3001)))))
+BYTES = rf"[{WHITE}]*[^{WHITE}]+|[{WHITE}]+"
+BYTES_SPLITTER = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+
+
+class TextEncoder:
+    """The encoder of training text (see `encoder`) for many texts, to ids as bytes of `dtype`.
+
+    With `by_words` false every text is encoded whole, whatever the tokenizer.
+    """
+
+    def __init__(self, directory: Path, dtype: np.dtype, by_words: bool = True) -> None:
+        self.directory, self.dtype = directory, dtype
+        rule = _rule(_content(directory)) if by_words else None
+        self.words = re.compile(rule[0]).findall if rule else None
+        self.before = rule[1] if rule else ""
+        pieces = bool(rule and rule[0] == PIECES)
+        # Where nothing cuts a word any further, the model itself gives its ids, in half the time.
+        self.merge = self.continuing.model.tokenize if pieces else None
+        self.joined = SPACE if pieces else WHITE_SPACE  # what a space that follows it belongs to
+        self.known = KnownWords(self._word)  # as they stand
+        self.spaced = KnownWords(self._after_space, lines=False)  # what stands between two spaces
+
+    @cached_property
+    def beginning(self) -> Tokenizer:
+        """For text that nothing precedes."""
+        return encoder(self.directory)
+
+    @cached_property
+    def continuing(self) -> Tokenizer:
+        """For text that continues earlier text, and for words."""
+        return encoder(self.directory, continuing=True)
+
+    def encode(self, texts: Sequence[str], continuing: bool = False) -> list[bytes]:
+        """Return the ids of each text; with `continuing` it continues earlier text."""
+        if self.words is None:
+            tokenizer = self.continuing if continuing else self.beginning
+            encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [array(self.dtype.char, encoding.ids).tobytes() for encoding in encoded]
+        before = "" if continuing else self.before
+        return [self._text(before + text) if text else b"" for text in texts]
+
+    def _text(self, text: str) -> bytes:
+        """Return the ids of a text.
+
+        A word begins at every single space, so that texts are cut there, which is fast, and remembered; a
+        text in which a space belongs to white space before it is cut by the pattern alone.
+        """
+        inner = text.strip(" ")
+        first, *others = inner.split(" ")
+        if inner and not first.endswith(self.joined):
+            before, _, after = text.partition(inner)
+            with contextlib.suppress(KeyError):
+                words = b"".join(map(self.spaced.__getitem__, others))
+                return self._words(before + first) + words + self._words(after)
+        return self._words(text)
+
+    def _words(self, text: str) -> bytes:
+        assert self.words is not None
+        return b"".join(map(self.known.__getitem__, self.words(text)))
+
+    def _word(self, word: str) -> bytes:
+        if self.merge is not None:
+            ids = [token.id for token in self.merge(word.replace(" ", SPACE))]
+        else:
+            ids = self.continuing.encode(word, add_special_tokens=False).ids
+        return array(self.dtype.char, ids).tobytes()
+
+    def _after_space(self, text: str) -> bytes:
+        """Return the ids of a space and a text. Raises KeyError where a space after it begins no word."""
+        if text.isalnum():  # without white space it is one word under every rule
+            return self._word(f" {text}")
+        if not text or text.endswith(self.joined):
+            raise KeyError(text)
+        assert self.words is not None
+        words = self.words(f" {text}")
+        return self._word(words[0]) if len(words) == 1 else b"".join(map(self.known.__getitem__, words))
+
+
+class KnownWords(dict[str, bytes]):
+    """Ids of words; a word that is looked up for the first time is encoded. At most REMEMBERED bytes."""
+
+    def __init__(self, encode: Callable[[str], bytes], lines: bool = True) -> None:
+        """lines: whether a word with line breaks inside is remembered."""
+        self.encode, self.lines = encode, lines
+        self.bytes = 0
+
+    def __missing__(self, word: str) -> bytes:
+        ids = self.encode(word)
+        if len(word) > LONGEST or (not self.lines and "\n" in word.strip("\n")):
+            return ids
+        size = 4 * len(word) + len(ids) + SLOT
+        if self.bytes + size > REMEMBERED:
+            self.clear()
+            self.bytes = 0
+        self.bytes += size
+        self[word] = ids
+        return ids
+
+
+def word_rule(tree: dict[str, Any]) -> tuple[str, str] | None:
+    """Return a pattern that cuts text into words encoded apart, and what is put before a text, or None.
+
+    `tree` is the content of tokenizer.json. Proven for two kinds of byte-pair encoders. GPT-2's own pattern
+    cuts first. LLaMA's merges work on the whole text, but none of them makes a piece in which a space
+    follows something else, or a line break has something else beside it; what no merge joins remains apart.
+    There every character must have ids of its own, by bytes if need be: unknown characters are joined
+    across words.
+    """
+    model, normalizer, splitter = tree["model"], tree["normalizer"], tree["pre_tokenizer"]
+    if model["type"] != "BPE" or not all(token["special"] for token in tree["added_tokens"]):
+        return None
+    if any(model[key] for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")):
+        return None
+    if normalizer is None and splitter is not None and splitter.items() >= BYTES_SPLITTER.items():
+        return BYTES, ""
+    if normalizer != PIECES_NORMALIZER or splitter is not None or model["ignore_merges"]:
+        return None
+    vocab = model["vocab"]
+    if SPACE not in vocab or not model["byte_fallback"] or not vocab.keys() >= BYTE_PIECES:
+        return None
+    joined = "\0".join(a + b for a, b in model["merges"])
+    crossing = re.search(rf"[^{SPACE}\0]{SPACE}|[^\n\0]\n|\n[^\n\0]|{LINE_BREAK}", joined)
+    return None if crossing else (PIECES, " ")
+
+
+@lru_cache(maxsize=1)
+def _rule(content: str) -> tuple[str, str] | None:
+    """Return the `word_rule` of a tokenizer.json's content."""
+    return word_rule(_tree(content))
+
+
+def _content(directory: Path) -> str:
+    return (directory / "tokenizer.json").read_text(encoding="utf-8")
+
+
+@lru_cache(maxsize=1)
+def _tree(content: str) -> dict[str, Any]:
+    """Return what a tokenizer.json holds, which nobody changes."""
+    tree: dict[str, Any] = json.loads(content)
+    return tree
+
+
+def special_tokens(directory: Path) -> tuple[str, ...]:
+    """Return all special tokens of a saved tokenizer, in order."""
+    return tuple(sorted(_special_tokens(directory, _content(directory))))
+
+
+def _special_tokens(directory: Path, content: str) -> frozenset[str]:
+    added = {token["content"] for token in _tree(content)["added_tokens"] if token["special"]}
+    return frozenset(added | set(special_names(directory).values()))
+
+
+def encoder(directory: Path, continuing: bool = False, markup: bool = False) -> Tokenizer:
+    """Return the bare encoder of a saved tokenizer: it adds no special token, and finds none in the text.
+
+    "</s>" in a document is five characters, never the end-of-sequence id; in `markup`, which a chat template
+    writes, it is that. With `continuing` the text continues earlier text: no space is put before it.
+    """
+    content = _content(directory)
+    return _encoder(content, _special_tokens(directory, content), continuing, markup)
+
+
+@lru_cache(maxsize=4)
+def _encoder(content: str, specials: frozenset[str], continuing: bool, markup: bool) -> Tokenizer:
+    """Return the encoder of a tokenizer.json's content, always the same object: nobody changes it."""
+    tree = _tree(content)
+    if continuing:
+        tree = tree | {part: _without_prefix(tree[part]) for part in ("normalizer", "pre_tokenizer")}
+        if tree == _tree(content):  # as with GPT-2's kind
+            return _encoder(content, specials, False, markup)
+        content = json.dumps(tree)
+    backend = _bare(content)
+    backend.encode_special_tokens = not markup
+    for special in () if markup else specials - {tree["model"].get("unk_token")}:
+        texts = [special, f" {special} ", f"x{special}x"]
+        number = backend.token_to_id(special)
+        if any(number in encoding.ids for encoding in backend.encode_batch(texts, add_special_tokens=False)):
+            # It is a piece as well, so that text may spell it.
+            return _bare(json.dumps(_renamed(tree, specials)))
+    return backend
+
+
+def _bare(content: str) -> Tokenizer:
+    """Return the tokenizer that a tokenizer.json describes, as an encoder of plain text."""
+    backend = Tokenizer.from_str(content)
+    backend.post_processor = None
+    backend.no_padding()
+    backend.no_truncation()
+    backend.encode_special_tokens = True
+    return backend
+
+
+def _renamed(tree: dict[str, Any], specials: frozenset[str]) -> dict[str, Any]:
+    """Return the same tokenizer with names of special tokens that no text contains."""
+
+    def name(token: str) -> str:
+        return f"\0{token}" if token in specials else token
+
+    model = dict(tree["model"])
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = {name(piece): number for piece, number in model["vocab"].items()}
+    else:
+        model["vocab"] = [[name(piece), score] for piece, score in model["vocab"]]
+    if "merges" in model:
+        model["merges"] = [pair for pair in model["merges"] if not {*pair, "".join(pair)} & specials]
+    if model.get("unk_token"):
+        model["unk_token"] = name(model["unk_token"])
+    added = [token | {"content": name(token["content"])} for token in tree["added_tokens"]]
+    return tree | {"model": model, "added_tokens": added}
+
+
+def _without_prefix(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return a normalizer or pre-tokenizer that puts nothing before the text."""
+    if part is None or part["type"] == "Prepend":
+        return None
+    for name in ("normalizers", "pretokenizers"):
+        if name in part:
+            inner = map(_without_prefix, part[name])
+            return part | {name: [inner_part for inner_part in inner if inner_part is not None]}
+    if part["type"] == "Metaspace":
+        return part | {"prepend_scheme": "never"}
+    return part | {"add_prefix_space": False} if "add_prefix_space" in part else part

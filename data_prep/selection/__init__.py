@@ -1,0 +1,1 @@
+"""Which documents are kept: deduplication, contamination, limits and splits."""

@@ -1,0 +1,1 @@
+"""The shards on disk: writing, reading and checking them."""

@@ -1,0 +1,385 @@
+"""THE format of prepared data: Arrow shards and a manifest; the reader that training uses.
+
+A data set is a directory of Arrow IPC stream files, which `datasets.Dataset.from_file` memory-maps too, and
+`manifest.json`, which is written last: without it the directory is not a data set. Columns of a row:
+
+    input_ids        list<uint16 or uint32>   tokens, at most `block`
+    segment_lengths  list<uint32>             documents or examples in the row; they sum to its tokens
+    sources          list<uint64>             of each segment, the document or example that it is a part of,
+                                              as a hash of all its tokens
+    loss_spans       list<uint32>             instruct only: start, end, start, end ... of supervised tokens
+    valid            uint32                   supervised targets after the shift
+    domain           uint16                   which of the manifest's `domains` all segments of the row are of
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import pyarrow as pa
+from pydantic import Field
+
+from emo.common.config.recipe import LARGEST, Section
+from emo.common.errors import UserError, one_line
+from emo.common.io.files import Hashes
+from emo.common.io.untrusted import read_json
+from emo.common.labels import IGNORE
+
+from ..config import FORMAT, MOST_TOKENS, TRAIN, DataConfig, check_prepared, split_of
+
+MANIFEST = "manifest.json"
+FORGET_EVERY = 256  # rows read until mapped pages are handed back: each may have mapped 64 KiB around it
+
+# Of a manifest at most: the largest number of shards takes 57 MB, each further domain in all of them 18, a
+# million files 400.
+MANIFEST_BYTES = 2 << 30
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+
+
+class DomainCounts(Section):
+    """Counts of a shard or of a data set, of one domain."""
+
+    name: str
+    rows: Count
+    tokens: Count
+    valid_tokens: Count
+    segments: Count
+    documents: Count
+
+
+class ShardInfo(Section):
+    """One shard file."""
+
+    split: str  # the data set that it was made for: a shard in another one's place is not a part of it
+    file: str = Field(pattern=r"^shard-[0-9]{5}-of-[0-9]{5}\.arrow$")  # beside the manifest, and nowhere else
+    bytes: Count
+    sha256: str
+    rows: Count
+    tokens: Count
+    valid_tokens: Count
+    segments: Count  # documents or examples, parts of cut ones counted singly
+    documents: Count  # documents or examples that went in
+    domains: list[DomainCounts]  # those that it has documents of, in the manifest's order
+    counts: dict[str, Count] = {}  # what was cut, dropped or left over, by reason
+    answer_ends: list[Count] = []  # instruct: the tokens that end supervised answers
+
+
+class Manifest(Section):
+    """The description of a prepared data set, and what became of its sources."""
+
+    format: int
+    tool: str
+    kind: str
+    split: str
+    block: int = Field(gt=1, le=MOST_TOKENS)
+    vocab_size: int = Field(ge=0, le=1 << 32)
+    tokenizer_fingerprint: str
+    bos_id: int | None
+    eos_id: int | None
+    template: str | None  # name and version
+    fingerprint: str  # of the content: shards, block, tokenizer
+    config: dict[str, Any]  # the settings that decide the content
+    sources: list[dict[str, Any]]  # identity and row counts of each source
+    rejected: dict[str, Count]  # rows of the sources, by reason
+    counts: dict[str, Count]  # sums of the shards' counts
+    rows: Count
+    tokens: Count
+    valid_tokens: Count
+    documents: Count
+    segments: Count
+    domains: list[DomainCounts] = Field(min_length=1)  # of the sources, in order of first appearance
+    answer_ends: list[Count] = []  # instruct: the tokens that end supervised answers, ascending
+    waste: float  # share of the rows' block * rows places that is padding
+    shards: list[ShardInfo]
+    digest: str = ""  # sha256 of all other fields as JSON, set by `manifest_text`
+
+
+def shard_name(index: int, count: int) -> str:
+    """Return the file name of shard `index` of `count`."""
+    return f"shard-{index:05d}-of-{count:05d}.arrow"
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Return uint16 when the vocabulary allows, else uint32."""
+    return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
+
+
+def schema(kind: str, dtype: np.dtype) -> pa.Schema:
+    """Return the Arrow schema of a shard."""
+    uint32 = pa.list_(pa.uint32())
+    columns = [("input_ids", pa.list_(pa.from_numpy_dtype(dtype))), ("segment_lengths", uint32)]
+    columns.append(("sources", pa.list_(pa.uint64())))
+    if kind == "instruct":
+        columns.append(("loss_spans", uint32))
+    return pa.schema([*columns, ("valid", pa.uint32()), ("domain", pa.uint16())])
+
+
+AGAIN = "run: emo prepare RECIPE"
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Return the manifest of a data set. Raises UserError when it is missing, unreadable or was edited."""
+    manifest = parse_manifest(directory)
+    if manifest.digest != manifest_digest(manifest):
+        raise UserError(f"{directory / MANIFEST} was edited after it was written; {AGAIN}")
+    return manifest
+
+
+def parse_manifest(directory: Path) -> Manifest:
+    """Return what `read_manifest` does, without looking whether it was edited."""
+    file = directory / MANIFEST
+    if not file.is_file():
+        state = "is not complete" if directory.is_dir() else "does not exist"
+        raise UserError(f"prepared data {directory} {state}; {AGAIN}")
+    try:
+        tree = read_json(file, MANIFEST_BYTES)
+        if tree["format"] == FORMAT:  # others have other fields
+            return Manifest.model_validate(tree)
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is not a manifest of this version ({one_line(error)}); {AGAIN}") from None
+    raise UserError(f"{file} has format {tree['format']}, this version reads {FORMAT}; {AGAIN} --force")
+
+
+def manifest_digest(manifest: Manifest) -> str:
+    """Return the sha256 of all that a manifest says, its own digest left out."""
+    tree = manifest.model_dump(mode="json", exclude={"digest"})
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+def manifest_text(manifest: Manifest) -> str:
+    """Return the manifest as the text that is written, with its digest."""
+    tree = manifest.model_dump(mode="json") | {"digest": manifest_digest(manifest)}
+    return json.dumps(tree, indent=1, sort_keys=True) + "\n"
+
+
+def content_fingerprint(kind: str, block: int, tokenizer: str, shards: list[ShardInfo]) -> str:
+    """Return the identity of a data set by what it holds: 64 hex digits."""
+    content = [kind, block, tokenizer, *(info.sha256 for info in shards)]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+class Shard:
+    """One memory-mapped shard: random access to its rows without copying the rest.
+
+    Raises ValueError or what Arrow raises for a file that is none. Rows are read without looking again, so
+    that offsets which point beyond the file must be found here.
+    """
+
+    def __init__(self, path: Path, kind: str) -> None:
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        stream = pa.ipc.open_stream(pa.py_buffer(self._map))
+        if not any(stream.schema.equals(schema(kind, np.dtype(token))) for token in (np.uint16, np.uint32)):
+            raise ValueError(f"its columns are not those of a shard of kind {kind}")
+        batches = list(stream)
+        for batch in batches:
+            batch.validate(full=True)
+            if batch.nbytes > len(self._map) or any(column.null_count for column in batch.columns):
+                raise ValueError("a batch is packed or has gaps")
+        self._read = ["input_ids", "segment_lengths", *(["loss_spans"] if kind == "instruct" else [])]
+        names = [*self._read, "sources"]
+        # Offsets and values of list columns, as views of the mapped file (`to_numpy` would import pandas).
+        lists = {name: [batch.column(name) for batch in batches] for name in names}
+        self.columns = {
+            name: [(np.from_dlpack(column.offsets), np.from_dlpack(column.values)) for column in columns]
+            for name, columns in lists.items()
+        }
+        valid = [np.from_dlpack(batch.column("valid")) for batch in batches]
+        self.valid = np.concatenate([np.zeros(0, np.int64), *valid]).astype(np.int64)
+        domain = [np.from_dlpack(batch.column("domain")) for batch in batches]
+        self.domain = np.concatenate([np.zeros(0, np.uint16), *domain])
+        self._starts = np.cumsum([0, *(batch.num_rows for batch in batches)])
+
+    def row(self, row: int) -> list[np.ndarray]:
+        """Return columns of a row: input_ids, segment_lengths and, for instruct, loss_spans."""
+        return [self.cell(name, row) for name in self._read]
+
+    def cell(self, column: str, row: int) -> np.ndarray:
+        """Return what a list column holds in a row."""
+        batch = int(np.searchsorted(self._starts, row, side="right")) - 1
+        offsets, values = self.columns[column][batch]
+        first = row - self._starts[batch]
+        return values[offsets[first] : offsets[first + 1]]
+
+    def token_offsets(self) -> np.ndarray:
+        """Return where each row's tokens begin among the shard's, and the last ends, int64 [rows + 1]."""
+        lengths = [np.diff(offsets) for offsets, _ in self.columns["input_ids"]]
+        return np.cumsum(np.concatenate([np.zeros(1, np.int64), *lengths]), dtype=np.int64)
+
+    def forget(self) -> None:
+        """Hand mapped pages back; the kernel keeps them in its cache, not in this process's memory."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+
+class TokenDataset:
+    """The rows of a prepared data set, as training reads them.
+
+    Raises UserError, with the command to run, when the directory is missing or incomplete, its manifest was
+    edited, or a file has another size than the manifest says. `faults` looks at the content too.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.manifest = read_manifest(directory)
+        self.fingerprint = self.manifest.fingerprint
+        self.domains = tuple(counts.name for counts in self.manifest.domains)  # some may have no row
+        self._shards: list[Shard] = []
+        for info in self.manifest.shards:
+            path = directory / info.file
+            size = path.stat().st_size if path.is_file() else -1
+            if size != info.bytes:
+                problem = "is missing" if size < 0 else f"has {size} bytes instead of {info.bytes}"
+                raise UserError(f"{path} {problem}; {AGAIN}")
+            try:
+                self._shards.append(Shard(path, self.manifest.kind))
+                if len(self._shards[-1].valid) != info.rows:
+                    raise ValueError(f"{len(self._shards[-1].valid)} rows where {info.rows} were written")
+                if self._shards[-1].domain.max(initial=0) >= len(self.domains):
+                    raise ValueError(f"rows of more than its {len(self.domains)} domains")
+            except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+                raise UserError(f"{path} is damaged ({one_line(error)}); {AGAIN}") from None
+        self._starts = np.cumsum([0, *(len(shard.valid) for shard in self._shards)])
+        self._read = 0
+        self.valid = np.concatenate([shard.valid for shard in self._shards])
+        self.domain = np.concatenate([shard.domain for shard in self._shards])  # uint16 [rows], of `domains`
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def faults(self, hashes: Hashes, part: int = 0, parts: int = 1) -> Iterator[str]:
+        """Yield shards that are not what the manifest says; of several readers each looks at a part."""
+        for info in self.manifest.shards[part::parts]:
+            path = self.directory / info.file
+            try:
+                if hashes.sha256(path) != info.sha256:
+                    yield f"{path} was changed after it was prepared; {AGAIN}"
+            except OSError as error:
+                yield f"{path} cannot be read ({error.strerror}); {AGAIN}"
+
+    def batch(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Return rows as int64 arrays [b, block]: input_ids, labels, position_ids.
+
+        Labels are shifted: labels[i] is the token that position i predicts, or -100 where the next token
+        belongs to another segment, is not supervised or is padding. Positions restart at 0 in every
+        segment; padding (ids 0) is a last segment of its own.
+        """
+        width = self.manifest.block
+        ids = np.zeros((len(rows), width), np.int64)
+        labels = np.full((len(rows), width), IGNORE, np.int64)
+        positions = np.empty((len(rows), width), np.int64)
+        for i, row in enumerate(rows):
+            tokens, segments, *spans = self._row(int(row))
+            n = len(tokens)
+            ids[i, :n] = tokens
+            if spans:
+                for start, end in spans[0].reshape(-1, 2).tolist():
+                    first = max(start, 1)
+                    labels[i, first - 1 : end - 1] = tokens[first:end]
+            else:
+                labels[i, : n - 1] = tokens[1:]
+            ends = np.cumsum(segments, dtype=np.int64)
+            labels[i, ends - 1] = IGNORE
+            starts = np.concatenate([[0], ends])
+            lengths = np.append(segments, width - n)
+            positions[i] = np.arange(width) - np.repeat(starts, lengths)
+        return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+    def tokens_of(self, row: int) -> int:
+        """Return the tokens in a row, padding not counted."""
+        return len(self._row(row)[0])
+
+    def sources_of(self, row: int) -> np.ndarray:
+        """Return the document or example that each segment of a row is a part of, uint64.
+
+        What continues in another row, and what is used several times, is the same there.
+        """
+        shard, number = self.place(row)
+        return self._shards[shard].cell("sources", number)
+
+    def damage(self, rows: np.ndarray, vocab_size: int) -> str | None:
+        """Return the first of `rows` that cannot be what was prepared, and why; None when all can be."""
+        for row in rows:
+            tokens, segments, *spans = self._row(int(row))
+            starts, ends = (spans[0][::2], spans[0][1::2]) if spans else (tokens[:0], tokens[:0])
+            why = None
+            if len(tokens) > self.manifest.block or segments.sum(dtype=np.int64) != len(tokens):
+                why = f"{len(tokens)} tokens in segments of {segments.sum(dtype=np.int64)}"
+            elif len(tokens) and int(tokens.max()) >= vocab_size:
+                why = f"token id {tokens.max()} of a vocabulary of {vocab_size}"
+            elif len(starts) != len(ends) or (starts >= ends).any() or (ends > len(tokens)).any():
+                why = "supervised spans beyond its end"
+            if why is not None:
+                ((file, number),) = self.provenance(np.array([row]))
+                return f"{self.directory / file}, row {number}, is damaged: {why}"
+        return None
+
+    def segment_lengths(self) -> np.ndarray:
+        """Return the lengths of all segments of all rows, int64."""
+        parts = [values for shard in self._shards for _, values in shard.columns["segment_lengths"]]
+        return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+
+    def mean_context(self, most: int = 4096) -> float:
+        """Return how many tokens a token attends to on average: half of its segment, weighted by tokens.
+
+        Padding attends to itself and counts. most: rows that are looked at, evenly spaced.
+        """
+        rows = np.linspace(0, len(self) - 1, min(most, len(self)), dtype=np.int64)
+        squares, width = 0.0, self.manifest.block
+        for row in rows.tolist():
+            shard, number = self.place(row)
+            lengths = self._shards[shard].cell("segment_lengths", number).astype(np.float64)
+            squares += lengths @ lengths + (width - lengths.sum()) ** 2
+        return float(squares) / (2 * width * max(1, len(rows)))
+
+    def provenance(self, rows: np.ndarray) -> list[tuple[str, int]]:
+        """Return the shard file and the row in that shard, of each row."""
+        located = (self.place(int(row)) for row in rows)
+        return [(self.manifest.shards[shard].file, number) for shard, number in located]
+
+    def token_offsets(self, shard: int) -> np.ndarray:
+        """Return what `Shard.token_offsets` does, of a shard."""
+        return self._shards[shard].token_offsets()
+
+    def rows_of(self, shard: int) -> np.ndarray:
+        """Return the rows that a shard holds, in order."""
+        return np.arange(self._starts[shard], self._starts[shard + 1])
+
+    def place(self, row: int) -> tuple[int, int]:
+        """Return the shard that holds a row, and its row there."""
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of {len(self)}")
+        shard = int(np.searchsorted(self._starts, row, side="right")) - 1
+        return shard, int(row - self._starts[shard])
+
+    def _row(self, row: int) -> list[np.ndarray]:
+        shard, number = self.place(row)
+        self._read += 1
+        if self._read % FORGET_EVERY == 0:  # so that resident memory stays flat over an epoch
+            for opened in self._shards:
+                opened.forget()
+        return self._shards[shard].row(number)
+
+
+def is_prepared(config: DataConfig) -> bool:
+    """Return whether the training data of a recipe's data section are there, sound or not."""
+    return (config.dir / TRAIN / MANIFEST).is_file()
+
+
+def open_prepared(config: DataConfig) -> tuple[TokenDataset, dict[str, TokenDataset]]:
+    """Return the training data of a recipe's data section, and its validation sets by name, in its order.
+
+    Raises UserError when they are not there, are not whole, or were prepared with other settings.
+    """
+    opened = {}
+    for split in config.splits:
+        manifest = read_manifest(config.dir / split)
+        check_prepared(config.dir, manifest.config, config)
+        opened[split] = TokenDataset(config.dir / split)
+    return opened[TRAIN], {name: opened[split_of(name)] for name in config.validation_sets}

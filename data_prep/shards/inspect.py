@@ -1,0 +1,153 @@
+"""`inspect`: a prepared data set for the eye: numbers, lengths, and rows with their loss in colour."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from emo.common.errors import UserError
+from emo.common.io.untrusted import read_json
+from emo.common.labels import IGNORE
+from emo.common.text import counted, on_one_line, printable
+
+from ..config import DEFAULT_DOMAIN
+from ..encoding.tokenizer import load_tokenizer
+from .format import AGAIN, TokenDataset
+
+SOURCES = 20  # that get a line each
+BAR = 40  # characters of the longest bar
+SUPERVISED, CONTEXT, MARK = "bold green", "dim", "bold yellow"
+OPEN, CLOSE = "⟦", "⟧"  # around what is supervised where there are no colours
+
+
+def inspect(directory: Path, samples: int, seed: int, console: Console) -> None:
+    """Print the summary of a data set and `samples` of its rows. Raises UserError when it is not one."""
+    data = TokenDataset(directory)
+    for table in _tables(directory, data):
+        console.print(table)
+    tokenizer = load_tokenizer(directory.parent / "tokenizer")
+    drawn = np.random.default_rng(seed).permutation(len(data))[:samples]
+    damage = data.damage(drawn, data.manifest.vocab_size)
+    if damage is not None:
+        raise UserError(f"{damage}; {AGAIN}")
+    colours = console.is_terminal and not console.no_color
+    for row in np.sort(drawn).tolist():
+        file, number = data.provenance(np.array([row]))[0]
+        domain = data.domains[data.domain[row]]
+        suffix = "" if data.domains == (DEFAULT_DOMAIN,) else f", domain {domain}"
+        supervised = counted(int(data.valid[row]), "supervised token")
+        console.rule(escape(f"row {row}  ({file} row {number}{suffix}, {supervised})"))
+        console.print(coloured(data, row, tokenizer, colours))
+    like = stretch("like this", True, colours), ", context ", ("like this", CONTEXT)
+    console.print(Text.assemble("supervised ", *like))
+
+
+def stretch(text: str, supervised: bool, colours: bool) -> Text:
+    """Return a stretch of a row, in its colour; in brackets if it is supervised and there are no colours."""
+    marked = f"{OPEN}{text}{CLOSE}" if supervised and text and not colours else text
+    return Text(marked, SUPERVISED if supervised else CONTEXT)
+
+
+def segment(
+    ids: np.ndarray, supervised: np.ndarray, decode: Callable[[list[int]], str], colours: bool
+) -> Text:
+    """Return a segment's text with what carries loss marked. ids, supervised: int, bool [tokens]."""
+    text, before = Text(), ""
+    for stop in [*(np.flatnonzero(np.diff(supervised)) + 1).tolist(), len(ids)]:
+        # Decoding from the segment's start keeps spaces and split characters right.
+        upto = printable(decode(ids[:stop].tolist()))
+        text.append(stretch(upto[len(before) :], bool(supervised[stop - 1]), colours))
+        before = upto
+    return text
+
+
+def coloured(data: TokenDataset, row: int, tokenizer: Any, colours: bool = True) -> Text:
+    """Return a row's text, segments apart, with what carries loss marked."""
+    batch = data.batch(np.array([row]))
+    ids, labels, positions = (batch[key][0] for key in ("input_ids", "labels", "position_ids"))
+    used = data.tokens_of(row)
+    supervised = np.concatenate([[False], labels[: used - 1] != IGNORE])
+    starts = np.append(np.flatnonzero(positions[:used] == 0), used)
+    segments = [segment(ids[a:b], supervised[a:b], tokenizer.decode, colours) for a, b in pairwise(starts)]
+    return Text("\n── next segment ──\n", MARK).join(segments)
+
+
+def _tables(directory: Path, data: TokenDataset) -> Iterator[Table]:
+    """Yield a summary, domains where there are any, sources, lengths, and what of tasks is in the text."""
+    m = data.manifest
+    table = Table(title=_cell(directory), show_header=False)
+    rows = {
+        "kind": f"{m.kind}{f', template {m.template}' if m.template else ''}",
+        "rows": f"{m.rows:,} of {m.block} tokens",
+        "tokens": f"{m.tokens:,}",
+        "supervised": f"{m.valid_tokens:,} ({m.valid_tokens / max(1, m.tokens):.1%})",
+        "documents": f"{m.documents:,} in {counted(m.segments, 'segment')}",
+        "padding": f"{m.waste:.2%}",
+        "vocabulary": f"{m.vocab_size:,}, BOS {m.bos_id}, EOS {m.eos_id}",
+        "tokenizer": m.tokenizer_fingerprint[:16],
+        "fingerprint": m.fingerprint[:16],
+    } | {name.replace("_", " "): f"{count:,}" for name, count in m.counts.items()}
+    for name, value in rows.items():
+        table.add_row(_cell(name), _cell(value))
+    yield table
+    if data.domains != (DEFAULT_DOMAIN,):
+        table = Table("domain", "rows", "tokens", "share", "supervised", "documents", title="domains")
+        for domain in m.domains:
+            share = f"{domain.tokens / max(1, m.tokens):.1%}"
+            counts = (f"{count:,}" for count in (domain.valid_tokens, domain.documents))
+            table.add_row(_cell(domain.name), f"{domain.rows:,}", f"{domain.tokens:,}", share, *counts)
+        yield table
+    table = Table("source", "format", "weight", "rows", "used here", "rejected", "not read", title="sources")
+    for source in (*m.sources[:SOURCES], *_others(m.sources[SOURCES:], m.split)):
+        rejected = [f"{n:,} {reason.replace('_', ' ')}" for reason, n in source["rejected"].items()]
+        table.add_row(
+            *(_cell(source[key]) for key in ("name", "format", "weight")),
+            *(f"{source[key]:,}" for key in ("rows", m.split)),
+            _cell(", ".join(rejected) or "none"),
+            _cell(", ".join(source["columns_not_read"][:12]) or "none"),
+        )
+    yield table
+    table = Table("tokens", "segments", "", title="segment lengths")
+    powers = np.ceil(np.log2(np.maximum(data.segment_lengths(), 1))).astype(int)
+    for power, count in zip(*np.unique(powers, return_counts=True), strict=True):
+        low, high = (1 << power >> 1) + 1, 1 << power
+        bar = "█" * max(1, round(BAR * count / np.bincount(powers).max()))
+        table.add_row(f"{min(low, high):,} to {high:,}", f"{count:,}", bar)
+    yield table
+    if (directory / "contamination.json").is_file():
+        report = read_json(directory / "contamination.json")
+        table = Table("task", "test rows", "overlapping", "contained", title="test rows in this text")
+        for name, task in report["tasks"].items():
+            table.add_row(_cell(name), *(f"{task[key]:,}" for key in ("rows", "overlapping", "contained")))
+        table.caption = f"overlapping: shares {_cell(report['ngram'])} words; contained: wholly there"
+        yield table
+
+
+def _others(sources: list[dict[str, Any]], split: str) -> Iterator[dict[str, Any]]:
+    """Yield the sum of the sources that get no line of their own."""
+    if not sources:
+        return
+    rejected: Counter[str] = Counter()
+    for source in sources:
+        rejected.update(source["rejected"])
+    unread = sorted({name for source in sources for name in source["columns_not_read"]})
+    sums = {key: sum(source[key] for source in sources) for key in ("rows", split)}
+    yield {
+        **{"name": f"{len(sources):,} more", "format": "", "weight": ""},
+        **sums,
+        **{"rejected": rejected, "columns_not_read": unread},
+    }
+
+
+def _cell(value: object) -> str:
+    """Return a cell as it is: rich would read [b] as markup, and a terminal escapes as commands."""
+    return escape(on_one_line(str(value)))

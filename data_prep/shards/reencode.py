@@ -1,0 +1,297 @@
+"""A sample of what was written, encoded again by the tokenizer's own library and compared.
+
+Nothing here goes by words.py: the tokenizer is loaded from the bytes of its file, gets whole texts, and
+remembers nothing. What the way of encoding for speed gets wrong is noticed here before a shard is sealed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+
+from emo.common.errors import UserError
+
+from ..config import DataConfig, by_chat_template
+from ..encoding.chat_templates import ChatTemplate
+from ..encoding.chats import ChatWriter
+from ..encoding.templates import Chat, Conversation, render
+from ..encoding.tokenizer import TokenizerFacts
+from ..selection.plan import Part
+from ..sources.rows import Row, TokenIds, plain_text, take
+from .format import Manifest, Shard
+
+CHARS = 2000  # of a text that are encoded again; of instructions eight times as many, or none
+ROWS = 4  # of a shard's first part that are encoded again
+DOCUMENTS = 8  # of a shard that `verify` encodes again
+STRETCH = 512  # tokens of them at most
+MARGIN = 16  # tokens at the end of a text's beginning, which may depend on what follows
+Sampled = tuple[int, Row]  # a row of a part, and its number among those that the part gives, with copies
+Example = tuple[list[int], list[tuple[int, int]]]  # ids, and start and end of what is supervised
+Beginning = tuple[list[int], list[int], bool]  # ids before a text, its own, and whether that is all of it
+
+
+class PlainEncoder:
+    """A tokenizer as its own library applies it to a text."""
+
+    def __init__(self, backend: Tokenizer, facts: TokenizerFacts) -> None:
+        self.backend, self.facts = backend, facts
+        backend.no_padding()
+        backend.no_truncation()
+        self.bos = facts.start
+        self.eos = [] if facts.eos_id is None else [facts.eos_id]
+        added = backend.get_added_tokens_decoder().items()
+        self.specials = {number: token.content for number, token in added if token.special}
+        self.specials |= {number: str(backend.id_to_token(number)) for number in (*self.bos, *self.eos)}
+        # Its own normalizer and pre-tokenizer, and those that put no space before a text.
+        empty = {"normalizer": normalizers.Sequence([]), "pre_tokenizer": pre_tokenizers.Sequence([])}
+        whole = {name: part for name in empty if (part := getattr(backend, name)) is not None}
+        self._parts = whole, {name: _without_prefix(part, empty[name]) for name, part in whole.items()}
+
+    def unsure(self, text: str) -> bool:
+        """Return whether a text names a special token that is also a piece of the vocabulary.
+
+        Such a name is encoded in pieces that its own library would not give it, see words.py.
+        """
+        for number, special in self.specials.items():
+            around = (special, f" {special} ", f"x{special}x")
+            if special in text and any(number in self.ids(spelled) for spelled in around):
+                return True
+        return False
+
+    def ids(self, text: str, continuing: bool = False, markup: bool = False) -> list[int]:
+        """Return the ids of a text; `continuing` an earlier one, or with special tokens as `markup` in it."""
+        for name, part in self._parts[continuing].items():
+            setattr(self.backend, name, part)
+        self.backend.encode_special_tokens = not markup
+        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def stops(self, text: str) -> list[int]:
+        """Return where each token of a text that continues another ends, with special tokens as markup."""
+        for name, part in self._parts[True].items():
+            setattr(self.backend, name, part)
+        self.backend.encode_special_tokens = False
+        return [stop for _, stop in self.backend.encode(text, add_special_tokens=False).offsets]
+
+
+def _without_prefix(part: Any, empty: Any) -> Any:
+    """Return a normalizer or pre-tokenizer that does the same but for a prefix; `empty` becomes it."""
+    tree = json.loads(part.__getstate__())
+    inner = tree.get("normalizers") or tree.get("pretokenizers") or [tree]
+    steps = [step for step in inner if step["type"] != "Prepend"]
+    for step in steps:
+        if step["type"] == "Metaspace":
+            step["prepend_scheme"] = "never"
+        elif "add_prefix_space" in step:
+            step["add_prefix_space"] = False
+    key = "normalizers" if isinstance(empty, normalizers.Normalizer) else "pretokenizers"
+    empty.__setstate__(json.dumps({"type": "Sequence", key: steps}).encode())
+    return empty
+
+
+def sample(part: Part) -> list[Sampled]:
+    """Return rows of a part to encode again: ROWS of a shard's first part, one of its parts 1, 2, 4, 8 ..."""
+    used, number = np.flatnonzero(part.copies), part.number
+    if number & (number - 1) or not len(used):
+        return []
+    chosen = np.unique(used[(part.check + np.arange(1 if number else ROWS) * len(used) // ROWS) % len(used)])
+    copies = np.zeros_like(part.copies)
+    copies[chosen] = 1
+    rows = take(part.payload, part.spec, copies.tolist())
+    before = np.cumsum(part.copies, dtype=np.int64) - part.copies
+    return list(zip(before[chosen].tolist(), rows, strict=True))
+
+
+class ShardCheck:
+    """A comparison of some rows of a shard with what is in its file."""
+
+    def __init__(self, plain: PlainEncoder, config: DataConfig, chat: ChatTemplate | None) -> None:
+        self.plain, self.config = plain, config
+        self.chat = None if chat is None else ChatWriter(chat)
+        self._texts: list[tuple[int, int, int, str | TokenIds]] = []  # domain, first token, tokens
+        self._examples: list[tuple[int, Example]] = []
+        self._tokens: Counter[int] = Counter()  # of each domain, so far
+
+    def add(self, domain: int, ids: np.ndarray, lengths: np.ndarray, rows: Sequence[Sampled]) -> None:
+        """Take note of what a part became, and of those of its rows that are to be compared."""
+        for number, row in rows:
+            if isinstance(row, str | TokenIds):
+                start = self._tokens[domain] + int(lengths[:number].sum())
+                self._texts.append((domain, start, int(lengths[number]), row))
+                continue
+            text = plain_text(row)
+            if isinstance(row, Chat):
+                unsure = any(special in text for special in self.plain.specials.values())
+            else:
+                unsure = self.plain.unsure(text)
+            if len(text) <= 8 * CHARS and not unsure:
+                examples = self._chat(row) if isinstance(row, Chat) else [self._conversation(row)]
+                self._examples += [(domain, piece) for each in examples for piece in self._fitted(*each)]
+        self._tokens[domain] += len(ids)
+
+    def compare(self, part: Path, kind: str, path: Path) -> None:
+        """Raise UserError unless the rows are in the file `part`, which becomes the shard at `path`."""
+        shard = Shard(part, kind)
+        if not all(self._has_text(shard, *text) for text in self._texts) or not all(
+            _has_example(shard, domain, *example) for domain, example in self._examples
+        ):
+            raise UserError(
+                f"{path} is not made: the tokenizer itself gives other ids for a row of it than were to be "
+                "written; this is an error of this program or its libraries, please report it",
+                code="not-as-tokenized",
+            )
+
+    def _has_text(self, shard: Shard, domain: int, start: int, count: int, text: str | TokenIds) -> bool:
+        """Return whether a text's tokens are where they belong, as far as their rows were written."""
+        rows = np.flatnonzero(shard.domain == domain)
+        block = self.config.sequence_len
+        used = rows[start // block : -(-(start + count) // block)].tolist()
+        if not used:
+            return True
+        tokens = np.concatenate([shard.row(row)[0] for row in used]).tolist()
+        written = tokens[start % block : start % block + count]
+        if isinstance(text, TokenIds):
+            return written == list(text.ids)[: len(written)]
+        if len(text) > CHARS:  # a beginning, if that settles it
+            ids = [*self.plain.bos, *self.plain.ids(text[:CHARS])][:-MARGIN]
+            if written[: len(ids)] == ids[: len(written)]:
+                return True
+        ids = [*self.plain.bos, *self.plain.ids(text), *self.plain.eos]
+        return (len(ids) == count and written == ids[: len(written)]) or self.plain.unsure(text)
+
+    def _conversation(self, row: Conversation) -> Example:
+        ids, spans = [*self.plain.bos], []
+        for number, turn in enumerate(render(row, self.config.template)):
+            ids += self.plain.ids(turn.text[: turn.start])
+            begin = len(ids)
+            ids += [*self.plain.ids(turn.text[turn.start :], continuing=True), *self.plain.eos]
+            if number not in row.unsupervised:
+                spans.append((begin, len(ids)))
+        return ids, spans
+
+    def _chat(self, row: Chat) -> list[Example]:
+        assert self.chat is not None
+        examples = []
+        for text, answers in self.chat.examples(row, exact=True):
+            ids: list[int] = []
+            spans = []
+            done, end = 0, ""
+            for number, answer in enumerate(answers, 1):
+                context = self.plain.ids(end + text[done : answer.start], markup=True)
+                said = text[answer.start : answer.stop]
+                following = self.plain.ids(end + text[done : answer.stop], markup=True)
+                prompt = ids + context[bool(end) :]
+                stops = self.plain.stops(said)
+                begin = len(prompt) + sum(stop <= answer.masked for stop in stops)
+                example = prompt + self.plain.ids(said, continuing=True, markup=True)
+                spans.append((begin, len(example)))
+                if number < len(answers) and following[: len(context)] != context:
+                    examples.append((example, spans))
+                    spans = []
+                    continue
+                ids = example
+                done, end = answer.stop, self.chat.template.last(text[: answer.stop])
+            examples.append((ids, spans))
+        return examples
+
+    def _fitted(self, ids: list[int], spans: list[tuple[int, int]]) -> list[Example]:
+        """Return the rows that an example becomes: itself, or what data.overlong makes of it."""
+        block, overlong = self.config.sequence_len, self.config.overlong
+        if len(ids) > block and overlong == "drop":
+            return []
+        pieces = []
+        for start in range(0, len(ids) if overlong == "split" else 1, block):
+            inside = [(max(a - start, 0), min(b - start, block)) for a, b in spans]
+            inside = [(a, b) for a, b in inside if a < b]
+            if inside and (len(ids) <= block or inside[-1][1] > 1):
+                pieces.append((ids[start : start + block], inside))
+        return pieces
+
+
+def _has_example(shard: Shard, domain: int, ids: list[int], spans: list[tuple[int, int]]) -> bool:
+    """Return whether a segment of a shard is this example."""
+    row = 0
+    for (offsets, tokens), (counts, lengths) in zip(
+        shard.columns["input_ids"], shard.columns["segment_lengths"], strict=True
+    ):
+        starts = np.cumsum(lengths, dtype=np.int64) - lengths  # rows follow each other, as segments do
+        alike = np.flatnonzero(lengths == len(ids))
+        for position in range(0, min(len(ids), MARGIN)):
+            alike = alike[tokens[starts[alike] + position] == ids[position]]
+        for segment in alike.tolist():
+            number = int(np.searchsorted(counts, segment, side="right")) - 1
+            start = int(starts[segment])
+            if tokens[start : start + len(ids)].tolist() == ids and shard.domain[row + number] == domain:
+                within = start - int(offsets[number])
+                pairs = shard.row(row + number)[2].reshape(-1, 2).astype(np.int64) - within
+                if [(a, b) for a, b in pairs.tolist() if a >= 0 and b <= len(ids)] == spans:
+                    return True
+        row += len(counts) - 1
+    return False
+
+
+def written_again(shard: Shard, manifest: Manifest, plain: PlainEncoder) -> Iterator[bool]:
+    """Yield, for some documents or examples of a shard, whether their beginning has the ids of its own text.
+
+    Yields nothing where that cannot be answered: ids that were given, a chat_template, a tokenizer that does
+    not give back the text.
+    """
+    sources = json.dumps(manifest.config.get("sources")) + json.dumps(manifest.config.get("validation"))
+    if '"format": "tokens"' in sources or by_chat_template(manifest.template or ""):
+        return
+    split, bos = manifest.config.get("overlong") == "split", plain.bos
+    rows = np.linspace(0, len(shard.valid), DOCUMENTS, endpoint=False).astype(np.int64)
+    for row in np.unique(rows).tolist() if len(shard.valid) else ():
+        for later in range(row, len(shard.valid)):
+            tokens, segments, *spans = (column.tolist() for column in shard.row(later))
+            start = len(tokens) - segments[-1]
+            begins, surely = tokens[start : start + len(bos)] == bos, bool(start or later == 0)
+            if not begins and surely and not split:
+                yield False  # every document and example begins with BOS
+                break
+            texts = _beginning(tokens, start, spans, plain) if begins and (bos or surely) else []
+            same = [_same(plain, *text) for text in texts]
+            if same and None not in same:
+                yield all(same)
+                break
+
+
+def _beginning(tokens: list[int], start: int, spans: list[list[int]], plain: PlainEncoder) -> list[Beginning]:
+    """Return the beginning of the last document of a row, or prompt and response of its last example."""
+    first = start + len(plain.bos)
+    whole = bool(plain.eos) and tokens[-1] == plain.eos[0]
+    if not spans:
+        return [([], tokens[first : len(tokens) - whole], whole)]
+    begin, stop = next((a, b) for a, b in zip(spans[0][::2], spans[0][1::2], strict=True) if a >= start)
+    prompt, whole = tokens[first:begin], tokens[stop - 1] == plain.eos[0]
+    if plain.eos[0] in prompt or len(prompt) > STRETCH:
+        return []  # an answer before it is not supervised, or it is long
+    return [([], prompt, True), (prompt, tokens[begin : stop - whole], whole)]
+
+
+def _same(plain: PlainEncoder, before: list[int], ids: list[int], whole: bool) -> bool | None:
+    """Return whether ids after others are those of their own text; None where that has no answer.
+
+    The last ones of what is not whole may depend on what follows. It has no answer for a tokenizer whose ids
+    depend on text that is far away: then not even those that it gives a part of the text are the same.
+    """
+    whole, ids = whole and len(ids) <= STRETCH, ids[:STRETCH]
+    settled = len(ids) if whole else max(0, len(ids) - MARGIN)
+    if not plain.specials.keys().isdisjoint(ids):
+        return None
+    decode = partial(plain.backend.decode, skip_special_tokens=False)
+    prefix = decode(before) if before else ""
+    text = decode(before + ids)[len(prefix) :]
+    again = plain.ids(text, continuing=bool(before))
+    if again[:settled] == ids[:settled] and (len(again) == len(ids) or not whole):
+        return True
+    part = plain.ids(text[: len(text) // 2], continuing=bool(before))[:-MARGIN]
+    lossy = "\ufffd" in text or decode(before + again)[len(prefix) :] != text
+    return None if lossy or part != again[: len(part)] or plain.unsure(text) else False

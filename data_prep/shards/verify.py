@@ -1,0 +1,205 @@
+"""Is a prepared directory what was made?
+
+`verify` believes nothing of what is in the directory: it computes hashes, counts and sums again, reads every
+row as training would, and encodes the text of a sample. It reads no sources.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from emo.common.errors import UserError, one_line
+from emo.common.io.files import sha256
+from emo.common.text import counted
+
+from ..config import FORMAT, TRAIN, VALIDATION, splits_made
+from ..encoding.tokenizer import read_tokenizer
+from ..selection.plan import Plan
+from .format import (
+    IGNORE,
+    MANIFEST,
+    DomainCounts,
+    Manifest,
+    Shard,
+    ShardInfo,
+    TokenDataset,
+    content_fingerprint,
+    manifest_digest,
+    parse_manifest,
+    shard_name,
+)
+from .reencode import PlainEncoder, written_again
+from .write import COUNTED, PLAN, SETTINGS, TOKENIZER, read_note, totals
+
+ROWS = 256  # rows looked at together
+
+
+def data_sets(directory: Path) -> list[Path]:
+    """Return the data sets that should be in a prepared directory, or the data set that the directory is."""
+    if (directory / MANIFEST).is_file():
+        return [directory]
+    sets = sorted(path.name for path in directory.glob(f"{VALIDATION}-*"))
+    present = [path for name in (TRAIN, VALIDATION, *sets) if (path := directory / name).is_dir()]
+    for path in present:
+        try:
+            splits = splits_made(parse_manifest(path).config)
+        except UserError:
+            continue
+        also = (split for split in (TRAIN, VALIDATION) if directory / split in present)
+        return [directory / split for split in dict.fromkeys((*splits, *also))]
+    return present or [directory]
+
+
+def verify(directory: Path) -> tuple[list[str], list[str]]:
+    """Return what was right, and every fault, a line each."""
+    right, faults = [], []
+    for split in data_sets(directory):
+        wrong: list[str] = []
+        again = 0
+        try:
+            manifest = parse_manifest(split)
+            wrong += [*_shard_faults(split, manifest), *_manifest_faults(split, manifest)]
+            tokenizer, facts = read_tokenizer(split.parent / TOKENIZER)
+            expected = (manifest.vocab_size, manifest.bos_id, manifest.eos_id, manifest.tokenizer_fingerprint)
+            if facts[:4] != expected:
+                wrong.append(f"{split.parent / TOKENIZER} is not the tokenizer that made {split}")
+            if not wrong:
+                wrong += _row_faults(split)
+                plain = PlainEncoder(tokenizer, facts)
+                for info in manifest.shards:
+                    path = split / info.file
+                    same = list(written_again(Shard(path, manifest.kind), manifest, plain))
+                    again += len(same)
+                    if not all(same):
+                        wrong.append(f"{path} has ids that the tokenizer does not give for their text")
+        except UserError as error:
+            wrong.append(str(error))
+        faults += wrong
+        if not wrong:
+            noun = "document" if manifest.kind == "text" else "example"
+            right.append(
+                f"{split}: {manifest.rows:,} rows in {len(manifest.shards)} shards, all as written; encoded "
+                f"again and the same: {counted(again, noun) if again else 'none'}"
+            )
+    return right, faults
+
+
+def _shard_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield faults of files: there, whole, unchanged, as counted; and no others."""
+    names = [shard_name(i, len(manifest.shards)) for i in range(len(manifest.shards))]
+    if [info.file for info in manifest.shards] != names:
+        yield f"{directory / MANIFEST} does not list its shards in order"
+    for extra in sorted(directory.glob("*.arrow")):
+        if extra.name not in names:
+            yield f"{extra} is not in the manifest"
+    for number, info in enumerate(manifest.shards):
+        path = directory / names[number]
+        if not path.is_file():
+            yield f"{path} is missing"
+            continue
+        size = path.stat().st_size
+        if size != info.bytes or sha256(path) != info.sha256:
+            yield f"{path} was changed: it has {size:,} bytes of the {info.bytes:,}, or another hash"
+            continue
+        note = read_note(directory, number, len(names))
+        if note is not None and note != info:
+            yield f"{path}: its note does not say what {directory / MANIFEST} says"
+        try:
+            yield from _content_faults(path, Shard(path, manifest.kind), info, manifest)
+        except (pa.ArrowException, KeyError, ValueError) as error:
+            yield f"{path} is not a shard: {one_line(error)}"
+
+
+def _content_faults(path: Path, shard: Shard, info: ShardInfo, manifest: Manifest) -> Iterator[str]:
+    """Yield where columns disagree with each other, the block, the vocabulary or what is said of them."""
+    segments = [np.zeros(0, np.int64)]  # of each row
+    for (id_offsets, ids), (offsets, lengths), (source_offsets, _) in zip(
+        *(shard.columns[name] for name in ("input_ids", "segment_lengths", "sources")), strict=True
+    ):
+        tokens = np.diff(id_offsets)
+        segments.append(np.diff(offsets))
+        if len(ids) and int(ids.max()) >= manifest.vocab_size:
+            yield f"{path} has id {ids.max()}, the vocabulary only {manifest.vocab_size}"
+        if (tokens > manifest.block).any() or (manifest.kind == "text" and (tokens != manifest.block).any()):
+            yield f"{path} has rows that are not {manifest.block} tokens"
+        sums = np.add.reduceat(lengths, offsets[:-1]) if len(lengths) else tokens[:0]
+        if not np.array_equal(sums, tokens) or (lengths == 0).any():
+            yield f"{path} has segments that do not add up to their rows"
+        if not np.array_equal(source_offsets, offsets):
+            yield f"{path} has segments without a source"
+    names = [domain.name for domain in manifest.domains]
+    amounts = (None, np.diff(shard.token_offsets()), shard.valid, np.concatenate(segments))
+    counts = [np.bincount(shard.domain, amount, len(names)).astype(int).tolist() for amount in amounts]
+    documents = {domain.name: domain.documents for domain in info.domains}
+    if len(counts[0]) > len(names):
+        yield f"{path} has rows of more than its {len(names)} domains"
+        return
+    domains = [
+        DomainCounts(name=name, documents=documents.get(name, 0), **dict(zip(COUNTED, amounts, strict=True)))
+        for name, *amounts in zip(names, *counts, strict=True)
+        if name in documents or amounts[0]
+    ]
+    yield from _unequal(path, info, {"domains": domains} | totals(domains))
+
+
+def _manifest_faults(directory: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield where a manifest differs from its shards, its settings, its plan, or its own digest."""
+    file, settings = directory / MANIFEST, manifest.config
+    for domain in manifest.domains:
+        parts = totals(o for info in manifest.shards for o in info.domains if o.name == domain.name)
+        yield from _unequal(file, domain, parts)
+    identity = (manifest.kind, manifest.block, manifest.tokenizer_fingerprint, manifest.shards)
+    expected: dict[str, Any] = totals(manifest.shards) | {
+        "counts": dict(sum((Counter(info.counts) for info in manifest.shards), Counter())),
+        "waste": round(1 - manifest.tokens / max(1, manifest.rows * manifest.block), 6),
+        "fingerprint": content_fingerprint(*identity),
+        "digest": manifest_digest(manifest),
+        "split": directory.name if directory.name in splits_made(settings) else manifest.split,
+        "kind": settings.get("kind"),
+        "block": settings.get("sequence_len"),
+        "template": settings.get("template_version"),
+    }
+    if len(manifest.shards) != settings.get("shards"):
+        yield f"{file} lists {len(manifest.shards)} shards of {settings.get('shards')}"
+    home = directory.parent
+    try:
+        tree = json.loads((home / SETTINGS).read_text(encoding="utf-8"))
+        summary = Plan.load(home / PLAN).summary
+        expected |= {name: summary[name] for name in ("sources", "rejected")}
+        if tree != settings | {"format": FORMAT}:
+            yield f"{file} was not made with the settings in {home / SETTINGS}"
+    except FileNotFoundError:  # a data set may be copied without them
+        pass
+    except Exception as error:  # pyarrow and zlib raise many classes for a damaged file
+        yield f"{home}: {SETTINGS} or {PLAN} is damaged ({one_line(error)})"
+    yield from _unequal(file, manifest, expected)
+
+
+def _unequal(file: Path, record: Any, expected: dict[str, Any]) -> Iterator[str]:
+    """Yield a fault for every field of a record that is not as expected."""
+    for name, value in expected.items():
+        if (recorded := getattr(record, name)) != value:
+            recorded, right = one_line(str(recorded), 80), one_line(str(value), 80)
+            yield f"{file} says {name} {recorded}, but it is {right}; it was edited, or is of other data"
+
+
+def _row_faults(directory: Path) -> Iterator[str]:
+    """Yield the first row whose supervised targets, as training reads them, are not as many as counted."""
+    data = TokenDataset(directory)
+    for start in range(0, len(data), ROWS):
+        rows = np.arange(start, min(start + ROWS, len(data)))
+        targets = (data.batch(rows)["labels"] != IGNORE).sum(axis=1)
+        wrong = np.flatnonzero(targets != data.valid[rows])
+        if len(wrong):
+            row = int(rows[wrong[0]])
+            file, number = data.provenance(np.array([row]))[0]
+            counts = f"supervises {targets[wrong[0]]} tokens, its count says {data.valid[row]}"
+            yield f"{directory / file} row {number} {counts}"
+            return

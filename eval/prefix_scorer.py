@@ -1,0 +1,503 @@
+"""Negative log-likelihoods of prompts that share a prefix, each distinct token fed once.
+
+An Item is a token prefix with k alternative tails (the rest of the prompt under each label). It becomes one
+row  [prefix][tail_1]..[tail_k]  in which every tail attends to the prefix and to itself only and takes the
+positions that follow the prefix; the last token of a tail is a target only and is never fed.
+
+    S   = sum of -log p over prefix tokens 2..P        s_k = the same over tail k
+
+Items with a long common beginning (MMLU: header and shots of a subject) share its keys and values, computed
+once. Sums are float64 whatever the model's dtype, and the head runs only where something is predicted.
+
+Three ways of scoring, the first that agrees with the model's own forward: on made-up items at the start, and
+on real ones whenever prompts are longer than those compared so far (there first with one plain prompt and the
+head, whose logits need no memory: the head has been compared).
+
+    tree    shared prefixes             whole   one row per label, the head apart
+    own     one prompt at a time through the model's own forward: nothing is assumed
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from emo.common.errors import UserError
+
+from .icl.settings import BUDGET, NotFiniteError
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedModel
+
+log = logging.getLogger(__name__)
+
+TREE, WHOLE, OWN = "tree", "whole", "own"
+WAYS = {TREE: "prompts with shared prefixes", WHOLE: "whole prompts", OWN: "one whole prompt at a time"}
+LONGER = 1.25  # times as long as any that were compared: compare again
+HEAD_BYTES = 64 << 20  # logits alive at once
+DENSE_CPU, DENSE_GPU = 1024, 16384  # tokens that keep the processor busy; beyond, padding is avoided
+PADDING = 0.08  # share of a batch
+MASK_BYTES = 128 << 20  # attention mask of one batch, 4 bytes per entry
+MIN_CONTEXT = 32  # a shorter common beginning is not worth a separate pass
+MIN_GROUP = 4  # nor is one for fewer items
+# Rounding that is forgiven, per token and per nat of a sum.
+ROUNDING = {torch.float32: 3e-5, torch.float64: 3e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
+WINDOWS = (
+    "sliding_window",
+    "window_size",
+    "attention_window_size",
+    "attention_chunk_size",
+    "local_attention",
+)
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary embeddings that change with the longest row of a batch
+
+Advance = Callable[[int], None]  # told after every batch how many items it finished
+
+
+@dataclass(frozen=True)
+class Item:
+    """prefix: int64 [P], P >= 1; tails: k arrays int64 [n_k]; items of one `group` may share a beginning."""
+
+    prefix: np.ndarray
+    tails: Sequence[np.ndarray]
+    group: object = None
+    skip: Sequence[int] = ()  # leading tokens of each tail that are fed, but not scored; none by default
+
+    def unscored(self, k: int) -> int:
+        """Return the number of leading tokens of tail k that are not scored."""
+        return self.skip[k] if self.skip else 0
+
+    @property
+    def fed(self) -> int:
+        """Return the number of tokens that pass through the model."""
+        return len(self.prefix) + sum(max(len(t) - 1, 0) for t in self.tails)
+
+    @property
+    def longest(self) -> int:
+        """Return the number of tokens of its longest prompt."""
+        return len(self.prefix) + max(map(len, self.tails), default=0)
+
+    def alone(self) -> list[Item]:
+        """Return its prompts as items that share nothing, one per tail; itself when there are no tails."""
+        tails = enumerate(self.tails)
+        return [Item(self.prefix, [tail], None, [self.unscored(k)]) for k, tail in tails] or [self]
+
+
+@dataclass
+class ItemScore:
+    """prefix: S; tails: s_k, float64 [k]."""
+
+    prefix: float
+    tails: np.ndarray
+
+
+def common_prefix(rows: Sequence[np.ndarray]) -> int:
+    """Return the number of leading tokens that all rows share."""
+    shortest = min(len(row) for row in rows)
+    stacked = np.stack([row[:shortest] for row in rows])
+    different = np.nonzero((stacked != stacked[0]).any(axis=0))[0]
+    return int(different[0]) if len(different) else shortest
+
+
+def groups(items: Sequence[Item]) -> list[tuple[list[int], int]]:
+    """Return item numbers by group, each with the tokens of its beginning that are worth a pass of their own.
+
+    Small groups and items without a group go together. The beginning is a token shorter than what is common:
+    the last common token is fed again, to be predicted from.
+    """
+    sizes = Counter(item.group for item in items)
+    by_group: dict[object, list[int]] = {}
+    for i, item in enumerate(items):
+        by_group.setdefault(item.group if sizes[item.group] >= MIN_GROUP else None, []).append(i)
+    result = []
+    for members in by_group.values():
+        length = common_prefix([items[i].prefix for i in members]) - 1 if len(members) > 1 else 0
+        result.append((members, length if length >= MIN_CONTEXT else 0))
+    return result
+
+
+def batches(
+    lengths: Mapping[int, int], budget: int, device: torch.device, context: int = 0
+) -> Iterator[list[int]]:
+    """Yield keys of `lengths` in batches, longest first; rows also attend to `context` cached tokens.
+
+    budget: tokens of a batch, padding and cached context included; a row with more is a batch of its own.
+    """
+    dense = DENSE_CPU if device.type == "cpu" else DENSE_GPU
+    batch: list[int] = []
+    used = 0
+    for key in sorted(lengths, key=lambda key: (-lengths[key], key)):
+        longest = lengths[batch[0]] if batch else lengths[key]
+        count = len(batch) + 1
+        too_much = count * (longest + context) > budget
+        too_much |= count * longest * (longest + context) * 4 > MASK_BYTES
+        padded = used > dense and 1 - (used + lengths[key]) / (count * longest) > PADDING
+        if batch and (too_much or padded):
+            yield batch
+            batch, used = [], 0
+        batch.append(key)
+        used += lengths[key]
+    if batch:
+        yield batch
+
+
+class TreeBatch:
+    """Items as rows of one forward; the rows begin at token `context`, what is before it being cached.
+
+    ids, positions: int64 [B, T]; allowed: bool [B, T, context + T]; source: flat positions of the hidden
+    states that predict the tokens in `target`.
+    """
+
+    def __init__(self, items: Sequence[Item], context: int = 0) -> None:
+        self.items, self.context = items, context
+        width = max(item.fed for item in items) - context
+        self.ids = np.zeros((len(items), width), dtype=np.int64)
+        self.positions = np.zeros_like(self.ids)
+        self._segment = np.full(self.ids.shape, -1, dtype=np.int32)  # 0: prefix, k + 1: tail k, -1: padding
+        source: list[np.ndarray] = []
+        target: list[np.ndarray] = []
+        for row, item in enumerate(items):
+            prefix, base = item.prefix[context:], row * width
+            fed = [prefix, *(tail[:-1] for tail in item.tails)]
+            begins = np.cumsum([0, *map(len, fed)])
+            positions = [np.arange(len(part)) + (len(prefix) if k else 0) for k, part in enumerate(fed)]
+            self.ids[row, : begins[-1]] = np.concatenate(fed)
+            self.positions[row, : begins[-1]] = np.concatenate(positions) + context
+            self._segment[row, : begins[-1]] = np.repeat(np.arange(len(fed)), np.diff(begins))
+            source.append(base + np.arange(len(prefix) - 1))
+            target.append(prefix[1:])
+            for k, tail in enumerate(item.tails):
+                before = np.concatenate([[len(prefix) - 1], np.arange(begins[k + 1], begins[k + 2])])
+                skip = item.unscored(k)
+                source.append(base + before[skip : len(tail)])
+                target.append(tail[skip:])
+        self.source, self.target = np.concatenate(source), np.concatenate(target)
+        self._lengths = [len(part) for part in target]  # of what adds up to S and every s_k
+
+    @property
+    def causal(self) -> bool:
+        """Return whether every token may attend to all before it in its row, where they stand."""
+        return self.context == 0 and all(len(item.tails) <= 1 for item in self.items)
+
+    @property
+    def allowed(self) -> Tensor:
+        """Causal, and a key must be of the context, the prefix or the query's own segment."""
+        segments = torch.from_numpy(self._segment)
+        width = segments.shape[1]
+        same = segments[:, None, :] == segments[:, :, None]
+        allowed = (same | (segments[:, None, :] == 0)) & torch.ones(width, width, dtype=torch.bool).tril()
+        return torch.cat([torch.ones(len(segments), width, self.context, dtype=torch.bool), allowed], dim=2)
+
+    def totals(self, nll: np.ndarray, context_nll: float) -> list[ItemScore]:
+        """Return the items' sums, from the NLL of every target and of the cached context."""
+        sums = np.repeat(np.arange(len(self._lengths)), self._lengths)
+        totals = np.bincount(sums, weights=nll, minlength=len(self._lengths))
+        scores, begin = [], 0
+        for item in self.items:
+            end = begin + 1 + len(item.tails)
+            scores.append(ItemScore(context_nll + totals[begin], totals[begin + 1 : end]))
+            begin = end
+        return scores
+
+
+class Head:
+    """A model's output embeddings, with the scale and soft cap that its configuration names.
+
+    What else a family does to its logits is not known here: the scorer compares with the model's own.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.head: nn.Linear = model.get_output_embeddings()
+        config = model.config.get_text_config()
+        names = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # the last two: Cohere, Granite
+        values = [getattr(config, name, None) for name in names]
+        self._softcap, scale, divisor = (v if isinstance(v, int | float) else None for v in values)
+        self._scale = scale or (1 / divisor if divisor else None)
+        adjusted = self._softcap is not None or self._scale is not None
+        plain = type(self.head) is nn.Linear and self.head.bias is None and not adjusted
+        self._plain = plain and self.head.weight.dtype == torch.float32
+        self._buffer: Tensor | None = None
+
+    def nll(self, hidden: Tensor, source: np.ndarray, target: np.ndarray, ignored: int | None) -> np.ndarray:
+        """Return -log p(target | state at source), float64 [Q]; hidden [B, T, H], source: flat positions.
+
+        ignored: targets with this id cost nothing.
+        """
+        # The state before the tails predicts one token per tail: its logits are computed once.
+        positions, pair_state = np.unique(source, return_inverse=True)
+        order = np.argsort(pair_state, kind="stable")
+        device = self.head.weight.device
+        states = hidden.reshape(-1, hidden.shape[-1])[torch.from_numpy(positions).to(device)]
+        rows, targets = (torch.from_numpy(ids[order]).to(device) for ids in (pair_state, target))
+        step = max(1, HEAD_BYTES // (4 * self.head.weight.shape[0]))
+        cuts = torch.searchsorted(rows, torch.arange(0, len(states) + step, step, device=device)).tolist()
+        parts = [torch.zeros(0, dtype=torch.float64, device=device)]
+        for i, (lo, hi) in enumerate(itertools.pairwise(cuts)):
+            if lo < hi:
+                log_p = self._log_softmax(states[i * step : (i + 1) * step], step)
+                parts.append(-log_p[rows[lo:hi] - i * step, targets[lo:hi]].double())
+        sorted_nll = torch.cat(parts)
+        if ignored is not None:
+            sorted_nll = sorted_nll.masked_fill(targets == ignored, 0.0)
+        nll = np.empty(len(source))
+        nll[order] = sorted_nll.cpu().numpy()
+        return nll
+
+    def _log_softmax(self, states: Tensor, rows: int) -> Tensor:
+        """Return log p over the vocabulary, float32 [M, V], M <= rows. On a CPU the next call overwrites it.
+
+        There every large new tensor costs as much in page faults as in arithmetic, so one buffer serves all:
+        matrix product and softmax together take less than half the time.
+        """
+        if self.head.weight.device.type != "cpu":
+            return self._logits(states).log_softmax(dim=-1)
+        if self._buffer is None:
+            self._buffer = torch.empty(rows, self.head.weight.shape[0])
+        logits = self._buffer[: len(states)]
+        if self._plain:
+            torch.mm(states, self.head.weight.t(), out=logits)
+        else:
+            logits.copy_(self._logits(states))
+        return torch.ops.aten._log_softmax.out(logits, -1, False, out=logits)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """Return the logits as the model would, in float32."""
+        logits = self.head(states)
+        if self._scale is not None:
+            logits = logits * self._scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits.float()
+
+
+class PrefixScorer:
+    """Scores Items with a causal LM. budget: tokens per batch, padding included; say: told when the model
+    cannot be scored in the fastest way.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, budget: int = BUDGET, say: Callable[[str], None] = log.warning
+    ) -> None:
+        self.model = model.eval()
+        self.budget, self._say = budget, say
+        parameter = next(model.parameters())
+        self._device, self._dtype = parameter.device, parameter.dtype
+        self._vocabulary = len(model.get_input_embeddings().weight)
+        self._ignored: int | None = None
+        self._compared = 0  # longest prompt on which the way of scoring was compared
+        self.way = TREE
+        config = model.config.get_text_config()
+        without_head = model.get_output_embeddings() is None or model.base_model is model
+        if without_head or depends_on_length(config):
+            self._fall_back_to(OWN)
+            return
+        self._head = Head(model)
+        if not attends_everywhere(config):
+            self._fall_back_to(WHOLE)
+        self._fall_back_until_equal(made_up_items(self._vocabulary))
+
+    @torch.inference_mode()
+    def score(
+        self, items: Sequence[Item], ignored: int | None = None, advance: Advance = lambda count: None
+    ) -> list[ItemScore]:
+        """Return scores in the order of `items`. ignored: targets with this id cost nothing.
+
+        Raises UserError when a token is not of the model's vocabulary, NotFiniteError when a sum is NaN or
+        infinite.
+        """
+        if not items:
+            return []
+        largest = max(int(ids.max()) for item in items for ids in (item.prefix, *item.tails) if len(ids))
+        if largest >= self._vocabulary:
+            raise UserError(
+                f"a prompt has the token id {largest}, but the model has {self._vocabulary} embeddings: "
+                "its tokenizer does not belong to it",
+                code="tokenizer",
+            )
+        by_length = sorted(range(len(items)), key=lambda i: items[i].longest)
+        longest = items[by_length[-1]].longest
+        if self.way != OWN and longest > LONGER * self._compared:
+            samples = [items[i] for i in {by_length[0], by_length[-1]}]
+            if not self._equal(samples, lambda item: self._score_trees([item], [([0], 0)])[0]):
+                self._fall_back_until_equal(samples)
+            self._compared = longest
+        self._ignored = ignored
+        scores = self._score(items, advance)
+        if not all(np.isfinite(score.prefix) and np.isfinite(score.tails).all() for score in scores):
+            raise NotFiniteError("its likelihoods are not finite (NaN or infinite)")
+        return scores
+
+    # --- which way ----------------------------------------------------------------------------------------
+
+    def _fall_back_to(self, way: str) -> None:
+        self.way = way
+        self._say(f"{type(self.model).__name__} is scored as {WAYS[way]}, which is slower and exact")
+
+    @torch.inference_mode()
+    def _fall_back_until_equal(self, items: Sequence[Item]) -> None:
+        """Take the first way, from the present one on, that gives the sums of the model's own forward."""
+        while self.way != OWN and not self._equal(items, self._score_own):
+            self._fall_back_to(WHOLE if self.way == TREE else OWN)
+
+    def _equal(self, items: Sequence[Item], alone: Callable[[Item], ItemScore]) -> bool:
+        """Return whether the present way gives, up to rounding, what `alone` gives for whole prompts.
+
+        The first and the last prompt of every item are compared; NaN equals nothing.
+        """
+        self._ignored = None
+        try:
+            for item, ours in zip(items, self._score(items, lambda count: None), strict=True):
+                prompts = item.alone()
+                for k in {0, len(prompts) - 1}:
+                    reference = alone(prompts[k])
+                    pairs = [(len(item.prefix), ours.prefix, reference.prefix)]
+                    if item.tails:
+                        pairs.append((len(item.tails[k]), ours.tails[k], reference.tails[0]))
+                    for tokens, value, other in pairs:
+                        if not abs(value - other) <= ROUNDING[self._dtype] * (tokens + abs(other)):
+                            return False
+            return True
+        except Exception as error:  # families refuse a mask, a cache or positions in many ways
+            log.debug("%s: %s: %s", self.way, type(error).__name__, error)
+            return False
+
+    # --- scoring ------------------------------------------------------------------------------------------
+
+    def _score(self, items: Sequence[Item], advance: Advance) -> list[ItemScore]:
+        if self.way == TREE:
+            return self._score_trees(items, groups(items), lambda numbers: advance(len(numbers)))
+        prompts = [prompt for item in items for prompt in item.alone()]
+        ends = np.cumsum([max(len(item.tails), 1) for item in items])
+
+        def finished(numbers: list[int]) -> None:
+            advance(int(np.isin(ends - 1, numbers).sum()))
+
+        if self.way == WHOLE:
+            scores = self._score_trees(prompts, [(list(range(len(prompts))), 0)], finished)
+        else:
+            scores = []
+            for number, prompt in enumerate(prompts):
+                scores.append(self._score_own(prompt))
+                finished([number])
+        parts = [scores[end - max(len(item.tails), 1) : end] for item, end in zip(items, ends, strict=True)]
+        return [ItemScore(part[0].prefix, np.concatenate([score.tails for score in part])) for part in parts]
+
+    def _score_own(self, prompt: Item) -> ItemScore:
+        """Return the score of a prompt, an item with one tail at most, by the model's own forward."""
+        row = torch.from_numpy(np.concatenate([prompt.prefix, *prompt.tails]))[None].to(self._device)
+        logits, targets = self.model(input_ids=row, use_cache=False).logits[0, :-1], row[0, 1:]
+        step = max(1, HEAD_BYTES // (4 * logits.shape[-1]))
+        parts = [torch.zeros(0, dtype=torch.float64, device=self._device)]
+        for part, labels in zip(logits.split(step), targets.split(step), strict=True):
+            parts.append(-part.float().log_softmax(dim=-1).gather(1, labels[:, None])[:, 0].double())
+        nll = torch.cat(parts)
+        if self._ignored is not None:
+            nll = nll.masked_fill(targets == self._ignored, 0.0)
+        losses, split = nll.cpu().numpy(), len(prompt.prefix) - 1  # of tokens 2..N
+        tails = [losses[split + prompt.unscored(k) :].sum() for k in range(len(prompt.tails))]
+        return ItemScore(float(losses[:split].sum()), np.array(tails, dtype=np.float64))
+
+    def _score_trees(
+        self,
+        items: Sequence[Item],
+        parts: list[tuple[list[int], int]],
+        finished: Callable[[list[int]], None] = lambda numbers: None,
+    ) -> list[ItemScore]:
+        """Return the scores of items, by `parts` of them that share a beginning of so many tokens."""
+        result: dict[int, ItemScore] = {}
+        for members, context in parts:
+            cache, context_nll = None, 0.0
+            if context:
+                ids = items[members[0]].prefix[: context + 1]
+                row = torch.from_numpy(ids[None, :context]).to(self._device)
+                out = self.model.base_model(input_ids=row, use_cache=True)
+                cache = out.past_key_values
+                hidden = out.last_hidden_state
+                context_nll = self._head.nll(hidden, np.arange(context), ids[1:], self._ignored).sum()
+            lengths = {i: items[i].fed - context for i in members}
+            for numbers in batches(lengths, self.budget, self._device, context):
+                batch = TreeBatch([items[i] for i in numbers], context)
+                hidden = self._forward(batch, cache)
+                nll = self._head.nll(hidden, batch.source, batch.target, self._ignored)
+                result |= zip(numbers, batch.totals(nll, context_nll), strict=True)
+                finished(numbers)
+        return [result[i] for i in range(len(items))]
+
+    def _forward(self, batch: TreeBatch, shared: DynamicCache | None) -> Tensor:
+        """Return hidden states [B, T, H]. shared: keys and values of the beginning of all rows."""
+        ids = torch.from_numpy(batch.ids).to(self._device)
+        if batch.causal:  # nobody sees the padding on the right; without a mask attention takes half the time
+            return self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+        forbidden = ~batch.allowed.to(self._device)
+        mask = torch.zeros(forbidden.shape, dtype=self._dtype, device=self._device)
+        mask.masked_fill_(forbidden, torch.finfo(self._dtype).min)
+        cache = None
+        if shared is not None:
+            from transformers import DynamicCache
+
+            cache = DynamicCache()
+            for layer, states in enumerate(shared.layers):
+                shape = (len(batch.ids), -1, -1, -1)
+                cache.update(states.keys.expand(shape), states.values.expand(shape), layer)
+        out = self.model.base_model(
+            input_ids=ids,
+            position_ids=torch.from_numpy(batch.positions).to(self._device),
+            attention_mask=mask[:, None],
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        return out.last_hidden_state
+
+
+def made_up_items(vocabulary: int) -> list[Item]:
+    """Return small items of every shape: with a shared beginning, tails of different lengths, one tail."""
+    ids = (np.arange(MIN_CONTEXT + 24) * 7919 + 13) % vocabulary
+    start = ids[: MIN_CONTEXT + 4]
+    shared = [
+        Item(np.concatenate([start, ids[-8 - j : -4 - j]]), [ids[3:6], ids[8:9], ids[1:5]], "probe")
+        for j in range(4)
+    ]
+    far = Item(ids[:9], [ids[4:20], ids[7:30], ids[2:22], ids[11:20]])
+    alone = [Item(ids[j : 6 + 2 * j], [ids[9:12]], "alone") for j in range(4)]
+    return [*shared, far, Item(ids[:9], [ids[4:6], ids[7:10]]), Item(ids[5:6], [ids[9:12]]), *alone]
+
+
+def attends_everywhere(config: Any) -> bool:
+    """Return whether every layer sees all earlier tokens.
+
+    Windows are built into 2-D masks, which a 4-D one replaces, and are longer than what a probe can afford.
+    """
+    kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+    if kinds:
+        return set(kinds) <= {"full_attention", "attention", "global"}
+    return not any(
+        getattr(config, name, None) and getattr(config, f"use_{name}", True) is not False for name in WINDOWS
+    )
+
+
+def depends_on_length(config: Any) -> bool:
+    """Return whether a prompt's scores depend on how long other prompts of its batch are."""
+    return any(f"'{kind}'" in str(config.to_dict()) for kind in LENGTH_DEPENDENT)
+
+
+@torch.inference_mode()
+def is_causal(model: Any) -> bool:
+    """Return whether scores depend on earlier tokens only. Raises NotFiniteError when they are NaN."""
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    ids = (torch.arange(8, device=next(model.parameters()).device) * 7919 + 13) % vocabulary
+    changed = ids.clone()
+    changed[-1] = (ids[-1] + 1) % vocabulary
+    logits = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in (ids, changed)]
+    if not all(bool(scores.isfinite().all()) for scores in logits):
+        raise NotFiniteError("its logits are not finite (NaN or infinite)")
+    # The same arithmetic twice: where only the past counts there is hardly any rounding to forgive.
+    forgiven = ROUNDING[model.dtype] / 10 * float(logits[0].abs().max())
+    return float((logits[0] - logits[1])[:-1].abs().max()) <= forgiven

@@ -1,0 +1,1 @@
+"""Results on disk, and statistics over them."""

@@ -1,0 +1,1 @@
+"""Experiment files: run every configuration and gather a table."""

@@ -1,0 +1,1 @@
+"""Which rows each step trains on, and the tensors made from them."""

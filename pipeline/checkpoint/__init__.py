@@ -1,0 +1,1 @@
+"""Checkpoints: saving, copies, and what a run must share with the one it resumes."""

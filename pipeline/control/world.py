@@ -1,0 +1,209 @@
+"""The ranks of a run: who waits for whom and for how long, and which exit code a failed rank ends with.
+
+| class of error | before the first step of a launch | later |
+|---|---|---|
+| the hardware or driver of this host | 1 | 1 |
+| another rank was lost, or never reached | 1 | 1 |
+| a disk, file server or connection that may come back | 1 | 1 |
+| a file that is missing, damaged or may not be opened | 2 | 2 |
+| out of memory, on a GPU or the host | 2 | 1 |
+| anything else, such as a bug or a library that is missing | 2 | 1 |
+
+Code 1 is worth another start, perhaps on another host; code 2 is not. A launch that resumes a run is no
+exception: what it has not reached again may still be a mistake, and a GPU that is broken still is hardware.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import OutOfMemoryError
+from torch.distributed import distributed_c10d
+
+from emo.common.errors import LASTING, ExitCode, UserError, may_pass, one_line
+
+from .heartbeat import accounted, late
+from .run_dir import RANKS, TRACE
+from .stop import RESUME, node_name
+
+T = TypeVar("T")
+
+SETTLED = 5.0  # seconds after which whoever waited has said so
+PATIENCE = 60.0  # minutes: loading, saving and exporting, where one rank may work while the others wait
+
+
+class World(NamedTuple):
+    """This process among the ranks."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """Return `value` of every rank, in rank order, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def first_reason(reason: str | None) -> str | None:
+    """Return the reason of the first rank that has one, on every rank; all must call."""
+    return next((text for text in gather_objects(reason) if text is not None), None)
+
+
+def agreed(work: Callable[[], T]) -> T:
+    """Return what `work` returns on this rank; a UserError of any rank is raised on all, which must call."""
+    result, error = None, None
+    try:
+        result = work()
+    except UserError as mistake:
+        error = mistake
+    errors = gather_objects((socket.gethostname(), error))
+    for host, first in errors:
+        if first is not None:
+            text = str(first) if all(e is not None for _, e in errors) else f"on {host}: {first}"
+            raise type(first)(text, code=first.code)
+    return cast("T", result)
+
+
+def on_main(world: World, work: Callable[[], None]) -> None:
+    """Run `work` on rank 0 while the others wait; its UserError is raised on all ranks. All must call."""
+    agreed(work if world.is_main else lambda: None)
+
+
+def wait_at_most(minutes: float, spare: Any = None) -> None:
+    """Set how long a collective may take before it counts as failed, in every group except `spare`."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not spare:
+            distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=minutes), group)
+
+
+@contextlib.contextmanager
+def patience(minutes: float, spare: Any = None) -> Iterator[None]:
+    """Let ranks wait for PATIENCE minutes within the block, afterwards for `minutes`."""
+    wait_at_most(PATIENCE, spare)
+    yield
+    wait_at_most(minutes, spare)
+
+
+def record_collectives(run_dir: Path) -> None:
+    """Have NCCL record its collectives, and where a rank waits in vain leave traces in the run directory.
+
+    What the user has set stays.
+    """
+    settings = {
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(run_dir.absolute() / RANKS / TRACE),
+        "TORCH_NCCL_DESYNC_DEBUG": "1",  # NCCL's watchdog then says where each rank stood
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def missed(run_dir: Path, world: World) -> str | None:
+    """Return which rank this one, and others, waited for in vain; None where that cannot be told.
+
+    The other ranks that waited notice it at about the same time; theirs are waited for a little.
+    """
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        trace = torch._C._distributed_c10d._dump_fr_trace()  # type: ignore[attr-defined]
+        with contextlib.suppress(OSError):
+            (run_dir / RANKS / f"{TRACE}{world.rank}").write_bytes(trace)
+    end = time.monotonic() + SETTLED
+    while not accounted(run_dir) and time.monotonic() < end:
+        time.sleep(0.2)
+    return late(run_dir)
+
+
+def end_world() -> None:
+    """Leave the process group."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# What gloo and NCCL say, in small letters, of a rank that is gone or was never reached. Their other errors
+# are about this host: two ranks on one GPU, too little shared memory.
+LOST = re.compile(
+    r"connection closed by peer|connection reset by peer|broken pipe|timed out|wait timeout|socket timeout|"
+    r"connection refused|no route to host|network is unreachable|failed to recv, got 0 bytes|"
+    r"connection was likely closed|possible application crash on rank|ncclremoteerror|"
+    r"exit of a remote peer|communicator was aborted|watchdog caught"
+)
+# What CUDA, its libraries and the driver say, in small letters, of a device that fails. A kernel that reads
+# where it must not, and memory that is too small, are not among them.
+DEVICE = re.compile(
+    r"\becc error|nvlink error|uncorrectable (ecc|nvlink)|double.bit|hardware (stack )?error|"
+    r"row remap|\bxid\b|fallen off the bus|gpu is lost|requires reset|busy or unavailable|"
+    r"no (cuda-capable device|cuda gpus)|system not (yet )?initialized|cuda (error: )?unknown error|"
+    r"driver/library version mismatch|(cuda error:|driver) initialization (error|failed)"
+)
+# NCCL's errors name no culprit: this device, a network card, or a host far away.
+NETWORK = re.compile(r"ncclsystemerror|unhandled system error|ncclunhandledcudaerror|unhandled cuda error")
+NEITHER = re.compile(r"out of memory|invalid usage|invalid device ordinal|illegal memory access")
+
+
+def lost_a_peer(error: Exception) -> bool:
+    """Return whether a rank could not be reached, or a collective failed because it has died or hangs."""
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    return isinstance(error, RuntimeError) and several and LOST.search(str(error).lower()) is not None
+
+
+def broken_device(error: BaseException, signs: re.Pattern[str] = DEVICE) -> bool:
+    """Return whether a device or driver of this host failed, here or in what led to this error."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, RuntimeError) and not isinstance(cause, OutOfMemoryError):
+            text = str(cause).lower()
+            if signs.search(text) and not NEITHER.search(text):
+                return True
+        cause = cause.__cause__ or cause.__context__
+    return False
+
+
+def explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
+    """Return the exit code of an error, and the line for it where no traceback is needed.
+
+    advanced: a step was done since the start.
+    """
+    line = one_line(error)
+    if broken_device(error):
+        return ExitCode.FAILURE, f"a GPU or driver of {node_name()} failed ({line}); {RESUME} on other hosts"
+    # "os error" is what safetensors calls a failed write
+    if isinstance(error, LASTING) or (isinstance(error, SafetensorError) and "os error" not in line):
+        return ExitCode.MISTAKE, line
+    if lost_a_peer(error):
+        lost = "lost" if dist.is_initialized() else "did not reach"
+        known = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))  # of `missed`
+        why = f"which may have said why ({one_line(error, 150)}){known}; {RESUME} from the last checkpoint"
+        return ExitCode.FAILURE, f"rank {os.environ.get('RANK', '0')} {lost} another rank, {why}"
+    if broken_device(error, NETWORK):
+        return ExitCode.FAILURE, f"NCCL failed on {node_name()} ({line}); {RESUME}"
+    passing = "os error" in line or (isinstance(error, OSError) and may_pass(error))
+    if isinstance(error, OSError | SafetensorError) and (advanced or passing):
+        return ExitCode.FAILURE, f"{line}; when that is cured, {RESUME} from the last checkpoint"
+    if isinstance(error, OutOfMemoryError | MemoryError) and not advanced:
+        problem = f"out of memory before the first step was done ({one_line(error, 200)})"
+        cure = (
+            "set a smaller train.micro_batch_size, model.activation_checkpointing=true, or a DeepSpeed file"
+        )
+        return ExitCode.MISTAKE, f"{problem}; {cure} with a higher ZeRO stage; `emo plan` says what fits"
+    return ExitCode.FAILURE if advanced else ExitCode.MISTAKE, None

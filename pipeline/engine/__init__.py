@@ -1,0 +1,1 @@
+"""The DeepSpeed engine, its configuration and the devices it runs on."""

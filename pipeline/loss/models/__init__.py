@@ -1,0 +1,1 @@
+"""The fused loss inside Hugging Face models."""

@@ -1,0 +1,1 @@
+"""The model that trains: how it is built, checked and exported."""

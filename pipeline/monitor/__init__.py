@@ -1,0 +1,1 @@
+"""What a run logs, measures and watches for while it trains."""
