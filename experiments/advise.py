@@ -147,7 +147,8 @@ def fit_of_recipe(config: RunConfig, text: TokenDataset) -> float:
     """Return how well a recipe's costs tell what its model confuses in a text."""
     from emo.pipeline.engine.devices import on_gpu, usable_attention
     from emo.pipeline.loss import CostEmbedding, get_objective
-    from emo.pipeline.model.build import check_fits, load_losses, load_pretrained, model_config, origin
+    from emo.pipeline.model.build import check_fits, load_pretrained, model_config
+    from emo.pipeline.model.objectives import load_losses
 
     hf_config = model_config(config.model)
     check_fits(hf_config, config.model, text.manifest)
@@ -157,7 +158,7 @@ def fit_of_recipe(config: RunConfig, text: TokenDataset) -> float:
             f"objective.cost={config.objective.cost} is not known before training", code="live-cost"
         )
     attn = usable_attention(config.model, hf_config)
-    model: Any = load_pretrained(*origin(config), config.model.dtype, attn).eval()
+    model: Any = load_pretrained(*config.initial_weights(), config.model.dtype, attn).eval()
     if on_gpu():
         model.cuda()
     probabilities, targets = [], []

@@ -18,9 +18,10 @@ from emo.data_prep.config import DataConfig
 from .batches.config import BatchConfig
 from .checkpoint.config import SavingConfig
 from .control.config import LimitsConfig
+from .control.run_dir import INITIAL
 from .engine.config import OptimizerConfig
-from .loss.config import ObjectiveConfig
 from .model.config import ModelConfig
+from .model.objective_config import ObjectiveConfig
 from .monitor.config import MonitorConfig
 
 
@@ -51,6 +52,12 @@ class RunConfig(Section):
                 "train.head_lr_ratio=1 goes with model.lora, whose adapters leave the head alone"
             )
         return self
+
+    def initial_weights(self) -> tuple[str, str | None]:
+        """Return the directory or hub id of the weights before training, and the commit of a hub model."""
+        if self.model.path is None:
+            return str(self.output_dir / INITIAL), None
+        return self.model.path, self.model.revision
 
 
 def load_config(path: Path, overrides: list[str]) -> RunConfig:

@@ -56,18 +56,10 @@ from .engine.devices import on_gpu
 from .engine.engine import Engine, Sums
 from .engine.hardware import accelerator
 from .engine.pace import device_facts
-from .model.build import (
-    Losses,
-    build_model,
-    check_model,
-    load_losses,
-    measuring,
-    packed,
-    warn_of_twins,
-    write_initial_weights,
-)
+from .model.build import build_model, check_model, packed, write_initial_weights
 from .model.export import export_model
 from .model.kernels import check_kernels
+from .model.objectives import Losses, load_losses, measuring, warn_of_twins
 from .model.teacher import add_teacher, teacher_identity
 from .monitor.console import Console
 from .monitor.launches import Launch

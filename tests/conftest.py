@@ -29,7 +29,6 @@ torch.set_num_threads(1)
 tqdm.set_lock(threading.RLock())
 
 REPO = Path(__file__).resolve().parents[1]
-LAUNCHING = "tests.helpers.launching"  # the helper that starts real runs
 NO_DATA = "no real data (make data fetches what is public, SHARED_DATA=DIR names where it is)"
 NO_TIME = "no time (make test runs them all)"
 BEGAN = time.monotonic()
@@ -86,9 +85,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     `-k objectives` takes all tests of the loss library.
     """
     for item in items:
-        if item.path.is_relative_to(REPO / "tests" / "loss"):
+        if item.path.is_relative_to(REPO / "tests" / "unit" / "loss"):
             item.extra_keyword_matches.add("objectives")
-        members = vars(item.module).values()
-        if any(LAUNCHING in (getattr(v, "__name__", ""), getattr(v, "__module__", "")) for v in members):
+        if item.path.is_relative_to(REPO / "tests" / "launch"):
             item.add_marker("launch")
     items.sort(key=lambda item: item.get_closest_marker("launch") is None)

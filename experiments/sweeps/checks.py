@@ -15,7 +15,7 @@ from emo.data_prep.sources.inputs import open_inputs
 from emo.eval.results import store
 from emo.pipeline.batches.config import solve_batch
 from emo.pipeline.config import RunConfig
-from emo.pipeline.loss.config import COSTS
+from emo.pipeline.model.objective_config import COSTS
 
 from .design import Experiment, Run, fill, split_command, validation_metrics
 from .sweep import Sweep
@@ -27,7 +27,7 @@ def check(sweep: Sweep, local: bool) -> None:
     local: the runs shall begin on this machine; their files must be there, except what `before` makes.
     """
     from emo.pipeline.engine.ds_config import deepspeed_config
-    from emo.pipeline.model.build import training_objective
+    from emo.pipeline.model.objectives import training_objective
 
     experiment, examined = sweep.experiment, set()  # what several runs have in common is looked at once
     sweep.before()

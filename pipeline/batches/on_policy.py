@@ -30,10 +30,9 @@ from ..config import RunConfig
 from ..control.world import gather_objects
 from ..engine.engine import Engine
 from ..loss import plan_tokens
-from ..loss.config import as_schedule
 from ..loss.models.head import BOUNDS, DOMAIN, LONGEST, segments
-from ..model.build import judged_objective
 from ..model.export import unwrap
+from ..model.objectives import as_schedule, judged_objective
 from .loader import StepBatch
 
 

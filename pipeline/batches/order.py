@@ -33,8 +33,8 @@ import numpy as np
 
 from emo.common.errors import UserError, nearest
 
-from ..loss.config import as_schedule
 from ..loss.schedule import Ramp
+from ..model.objectives import as_schedule
 from .config import MixtureConfig
 
 STAIRS = 1024  # of a ramp at most

@@ -25,11 +25,11 @@ from ..control.run_dir import DATA_HASHES
 from ..control.world import World, gather_objects
 from ..engine.devices import usable_attention
 from ..loss import fuse_model, get_objective, probe_model
-from ..loss.config import BASE, TeacherConfig
 from ..loss.models.frozen import BaseTeacher, Frozen, LiveTeacher
 from ..loss.models.head import refusal
-from .build import load_pretrained, model_config, origin
+from .build import load_pretrained, model_config
 from .config import ModelConfig
+from .objective_config import BASE, TeacherConfig
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def teacher_config(config: RunConfig) -> ModelConfig | None:
         return ModelConfig(path=teacher.model, revision=teacher.revision, **options)
     if config.model.lora is not None:
         return None
-    path, revision = origin(config)
+    path, revision = config.initial_weights()
     return ModelConfig(path=path, revision=revision, **options)
 
 

@@ -34,19 +34,13 @@ from ..checkpoint.identity import Identity
 from ..config import RunConfig, TrainConfig
 from ..engine.devices import check_gpus, usable_attention
 from ..engine.ds_config import check_host, deepspeed_config, parameter_groups
-from ..loss.config import COSTS
 from ..loss.cost_files import FILES, load_cost
 from ..loss.objectives import Objective
 from ..model import kernels
-from ..model.build import (
-    add_lora,
-    check_context,
-    check_fits,
-    model_config,
-    objective_parts,
-    training_objective,
-)
+from ..model.build import add_lora, check_context, check_fits, model_config
 from ..model.export import exported_tensors, sample_rows, unwrap, write_rest
+from ..model.objective_config import COSTS
+from ..model.objectives import objective_parts, training_objective
 from ..model.readers import check_tokenizer
 from ..model.teacher import check_teacher
 from ..monitor.samples import prompt_ids

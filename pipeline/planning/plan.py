@@ -38,10 +38,10 @@ from ..config import RunConfig, load_config
 from ..engine.devices import on_gpu
 from ..engine.ds_config import deepspeed_config, zero_stage
 from ..engine.hardware import GB, GIB, NODE, Cluster, basis
-from ..loss.config import BASE, ends
 from ..loss.objectives import Objective
 from ..model.build import model_config
 from ..model.export import unwrap
+from ..model.objective_config import BASE, ends
 from ..model.teacher import KEY, teacher_config
 from . import footprint
 from .checks import Ready, check

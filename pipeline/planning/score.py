@@ -28,7 +28,7 @@ from ..config import RunConfig
 from ..engine.devices import check_gpus, on_gpu, usable_attention
 from ..loss import Teacher, fuse_model, get_objective, probe_model
 from ..loss.fused import token_nll
-from ..model.build import check_fits, load_pretrained, model_config, origin
+from ..model.build import check_fits, load_pretrained, model_config
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool, top_
             scores.clear(data, name)
         scores.begin(data, name, about)
     attn = usable_attention(config.model, hf_config)
-    model: Any = load_pretrained(*origin(config), config.model.dtype, attn)
+    model: Any = load_pretrained(*config.initial_weights(), config.model.dtype, attn)
     model.eval().requires_grad_(False)
     if on_gpu():
         model.cuda()

@@ -16,7 +16,7 @@ import tempfile
 
 from tests.conftest import REPO
 
-COMMAND = [sys.executable, "-m", "pytest", "-n", "0", "tests/pipeline/test_hf_trl.py"]
+COMMAND = [sys.executable, "-m", "pytest", "-n", "0", "tests/unit/pipeline/test_hf_trl.py"]
 
 
 def main(versions: list[str]) -> int:

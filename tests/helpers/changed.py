@@ -10,9 +10,9 @@ from pathlib import Path
 
 from tests.conftest import REPO
 
-ROOMS = ("common", "data_prep", "loss", "pipeline", "eval", "experiments")
-# A change in a folder is tested by these; the first prefix that fits counts.
-# A format is also tested where it is read.
+PACKAGES = ("common", "data_prep", "loss", "pipeline", "eval", "experiments")
+# Each path's tests, in tests/unit and tests/launch. The first prefix that fits counts. A file format is also
+# tested where it is read.
 NEEDED = {
     "pipeline/loss/": ["loss", "pipeline/test_model.py", "pipeline/test_hf.py"],
     "pipeline/control/run_dir.py": ["pipeline", "eval/test_watch.py"],
@@ -28,7 +28,7 @@ NEEDED = {
     **{key: ["test_packaging.py"] for key in ("CHANGELOG.md", "CITATION.cff", "LICENSE")},
     **{key: ["test_packaging.py", "test_private_apis.py"] for key in ("pyproject.toml", "requirements.lock")},
     **{key: [] for key in ("tests/bench/", "tests/campaigns/")},
-    **{f"tests/{room}/": [room] for room in ROOMS},
+    **{f"tests/{kind}/{package}/": [package] for package in PACKAGES for kind in ("unit", "launch")},
 }
 
 
@@ -47,14 +47,14 @@ def needed(files: list[str]) -> list[str]:
     folders: set[str] = set()
     for file in files:
         if file.startswith("tests/") and Path(file).match("test_*.py"):  # itself
-            folders.add(file.removeprefix("tests/"))
+            folders.add(file.split("/", 2)[-1])
             continue
         fitting = next((tests for prefix, tests in NEEDED.items() if file.startswith(prefix)), None)
         if fitting is None:
             return ["tests"]
         folders |= set(fitting)
-    paths = (REPO / "tests" / name for name in sorted(folders))
-    return ["tests/test_repository.py", *(str(p.relative_to(REPO)) for p in paths if p.exists())]
+    paths = (REPO / "tests" / kind / name for name in sorted(folders) for kind in ("unit", "launch"))
+    return ["tests/unit/test_repository.py", *(str(p.relative_to(REPO)) for p in paths if p.exists())]
 
 
 if __name__ == "__main__":

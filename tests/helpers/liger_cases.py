@@ -1,8 +1,8 @@
 """Liger's kernels in tiny models, run by Triton's interpreter.
 
-Collected only by `tests/pipeline/test_kernels.py`, in a process of its own, where liger-kernel is installed.
-The interpreter hands a kernel floats as Python's, and knows no function of CUDA's library; both are mended
-here, and bfloat16 it does not compute.
+Collected only by `tests/unit/pipeline/test_kernels.py`, in a process of its own, where liger-kernel is
+installed. The interpreter hands a kernel floats as Python's, and knows no function of CUDA's library. Both
+are fixed here. It cannot compute in bfloat16.
 """
 
 from __future__ import annotations

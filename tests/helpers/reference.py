@@ -21,7 +21,7 @@ SCHEMA = REPO / "docs" / "recipe.schema.json"
 HEADER = """# Recipe reference
 
 Every key of a recipe. `make reference` writes this page and [the JSON schema](recipe.schema.json) from the
-models in `data_prep/config.py` and `pipeline/config.py`. An editor with YAML support completes and checks
+models in `data_prep/config.py` and `pipeline/*/config.py`. An editor with YAML support completes and checks
 keys when a recipe begins with this line:
 
 ```yaml
@@ -47,13 +47,16 @@ def sections(cls: type[Section]) -> dict[str, type[Section]]:
 
 
 def meanings(cls: type[Section]) -> dict[str, str]:
-    """Return the text below each field of a section in its source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
-    return {
-        field.target.id: inspect.cleandoc(text.value.value)
-        for field, text in pairwise(body)
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
-    }
+    """Return the text below each field of a section, and of those it inherits from, in the source."""
+    texts: dict[str, str] = {}
+    for base in reversed([base for base in cls.__mro__ if issubclass(base, Section) and base is not Section]):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
+        texts |= {
+            field.target.id: inspect.cleandoc(text.value.value)
+            for field, text in pairwise(body)
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+        }
+    return texts
 
 
 def schema() -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The Triton kernels against float64, run by Triton's interpreter.
 
-Collected only by `tests/loss/test_triton.py`, in a process of its own: Triton decides between its
+Collected only by `tests/unit/loss/test_triton.py`, in a process of its own: Triton decides between its
 interpreter and its compiler (TRITON_INTERPRET=1) when it is first imported.
 """
 
@@ -20,9 +20,9 @@ from emo.pipeline.loss.teacher import Teacher, TeacherRows
 from tests.helpers.loss_reference import agree, fused_step, reference, relative_error, stored_for, top
 from tests.helpers.loss_reference import inputs as reference_inputs
 from tests.helpers.refusals import refused
-from tests.loss import test_divergences as against
-from tests.loss.test_cost import padded_everywhere
-from tests.loss.test_objectives import ONE_TARGET, composes, make
+from tests.unit.loss import test_divergences as against
+from tests.unit.loss.test_cost import padded_everywhere
+from tests.unit.loss.test_objectives import ONE_TARGET, composes, make
 
 V, H = 150, 12
 

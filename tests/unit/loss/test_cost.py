@@ -31,7 +31,7 @@ from tests.helpers.families import VOCAB, family
 from tests.helpers.loss_reference import agree, cost_matrix, fused_step, reference, unit_rows
 from tests.helpers.refusals import refused
 from tests.helpers.waits import waits
-from tests.loss.test_objectives import ONE_TARGET, make
+from tests.unit.loss.test_objectives import ONE_TARGET, make
 
 V, H = 4500, 24  # above 4096 a CPU takes the row loop
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -24,7 +24,7 @@ from tests.helpers.loss_reference import (
 )
 from tests.helpers.refusals import refused
 from tests.helpers.waits import shapes
-from tests.loss.test_objectives import ONE_TARGET, SIGNED, STEPPED, composes, make
+from tests.unit.loss.test_objectives import ONE_TARGET, SIGNED, STEPPED, composes, make
 
 N, V, H = 70, 53, 12
 SETTINGS = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])

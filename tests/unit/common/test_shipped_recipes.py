@@ -24,8 +24,8 @@ def commands(recipe: Path) -> list[str]:
     return [re.sub(r"\s+\(.*\)$", "", line.strip()) for line in lines]
 
 
-# Those left out continue what quickstart-pretrain exports (tests/pipeline/test_job_files.py), or what an
-# experiment makes, whose tests run the command in the header.
+# Those left out continue what quickstart-pretrain exports (tests/launch/pipeline/test_job_files.py), or what
+# an experiment makes, whose tests run the command in the header.
 ALONE = [
     recipe
     for recipe in RECIPES

@@ -13,7 +13,7 @@ from emo.pipeline.model.config import ModelConfig
 from emo.pipeline.model.kernels import check_host, check_kernels, replaced
 from tests.helpers.families import by_hand, family
 from tests.helpers.refusals import refused
-from tests.loss.test_triton import run
+from tests.unit.loss.test_triton import run
 
 IDS = torch.arange(24).view(2, 12)
 

@@ -11,8 +11,6 @@ from emo.common.config.objective_names import objective_hint, registered, writte
 from emo.common.config.recipe import Section
 from emo.common.errors import nearest
 
-from .schedule import Ramp
-
 
 class RampConfig(Section):
     """A number that moves in a straight line over the first steps and then stays."""
@@ -108,7 +106,7 @@ Teachers = Annotated[TeacherConfig | Literal["base"] | None, BeforeValidator(_as
 
 def _check_objective(name: str, params: dict[str, float]) -> None:
     """Raise ValueError for an objective or an option that does not exist; programs are checked later."""
-    known = written_objectives(Path(__file__).parent)
+    known = written_objectives(Path(__file__).parents[1] / "loss")
     if name not in known:
         if ":" in name or name in registered():
             return
@@ -225,10 +223,3 @@ class ObjectiveConfig(Section):
             reason = "stored scores know the data's tokens alone" if self.compared else "nobody would judge"
             raise ValueError(f"on_policy needs teacher: {{model: PATH}} or base: {reason}")
         return self
-
-
-def as_schedule(weight: float | RampConfig) -> Ramp:
-    """Return a weight of a recipe as a function of the step; a number is constant."""
-    if isinstance(weight, RampConfig):
-        return Ramp(weight.first, weight.to, weight.steps)
-    return Ramp(weight, weight, 1)

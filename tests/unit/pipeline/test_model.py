@@ -24,17 +24,10 @@ from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.engine.devices import usable_attention
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective
 from emo.pipeline.model import export
-from emo.pipeline.model.build import (
-    Losses,
-    add_lora,
-    check_fits,
-    check_model,
-    load_pretrained,
-    measuring,
-    warn_of_twins,
-)
+from emo.pipeline.model.build import add_lora, check_fits, check_model, load_pretrained
 from emo.pipeline.model.config import ModelConfig
 from emo.pipeline.model.export import exported_tensors, write_shards
+from emo.pipeline.model.objectives import Losses, measuring, warn_of_twins
 from emo.pipeline.planning.checks import rehearse
 from tests.conftest import REPO
 from tests.helpers.corpus import random_dataset

@@ -24,7 +24,7 @@ from emo.pipeline.loss.models.hf import EMOLoss, FusedLossMixin, fuse_causal_lm,
 from tests.helpers.families import VOCAB, family, tiny_llama
 from tests.helpers.loss_reference import cost_matrix, losses_from_logits, relative_error, stored_for
 from tests.helpers.refusals import refused
-from tests.loss.test_objectives import ONE_TARGET, composes, make
+from tests.unit.loss.test_objectives import ONE_TARGET, composes, make
 
 LENGTH = 12
 

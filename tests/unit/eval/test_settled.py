@@ -14,9 +14,9 @@ from emo.eval.generation.records import read_records
 from emo.eval.generation.sampling import Sampler
 from emo.eval.generation.settled import Settled
 from emo.eval.model import EvaluatedModel
-from tests.eval.test_generation import requests
 from tests.helpers.evaluating import command, tiny_model
 from tests.helpers.refusals import refused
+from tests.unit.eval.test_generation import requests
 
 
 @pytest.fixture(scope="module")

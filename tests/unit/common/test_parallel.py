@@ -79,7 +79,7 @@ def test_modules_of_the_users_own_do_not_take_the_place_of_ours(tmp_path: Path) 
 import os, sys
 sys.path[0] = {str(REPO)!r}  # as an installed command has another
 from emo.common.parallel import Workers
-from tests.common.test_parallel import adding
+from tests.unit.common.test_parallel import adding
 with Workers(2, adding, 1) as workers: print([result for result, _ in workers.map([1, 2])])
 assert "PYTHONSAFEPATH" not in os.environ
 """

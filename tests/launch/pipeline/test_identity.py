@@ -27,11 +27,11 @@ from emo.pipeline.engine.engine import STATE_CLASSES, _only_data
 from emo.pipeline.model.export import _model_card
 from emo.pipeline.monitor.samples import prompt_ids
 from emo.pipeline.planning.checks import Ready, check
-from tests.common.test_untrusted import Harmful
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.families import family
 from tests.helpers.refusals import refused
+from tests.unit.common.test_untrusted import Harmful
 
 DATA = {"data": "f" * 64}  # an identity
 RECIPE = REPO / "launch/recipes/quickstart-pretrain.yaml"

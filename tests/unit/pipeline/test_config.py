@@ -24,7 +24,7 @@ from emo.pipeline.engine import ds_config as ds_file
 from emo.pipeline.engine.config import lr_at
 from emo.pipeline.engine.ds_config import REPORTS, check_host, deepspeed_config, parameter_groups
 from emo.pipeline.loss import get_objective
-from emo.pipeline.loss.config import ObjectiveConfig
+from emo.pipeline.model.objective_config import ObjectiveConfig
 from emo.pipeline.planning.plan import setup_of
 from tests.conftest import REPO
 from tests.helpers.families import family

@@ -23,7 +23,7 @@ from emo.pipeline.batches.order import BatchOrder, Domain, Holding, MixedOrder, 
 from emo.pipeline.config import TrainConfig
 from emo.pipeline.control.run_dir import DATA_HASHES
 from emo.pipeline.control.world import World
-from emo.pipeline.loss.config import RampConfig
+from emo.pipeline.model.objective_config import RampConfig
 from emo.pipeline.planning.checks import steps_of
 from tests.helpers.corpus import prepared, texts, write_jsonl
 from tests.helpers.refusals import refused

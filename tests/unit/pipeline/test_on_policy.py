@@ -14,8 +14,8 @@ from emo.common.labels import IGNORE
 from emo.pipeline.batches.on_policy import continued, drawn, ends_of, prompts_of, repacked, uniforms
 from emo.pipeline.engine.hardware import ACCELERATORS
 from emo.pipeline.loss import plan_tokens
-from emo.pipeline.loss.config import ObjectiveConfig
 from emo.pipeline.loss.models.head import BOUNDS, segments
+from emo.pipeline.model.objective_config import ObjectiveConfig
 from emo.pipeline.planning import footprint
 from emo.pipeline.planning.footprint import Setup
 from tests.helpers.families import family

@@ -35,15 +35,15 @@ from emo.pipeline.planning.plan import (
     print_plan,
     sizes_of,
 )
-from tests.common.test_shipped_recipes import ALONE
 from tests.conftest import REPO
 from tests.helpers import corpus, published
 from tests.helpers.refusals import refused
+from tests.unit.common.test_shipped_recipes import ALONE
 
 RECIPES = REPO / "launch/recipes"
 LLAMA, QUICKSTART = RECIPES / "llama-7b-wikitext103.yaml", RECIPES / "quickstart-pretrain.yaml"
 EIGHT = ["--gpus", "8xA100-80G"]
-# Those with commands of their own are planned by them (tests/common/test_shipped_recipes.py), and the
+# Those with commands of their own are planned by them (tests/unit/common/test_shipped_recipes.py), and the
 # checkpoint that stories260k continues must be there.
 OTHERS = [p for p in sorted(RECIPES.glob("*.yaml")) if p not in ALONE and "stories260k" not in p.stem]
 

@@ -28,7 +28,7 @@ from tests.helpers.corpus import texts, tiny_tokenizer
 from tests.helpers.families import VOCAB, family, tiny_llama
 from tests.helpers.loss_reference import relative_error
 from tests.helpers.refusals import refused
-from tests.pipeline.test_hf import Documents, arguments, assert_close, naive, stepped
+from tests.unit.pipeline.test_hf import Documents, arguments, assert_close, naive, stepped
 
 EOS = VOCAB - 1
 TEMPLATE = (

@@ -19,7 +19,7 @@ import yaml
 import emo
 from emo.common.errors import ExitCode
 from tests.conftest import REPO
-from tests.test_repository import tracked
+from tests.unit.test_repository import tracked
 
 ROOMS = ("common/", "data_prep/", "pipeline/", "eval/", "experiments/", "launch/", "ds_configs/")
 
