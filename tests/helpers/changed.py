@@ -28,7 +28,7 @@ NEEDED = {
     **{key: ["test_packaging.py"] for key in ("CHANGELOG.md", "CITATION.cff", "LICENSE")},
     **{key: ["test_packaging.py", "test_private_apis.py"] for key in ("pyproject.toml", "requirements.lock")},
     **{key: [] for key in ("tests/bench/", "tests/campaigns/")},
-    **{f"tests/{kind}/{package}/": [package] for package in PACKAGES for kind in ("unit", "launch")},
+    **{f"{kind}/{package}/": [package] for package in PACKAGES for kind in ("tests/unit", "tests/launch")},
 }
 
 
