@@ -42,7 +42,7 @@ from emo.common.errors import ExitCode, UserError, outcome
 from emo.pipeline.checkpoint.claims import check_keys
 from emo.pipeline.cli import recipe_arguments
 from emo.pipeline.config import load_config
-from emo.pipeline.control.heartbeat import late
+from emo.pipeline.control.heartbeat import find_late_rank
 from emo.pipeline.control.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS
 
 TICK = 0.2  # seconds
@@ -138,7 +138,7 @@ def supervise(
     killed = [rank.report.name.removeprefix("rank-") for rank in ranks if rank.code is None]
     if killed and code == ExitCode.FAILURE:
         line = f"error: killed or aborted without a word: rank {', '.join(killed)}"
-        reason = None if run_dir is None else late(run_dir)
+        reason = None if run_dir is None else find_late_rank(run_dir)
         print("; ".join(filter(None, (line, reason))), file=sys.stderr)
     if not ranks and code not in (ExitCode.DONE, ExitCode.STOPPED) and log.is_file():
         sys.stderr.write(log.read_text(errors="replace", encoding="utf-8"))

@@ -37,7 +37,7 @@ def run_recipe(watch: Watch, argv: list[str] | None = None) -> int:
         code = _reported(lambda: _run(watch, argv), watch)
     except SystemExit as end:  # argparse
         code = end.code if isinstance(end.code, int) else ExitCode.FAILURE
-    watch.ended(code)
+    watch.report_exit(code)
     if code != ExitCode.DONE and _is_main():
         print(f"exit code {code}", file=sys.stderr, flush=True)  # not every launcher passes it on
     return code
@@ -159,18 +159,18 @@ def _run(watch: Watch, argv: list[str] | None) -> int:
             return ExitCode.DONE
         with console.compiling():  # DeepSpeed logs to what is standard output when it is imported
             from .control import world as ranks
-            from .engine import engine
-            from .trainer import train
+            from .engine.start import start_world
+            from .trainer import Outcome, Trainer
 
         started, finished = time.perf_counter(), False
         ranks.record_collectives(config.output_dir)
-        world = engine.start_world()
-        watch.joined()
+        world = start_world()
+        watch.enter_group()
         if reason := ranks.first_reason(watch.reason):
             event = {"event_fields": {"event": "stopped", "reason": reason}}
             log.info("stopped before the run was opened (%s); %s", reason, RESUME, extra=event)
         else:
-            finished = train(config, world, watch, console)
+            finished = Trainer(config, world, watch, console).run() is Outcome.FINISHED
         log.info("this launch took %s", duration(time.perf_counter() - started))
         ranks.end_world()
         return ExitCode.DONE if finished else ExitCode.STOPPED
@@ -240,11 +240,11 @@ def _reported(run: Callable[[], int], watch: Watch) -> int:
                 if code == ExitCode.MISTAKE:
                     line += " (before the first step: trying again would end alike)"
             print(f"error: {line}\nexit code {code}", file=sys.stderr, flush=True)
-            watch.ended(code)
+            watch.report_exit(code)
             leave(code)  # the other ranks may be waiting for this one in a collective
 
     # hosts differ until they are joined
-    return outcome(work, alone=lambda: _is_main() or (_is_first_of_host() and not watch.is_joined))
+    return outcome(work, alone=lambda: _is_main() or (_is_first_of_host() and not watch.is_in_group))
 
 
 def _is_first_of_host() -> bool:

@@ -1,391 +1,420 @@
-"""The training loop.
+"""The training loop of one run, from its lock to its export.
 
-for each step s:
-    rows    = positions [s*B, (s+1)*B) of the seeded order           (batches.py)
-    divisor = supervised tokens of those rows, over all ranks
-    loss    = sum over tokens of the objective / divisor             (objectives.py, fused.py)
-    AdamW step at the scheduled rate                                 (engine.py)
+open_run   lock the run directory, restore it from a copy, compare it with the recipe
+set_up     load losses, checkpoint, model and engine
+start      claim the run directory, create the components, validate and sample before the first step
+fit        for each step s:
+               rows    = positions [s * B, (s + 1) * B) of the seeded order      (batches/)
+               divisor = supervised tokens of these rows, over all ranks
+               loss    = sum over tokens of the objective / divisor              (loss/)
+               AdamW or Muon step at the scheduled rate                          (engine/)
+               components, validation, checkpoint                                (monitor/, checkpoint/)
+finish     wait for the last checkpoint, write the export
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
-import gc
-import json
 import logging
-import math
 import shutil
-import statistics
 import zlib
-from collections import deque
-from collections.abc import Callable
-from pathlib import Path
+from enum import Enum
 from typing import Any
 
-import numpy as np
 import torch
 from transformers.integrations import HfDeepSpeedConfig
 
-from emo.common.errors import UserError, one_line
-from emo.common.io.files import finite
+from emo.common.errors import one_line
+from emo.data_prep.shards.format import TokenDataset
 
-from .batches.loader import Batches, Loader, check_content, rank_rows
+from .batches.loader import Batches, Loader, StepBatch, check_content, rank_rows
 from .batches.on_policy import OnPolicy
 from .checkpoint import copies, identity
-from .checkpoint import saver as checkpoint
-from .config import RunConfig, TrainConfig
+from .checkpoint.saver import (
+    Saved,
+    Saver,
+    check_engine,
+    check_identity,
+    fetch_newest,
+    loadable,
+    make_universal,
+    newest_valid,
+)
+from .config import RunConfig
 from .control.lock import RunLock
-from .control.run_dir import BAD_BATCHES, CONFIG, EXPORT, INITIAL
+from .control.run_dir import CONFIG, EXPORT, INITIAL
 from .control.stop import RESUME, StopRequest, Watch, node_name
 from .control.world import (
     World,
-    agreed,
+    diagnose_hang,
     first_reason,
     gather_objects,
+    longer_timeout,
     lost_a_peer,
-    missed,
-    on_main,
-    patience,
-    wait_at_most,
+    raise_on_all_ranks,
+    run_on_main,
+    set_timeout,
 )
-from .engine import engine
 from .engine.config import lr_at
 from .engine.devices import on_gpu
-from .engine.engine import Engine, Sums
+from .engine.engine import Engine
 from .engine.hardware import accelerator
-from .engine.pace import device_facts
+from .engine.totals import StepTotals
 from .model.build import build_model, check_model, packed, write_initial_weights
 from .model.export import export_model
 from .model.kernels import check_kernels
-from .model.objectives import Losses, load_losses, measuring, warn_of_twins
+from .model.objectives import load_losses, measuring, warn_of_twins
 from .model.teacher import add_teacher, teacher_identity
+from .monitor.component import Component, RunState
 from .monitor.console import Console
+from .monitor.evaluation import evaluate
+from .monitor.guard import Guard
 from .monitor.launches import Launch
-from .monitor.metrics import Metrics
-from .monitor.profiler import Profile
+from .monitor.metrics import Metrics, RunFacts
+from .monitor.profiler import Profiler
 from .monitor.samples import Samples
-from .monitor.validation import Documents, by_document
-from .planning.checks import Ready, batch_order, check
-from .planning.footprint import Setup, utilisation
-from .planning.plan import sizes_of
+from .monitor.upkeep import GarbageCollection, Heartbeat
+from .planning.checks import TrainingRun, check_run
+from .planning.footprint import utilisation
+from .planning.plan import setup_of, sizes_of
 
 log = logging.getLogger(__name__)
 
 
-def train(config: RunConfig, world: World, watch: Watch, console: Console) -> bool:
-    """Start or resume the run of `config`; all ranks must call. Return whether it is finished.
+class Outcome(Enum):
+    """How a launch of a run ended."""
 
-    Raises UserError, on all ranks alike, for a mistake in the input or a run directory that is in use.
-    """
-    ready = agreed(lambda: check(config, world.ranks, local=True))
-    if (config.output_dir / EXPORT).is_dir():
-        event = {"event": "finished", "export": str(config.output_dir / EXPORT)}
-        log.info("%s is finished: its export is in export/", config.output_dir, extra={"event_fields": event})
-        return True
-    lock = RunLock(config.output_dir, world.is_main)
-    launch = Launch(config.output_dir, console, world.is_main)
-
-    def take() -> None:
-        """Lock, compare and clear the run directory, before anything is loaded."""
-        lock.take()
-        copies.restore(config, ready.identity)
-        identity.compare(config, ready.identity)  # again: a launch may have held the lock until now
-        if not (config.output_dir / CONFIG).is_file():  # of a launch that ended before the run was claimed
-            shutil.rmtree(config.output_dir / INITIAL, ignore_errors=True)
-        launch.before()
-        lock.clear_ranks()
-        if config.model.path is None:
-            write_initial_weights(config)
-
-    ended, opened = "failed", False
-    try:
-        on_main(world, take)
-        lock.taken(world.rank)
-        history = gather_objects(identity.mixtures(config))[0]  # with those of a run in train.copy_to
-        if history != ready.mixtures and ready.data is not None and ready.steps is not None:
-            order = batch_order(config.train, ready.data, ready.steps, history)
-            ready = ready._replace(mixtures=history, order=order)
-        opened = True
-        console.open(config.output_dir, world.is_main)
-        finished = _train(config, world, watch, ready, lock, launch)
-        ended = "finished" if finished else "stopped"
-        return finished
-    except Exception as error:
-        launch.reason = one_line(error)
-        if opened and lost_a_peer(error) and (known := missed(config.output_dir, world)) is not None:
-            error.add_note(known)
-            launch.reason += f"; {known}"
-        raise
-    finally:
-        gc.enable()
-        gc.unfreeze()
-        launch.ended(ended, lock.step)
-        lock.release(ended)
+    FINISHED = "finished"
+    STOPPED = "stopped"
 
 
-def _train(
-    config: RunConfig, world: World, watch: Watch, ready: Ready, lock: RunLock, launch: Launch
-) -> bool:
-    """Train in a directory that this launch owns; return whether the run is finished."""
-    data, steps, order = ready.data, ready.steps, ready.order
-    assert data is not None and steps is not None and order is not None
-    sets, scores = (data, *ready.validation.values()), ready.scores
-    stop = StopRequest(config.output_dir, config.train.max_minutes, watch)
-    vocab_size = ready.hf_config.get_text_config().vocab_size
-    losses = agreed(lambda: load_losses(config, ready.objective, vocab_size))
-    check_content(config.output_dir, [file for file in (*sets, *scores) if file is not None], world)
-    if world.is_main:
-        warn_of_twins(losses.cost, data)
-    saved, target = checkpoint.newest_valid(config.output_dir, world), config.train.copy_to
-    if saved is None and target is not None:
-        with lock.doing("fetching a checkpoint"):
-            saved = checkpoint.fetch_newest(config.output_dir, target, world)
-    step, tokens, progress = (saved.step, saved.tokens, saved.progress) if saved else (0, 0, {})
-    agreed(lambda: identity.check_mixture(config, step))
-    read = ready.identity | {"cost": getattr(losses.measure, "fingerprint", None)}
-    weights = teacher_identity(config, world)
-    read |= {} if weights is None else {"teacher": weights}
-    checkpoint.check_identity(saved, read)
-    ds_config = ready.ds_config
-    source = None if saved is None else checkpoint.loadable(saved, ds_config, world)
-    with launch.console.compiling():
-        partitioned = HfDeepSpeedConfig(ds_config)  # while it lives transformers builds models partitioned
-        model, ratio = build_model(config, losses), config.train.head_lr_ratio
-        add_teacher(model, config, ds_config, world, packed([rows.manifest for rows in sets]))
-        trainer = Engine(model, ds_config, world, config.model.compile, ratio)
-        del partitioned
-    check_model(trainer, config, [rows.manifest for rows in sets])
-    batches = Batches(data, scores[0], ready.batch.micro, world.device)
-    if config.model.kernels is not None:
-        rows = order.step_rows(min(step, steps - 1))
-        local, _ = rank_rows(rows, world.rank, world.ranks, batches.micro)
-        compared = list(batches.read(local[: batches.micro]))
-        with measuring(trainer.model, losses):
-            agreed(lambda: check_kernels(trainer.model, lambda: trainer.evaluate(compared)))
-    if saved is not None and source is not None:
-        checkpoint.check_engine(saved, trainer)
-        trainer.load(source)
-        log.info("resumed from %s", saved.directory)
-    watch.trains()
-    if _stops_unstarted(stop, step, world, launch):
-        return False
-    hosts = gather_objects(node_name())  # by rank
-    on_main(world, lambda: identity.claim(config, read))
-    launch.begun(config, ready, step, tokens, len(set(hosts)))
-    gpu = accelerator(torch.cuda.get_device_name()) if on_gpu() else None
-    peak_share = None  # of the GPUs' peak, that one step per second would be
-    if gpu is not None:
-        half, (_, micro, accumulation, ranks) = config.model.dtype == "bfloat16", ready.batch
-        setup = Setup(ranks, 0, micro, config.data.sequence_len, accumulation, bf16=half)
-        setup = dataclasses.replace(setup, attended=data.mean_context())
-        peak_share = utilisation(sizes_of(ready.model, ready.hf_config), setup, 1.0, gpu)
-    facts: dict[str, Any] = {"validates": bool(ready.validation), "domains": data.domains, "rows": len(data)}
-    facts |= {"peak_share": peak_share, "window": progress.get("metrics"), "console": launch.console}
-    facts["hosts"] = hosts if world.ranks > 1 else ()
-    metrics = agreed(lambda: Metrics(config, step, steps, world.is_main, **facts))
-    profile = Profile(config.train.profile, config.output_dir, world.rank)
-    samples = Samples(config, step, writes=world.is_main)
-    guard = Guard(config.output_dir, config.train, writes=world.is_main, state=progress.get("guard"))
-    saver = checkpoint.Saver(trainer, config, lock, read)
-    micro = ready.batch.micro
-    loader = Loader(order, batches, world)
-    held_out = {
-        name: Batches(part, score, micro, world.device)
-        for (name, part), score in zip(ready.validation.items(), scores[1:], strict=True)
-    }
+class Trainer:
+    """Starts or resumes one run. All ranks create one and call `run`."""
 
-    def validate() -> None:
-        with lock.doing("validating"):
-            for name, rows in held_out.items():
-                result = evaluate(trainer, losses, rows, config.train.eval_rows)
-                metrics.validation(step, tokens, name, *result)
-        metrics.pause()
+    lock: RunLock
+    launch: Launch
+    plan: TrainingRun
+    stop: StopRequest
+    engine: Engine
+    state: RunState
+    saver: Saver
+    metrics: Metrics
+    components: tuple[Component, ...]
 
-    def save() -> None:
-        with lock.doing("saving"), patience(config.train.timeout_minutes, saver.group):
-            saver.save(step, tokens, {"metrics": metrics.state(), "guard": guard.state()})
-            if finished:  # who asked to stop does not wait for texts
-                launch.sampled(step, samples.take(trainer, step, tokens))
-        metrics.pause()
+    def __init__(self, config: RunConfig, world: World, watch: Watch, console: Console) -> None:
+        self.config = config
+        self.world = world
+        self.watch = watch
+        self.console = console
 
-    finished, first = True, step
-    if step == 0:
-        validate()
-        if _stops_unstarted(stop, step, world, launch):
-            metrics.close()
+    def run(self) -> Outcome:
+        """Train until the run is finished or asked to stop.
+
+        Raises UserError, on all ranks, for a mistake in the input or a run directory that is in use.
+        """
+        self.plan = raise_on_all_ranks(lambda: check_run(self.config, self.world.ranks))
+        if (export := self.config.output_dir / EXPORT).is_dir():
+            event = {"event": "finished", "export": str(export)}
+            line = "%s is finished: its export is in export/"
+            log.info(line, self.config.output_dir, extra={"event_fields": event})
+            return Outcome.FINISHED
+        self.lock = RunLock(self.config.output_dir, self.world.is_main)
+        self.launch = Launch(self.config.output_dir, self.console, self.world.is_main)
+        ended, opened = "failed", False
+        try:
+            self.open_run()
+            opened = True
+            self.console.open(self.config.output_dir, self.world.is_main)
+            outcome = self._train()
+            ended = outcome.value
+            return outcome
+        except Exception as error:
+            self.launch.reason = one_line(error)
+            if opened and lost_a_peer(error):
+                late_rank = diagnose_hang(self.config.output_dir, self.world)
+                if late_rank is not None:
+                    error.add_note(late_rank)
+                    self.launch.reason += f"; {late_rank}"
+            raise
+        finally:
+            GarbageCollection.restore()
+            self.launch.record_end(ended, self.lock.step)
+            self.lock.release(ended)
+
+    def _train(self) -> Outcome:
+        saved = self.set_up()
+        if self._stop_requested_before_first_step():
+            return Outcome.STOPPED
+        self.start(saved)
+        if self.state.step == 0:
+            self.validate()
+            if self._stop_requested_before_first_step():
+                self.metrics.close()
+                return Outcome.STOPPED
+        outcome = self.fit()
+        self.finish(outcome)
+        return outcome
+
+    # Opening the run directory
+
+    def open_run(self) -> None:
+        """Lock the run directory and compare it with the recipe, before anything is loaded."""
+        config = self.config
+
+        def take_directory() -> None:
+            self.lock.acquire()
+            copies.restore(config, self.plan.identity)
+            identity.compare(config, self.plan.identity)  # again: another launch may have held the lock
+            if not (config.output_dir / CONFIG).is_file():  # left by a launch that never claimed the run
+                shutil.rmtree(config.output_dir / INITIAL, ignore_errors=True)
+            self.launch.report_previous_failure()
+            self.lock.set_aside_rank_files()
+            if config.model.path is None:
+                write_initial_weights(config)
+
+        run_on_main(self.world, take_directory)
+        self.lock.start_heartbeat(self.world.rank)
+        mixtures = gather_objects(identity.mixtures(config))[0]  # a restored copy may have more of them
+        self.plan = self.plan.with_mixtures(config, mixtures)
+
+    # Loading
+
+    def set_up(self) -> Saved | None:
+        """Load losses, checkpoint, model and engine. Return the checkpoint that the run resumes from."""
+        config, world, plan = self.config, self.world, self.plan
+        self.stop = StopRequest(config.output_dir, config.train.max_minutes, self.watch)
+        vocab_size = plan.hf_config.get_text_config().vocab_size
+        self.losses = raise_on_all_ranks(lambda: load_losses(config, plan.objective, vocab_size))
+        files = [file for file in (*self._data_sets, *plan.scores) if file is not None]
+        check_content(config.output_dir, files, world)
+        if world.is_main:
+            warn_of_twins(self.losses.cost, plan.data)
+        saved = self._find_checkpoint()
+        self.state = RunState(plan.steps)
+        if saved is not None:
+            self.state = RunState(plan.steps, first_step=saved.step, step=saved.step, tokens=saved.tokens)
+        raise_on_all_ranks(lambda: identity.check_mixture(config, self.state.step))
+        self.identity = plan.identity | {"cost": getattr(self.losses.measure, "fingerprint", None)}
+        if (teacher := teacher_identity(config, world)) is not None:
+            self.identity |= {"teacher": teacher}
+        check_identity(saved, self.identity)
+        self._build_engine(saved)
+        self.batches = Batches(plan.data, plan.scores[0], plan.batch.micro, world.device)
+        if config.model.kernels is not None:
+            self._check_kernels()
+        if saved is not None:
+            check_engine(saved, self.engine)
+            self.engine.load(self._load_from)
+            log.info("resumed from %s", saved.directory)
+        self.watch.enter_training()
+        return saved
+
+    @property
+    def _data_sets(self) -> tuple[TokenDataset, ...]:
+        return (self.plan.data, *self.plan.validation.values())
+
+    def _find_checkpoint(self) -> Saved | None:
+        """Return the newest valid checkpoint, from the run directory or else from train.copy_to."""
+        saved = newest_valid(self.config.output_dir, self.world)
+        target = self.config.train.copy_to
+        if saved is None and target is not None:
+            with self.lock.activity("fetching a checkpoint"):
+                saved = fetch_newest(self.config.output_dir, target, self.world)
+        return saved
+
+    def _build_engine(self, saved: Saved | None) -> None:
+        """Build the model, its teacher and its engine, ready to load `saved`."""
+        config, world = self.config, self.world
+        ds_config = self.plan.ds_config
+        if saved is not None:
+            source = loadable(saved, world.ranks, ds_config["optimizer"]["type"])
+            if source.universal:
+                make_universal(saved, source.directory, world)
+                ds_config = ds_config | {"checkpoint": {"load_universal": True}}
+            self._load_from = source.directory
+        manifests = [rows.manifest for rows in self._data_sets]
+        with self.console.compiling():
+            partitioned = HfDeepSpeedConfig(
+                ds_config
+            )  # while it lives transformers builds models partitioned
+            model = build_model(config, self.losses)
+            add_teacher(model, config, ds_config, world, packed(manifests))
+            self.engine = Engine(model, ds_config, world, config.model.compile, config.train.head_lr_ratio)
+            del partitioned
+        check_model(self.engine, config, manifests)
+
+    def _check_kernels(self) -> None:
+        """Compare the kernels of model.kernels with the model's own, on rows of the next step."""
+        rows = self.plan.order.step_rows(min(self.state.step, self.state.steps - 1))
+        local, _ = rank_rows(rows, self.world.rank, self.world.ranks, self.batches.micro)
+        compared = list(self.batches.read(local[: self.batches.micro]))
+        engine = self.engine
+        with measuring(engine.model, self.losses):
+            raise_on_all_ranks(lambda: check_kernels(engine.model, lambda: engine.evaluate(compared)))
+
+    def _stop_requested_before_first_step(self) -> bool:
+        """Return whether some rank was asked to stop before this launch took a step; all ranks must call."""
+        self.launch.reason = first_reason(self.stop.reason)
+        if self.launch.reason is None:
             return False
-        launch.sampled(step, samples.take(trainer, step, tokens))
-    head: Any = trainer.model.get_output_embeddings()  # type: ignore[operator]
-    student = OnPolicy(config, trainer, len(data.domains)) if config.objective.on_policy else None
-    if len(data.domains) > 1:
-        head.spec = dataclasses.replace(head.spec, by_token=True)
-    lock.now("training")
-    metrics.pause()
-    gc.collect()
-    gc.freeze()  # a collection by itself, in any step, would go through all modules again
-    gc.disable()
-    while step < steps:
-        trainer.own.begins()
-        batch = loader.step(step, last=step + 1 == steps)
-        lr = lr_at(config.train, step, steps)
-        profile.starts(step + 1)
-        objective = losses.objective
-        written = student is not None and student.due(step)
-        if student is not None and written:
-            batch, tokens_written, seconds = student.write(batch, step)
-            metrics.written(tokens_written, seconds)
-            objective = student.objective
-            trainer.own.begins()
-        if student is not None or objective.schedule is not None:
+        step = self.state.step
+        event = {"event": "stopped", "step": step, "reason": self.launch.reason}
+        line = f"stopped before step {step + 1} ({self.launch.reason}), with nothing new to save; {RESUME}"
+        log.info(line, extra={"event_fields": event})
+        if self.world.is_main:
+            self.stop.file.unlink(missing_ok=True)
+        return True
+
+    # Starting
+
+    def start(self, saved: Saved | None) -> None:
+        """Claim the run directory and create everything that works next to the loop."""
+        config, world, plan, state = self.config, self.world, self.plan, self.state
+        hosts = gather_objects(node_name())  # by rank
+        run_on_main(world, lambda: identity.claim(config, self.identity))
+        self.launch.log_start(config, plan, state.step, state.tokens, len(set(hosts)))
+        progress = {} if saved is None else saved.progress
+        facts = RunFacts(
+            rows=len(plan.data),
+            domains=plan.data.domains,
+            validates=bool(plan.validation),
+            hosts=hosts if world.ranks > 1 else (),
+            peak_share=self._peak_share(),
+        )
+        main, window, train = world.is_main, progress.get(Metrics.name), config.train
+        self.metrics = raise_on_all_ranks(lambda: Metrics(config, state, main, facts, self.console, window))
+        guard = Guard(config.output_dir, train, main, plan.data.provenance, progress.get(Guard.name))
+        self.components = (
+            Profiler(train.profile, config.output_dir, world.rank),
+            Heartbeat(self.lock, world.rank, train.logging_steps),
+            guard,
+            self.metrics,
+            Samples(config, self.engine, self.launch, plan.prompts, state),
+            GarbageCollection(),
+        )
+        self.saver = Saver(self.engine, config, self.lock, self.identity)
+        self.loader = Loader(plan.order, self.batches, world)
+        self.validation = {
+            name: Batches(rows, scores, plan.batch.micro, world.device)
+            for (name, rows), scores in zip(plan.validation.items(), plan.scores[1:], strict=True)
+        }
+        self.student = None
+        if config.objective.on_policy is not None:
+            self.student = OnPolicy(config, self.engine, len(plan.data.domains))
+
+    def _peak_share(self) -> float | None:
+        """Return the FLOPs of a step over what all GPUs could do in a second; None for unknown hardware."""
+        gpu = accelerator(torch.cuda.get_device_name()) if on_gpu() else None
+        if gpu is None:
+            return None
+        plan = self.plan
+        setup = setup_of(self.config, plan.batch, plan.ds_config, plan.objective, plan.data.mean_context())
+        return utilisation(sizes_of(plan.model, plan.hf_config), setup, 1.0, gpu)
+
+    # The loop
+
+    def fit(self) -> Outcome:
+        """Take steps until the run is finished or some rank is asked to stop."""
+        state = self.state
+        for component in self.components:
+            component.before_training(state)
+        head: Any = self.engine.model.get_output_embeddings()  # type: ignore[operator]
+        if len(self.plan.data.domains) > 1:
+            head.spec = dataclasses.replace(head.spec, by_token=True)
+        self.lock.set_activity("training")
+        self.metrics.exclude_pause()
+        while state.step < state.steps:
+            self.engine.own.start_step()
+            for component in self.components:
+                component.before_step(state)
+            batch = self._next_batch()
+            totals = self._train_step(batch, head)
+            state.advance(totals.tokens)
+            self._after_first_step()
+            for component in self.components:
+                component.after_step(state, batch, totals)
+            if self.validation and state.is_due(self.config.train.eval_steps):
+                self.validate()
+            stopped = totals.stop and state.step < state.steps
+            if stopped:
+                self.launch.log_stopping(state.step, first_reason(self.stop.reason))
+            if stopped or state.is_due(self.config.train.save_steps):
+                self.save(samples=not stopped)
+            if stopped:
+                return Outcome.STOPPED
+        return Outcome.FINISHED
+
+    def _next_batch(self) -> StepBatch:
+        """Return the batch of the next step: rows of the data, or what the model writes after prompts."""
+        step = self.state.step
+        batch = self.loader.step(step, last=step + 1 == self.state.steps)
+        if self.student is not None and self.student.due(step):
+            batch = self.student.write(batch, step)
+            self.engine.own.start_step()
+        return batch
+
+    def _train_step(self, batch: StepBatch, head: Any) -> StepTotals:
+        """Take an optimizer step with the objective and the rate of this step."""
+        step = self.state.step
+        objective = self.losses.objective
+        if self.student is not None and batch.written is not None:
+            objective = self.student.objective
+        if self.student is not None or objective.schedule is not None:
             head.use(objective.at(step))
-        sums = trainer.train_step(
+        self.state.lr = lr_at(self.config.train, step, self.state.steps)
+        return self.engine.train_step(
             batch.micro,
             valid=batch.valid,
-            lr=lr,
-            seed=zlib.crc32(f"{config.train.seed}/{step}".encode()),  # of dropout
-            stop=any((stop.reason, saver.problem, lock.lost)),
+            lr=self.state.lr,
+            seed=zlib.crc32(f"{self.config.train.seed}/{step}".encode()),
+            stop=any((self.stop.reason, self.saver.problem, self.lock.lost)),
             domains=batch.domains,
         )
-        step, tokens = step + 1, tokens + sums.tokens
-        profile.ended(step)
-        watch.advanced = True
-        if step == first + 1:
-            wait_at_most(config.train.timeout_minutes, saver.group)
-        if step % 10 == 0:
-            gc.collect()
-        lock.reached(step)
-        norm = trainer.ds.get_global_grad_norm()  # before clipping
-        metrics.step(step, sums, math.nan if norm is None else float(norm))
-        warning = guard.observe(step, sums, functools.partial(data.provenance, batch.rows), written)
-        if warning:
-            log.warning(warning)
-        if step % config.train.logging_steps == 0 or step == steps:
-            metrics.log(step, tokens, lr)
-            lock.logged(seconds=finite(sums.seconds[world.rank]), **device_facts())
-        if held_out and _due(step, config.train.eval_steps, steps):
-            validate()
-        finished = not sums.stop or step == steps
-        if not finished:
-            launch.stopping(step, first_reason(stop.reason))
-        if not finished or _due(step, config.train.save_steps, steps):
-            save()
-        if not finished:
-            break
-    profile.close()
-    loader.close()
-    doing = lock.doing("exporting" if finished else "saving")
-    with doing, patience(config.train.timeout_minutes, saver.group):
-        saver.finish()  # a failed export must not take the last checkpoint with it
+
+    def _after_first_step(self) -> None:
+        """Note that this launch makes progress. After its first step, ranks wait only as configured."""
+        self.watch.advanced = True
+        if self.state.step == self.state.first_step + 1:
+            set_timeout(self.config.train.timeout_minutes, self.saver.group)
+
+    def validate(self) -> None:
+        """Measure every validation set; all ranks must call."""
+        with self.lock.activity("validating"):
+            for name, rows in self.validation.items():
+                result = evaluate(self.engine, self.losses, rows, self.config.train.eval_rows)
+                self.metrics.record_validation(self.state, name, *result)
+        self.metrics.exclude_pause()
+
+    def save(self, samples: bool) -> None:
+        """Begin a checkpoint; all ranks must call. samples: also continue the prompts of the run."""
+        timeout = longer_timeout(self.config.train.timeout_minutes, self.saver.group)
+        with self.lock.activity("saving"), timeout:
+            progress = {
+                component.name: component.state_dict() for component in self.components if component.name
+            }
+            self.saver.save(self.state.step, self.state.tokens, progress)
+            if samples:
+                for component in self.components:
+                    component.after_save(self.state)
+        self.metrics.exclude_pause()
+
+    # Finishing
+
+    def finish(self, outcome: Outcome) -> None:
+        """Wait for the last checkpoint; export the model of a run that is finished."""
+        finished = outcome is Outcome.FINISHED
+        step, tokens = self.state.step, self.state.tokens
+        self.loader.close()
+        activity = self.lock.activity("exporting" if finished else "saving")
+        with activity, longer_timeout(self.config.train.timeout_minutes, self.saver.group):
+            self.saver.finish()  # first: a failed export must not take the last checkpoint with it
+            if finished:
+                export = self.config.output_dir / EXPORT
+                export_model(self.engine, self.config, export, self.saver.export_info(step, tokens))
         if finished:
-            export_model(trainer, config, config.output_dir / EXPORT, saver.export_info(step, tokens))
-    if finished:
-        saver.finish_copies(lambda: stop.reason is not None)
-    metrics.close()
-    launch.done(step, finished)
-    if not finished and world.is_main:
-        stop.file.unlink(missing_ok=True)
-    return finished
-
-
-class Guard:
-    """Watches the steps of one rank for losses and gradients that are not finite, and losses that jump.
-
-    A step whose loss or gradient is not finite is never applied (DeepSpeed drops it on all ranks at once).
-    Where its rows come from is written to bad_batches.jsonl. After `train.max_skipped` such steps in a row
-    the run stops: the weights or the data are at fault, not one batch. All ranks see the same sums and decide
-    alike.
-    """
-
-    def __init__(
-        self, run_dir: Path, train: TrainConfig, writes: bool, state: dict[str, Any] | None = None
-    ) -> None:
-        """state: what `state` returned when the checkpoint was saved from which the run resumes."""
-        self.path, self.train, self.writes = run_dir / BAD_BATCHES, train, writes
-        state = state or {}
-        self._in_a_row = int(state.get("in_a_row", 0))
-        # applied steps that a spike is measured against; batches that the model writes have others
-        self._recent: dict[str, deque[float]] = collections.defaultdict(lambda: deque(maxlen=50))
-        for name, values in state.get("usual", {}).items():
-            self._recent[name].extend(values)
-
-    def state(self) -> dict[str, Any]:
-        """Return what later steps are judged by, so that a resumed run judges alike."""
-        usual = {name: list(values) for name, values in self._recent.items()}
-        return {"in_a_row": self._in_a_row, "usual": usual}
-
-    def observe(
-        self, step: int, sums: Sums, rows: Callable[[], list[Any]], written: bool = False
-    ) -> str | None:
-        """Judge step `step` (from 1). Return a line for the user if something is wrong, else None.
-
-        `rows()` tells where the rows of the batch come from; written: the model has written it itself.
-        Raises UserError when the run must end.
-        """
-        loss, nll = (total / max(1, sums.tokens) for total in (sums.loss, sums.nll))
-        line = None
-        if not sums.applied or not math.isfinite(loss):
-            self._in_a_row += 1
-            reason, ends = "not finite", self._in_a_row >= self.train.max_skipped
-            line = f"step {step} skipped: its loss or gradient is not finite ({self._in_a_row} in a row)"
-            cure = "lower train.learning_rate"
-        else:
-            self._in_a_row = 0
-            reason, ends = "spike", self.train.spike_stops
-            cure = "lower train.learning_rate, or set train.spike_stops=false to continue"
-            for name, value in (("loss", loss), ("NLL", nll)):
-                recent = self._recent[f"written {name}" if written else name]
-                usual = statistics.median(recent) if len(recent) >= 10 else math.inf
-                if math.isfinite(value):
-                    recent.append(value)
-                if self.train.spike_factor and usual > 0 and value > self.train.spike_factor * usual:
-                    line = line or f"the {name} jumped to {value:.3g} at step {step} (usual: {usual:.3g})"
-        if line is None:
-            return None
-        if self.writes:
-            record = {"step": step, "reason": reason, "loss": repr(loss), "nll": repr(nll), "rows": rows()}
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
-        if ends:
-            code = reason.replace(" ", "-")
-            raise UserError(f"{line}; its rows are listed in {self.path}; {cure}", code=code)
-        return line
-
-
-def _stops_unstarted(stop: StopRequest, step: int, world: World, launch: Launch) -> bool:
-    """Return whether some rank was asked to stop before this launch took a step; all ranks must call."""
-    launch.reason = first_reason(stop.reason)
-    if launch.reason is None:
-        return False
-    event = {"event": "stopped", "step": step, "reason": launch.reason}
-    line = f"stopped before step {step + 1} ({launch.reason}), with nothing new to save; {RESUME}"
-    log.info(line, extra={"event_fields": event})
-    if world.is_main:
-        stop.file.unlink(missing_ok=True)
-    return True
-
-
-def evaluate(
-    trainer: Engine, losses: Losses, validation: Batches, most: int
-) -> tuple[engine.Sums, Documents]:
-    """Return sums over at most the first `most` rows of a validation set, and over each of their documents.
-
-    Ranks take equally many micro-batches, so that the rows of all, one rank after the other, are in order.
-    """
-    world, micro = trainer.world, validation.micro
-    rows = np.arange(min(len(validation.data), most))
-    local, real = rank_rows(rows, world.rank, world.ranks, micro)
-    every, _ = rank_rows(rows, 0, 1, world.ranks * micro)  # those of all ranks, in order
-    with measuring(trainer.model, losses):
-        sums, *columns = trainer.evaluate(validation.read(local, real))
-    nll, tokens = (np.concatenate(parts) for parts in zip(*gather_objects(columns), strict=True))
-    data, sources = validation.data, []  # the document of each segment
-    for row in every.tolist():
-        padding = int(data.tokens_of(row) < data.manifest.block)  # one more segment, of no document
-        sources.append(np.append(data.sources_of(row), np.zeros(padding, np.uint64)))
-    return sums, by_document(data.fingerprint, np.concatenate(sources), nll, tokens)
-
-
-def _due(step: int, every: int, steps: int) -> bool:
-    return step == steps or (every > 0 and step % every == 0)
+            self.saver.finish_copies(lambda: self.stop.reason is not None)
+        for component in self.components:
+            component.close()
+        self.launch.log_end(step, finished)
+        if not finished and self.world.is_main:
+            self.stop.file.unlink(missing_ok=True)

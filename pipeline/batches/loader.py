@@ -86,13 +86,21 @@ class Batches:
             yield tensors | {LONGEST: longest, "labels": plan_tokens(torch.from_numpy(labels), pin)}
 
 
+class Writing(NamedTuple):
+    """What the model wrote for an on-policy step."""
+
+    tokens: int  # of all ranks
+    seconds: float  # on this rank
+
+
 class StepBatch(NamedTuple):
     """The rows and micro-batches of one step."""
 
-    rows: np.ndarray  # of the global batch
+    rows: np.ndarray  # of the global batch, int64 [batch]
     valid: int  # supervised tokens of the global batch
-    domains: list[int]  # those of each domain; empty where there is one
+    domains: list[int]  # supervised tokens of each domain; empty with a single domain
     micro: list[dict[str, Any]]  # this rank's part
+    written: Writing | None = None  # set if the model wrote the batch itself
 
 
 class Loader:

@@ -33,7 +33,7 @@ from ..loss import plan_tokens
 from ..loss.models.head import BOUNDS, DOMAIN, LONGEST, segments
 from ..model.export import unwrap
 from ..model.objectives import as_schedule, judged_objective
-from .loader import StepBatch
+from .loader import StepBatch, Writing
 
 
 class Prompt(NamedTuple):
@@ -172,14 +172,6 @@ def repacked(
     return tensors | kept | {LONGEST: longest, "labels": plan_tokens(labels, pin)}
 
 
-class Written(NamedTuple):
-    """A batch that the model has written, and what that took on this rank."""
-
-    batch: StepBatch
-    tokens: int  # of all ranks
-    seconds: float
-
-
 class OnPolicy:
     """Replaces the batches of some steps of a run."""
 
@@ -199,7 +191,7 @@ class OnPolicy:
         """Return whether the model writes the batch of `step`."""
         return as_schedule(self.settings.share).due(step)
 
-    def write(self, batch: StepBatch, step: int) -> Written:
+    def write(self, batch: StepBatch, step: int) -> StepBatch:
         """Return the batch of `step` as the model continues it; all ranks must call."""
         began, world = time.perf_counter(), self.trainer.world
         first = world.rank * sum(len(micro["input_ids"]) for micro in batch.micro)  # in the global batch
@@ -219,8 +211,8 @@ class OnPolicy:
         parts = gather_objects((counts, written))
         valid = np.sum([part for part, _ in parts], axis=0)
         apart = valid.tolist() if batch.domains else []
-        replaced = StepBatch(batch.rows, int(valid.sum()), apart, micros)
-        return Written(replaced, sum(tokens for _, tokens in parts), time.perf_counter() - began)
+        writing = Writing(sum(tokens for _, tokens in parts), time.perf_counter() - began)
+        return StepBatch(batch.rows, int(valid.sum()), apart, micros, writing)
 
     def _texts(self, prompts: Sequence[Prompt], first: int, step: int) -> list[list[int]]:
         """Return what the model writes after each prompt; `first`: of their rows, in the global batch."""

@@ -49,8 +49,9 @@ from ..control.run_dir import (
     step_of,
 )
 from ..control.stop import RESUME, node_name
-from ..control.world import PATIENCE, World, agreed, gather_objects, lost_a_peer, on_main
-from ..engine.engine import Engine, to_universal
+from ..control.world import PATIENCE, World, gather_objects, lost_a_peer, raise_on_all_ranks, run_on_main
+from ..engine.engine import Engine
+from ..engine.snapshots import to_universal
 from ..model.export import Copied, check_aside, copy_model, write_export
 from .copies import Store, Uploads
 from .identity import ANEW, PARTS, Identity, check_same
@@ -165,7 +166,7 @@ class Saver:
             states = gather_objects((moves, stopped()), self.group)
             if not any(move for move, _ in states) or any(stop for _, stop in states):
                 break
-            self.lock.now("copying")
+            self.lock.set_activity("copying")
             time.sleep(wait)
             wait = min(2 * wait, 5.0)
         if uploads is not None and self.engine.world.is_main and (names := uploads.unfinished()):
@@ -282,14 +283,14 @@ def fetch_newest(run_dir: Path, target: str, world: World) -> Saved | None:
 
     Every rank fetches a part of it; all must call.
     """
-    store = agreed(lambda: Store(target))
-    for name in gather_objects(agreed(store.checkpoints))[0]:
+    store = raise_on_all_ranks(lambda: Store(target))
+    for name in gather_objects(raise_on_all_ranks(store.checkpoints))[0]:
         step = step_of(Path(name))
         partial = partial_directory(run_dir, step)
-        on_main(world, functools.partial(_begin, store, name, partial))
+        run_on_main(world, functools.partial(_begin, store, name, partial))
         listed = listed_files(partial) or {}
         names = sorted(listed, key=lambda file: -int(listed[file]["size"]))[world.rank :: world.ranks]
-        agreed(functools.partial(store.fetch, name, partial, names))
+        raise_on_all_ranks(functools.partial(store.fetch, name, partial, names))
         faults = [fault for fault in gather_objects(problem(partial, world.rank, world.ranks)) if fault]
         if not faults and world.is_main:
             publish(run_dir, step)
@@ -298,7 +299,7 @@ def fetch_newest(run_dir: Path, target: str, world: World) -> Saved | None:
             log.info("fetched %s from train.copy_to=%s", name, target)
             return read_saved(step_directory(run_dir, step))
         log.warning("%s in train.copy_to=%s is not used: %s", name, target, faults[0])
-        on_main(world, functools.partial(remove, partial))
+        run_on_main(world, functools.partial(remove, partial))
     return None
 
 
@@ -330,28 +331,36 @@ def check_identity(saved: Saved | None, identity: Identity) -> None:
         check_same(saved.directory, saved.identity, identity)
 
 
-def loadable(saved: Saved, ds_config: dict[str, Any], world: World) -> Path:
-    """Return the path from which this many ranks can load `saved`.
+class Loadable(NamedTuple):
+    """From where the engine loads a checkpoint."""
 
-    Where another number of ranks saved it that is a universal copy, as `ds_config` then says; Muon's state
-    has no place in one.
+    directory: Path
+    universal: bool  # whether it is DeepSpeed's universal format, which any number of ranks can load
+
+
+def loadable(saved: Saved, ranks: int, optimizer: str) -> Loadable:
+    """Return from where `ranks` ranks load a checkpoint. `make_universal` writes a universal copy first.
+
+    Raises UserError for Muon's state, which has no universal format.
     """
-    if saved.ranks == world.ranks:
-        return saved.directory
-    if ds_config["optimizer"]["type"] == "Muon":
-        problem = f"{saved.directory} holds Muon's state, which cannot be converted for {world.ranks} ranks"
+    if saved.ranks == ranks:
+        return Loadable(saved.directory, universal=False)
+    if optimizer == "Muon":
+        problem = f"{saved.directory} holds Muon's state, which cannot be converted for {ranks} ranks"
         raise UserError(f"{problem}; start {saved.ranks} ranks, {ANEW}", code="muon-ranks")
-    copy = saved.directory.with_name(saved.directory.name + ".universal")
+    return Loadable(saved.directory.with_name(saved.directory.name + ".universal"), universal=True)
+
+
+def make_universal(saved: Saved, target: Path, world: World) -> None:
+    """Write the universal copy of a checkpoint to `target`; all ranks must call."""
 
     def convert() -> None:
         line = "%s was saved by %d ranks: converting it for %d"
         log.info(line, saved.directory.name, saved.ranks, world.ranks)
-        shutil.rmtree(copy, ignore_errors=True)
-        to_universal(saved.directory / "state", copy / "state")
+        shutil.rmtree(target, ignore_errors=True)
+        to_universal(saved.directory / "state", target / "state")
 
-    on_main(world, convert)
-    ds_config["checkpoint"] = {"load_universal": True}
-    return copy
+    run_on_main(world, convert)
 
 
 def check_engine(saved: Saved, engine: Engine) -> None:

@@ -1,9 +1,9 @@
-"""One launch per run directory, and what it is doing: the lock and heartbeat.json.
+"""One launch per run directory, and what that launch is doing: the lock and heartbeat.json.
 
-Rank 0 holds a lease on the run directory (common/io/lease.py). A thread renews it, so that a second launch is
-refused while the first lives, and takes over when it has died. The same thread writes the heartbeat, also to
-the file that PIPELINE_HEARTBEAT names for a container's health check. Every rank has a file besides
-(heartbeat.py).
+Rank 0 holds a lease on the run directory (common/io/lease.py). A thread renews it. While the lease is held, a
+second launch is rejected. When the holder has died, the next launch takes over. The same thread writes the
+heartbeat, also to the file that PIPELINE_HEARTBEAT names for a container's health check. Each rank also has a
+file (heartbeat.py).
 """
 
 from __future__ import annotations
@@ -24,32 +24,34 @@ from emo.common.errors import FailureError, UserError, may_pass
 from emo.common.io.files import write_text
 from emo.common.io.lease import Lease
 
-from .heartbeat import BEAT, COPY, Liveness
+from .heartbeat import BEAT, COPY, RankHeartbeat
 from .run_dir import HEARTBEAT, LOCK, LOCK_SECONDS, RANKS, RANKS_BEFORE
 
 log = logging.getLogger(__name__)
 
-LOOK = 0.25  # seconds between looks at a lock that somebody holds
+POLL = 0.25  # seconds between attempts to take a lock that another launch holds
 
 
 class RunLock:
-    """This launch's hold on its run directory; ranks other than 0 only say what they do."""
+    """This launch's hold on its run directory. Ranks other than 0 only write their heartbeats."""
 
     def __init__(self, run_dir: Path, active: bool) -> None:
+        """active: whether this is rank 0, which holds the lock."""
         self.run_dir = run_dir
         self._lease = Lease(run_dir, LOCK, LOCK_SECONDS, BEAT) if active else None
-        self.step = 0  # the last one that this launch has taken
-        self._doing, self._since = "loading", time.time()
-        self.lost = False  # whether another launch took over, as of the last beat
-        self._writing = threading.Lock()  # the main thread writes as well
+        self.step = 0  # the last step that this launch has taken
+        self._activity = "loading"
+        self._since = time.time()
+        self.lost = False  # whether another launch had taken over at the last beat
+        self._writing = threading.Lock()  # the main thread writes the heartbeat, too
         self._copy = Path(os.environ[COPY]) if active and os.environ.get(COPY) else None
-        self._liveness: Liveness | None = None
+        self._heartbeat: RankHeartbeat | None = None
 
-    def take(self) -> None:
-        """Take the lock, waiting for a holder that has died without a word on another host.
+    def acquire(self) -> None:
+        """Take the lock. Wait for a holder on another host that may have died.
 
-        Raises UserError when another launch holds it, or the directory cannot be written, FailureError where
-        that may pass.
+        Raises UserError when another launch holds the lock or the directory cannot be written, and
+        FailureError when that may pass.
         """
         if self._lease is None:
             return
@@ -64,69 +66,72 @@ class RunLock:
                 elif holder is not None and first is not None:
                     waited = holder.here and time.monotonic() - began > 2 * BEAT
                     if waited or holder.renewed > first.renewed:
-                        problem = f"{self.run_dir} is in use by {holder}; wait until it has ended"
-                        raise UserError(f"{problem}, or set another output_dir", code="run-in-use")
-                time.sleep(LOOK)
+                        problem = f"{self.run_dir} is in use by {holder}"
+                        cure = "wait until that launch has ended, or set another output_dir"
+                        raise UserError(f"{problem}; {cure}", code="run-in-use")
+                time.sleep(POLL)
         except OSError as error:
             kind = FailureError if may_pass(error) else UserError
             text = f"output_dir={self.run_dir} cannot be written ({error}); set another"
             raise kind(text, code="unwritable") from None
         self._beat()
 
-    def taken(self, rank: int) -> None:
-        """Note that the directory is this launch's: from now on this rank has a file in it."""
-        self._liveness = Liveness(self.run_dir, rank)
-        self.now(self._doing)
-
-    def clear_ranks(self) -> None:
-        """Put the files of the last launch's ranks aside."""
+    def set_aside_rank_files(self) -> None:
+        """Keep the rank files of the previous launch under another name."""
         shutil.rmtree(self.run_dir / RANKS_BEFORE, ignore_errors=True)
         if (self.run_dir / RANKS).is_dir():
             (self.run_dir / RANKS).rename(self.run_dir / RANKS_BEFORE)
         (self.run_dir / RANKS).mkdir()
 
+    def start_heartbeat(self, rank: int) -> None:
+        """Start this rank's heartbeat file."""
+        self._heartbeat = RankHeartbeat(self.run_dir, rank)
+        self.set_activity(self._activity)
+
     @property
     def problem(self) -> str | None:
-        """Return why this launch must not write any more, or None; looks at the directory."""
+        """Return why this launch must stop writing, or None. Reads the directory."""
         if self._lease is None or self._lease.held():
             return None
         return f"another launch took over {self.run_dir}, whose lock was not renewed for long"
 
-    def reached(self, step: int) -> None:
-        """Note that step `step` has been taken."""
-        self.step, self._since = step, time.time()
-        if self._liveness is not None:
-            self._liveness.copy(self._state)
+    def record_step(self, step: int) -> None:
+        """Record that step `step` (from 1) was taken."""
+        self.step = step
+        self._since = time.time()
+        if self._heartbeat is not None:
+            self._heartbeat.write_copy(self._state)
 
-    def logged(self, **facts: Any) -> None:
-        """Note what was measured of this rank since the last log window."""
-        if self._liveness is not None:
-            self._liveness.write(self._state, **facts)
+    def record_facts(self, **facts: Any) -> None:
+        """Write this rank's heartbeat with what was measured since the last log window."""
+        if self._heartbeat is not None:
+            self._heartbeat.write(self._state, **facts)
 
     @property
     def _state(self) -> dict[str, Any]:
-        return {"step": self.step, "doing": self._doing, "since": self._since}
+        return {"step": self.step, "doing": self._activity, "since": self._since}
 
     @contextlib.contextmanager
-    def doing(self, activity: str) -> Iterator[None]:
-        """Name an activity in the heartbeat within the block."""
-        before = self._doing
-        self.now(activity)
+    def activity(self, name: str) -> Iterator[None]:
+        """Show `name` as the run's activity in the heartbeat within the block."""
+        before = self._activity
+        self.set_activity(name)
         yield
-        self.now(before)
+        self.set_activity(before)
 
-    def now(self, activity: str) -> None:
-        """Name the run's activity from now on."""
-        self._doing, self._since = activity, time.time()
-        self.logged()
+    def set_activity(self, name: str) -> None:
+        """Set the activity shown in the heartbeat."""
+        self._activity = name
+        self._since = time.time()
+        self.record_facts()
         if self._lease is not None and self._lease.path is not None:
             self._beat()
 
-    def release(self, ended: str) -> None:
-        """Let other launches have the directory; the heartbeat keeps saying how this one `ended`."""
-        self.now(ended)
-        if self._liveness is not None:
-            self._liveness.close()
+    def release(self, outcome: str) -> None:
+        """Release the lock. The heartbeat keeps the `outcome` of this launch."""
+        self.set_activity(outcome)
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         if self._lease is not None:
             self._lease.release()
             if self._copy is not None:
@@ -136,10 +141,10 @@ class RunLock:
         self.lost = self.lost or self.problem is not None
         if self.lost:
             return
-        # Where the disk is full, what must be written reports it.
         with self._writing:
             beat = {"time": time.time(), **self._state, "host": socket.gethostname(), "pid": os.getpid()}
             for path in (self._copy, self.run_dir / HEARTBEAT):  # the run directory's disk may hang
+                # On a full disk the writers of checkpoints and metrics report the error.
                 with contextlib.suppress(OSError):
                     if path is not None:
                         write_text(path, json.dumps(beat))

@@ -85,11 +85,11 @@ class Watch:
         self._orphan = _born_orphan(self._chain)
         threading.Thread(target=self._run, name="stop requests", daemon=True).start()
 
-    def joined(self) -> None:
+    def enter_group(self) -> None:
         """Note that the rank is in the process group: from now on a request is agreed on."""
         self._phase = LOADING
 
-    def trains(self) -> None:
+    def enter_training(self) -> None:
         """Note that the first step is next: from now on there is something to save."""
         self._phase = TRAINING
 
@@ -97,13 +97,13 @@ class Watch:
         """Report that a device of this node has failed: train.sbatch keeps the next start away from it."""
         self._blamed = f" {node_name()}"
 
-    def ended(self, code: int) -> None:
+    def report_exit(self, code: int) -> None:
         """Tell whoever collects the codes of the ranks, if anybody does, how this one ended."""
         if self._report is not None:
             os.pwrite(self._report, f"{os.getpid()} {int(code)}{self._blamed}\n".encode(), 0)
 
     @property
-    def is_joined(self) -> bool:
+    def is_in_group(self) -> bool:
         """Return whether the rank is in the process group."""
         return self._phase > STARTING
 
@@ -164,7 +164,7 @@ class Watch:
 
     def _leave(self, why: str) -> None:
         _say(f"{why}; exit code {ExitCode.STOPPED}; {RESUME}")
-        self.ended(ExitCode.STOPPED)
+        self.report_exit(ExitCode.STOPPED)
         os._exit(ExitCode.STOPPED)
 
 

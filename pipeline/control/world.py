@@ -33,7 +33,7 @@ from torch.distributed import distributed_c10d
 
 from emo.common.errors import LASTING, ExitCode, UserError, may_pass, one_line
 
-from .heartbeat import accounted, late
+from .heartbeat import find_late_rank, is_accounted_for
 from .run_dir import RANKS, TRACE
 from .stop import RESUME, node_name
 
@@ -67,7 +67,7 @@ def first_reason(reason: str | None) -> str | None:
     return next((text for text in gather_objects(reason) if text is not None), None)
 
 
-def agreed(work: Callable[[], T]) -> T:
+def raise_on_all_ranks(work: Callable[[], T]) -> T:
     """Return what `work` returns on this rank; a UserError of any rank is raised on all, which must call."""
     result, error = None, None
     try:
@@ -82,12 +82,12 @@ def agreed(work: Callable[[], T]) -> T:
     return cast("T", result)
 
 
-def on_main(world: World, work: Callable[[], None]) -> None:
+def run_on_main(world: World, work: Callable[[], None]) -> None:
     """Run `work` on rank 0 while the others wait; its UserError is raised on all ranks. All must call."""
-    agreed(work if world.is_main else lambda: None)
+    raise_on_all_ranks(work if world.is_main else lambda: None)
 
 
-def wait_at_most(minutes: float, spare: Any = None) -> None:
+def set_timeout(minutes: float, spare: Any = None) -> None:
     """Set how long a collective may take before it counts as failed, in every group except `spare`."""
     for group in list(distributed_c10d._world.pg_map):
         if group is not spare:
@@ -95,11 +95,11 @@ def wait_at_most(minutes: float, spare: Any = None) -> None:
 
 
 @contextlib.contextmanager
-def patience(minutes: float, spare: Any = None) -> Iterator[None]:
+def longer_timeout(minutes: float, spare: Any = None) -> Iterator[None]:
     """Let ranks wait for PATIENCE minutes within the block, afterwards for `minutes`."""
-    wait_at_most(PATIENCE, spare)
+    set_timeout(PATIENCE, spare)
     yield
-    wait_at_most(minutes, spare)
+    set_timeout(minutes, spare)
 
 
 def record_collectives(run_dir: Path) -> None:
@@ -117,7 +117,7 @@ def record_collectives(run_dir: Path) -> None:
         os.environ.setdefault(name, value)
 
 
-def missed(run_dir: Path, world: World) -> str | None:
+def diagnose_hang(run_dir: Path, world: World) -> str | None:
     """Return which rank this one, and others, waited for in vain; None where that cannot be told.
 
     The other ranks that waited notice it at about the same time; theirs are waited for a little.
@@ -127,9 +127,9 @@ def missed(run_dir: Path, world: World) -> str | None:
         with contextlib.suppress(OSError):
             (run_dir / RANKS / f"{TRACE}{world.rank}").write_bytes(trace)
     end = time.monotonic() + SETTLED
-    while not accounted(run_dir) and time.monotonic() < end:
+    while not is_accounted_for(run_dir) and time.monotonic() < end:
         time.sleep(0.2)
-    return late(run_dir)
+    return find_late_rank(run_dir)
 
 
 def end_world() -> None:
@@ -192,7 +192,7 @@ def explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
         return ExitCode.MISTAKE, line
     if lost_a_peer(error):
         lost = "lost" if dist.is_initialized() else "did not reach"
-        known = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))  # of `missed`
+        known = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))  # of `diagnose_hang`
         why = f"which may have said why ({one_line(error, 150)}){known}; {RESUME} from the last checkpoint"
         return ExitCode.FAILURE, f"rank {os.environ.get('RANK', '0')} {lost} another rank, {why}"
     if broken_device(error, NETWORK):

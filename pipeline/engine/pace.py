@@ -41,15 +41,15 @@ class OwnTime:
         head.register_forward_pre_hook(self._note)
         head.register_forward_hook(self._note)
 
-    def begins(self) -> None:
+    def start_step(self) -> None:
         """The host turns to the next step."""
         self._mark = time.perf_counter()
 
-    def computes(self) -> None:
+    def start_compute(self) -> None:
         """The first pass of a step through the model is next."""
         self._host, self._times, self._on = time.perf_counter() - self._mark, [], True
 
-    def ends(self) -> None:
+    def end_step(self) -> None:
         """The sums of the step have arrived, so the device is done with it."""
         pairs = zip(self._times[::2], self._times[1::2], strict=True)
         self.last = self._host + sum(a.elapsed_time(b) / 1e3 if on_gpu() else b - a for a, b in pairs)

@@ -37,7 +37,7 @@ from emo.data_prep.shards.format import TokenDataset, is_prepared, read_manifest
 from ..config import RunConfig
 from ..control.run_dir import EXPORT_INFO
 from ..control.stop import die_with_parent
-from ..control.world import agreed
+from ..control.world import raise_on_all_ranks
 from .readers import (
     check_tokenizer,
     saved_names,
@@ -96,7 +96,7 @@ def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str
         finally:  # all ranks take part in the gathers, whatever has failed on the first
             deque(streamed.tensors, maxlen=0)
 
-    agreed(write)
+    raise_on_all_ranks(write)
 
 
 def copy_model(engine: Engine) -> Copied:

@@ -1,6 +1,7 @@
-"""launches.jsonl: when the run was launched, on what, from which step, what was planned, and how it ended.
+"""launches.jsonl: when and where each launch of a run trained, what was planned, and how it ended.
 
-A line when a launch begins to train and one when it ends. A launch without the second was killed, or runs.
+A launch adds a line when it starts to train and one when it ends. Without the second line it was killed, or
+still runs.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from emo.common.provenance import code_version, library_versions
 from emo.common.text import counted
 
 from ..config import RunConfig
-from ..control.heartbeat import late, read_ranks
+from ..control.heartbeat import find_late_rank, read_ranks
 from ..control.run_dir import EXPORT, LAUNCHES, read_records
 from ..control.stop import RESUME
 from ..engine.devices import on_gpu
 from ..engine.ds_config import zero_stage
 from ..engine.hardware import GIB, accelerator
-from ..planning.checks import Ready
+from ..planning.checks import TrainingRun
 from ..planning.footprint import memory, step_time, utilisation
 from ..planning.plan import domain_rows, remarks, setup_of, sizes_of
 from .console import Console
@@ -34,75 +35,80 @@ log = logging.getLogger(__name__)
 
 
 class Launch:
-    """This launch, as its user and launches.jsonl hear of it. On ranks other than 0 nothing is written."""
+    """Logs and records this launch. Ranks other than 0 write nothing."""
 
     def __init__(self, run_dir: Path, console: Console, main: bool) -> None:
         self.console = console
-        self.reason: str | None = None  # why it ends before the run is finished
+        self.reason: str | None = None  # why this launch ends before the run is finished
         self._run_dir, self._main = run_dir, main
-        self._step: int | None = None  # that was reached last; None: it has not begun to train
+        self._step: int | None = None  # the last step; None before training
 
-    def before(self) -> None:
-        """Say of the launch before what its ranks could not: NCCL aborts all of them at a time-out."""
+    def report_previous_failure(self) -> None:
+        """Report why the previous launch failed, if its ranks could not: NCCL aborts them at a time-out."""
         records = read_records(self._run_dir / LAUNCHES)[0]
-        if records and records[-1].get("event") == "begin" and (reason := late(self._run_dir)) is not None:
-            _tell(f"the launch before failed: {reason}", "failed", reason=reason)
+        if (
+            records
+            and records[-1].get("event") == "begin"
+            and (reason := find_late_rank(self._run_dir)) is not None
+        ):
+            _log_event(f"the launch before failed: {reason}", "failed", reason=reason)
             steps = [state.get("step") for state in read_ranks(self._run_dir).values()]
             step = max([records[-1]["step"], *(step for step in steps if isinstance(step, int))])
             self._append("end", step=step, how="failed", reason=reason)
 
-    def begun(self, config: RunConfig, ready: Ready, step: int, tokens: int, hosts: int) -> None:
-        """Training goes on after `step`, on so many hosts."""
+    def log_start(self, config: RunConfig, run: TrainingRun, step: int, tokens: int, hosts: int) -> None:
+        """Log what is about to train after `step` on `hosts` hosts, and record the launch."""
         self._step = step
         if not self._main:
             return
-        batch, planned = ready.batch, None
+        batch, planned = run.batch, None
         device = torch.cuda.get_device_name() if on_gpu() else "CPU"
-        log.info("objective %s on %s; %s", ready.objective, device, batch)
-        for name, text in domain_rows(config, ready):
+        log.info("objective %s on %s; %s", run.objective, device, batch)
+        for name, text in domain_rows(config, run):
             log.info("%s: %s", name, text)
-        for warning in remarks(config, ready, on_cpu=not on_gpu()):
+        for warning in remarks(config, run, on_cpu=not on_gpu()):
             log.warning(warning)
         if (gpu := accelerator(device)) is not None:  # what the footprint predicts of a step on it
-            sizes = sizes_of(ready.model, ready.hf_config)
-            attended = None if ready.data is None else ready.data.mean_context()
-            setup = setup_of(config, batch, ready.ds_config, ready.objective, attended)
+            sizes = sizes_of(run.model, run.hf_config)
+            attended = run.data.mean_context()
+            setup = setup_of(config, batch, run.ds_config, run.objective, attended)
             seconds = step_time(sizes, setup, gpu).total
             planned = {"seconds": seconds, "mfu": utilisation(sizes, setup, seconds, gpu)}
             planned["memory_gib"] = memory(sizes, setup).total / GIB
-        facts: dict[str, Any] = {"step": step, "tokens": tokens, "steps": ready.steps, "ranks": batch.ranks}
+        facts: dict[str, Any] = {"step": step, "tokens": tokens, "steps": run.steps, "ranks": batch.ranks}
         facts |= {"hosts": hosts, "device": device, "batch": batch.batch, "micro_batch": batch.micro}
         facts |= {"accumulation": batch.accumulation, "block": config.data.sequence_len}
-        facts |= {"zero_stage": zero_stage(ready.ds_config), "attention": ready.attention, "planned": planned}
-        if any(mixture for _, mixture in ready.mixtures):
-            facts["mixtures"] = [{"step": first, "mixture": m and m.label} for first, m in ready.mixtures]
+        facts |= {"zero_stage": zero_stage(run.ds_config), "attention": run.attention, "planned": planned}
+        if any(mixture for _, mixture in run.mixtures):
+            facts["mixtures"] = [{"step": first, "mixture": m and m.label} for first, m in run.mixtures]
         facts |= {"git": code_version(), **library_versions("torch", "transformers", "deepspeed")}
         self._append("begin", **facts)
 
-    def sampled(self, step: int, text: str | None) -> None:
-        """Show how the model went on with the first prompt."""
-        if text is not None:
-            _tell(f"step {step:,}  sample: {one_line(text[:100])}", "sample", step=step, text=text)
+    def log_sample(self, step: int, text: str) -> None:
+        """Show how the model continued the first prompt."""
+        _log_event(f"step {step:,}  sample: {one_line(text[:100])}", "sample", step=step, text=text)
 
-    def stopping(self, step: int, reason: str | None) -> None:
-        """Note that all ranks stop after `step`; without a reason, an error that is to come says why."""
+    def log_stopping(self, step: int, reason: str | None) -> None:
+        """Log that all ranks stop after `step`. Without a reason an error follows that gives it."""
         self._step, self.reason = step, reason
         if reason is not None:
-            _tell(f"stopping after step {step:,} ({reason}): saving", "stopping", step=step, reason=reason)
+            _log_event(
+                f"stopping after step {step:,} ({reason}): saving", "stopping", step=step, reason=reason
+            )
 
-    def done(self, step: int, finished: bool) -> None:
-        """Note that all is written."""
+    def log_end(self, step: int, finished: bool) -> None:
+        """Log how the run ended, after everything was written."""
         self._step = step
         export = str(self._run_dir / EXPORT)
         if finished:
             text = f"finished after {counted(step, 'step')}; export: {export}"
-            _tell(text, "finished", step=step, export=export)
+            _log_event(text, "finished", step=step, export=export)
         else:
             text = f"stopped after step {step:,} and saved ({self.reason}); {RESUME}"
-            _tell(text, "stopped", step=step, reason=self.reason)
+            _log_event(text, "stopped", step=step, reason=self.reason)
 
-    def ended(self, outcome: str, step: int) -> None:
-        """Note how it ended, finished, stopped or failed, and the last step that it took; 0 for none."""
+    def record_end(self, outcome: str, step: int) -> None:
+        """Record the outcome (finished, stopped or failed) and the last step that was taken, 0 for none."""
         if self._main and self._step is not None:
             with contextlib.suppress(OSError):  # the full disk may be why it ends
                 self._append("end", step=max(step, self._step), how=outcome, reason=self.reason)
@@ -111,7 +117,7 @@ class Launch:
         append(self._run_dir / LAUNCHES, {"event": event, "time": time.time(), **fields})
 
 
-def _tell(line: str, event: str, **fields: Any) -> None:
+def _log_event(line: str, event: str, **fields: Any) -> None:
     log.info("%s", line, extra={"event_fields": {"event": event, **fields}})
 
 

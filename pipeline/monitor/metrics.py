@@ -1,45 +1,47 @@
-"""What a run records while it trains: metrics.jsonl, TensorBoard, W&B; and what the console is told of it."""
+"""metrics.jsonl: what a run records while it trains, and the progress that the console shows."""
 
 from __future__ import annotations
 
 import json
 import math
-import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from emo.common.errors import UserError, one_line
-from emo.common.io.files import finite, write_once
+from emo.common.io.files import finite
 from emo.data_prep.config import VALIDATION, split_of
 
+from ..batches.loader import StepBatch
 from ..config import RunConfig
-from ..control.run_dir import METRICS, WANDB_ID, drop_records
+from ..control.run_dir import METRICS, drop_records
 from ..engine.devices import on_gpu
-from ..engine.engine import Sums
 from ..engine.hardware import GIB
 from ..engine.pace import Stragglers
+from ..engine.totals import StepTotals
 from ..loss.fused import summary
 from . import validation
+from .component import Component, RunState
 from .console import Console, Progress
+from .loggers import LOGGERS
 
-WORDS = ("set", "time", "slowest_host")  # of a record, that are no measurements
+NOT_MEASURED = ("set", "time", "slowest_host")  # keys of a record that loggers do not receive
 
 
 @dataclass
 class Window:
-    """Sums over the steps since the last record. A checkpoint carries them, so that a resumed run logs what
-    an undisturbed one does."""
+    """Sums over the steps since the last record.
+
+    A checkpoint holds them, so that a resumed run logs what an undisturbed run does.
+    """
 
     steps: int = 0
     skipped: int = 0
-    tokens: int = 0  # supervised, of all steps
-    applied_tokens: int = 0  # of the steps that updated the weights; the means are over these
+    tokens: int = 0  # supervised tokens of all steps
+    applied_tokens: int = 0  # of the steps that updated the weights, which the means are over
     loss: float = 0.0
     nll: float = 0.0
     demd: float = 0.0
@@ -47,36 +49,36 @@ class Window:
     norm: float = 0.0
     largest_norm: float = 0.0
     seconds: float = 0.0  # of training, without saving and validation
-    written: int = 0  # tokens that the model wrote itself
-    writing_seconds: float = 0.0  # of `seconds`
+    written: int = 0  # tokens that the model wrote
+    writing_seconds: float = 0.0  # part of `seconds`
     weights: list[float] = field(default_factory=list)  # histogram, see loss/fused.py
-    # Of each domain, where there are several: supervised tokens of the steps that updated the weights, loss,
-    # and NLL. Of the whole run so far: supervised tokens.
+    # By domain, if there are several: [supervised tokens, loss, NLL] of the steps that updated the weights,
+    # and supervised tokens of the whole run so far.
     domains: list[list[float]] = field(default_factory=list)
     domain_tokens: list[int] = field(default_factory=list)
 
-    def add(self, sums: Sums, norm: float, seconds: float) -> None:
-        """Count one step; `norm` is that of its gradient before clipping."""
+    def add(self, totals: StepTotals, seconds: float) -> None:
+        """Count one step, which took `seconds`."""
         self.steps += 1
-        self.tokens += sums.tokens
+        self.tokens += totals.tokens
         self.seconds += seconds
-        self.domain_tokens = _added(self.domain_tokens, [domain.tokens for domain in sums.domains])
-        self.domains = self.domains or [[0, 0.0, 0.0] for _ in sums.domains]
-        if not sums.applied:
+        self.domain_tokens = _add_lists(self.domain_tokens, [domain.tokens for domain in totals.domains])
+        self.domains = self.domains or [[0, 0.0, 0.0] for _ in totals.domains]
+        if not totals.applied:
             self.skipped += 1
             return
-        self.applied_tokens += sums.tokens
-        self.loss += sums.loss
-        self.nll += sums.nll
-        self.demd += sums.demd
-        self.divergence += sums.divergence
-        self.norm += norm
-        self.largest_norm = max(self.largest_norm, norm)
-        self.weights = _added(self.weights, sums.weights)
-        self.domains = [_added(*two) for two in zip(self.domains, sums.domains, strict=True)]
+        self.applied_tokens += totals.tokens
+        self.loss += totals.loss
+        self.nll += totals.nll
+        self.demd += totals.demd
+        self.divergence += totals.divergence
+        self.norm += totals.grad_norm
+        self.largest_norm = max(self.largest_norm, totals.grad_norm)
+        self.weights = _add_lists(self.weights, totals.weights)
+        self.domains = [_add_lists(*two) for two in zip(self.domains, totals.domains, strict=True)]
 
     def record(self, domains: Sequence[str]) -> dict[str, Any]:
-        """Return means over the window; of each of several `domains`, too."""
+        """Return means over the window, also of each domain if there are several."""
         applied = self.steps - self.skipped
         record: dict[str, Any] = _means(self, self.applied_tokens) | {
             "grad_norm": _mean(self.norm, applied),
@@ -96,194 +98,185 @@ class Window:
         return record
 
 
-class Metrics:
-    """The reporter of rank 0; on other ranks every method does nothing.
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts about a run that its metrics need."""
 
-    On resume at `step` the lines of later steps are dropped: those steps are about to be taken again.
+    rows: int = 0  # of the training data, 0 if not known
+    domains: Sequence[str] = ()  # names of the domains whose losses are summed separately
+    validates: bool = True  # whether the run has validation sets
+    hosts: Sequence[str] = ()  # by rank, if there are several ranks
+    peak_share: float | None = None  # model FLOPs of one step over what the hardware could do in a second
+
+
+class Metrics(Component):
+    """Records metrics on rank 0. On other ranks every method does nothing.
+
+    When a run resumes, records of later steps are dropped: those steps will be taken again.
     """
+
+    name = "metrics"
 
     def __init__(
         self,
         config: RunConfig,
-        step: int,
-        steps: int,
+        start: RunState,
         active: bool,
-        peak_share: float | None = None,
+        facts: RunFacts,
+        console: Console,
         window: dict[str, Any] | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        console: Console | None = None,
-        validates: bool = True,
-        domains: Sequence[str] = (),
-        rows: int = 0,
-        hosts: Sequence[str] = (),
     ) -> None:
-        """peak_share: share of the hardware's peak that one step per second would be (for MFU).
+        """Open the files and loggers of the run.
 
-        window: what `state` returned when the checkpoint of `step` was saved. console: of plain lines where
-        none is given. validates: whether the run has validation rows, for what comes next. domains: names of
-        those whose sums come apart. rows: of the training data, where they are known. hosts: by rank, of
-        several.
+        Args:
+            config: the configuration of the run.
+            start: where this launch begins.
+            active: whether this is rank 0.
+            facts: what is known of the run.
+            console: shows progress and records.
+            window: `state_dict` of the checkpoint from which the run resumes.
+            clock: returns the time in seconds.
         """
-        self.active, train = active, config.train
-        self._clock, self._mark, self._paused = clock, clock(), 0.0
-        self._opened = ExitStack()
+        self.active = active
+        self._clock = clock
+        self._mark = clock()
+        self._paused = 0.0
+        self._logging_steps = config.train.logging_steps
         if not active:
             return
-        self._peak_share, self._domains = peak_share, domains
-        numbers = json.dumps(window or {}).replace("null", "NaN")  # as `state` has it
-        self._window = Window(**json.loads(numbers))
-        self._stragglers = Stragglers(hosts)
-        self._console = console or Console()
-        every = {"validation": train.eval_steps * validates, "save": train.save_steps}
-        self._progress = Progress(step, steps, every)
-        self._epochs = train.global_batch_size / rows if rows else math.nan  # of a step
-        self._run_dir = run_dir = config.output_dir
-        validation.drop(run_dir, step)
-        drop_records(run_dir / METRICS, step)
-        self._file = self._opened.enter_context((run_dir / METRICS).open("a", encoding="utf-8"))
-        self._board = self._wandb = None
-        if "tensorboard" in train.report_to:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=step + 1 if step else 0)
-            self._opened.callback(self._board.close)
-        if "wandb" in train.report_to:
-            self._wandb = _wandb_run(config)
-            self._opened.callback(self._wandb.finish)
+        self._facts = facts
+        self._window = Window(**json.loads(json.dumps(window or {}).replace("null", "NaN")))
+        self._stragglers = Stragglers(facts.hosts)
+        self._console = console
+        every = {"validation": config.train.eval_steps * facts.validates, "save": config.train.save_steps}
+        self._progress = Progress(start.step, start.steps, every)
+        self._epochs_per_step = config.train.global_batch_size / facts.rows if facts.rows else math.nan
+        self._run_dir = config.output_dir
+        validation.drop(self._run_dir, start.step)
+        drop_records(self._run_dir / METRICS, start.step)
+        self._file = (self._run_dir / METRICS).open("a", encoding="utf-8")
+        self._loggers = [LOGGERS[name](config, start.step) for name in config.train.report_to]
         if on_gpu():
             torch.cuda.reset_peak_memory_stats()  # loading is over
 
-    def written(self, tokens: int, seconds: float) -> None:
-        """Count what the model has written for the next step."""
-        if self.active:
-            self._window.written += tokens
-            self._window.writing_seconds += seconds
-
-    def step(self, step: int, sums: Sums, grad_norm: float) -> None:
-        """Count one optimizer step; `grad_norm` is before clipping."""
+    def after_step(self, state: RunState, batch: StepBatch, totals: StepTotals) -> None:
+        """Count the step, and record the window when it is due."""
         if not self.active:
             return
+        if batch.written is not None:
+            self._window.written += batch.written.tokens
+            self._window.writing_seconds += batch.written.seconds
         now = self._clock()
-        self._window.add(sums, grad_norm, now - self._mark)
-        self._stragglers.add(sums.seconds)
+        self._window.add(totals, now - self._mark)
+        self._stragglers.add(totals.seconds)
         loss = _mean(self._window.loss, self._window.applied_tokens)  # as the next record will have it
-        self._progress.count(step, now - self._mark, self._paused, sums.tokens, loss)
-        self._mark, self._paused = now, 0.0
+        self._progress.count(state.step, now - self._mark, self._paused, totals.tokens, loss)
+        self._mark = now
+        self._paused = 0.0
         self._console.progress(self._progress)
+        if state.is_due(self._logging_steps):
+            self._record_window(state)
 
-    def log(self, step: int, tokens: int, lr: float) -> None:
-        """Record the steps since the last record as one line. tokens: supervised tokens so far.
+    def _record_window(self, state: RunState) -> None:
+        """Record the steps since the last record.
 
-        `domains` has the tokens so far of each domain, and its loss and NLL over the window. `mfu` is the
-        share of the peak spent on what the model needs: what is computed again under activation
-        checkpointing does not count. `memory_gib` is the most that rank 0's GPU held. `rank_seconds_...` are
-        seconds a step that ranks work alone (pace.py).
+        `domains` has the tokens of each domain so far, and its loss and NLL over the window. `mfu` is the
+        share of the peak that the model needs, without what activation checkpointing computes again.
+        `memory_gib` is the largest memory that rank 0's GPU held. `rank_seconds_...` are the seconds per step
+        in which a rank does not wait for others (engine/pace.py).
         """
-        if not self.active or not self._window.steps:
-            return
-        record = {"step": step, "tokens": tokens, "lr": lr, **self._window.record(self._domains)}
-        if self._peak_share is not None:
-            record["mfu"] = self._peak_share * _mean(self._window.steps, self._window.seconds)
+        record = {"step": state.step, "tokens": state.tokens, "lr": state.lr}
+        record |= self._window.record(self._facts.domains)
+        if self._facts.peak_share is not None:
+            record["mfu"] = self._facts.peak_share * _mean(self._window.steps, self._window.seconds)
         if on_gpu():
-            record["memory_gib"] = torch.cuda.max_memory_allocated() / GIB  # a counter of the host's
+            record["memory_gib"] = torch.cuda.max_memory_allocated() / GIB  # does not wait for the device
         record |= self._stragglers.record(_mean(self._window.seconds, self._window.steps))
         self._window = Window(domain_tokens=self._window.domain_tokens)
         self._console.record(self._write("train", record), self._progress)
 
-    def state(self) -> dict[str, Any]:
-        """Return the steps that are counted and not recorded yet, as JSON can hold them."""
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps since the last record."""
         return finite(asdict(self._window)) if self.active else {}
 
-    def validation(
-        self, step: int, tokens: int, name: str, sums: Sums, documents: validation.Documents
+    def record_validation(
+        self, state: RunState, name: str, totals: StepTotals, documents: validation.Documents
     ) -> None:
-        """Record a pass over the validation set `name`, and how it changed since step 0."""
+        """Record a pass over the validation set `name`, and how its NLL changed since step 0."""
         if not self.active:
             return
-        means = {f"validation_{key}": value for key, value in _means(sums, sums.tokens).items()}
-        record = {"step": step, "tokens": tokens, "set": name, **means}
-        validation.write(self._run_dir, name, step, documents)
-        start = validation.read(self._run_dir, name, 0) if step else None
+        means = {f"validation_{key}": value for key, value in _means(totals, totals.tokens).items()}
+        record = {"step": state.step, "tokens": state.tokens, "set": name, **means}
+        validation.write(self._run_dir, name, state.step, documents)
+        start = validation.read(self._run_dir, name, 0) if state.step else None
         changed = None if start is None else validation.change(start, documents)
         if changed is not None:
             limits = {"": changed.value, "_low": changed.low, "_high": changed.high}
             record |= {f"validation_change{end}": value for end, value in limits.items()}
         event = self._write(split_of(name), record)
-        words = {"loss": "loss", "nll": "NLL", "perplexity": "perplexity", "demd": "DEMD"}
-        words["divergence"] = "divergence"
-        values = ((word, event.get(f"validation_{key}")) for key, word in words.items())
-        parts = [f"{word} {x:.4g}" for word, x in values if x is not None] or ["not finite"]
+        labels = {"loss": "loss", "nll": "NLL", "perplexity": "perplexity", "demd": "DEMD"}
+        labels["divergence"] = "divergence"
+        values = ((label, event.get(f"validation_{key}")) for key, label in labels.items())
+        parts = [f"{label} {x:.4g}" for label, x in values if x is not None] or ["not finite"]
         parts += [f"NLL since step 0 {changed}"] if changed is not None else []
         title = "validation" if name == VALIDATION else f"validation {name}"
-        text = f"step {step:,}/{self._progress.steps:,}  {title}: {', '.join(parts)}"
+        text = f"step {state.step:,}/{state.steps:,}  {title}: {', '.join(parts)}"
         self._console.event(text, "validation", **event)
 
-    def pause(self) -> None:
-        """Leave the time since the last step out of the pace: it went into saving or validation."""
+    def exclude_pause(self) -> None:
+        """Exclude the time since the last step from the pace: it went into saving or validation."""
         now = self._clock()
-        self._mark, self._paused = now, self._paused + now - self._mark
+        self._paused += now - self._mark
+        self._mark = now
 
     def close(self) -> None:
-        """Flush the files."""
-        self._opened.close()
+        if self.active:
+            self._file.close()
+            for logger in reversed(self._loggers):
+                logger.close()
 
     def _write(self, group: str, record: dict[str, Any]) -> dict[str, Any]:
-        """Keep a record; return it with None where JSON has no number.
+        """Write a record; return it with None instead of numbers that are not finite.
 
-        In metrics.jsonl it has the `time` of writing, in seconds since 1970 (UTC), and in `epoch` how many
-        times as many rows as the data have were trained on.
+        metrics.jsonl also has `time`, the seconds since 1970 (UTC), and `epoch`, the passes over the data.
         """
-        record, step = finite(record), int(record["step"])
-        whole = finite({"time": time.time(), "epoch": self._epochs * step}) | record
-        self._file.write(_line(whole))
+        record = finite(record)
+        step = int(record["step"])
+        line = finite({"time": time.time(), "epoch": self._epochs_per_step * step}) | record
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
-        values = dict(_leaves({key: x for key, x in whole.items() if key not in WORDS}, group))
-        if self._wandb is not None:
-            self._wandb.log(values, step=step)
-        if self._board is not None:
-            for key in values.keys() - {f"{group}/step", f"{group}/tokens"}:
-                if values[key] is not None:
-                    self._board.add_scalar(key, values[key], step)
+        measured = {key: value for key, value in line.items() if key not in NOT_MEASURED}
+        values = dict(_flatten(measured, group))
+        for logger in self._loggers:
+            logger.log(values, step)
         return record
 
 
-def _wandb_run(config: RunConfig) -> Any:
-    """Return the W&B run that belongs to the run directory, resumed after a restart."""
-    import wandb
-
-    run_dir = config.output_dir
-    write_once(run_dir / WANDB_ID, secrets.token_hex(8))
-    which: dict[str, Any] = {"project": config.train.project, "name": run_dir.name, "dir": run_dir}
-    which |= {"id": (run_dir / WANDB_ID).read_text(encoding="utf-8"), "resume": "allow"}
-    try:
-        return wandb.init(**which, config=config.model_dump(mode="json"))
-    except wandb.errors.Error as error:
-        problem = f"train.report_to=[wandb]: {one_line(error, 200)}"
-        raise UserError(f"{problem}; set WANDB_API_KEY, or WANDB_MODE=offline") from None
-
-
-def _means(sums: Window | Sums, tokens: int) -> dict[str, float]:
+def _means(totals: Window | StepTotals, tokens: int) -> dict[str, float]:
     """Return losses per supervised token."""
-    loss, nll, demd = (_mean(total, tokens) for total in (sums.loss, sums.nll, sums.demd))
-    means = {"loss": loss, "nll": nll, "perplexity": math.exp(min(nll, 100.0)), "demd": demd}
-    taught = not math.isnan(sums.divergence)
-    return means | ({"divergence": _mean(sums.divergence, tokens)} if taught else {})
+    nll = _mean(totals.nll, tokens)
+    means = {
+        "loss": _mean(totals.loss, tokens),
+        "nll": nll,
+        "perplexity": math.exp(min(nll, 100.0)),
+        "demd": _mean(totals.demd, tokens),
+    }
+    if not math.isnan(totals.divergence):
+        means["divergence"] = _mean(totals.divergence, tokens)
+    return means
 
 
 def _mean(total: float, count: float) -> float:
     return total / count if count else math.nan
 
 
-def _added(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+def _add_lists(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
     return [x + y for x, y in zip_longest(a, b, fillvalue=0)]
 
 
-def _leaves(record: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+def _flatten(record: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
     """Yield every value of a record with its path, as in `train/domains/home/nll`."""
     for key, value in record.items():
         inner = f"{path}/{key}"
-        yield from _leaves(value, inner) if isinstance(value, dict) else [(inner, value)]
-
-
-def _line(record: dict[str, Any]) -> str:
-    return json.dumps(finite(record), allow_nan=False) + "\n"
+        yield from _flatten(value, inner) if isinstance(value, dict) else [(inner, value)]

@@ -1,4 +1,7 @@
-"""What a rank computes in some steps, for chrome://tracing, ui.perfetto.dev and pytorch.org/memory_viz."""
+"""Recording of single steps with torch.profiler.
+
+The files open in chrome://tracing, ui.perfetto.dev and pytorch.org/memory_viz.
+"""
 
 from __future__ import annotations
 
@@ -7,37 +10,38 @@ from typing import Any
 
 import torch
 
+from ..batches.loader import StepBatch
 from ..control.run_dir import PROFILE
 from ..engine.devices import on_gpu
+from ..engine.totals import StepTotals
+from .component import Component, RunState
 from .config import ProfileConfig
 
-MOST = 1_000_000  # allocations that are kept, with the lines that made them
+MAX_ALLOCATIONS = 1_000_000  # memory events that are kept, with the lines that caused them
 
 
-class Profile:
-    """Records the steps of train.profile; on other ranks than its own, or without one, nothing."""
+class Profiler(Component):
+    """Records the steps of train.profile on its ranks. Elsewhere it does nothing."""
 
-    def __init__(self, profile: ProfileConfig | None, run_dir: Path, rank: int) -> None:
-        profiled = profile is not None and rank in profile.ranks
-        self._first, self._last = profile.steps if profiled and profile is not None else (0, 0)
+    def __init__(self, config: ProfileConfig | None, run_dir: Path, rank: int) -> None:
+        enabled = config is not None and rank in config.ranks
+        self._first, self._last = config.steps if config is not None and enabled else (0, 0)
         self._path = run_dir / PROFILE / f"rank-{rank}"
         self._profiler: Any = None
 
-    def starts(self, step: int) -> None:
-        """Step `step` (from 1) is about to be taken."""
-        if step == self._first:
+    def before_step(self, state: RunState) -> None:
+        if state.step + 1 == self._first:
             if on_gpu():
-                torch.cuda.memory._record_memory_history(max_entries=MOST)
+                torch.cuda.memory._record_memory_history(max_entries=MAX_ALLOCATIONS)
             self._profiler = torch.profiler.profile()
             self._profiler.start()
 
-    def ended(self, step: int) -> None:
-        """Step `step` was taken; after the last one the files are written."""
-        if step == self._last:
+    def after_step(self, state: RunState, batch: StepBatch, totals: StepTotals) -> None:
+        if state.step == self._last or totals.stop:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded, also where the run ends before the last step."""
+        """Write what was recorded, also if the run stops before the last step to record."""
         if self._profiler is None:
             return
         self._profiler.stop()

@@ -1,7 +1,7 @@
-"""Everything about a run that can be refused before its weights are loaded, in one place.
+"""All checks of a run that can be made before its weights are loaded.
 
-The dry run, `plan`, `preflight` and training itself all ask `check`, so that what one of them accepts the
-others do not refuse.
+Training and `preflight` call `check_run`. `plan` and the dry run call `check_plan`. They share their checks,
+so that what one of them accepts the other does not reject.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import importlib.util
 import logging
 import math
 import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +25,7 @@ from emo.common.errors import UserError, one_line
 from emo.common.io.weights import FILES as WEIGHTS
 from emo.common.text import counted
 from emo.data_prep.config import TRAIN
-from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_facts
+from emo.data_prep.encoding.tokenizer import load_tokenizer, text_ids, tokenizer_facts
 from emo.data_prep.shards.format import AGAIN, TokenDataset, is_prepared, open_prepared
 from emo.data_prep.shards.scores import Scores
 
@@ -43,97 +45,186 @@ from ..model.objective_config import COSTS
 from ..model.objectives import objective_parts, training_objective
 from ..model.readers import check_tokenizer
 from ..model.teacher import check_teacher
-from ..monitor.samples import prompt_ids
 
 log = logging.getLogger(__name__)
 
 
-class Ready(NamedTuple):
-    """A recipe on so many ranks, found to be without mistakes."""
+@dataclass(frozen=True)
+class ResolvedRecipe:
+    """What a recipe means on a number of ranks, without its data."""
 
     batch: Batch
-    steps: int | None  # None where they follow from data that are not prepared yet
     ds_config: dict[str, Any]
+    objective: Objective
     hf_config: PretrainedConfig
     model: nn.Module  # on the meta device, with adapters
-    objective: Objective
     attention: str
+
+
+@dataclass(frozen=True)
+class PlannedRun(ResolvedRecipe):
+    """A recipe that can be planned. Its data may not be prepared yet."""
+
     data: TokenDataset | None
+    steps: int | None  # None if they depend on data that are not prepared
+    order: BatchOrder | MixedOrder | None
+
+
+@dataclass(frozen=True)
+class TrainingRun(ResolvedRecipe):
+    """A recipe that can be trained, with its data."""
+
+    data: TokenDataset
+    steps: int
+    order: BatchOrder | MixedOrder
     validation: dict[str, TokenDataset]  # by set, in the recipe's order
-    scores: list[Scores | None]  # of the training data and of each validation set
+    scores: list[Scores | None]  # of the training data, then of each validation set
     mixtures: list[Holding]
-    order: BatchOrder | MixedOrder | None  # None where the data are not prepared yet
-    identity: Identity  # all that is known of it before the cost embedding is read
+    prompts: list[list[int]]  # token ids of train.sample_prompts
+    identity: Identity  # without the cost embedding and the teacher, which are not read yet
+
+    def with_mixtures(self, config: RunConfig, mixtures: list[Holding]) -> TrainingRun:
+        """Return the run with another history of mixtures, and the order that follows from it."""
+        if mixtures == self.mixtures:
+            return self
+        order = batch_order(config.train, self.data, self.steps, mixtures)
+        return replace(self, mixtures=mixtures, order=order)
 
 
-def check(config: RunConfig, ranks: int, local: bool, here: bool | None = None) -> Ready:
-    """Resolve the recipe for `ranks` ranks.
+def check_run(config: RunConfig, ranks: int) -> TrainingRun:
+    """Resolve the recipe for training on this host, as one of `ranks` ranks.
 
-    local: training starts on this host now, so that model, data and run directory must be at hand; otherwise
-    what is absent is skipped. here: this host must have what training needs of it (default: as `local`).
+    Raises UserError for whatever would stop the run, also if model or data are not there.
+    """
+    batch, ds_config = _check_settings(config, ranks, here=True)
+    parts = objective_parts(config)
+    objective = training_objective(config, parts)
+    data, validation = _open_data(config)
+    sets = [data, *validation.values()]
+    resolved = _resolve_model(config, batch, ds_config, objective, sets, local=True, here=True)
+    steps = steps_of(config.train, len(data))
+    _check_profile(config.train, steps, ranks)
+    if config.model.kernels is not None:
+        kernels.use_liger(unwrap(resolved.model))
+    rehearse(resolved.model, config)
+    vocab_size = resolved.hf_config.get_text_config().vocab_size
+    _check_cost(config, vocab_size, local=True)  # validation measures objectives without costs by them, too
+    check_teacher(config, resolved.hf_config, [data.manifest])
+    prompts = prompt_ids(config)
+    name = config.objective.columns
+    scores = [None if name is None else Scores(rows, name) for rows in sets]
+    _check_scores(config, scores)
+    model = (resolved.hf_config, resolved.model)
+    facts = identity.identify(parts, config, batch, ds_config, model, data, validation, scores)
+    identity.compare(config, facts)
+    mixtures = identity.mixtures(config)
+    order = batch_order(config.train, data, steps, mixtures)
+    return TrainingRun(
+        **vars(resolved),
+        data=data,
+        steps=steps,
+        order=order,
+        validation=validation,
+        scores=scores,
+        mixtures=mixtures,
+        prompts=prompts,
+        identity=facts,
+    )
+
+
+def check_plan(config: RunConfig, ranks: int, here: bool = False) -> PlannedRun:
+    """Resolve the recipe for a plan on `ranks` ranks; a model or data that are not there are skipped.
+
+    here: the run would start on this host, which must have what training needs.
     Raises UserError for whatever would stop the run.
     """
-    here = local if here is None else here
-    if here and not local:  # training asks before the ranks meet
+    if here:  # a run checks its GPUs before the ranks meet
         check_gpus()
-    train, path = config.train, config.model.path
-    batch = solve_batch(train.global_batch_size, train.micro_batch_size, ranks)
+    batch, ds_config = _check_settings(config, ranks, here)
+    parts = objective_parts(config)
+    objective = training_objective(config, parts)
+    train = config.train
+    data, validation = _open_data(config) if is_prepared(config.data) else (None, {})
+    sets = [] if data is None else [data, *validation.values()]
+    resolved = _resolve_model(config, batch, ds_config, objective, sets, local=False, here=here)
+    steps = train.max_steps if data is None else steps_of(train, len(data))
+    _check_profile(train, steps, ranks)
+    rehearse(resolved.model, config)
+    if here or objective.needs_cost:
+        _check_cost(config, resolved.hf_config.get_text_config().vocab_size, local=False)
+    if data is not None:
+        prompt_ids(config)
+    elif train.mixture is not None:  # a recipe knows its domains, though not how much data they hold
+        shares(train.mixture, [Domain(name, 1, 1) for name in config.data.domains_of(TRAIN)])
+    facts = identity.identify(parts, config, batch, ds_config, None, data, validation, [])
+    order: BatchOrder | MixedOrder | None = None
+    if data is not None:
+        identity.compare(config, facts)
+        mixtures = identity.mixtures(config)
+        if steps is not None:
+            order = batch_order(train, data, steps, mixtures)
+    return PlannedRun(**vars(resolved), data=data, steps=steps, order=order)
+
+
+def _check_settings(config: RunConfig, ranks: int, here: bool) -> tuple[Batch, dict[str, Any]]:
+    """Return the batch and the DeepSpeed configuration; check what this host must have if `here`."""
+    batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, ranks)
     ds_config = deepspeed_config(config, batch)
     if here:
         check_host(ds_config)
-        for package in train.report_to:
+        for package in config.train.report_to:
             if importlib.util.find_spec(package) is None:
                 cure = f"pip install {package}, or leave it out"
                 raise UserError(f"train.report_to: {package} is not installed: {cure}", code="missing-extra")
         if config.model.kernels is not None:
             kernels.check_host()
-    parts = objective_parts(config)
-    objective = training_objective(config, parts)
-    data, validation = _data(config, local)
+    return batch, ds_config
+
+
+def _resolve_model(
+    config: RunConfig,
+    batch: Batch,
+    ds_config: dict[str, Any],
+    objective: Objective,
+    sets: Sequence[TokenDataset],
+    *,
+    local: bool,
+    here: bool,
+) -> ResolvedRecipe:
+    """Return the recipe with its model.
+
+    Args:
+        config: the configuration of the run.
+        batch: rows of a step.
+        ds_config: the resolved DeepSpeed configuration.
+        objective: what is minimised.
+        sets: the data sets that the model must be able to read.
+        local: the model must be at hand.
+        here: this host must have the attention that the recipe asks for.
+    """
     hf_config = model_config(config.model, online=local)
     check_context(hf_config, config.data.sequence_len)
-    for rows in () if data is None else (data, *validation.values()):
+    for rows in sets:
         check_fits(hf_config, config.model, rows.manifest)
-    implementation = usable_attention(config.model, hf_config) if here else config.model.attn_implementation
-    steps = train.max_steps if data is None else steps_of(train, len(data))
-    if train.profile is not None and steps is not None and train.profile.steps[1] > steps:
-        raise UserError(f"train.profile.steps={list(train.profile.steps)} ends after the run's {steps} steps")
-    if train.profile is not None and max(train.profile.ranks) >= ranks:
-        problem = (
-            f"train.profile.ranks={train.profile.ranks} names more than the run's {counted(ranks, 'rank')}"
-        )
-        raise UserError(f"{problem}, which count from 0")
+    attention = usable_attention(config.model, hf_config) if here else config.model.attn_implementation
     model = _outline(config, hf_config)
+    path = config.model.path
     if path is not None and (local or Path(path).exists()):
-        with contextlib.suppress(OSError):  # generation defaults, if any, are carried on by the export
+        with contextlib.suppress(OSError):  # the export keeps generation defaults, if there are any
             revision = config.model.revision or "main"
             unwrap(model).generation_config = GenerationConfig.from_pretrained(path, revision=revision)
-    if local and config.model.kernels is not None:
-        kernels.use_liger(unwrap(model))
-    rehearse(model, config)
-    if local or here or objective.needs_cost:  # training also measures objectives without costs by them
-        _check_cost(config, hf_config.get_text_config().vocab_size, local)
-    scores: list[Scores | None] = []
-    if local:
-        check_teacher(config, hf_config, [] if data is None else [data.manifest])
-    if data is not None:
-        prompt_ids(config)
-        if local:
-            name = config.objective.columns  # of what the objective reads beside the tokens
-            scores = [None if name is None else Scores(rows, name) for rows in (data, *validation.values())]
-            _check_scores(config, scores)
-    elif train.mixture is not None:  # a recipe knows its domains, though not what they hold
-        shares(train.mixture, [Domain(name, 1, 1) for name in config.data.domains_of(TRAIN)])
-    opened = (data, validation, scores)
-    facts = identity.identify(parts, config, batch, ds_config, (hf_config, model) if local else None, *opened)
-    if data is not None:
-        identity.compare(config, facts)
-    history = [Holding(0, train.mixture)] if data is None else identity.mixtures(config)
-    order: BatchOrder | MixedOrder | None = None
-    if data is not None and steps is not None:
-        order = batch_order(train, data, steps, history)
-    resolved = (batch, steps, ds_config, hf_config, model, objective, implementation)
-    return Ready(*resolved, *opened, history, order, facts)
+    return ResolvedRecipe(batch, ds_config, objective, hf_config, model, attention)
+
+
+def _check_profile(train: TrainConfig, steps: int | None, ranks: int) -> None:
+    """Reject steps and ranks to profile that the run does not have."""
+    if train.profile is None:
+        return
+    if steps is not None and train.profile.steps[1] > steps:
+        raise UserError(f"train.profile.steps={list(train.profile.steps)} ends after the run's {steps} steps")
+    if max(train.profile.ranks) >= ranks:
+        chosen = f"train.profile.ranks={train.profile.ranks}"
+        raise UserError(f"{chosen} names more than the run's {counted(ranks, 'rank')}, which count from 0")
 
 
 def steps_of(train: TrainConfig, rows: int) -> int:
@@ -161,19 +252,37 @@ def batch_order(
     return order
 
 
-def _data(config: RunConfig, required: bool) -> tuple[TokenDataset | None, dict[str, TokenDataset]]:
-    """Return the training data, None where they are not there and need not be; and the validation sets."""
-    if not required and not is_prepared(config.data):
-        return None, {}
+def _open_data(config: RunConfig) -> tuple[TokenDataset, dict[str, TokenDataset]]:
+    """Return the training data and the validation sets."""
     data, validation = open_prepared(config.data)
-    for rows in (data, *validation.values()):  # the tokenizer beside them, which is exported, is theirs
+    for rows in (data, *validation.values()):  # the export takes the tokenizer next to the rows
         directory = rows.directory.parent / "tokenizer"
         if tokenizer_facts(directory).fingerprint != rows.manifest.tokenizer_fingerprint:
-            problem = f"{directory} is not what the rows beside it were prepared with; {AGAIN} --force"
-            raise UserError(problem, code="changed-tokenizer")
+            problem = f"{directory} is not the tokenizer that the rows next to it were prepared with"
+            raise UserError(f"{problem}; {AGAIN} --force", code="changed-tokenizer")
     if not data.valid.sum():
         raise UserError(f"{data.directory} holds nothing to learn from; check data.sources")
     return data, validation
+
+
+def prompt_ids(config: RunConfig) -> list[list[int]]:
+    """Return the token ids of train.sample_prompts, which begin as the documents of the data do.
+
+    Raises UserError for a prompt that is empty, or too long for data.sequence_len with its continuation.
+    """
+    train, room = config.train, config.data.sequence_len
+    if not train.sample_prompts:
+        return []
+    tokenizer = load_tokenizer(config.data.dir / "tokenizer")
+    prompts = [text_ids(tokenizer, prompt) for prompt in train.sample_prompts]
+    for number, ids in enumerate(prompts):
+        if not ids or len(ids) + train.sample_tokens > room:
+            raise UserError(
+                f"train.sample_prompts[{number}] has {len(ids)} tokens; it needs at least one, and with "
+                f"train.sample_tokens={train.sample_tokens} at most data.sequence_len={room}",
+                code="sample-prompts",
+            )
+    return prompts
 
 
 def _check_scores(config: RunConfig, scores: list[Scores | None]) -> None:

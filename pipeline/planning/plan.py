@@ -44,7 +44,7 @@ from ..model.export import unwrap
 from ..model.objective_config import BASE, ends
 from ..model.teacher import KEY, teacher_config
 from . import footprint
-from .checks import Ready, check
+from .checks import PlannedRun, TrainingRun, check_plan
 from .footprint import Memory, Setup, Sizes, Time
 
 log = logging.getLogger(__name__)
@@ -158,7 +158,9 @@ def _teacher_of(config: RunConfig) -> dict[str, Any]:
     return {"teacher": sizes, "copied": own is not None, "teacher_width": width}
 
 
-def attention_span(config: RunConfig, ready: Ready, document_tokens: int | None) -> tuple[float | None, str]:
+def attention_span(
+    config: RunConfig, ready: PlannedRun, document_tokens: int | None
+) -> tuple[float | None, str]:
     """Return how many tokens a token attends to on average, and what that number rests on.
 
     document_tokens: mean length of the documents, instead of that in the prepared data.
@@ -186,7 +188,7 @@ def print_plan(
     here: training would run on this host, which is checked as training does. document_tokens: mean length of
     the documents.
     """
-    ready = check(config, ranks, local=False, here=here)
+    ready = check_plan(config, ranks, here=here)
     batch, sizes = ready.batch, sizes_of(ready.model, ready.hf_config)
     attended, span = attention_span(config, ready, document_tokens)
     setup = setup_of(config, batch, ready.ds_config, ready.objective, attended)
@@ -268,7 +270,7 @@ def saves(config: RunConfig, sizes: Sizes, setup: Setup, step: float) -> str:
     )
 
 
-def domain_rows(config: RunConfig, ready: Ready) -> list[tuple[str, str]]:
+def domain_rows(config: RunConfig, ready: PlannedRun | TrainingRun) -> list[tuple[str, str]]:
     """Return each domain's part of the run as table rows; none where there is one domain and no mixture."""
     mixture, data, order = config.train.mixture, ready.data, ready.order
     rows = [] if mixture is None else [("mixture", mixture.label)]
@@ -289,7 +291,7 @@ def domain_rows(config: RunConfig, ready: Ready) -> list[tuple[str, str]]:
     return rows
 
 
-def remarks(config: RunConfig, ready: Ready, on_cpu: bool) -> list[str]:
+def remarks(config: RunConfig, ready: PlannedRun | TrainingRun, on_cpu: bool) -> list[str]:
     """Return warnings on a run that can be trained, and perhaps not as its user thinks."""
     train, data, steps, warnings = config.train, ready.data, ready.steps, []
     for portion in ready.order.portions(steps) if isinstance(ready.order, MixedOrder) and steps else ():
@@ -392,7 +394,7 @@ class Choice(NamedTuple):
 
 def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None = None) -> Choice:
     """Print the fastest settings that certainly fit, and return the best of them."""
-    ready = check(_without_choice(config, Path("ds_configs/zero2.json")), cluster.gpus, local=False)
+    ready = check_plan(_without_choice(config, Path("ds_configs/zero2.json")), cluster.gpus)
     sizes, room = sizes_of(ready.model, ready.hf_config), cluster.room
     attended, span = attention_span(config, ready, document_tokens)
     every = list(choices(config, sizes, ready.objective, cluster, attended))

@@ -33,12 +33,12 @@ from emo.common.provenance import library_versions
 from ..config import RunConfig
 from ..control.stop import node_name
 from ..control.world import World, end_world, gather_objects
-from ..engine import engine
 from ..engine.devices import compiler, ranks_here, threads
 from ..engine.hardware import GIB
 from ..engine.pace import gpu_faults
+from ..engine.start import start_world
 from . import health
-from .checks import Ready, check
+from .checks import TrainingRun, check_run
 
 MIB = 2**20
 VERBS, EFA_PLUGIN = "libibverbs.so.1", "libnccl-net.so"
@@ -64,14 +64,14 @@ def preflight(config: RunConfig) -> int:
         log = Path(directory) / "nccl.log"
         if "NCCL_DEBUG" not in os.environ:
             os.environ.update(NCCL_DEBUG="INFO", NCCL_DEBUG_SUBSYS="INIT,NET", NCCL_DEBUG_FILE=str(log))
-        world = engine.start_world(timeout_minutes=5)
+        world = start_world(timeout_minutes=5)
         of_host = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world.ranks
         several = world.ranks > int(of_host)
         network, ready, findings = fabric(), None, []
         try:
-            ready = check(config, world.ranks, local=True)
-            rows = len(ready.data) if ready.data is not None else 0
-            findings.append(Finding(host, "recipe", f"{ready.batch}; {rows:,} rows in {config.data.dir}"))
+            ready = check_run(config, world.ranks)
+            rows = f"{len(ready.data):,} rows in {config.data.dir}"
+            findings.append(Finding(host, "recipe", f"{ready.batch}; {rows}"))
         except UserError as error:
             findings.append(Finding(host, "recipe", "cannot start", str(error)))
         first = int(os.environ.get("LOCAL_RANK", 0)) == 0
@@ -100,7 +100,7 @@ def preflight(config: RunConfig) -> int:
 
 
 def _host(
-    host: str, config: RunConfig, ready: Ready | None, world: World, several: bool
+    host: str, config: RunConfig, ready: TrainingRun | None, world: World, several: bool
 ) -> Iterator[Finding]:
     """Yield what one rank of a host can see alone. That the GPUs can be used, `start_world` has seen to."""
     on_gpu = world.device.type == "cuda"
@@ -139,7 +139,9 @@ def _host(
         yield Finding(host, "interface", chosen or f"{host} is {address}", advice)
 
 
-def _run_directory(host: str, config: RunConfig, ready: Ready | None, world: World) -> Iterator[Finding]:
+def _run_directory(
+    host: str, config: RunConfig, ready: TrainingRun | None, world: World
+) -> Iterator[Finding]:
     """Yield whether all hosts see one run directory, and whether checkpoints fit into it."""
     directory = config.output_dir
     probe = directory / f".preflight-{gather_objects(uuid.uuid4().hex)[0]}"

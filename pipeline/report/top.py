@@ -13,7 +13,7 @@ from emo.common.io.untrusted import number
 from emo.common.report.numbers import DASH, formatted
 from emo.common.text import counted, printable
 
-from ..control.heartbeat import late, read_ranks
+from ..control.heartbeat import find_late_rank, read_ranks
 from ..control.run_dir import ALIVE, ENDED, RANKS, read_heartbeat
 from ..monitor.console import duration
 
@@ -50,7 +50,7 @@ def table(run_dir: Path, now: float) -> tuple[str, bool]:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     hosts = counted(len({state.get("host") for state in states.values()}), "host")
-    reason = late(run_dir)
+    reason = find_late_rank(run_dir)
     first = [f"{summary}; {counted(len(states), 'rank')} on {hosts}", *([reason] if reason else [])]
     return "\n".join(map(printable, [*first, *lines])), not alive
 

@@ -107,7 +107,7 @@ def within(owner: Any, name: str, context: Callable[[], contextlib.AbstractConte
 
 def worker(contestant: str, steps: int, directory: Path) -> None:
     """One rank of one contestant; writes its times to DIRECTORY/rank-N.json when its last step has ended."""
-    from emo.pipeline.engine import engine
+    from emo.pipeline.engine.start import start_world
 
     options = [f"output_dir={directory}/run", *data_of(contestant)]
     options += ["train.num_train_epochs=null", f"train.max_steps={steps}", "train.logging_steps=10"]
@@ -115,7 +115,7 @@ def worker(contestant: str, steps: int, directory: Path) -> None:
         options.append(f"train.mixture={json.dumps({'shares': MIXTURE})}")
     if "saving" in contestant:
         options += ["train.save_steps=5", f"train.async_save={str('aside' in contestant).lower()}"]
-    clock, world = Clock(steps), engine.start_world()
+    clock, world = Clock(steps), start_world()
     {"ours": _ours, "bare": _bare, "Trainer": _trainer}[contestant.split(",")[0]](
         load_config(RECIPE, options), world, clock
     )
@@ -143,7 +143,7 @@ def _ours(config: RunConfig, world: World, clock: Clock) -> None:
     for name in ("forward", "backward", "step"):
         within(DeepSpeedEngine, name, lambda: clock.counted(-1))
     within(Loader, "_read", lambda: clock.counted(1))
-    train.train(config, world, Watch(), Console("quiet"))
+    train.Trainer(config, world, Watch(), Console("quiet")).run()
 
 
 def _bare(config: RunConfig, world: World, clock: Clock) -> None:

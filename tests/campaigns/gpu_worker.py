@@ -19,19 +19,20 @@ from typing import Any
 
 import torch
 
-from emo.pipeline import trainer as train
 from emo.pipeline.checkpoint.saver import Saver
 from emo.pipeline.cli import leave
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.control.stop import Watch
 from emo.pipeline.control.world import end_world
-from emo.pipeline.engine import engine, hardware
+from emo.pipeline.engine import hardware
 from emo.pipeline.engine.engine import Engine
+from emo.pipeline.engine.start import start_world
 from emo.pipeline.loss import FusedHead
 from emo.pipeline.monitor.console import Console
 from emo.pipeline.planning import footprint
-from emo.pipeline.planning.checks import check
+from emo.pipeline.planning.checks import check_run
 from emo.pipeline.planning.plan import setup_of, sizes_of
+from emo.pipeline.trainer import Trainer
 from tests.campaigns.gpu_setting import GPU, WARM
 from tests.helpers.waits import waits
 
@@ -105,9 +106,9 @@ def _settle() -> None:
 
 def predicted(config: RunConfig) -> dict[str, float]:
     """Return bytes and seconds of a step as `plan` has them; no seconds on a GPU that it does not know."""
-    ready = check(config, 1, local=True)
+    ready = check_run(config, 1)
     sizes = sizes_of(ready.model, ready.hf_config)
-    attended = None if ready.data is None else ready.data.mean_context()
+    attended = ready.data.mean_context()
     setup = setup_of(config, ready.batch, ready.ds_config, ready.objective, attended)
     results = {"bytes": footprint.memory(sizes, setup).total}
     gpu = hardware.accelerator(torch.cuda.get_device_name()) if GPU else None
@@ -126,12 +127,12 @@ def main() -> int:
     parser.add_argument("options", nargs="*")
     args = parser.parse_args()
     config = load_config(args.recipe, args.options)
-    world = engine.start_world()
+    world = start_world()
     prediction = predicted(config)
     watcher = Watcher(None if args.whole else args.steps, args.waits and GPU)
     began = time.perf_counter()
     with contextlib.suppress(EnoughError):
-        train.train(config, world, Watch(), Console("lines" if world.is_main else "quiet"))
+        Trainer(config, world, Watch(), Console("lines" if world.is_main else "quiet")).run()
     results = {key: value for key, value in vars(watcher).items() if not key.startswith("_")}
     results |= {"predicted": prediction, "total": time.perf_counter() - began}
     args.to.write_text(json.dumps(results, indent=1) + "\n")

@@ -29,7 +29,7 @@ from emo.pipeline.batches.loader import Loader
 from emo.pipeline.cli import leave, run_recipe
 from emo.pipeline.control.run_dir import checkpoints, read_metrics, step_of
 from emo.pipeline.control.stop import Watch
-from emo.pipeline.engine import engine
+from emo.pipeline.engine import start
 from emo.pipeline.engine.engine import Engine
 from emo.pipeline.model import build as model
 from emo.pipeline.model import export
@@ -103,7 +103,7 @@ def fault(kind: str, phase: str) -> None:
         raise FAULTS[kind]
 
     if phase == "starting":
-        engine.check_gpus = fail
+        start.check_gpus = fail
     elif phase == "step":
         after_step("1", 2, fail)
     elif os.environ["RANK"] == "1":

@@ -24,10 +24,12 @@ from torch._dynamo.utils import counters
 from emo.common.errors import UserError
 from emo.pipeline.batches.config import Batch
 from emo.pipeline.config import RunConfig, load_config
-from emo.pipeline.control.world import World, end_world, on_main
+from emo.pipeline.control.world import World, end_world, run_on_main
 from emo.pipeline.engine.config import lr_at
 from emo.pipeline.engine.ds_config import deepspeed_config
-from emo.pipeline.engine.engine import Engine, start_world, to_universal
+from emo.pipeline.engine.engine import Engine
+from emo.pipeline.engine.snapshots import to_universal
+from emo.pipeline.engine.start import start_world
 from emo.pipeline.loss import CostEmbedding, fuse_model, get_objective, probe_model
 from emo.pipeline.loss.models.varlen import VARLEN
 from emo.pipeline.model.kernels import check_kernels
@@ -183,7 +185,7 @@ def trained(case: Case, config: RunConfig, world: World, saved: Path | None) -> 
         results["resumed"] = resumed(case, config, world, saved)
     if saved is not None and saved.name == "adamw-3":
         copy = saved.with_name("converted")
-        on_main(world, lambda: to_universal(saved / "state", copy / "state"))
+        run_on_main(world, lambda: to_universal(saved / "state", copy / "state"))
         results["converted"] = resumed(case, config, world, copy, universal=True)
     return results
 

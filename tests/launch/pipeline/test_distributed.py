@@ -44,7 +44,7 @@ from emo.pipeline.control.run_dir import (
     step_of,
 )
 from emo.pipeline.control.stop import node_name
-from emo.pipeline.engine.engine import Snapshots
+from emo.pipeline.engine.snapshots import Snapshots
 from emo.pipeline.monitor.validation import change, read
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step

@@ -23,10 +23,10 @@ from emo.pipeline.checkpoint import saver as checkpoint
 from emo.pipeline.config import RunConfig, dump_config, load_config
 from emo.pipeline.control.run_dir import COMPLETE, CONFIG, STATE, describe, list_files, partial_directory
 from emo.pipeline.control.world import World
-from emo.pipeline.engine.engine import STATE_CLASSES, _only_data
+from emo.pipeline.engine.snapshots import STATE_CLASSES, only_data
 from emo.pipeline.model.export import _model_card
 from emo.pipeline.monitor.samples import prompt_ids
-from emo.pipeline.planning.checks import Ready, check
+from emo.pipeline.planning.checks import check_plan, check_run
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.families import family
@@ -231,20 +231,16 @@ def recipe(folder: Path, *overrides: str) -> RunConfig:
     return load_config(folder / "recipe.yaml", list(overrides))
 
 
-def checked(config: RunConfig, ranks: int = 1, local: bool = True) -> Ready:
-    return check(config, ranks, local)
-
-
 def begun(config: RunConfig) -> None:
     """Begin as a run's first launch does."""
     config.output_dir.mkdir(exist_ok=True)
-    identity.claim(config, checked(config).identity)
-    checked(config)
+    identity.claim(config, check_run(config, 1).identity)
+    check_run(config, 1)
 
 
 def refuses(config: RunConfig, code: str, ranks: int = 1) -> None:
     with refused(code):
-        checked(config, ranks)
+        check_run(config, ranks)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +266,7 @@ def test_a_changed_deepspeed_file(folder: Path) -> None:
     begun(recipe(folder, f"deepspeed={file}"))
     tree["zero_optimization"] |= {"reduce_bucket_size": 1000, "reduce_scatter": True, "overlap_comm": True}
     other.write_text(json.dumps(tree))
-    checked(recipe(folder, f"deepspeed={other}"))
+    check_run(recipe(folder, f"deepspeed={other}"), 1)
     for change in ({"communication_data_type": "fp32"}, {"zero_optimization": {"stage": 2}}):
         other.write_text(json.dumps(tree | change))
         refuses(recipe(folder, f"deepspeed={other}"), "changed-deepspeed")
@@ -283,7 +279,7 @@ def test_a_pass_over_fewer_rows(folder: Path) -> None:
         begun(recipe(folder, *settings, f"train.micro_batch_size={micro}"))
         smaller = recipe(folder, *settings, f"train.micro_batch_size={micro // 2}")
         if name == "emo" or micro == 8:  # the same rows on twice as many ranks
-            checked(smaller, ranks=2)
+            check_run(smaller, 2)
         else:
             refuses(smaller, "changed-normalisation")
 
@@ -296,7 +292,7 @@ def test_costs_of_another_tokenizer(folder: Path) -> None:
     file, config = model / "tokenizer.json", recipe(folder, f"objective.cost={model}")
     tree = json.loads(file.read_text()) | {"normalizer": None, "post_processor": None}
     file.write_text(json.dumps(tree, indent=3))
-    checked(config)
+    check_run(config, 1)
     pieces = list(tree["model"]["vocab"])
     tree["model"]["vocab"] = dict(zip(pieces, [*range(200), *range(383, 199, -1)], strict=True))
     file.write_text(json.dumps(tree))
@@ -311,10 +307,10 @@ OWN = "examples/my_objective.py:unsure"
 def test_states_are_read_as_data_whatever_deepspeed_asks(tmp_path: Path) -> None:
     state = tmp_path / "a.pt"
     torch.save({"x": torch.ones(2), "scale": STATE_CLASSES[0](1.0)}, state)
-    with _only_data(tmp_path):
+    with only_data(tmp_path):
         assert torch.load(state, weights_only=False)["x"].tolist() == [1, 1]
     torch.save({"x": Harmful(tmp_path / "ran")}, state)
-    with pytest.raises(UserError, match=r"more than data \(posix.system\)"), _only_data(tmp_path):
+    with pytest.raises(UserError, match=r"more than data \(posix.system\)"), only_data(tmp_path):
         torch.load(state, weights_only=False)
     assert not (tmp_path / "ran").exists()
 
@@ -354,7 +350,7 @@ def test_an_extra_that_is_not_installed(prepared: Path, monkeypatch: pytest.Monk
     config = load_config(prepared, ["train.report_to=[wandb]"])
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it could not be found
     refuses(config, "missing-extra")
-    assert checked(config, local=False).steps == 8  # planned here, trained elsewhere
+    assert check_plan(config, 1).steps == 8  # planned here, trained elsewhere
 
 
 @pytest.mark.parametrize(
@@ -375,7 +371,7 @@ def test_an_extra_that_is_not_installed(prepared: Path, monkeypatch: pytest.Monk
 def test_what_the_recipe_alone_cannot_show(prepared: Path, override: str, expected: str) -> None:
     config = load_config(prepared, [override])
     with pytest.raises(UserError) as caught:
-        checked(config)
+        check_run(config, 1)
     assert expected in str(caught.value)
     assert not config.output_dir.exists()
 
@@ -383,11 +379,11 @@ def test_what_the_recipe_alone_cannot_show(prepared: Path, override: str, expect
 def test_what_is_absent_is_passed_over_elsewhere_and_refused_here(folder: Path) -> None:
     for override in (f"data.dir={folder / 'none'}", "objective.cost=./none"):
         with pytest.raises(UserError, match="exist"):
-            checked(recipe(folder, override))
-        checked(recipe(folder, override), local=False)
+            check_run(recipe(folder, override), 1)
+        check_plan(recipe(folder, override), 1)
     shutil.rmtree(folder / "data/validation")
     with pytest.raises(UserError, match="exist"):
-        checked(recipe(folder))
+        check_run(recipe(folder), 1)
 
 
 def test_prompts_begin_as_documents_do_and_fit(prepared: Path) -> None:

@@ -19,7 +19,7 @@ from emo.pipeline.cli import main
 from emo.pipeline.config import load_config
 from emo.pipeline.control.run_dir import read_metrics
 from emo.pipeline.model.objectives import training_objective
-from emo.pipeline.planning.checks import check
+from emo.pipeline.planning.checks import check_run
 from tests.helpers.families import tiny_llama
 from tests.helpers.launching import run_alone, tiny_recipe
 from tests.helpers.refusals import refused
@@ -70,7 +70,7 @@ def test_training_reads_them_and_begins_anew_with_others(folder: Path) -> None:
     assert first["loss"] == pytest.approx(-1.0, abs=1e-4)
     assert main([*command, "--model", str(folder / "psft/export"), "--force"]) == 0
     with refused("changed-scores"):
-        check(load_config(folder / "recipe.yaml", changes), 1, local=True)
+        check_run(load_config(folder / "recipe.yaml", changes), 1)
 
 
 def test_ones_own_objective_and_a_schedule_train(folder: Path) -> None:

@@ -33,9 +33,9 @@ from emo.pipeline.monitor.console import split
 chatter = split()
 phase, seconds = sys.argv[1:]
 if phase != "starting":
-    watch.joined()
+    watch.enter_group()
 if phase == "training":
-    watch.trains()
+    watch.enter_training()
 stop = StopRequest(Path(__file__).parent, None, watch)
 os.write(1, b"chatter of a library\\n")
 print("ready", flush=True)
@@ -45,11 +45,11 @@ if phase == "broken":  # a GPU of rank 0, of which rank 1 makes something else
     if os.environ["RANK"] == "0":
         watch.blame_node()
     code = 1 + int(os.environ["RANK"])
-    watch.ended(code)
+    watch.report_exit(code)
     sys.exit(code)
 print(stop.reason, flush=True)
 time.sleep(float(seconds))
-watch.ended(75)
+watch.report_exit(75)
 sys.exit(75)
 """
 # A stand-in for the `deepspeed` command and its launch.py in one: two ranks, and no thought of signals.

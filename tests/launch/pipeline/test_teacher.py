@@ -20,7 +20,7 @@ from emo.pipeline.control.run_dir import EXPORT, read_metrics
 from emo.pipeline.engine import hardware
 from emo.pipeline.loss.models.hf import fuse_causal_lm
 from emo.pipeline.planning import footprint
-from emo.pipeline.planning.checks import check
+from emo.pipeline.planning.checks import check_run
 from tests.helpers import launching
 from tests.helpers.families import family, tiny_llama
 from tests.helpers.refusals import refused
@@ -171,7 +171,7 @@ def test_teachers_that_do_not_fit(folder: Path, objective: dict[str, Any], code:
                 (folder / name / "tokenizer.json").write_text(json.dumps(tree))
     text = json.dumps(objective).replace("{folder}", str(folder))
     with refused(code):
-        check(load_config(folder / "recipe.yaml", [f"objective={text}"]), 1, local=True)
+        check_run(load_config(folder / "recipe.yaml", [f"objective={text}"]), 1)
 
 
 def test_another_teacher_cannot_go_on(folder: Path) -> None:

@@ -21,7 +21,7 @@ from emo.experiments.known_truth.study import Study
 from emo.experiments.sweeps.design import expand, read_experiment
 from emo.experiments.sweeps.sweep import Sweep
 from emo.pipeline.config import load_config
-from emo.pipeline.planning.checks import check
+from emo.pipeline.planning.checks import check_plan
 from tests.conftest import REPO
 
 FOLDER = REPO / "experiments"
@@ -85,7 +85,7 @@ def test_runs_of_the_paper_can_be_trained(name: str) -> None:
     for run in (last["tailr"], last["emo"]):
         overrides = [*run.arguments(), "output_dir=runs/nowhere", "data.dir=runs/nowhere-data"]
         config = load_config(experiment(name).recipe, overrides)
-        ready = check(config, experiment(name).ranks, local=False)
+        ready = check_plan(config, experiment(name).ranks)
         assert ready.batch.batch == config.train.global_batch_size
 
 

@@ -206,11 +206,11 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same protocol with a faster heart."""
     monkeypatch.setattr(lock, "BEAT", 0.1)
     monkeypatch.setattr(lock, "LOCK_SECONDS", 1.0)
-    monkeypatch.setattr(lock, "LOOK", 0.02)
+    monkeypatch.setattr(lock, "POLL", 0.02)
 
 
 def hold(run_dir: Path) -> None:
-    RunLock(run_dir, active=True).take()
+    RunLock(run_dir, active=True).acquire()
     time.sleep(60)
 
 
@@ -228,26 +228,26 @@ def test_a_second_launch_waits_for_the_end_of_the_first(tmp_path: Path) -> None:
     try:
         wait_for((tmp_path / HEARTBEAT).is_file, "heartbeat")
         with refused("run-in-use"):
-            RunLock(tmp_path, active=True).take()
+            RunLock(tmp_path, active=True).acquire()
     finally:
         first.kill()
         first.join()
     began = time.monotonic()
-    second.take()
+    second.acquire()
     assert time.monotonic() - began < 0.9  # less than LOCK_SECONDS
     moved_elsewhere(tmp_path)  # it cannot be looked at, but it renews its lock
     with refused("run-in-use"):
-        RunLock(tmp_path, active=True).take()
+        RunLock(tmp_path, active=True).acquire()
 
 
 def test_a_host_that_died_is_outlasted_and_learns_of_it(tmp_path: Path) -> None:
     first = RunLock(tmp_path, active=True)
-    first.take()
+    first.acquire()
     assert first.problem is None
     path = moved_elsewhere(tmp_path)
     path.rename(path.with_suffix(".000004"))  # the first one's thread finds its file no more
     second = RunLock(tmp_path, active=True)
-    second.take()
+    second.acquire()
     assert [p.name for p in tmp_path.glob("lock.*")] == ["lock.000005"]
     wait_for(lambda: first.lost, "the first one's notice", 10)  # the loop looks at this flag only
     second.release("stopped")
@@ -262,7 +262,7 @@ def test_a_disk_that_is_full_for_now_is_no_mistake(
 
     monkeypatch.setattr(Lease, "acquire", refuse)
     with pytest.raises(UserError) as caught:
-        RunLock(tmp_path / "run", active=True).take()
+        RunLock(tmp_path / "run", active=True).acquire()
     assert isinstance(caught.value, FailureError) == passes
 
 
@@ -275,14 +275,14 @@ def test_the_heartbeat_says_what_the_run_does(tmp_path: Path, monkeypatch: pytes
     def beat() -> dict:
         return json.loads((run / HEARTBEAT).read_text())
 
-    RunLock(run, active=False).take()
+    RunLock(run, active=False).acquire()
     assert not copy.exists()
     entry = RunLock(run, active=True)
-    entry.take()
+    entry.acquire()
     assert (beat()["doing"], beat()["step"]) == ("loading", 0)
-    entry.now("training")
-    entry.reached(7)
-    with entry.doing("saving"):
+    entry.set_activity("training")
+    entry.record_step(7)
+    with entry.activity("saving"):
         assert (beat()["doing"], beat()["step"]) == ("saving", 7)
         assert copy.is_file()
     first = beat()

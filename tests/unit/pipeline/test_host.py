@@ -19,7 +19,14 @@ from emo.common.io.files import DiskFullError
 from emo.pipeline import cli
 from emo.pipeline.control import world as ranks
 from emo.pipeline.control.stop import HARDWARE, TRAINING, Watch, node_name
-from emo.pipeline.control.world import World, agreed, broken_device, explain, lost_a_peer, on_main
+from emo.pipeline.control.world import (
+    World,
+    broken_device,
+    explain,
+    lost_a_peer,
+    raise_on_all_ranks,
+    run_on_main,
+)
 from emo.pipeline.engine import devices as host
 from emo.pipeline.engine.devices import BINDING, Gpus, refusal, threads
 from emo.pipeline.planning import preflight
@@ -205,7 +212,10 @@ def test_an_error_keeps_its_kind_on_all_ranks(kind: type[UserError], monkeypatch
         raise kind("the disk is full", code="full")
 
     monkeypatch.setattr(ranks, "gather_objects", lambda value: [value, ("elsewhere", None)])
-    for call in (lambda: agreed(fail), lambda: on_main(World(0, 2, torch.device("cpu")), fail)):
+    for call in (
+        lambda: raise_on_all_ranks(fail),
+        lambda: run_on_main(World(0, 2, torch.device("cpu")), fail),
+    ):
         with pytest.raises(UserError) as caught:
             call()
         assert type(caught.value) is kind and caught.value.code == "full"
@@ -281,8 +291,8 @@ def test_a_rank_reports_its_code_and_the_node_to_avoid(
     monkeypatch.setattr(cli, "leave", lambda code: sys.exit(code))
     watch = Quiet()
     try:
-        watch.ended(cli._reported(run, watch))
+        watch.report_exit(cli._reported(run, watch))
     except SystemExit as end:
-        watch.ended(int(end.code or 0))
+        watch.report_exit(int(end.code or 0))
     assert (tmp_path / "rank-0").read_text(encoding="utf-8") == f"{os.getpid()} {report}\n"
     assert node_name() == "node-7"

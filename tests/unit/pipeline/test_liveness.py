@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 
-from emo.pipeline.control.heartbeat import BEAT, COPY, Liveness, accounted, late, read_ranks
+from emo.pipeline.control.heartbeat import (
+    BEAT,
+    COPY,
+    RankHeartbeat,
+    find_late_rank,
+    is_accounted_for,
+    read_ranks,
+)
 from emo.pipeline.control.run_dir import LAUNCHES, RANKS, TRACE, read_records
 from emo.pipeline.control.world import record_collectives
 from emo.pipeline.monitor.console import Console
@@ -51,8 +58,8 @@ def test_the_rank_that_was_late_and_what_others_waited_in(
     for rank, (enqueued, started) in enumerate(stood):
         write(tmp_path, rank, enqueued, started)
     expected = culprit and f"the first that was late: {culprit}; others waited in all_gather (engine.py:9)"
-    assert late(tmp_path) == expected
-    assert accounted(tmp_path) == all(enqueued for enqueued, _ in stood)
+    assert find_late_rank(tmp_path) == expected
+    assert is_accounted_for(tmp_path) == all(enqueued for enqueued, _ in stood)
 
 
 class Program:
@@ -67,9 +74,11 @@ def test_a_trace_is_data_and_may_be_torn(tmp_path: Path, monkeypatch: pytest.Mon
     whole = (tmp_path / RANKS / f"{TRACE}1").read_bytes()
     (tmp_path / RANKS / f"{TRACE}1").write_bytes(whole[:-20])
     (tmp_path / RANKS / f"{TRACE}x").write_bytes(whole)
-    assert "rank 1 on node-0 (failed)" in (late(tmp_path) or "") and accounted(tmp_path)
+    assert "rank 1 on node-0 (failed)" in (find_late_rank(tmp_path) or "") and is_accounted_for(tmp_path)
     (tmp_path / RANKS / f"{TRACE}2").write_bytes(pickle.dumps(Program()))
-    assert "rank 1 on node-0 and 1 more" in (late(tmp_path) or "") and not accounted(tmp_path)
+    assert "rank 1 on node-0 and 1 more" in (find_late_rank(tmp_path) or "") and not is_accounted_for(
+        tmp_path
+    )
     assert not Path("made-by-a-trace").exists()
 
 
@@ -79,7 +88,7 @@ def test_the_next_launch_says_of_one_that_was_aborted_who_was_late(tmp_path: Pat
     for rank, enqueued in enumerate((9, 5)):
         write(tmp_path, rank, enqueued, 5, step=7 + rank)
     for _ in range(2):
-        Launch(tmp_path, Console(), main=True).before()
+        Launch(tmp_path, Console(), main=True).report_previous_failure()
     _, *ends = read_records(tmp_path / LAUNCHES)[0]
     assert [(r["event"], r["step"], r["how"]) for r in ends] == [("end", 8, "failed")]
     assert "rank 1 on node-0" in ends[0]["reason"]
@@ -103,12 +112,12 @@ def test_every_host_has_a_file_for_its_health_check(tmp_path: Path, monkeypatch:
     (tmp_path / RANKS).mkdir()
     for rank, local, expected in ((0, "0", False), (9, "1", False), (8, "0", True)):
         monkeypatch.setenv("LOCAL_RANK", local)
-        entry = Liveness(tmp_path, rank)
+        entry = RankHeartbeat(tmp_path, rank)
         entry.write({"doing": "training", "step": 1, "since": 1.0}, seconds=0.5)
         assert copy.exists() == expected
     for waited, step in ((BEAT - 1, 1), (BEAT + 1, 3)):
         now = 1000 + waited
-        entry.copy({"doing": "training", "step": 3, "since": 2.0})
+        entry.write_copy({"doing": "training", "step": 3, "since": 2.0})
         assert json.loads(copy.read_text())["step"] == step
     assert list(read_ranks(tmp_path)) == [0, 8, 9] and read_ranks(tmp_path)[8]["seconds"] == 0.5
     entry.close()

@@ -24,7 +24,7 @@ from emo.pipeline.cli import main
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.engine.hardware import ACCELERATORS, GIB, USABLE, Cluster, parse_cluster
 from emo.pipeline.planning import footprint
-from emo.pipeline.planning.checks import check
+from emo.pipeline.planning.checks import check_plan
 from emo.pipeline.planning.footprint import Setup
 from emo.pipeline.planning.plan import (
     Choice,
@@ -56,7 +56,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def every_choice(config: RunConfig, gpus: str) -> list[Choice]:
     cluster = parse_cluster(gpus)
-    ready = check(config, cluster.gpus, local=False)
+    ready = check_plan(config, cluster.gpus)
     return list(choices(config, sizes_of(ready.model, ready.hf_config), ready.objective, cluster))
 
 
@@ -84,7 +84,7 @@ def test_published_parameter_counts() -> None:
         ("gpt2-wikitext2", 124_439_808, 124_439_808),
         ("llama-7b-wikitext103-lora", 6_738_415_616 + lora, lora),
     ):
-        ready = check(load_config(RECIPES / f"{name}.yaml", []), 1, local=False)
+        ready = check_plan(load_config(RECIPES / f"{name}.yaml", []), 1)
         sizes = sizes_of(ready.model, ready.hf_config)
         assert (sizes.parameters, sizes.trainable) == (parameters, trainable)
 
@@ -100,7 +100,7 @@ def test_a_plan_says_what_each_domain_gets(tmp_path: Path) -> None:
     overrides += ["train.num_train_epochs=null", "data.validation_fraction=0"]
     corpus.run(load_data_config(QUICKSTART, overrides))
     config = load_config(QUICKSTART, [*overrides, f"train.mixture={MIXTURE}"])
-    ready = check(config, 1, local=False)
+    ready = check_plan(config, 1)
     assert ready.data is not None and isinstance(ready.order, MixedOrder) and ready.steps is not None
     rows = dict(domain_rows(config, ready))
     assert rows["domain home"].startswith("25.0% to 50.0% of tokens; ")
@@ -112,9 +112,9 @@ def test_a_plan_says_what_each_domain_gets(tmp_path: Path) -> None:
         assert portion.name == "home" or portion.epochs <= 2
     ends = "train.mixture={temperature: 1, max_epochs: {home: 1, abroad: 1}}"
     with pytest.raises(UserError, match="mixture"):
-        check(load_config(QUICKSTART, [*overrides, ends]), 1, local=False)
+        check_plan(load_config(QUICKSTART, [*overrides, ends]), 1)
     plain = load_config(QUICKSTART, overrides)
-    shares = [float(text.split("%")[0]) for _, text in domain_rows(plain, check(plain, 1, local=False))]
+    shares = [float(text.split("%")[0]) for _, text in domain_rows(plain, check_plan(plain, 1))]
     assert len(shares) == 2 and sum(shares) == pytest.approx(100, abs=0.2)
 
 
@@ -193,13 +193,13 @@ def test_a_dry_run_rejects_what_training_rejects(override: str, elsewhere: str) 
     """Also before the data are prepared. What this host lacks does not matter to a plan for others."""
     config = load_config(QUICKSTART, ["output_dir=runs/unstarted", "data.dir=runs/unprepared", override])
     with pytest.raises(UserError) as dry:
-        check(config, 1, local=False, here=True)
+        check_plan(config, 1, here=True)
     if elsewhere == "planned":
-        assert check(config, 1, local=False).data is None
+        assert check_plan(config, 1).data is None
     else:
         assert dry.value.code == "context"
         with refused("context"):
-            check(config, 1, local=False)
+            check_plan(config, 1)
 
 
 def test_a_plan_without_costs_reads_no_weights(tmp_path: Path) -> None:
@@ -208,14 +208,11 @@ def test_a_plan_without_costs_reads_no_weights(tmp_path: Path) -> None:
     CONFIG_MAPPING[tree.pop("model_type")](**tree).save_pretrained(tmp_path)
     overrides = ["output_dir=runs/unstarted", f"model={{path: {tmp_path}, dtype: float32}}"]
     for name in ("mle", "emo"):
-        assert (
-            check(load_config(QUICKSTART, [*overrides, f"objective.name={name}"]), 1, local=False).steps
-            is None
-        )
+        assert check_plan(load_config(QUICKSTART, [*overrides, f"objective.name={name}"]), 1).steps is None
     (tmp_path / "model.safetensors").write_bytes(b"damaged")
-    check(load_config(QUICKSTART, [*overrides, "objective.name=mle"]), 1, local=False)
+    check_plan(load_config(QUICKSTART, [*overrides, "objective.name=mle"]), 1)
     with pytest.raises(UserError):
-        check(load_config(QUICKSTART, [*overrides, "objective.name=emo"]), 1, local=False)
+        check_plan(load_config(QUICKSTART, [*overrides, "objective.name=emo"]), 1)
 
 
 def test_attention_is_planned_for_the_documents_in_the_rows(
@@ -227,7 +224,7 @@ def test_attention_is_planned_for_the_documents_in_the_rows(
     overrides += ["data.validation_fraction=0", "train.num_train_epochs=null", "train.max_steps=9"]
     corpus.run(load_data_config(QUICKSTART, overrides))
     config = load_config(QUICKSTART, overrides)
-    data = check(config, 1, local=False).data
+    data = check_plan(config, 1).data
     assert data is not None
     positions = data.batch(np.arange(len(data)))["position_ids"]
     pairs = positions.sum() + positions.size / 2  # a token sees those before it, and half of itself
