@@ -110,7 +110,7 @@ def check_run(config: RunConfig, ranks: int) -> TrainingRun:
     vocab_size = resolved.hf_config.get_text_config().vocab_size
     _check_cost(config, vocab_size, local=True)  # validation measures objectives without costs by them, too
     check_teacher(config, resolved.hf_config, [data.manifest])
-    prompts = prompt_ids(config)
+    prompts = sample_prompt_ids(config)
     name = config.objective.columns
     scores = [None if name is None else Scores(rows, name) for rows in sets]
     _check_scores(config, scores)
@@ -153,7 +153,7 @@ def check_plan(config: RunConfig, ranks: int, here: bool = False) -> PlannedRun:
     if here or objective.needs_cost:
         _check_cost(config, resolved.hf_config.get_text_config().vocab_size, local=False)
     if data is not None:
-        prompt_ids(config)
+        sample_prompt_ids(config)
     elif train.mixture is not None:  # a recipe knows its domains, though not how much data they hold
         shares(train.mixture, [Domain(name, 1, 1) for name in config.data.domains_of(TRAIN)])
     facts = identity.identify(parts, config, batch, ds_config, None, data, validation, [])
@@ -265,7 +265,7 @@ def _open_data(config: RunConfig) -> tuple[TokenDataset, dict[str, TokenDataset]
     return data, validation
 
 
-def prompt_ids(config: RunConfig) -> list[list[int]]:
+def sample_prompt_ids(config: RunConfig) -> list[list[int]]:
     """Return the token ids of train.sample_prompts, which begin as the documents of the data do.
 
     Raises UserError for a prompt that is empty, or too long for data.sequence_len with its continuation.

@@ -25,8 +25,7 @@ from emo.pipeline.control.run_dir import COMPLETE, CONFIG, STATE, describe, list
 from emo.pipeline.control.world import World
 from emo.pipeline.engine.snapshots import STATE_CLASSES, only_data
 from emo.pipeline.model.export import _model_card
-from emo.pipeline.monitor.samples import prompt_ids
-from emo.pipeline.planning.checks import check_plan, check_run
+from emo.pipeline.planning.checks import check_plan, check_run, sample_prompt_ids
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.families import family
@@ -391,7 +390,7 @@ def test_prompts_begin_as_documents_do_and_fit(prepared: Path) -> None:
 
     def prompts(*texts: str, tokens: int = 4) -> list[list[int]]:
         overrides = [f"train.sample_prompts={json.dumps(texts)}", f"train.sample_tokens={tokens}"]
-        return prompt_ids(load_config(prepared, overrides))
+        return sample_prompt_ids(load_config(prepared, overrides))
 
     bos = load_tokenizer(prepared.parent / "data" / "tokenizer").bos_token_id
     assert prompts("", "The man")[0] == [bos] == prompts("The man")[0][:1]

@@ -30,7 +30,7 @@ from emo.eval.judging import answers
 from emo.eval.judging.judging import JUDGES, Judging
 from emo.eval.judging.pairs import Pair, Pairs
 from emo.eval.model import EvaluatedModel
-from emo.pipeline.monitor import samples
+from emo.pipeline.planning import checks
 from tests.helpers.evaluating import tiny_model
 from tests.helpers.refusals import refused
 
@@ -85,7 +85,7 @@ def beginnings(directory: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> 
     data = SimpleNamespace(dir=directory.parent, sequence_len=512)
     (directory.parent / "tokenizer").symlink_to(copy)
     train = SimpleNamespace(sample_prompts=[TEXT], sample_tokens=2)
-    found["samples"] = samples.prompt_ids(SimpleNamespace(data=data, train=train))[0]  # type: ignore[arg-type]
+    found["samples"] = checks.sample_prompt_ids(SimpleNamespace(data=data, train=train))[0]  # type: ignore[arg-type]
     assert tokenizer_fingerprint(load_tokenizer(directory)) == facts.fingerprint
     return found
 

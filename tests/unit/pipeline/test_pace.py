@@ -71,11 +71,11 @@ def test_the_head_is_timed_on_the_device_and_in_training_alone(monkeypatch: pyte
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     timer = OwnTime(head)
     for passes, expected in ((2, 2 + 2 * 0.25), (1, 1 + 0.25)):
-        timer.begins()
-        timer.computes()
+        timer.start_step()
+        timer.start_compute()
         for _ in range(passes):
             head(torch.ones(1))
-        timer.ends()
+        timer.end_step()
         head(torch.ones(1))  # as in a validation
         assert timer.last == expected
     assert Event.count == 6
