@@ -49,7 +49,7 @@ from ..control.run_dir import (
     step_of,
 )
 from ..control.stop import RESUME, node_name
-from ..control.world import PATIENCE, World, gather_objects, lost_a_peer, raise_on_all_ranks, run_on_main
+from ..control.world import LONG_TIMEOUT, World, gather_objects, lost_a_peer, raise_on_all_ranks, run_on_main
 from ..engine.engine import Engine
 from ..engine.snapshots import to_universal
 from ..model.export import Copied, check_aside, copy_model, write_export
@@ -110,7 +110,7 @@ class Saver:
         self._thread: threading.Thread | None = None
         self._step, self._deadline = 0, 0.0  # of the thread
         # through host memory, for the thread
-        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=PATIENCE))
+        self.group = dist.new_group(backend="gloo", timeout=datetime.timedelta(minutes=LONG_TIMEOUT))
         self._uploads: Uploads | None = None
         if config.train.copy_to is not None:
             hosts = gather_objects(node_name())
@@ -145,7 +145,7 @@ class Saver:
         """Return why the last checkpoint could not be written, on any rank, or None."""
         writing = self._thread is not None and self._thread.is_alive()
         if self._problem is None and writing and time.monotonic() > self._deadline:
-            return self._given_up(FailureError(f"nothing was written for {PATIENCE:g} minutes"))
+            return self._given_up(FailureError(f"nothing was written for {LONG_TIMEOUT:g} minutes"))
         return self._problem
 
     def finish(self) -> None:
@@ -173,8 +173,8 @@ class Saver:
             log.warning("not in train.copy_to=%s, copy them by hand: %s", uploads.target, ", ".join(names))
 
     def _goes_on(self) -> None:
-        """Give the thread PATIENCE minutes for the next thing that it does."""
-        self._deadline = time.monotonic() + 60 * PATIENCE
+        """Give the thread LONG_TIMEOUT minutes for the next thing that it does."""
+        self._deadline = time.monotonic() + 60 * LONG_TIMEOUT
 
     def _given_up(self, why: UserError) -> UserError:
         """Return the error that ends the run, of the same kind as `why`."""

@@ -1,16 +1,16 @@
-"""The ranks of a run: who waits for whom and for how long, and which exit code a failed rank ends with.
+"""The ranks of a run: collectives on Python objects, timeouts, and the exit code of a failed rank.
 
-| class of error | before the first step of a launch | later |
+| kind of error | exit code before the first step of a launch | later |
 |---|---|---|
 | the hardware or driver of this host | 1 | 1 |
 | another rank was lost, or never reached | 1 | 1 |
 | a disk, file server or connection that may come back | 1 | 1 |
-| a file that is missing, damaged or may not be opened | 2 | 2 |
+| a file that is missing, damaged or not accessible | 2 | 2 |
 | out of memory, on a GPU or the host | 2 | 1 |
-| anything else, such as a bug or a library that is missing | 2 | 1 |
+| anything else, such as a bug or a missing library | 2 | 1 |
 
-Code 1 is worth another start, perhaps on another host; code 2 is not. A launch that resumes a run is no
-exception: what it has not reached again may still be a mistake, and a GPU that is broken still is hardware.
+Code 1 means that another start may succeed, perhaps on another host. Code 2 means that it will not. The same
+holds for a launch that resumes a run.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from .stop import RESUME, node_name
 
 T = TypeVar("T")
 
-SETTLED = 5.0  # seconds after which whoever waited has said so
-PATIENCE = 60.0  # minutes: loading, saving and exporting, where one rank may work while the others wait
+TRACE_SECONDS = 5.0  # in which all ranks that waited have left their traces
+LONG_TIMEOUT = 60.0  # minutes: for loading, saving and exporting, while which one rank may work alone
 
 
 class World(NamedTuple):
@@ -68,7 +68,7 @@ def first_reason(reason: str | None) -> str | None:
 
 
 def raise_on_all_ranks(work: Callable[[], T]) -> T:
-    """Return what `work` returns on this rank; a UserError of any rank is raised on all, which must call."""
+    """Return the result of `work` on this rank. Raises a UserError of any rank on all ranks; all must call."""
     result, error = None, None
     try:
         result = work()
@@ -83,12 +83,12 @@ def raise_on_all_ranks(work: Callable[[], T]) -> T:
 
 
 def run_on_main(world: World, work: Callable[[], None]) -> None:
-    """Run `work` on rank 0 while the others wait; its UserError is raised on all ranks. All must call."""
+    """Run `work` on rank 0. Raises its UserError on all ranks; all must call."""
     raise_on_all_ranks(work if world.is_main else lambda: None)
 
 
 def set_timeout(minutes: float, spare: Any = None) -> None:
-    """Set how long a collective may take before it counts as failed, in every group except `spare`."""
+    """Set the timeout of collectives in minutes, for every process group except `spare`."""
     for group in list(distributed_c10d._world.pg_map):
         if group is not spare:
             distributed_c10d._set_pg_timeout(datetime.timedelta(minutes=minutes), group)
@@ -96,37 +96,38 @@ def set_timeout(minutes: float, spare: Any = None) -> None:
 
 @contextlib.contextmanager
 def longer_timeout(minutes: float, spare: Any = None) -> Iterator[None]:
-    """Let ranks wait for PATIENCE minutes within the block, afterwards for `minutes`."""
-    set_timeout(PATIENCE, spare)
+    """Set the timeout to LONG_TIMEOUT within the block, and to `minutes` after it."""
+    set_timeout(LONG_TIMEOUT, spare)
     yield
     set_timeout(minutes, spare)
 
 
 def record_collectives(run_dir: Path) -> None:
-    """Have NCCL record its collectives, and where a rank waits in vain leave traces in the run directory.
+    """Make NCCL record its collectives and leave a trace in the run directory when one times out.
 
-    What the user has set stays.
+    Variables that the user has set are kept.
     """
     settings = {
         "TORCH_FR_BUFFER_SIZE": "2000",  # collectives
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         "TORCH_FR_DUMP_TEMP_FILE": str(run_dir.absolute() / RANKS / TRACE),
-        "TORCH_NCCL_DESYNC_DEBUG": "1",  # NCCL's watchdog then says where each rank stood
+        "TORCH_NCCL_DESYNC_DEBUG": "1",  # the watchdog then logs where each rank stood
     }
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
 
 def diagnose_hang(run_dir: Path, world: World) -> str | None:
-    """Return which rank this one, and others, waited for in vain; None where that cannot be told.
+    """Describe the rank that this rank waited for when a collective failed. None if the traces do not show
+    it.
 
-    The other ranks that waited notice it at about the same time; theirs are waited for a little.
+    The other ranks notice the failure at about the same time. Wait a little for their traces.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         trace = torch._C._distributed_c10d._dump_fr_trace()  # type: ignore[attr-defined]
         with contextlib.suppress(OSError):
             (run_dir / RANKS / f"{TRACE}{world.rank}").write_bytes(trace)
-    end = time.monotonic() + SETTLED
+    end = time.monotonic() + TRACE_SECONDS
     while not is_accounted_for(run_dir) and time.monotonic() < end:
         time.sleep(0.2)
     return find_late_rank(run_dir)
@@ -138,29 +139,29 @@ def end_world() -> None:
         dist.destroy_process_group()
 
 
-# What gloo and NCCL say, in small letters, of a rank that is gone or was never reached. Their other errors
-# are about this host: two ranks on one GPU, too little shared memory.
+# Errors of gloo and NCCL, in lower case, about a rank that is gone or was never reached. Their other errors
+# are about this host, such as two ranks on one GPU or too little shared memory.
 LOST = re.compile(
     r"connection closed by peer|connection reset by peer|broken pipe|timed out|wait timeout|socket timeout|"
     r"connection refused|no route to host|network is unreachable|failed to recv, got 0 bytes|"
     r"connection was likely closed|possible application crash on rank|ncclremoteerror|"
     r"exit of a remote peer|communicator was aborted|watchdog caught"
 )
-# What CUDA, its libraries and the driver say, in small letters, of a device that fails. A kernel that reads
-# where it must not, and memory that is too small, are not among them.
+# Errors of CUDA, its libraries and the driver, in lower case, about a device that fails. Illegal accesses of
+# a kernel and too little memory are not among them.
 DEVICE = re.compile(
     r"\becc error|nvlink error|uncorrectable (ecc|nvlink)|double.bit|hardware (stack )?error|"
     r"row remap|\bxid\b|fallen off the bus|gpu is lost|requires reset|busy or unavailable|"
     r"no (cuda-capable device|cuda gpus)|system not (yet )?initialized|cuda (error: )?unknown error|"
     r"driver/library version mismatch|(cuda error:|driver) initialization (error|failed)"
 )
-# NCCL's errors name no culprit: this device, a network card, or a host far away.
+# Errors of NCCL that may come from this device, a network card or another host.
 NETWORK = re.compile(r"ncclsystemerror|unhandled system error|ncclunhandledcudaerror|unhandled cuda error")
 NEITHER = re.compile(r"out of memory|invalid usage|invalid device ordinal|illegal memory access")
 
 
 def lost_a_peer(error: Exception) -> bool:
-    """Return whether a rank could not be reached, or a collective failed because it has died or hangs."""
+    """Return whether the error means that another rank was not reached, has died or hangs."""
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     several = dist.is_initialized() and dist.get_world_size() > 1
@@ -168,7 +169,7 @@ def lost_a_peer(error: Exception) -> bool:
 
 
 def broken_device(error: BaseException, signs: re.Pattern[str] = DEVICE) -> bool:
-    """Return whether a device or driver of this host failed, here or in what led to this error."""
+    """Return whether a device or driver of this host caused the error, directly or through its causes."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, RuntimeError) and not isinstance(cause, OutOfMemoryError):
@@ -180,9 +181,9 @@ def broken_device(error: BaseException, signs: re.Pattern[str] = DEVICE) -> bool
 
 
 def explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
-    """Return the exit code of an error, and the line for it where no traceback is needed.
+    """Return the exit code of an error, and its message if no traceback is needed.
 
-    advanced: a step was done since the start.
+    advanced: whether this launch has taken a step.
     """
     line = one_line(error)
     if broken_device(error):
@@ -197,11 +198,11 @@ def explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
         return ExitCode.FAILURE, f"rank {os.environ.get('RANK', '0')} {lost} another rank, {why}"
     if broken_device(error, NETWORK):
         return ExitCode.FAILURE, f"NCCL failed on {node_name()} ({line}); {RESUME}"
-    passing = "os error" in line or (isinstance(error, OSError) and may_pass(error))
-    if isinstance(error, OSError | SafetensorError) and (advanced or passing):
-        return ExitCode.FAILURE, f"{line}; when that is cured, {RESUME} from the last checkpoint"
+    may_recover = "os error" in line or (isinstance(error, OSError) and may_pass(error))
+    if isinstance(error, OSError | SafetensorError) and (advanced or may_recover):
+        return ExitCode.FAILURE, f"{line}; when that is fixed, {RESUME} from the last checkpoint"
     if isinstance(error, OutOfMemoryError | MemoryError) and not advanced:
-        problem = f"out of memory before the first step was done ({one_line(error, 200)})"
+        problem = f"out of memory before the first step ({one_line(error, 200)})"
         cure = (
             "set a smaller train.micro_batch_size, model.activation_checkpointing=true, or a DeepSpeed file"
         )

@@ -15,11 +15,11 @@ from deepspeed.accelerator import get_accelerator
 from emo.common.errors import FailureError, UserError
 
 from ..control.stop import CHOSEN_PORT
-from ..control.world import PATIENCE, World
+from ..control.world import LONG_TIMEOUT, World
 from .devices import bind_near, check_gpus, on_gpu, threads
 
 
-def start_world(timeout_minutes: float = PATIENCE) -> World:
+def start_world(timeout_minutes: float = LONG_TIMEOUT) -> World:
     """Join the process group that the launcher describes; alone when there is none."""
     check_gpus()
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -22,7 +22,6 @@ from emo.pipeline.checkpoint import copies, identity
 from emo.pipeline.checkpoint import saver as checkpoint
 from emo.pipeline.config import RunConfig, dump_config, load_config
 from emo.pipeline.control.run_dir import COMPLETE, CONFIG, STATE, describe, list_files, partial_directory
-from emo.pipeline.control.world import World
 from emo.pipeline.engine.snapshots import STATE_CLASSES, only_data
 from emo.pipeline.model.export import _model_card
 from emo.pipeline.planning.checks import check_plan, check_run, sample_prompt_ids
@@ -185,11 +184,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     for other in (saved._replace(groups=[6]), saved._replace(frozen=1)):
         with refused("changed-base"):
             checkpoint.check_engine(other, engine)
-    muon = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "Muon"}}
-    world = World(0, saved.ranks, torch.device("cpu"))
-    assert checkpoint.loadable(saved, muon, world) == saved.directory
+    assert checkpoint.loadable(saved, saved.ranks, "Muon") == (saved.directory, False)
     with refused("muon-ranks"):
-        checkpoint.loadable(saved, muon, world._replace(ranks=saved.ranks + 1))
+        checkpoint.loadable(saved, saved.ranks + 1, "Muon")
     with refused("other-version"):
         checkpoint.read_saved(written(tmp_path, {k: v for k, v in STATE_NOW.items() if k != "groups"}))
 
