@@ -16,8 +16,8 @@ sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / 
 
 from emo.pipeline.control.stop import Watch
 
-watch = Watch()  # before the heavy imports: a request to stop may come while they take their time
+watch = Watch()  # before the heavy imports: a request to stop may arrive while they take their time
 
-from emo.pipeline.cli import leave, run_recipe
+from emo.launch.rank import leave, run_recipe
 
 leave(run_recipe(watch))

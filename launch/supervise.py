@@ -1,14 +1,15 @@
-"""Run `deepspeed SCRIPT ...`, pass signals on to its ranks, wait for them, return the run's exit code.
+"""Run `deepspeed`, pass signals on to its ranks, wait for them, and return the run's exit code.
 
-    launch/continual.sh [options of deepspeed --] RECIPE.yaml [key=value ...]
     emo train [options of deepspeed --] RECIPE.yaml [key=value ...]
+    launch/continual.sh [options of deepspeed --] RECIPE.yaml [key=value ...]
 
-By itself the `deepspeed` command passes no signals on, kills ranks that need more than 30 seconds to finish
-their step, does not wait for ranks whose launcher died, and takes a launcher that was killed for success.
-Therefore it runs here in a session of its own, where Ctrl-C does not reach it. Each rank of this host leaves
-a report in a directory: locked as long as the rank lives, and with its exit code when it has ended (see
-pipeline/control/stop.py). What the launcher itself prints goes to a file, from which rank 0 takes it into
-the run's log; the ranks find the real standard output as their standard input (pipeline/monitor/console.py).
+The `deepspeed` command passes no signals on. It kills ranks that need more than 30 seconds to finish their
+step, does not wait for ranks whose launcher died, and reports a killed launcher as success. Therefore it runs
+here in its own session, where Ctrl-C does not reach it.
+
+Each rank of this host writes a report in a directory. The rank locks its report while it lives, and writes
+its exit code there (pipeline/control/stop.py). The launcher's output goes to a file, from which rank 0 copies
+it to the run's log. The ranks receive the real standard output over a socket (pipeline/control/output.py).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / "emo").is_dir())))
 
@@ -39,31 +40,31 @@ if __name__ == "__main__":
 import psutil
 
 from emo.common.errors import ExitCode, UserError, outcome
+from emo.launch.rank import SCRIPTS, recipe_arguments
 from emo.pipeline.checkpoint.claims import check_keys
-from emo.pipeline.cli import recipe_arguments
 from emo.pipeline.config import load_config
 from emo.pipeline.control.heartbeat import find_late_rank
-from emo.pipeline.control.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS
+from emo.pipeline.control.output import serve_stdout
+from emo.pipeline.control.stop import CALLED, CHOSEN_PORT, CONSOLE, REPORTS, REQUESTS, SUPERVISOR
 
-TICK = 0.2  # seconds
-HOSTFILE = Path("/job/hostfile")  # that `deepspeed` takes when none is named
-MEETING = ("--master_port", "--master_addr", "--node_rank")  # options of those who know where ranks meet
-# Options under which other programs, which use their standard input, stand between launcher and ranks.
-ELSEWHERE = ("--launcher", "--force_multi")
-OF_TRAINING = (ExitCode.DONE, ExitCode.FAILURE, ExitCode.MISTAKE, ExitCode.STOPPED)
+POLL = 0.2  # seconds between looks at the launcher and the ranks
+HOSTFILE = Path("/job/hostfile")  # the default of `deepspeed`
+RENDEZVOUS = ("--master_port", "--master_addr", "--node_rank")  # options that say where ranks meet
+REMOTE = ("--launcher", "--force_multi")  # options that put other programs between launcher and ranks
+TRAINING_CODES = (ExitCode.DONE, ExitCode.FAILURE, ExitCode.MISTAKE, ExitCode.STOPPED)
 
 
-class Rank(NamedTuple):
-    """A rank of this host, as its report shows it."""
+class RankReport(NamedTuple):
+    """What a rank of this host has reported."""
 
-    report: Path
-    pid: int  # 0: it is just starting
-    code: int | None  # None: it lives, or was killed
-    node: str  # whose GPU or driver failed; empty for any other end
+    file: Path
+    pid: int  # 0 if the rank is just starting
+    code: int | None  # None if it lives, or was killed
+    node: str  # the node whose GPU or driver failed, or empty
 
-    def lives(self) -> bool:
-        """Return whether it holds the lock on its report."""
-        with self.report.open(encoding="utf-8") as file:
+    def is_alive(self) -> bool:
+        """Return whether the rank holds the lock on its report."""
+        with self.file.open(encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -71,130 +72,180 @@ class Rank(NamedTuple):
         return False
 
 
-def reported(reports: Path) -> list[Rank]:
-    """Return the ranks that have reported so far."""
-    ranks = []
-    for path in sorted(reports.glob("rank-*")):
+def read_reports(directory: Path) -> list[RankReport]:
+    """Return the reports of the ranks that have started."""
+    reports = []
+    for path in sorted(directory.glob("rank-*")):
         pid, code, node, *_ = [*path.read_text(encoding="utf-8").split(), "", "", ""]
-        ranks.append(Rank(path, int(pid or 0), int(code) if code else None, node))
-    return ranks
+        reports.append(RankReport(path, int(pid or 0), int(code) if code else None, node))
+    return reports
 
 
-def supervise(
-    options: list[str], script: str, arguments: list[str], reports: Path, run_dir: Path | None
-) -> int:
-    """Run the `deepspeed` command, wait for it and the ranks of this host; return the run's exit code."""
-    hosts = HOSTFILE.is_file() or any(option.startswith(("--hostfile", "-H")) for option in options)
-    requests: list[int] = []  # signals that arrived here
-    for number in REQUESTS:
-        signal.signal(number, lambda number, _: requests.append(number))
-    command = ["deepspeed", *options, script, *arguments]
-    environment = os.environ | {REPORTS: str(reports)}
-    log = reports / "launcher.log"
-    if hosts or any(option.startswith(ELSEWHERE) for option in options):
-        launcher = subprocess.Popen(command, env=environment, start_new_session=True)
-    else:
-        environment[CONSOLE] = "stdin"
-        if not any(option.startswith(MEETING) for option in options):
-            with socket.socket() as probe:  # DeepSpeed's usual port may be another run's, or about to be
+class Supervisor:
+    """Runs one `deepspeed` command and waits for it and the ranks of this host."""
+
+    def __init__(self, options: list[str], program: list[str], arguments: list[str], reports: Path) -> None:
+        """Describe the run.
+
+        Args:
+            options: options of `deepspeed`.
+            program: a script, or --module and a module, that each rank runs.
+            arguments: arguments of the program.
+            reports: an empty directory for the reports of the ranks.
+        """
+        self.command = ["deepspeed", *options, *program, *arguments]
+        self.program = program[-1]
+        self.reports = reports
+        self.uses_hostfile = HOSTFILE.is_file() or _has(options, ("--hostfile", "-H"))
+        self.is_remote = self.uses_hostfile or _has(options, REMOTE)
+        self.chooses_port = not _has(options, RENDEZVOUS)
+        self.log = reports / "launcher.log"
+        self._signals: list[int] = []  # received by this process
+        self._notified: set[Path] = set()  # reports of the ranks that a signal was sent to
+        self._launcher: subprocess.Popen[bytes]
+
+    def run(self, run_dir: Path | None) -> int:
+        """Run the command; return the exit code of the run. run_dir: the run directory, if it is known."""
+        for number in REQUESTS:
+            signal.signal(number, lambda number, _: self._signals.append(number))
+        self._start()
+        while self._launcher.poll() is None or self._processes():
+            if self._signals.count(signal.SIGINT) > 1:
+                self._kill()
+            elif self._signals:
+                self._pass_on(self._signals[0])
+            time.sleep(POLL)
+        return self._exit_code(run_dir)
+
+    def _start(self) -> None:
+        """Start the launcher in its own session."""
+        environment = os.environ | {REPORTS: str(self.reports), SUPERVISOR: str(os.getpid())}
+        if self.is_remote:
+            self._launcher = subprocess.Popen(self.command, env=environment, start_new_session=True)
+            return
+        environment[CONSOLE] = serve_stdout()
+        if self.chooses_port:  # another run may use DeepSpeed's default
+            with socket.socket() as probe:
                 probe.bind(("", 0))
                 port = environment[CHOSEN_PORT] = str(probe.getsockname()[1])
-            command[1:1] = [f"--master_port={port}"]
-        with log.open("a+b") as file:
-            streams: Any = {"stdin": sys.stdout, "stdout": file}
-            launcher = subprocess.Popen(command, env=environment, start_new_session=True, **streams)
+            self.command[1:1] = [f"--master_port={port}"]
+        with self.log.open("a+b") as file:
+            streams: Any = {"stdin": subprocess.DEVNULL, "stdout": file}
+            self._launcher = subprocess.Popen(
+                self.command, env=environment, start_new_session=True, **streams
+            )
 
-    def processes() -> list[psutil.Process]:
-        """Return the living processes of the launcher's session that launch or run the script."""
+    def _processes(self) -> list[psutil.Process]:
+        """Return the living processes of the launcher's session that launch or run the program."""
         living = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                ours = os.getsid(process.pid) == launcher.pid and script in process.cmdline()
+                ours = os.getsid(process.pid) == self._launcher.pid and self.program in process.cmdline()
                 if ours and process.status() != psutil.STATUS_ZOMBIE:
                     living.append(process)
         return living
 
-    passed_on: set[Path] = set()
-    while launcher.poll() is None or processes():
-        if requests.count(signal.SIGINT) > 1:
-            for process in processes():
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-        elif requests:
-            ranks = reported(reports)
-            if not ranks and not passed_on:  # all start later or run elsewhere: the launcher has to tell them
-                passed_on.add(reports)
-                launcher.terminate()
-            for rank in ranks:
-                if rank.report not in passed_on and rank.lives():
-                    passed_on.add(rank.report)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(rank.pid, requests[0])
-        time.sleep(TICK)
-    ranks = reported(reports)
-    code = verdict(launcher.returncode, [rank.code for rank in ranks], bool(requests), hosts)
-    if code == ExitCode.MISTAKE and any(rank.node for rank in ranks):
-        code = ExitCode.FAILURE  # what other ranks make of a GPU that fails is no mistake
-    killed = [rank.report.name.removeprefix("rank-") for rank in ranks if rank.code is None]
-    if killed and code == ExitCode.FAILURE:
-        line = f"error: killed or aborted without a word: rank {', '.join(killed)}"
-        reason = None if run_dir is None else find_late_rank(run_dir)
-        print("; ".join(filter(None, (line, reason))), file=sys.stderr)
-    if not ranks and code not in (ExitCode.DONE, ExitCode.STOPPED) and log.is_file():
-        sys.stderr.write(log.read_text(errors="replace", encoding="utf-8"))
-    return code
+    def _kill(self) -> None:
+        for process in self._processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def _pass_on(self, number: int) -> None:
+        """Send a signal once to each rank, or to the launcher if no rank of this host has started."""
+        reports = read_reports(self.reports)
+        if not reports and not self._notified:
+            self._notified.add(self.reports)
+            self._launcher.terminate()
+        for report in reports:
+            if report.file not in self._notified and report.is_alive():
+                self._notified.add(report.file)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(report.pid, number)
+
+    def _exit_code(self, run_dir: Path | None) -> int:
+        """Return the exit code of the run; explain on standard error what the ranks could not."""
+        reports = read_reports(self.reports)
+        codes = [report.code for report in reports]
+        code = run_exit_code(self._launcher.returncode, codes, bool(self._signals), self.uses_hostfile)
+        if code == ExitCode.MISTAKE and any(report.node for report in reports):
+            code = ExitCode.FAILURE  # a GPU that fails makes other ranks report mistakes
+        killed = [report.file.name.removeprefix("rank-") for report in reports if report.code is None]
+        if killed and code == ExitCode.FAILURE:
+            line = f"error: killed or aborted without a message: rank {', '.join(killed)}"
+            reason = None if run_dir is None else find_late_rank(run_dir)
+            print("; ".join(filter(None, (line, reason))), file=sys.stderr)
+        if not reports and code not in (ExitCode.DONE, ExitCode.STOPPED) and self.log.is_file():
+            sys.stderr.write(self.log.read_text(errors="replace", encoding="utf-8"))
+        return code
 
 
-def verdict(launcher: int, ranks: list[int | None], requested: bool, hosts: bool = False) -> int:
-    """Return the exit code of a run from those of `deepspeed` and of this host's ranks (None: killed).
+def _has(options: list[str], names: tuple[str, ...]) -> bool:
+    return any(option.startswith(names) for option in options)
 
-    Without reports (no rank had started here, or all run on other hosts) the launcher's own code counts; but
-    0, which `deepspeed` also returns when its launch.py was killed, only if there are other `hosts`.
+
+def run_exit_code(launcher: int, ranks: list[int | None], requested: bool, hosts: bool = False) -> int:
+    """Return the exit code of a run.
+
+    Without reports, because no rank had started here or all run on other hosts, the launcher's code counts.
+    Its 0 counts only with `hosts`, because `deepspeed` also returns 0 when its launch.py was killed.
+
+    Args:
+        launcher: exit code of `deepspeed`.
+        ranks: exit codes of this host's ranks, None for a killed one.
+        requested: whether this process was asked to stop.
+        hosts: whether the run may use other hosts.
     """
-    believed = launcher if launcher in OF_TRAINING else ExitCode.FAILURE
+    trusted = launcher if launcher in TRAINING_CODES else ExitCode.FAILURE
     if not ranks:
         if requested and launcher < 0:
-            return ExitCode.STOPPED  # ended from here before anything had begun
-        return ExitCode.FAILURE if launcher == 0 and not hosts else believed
+            return ExitCode.STOPPED  # before anything had started
+        return ExitCode.FAILURE if launcher == 0 and not hosts else trusted
     codes = set(ranks)
-    if codes == {ExitCode.DONE}:  # a killed launcher changes nothing; else a rank of another host failed
-        return ExitCode.DONE if launcher <= 0 else believed
-    if ExitCode.MISTAKE in {*codes, launcher}:  # its own code is that of a rank, perhaps of another host
+    if codes == {ExitCode.DONE}:  # a killed launcher changes nothing; otherwise a rank of another host failed
+        return ExitCode.DONE if launcher <= 0 else trusted
+    if ExitCode.MISTAKE in {*codes, launcher}:  # the launcher's code is that of some rank
         return ExitCode.MISTAKE
     return ExitCode.STOPPED if codes <= {ExitCode.DONE, ExitCode.STOPPED} else ExitCode.FAILURE
 
 
-def dry_ranks(options: list[str]) -> str | None:
-    """Return the ranks of a dry run that needs no launcher, empty for as many as devices; else None."""
+def dry_run_ranks(options: list[str]) -> str | None:
+    """Return the number of ranks of a dry run without a launcher, empty for one per device; else None."""
     words = " ".join(options).replace("=", " ").split()
     if not words:
         return ""
     return words[1] if len(words) == 2 and words[0] in ("--num_gpus", "--num_accelerators") else None
 
 
-def main(argv: list[str]) -> int:
-    """Run the script argv[0] under `deepspeed`; options before `--` go to `deepspeed` itself.
+def launch(program: list[str], arguments: list[str]) -> int:
+    """Run a program under `deepspeed` and return the exit code of the run.
 
-    Arguments or a recipe that no rank could use are answered at once, and so is --help.
+    A mistake in the arguments or the recipe is reported here, before any rank starts.
+
+    Args:
+        program: a script, or --module and a module, that each rank runs.
+        arguments: options of `deepspeed`, then `--`, then arguments of the program.
     """
-    script, *arguments = argv
     dashes = arguments.index("--") if "--" in arguments else -1
-    options, arguments = arguments[: max(dashes, 0)], arguments[dashes + 1 :]
+    options = arguments[: max(dashes, 0)]
+    arguments = arguments[dashes + 1 :]
 
     def run() -> int:
         run_dir = None
-        if (stem := Path(script).stem) in ("continual", "instruct"):
-            os.environ.setdefault(CALLED, f"./launch/{stem}.sh")
-            args = recipe_arguments(stem, arguments)
+        name = Path(program[-1]).stem
+        if name in SCRIPTS or "--module" in program:
+            if name in SCRIPTS:
+                os.environ.setdefault(CALLED, f"./launch/{name}.sh")
+            args = recipe_arguments(name, arguments)
             config = load_config(args.recipe, args.overrides)
             check_keys(config)
             run_dir = config.output_dir
-            if args.dry_run and not HOSTFILE.is_file() and (ranks := dry_ranks(options)) is not None:
+            if args.dry_run and not HOSTFILE.is_file() and (ranks := dry_run_ranks(options)) is not None:
                 os.environ |= {} if ranks == "" else {"WORLD_SIZE": ranks}
-                os.execv(sys.executable, [sys.executable, script, *arguments])
+                command = ["-m", *program[1:]] if "--module" in program else program
+                os.execv(sys.executable, [sys.executable, *command, *arguments])
         with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as reports:
             try:
-                return supervise(options, script, arguments, Path(reports), run_dir)
+                return Supervisor(options, program, arguments, Path(reports)).run(run_dir)
             except FileNotFoundError as error:
                 name = error.filename
                 raise UserError(f"{name} is not installed; run make setup, or pip install {name}") from None
@@ -202,17 +253,12 @@ def main(argv: list[str]) -> int:
     return outcome(run)
 
 
-def train(words: list[str]) -> NoReturn:
-    """Run `emo train`: become what the script beside this file becomes.
-
-    Ranks know their supervisor by this file's name. The `deepspeed` of this Python is taken, be its
-    environment active or not.
-    """
+def train(words: list[str]) -> int:
+    """Run `emo train`, with the `deepspeed` command of this Python even if its environment is not active."""
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     os.environ[CALLED] = "emo train"
-    script = str(Path(__file__).resolve().parent / "continual.sh")
-    os.execv(sys.executable, [sys.executable, __file__, script, *words[1:]])
+    return launch(["--module", "emo.launch.rank"], words[1:])
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(launch(sys.argv[1:2], sys.argv[2:]))

@@ -1,6 +1,6 @@
-"""The commands of this room: what launch/*.sh run on every rank, and `emo`.
+"""The commands `emo plan`, `preflight`, `score`, `top` and `report`.
 
-Arguments, logging and exit codes. Whatever is heavy is imported after the arguments are known to be right.
+Heavy modules are imported after the arguments were checked.
 """
 
 from __future__ import annotations
@@ -10,60 +10,27 @@ import contextlib
 import logging
 import os
 import sys
-import tempfile
-import time
-import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from emo.common.cli.commands import Parser, first_word, parse_arguments
-from emo.common.errors import ExitCode, UserError, one_line, outcome
+from emo.common.errors import ExitCode, UserError, outcome
 from emo.common.text import printable
 
-from .config import RunConfig, load_config
-from .control.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
+from .config import load_config
 from .engine.hardware import parse_cluster
-from .monitor.console import Chatter, Console, Kind, duration, split
+from .monitor.console import Console
 
 log = logging.getLogger(__name__)
 
 
-def run_recipe(watch: Watch, argv: list[str] | None = None) -> int:
-    """Run one rank of `deepspeed launch/continual.sh RECIPE`; return its exit code."""
-    _set_environment()
-    try:
-        code = _reported(lambda: _run(watch, argv), watch)
-    except SystemExit as end:  # argparse
-        code = end.code if isinstance(end.code, int) else ExitCode.FAILURE
-    watch.report_exit(code)
-    if code != ExitCode.DONE and _is_main():
-        print(f"exit code {code}", file=sys.stderr, flush=True)  # not every launcher passes it on
-    return code
-
-
-def _set_environment() -> None:
-    """Set what libraries read as they are imported, unless the user has set it."""
-    # Threads that spin for long while they wait take a busy CPU from those that work.
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
-    # Rows differ in how many tokens they hold and chunks in size: what is freed is then of no use as it lies.
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # Hosts may share a home directory, and Triton's cache is for a local disk. Nobody else may write to it.
-    if "TRITON_CACHE_DIR" not in os.environ:
-        cache = Path(tempfile.gettempdir()) / f"triton-{os.getuid()}"
-        cache.mkdir(mode=0o700, exist_ok=True)
-        if cache.lstat().st_uid == os.getuid() and not cache.is_symlink():
-            os.environ["TRITON_CACHE_DIR"] = str(cache)
-
-
 def leave(code: int) -> NoReturn:
-    """End this rank with `code`, without an orderly end of the interpreter.
+    """Exit this process with `code` without finalizing the interpreter.
 
-    All is written and the process group is left. What remains are the libraries' own threads: one that still
-    runs when its C++ object is taken down calls `terminate`, and exit code 75 becomes a SIGABRT.
+    Threads of libraries may still run. If one does while its C++ object is destroyed, it calls `terminate`,
+    and exit code 75 becomes a SIGABRT.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -72,20 +39,20 @@ def leave(code: int) -> NoReturn:
 
 
 def run(argv: list[str]) -> NoReturn:
-    """Run a command of this room as a process of its own."""
+    """Run a command and exit."""
     leave(main(argv))
 
 
 def main(argv: list[str]) -> int:
-    """Run `emo plan | preflight | score | top | report`: what is done before, beside and after training.
+    """Run `emo plan | preflight | score | top | report`.
 
-    Exit codes: 0 well, 1 it does not fit or a check failed, 2 a mistake in the input, 3 a regression.
+    Exit codes: 0 success, 1 does not fit or a check failed, 2 a mistake in the input, 3 a regression.
     """
     args = parse_arguments(_parser(), argv)
-    _silence_libraries()
-    if _is_first_of_host() and args.command != "top":
+    silence_libraries()
+    if is_first_of_host() and args.command != "top":
         first_word(args.command)
-    return outcome(lambda: args.work(args), alone=_is_first_of_host())
+    return outcome(lambda: args.work(args), alone=is_first_of_host())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     about = "Memory, step time and hours of a recipe on given GPUs."
-    add = _recipe_command(commands.add_parser("plan", description=about), _plan)
+    add = add_recipe_arguments(commands.add_parser("plan", description=about), _plan)
     add("--gpus", required=True, metavar="NxKIND", help="for example 8xA100-80G")
     add("--network", type=float, default=1600, metavar="GBIT", help="Gbit/s of a node (%(default)s)")
     about = "mean length of the documents (default: as in the prepared data)"
@@ -102,11 +69,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--write", type=Path, metavar="FILE", help="with --best: write a recipe with the best settings")
 
     about = "Is every host fit to train? Under any launcher."
-    _recipe_command(commands.add_parser("preflight", description=about), _preflight)
+    add_recipe_arguments(commands.add_parser("preflight", description=about), _preflight)
 
     about = "A model's log-probability of every token of a recipe's data, written once beside them. "
     about += "Run the same command again to resume; several jobs share the work with --part."
-    add = _recipe_command(commands.add_parser("score", description=about), _score)
+    add = add_recipe_arguments(commands.add_parser("score", description=about), _score)
     add("--model", required=True, help="directory or hub id of the model that reads the data")
     add("--revision", help="commit of the hub model")
     add("--name", default="reference", help="what objective.scores calls them (%(default)s)")
@@ -135,10 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _recipe_command(
+def add_recipe_arguments(
     parser: argparse.ArgumentParser, work: Callable[[argparse.Namespace], int] | None = None
 ) -> Callable[..., argparse.Action]:
-    """Add what every command on a recipe takes; return the function that adds more."""
+    """Add the arguments of a command on a recipe. Return the function that adds more."""
     parser.set_defaults(work=work)
     parser.add_argument("recipe", type=Path)
     # Without a default argparse says that it is required.
@@ -146,135 +113,14 @@ def _recipe_command(
     return parser.add_argument
 
 
-def _run(watch: Watch, argv: list[str] | None) -> int:
-    """Parse, check, join the other ranks and train."""
-    chatter = split()
-    args = recipe_arguments(Path(sys.argv[0]).stem, argv)
-    console = _open_console(args, chatter)
-    try:
-        config = load_config(args.recipe, args.overrides)
-        if args.dry_run:
-            if _is_main():
-                _dry_run(config, args.ranks)
-            return ExitCode.DONE
-        with console.compiling():  # DeepSpeed logs to what is standard output when it is imported
-            from .control import world as ranks
-            from .engine.start import start_world
-            from .trainer import Outcome, Trainer
-
-        started, finished = time.perf_counter(), False
-        ranks.record_collectives(config.output_dir)
-        world = start_world()
-        watch.enter_group()
-        if reason := ranks.first_reason(watch.reason):
-            event = {"event_fields": {"event": "stopped", "reason": reason}}
-            log.info("stopped before the run was opened (%s); %s", reason, RESUME, extra=event)
-        else:
-            finished = Trainer(config, world, watch, console).run() is Outcome.FINISHED
-        log.info("this launch took %s", duration(time.perf_counter() - started))
-        ranks.end_world()
-        return ExitCode.DONE if finished else ExitCode.STOPPED
-    except Exception as error:
-        if _is_first_of_host() and not isinstance(error, UserError):
-            console.close()
-            chatter.show()
-        raise
-    finally:
-        console.close()
-
-
-def _dry_run(config: RunConfig, ranks: int | None) -> None:
-    """Check and plan a run: on this host with as many ranks as it starts, or elsewhere with `ranks`."""
-    _silence_libraries()
-    from deepspeed.accelerator import get_accelerator
-
-    from .planning.plan import print_plan
-
-    count = ranks or int(os.environ.get("WORLD_SIZE") or get_accelerator().device_count() or 1)
-    os.environ.setdefault("LOCAL_WORLD_SIZE", str(count))
-    print_plan(config, count, here=ranks is None)
-
-
-def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:
-    """Return the arguments of launch/SCRIPT.sh. Ends the program when they are wrong, or ask for help."""
-    path = f"launch/{script}.sh"
-    called = os.environ.get(CALLED) or (f"./{path}" if REPORTS in os.environ else f"deepspeed {path}")
-    options = "recipe [key=value ...] [--dry_run] [--ranks RANKS] [--quiet | --json]"
-    parser = Parser(
-        prog=called,
-        usage=f"{called.removeprefix('deepspeed ')} [options of the launcher, as --num_gpus 2, --] {options}",
-        description="Train a recipe. Run the same command again to resume.",
-        epilog="Exit codes: 0 finished, 1 a failure, 2 a mistake in the input or a failure before the first "
-        "step, 75 stopped and saved; docs/operations.md says which launchers pass them on.",
-    )
-    add = _recipe_command(parser)
-    add("--dry_run", action="store_true", help="resolve, check and plan; train nothing")
-    about = "with --dry_run: plan for this many ranks on other hosts, whatever this host lacks"
-    add("--ranks", type=int, help=about)
-    add("--local_rank", type=int, default=0, help=argparse.SUPPRESS)  # deepspeed adds it
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--quiet", action="store_true", help="show warnings, errors and the end alone")
-    add("--json", action="store_true", help="show every event and record as a line of JSON")
-    return parser.parse_intermixed_args(argv)
-
-
-def _reported(run: Callable[[], int], watch: Watch) -> int:
-    """Return the exit code of `run`; expected errors become one line each, others keep their traceback."""
-
-    def work() -> int:
-        try:
-            return run()
-        except UserError as error:
-            if error.code == HARDWARE:
-                watch.blame_node()
-            raise
-        except Exception as error:
-            from .control.world import broken_device, explain
-
-            if broken_device(error):
-                watch.blame_node()
-            code, line = explain(error, watch.advanced)
-            if line is None:
-                traceback.print_exc()
-                line = f"{type(error).__name__}: {one_line(error)}"
-                if code == ExitCode.MISTAKE:
-                    line += " (before the first step: trying again would end alike)"
-            print(f"error: {line}\nexit code {code}", file=sys.stderr, flush=True)
-            watch.report_exit(code)
-            leave(code)  # the other ranks may be waiting for this one in a collective
-
-    # hosts differ until they are joined
-    return outcome(work, alone=lambda: _is_main() or (_is_first_of_host() and not watch.is_in_group))
-
-
-def _is_first_of_host() -> bool:
+def is_first_of_host() -> bool:
+    """Return whether this process is the first rank of its host."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _open_console(args: argparse.Namespace, chatter: Chatter) -> Console:
-    """Return the console, which has all logging. Ranks other than 0 report errors only."""
-    able = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
-    kind: Kind = "json" if args.json else "quiet" if args.quiet else "terminal" if able else "lines"
-    console = Console(kind, colour=able and not os.environ.get("NO_COLOR"), chatter=chatter)
-    console.setLevel(logging.INFO if _is_main() else logging.ERROR)
-    logging.basicConfig(level=console.level, handlers=[console])
-    logging.getLogger("DeepSpeed").addHandler(console)
-    _quieten()
-    if not args.dry_run:  # which loads no weights, and answers sooner
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()
-    warnings.filterwarnings("ignore", category=FutureWarning)
-    return console
-
-
-def _silence_libraries() -> None:
-    """Hide warnings of libraries that are imported from now on; this program checks for itself."""
-    _quieten()
+def silence_libraries() -> None:
+    """Hide warnings of libraries that are imported from now on."""
+    quieten()
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= logging.ERROR)
     warnings.filterwarnings(
@@ -282,7 +128,8 @@ def _silence_libraries() -> None:
     )
 
 
-def _quieten() -> None:
+def quieten() -> None:
+    """Hide information that libraries log."""
     for noisy in ("httpx", "DeepSpeed", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 

@@ -35,7 +35,8 @@ TICK = 0.2  # seconds between looks at the launchers
 KILL_AFTER = 30.0  # seconds between the signal that a launcher passes on and its SIGKILL, unless it is told
 MARGIN = 10.0  # of them in which a rank ends its launcher instead
 REPORTS = "PIPELINE_RANK_REPORTS"  # a directory; set by launch/supervise.py and train.sbatch
-CONSOLE = "PIPELINE_CONSOLE"  # set by launch/supervise.py where standard input is the real standard output
+CONSOLE = "PIPELINE_CONSOLE"  # name of the socket that gives ranks the standard output (output.py)
+SUPERVISOR = "PIPELINE_SUPERVISOR"  # process of launch/supervise.py
 CALLED = "PIPELINE_COMMAND"  # the console script that the user gave; set by launch/supervise.py
 HARDWARE = "hardware"  # the code of a FailureError whose cause is a device of this host
 CHOSEN_PORT = "PIPELINE_PORT"  # where ranks meet, if launch/supervise.py and not the user chose it
@@ -207,7 +208,7 @@ def _born_orphan(chain: list[int]) -> bool:
     if "CROSS_RANK" in os.environ and len(chain) == 1:  # DeepSpeed's launch.py sets it
         return True
     if len(chain) < 2 or _is_deepspeed(chain[1]):
-        return len(chain) > 2 and not any(part.endswith("supervise.py") for part in command_line(chain[2]))
+        return len(chain) > 2 and os.environ.get(SUPERVISOR, "") not in ("", str(chain[2]))
     return chain[1] == 1 or REPORTS in os.environ
 
 

@@ -68,7 +68,7 @@ def first_reason(reason: str | None) -> str | None:
 
 
 def raise_on_all_ranks(work: Callable[[], T]) -> T:
-    """Return the result of `work` on this rank. Raises a UserError of any rank on all ranks; all must call."""
+    """Return the result of `work` on this rank. A UserError of any rank is raised on all; all must call."""
     result, error = None, None
     try:
         result = work()

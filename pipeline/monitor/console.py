@@ -1,18 +1,17 @@
-"""What a person sees of a run while it trains, and where everything else that is printed goes.
+"""What a person sees of a run while it trains, and where all other output goes.
 
-On a terminal the progress is drawn over and over in one place. Elsewhere it is a plain line every few
-seconds, or with --json every record as an object; --quiet leaves warnings, errors and how the run ended.
+On a terminal the progress is redrawn in place. Elsewhere it is a plain line every few seconds, or with --json
+every record as an object. --quiet leaves warnings, errors and how the run ended.
 
-Standard error stays as it is, and so does Python's `print`. File descriptor 1, which compilers, C libraries
-and child processes write to, leads to the log: a temporary file until the run directory is taken, then
-`log.txt` in it. Under launch/supervise.py the launcher's own lines go there as well: the supervisor gives it
-that file as standard output, and the real one as standard input, which neither launcher nor ranks read.
+Standard error and Python's `print` stay as they are. File descriptor 1, which compilers, C libraries and
+child processes write to, goes to a temporary file until the run directory is locked, then to `log.txt` in it.
+Under launch/supervise.py the launcher's own lines go there as well, and the ranks receive the real standard output
+from the supervisor (control/output.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import io
 import json
 import logging
@@ -30,6 +29,7 @@ from tqdm import tqdm
 
 from emo.common.text import printable, without_secrets
 
+from ..control.output import receive_stdout
 from ..control.run_dir import LOG
 from ..control.stop import CONSOLE
 
@@ -241,15 +241,15 @@ class Chatter:
         return os.pread(1, os.fstat(1).st_size, 0)
 
 
-def split() -> Chatter:
-    """Part this process's output in two: sys.stdout remains the user's, descriptor 1 becomes chatter."""
+def split_output() -> Chatter:
+    """Separate this process's output: sys.stdout stays the user's, descriptor 1 receives everything else."""
     sys.stdout.flush()
-    launched = False  # standard input is the real standard output, and 1 the launcher's log
-    with contextlib.suppress(OSError):
-        launched = CONSOLE in os.environ and fcntl.fcntl(0, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-    console = os.dup(0 if launched else 1)
-    with Path(os.devnull).open("rb") if launched else tempfile.TemporaryFile(prefix="log-") as file:
-        os.dup2(file.fileno(), 0 if launched else 1)
+    console = receive_stdout(os.environ[CONSOLE]) if CONSOLE in os.environ else None
+    launched = console is not None  # descriptor 1 is the launcher's log, which all ranks of this host share
+    if console is None:
+        console = os.dup(1)
+        with tempfile.TemporaryFile(prefix="log-") as file:
+            os.dup2(file.fileno(), 1)
     sys.stdout, sys.stderr = _stream(console), _stream(sys.stderr.fileno())
     return Chatter(shared=launched)
 

@@ -186,7 +186,7 @@ def _forked(environments: list[dict[str, str]], command: Sequence[str], output: 
 def _imported() -> Any:
     """The process that ranks are forked from: a fresh interpreter with the ranks' environment."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["emo.pipeline.trainer", "emo.pipeline.cli", __name__])
+    context.set_forkserver_preload(["emo.pipeline.trainer", "emo.launch.rank", __name__])
     with mock.patch.dict(os.environ, ENVIRONMENT):
         forkserver.ensure_running()
     return context

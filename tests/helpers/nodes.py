@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from torch.distributed import run as elastic
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
-from emo.pipeline import cli
+from emo.launch import rank as program
 from emo.pipeline.batches.loader import Loader
 from tests.helpers.slow_host import measure_slowly
 
@@ -53,14 +53,14 @@ def be_late(seconds: float) -> None:
 
 def rank(script: str, *arguments: str) -> None:
     """Be a rank; one that has finished returns, which torchrun waits for."""
-    leave = cli.leave
+    leave = program.leave
 
     def left(code: int) -> NoReturn:
         if code:
             leave(code)
         sys.exit(code)
 
-    cli.leave, sys.argv = left, [script, *arguments]
+    program.leave, sys.argv = left, [script, *arguments]
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:

@@ -24,9 +24,9 @@ from torch.distributed import DistBackendError
 
 from emo.common.errors import UserError
 from emo.eval.watch import targets
+from emo.launch.rank import leave, run_recipe
 from emo.pipeline import trainer as train
 from emo.pipeline.batches.loader import Loader
-from emo.pipeline.cli import leave, run_recipe
 from emo.pipeline.control.run_dir import checkpoints, read_metrics, step_of
 from emo.pipeline.control.stop import Watch
 from emo.pipeline.engine import start

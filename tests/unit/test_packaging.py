@@ -98,11 +98,10 @@ print(load_task("experiments/configs/paper/dev/sst2.yaml").name, code_version(),
 
 
 def test_training_starts_from_a_wheel(built: Built, tmp_path: Path) -> None:
-    """The script beside the package, run by `deepspeed`: here one that writes down its arguments."""
-    launch, started = built.site / "emo" / "launch", tmp_path / "started"
-    # And by which file its parent runs: ranks look for that name (pipeline/control/stop.py).
-    parent = "cat /proc/$PPID/cmdline | tr '\\0' '\\n' | grep supervise.py"
-    programs = {"deepspeed": f'exec >{started}\n{parent}\necho "$@"', "python": f'exec {sys.executable} "$@"'}
+    """`deepspeed` is here a program that writes down its arguments and its supervisor."""
+    started = tmp_path / "started"
+    words = 'echo "$@"\ntest "$PPID" = "$PIPELINE_SUPERVISOR" && echo supervised'
+    programs = {"deepspeed": f"exec >{started}\n{words}", "python": f'exec {sys.executable} "$@"'}
     (tmp_path / "bin").mkdir()
     for name, text in programs.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
@@ -119,8 +118,8 @@ sys.exit(main(['train', '--master_port=1', '--', 'mine.yaml', 'train.seed=1']))
 """
     # a launcher that says 0 without a rank that has ended well
     run(code, tmp_path, ExitCode.FAILURE, PYTHONPATH=str(built.site))
-    words = f"--master_port=1 {launch / 'continual.sh'} mine.yaml train.seed=1"
-    assert started.read_text().splitlines() == [str(launch / "supervise.py"), words]
+    words = "--master_port=1 --module emo.launch.rank mine.yaml train.seed=1"
+    assert started.read_text().splitlines() == [words, "supervised"]
     assert os.access(REPO / "launch" / "instruct.sh", os.X_OK)
 
 

@@ -55,14 +55,14 @@ def test_every_changed_key_is_named_before_any_rank_starts(
     """By the command itself, which starts no launcher."""
     identity.claim(config(tmp_path), DATA)
     changed = ["train.global_batch_size=4", "train.num_train_epochs=3", "train.logging_steps=7"]
-    monkeypatch.setattr(supervise, "supervise", lambda *_: pytest.fail("a launcher was started"))
-    argv = ["launch/continual.sh", str(RECIPE), f"output_dir={tmp_path}", "objective.name=emo"]
-    assert supervise.main([*argv, *changed]) == ExitCode.MISTAKE
+    monkeypatch.setattr(supervise, "Supervisor", lambda *_: pytest.fail("a launcher was started"))
+    argv = [str(RECIPE), f"output_dir={tmp_path}", "objective.name=emo"]
+    assert supervise.launch(["launch/continual.sh"], [*argv, *changed]) == ExitCode.MISTAKE
     lines = capsys.readouterr().err.splitlines()
     named = [next(key for key in changed if key.split("=")[0] in line) for line in lines]
     assert sorted(named) == changed[:2]
-    monkeypatch.setattr(supervise, "supervise", lambda *_: 0)
-    assert supervise.main([*argv, changed[2]]) == ExitCode.DONE
+    monkeypatch.setattr(supervise, "Supervisor", lambda *_: SimpleNamespace(run=lambda _: 0))
+    assert supervise.launch(["launch/continual.sh"], [*argv, changed[2]]) == ExitCode.DONE
     with refused("changed-data") as error:
         identity.compare(config(tmp_path), {"data": "e" * 64, "validation": {"validation": "a"}})
     assert len(error.value.lines) == 2

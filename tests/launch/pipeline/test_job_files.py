@@ -15,7 +15,7 @@ import yaml
 
 import emo.launch.quickstart as quickstart
 from emo.common.errors import ExitCode
-from emo.launch.supervise import reported, verdict
+from emo.launch.supervise import read_reports, run_exit_code
 from emo.pipeline.config import load_config
 from tests.campaigns.kubernetes import Document, installed_kustomize, problems, render, targets
 from tests.conftest import REPO
@@ -192,14 +192,14 @@ def test_a_fault_of_every_class_and_phase_under_every_launcher(
     options = [str(recipe), f"output_dir={tmp_path / 'run'}", "train.max_steps=3", "train.save_steps=2"]
     command = ["-m", "tests.helpers.saving_worker", f"{fault}@{phase}", *options]
     done = launching.run_ranks(*command, PIPELINE_RANK_REPORTS=str(reports), SLURMD_NODENAME="node-7")
-    ranks = reported(reports)
+    ranks = read_reports(reports)
     codes = [rank.code for rank in ranks]
     assert max(code or 0 for code in codes) == codes[1] == expected, done.stdout
     assert {rank.node for rank in ranks} - {""} == {node} - {""}, done.stdout
-    code = verdict(1, codes, requested=False)
+    code = run_exit_code(1, codes, requested=False)
     assert code == expected
     assert under_kubernetes(code) == ("Count" if expected == 1 else "FailJob")
-    lines = " ".join(f"{r.report.name}={r.code}" + f"@{r.node}" * bool(r.node) for r in ranks)
+    lines = " ".join(f"{r.file.name}={r.code}" + f"@{r.node}" * bool(r.node) for r in ranks)
     assert run_job(tmp_path, expected, lines) == expected
     assert (tmp_path / "requeued").exists() == (expected == 1)
     updated = tmp_path / "updated"

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from emo.common.errors import ExitCode
-from emo.launch.supervise import verdict
+from emo.launch.supervise import run_exit_code
 from emo.pipeline.control.stop import REPORTS, StopRequest
 from tests.conftest import REPO
 from tests.helpers.launching import PIPED, wait_for
@@ -29,8 +29,8 @@ from pathlib import Path
 from emo.pipeline.control.stop import StopRequest, Watch
 watch = Watch()
 assert "torch" not in sys.modules and "psutil" not in sys.modules
-from emo.pipeline.monitor.console import split
-chatter = split()
+from emo.pipeline.monitor.console import split_output
+chatter = split_output()
 phase, seconds = sys.argv[1:]
 if phase != "starting":
     watch.enter_group()
@@ -179,7 +179,7 @@ def test_a_time_limit_and_a_file_are_requests(tmp_path: Path) -> None:
 )
 def test_the_verdict(launcher: int, ranks: list[int | None], requested: bool, expected: ExitCode) -> None:
     """A run that did not finish never ends with 0."""
-    assert verdict(launcher, ranks, requested) == expected
+    assert run_exit_code(launcher, ranks, requested) == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGKILL])
@@ -200,7 +200,7 @@ def test_a_second_ctrl_c_ends_the_run_at_once(rank: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == FAILURE
-    assert "killed or aborted without a word: rank 0, 1" in output
+    assert "killed or aborted without a message: rank 0, 1" in output
 
 
 def test_a_gpu_that_failed_is_no_mistake_whatever_the_other_ranks_say(rank: Path) -> None:

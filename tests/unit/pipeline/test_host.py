@@ -16,7 +16,7 @@ from torch.distributed import DistBackendError, DistNetworkError
 
 from emo.common.errors import ExitCode, FailureError, UserError
 from emo.common.io.files import DiskFullError
-from emo.pipeline import cli
+from emo.launch import rank
 from emo.pipeline.control import world as ranks
 from emo.pipeline.control.stop import HARDWARE, TRAINING, Watch, node_name
 from emo.pipeline.control.world import (
@@ -115,7 +115,7 @@ def test_what_libraries_read_is_set_unless_the_user_has(
             monkeypatch.delenv(name, raising=False)
         for name, value in before.items():
             monkeypatch.setenv(name, value)
-        cli._set_environment()
+        rank._set_environment()
         return {name: os.environ[name] for name in names if name in os.environ}
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -288,10 +288,10 @@ def test_a_rank_reports_its_code_and_the_node_to_avoid(
     def run() -> int:
         raise error
 
-    monkeypatch.setattr(cli, "leave", lambda code: sys.exit(code))
+    monkeypatch.setattr(rank, "leave", lambda code: sys.exit(code))
     watch = Quiet()
     try:
-        watch.report_exit(cli._reported(run, watch))
+        watch.report_exit(rank._report_errors(run, watch))
     except SystemExit as end:
         watch.report_exit(int(end.code or 0))
     assert (tmp_path / "rank-0").read_text(encoding="utf-8") == f"{os.getpid()} {report}\n"

@@ -89,7 +89,8 @@ def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
 
     def run(program: str) -> tuple[str, str]:
         text = "import os, sys\nfrom pathlib import Path\n"
-        text += f"from emo.pipeline.monitor.console import Console, split\nchatter = split()\n{program}"
+        text += "from emo.pipeline.monitor.console import Console, split_output\n"
+        text += f"chatter = split_output()\n{program}"
         command = [sys.executable, "-c", text, str(tmp_path)]
         done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
         return done.stdout, done.stderr
@@ -108,7 +109,8 @@ def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
 
 
 def test_a_lost_reader_breaks_no_rank() -> None:
-    program = "import sys; from emo.pipeline.monitor.console import split; split(); sys.stdin.readline()\n"
+    program = "import sys; from emo.pipeline.monitor.console import split_output\n"
+    program += "split_output(); sys.stdin.readline()\n"
     program += "for _ in range(3): print('a line')\nsys.stderr.write('went on')"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     rank = subprocess.Popen([sys.executable, "-c", program], cwd=REPO, text=True, **pipes)
