@@ -93,9 +93,11 @@ def run(words: list[str]) -> int:
     code = 0
     options: dict[str, Any] = {}
     if words[0] == "train":
+        from emo.common.cli.commands import first_word
         from emo.pipeline.control.stop import leave_early
 
         leave_early()
+        first_word("train")
     if words[0] == "prepare":  # which uses one section of the recipe; mistakes in the others are found now
         from emo.pipeline.config import RunConfig
 

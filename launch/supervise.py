@@ -31,14 +31,17 @@ sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / 
 import emo.common.packages  # noqa: F401 - before all others
 
 # isort: split
+from emo.common.cli.commands import first_word as announce
 from emo.pipeline.control.stop import leave_early
 
 if __name__ == "__main__":
     leave_early()  # before the imports below, which take seconds on a busy host
+    announce("train")
 
 # isort: split
 import psutil
 
+from emo.common.cli.progress import at_work as show_activity
 from emo.common.errors import ExitCode, UserError, outcome
 from emo.launch.rank import SCRIPTS, recipe_arguments
 from emo.pipeline.checkpoint.claims import check_keys
@@ -109,12 +112,17 @@ class Supervisor:
         for number in REQUESTS:
             signal.signal(number, lambda number, _: self._signals.append(number))
         self._start()
+        starting = contextlib.ExitStack()  # shows on standard error that no rank has started yet
+        starting.enter_context(show_activity("starting deepspeed"))
         while self._launcher.poll() is None or self._processes():
+            if any(self.reports.glob("rank-*")):
+                starting.close()
             if self._signals.count(signal.SIGINT) > 1:
                 self._kill()
             elif self._signals:
                 self._pass_on(self._signals[0])
             time.sleep(POLL)
+        starting.close()
         return self._exit_code(run_dir)
 
     def _start(self) -> None:

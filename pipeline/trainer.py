@@ -18,6 +18,7 @@ import dataclasses
 import logging
 import shutil
 import zlib
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -107,8 +108,8 @@ class Trainer:
         self.watch = watch
         self.console = console
 
-    def run(self) -> Outcome:
-        """Train until the run is finished or asked to stop.
+    def run(self, on_start: Callable[[], None] = lambda: None) -> Outcome:
+        """Train until the run is finished or asked to stop. Calls `on_start` before the first step.
 
         Raises UserError, on all ranks, for a mistake in the input or a run directory that is in use.
         """
@@ -125,7 +126,7 @@ class Trainer:
             self.open_run()
             opened = True
             self.console.open(self.config.output_dir, self.world.is_main)
-            outcome = self._train()
+            outcome = self._train(on_start)
             ended = outcome.value
             return outcome
         except Exception as error:
@@ -141,7 +142,7 @@ class Trainer:
             self.launch.record_end(ended, self.lock.step)
             self.lock.release(ended)
 
-    def _train(self) -> Outcome:
+    def _train(self, on_start: Callable[[], None]) -> Outcome:
         saved = self.set_up()
         if self._stop_requested_before_first_step():
             return Outcome.STOPPED
@@ -151,6 +152,7 @@ class Trainer:
             if self._stop_requested_before_first_step():
                 self.metrics.close()
                 return Outcome.STOPPED
+        on_start()
         outcome = self.fit()
         self.finish(outcome)
         return outcome

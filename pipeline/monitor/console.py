@@ -5,8 +5,8 @@ every record as an object. --quiet leaves warnings, errors and how the run ended
 
 Standard error and Python's `print` stay as they are. File descriptor 1, which compilers, C libraries and
 child processes write to, goes to a temporary file until the run directory is locked, then to `log.txt` in it.
-Under launch/supervise.py the launcher's own lines go there as well, and the ranks receive the real standard output
-from the supervisor (control/output.py).
+Under launch/supervise.py the launcher's own lines go there as well, and the ranks receive the real standard
+output from the supervisor (control/output.py).
 """
 
 from __future__ import annotations
