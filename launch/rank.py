@@ -8,6 +8,7 @@ from __future__ import annotations
 import emo.common.packages  # noqa: F401 - before all others
 
 # isort: split
+from emo.launch.starting import STARTING
 from emo.pipeline.control.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
 
 if __name__ == "__main__":
@@ -15,7 +16,6 @@ if __name__ == "__main__":
 
 # isort: split
 import argparse
-import contextlib
 import logging
 import os
 import sys
@@ -27,7 +27,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from emo.common.cli.commands import Parser
-from emo.common.cli.progress import at_work
 from emo.common.errors import ExitCode, UserError, one_line, outcome
 from emo.pipeline.cli import add_recipe_arguments, is_first_of_host, leave, quieten, silence_libraries
 from emo.pipeline.config import RunConfig, load_config
@@ -72,15 +71,12 @@ def _train(watch: Watch, argv: list[str] | None) -> int:
     chatter = split_output()
     args = recipe_arguments(Path(sys.argv[0]).stem, argv)
     console = _open_console(args, chatter)
-    starting = contextlib.ExitStack()  # shows on standard error that this launch is starting
     try:
         config = load_config(args.recipe, args.overrides)
         if args.dry_run:
             if _is_main():
                 _dry_run(config, args.ranks)
             return ExitCode.DONE
-        if _is_main() and not args.quiet:
-            starting.enter_context(at_work("starting"))
         with console.compiling():  # DeepSpeed logs to what is standard output when it is imported
             from emo.pipeline.control import world as ranks
             from emo.pipeline.engine.start import start_world
@@ -94,7 +90,7 @@ def _train(watch: Watch, argv: list[str] | None) -> int:
             event = {"event_fields": {"event": "stopped", "reason": reason}}
             log.info("stopped before the run was opened (%s); %s", reason, RESUME, extra=event)
         else:
-            finished = Trainer(config, world, watch, console).run(starting.close) is Outcome.FINISHED
+            finished = Trainer(config, world, watch, console).run(STARTING.close) is Outcome.FINISHED
         log.info("this launch took %s", duration(time.perf_counter() - started))
         ranks.end_world()
         return ExitCode.DONE if finished else ExitCode.STOPPED
@@ -104,7 +100,7 @@ def _train(watch: Watch, argv: list[str] | None) -> int:
             chatter.show()
         raise
     finally:
-        starting.close()
+        STARTING.close()
         console.close()
 
 

@@ -1,0 +1,13 @@
+"""Shows on standard error that rank 0 is starting. Imported before everything that takes seconds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+
+from emo.common.cli.progress import at_work
+
+STARTING = contextlib.ExitStack()  # open until the first step
+if os.environ.get("RANK") == "0" and "--quiet" not in sys.argv:
+    STARTING.enter_context(at_work("starting"))
