@@ -21,13 +21,13 @@ from emo.common.config.recipe import (
     KEYS,
     Section,
     check_section,
+    format_value,
     mark,
     mark_of,
     marked,
     meant,
     parse_section,
     read_recipe,
-    shown,
 )
 from emo.common.errors import UserError, one_line
 from emo.common.io.untrusted import read_json
@@ -400,5 +400,5 @@ def check_prepared(directory: Path, prepared: Mapping[str, Any], config: DataCon
 
 def described(changed: list[tuple[str, Any, Any]]) -> str:
     """Return differences as a part of a message."""
-    parts = (f"{key}={shown(was)}, the recipe says {shown(now)}" for key, was, now in changed)
+    parts = (f"{key}={format_value(was)}, the recipe says {format_value(now)}" for key, was, now in changed)
     return one_line(f"prepared with {'; with '.join(parts)}", 800)

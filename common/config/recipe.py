@@ -260,7 +260,7 @@ def _read_tree(path: Path, before: tuple[Path, ...], noun: str) -> dict[str, Any
     except ValueError:  # no file can have such a name
         allowed = False
     if not allowed:
-        problem = f"extends must name a file in its folder or of this program, not {shown(base)}"
+        problem = f"extends must name a file in its folder or of this program, not {format_value(base)}"
         raise UserError(f"{noun} {path}: {problem}", code="extends")
     return _merge(_read_tree(path.parent / str(base), (*before, path.resolve()), noun), tree)
 
@@ -302,7 +302,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     *parents, leaf = key.split(".")
     if not equals or not all((*parents, leaf)):
         raise UserError(
-            f"override {shown(override)} must read key.sub=value, for example train.learning_rate=2e-5",
+            f"override {format_value(override)} must read key.sub=value, for example train.learning_rate=2e-5",
             code="bad-override",
         )
     node = tree
@@ -310,13 +310,13 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         child = node.get(parent)
         if child is not None and not isinstance(child, dict):
             noun = "a list; give it whole" if isinstance(child, list) else "a value, not a section"
-            raise UserError(f"override {shown(override)}: {parent} is {noun}", code="bad-override")
+            raise UserError(f"override {format_value(override)}: {parent} is {noun}", code="bad-override")
         node[parent] = dict(child or {})
         node = node[parent]
     try:
         node[leaf] = _load_yaml(value)
     except ValueError as error:
-        message = f"override {shown(override)}: the value is {one_line(error)}"
+        message = f"override {format_value(override)}: the value is {one_line(error)}"
         raise UserError(message, code="bad-override") from None
 
 
@@ -348,7 +348,7 @@ def check_section(
             mistakes.setdefault((path, repr(problem["input"])), _mistake(cls, problem, where))
     for key, value in _leaves(tree if section is None else section.model_dump(), where):
         if isinstance(value, int) and abs(value) > LARGEST:
-            mistakes[key, ""] = UserError(f"{key}: {shown(value)} is far too large", code="bad-value")
+            mistakes[key, ""] = UserError(f"{key}: {format_value(value)} is far too large", code="bad-value")
         if isinstance(value, str | Path) and without_secrets(str(value)) != str(value):
             mistakes[key, ""] = UserError(
                 f"{key} holds a password or token, and would be copied to config.yaml, logs and reports; "
@@ -410,7 +410,7 @@ def _mistake(cls: type[Section], problem: Mapping[str, Any], where: str) -> User
         return UserError(f"unknown key {path}; {hint}", code="unknown-key")
     if problem["type"] == "model_type":
         message = "must be a section of key: value lines"
-    detail = "" if isinstance(value, dict) else f" (given: {shown(value)})"
+    detail = "" if isinstance(value, dict) else f" (given: {format_value(value)})"
     if problem["type"] == "literal_error" and in_recipe:
         detail += "".join(f"; {hint}" for word, hint in VALUES.items() if word in str(value).lower())
     return UserError(f"{path or cls.__name__}: {message}{detail}", code="bad-value")
@@ -442,7 +442,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         yield from _leaves(inner, f"{path}.{key}" if path else str(key))
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Return a value for a message, cut short."""
     return one_line(repr(value), 80)
 

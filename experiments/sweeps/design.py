@@ -52,7 +52,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from emo.common.config.recipe import Section, load_section, shown
+from emo.common.config.recipe import Section, format_value, load_section
 from emo.common.errors import UserError, nearest
 from emo.common.io.untrusted import is_plain_name
 from emo.data_prep.config import VALIDATION as UNNAMED
@@ -201,7 +201,7 @@ class Experiment(Section):
             raise ValueError(f"measures: {twice[0]} is measured twice; rename it")
         for name in (*self.before, *self.measures, *(label for axis in self.axes.values() for label in axis)):
             if not is_plain_name(name) or name[0] in ".-":
-                raise ValueError(f"{shown(name)} cannot be part of a file's name; rename it")
+                raise ValueError(f"{format_value(name)} cannot be part of a file's name; rename it")
         for name, measure in self.measures.items():
             if measure.against_baseline and choose and choose.by in measure.read:
                 raise ValueError(f"choose.by={choose.by}: {name} needs the baseline, which is chosen first")
@@ -296,7 +296,7 @@ def fill(value: Any, variables: Mapping[str, Any], key: str) -> Any:
 
     def text(match: re.Match[str]) -> str:
         if match[1] not in variables:
-            raise UserError(f"{key}: {shown(value)} names {match[0]}; {nearest(match[1], variables)}")
+            raise UserError(f"{key}: {format_value(value)} names {match[0]}; {nearest(match[1], variables)}")
         return str(variables[match[1]])
 
     return VARIABLE.sub(text, value)

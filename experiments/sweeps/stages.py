@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from emo.__main__ import modules
-from emo.common.config.recipe import FREE, marked, shown
+from emo.common.config.recipe import FREE, format_value, marked
 from emo.common.errors import UserError
 from emo.common.io.files import sha256, write_text
 from emo.common.io.untrusted import read_json
@@ -79,7 +79,9 @@ class Stage:
         before, now = note["made_with"], self.origin
         changes = ["another stage before it"]
         if keys := [key for key in {**now, **before} if before.get(key) != now.get(key)]:
-            was, is_now = (shown(tree[keys[0]]) if keys[0] in tree else "absent" for tree in (before, now))
+            was, is_now = (
+                format_value(tree[keys[0]]) if keys[0] in tree else "absent" for tree in (before, now)
+            )
             changes = [f"{keys[0]}={was}, now {is_now}", *keys[1:]]
         raise UserError(
             f"{run}: {self.name} was made with {'; also '.join(changes)}; put back what changed, remove "

@@ -30,7 +30,7 @@ import yaml
 from transformers import PretrainedConfig
 
 from emo.common.config.objective_names import registered
-from emo.common.config.recipe import read_written, shown
+from emo.common.config.recipe import format_value, read_written
 from emo.common.errors import UserError
 from emo.common.io.files import sha256, write_text
 from emo.common.provenance import REPOSITORY
@@ -179,7 +179,7 @@ def check_same(where: Path | str, before: Any, now: Identity) -> None:
     for part, value in now.items():
         if part not in before or before[part] != value:
             trees = {part: before.get(part)}, {part: value}
-            key, was, is_now = next(differences(*trees), (part, "not known", shown(value)))
+            key, was, is_now = next(differences(*trees), (part, "not known", format_value(value)))
             problem = f"{where} was trained with another {PARTS[part]}: {key} was {was} and is {is_now}"
             changed.append(UserError(f"{problem}; restore it, {ANEW}", code=f"changed-{part}"))
     if changed:
