@@ -25,9 +25,9 @@ from emo.common.config.recipe import (
     mark,
     mark_of,
     marked,
-    meant,
     parse_section,
     read_recipe,
+    suggest_key,
 )
 from emo.common.errors import UserError, one_line
 from emo.common.io.untrusted import read_json
@@ -307,7 +307,7 @@ def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | N
     if "data" not in tree:
         problem = f"recipe {path} has no data section; it has: {', '.join(map(str, tree)) or 'nothing'}"
         unknown = sorted(map(str, tree.keys() - {*KEYS}))
-        hints = [(key, meant(recipe or DataConfig, [key])) for key in unknown]
+        hints = [(key, suggest_key(recipe or DataConfig, [key])) for key in unknown]
         lines = [f"unknown key {key}; {hint}" for key, hint in hints if hint]
         raise UserError(problem, code="no-data-section", more=lines)
     if recipe is not None:

@@ -405,7 +405,7 @@ def _mistake(cls: type[Section], problem: Mapping[str, Any], where: str) -> User
     if problem["type"] == "extra_forbidden":
         *above, key = problem["loc"]
         names = _located(cls, above)[0].model_fields
-        hint = meant(cls, problem["loc"]) if in_recipe else None
+        hint = suggest_key(cls, problem["loc"]) if in_recipe else None
         hint = hint or nearest(str(key), names, OTHER_NAMES if in_recipe else {})
         return UserError(f"unknown key {path}; {hint}", code="unknown-key")
     if problem["type"] == "model_type":
@@ -416,7 +416,7 @@ def _mistake(cls: type[Section], problem: Mapping[str, Any], where: str) -> User
     return UserError(f"{path or cls.__name__}: {message}{detail}", code="bad-value")
 
 
-def meant(cls: type[Section], location: Sequence[int | str]) -> str | None:
+def suggest_key(cls: type[Section], location: Sequence[int | str]) -> str | None:
     """Return a hint at what an unknown key of a recipe is called here; None for one that nobody has.
 
     A neighbour that is nearly alike comes first, then a key of another section, then other programs' names.
