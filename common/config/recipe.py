@@ -118,7 +118,7 @@ VALUES = {
 }
 
 
-class Loader(yaml.SafeLoader):
+class RecipeLoader(yaml.SafeLoader):
     """YAML in which keys are given once, no alias contains itself, and 2e-5 is a number."""
 
     def construct_document(self, node: yaml.Node) -> Any:
@@ -133,7 +133,7 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-Loader.add_implicit_resolver(
+RecipeLoader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
 
@@ -273,7 +273,7 @@ def read_written(path: Path) -> Any:
 def _load_yaml(content: bytes | str) -> Any:
     """Return a YAML value. Raises ValueError, whatever is wrong with the text."""
     try:
-        return yaml.load(content if isinstance(content, str) else content.decode("utf-8-sig"), Loader)
+        return yaml.load(content if isinstance(content, str) else content.decode("utf-8-sig"), RecipeLoader)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     except (
