@@ -149,7 +149,7 @@ def context_length(config: Any) -> int | None:
 
 
 @contextlib.contextmanager
-def shown(files: Iterable[Path]) -> Iterator[Path]:
+def linked_directory(files: Iterable[Path]) -> Iterator[Path]:
     """Yield a directory that shows a library these files, and none that it might find beside them."""
     with tempfile.TemporaryDirectory(prefix="emo-model-") as directory:
         for file in files:
@@ -170,12 +170,12 @@ def load_causal_lm(source: str | Path, revision: str | None = None, **options: A
     load_config(source)  # refuses what needs code of its own
     files = opened_files(Path(source))
     adapter = [file for file in files if file.name in (ADAPTER, ADAPTER_FILE)]
-    with shown(file for file in files if file not in adapter) as base:
+    with linked_directory(file for file in files if file not in adapter) as base:
         loaded = _load(base, source, None, **options)
     loaded.model.config._name_or_path = str(source)
     if adapter and not loaded.faulty:
         try:
-            with shown(adapter) as directory, _without_report():
+            with linked_directory(adapter) as directory, _without_report():
                 report = loaded.model.load_adapter(str(directory), adapter_kwargs={"local_files_only": True})
         except (ImportError, TypeError, ValueError, AttributeError) as error:
             problem = f"{source}: its adapter cannot be applied ({one_line(error, 160)})"

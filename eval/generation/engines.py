@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from emo.common.cli.progress import at_work
 from emo.common.errors import UserError
-from emo.common.io.weights import shown
+from emo.common.io.weights import linked_directory
 from emo.common.text import counted
 
 from ..model import EvaluatedModel
@@ -140,7 +140,7 @@ class Vllm(Transformers):
 
         count = max(1, torch.cuda.device_count())
         self.model.require_unchanged()
-        with shown(self.model.files()) as directory:  # vLLM takes every weight file that it finds
+        with linked_directory(self.model.files()) as directory:  # vLLM takes every weight file that it finds
             llm = LLM(str(directory), dtype=self.model.dtype, tensor_parallel_size=count, seed=0)
         self.model.require_unchanged()
         return llm
