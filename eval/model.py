@@ -26,7 +26,7 @@ from emo.common.io.weights import (
     Loaded,
     context_length,
     load_causal_lm,
-    load_config,
+    load_model_config,
     opened_files,
 )
 from emo.common.io.weights import CONFIG as CONFIG_JSON
@@ -259,7 +259,7 @@ class EvaluatedModel:
     def context(self) -> int | None:
         """The longest sequence that the model reads, in tokens, or None if its configuration has no limit."""
         try:
-            return context_length(load_config(self.path))
+            return context_length(load_model_config(self.path))
         except (OSError, ValueError) as error:
             raise UserError(f"cannot load {self.given}: {one_line(error, 200)}", code="model") from None
 

@@ -54,7 +54,7 @@ class Loaded(NamedTuple):
         return bool(self.missing or self.mismatched or self.unexpected or self.fault)
 
 
-def load_config(source: str | Path, revision: str | None = None) -> Any:
+def load_model_config(source: str | Path, revision: str | None = None) -> Any:
     """Return the configuration of the model in a directory or of the hub.
 
     Raises UserError for a model that needs code of its own, OSError when it is not there, and ValueError for
@@ -167,7 +167,7 @@ def load_causal_lm(source: str | Path, revision: str | None = None, **options: A
     """
     if not Path(source).is_dir():
         return _load(source, source, revision, **options)
-    load_config(source)  # refuses what needs code of its own
+    load_model_config(source)  # refuses what needs code of its own
     files = opened_files(Path(source))
     adapter = [file for file in files if file.name in (ADAPTER, ADAPTER_FILE)]
     with linked_directory(file for file in files if file not in adapter) as base:

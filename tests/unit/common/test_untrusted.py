@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from emo.common.errors import UserError, one_line
 from emo.common.io.untrusted import arrays, is_plain_name, read_json
-from emo.common.io.weights import load_causal_lm, load_config
+from emo.common.io.weights import load_causal_lm, load_model_config
 from emo.common.text import markdown, on_one_line, printable, publishable, without_secrets
 from tests.helpers.refusals import refused
 
@@ -58,7 +58,7 @@ def test_an_index_names_files_beside_it(tmp_path: Path) -> None:
 def test_code_in_a_model_is_not_run(tmp_path: Path) -> None:
     directory = model(tmp_path / "m", model_type="own", auto_map={"AutoConfig": "own.Config"})
     (directory / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\n")
-    for read in (load_config, load_causal_lm):
+    for read in (load_model_config, load_causal_lm):
         with refused("remote-code"):
             read(directory)
     assert not (tmp_path / "ran").exists()
