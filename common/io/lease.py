@@ -93,7 +93,7 @@ class Lease:
         self._thread.start()
         return True
 
-    def held(self) -> bool:
+    def hold_if_free(self) -> bool:
         """Return whether no other process has superseded this one."""
         return self.path is not None and self._newest() in (self.path, None)
 
@@ -129,7 +129,7 @@ class Lease:
 
 
 @contextlib.contextmanager
-def held(lease: Lease) -> Iterator[bool]:
+def hold_if_free(lease: Lease) -> Iterator[bool]:
     """Hold a lease for a block, `with held(lease) as free:`, where it is free."""
     free = lease.acquire()
     try:
@@ -159,7 +159,7 @@ def joined(directory: Path, seconds: float = SECONDS) -> Iterator[None]:
     Whoever wants it alone, and whoever joins, has a common lease meanwhile.
     """
     lease = Lease(directory, f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", seconds)
-    with held(lease):
+    with hold_if_free(lease):
         path = lease.path
         yield
     if path is not None:  # nobody waits for its name

@@ -26,7 +26,7 @@ import pyarrow.parquet as pq
 from emo.common.cli.progress import progress
 from emo.common.errors import UserError
 from emo.common.io.files import part_file
-from emo.common.io.lease import Lease, held
+from emo.common.io.lease import Lease, hold_if_free
 from emo.common.parallel import Workers
 
 from ..config import FORMAT, DataConfig, settings
@@ -193,7 +193,7 @@ class Scan:
                     lease = Lease(
                         self.directory / f"leases-{unit.number // LEASES}", f"{unit.number:06d}.lease"
                     )
-                    with held(lease) as free:
+                    with hold_if_free(lease) as free:
                         if not free:
                             holder = str(lease.holder() or "one that has just begun")
                         elif not (self._whole(unit) or ended()):

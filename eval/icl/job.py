@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from emo.common.cli.progress import at_work
 from emo.common.errors import UserError
-from emo.common.io.lease import held
+from emo.common.io.lease import hold_if_free
 from emo.data_prep.selection.grams import folded
 
 from ..model import EvaluatedModel, quiet_libraries
@@ -143,7 +143,7 @@ class Job:
         folder = self.out / store.STORE / "retrieval"
         path = folder / f"{store.digest([identity, data.digests])[:32]}.json"
         while (indices := store.unsealed(path)) is None:
-            with held(store.lease(folder / "leases", path.stem)) as acquired:
+            with hold_if_free(store.lease(folder / "leases", path.stem)) as acquired:
                 if acquired and store.unsealed(path) is None:
                     if path.is_file():
                         self.say(f"{path} is damaged: computing it again")

@@ -19,7 +19,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from emo.common.errors import ExitCode, FailureError, UserError, one_line
-from emo.common.io.lease import held
+from emo.common.io.lease import hold_if_free
 from emo.common.io.untrusted import read_json
 from emo.common.provenance import shipped
 from emo.eval.results import store
@@ -222,7 +222,7 @@ class Sweep:
             return False
         name = run.name if run else "before"
         lease = store.lease(self.experiment.out / "leases", f"{stage.note.parent.name}.{stage.note.stem}")
-        with held(lease) as acquired:
+        with hold_if_free(lease) as acquired:
             if acquired and not stage.done:
                 if run and stage.directory is not None:
                     stage.refuse_changes(name)

@@ -17,7 +17,7 @@ import pytest
 
 from emo.common.errors import DiskFullError
 from emo.common.io import files
-from emo.common.io.lease import Lease, held, joined, users, waited
+from emo.common.io.lease import Lease, hold_if_free, joined, users, waited
 from tests.helpers.killing import FORK
 from tests.helpers.refusals import refused
 
@@ -141,7 +141,7 @@ def test_a_holder_is_followed_at_once_when_it_is_gone_and_else_after_the_leases_
     tmp_path: Path, number: int, seconds: float, low: float, high: float
 ) -> None:
     lease = Lease(tmp_path / "x", "work", seconds)
-    with process_in(lambda: held(Lease(tmp_path / "x", "work", seconds)), tmp_path) as other:
+    with process_in(lambda: hold_if_free(Lease(tmp_path / "x", "work", seconds)), tmp_path) as other:
         time.sleep(1.5)
         assert not lease.acquire(), "it is renewed"
         holder = lease.holder()
