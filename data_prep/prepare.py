@@ -42,7 +42,7 @@ from emo.common.io.files import (
     signature,
     write_text,
 )
-from emo.common.io.lease import Lease, joined, users, waited
+from emo.common.io.lease import Lease, joined, users, wait_and_hold
 from emo.common.io.untrusted import read_json
 from emo.common.parallel import Workers
 from emo.common.text import counted
@@ -173,7 +173,7 @@ class Preparation:
 
     def alone(self) -> AbstractContextManager[None]:
         """Return a context in which no other job sets up or decides."""
-        return waited(
+        return wait_and_hold(
             Lease(self.config.dir / PLANNING, "plan"),
             lambda holder: self.say(f"another job is planning ({holder}); waiting for it"),
         )

@@ -139,7 +139,7 @@ def hold_if_free(lease: Lease) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def waited(lease: Lease, waiting: Callable[[str], None] | None) -> Iterator[None]:
+def wait_and_hold(lease: Lease, waiting: Callable[[str], None] | None) -> Iterator[None]:
     """Hold a lease for a block, waiting for it; `waiting` gets the holder's name, once, if there is one."""
     while not lease.acquire():
         if waiting is not None:

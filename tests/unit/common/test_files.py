@@ -17,7 +17,7 @@ import pytest
 
 from emo.common.errors import DiskFullError
 from emo.common.io import files
-from emo.common.io.lease import Lease, hold_if_free, joined, users, waited
+from emo.common.io.lease import Lease, hold_if_free, joined, users, wait_and_hold
 from tests.helpers.killing import FORK
 from tests.helpers.refusals import refused
 
@@ -159,7 +159,7 @@ def test_who_waits_hears_of_the_holder_once_and_then_holds(tmp_path: Path) -> No
         holders.append(holder)
         first.release()
 
-    with waited(Lease(tmp_path, "work"), hear):
+    with wait_and_hold(Lease(tmp_path, "work"), hear):
         assert not Lease(tmp_path, "work").acquire()
     assert len(holders) == 1
 
