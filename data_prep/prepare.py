@@ -42,7 +42,7 @@ from emo.common.io.files import (
     signature,
     write_text,
 )
-from emo.common.io.lease import Lease, joined, users, wait_and_hold
+from emo.common.io.lease import Lease, register_user, users, wait_and_hold
 from emo.common.io.untrusted import read_json
 from emo.common.parallel import Workers
 from emo.common.text import counted
@@ -139,7 +139,7 @@ def prepare(
                 job.begin(force)
             else:
                 job.clear()  # what a job that died had still to clear
-            stack.enter_context(joined(config.dir / JOBS))
+            stack.enter_context(register_user(config.dir / JOBS))
         if not (config.dir / PLAN).is_file():
             scan = job.scan(shard[0] / shard[1])
             with job.alone():

@@ -153,7 +153,7 @@ def wait_and_hold(lease: Lease, waiting: Callable[[str], None] | None) -> Iterat
 
 
 @contextlib.contextmanager
-def joined(directory: Path, seconds: float = SECONDS) -> Iterator[None]:
+def register_user(directory: Path, seconds: float = SECONDS) -> Iterator[None]:
     """Be among those that use what `directory` stands for, which any number may; see `users`.
 
     Whoever wants it alone, and whoever joins, has a common lease meanwhile.

@@ -17,7 +17,7 @@ import pytest
 
 from emo.common.errors import DiskFullError
 from emo.common.io import files
-from emo.common.io.lease import Lease, hold_if_free, joined, users, wait_and_hold
+from emo.common.io.lease import Lease, hold_if_free, register_user, users, wait_and_hold
 from tests.helpers.killing import FORK
 from tests.helpers.refusals import refused
 
@@ -167,7 +167,7 @@ def test_who_waits_hears_of_the_holder_once_and_then_holds(tmp_path: Path) -> No
 def test_users_are_those_who_joined_and_live(tmp_path: Path) -> None:
     directory = tmp_path / "x"
     assert users(directory) == []
-    with process_in(lambda: joined(directory), tmp_path) as other, joined(directory):
+    with process_in(lambda: register_user(directory), tmp_path) as other, register_user(directory):
         assert {user.pid for user in users(directory)} == {os.getpid(), other.pid}
         other.kill()
         other.join()
