@@ -42,7 +42,7 @@ from emo.common.io.files import (
     signature,
     write_text,
 )
-from emo.common.io.lease import Lease, register_user, users, wait_and_hold
+from emo.common.io.lease import Lease, living_users, register_user, wait_and_hold
 from emo.common.io.untrusted import read_json
 from emo.common.parallel import Workers
 from emo.common.text import counted
@@ -185,7 +185,7 @@ class Preparation:
         and nothing can fail any more.
         """
         directory = self.config.dir
-        others = users(directory / JOBS)
+        others = living_users(directory / JOBS)
         if others and (force or not (self.new / SETTINGS).is_file()):
             raise UserError(
                 f"another job ({others[0]}) is working in {directory}; wait for it, or set another data.dir",

@@ -166,7 +166,7 @@ def register_user(directory: Path, seconds: float = SECONDS) -> Iterator[None]:
         path.unlink(missing_ok=True)
 
 
-def users(directory: Path, seconds: float = SECONDS) -> list[Holder]:
+def living_users(directory: Path, seconds: float = SECONDS) -> list[Holder]:
     """Return those who joined and still live; the files of others are removed."""
     living = []
     for path in sorted(directory.glob("*.[0-9]*")):

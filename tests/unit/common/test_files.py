@@ -17,7 +17,7 @@ import pytest
 
 from emo.common.errors import DiskFullError
 from emo.common.io import files
-from emo.common.io.lease import Lease, hold_if_free, register_user, users, wait_and_hold
+from emo.common.io.lease import Lease, hold_if_free, living_users, register_user, wait_and_hold
 from tests.helpers.killing import FORK
 from tests.helpers.refusals import refused
 
@@ -166,13 +166,13 @@ def test_who_waits_hears_of_the_holder_once_and_then_holds(tmp_path: Path) -> No
 
 def test_users_are_those_who_joined_and_live(tmp_path: Path) -> None:
     directory = tmp_path / "x"
-    assert users(directory) == []
+    assert living_users(directory) == []
     with process_in(lambda: register_user(directory), tmp_path) as other, register_user(directory):
-        assert {user.pid for user in users(directory)} == {os.getpid(), other.pid}
+        assert {user.pid for user in living_users(directory)} == {os.getpid(), other.pid}
         other.kill()
         other.join()
-        assert [user.pid for user in users(directory)] == [os.getpid()]
-    assert users(directory) == [] and list(directory.iterdir()) == []
+        assert [user.pid for user in living_users(directory)] == [os.getpid()]
+    assert living_users(directory) == [] and list(directory.iterdir()) == []
 
 
 def test_parts_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: Path) -> None:
