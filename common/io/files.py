@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import DiskFullError, UserError, one_line
-from .lease import now_there, signed, signer_ended
+from .lease import now_there, process_mark, signer_ended
 
 PART = ".part"  # ending of files that are being written
 ABANDONED = 86400.0  # seconds without a write after which a part of another machine's writer is abandoned
@@ -33,7 +33,7 @@ def part_file(path: Path, publish: Callable[[Path, Path], Any] = Path.replace) -
     Its name tells its writer, so that `remove_abandoned` knows whether that lives. Raises DiskFullError when
     the disk is full; nothing stays behind then.
     """
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{signed()}{PART}")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.{process_mark()}{PART}")
     try:
         with full_disk(path), part.open("w+b") as file:
             yield file

@@ -177,7 +177,7 @@ def living_users(directory: Path, seconds: float = SECONDS) -> list[Holder]:
     return living
 
 
-def signed() -> str:
+def process_mark() -> str:
     """Return this process's mark for the names of its files, which `signer_ended` reads."""
     process = Holder.current()
     machine = hashlib.sha256(process.machine.encode()).hexdigest()[:8]
@@ -187,7 +187,7 @@ def signed() -> str:
 def signer_ended(mark: str) -> bool | None:
     """Return whether the process that made a mark has ended; None where that cannot be known here."""
     machine, pid, started = [*mark.split("-"), "", ""][:3]
-    if machine != signed().partition("-")[0] or not pid.isdecimal():
+    if machine != process_mark().partition("-")[0] or not pid.isdecimal():
         return None
     now = _started(int(pid))
     return now is None or f"{now:.0f}" != started
