@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import DiskFullError, UserError, one_line
-from .lease import now_there, process_mark, signer_ended
+from .lease import marked_process_ended, now_there, process_mark
 
 PART = ".part"  # ending of files that are being written
 ABANDONED = 86400.0  # seconds without a write after which a part of another machine's writer is abandoned
@@ -107,7 +107,7 @@ def remove_abandoned(directory: Path) -> int:
     removed = 0
     for part in directory.glob(f".*{PART}"):
         with contextlib.suppress(OSError):
-            ended = signer_ended(part.name.removesuffix(PART).rpartition(".")[2])
+            ended = marked_process_ended(part.name.removesuffix(PART).rpartition(".")[2])
             if ended is None:
                 ended = now_there(directory) - part.stat().st_mtime > ABANDONED
             if ended:

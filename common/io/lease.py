@@ -184,7 +184,7 @@ def process_mark() -> str:
     return f"{machine}-{process.pid}-{process.started:.0f}"
 
 
-def signer_ended(mark: str) -> bool | None:
+def marked_process_ended(mark: str) -> bool | None:
     """Return whether the process that made a mark has ended; None where that cannot be known here."""
     machine, pid, started = [*mark.split("-"), "", ""][:3]
     if machine != process_mark().partition("-")[0] or not pid.isdecimal():
