@@ -35,7 +35,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from emo.common.errors import FailureError, UserError, one_line
-from emo.common.io.lease import hold_if_free, now_there
+from emo.common.io.lease import file_system_now, hold_if_free
 from emo.common.io.weights import CONFIG, opened_files
 from emo.common.text import counted
 from emo.pipeline.control.run_dir import (
@@ -306,7 +306,7 @@ class Watch:
         trace = None
         try:
             with _pinned(target.path, self.directory / "pins" / name) as pinned:
-                now = now_there(self.directory)
+                now = file_system_now(self.directory)
                 unchanged = now - max((path.stat().st_mtime for path in pinned.glob("*")), default=now)
                 target.require_whole(pinned, unchanged >= SETTLE_SECONDS)
                 model = EvaluatedModel(str(pinned), name, self.dtype)

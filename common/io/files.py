@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import DiskFullError, UserError, one_line
-from .lease import marked_process_ended, now_there, process_mark
+from .lease import file_system_now, marked_process_ended, process_mark
 
 PART = ".part"  # ending of files that are being written
 ABANDONED = 86400.0  # seconds without a write after which a part of another machine's writer is abandoned
@@ -109,7 +109,7 @@ def remove_abandoned(directory: Path) -> int:
         with contextlib.suppress(OSError):
             ended = marked_process_ended(part.name.removesuffix(PART).rpartition(".")[2])
             if ended is None:
-                ended = now_there(directory) - part.stat().st_mtime > ABANDONED
+                ended = file_system_now(directory) - part.stat().st_mtime > ABANDONED
             if ended:
                 part.unlink()
                 removed += 1

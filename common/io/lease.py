@@ -205,7 +205,7 @@ def _holder(path: Path) -> Holder | None:
 def _alive(path: Path, seconds: float) -> bool:
     """Return whether the holder named in a lease file still works on it."""
     try:
-        holder, age = _holder(path), now_there(path.parent) - path.stat().st_mtime
+        holder, age = _holder(path), file_system_now(path.parent) - path.stat().st_mtime
     except OSError:
         return True  # it is changing right now; ask again later
     if holder is None:
@@ -213,7 +213,7 @@ def _alive(path: Path, seconds: float) -> bool:
     return age <= seconds and (not holder.here or _started(holder.pid) == holder.started)
 
 
-def now_there(directory: Path) -> float:
+def file_system_now(directory: Path) -> float:
     """Return the time of the file system's clock, which may differ from this machine's."""
     probe = directory / f".clock.{uuid.uuid4().hex}"
     probe.touch()
