@@ -34,7 +34,7 @@ from emo.common.errors import FailureError, UserError, one_line
 from emo.common.io.files import (
     PART,
     Hashes,
-    claim,
+    claim_directory,
     foreign,
     full_disk,
     remove_abandoned,
@@ -130,7 +130,7 @@ def prepare(
             "--force with --shard would discard other jobs' shards; run it once without --shard",
             code="force-with-shard",
         )
-    claim(config.dir, MARKER, NOTE, "data.dir")
+    claim_directory(config.dir, MARKER, NOTE, "data.dir")
     job = Preparation(config, workers, say)
     with contextlib.ExitStack() as stack:
         stack.enter_context(full_disk(config.dir))

@@ -116,7 +116,7 @@ def remove_abandoned(directory: Path) -> int:
     return removed
 
 
-def claim(directory: Path, marker: str, note: str, setting: str) -> None:
+def claim_directory(directory: Path, marker: str, note: str, setting: str) -> None:
     """Make `directory` one that its tool may clear: it is new or empty and gets a `marker` file, or has one.
 
     Raises UserError, naming the `setting` that gave it, when it holds anything else or cannot be written.

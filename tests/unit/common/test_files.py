@@ -52,7 +52,7 @@ def test_a_full_disk_is_no_mistake_of_the_user_and_leaves_nothing(
         with pytest.raises(DiskFullError, match=str(tmp_path)):
             write(tmp_path / "a.json", "text")
     with pytest.raises(DiskFullError):
-        files.claim(tmp_path / "new", "marker.json", "{}", "dir")
+        files.claim_directory(tmp_path / "new", "marker.json", "{}", "dir")
     assert [p.name for p in tmp_path.rglob("*")] == ["new"]
 
 
@@ -92,14 +92,14 @@ def test_only_what_was_made_is_removed(tmp_path: Path) -> None:
 
 def test_a_directory_is_claimed_once_and_only_if_empty(tmp_path: Path) -> None:
     new = tmp_path / "a" / "b"
-    files.claim(new, "marker.json", "{}", "dir")
+    files.claim_directory(new, "marker.json", "{}", "dir")
     put(new / "anything")
-    files.claim(new, "marker.json", "other", "dir")
+    files.claim_directory(new, "marker.json", "other", "dir")
     assert (new / "marker.json").read_text() == "{}"
     put(tmp_path / "used" / "thesis.txt")
     for directory in ("used", "used/thesis.txt/deeper"):
         with refused("not-claimed"):
-            files.claim(tmp_path / directory, "marker.json", "{}", "dir")
+            files.claim_directory(tmp_path / directory, "marker.json", "{}", "dir")
     assert [p.name for p in (tmp_path / "used").iterdir()] == ["thesis.txt"]
 
 
