@@ -35,7 +35,7 @@ from emo.common.io.files import (
     PART,
     Hashes,
     claim_directory,
-    foreign,
+    find_foreign_files,
     full_disk,
     remove_abandoned,
     remove_made,
@@ -202,7 +202,7 @@ class Preparation:
                 code="plan-gone",
             )
         patterns = (*OF_ALL, *OF_SPLITS, *UNFINISHED, MARKER, f"{PLANNING}/*", f"{JOBS}/*")
-        other = next(foreign(directory, patterns), None)
+        other = next(find_foreign_files(directory, patterns), None)
         if other is not None:
             raise UserError(
                 f"{other} was not made by prepare; move it away, or set another data.dir", code="foreign-file"

@@ -141,7 +141,7 @@ def claim_directory(directory: Path, marker: str, note: str, setting: str) -> No
         raise UserError(f"{setting}={directory} {reason}; set another {setting}", code="not-claimed")
 
 
-def foreign(directory: Path, patterns: Sequence[str]) -> Iterator[Path]:
+def find_foreign_files(directory: Path, patterns: Sequence[str]) -> Iterator[Path]:
     """Yield files and links below `directory` that match none of the patterns, such as `train/*.arrow`."""
     return (path for path, matches in _files(directory, patterns) if not matches)
 

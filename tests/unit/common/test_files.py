@@ -82,7 +82,7 @@ def test_only_what_was_made_is_removed(tmp_path: Path) -> None:
     written = [put(directory / name) for name in ("train/a.arrow", *patterns[1:])]
     others = [put(directory / name) for name in names]
     (directory / "linked").symlink_to(outside.parent)
-    assert set(files.foreign(directory, patterns)) == {*others, directory / "linked"}
+    assert set(files.find_foreign_files(directory, patterns)) == {*others, directory / "linked"}
     files.remove_made(directory, patterns)
     assert not any(path.exists() for path in written) and not (directory / ".new").exists()
     assert all(path.exists() for path in [*others, outside, directory / "linked"])
