@@ -12,7 +12,7 @@ from pathlib import Path
 
 from emo.common.cli.commands import Parser, parse_arguments
 from emo.common.errors import AGAIN, ExitCode, UserError, outcome
-from emo.common.io.files import finite, write_text
+from emo.common.io.files import replace_nonfinite, write_text
 
 from .sweeps.design import PREPARE, RESULTS, Experiment, chosen, read_experiment, trials
 from .sweeps.sweep import Sweep
@@ -110,7 +110,7 @@ def _table(args: argparse.Namespace, experiment: Experiment) -> int:
 
     sweep = Sweep(experiment)
     sweep.refuse_changes()
-    results = finite(report.gather(sweep))
+    results = replace_nonfinite(report.gather(sweep))
     table = report.sweep(results).markdown()
     write_text(experiment.out / RESULTS, json.dumps(results, indent=1))
     write_text(experiment.out / TABLE, table)

@@ -29,7 +29,7 @@ import torch
 from transformers.integrations import HfDeepSpeedConfig
 
 from emo.common.errors import UserError, one_line
-from emo.common.io.files import finite
+from emo.common.io.files import replace_nonfinite
 
 from .batches.loader import Batches, Loader, check_content, rank_rows
 from .batches.on_policy import OnPolicy
@@ -263,7 +263,7 @@ def _train(
             log.warning(warning)
         if step % config.train.logging_steps == 0 or step == steps:
             metrics.log(step, tokens, lr)
-            lock.logged(seconds=finite(sums.seconds[world.rank]), **device_facts())
+            lock.logged(seconds=replace_nonfinite(sums.seconds[world.rank]), **device_facts())
         if held_out and _due(step, config.train.eval_steps, steps):
             validate()
         finished = not sums.stop or step == steps

@@ -81,12 +81,12 @@ def reset_modes(directory: Path) -> None:
         file.chmod(mode)
 
 
-def finite(value: Any) -> Any:
+def replace_nonfinite(value: Any) -> Any:
     """Return the value with None where a number in it is NaN or infinite, which JSON cannot say."""
     if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
+        return {key: replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [finite(item) for item in value]
+        return [replace_nonfinite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -19,7 +19,7 @@ import jinja2
 from markupsafe import Markup
 
 from ..errors import UserError
-from ..io.files import finite, write_text
+from ..io.files import replace_nonfinite, write_text
 from ..text import markdown as escaped
 from ..text import printable
 from .figure import MARKERS, Figure, style, svg
@@ -163,7 +163,7 @@ class Document:
 
     def json(self) -> str:
         """Return its numbers."""
-        return json.dumps(finite(self.data), indent=1, allow_nan=False) + "\n"
+        return json.dumps(replace_nonfinite(self.data), indent=1, allow_nan=False) + "\n"
 
     def write(self, out: str | Path, names: Sequence[str] = ("report.html",)) -> Path | None:
         """Write it where --output_path says. Return the page, what was written instead, or None (stdout).

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from emo.common.config.recipe import Section, load_section
 from emo.common.errors import ExitCode, outcome
-from emo.common.io.files import finite as without_nan
+from emo.common.io.files import replace_nonfinite as without_nan
 from emo.common.io.files import sha256, write_text
 from emo.common.parallel import Workers
 from emo.common.provenance import code_version

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from emo.common.errors import UserError, one_line
-from emo.common.io.files import finite, write_once
+from emo.common.io.files import replace_nonfinite, write_once
 from emo.data_prep.config import VALIDATION, split_of
 
 from ..config import RunConfig
@@ -192,7 +192,7 @@ class Metrics:
 
     def state(self) -> dict[str, Any]:
         """Return the steps that are counted and not recorded yet, as JSON can hold them."""
-        return finite(asdict(self._window)) if self.active else {}
+        return replace_nonfinite(asdict(self._window)) if self.active else {}
 
     def validation(
         self, step: int, tokens: int, name: str, sums: Sums, documents: validation.Documents
@@ -233,8 +233,8 @@ class Metrics:
         In metrics.jsonl it has the `time` of writing, in seconds since 1970 (UTC), and in `epoch` how many
         times as many rows as the data have were trained on.
         """
-        record, step = finite(record), int(record["step"])
-        whole = finite({"time": time.time(), "epoch": self._epochs * step}) | record
+        record, step = replace_nonfinite(record), int(record["step"])
+        whole = replace_nonfinite({"time": time.time(), "epoch": self._epochs * step}) | record
         self._file.write(_line(whole))
         self._file.flush()
         values = dict(_leaves({key: x for key, x in whole.items() if key not in WORDS}, group))
@@ -286,4 +286,4 @@ def _leaves(record: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _line(record: dict[str, Any]) -> str:
-    return json.dumps(finite(record), allow_nan=False) + "\n"
+    return json.dumps(replace_nonfinite(record), allow_nan=False) + "\n"
