@@ -38,7 +38,7 @@ from emo.common.io.files import (
     find_foreign_files,
     full_disk,
     remove_abandoned,
-    remove_made,
+    remove_matching,
     signature,
     write_text,
 )
@@ -221,7 +221,7 @@ class Preparation:
         before the rows are read.
         """
         config, say = self.config, self.say
-        remove_made(config.dir, UNFINISHED if force else SET_UP)
+        remove_matching(config.dir, UNFINISHED if force else SET_UP)
         (self.new / SCAN).mkdir(parents=True, exist_ok=True)
         remove_abandoned(self.new / SCAN)
         try:
@@ -257,7 +257,7 @@ class Preparation:
 
     def clear(self, patterns: tuple[str, ...] = UNFINISHED) -> None:
         """Remove what was made in `.new`."""
-        remove_made(self.config.dir, patterns)
+        remove_matching(self.config.dir, patterns)
         for directory in (self.new / SCAN, self.new):
             with contextlib.suppress(OSError):
                 directory.rmdir()
@@ -326,8 +326,8 @@ class Preparation:
             say(line)
         plan.save(self.new / PLAN)
         (config.dir / PLAN).unlink(missing_ok=True)  # first, as it vouches for the rest
-        remove_made(config.dir, [f"{split}/{MANIFEST}" for split in SPLITS])
-        remove_made(config.dir, (*OF_SPLITS, *OF_ALL))
+        remove_matching(config.dir, [f"{split}/{MANIFEST}" for split in SPLITS])
+        remove_matching(config.dir, (*OF_SPLITS, *OF_ALL))
         for name in (SETTINGS, TOKENIZER, GRAMS, PLAN):
             if (self.new / name).exists():
                 (self.new / name).replace(config.dir / name)

@@ -146,7 +146,7 @@ def find_foreign_files(directory: Path, patterns: Sequence[str]) -> Iterator[Pat
     return (path for path, matches in _files(directory, patterns) if not matches)
 
 
-def remove_made(directory: Path, patterns: Sequence[str]) -> None:
+def remove_matching(directory: Path, patterns: Sequence[str]) -> None:
     """Delete the files that match one of the patterns, and directories that this leaves empty."""
     paths = [path for path, matches in _files(directory, patterns) if matches]
     for path in paths:

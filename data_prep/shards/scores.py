@@ -20,7 +20,7 @@ import numpy as np
 
 from emo.common.config.recipe import Section
 from emo.common.errors import UserError, nearest, one_line
-from emo.common.io.files import Hashes, remove_made, sha256, write_atomically, write_once, write_text
+from emo.common.io.files import Hashes, remove_matching, sha256, write_atomically, write_once, write_text
 from emo.common.io.untrusted import arrays, read_json
 
 from .format import TokenDataset
@@ -107,7 +107,7 @@ def begin(data: TokenDataset, name: str, model: dict[str, Any]) -> None:
 
 def clear(data: TokenDataset, name: str) -> None:
     """Delete the scores of that name, and nothing else."""
-    remove_made(directory(data, name), (ABOUT, BEGUN, "*.npy", f"*{HASH}"))
+    remove_matching(directory(data, name), (ABOUT, BEGUN, "*.npy", f"*{HASH}"))
 
 
 def seal(data: TokenDataset, name: str, model: dict[str, Any]) -> bool:

@@ -83,10 +83,10 @@ def test_only_what_was_made_is_removed(tmp_path: Path) -> None:
     others = [put(directory / name) for name in names]
     (directory / "linked").symlink_to(outside.parent)
     assert set(files.find_foreign_files(directory, patterns)) == {*others, directory / "linked"}
-    files.remove_made(directory, patterns)
+    files.remove_matching(directory, patterns)
     assert not any(path.exists() for path in written) and not (directory / ".new").exists()
     assert all(path.exists() for path in [*others, outside, directory / "linked"])
-    files.remove_made(directory, ("linked/*.arrow",))
+    files.remove_matching(directory, ("linked/*.arrow",))
     assert outside.exists(), "links are not followed"
 
 
