@@ -43,7 +43,7 @@ def parse_json(text: str) -> Any:
 
 
 @contextlib.contextmanager
-def arrays() -> Iterator[None]:
+def numpy_value_errors() -> Iterator[None]:
     """In the block, turn whatever NumPy raises for a damaged file, OSError apart, into a ValueError."""
     try:
         yield

@@ -21,7 +21,7 @@ import numpy as np
 from emo.common.cli.progress import at_work
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import write_atomically
-from emo.common.io.untrusted import arrays
+from emo.common.io.untrusted import numpy_value_errors
 
 from ..model import hub_snapshot, quiet_libraries
 from ..results import store
@@ -139,7 +139,7 @@ class Encoder:
             if path.name in self._read:
                 continue
             try:
-                with arrays(), np.load(path) as segment:
+                with numpy_value_errors(), np.load(path) as segment:
                     keys, vectors = segment["keys"], segment["vectors"]
             except (ValueError, OSError):  # or removed by another process just now
                 self._say(f"{path} is damaged: embedding its texts again")

@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from emo.common.errors import UserError, one_line
-from emo.common.io.untrusted import arrays, is_plain_name, read_json
+from emo.common.io.untrusted import is_plain_name, numpy_value_errors, read_json
 from emo.common.io.weights import load_causal_lm, load_model_config
 from emo.common.text import markdown, on_one_line, printable, publishable, without_secrets
 from tests.helpers.refusals import refused
@@ -24,7 +24,7 @@ def test_damaged_json_and_arrays_are_value_errors(tmp_path: Path) -> None:
     sound = path.read_bytes()
     for content in (sound.replace(b"'<f4'", b"'<f4("), sound.replace(b"NUMPY", b"NUMBY"), b""):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"."), arrays():
+        with pytest.raises(ValueError, match=r"."), numpy_value_errors():
             np.load(path)
     for text in ("[" * 100_000, "{"):
         path.write_text(text)
