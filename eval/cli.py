@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from emo.common.cli.commands import Parser, first_word, parse_arguments
-from emo.common.cli.progress import at_work
+from emo.common.cli.progress import show_activity
 from emo.common.errors import ExitCode, FailureError, UserError, one_line, outcome
 from emo.common.text import counted, on_one_line, printable
 
@@ -168,7 +168,7 @@ def _watch(args: argparse.Namespace) -> int:
 
     watch = Watch(args.run_dir, tasks, settings, out, args.dtype, say, exports)
     while True:
-        with at_work(f"{args.run_dir}: looking for checkpoints"):
+        with show_activity(f"{args.run_dir}: looking for checkpoints"):
             evaluated = watch.once()
         if evaluated and not args.no_report:
             document(Report([out])).write(f"{out}/", FILES)
@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> int:
         # These wait for hours, for checkpoints or for messages: they show their work alone.
         waits = args.command in ("watch", "chat")
-        with contextlib.nullcontext() if waits else at_work(f"{args.command}: working"):
+        with contextlib.nullcontext() if waits else show_activity(f"{args.command}: working"):
             return dispatch()
 
     def dispatch() -> int:

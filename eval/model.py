@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from emo.common.cli.commands import first_word
-from emo.common.cli.progress import at_work
+from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError, one_line
 from emo.common.io.untrusted import read_json
 from emo.common.io.weights import (
@@ -86,7 +86,7 @@ class EvaluatedModel:
 
     @cached_property
     def _digests(self) -> tuple[str, str]:
-        with at_work(f"{self.name}: reading the files"):
+        with show_activity(f"{self.name}: reading the files"):
             return self._current_digests()
 
     def _current_digests(self) -> tuple[str, str]:
@@ -151,7 +151,7 @@ class EvaluatedModel:
         """
         first_word(self.name, "weights")
         _ = self._digests  # of the files before
-        with at_work(f"{self.name}: loading weights"):
+        with show_activity(f"{self.name}: loading weights"):
             return self._load()
 
     def _load(self) -> Any:
@@ -306,7 +306,7 @@ def hub_snapshot(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        with at_work(f"{name}: downloading"):
+        with show_activity(f"{name}: downloading"):
             return Path(snapshot_download(name, ignore_patterns=["*.msgpack", "*.h5", "*.onnx", "*.gguf"]))
     except Exception as error:  # hub errors come in many kinds; all mean that it cannot be had
         raise UserError(

@@ -56,7 +56,7 @@ def progress(label: str, total: int, say: Callable[[str], None]) -> Iterator[Cal
 
 
 @contextmanager
-def at_work(label: str, total: int = 0, unit: str = "") -> Iterator[Callable[[int], None]]:
+def show_activity(label: str, total: int = 0, unit: str = "") -> Iterator[Callable[[int], None]]:
     """Show on stderr that the block is at work: a bar on a terminal, else a line every QUIET seconds.
 
     Yield the function that takes how many more of `total` units are done. total: 0 if nothing is counted.

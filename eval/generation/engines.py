@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from emo.common.cli.progress import at_work
+from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
 from emo.common.io.weights import linked_directory
 from emo.common.text import counted
@@ -210,7 +210,7 @@ class TextJob(ABC):
     def complete(self, identity: Record, rows: int, label: str) -> list[Record]:
         """Return the records of all rows, each with its number as `row`; identity: what decides them."""
         per_row, entry = self.per_row, store.Entry(self.out / store.STORE, identity)
-        with at_work(label, per_row * rows, self.unit) as advance:
+        with show_activity(label, per_row * rows, self.unit) as advance:
 
             def compute(part: range) -> list[Record]:
                 prepared = [self.prepare(row) for row in part]
