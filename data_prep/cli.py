@@ -11,7 +11,7 @@ from pathlib import Path
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
 from emo.common.cli.commands import Parser, first_word, parse_arguments
-from emo.common.cli.progress import printer
+from emo.common.cli.progress import make_console
 from emo.common.config.recipe import Section
 from emo.common.errors import DiskFullError, ExitCode, UserError, outcome
 from emo.common.text import counted, printable
@@ -79,7 +79,7 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
         from .shards.verify import data_sets
 
         for split in data_sets(args.directory):
-            inspect(split, args.samples, args.seed, printer())
+            inspect(split, args.samples, args.seed, make_console())
     elif args.command == "verify":
         first_word(args.directory)
         from .shards.verify import verify
@@ -96,7 +96,7 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
         first_word(args.files)
         from .sniff import sniff
 
-        sniff(args.files, args.tokenizer, printer())
+        sniff(args.files, args.tokenizer, make_console())
     else:
         first_word(args.directory)
         from .sources import world

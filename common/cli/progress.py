@@ -18,7 +18,7 @@ QUIET = 4.5  # seconds between lines: no command is silent for more than 5
 _working: list[object] = []  # blocks at work, outermost first: the innermost reports
 
 
-def printer(**options: Any) -> Console:
+def make_console(**options: Any) -> Console:
     """Return a rich console; a reader that leaves (`... | head`) ends the command as it ends others."""
     from rich.console import Console
 
@@ -39,7 +39,7 @@ def progress(label: str, total: int, say: Callable[[str], None]) -> Iterator[Cal
 
     columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
     is_terminal, last = sys.stderr.isatty(), time.monotonic()
-    console = printer(stderr=True)
+    console = make_console(stderr=True)
     everything = "{task.description}", BarColumn(), *columns
     with Progress(*everything, console=console, transient=True, disable=not is_terminal) as bar:
         task = bar.add_task(label, total=total or None)
