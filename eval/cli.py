@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from emo.common.cli.commands import Parser, first_word, parse_arguments
+from emo.common.cli.commands import Parser, announce, parse_arguments
 from emo.common.cli.progress import show_activity
 from emo.common.errors import ExitCode, FailureError, UserError, one_line, outcome
 from emo.common.text import counted, on_one_line, printable
@@ -185,7 +185,7 @@ def _watch(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    first_word("report")
+    announce("report")
     from .report.gather import Report
     from .report.page import FILES, document
 
@@ -204,7 +204,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    first_word("compare")
+    announce("compare")
     from .results.compare import gate, regression, table
     from .results.directory import pick, read_models
 

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from emo.common.cli.commands import first_word
+from emo.common.cli.commands import announce
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError, one_line
 from emo.common.io.untrusted import read_json
@@ -149,7 +149,7 @@ class EvaluatedModel:
         Raises UserError unless the files are those of `digest` and hold exactly the weights of a causal
         language model, all of them finite, and the tokenizer belongs to it.
         """
-        first_word(self.name, "weights")
+        announce(self.name, "weights")
         _ = self._digests  # of the files before
         with show_activity(f"{self.name}: loading weights"):
             return self._load()

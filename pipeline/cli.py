@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from emo.common.cli.commands import Parser, first_word, parse_arguments
+from emo.common.cli.commands import Parser, announce, parse_arguments
 from emo.common.errors import ExitCode, UserError, one_line, outcome
 from emo.common.text import printable
 
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
     args = parse_arguments(_parser(), argv)
     _silence_libraries()
     if _is_first_of_host() and args.command != "top":
-        first_word(args.command)
+        announce(args.command)
     return outcome(lambda: args.work(args), alone=_is_first_of_host())
 
 

@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def first_word(subject: object, loaded: str = "libraries") -> None:
+def announce(subject: object, loaded: str = "libraries") -> None:
     """Say on stderr what the command is about, before it loads libraries or weights for seconds."""
     print(printable(f"{subject}: loading {loaded}"), file=sys.stderr, flush=True)
 
