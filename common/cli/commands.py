@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
             option, name, word = wrong.groups()
             actions = (a for a in self._actions if name in ("/".join(a.option_strings), a.metavar, a.dest))
             choices = self._option_string_actions if option else next(actions).choices
-            message += hint(option or word, choices or ())
+            message += suggest_option(option or word, choices or ())
         super().error(message)
 
 
@@ -69,7 +69,7 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
     return args
 
 
-def hint(word: str, choices: Iterable[str]) -> str:
+def suggest_option(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean ...?` with the choice that is meant by a word, or nothing."""
     options = [choice for choice in choices if choice not in ("-h", "--help")]
     name = word.lstrip("-").replace("-", "_")
