@@ -117,7 +117,7 @@ class Fold:
 Block = str | Table | Items | Quote | Fold | Figure
 
 
-class Section:
+class ReportSection:
     """A heading and the blocks below it that are not empty; left out where these are text alone."""
 
     def __init__(self, title: str, *blocks: Block, page_only: bool = False) -> None:
@@ -136,7 +136,7 @@ class Document:
     title: str
     answer: Sequence[str]  # sentences; the first is the heading
     about: str
-    sections: Sequence[Section]
+    sections: Sequence[ReportSection]
     picture: Figure | None = None
     remarks: Sequence[str] = ()  # what to know before trusting the numbers
     notice: str = ""

@@ -7,7 +7,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, Row, Section, Table
+from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, ReportSection, Row, Table
 from emo.common.report.figure import Curve, Curves, Dots, Figure, pairs
 from emo.common.report.numbers import DASH, Effect, between, changes, formatted, p_value, percent
 from emo.common.text import counted
@@ -73,17 +73,20 @@ def document(report: Report) -> Document:
         for i, s in enumerate(model.samples[:SAMPLES_SHOWN])
     ]
     sections = [
-        Section("Accuracy", *_accuracy(report)),
-        *(Section(f"Difference from {first}", *_differences(report, first)) for first in report.against),
-        Section("Training", _training(report)),
-        Section("Accuracy over training", _over_training(report)),
+        ReportSection("Accuracy", *_accuracy(report)),
+        *(
+            ReportSection(f"Difference from {first}", *_differences(report, first))
+            for first in report.against
+        ),
+        ReportSection("Training", _training(report)),
+        ReportSection("Accuracy over training", _over_training(report)),
         *judged.sections(report.judgements, report.pairings),
-        Section("Details", _details(report)),
-        Section("What the models write", sampled, *samples, page_only=True),
-        Section("Confusion", shading, *_confusions(report), page_only=True),
-        Section("Worst mistakes", WRONG, *_worst(report), page_only=True),
-        Section("Settings", _settings(report), page_only=True),
-        Section("Made with", *_made_with(report, data["metadata"])),
+        ReportSection("Details", _details(report)),
+        ReportSection("What the models write", sampled, *samples, page_only=True),
+        ReportSection("Confusion", shading, *_confusions(report), page_only=True),
+        ReportSection("Worst mistakes", WRONG, *_worst(report), page_only=True),
+        ReportSection("Settings", _settings(report), page_only=True),
+        ReportSection("Made with", *_made_with(report, data["metadata"])),
     ]
     answers = [*_uneven(report), *_answer(report), *judged.answers(report.judgements)]
     data["answer"] = answer = answers or ["No task was scored and no answer judged."]

@@ -13,7 +13,7 @@ from typing import Any
 from emo.common.errors import UserError
 from emo.common.io.untrusted import number
 from emo.common.provenance import code_version
-from emo.common.report.document import Block, Cell, Document, Items, Row, Section, Table, estimated
+from emo.common.report.document import Block, Cell, Document, Items, ReportSection, Row, Table, estimated
 from emo.common.report.figure import Cells, Dots, Figure
 from emo.common.report.numbers import DASH, Effect, between, formatted
 from emo.eval.results.stats import holm
@@ -140,22 +140,28 @@ def _outcomes(row: dict[str, Any], metric: str) -> list[float]:
 
 def sweep(results: dict[str, Any]) -> Document:
     """Return the table of one experiment."""
-    sections = [Section("Answers", _answers(results["verdicts"])), Section("Rows", *_rows(results))]
-    sections += [Section("Fronts", _front(front)) for front in results.get("fronts", {}).values()]
+    sections = [
+        ReportSection("Answers", _answers(results["verdicts"])),
+        ReportSection("Rows", *_rows(results)),
+    ]
+    sections += [ReportSection("Fronts", _front(front)) for front in results.get("fronts", {}).values()]
     return Document("Experiment", _sentences(results["verdicts"]), f"Code: {results['code']}.", sections)
 
 
 def evidence(results: dict[str, Any], titles: Mapping[str, tuple[str, str]]) -> Document:
     """Return all parts. titles: title of each part, and its subject; results: of `evidence.gather`."""
     lacking, verdicts = results["left_out"], results["verdicts"]
-    sections = [Section("Answers", _answers(verdicts))]
+    sections = [ReportSection("Answers", _answers(verdicts))]
     for name, part in results["parts"].items():
         title, about = titles[name]
         blocks = _study(part) if "fixed_points" in part else [_answers(part["verdicts"]), *_rows(part)]
         blocks += [_front(front) for front in part.get("fronts", {}).values()]
-        sections.append(Section(title, about, lacking.get(name, ""), *blocks))
+        sections.append(ReportSection(title, about, lacking.get(name, ""), *blocks))
     lost = [f"{titles[name][0]}: {why}" for name, why in lacking.items() if name not in results["parts"]]
-    sections += [Section("What was left out", Items(lost)), Section("What was cut", Items(results["cut"]))]
+    sections += [
+        ReportSection("What was left out", Items(lost)),
+        ReportSection("What was cut", Items(results["cut"])),
+    ]
     effects = []
     for i, f in enumerate(verdicts.values()):
         values = [x for key in ("effect", "low", "high") if (x := number(f.get(key))) is not None]

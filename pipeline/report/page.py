@@ -11,7 +11,17 @@ from urllib.parse import quote
 
 import yaml
 
-from emo.common.report.document import Cell, Document, Fold, Items, Quote, Row, Section, Table, estimated
+from emo.common.report.document import (
+    Cell,
+    Document,
+    Fold,
+    Items,
+    Quote,
+    ReportSection,
+    Row,
+    Table,
+    estimated,
+)
 from emo.common.report.figure import Curve, Curves, Dots, Figure, Points, pairs
 from emo.common.report.numbers import DASH, Effect, changes, formatted, listed
 
@@ -100,16 +110,20 @@ def document(runs: Sequence[Run], over: str, folder: Path) -> Document:
     ]
     bad = [[_name(run), r["step"], r["reason"], str(r.get("nll", DASH))] for run in runs for r in run.bad]
     sections = [
-        Section("Gained and lost", _gains(measured, runs[0].name if several else "")),
-        Section("Runs", Table(SUMMARY_HEAD, [_summary(run) for run in runs], SUMMARY, 4)),
-        Section("Curves", Figure("Curves", panels, CURVES, legend, greys)),
-        Section("Launches", Table(LAUNCH_HEAD, [row for run in runs for row in _launches(run)], LAUNCHED, 3)),
-        Section("Mixture of domains", Table(["Run", "Mixture", "After step"], mixtures, MIXED, 2)),
-        Section("Plan and measurement", Table(PLAN_HEAD, list(filter(None, map(_plan, runs))), PLANNED)),
-        Section("Sampled text", "The likeliest continuations.", *_samples(runs), page_only=True),
-        Section("Steps that went wrong", Table(["Run", "Step", "What", "Loss"], bad, BAD)),
-        Section("Evaluations", Items(links), page_only=True),
-        Section("Settings", *(_settings(run) for run in runs if run.config), page_only=True),
+        ReportSection("Gained and lost", _gains(measured, runs[0].name if several else "")),
+        ReportSection("Runs", Table(SUMMARY_HEAD, [_summary(run) for run in runs], SUMMARY, 4)),
+        ReportSection("Curves", Figure("Curves", panels, CURVES, legend, greys)),
+        ReportSection(
+            "Launches", Table(LAUNCH_HEAD, [row for run in runs for row in _launches(run)], LAUNCHED, 3)
+        ),
+        ReportSection("Mixture of domains", Table(["Run", "Mixture", "After step"], mixtures, MIXED, 2)),
+        ReportSection(
+            "Plan and measurement", Table(PLAN_HEAD, list(filter(None, map(_plan, runs))), PLANNED)
+        ),
+        ReportSection("Sampled text", "The likeliest continuations.", *_samples(runs), page_only=True),
+        ReportSection("Steps that went wrong", Table(["Run", "Step", "What", "Loss"], bad, BAD)),
+        ReportSection("Evaluations", Items(links), page_only=True),
+        ReportSection("Settings", *(_settings(run) for run in runs if run.config), page_only=True),
     ]
     about = f"{len(runs)} runs." if several else f"Run {runs[0].path}."
     title = f"Run report: {listed([run.name for run in runs])}"

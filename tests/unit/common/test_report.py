@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from emo.common.report import figure
-from emo.common.report.document import Cell, Document, Fold, Items, Quote, Section, Table
+from emo.common.report.document import Cell, Document, Fold, Items, Quote, ReportSection, Table
 from emo.common.report.figure import Curve, Curves, Dots, Figure
 from emo.common.report.numbers import DASH, Effect
 from emo.common.text import printable
@@ -28,8 +28,10 @@ def document(name: str = "a name", answer: str = "An answer.") -> Document:
     panels = Figure(name, [Dots(name, dots, 0.0), curves], name, [(0, name)], [name])
     fold = Fold(name, [Quote(name, name, name)], 1)
     sections = [
-        Section(name, Table(["Model", name, "n", "m"], [cells], name), panels, Items([name], name), fold),
-        Section("Never", Table(["x"], []), "text alone"),
+        ReportSection(
+            name, Table(["Model", name, "n", "m"], [cells], name), panels, Items([name], name), fold
+        ),
+        ReportSection("Never", Table(["x"], []), "text alone"),
     ]
     return Document(name, [answer, name], name, sections, None, [name], name, {"x": math.inf})
 
