@@ -30,7 +30,7 @@ from tqdm import tqdm
 from emo.common.cli.commands import Parser, parse_arguments
 from emo.common.errors import ExitCode, UserError, outcome
 from emo.common.labels import IGNORE
-from emo.common.report.numbers import between, formatted
+from emo.common.report.numbers import format_interval, formatted
 from emo.data_prep.shards.format import TokenDataset, open_prepared
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.loss.expected import Costs
@@ -122,7 +122,7 @@ def expected(rows: list[dict[str, Any]], position: Position, begins: bool) -> li
     for name, text in names.items():
         verdict = row["verdicts"][name]
         effect = formatted(verdict["effect"], "{:+.4f}")
-        limits = between(verdict["low"], verdict["high"], "{:.4f}")
+        limits = format_interval(verdict["low"], verdict["high"], "{:.4f}")
         lines.append(f"       {text}: {verdict['answer']}, {effect} ({limits}) in {verdict['outcome']}")
     return lines
 

@@ -23,7 +23,7 @@ from ..io.files import replace_nonfinite, write_text
 from ..text import markdown as escaped
 from ..text import printable
 from .figure import MARKERS, Figure, style, svg
-from .numbers import between, formatted
+from .numbers import format_interval, formatted
 
 ARROWS = {"better": "↑", "worse": "↓"}
 STDOUT = "-"
@@ -54,7 +54,7 @@ class Cell:
 
 def estimated(value: Any, low: Any, high: Any, form: str, scale: float = 1, tone: str = "") -> Cell:
     """Return a number with its interval as a cell."""
-    return Cell(formatted(value, form, scale), between(low, high, form, scale), tone)
+    return Cell(formatted(value, form, scale), format_interval(low, high, form, scale), tone)
 
 
 Row = Sequence[Cell | str | float | None]  # numbers are shown as integers, None as a dash

@@ -44,7 +44,7 @@ def percent(share: float | None) -> str:
     return formatted(share, "{:.1f}", 100)
 
 
-def between(low: Any, high: Any, form: str = "{:.1f}", scale: float = 1) -> str:
+def format_interval(low: Any, high: Any, form: str = "{:.1f}", scale: float = 1) -> str:
     """Return an interval in words, as in `3.1 to 4.5`; empty without finite limits."""
     limits = formatted(low, form, scale), formatted(high, form, scale)
     return "" if DASH in limits else " to ".join(limits)
@@ -75,7 +75,7 @@ def changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
         if direction:  # the verb says the sign
             low, high = sorted((direction * low, direction * high))
         signed = form if direction else form.replace("{:", "{:+")
-        size, limits = formatted((direction or 1) * value, signed), between(low, high, signed)
+        size, limits = formatted((direction or 1) * value, signed), format_interval(low, high, signed)
         interval = f"{'' if clauses else '95 % interval '}{limits}" if limits else "without an interval"
         detail = f"by {size} {unit} ({interval})" if direction else f"({size} {unit}, {interval})"
         clauses.append(f"{label} {VERBS[direction][0]} {detail}")

@@ -9,7 +9,7 @@ from typing import Any
 from emo.common.errors import UserError
 from emo.common.report.document import Cell, Fold, Items, Quote, ReportSection, Row, Table, estimated
 from emo.common.report.figure import Dots, Figure
-from emo.common.report.numbers import Effect, between, formatted, p_value, percent
+from emo.common.report.numbers import Effect, format_interval, formatted, p_value, percent
 
 from ..judging.results import Judgement, paired, remarks, undecided
 
@@ -69,7 +69,7 @@ def answers(judgements: Sequence[Judgement]) -> list[str]:
         if why := undecided(f):
             sentences.append(f"{f['by']} {verb}{_on(f['questions'])}: {why}.")
             continue
-        interval = f"95 % interval {between(rate['low'], rate['high'], scale=100)}"
+        interval = f"95 % interval {format_interval(rate['low'], rate['high'], scale=100)}"
         size = f"{f['b']} has a win rate of {percent(rate['value'])} % ({interval})"
         sentences.append(f"{f['by']} {verb}{_on(f['questions'])}: {size}.")
     return sentences[:4]

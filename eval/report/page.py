@@ -9,7 +9,7 @@ from typing import Any
 
 from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, ReportSection, Row, Table
 from emo.common.report.figure import Curve, Curves, Dots, Figure, pairs
-from emo.common.report.numbers import DASH, Effect, between, changes, formatted, p_value, percent
+from emo.common.report.numbers import DASH, Effect, changes, format_interval, formatted, p_value, percent
 from emo.common.text import counted
 
 from ..results.directory import Model
@@ -124,7 +124,7 @@ def _answer(report: Report) -> list[str]:
         sentences += [f"{'; '.join(clauses)}."] if clauses else []
     for name, _, _, value, low, high in report.effects(None) if not sentences else []:
         accuracy, over = formatted(value, "{:.1f}"), counted(len(report.tasks), "task")
-        estimate = f"accuracy {accuracy} % on {over} (95 % interval {between(low, high)})"
+        estimate = f"accuracy {accuracy} % on {over} (95 % interval {format_interval(low, high)})"
         sentences.append(f"{name}: {estimate}; chance is {percent(report.chance(None))} %.")
     for family in report.families:
         if family.title and family.base is None and not report.chosen:
@@ -177,7 +177,7 @@ def _columns(report: Report, baseline: str | None = None) -> dict[str | None, Co
 
 
 def _estimated(effect: Effect, form: str = "{:.1f}", note: str = "") -> Cell:
-    limits = between(effect.low, effect.high, form)
+    limits = format_interval(effect.low, effect.high, form)
     return Cell(formatted(effect.value, form), limits + note, TONES[effect.direction])
 
 

@@ -15,7 +15,7 @@ from emo.common.io.untrusted import number
 from emo.common.provenance import code_version
 from emo.common.report.document import Block, Cell, Document, Items, ReportSection, Row, Table, estimated
 from emo.common.report.figure import Cells, Dots, Figure
-from emo.common.report.numbers import DASH, Effect, between, formatted
+from emo.common.report.numbers import DASH, Effect, format_interval, formatted
 from emo.eval.results.stats import holm
 
 from .. import pareto
@@ -184,7 +184,7 @@ def _sentences(verdicts: dict[str, Any]) -> list[str]:
 
 def _effect(f: dict[str, Any]) -> str:
     """Return a verdict's effect with its interval."""
-    limits = between(f["low"], f["high"], "{:.4f}")
+    limits = format_interval(f["low"], f["high"], "{:.4f}")
     facts = f"{f'interval {limits}, ' if limits else ''}above zero is better, n {f['n']}"
     return f"{formatted(f['effect'], '{:+.4f}')} in {f['outcome']} ({facts})"
 
