@@ -55,7 +55,7 @@ def p_value(p: float) -> str:
     return "p < 0.001" if p < 0.001 else f"p {p:.2g}" if p < 0.1 else f"p {p:.2f}"
 
 
-def listed(parts: Sequence[str]) -> str:
+def join_words(parts: Sequence[str]) -> str:
     """Return `a, b and c`."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
@@ -69,7 +69,7 @@ def changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
         counts = {kind: sum(e.direction == kind for e in effects) for kind in VERBS}
         verbs = [f"{count} {VERBS[kind][count > 1]}" for kind, count in counts.items() if count]
         best = max(effects, key=lambda e: e.value)
-        return f"{listed(verbs)}, of {len(effects)} in all. Best: {changes([best], unit, form)}"
+        return f"{join_words(verbs)}, of {len(effects)} in all. Best: {changes([best], unit, form)}"
     clauses: list[str] = []
     for label, _, direction, value, low, high in effects:
         if direction:  # the verb says the sign
@@ -79,4 +79,4 @@ def changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
         interval = f"{'' if clauses else '95 % interval '}{limits}" if limits else "without an interval"
         detail = f"by {size} {unit} ({interval})" if direction else f"({size} {unit}, {interval})"
         clauses.append(f"{label} {VERBS[direction][0]} {detail}")
-    return listed(clauses)
+    return join_words(clauses)

@@ -23,7 +23,7 @@ from emo.common.report.document import (
     estimated,
 )
 from emo.common.report.figure import Curve, Curves, Dots, Figure, Points, pairs
-from emo.common.report.numbers import DASH, Effect, changes, formatted, listed
+from emo.common.report.numbers import DASH, Effect, changes, formatted, join_words
 
 from ..monitor.console import duration
 from ..monitor.validation import Change
@@ -126,7 +126,7 @@ def document(runs: Sequence[Run], over: str, folder: Path) -> Document:
         ReportSection("Settings", *(_settings(run) for run in runs if run.config), page_only=True),
     ]
     about = f"{len(runs)} runs." if several else f"Run {runs[0].path}."
-    title = f"Run report: {listed([run.name for run in runs])}"
+    title = f"Run report: {join_words([run.name for run in runs])}"
     remarks = [remark for run in runs for remark in run.remarks]
     data = [gain.as_json() for gain in measured]
     return Document(title, _answer(runs, effects), about, sections, picture, remarks, data=data)
@@ -174,7 +174,7 @@ def _answer(runs: Sequence[Run], effects: dict[str, list[Effect]]) -> list[str]:
     states: dict[str, list[str]] = {}
     for run in runs:
         states.setdefault(f"{run.state} at step {run.progress}", []).append(run.name)
-    names = [f"{listed(v) if len(v) < 5 else f'{len(v)} runs'}: {state}" for state, v in states.items()]
+    names = [f"{join_words(v) if len(v) < 5 else f'{len(v)} runs'}: {state}" for state, v in states.items()]
     return [*answer, f"{'; '.join(names)}."] if len(states) < 5 else answer
 
 
