@@ -60,7 +60,7 @@ def join_words(parts: Sequence[str]) -> str:
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
-def changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
+def describe_changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
     """Return what effects come to, in words: each with its interval, or of many the counts and the best.
 
     As in `a improves by 9.0 points (95 % interval 6.7 to 11.3) and b improves by 7.7 points (5.4 to 10.0)`.
@@ -69,7 +69,7 @@ def changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
         counts = {kind: sum(e.direction == kind for e in effects) for kind in VERBS}
         verbs = [f"{count} {VERBS[kind][count > 1]}" for kind, count in counts.items() if count]
         best = max(effects, key=lambda e: e.value)
-        return f"{join_words(verbs)}, of {len(effects)} in all. Best: {changes([best], unit, form)}"
+        return f"{join_words(verbs)}, of {len(effects)} in all. Best: {describe_changes([best], unit, form)}"
     clauses: list[str] = []
     for label, _, direction, value, low, high in effects:
         if direction:  # the verb says the sign

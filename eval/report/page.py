@@ -9,7 +9,15 @@ from typing import Any
 
 from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, ReportSection, Row, Table
 from emo.common.report.figure import Curve, Curves, Dots, Figure, pairs
-from emo.common.report.numbers import DASH, Effect, changes, format_interval, formatted, p_value, percent
+from emo.common.report.numbers import (
+    DASH,
+    Effect,
+    describe_changes,
+    format_interval,
+    formatted,
+    p_value,
+    percent,
+)
 from emo.common.text import counted
 
 from ..results.directory import Model
@@ -120,7 +128,7 @@ def _answer(report: Report) -> list[str]:
                 counts = {len(c.tasks) for c in report.against[first].values() if c.mean}
                 on = counted(counts.pop(), "task") if len(counts) == 1 else "the tasks in common"
                 start = f"{'compared' if clauses else 'Compared'} with {first} on {on}"
-                clauses.append(f"{start}, {changes(effects, 'points')}")
+                clauses.append(f"{start}, {describe_changes(effects, 'points')}")
         sentences += [f"{'; '.join(clauses)}."] if clauses else []
     for name, _, _, value, low, high in report.effects(None) if not sentences else []:
         accuracy, over = formatted(value, "{:.1f}"), counted(len(report.tasks), "task")

@@ -23,7 +23,7 @@ from emo.common.report.document import (
     estimated,
 )
 from emo.common.report.figure import Curve, Curves, Dots, Figure, Points, pairs
-from emo.common.report.numbers import DASH, Effect, changes, formatted, join_words
+from emo.common.report.numbers import DASH, Effect, describe_changes, formatted, join_words
 
 from ..monitor.console import duration
 from ..monitor.validation import Change
@@ -159,7 +159,7 @@ def _answer(runs: Sequence[Run], effects: dict[str, list[Effect]]) -> list[str]:
         names = [e.label if several else f"the loss on {e.label}" for e in group]
         signs = [(-e.direction, -e.value, -e.high, -e.low) for e in group]  # of a loss less is better
         gained = [Effect(name, None, *sign) for name, sign in zip(names, signs, strict=True)]
-        answer.append(f"{f'On {title}' if several else title}, {changes(gained, UNIT, '{:.3f}')}.")
+        answer.append(f"{f'On {title}' if several else title}, {describe_changes(gained, UNIT, '{:.3f}')}.")
     if len(answer) in range(1, 4):
         answer = [" ".join(answer)]
     elif not answer:
