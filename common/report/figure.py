@@ -207,7 +207,7 @@ def svg(panel: Dots | Curves | Cells, label: str, width: float) -> Markup:
     return Markup(text.replace("<svg", f'<svg role="img" aria-label="{escape(on_one_line(label))}"', 1))
 
 
-def pairs(records: Sequence[Mapping[str, object]], x: str, y: str) -> list[tuple[float, float]]:
+def finite_points(records: Sequence[Mapping[str, object]], x: str, y: str) -> list[tuple[float, float]]:
     """Return (x, y) of the records that have a finite number for both."""
     values = [(number(r.get(x)), number(r.get(y))) for r in records]
     return [(a, b) for a, b in values if a is not None and b is not None]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, ReportSection, Row, Table
-from emo.common.report.figure import Curve, Curves, Dots, Figure, pairs
+from emo.common.report.figure import Curve, Curves, Dots, Figure, finite_points
 from emo.common.report.numbers import (
     DASH,
     Effect,
@@ -259,7 +259,9 @@ def _training(report: Report) -> Figure:
     logs = [(i, m) for i, m in enumerate(report.everyone) if m.metrics]
     panels = []
     for key, title in (("nll", "Loss in nats per token (NLL)"), ("demd", "Expected transport cost (DEMD)")):
-        drawn = [(i, [pairs(m.metrics, "tokens", k) for k in (key, f"validation_{key}")]) for i, m in logs]
+        drawn = [
+            (i, [finite_points(m.metrics, "tokens", k) for k in (key, f"validation_{key}")]) for i, m in logs
+        ]
         curves = [Curve(i, line, marks) for i, (line, marks) in drawn if line or marks]
         panels.append(Curves(title, curves, "tokens"))
     legend = [(i, m.name) for i, m in logs]

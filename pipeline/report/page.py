@@ -22,7 +22,7 @@ from emo.common.report.document import (
     Table,
     estimated,
 )
-from emo.common.report.figure import Curve, Curves, Dots, Figure, Points, pairs
+from emo.common.report.figure import Curve, Curves, Dots, Figure, Points, finite_points
 from emo.common.report.numbers import DASH, Effect, describe_changes, formatted, join_words
 
 from ..monitor.console import duration
@@ -134,7 +134,7 @@ def document(runs: Sequence[Run], over: str, folder: Path) -> Document:
 
 def last_loss(run: Run) -> float:
     """Return the last loss after step 0: held-out with one validation set, else of training; or inf."""
-    return (_after_start(run) or pairs(run.trained, "step", "nll") or [(0, float("inf"))])[-1][1]
+    return (_after_start(run) or finite_points(run.trained, "step", "nll") or [(0, float("inf"))])[-1][1]
 
 
 def _after_start(run: Run) -> Points:
@@ -145,7 +145,7 @@ def _after_start(run: Run) -> Points:
 def _held_out(run: Run, key: str = "validation_nll", over: str = "step") -> Points:
     """Return the measurements of a run with one validation set; of several none stands for the others."""
     measured = [*run.held_out.values()]
-    return pairs(measured[0], over, key) if len(measured) == 1 else []
+    return finite_points(measured[0], over, key) if len(measured) == 1 else []
 
 
 def _name(run: Run) -> Cell:
@@ -219,17 +219,17 @@ def _curves(runs: Sequence[Run], over: str) -> list[Curves]:
     for key, title, held_out in QUANTITIES:
         if not left_out.get(key):
             drawn[title] = [
-                (pairs(run.trained, over, key), _held_out(run, held_out, over) if single else [])
+                (finite_points(run.trained, over, key), _held_out(run, held_out, over) if single else [])
                 for run in runs
             ]
     for name in [] if single else dict.fromkeys(name for run in runs for name in run.held_out):
-        measured = [pairs(run.held_out.get(name, []), over, "validation_nll") for run in runs]
+        measured = [finite_points(run.held_out.get(name, []), over, "validation_nll") for run in runs]
         drawn[f"Held-out loss on {name}"] = [(points, points) for points in measured]
     for name in dict.fromkeys(name for r in records for name in r.get("domains", ())):
         parts = [
             [r.get("domains", {}).get(name, {}) | {over: r.get(over)} for r in run.trained] for run in runs
         ]
-        drawn[f"Loss on domain {name}"] = [(pairs(part, over, "nll"), []) for part in parts]
+        drawn[f"Loss on domain {name}"] = [(finite_points(part, over, "nll"), []) for part in parts]
     unit = "steps" if over == "step" else "tokens"
     return [
         Curves(title, [Curve(run.series, *p) for run, p in zip(runs, points, strict=True) if any(p)], unit)
