@@ -21,7 +21,7 @@ NO_PREFERENCES = "training from preferences or rewards (DPO, PPO, GRPO) is not s
 _PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo", "ppo", "grpo", "rloo", "reinforce", "rlhf", "reward")
 
 
-def registered() -> dict[str, str]:
+def registered_objectives() -> dict[str, str]:
     """Return the functions that installed packages register as objectives, as MODULE:FUNCTION by name."""
     return {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 
@@ -30,7 +30,7 @@ def objective_hint(name: str, known: Iterable[str]) -> str:
     """Return a hint for a name that no objective has."""
     if name.lower() in _PREFERENCES:
         return NO_PREFERENCES
-    return nearest(name, [*known, *registered()], _OTHER_NAMES)
+    return nearest(name, [*known, *registered_objectives()], _OTHER_NAMES)
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from typing import Any
 import yaml
 from transformers import PretrainedConfig
 
-from emo.common.config.objective_names import registered
+from emo.common.config.objective_names import registered_objectives
 from emo.common.config.recipe import format_value, read_written
 from emo.common.errors import UserError
 from emo.common.io.files import sha256, write_text
@@ -121,7 +121,7 @@ def _programs(config: RunConfig) -> dict[str, str]:
     what they use. Data files that a program reads are not among them.
     """
     hashes: dict[str, str] = {}
-    points = {name: value.partition(":")[0] for name, value in registered().items()}
+    points = {name: value.partition(":")[0] for name, value in registered_objectives().items()}
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     for name in (config.objective.name, *(part.name for part in config.objective.sum or ())):
         if name in OBJECTIVES:
