@@ -34,7 +34,7 @@ def objective_hint(name: str, known: Iterable[str]) -> str:
 
 
 @functools.cache
-def written_objectives(folder: Path) -> Mapping[str, frozenset[str]]:
+def parse_objectives(folder: Path) -> Mapping[str, frozenset[str]]:
     """Return the options of each objective by name, from the source of the loss library in `folder`."""
     options: dict[str, frozenset[str]] = {}
     for file, table in TABLES.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from emo.__main__ import main
-from emo.common.config.objective_names import written_objectives
+from emo.common.config.objective_names import parse_objectives
 from emo.common.config.recipe import read_recipe
 from emo.common.errors import ExitCode, UserError
 from emo.data_prep.config import load_data_config
@@ -207,7 +207,7 @@ def test_what_does_not_go_together_is_found_with_wrong_values(tmp_path: Path) ->
 
 def test_objectives_are_known_before_pytorch_is_loaded() -> None:
     """Names and options that are read from the source are those of the functions."""
-    written = written_objectives(REPO / "pipeline/loss")
+    written = parse_objectives(REPO / "pipeline/loss")
     functions = {**BUILT_IN, **DIVERGENCES}
     assert written.keys() == functions.keys()
     for name, function in functions.items():
