@@ -39,7 +39,7 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
-class Workers:
+class WorkerPool:
     """`count` processes, each with the function that `make(*arguments)` gives there; with one, this process.
 
     Use as a context manager. Results do not depend on the count.
@@ -62,7 +62,7 @@ class Workers:
         self._threads = ThreadPoolExecutor(count)  # each thread talks to one worker, which it starts
         self._local = threading.local()
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -44,7 +44,7 @@ from emo.common.io.files import (
 )
 from emo.common.io.lease import Lease, living_users, register_user, wait_and_hold
 from emo.common.io.untrusted import read_json
-from emo.common.parallel import Workers
+from emo.common.parallel import WorkerPool
 from emo.common.text import counted
 
 from .config import (
@@ -319,7 +319,7 @@ class Preparation:
             say("note: with this tokenizer words get other ids than whole texts; words are not cached")
         if config.limit_tokens is not None:
             encode = encode._replace(by_words=summary["by_words"], grams=None)
-            with Workers(self.workers, counting, encode) as pool:
+            with WorkerPool(self.workers, counting, encode) as pool:
                 plan = limit_tokens(config, plan, inputs, pool, self.new / LIMITED)
         say(f"not used: {'; '.join(left_out(summary)) or 'nothing'}")
         for line in (*columns_read(summary), *summary.pop("notes")):
@@ -427,7 +427,7 @@ class Preparation:
         row_size = sum(chars.values()) // max(1, copies)  # on average
         size = sum(int(plan.rows(shard, shard + 1).copies.sum(dtype="int64")) for shard in todo) * row_size
         with (
-            Workers(min(self.workers, len(plan.pieces)), encoding, encode) as pool,
+            WorkerPool(min(self.workers, len(plan.pieces)), encoding, encode) as pool,
             progress("tokenising", size, say) as advance,
         ):
 

@@ -29,7 +29,7 @@ from emo.common.config.recipe import Section, load_section
 from emo.common.errors import ExitCode, outcome
 from emo.common.io.files import replace_nonfinite as without_nan
 from emo.common.io.files import sha256, write_text
-from emo.common.parallel import Workers
+from emo.common.parallel import WorkerPool
 from emo.common.provenance import code_version
 from emo.eval.generation import distributions
 from emo.eval.results.stats import LEVEL
@@ -315,7 +315,7 @@ def run(study: Study, jobs: int = 1) -> dict[str, Any]:
         paths[cell] = study.out / "cells" / f"{digest}-{cell.V}-{cell.share:g}-{cell.draws}.json"
     waiting = [cell for cell in cells if not paths[cell].is_file()]
     waiting.sort(key=lambda cell: -cell.V)  # the largest last would leave workers without work
-    with Workers(min(jobs, len(waiting)), _measuring, study) as workers:
+    with WorkerPool(min(jobs, len(waiting)), _measuring, study) as workers:
         for cell, result in zip(waiting, workers.map(waiting), strict=True):
             write_text(paths[cell], json.dumps(result))
             means = {label: sum(v[study.outcome]) / study.truths for label, v in result["values"].items()}

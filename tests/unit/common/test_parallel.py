@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from emo.common.errors import UserError
-from emo.common.parallel import Workers
+from emo.common.parallel import WorkerPool
 from tests.conftest import REPO
 
 
@@ -49,7 +49,7 @@ def test_results_come_in_order_and_items_are_taken_as_they_are_used(count: int) 
             taken.append(item)
             yield item
 
-    with Workers(count, adding, 5) as workers:
+    with WorkerPool(count, adding, 5) as workers:
         results = []
         for result, _ in workers.map(items()):
             results.append(result)
@@ -58,7 +58,7 @@ def test_results_come_in_order_and_items_are_taken_as_they_are_used(count: int) 
 
 
 def test_an_error_in_a_worker_is_raised_here_and_workers_end() -> None:
-    with Workers(2, adding, 0) as workers:
+    with WorkerPool(2, adding, 0) as workers:
         (_, pid), *_ = workers.map(range(4))
         with pytest.raises(UserError, match="-1"):
             list(workers.map([1, -1, 2]))
@@ -68,7 +68,7 @@ def test_an_error_in_a_worker_is_raised_here_and_workers_end() -> None:
 
 def test_a_worker_that_dies_in_the_middle_of_a_result_is_reported() -> None:
     """... while others live: with a queue for all, what was left of the result was waited for."""
-    with Workers(2, dying) as workers, pytest.raises(UserError):
+    with WorkerPool(2, dying) as workers, pytest.raises(UserError):
         list(workers.map([-1.0, 0.02, -1.0, -1.0, 0.02, 0.02]))
 
 
@@ -78,9 +78,9 @@ def test_modules_of_the_users_own_do_not_take_the_place_of_ours(tmp_path: Path) 
     code = f"""
 import os, sys
 sys.path[0] = {str(REPO)!r}  # as an installed command has another
-from emo.common.parallel import Workers
+from emo.common.parallel import WorkerPool
 from tests.unit.common.test_parallel import adding
-with Workers(2, adding, 1) as workers: print([result for result, _ in workers.map([1, 2])])
+with WorkerPool(2, adding, 1) as workers: print([result for result, _ in workers.map([1, 2])])
 assert "PYTHONSAFEPATH" not in os.environ
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
