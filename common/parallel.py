@@ -28,7 +28,7 @@ JOIN = 10.0  # seconds for a worker to end by itself
 
 
 @contextlib.contextmanager
-def environment(changes: Mapping[str, str]) -> Iterator[None]:
+def set_environment(changes: Mapping[str, str]) -> Iterator[None]:
     """Set variables of this process's environment for a block; those alone are put back."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
@@ -57,7 +57,7 @@ class WorkerPool:
         # The server of workers is started by `python -c`, which would look in the working directory first:
         # there may lie a common.py or data_prep.py of the user's.
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        with environment({"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}):
+        with set_environment({"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}):
             multiprocessing.forkserver.ensure_running()
         self._threads = ThreadPoolExecutor(count)  # each thread talks to one worker, which it starts
         self._local = threading.local()

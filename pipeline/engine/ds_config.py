@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 from emo.common.config.recipe import format_value
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.io.untrusted import JSON_BYTES, read_bytes
-from emo.common.parallel import environment
+from emo.common.parallel import set_environment
 from emo.common.provenance import REPOSITORY, shipped
 
 from ..batches.config import Batch
@@ -389,5 +389,5 @@ def import_muon() -> None:
     Their decorators alone would load PyTorch's compiler: a second of every start. On a GPU that trains with
     Muon they stay compiled.
     """
-    with environment({"TORCHDYNAMO_DISABLE": "1"}):
+    with set_environment({"TORCHDYNAMO_DISABLE": "1"}):
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")

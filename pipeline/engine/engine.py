@@ -37,7 +37,7 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from emo.common.errors import FailureError, UserError, one_line
-from emo.common.parallel import environment
+from emo.common.parallel import set_environment
 
 from ..control.stop import CHOSEN_PORT, die_with_parent
 from ..control.world import PATIENCE, World, gather_objects
@@ -361,7 +361,7 @@ def _detached(sums: Any, domain: Tensor | None = None, domains: int = 0) -> Tens
 def _only_data(directory: Path) -> Iterator[None]:
     """Refuse a state for which `torch.load` would run anything within the block, whatever its caller asks."""
     try:
-        with environment(ONLY_DATA), torch.serialization.safe_globals(list(STATE_CLASSES)):
+        with set_environment(ONLY_DATA), torch.serialization.safe_globals(list(STATE_CLASSES)):
             yield
     except pickle.UnpicklingError as error:
         raise _more_than_data(directory, str(error)) from None
