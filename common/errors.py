@@ -83,7 +83,7 @@ def may_pass(error: OSError) -> bool | None:
     return False if isinstance(error, LASTING) or error.errno in MISTAKES else None
 
 
-def outcome(work: Callable[[], int], alone: bool | Callable[[], bool] = True) -> int:
+def exit_code_of(work: Callable[[], int], alone: bool | Callable[[], bool] = True) -> int:
     """Return the exit code of a command: that of `work`, or that of its error, which is printed as one line.
 
     alone: False where another process of this host prints the errors that all of them meet; a function where

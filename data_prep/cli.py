@@ -13,7 +13,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the pa
 from emo.common.cli.commands import Parser, announce, parse_arguments
 from emo.common.cli.progress import make_console
 from emo.common.config.recipe import Section
-from emo.common.errors import DiskFullError, ExitCode, UserError, outcome
+from emo.common.errors import DiskFullError, ExitCode, UserError, exit_code_of
 from emo.common.text import counted, printable
 
 from .config import load_data_config
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None, recipe: type[Section] | None = None) -> 
     """
     parser = _parser()
     args = parse_arguments(parser, argv)
-    return outcome(lambda: _run(args, recipe))
+    return exit_code_of(lambda: _run(args, recipe))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -19,7 +19,7 @@ from typing import Any
 
 from emo.common.cli.commands import Parser, announce, parse_arguments
 from emo.common.cli.progress import show_activity
-from emo.common.errors import ExitCode, FailureError, UserError, one_line, outcome
+from emo.common.errors import ExitCode, FailureError, UserError, exit_code_of, one_line
 from emo.common.text import counted, on_one_line, printable
 
 from . import chat
@@ -265,4 +265,4 @@ def main(argv: list[str] | None = None) -> int:
                 code="out-of-memory",
             ) from error
 
-    return outcome(work)
+    return exit_code_of(work)

@@ -28,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from emo.common.cli.commands import Parser, parse_arguments
-from emo.common.errors import ExitCode, UserError, outcome
+from emo.common.errors import ExitCode, UserError, exit_code_of
 from emo.common.labels import IGNORE
 from emo.common.report.numbers import format_interval, formatted
 from emo.data_prep.shards.format import TokenDataset, open_prepared
@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("recipe", type=Path, help="a recipe whose data are prepared")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
     args = parse_arguments(parser, words)
-    return outcome(lambda: _advise(load_config(args.recipe, args.overrides)))
+    return exit_code_of(lambda: _advise(load_config(args.recipe, args.overrides)))
 
 
 def _advise(config: RunConfig) -> int:

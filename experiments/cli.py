@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from emo.common.cli.commands import Parser, parse_arguments
-from emo.common.errors import AGAIN, ExitCode, UserError, outcome
+from emo.common.errors import AGAIN, ExitCode, UserError, exit_code_of
 from emo.common.io.files import replace_nonfinite, write_text
 
 from .sweeps.design import PREPARE, RESULTS, Experiment, chosen, read_experiment, trials
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=8, help="of those jobs (%(default)s)")
     args = parse_arguments(parser, words)
     work = _table if command == "table" else _run
-    return outcome(lambda: work(args, read_experiment(args.file, args.overrides)))
+    return exit_code_of(lambda: work(args, read_experiment(args.file, args.overrides)))
 
 
 def _run(args: argparse.Namespace, experiment: Experiment) -> int:

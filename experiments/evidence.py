@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from emo.common.config.recipe import Section, load_section
-from emo.common.errors import ExitCode, UserError, nearest, outcome
+from emo.common.errors import ExitCode, UserError, exit_code_of, nearest
 from emo.common.provenance import code_version
 from emo.pipeline.control.stop import die_with_parent
 
@@ -165,4 +165,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(outcome(main))
+    sys.exit(exit_code_of(main))

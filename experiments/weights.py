@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emo.common.errors import ExitCode, outcome
+from emo.common.errors import ExitCode, exit_code_of
 from emo.common.io.files import write_text
 from emo.pipeline.loss import Objective, get_objective
 from emo.pipeline.loss.objectives import BUILT_IN, Rows, gradient, scalars_of
@@ -92,4 +92,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(outcome(main))
+    sys.exit(exit_code_of(main))

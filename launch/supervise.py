@@ -38,7 +38,7 @@ if __name__ == "__main__":
 # isort: split
 import psutil
 
-from emo.common.errors import ExitCode, UserError, outcome
+from emo.common.errors import ExitCode, UserError, exit_code_of
 from emo.pipeline.checkpoint.claims import check_keys
 from emo.pipeline.cli import recipe_arguments
 from emo.pipeline.config import load_config
@@ -199,7 +199,7 @@ def main(argv: list[str]) -> int:
                 name = error.filename
                 raise UserError(f"{name} is not installed; run make setup, or pip install {name}") from None
 
-    return outcome(run)
+    return exit_code_of(run)
 
 
 def train(words: list[str]) -> NoReturn:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from emo.common.cli.commands import Parser, announce, parse_arguments
-from emo.common.errors import ExitCode, UserError, one_line, outcome
+from emo.common.errors import ExitCode, UserError, exit_code_of, one_line
 from emo.common.text import printable
 
 from .config import RunConfig, load_config
@@ -85,7 +85,7 @@ def main(argv: list[str]) -> int:
     _silence_libraries()
     if _is_first_of_host() and args.command != "top":
         announce(args.command)
-    return outcome(lambda: args.work(args), alone=_is_first_of_host())
+    return exit_code_of(lambda: args.work(args), alone=_is_first_of_host())
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -244,7 +244,7 @@ def _reported(run: Callable[[], int], watch: Watch) -> int:
             leave(code)  # the other ranks may be waiting for this one in a collective
 
     # hosts differ until they are joined
-    return outcome(work, alone=lambda: _is_main() or (_is_first_of_host() and not watch.is_joined))
+    return exit_code_of(work, alone=lambda: _is_main() or (_is_first_of_host() and not watch.is_joined))
 
 
 def _is_first_of_host() -> bool:

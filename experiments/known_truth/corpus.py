@@ -15,7 +15,7 @@ import json
 import sys
 from pathlib import Path
 
-from emo.common.errors import ExitCode, outcome
+from emo.common.errors import ExitCode, exit_code_of
 from emo.common.io.files import write_text
 from emo.eval.generation.decoding import prompt_ids
 from emo.eval.generation.engines import Transformers
@@ -54,4 +54,4 @@ def sample(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path
 
 
 if __name__ == "__main__":
-    sys.exit(outcome(main))
+    sys.exit(exit_code_of(main))

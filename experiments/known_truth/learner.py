@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from emo.common.errors import ExitCode, UserError, outcome
+from emo.common.errors import ExitCode, UserError, exit_code_of
 from emo.eval.model import EvaluatedModel
 
 
@@ -62,4 +62,4 @@ def with_new_rows(model: Any, count: int) -> Any:
 
 
 if __name__ == "__main__":
-    sys.exit(outcome(main))
+    sys.exit(exit_code_of(main))

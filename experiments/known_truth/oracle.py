@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from transformers import TopPLogitsWarper
 
-from emo.common.errors import ExitCode, UserError, outcome
+from emo.common.errors import ExitCode, UserError, exit_code_of
 from emo.common.io.files import write_text
 from emo.data_prep.sources.inputs import read_text
 from emo.eval.generation import distributions, likelihood
@@ -218,4 +218,4 @@ def logits_of(model: Any, rows: list[list[int]], vocabulary: int) -> Tensor:
 
 
 if __name__ == "__main__":
-    sys.exit(outcome(main))
+    sys.exit(exit_code_of(main))

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from emo.common.errors import ExitCode, outcome
+from emo.common.errors import ExitCode, exit_code_of
 from emo.common.io.files import write_text
 from emo.common.report.figure import VARIABLES, colour
 
@@ -66,4 +66,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(outcome(main))
+    sys.exit(exit_code_of(main))

@@ -26,7 +26,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from emo.common.config.recipe import Section, load_section
-from emo.common.errors import ExitCode, outcome
+from emo.common.errors import ExitCode, exit_code_of
 from emo.common.io.files import replace_nonfinite as without_nan
 from emo.common.io.files import sha256, write_text
 from emo.common.parallel import WorkerPool
@@ -74,7 +74,7 @@ class Study(Section):
     steps: int = Field(600, gt=0)  # at most
     # learning rates; where the best is the first or last, further ones
     rates: list[Annotated[float, Field(gt=0)]] = Field([3e-3, 9e-3, 2.7e-2], min_length=1)
-    outcome: Literal["js", "kl_pq", "kl_qp", "tv"] = "js"
+    exit_code_of: Literal["js", "kl_pq", "kl_qp", "tv"] = "js"
     questions: dict[str, Question] = {}
 
     @model_validator(mode="after")
@@ -398,4 +398,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(outcome(main))
+    sys.exit(exit_code_of(main))

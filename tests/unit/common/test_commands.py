@@ -14,7 +14,7 @@ import pytest
 
 import emo.pipeline.cli
 from emo.__main__ import COMMANDS, main
-from emo.common.errors import DiskFullError, FailureError, UserError, outcome
+from emo.common.errors import DiskFullError, FailureError, UserError, exit_code_of
 from tests.conftest import REPO
 
 
@@ -53,7 +53,7 @@ def test_an_error_is_a_line_and_an_exit_code(
     def work() -> int:
         raise error
 
-    assert outcome(work) == code
+    assert exit_code_of(work) == code
     assert capsys.readouterr().err.count("\n") == 1
 
 
@@ -70,16 +70,16 @@ def test_what_is_misspelt_is_answered_with_what_was_meant(capsys: pytest.Capture
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
 def test_closed_streams_do_not_fail_a_command(closed: str, tmp_path: pathlib.Path) -> None:
     """And no file that it opens gets their numbers."""
-    program = "import sys; from emo.common.errors import outcome; "
-    program += "sys.exit(outcome(lambda: print('said') or int(open('file', 'w').fileno() < 3)))"
+    program = "import sys; from emo.common.errors import exit_code_of; "
+    program += "sys.exit(exit_code_of(lambda: print('said') or int(open('file', 'w').fileno() < 3)))"
     command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(program)} {closed}"
     environment = {"PYTHONPATH": str(REPO)}
     assert subprocess.run(["sh", "-c", command], env=environment, cwd=tmp_path).returncode == 0
 
 
 def test_a_rich_console_whose_reader_leaves_ends_the_command_likewise() -> None:
-    program = "import sys; from emo.common.errors import outcome; from emo.common.cli.progress import make_console; "
-    program += "sys.exit(outcome(lambda: make_console().print('x') or 0))"
+    program = "import sys; from emo.common.errors import exit_code_of; from emo.common.cli.progress import make_console; "
+    program += "sys.exit(exit_code_of(lambda: make_console().print('x') or 0))"
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-c", program], env={}, stdout=writer, stderr=subprocess.PIPE)
@@ -93,9 +93,9 @@ def test_a_report_of_what_does_not_exist_says_so(capsys: pytest.CaptureFixture[s
 
 
 def test_a_full_standard_output_is_called_that() -> None:
-    program = "import sys; from pathlib import Path; from emo.common.errors import outcome; "
+    program = "import sys; from pathlib import Path; from emo.common.errors import exit_code_of; "
     program += "from emo.common.io.files import full_disk; from emo.data_prep.cli import _say\n"
-    program += "def work():\n with full_disk(Path('data')): _say('x')\nsys.exit(outcome(work))"
+    program += "def work():\n with full_disk(Path('data')): _say('x')\nsys.exit(exit_code_of(work))"
     with open("/dev/full", "w", encoding="utf-8") as full:  # noqa: PTH123
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1 and "standard output" in done.stderr and "data" not in done.stderr
@@ -110,8 +110,8 @@ def test_a_request_while_a_command_still_imports_is_a_stop() -> None:
 
 @pytest.mark.parametrize("size", [1, 10**6])  # what is written at the end, and what fails at once
 def test_a_reader_that_leaves_ends_the_command_quietly(size: int) -> None:
-    program = "import sys; from emo.common.errors import outcome; "
-    program += f"sys.exit(outcome(lambda: print('x' * {size}) or 0))"
+    program = "import sys; from emo.common.errors import exit_code_of; "
+    program += f"sys.exit(exit_code_of(lambda: print('x' * {size}) or 0))"
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-c", program], env={}, stdout=writer, stderr=subprocess.PIPE)
