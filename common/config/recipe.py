@@ -302,7 +302,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     *parents, leaf = key.split(".")
     if not equals or not all((*parents, leaf)):
         raise UserError(
-            f"override {format_value(override)} must read key.sub=value, for example train.learning_rate=2e-5",
+            f"override {format_value(override)} must be key.sub=value, for example train.learning_rate=2e-5",
             code="bad-override",
         )
     node = tree

@@ -93,7 +93,7 @@ class Lease:
         self._thread.start()
         return True
 
-    def hold_if_free(self) -> bool:
+    def is_held(self) -> bool:
         """Return whether no other process has superseded this one."""
         return self.path is not None and self._newest() in (self.path, None)
 

@@ -74,7 +74,7 @@ class Study(Section):
     steps: int = Field(600, gt=0)  # at most
     # learning rates; where the best is the first or last, further ones
     rates: list[Annotated[float, Field(gt=0)]] = Field([3e-3, 9e-3, 2.7e-2], min_length=1)
-    exit_code_of: Literal["js", "kl_pq", "kl_qp", "tv"] = "js"
+    outcome: Literal["js", "kl_pq", "kl_qp", "tv"] = "js"
     questions: dict[str, Question] = {}
 
     @model_validator(mode="after")

@@ -88,7 +88,7 @@ class RunLock:
     @property
     def problem(self) -> str | None:
         """Return why this launch must not write any more, or None; looks at the directory."""
-        if self._lease is None or self._lease.held():
+        if self._lease is None or self._lease.is_held():
             return None
         return f"another launch took over {self.run_dir}, whose lock was not renewed for long"
 

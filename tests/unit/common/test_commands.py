@@ -78,7 +78,8 @@ def test_closed_streams_do_not_fail_a_command(closed: str, tmp_path: pathlib.Pat
 
 
 def test_a_rich_console_whose_reader_leaves_ends_the_command_likewise() -> None:
-    program = "import sys; from emo.common.errors import exit_code_of; from emo.common.cli.progress import make_console; "
+    program = "import sys; from emo.common.errors import exit_code_of; "
+    program += "from emo.common.cli.progress import make_console; "
     program += "sys.exit(exit_code_of(lambda: make_console().print('x') or 0))"
     reader, writer = os.pipe()
     os.close(reader)
