@@ -29,7 +29,7 @@ def test_work_that_takes_long_says_how_far_it_is(
     monkeypatch.setattr(progress, "QUIET", 10)
     with progress.show_activity("short", 3, "row") as advance:
         advance(3)
-    assert capsys.readouterr().err == "" and progress._working == []
+    assert capsys.readouterr().err == "" and progress._activities == []
 
 
 def test_embedding_shows_progress_without_a_terminal(
@@ -54,7 +54,7 @@ def test_waiting_threads_sleep_and_chat_shows_no_progress_between_messages(
     shown: list[int] = []
 
     def run(*_: object) -> int:
-        shown.append(len(progress._working))
+        shown.append(len(progress._activities))
         return 0
 
     monkeypatch.setenv("OMP_WAIT_POLICY", "")
