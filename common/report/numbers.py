@@ -63,7 +63,7 @@ def join_words(parts: Sequence[str]) -> str:
 def describe_changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
     """Describe effects in words, one by one, or by counts and the best one if there are more than FEW.
 
-    Example: `a improves by 9.0 points (95 % interval 6.7 to 11.3) and b gets worse by 2.1 points (1.0 to 3.2)`.
+    Example: `a improves by 9.0 points (95 % interval 6.7 to 11.3) and b gets worse by 2 points (1 to 3)`.
     """
     if len(effects) > FEW:
         counts = {kind: sum(e.direction == kind for e in effects) for kind in VERBS}
