@@ -21,7 +21,8 @@ FILES = ("model.safetensors", "pytorch_model.bin")  # the first that exists is u
 CONFIG, GENERATION, ADAPTER = "config.json", "generation_config.json", "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"  # the adapter file that transformers reads next to a model
 # Names of the longest sequence in most configurations, those of GPT-2, of MPT and DBRX, and others.
-CONTEXT_KEYS = "max_position_embeddings n_positions max_seq_len max_sequence_length model_max_length".split()
+CONTEXT_KEYS = ["max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length"]
+CONTEXT_KEYS += ["model_max_length"]
 # Attention masks in old checkpoints, which models now compute.
 OLD_BUFFERS = re.compile(r"(attn|attention)\.(masked_)?bias$")
 
