@@ -44,7 +44,7 @@ SHARES = np.linspace(0, 1, 11)  # of the known truths whose fit is compared
 TRUTHS = 2  # of each share
 
 
-class Position(NamedTuple):
+class MapPosition(NamedTuple):
     """A place on the map."""
 
     V: int
@@ -69,25 +69,25 @@ def _advise(config: RunConfig) -> int:
     data, held_out = open_prepared(config.data)
     cells = json.loads(MAP.read_text(encoding="utf-8"))
     V, tokens = data.manifest.vocab_size, data.manifest.valid_tokens
-    if nearest_cell(cells["rows"], Position(V, tokens / V, 0)) is None:  # whatever the costs tell
-        print(beyond(cells["rows"], V, tokens / V))
+    if find_nearest_cell(cells["rows"], MapPosition(V, tokens / V, 0)) is None:  # whatever the costs tell
+        print(advise_off_map(cells["rows"], V, tokens / V))
         return ExitCode.DONE
     name, text = next(((n, rows) for n, rows in held_out.items() if len(rows)), ("training data", data))
     print(f"the model reads {POSITIONS:,} tokens of {name}", file=sys.stderr, flush=True)
-    fit = fit_of_recipe(config, text)
+    fit = measure_recipe_fit(config, text)
     largest = max(row["V"] for row in cells["rows"])
-    position, cost = Position(V, tokens / V, share_of(fit, min(V, largest))), config.objective.cost
+    position, cost = MapPosition(V, tokens / V, find_share(fit, min(V, largest))), config.objective.cost
     begins = cost == "pretrained" or Path(cost).resolve() == Path(config.model.path).resolve()
-    print(conclusion(nearest_cell(cells["rows"], position), begins))
+    print(advise_sentence(find_nearest_cell(cells["rows"], position), begins))
     share = f"as known truths have with a share of geometry of {position.share:.2f}"
     print(f"data   {tokens:,} supervised tokens, {position.draws:,.1f} for each of the vocabulary's {V:,}")
     print(f"costs  {cost}: fit {fit:.3f} on {name}, {share}")
     print(f"map    {len(cells['rows'])} cells at commit {cells['code']}, whose intervals hold together")
-    print("\n".join(expected(cells["rows"], position, begins)))
+    print("\n".join(describe_cell(cells["rows"], position, begins)))
     return ExitCode.DONE
 
 
-def beyond(rows: list[dict[str, Any]], V: int, draws: float) -> str:
+def advise_off_map(rows: list[dict[str, Any]], V: int, draws: float) -> str:
     """Return the advice for data that are not on the map."""
     sizes, most = ([row[axis] for row in rows] for axis in ("V", "draws"))
     yours = f"Your data have a vocabulary of {V:,} tokens and {draws:,.0f} supervised tokens for each"
@@ -99,7 +99,7 @@ def beyond(rows: list[dict[str, Any]], V: int, draws: float) -> str:
     )
 
 
-def conclusion(row: dict[str, Any] | None, begins: bool) -> str:
+def advise_sentence(row: dict[str, Any] | None, begins: bool) -> str:
     """Return the advice in a sentence; `begins`: see expected."""
     answer = None if row is None else row["verdicts"]["begins" if begins else "beyond-sharpening"]["answer"]
     if answer == "yes":
@@ -109,12 +109,12 @@ def conclusion(row: dict[str, Any] | None, begins: bool) -> str:
     return "Whether EMO beats MLE here is not known: compare both objectives on a part of your data."
 
 
-def expected(rows: list[dict[str, Any]], position: Position, begins: bool) -> list[str]:
+def describe_cell(rows: list[dict[str, Any]], position: MapPosition, begins: bool) -> list[str]:
     """Return lines: what the map's nearest cell says.
 
     begins: whether the head that is trained begins as the embedding that costs are made of.
     """
-    row = nearest_cell(rows, position)
+    row = find_nearest_cell(rows, position)
     assert row is not None
     lines = [f"cell   {row['V']} tokens, {row['draws']:,} draws, share {row['share']:g}"]
     names = {"geometry": "true costs beat constant and permuted ones"}
@@ -127,7 +127,7 @@ def expected(rows: list[dict[str, Any]], position: Position, begins: bool) -> li
     return lines
 
 
-def nearest_cell(rows: list[dict[str, Any]], position: Position) -> dict[str, Any] | None:
+def find_nearest_cell(rows: list[dict[str, Any]], position: MapPosition) -> dict[str, Any] | None:
     """Return the cell that is nearest by vocabulary, then draws, then share; None beyond the map's ends."""
 
     def ratio(axis: str, row: dict[str, Any]) -> float:
@@ -143,7 +143,7 @@ def nearest_cell(rows: list[dict[str, Any]], position: Position) -> dict[str, An
     return row
 
 
-def fit_of_recipe(config: RunConfig, text: TokenDataset) -> float:
+def measure_recipe_fit(config: RunConfig, text: TokenDataset) -> float:
     """Return how well a recipe's costs tell what its model confuses in a text."""
     from emo.pipeline.engine.devices import on_gpu, usable_attention
     from emo.pipeline.loss import CostEmbedding, get_objective
@@ -176,10 +176,10 @@ def fit_of_recipe(config: RunConfig, text: TokenDataset) -> float:
         if sum(map(len, targets)) >= POSITIONS:
             break
     q, y = torch.cat(probabilities)[:POSITIONS], torch.cat(targets)[:POSITIONS]
-    return fit_of_costs(q, y, lambda tokens: cost.costs(tokens).float())
+    return measure_cost_fit(q, y, lambda tokens: cost.costs(tokens).float())
 
 
-def fit_of_costs(q: Tensor, targets: Tensor, costs: Callable[[Tensor], Tensor]) -> float:
+def measure_cost_fit(q: Tensor, targets: Tensor, costs: Callable[[Tensor], Tensor]) -> float:
     """Return 1 - sum D / sum D' of models q [n, V] at targets [n]; costs: the rows [u, V] of tokens [u]."""
     mean, distances, spread = q.mean(0), 0.0, 0.0
     for rows, tokens in zip(q.split(64), targets.split(64), strict=True):
@@ -190,17 +190,17 @@ def fit_of_costs(q: Tensor, targets: Tensor, costs: Callable[[Tensor], Tensor]) 
     return 1 - distances / spread
 
 
-def share_of(fit: float, V: int) -> float:
+def find_share(fit: float, V: int) -> float:
     """Return the share of geometry at which known truths over V tokens have a fit, between 0 and 1."""
     fits = []
     for share in tqdm(SHARES, "known truths", leave=False):
         generator = torch.Generator().manual_seed(V)
         truths = [bigram.geometric_truth(V, float(share), generator) for _ in range(TRUTHS)]
-        fits.append(np.mean([fit_of_truth(truth) for truth in truths]))
+        fits.append(np.mean([compute_truth_fit(truth) for truth in truths]))
     return float(np.interp(fit, np.maximum.accumulate(fits), SHARES))
 
 
-def fit_of_truth(truth: bigram.Truth) -> float:
+def compute_truth_fit(truth: bigram.Truth) -> float:
     """Return what `fit_of_costs` tends to with targets drawn from a truth, where the model is the truth."""
     costs, mean = Costs(truth.embedding), truth.contexts @ truth.rows
     distances = truth.contexts @ (truth.rows * costs.apply(truth.rows)).sum(-1)

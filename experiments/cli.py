@@ -14,7 +14,7 @@ from emo.common.cli.commands import Parser, parse_arguments
 from emo.common.errors import AGAIN, ExitCode, UserError, exit_code_of
 from emo.common.io.files import replace_nonfinite, write_text
 
-from .sweeps.design import PREPARE, RESULTS, Experiment, chosen, read_experiment, trials
+from .sweeps.design import PREPARE, RESULTS, Experiment, choose_runs, find_trials, read_experiment
 from .sweeps.sweep import Sweep
 from .sweeps.workers import StoppedError
 
@@ -43,13 +43,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(args: argparse.Namespace, experiment: Experiment) -> int:
-    from .sweeps.checks import check
+    from .sweeps.checks import check_runs
 
     if args.jobs < 1 or args.workers < 1:
         raise UserError("--jobs and --workers must be at least 1")
     sweep = Sweep(experiment, lambda line: print(line, flush=True))
     starts = not (args.dry_run or args.slurm or args.kubernetes)
-    check(sweep, starts)
+    check_runs(sweep, starts)
     _plan(sweep, args.jobs)
     for scheduler in JOBS:
         if (target := getattr(args, scheduler)) is not None:
@@ -59,7 +59,7 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
     # Runs beside each other share the cores of a machine without a GPU.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // args.jobs)))
     try:
-        sweep.workers.together(sweep.work, args.jobs)
+        sweep.commands.run_threads(sweep.work, args.jobs)
     except StoppedError:
         print(f"stopped; {AGAIN}", file=sys.stderr)
         return ExitCode.STOPPED
@@ -72,8 +72,8 @@ def _plan(sweep: Sweep, jobs: int) -> None:
     done = [task for task in tasks if task.done]
     left = len(tasks) - len(done)
     print(f"{experiment.out}: {len(sweep.runs)} combinations; to do now {left} of {len(tasks)} runs")
-    if choose is not None and left and len(tasks) == len(trials(experiment, sweep.runs)):
-        reported = chosen(experiment, sweep.runs, dict.fromkeys((run.name for run in sweep.runs), 0.0))
+    if choose is not None and left and len(tasks) == len(find_trials(experiment, sweep.runs)):
+        reported = choose_runs(experiment, sweep.runs, dict.fromkeys((run.name for run in sweep.runs), 0.0))
         print(f"{choose.axis} is chosen by {choose.by} first; {len(reported)} runs are then reported")
     lines = [(stage.done, f"before: {stage.name}") for stage in sweep.before()]
     for is_done, name in [*lines, *((task in done, task.run.name) for task in tasks)]:
@@ -109,9 +109,9 @@ def _table(args: argparse.Namespace, experiment: Experiment) -> int:
     from .sweeps import report
 
     sweep = Sweep(experiment)
-    sweep.refuse_changes()
-    results = replace_nonfinite(report.gather(sweep))
-    table = report.sweep(results).markdown()
+    sweep.reject_changes()
+    results = replace_nonfinite(report.gather_results(sweep))
+    table = report.sweep_document(results).markdown()
     write_text(experiment.out / RESULTS, json.dumps(results, indent=1))
     write_text(experiment.out / TABLE, table)
     print(table)

@@ -26,8 +26,8 @@ from emo.pipeline.control.stop import die_with_parent
 
 from .known_truth.study import Study
 from .sweeps import report
-from .sweeps.design import RESULTS, Experiment, fill, read_experiment, split_command
-from .sweeps.workers import environment
+from .sweeps.design import RESULTS, Experiment, fill_variables, read_experiment, split_command
+from .sweeps.workers import command_environment
 
 REPORT = "report.html"
 
@@ -40,7 +40,7 @@ class Otherwise(Section):
     file: Path  # instead of the part's
 
 
-class Part(Section):
+class EvidencePart(Section):
     """One study or sweep."""
 
     title: str
@@ -52,7 +52,7 @@ class Part(Section):
     names: dict[str, str] = {}  # of the part's file
 
 
-class Answer(Section):
+class EvidenceAnswer(Section):
     """A question, the part that answers it, and others that the report quotes."""
 
     text: str
@@ -67,8 +67,8 @@ class Evidence(Section):
     out: Path
     names: dict[str, str] = {}
     cut: list[str] = []  # what was made smaller or left out so that it fits its time
-    parts: dict[str, Part] = Field(min_length=1)
-    answers: dict[str, Answer] = Field(min_length=1)
+    parts: dict[str, EvidencePart] = Field(min_length=1)
+    answers: dict[str, EvidenceAnswer] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _parts_exist(self) -> Evidence:
@@ -78,15 +78,15 @@ class Evidence(Section):
         return self
 
 
-def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
+def gather_parts(evidence: Evidence, jobs: int) -> dict[str, Any]:
     """Do every part and return their results."""
     left_out = {}  # parts whose files are not there, and what is done about each
     for name, part in evidence.parts.items():
-        for path in fill(part.needs, evidence.names, f"parts.{name}.needs"):
+        for path in fill_variables(part.needs, evidence.names, f"parts.{name}.needs"):
             if not Path(path).exists():
                 action = part.otherwise.note if part.otherwise else "left out"
                 left_out[name] = f"{action}, as {path} does not exist"
-    sources: dict[str, Part | Otherwise] = {}  # what is done for each part, unless it is left out
+    sources: dict[str, EvidencePart | Otherwise] = {}  # what is done for each part, unless it is left out
     for name, part in evidence.parts.items():
         if (source := part.otherwise if name in left_out else part) is not None:
             sources[name] = source
@@ -95,7 +95,7 @@ def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
             raise UserError(f"{answer.by} decides {answer.text!r} and was left out", code="part-left-out")
         for name in (part for part in (answer.by, *answer.also) if part in sources):
             file = sources[name].file
-            questions = read_part(evidence.parts[name].kind, file).questions
+            questions = read_part_file(evidence.parts[name].kind, file).questions
             if answer.question not in questions:
                 problem = f"answers.{key}: {file} has no question {answer.question}"
                 raise UserError(f"{problem}; {nearest(answer.question, questions)}", code="unknown-question")
@@ -109,12 +109,14 @@ def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
         if isinstance(source, Otherwise):
             names = []
             for text in source.before:
-                run_command(split_command(text, evidence.names, f"parts.{name}"))
+                run_part_command(split_command(text, evidence.names, f"parts.{name}"))
         else:
-            filled = fill(source.names, evidence.names, f"parts.{name}.names")
+            filled = fill_variables(source.names, evidence.names, f"parts.{name}.names")
             names = [f"names.{key}={value}" for key, value in filled.items()]
         program = ["emo", "sweep"] if part.kind == "sweep" else ["emo.experiments.known_truth.study"]
-        run_command(["python", "-m", *program, "--jobs", str(jobs), str(source.file), f"out={out}", *names])
+        run_part_command(
+            ["python", "-m", *program, "--jobs", str(jobs), str(source.file), f"out={out}", *names]
+        )
         parts[name] = json.loads((out / RESULTS).read_text(encoding="utf-8"))
     verdicts = {}
     for name, answer in evidence.answers.items():
@@ -132,16 +134,16 @@ def gather(evidence: Evidence, jobs: int) -> dict[str, Any]:
     }
 
 
-def read_part(kind: str, file: Path) -> Study | Experiment:
+def read_part_file(kind: str, file: Path) -> Study | Experiment:
     """Return the file of a part."""
     return read_experiment(file, []) if kind == "sweep" else load_section(Study, file, [], "experiment")
 
 
-def run_command(command: list[str]) -> None:
+def run_part_command(command: list[str]) -> None:
     """Run a command of the product, as a user would give it. Raises UserError when it fails."""
     print(f"$ {shlex.join(command)}", flush=True)
     program = sys.executable if command[0] == "python" else command[0]
-    process = subprocess.run([program, *command[1:]], env=environment(), preexec_fn=die_with_parent)
+    process = subprocess.run([program, *command[1:]], env=command_environment(), preexec_fn=die_with_parent)
     if code := process.returncode:
         problem = f"{shlex.join(command)} ended with exit code {code}; cure that and run this again"
         raise UserError(problem, code="part-failed")
@@ -155,9 +157,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=2, help="runs beside each other (%(default)s)")
     args = parser.parse_intermixed_args(argv)
     evidence = load_section(Evidence, args.file, args.overrides, "experiment")
-    results = gather(evidence, args.jobs)
+    results = gather_parts(evidence, args.jobs)
     titles = {name: (part.title, part.about) for name, part in evidence.parts.items()}
-    page = report.evidence(results, titles)
+    page = report.evidence_document(results, titles)
     page.write(f"{evidence.out}/", (REPORT, RESULTS))
     print(*page.answer, sep="\n")
     print(f"{evidence.out / REPORT}; numbers: {evidence.out / RESULTS}")

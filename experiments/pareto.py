@@ -14,7 +14,7 @@ import numpy as np
 Point = tuple[float, float]  # what was gained, what was lost
 
 
-def front(points: Iterable[Point]) -> list[Point]:
+def pareto_front(points: Iterable[Point]) -> list[Point]:
     """Return the points that no other is better than in both, by their first measure."""
     best: list[Point] = []
     for point in sorted(p for p in points if all(map(math.isfinite, p))):
@@ -23,12 +23,12 @@ def front(points: Iterable[Point]) -> list[Point]:
     return best
 
 
-def gap(points: Iterable[Point], baseline: Iterable[Point]) -> float:
+def front_gap(points: Iterable[Point], baseline: Iterable[Point]) -> float:
     """Return how much more is lost than by a baseline, mean over the gains that both fronts reach.
 
     That is the area between the polylines over the width of their common range; NaN where there is none.
     """
-    ours, reference = front(points), front(baseline)
+    ours, reference = pareto_front(points), pareto_front(baseline)
     if not ours or not reference:
         return math.nan
     low, high = max(ours[0][0], reference[0][0]), min(ours[-1][0], reference[-1][0])

@@ -29,14 +29,14 @@ COLUMNS = 5  # panels beside each other
 PROBABILITIES = (0.001, 0.99)  # of the target in the table: nearly missed, and certain
 
 
-def objectives() -> list[Objective]:
+def default_objectives() -> list[Objective]:
     """Return all of them, with their default options."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # this is no choice of one
         return [get_objective(name) for name in BUILT_IN]  # a divergence looks at no target
 
 
-def pull(objective: Objective, p: Tensor) -> Tensor:
+def compute_pull(objective: Objective, p: Tensor) -> Tensor:
     """Return -dL/dz_y [n] for probabilities p [n] of the target: positive where the objective raises it."""
     others = ((1 - p) / OTHERS)[:, None].expand(-1, OTHERS)
     z = torch.cat([p[:, None], others], 1).log()
@@ -48,15 +48,15 @@ def pull(objective: Objective, p: Tensor) -> Tensor:
     return 0 - gradient(objective.coefficients(scalars), scalars, rows, objective.logit_scale)[:, 0]
 
 
-def draw() -> str:
+def draw_pulls() -> str:
     """Return the figure, SVG: a panel for every objective, with likelihood in grey."""
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    p, panels = torch.linspace(0.002, 0.998, 64, dtype=torch.float64), objectives()
-    likelihood, buffer = pull(get_objective("mle"), p), io.StringIO()
+    p, panels = torch.linspace(0.002, 0.998, 64, dtype=torch.float64), default_objectives()
+    likelihood, buffer = compute_pull(get_objective("mle"), p), io.StringIO()
     style: Any = {"svg.hashsalt": "objectives", "svg.fonttype": "none", "font.size": 8}
     with plt.rc_context(style | {"axes.spines.top": False, "axes.spines.right": False}):
         rows = -(-len(panels) // COLUMNS)
@@ -66,7 +66,7 @@ def draw() -> str:
                 axes.set_visible(False)
                 continue
             axes.plot(p, likelihood, color="0.75", linewidth=1)
-            axes.plot(p, pull(objective, p), color="#1f6feb", linewidth=1.5)
+            axes.plot(p, compute_pull(objective, p), color="#1f6feb", linewidth=1.5)
             axes.set_title(str(objective), fontsize=8)
             axes.axhline(0, color="0.85", linewidth=0.6, zorder=0)
         grid[0, 0].set_ylim(-0.6, 1.9)
@@ -83,11 +83,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m emo.experiments.weights", description=__doc__)
     parser.add_argument("figure", nargs="?", type=Path, help="an .svg file")
     args = parser.parse_args()
-    for objective in objectives():
-        low, high = pull(objective, torch.tensor(PROBABILITIES, dtype=torch.float64)).tolist()
+    for objective in default_objectives():
+        low, high = compute_pull(objective, torch.tensor(PROBABILITIES, dtype=torch.float64)).tolist()
         print(f"{objective.name:<12} {low:8.3f} {high:8.3f}")
     if args.figure:
-        write_text(args.figure, draw())
+        write_text(args.figure, draw_pulls())
     return ExitCode.DONE
 
 

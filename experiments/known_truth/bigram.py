@@ -52,7 +52,7 @@ def geometric_truth(V: int, share: float, generator: torch.Generator, width: int
     return Truth(rows, _stationary(rows), embedding)
 
 
-def dirichlet(n: int, V: int, concentration: float, generator: torch.Generator) -> Tensor:
+def draw_dirichlet(n: int, V: int, concentration: float, generator: torch.Generator) -> Tensor:
     """Return n rows of probabilities over V tokens, float64; none is exactly zero."""
     alphas = torch.full((V,), concentration, dtype=torch.float64)
     with torch.random.fork_rng(devices=[]):
@@ -76,7 +76,7 @@ def sample_counts(truth: Truth, tokens: int, generator: torch.Generator) -> Tens
     return torch.bincount(drawn, minlength=len(joint)).view_as(truth.rows)
 
 
-class Sample(NamedTuple):
+class BigramSample(NamedTuple):
     """Bigram counts of S truths, one run each, and the embeddings that those truths were made with."""
 
     train: Tensor  # [S, V, V]
@@ -84,12 +84,12 @@ class Sample(NamedTuple):
     embedding: Tensor  # [S, V, H]
     seeds: list[int]  # of the learners' first weights, [S]
 
-    def parts(self, entries: int = PART) -> Iterator[Sample]:
+    def parts(self, entries: int = PART) -> Iterator[BigramSample]:
         """Yield the runs in groups whose matrices have at most so many entries together."""
         size = max(1, entries // self.train[0].numel())
         for i in range(0, len(self.seeds), size):
             part = slice(i, i + size)
-            yield Sample(self.train[part], self.dev[part], self.embedding[part], self.seeds[part])
+            yield BigramSample(self.train[part], self.dev[part], self.embedding[part], self.seeds[part])
 
 
 class Learner(nn.Module):
@@ -123,11 +123,13 @@ class Fitted(NamedTuple):
     nll: Tensor  # [S], nats per token of the development sample, of `stopped`
 
 
-Look = Callable[["Sample", int, Tensor], None]  # given samples, a step, and the learners' logits [S, V, V]
+Look = Callable[
+    ["BigramSample", int, Tensor], None
+]  # given samples, a step, and the learners' logits [S, V, V]
 
 
-def fit(
-    sample: Sample,
+def fit_learners(
+    sample: BigramSample,
     rows: Tensor,
     gradient: Gradient,
     lr: float,

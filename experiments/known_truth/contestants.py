@@ -103,7 +103,7 @@ class Contestant(Section):
 
     def fit(
         self,
-        sample: bigram.Sample,
+        sample: bigram.BigramSample,
         lr: float,
         steps: int,
         look: bigram.Look | None = None,
@@ -116,10 +116,12 @@ class Contestant(Section):
             rows = self.targets(rows, part.embedding)
             head = part.embedding if self.head == "embedding" else None
             gradient = self.gradient(part.embedding)
-            fits.append(bigram.fit(part, rows, gradient, lr, steps, head, self.head_rate, look, patient))
+            fits.append(
+                bigram.fit_learners(part, rows, gradient, lr, steps, head, self.head_rate, look, patient)
+            )
         return bigram.Fitted(*map(torch.cat, zip(*fits, strict=True)))
 
-    def settled(self, sample: bigram.Sample, truth: Tensor) -> Tensor:
+    def settled(self, sample: bigram.BigramSample, truth: Tensor) -> Tensor:
         """Return the distributions [S, V, V], float64, that unlimited data from `truth` would lead to.
 
         A row that is not settled to 1e-7 after 1,000 steps is where it is then.

@@ -38,14 +38,14 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     oracle = EvaluatedModel(args.oracle)
     for split, seed in SEEDS.items():
-        rows = sample(oracle, getattr(args, split), args.max_new_tokens, seed, args.output_path)
+        rows = sample_texts(oracle, getattr(args, split), args.max_new_tokens, seed, args.output_path)
         path = args.output_path / f"{split}.jsonl"
         write_text(path, "".join(json.dumps({"ids": row}) + "\n" for row in rows))
         print(f"{path}: {len(rows)} texts, {sum(map(len, rows)):,} tokens", flush=True)
     return ExitCode.DONE
 
 
-def sample(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path) -> list[list[int]]:
+def sample_texts(oracle: EvaluatedModel, texts: int, tokens: int, seed: int, out: Path) -> list[list[int]]:
     """Return unbiased samples and what they begin with; finished chunks are kept below `out`, by the code."""
     begin = prompt_ids(oracle, "")
     chunks = out / f"sampled-{code_digest('emo.experiments.known_truth.corpus')}"

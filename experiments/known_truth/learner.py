@@ -33,14 +33,14 @@ def main(argv: list[str] | None = None) -> int:
     trained = EvaluatedModel(args.model)
     model = trained.model
     torch.manual_seed(args.seed)
-    learner = with_embedding_of(model) if args.new_rows is None else with_new_rows(model, args.new_rows)
+    learner = build_with_embedding(model) if args.new_rows is None else reset_rows(model, args.new_rows)
     learner.save_pretrained(args.output_path)
     trained.tokenizer.save_pretrained(args.output_path)
     return ExitCode.DONE
 
 
 @torch.no_grad()
-def with_embedding_of(model: Any) -> Any:
+def build_with_embedding(model: Any) -> Any:
     """Return a learner of a model's architecture and embeddings; the rest is drawn from torch's seed."""
     learner = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     for name in ("get_input_embeddings", "get_output_embeddings"):
@@ -49,7 +49,7 @@ def with_embedding_of(model: Any) -> Any:
 
 
 @torch.no_grad()
-def with_new_rows(model: Any, count: int) -> Any:
+def reset_rows(model: Any, count: int) -> Any:
     """Return a model whose rows of `count` tokens, drawn from torch's seed, are the mean of the others'."""
     tokens = model.config.vocab_size
     if not 0 < count < tokens:

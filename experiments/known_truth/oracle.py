@@ -37,8 +37,8 @@ from emo.eval.generation.decoding import Decoding, prompt_ids
 from emo.eval.generation.settled import Settled
 from emo.eval.model import EvaluatedModel
 
-from ..sweeps.statistics import best_temperature
-from .corpus import sample
+from ..sweeps.statistics import find_best_temperature
+from .corpus import sample_texts
 
 CONTEXTS = 40_000  # a row of logits each, three models
 SAMPLES_SEED = 4  # not one of the corpus's
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         begin, samples = prompt_ids(oracle, ""), {}
         for key, writer in (("oracle_nats", model), ("floor_nats", oracle)):  # per token: log PPL_oracle
             out = args.output_path.parent
-            rows = sample(writer, args.samples, args.max_new_tokens, SAMPLES_SEED, out)
+            rows = sample_texts(writer, args.samples, args.max_new_tokens, SAMPLES_SEED, out)
             pairs = [(begin, row[len(begin) :]) for row in rows]
             samples[key] = likelihood.continuations(oracle, pairs).per_token
         results["samples"] = samples
@@ -92,37 +92,37 @@ def measure(
         raise UserError(problem, code="other-tokenizer")
     shared = min(oracle.model.config.vocab_size, model.model.config.vocab_size)  # heads may be padded
     longest = min(each.model.config.max_position_embeddings for each in (oracle, model))
-    rows, targets = token_rows(oracle.tokenizer, texts, longest, contexts)
-    p = distributions.log_probs(logits_of(oracle.model, rows, shared))
-    q = logits_of(model.model, rows, shared)
-    results: dict[str, Any] = {"contexts": len(targets), "at_1": summary(p, q, targets)}
-    values = decoded(p, q)
+    rows, targets = read_token_rows(oracle.tokenizer, texts, longest, contexts)
+    p = distributions.log_probs(compute_logits(oracle.model, rows, shared))
+    q = compute_logits(model.model, rows, shared)
+    results: dict[str, Any] = {"contexts": len(targets), "at_1": summarize_divergences(p, q, targets)}
+    values = measure_decodings(p, q)
     results["decoded"] = {choice.name.replace(".", "_"): _means(each) for choice, each in values.items()}
-    results |= divided(p, {choice.temperature: values[choice]["js"] for choice in TEMPERED})
+    results |= divide_contexts(p, {choice.temperature: values[choice]["js"] for choice in TEMPERED})
     if dev is not None:
-        dev_rows, dev_targets = token_rows(oracle.tokenizer, dev, longest, contexts)
-        logits = logits_of(model.model, dev_rows, shared)
-        best = best_temperature(lambda t: mean_nats(logits, dev_targets, t))
+        dev_rows, dev_targets = read_token_rows(oracle.tokenizer, dev, longest, contexts)
+        logits = compute_logits(model.model, dev_rows, shared)
+        best = find_best_temperature(lambda t: mean_nats(logits, dev_targets, t))
         results["temperature"] = best
-        results["tempered"] = summary(p, q / best, targets)
+        results["tempered"] = summarize_divergences(p, q / best, targets)
     if baseline is not None:
         reference = EvaluatedModel(str(baseline))
-        whole = logits_of(reference.model, rows, reference.model.config.vocab_size)
+        whole = compute_logits(reference.model, rows, reference.model.config.vocab_size)
         base = whole[:, :shared]
         temperature = distributions.matching_temperature(base, results["at_1"]["entropy_q"])
-        tempered = summary(p, base / temperature, targets)
+        tempered = summarize_divergences(p, base / temperature, targets)
         results["baseline_temperature"] = temperature
         results["over_tempered_baseline"] = {k: results["at_1"][k] - tempered[k] for k in tempered}
         if decoding.objective:
             settled = Settled(reference, decoding)
             drawn = distributions.by_rows(lambda logits: {"log_q": settled(logits)}, whole)["log_q"]
-            decoded_baseline = summary(p, drawn[:, :shared], targets)
+            decoded_baseline = summarize_divergences(p, drawn[:, :shared], targets)
             measured = decoded_baseline if reference.digest == model.digest else results["at_1"]
             results["over_decoded_baseline"] = {k: measured[k] - decoded_baseline[k] for k in measured}
     return results
 
 
-def nats(log_q: Tensor, targets: Tensor) -> Tensor:
+def token_nats(log_q: Tensor, targets: Tensor) -> Tensor:
     """Return the negative log-likelihood [n] of targets [n] under log probabilities [n, V]."""
     return -log_q.gather(-1, targets[:, None])[:, 0]
 
@@ -131,23 +131,23 @@ def mean_nats(logits: Tensor, targets: Tensor, temperature: float) -> float:
     """Return the mean of `nats` under logits [n, V] at a temperature."""
 
     def measured(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        return {"nats": nats(distributions.log_probs(logits, temperature), targets)}
+        return {"nats": token_nats(distributions.log_probs(logits, temperature), targets)}
 
     return _means(distributions.by_rows(measured, logits, targets))["nats"]
 
 
-def summary(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float]:
+def summarize_divergences(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, float]:
     """Return means over contexts [n] of every measure, and the nats per token of the text itself."""
 
     def measured(log_p: Tensor, q_logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         log_q = distributions.log_probs(q_logits)
-        of_text = {"test_nats": nats(log_q, targets), "floor_nats": nats(log_p, targets)}
+        of_text = {"test_nats": token_nats(log_q, targets), "floor_nats": token_nats(log_p, targets)}
         return distributions.measures(log_p, log_q) | of_text
 
     return _means(distributions.by_rows(measured, log_p, q_logits, targets))
 
 
-def decoded(log_p: Tensor, q_logits: Tensor) -> dict[Decoding, dict[str, Tensor]]:
+def measure_decodings(log_p: Tensor, q_logits: Tensor) -> dict[Decoding, dict[str, Tensor]]:
     """Return divergences [n] of the distributions that each decoding draws from."""
 
     def measured(log_p: Tensor, q_logits: Tensor, choice: Decoding) -> dict[str, Tensor]:
@@ -161,7 +161,7 @@ def decoded(log_p: Tensor, q_logits: Tensor) -> dict[Decoding, dict[str, Tensor]
     return {c: distributions.by_rows(partial(measured, choice=c), log_p, q_logits) for c in choices}
 
 
-def divided(log_p: Tensor, tempered: dict[float, Tensor]) -> dict[str, Any]:
+def divide_contexts(log_p: Tensor, tempered: dict[float, Tensor]) -> dict[str, Any]:
     """Return mean divergences of the contexts in which the oracle is certain and not, and their least one.
 
     tempered: divergences [n] by temperature.
@@ -178,7 +178,9 @@ def _means(values: dict[str, Tensor]) -> dict[str, float]:
     return {name: float(value.mean()) for name, value in values.items()}
 
 
-def token_rows(tokenizer: Any, path: Path, longest: int, contexts: int) -> tuple[list[list[int]], Tensor]:
+def read_token_rows(
+    tokenizer: Any, path: Path, longest: int, contexts: int
+) -> tuple[list[list[int]], Tensor]:
     """Return the first `longest` token ids of a jsonl file's texts, and all targets [n], n <= contexts.
 
     A line has `ids` or `text`, which is tokenized.
@@ -205,7 +207,7 @@ def token_rows(tokenizer: Any, path: Path, longest: int, contexts: int) -> tuple
 
 
 @torch.no_grad()
-def logits_of(model: Any, rows: list[list[int]], vocabulary: int) -> Tensor:
+def compute_logits(model: Any, rows: list[list[int]], vocabulary: int) -> Tensor:
     """Return logits of the first `vocabulary` tokens where a token follows, [n, V] float32."""
     parts = []
     for row in rows:

@@ -16,7 +16,7 @@ from emo.common.errors import ExitCode, exit_code_of
 from emo.common.io.files import write_text
 from emo.common.report.figure import VARIABLES, colour
 
-from ..sweeps.report import map_of
+from ..sweeps.report import build_map
 
 TITLES = {
     "geometry": "True costs against constant and permuted ones",
@@ -30,12 +30,12 @@ TITLES = {
 PALETTE = {"muted": "#57534e", "rule": "#e7e5e4", "grey": "#a8a29e", "s2": "#2f6ca8", "s3": "#c0711a"}
 
 
-def draw(rows: list[dict[str, Any]]) -> str:
+def draw_map(rows: list[dict[str, Any]]) -> str:
     """Return the figure of a study's rows, SVG."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    panels = {title: map_of(rows, name) for name, title in TITLES.items() if name in rows[0]["verdicts"]}
+    panels = {title: build_map(rows, name) for name, title in TITLES.items() if name in rows[0]["verdicts"]}
     style: Any = {"svg.hashsalt": "map", "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 8.5}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
     file = io.StringIO()
@@ -61,7 +61,7 @@ def main() -> int:
     parser.add_argument("results", type=Path, nargs="+", help="results.json of studies")
     args = parser.parse_args()
     studies = [json.loads(path.read_text(encoding="utf-8"))["rows"] for path in args.results]
-    write_text(args.figure, draw([row for rows in studies for row in rows]))
+    write_text(args.figure, draw_map([row for rows in studies for row in rows]))
     return ExitCode.DONE
 
 

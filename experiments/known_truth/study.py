@@ -35,9 +35,9 @@ from emo.eval.generation import distributions
 from emo.eval.results.stats import LEVEL
 from emo.pipeline.loss.expected import settle
 
-from ..sweeps.code import code_digest, plugin_sources
+from ..sweeps.code import code_digest, find_plugin_sources
 from ..sweeps.design import RESULTS
-from ..sweeps.statistics import best_temperature, estimate, verdict
+from ..sweeps.statistics import estimate, find_best_temperature, paired_verdict
 from . import bigram
 from .contestants import Contestant
 
@@ -48,7 +48,7 @@ MAP = "map.json"  # the verdicts alone, as `emo advise` reads them
 POST_HOC = "post-hoc "  # begins the labels of what an objective would make of the baseline
 
 
-class Question(Section):
+class StudyQuestion(Section):
     """A claim that one contestant is closer to the truth than all of others."""
 
     better: str
@@ -75,7 +75,7 @@ class Study(Section):
     # learning rates; where the best is the first or last, further ones
     rates: list[Annotated[float, Field(gt=0)]] = Field([3e-3, 9e-3, 2.7e-2], min_length=1)
     outcome: Literal["js", "kl_pq", "kl_qp", "tv"] = "js"
-    questions: dict[str, Question] = {}
+    questions: dict[str, StudyQuestion] = {}
 
     @model_validator(mode="after")
     def _labels_exist(self) -> Study:
@@ -107,7 +107,7 @@ class Study(Section):
         return labels | {self.against(label) for label in labels}
 
 
-class Cell(NamedTuple):
+class MapCell(NamedTuple):
     """A place on the map."""
 
     V: int
@@ -118,10 +118,10 @@ class Cell(NamedTuple):
         return f"{self.V} tokens, share {self.share:g}, {self.draws:,} draws per context"
 
 
-def fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, Any]]:
+def find_fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, Any]]:
     """Return what each contestant would make of known truths with unlimited data (A0): means over truths."""
     generator = torch.Generator().manual_seed(TRUTH_SEED)
-    rows = bigram.dirichlet(truths, V, 0.5, generator)
+    rows = bigram.draw_dirichlet(truths, V, 0.5, generator)
     embedding = torch.randn(V, 16, generator=generator, dtype=torch.float64)
     log_p, points = rows.log(), []
     for label, contestant in study.contestants.items():
@@ -140,7 +140,7 @@ def fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, 
     return points
 
 
-def draw(cell: Cell, kind: str, count: int) -> tuple[list[bigram.Truth], bigram.Sample]:
+def draw_truths(cell: MapCell, kind: str, count: int) -> tuple[list[bigram.Truth], bigram.BigramSample]:
     """Return truths of a cell and a sample of each; those of another `kind` or cell are others."""
     truths, train, dev, tokens = [], [], [], cell.V * cell.draws
     for number in range(count):
@@ -150,10 +150,12 @@ def draw(cell: Cell, kind: str, count: int) -> tuple[list[bigram.Truth], bigram.
         train.append(bigram.sample_counts(truths[-1], tokens, generator))
         dev.append(bigram.sample_counts(truths[-1], max(200, tokens // 10), generator))
     embedding = torch.stack([truth.embedding for truth in truths]).float()
-    return truths, bigram.Sample(torch.stack(train), torch.stack(dev), embedding, list(range(count)))
+    return truths, bigram.BigramSample(torch.stack(train), torch.stack(dev), embedding, list(range(count)))
 
 
-def search(score: Callable[[float], dict[str, float]], rates: list[float]) -> dict[float, dict[str, float]]:
+def search_rates(
+    score: Callable[[float], dict[str, float]], rates: list[float]
+) -> dict[float, dict[str, float]]:
     """Return the scores of learning rates, of which none that is best by some score is the first or last.
 
     score: values by name, the less the better. Rates are tried beyond `rates` until they need not be, or
@@ -163,19 +165,19 @@ def search(score: Callable[[float], dict[str, float]], rates: list[float]) -> di
     new = rates
     while new:
         scores |= {rate: score(rate) for rate in new}
-        chosen = set(best(scores).values())
+        chosen = set(best_rates(scores).values())
         beyond = ((min(scores), min(scores) / FACTOR), (max(scores), max(scores) * FACTOR))
         new = [rate for end, rate in beyond if end in chosen and SLOWEST <= rate <= FASTEST]
     return dict(sorted(scores.items()))
 
 
-def best(scores: dict[float, dict[str, float]]) -> dict[str, float]:
+def best_rates(scores: dict[float, dict[str, float]]) -> dict[str, float]:
     """Return the learning rate that is best by each score."""
     names = next(iter(scores.values()))
     return {name: min(scores, key=lambda rate: scores[rate][name]) for name in names}
 
 
-def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
+def measure_cell(study: Study, cell: MapCell) -> dict[str, Any]:
     """Return `values` of each contestant by measure, one for each truth, and how it was trained.
 
     Beside the measures of the learner as it was trained: `temperature`, which suits its development sample
@@ -186,8 +188,8 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
     by each score; `tried`: all of them; `steps`: that number; `at_end`: contestants whose rate or number of
     steps is one beyond which none was tried, with " by nll" those whose rate by nats is.
     """
-    others, selection = draw(cell, "selection", study.selection)
-    truths, sample = draw(cell, "measured", study.truths)
+    others, selection = draw_truths(cell, "selection", study.selection)
+    truths, sample = draw_truths(cell, "measured", study.truths)
     logits: dict[str, Tensor] = {}
     by_nll: dict[str, Tensor] = {}
     rates: dict[str, dict[str, float]] = {}
@@ -196,7 +198,7 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
     at_end: list[str] = []
     for label, contestant in study.contestants.items():
         scores, nearest = try_rates(study, label, others, selection)
-        rates[label], tried[label] = best(scores), list(scores)
+        rates[label], tried[label] = best_rates(scores), list(scores)
         rate = rates[label][study.outcome]
         steps[label] = nearest[rate]
         ends = (min(scores), max(scores))
@@ -204,7 +206,7 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
         at_end += [f"{label} by nll"] * (rates[label].get("nll") in ends)
         logits[label] = contestant.fit(sample, rate, steps[label]).logits.double()
         if label in study.judged_by_nll:
-            by_nll[label] = likeliest(contestant, sample, tried[label], study.steps)
+            by_nll[label] = fit_by_nll(contestant, sample, tried[label], study.steps)
     base = logits[study.baseline]
     for label in study.post_hoc:
         logits[POST_HOC + label] = study.contestants[label].settled(sample, base.softmax(-1)).log()
@@ -219,7 +221,7 @@ def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
 
 
 def try_rates(
-    study: Study, label: str, truths: list[bigram.Truth], sample: bigram.Sample
+    study: Study, label: str, truths: list[bigram.Truth], sample: bigram.BigramSample
 ) -> tuple[dict[float, dict[str, float]], dict[float, int]]:
     """Return the scores of a contestant's learning rates, and after how many steps each is best."""
     contestant = study.contestants[label]
@@ -228,37 +230,37 @@ def try_rates(
     def score(rate: float) -> dict[str, float]:
         totals: dict[int, float] = {}
 
-        def look(part: bigram.Sample, step: int, learned: Tensor) -> None:
+        def look(part: bigram.BigramSample, step: int, learned: Tensor) -> None:
             pairs = zip(part.seeds, learned, strict=True)
             values = (divergence(truths[number], z, study.outcome) for number, z in pairs)
             totals[step] = totals.get(step, 0.0) + sum(values)
 
         fitted = contestant.fit(sample, rate, study.steps, look)
-        nearest[rate] = min(totals, key=lambda step: finite(totals[step]))
-        nll = {"nll": finite(float(fitted.nll.sum()))} if label in study.judged_by_nll else {}
-        return {study.outcome: finite(totals[nearest[rate]]), **nll}
+        nearest[rate] = min(totals, key=lambda step: inf_if_nan(totals[step]))
+        nll = {"nll": inf_if_nan(float(fitted.nll.sum()))} if label in study.judged_by_nll else {}
+        return {study.outcome: inf_if_nan(totals[nearest[rate]]), **nll}
 
-    return search(score, study.rates), nearest
+    return search_rates(score, study.rates), nearest
 
 
-def likeliest(contestant: Contestant, sample: bigram.Sample, rates: list[float], steps: int) -> Tensor:
+def fit_by_nll(contestant: Contestant, sample: bigram.BigramSample, rates: list[float], steps: int) -> Tensor:
     """Return the logits of learners, each of the rate and step that its own development sample likes best."""
     fits = [contestant.fit(sample, rate, steps, patient=False) for rate in rates]
     best_rate = torch.stack([fitted.nll for fitted in fits]).argmin(0).tolist()
     return torch.stack([fits[number].stopped[truth] for truth, number in enumerate(best_rate)]).double()
 
 
-def finite(value: float) -> float:
+def inf_if_nan(value: float) -> float:
     """Return a score of learners, infinite where they diverged."""
     return math.inf if math.isnan(value) else value
 
 
 def divergence(truth: bigram.Truth, logits: Tensor, measure: str, temperature: float = 1.0) -> float:
     """Return a measure of logits [V, V] from a truth, contexts weighted as a long text has them."""
-    return weighted(truth, logits, temperature)[measure]
+    return measure_truth(truth, logits, temperature)[measure]
 
 
-def weighted(truth: bigram.Truth, logits: Tensor, temperature: float = 1.0) -> dict[str, float]:
+def measure_truth(truth: bigram.Truth, logits: Tensor, temperature: float = 1.0) -> dict[str, float]:
     """Return all measures of logits [V, V] from a truth."""
     measured = distributions.measures(truth.rows.log(), distributions.log_probs(logits, temperature))
     return {name: float(values @ truth.contexts) for name, values in measured.items()}
@@ -278,28 +280,30 @@ def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) ->
     def entropy(t: float) -> float:
         return float(distributions.entropy(distributions.log_probs(base, t)) @ truth.contexts)
 
-    values = weighted(truth, learned)
+    values = measure_truth(truth, learned)
     # `base` at the temperature at which its mean entropy is the learner's
     try:
-        matched = weighted(truth, base, distributions.solve_temperature(entropy, values["entropy_q"]))
+        matched = measure_truth(truth, base, distributions.solve_temperature(entropy, values["entropy_q"]))
     except ValueError:  # the learner has collapsed, and no temperature makes `base` as certain
         matched = dict.fromkeys(values, math.nan)
     values |= {f"gap_{name}": values[name] - matched[name] for name in matched}
-    values["temperature"] = best_temperature(lambda t: float(bigram.nats_per_token(learned / t, dev)))
+    values["temperature"] = find_best_temperature(lambda t: float(bigram.nats_per_token(learned / t, dev)))
     values["tempered_js"] = divergence(truth, learned, "js", values["temperature"])
     return values
 
 
-def _measuring(study: Study) -> Callable[[Cell], dict[str, Any]]:
+def _measuring(study: Study) -> Callable[[MapCell], dict[str, Any]]:
     """Return `measure_cell` of a study on one thread: several would wait for each other at every matrix."""
     torch.set_num_threads(1)
     return partial(measure_cell, study)
 
 
-def run(study: Study, jobs: int = 1) -> dict[str, Any]:
+def run_study(study: Study, jobs: int = 1) -> dict[str, Any]:
     """Return the results of all cells, after writing them; finished cells are read."""
     (study.out / "cells").mkdir(parents=True, exist_ok=True)
-    files = [file for contestant in study.contestants.values() for file in plugin_sources(contestant.name)]
+    files = [
+        file for contestant in study.contestants.values() for file in find_plugin_sources(contestant.name)
+    ]
     keys = {"contestants", "baseline", "post_hoc", "truths", "selection", "steps", "rates", "outcome"}
     identity = {  # what every cell depends on: parameters, and the code that makes it
         "study": study.model_dump(mode="json", include=keys) | {"by_nll": sorted(study.judged_by_nll)},
@@ -307,7 +311,7 @@ def run(study: Study, jobs: int = 1) -> dict[str, Any]:
         "plug-ins": [sha256(file) for file in files],
         "torch": torch.__version__,
     }
-    cells = [Cell(*axes) for axes in itertools.product(study.vocabularies, study.shares, study.draws)]
+    cells = [MapCell(*axes) for axes in itertools.product(study.vocabularies, study.shares, study.draws)]
     paths = {}
     for cell in cells:
         key = json.dumps({**identity, "cell": cell}, sort_keys=True)
@@ -327,19 +331,19 @@ def run(study: Study, jobs: int = 1) -> dict[str, Any]:
             label: {metric: estimate(values) for metric, values in measured.items()}
             for label, measured in result["values"].items()
         }
-        verdicts = {name: answer(study, name, result, len(cells)) for name in study.questions}
+        verdicts = {name: answer_cell(study, name, result, len(cells)) for name in study.questions}
         row = {**cell._asdict(), **{key: result[key] for key in ("rates", "tried", "steps", "at_end")}}
         rows.append(row | {"contestants": contestants, "verdicts": verdicts})
-    verdicts = {name: regions(study, name, rows) for name in study.questions}
-    code, points = code_version(), fixed_points(study)
+    verdicts = {name: summarize_map(study, name, rows) for name in study.questions}
+    code, points = code_version(), find_fixed_points(study)
     summary = {"code": code, "fixed_points": points, "rows": rows, "verdicts": verdicts}
     write_text(study.out / RESULTS, json.dumps(without_nan(summary), indent=1))
-    axes = [{key: row[key] for key in (*Cell._fields, "verdicts")} for row in rows]
+    axes = [{key: row[key] for key in (*MapCell._fields, "verdicts")} for row in rows]
     write_text(study.out / MAP, json.dumps({"code": code, "level": LEVEL, "rows": axes}))
     return summary
 
 
-def answer(study: Study, name: str, result: dict[str, Any], cells: int) -> dict[str, Any]:
+def answer_cell(study: Study, name: str, result: dict[str, Any], cells: int) -> dict[str, Any]:
     """Return the verdict on a question in a cell, whose units are its truths.
 
     Its level is LEVEL^(1 / cells), so that the intervals of so many cells, which are independent, hold
@@ -352,10 +356,10 @@ def answer(study: Study, name: str, result: dict[str, Any], cells: int) -> dict[
         others = [[0.0] * len(better)]
     else:
         others = [values[label][measure] for label in question.than]
-    return {"outcome": study.outcome, **verdict(better, others, True, LEVEL ** (1 / cells))}
+    return {"outcome": study.outcome, **paired_verdict(better, others, True, LEVEL ** (1 / cells))}
 
 
-def regions(study: Study, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize_map(study: Study, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the cells of each answer to a question, and the answer of the whole map.
 
     It is that of all cells which are decided, `depends` where they differ. Nothing is averaged: the map is
@@ -363,7 +367,7 @@ def regions(study: Study, name: str, rows: list[dict[str, Any]]) -> dict[str, An
     """
     cells: dict[str, list[str]] = {"yes": [], "no": [], "undecided": []}
     for row in rows:
-        cells[row["verdicts"][name]["answer"]].append(str(Cell(row["V"], row["share"], row["draws"])))
+        cells[row["verdicts"][name]["answer"]].append(str(MapCell(row["V"], row["share"], row["draws"])))
     decided = [word for word in ("yes", "no") if cells[word]]
     effects = [row["verdicts"][name]["effect"] for row in rows]
     return {
@@ -384,15 +388,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="cells beside each other (%(default)s)")
     args = parser.parse_intermixed_args(argv)
     study = load_section(Study, args.file, args.overrides, "experiment")
-    results = run(study, args.jobs)
+    results = run_study(study, args.jobs)
     for name, verdicts in results["verdicts"].items():
         counts = ", ".join(f"{word} in {len(cells)}" for word, cells in verdicts["cells"].items())
         print(f"{name}: {counts} cells; {verdicts['least']:+.4f} to {verdicts['most']:+.4f}")
     for row in results["rows"]:
         if row["at_end"]:
-            print(
-                f"{Cell(row['V'], row['share'], row['draws'])}: no end of rates or steps for {row['at_end']}"
-            )
+            cell = MapCell(row["V"], row["share"], row["draws"])
+            print(f"{cell}: no end of rates or steps for {row['at_end']}")
     print(study.out / RESULTS)
     return ExitCode.DONE
 

@@ -16,8 +16,8 @@ import yaml
 
 from emo.common.config.recipe import load_section
 from emo.experiments.cli import main as sweep_command
-from emo.experiments.evidence import Evidence, gather, main
-from emo.experiments.weights import PROBABILITIES, objectives, pull
+from emo.experiments.evidence import Evidence, gather_parts, main
+from emo.experiments.weights import PROBABILITIES, compute_pull, default_objectives
 from tests.conftest import REPO
 from tests.helpers.launching import wait_for
 from tests.helpers.refusals import refused
@@ -101,7 +101,7 @@ def test_a_part_that_decides_must_be_there(
 ) -> None:
     path = evidence(tmp_path, study={"needs": ["{data}/x"], "otherwise": otherwise})
     with refused(code):
-        gather(load_section(Evidence, path, []), jobs=1)
+        gather_parts(load_section(Evidence, path, []), jobs=1)
     assert not (tmp_path / "out/results.json").exists()
 
 
@@ -109,7 +109,7 @@ def test_a_part_that_decides_must_be_there(
 def test_a_question_that_nobody_asks_is_refused_first(kind: str, file: str, tmp_path: Path) -> None:
     path = evidence(tmp_path, study={"kind": kind, "file": file})
     with refused("unknown-question"):
-        gather(load_section(Evidence, path, ["answers.geometry.question=geometri"]), jobs=1)
+        gather_parts(load_section(Evidence, path, ["answers.geometry.question=geometri"]), jobs=1)
     assert not (tmp_path / "out").exists()
 
 
@@ -123,12 +123,14 @@ def test_a_sweep_is_done_by_the_command_of_the_product(
     def dry(command: list[str]) -> None:
         assert command[:3] == ["python", "-m", "emo"] and sweep_command([*command[3:], "--dry_run"]) == 0
 
-    monkeypatch.setattr("emo.experiments.evidence.run_command", dry)
-    assert list(gather(load_section(Evidence, path, []), jobs=2)["parts"]) == ["study"]
+    monkeypatch.setattr("emo.experiments.evidence.run_part_command", dry)
+    assert list(gather_parts(load_section(Evidence, path, []), jobs=2)["parts"]) == ["study"]
 
 
 def test_the_table_of_objectives_is_that_of_the_code() -> None:
     row = re.compile(r"^\| `(\w+)` \|.*\| (-?[\d.]+) \| (-?[\d.]+) \|$", re.M)
     written = {name: pulls for name, *pulls in row.findall((REPO / "docs/objectives.md").read_text())}
     p = torch.tensor(PROBABILITIES, dtype=torch.float64)
-    assert written == {o.name: [f"{x:.3f}" for x in pull(o, p).tolist()] for o in objectives()}
+    assert written == {
+        o.name: [f"{x:.3f}" for x in compute_pull(o, p).tolist()] for o in default_objectives()
+    }

@@ -21,12 +21,12 @@ import emo.experiments.sweeps.code
 from emo.common.errors import ExitCode
 from emo.experiments.cli import main
 from emo.experiments.sweeps import report
-from emo.experiments.sweeps.code import code_digest, sources
-from emo.experiments.sweeps.design import Run
-from emo.experiments.sweeps.report import gather
+from emo.experiments.sweeps.code import code_digest, find_sources
+from emo.experiments.sweeps.design import RunSpec
+from emo.experiments.sweeps.report import gather_results
 from emo.experiments.sweeps.stages import Stage, command_origin
 from emo.experiments.sweeps.sweep import Sweep
-from emo.experiments.sweeps.workers import Workers
+from emo.experiments.sweeps.workers import CommandPool
 from emo.pipeline.config import load_config
 from tests.conftest import REPO
 from tests.helpers.html import Page
@@ -62,7 +62,7 @@ def _run(path: Path) -> None:
     script.write_text(TRAINING)
     script.chmod(0o755)
 
-    def short(self: Sweep, run: Run) -> list[Stage]:
+    def short(self: Sweep, run: RunSpec) -> list[Stage]:
         return [replace(s, command=[str(script), str(s.directory)]) for s in training(self, run)]
 
     Sweep.training = short  # type: ignore[method-assign]
@@ -96,22 +96,22 @@ def test_a_killed_sweep_repeats_nothing(
 def test_tables_pair_by_repetition_and_mark_what_differs(tmp_path: Path, recipe: Path) -> None:
     work = opened(sweep(tmp_path, recipe))
     with refused("not-done"):
-        gather(work)
+        gather_results(work)
     program, *words = work.stages(work.runs[-1])[1].command
     assert program == "deepspeed" and words[2].endswith("launch/continual.sh")
     assert load_config(Path(words[3]), words[4:]) == work.config(work.runs[-1])
     pretend(work, {"mle-1": 2.0, "mle-2": 3.0, "emo-1": 1.5, "emo-2": 2.49})
-    results = gather(work)
+    results = gather_results(work)
     mle, emo = results["rows"]
     assert mle["measures"]["validation_nll"]["mean"] == 2.5
     gap = emo["differences"]["validation_nll"]
     assert gap["mean"] == pytest.approx(-0.505)
     assert gap["p_holm"] == gap["p"] < 0.05
     assert emo["measures"]["letters"]["mean"] == 5
-    assert report.sweep(results).markdown().startswith("# Does EMO help? Yes: +0.5050")
+    assert report.sweep_document(results).markdown().startswith("# Does EMO help? Yes: +0.5050")
     results["rows"][1]["measures"]["letters"] |= {"low": None, "high": None}
     whole = results | {"minutes": 1, "left_out": {}, "cut": [], "parts": {"sweep": results}}
-    document = report.evidence(whole, {"sweep": ("A sweep", "What it is.")})
+    document = report.evidence_document(whole, {"sweep": ("A sweep", "What it is.")})
     (row,) = (row for row in Page(document.html()).table("objective") if row["objective"] == "emo")
     assert (row["validation_nll"], row["letters"]) == ("1.995* ± 6.3", "5")
     assert "| 1.995\\* (± 6.3) |" in document.markdown()
@@ -127,22 +127,22 @@ def test_what_is_lost_at_equal_gain_is_paired_by_repetition(tmp_path: Path, reci
     for name in names:
         letters = (1.0 if "0.001" in name else 3.0) + 0.5 * ("emo" in name)
         (work.experiment.out / f"{name}.json").write_text(json.dumps({"letters": [letters], "made": 1}))
-    results = gather(work)
+    results = gather_results(work)
     (gap,) = results["fronts"]["letters"]["labels"].values()
     assert gap["mean"] == pytest.approx(0.5) and gap["n"] == 2
-    assert "What is lost?" in report.sweep(results).html()
+    assert "What is lost?" in report.sweep_document(results).html()
 
 
 def test_runs_without_a_number_decide_nothing_and_are_named(tmp_path: Path, recipe: Path) -> None:
     work = opened(sweep(tmp_path, recipe))
     pretend(work, {"emo-1": float("nan"), "emo-2": float("nan")})
-    results = gather(work)
+    results = gather_results(work)
     assert [verdict["answer"] for verdict in results["verdicts"].values()] == ["undecided"]
     assert results["lacking"] == {"validation_nll": ["emo-1", "emo-2"]}
-    assert "No number of validation_nll: emo-1, emo-2." in report.sweep(results).markdown()
+    assert "No value of validation_nll: emo-1, emo-2." in report.sweep_document(results).markdown()
     (tmp_path / "out/emo-1.json").write_text("{}")
     with refused("no-number"):
-        gather(work)
+        gather_results(work)
 
 
 @pytest.mark.parametrize(("code", "expected"), [(2, ExitCode.MISTAKE), (3, ExitCode.FAILURE)])
@@ -207,11 +207,11 @@ def test_only_what_was_chosen_is_measured_on_test_data(tmp_path: Path, recipe: P
     assert [task.run.name for task in tasks] == ["mle-1", "mle-2", "emo-0.25-1", "emo-0.25-2"]
     assert [stage.name for stage in tasks[2].stages if not stage.done] == ["test"]
     pretend(work, tasks=tasks)
-    results = gather(work)
+    results = gather_results(work)
     assert [row["chosen"]["gamma"] for row in results["rows"]] == ["-", "0.25"]
     assert results["rows"][0]["measures"]["score"]["mean"] == 3  # the mean of 5 and 1
     assert [row["at_end"] for row in results["rows"]] == [[], ["gamma"]]  # 0.1 and 0.25 were tried
-    assert "0.25 (end)" in report.sweep(results).markdown()
+    assert "0.25 (end)" in report.sweep_document(results).markdown()
 
 
 # --- what is done is not mixed with what would be done otherwise --------------------------------------------
@@ -248,7 +248,7 @@ def finished(tmp_path: Path, recipe: Path) -> Path:
     for stage in work.before():
         stage.write(1.0)
     pretend(work)
-    corpus_sweep(tmp_path).refuse_changes()
+    corpus_sweep(tmp_path).reject_changes()
     assert all(task.done for task in corpus_sweep(tmp_path).tasks())
     return tmp_path
 
@@ -270,7 +270,7 @@ def finished(tmp_path: Path, recipe: Path) -> Path:
 def test_runs_that_are_done_are_not_mixed_with_others(finished: Path, name: str, content: str) -> None:
     before = notes(finished / "out")
     write(finished, name, content)
-    for attempt in (corpus_sweep(finished).refuse_changes, corpus_sweep(finished).work):
+    for attempt in (corpus_sweep(finished).reject_changes, corpus_sweep(finished).work):
         with refused("stage-changed"):
             attempt()
     assert notes(finished / "out") == before
@@ -281,7 +281,7 @@ def test_what_changes_no_result_is_not_refused(finished: Path) -> None:
     shutil.rmtree(finished / "weights")  # nothing that is done needs them
     write(finished, "ds.json", '{"zero_optimization":  {"stage": 1}}')
     work = corpus_sweep(finished)
-    work.refuse_changes()
+    work.reject_changes()
     assert all(task.done for task in work.tasks())
 
 
@@ -289,7 +289,7 @@ def test_a_run_that_was_removed_is_made_anew(finished: Path) -> None:
     write(finished, "recipe.yaml", "train: {learning_rate: 0.2}")
     shutil.rmtree(finished / "out/runs")
     work = corpus_sweep(finished)
-    work.refuse_changes()
+    work.reject_changes()
     assert [stage.done for stage in work.tasks()[0].stages] == [True, False]  # the same data, not trained
 
 
@@ -307,7 +307,7 @@ def test_a_command_whose_code_changed_is_done_again(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "module.py"
-    monkeypatch.setattr(emo.experiments.sweeps.code, "sources", lambda _: {"module": module})
+    monkeypatch.setattr(emo.experiments.sweeps.code, "find_sources", lambda _: {"module": module})
 
     def measure() -> Stage:
         code_digest.cache_clear()
@@ -323,11 +323,13 @@ def test_a_command_whose_code_changed_is_done_again(
 
 def test_code_is_what_a_module_imports() -> None:
     """Directly, through others, and within functions; a package's own file counts, other users do not."""
-    files = sources("emo.experiments.known_truth.study").keys()
+    files = find_sources("emo.experiments.known_truth.study").keys()
     assert files >= {"emo/experiments/__init__.py", "emo/experiments/known_truth/bigram.py"}
     assert files >= {"emo/pipeline/loss/objectives.py", "emo/eval/generation/distributions.py"}
-    assert files.isdisjoint({"emo/experiments/sweep.py", "emo/experiments/known_truth/oracle.py"})
-    assert "emo/experiments/report.py" in sources("emo.experiments.cli")  # imported within a function
+    assert files.isdisjoint({"emo/experiments/sweeps/sweep.py", "emo/experiments/known_truth/oracle.py"})
+    assert "emo/experiments/sweeps/report.py" in find_sources(
+        "emo.experiments.cli"
+    )  # imported within a function
 
 
 # --- workers ------------------------------------------------------------------------------------------------
@@ -335,8 +337,8 @@ def test_code_is_what_a_module_imports() -> None:
 # Two workers, each at a shell that has started another program and waits for it.
 SWEEP = """
 import itertools, os, sys
-from emo.experiments.sweeps.workers import StoppedError, Workers
-workers, number = Workers(), itertools.count()
+from emo.experiments.sweeps.workers import CommandPool, StoppedError
+workers, number = CommandPool(), itertools.count()
 
 def work():
     path = f"{sys.argv[1]}/{next(number)}"
@@ -344,7 +346,7 @@ def work():
     workers.run(["sh", "-c", command], sys.stdout.buffer)
 
 try:
-    workers.together(work, 2)
+    workers.run_threads(work, 2)
 except StoppedError:
     sys.exit(75)
 """
@@ -367,7 +369,7 @@ def test_nothing_outlives_the_sweep(tmp_path: Path, number: int, code: int) -> N
 
 def test_the_others_finish_their_command(tmp_path: Path) -> None:
     """The first worker fails; the second one's command is not cut off, and it begins no other."""
-    workers, codes, first = Workers(), [], iter([True, False])
+    workers, codes, first = CommandPool(), [], iter([True, False])
 
     def work() -> None:
         with (tmp_path / "log").open("ab") as output:
@@ -379,5 +381,5 @@ def test_the_others_finish_their_command(tmp_path: Path) -> None:
             codes.append(workers.run(["true"], output))
 
     with pytest.raises(ValueError, match="the first fails"):
-        workers.together(work, 2)
+        workers.run_threads(work, 2)
     assert codes == [137]

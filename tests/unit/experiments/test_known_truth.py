@@ -34,7 +34,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def truths(n: int = 4) -> Tensor:
-    return bigram.dirichlet(n, V, 2.0, generator())
+    return bigram.draw_dirichlet(n, V, 2.0, generator())
 
 
 def geometry() -> Costs:
@@ -71,8 +71,8 @@ def test_the_proper_score_has_the_gradient_of_its_definition_and_settles_at_the_
     assert torch.allclose(settled, truths(), atol=1e-8)
 
 
-def sample(size: int, draws: int, runs: int = 4) -> tuple[list[bigram.Truth], bigram.Sample]:
-    return study.draw(study.Cell(size, 1.0, draws), "test", runs)
+def sample(size: int, draws: int, runs: int = 4) -> tuple[list[bigram.Truth], bigram.BigramSample]:
+    return study.draw_truths(study.MapCell(size, 1.0, draws), "test", runs)
 
 
 def test_mle_converges_to_the_truth_at_the_rate_of_counts() -> None:
@@ -173,8 +173,8 @@ def test_no_learning_rate_is_chosen_at_an_end() -> None:
         tried.append(rate)
         return {"js": abs(math.log(rate / 0.3)), "nll": abs(math.log(rate / 1e-4))}
 
-    scores = study.search(score, [3e-3, 9e-3])
-    chosen = study.best(scores)
+    scores = study.search_rates(score, [3e-3, 9e-3])
+    chosen = study.best_rates(scores)
     assert chosen["js"] == pytest.approx(0.243) and chosen["nll"] == pytest.approx(1.11e-4, rel=1e-2)
     assert min(scores) < chosen["nll"] and max(scores) > chosen["js"] and len(tried) == len(scores)
 
@@ -202,11 +202,11 @@ def test_cells_are_made_again_by_other_code(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree))
     values = {name: {"js": [0.0, 0.0]} for name in contestants}
     cell = {"values": values, "rates": {}, "tried": {}, "steps": {}, "at_end": []}
-    monkeypatch.setattr(study, "fixed_points", lambda _: [])
+    monkeypatch.setattr(study, "find_fixed_points", lambda _: [])
     monkeypatch.setattr(study, "measure_cell", lambda *arguments: measured.append(arguments) or cell)
 
     def run(*overrides: str) -> int:
-        study.run(load_section(study.Study, tmp_path / "study.yaml", overrides))
+        study.run_study(load_section(study.Study, tmp_path / "study.yaml", overrides))
         return len(measured)
 
     assert [run(), run()] == [1, 1]
@@ -387,10 +387,10 @@ def test_training_ends_where_other_truths_say(tmp_path: Path) -> None:
         out=tmp_path, contestants=contestants, vocabularies=[12], shares=[1.0], draws=[20],
         truths=2, selection=2, steps=60, rates=[1e-2, 3e-2],
     )  # fmt: skip
-    cell = study.Cell(12, 1.0, 20)
+    cell = study.MapCell(12, 1.0, 20)
     result = study.measure_cell(chosen, cell)
     rate, steps = result["rates"]["mle"]["js"], result["steps"]["mle"]
-    others, selection = study.draw(cell, "selection", 2)
+    others, selection = study.draw_truths(cell, "selection", 2)
 
     def outcome(count: int) -> float:
         learned = contestants["mle"].fit(selection, rate, count).logits
@@ -398,7 +398,7 @@ def test_training_ends_where_other_truths_say(tmp_path: Path) -> None:
 
     every = bigram.looks_until(60)
     assert steps in every and outcome(steps) == pytest.approx(min(map(outcome, every)), rel=1e-6)
-    truths, sample = study.draw(cell, "measured", 2)
+    truths, sample = study.draw_truths(cell, "measured", 2)
     learned = contestants["mle"].fit(sample, rate, steps).logits
     want = [study.divergence(*pair, "js") for pair in zip(truths, learned, strict=True)]
     assert result["values"]["mle"]["js"] == pytest.approx(want, rel=1e-6)
@@ -410,11 +410,11 @@ def test_questions_by_nats_are_answered_without_the_truth(tmp_path: Path) -> Non
     chosen = study.Study(
         out=tmp_path, contestants=contestants, vocabularies=[12], shares=[1.0], draws=[20],
         truths=2, selection=2, steps=60, rates=[1e-2, 3e-2],
-        questions={"nats": study.Question(better="emo", than=["mle"], tempered=True, by_nll=True)},
+        questions={"nats": study.StudyQuestion(better="emo", than=["mle"], tempered=True, by_nll=True)},
     )  # fmt: skip
-    cell = study.Cell(12, 1.0, 20)
+    cell = study.MapCell(12, 1.0, 20)
     result = study.measure_cell(chosen, cell)
-    truths, sample = study.draw(cell, "measured", 2)
+    truths, sample = study.draw_truths(cell, "measured", 2)
 
     def liked(name: str, truth: int) -> Tensor:
         rates = result["tried"][name]
@@ -424,8 +424,8 @@ def test_questions_by_nats_are_answered_without_the_truth(tmp_path: Path) -> Non
     mle, emo = ([liked(name, truth) for truth in range(2)] for name in contestants)
     gaps = []
     for truth, base, learned in zip(truths, mle, emo, strict=True):
-        entropy = study.weighted(truth, learned)["entropy_q"]
-        t = optimize.brentq(lambda t: study.weighted(truth, base, t)["entropy_q"] - entropy, 0.1, 10)  # noqa: B023
+        entropy = study.measure_truth(truth, learned)["entropy_q"]
+        t = optimize.brentq(lambda t: study.measure_truth(truth, base, t)["entropy_q"] - entropy, 0.1, 10)  # noqa: B023
         gaps.append(study.divergence(truth, learned, "js") - study.divergence(truth, base, "js", t))
     assert result["values"]["emo"]["gap_js_by_nll"] == pytest.approx(gaps, abs=1e-6)
-    assert study.answer(chosen, "nats", result, 1)["effect"] == pytest.approx(-np.mean(gaps), abs=1e-6)
+    assert study.answer_cell(chosen, "nats", result, 1)["effect"] == pytest.approx(-np.mean(gaps), abs=1e-6)
