@@ -1,9 +1,9 @@
-"""A learner made of a trained model: its embedding and nothing else, or all of it but some tokens' rows.
+"""Make a learner from a trained model: keep its embeddings only, or reset the rows of some tokens.
 
     python -m emo.experiments.known_truth.learner --model DIR --output_path DIR [--seed N] [--new_rows N]
 
-Without `--new_rows` all but the embeddings (tied or not) is drawn from `--seed`. With it N tokens, drawn from
-`--seed`, have the mean of the others' rows, as tokens that are added to a model do.
+Without `--new_rows` all weights except the embeddings (tied or not) are drawn from `--seed`. With it, the rows
+of N random tokens are set to the mean of the others, like those of tokens that are added to a model.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from emo.eval.model import EvaluatedModel
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Write the learner. Exit codes: 0 done, 2 a mistake in the input."""
+    """Write the learner. Exit codes: 0 done, 2 invalid input."""
     parser = argparse.ArgumentParser(
         prog="python -m emo.experiments.known_truth.learner", description=__doc__
     )
-    parser.add_argument("--model", required=True, help="model directory or hub id")
-    parser.add_argument("--new_rows", type=int, metavar="N", help="tokens whose rows begin anew")
+    parser.add_argument("--model", required=True, help="model directory or Hub id")
+    parser.add_argument("--new_rows", type=int, metavar="N", help="number of tokens whose rows are reset")
     parser.add_argument("--output_path", required=True, type=Path)
     parser.add_argument("--seed", type=int, default=1, help="(%(default)s)")
     args = parser.parse_args(argv)
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @torch.no_grad()
 def build_with_embedding(model: Any) -> Any:
-    """Return a learner of a model's architecture and embeddings; the rest is drawn from torch's seed."""
+    """Return a new model with the architecture and embeddings of `model`."""
     learner = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
     for name in ("get_input_embeddings", "get_output_embeddings"):
         getattr(learner, name)().weight.copy_(getattr(model, name)().weight)
@@ -50,11 +50,10 @@ def build_with_embedding(model: Any) -> Any:
 
 @torch.no_grad()
 def reset_rows(model: Any, count: int) -> Any:
-    """Return a model whose rows of `count` tokens, drawn from torch's seed, are the mean of the others'."""
+    """Set the rows of `count` random tokens to the mean of the others."""
     tokens = model.config.vocab_size
     if not 0 < count < tokens:
-        problem = f"--new_rows {count} must lie between 1 and {tokens - 1}, one less than the model's tokens"
-        raise UserError(problem, code="new-rows")
+        raise UserError(f"--new_rows {count} must be between 1 and {tokens - 1}", code="new-rows")
     order = torch.randperm(tokens)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):
         module.weight[order[:count]] = module.weight[order[count:]].mean(0)

@@ -1,4 +1,4 @@
-"""The map of known truths as one figure, a panel for each question.
+"""The map of known truths as a figure with a panel for each question.
 
 python -m emo.experiments.known_truth.picture FIGURE.svg RESULTS.json [RESULTS.json ...]
 """
@@ -21,9 +21,9 @@ from ..sweeps.report import build_map
 TITLES = {
     "geometry": "True costs against constant and permuted ones",
     "beyond-sharpening": "EMO against MLE of the same entropy",
-    "begins": "EMO against MLE of the same entropy, both heads beginning at the costs' embedding",
-    "informed": "EMO against MLE whose head begins at, or is, the costs' embedding",
-    "smoothing": "EMO against label smoothing, which knows no costs",
+    "begins": "EMO against MLE of the same entropy, both heads initialised with the costs' embedding",
+    "informed": "EMO against MLE with a head that starts as, or is, the costs' embedding",
+    "smoothing": "EMO against label smoothing, which uses no costs",
     "proper": "EMO against a proper score of the same costs",
     "training": "EMO against the map of MLE's distributions to EMO's fixed point",
 }
@@ -31,7 +31,7 @@ PALETTE = {"muted": "#57534e", "rule": "#e7e5e4", "grey": "#a8a29e", "s2": "#2f6
 
 
 def draw_map(rows: list[dict[str, Any]]) -> str:
-    """Return the figure of a study's rows, SVG."""
+    """Return an SVG of a study's rows."""
     import matplotlib
     from matplotlib.figure import Figure
 
