@@ -181,7 +181,7 @@ def _predict(model: Any, text: TokenDataset) -> tuple[Tensor, Tensor]:
 
 
 def measure_cost_fit(q: Tensor, targets: Tensor, costs: Callable[[Tensor], Tensor]) -> float:
-    """Return 1 - sum D / sum D' of distributions q [n, V] at targets [n]. costs: tokens [u] to rows [u, V]."""
+    """Return 1 - sum D / sum D' of distributions q [n, V] at targets [n]. costs: rows [u, V] of tokens."""
     mean, distances, spread = q.mean(0), 0.0, 0.0
     for rows, tokens in zip(q.split(64), targets.split(64), strict=True):
         c = costs(tokens)

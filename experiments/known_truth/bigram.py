@@ -1,7 +1,7 @@
 """Bigram languages with known probabilities, and a small learner that is fitted to their counts.
 
-The learner is that of MixCE's synthetic experiment (embedding, one hidden layer, softmax). A leading dimension
-S holds independent runs. Each step uses the counts of the complete sample, so that the gradient is exact.
+The learner is that of MixCE's synthetic experiment (embedding, one hidden layer, softmax). A leading
+dimension S holds independent runs. Each step uses the counts of the complete sample, so that the gradient is exact.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def geometric_truth(V: int, share: float, generator: torch.Generator, width: int
     """Draw a truth whose next tokens are close in an embedding to a `share` in [0, 1], and else random.
 
     logits_x = b (sqrt(share) h_x . e_i + sqrt(1 - share) noise), where b sets each row's entropy to
-    ENTROPY_SHARE log V nats. At share 1 tokens with similar contexts are close; at 0 costs do not depend on P.
+    ENTROPY_SHARE log V nats. At share 1 tokens with similar contexts are close. At 0 costs are unrelated.
     """
     draw = {"generator": generator, "dtype": torch.float64}
     embedding = nn.functional.normalize(torch.randn(V, width, **draw), dim=-1)  # type: ignore[call-overload]

@@ -2,8 +2,8 @@
 
     python -m emo.experiments.known_truth.learner --model DIR --output_path DIR [--seed N] [--new_rows N]
 
-Without `--new_rows` all weights except the embeddings (tied or not) are drawn from `--seed`. With it, the rows
-of N random tokens are set to the mean of the others, like those of tokens that are added to a model.
+Without `--new_rows` all weights except the embeddings (tied or not) are drawn from `--seed`. With it, the
+rows of N random tokens are set to the mean of the others, like those of tokens that are added to a model.
 """
 
 from __future__ import annotations

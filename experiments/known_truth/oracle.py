@@ -6,8 +6,8 @@
 
 `--baseline` adds the differences from the baseline at the temperature at which it has the model's entropy.
 This removes the effect of mere sharpening.
-`--decode` adds the differences from the baseline as `emo generate --decode` draws from it. The baseline itself
-is then measured with this decoding.
+`--decode` adds the differences from the baseline as `emo generate --decode` draws from it. If the
+model is the baseline itself, it is measured with this decoding.
 `--dev` adds the model at its best temperature on the development text.
 `decoded`: the model's distributions after temperatures and nuclei. `locks` and `forks`: contexts with an
 oracle entropy below and above the median. `bound_js`: the divergence with the best temperature of TEMPERED in

@@ -310,7 +310,10 @@ def run_study(study: Study, jobs: int = 1) -> dict[str, Any]:
     rows = []
     for cell, path in paths.items():
         result = json.loads(path.read_text(encoding="utf-8"))
-        row = {**cell._asdict(), **{key: result[key] for key in ("rates", "tried", "steps", "at_end")}}
+        row: dict[str, Any] = {
+            **cell._asdict(),
+            **{key: result[key] for key in ("rates", "tried", "steps", "at_end")},
+        }
         row["contestants"] = {
             label: {metric: estimate(values) for metric, values in measured.items()}
             for label, measured in result["values"].items()
@@ -361,8 +364,8 @@ def answer_cell(study: Study, name: str, result: dict[str, Any], cells: int) -> 
 def summarize_map(study: Study, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the cells by answer, and the answer for the map.
 
-    It is the answer of all decided cells, or `depends` if they differ. Nothing is averaged over cells, because
-    a mean would depend on their choice.
+    It is the answer of all decided cells, or `depends` if they differ. There is no mean over cells, because
+    it would depend on their choice.
     """
     cells: dict[str, list[str]] = {"yes": [], "no": [], "undecided": []}
     for row in rows:
