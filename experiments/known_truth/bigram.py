@@ -1,7 +1,7 @@
 """Bigram languages with known probabilities, and a small learner that is fitted to their counts.
 
 The learner is that of MixCE's synthetic experiment (embedding, one hidden layer, softmax). A leading
-dimension S holds independent runs. Each step uses the counts of the complete sample, so that the gradient is exact.
+dimension S holds independent runs. Each step uses all counts of a sample, so that the gradient is exact.
 """
 
 from __future__ import annotations

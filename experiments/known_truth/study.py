@@ -320,7 +320,7 @@ def run_study(study: Study, jobs: int = 1) -> dict[str, Any]:
         }
         row["verdicts"] = {name: answer_cell(study, name, result, len(paths)) for name in study.questions}
         rows.append(row)
-    summary = {"code": code_version(), "fixed_points": find_fixed_points(study), "rows": rows}
+    summary: dict[str, Any] = {"code": code_version(), "fixed_points": find_fixed_points(study), "rows": rows}
     summary["verdicts"] = {name: summarize_map(study, name, rows) for name in study.questions}
     write_text(study.out / RESULTS, json.dumps(replace_nonfinite(summary), indent=1))
     cells = [{key: row[key] for key in (*MapCell._fields, "verdicts")} for row in rows]

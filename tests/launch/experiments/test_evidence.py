@@ -84,7 +84,7 @@ def test_a_small_study(out: Path) -> None:
 
 
 def test_a_killed_command_takes_its_part_with_it() -> None:
-    code = "from emo.experiments.evidence import run_command; run_command(['sleep', '300'])"
+    code = "from emo.experiments.evidence import run_part_command; run_part_command(['sleep', '300'])"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, cwd=REPO) as process:
         wait_for(lambda: psutil.Process(process.pid).children(), "the part")
         (part,) = psutil.Process(process.pid).children()
