@@ -134,7 +134,7 @@ def read_recipe(path: Path, overrides: Sequence[str], noun: str = "recipe") -> d
     """Read a YAML recipe and apply `key.sub=value` overrides, whose values are YAML.
 
     `extends: other.yaml` names a base recipe in the same folder, which is merged key by key. A model
-    architecture with a model_type replaces that of the base.
+    architecture with a model_type replaces the base's.
 
     Args:
         path: The recipe, or one that ships with this code.
@@ -152,7 +152,7 @@ def read_recipe(path: Path, overrides: Sequence[str], noun: str = "recipe") -> d
 
 
 def _read_tree(path: Path, before: tuple[Path, ...], noun: str) -> dict[str, Any]:
-    """Read a recipe and those that it extends. `before`: the recipes that led here."""
+    """Read a recipe with its bases. `before`: the recipes that led here."""
     if path.resolve() in before:
         circle = " -> ".join(p.name for p in (*before[before.index(path.resolve()) :], path))
         raise UserError(f"recipes extend each other in a circle: {circle}", code="recipe-circle")

@@ -252,6 +252,13 @@ def _find_silent_fault(model: Any, paths: list[Path]) -> str | None:
             if not (quantized or tensor.is_floating_point() or is_buffer):
                 kind = str(tensor.dtype).removeprefix("torch.")
                 return f"holds {name} as {kind}, not as floating-point numbers"
+    return _find_untied_tensors(model, files)
+
+
+def _find_untied_tensors(model: Any, files: dict[str, Path]) -> str | None:
+    """Return a fault if tied tensors have different values in their files. files: path by tensor."""
+    from transformers.modeling_utils import load_state_dict
+
     prefix = f"{model.base_model_prefix}."  # missing in the files of a bare base model
     for pair in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         names = [key if key in files else key.removeprefix(prefix) for key in pair]

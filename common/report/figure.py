@@ -34,6 +34,7 @@ VARIABLES = ("muted", "rule", "grey", *(f"s{i + 1}" for i in range(COLOURS)))
 MAX_POINTS = 400  # of a curve; more points are averaged in groups
 MAX_NAME = 30  # characters of a row's name
 Points = Sequence[tuple[float, float]]
+Band = Sequence[tuple[float, float, float]]  # (x, low, high)
 
 
 def style(series: int | None) -> tuple[str, str, str]:
@@ -90,7 +91,7 @@ class Curve:
     series: int | None
     points: Points
     marks: Points = ()  # measurements of held-out data, drawn as circles
-    band: Sequence[tuple[float, float, float]] = ()  # (x, low, high)
+    band: Band = ()
 
 
 @dataclass
@@ -108,13 +109,11 @@ class Curves:
 
         for curve in self.rows:
             variable, marker, dash = style(curve.series)
-            points, band = curve.points, curve.band
             paint = colour(variable)
-            size = -(-len(points) // (MAX_POINTS if curve.series is not None else MAX_POINTS // 4))
+            size = -(-len(curve.points) // (MAX_POINTS if curve.series is not None else MAX_POINTS // 4))
+            points, band = curve.points, curve.band
             if size > 1 and not band:
-                groups = [zip(*points[i : i + size], strict=True) for i in range(0, len(points), size)]
-                means = [(sum(xs) / len(xs), sum(ys) / len(ys), min(ys), max(ys)) for xs, ys in groups]
-                points, band = [mean[:2] for mean in means], [(x, low, high) for x, _, low, high in means]
+                points, band = _average(points, size)
             if points:
                 marker = "" if curve.series is None else marker
                 options = {"linestyle": dash, "marker": marker, "markevery": [-1]}
@@ -126,6 +125,13 @@ class Curves:
                 axes.plot(*zip(*curve.marks, strict=True), color=paint, **options)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.set_xlabel(f"training {self.unit}")
+
+
+def _average(points: Points, size: int) -> tuple[Points, Band]:
+    """Return the means of groups of `size` points, and the band from their minimum to their maximum."""
+    groups = [zip(*points[i : i + size], strict=True) for i in range(0, len(points), size)]
+    means = [(sum(xs) / len(xs), sum(ys) / len(ys), min(ys), max(ys)) for xs, ys in groups]
+    return [mean[:2] for mean in means], [(x, low, high) for x, _, low, high in means]
 
 
 @dataclass

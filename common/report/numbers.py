@@ -70,13 +70,15 @@ def describe_changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}")
         verbs = [f"{count} {VERBS[kind][count > 1]}" for kind, count in counts.items() if count]
         best = max(effects, key=lambda e: e.value)
         return f"{join_words(verbs)}, of {len(effects)} in all. Best: {describe_changes([best], unit, form)}"
-    clauses: list[str] = []
-    for label, _, direction, value, low, high in effects:
-        if direction:  # the verb expresses the sign
-            low, high = sorted((direction * low, direction * high))
-        signed = form if direction else form.replace("{:", "{:+")
-        size, limits = formatted((direction or 1) * value, signed), format_interval(low, high, signed)
-        interval = f"{'' if clauses else '95 % interval '}{limits}" if limits else "without an interval"
-        detail = f"by {size} {unit} ({interval})" if direction else f"({size} {unit}, {interval})"
-        clauses.append(f"{label} {VERBS[direction][0]} {detail}")
-    return join_words(clauses)
+    return join_words([_describe_effect(effect, unit, form, i == 0) for i, effect in enumerate(effects)])
+
+
+def _describe_effect(effect: Effect, unit: str, form: str, is_first: bool) -> str:
+    label, _, direction, value, low, high = effect
+    if direction:  # the verb expresses the sign
+        low, high = sorted((direction * low, direction * high))
+    signed = form if direction else form.replace("{:", "{:+")
+    size, limits = formatted((direction or 1) * value, signed), format_interval(low, high, signed)
+    interval = f"{'95 % interval ' if is_first else ''}{limits}" if limits else "without an interval"
+    detail = f"by {size} {unit} ({interval})" if direction else f"({size} {unit}, {interval})"
+    return f"{label} {VERBS[direction][0]} {detail}"

@@ -124,12 +124,16 @@ def measure(
         tempered = summarize_divergences(p, logits[:, :shared] / temperature, targets)
         results["over_tempered_baseline"] = _subtract(at_1, tempered)
         if decoding.objective:
-            settled = Settled(reference, decoding)
-            drawn = distributions.by_rows(lambda logits: {"log_q": settled(logits)}, logits)["log_q"]
-            decoded = summarize_divergences(p, drawn[:, :shared], targets)
+            decoded = _measure_settled(p, logits, targets, Settled(reference, decoding))
             measured = decoded if reference.digest == model.digest else at_1
             results["over_decoded_baseline"] = _subtract(measured, decoded)
     return results
+
+
+def _measure_settled(p: Tensor, logits: Tensor, targets: Tensor, settled: Settled) -> dict[str, float]:
+    """Return the measures of a decoding that needs the logits of the full vocabulary."""
+    drawn = distributions.by_rows(lambda logits: {"log_q": settled(logits)}, logits)["log_q"]
+    return summarize_divergences(p, drawn[:, : p.shape[-1]], targets)
 
 
 def _subtract(values: dict[str, float], others: dict[str, float]) -> dict[str, float]:

@@ -127,16 +127,21 @@ def find_fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[
         if contestant.head != "free":  # a fixed point is one of distributions, without a learner
             continue
         q, residual = settle(contestant.targets(rows, embedding), contestant.gradient(embedding))
-        log_q = q.clamp_min(1e-300).log()
-        pairs = zip(log_p, distributions.entropy(log_q).tolist(), strict=True)
-        temperatures = [distributions.matching_temperature(p[None], entropy) for p, entropy in pairs]
-        tempered = [distributions.log_probs(p, t) for p, t in zip(log_p, temperatures, strict=True)]
-        point = {k: float(v.mean()) for k, v in distributions.measures(log_p, log_q).items()}
-        point["temperature"] = sum(temperatures) / len(temperatures)
-        point["kl_from_tempered_truth"] = float(distributions.kl(log_q, torch.stack(tempered)).mean())
-        point["settled"] = float((residual < 1e-9).double().mean())
-        points.append({"contestant": label, **point})
+        measures = _measure_fixed_point(log_p, q.clamp_min(1e-300).log())
+        measures["settled"] = float((residual < 1e-9).double().mean())
+        points.append({"contestant": label, **measures})
     return points
+
+
+def _measure_fixed_point(log_p: Tensor, log_q: Tensor) -> dict[str, float]:
+    """Return the measures of a fixed point, also against the truth tempered to the same entropy."""
+    pairs = zip(log_p, distributions.entropy(log_q).tolist(), strict=True)
+    temperatures = [distributions.matching_temperature(p[None], entropy) for p, entropy in pairs]
+    tempered = [distributions.log_probs(p, t) for p, t in zip(log_p, temperatures, strict=True)]
+    point = {name: float(values.mean()) for name, values in distributions.measures(log_p, log_q).items()}
+    point["temperature"] = sum(temperatures) / len(temperatures)
+    point["kl_from_tempered_truth"] = float(distributions.kl(log_q, torch.stack(tempered)).mean())
+    return point
 
 
 def draw_truths(cell: MapCell, kind: str, count: int) -> tuple[list[bigram.Truth], bigram.BigramSample]:
@@ -189,34 +194,61 @@ def measure_cell(study: Study, cell: MapCell) -> dict[str, Any]:
     """
     others, selection = draw_truths(cell, "selection", study.selection)
     truths, sample = draw_truths(cell, "measured", study.truths)
-    logits: dict[str, Tensor] = {}
-    by_nll: dict[str, Tensor] = {}
-    rates: dict[str, dict[str, float]] = {}
-    tried: dict[str, list[float]] = {}
-    steps: dict[str, int] = {}
-    at_end: list[str] = []
-    for label, contestant in study.contestants.items():
-        scores, nearest = try_rates(study, label, others, selection)
-        rates[label], tried[label] = best_rates(scores), list(scores)
-        rate = rates[label][study.outcome]
-        steps[label] = nearest[rate]
-        ends = (min(scores), max(scores))
-        at_end += [label] * (rate in ends or steps[label] == study.steps)
-        at_end += [f"{label} by nll"] * (rates[label].get("nll") in ends)
-        logits[label] = contestant.fit(sample, rate, steps[label]).logits.double()
-        if label in study.judged_by_nll:
-            by_nll[label] = fit_by_nll(contestant, sample, tried[label], study.steps)
+    trained = {
+        label: train_contestant(study, label, others, selection, sample) for label in study.contestants
+    }
+    logits = {label: each.logits for label, each in trained.items()}
     base = logits[study.baseline]
     for label in study.post_hoc:
         logits[POST_HOC + label] = study.contestants[label].settled(sample, base.softmax(-1)).log()
     values: dict[str, dict[str, list[float]]] = {}
     for label, learned in logits.items():
-        values[label] = _measures(truths, learned, logits[study.against(label)], sample.dev)
-        if label in by_nll:
-            measured = _measures(truths, by_nll[label], by_nll[study.against(label)], sample.dev)
+        against = study.against(label)
+        values[label] = _measures(truths, learned, logits[against], sample.dev)
+        if label in study.judged_by_nll:
+            by_nll = _measures(truths, trained[label].by_nll, trained[against].by_nll, sample.dev)
             names = (study.outcome, f"gap_{study.outcome}")
-            values[label] |= {f"{name}_by_nll": measured[name] for name in names}
-    return {"values": values, "rates": rates, "tried": tried, "steps": steps, "at_end": at_end}
+            values[label] |= {f"{name}_by_nll": by_nll[name] for name in names}
+    return {
+        "values": values,
+        "rates": {label: each.rates for label, each in trained.items()},
+        "tried": {label: each.tried for label, each in trained.items()},
+        "steps": {label: each.steps for label, each in trained.items()},
+        "at_end": [name for each in trained.values() for name in each.at_end],
+    }
+
+
+class Trained(NamedTuple):
+    """The learners of a contestant in a cell, and how they were trained. See `measure_cell`."""
+
+    logits: Tensor
+    by_nll: Tensor  # empty unless a question needs it
+    rates: dict[str, float]
+    tried: list[float]
+    steps: int
+    at_end: list[str]
+
+
+def train_contestant(
+    study: Study,
+    label: str,
+    others: list[bigram.Truth],
+    selection: bigram.BigramSample,
+    sample: bigram.BigramSample,
+) -> Trained:
+    """Choose a contestant's learning rate and steps on `selection`, and train it on `sample`."""
+    contestant = study.contestants[label]
+    scores, best_steps = try_rates(study, label, others, selection)
+    rates, tried = best_rates(scores), list(scores)
+    rate = rates[study.outcome]
+    ends = (min(scores), max(scores))
+    at_end = [label] * (rate in ends or best_steps[rate] == study.steps)
+    at_end += [f"{label} by nll"] * (rates.get("nll") in ends)
+    logits = contestant.fit(sample, rate, best_steps[rate]).logits.double()
+    by_nll = torch.empty(0)
+    if label in study.judged_by_nll:
+        by_nll = fit_by_nll(contestant, sample, tried, study.steps)
+    return Trained(logits, by_nll, rates, tried, best_steps[rate], at_end)
 
 
 def try_rates(

@@ -1,8 +1,8 @@
 """Stages of a run, the origins of their results, and the notes that record finished stages.
 
-A stage is done if its note matches its origin and that of the stages before it. A measure with another origin
-is repeated. Stages with a `directory` (preparation and training) take long, so a changed origin is an error
-instead: the user decides whether to remove the directory. Their note is written before they begin.
+A stage is done if its note matches its origin and those of the stages before it. A measure with another
+origin is repeated. Stages with a `directory` (preparation and training) take long, so a changed origin is an
+error instead: the user decides whether to remove the directory. Their note is written before they begin.
 """
 
 from __future__ import annotations

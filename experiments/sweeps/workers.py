@@ -1,7 +1,7 @@
 """Threads that run the commands of one sweep process and stop together.
 
-If one thread fails, the others finish their current commands. If the sweep is asked to stop, its commands are
-asked to stop too, and it waits for them.
+If one thread fails, the others finish their current commands. When the sweep must stop, it stops its commands
+and waits for them.
 
     python -m emo.experiments.sweeps.workers PID COMMAND...
 
@@ -31,7 +31,7 @@ GRACE = 60.0
 
 
 class StoppedError(BaseException):
-    """The sweep was asked to stop. Like KeyboardInterrupt, it is not caught by handlers of Exception."""
+    """The sweep must stop. Like KeyboardInterrupt, it is not caught by handlers of Exception."""
 
 
 class EndedError(Exception):
@@ -43,7 +43,7 @@ class CommandPool:
 
     def __init__(self) -> None:
         self._closed = threading.Event()  # no further command starts
-        self._stopped = threading.Event()  # running commands are asked to stop
+        self._stopped = threading.Event()  # running commands are stopped
 
     def run_threads(self, work: Callable[[], None], count: int) -> None:
         """Call `work` in `count` threads, from the main thread.
