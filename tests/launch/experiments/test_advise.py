@@ -29,7 +29,7 @@ def truth(share: float, V: int = 40, seed: int = 3) -> bigram.Truth:
     return bigram.geometric_truth(V, share, torch.Generator().manual_seed(seed))
 
 
-def test_the_fit_of_a_truth_is_what_samples_of_it_tend_to() -> None:
+def test_the_fit_of_a_truth_is_the_limit_of_its_samples() -> None:
     language, generator = truth(1.0), torch.Generator().manual_seed(0)
     contexts = torch.multinomial(language.contexts, 40_000, True, generator=generator)
     targets = torch.multinomial(language.rows[contexts], 1, generator=generator)[:, 0]
@@ -38,7 +38,7 @@ def test_the_fit_of_a_truth_is_what_samples_of_it_tend_to() -> None:
     assert fit == pytest.approx(compute_truth_fit(language), abs=0.005)
 
 
-def test_costs_without_geometry_fit_nothing() -> None:
+def test_the_fit_of_costs_without_geometry_is_zero() -> None:
     language = truth(1.0)
     constant = 1 - torch.eye(40, dtype=torch.float64)
     targets = language.rows.argmax(-1)
@@ -49,7 +49,7 @@ def test_costs_without_geometry_fit_nothing() -> None:
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7])
-def test_a_fit_is_read_as_the_share_that_gives_it(share: float) -> None:
+def test_the_share_is_found_from_the_fit(share: float) -> None:
     fit = sum(compute_truth_fit(truth(share, seed=seed)) for seed in range(8)) / 8
     assert find_share(fit, 40) == pytest.approx(share, abs=0.1)
     assert find_share(-1.0, 40) == 0 and find_share(1.0, 40) == 1
@@ -75,19 +75,19 @@ def rows() -> list[dict[str, Any]]:
         (MapPosition(20, 60, 0.9), None),
     ],
 )
-def test_the_nearest_cell_speaks_for_a_run_and_none_beyond_the_map(position: MapPosition, cell: Any) -> None:
+def test_the_nearest_cell_is_found_within_the_map(position: MapPosition, cell: Any) -> None:
     row = find_nearest_cell(rows(), position)
     assert cell == (row and (row["V"], row["share"], row["draws"]))
 
 
-def test_a_head_that_costs_are_made_of_has_its_own_verdict() -> None:
+def test_a_head_initialised_from_the_costs_has_a_separate_verdict() -> None:
     free, pretrained = (
         "\n".join(describe_cell(rows(), MapPosition(400, 5, 1.0), begins)) for begins in (False, True)
     )
     assert "entropy: yes" in free and "entropy: no" in pretrained
 
 
-def test_a_recipe_is_put_on_the_map(
+def test_advice_for_a_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tiny_recipe(tmp_path)
@@ -110,7 +110,7 @@ def test_a_recipe_is_put_on_the_map(
     assert advise.main(["advise", str(recipe), *model, "objective.cost=live"]) == 2
 
 
-def test_the_shipped_map_has_what_is_read() -> None:
+def test_the_shipped_map_has_the_needed_verdicts() -> None:
     shipped = json.loads(advise.MAP.read_text())
     assert {"geometry", "beyond-sharpening", "begins"} <= set(shipped["rows"][0]["verdicts"])
     assert shipped["rows"] and shipped["code"]

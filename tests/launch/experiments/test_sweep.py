@@ -1,4 +1,4 @@
-"""Sweeps repeat nothing, share work, choose on development data, refuse changes, and leave nobody behind."""
+"""Sweeps repeat nothing, share work, choose on development data, reject changes, and leave no process behind."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ record = {{"step": 3, "set": "validation", "validation_nll": len(directory.name)
 
 
 def _run(path: Path) -> None:
-    """In a fork: the command `sweep`, whose preparation and training are a script that sleeps."""
+    """Run `emo sweep` in a fork, with a sleeping script for preparation and training."""
     script, training = path.with_name("training"), Sweep.training
     script.write_text(TRAINING)
     script.chmod(0o755)
@@ -73,13 +73,13 @@ def _run(path: Path) -> None:
 def test_a_killed_sweep_repeats_nothing(
     tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Trainings are pretended here; tests/campaigns/sweep.py kills real ones."""
+    """Training is simulated; tests/campaigns/sweep.py kills real training."""
     path, out = sweep(tmp_path, recipe), tmp_path / "out"
     assert main(["sweep", str(path), "--dry_run"]) == 0  # libraries are loaded once, for all forks
     draw, before = random.Random(0), dict[str, int]()
 
     def moment() -> float:
-        assert notes(out).items() >= before.items()  # nothing that was done was done again
+        assert notes(out).items() >= before.items()  # no stage was repeated
         before.update(notes(out))
         return draw.uniform(0.5, 2.5)
 
@@ -93,7 +93,7 @@ def test_a_killed_sweep_repeats_nothing(
     assert (out / "table.md").read_text() == table
 
 
-def test_tables_pair_by_repetition_and_mark_what_differs(tmp_path: Path, recipe: Path) -> None:
+def test_differences_are_paired_by_repetition_and_marked(tmp_path: Path, recipe: Path) -> None:
     work = opened(sweep(tmp_path, recipe))
     with refused("not-done"):
         gather_results(work)
@@ -117,8 +117,8 @@ def test_tables_pair_by_repetition_and_mark_what_differs(tmp_path: Path, recipe:
     assert "| 1.995\\* (± 6.3) |" in document.markdown()
 
 
-def test_what_is_lost_at_equal_gain_is_paired_by_repetition(tmp_path: Path, recipe: Path) -> None:
-    """Fronts are over the learning rates; mle gains 2.0 to 1.0, where emo loses a half more."""
+def test_fronts_are_paired_by_repetition(tmp_path: Path, recipe: Path) -> None:
+    """Fronts are over the learning rates. emo loses 0.5 more than mle."""
     axes = yaml.safe_load(EXPERIMENT)["axes"] | {"lr": {"train.learning_rate": [1e-3, 2e-3]}}
     front = {"text": "What is lost?", "gained": "validation_nll", "lost": "letters"}
     work = opened(sweep(tmp_path, recipe, axes=axes, fronts={"letters": front}))
@@ -133,7 +133,7 @@ def test_what_is_lost_at_equal_gain_is_paired_by_repetition(tmp_path: Path, reci
     assert "What is lost?" in report.sweep_document(results).html()
 
 
-def test_runs_without_a_number_decide_nothing_and_are_named(tmp_path: Path, recipe: Path) -> None:
+def test_runs_without_a_number_are_listed_and_leave_questions_undecided(tmp_path: Path, recipe: Path) -> None:
     work = opened(sweep(tmp_path, recipe))
     pretend(work, {"emo-1": float("nan"), "emo-2": float("nan")})
     results = gather_results(work)
@@ -146,10 +146,10 @@ def test_runs_without_a_number_decide_nothing_and_are_named(tmp_path: Path, reci
 
 
 @pytest.mark.parametrize(("code", "expected"), [(2, ExitCode.MISTAKE), (3, ExitCode.FAILURE)])
-def test_a_failure_is_reported_once_whoever_met_it(
+def test_a_failure_is_reported_once(
     tmp_path: Path, recipe: Path, code: int, expected: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two workers; each would try the same command."""
+    """Two workers could try the same command."""
     path = sweep(tmp_path, recipe, before={"corpus": f"python -c 'raise SystemExit({code})'"})
     assert main(["sweep", str(path), "--jobs", "2"]) == expected
     assert capsys.readouterr().err.count("error") == 1
@@ -170,8 +170,8 @@ def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path)
         assert work.advance(task.run, task.stages[-1]) == task.done == can_be_done
 
 
-def test_what_runs_share_is_done_once_before_them(tmp_path: Path, recipe: Path) -> None:
-    """Each time the corpus is made, its file has a letter more."""
+def test_shared_stages_run_once_before_all_runs(tmp_path: Path, recipe: Path) -> None:
+    """The command adds a letter to the file each time."""
     corpus, script = tmp_path / "a corpus", tmp_path / "count.py"
     script.write_text("import sys, time; time.sleep(0.5); open(sys.argv[1], 'a').write('x')")
     changes = {"names": {"corpus": str(corpus)}, "before": {"corpus": f"python {script} {{corpus}}"}}
@@ -186,8 +186,8 @@ def test_what_runs_share_is_done_once_before_them(tmp_path: Path, recipe: Path) 
     assert not any(stage.done for task in other.tasks() for stage in task.stages)
 
 
-def test_only_what_was_chosen_is_measured_on_test_data(tmp_path: Path, recipe: Path) -> None:
-    """gamma is chosen by `dev` for EMO alone; `test` is measured of what was chosen."""
+def test_only_chosen_runs_are_measured_on_test_data(tmp_path: Path, recipe: Path) -> None:
+    """gamma is chosen by `dev` for EMO only; `test` is measured for chosen runs."""
     axes: dict[str, Any] = {"objective": {name: {"objective.name": name} for name in ("mle", "emo")}}
     axes |= {"gamma": {"train.learning_rate": [0.1, 0.25]}, "seed": {"train.seed": [1, 2]}}
     letters, marker = "{out}/{run}.json:letters.0", "{out}/{run}.json:made"
@@ -214,13 +214,13 @@ def test_only_what_was_chosen_is_measured_on_test_data(tmp_path: Path, recipe: P
     assert "0.25 (end)" in report.sweep_document(results).markdown()
 
 
-# --- what is done is not mixed with what would be done otherwise --------------------------------------------
+# --- changed inputs -----------------------------------------------------------------------------------------
 
 OWN = "extends: base.yaml\nmodel: { path: ROOT/weights }\ndeepspeed: ROOT/ds.json\n"
 
 
 def write(root: Path, name: str, content: str) -> None:
-    """Write a file of the experiment; of its recipe, what is added to what it always says."""
+    """Write a file of the experiment. Content of the recipe is appended to OWN."""
     (root / name).parent.mkdir(exist_ok=True)
     (root / name).write_text((OWN.replace("ROOT", str(root)) if name == "recipe.yaml" else "") + content)
 
@@ -235,7 +235,7 @@ def corpus_sweep(root: Path) -> Sweep:
 
 @pytest.fixture
 def finished(tmp_path: Path, recipe: Path) -> Path:
-    """An experiment of which all runs are done; its recipe extends another one and names files of its own."""
+    """A finished experiment, whose recipe extends another one and names several files."""
     recipe.rename(tmp_path / "base.yaml")
     write(tmp_path, "recipe.yaml", "")
     write(tmp_path, "ds.json", '{"zero_optimization": {"stage": 1}}')
@@ -267,7 +267,7 @@ def finished(tmp_path: Path, recipe: Path) -> Path:
         ("make.py", "print()"),
     ],
 )
-def test_runs_that_are_done_are_not_mixed_with_others(finished: Path, name: str, content: str) -> None:
+def test_changed_inputs_of_finished_runs_are_rejected(finished: Path, name: str, content: str) -> None:
     before = notes(finished / "out")
     write(finished, name, content)
     for attempt in (corpus_sweep(finished).reject_changes, corpus_sweep(finished).work):
@@ -276,7 +276,7 @@ def test_runs_that_are_done_are_not_mixed_with_others(finished: Path, name: str,
     assert notes(finished / "out") == before
 
 
-def test_what_changes_no_result_is_not_refused(finished: Path) -> None:
+def test_changes_without_effect_on_results_are_accepted(finished: Path) -> None:
     write(finished, "recipe.yaml", "train: {logging_steps: 99, save_steps: 7, micro_batch_size: 1}")
     shutil.rmtree(finished / "weights")  # nothing that is done needs them
     write(finished, "ds.json", '{"zero_optimization":  {"stage": 1}}')
@@ -285,7 +285,7 @@ def test_what_changes_no_result_is_not_refused(finished: Path) -> None:
     assert all(task.done for task in work.tasks())
 
 
-def test_a_run_that_was_removed_is_made_anew(finished: Path) -> None:
+def test_a_removed_run_is_repeated(finished: Path) -> None:
     write(finished, "recipe.yaml", "train: {learning_rate: 0.2}")
     shutil.rmtree(finished / "out/runs")
     work = corpus_sweep(finished)
@@ -293,7 +293,7 @@ def test_a_run_that_was_removed_is_made_anew(finished: Path) -> None:
     assert [stage.done for stage in work.tasks()[0].stages] == [True, False]  # the same data, not trained
 
 
-def test_a_recipe_that_changes_while_the_sweep_runs_is_refused(finished: Path) -> None:
+def test_a_recipe_that_changes_during_a_sweep_is_rejected(finished: Path) -> None:
     shutil.rmtree(finished / "out/runs/emo-2")
     work = corpus_sweep(finished)
     task = next(task for task in work.tasks() if task.run.name == "emo-2")
@@ -303,7 +303,7 @@ def test_a_recipe_that_changes_while_the_sweep_runs_is_refused(finished: Path) -
 
 
 @pytest.mark.parametrize("command", [["python", "-m", "emo", "eval"], ["emo", "eval"]])
-def test_a_command_whose_code_changed_is_done_again(
+def test_a_measure_is_repeated_if_its_code_changes(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "module.py"
@@ -321,8 +321,8 @@ def test_a_command_whose_code_changed_is_done_again(
     code_digest.cache_clear()
 
 
-def test_code_is_what_a_module_imports() -> None:
-    """Directly, through others, and within functions; a package's own file counts, other users do not."""
+def test_sources_are_all_imports_of_a_module() -> None:
+    """Imports count directly, indirectly and within functions, and so do packages' __init__ files."""
     files = find_sources("emo.experiments.known_truth.study").keys()
     assert files >= {"emo/experiments/__init__.py", "emo/experiments/known_truth/bigram.py"}
     assert files >= {"emo/pipeline/loss/objectives.py", "emo/eval/generation/distributions.py"}
@@ -334,7 +334,7 @@ def test_code_is_what_a_module_imports() -> None:
 
 # --- workers ------------------------------------------------------------------------------------------------
 
-# Two workers, each at a shell that has started another program and waits for it.
+# Two workers, each with a shell that waits for another program.
 SWEEP = """
 import itertools, os, sys
 from emo.experiments.sweeps.workers import CommandPool, StoppedError
@@ -357,7 +357,7 @@ def lives(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
-def test_nothing_outlives_the_sweep(tmp_path: Path, number: int, code: int) -> None:
+def test_no_process_outlives_the_sweep(tmp_path: Path, number: int, code: int) -> None:
     process = subprocess.Popen([sys.executable, "-c", SWEEP, str(tmp_path)], cwd=REPO)
     wait_for(lambda: all((tmp_path / name).exists() for name in "01"), "commands of two workers")
     children = [int(pid) for name in "01" for pid in (tmp_path / name).read_text().split()]
@@ -367,8 +367,8 @@ def test_nothing_outlives_the_sweep(tmp_path: Path, number: int, code: int) -> N
     wait_for(lambda: not any(map(lives, children)), "end of what was started")
 
 
-def test_the_others_finish_their_command(tmp_path: Path) -> None:
-    """The first worker fails; the second one's command is not cut off, and it begins no other."""
+def test_other_threads_finish_their_command_after_a_failure(tmp_path: Path) -> None:
+    """The first worker fails. The second one finishes its command and starts no other."""
     workers, codes, first = CommandPool(), [], iter([True, False])
 
     def work() -> None:

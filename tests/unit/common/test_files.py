@@ -1,4 +1,4 @@
-"""Files that are whole or absent, remembered hashes, directories of a tool, and leases."""
+"""Atomic writes, cached hashes, claimed directories, and leases."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def put(path: Path) -> Path:
 
 
 def failing(code: int) -> Callable[..., None]:
-    """A call of the system that always fails with `code`."""
+    """A system call that always fails with `code`."""
 
     def fail(*_: object) -> None:
         raise OSError(code, os.strerror(code))
@@ -44,7 +44,7 @@ def _no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "lockf", failing(errno.ENOLCK))
 
 
-def test_a_full_disk_is_no_mistake_of_the_user_and_leaves_nothing(
+def test_a_full_disk_raises_disk_full_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.fsync", failing(errno.ENOSPC))
@@ -56,10 +56,8 @@ def test_a_full_disk_is_no_mistake_of_the_user_and_leaves_nothing(
     assert [p.name for p in tmp_path.rglob("*")] == ["new"]
 
 
-def test_hashes_are_remembered_until_a_file_is_touched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An edit shows, also one of equal size whose time of modification was set back."""
+def test_hashes_are_cached_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edit is noticed even with the same size and modification time."""
     file, memory = tmp_path / "a", tmp_path / "hashes.json"
     file.write_text("x")
     first = files.Hashes(memory)
@@ -75,7 +73,7 @@ def test_hashes_are_remembered_until_a_file_is_touched(
     assert files.Hashes(memory).sha256(file) == files.sha256(file) != before
 
 
-def test_only_what_was_made_is_removed(tmp_path: Path) -> None:
+def test_only_matching_files_are_removed(tmp_path: Path) -> None:
     patterns = ("train/*.arrow", "plan.parquet", ".new/tokenizer/tokenizer.json")
     outside, directory = put(tmp_path / "outside" / "a.arrow"), tmp_path / "place"
     names = ("train/a.txt", "train/deep/a.arrow", "a.arrow", "plan.parquet.bak", "other/plan.npz")
@@ -120,7 +118,7 @@ def _stay(block: Callable[[], AbstractContextManager[object]], within: Path) -> 
 
 @contextlib.contextmanager
 def process_in(block: Callable[[], AbstractContextManager[object]], tmp_path: Path) -> Iterator[BaseProcess]:
-    """Another process, which stays in a `with` block until it is killed."""
+    """Start another process that stays in a `with` block until it is killed."""
     within = tmp_path / "within"
     process = FORK.Process(target=_stay, args=(block, within), daemon=True)
     process.start()
@@ -137,7 +135,7 @@ def process_in(block: Callable[[], AbstractContextManager[object]], tmp_path: Pa
     [(signal.SIGKILL, 60.0, 0.0, 5.0), (signal.SIGSTOP, 1.0, 0.4, 10.0)],
     ids=["killed", "stopped"],
 )
-def test_a_holder_is_followed_at_once_when_it_is_gone_and_else_after_the_leases_time(
+def test_a_lease_passes_on_at_once_from_a_dead_process_and_after_its_time_from_a_stopped_one(
     tmp_path: Path, number: int, seconds: float, low: float, high: float
 ) -> None:
     lease = Lease(tmp_path / "x", "work", seconds)
@@ -151,7 +149,7 @@ def test_a_holder_is_followed_at_once_when_it_is_gone_and_else_after_the_leases_
     lease.release()
 
 
-def test_who_waits_hears_of_the_holder_once_and_then_holds(tmp_path: Path) -> None:
+def test_waiting_reports_the_holder_once(tmp_path: Path) -> None:
     first, holders = Lease(tmp_path, "work"), []
     assert first.acquire()
 
@@ -164,7 +162,7 @@ def test_who_waits_hears_of_the_holder_once_and_then_holds(tmp_path: Path) -> No
     assert len(holders) == 1
 
 
-def test_users_are_those_who_joined_and_live(tmp_path: Path) -> None:
+def test_living_users_are_registered_live_processes(tmp_path: Path) -> None:
     directory = tmp_path / "x"
     assert living_users(directory) == []
     with process_in(lambda: register_user(directory), tmp_path) as other, register_user(directory):
@@ -175,7 +173,7 @@ def test_users_are_those_who_joined_and_live(tmp_path: Path) -> None:
     assert living_users(directory) == [] and list(directory.iterdir()) == []
 
 
-def test_parts_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: Path) -> None:
+def test_part_files_of_dead_processes_are_removed(tmp_path: Path) -> None:
     with (
         process_in(lambda: files.part_file(tmp_path / "a"), tmp_path) as other,
         files.part_file(tmp_path / "b"),

@@ -53,7 +53,9 @@ ranks: 65
 
 
 @pytest.mark.parametrize("text", MISTAKES.strip().splitlines())
-def test_mistakes_are_one_line(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_experiments_are_one_line(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     changes = yaml.safe_load(text)
     if "axes" in changes:
         changes["axes"] = AXES | changes["axes"]
@@ -70,7 +72,7 @@ def test_runs_are_all_combinations_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("least", "rates"), [(True, ("0.2", "0.1")), (False, ("0.1", "0.2"))])
-def test_an_axis_is_chosen_with_the_first_repetition_alone(
+def test_an_axis_is_chosen_with_the_first_repetition(
     tmp_path: Path, least: bool, rates: tuple[str, str]
 ) -> None:
     experiment = read_experiment(write(tmp_path, choose={"axis": "lr", "least": least}), [])
@@ -82,7 +84,7 @@ def test_an_axis_is_chosen_with_the_first_repetition_alone(
     assert [run.name for run in choose_runs(experiment, runs, scores)] == expected
 
 
-def test_names_are_filled_into_overrides_and_labels_give_them_another_text(tmp_path: Path) -> None:
+def test_names_are_filled_in_and_labels_override_them(tmp_path: Path) -> None:
     far = {"names.place": "{place}/far", "data.root": "{place}"}
     corpus = {"near": {"data.limit_rows": "{rows}"}, "far": far}
     names = {"root": "some", "place": "{root}/where", "rows": 3}
@@ -126,7 +128,7 @@ def small_sweep(root: Path, late: dict[str, Any], **changes: Any) -> Sweep:
         ({"data.root": "{out}/nowhere"}, True),
     ],
 )
-def test_mistakes_of_late_runs(tmp_path: Path, late: dict[str, Any], local: bool) -> None:
+def test_errors_of_late_runs_are_found_first(tmp_path: Path, late: dict[str, Any], local: bool) -> None:
     """Files must be there only where the runs are."""
     if local:
         check_runs(small_sweep(tmp_path, late), local=False)
@@ -134,14 +136,14 @@ def test_mistakes_of_late_runs(tmp_path: Path, late: dict[str, Any], local: bool
         check_runs(small_sweep(tmp_path, late), local=local)
 
 
-def test_what_decides_is_measured(tmp_path: Path) -> None:
+def test_decisive_metrics_must_be_measured(tmp_path: Path) -> None:
     for metric in ("gained", "lost"):
         front = {"text": "What is lost?", "gained": "validation_nll", "lost": "letters"} | {metric: "leters"}
         with pytest.raises(UserError, match=r"no measure reads leters.*letters"):
             check_runs(small_sweep(tmp_path, {}, fronts={"letters": front}), local=False)
 
 
-def test_files_that_are_made_first_may_be_missing(tmp_path: Path) -> None:
+def test_files_that_before_makes_may_be_missing(tmp_path: Path) -> None:
     late = {"model.path": "{out}/model", "data.root": "{out}/corpus"}
     check_runs(small_sweep(tmp_path, late, before={"corpus": "python -c pass"}), local=True)
     assert not (tmp_path / "out").exists()

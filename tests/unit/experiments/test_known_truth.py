@@ -42,7 +42,9 @@ def geometry() -> Costs:
 
 
 @pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0.97, 1.03), (0.5, 0.9, 0.97), (1.0, 0.7, 0.9)])
-def test_a_geometric_truth_has_its_entropy_and_its_geometry(share: float, low: float, high: float) -> None:
+def test_a_geometric_truth_has_the_expected_entropy_and_geometry(
+    share: float, low: float, high: float
+) -> None:
     truth = bigram.geometric_truth(60, share, generator())
     entropy = -torch.special.xlogy(truth.rows, truth.rows).sum(-1)
     assert (entropy - 0.5 * math.log(60)).abs().max() < 1e-6
@@ -56,7 +58,7 @@ def test_a_geometric_truth_has_its_entropy_and_its_geometry(share: float, low: f
     assert low < spread / across < high
 
 
-def test_the_proper_score_has_the_gradient_of_its_definition_and_settles_at_the_truth() -> None:
+def test_the_proper_score_has_the_gradient_of_its_definition_and_its_fixed_point_is_the_truth() -> None:
     """... m + 5 |E'q - e_y|^2, averaged over targets and differentiated by autograd."""
     truth, q = truths(2)
     embedding = nn.functional.normalize(
@@ -88,7 +90,7 @@ def test_mle_converges_to_the_truth_at_the_rate_of_counts() -> None:
     assert errors[2] < 5 * 12 * 11 / (2 * 12 * 16_000)
 
 
-def test_runs_together_are_runs_alone() -> None:
+def test_runs_in_a_group_equal_single_runs() -> None:
     _, counts = sample(12, 50)
     together, alone = (
         torch.cat([Contestant(name="emo").fit(part, 1e-2, 40).logits for part in counts.parts(entries)])
@@ -98,7 +100,7 @@ def test_runs_together_are_runs_alone() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_gradients_are_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_gradients_equal_uncompiled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     contestant, (_, counts) = Contestant(name="emo"), sample(12, 50)
     plain, after = (contestant.fit(counts, 1e-2, steps).logits for steps in (40, 41))
     monkeypatch.setattr(contestants, "COMPILED", 12)
@@ -166,7 +168,7 @@ def test_smoothing_by_costs_prefers_near_tokens_and_keeps_its_share() -> None:
             assert float(others.max() / others.min()) < math.exp(0.2)
 
 
-def test_no_learning_rate_is_chosen_at_an_end() -> None:
+def test_learning_rates_are_extended_until_the_best_is_inside() -> None:
     tried = []
 
     def score(rate: float) -> dict[str, float]:
@@ -182,7 +184,7 @@ def test_no_learning_rate_is_chosen_at_an_end() -> None:
 @pytest.mark.parametrize(
     "override", ["shares=[1.5]", "draws=[0]", "rates=[]", "outcome=entropy_q", "vocabularies=[1]"]
 )
-def test_a_study_outside_of_its_ranges_is_refused(override: str) -> None:
+def test_values_out_of_range_are_rejected(override: str) -> None:
     with pytest.raises(UserError, match=override.partition("=")[0]):
         load_section(
             study.Study, Path("experiments/configs/known-truth-quick.yaml"), [override], "experiment"
@@ -192,7 +194,9 @@ def test_a_study_outside_of_its_ranges_is_refused(override: str) -> None:
 PLUGIN = "import torch\n\ndef scaled(m):\n    return torch.full_like(m, {})\n"
 
 
-def test_cells_are_made_again_by_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_are_repeated_if_code_or_parameters_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each change of the study's code, a plug-in, a parameter or a share makes its cell anew."""
     plugin, measured = tmp_path / "plugin.py", []
     plugin.write_text(PLUGIN.format(1.0))
@@ -247,7 +251,7 @@ def measured(root: Path, *arguments: str | Path) -> dict[str, Any]:
     return json.loads((root / "out.json").read_text())
 
 
-def test_the_texts_are_the_tokens_that_were_drawn(root: Path) -> None:
+def test_corpora_are_disjoint_and_larger_ones_extend_smaller_ones(root: Path) -> None:
     train = rows(root / "corpus/train.jsonl")
     assert len(train) == 6 and all(1 < len(row) <= 13 for row in train)
     splits = [rows(root / f"corpus/{split}.jsonl") for split in ("train", "dev", "test")]
@@ -268,7 +272,7 @@ def targets(texts: list[list[int]]) -> Tensor:
     return torch.tensor([token for text in texts for token in text[1:]])[:, None]
 
 
-def test_a_learner_has_the_oracles_embedding_alone(root: Path) -> None:
+def test_a_learner_keeps_only_the_oracles_embedding(root: Path) -> None:
     out = root / "begins"
     assert learner.main(["--model", str(root / "oracle"), "--output_path", str(out)]) == 0
     fresh, expected = (EvaluatedModel(str(path)).model.state_dict() for path in (out, root / "oracle"))
@@ -313,7 +317,7 @@ def test_measures_equal_a_naive_computation(root: Path) -> None:
         assert results["at_1"][name] == pytest.approx(float(values.mean()), abs=1e-6)
 
 
-def test_packed_texts_are_measured_as_far_as_a_context_reaches(root: Path) -> None:
+def test_long_texts_are_cut_at_the_context_length(root: Path) -> None:
     texts = rows(root / "corpus/test.jsonl")
     long = [*texts, texts[0] * 200]
     packed = zstandard.compress("".join(json.dumps({"ids": text}) + "\n" for text in long).encode())
@@ -326,7 +330,7 @@ def test_packed_texts_are_measured_as_far_as_a_context_reaches(root: Path) -> No
     assert results == measured(root, "--texts", root / "cut.jsonl")
 
 
-def test_contexts_are_divided_and_decoded_as_a_naive_loop_does(root: Path) -> None:
+def test_decodings_and_halves_equal_a_naive_computation(root: Path) -> None:
     results, texts = measured(root), rows(root / "corpus/test.jsonl")
     log_p, log_q = (log_probs(root / name, texts) for name in ("oracle", "learner"))
     p = log_p.exp().numpy()
@@ -349,7 +353,7 @@ def test_contexts_are_divided_and_decoded_as_a_naive_loop_does(root: Path) -> No
     assert results["decoded"]["p0_9"]["js"] == pytest.approx(js(np.array(nuclei)).mean(), abs=1e-6)
 
 
-def test_tempering_explains_a_tempered_model(root: Path) -> None:
+def test_a_tempered_model_equals_its_tempered_baseline(root: Path) -> None:
     """A baseline that is the model at another temperature leaves no gap: sharpening is taken away whole."""
     model, sharp = EvaluatedModel(str(root / "learner")), root / "sharp"
     model.model.lm_head.weight.data *= 2.0
@@ -380,7 +384,7 @@ def test_the_best_temperature_is_exact(root: Path) -> None:
     assert abs(float(slopes.mean())) < 1e-6
 
 
-def test_training_ends_where_other_truths_say(tmp_path: Path) -> None:
+def test_steps_are_chosen_on_the_selection_truths(tmp_path: Path) -> None:
     """Not where the development sample does: after the steps that suit the selection truths."""
     contestants = {name: Contestant(name="mle") for name in ("mle", "other")}
     chosen = study.Study(

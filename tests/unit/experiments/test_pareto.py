@@ -16,7 +16,7 @@ POINTS = st.lists(st.tuples(COORDINATE, COORDINATE), min_size=1, max_size=8)
 
 
 @given(POINTS)
-def test_a_front_is_what_no_point_is_better_than(points: list[tuple[float, float]]) -> None:
+def test_a_front_has_the_pareto_optimal_points(points: list[tuple[float, float]]) -> None:
     corners = pareto_front(points)
     for x, y in points:
         better = [p for p in points if p[0] <= x and p[1] <= y and p != (x, y)]
@@ -36,6 +36,6 @@ def test_a_gap_is_the_mean_difference_and_changes_sign(a: list[tuple], b: list[t
     assert front_gap(b, a) == pytest.approx(-value, abs=1e-9)
 
 
-def test_points_that_are_not_numbers_are_no_part_of_a_front() -> None:
+def test_fronts_ignore_points_that_are_not_finite() -> None:
     assert pareto_front([(1.0, math.nan), (2.0, 1.0), (3.0, 0.0)]) == [(2.0, 1.0), (3.0, 0.0)]
     assert math.isnan(front_gap([(1.0, math.inf)], [(1.0, 2.0), (2.0, 1.0)]))

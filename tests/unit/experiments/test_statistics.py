@@ -1,4 +1,4 @@
-"""Intervals and tests against scipy, verdicts by their rule, and what counts as a repetition."""
+"""Intervals and tests against SciPy, decision rules, and repetitions."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def test_a_paired_difference_is_the_paired_t_test() -> None:
     assert [paired_difference([x, x + 1], [1.0, 2.0])["p"] for x in (1.0, 2.0)] == [1.0, 0.0]
 
 
-def test_which_values_lie_at_an_end_of_their_grid() -> None:
+def test_grid_ends() -> None:
     assert [is_grid_end(rate, [1e-3, 3e-3, 9e-3]) for rate in (1e-3, 3e-3, 9e-3)] == [True, False, True]
     assert not is_grid_end(1e-3, [1e-3]) and not is_grid_end("a", ["a", "b"])
 
 
 @pytest.mark.parametrize(("shifts", "answer"), [((-1, -1), "yes"), ((-1, 0), "undecided"), ((1, -1), "no")])
-def test_yes_needs_every_comparison_and_no_a_single_one(shifts: tuple[float, float], answer: str) -> None:
-    """`ours` lies `shift` beside the others, and less is better; the clearest refutation is shown."""
+def test_yes_needs_all_comparisons_and_no_needs_one(shifts: tuple[float, float], answer: str) -> None:
+    """`ours` differs from the others by `shift`; lower is better."""
     rng = np.random.default_rng(2)
     ours = rng.normal(size=10)
     others = [(ours - shift + rng.normal(scale=0.05, size=10)).tolist() for shift in shifts]
@@ -65,17 +65,15 @@ def a_map(cells: int, truths: int, gains: np.ndarray) -> list[dict[str, Any]]:
     return [answer_of_study(study, "helps", result, cells) for result in results]
 
 
-def test_the_intervals_of_a_map_hold_together() -> None:
-    """Over 600 maps, all 12 intervals of one cover their truth in 95 of 100."""
+def test_the_intervals_of_a_map_are_simultaneous() -> None:
+    """All 12 intervals of a map cover the truth in 95 % of 600 maps."""
     cells, truths, maps = 12, 20, 600
     gains = np.random.default_rng(6).normal(size=(maps * cells, truths))
-    covered = [
-        paired_verdict["low"] <= 0 <= paired_verdict["high"] for paired_verdict in a_map(cells, truths, gains)
-    ]
+    covered = [cell["low"] <= 0 <= cell["high"] for cell in a_map(cells, truths, gains)]
     assert 0.93 < np.reshape(covered, (maps, cells)).all(axis=1).mean() < 0.97
 
 
-def test_the_repetitions_of_a_sweep_are_its_seeds_whatever_groups_share_them(tmp_path: Path) -> None:
+def test_the_repetitions_of_a_sweep_are_its_seeds(tmp_path: Path) -> None:
     experiment = read_experiment(sweep(tmp_path, Path("unused.yaml")), [])
     gains = np.random.default_rng(8).normal(size=(3, 5))
     rows = [
