@@ -133,7 +133,7 @@ fuzz: setup ## damaged files for every parser; ARGS="--seconds 60 --only recipe"
 	$(BIN)/python -m tests.campaigns.fuzz $(ARGS)
 
 evidence evidence-full: setup ## does it help, and why? An hour on 2 cores; evidence-full has no limit
-	$(BIN)/python -m emo.experiments.evidence experiments/$@.yaml names.data=$(DATA) --jobs $(JOBS)
+	$(BIN)/python -m emo.experiments.evidence experiments/configs/$@.yaml names.data=$(DATA) --jobs $(JOBS)
 
 clean: ## remove what was built; results under runs/ stay
 	rm -rf build dist *.egg-info

@@ -1,1 +1,1 @@
-"""What all rooms stand on."""
+"""Shared utilities."""

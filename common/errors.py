@@ -1,4 +1,4 @@
-"""The errors that a user sees as a line, the exit codes of every command, and how one leads to the other."""
+"""Errors that are reported as one line, and the exit codes of all commands."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from typing import Self
 
 from .text import printable, without_secrets
 
-LONGEST = 1500  # characters of a line
+LONGEST = 1500  # characters per reported line
 AGAIN = "run the same command again to resume"
 
 
 class ExitCode(IntEnum):
-    """The meaning of a command's end to the script that called it (docs/operations.md)."""
+    """Exit codes of all commands (docs/operations.md)."""
 
     DONE = 0
-    FAILURE = 1  # a crash, a lost rank, a full disk: the same command resumes from what is complete
-    MISTAKE = 2  # in the input, or a crash before training's first step: running it again cannot help
-    REGRESSION = 3  # a model is worse than the one that it was compared with, or than before it was trained
-    STOPPED = 75  # sysexits' EX_TEMPFAIL: nothing is wrong; the same command resumes
-    INTERRUPTED = 130  # Ctrl-C, as shells say it (128 + SIGINT), where nothing is saved first: likewise
-    UNREAD = 141  # nobody reads the output any more, as in `... | head` (128 + SIGPIPE)
+    FAILURE = 1  # a crash, a lost rank or a full disk; the same command resumes
+    MISTAKE = 2  # invalid input, or a crash before the first training step; a retry cannot help
+    REGRESSION = 3  # a model is worse than its reference, or than before training
+    STOPPED = 75  # stopped on request (EX_TEMPFAIL in sysexits.h); the same command resumes
+    INTERRUPTED = 130  # Ctrl-C without saving first (128 + SIGINT); the same command resumes
+    UNREAD = 141  # the reader of the output closed it, as in `... | head` (128 + SIGPIPE)
 
 
 class UserError(Exception):
-    """A mistake in what the user gave. Its text is one line: what is wrong, where, what to set.
+    """Invalid input from the user. The message is one line: what is wrong, where, and what to set.
 
-    The line may quote data and other programs: secrets, and what could act on a terminal, are left out, and
-    the middle of what is very long. `code` names the kind of mistake for programs and tests: it stays when
-    the wording changes. `more`: further mistakes in the same file, each of which is printed as a line.
+    Secrets and terminal control characters are removed from the message, and very long messages are
+    shortened. `code` identifies the kind of error for programs and tests. `more` holds further errors in the
+    same file, which are printed on their own lines.
     """
 
     def __init__(self, message: str = "", *, code: str = "", more: Iterable[str] = ()) -> None:
@@ -45,7 +45,7 @@ class UserError(Exception):
 
     @property
     def lines(self) -> list[str]:
-        """Return each mistake as a line."""
+        """Return each error as a line."""
         return [one_line(message, LONGEST) for message in (super().__str__(), *self.more)]
 
     def __str__(self) -> str:
@@ -53,41 +53,43 @@ class UserError(Exception):
 
     @classmethod
     def of(cls, errors: Sequence[UserError]) -> Self:
-        """Return one error for several mistakes; the first gives the code."""
+        """Combine several errors into one, with the code of the first."""
         first, *others = errors
         return cls(str(first), code=first.code, more=map(str, others))
 
 
 class FailureError(UserError):
-    """A failure of the machine, a full disk for example: once it is cured, the same command resumes."""
+    """A failure of the machine, for example a full disk. The same command resumes once it is fixed."""
 
 
 class DiskFullError(OSError):
-    """No space left to write to. It may pass, so it is no UserError: the same command resumes after it."""
+    """No space left on the device. The same command resumes once there is space."""
 
 
-# Disks are cleared, networks and file servers come back.
-PASSING = {
+# Errors of disks and networks that may disappear without a change by the user.
+TRANSIENT = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EPIPE),
     *(errno.ECONNRESET, errno.ECONNREFUSED, errno.ECONNABORTED, errno.EHOSTUNREACH, errno.ENETUNREACH),
 }
-# Only a change by the user cures these. Libraries raise the classes without a number as well.
-LASTING = FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError
-MISTAKES = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
+# Errors that only a change by the user fixes. Libraries also raise these classes without an errno.
+PERMANENT = FileNotFoundError | PermissionError | NotADirectoryError | IsADirectoryError | FileExistsError
+PERMANENT_NUMBERS = {errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL}
 
 
 def may_pass(error: OSError) -> bool | None:
-    """Return whether the same command may succeed later; None where the error alone does not tell."""
-    if isinstance(error, DiskFullError) or error.errno in PASSING:
+    """Return whether the same command may succeed later, or None if the error does not tell."""
+    if isinstance(error, DiskFullError) or error.errno in TRANSIENT:
         return True
-    return False if isinstance(error, LASTING) or error.errno in MISTAKES else None
+    return False if isinstance(error, PERMANENT) or error.errno in PERMANENT_NUMBERS else None
 
 
-def outcome(work: Callable[[], int], alone: bool | Callable[[], bool] = True) -> int:
-    """Return the exit code of a command: that of `work`, or that of its error, which is printed as one line.
+def exit_code_of(work: Callable[[], int], alone: bool | Callable[[], bool] = True) -> int:
+    """Run a command and return its exit code. An error is printed as one line.
 
-    alone: False where another process of this host prints the errors that all of them meet; a function where
-    that is known only then.
+    Args:
+        work: The command. It returns its exit code.
+        alone: Whether this process prints its UserErrors. Set it to False if another process on this host
+            prints the errors that all processes raise. A function is called after the error.
     """
     try:
         _open_streams()
@@ -101,9 +103,9 @@ def outcome(work: Callable[[], int], alone: bool | Callable[[], bool] = True) ->
     except OSError as error:
         if isinstance(error, BrokenPipeError) and _is_unread():
             return ExitCode.UNREAD
-        passing = may_pass(error) is not False
-        print(f"error: {one_line(error)}" + f"; {AGAIN}" * passing, file=sys.stderr)
-        return ExitCode.FAILURE if passing else ExitCode.MISTAKE
+        transient = may_pass(error) is not False
+        print(f"error: {one_line(error)}" + f"; {AGAIN}" * transient, file=sys.stderr)
+        return ExitCode.FAILURE if transient else ExitCode.MISTAKE
     except KeyboardInterrupt:
         if alone:
             print(f"interrupted; {AGAIN}", file=sys.stderr)
@@ -111,32 +113,31 @@ def outcome(work: Callable[[], int], alone: bool | Callable[[], bool] = True) ->
 
 
 def _open_streams() -> None:
-    """Open standard streams that the caller closed (`>&-`), so that no other file takes their numbers."""
+    """Reopen standard streams that the caller closed (`>&-`), so that no other file gets their numbers."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             mode = "w" if number else "r"
             file = pathlib.Path(os.devnull).open(mode, encoding="utf-8")  # noqa: SIM115
             setattr(sys, name, file)
-            with contextlib.suppress(OSError):  # the lowest free number, as a rule that of the stream
+            with contextlib.suppress(OSError):  # usually the stream's own number, which children inherit
                 os.set_inheritable(file.fileno(), True)
 
 
 def _is_unread() -> bool:
-    """Return whether the reader of the output has gone, as in `... | head`; the rest then goes nowhere."""
+    """Return whether the reader of stdout closed it, as in `... | head`. If so, discard further output."""
     poll = select.poll()
-    with contextlib.suppress(OSError, ValueError):  # it may be no file of the system
+    with contextlib.suppress(OSError, ValueError):  # stdout may not be a system file
         poll.register(sys.stdout.fileno(), 0)
-    gone = any(event & select.POLLERR for _, event in poll.poll(0))
-    if gone:
+    closed = any(event & select.POLLERR for _, event in poll.poll(0))
+    if closed:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return gone
+    return closed
 
 
 def one_line(error: BaseException | str, limit: int = 300) -> str:
-    """Return the text of an error without line breaks, or its type, in about `limit` characters.
+    """Return an error's text, or else its type, as one line of about `limit` characters.
 
-    Secrets are left out, what could act on a terminal, and the middle of what is longer: the end often says
-    what to do.
+    Secrets and terminal control characters are removed. A longer text keeps its beginning and its end.
     """
     text = without_secrets(" ".join(str(error).split()))
     if not text and isinstance(error, BaseException):
@@ -145,14 +146,14 @@ def one_line(error: BaseException | str, limit: int = 300) -> str:
 
 
 def similar(name: str, options: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Return the option that was probably meant by a misspelt name."""
+    """Return the option that is most similar to a misspelt name."""
     return next(iter(difflib.get_close_matches(name[:200], list(options), n=1, cutoff=cutoff)), None)
 
 
 def nearest(name: str, options: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> str:
-    """Return a hint at the known name that was probably meant, or at all of them.
+    """Return a hint that suggests the most similar known name, or lists all of them. Case is ignored.
 
-    elsewhere: what other programs call something, and what it is called here. Case does not matter.
+    elsewhere: known names by the names that other programs use.
     """
     names = {str(key).lower(): str(key) for key in options}
     if not names:

@@ -1,3 +1,3 @@
-"""The one mark on a label that every room understands."""
+"""The ignore index of labels."""
 
 IGNORE = -100  # label of a position that predicts nothing

@@ -1,8 +1,8 @@
-"""A map over worker processes that keeps order, bounds memory and leaves no orphan behind.
+"""An ordered map over worker processes with bounded memory and no orphans.
 
-Each worker has a pipe of its own, of which nobody else holds the other end: when it dies, even in the middle
-of a result, the pipe ends and that is seen. With a queue that all share, as `concurrent.futures` has it, the
-rest of that result would be waited for while any other worker lives.
+Each worker has its own pipe. If a worker dies, even while it sends a result, its pipe closes and the parent
+notices. With the shared queue of `concurrent.futures`, the parent would wait for the rest of that result as
+long as any other worker lives.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from typing import Any
 
 from .errors import UserError
 
-JOIN = 10.0  # seconds for a worker to end by itself
+JOIN = 10.0  # seconds that a worker has to exit
 
 
 @contextlib.contextmanager
-def environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process's environment for a block; those alone are put back."""
+def set_environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process for a block, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
@@ -39,10 +39,10 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name, None) if value is None else os.environ.update({name: value})
 
 
-class Workers:
-    """`count` processes, each with the function that `make(*arguments)` gives there; with one, this process.
+class WorkerPool:
+    """A pool of worker processes that apply the function `make(*arguments)` to items.
 
-    Use as a context manager. Results do not depend on the count.
+    A pool of one uses this process. Use the pool as a context manager. Results do not depend on the count.
     """
 
     def __init__(self, count: int, make: Callable[..., Callable[[Any], Any]], *arguments: Any) -> None:
@@ -51,18 +51,18 @@ class Workers:
         self._started: list[tuple[Connection, multiprocessing.process.BaseProcess]] = []
         if self._function is not None:
             return
-        # Not fork: the tokenizer library starts threads, and a forked thread pool hangs.
+        # No fork: the tokenizer library starts threads, and a forked thread pool hangs.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([make.__module__])
-        # The server of workers is started by `python -c`, which would look in the working directory first:
-        # there may lie a common.py or data_prep.py of the user's.
+        # The fork server is started by `python -c`, which would import modules from the working directory
+        # first. A user's common.py must not hide ours.
         path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-        with environment({"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}):
+        with set_environment({"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}):
             multiprocessing.forkserver.ensure_running()
-        self._threads = ThreadPoolExecutor(count)  # each thread talks to one worker, which it starts
+        self._threads = ThreadPoolExecutor(count)  # each thread starts one worker and talks to it
         self._local = threading.local()
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -70,14 +70,14 @@ class Workers:
             return
         self._threads.shutdown(wait=True, cancel_futures=True)
         for connection, _ in self._started:
-            connection.close()  # a worker ends when its pipe does
+            connection.close()  # the worker then exits
         for _, process in self._started:
             process.join(JOIN)
             if process.is_alive():
                 process.kill()
 
     def map(self, items: Iterable[Any]) -> Iterator[Any]:
-        """Yield the function of each item, in order; items are taken only as results are consumed."""
+        """Apply the function to items in order. Items are consumed only as fast as results are used."""
         if self._function is not None:
             yield from map(self._function, items)
             return
@@ -90,7 +90,7 @@ class Workers:
             yield running.popleft().result()
 
     def _apply(self, item: Any) -> Any:
-        """Return the function of an item, computed by this thread's worker."""
+        """Apply the function to an item in this thread's worker."""
         local = self._local
         if not hasattr(local, "connection"):
             local.connection, child_end = self._context.Pipe()
@@ -101,11 +101,11 @@ class Workers:
         try:
             local.connection.send(item)
             result, error = local.connection.recv()
-        except (EOFError, OSError):  # the end of a pipe, between messages and in the middle of one
+        except (EOFError, OSError):  # the pipe was closed
             local.process.join(JOIN)
             code = local.process.exitcode
             raise UserError(
-                f"a worker process died (exit code {code}), most likely for lack of memory; run again with "
+                f"a worker process died (exit code {code}), probably because memory ran out. Run again with "
                 "fewer --workers"
             ) from None
         if error is not None:
@@ -116,17 +116,16 @@ class Workers:
 def _work(
     connection: Connection, make: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...]
 ) -> None:
-    """In a worker: answer items with the function's results, or its errors, until the pipe ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too, and ends its workers
+    """In a worker: send the result or error of each received item until the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent receives it too and stops its workers
     parent = multiprocessing.parent_process()
 
-    def follow() -> None:
-        """End when the parent is killed, in the middle of an item too."""
+    def exit_with_parent() -> None:
         if parent is not None:
             parent.join()
         os._exit(1)
 
-    threading.Thread(target=follow, daemon=True).start()
+    threading.Thread(target=exit_with_parent, daemon=True).start()
     function = make(*arguments)
     with contextlib.suppress(EOFError, OSError):
         while True:

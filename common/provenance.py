@@ -1,4 +1,4 @@
-"""Which code and which libraries made something, and where what comes with the code lies."""
+"""Versions of the code and its libraries, and the location of files that ship with it."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pathlib import Path
 
 from emo import __version__
 
-# The checkout; for an installed wheel, whose layout is the same, the directory of its packages.
+# The checkout, or the directory of an installed wheel's packages, which has the same layout.
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def shipped(path: Path) -> Path:
-    """Return `path`, or the file of that name that comes with this code where nothing is at a relative one.
+    """Return `path` if it exists, else the file of that name that ships with this code.
 
-    So `launch/recipes/NAME.yaml` and `ds_configs/NAME.json` mean the same in a checkout and anywhere else.
+    `launch/recipes/NAME.yaml` and `ds_configs/NAME.json` thus work in every working directory.
     """
     ours = REPOSITORY / path
     return path if path.exists() or not ours.exists() else ours
 
 
 def code_version() -> str:
-    """Return the commit of this code, marked when it was changed since; the version of an installed wheel.
+    """Return the commit of this code, marked if there are uncommitted changes, or a wheel's version.
 
     `unknown` in a checkout without git.
     """
-    if not (REPOSITORY / ".git").exists():  # a wheel may lie inside a checkout of something else
+    if not (REPOSITORY / ".git").exists():  # a wheel may be installed inside another project's checkout
         return __version__
     try:
         described = subprocess.run(

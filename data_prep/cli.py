@@ -10,10 +10,10 @@ from pathlib import Path
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # processes are the parallelism, see parallel.py
 
-from emo.common.cli.commands import Parser, first_word, parse_arguments
-from emo.common.cli.progress import printer
+from emo.common.cli.commands import Parser, announce, parse_arguments
+from emo.common.cli.progress import make_console
 from emo.common.config.recipe import Section
-from emo.common.errors import DiskFullError, ExitCode, UserError, outcome
+from emo.common.errors import DiskFullError, ExitCode, UserError, exit_code_of
 from emo.common.text import counted, printable
 
 from .config import load_data_config
@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None, recipe: type[Section] | None = None) -> 
     """
     parser = _parser()
     args = parse_arguments(parser, argv)
-    return outcome(lambda: _run(args, recipe))
+    return exit_code_of(lambda: _run(args, recipe))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -69,19 +69,19 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
     """Run the command that was given; each imports what it needs once its first word is out."""
     if args.command == "prepare":
         config = load_data_config(args.recipe, args.overrides, recipe)
-        first_word(args.recipe)
+        announce(args.recipe)
         from .prepare import prepare
 
         prepare(config, args.shard, args.workers, args.force, args.finish, _say)
     elif args.command == "inspect":
-        first_word(args.directory)
+        announce(args.directory)
         from .shards.inspect import inspect
         from .shards.verify import data_sets
 
         for split in data_sets(args.directory):
-            inspect(split, args.samples, args.seed, printer())
+            inspect(split, args.samples, args.seed, make_console())
     elif args.command == "verify":
-        first_word(args.directory)
+        announce(args.directory)
         from .shards.verify import verify
 
         right, faults = verify(args.directory)
@@ -93,12 +93,12 @@ def _run(args: argparse.Namespace, recipe: type[Section] | None) -> int:
             others = f" (and {counted(len(faults) - 1, 'more fault')}, above)" if len(faults) > 1 else ""
             raise UserError(faults[0] + others)
     elif args.command == "sniff":
-        first_word(args.files)
+        announce(args.files)
         from .sniff import sniff
 
-        sniff(args.files, args.tokenizer, printer())
+        sniff(args.files, args.tokenizer, make_console())
     else:
-        first_word(args.directory)
+        announce(args.directory)
         from .sources import world
 
         world.write_tasks(args.directory, args.train, args.test)

@@ -21,13 +21,13 @@ from emo.common.config.recipe import (
     KEYS,
     Section,
     check_section,
+    format_value,
     mark,
     mark_of,
     marked,
-    meant,
     parse_section,
     read_recipe,
-    shown,
+    suggest_key,
 )
 from emo.common.errors import UserError, one_line
 from emo.common.io.untrusted import read_json
@@ -307,7 +307,7 @@ def load_data_config(path: Path, overrides: list[str], recipe: type[Section] | N
     if "data" not in tree:
         problem = f"recipe {path} has no data section; it has: {', '.join(map(str, tree)) or 'nothing'}"
         unknown = sorted(map(str, tree.keys() - {*KEYS}))
-        hints = [(key, meant(recipe or DataConfig, [key])) for key in unknown]
+        hints = [(key, suggest_key(recipe or DataConfig, [key])) for key in unknown]
         lines = [f"unknown key {key}; {hint}" for key, hint in hints if hint]
         raise UserError(problem, code="no-data-section", more=lines)
     if recipe is not None:
@@ -400,5 +400,5 @@ def check_prepared(directory: Path, prepared: Mapping[str, Any], config: DataCon
 
 def described(changed: list[tuple[str, Any, Any]]) -> str:
     """Return differences as a part of a message."""
-    parts = (f"{key}={shown(was)}, the recipe says {shown(now)}" for key, was, now in changed)
+    parts = (f"{key}={format_value(was)}, the recipe says {format_value(now)}" for key, was, now in changed)
     return one_line(f"prepared with {'; with '.join(parts)}", 800)

@@ -34,17 +34,17 @@ from emo.common.errors import FailureError, UserError, one_line
 from emo.common.io.files import (
     PART,
     Hashes,
-    claim,
-    foreign,
+    claim_directory,
+    find_foreign_files,
     full_disk,
     remove_abandoned,
-    remove_made,
+    remove_matching,
     signature,
     write_text,
 )
-from emo.common.io.lease import Lease, joined, users, waited
+from emo.common.io.lease import Lease, living_users, register_user, wait_and_hold
 from emo.common.io.untrusted import read_json
-from emo.common.parallel import Workers
+from emo.common.parallel import WorkerPool
 from emo.common.text import counted
 
 from .config import (
@@ -130,7 +130,7 @@ def prepare(
             "--force with --shard would discard other jobs' shards; run it once without --shard",
             code="force-with-shard",
         )
-    claim(config.dir, MARKER, NOTE, "data.dir")
+    claim_directory(config.dir, MARKER, NOTE, "data.dir")
     job = Preparation(config, workers, say)
     with contextlib.ExitStack() as stack:
         stack.enter_context(full_disk(config.dir))
@@ -139,7 +139,7 @@ def prepare(
                 job.begin(force)
             else:
                 job.clear()  # what a job that died had still to clear
-            stack.enter_context(joined(config.dir / JOBS))
+            stack.enter_context(register_user(config.dir / JOBS))
         if not (config.dir / PLAN).is_file():
             scan = job.scan(shard[0] / shard[1])
             with job.alone():
@@ -173,7 +173,7 @@ class Preparation:
 
     def alone(self) -> AbstractContextManager[None]:
         """Return a context in which no other job sets up or decides."""
-        return waited(
+        return wait_and_hold(
             Lease(self.config.dir / PLANNING, "plan"),
             lambda holder: self.say(f"another job is planning ({holder}); waiting for it"),
         )
@@ -185,7 +185,7 @@ class Preparation:
         and nothing can fail any more.
         """
         directory = self.config.dir
-        others = users(directory / JOBS)
+        others = living_users(directory / JOBS)
         if others and (force or not (self.new / SETTINGS).is_file()):
             raise UserError(
                 f"another job ({others[0]}) is working in {directory}; wait for it, or set another data.dir",
@@ -202,7 +202,7 @@ class Preparation:
                 code="plan-gone",
             )
         patterns = (*OF_ALL, *OF_SPLITS, *UNFINISHED, MARKER, f"{PLANNING}/*", f"{JOBS}/*")
-        other = next(foreign(directory, patterns), None)
+        other = next(find_foreign_files(directory, patterns), None)
         if other is not None:
             raise UserError(
                 f"{other} was not made by prepare; move it away, or set another data.dir", code="foreign-file"
@@ -221,7 +221,7 @@ class Preparation:
         before the rows are read.
         """
         config, say = self.config, self.say
-        remove_made(config.dir, UNFINISHED if force else SET_UP)
+        remove_matching(config.dir, UNFINISHED if force else SET_UP)
         (self.new / SCAN).mkdir(parents=True, exist_ok=True)
         remove_abandoned(self.new / SCAN)
         try:
@@ -257,7 +257,7 @@ class Preparation:
 
     def clear(self, patterns: tuple[str, ...] = UNFINISHED) -> None:
         """Remove what was made in `.new`."""
-        remove_made(self.config.dir, patterns)
+        remove_matching(self.config.dir, patterns)
         for directory in (self.new / SCAN, self.new):
             with contextlib.suppress(OSError):
                 directory.rmdir()
@@ -319,15 +319,15 @@ class Preparation:
             say("note: with this tokenizer words get other ids than whole texts; words are not cached")
         if config.limit_tokens is not None:
             encode = encode._replace(by_words=summary["by_words"], grams=None)
-            with Workers(self.workers, counting, encode) as pool:
+            with WorkerPool(self.workers, counting, encode) as pool:
                 plan = limit_tokens(config, plan, inputs, pool, self.new / LIMITED)
         say(f"not used: {'; '.join(left_out(summary)) or 'nothing'}")
         for line in (*columns_read(summary), *summary.pop("notes")):
             say(line)
         plan.save(self.new / PLAN)
         (config.dir / PLAN).unlink(missing_ok=True)  # first, as it vouches for the rest
-        remove_made(config.dir, [f"{split}/{MANIFEST}" for split in SPLITS])
-        remove_made(config.dir, (*OF_SPLITS, *OF_ALL))
+        remove_matching(config.dir, [f"{split}/{MANIFEST}" for split in SPLITS])
+        remove_matching(config.dir, (*OF_SPLITS, *OF_ALL))
         for name in (SETTINGS, TOKENIZER, GRAMS, PLAN):
             if (self.new / name).exists():
                 (self.new / name).replace(config.dir / name)
@@ -427,7 +427,7 @@ class Preparation:
         row_size = sum(chars.values()) // max(1, copies)  # on average
         size = sum(int(plan.rows(shard, shard + 1).copies.sum(dtype="int64")) for shard in todo) * row_size
         with (
-            Workers(min(self.workers, len(plan.pieces)), encoding, encode) as pool,
+            WorkerPool(min(self.workers, len(plan.pieces)), encoding, encode) as pool,
             progress("tokenising", size, say) as advance,
         ):
 

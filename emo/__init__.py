@@ -1,7 +1,7 @@
-"""Adapt a language model with EMO and its peers, and know whether it helped.
+"""Fine-tune language models with EMO and other objectives, and measure whether they helped.
 
-`emo.loss` and `emo.hf` are the public API. The other names here are links to the rooms of the repository:
-common, data_prep, pipeline, eval, experiments, launch and ds_configs.
+`emo.loss` and `emo.hf` are the public API. The other names are links to the packages of the repository:
+common, data_prep, pipeline, eval, experiments (not in wheels), launch and ds_configs.
 """
 
 __version__ = "0.1.0"  # pyproject.toml and CITATION.cff have it from here

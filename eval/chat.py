@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from emo.common.cli.commands import first_word
+from emo.common.cli.commands import announce
 from emo.common.errors import ExitCode, UserError
 from emo.common.text import counted, printable
 from emo.data_prep.encoding.tokenizer import chat_template
@@ -37,7 +37,7 @@ def add_arguments(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace, _: Callable[[str], None]) -> int:
     """Run `chat`; return the exit code. Replies go to stdout, all else to stderr."""
-    first_word("chat")
+    announce("chat")
     if args.max_new_tokens < 1:
         raise UserError(f"--max_new_tokens {args.max_new_tokens} must be at least 1")
     model = EvaluatedModel(args.model, dtype=args.dtype)

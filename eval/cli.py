@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from emo.common.cli.commands import Parser, first_word, parse_arguments
-from emo.common.cli.progress import at_work
-from emo.common.errors import ExitCode, FailureError, UserError, one_line, outcome
+from emo.common.cli.commands import Parser, announce, parse_arguments
+from emo.common.cli.progress import show_activity
+from emo.common.errors import ExitCode, FailureError, UserError, exit_code_of, one_line
 from emo.common.text import counted, on_one_line, printable
 
 from . import chat
@@ -168,7 +168,7 @@ def _watch(args: argparse.Namespace) -> int:
 
     watch = Watch(args.run_dir, tasks, settings, out, args.dtype, say, exports)
     while True:
-        with at_work(f"{args.run_dir}: looking for checkpoints"):
+        with show_activity(f"{args.run_dir}: looking for checkpoints"):
             evaluated = watch.once()
         if evaluated and not args.no_report:
             document(Report([out])).write(f"{out}/", FILES)
@@ -185,7 +185,7 @@ def _watch(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    first_word("report")
+    announce("report")
     from .report.gather import Report
     from .report.page import FILES, document
 
@@ -204,7 +204,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    first_word("compare")
+    announce("compare")
     from .results.compare import gate, regression, table
     from .results.directory import pick, read_models
 
@@ -246,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     def work() -> int:
         # These wait for hours, for checkpoints or for messages: they show their work alone.
         waits = args.command in ("watch", "chat")
-        with contextlib.nullcontext() if waits else at_work(f"{args.command}: working"):
+        with contextlib.nullcontext() if waits else show_activity(f"{args.command}: working"):
             return dispatch()
 
     def dispatch() -> int:
@@ -265,4 +265,4 @@ def main(argv: list[str] | None = None) -> int:
                 code="out-of-memory",
             ) from error
 
-    return outcome(work)
+    return exit_code_of(work)

@@ -16,8 +16,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from emo.common.cli.commands import first_word
-from emo.common.cli.progress import at_work
+from emo.common.cli.commands import announce
+from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError, one_line
 from emo.common.io.untrusted import read_json
 from emo.common.io.weights import (
@@ -26,7 +26,7 @@ from emo.common.io.weights import (
     Loaded,
     context_length,
     load_causal_lm,
-    load_config,
+    load_model_config,
     opened_files,
 )
 from emo.common.io.weights import CONFIG as CONFIG_JSON
@@ -86,7 +86,7 @@ class EvaluatedModel:
 
     @cached_property
     def _digests(self) -> tuple[str, str]:
-        with at_work(f"{self.name}: reading the files"):
+        with show_activity(f"{self.name}: reading the files"):
             return self._current_digests()
 
     def _current_digests(self) -> tuple[str, str]:
@@ -149,9 +149,9 @@ class EvaluatedModel:
         Raises UserError unless the files are those of `digest` and hold exactly the weights of a causal
         language model, all of them finite, and the tokenizer belongs to it.
         """
-        first_word(self.name, "weights")
+        announce(self.name, "weights")
         _ = self._digests  # of the files before
-        with at_work(f"{self.name}: loading weights"):
+        with show_activity(f"{self.name}: loading weights"):
             return self._load()
 
     def _load(self) -> Any:
@@ -259,7 +259,7 @@ class EvaluatedModel:
     def context(self) -> int | None:
         """The longest sequence that the model reads, in tokens, or None if its configuration has no limit."""
         try:
-            return context_length(load_config(self.path))
+            return context_length(load_model_config(self.path))
         except (OSError, ValueError) as error:
             raise UserError(f"cannot load {self.given}: {one_line(error, 200)}", code="model") from None
 
@@ -306,7 +306,7 @@ def hub_snapshot(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        with at_work(f"{name}: downloading"):
+        with show_activity(f"{name}: downloading"):
             return Path(snapshot_download(name, ignore_patterns=["*.msgpack", "*.h5", "*.onnx", "*.gguf"]))
     except Exception as error:  # hub errors come in many kinds; all mean that it cannot be had
         raise UserError(

@@ -35,7 +35,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from emo.common.errors import FailureError, UserError, one_line
-from emo.common.io.lease import held, now_there
+from emo.common.io.lease import file_system_now, hold_if_free
 from emo.common.io.weights import CONFIG, opened_files
 from emo.common.text import counted
 from emo.pipeline.control.run_dir import (
@@ -169,7 +169,7 @@ class Watch:
         for target in targets(self.run_dir):
             if self._settled(target, request):
                 continue
-            with held(store.lease(self.directory / "leases", target.name)) as acquired:
+            with hold_if_free(store.lease(self.directory / "leases", target.name)) as acquired:
                 if not acquired:
                     self.states[target.name] = WAITING
                 elif not self._settled(target, request) and self._attempt(target, request):
@@ -229,7 +229,7 @@ class Watch:
         did. A failure is reported and tried again in the next pass; the other work goes on.
         """
         for export in self.exports:
-            with held(store.lease(self.directory / "leases", f"export-{export.format}")) as acquired:
+            with hold_if_free(store.lease(self.directory / "leases", f"export-{export.format}")) as acquired:
                 if acquired:
                     self._export(export)
 
@@ -306,7 +306,7 @@ class Watch:
         trace = None
         try:
             with _pinned(target.path, self.directory / "pins" / name) as pinned:
-                now = now_there(self.directory)
+                now = file_system_now(self.directory)
                 unchanged = now - max((path.stat().st_mtime for path in pinned.glob("*")), default=now)
                 target.require_whole(pinned, unchanged >= SETTLE_SECONDS)
                 model = EvaluatedModel(str(pinned), name, self.dtype)

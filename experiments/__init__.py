@@ -1,3 +1,3 @@
-"""Studies: sweeps over recipes, and campaigns of several."""
+"""Experiments: sweeps over recipes, studies of known truths, and the evidence. Not part of the wheel."""
 
-import emo.common.packages  # noqa: F401 - before any other
+import emo.common.packages  # noqa: F401 - must come first

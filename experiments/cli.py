@@ -1,4 +1,4 @@
-"""emo sweep | table: sweeps over recipes, and what came of them."""
+"""emo sweep | table: run sweeps over recipes, and write their tables."""
 
 from __future__ import annotations
 
@@ -11,55 +11,63 @@ import sys
 from pathlib import Path
 
 from emo.common.cli.commands import Parser, parse_arguments
-from emo.common.errors import AGAIN, ExitCode, UserError, outcome
-from emo.common.io.files import finite, write_text
+from emo.common.errors import AGAIN, ExitCode, UserError, exit_code_of
+from emo.common.io.files import replace_nonfinite, write_text
 
-from .sweeps.design import PREPARE, RESULTS, Experiment, chosen, read_experiment, trials
+from .sweeps.design import PREPARE, RESULTS, Experiment, choose_runs, find_trials, read_experiment
 from .sweeps.sweep import Sweep
 from .sweeps.workers import StoppedError
 
-ABOUT = "Sweeps over recipes: runs that differ in a few settings, and the table of what came of them."
+ABOUT = "Run a sweep over the settings of a recipe, and write the table of its results."
 TABLE = "table.md"
 JOBS = {"slurm": "slurm.sbatch", "kubernetes": "kubernetes.yaml"}  # templates in jobs/
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command. Exit codes: see common/errors.py.
+    """Run a subcommand.
 
-    0 done, 1 a run failed, 2 a mistake in the input or a run that ended so, 75 stopped, 130 interrupted.
+    Exit codes: 0 done, 1 a run failed, 2 invalid input (also of a run), 75 stopped, 130 interrupted.
     """
     command, *words = sys.argv[1:] if argv is None else argv
     parser = Parser(prog=f"emo {command}", description=ABOUT)
     parser.add_argument("file", type=Path, help="an experiment file")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
-    parser.add_argument("--dry_run", action="store_true", help="print the runs and the time; run nothing")
-    parser.add_argument("--jobs", type=int, default=1, help="runs beside each other (%(default)s)")
-    parser.add_argument("--slurm", type=Path, metavar="FILE", help="write an array job instead of running")
-    parser.add_argument("--kubernetes", type=Path, metavar="FILE", help="write an Indexed Job instead")
-    parser.add_argument("--workers", type=int, default=8, help="of those jobs (%(default)s)")
+    parser.add_argument(
+        "--dry_run", action="store_true", help="print the runs and the estimated time, and exit"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel runs (%(default)s)")
+    parser.add_argument(
+        "--slurm", type=Path, metavar="FILE", help="write a Slurm array job instead of running"
+    )
+    parser.add_argument(
+        "--kubernetes", type=Path, metavar="FILE", help="write a Kubernetes Indexed Job instead of running"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=8, help="number of workers in these jobs (%(default)s)"
+    )
     args = parse_arguments(parser, words)
     work = _table if command == "table" else _run
-    return outcome(lambda: work(args, read_experiment(args.file, args.overrides)))
+    return exit_code_of(lambda: work(args, read_experiment(args.file, args.overrides)))
 
 
 def _run(args: argparse.Namespace, experiment: Experiment) -> int:
-    from .sweeps.checks import check
+    from .sweeps.checks import check_runs
 
     if args.jobs < 1 or args.workers < 1:
         raise UserError("--jobs and --workers must be at least 1")
     sweep = Sweep(experiment, lambda line: print(line, flush=True))
     starts = not (args.dry_run or args.slurm or args.kubernetes)
-    check(sweep, starts)
+    check_runs(sweep, starts)
     _plan(sweep, args.jobs)
     for scheduler in JOBS:
         if (target := getattr(args, scheduler)) is not None:
             write_text(target, _job(scheduler, args, experiment.ranks))
     if not starts:
         return ExitCode.DONE
-    # Runs beside each other share the cores of a machine without a GPU.
+    # Parallel runs share the cores of a machine without a GPU.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // args.jobs)))
     try:
-        sweep.workers.together(sweep.work, args.jobs)
+        sweep.commands.run_threads(sweep.work, args.jobs)
     except StoppedError:
         print(f"stopped; {AGAIN}", file=sys.stderr)
         return ExitCode.STOPPED
@@ -67,13 +75,14 @@ def _run(args: argparse.Namespace, experiment: Experiment) -> int:
 
 
 def _plan(sweep: Sweep, jobs: int) -> None:
-    """Print the runs, how many are done, and how long the others will take."""
-    experiment, tasks, choose = sweep.experiment, sweep.tasks(), sweep.experiment.choose
+    """Print the runs, how many are done, and the estimated time of the others."""
+    experiment, choose = sweep.experiment, sweep.experiment.choose
+    tasks = sweep.tasks()
     done = [task for task in tasks if task.done]
     left = len(tasks) - len(done)
     print(f"{experiment.out}: {len(sweep.runs)} combinations; to do now {left} of {len(tasks)} runs")
-    if choose is not None and left and len(tasks) == len(trials(experiment, sweep.runs)):
-        reported = chosen(experiment, sweep.runs, dict.fromkeys((run.name for run in sweep.runs), 0.0))
+    if choose is not None and left and len(tasks) == len(find_trials(experiment, sweep.runs)):
+        reported = choose_runs(experiment, sweep.runs, dict.fromkeys((run.name for run in sweep.runs), 0.0))
         print(f"{choose.axis} is chosen by {choose.by} first; {len(reported)} runs are then reported")
     lines = [(stage.done, f"before: {stage.name}") for stage in sweep.before()]
     for is_done, name in [*lines, *((task in done, task.run.name) for task in tasks)]:
@@ -87,10 +96,7 @@ def _plan(sweep: Sweep, jobs: int) -> None:
 
 
 def _job(scheduler: str, args: argparse.Namespace, ranks: int) -> str:
-    """Return the job of workers that share the runs, with `ranks` GPUs each.
-
-    Slurm's runs in this directory, with this Python.
-    """
+    """Return the job file of workers with `ranks` GPUs each. Slurm uses this directory and this Python."""
     command = ["-m", "emo", "sweep", str(args.file), *args.overrides]
     template = (Path(__file__).with_name("jobs") / JOBS[scheduler]).read_text(encoding="utf-8")
     return string.Template(template).substitute(
@@ -109,9 +115,9 @@ def _table(args: argparse.Namespace, experiment: Experiment) -> int:
     from .sweeps import report
 
     sweep = Sweep(experiment)
-    sweep.refuse_changes()
-    results = finite(report.gather(sweep))
-    table = report.sweep(results).markdown()
+    sweep.reject_changes()
+    results = replace_nonfinite(report.gather_results(sweep))
+    table = report.sweep_document(results).markdown()
     write_text(experiment.out / RESULTS, json.dumps(results, indent=1))
     write_text(experiment.out / TABLE, table)
     print(table)

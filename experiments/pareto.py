@@ -1,7 +1,7 @@
-"""What is lost at equal gain: fronts of runs that differ in how far they were trained.
+"""Loss at equal gain: Pareto fronts of runs.
 
-A front is the polyline through the runs of a group of which no other gained and kept more. Both measures are
-such that less is better, nats per token of a new domain and of an old one, say.
+A front is the polyline through the Pareto-optimal runs of a group. Lower is better in both measures, for
+example nats per token on a new domain (gain) and on an old one (loss).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Iterable
 
 import numpy as np
 
-Point = tuple[float, float]  # what was gained, what was lost
+Point = tuple[float, float]  # gain, loss
 
 
-def front(points: Iterable[Point]) -> list[Point]:
-    """Return the points that no other is better than in both, by their first measure."""
+def pareto_front(points: Iterable[Point]) -> list[Point]:
+    """Return the Pareto-optimal points, sorted by gain."""
     best: list[Point] = []
     for point in sorted(p for p in points if all(map(math.isfinite, p))):
         if not best or point[1] < best[-1][1]:
@@ -23,18 +23,18 @@ def front(points: Iterable[Point]) -> list[Point]:
     return best
 
 
-def gap(points: Iterable[Point], baseline: Iterable[Point]) -> float:
-    """Return how much more is lost than by a baseline, mean over the gains that both fronts reach.
+def front_gap(points: Iterable[Point], baseline: Iterable[Point]) -> float:
+    """Return the mean additional loss over a baseline, over the range of gains that both fronts reach.
 
-    That is the area between the polylines over the width of their common range; NaN where there is none.
+    This is the area between the polylines divided by the width of the range. NaN without a common range.
     """
-    ours, reference = front(points), front(baseline)
+    ours, reference = pareto_front(points), pareto_front(baseline)
     if not ours or not reference:
         return math.nan
     low, high = max(ours[0][0], reference[0][0]), min(ours[-1][0], reference[-1][0])
     if not low < high:
         return math.nan
     corners = {low, high, *(x for x, _ in (*ours, *reference) if low < x < high)}
-    x = np.array(sorted(corners))  # between corners the difference is linear
-    lost = [np.interp(x, *np.transpose(points)) for points in (ours, reference)]
-    return float(np.trapezoid(lost[0] - lost[1], x) / (high - low))
+    x = np.array(sorted(corners))  # the difference is linear between corners
+    loss, baseline_loss = (np.interp(x, *np.transpose(points)) for points in (ours, reference))
+    return float(np.trapezoid(loss - baseline_loss, x) / (high - low))

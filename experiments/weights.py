@@ -1,9 +1,9 @@
-"""The pull of every objective at the target's logit, over the probability that the model gives it.
+"""The gradient of each objective at the target's logit, by the target's probability.
 
     python -m emo.experiments.weights docs/objectives.svg   # figure of docs/objectives.md, and its numbers
 
-The token's other scalars follow from a plain picture: the rest of the mass lies evenly on OTHERS tokens, each
-at a cost of 1; a second model gives the target the probability STORED.
+The remaining probability is spread evenly over OTHERS tokens with a cost of 1. A second model gives the
+target the probability STORED.
 """
 
 from __future__ import annotations
@@ -19,44 +19,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from emo.common.errors import ExitCode, outcome
+from emo.common.errors import ExitCode, exit_code_of
 from emo.common.io.files import write_text
 from emo.pipeline.loss import Objective, get_objective
 from emo.pipeline.loss.objectives import BUILT_IN, Rows, gradient, scalars_of
 
 OTHERS, STORED = 9, 0.5
-COLUMNS = 5  # panels beside each other
-PROBABILITIES = (0.001, 0.99)  # of the target in the table: nearly missed, and certain
+COLUMNS = 5  # panels in a row
+PROBABILITIES = (0.001, 0.99)  # of the target, in the table
 
 
-def objectives() -> list[Objective]:
-    """Return all of them, with their default options."""
+def default_objectives() -> list[Objective]:
+    """Return the built-in objectives with default options. Divergences have no target."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # this is no choice of one
-        return [get_objective(name) for name in BUILT_IN]  # a divergence looks at no target
+        warnings.simplefilter("ignore")  # about the choice of an objective
+        return [get_objective(name) for name in BUILT_IN]
 
 
-def pull(objective: Objective, p: Tensor) -> Tensor:
-    """Return -dL/dz_y [n] for probabilities p [n] of the target: positive where the objective raises it."""
+def compute_pull(objective: Objective, p: Tensor) -> Tensor:
+    """Return -dL/dz_y [n] at target probabilities p [n]. Positive values raise the probability."""
     others = ((1 - p) / OTHERS)[:, None].expand(-1, OTHERS)
     z = torch.cat([p[:, None], others], 1).log()
     costs = torch.ones_like(z)
     costs[:, 0] = 0
     rows = Rows(z, torch.zeros(len(p), dtype=torch.long), costs, torch.full_like(p, STORED).log())
     scalars = scalars_of(z, rows, objective.logit_scale)
-    # 0 - x, not -x: the table shows no negative zeros
+    # 0 - x instead of -x avoids negative zeros in the table
     return 0 - gradient(objective.coefficients(scalars), scalars, rows, objective.logit_scale)[:, 0]
 
 
-def draw() -> str:
-    """Return the figure, SVG: a panel for every objective, with likelihood in grey."""
+def draw_pulls() -> str:
+    """Return an SVG with a panel for each objective, and MLE in grey."""
     import matplotlib
 
     matplotlib.use("svg")
     import matplotlib.pyplot as plt
 
-    p, panels = torch.linspace(0.002, 0.998, 64, dtype=torch.float64), objectives()
-    likelihood, buffer = pull(get_objective("mle"), p), io.StringIO()
+    panels = default_objectives()
+    p = torch.linspace(0.002, 0.998, 64, dtype=torch.float64)
+    mle = compute_pull(get_objective("mle"), p)
+    buffer = io.StringIO()
     style: Any = {"svg.hashsalt": "objectives", "svg.fonttype": "none", "font.size": 8}
     with plt.rc_context(style | {"axes.spines.top": False, "axes.spines.right": False}):
         rows = -(-len(panels) // COLUMNS)
@@ -65,8 +67,8 @@ def draw() -> str:
             if objective is None:
                 axes.set_visible(False)
                 continue
-            axes.plot(p, likelihood, color="0.75", linewidth=1)
-            axes.plot(p, pull(objective, p), color="#1f6feb", linewidth=1.5)
+            axes.plot(p, mle, color="0.75", linewidth=1)
+            axes.plot(p, compute_pull(objective, p), color="#1f6feb", linewidth=1.5)
             axes.set_title(str(objective), fontsize=8)
             axes.axhline(0, color="0.85", linewidth=0.6, zorder=0)
         grid[0, 0].set_ylim(-0.6, 1.9)
@@ -79,17 +81,17 @@ def draw() -> str:
 
 
 def main() -> int:
-    """Print the table's numbers; write the figure where a path is given."""
+    """Print the table's numbers, and write the figure if a path is given."""
     parser = argparse.ArgumentParser(prog="python -m emo.experiments.weights", description=__doc__)
     parser.add_argument("figure", nargs="?", type=Path, help="an .svg file")
     args = parser.parse_args()
-    for objective in objectives():
-        low, high = pull(objective, torch.tensor(PROBABILITIES, dtype=torch.float64)).tolist()
+    for objective in default_objectives():
+        low, high = compute_pull(objective, torch.tensor(PROBABILITIES, dtype=torch.float64)).tolist()
         print(f"{objective.name:<12} {low:8.3f} {high:8.3f}")
     if args.figure:
-        write_text(args.figure, draw())
+        write_text(args.figure, draw_pulls())
     return ExitCode.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(outcome(main))
+    sys.exit(exit_code_of(main))

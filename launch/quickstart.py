@@ -1,7 +1,7 @@
-"""The whole story on a laptop, by the commands that a cluster runs: raw text to report in minutes.
+"""The complete workflow on a laptop, from raw text to a report, with the same commands as on a cluster.
 
-Every step below is a command of the product, printed before it runs; nothing here trains or scores by itself.
-Run it again to resume where it stopped; `rm -rf runs/quickstart` starts afresh.
+Each step prints its `emo` commands and runs them. Run it again to resume, or `rm -rf runs/quickstart` to
+start from scratch.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from emo.common.errors import ExitCode
 from emo.common.provenance import REPOSITORY as SHIPPED
 from emo.common.provenance import shipped
 
-REPOSITORY = SHIPPED if (SHIPPED / "Makefile").exists() else Path.cwd()  # a wheel is no place for runs
+REPOSITORY = SHIPPED if (SHIPPED / "Makefile").exists() else Path.cwd()  # a wheel's directory is not for runs
 RUN = Path("runs/quickstart")
 RECIPES = Path("launch/recipes")
 BIN = Path(sys.executable).parent
 RANKS = 2
 ABOUT = (
-    "A language model reads one half of a small world. It goes on with the other half, once with\n"
-    "MLE and once with EMO; eight tasks ask about both halves. No GPU, no network; about 7 minutes on\n"
-    "two idle cores. Ctrl-C at any time: the same command goes on where it stopped."
+    "A language model is pre-trained on one half of a toy world, and then trained on the other half,\n"
+    "once with MLE and once with EMO. Eight tasks test both halves. No GPU and no network are needed. It\n"
+    "takes about 7 minutes on two idle cores. Press Ctrl-C to stop. The same command then resumes."
 )
 NOTICE = (
-    "Toy tasks about a small generated world, models of a few million parameters, one training run each: "
-    "intervals are about test rows, and another seed may differ by more."
+    "Toy tasks about a generated world, models of a few million parameters, and one training run each. The "
+    "intervals cover test rows only; another seed may differ by more."
 )
 OWN = RECIPES / "quickstart-own.yaml"
 
 
 def steps() -> list[tuple[str, list[list[str]]]]:
-    """Return title and commands of every step, in order; the commands of a step run side by side."""
+    """Return the title and commands of each step. The commands of a step run in parallel."""
     emo = [str(BIN / "python"), "-m", "emo"]
     train = [str(shipped(Path("launch/continual.sh"))), "--num_gpus", str(RANKS), "--"]
     pretrain, adapt = str(RECIPES / "quickstart-pretrain.yaml"), str(RECIPES / "quickstart-continue.yaml")
@@ -71,8 +71,8 @@ def steps() -> list[tuple[str, list[list[str]]]]:
     ]
 
 
-def following(file: str) -> list[list[list[str]]]:
-    """Return the lines to run next, on a user's file: prepare it, train on it, score and report."""
+def next_commands(file: str) -> list[list[list[str]]]:
+    """Return lines of commands that prepare a user's file, train on it, and evaluate the model."""
     emo = [os.path.relpath(BIN / "python", REPOSITORY), "-m", "emo"]
     recipe = [str(OWN), f"data.sources=[{{files: {file}}}]"]
     results = str(RUN / "results")
@@ -85,8 +85,8 @@ def following(file: str) -> list[list[list[str]]]:
     ]
 
 
-def run(commands: list[list[str]]) -> list[int]:
-    """Run commands side by side; return their exit codes. A request to stop is passed on to them."""
+def run_parallel(commands: list[list[str]]) -> list[int]:
+    """Run commands in parallel and return their exit codes. Ctrl-C stops all of them."""
     environment = os.environ | {
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
@@ -106,39 +106,39 @@ def run(commands: list[list[str]]) -> list[int]:
 
 
 def quickstart(words: list[str]) -> int:
-    """Run all steps, and stop at the first that fails, with its exit code; words[0] is the command itself."""
+    """Run all steps. Returns the exit code of the first one that fails. words[0] is the command's name."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser(prog="emo quickstart", description=ABOUT, formatter_class=raw)
     parse_arguments(parser, words[1:])
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    began = time.perf_counter()
+    started = time.perf_counter()
     plan = steps()
     try:
         print(ABOUT, flush=True)
         for number, (title, commands) in enumerate(plan, start=1):
-            elapsed = time.perf_counter() - began
+            elapsed = time.perf_counter() - started
             print(f"\n[{number}/{len(plan)}] {title}  ({elapsed:.0f} s so far)", flush=True)
             for command in commands:
                 print(f"$ {shlex.join(command).replace(str(BIN) + '/', '')}", flush=True)
-            if failed := [code for code in run(commands) if code]:
-                print(f"error: step {number} ended with exit code {failed[0]}", file=sys.stderr)
+            if failed := [code for code in run_parallel(commands) if code]:
+                print(f"error: step {number} exited with code {failed[0]}", file=sys.stderr)
                 return failed[0] if failed[0] > 0 else ExitCode.FAILURE
     except KeyboardInterrupt:
         print("\nstopped; run the same command again to resume", file=sys.stderr)
         return ExitCode.STOPPED
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started
     print(
         f"\nDone in {seconds:.0f} s ({used.ru_utime + used.ru_stime:.0f} s of CPU time).\n"
         f"Report:  {REPOSITORY / RUN / 'report.html'}  (open it in a browser)\n"
         f"Numbers: {REPOSITORY / RUN / 'results.json'}\n\n"
-        'Next: the same on text of your own, say my.jsonl with {"text": ...} in every line. The last line\n'
-        "ends in runs/own/report.html: the loss on your text, and what the tasks show to be forgotten."
+        'Next: train on your data, for example my.jsonl with {"text": ...} in each line. The last command\n'
+        "writes runs/own/report.html with the loss on your text and the change on the tasks."
     )
-    for line in following("my.jsonl"):
+    for line in next_commands("my.jsonl"):
         print("$ " + " && ".join(map(shlex.join, line)))
-    print(f"{OWN} says how to start from a real model.")
+    print(f"{OWN} shows how to start from a real model.")
     return ExitCode.DONE
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from emo.common.cli.commands import Parser
-from emo.common.errors import ExitCode, UserError, one_line, outcome
+from emo.common.errors import ExitCode, UserError, exit_code_of, one_line
 from emo.pipeline.cli import add_recipe_arguments, is_first_of_host, leave, quieten, silence_libraries
 from emo.pipeline.config import RunConfig, load_config
 from emo.pipeline.monitor.console import Chatter, Console, Kind, duration, split_output
@@ -168,7 +168,7 @@ def _report_errors(run: Callable[[], int], watch: Watch) -> int:
             leave(code)  # the other ranks may be waiting for this one in a collective
 
     # Before the ranks meet, each host reports its own errors.
-    return outcome(work, alone=lambda: _is_main() or (is_first_of_host() and not watch.is_in_group))
+    return exit_code_of(work, alone=lambda: _is_main() or (is_first_of_host() and not watch.is_in_group))
 
 
 def _is_main() -> bool:

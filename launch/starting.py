@@ -6,8 +6,8 @@ import contextlib
 import os
 import sys
 
-from emo.common.cli.progress import at_work
+from emo.common.cli.progress import show_activity
 
 STARTING = contextlib.ExitStack()  # open until the first step
 if os.environ.get("RANK") == "0" and "--quiet" not in sys.argv:
-    STARTING.enter_context(at_work("starting"))
+    STARTING.enter_context(show_activity("starting"))

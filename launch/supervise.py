@@ -31,7 +31,7 @@ sys.path.insert(0, str(next(d for d in Path(__file__).resolve().parents if (d / 
 import emo.common.packages  # noqa: F401 - before all others
 
 # isort: split
-from emo.common.cli.commands import first_word as announce
+from emo.common.cli.commands import announce
 from emo.pipeline.control.stop import leave_early
 
 if __name__ == "__main__":
@@ -41,8 +41,8 @@ if __name__ == "__main__":
 # isort: split
 import psutil
 
-from emo.common.cli.progress import at_work as show_activity
-from emo.common.errors import ExitCode, UserError, outcome
+from emo.common.cli.progress import show_activity
+from emo.common.errors import ExitCode, UserError, exit_code_of
 from emo.launch.rank import SCRIPTS, recipe_arguments
 from emo.pipeline.checkpoint.claims import check_keys
 from emo.pipeline.config import load_config
@@ -258,7 +258,7 @@ def launch(program: list[str], arguments: list[str]) -> int:
                 name = error.filename
                 raise UserError(f"{name} is not installed; run make setup, or pip install {name}") from None
 
-    return outcome(run)
+    return exit_code_of(run)
 
 
 def train(words: list[str]) -> int:

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from emo.common.cli.commands import Parser, first_word, parse_arguments
-from emo.common.errors import ExitCode, UserError, outcome
+from emo.common.cli.commands import Parser, announce, parse_arguments
+from emo.common.errors import ExitCode, UserError, exit_code_of
 from emo.common.text import printable
 
 from .config import load_config
@@ -51,8 +51,8 @@ def main(argv: list[str]) -> int:
     args = parse_arguments(_parser(), argv)
     silence_libraries()
     if is_first_of_host() and args.command != "top":
-        first_word(args.command)
-    return outcome(lambda: args.work(args), alone=is_first_of_host())
+        announce(args.command)
+    return exit_code_of(lambda: args.work(args), alone=is_first_of_host())
 
 
 def _parser() -> argparse.ArgumentParser:

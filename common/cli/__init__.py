@@ -1,1 +1,1 @@
-"""Command lines: parsing, progress."""
+"""Command-line parsing and progress."""

@@ -1,4 +1,4 @@
-"""What all commands of this project have: completion, overrides anywhere, hints at mistakes."""
+"""Command-line parsing with completion, overrides anywhere, and hints for misspelt options."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from ..errors import similar
 from ..text import printable
 
-# Options by their names in other programs and in earlier versions of this one.
+# Names of our options in other programs and in earlier versions.
 OTHER_OPTIONS = {
     "--output_path": "out output output_dir",
     "--results": "out output_path",
@@ -29,39 +29,39 @@ _WRONG = re.compile(r"unrecognized arguments: (?:.* )?(-[^ =]*)|argument (.*): i
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose options are written out; its commands' parsers are of this class too."""
+    """A parser without abbreviated options. Its subparsers are of this class too."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options | {"allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
-        """End with `message`, and with the option or command that was probably meant by a misspelt one."""
+        """Exit with `message` and a suggestion for a misspelt option or command."""
         if wrong := _WRONG.match(message):
             option, name, word = wrong.groups()
             actions = (a for a in self._actions if name in ("/".join(a.option_strings), a.metavar, a.dest))
             choices = self._option_string_actions if option else next(actions).choices
-            message += hint(option or word, choices or ())
+            message += suggest_option(option or word, choices or ())
         super().error(message)
 
 
-def first_word(subject: object, loaded: str = "libraries") -> None:
-    """Say on stderr what the command is about, before it loads libraries or weights for seconds."""
+def announce(subject: object, loaded: str = "libraries") -> None:
+    """Print the command's subject to stderr before slow imports or loading weights."""
     print(printable(f"{subject}: loading {loaded}"), file=sys.stderr, flush=True)
 
 
 def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Like `parser.parse_args`, but commands that take `overrides` find them after their options too.
+    """Parse arguments like `parser.parse_args`, and accept `overrides` after options too.
 
-    A shell that asks for words gets them (`eval "$(register-python-argcomplete emo)"` makes it ask).
+    Shell completion is enabled by `eval "$(register-python-argcomplete emo)"`.
     """
     if "_ARGCOMPLETE" in os.environ:
-        import argcomplete  # only then: commands shall start fast
+        import argcomplete  # imported here so that commands start fast
 
         argcomplete.autocomplete(parser)
     args, unknown = parser.parse_known_args(argv)
     if any(word.startswith("-") for word in unknown) or (unknown and not hasattr(args, "overrides")):
         for action in parser._actions:
-            if isinstance(action, argparse._SubParsersAction):  # what is right, the command's parser knows
+            if isinstance(action, argparse._SubParsersAction):  # report the subcommand's usage
                 parser = action.choices.get(getattr(args, action.dest, ""), parser)
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if unknown:
@@ -69,8 +69,8 @@ def parse_arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None)
     return args
 
 
-def hint(word: str, choices: Iterable[str]) -> str:
-    """Return `; did you mean ...?` with the choice that is meant by a word, or nothing."""
+def suggest_option(word: str, choices: Iterable[str]) -> str:
+    """Return `; did you mean ...?` for a misspelt word, or an empty string."""
     options = [choice for choice in choices if choice not in ("-h", "--help")]
     name = word.lstrip("-").replace("-", "_")
     others = (

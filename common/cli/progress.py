@@ -1,4 +1,4 @@
-"""How far a long piece of work is: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of long tasks: a bar on a terminal, a line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -14,32 +14,33 @@ from ..text import counted, printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-QUIET = 4.5  # seconds between lines: no command is silent for more than 5
-_working: list[object] = []  # blocks at work, outermost first: the innermost reports
+QUIET = 4.5  # seconds between lines, so that no command is silent for more than 5
+_activities: list[object] = []  # nested activities, of which only the innermost reports
 
 
-def printer(**options: Any) -> Console:
-    """Return a rich console; a reader that leaves (`... | head`) ends the command as it ends others."""
+def make_console(**options: Any) -> Console:
+    """Return a rich console that raises BrokenPipeError if the reader closes the pipe."""
     from rich.console import Console
 
     class Printer(Console):
         def on_broken_pipe(self) -> None:
-            raise  # rich would exit with 1
+            raise  # instead of exiting with code 1, as rich does
 
     return Printer(**options)
 
 
 @contextmanager
 def progress(label: str, total: int, say: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
-    """Show work on `total` bytes (0: unknown) while the block runs.
+    """Show progress over `total` bytes (0: unknown) while the block runs.
 
-    Yield the function that takes how many bytes are done. Without a terminal, `say` gets a line at times.
+    Yield a function that takes the number of bytes done so far. Without a terminal, lines go to `say`.
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
     columns = DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    is_terminal, last = sys.stderr.isatty(), time.monotonic()
-    console = printer(stderr=True)
+    is_terminal = sys.stderr.isatty()
+    last = time.monotonic()
+    console = make_console(stderr=True)
     everything = "{task.description}", BarColumn(), *columns
     with Progress(*everything, console=console, transient=True, disable=not is_terminal) as bar:
         task = bar.add_task(label, total=total or None)
@@ -56,19 +57,21 @@ def progress(label: str, total: int, say: Callable[[str], None]) -> Iterator[Cal
 
 
 @contextmanager
-def at_work(label: str, total: int = 0, unit: str = "") -> Iterator[Callable[[int], None]]:
-    """Show on stderr that the block is at work: a bar on a terminal, else a line every QUIET seconds.
+def show_activity(label: str, total: int = 0, unit: str = "") -> Iterator[Callable[[int], None]]:
+    """Show progress on stderr while the block runs: a bar on a terminal, else a line every QUIET seconds.
 
-    Yield the function that takes how many more of `total` units are done. total: 0 if nothing is counted.
+    Yield a function that takes the number of further units done, out of `total` (0: not counted).
     """
-    done, begun, over = 0, time.monotonic(), threading.Event()
-    has_bar, me = total > 0 and sys.stderr.isatty(), object()
+    done = 0
+    started = time.monotonic()
+    finished = threading.Event()
+    activity = object()
 
     def report() -> None:
-        while not over.wait(QUIET):
-            if _working[-1] is not me:
+        while not finished.wait(QUIET):
+            if _activities[-1] is not activity:
                 continue
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - started
             left = f", about {seconds * (total - done) / done:.0f} s left" if done else ""
             state = f"{done:,} of {counted(total, unit)}{left}" if total else f"{seconds:.0f} s"
             print(printable(f"{label}: {state}"), file=sys.stderr, flush=True)
@@ -77,9 +80,9 @@ def at_work(label: str, total: int = 0, unit: str = "") -> Iterator[Callable[[in
         nonlocal done
         done += count
 
-    _working.append(me)
+    _activities.append(activity)
     try:
-        if has_bar:
+        if total > 0 and sys.stderr.isatty():
             from tqdm import tqdm
 
             with tqdm(total=total, desc=label, unit=unit) as bar:
@@ -90,14 +93,14 @@ def at_work(label: str, total: int = 0, unit: str = "") -> Iterator[Callable[[in
         try:
             yield advance
         finally:
-            over.set()
+            finished.set()
             thread.join()
     finally:
-        _working.remove(me)
+        _activities.remove(activity)
 
 
 def amount(count: int) -> str:
-    """Return bytes in the unit that reads best."""
+    """Format a number of bytes with a decimal unit."""
     from rich.filesize import decimal
 
     return decimal(count)

@@ -1,1 +1,1 @@
-"""Recipes: typed sections of a configuration."""
+"""Recipes: configuration files with typed sections."""

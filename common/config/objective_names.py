@@ -1,4 +1,4 @@
-"""Names and options of objectives, for checks before PyTorch is loaded, which their source imports."""
+"""Names and options of objectives, available without loading PyTorch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ..errors import nearest
 
-ENTRY_POINTS = "emo_pipeline.objectives"  # the group in which a package registers its objectives
-TABLES = {"objectives.py": "BUILT_IN", "divergences.py": "DIVERGENCES"}  # of functions by name
+ENTRY_POINTS = "emo_pipeline.objectives"  # in which other packages register objectives
+TABLES = {"objectives.py": "BUILT_IN", "divergences.py": "DIVERGENCES"}  # tables of functions by name
 _OTHER_NAMES = {  # objectives in other programs
     **dict.fromkeys(("cross_entropy", "crossentropy", "cross-entropy", "ce", "nll", "clm", "xent"), "mle"),
     **dict.fromkeys(("focal_loss", "focalloss"), "focal"),
@@ -21,21 +21,21 @@ NO_PREFERENCES = "training from preferences or rewards (DPO, PPO, GRPO) is not s
 _PREFERENCES = ("dpo", "ipo", "kto", "orpo", "simpo", "ppo", "grpo", "rloo", "reinforce", "rlhf", "reward")
 
 
-def registered() -> dict[str, str]:
-    """Return the functions that installed packages register as objectives, as MODULE:FUNCTION by name."""
+def registered_objectives() -> dict[str, str]:
+    """Return the objectives that installed packages register, as MODULE:FUNCTION by name."""
     return {point.name: point.value for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 
 
 def objective_hint(name: str, known: Iterable[str]) -> str:
-    """Return a hint for a name that no objective has."""
+    """Return a hint for an unknown objective name."""
     if name.lower() in _PREFERENCES:
         return NO_PREFERENCES
-    return nearest(name, [*known, *registered()], _OTHER_NAMES)
+    return nearest(name, [*known, *registered_objectives()], _OTHER_NAMES)
 
 
 @functools.cache
-def written_objectives(folder: Path) -> Mapping[str, frozenset[str]]:
-    """Return the options of each objective by name, from the source of the loss library in `folder`."""
+def parse_objectives(folder: Path) -> Mapping[str, frozenset[str]]:
+    """Parse the options of each objective from the source of the loss library in `folder`."""
     options: dict[str, frozenset[str]] = {}
     for file, table in TABLES.items():
         body = ast.parse((folder / file).read_text(encoding="utf-8")).body

@@ -1,12 +1,11 @@
-"""The right to do a piece of work, among processes that share a file system, on one machine or many.
+"""Leases: mutual exclusion among processes on one or more machines that share a file system.
 
-    NAME.000002     a lease: the process that holds NAME; the highest number counts
+    NAME.000002     a lease file with the process that holds NAME; the highest number counts
 
-To take a lease is to create the file with the next number, which exactly one process can do: neither
-locks of the file system nor exchanges of names are needed, which not all shared ones have. A holder renews
-its file's time; one that has not done so for the lease's time, or whose process is gone from this machine, is
-superseded by the next number. Released leases leave their file, empty and old, so that numbers never come
-again.
+A process takes a lease by creating the file with the next number, which exactly one process can do. This
+needs neither file locks nor atomic renames, which some shared file systems lack. The holder renews the file's
+time. A lease that is not renewed in time, or whose process on this machine has ended, is superseded by the
+next number. A released lease leaves an empty, old file, so that numbers are never reused.
 """
 
 from __future__ import annotations
@@ -24,30 +23,30 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-SECONDS = 60.0  # after which a lease that is not renewed has ended; it is renewed four times in them
-WRITING_SECONDS = 5.0  # a lease file whose content does not appear within this is of a dead process
-POLL = 0.1  # seconds between looks at a lease that is waited for
+SECONDS = 60.0  # until an unrenewed lease expires; it is renewed four times as often
+WRITING_SECONDS = 5.0  # until an empty lease file counts as abandoned
+POLL = 0.1  # seconds between attempts to take a lease
 
 
 class Holder(NamedTuple):
-    """A process, as lease files name it: no other one has the same machine, number and start."""
+    """The process in a lease file, unique by machine, process id and start time."""
 
-    machine: str  # and the process namespace there: a container's numbers are its own
+    machine: str  # host name and process namespace, because containers number their own processes
     pid: int
-    started: float | None  # see `_started`
-    since: float  # at which it took the lease, seconds since the epoch
-    renewed: float = 0.0  # time of the last renewal, by the file system's clock
+    started: float | None  # see `_start_time`
+    since: float  # when it took the lease, in seconds since the epoch
+    renewed: float = 0.0  # last renewal, by the file system's clock
 
     @staticmethod
     def current() -> Holder:
         """Return this process."""
         namespace = Path("/proc/self/ns/pid")
         machine = f"{socket.gethostname()}:{namespace.readlink() if namespace.exists() else ''}"
-        return Holder(machine, os.getpid(), _started(os.getpid()), time.time())
+        return Holder(machine, os.getpid(), _start_time(os.getpid()), time.time())
 
     @property
     def here(self) -> bool:
-        """Return whether it runs on this machine."""
+        """Return whether the process runs on this machine."""
         return self.machine == Holder.current().machine
 
     def __str__(self) -> str:
@@ -55,12 +54,12 @@ class Holder(NamedTuple):
 
 
 class Lease:
-    """One process's hold, or attempt to take hold, of `name` in `directory`."""
+    """This process's lease on `name` in `directory`, held or not."""
 
     def __init__(
         self, directory: Path, name: str, seconds: float = SECONDS, every: float | None = None
     ) -> None:
-        """seconds: after which a lease that is not renewed has ended. every: seconds between renewals."""
+        """seconds: until an unrenewed lease expires. every: seconds between renewals."""
         self.directory, self.name, self.seconds = directory, name, seconds
         self.every = every or seconds / 4
         self.path: Path | None = None
@@ -68,13 +67,13 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def acquire(self, renewed: Callable[[], None] | None = None) -> bool:
-        """Take the lease unless somebody alive holds it; return whether it was taken, without waiting.
+        """Take the lease unless a live process holds it, and return whether it was taken.
 
-        A thread then renews it, and calls `renewed` each time.
+        A thread renews the lease and calls `renewed` each time.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         newest = self._newest()
-        if newest is not None and _alive(newest, self.seconds):
+        if newest is not None and _is_alive(newest, self.seconds):
             return False
         number = 0 if newest is None else int(newest.suffix[1:])
         path = self.directory / f"{self.name}.{number + 1:06d}"
@@ -83,29 +82,29 @@ class Lease:
                 json.dump(Holder.current()._asdict(), file)
         except FileExistsError:
             return False
-        if self._newest() != path:  # this process slept while others took, gave back and cleared the number
+        if self._newest() != path:  # others took and cleared the number while this process slept
             path.unlink(missing_ok=True)
             return False
         self.path = path
         if newest is not None:
             newest.unlink(missing_ok=True)
-        self._thread = threading.Thread(target=self._beat, args=(path, renewed), daemon=True)
+        self._thread = threading.Thread(target=self._renew, args=(path, renewed), daemon=True)
         self._thread.start()
         return True
 
-    def held(self) -> bool:
-        """Return whether no other process has superseded this one."""
+    def is_held(self) -> bool:
+        """Return whether this process still holds the lease."""
         return self.path is not None and self._newest() in (self.path, None)
 
     def holder(self) -> Holder | None:
-        """Return who holds the lease, or None when that cannot be read."""
+        """Return the holder of the lease, or None if it cannot be read."""
         newest = self._newest()
         with contextlib.suppress(OSError):
-            return None if newest is None else _holder(newest)
+            return None if newest is None else _read_holder(newest)
         return None
 
     def release(self) -> None:
-        """Give the lease back; only this holder's file is touched."""
+        """Release the lease."""
         if self.path is None or self._thread is None:
             return
         self._stop.set()
@@ -120,7 +119,7 @@ class Lease:
         numbered = (path for path in paths if path.suffix[1:].isdecimal())
         return max(numbered, default=None, key=lambda path: int(path.suffix[1:]))
 
-    def _beat(self, path: Path, renewed: Callable[[], None] | None) -> None:
+    def _renew(self, path: Path, renewed: Callable[[], None] | None) -> None:
         while not self._stop.wait(self.every):
             with contextlib.suppress(OSError):
                 os.utime(path)
@@ -129,21 +128,21 @@ class Lease:
 
 
 @contextlib.contextmanager
-def held(lease: Lease) -> Iterator[bool]:
-    """Hold a lease for a block, `with held(lease) as free:`, where it is free."""
-    free = lease.acquire()
+def hold_if_free(lease: Lease) -> Iterator[bool]:
+    """Take a lease for a block if it is free, and yield whether it was: `with ... as acquired:`."""
+    acquired = lease.acquire()
     try:
-        yield free
+        yield acquired
     finally:
         lease.release()
 
 
 @contextlib.contextmanager
-def waited(lease: Lease, waiting: Callable[[str], None] | None) -> Iterator[None]:
-    """Hold a lease for a block, waiting for it; `waiting` gets the holder's name, once, if there is one."""
+def wait_and_hold(lease: Lease, waiting: Callable[[str], None] | None) -> Iterator[None]:
+    """Wait for a lease and hold it for a block. If it is taken, `waiting` is called once with its holder."""
     while not lease.acquire():
         if waiting is not None:
-            waiting(str(lease.holder() or "a process that has just begun"))
+            waiting(str(lease.holder() or "a process that has just started"))
             waiting = None
         time.sleep(POLL)
     try:
@@ -153,48 +152,48 @@ def waited(lease: Lease, waiting: Callable[[str], None] | None) -> Iterator[None
 
 
 @contextlib.contextmanager
-def joined(directory: Path, seconds: float = SECONDS) -> Iterator[None]:
-    """Be among those that use what `directory` stands for, which any number may; see `users`.
+def register_user(directory: Path, seconds: float = SECONDS) -> Iterator[None]:
+    """Register this process for a block as a user of what `directory` stands for; see `living_users`.
 
-    Whoever wants it alone, and whoever joins, has a common lease meanwhile.
+    Callers that register, or that need exclusive use, hold a common lease meanwhile.
     """
     lease = Lease(directory, f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}", seconds)
-    with held(lease):
+    with hold_if_free(lease):
         path = lease.path
         yield
-    if path is not None:  # nobody waits for its name
+    if path is not None:  # no other process uses this name
         path.unlink(missing_ok=True)
 
 
-def users(directory: Path, seconds: float = SECONDS) -> list[Holder]:
-    """Return those who joined and still live; the files of others are removed."""
+def living_users(directory: Path, seconds: float = SECONDS) -> list[Holder]:
+    """Return the registered users that are alive, and remove the files of others."""
     living = []
     for path in sorted(directory.glob("*.[0-9]*")):
-        if _alive(path, seconds):  # one that is being written has no holder yet
-            living.append(_holder(path) or Holder("a host", 0, None, time.time()))
+        if _is_alive(path, seconds):  # a file that is being written has no holder yet
+            living.append(_read_holder(path) or Holder("a host", 0, None, time.time()))
         else:
             path.unlink(missing_ok=True)
     return living
 
 
-def signed() -> str:
-    """Return this process's mark for the names of its files, which `signer_ended` reads."""
+def process_mark() -> str:
+    """Return a mark of this process for file names; see `marked_process_ended`."""
     process = Holder.current()
     machine = hashlib.sha256(process.machine.encode()).hexdigest()[:8]
     return f"{machine}-{process.pid}-{process.started:.0f}"
 
 
-def signer_ended(mark: str) -> bool | None:
-    """Return whether the process that made a mark has ended; None where that cannot be known here."""
+def marked_process_ended(mark: str) -> bool | None:
+    """Return whether the process with a mark has ended, or None if it ran on another machine."""
     machine, pid, started = [*mark.split("-"), "", ""][:3]
-    if machine != signed().partition("-")[0] or not pid.isdecimal():
+    if machine != process_mark().partition("-")[0] or not pid.isdecimal():
         return None
-    now = _started(int(pid))
+    now = _start_time(int(pid))
     return now is None or f"{now:.0f}" != started
 
 
-def _holder(path: Path) -> Holder | None:
-    """Return the process that a lease file names; None while that is written, or where it is damaged."""
+def _read_holder(path: Path) -> Holder | None:
+    """Read a lease file. Returns None if it is incomplete or damaged."""
     try:
         holder = Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError):
@@ -202,19 +201,20 @@ def _holder(path: Path) -> Holder | None:
     return holder._replace(renewed=path.stat().st_mtime)
 
 
-def _alive(path: Path, seconds: float) -> bool:
-    """Return whether the holder named in a lease file still works on it."""
+def _is_alive(path: Path, seconds: float) -> bool:
+    """Return whether the holder of a lease file is alive and renews it."""
     try:
-        holder, age = _holder(path), now_there(path.parent) - path.stat().st_mtime
+        holder = _read_holder(path)
+        age = file_system_now(path.parent) - path.stat().st_mtime
     except OSError:
-        return True  # it is changing right now; ask again later
+        return True  # the file is changing right now
     if holder is None:
-        return age < min(seconds, WRITING_SECONDS)  # just created: the holder's name follows
-    return age <= seconds and (not holder.here or _started(holder.pid) == holder.started)
+        return age < min(seconds, WRITING_SECONDS)  # the holder is still writing it
+    return age <= seconds and (not holder.here or _start_time(holder.pid) == holder.started)
 
 
-def now_there(directory: Path) -> float:
-    """Return the time of the file system's clock, which may differ from this machine's."""
+def file_system_now(directory: Path) -> float:
+    """Return the time by the file system's clock, which may differ from this machine's."""
     probe = directory / f".clock.{uuid.uuid4().hex}"
     probe.touch()
     try:
@@ -223,9 +223,9 @@ def now_there(directory: Path) -> float:
         probe.unlink()
 
 
-def _started(pid: int) -> float | None:
-    """Return what tells a process from an earlier one of the same number; None when it is gone."""
-    with contextlib.suppress(OSError):  # Linux: ticks since boot, where psutil's time moves with the clock
+def _start_time(pid: int) -> float | None:
+    """Return a process's start time, or None if it has ended. Distinguishes reused process ids."""
+    with contextlib.suppress(OSError):  # Linux: ticks since boot, which do not change with the clock
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         return None if fields[0] in "ZX" else float(fields[19])
     import psutil

@@ -1,4 +1,4 @@
-"""Bounded reading of files that others wrote."""
+"""Size-limited readers for untrusted files."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ from typing import Any
 
 from ..errors import one_line
 
-JSON_BYTES = 32 << 20  # of a JSON file at most: the index of the largest published checkpoint has 9 MB
+JSON_BYTES = 32 << 20  # largest JSON file; the index of the largest published checkpoint has 9 MB
+
+# What NumPy raises for damaged files, besides OSError and ValueError.
+DAMAGED = (EOFError, KeyError, MemoryError, SyntaxError, TokenError, UnpicklingError, zlib.error)
 
 
 def read_bytes(path: Path, limit: int) -> bytes:
-    """Return the content of a file. Raises ValueError when it has more than `limit` bytes or is no file."""
+    """Read a file. Raises ValueError if it has more than `limit` bytes or is not a regular file."""
     if path.exists() and not path.is_file():
-        raise ValueError("it is not a file")  # a pipe in its place would be waited for, for ever
+        raise ValueError("it is not a file")  # reading a pipe would block
     with path.open("rb") as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -30,12 +33,12 @@ def read_bytes(path: Path, limit: int) -> bytes:
 
 
 def read_json(path: Path, limit: int = JSON_BYTES) -> Any:
-    """Return the JSON value in a file. Raises OSError, or ValueError for what is too large or no JSON."""
+    """Read a JSON file. Raises OSError, or ValueError if it is too large or invalid."""
     return parse_json(read_bytes(path, limit).decode())
 
 
 def parse_json(text: str) -> Any:
-    """Return the JSON value of a text. Raises ValueError, also for one that is nested too deeply."""
+    """Parse JSON. Raises ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -43,19 +46,16 @@ def parse_json(text: str) -> Any:
 
 
 @contextlib.contextmanager
-def arrays() -> Iterator[None]:
-    """In the block, turn whatever NumPy raises for a damaged file, OSError apart, into a ValueError."""
+def numpy_value_errors() -> Iterator[None]:
+    """Convert the errors that NumPy raises for damaged files, except OSError, to ValueError."""
     try:
         yield
-    except (
-        *(EOFError, KeyError, MemoryError, SyntaxError, TokenError),
-        *(UnpicklingError, zipfile.BadZipFile, zlib.error),
-    ) as error:
+    except (*DAMAGED, zipfile.BadZipFile) as error:
         raise ValueError(one_line(error)) from None
 
 
 def number(value: Any) -> float | None:
-    """Return the value as a float where it is a finite number."""
+    """Return a finite number as a float, and None for any other value."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     with contextlib.suppress(OverflowError):
@@ -64,7 +64,7 @@ def number(value: Any) -> float | None:
 
 
 def is_plain_name(name: object) -> bool:
-    """Return whether a name is of something in its directory, not above or below it."""
+    """Return whether a name stays within its directory: no separators, no `.` or `..`."""
     if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
         return False
-    return len(name.encode("utf-8", "replace")) <= 255  # file systems take no longer ones
+    return len(name.encode("utf-8", "replace")) <= 255  # the limit of file systems

@@ -1,7 +1,7 @@
-"""A report: its answer, one picture, then tables; as a page for browsers, as Markdown, or as JSON.
+"""Reports with an answer, a picture and tables, written as HTML, Markdown or JSON.
 
-The page is one file without scripts and without anything from elsewhere. Text is data and is escaped wherever
-it is put; what could act on a terminal or turn the direction of writing is written as an escape.
+The HTML page is one file without scripts and external resources. All text is escaped, including control and
+direction characters.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ import jinja2
 from markupsafe import Markup
 
 from ..errors import UserError
-from ..io.files import finite, write_text
+from ..io.files import replace_nonfinite, write_text
 from ..text import markdown as escaped
 from ..text import printable
 from .figure import MARKERS, Figure, style, svg
-from .numbers import between, formatted
+from .numbers import format_interval, formatted
 
 ARROWS = {"better": "↑", "worse": "↓"}
 STDOUT = "-"
@@ -34,27 +34,27 @@ class Cell:
     """A cell of a table."""
 
     text: str
-    note: str = ""  # in small letters below: an interval, a second name
+    note: str = ""  # small print below, for example an interval
     tone: str = ""  # better, worse, unclear, best, quiet
-    mark: int | str | None = ""  # series whose colour and marker stand in front; None: one of the grey ones
+    mark: int | str | None = ""  # series whose marker precedes the text; None: a grey one
     shade: float = 0  # of the background, 0 to 1
 
     @property
     def shown(self) -> str:
-        """Return the text, and of a number the arrow that says what its colour says."""
+        """Return the text. A number gets an arrow with the same meaning as its colour."""
         arrow = ARROWS.get(self.tone, "") if any(c.isdigit() for c in self.text) else ""
         return f"{self.text} {arrow}".rstrip()
 
     @property
     def markdown(self) -> str:
-        """Return it as in a Markdown table."""
+        """Return the cell for a Markdown table."""
         text = escaped(f"{self.shown} ({self.note})" if self.note else self.shown)
         return f"**{text}**" if self.tone == "best" else text
 
 
 def estimated(value: Any, low: Any, high: Any, form: str, scale: float = 1, tone: str = "") -> Cell:
-    """Return a number with its interval as a cell."""
-    return Cell(formatted(value, form, scale), between(low, high, form, scale), tone)
+    """Return a cell with a number and its interval."""
+    return Cell(formatted(value, form, scale), format_interval(low, high, form, scale), tone)
 
 
 Row = Sequence[Cell | str | float | None]  # numbers are shown as integers, None as a dash
@@ -62,20 +62,20 @@ Row = Sequence[Cell | str | float | None]  # numbers are shown as integers, None
 
 @dataclass
 class Table:
-    """Rows whose first cell is their heading. The first `words` columns hold words, the others numbers."""
+    """Rows with a heading in the first cell. The first `words` columns are text, the others numbers."""
 
     head: Sequence[str]
     rows: Sequence[Row]
     caption: str = ""
     words: int = 1
-    label: str = ""  # where a section has several tables
+    label: str = ""  # for sections with several tables
 
     def __bool__(self) -> bool:
         return bool(self.rows)
 
     @property
     def cells(self) -> list[list[Cell]]:
-        """Return the rows with every value as a cell."""
+        """Return the rows with all values converted to cells."""
         return [
             [v if isinstance(v, Cell) else Cell(v if isinstance(v, str) else formatted(v)) for v in row]
             for row in self.rows
@@ -84,7 +84,7 @@ class Table:
 
 @dataclass
 class Items:
-    """A list of texts, or of links with where they lead."""
+    """A list of texts, or of links by their targets."""
 
     items: Sequence[str] | Mapping[str, str]
     title: str = ""
@@ -95,7 +95,7 @@ class Items:
 
 @dataclass
 class Quote:
-    """A text that somebody or something wrote: after `before`, below `title`."""
+    """A quoted text below `title`, with its context `before`."""
 
     text: str
     before: str = ""
@@ -104,7 +104,7 @@ class Quote:
 
 @dataclass
 class Fold:
-    """Blocks that are folded away below their title."""
+    """Blocks that are collapsed below a title."""
 
     title: str
     blocks: Sequence[Block]
@@ -117,11 +117,11 @@ class Fold:
 Block = str | Table | Items | Quote | Fold | Figure
 
 
-class Section:
-    """A heading and the blocks below it that are not empty; left out where these are text alone."""
+class ReportSection:
+    """A heading and its non-empty blocks. A section of plain text only is left out."""
 
     def __init__(self, title: str, *blocks: Block, page_only: bool = False) -> None:
-        """page_only: it is not in Markdown."""
+        """page_only: leave the section out of Markdown."""
         self.title, self.page_only = title, page_only
         self.blocks = [block for block in blocks if block]
 
@@ -131,19 +131,19 @@ class Section:
 
 @dataclass
 class Document:
-    """A report. data: its numbers, for JSON."""
+    """A report. data: the numbers for JSON."""
 
     title: str
     answer: Sequence[str]  # sentences; the first is the heading
     about: str
-    sections: Sequence[Section]
+    sections: Sequence[ReportSection]
     picture: Figure | None = None
-    remarks: Sequence[str] = ()  # what to know before trusting the numbers
+    remarks: Sequence[str] = ()  # caveats
     notice: str = ""
     data: Any = field(default_factory=dict)
 
     def html(self) -> str:
-        """Return the page."""
+        """Return the HTML page."""
         labels: Counter[str] = Counter()
 
         def unique(label: str) -> str:
@@ -153,7 +153,7 @@ class Document:
         return _page().render(doc=self, sections=[s for s in self.sections if s], unique=unique)
 
     def markdown(self) -> str:
-        """Return the same numbers for a pull request or a terminal, without figures and long texts."""
+        """Return the report as Markdown, without figures and page-only sections."""
         head, *texts = self.answer
         parts = [f"# {escaped(head)}", *_markdown([*texts, self.about, Items(self.remarks)])]
         for section in self.sections:
@@ -162,15 +162,15 @@ class Document:
         return "\n\n".join([*parts, *_markdown([self.notice])]) + "\n"
 
     def json(self) -> str:
-        """Return its numbers."""
-        return json.dumps(finite(self.data), indent=1, allow_nan=False) + "\n"
+        """Return the numbers as JSON."""
+        return json.dumps(replace_nonfinite(self.data), indent=1, allow_nan=False) + "\n"
 
     def write(self, out: str | Path, names: Sequence[str] = ("report.html",)) -> Path | None:
-        """Write it where --output_path says. Return the page, what was written instead, or None (stdout).
+        """Write the report to --output_path. Returns the first file, or None for stdout.
 
-        A directory (one that exists, ends with a slash or has no suffix) gets the files `names`; a path that
-        ends with .html, .md or .json is that file; `-` is Markdown on stdout. Raises UserError for another
-        ending.
+        A directory (an existing one, or a path with a trailing slash or without a suffix) gets the files
+        `names`. A path with the suffix .html, .md or .json is written as that format. `-` prints Markdown to
+        stdout. Raises UserError for other suffixes.
         """
         if str(out) == STDOUT:
             sys.stdout.write(self.markdown())
@@ -179,8 +179,8 @@ class Document:
         folder = folder_of(out)
         files = [folder / name for name in names] if folder == Path(out) else [Path(out)]
         if files[0].suffix.lower() not in formats:
-            accepted = "a directory (with / at its end), or a file that ends with .html, .md or .json"
-            raise UserError(f"--output_path {out}: give {accepted}", code="report-out")
+            accepted = "a directory with a trailing / or a file that ends in .html, .md or .json"
+            raise UserError(f"--output_path {out} must be {accepted}", code="report-out")
         texts = [formats[file.suffix.lower()]() for file in files]
         folder.mkdir(parents=True, exist_ok=True)
         for file, text in zip(files, texts, strict=True):
@@ -189,15 +189,15 @@ class Document:
 
 
 def folder_of(out: str | Path) -> Path:
-    """Return the directory that a report with this `--output_path` is written into."""
+    """Return the directory of a report with this `--output_path`."""
     path = Path(out)
-    whole = path.is_dir() or str(out).endswith("/") or not (path.suffix or str(out) == STDOUT)
-    return path if whole else path.parent
+    is_folder = path.is_dir() or str(out).endswith("/") or not (path.suffix or str(out) == STDOUT)
+    return path if is_folder else path.parent
 
 
 @functools.cache
 def _page() -> jinja2.Template:
-    """Return the template of all pages, which escapes text and whatever could act in it."""
+    """Return the page template, which escapes all text."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -211,7 +211,7 @@ def _page() -> jinja2.Template:
 
 
 def _markdown(blocks: Sequence[Block]) -> list[str]:
-    """Return paragraphs of Markdown; figures are left out."""
+    """Convert blocks to paragraphs of Markdown, without figures."""
     parts: list[str] = []
     for block in filter(None, blocks):
         match block:

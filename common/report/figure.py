@@ -1,6 +1,6 @@
-"""Figures: effects with their intervals in rows, and curves; Matplotlib draws each panel as SVG for a page.
+"""Figures of effects and curves, drawn as SVG by Matplotlib.
 
-Colours are the page's CSS variables, so that one drawing fits light, dark and paper.
+Colours are CSS variables of the page, so that one drawing works in light mode, in dark mode and in print.
 """
 
 from __future__ import annotations
@@ -19,20 +19,28 @@ from ..io.untrusted import number
 from ..text import on_one_line
 from .numbers import Effect, formatted
 
-COLOURS = 12  # of the page; the first, the baseline's, never comes again
-MARKERS = {"o": "●", "s": "■", "D": "◆", "^": "▲", "v": "▼", "P": "✚"}  # of Matplotlib, and in text
+COLOURS = 12  # of the page; the first is reserved for the baseline
+MARKERS = {
+    "o": "●",
+    "s": "■",
+    "D": "◆",
+    "^": "▲",
+    "v": "▼",
+    "P": "✚",
+}  # Matplotlib's markers, and their characters
 DASHES = ("-", "--", ":", "-.")
-# Matplotlib's #0000XX stands for the CSS variable with that index; its black is the first.
+# While Matplotlib draws, #0000XX stands for the CSS variable with index XX. Black is the first.
 VARIABLES = ("muted", "rule", "grey", *(f"s{i + 1}" for i in range(COLOURS)))
-MOST = 400  # points of a curve; of more, each stands for its neighbours
-LONGEST = 30  # characters of a row's name
+MAX_POINTS = 400  # of a curve; more points are averaged in groups
+MAX_NAME = 30  # characters of a row's name
 Points = Sequence[tuple[float, float]]
+Band = Sequence[tuple[float, float, float]]  # (x, low, high)
 
 
 def style(series: int | None) -> tuple[str, str, str]:
-    """Return a series' CSS variable, marker and dashes, so that it never differs by colour alone.
+    """Return the CSS variable, marker and dashes of a series. Series never differ by colour alone.
 
-    None is one of many that are drawn in grey.
+    None is one of many series that are drawn in grey.
     """
     if not series:
         return "grey" if series is None else "s1", "o", "-"
@@ -42,7 +50,7 @@ def style(series: int | None) -> tuple[str, str, str]:
 
 
 def colour(variable: str) -> str:
-    """Return what stands for a CSS variable while Matplotlib draws."""
+    """Return the placeholder colour of a CSS variable."""
     return f"#0000{VARIABLES.index(variable):02x}"
 
 
@@ -52,21 +60,21 @@ class Dots:
 
     title: str
     rows: Sequence[Effect]
-    line: float | None = None  # drawn through all rows where it is near: zero, or chance
+    line: float | None = None  # reference value, for example zero or chance; drawn if it is near
 
     @property
     def inches(self) -> float:
-        """Return its height."""
+        """Return the panel's height."""
         return 0.5 + 0.24 * len(self.rows)
 
     def draw(self, axes: Any) -> None:
-        """Draw it on Matplotlib's axes."""
+        """Draw the panel on Matplotlib's axes."""
         for y, (_, series, _, value, low, high) in enumerate(self.rows):
             variable, marker, _ = style(series)
             axes.plot([low, high], [y, y], color=colour(variable))
             axes.plot([value], [y], color=colour(variable), marker=marker)
         names = [on_one_line(row.label) for row in self.rows]
-        names = [name if len(name) <= LONGEST else f"{name[: LONGEST - 1]}…" for name in names]
+        names = [name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…" for name in names]
         axes.set_yticks(range(len(names)), names)
         axes.tick_params("y", length=0)
         low, high = axes.get_xlim()
@@ -83,7 +91,7 @@ class Curve:
     series: int | None
     points: Points
     marks: Points = ()  # measurements of held-out data, drawn as circles
-    band: Sequence[tuple[float, float, float]] = ()  # (x, low, high)
+    band: Band = ()
 
 
 @dataclass
@@ -96,17 +104,16 @@ class Curves:
     inches = 2.2
 
     def draw(self, axes: Any) -> None:
-        """Draw it; of many points each is the mean of neighbours, in a band of least and most."""
+        """Draw the curves. Many points are averaged in groups, with a band from minimum to maximum."""
         from matplotlib.ticker import EngFormatter
 
         for curve in self.rows:
-            (variable, marker, dash), points, band = style(curve.series), curve.points, curve.band
+            variable, marker, dash = style(curve.series)
             paint = colour(variable)
-            size = -(-len(points) // (MOST if curve.series is not None else MOST // 4))
+            size = -(-len(curve.points) // (MAX_POINTS if curve.series is not None else MAX_POINTS // 4))
+            points, band = curve.points, curve.band
             if size > 1 and not band:
-                groups = [zip(*points[i : i + size], strict=True) for i in range(0, len(points), size)]
-                means = [(sum(xs) / len(xs), sum(ys) / len(ys), min(ys), max(ys)) for xs, ys in groups]
-                points, band = [mean[:2] for mean in means], [(x, low, high) for x, _, low, high in means]
+                points, band = _average(points, size)
             if points:
                 marker = "" if curve.series is None else marker
                 options = {"linestyle": dash, "marker": marker, "markevery": [-1]}
@@ -120,11 +127,18 @@ class Curves:
         axes.set_xlabel(f"training {self.unit}")
 
 
+def _average(points: Points, size: int) -> tuple[Points, Band]:
+    """Return the means of groups of `size` points, and the band from their minimum to their maximum."""
+    groups = [zip(*points[i : i + size], strict=True) for i in range(0, len(points), size)]
+    means = [(sum(xs) / len(xs), sum(ys) / len(ys), min(ys), max(ys)) for xs, ys in groups]
+    return [mean[:2] for mean in means], [(x, low, high) for x, _, low, high in means]
+
+
 @dataclass
 class Cells:
-    """A panel of effects in a grid: its colour says better or worse, its strength how much.
+    """A panel of effects in a grid. The colour shows better or worse, and its strength the size.
 
-    An effect of which neither can be told has its number alone; where there is none, nothing is known.
+    Unclear effects are numbers without a colour.
     """
 
     title: str
@@ -134,24 +148,23 @@ class Cells:
 
     @property
     def inches(self) -> float:
-        """Return its height."""
+        """Return the panel's height."""
         return 0.7 + 0.24 * len(self.rows)
 
     def draw(self, axes: Any) -> None:
-        """Draw it on Matplotlib's axes."""
+        """Draw the panel on Matplotlib's axes."""
         effects = [effect for _, row in self.rows for effect in row if effect is not None]
-        most = max((abs(effect.value) for effect in effects if effect.direction), default=1.0)
+        largest = max((abs(effect.value) for effect in effects if effect.direction), default=1.0)
         for y, (_, row) in enumerate(self.rows):
             for x, effect in enumerate(row):
                 if effect is None:
                     continue
                 if effect.direction:
                     paint = colour("s2" if effect.direction > 0 else "s3")
-                    strength = 0.2 + 0.6 * abs(effect.value) / most
+                    strength = 0.2 + 0.6 * abs(effect.value) / largest
                     axes.fill([x - 0.5, x + 0.5, x + 0.5, x - 0.5], [y - 0.5, y - 0.5, y + 0.5, y + 0.5],
                               color=paint, alpha=strength, linewidth=0)  # fmt: skip
-                number = formatted(effect.value, "{:+.3f}")
-                axes.text(x, y, number, ha="center", va="center", fontsize=6.5)
+                axes.text(x, y, formatted(effect.value, "{:+.3f}"), ha="center", va="center", fontsize=6.5)
         axes.set_xticks(range(len(self.columns)), self.columns)
         axes.set_yticks(range(len(self.rows)), [name for name, _ in self.rows])
         axes.tick_params(length=0)
@@ -163,9 +176,9 @@ class Cells:
 
 @dataclass
 class Figure:
-    """Panels side by side, or below each other where there is little room."""
+    """Panels side by side, or below each other on narrow screens."""
 
-    label: str  # what it shows
+    label: str
     panels: Sequence[Dots | Curves | Cells]
     caption: str = ""
     legend: Sequence[tuple[int | None, str]] = ()
@@ -179,8 +192,8 @@ class Figure:
 
 
 def svg(panel: Dots | Curves | Cells, label: str, width: float) -> Markup:
-    """Return a panel so many inches wide as an image called `label`, which no other of the page is called."""
-    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # a home that cannot be written to is no fault
+    """Draw a panel, `width` inches wide, as an image with a `label` that is unique on the page."""
+    logging.getLogger("matplotlib").setLevel(logging.ERROR)  # no warning about a read-only home
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
@@ -193,7 +206,7 @@ def svg(panel: Dots | Curves | Cells, label: str, width: float) -> Markup:
     nothing = dict.fromkeys(["Date", "Creator", "Format", "Type"])
     file = io.StringIO()
     with matplotlib.rc_context(look), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # on characters that the measuring font lacks
+        warnings.simplefilter("ignore")  # about characters that the font lacks
         canvas = Canvas((width, panel.inches), layout="constrained")
         panel.draw(canvas.subplots())
         canvas.savefig(file, format="svg", transparent=True, metadata=nothing)
@@ -207,7 +220,7 @@ def svg(panel: Dots | Curves | Cells, label: str, width: float) -> Markup:
     return Markup(text.replace("<svg", f'<svg role="img" aria-label="{escape(on_one_line(label))}"', 1))
 
 
-def pairs(records: Sequence[Mapping[str, object]], x: str, y: str) -> list[tuple[float, float]]:
-    """Return (x, y) of the records that have a finite number for both."""
+def finite_points(records: Sequence[Mapping[str, object]], x: str, y: str) -> list[tuple[float, float]]:
+    """Return (x, y) of the records in which both are finite numbers."""
     values = [(number(r.get(x)), number(r.get(y))) for r in records]
     return [(a, b) for a, b in values if a is not None and b is not None]

@@ -1,4 +1,4 @@
-"""Numbers as reports write them, and the sentences that say what changed."""
+"""Formatting of numbers in reports, and sentences that describe changes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ..io.untrusted import number
 
 DASH = "\u2013"
 MINUS = "\u2212"
-FEW = 4  # effects that a sentence names one by one
-VERBS = {  # by direction, of one and of several
+FEW = 4  # effects that a sentence lists one by one
+VERBS = {  # by direction: singular and plural
     1: ("improves", "improve"),
     -1: ("gets worse", "get worse"),
     0: ("shows no clear change", "show no clear change"),
@@ -18,18 +18,18 @@ VERBS = {  # by direction, of one and of several
 
 
 class Effect(NamedTuple):
-    """A number, a difference for example, with its 95 % interval, and how it looks in figures."""
+    """A number, for example a difference, with its 95 % interval and its series in figures."""
 
-    label: str  # of what differs
+    label: str
     series: int | None
-    direction: int  # +1 better, -1 worse, 0: it cannot be told
+    direction: int  # +1 better, -1 worse, 0 unclear
     value: float
     low: float
     high: float
 
 
 def formatted(value: Any, form: str = "{:,.0f}", scale: float = 1) -> str:
-    """Return a number in a format, with a proper minus; a dash for whatever is no finite number."""
+    """Format a number with a typographic minus. Returns a dash unless it is finite."""
     finite = number(value)
     if finite is None:
         return DASH
@@ -40,43 +40,45 @@ def formatted(value: Any, form: str = "{:,.0f}", scale: float = 1) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share in per cent."""
+    """Format a share in per cent."""
     return formatted(share, "{:.1f}", 100)
 
 
-def between(low: Any, high: Any, form: str = "{:.1f}", scale: float = 1) -> str:
-    """Return an interval in words, as in `3.1 to 4.5`; empty without finite limits."""
+def format_interval(low: Any, high: Any, form: str = "{:.1f}", scale: float = 1) -> str:
+    """Format an interval, for example `3.1 to 4.5`. Returns an empty string without finite limits."""
     limits = formatted(low, form, scale), formatted(high, form, scale)
     return "" if DASH in limits else " to ".join(limits)
 
 
 def p_value(p: float) -> str:
-    """Return a p-value with two digits, or that it is tiny."""
+    """Format a p-value with two digits."""
     return "p < 0.001" if p < 0.001 else f"p {p:.2g}" if p < 0.1 else f"p {p:.2f}"
 
 
-def listed(parts: Sequence[str]) -> str:
-    """Return `a, b and c`."""
+def join_words(parts: Sequence[str]) -> str:
+    """Join words: `a, b and c`."""
     return " and ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
-def changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
-    """Return what effects come to, in words: each with its interval, or of many the counts and the best.
+def describe_changes(effects: Sequence[Effect], unit: str, form: str = "{:.1f}") -> str:
+    """Describe effects in words, one by one, or by counts and the best one if there are more than FEW.
 
-    As in `a improves by 9.0 points (95 % interval 6.7 to 11.3) and b improves by 7.7 points (5.4 to 10.0)`.
+    Example: `a improves by 9.0 points (95 % interval 6.7 to 11.3) and b gets worse by 2 points (1 to 3)`.
     """
     if len(effects) > FEW:
         counts = {kind: sum(e.direction == kind for e in effects) for kind in VERBS}
         verbs = [f"{count} {VERBS[kind][count > 1]}" for kind, count in counts.items() if count]
         best = max(effects, key=lambda e: e.value)
-        return f"{listed(verbs)}, of {len(effects)} in all. Best: {changes([best], unit, form)}"
-    clauses: list[str] = []
-    for label, _, direction, value, low, high in effects:
-        if direction:  # the verb says the sign
-            low, high = sorted((direction * low, direction * high))
-        signed = form if direction else form.replace("{:", "{:+")
-        size, limits = formatted((direction or 1) * value, signed), between(low, high, signed)
-        interval = f"{'' if clauses else '95 % interval '}{limits}" if limits else "without an interval"
-        detail = f"by {size} {unit} ({interval})" if direction else f"({size} {unit}, {interval})"
-        clauses.append(f"{label} {VERBS[direction][0]} {detail}")
-    return listed(clauses)
+        return f"{join_words(verbs)}, of {len(effects)} in all. Best: {describe_changes([best], unit, form)}"
+    return join_words([_describe_effect(effect, unit, form, i == 0) for i, effect in enumerate(effects)])
+
+
+def _describe_effect(effect: Effect, unit: str, form: str, is_first: bool) -> str:
+    label, _, direction, value, low, high = effect
+    if direction:  # the verb expresses the sign
+        low, high = sorted((direction * low, direction * high))
+    signed = form if direction else form.replace("{:", "{:+")
+    size, limits = formatted((direction or 1) * value, signed), format_interval(low, high, signed)
+    interval = f"{'95 % interval ' if is_first else ''}{limits}" if limits else "without an interval"
+    detail = f"by {size} {unit} ({interval})" if direction else f"({size} {unit}, {interval})"
+    return f"{label} {VERBS[direction][0]} {detail}"

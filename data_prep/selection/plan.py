@@ -27,7 +27,7 @@ import pyarrow.parquet as pq
 
 from emo.common.errors import FailureError, UserError, one_line
 from emo.common.io.files import part_file
-from emo.common.parallel import Workers
+from emo.common.parallel import WorkerPool
 
 from ..config import TRAIN, VALIDATION, DataConfig, set_called
 from ..sources.inputs import AGAIN, Extent, Input
@@ -423,7 +423,9 @@ def _summary(
     return {"sources": sources, "rejected": rejected, "chars": totals_of, "notes": notes}
 
 
-def limit_tokens(config: DataConfig, plan: Plan, inputs: list[Input], workers: Workers, path: Path) -> Plan:
+def limit_tokens(
+    config: DataConfig, plan: Plan, inputs: list[Input], workers: WorkerPool, path: Path
+) -> Plan:
     """Return the plan with the training rows that data.limit_tokens takes: of each source its first ones, in
     proportion; its rows are written to `path`.
 

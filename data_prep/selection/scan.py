@@ -26,8 +26,8 @@ import pyarrow.parquet as pq
 from emo.common.cli.progress import progress
 from emo.common.errors import UserError
 from emo.common.io.files import part_file
-from emo.common.io.lease import Lease, held
-from emo.common.parallel import Workers
+from emo.common.io.lease import Lease, hold_if_free
+from emo.common.parallel import WorkerPool
 
 from ..config import FORMAT, DataConfig, settings
 from ..encoding.chat_templates import ChatTemplate, RefusedError
@@ -181,7 +181,7 @@ class Scan:
         left = self.units[start:] + self.units[:start]
         pause, waiting = POLL / 32, False
         with (
-            Workers(workers, scanner, self.config, self.chat) as pool,
+            WorkerPool(workers, scanner, self.config, self.chat) as pool,
             progress("reading", sum(unit.size for unit in left), say) as advance,
         ):
             while left:
@@ -193,7 +193,7 @@ class Scan:
                     lease = Lease(
                         self.directory / f"leases-{unit.number // LEASES}", f"{unit.number:06d}.lease"
                     )
-                    with held(lease) as free:
+                    with hold_if_free(lease) as free:
                         if not free:
                             holder = str(lease.holder() or "one that has just begun")
                         elif not (self._whole(unit) or ended()):
@@ -218,7 +218,7 @@ class Scan:
     def _path(self, unit: Unit) -> Path:
         return self.directory / f"{unit.number:06d}.parquet"
 
-    def make(self, unit: Unit, pool: Workers, advance: Callable[[int], None]) -> None:
+    def make(self, unit: Unit, pool: WorkerPool, advance: Callable[[int], None]) -> None:
         """Make the part of a unit; `pool` runs a `scanner`, `advance` gets the bytes that have been read.
 
         Raises UserError for inputs that cannot be used.

@@ -20,8 +20,8 @@ import numpy as np
 
 from emo.common.config.recipe import Section
 from emo.common.errors import UserError, nearest, one_line
-from emo.common.io.files import Hashes, remove_made, sha256, write_atomically, write_once, write_text
-from emo.common.io.untrusted import arrays, read_json
+from emo.common.io.files import Hashes, remove_matching, sha256, write_atomically, write_once, write_text
+from emo.common.io.untrusted import numpy_value_errors, read_json
 
 from .format import TokenDataset
 
@@ -84,7 +84,7 @@ def written_hash(path: Path) -> str | None:
 def read_shard(path: Path, tokens: int) -> np.ndarray:
     """Return a shard's scores [tokens], memory-mapped. Raises UserError when the file cannot be that."""
     try:
-        with arrays():
+        with numpy_value_errors():
             scores = np.load(path, mmap_mode="r")
             if (scores.dtype != np.float32 and scores.dtype.names is None) or scores.shape != (tokens,):
                 raise ValueError(f"it does not hold a score for each of {tokens} tokens")
@@ -107,7 +107,7 @@ def begin(data: TokenDataset, name: str, model: dict[str, Any]) -> None:
 
 def clear(data: TokenDataset, name: str) -> None:
     """Delete the scores of that name, and nothing else."""
-    remove_made(directory(data, name), (ABOUT, BEGUN, "*.npy", f"*{HASH}"))
+    remove_matching(directory(data, name), (ABOUT, BEGUN, "*.npy", f"*{HASH}"))
 
 
 def seal(data: TokenDataset, name: str, model: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from emo.common.cli.commands import first_word
+from emo.common.cli.commands import announce
 from emo.common.errors import ExitCode, UserError, nearest
 
 from ..results.directory import Model, Say, pick, read_models
@@ -103,7 +103,7 @@ def of_watch(texts: Sequence[str], run_dir: Path, data: str, tasks: str) -> list
 
 def run(args: argparse.Namespace, say: Say) -> int:
     """Run the command `export`."""
-    first_word("export")
+    announce("export")
     export = Export(args.format, args.output_path, args.data, args.tasks, watched=False)
     models = read_models(args.results)
     finished = [model for model in models if model.results or model.unreadable]

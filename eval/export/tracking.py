@@ -20,7 +20,7 @@ from typing import Any
 from emo.common.config.recipe import read_written
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import write_text
-from emo.common.io.lease import Lease, held
+from emo.common.io.lease import Lease, hold_if_free
 from emo.common.io.untrusted import is_plain_name
 from emo.common.text import counted
 from emo.pipeline.control.run_dir import CONFIG, LOCK, LOCK_SECONDS, WANDB_ID
@@ -68,9 +68,9 @@ def send(models: Sequence[Model], run_dir: Path, say: Say) -> dict[str, UserErro
         raise UserError(
             f"none of these results is of the run {run_dir}; --output_path is the run that they are of"
         )
-    with held(Lease(run_dir, LOCK, LOCK_SECONDS)) as free:
+    with hold_if_free(Lease(run_dir, LOCK, LOCK_SECONDS)) as free:
         pass
-    with held(store.lease(run_dir, SENDING)) as acquired:
+    with hold_if_free(store.lease(run_dir, SENDING)) as acquired:
         if not (free and acquired):
             raise BusyError(
                 f"{run_dir} trains, or another export sends its results: nobody else can write into its W&B "

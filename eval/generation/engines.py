@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from emo.common.cli.progress import at_work
+from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
-from emo.common.io.weights import shown
+from emo.common.io.weights import linked_directory
 from emo.common.text import counted
 
 from ..model import EvaluatedModel
@@ -140,7 +140,7 @@ class Vllm(Transformers):
 
         count = max(1, torch.cuda.device_count())
         self.model.require_unchanged()
-        with shown(self.model.files()) as directory:  # vLLM takes every weight file that it finds
+        with linked_directory(self.model.files()) as directory:  # vLLM takes every weight file that it finds
             llm = LLM(str(directory), dtype=self.model.dtype, tensor_parallel_size=count, seed=0)
         self.model.require_unchanged()
         return llm
@@ -210,7 +210,7 @@ class TextJob(ABC):
     def complete(self, identity: Record, rows: int, label: str) -> list[Record]:
         """Return the records of all rows, each with its number as `row`; identity: what decides them."""
         per_row, entry = self.per_row, store.Entry(self.out / store.STORE, identity)
-        with at_work(label, per_row * rows, self.unit) as advance:
+        with show_activity(label, per_row * rows, self.unit) as advance:
 
             def compute(part: range) -> list[Record]:
                 prepared = [self.prepare(row) for row in part]

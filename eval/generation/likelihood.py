@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emo.common.cli.progress import at_work
+from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
 from emo.common.text import counted
 from emo.data_prep.encoding.tokenizer import text_ids
@@ -56,7 +56,7 @@ def continuations(model: EvaluatedModel, pairs: Sequence[Pair]) -> Likelihood:
         )
     scorer = model.scorer
     try:
-        with at_work(f"{model.name}: scoring {counted(len(pairs), 'text')}"):
+        with show_activity(f"{model.name}: scoring {counted(len(pairs), 'text')}"):
             nll = continuation_nll(scorer, pairs)
     except NotFiniteError as error:
         raise UserError(f"{model.given}: {error}") from None

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from emo.common.cli.progress import at_work
+from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
 from emo.common.text import counted
 from emo.data_prep.encoding.tokenizer import text_ids, tokenizer_fingerprint
@@ -98,7 +98,7 @@ class Sampled:
         self._text()
         if mauve:
             features = featurizer(mauve, dtype)
-            with at_work(f"{self.title}: MAUVE"):
+            with show_activity(f"{self.title}: MAUVE"):
                 self._mauve(features, protocol)
             self.result["mauve"]["featurizer"] = mauve
         if self.has_humans:
@@ -209,7 +209,7 @@ class Sampled:
         limit = min(model.context or 1 << 30, reference.context or 1 << 30)
         rows = [row for t in human if len(row := text_ids(model.tokenizer, t)[:limit]) > 1]
         models = reference.model, model.model
-        with at_work(f"{self.title}: cross-entropies of {counted(len(rows), 'text')}"):
+        with show_activity(f"{self.title}: cross-entropies of {counted(len(rows), 'text')}"):
             both = likelihood.side_by_side(*models, rows)
         intervals = {
             way: shown(ratio(values.tolist(), None, range(len(rows))), "texts")

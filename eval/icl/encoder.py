@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from emo.common.cli.progress import at_work
+from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError, one_line
 from emo.common.io.files import write_atomically
-from emo.common.io.untrusted import arrays
+from emo.common.io.untrusted import numpy_value_errors
 
 from ..model import hub_snapshot, quiet_libraries
 from ..results import store
@@ -93,7 +93,7 @@ class Encoder:
         missing = {k: t for k, t in zip(keys, texts, strict=True) if k not in self._vectors}
         # Longest first keeps batches dense; the order also makes segments reproducible.
         order = sorted(missing, key=lambda key: (-len(missing[key]), key))
-        with at_work("embedding", len(order), "text") as advance:
+        with show_activity("embedding", len(order), "text") as advance:
             for start in range(0, len(order), SEGMENT):
                 part, parts = order[start : start + SEGMENT], []
                 for i in range(0, len(part), SHOWN):
@@ -139,7 +139,7 @@ class Encoder:
             if path.name in self._read:
                 continue
             try:
-                with arrays(), np.load(path) as segment:
+                with numpy_value_errors(), np.load(path) as segment:
                     keys, vectors = segment["keys"], segment["vectors"]
             except (ValueError, OSError):  # or removed by another process just now
                 self._say(f"{path} is damaged: embedding its texts again")

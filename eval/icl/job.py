@@ -13,9 +13,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from emo.common.cli.progress import at_work
+from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
-from emo.common.io.lease import held
+from emo.common.io.lease import hold_if_free
 from emo.data_prep.selection.grams import folded
 
 from ..model import EvaluatedModel, quiet_libraries
@@ -56,7 +56,7 @@ class Job:
         quiet_libraries()
         from .records import Recorder
 
-        with at_work(f"{self.model.name}: loading"):
+        with show_activity(f"{self.model.name}: loading"):
             return Recorder(self.model, self.settings, self.say)
 
     def run(self, task: Task) -> dict[str, Any]:
@@ -143,11 +143,11 @@ class Job:
         folder = self.out / store.STORE / "retrieval"
         path = folder / f"{store.digest([identity, data.digests])[:32]}.json"
         while (indices := store.unsealed(path)) is None:
-            with held(store.lease(folder / "leases", path.stem)) as acquired:
+            with hold_if_free(store.lease(folder / "leases", path.stem)) as acquired:
                 if acquired and store.unsealed(path) is None:
                     if path.is_file():
                         self.say(f"{path} is damaged: computing it again")
-                    with at_work(f"{task.name}: choosing demonstrations"):
+                    with show_activity(f"{task.name}: choosing demonstrations"):
                         chosen = self._choose(task, data, count)
                     store.replace(path, store.seal(chosen))
             if not acquired:
@@ -194,7 +194,7 @@ class Job:
 
         desc = f"{self.model.name} {task.name}"
         try:
-            with at_work(desc, len(indices), "row") as advance:
+            with show_activity(desc, len(indices), "row") as advance:
                 return store.complete(entry, len(indices), CHUNK, score, advance)
         except NotFiniteError as error:
             text = f"{self.model.given}, task {task.name}: {error}; nothing is published"

@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from emo.common.errors import UserError
-from emo.common.report.document import Cell, Fold, Items, Quote, Row, Section, Table, estimated
+from emo.common.report.document import Cell, Fold, Items, Quote, ReportSection, Row, Table, estimated
 from emo.common.report.figure import Dots, Figure
-from emo.common.report.numbers import Effect, between, formatted, p_value, percent
+from emo.common.report.numbers import Effect, format_interval, formatted, p_value, percent
 
 from ..judging.results import Judgement, paired, remarks, undecided
 
@@ -69,13 +69,13 @@ def answers(judgements: Sequence[Judgement]) -> list[str]:
         if why := undecided(f):
             sentences.append(f"{f['by']} {verb}{_on(f['questions'])}: {why}.")
             continue
-        interval = f"95 % interval {between(rate['low'], rate['high'], scale=100)}"
+        interval = f"95 % interval {format_interval(rate['low'], rate['high'], scale=100)}"
         size = f"{f['b']} has a win rate of {percent(rate['value'])} % ({interval})"
         sentences.append(f"{f['by']} {verb}{_on(f['questions'])}: {size}.")
     return sentences[:4]
 
 
-def sections(judgements: Sequence[Judgement], pairs: Sequence[dict[str, Any]]) -> list[Section]:
+def sections(judgements: Sequence[Judgement], pairs: Sequence[dict[str, Any]]) -> list[ReportSection]:
     """Return the tables, and the pairs that are shown."""
     fields = [judgement.numbers for judgement in judgements]
     titles = _titles(fields)
@@ -97,7 +97,7 @@ def sections(judgements: Sequence[Judgement], pairs: Sequence[dict[str, Any]]) -
     between_models = Table(head, differences, PAIRED, 3, "Between models")
     lead = "Evenly spaced pairs of each comparison, none picked, as they are."
     tables = _rates(fields), Items(notes, "Note"), between_models, _people(fields)
-    return [Section("Answers, judged", *tables), Section("Judged pairs", lead, *folds)]
+    return [ReportSection("Answers, judged", *tables), ReportSection("Judged pairs", lead, *folds)]
 
 
 def picture(judgements: Sequence[Judgement]) -> Figure:

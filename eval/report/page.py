@@ -7,9 +7,17 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, Row, Section, Table
-from emo.common.report.figure import Curve, Curves, Dots, Figure, pairs
-from emo.common.report.numbers import DASH, Effect, between, changes, formatted, p_value, percent
+from emo.common.report.document import Block, Cell, Document, Fold, Items, Quote, ReportSection, Row, Table
+from emo.common.report.figure import Curve, Curves, Dots, Figure, finite_points
+from emo.common.report.numbers import (
+    DASH,
+    Effect,
+    describe_changes,
+    format_interval,
+    formatted,
+    p_value,
+    percent,
+)
 from emo.common.text import counted
 
 from ..results.directory import Model
@@ -73,17 +81,20 @@ def document(report: Report) -> Document:
         for i, s in enumerate(model.samples[:SAMPLES_SHOWN])
     ]
     sections = [
-        Section("Accuracy", *_accuracy(report)),
-        *(Section(f"Difference from {first}", *_differences(report, first)) for first in report.against),
-        Section("Training", _training(report)),
-        Section("Accuracy over training", _over_training(report)),
+        ReportSection("Accuracy", *_accuracy(report)),
+        *(
+            ReportSection(f"Difference from {first}", *_differences(report, first))
+            for first in report.against
+        ),
+        ReportSection("Training", _training(report)),
+        ReportSection("Accuracy over training", _over_training(report)),
         *judged.sections(report.judgements, report.pairings),
-        Section("Details", _details(report)),
-        Section("What the models write", sampled, *samples, page_only=True),
-        Section("Confusion", shading, *_confusions(report), page_only=True),
-        Section("Worst mistakes", WRONG, *_worst(report), page_only=True),
-        Section("Settings", _settings(report), page_only=True),
-        Section("Made with", *_made_with(report, data["metadata"])),
+        ReportSection("Details", _details(report)),
+        ReportSection("What the models write", sampled, *samples, page_only=True),
+        ReportSection("Confusion", shading, *_confusions(report), page_only=True),
+        ReportSection("Worst mistakes", WRONG, *_worst(report), page_only=True),
+        ReportSection("Settings", _settings(report), page_only=True),
+        ReportSection("Made with", *_made_with(report, data["metadata"])),
     ]
     answers = [*_uneven(report), *_answer(report), *judged.answers(report.judgements)]
     data["answer"] = answer = answers or ["No task was scored and no answer judged."]
@@ -117,11 +128,11 @@ def _answer(report: Report) -> list[str]:
                 counts = {len(c.tasks) for c in report.against[first].values() if c.mean}
                 on = counted(counts.pop(), "task") if len(counts) == 1 else "the tasks in common"
                 start = f"{'compared' if clauses else 'Compared'} with {first} on {on}"
-                clauses.append(f"{start}, {changes(effects, 'points')}")
+                clauses.append(f"{start}, {describe_changes(effects, 'points')}")
         sentences += [f"{'; '.join(clauses)}."] if clauses else []
     for name, _, _, value, low, high in report.effects(None) if not sentences else []:
         accuracy, over = formatted(value, "{:.1f}"), counted(len(report.tasks), "task")
-        estimate = f"accuracy {accuracy} % on {over} (95 % interval {between(low, high)})"
+        estimate = f"accuracy {accuracy} % on {over} (95 % interval {format_interval(low, high)})"
         sentences.append(f"{name}: {estimate}; chance is {percent(report.chance(None))} %.")
     for family in report.families:
         if family.title and family.base is None and not report.chosen:
@@ -174,7 +185,7 @@ def _columns(report: Report, baseline: str | None = None) -> dict[str | None, Co
 
 
 def _estimated(effect: Effect, form: str = "{:.1f}", note: str = "") -> Cell:
-    limits = between(effect.low, effect.high, form)
+    limits = format_interval(effect.low, effect.high, form)
     return Cell(formatted(effect.value, form), limits + note, TONES[effect.direction])
 
 
@@ -248,7 +259,9 @@ def _training(report: Report) -> Figure:
     logs = [(i, m) for i, m in enumerate(report.everyone) if m.metrics]
     panels = []
     for key, title in (("nll", "Loss in nats per token (NLL)"), ("demd", "Expected transport cost (DEMD)")):
-        drawn = [(i, [pairs(m.metrics, "tokens", k) for k in (key, f"validation_{key}")]) for i, m in logs]
+        drawn = [
+            (i, [finite_points(m.metrics, "tokens", k) for k in (key, f"validation_{key}")]) for i, m in logs
+        ]
         curves = [Curve(i, line, marks) for i, (line, marks) in drawn if line or marks]
         panels.append(Curves(title, curves, "tokens"))
     legend = [(i, m.name) for i, m in logs]

@@ -31,7 +31,7 @@ from typing import Any
 from emo.common.errors import UserError
 from emo.common.io import untrusted
 from emo.common.io.files import Hashes, write_once, write_text
-from emo.common.io.lease import Lease, held
+from emo.common.io.lease import Lease, hold_if_free
 
 log = logging.getLogger(__name__)
 
@@ -191,7 +191,7 @@ def complete(
     while pending := [i for i, part in parts.items() if entry.chunk(i, part) is None]:
         worked = False
         for i in pending:
-            with held(lease(entry.path / "leases", f"chunk-{i:05d}")) as acquired:
+            with hold_if_free(lease(entry.path / "leases", f"chunk-{i:05d}")) as acquired:
                 if entry.chunk(i, parts[i]) is not None:  # since the last look
                     advance(len(parts[i]))
                 elif acquired:

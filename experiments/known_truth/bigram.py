@@ -1,8 +1,7 @@
-"""Bigram languages whose every probability is known, and a small learner that is fitted to their counts.
+"""Bigram languages with known probabilities, and a small learner that is fitted to their counts.
 
-The learner is that of MixCE's synthetic experiment (embedding, one hidden layer, softmax), for many runs at
-once: a leading dimension S of independent runs. A bigram sample is its counts, so every step sees the whole
-sample: the gradient is exact and no batch order adds noise.
+The learner is that of MixCE's synthetic experiment (embedding, one hidden layer, softmax). A leading
+dimension S holds independent runs. Each step uses all counts of a sample, so that the gradient is exact.
 """
 
 from __future__ import annotations
@@ -15,27 +14,27 @@ from torch import Tensor, nn
 
 from emo.pipeline.loss.expected import Gradient
 
-ENTROPY_SHARE = 0.5  # of log V: how uncertain the next token is in a truth with geometry
+ENTROPY_SHARE = 0.5  # entropy of the next token in a geometric truth, as a share of log V
 HIDDEN = 50
-GROWTH = 1.12  # of the steps from one look at the learners to the next, from FIRST on
+GROWTH = 1.12  # ratio between the steps of two evaluations, from FIRST on
 FIRST = 5
-PATIENCE = 8  # looks without a better run, after which training ends: two and a half times as many steps
-PART = 2**17  # entries: beyond them a matrix leaves the cache, and runs together are slower than one by one
+PATIENCE = 8  # evaluations without an improvement (2.5 times as many steps), after which training ends
+PART = 2**17  # matrix entries of a group of runs; larger matrices do not fit into the cache
 
 
 class Truth(NamedTuple):
     """A bigram language."""
 
     rows: Tensor  # [V, V] next-token probabilities by context
-    contexts: Tensor  # [V] how often each token is a context
-    embedding: Tensor  # [V, H] what true costs are made from
+    contexts: Tensor  # [V] frequency of each token as a context
+    embedding: Tensor  # [V, H] embedding of the true costs
 
 
 def geometric_truth(V: int, share: float, generator: torch.Generator, width: int = 16) -> Truth:
-    """Return a truth whose next tokens are neighbours in an embedding, to a `share` in [0, 1], else chance.
+    """Draw a truth whose next tokens are close in an embedding to a `share` in [0, 1], and else random.
 
-    logits_x = b (sqrt(share) h_x . e_i + sqrt(1 - share) noise), where b gives each row ENTROPY_SHARE log V
-    nats. At share 1 tokens that are plausible together lie close together, at 0 costs say nothing about P.
+    logits_x = b (sqrt(share) h_x . e_i + sqrt(1 - share) noise), where b sets each row's entropy to
+    ENTROPY_SHARE log V nats. At share 1 tokens with similar contexts are close. At 0 costs are unrelated.
     """
     draw = {"generator": generator, "dtype": torch.float64}
     embedding = nn.functional.normalize(torch.randn(V, width, **draw), dim=-1)  # type: ignore[call-overload]
@@ -52,8 +51,8 @@ def geometric_truth(V: int, share: float, generator: torch.Generator, width: int
     return Truth(rows, _stationary(rows), embedding)
 
 
-def dirichlet(n: int, V: int, concentration: float, generator: torch.Generator) -> Tensor:
-    """Return n rows of probabilities over V tokens, float64; none is exactly zero."""
+def draw_dirichlet(n: int, V: int, concentration: float, generator: torch.Generator) -> Tensor:
+    """Draw n distributions over V tokens, float64, without exact zeros."""
     alphas = torch.full((V,), concentration, dtype=torch.float64)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int(torch.randint(2**31, (), generator=generator)))
@@ -62,40 +61,40 @@ def dirichlet(n: int, V: int, concentration: float, generator: torch.Generator) 
 
 
 def _stationary(rows: Tensor) -> Tensor:
-    """Return how often each token is met in a long text."""
+    """Return the stationary distribution of a bigram language."""
     share = torch.full_like(rows[0], 1 / len(rows))
     for _ in range(200):
-        share = 0.5 * (share + share @ rows)  # halved: a periodic chain settles, too
+        share = 0.5 * (share + share @ rows)  # averaging makes periodic chains converge too
     return share / share.sum()
 
 
 def sample_counts(truth: Truth, tokens: int, generator: torch.Generator) -> Tensor:
-    """Return the bigram counts [V, V] of a sample of so many tokens."""
+    """Draw the bigram counts [V, V] of a sample."""
     joint = (truth.contexts[:, None] * truth.rows).flatten()
     drawn = torch.multinomial(joint, tokens, replacement=True, generator=generator)
     return torch.bincount(drawn, minlength=len(joint)).view_as(truth.rows)
 
 
-class Sample(NamedTuple):
-    """Bigram counts of S truths, one run each, and the embeddings that those truths were made with."""
+class BigramSample(NamedTuple):
+    """Bigram counts of S truths, one run each, and the truths' embeddings."""
 
     train: Tensor  # [S, V, V]
     dev: Tensor  # [S, V, V]
     embedding: Tensor  # [S, V, H]
-    seeds: list[int]  # of the learners' first weights, [S]
+    seeds: list[int]  # of the learners' initial weights, [S]
 
-    def parts(self, entries: int = PART) -> Iterator[Sample]:
-        """Yield the runs in groups whose matrices have at most so many entries together."""
+    def parts(self, entries: int = PART) -> Iterator[BigramSample]:
+        """Yield the runs in groups with at most `entries` matrix entries."""
         size = max(1, entries // self.train[0].numel())
         for i in range(0, len(self.seeds), size):
             part = slice(i, i + size)
-            yield Sample(self.train[part], self.dev[part], self.embedding[part], self.seeds[part])
+            yield BigramSample(self.train[part], self.dev[part], self.embedding[part], self.seeds[part])
 
 
 class Learner(nn.Module):
     """S independent networks: embedding -> ReLU layer -> logits [S, V, V].
 
-    head [S, V, H]: what the output matrices begin at; the ReLU layer is then projected onto H.
+    head [S, V, H]: initial output matrices, onto whose dimension H the ReLU layer is projected.
     """
 
     def __init__(self, V: int, seeds: list[int], head: Tensor | None = None) -> None:
@@ -116,18 +115,20 @@ class Learner(nn.Module):
 
 
 class Fitted(NamedTuple):
-    """Learners after their last step, and as they were when the development sample liked them best."""
+    """Learners after the last step, and at their best evaluation on the development sample."""
 
     logits: Tensor  # [S, V, V]
     stopped: Tensor  # [S, V, V]
-    nll: Tensor  # [S], nats per token of the development sample, of `stopped`
+    nll: Tensor  # [S] nats per token of `stopped` on the development sample
 
 
-Look = Callable[["Sample", int, Tensor], None]  # given samples, a step, and the learners' logits [S, V, V]
+Look = Callable[
+    ["BigramSample", int, Tensor], None
+]  # of the sample, the step, and the learners' logits [S, V, V]
 
 
-def fit(
-    sample: Sample,
+def fit_learners(
+    sample: BigramSample,
     rows: Tensor,
     gradient: Gradient,
     lr: float,
@@ -137,11 +138,18 @@ def fit(
     look: Look | None = None,
     patient: bool = True,
 ) -> Fitted:
-    """Fit learners by Adam to rows [S, V, V], the distributions that targets are drawn from.
+    """Fit learners with Adam.
 
-    Contexts count as often as the sample has them. Unless `patient`, training ends before `steps` once the
-    development sample has liked no run better for PATIENCE looks. head: see `Learner`; its learning rate is
-    `head_rate` times the others', and where that is 0 it stays as it is given. look: called at every look.
+    Args:
+        sample: Counts, which weight the contexts.
+        rows: Target distributions [S, V, V].
+        gradient: Expected gradient of the objective.
+        lr: Learning rate.
+        steps: Maximum number of steps.
+        head: Initial output matrices, see `Learner`.
+        head_rate: Learning rate of the head relative to `lr`. A head with rate 0 is frozen.
+        look: Called at each evaluation.
+        patient: Train for all `steps`, instead of ending after PATIENCE evaluations without an improvement.
     """
     learner = Learner(rows.shape[-1], sample.seeds, head)
     others = [p for name, p in learner.named_parameters() if name != "head"]
@@ -153,7 +161,7 @@ def fit(
     share = (contexts / contexts.sum(1, keepdim=True)).float()
     stopped, least = torch.full_like(rows, torch.nan), torch.full((len(rows),), torch.inf)
     looks = looks_until(steps)
-    improved = 0  # the last look at which a run did
+    improved = 0  # number of the last evaluation with an improvement
     for step in range(1, steps + 1):
         logits = learner()
         q = torch.softmax(logits.detach(), -1)
@@ -163,7 +171,7 @@ def fit(
         if step not in looks:
             continue
         logits = learner().detach()
-        # a run that diverged is never better
+        # a diverged run is never better
         nll = nats_per_token(logits, sample.dev).nan_to_num(torch.inf)
         ahead = nll < least
         stopped, least = torch.where(ahead[:, None, None], logits, stopped), torch.where(ahead, nll, least)
@@ -176,7 +184,7 @@ def fit(
 
 
 def looks_until(steps: int) -> dict[int, int]:
-    """Return the steps after which learners are looked at, numbered; the last is among them."""
+    """Return the number of each evaluation by its step. The last step has one."""
     every, step = {steps}, float(FIRST)
     while step < steps:
         every.add(round(step))

@@ -1,4 +1,4 @@
-"""What is compared where the truth is known: an objective, its costs, its targets, and its learner's head."""
+"""Contestants of a study: an objective, its costs, its targets, and its learner's head."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from emo.pipeline.loss.expected import Costs, Gradient, expected_gradient, settl
 
 from . import bigram
 
-PERMUTATION = 5  # seed of the costs between other tokens
-KERNEL = "kernel"  # the proper score, which is no objective of the product
-COMPILED = 200  # tokens of vocabulary from which a gradient is worth the seconds that compiling it takes
+PERMUTATION = 5  # seed of permuted costs
+KERNEL = "kernel"  # the proper score, which is not one of the built-in objectives
+COMPILED = 200  # smallest vocabulary for which compiling a gradient pays off
 
 
 def kernel_gradient(q: Tensor, truth: Tensor, costs: Costs, weight: float) -> Tensor:
     """Return the expected gradient [..., V] of the proper score m + weight / 2 |E'q - e_y|^2.
 
-    With unit rows in E the second term is the kernel score of k_ij = e_i . e_j = 1 - c_ij, which is EMO's D
-    less what depends on the model alone: D_y - q . C q / 2. Its gradient is that of no reweighting,
+    With unit rows in E the second term is the kernel score of k_ij = e_i . e_j = 1 - c_ij. It equals EMO's D
+    minus a term of the model only: D_y - q . C q / 2. Its gradient is not a reweighting,
 
         g_i = q_i - P_i + weight q_i (u_i - q . u),    u = K (q - P) = -C (q - P),
 
-    and vanishes at q = P, whatever the costs.
+    and vanishes at q = P for all costs.
     """
     u = -costs.apply(q - truth)
     return q - truth + weight * q * (u - (q * u).sum(-1, keepdim=True))
@@ -38,7 +38,7 @@ def kernel_gradient(q: Tensor, truth: Tensor, costs: Costs, weight: float) -> Te
 
 @functools.cache
 def _gradient(name: str, params: tuple[tuple[str, float], ...]) -> Callable[[Tensor, Tensor, Costs], Tensor]:
-    """Return the expected gradient of an objective, for models, truths and costs; compiled if large."""
+    """Return the expected gradient of an objective, compiled for large vocabularies."""
     objective = None if name == KERNEL else get_objective(name, **dict(params))
 
     def plain(q: Tensor, rows: Tensor, costs: Costs) -> Tensor:
@@ -46,17 +46,17 @@ def _gradient(name: str, params: tuple[tuple[str, float], ...]) -> Callable[[Ten
             return kernel_gradient(q, rows, costs, dict(params)["weight"])
         return expected_gradient(q, rows, objective, costs)
 
-    # isolated: every objective has this very code, and after eight variants torch would give up
+    # isolate_recompiles: all objectives share this code, and torch stops after eight variants
     compiled = torch.compile(plain, fullgraph=True, isolate_recompiles=True)  # type: ignore[call-overload]
     return lambda q, rows, costs: (compiled if q.shape[-1] >= COMPILED else plain)(q, rows, costs)
 
 
 class Prior(Section):
-    """Tokens that take a share of each target: label smoothing, plain and by the costs.
+    """Label smoothing, uniform or by the costs. `weight` is the share that is taken from the target.
 
-    uniform: all tokens alike. gaussian: exp(-c^2 / 2 width^2) of the cost c from the target. d2gpo:
-    the data-dependent Gaussian prior objective (Li et al., ICLR 2020) as its authors released it,
-    softmax(N(r; 0, 1) / 2) of the rank r by cost, where the target's is 0.
+    uniform: equal for all tokens. gaussian: exp(-c^2 / 2 width^2) of the cost c from the target. d2gpo:
+    the data-dependent Gaussian prior objective (Li et al., ICLR 2020) as released by its authors,
+    softmax(N(r; 0, 1) / 2) of the rank r by cost, where the target has rank 0.
     """
 
     kind: Literal["uniform", "gaussian", "d2gpo"]
@@ -64,7 +64,7 @@ class Prior(Section):
     width: float = Field(0.3, gt=0)
 
     def rows(self, costs: Tensor) -> Tensor:
-        """Return the prior of each target, rows [..., V, V] that sum to one, from costs [..., V, V]."""
+        """Return the prior distribution of each target, [..., V, V], from costs [..., V, V]."""
         if self.kind == "uniform":
             return torch.full_like(costs, 1 / costs.shape[-1])
         if self.kind == "gaussian":
@@ -75,25 +75,25 @@ class Prior(Section):
 
 
 class Contestant(Section):
-    """An objective with its parameters, its costs, and what its learner's head knows."""
+    """An objective with its parameters, its costs, and its learner's head."""
 
-    name: str  # of the product, or KERNEL with its `weight`
+    name: str  # an objective, or KERNEL with its `weight`
     params: dict[str, float] = {}
     cost: Literal["true", "constant", "permuted"] = "true"
     prior: Prior | None = None
-    # embedding: the learner's output matrix begins at the embedding that the truth was made with, and learns
-    # at `head_rate` times the learning rate; at 0 it is that embedding.
+    # embedding: the output matrix starts as the truth's embedding, and learns at `head_rate` times the
+    # learning rate; at 0 it is frozen.
     head: Literal["free", "embedding"] = "free"
     head_rate: float = Field(0.0, ge=0)
-    against: str | None = None  # tempered, what the gaps are from; None: the study's baseline
+    against: str | None = None  # contestant that gaps refer to, tempered; None: the study's baseline
 
     def gradient(self, embedding: Tensor) -> Gradient:
-        """Return the expected gradient, with costs from the embedding that the truth was made with."""
+        """Return the expected gradient, with costs from the truth's embedding."""
         costs, gradient = self._costs(embedding), _gradient(self.name, tuple(self.params.items()))
         return lambda q, rows: gradient(q, rows, costs)
 
     def targets(self, rows: Tensor, embedding: Tensor) -> Tensor:
-        """Return the distributions that are fitted instead of rows [..., n, V]."""
+        """Return the target distributions [..., n, V]: `rows` with the prior mixed in."""
         if self.prior is None:
             return rows
         V = rows.shape[-1]
@@ -103,26 +103,28 @@ class Contestant(Section):
 
     def fit(
         self,
-        sample: bigram.Sample,
+        sample: bigram.BigramSample,
         lr: float,
         steps: int,
         look: bigram.Look | None = None,
         patient: bool = True,
     ) -> bigram.Fitted:
-        """Return the learners of a sample; see `bigram.fit`."""
+        """Fit learners to a sample; see `bigram.fit_learners`."""
         fits = []
         for part in sample.parts():
             rows = (part.train / part.train.sum(-1, keepdim=True).clamp_min(1)).float()
             rows = self.targets(rows, part.embedding)
             head = part.embedding if self.head == "embedding" else None
             gradient = self.gradient(part.embedding)
-            fits.append(bigram.fit(part, rows, gradient, lr, steps, head, self.head_rate, look, patient))
+            fits.append(
+                bigram.fit_learners(part, rows, gradient, lr, steps, head, self.head_rate, look, patient)
+            )
         return bigram.Fitted(*map(torch.cat, zip(*fits, strict=True)))
 
-    def settled(self, sample: bigram.Sample, truth: Tensor) -> Tensor:
-        """Return the distributions [S, V, V], float64, that unlimited data from `truth` would lead to.
+    def settled(self, sample: bigram.BigramSample, truth: Tensor) -> Tensor:
+        """Return the fixed points [S, V, V], float64, for unlimited data from `truth`.
 
-        A row that is not settled to 1e-7 after 1,000 steps is where it is then.
+        Rows that have not converged to 1e-7 stop after 1,000 steps.
         """
         parts = list(sample.parts())
         rows = truth.split([len(part.seeds) for part in parts])

@@ -1,4 +1,4 @@
-"""The map of known truths as one figure, a panel for each question.
+"""The map of known truths as a figure with a panel for each question.
 
 python -m emo.experiments.known_truth.picture FIGURE.svg RESULTS.json [RESULTS.json ...]
 """
@@ -12,30 +12,30 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from emo.common.errors import ExitCode, outcome
+from emo.common.errors import ExitCode, exit_code_of
 from emo.common.io.files import write_text
 from emo.common.report.figure import VARIABLES, colour
 
-from ..sweeps.report import map_of
+from ..sweeps.report import build_map
 
 TITLES = {
     "geometry": "True costs against constant and permuted ones",
     "beyond-sharpening": "EMO against MLE of the same entropy",
-    "begins": "EMO against MLE of the same entropy, both heads beginning at the costs' embedding",
-    "informed": "EMO against MLE whose head begins at, or is, the costs' embedding",
-    "smoothing": "EMO against label smoothing, which knows no costs",
+    "begins": "EMO against MLE of the same entropy, both heads initialised with the costs' embedding",
+    "informed": "EMO against MLE with a head that starts as, or is, the costs' embedding",
+    "smoothing": "EMO against label smoothing, which uses no costs",
     "proper": "EMO against a proper score of the same costs",
     "training": "EMO against the map of MLE's distributions to EMO's fixed point",
 }
 PALETTE = {"muted": "#57534e", "rule": "#e7e5e4", "grey": "#a8a29e", "s2": "#2f6ca8", "s3": "#c0711a"}
 
 
-def draw(rows: list[dict[str, Any]]) -> str:
-    """Return the figure of a study's rows, SVG."""
+def draw_map(rows: list[dict[str, Any]]) -> str:
+    """Return an SVG of a study's rows."""
     import matplotlib
     from matplotlib.figure import Figure
 
-    panels = {title: map_of(rows, name) for name, title in TITLES.items() if name in rows[0]["verdicts"]}
+    panels = {title: build_map(rows, name) for name, title in TITLES.items() if name in rows[0]["verdicts"]}
     style: Any = {"svg.hashsalt": "map", "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 8.5}
     style |= {"axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left"}
     file = io.StringIO()
@@ -61,9 +61,9 @@ def main() -> int:
     parser.add_argument("results", type=Path, nargs="+", help="results.json of studies")
     args = parser.parse_args()
     studies = [json.loads(path.read_text(encoding="utf-8"))["rows"] for path in args.results]
-    write_text(args.figure, draw([row for rows in studies for row in rows]))
+    write_text(args.figure, draw_map([row for rows in studies for row in rows]))
     return ExitCode.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(outcome(main))
+    sys.exit(exit_code_of(main))

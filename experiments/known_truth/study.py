@@ -1,11 +1,11 @@
-"""Objectives where the truth is known: their fixed points (A0), and learners fitted to samples, as a map (A).
+"""Studies with known truths: fixed points of objectives (A0), and a map of fitted learners (A).
 
     python -m emo.experiments.known_truth.study FILE.yaml [key=value ...] [--jobs N]
 
-FILE says which truths, sample sizes, objectives and costs; `results.json` is written to its `out`. A cell of
-the map is a vocabulary, a share of geometry and a number of draws per context. Its unit is the truth: so many
-are drawn at random for it, each with one sample, and no two cells have one in common. Cells that are done are
-not done again, unless the code or the parameters that made them have changed.
+FILE defines truths, sample sizes, objectives and costs. `results.json` is written to its `out`. A cell of the
+map is a vocabulary, a share of geometry and a number of draws per context. Its units are random truths with
+one sample each, which no other cell shares. Finished cells are not repeated, unless their code or parameters
+have changed.
 """
 
 from __future__ import annotations
@@ -26,56 +26,55 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from emo.common.config.recipe import Section, load_section
-from emo.common.errors import ExitCode, outcome
-from emo.common.io.files import finite as without_nan
-from emo.common.io.files import sha256, write_text
-from emo.common.parallel import Workers
+from emo.common.errors import ExitCode, exit_code_of
+from emo.common.io.files import replace_nonfinite, sha256, write_text
+from emo.common.parallel import WorkerPool
 from emo.common.provenance import code_version
 from emo.eval.generation import distributions
 from emo.eval.results.stats import LEVEL
 from emo.pipeline.loss.expected import settle
 
-from ..sweeps.code import code_digest, plugin_sources
+from ..sweeps.code import code_digest, find_plugin_sources
 from ..sweeps.design import RESULTS
-from ..sweeps.statistics import best_temperature, estimate, verdict
+from ..sweeps.statistics import estimate, find_best_temperature, paired_verdict
 from . import bigram
 from .contestants import Contestant
 
 TRUTH_SEED = 77
 FACTOR = 3.0  # between neighbouring learning rates
-SLOWEST, FASTEST = 1e-5, 1.0  # learning rates that are tried
-MAP = "map.json"  # the verdicts alone, as `emo advise` reads them
-POST_HOC = "post-hoc "  # begins the labels of what an objective would make of the baseline
+SLOWEST, FASTEST = 1e-5, 1.0  # limits of learning rates
+MAP = "map.json"  # verdicts for `emo advise`
+POST_HOC = "post-hoc "  # prefix of the labels of objectives that are applied to the baseline
 
 
-class Question(Section):
-    """A claim that one contestant is closer to the truth than all of others."""
+class StudyQuestion(Section):
+    """A claim that one contestant is closer to the truth than all others."""
 
     better: str
     than: list[str] = Field(min_length=1)
-    tempered: bool = False  # against that at the temperature of equal entropy
-    by_nll: bool = False  # rates and steps chosen as a user can, by nats per token of development samples
+    tempered: bool = False  # compare at the temperature of equal entropy
+    by_nll: bool = False  # choose rates and steps by development loss, without the truth
 
 
 class Study(Section):
-    """The whole file."""
+    """A study file."""
 
     out: Path
     contestants: dict[str, Contestant] = Field(min_length=1)
     baseline: str = "mle"
-    # Of these: the distributions that they would turn the trained baseline's into, with unlimited data.
+    # Contestants whose fixed point for the trained baseline's distributions is measured too.
     post_hoc: list[str] = []
     vocabularies: list[Annotated[int, Field(gt=1)]] = Field(min_length=1)
     shares: list[Annotated[float, Field(ge=0, le=1)]] = Field(min_length=1)  # of geometry in the truth
-    # per context, of a training sample; a tenth more is for development
+    # Per context in a training sample; a development sample has a tenth of it.
     draws: list[Annotated[int, Field(gt=0)]] = Field(min_length=1)
-    truths: int = Field(20, gt=1)  # of each cell; all contestants have the same samples and first weights
-    selection: int = Field(4, gt=0)  # further truths of each cell, which learning rates are chosen on
-    steps: int = Field(600, gt=0)  # at most
-    # learning rates; where the best is the first or last, further ones
+    truths: int = Field(20, gt=1)  # per cell; contestants share samples and initial weights
+    selection: int = Field(4, gt=0)  # further truths per cell, for the choice of learning rates
+    steps: int = Field(600, gt=0)  # maximum
+    # Learning rates, extended while the best one is the first or last.
     rates: list[Annotated[float, Field(gt=0)]] = Field([3e-3, 9e-3, 2.7e-2], min_length=1)
     outcome: Literal["js", "kl_pq", "kl_qp", "tv"] = "js"
-    questions: dict[str, Question] = {}
+    questions: dict[str, StudyQuestion] = {}
 
     @model_validator(mode="after")
     def _labels_exist(self) -> Study:
@@ -87,7 +86,7 @@ class Study(Section):
                 raise ValueError(f"{label} is not one of the contestants: {', '.join(labels)}")
         for name, question in self.questions.items():
             if question.by_nll and not {question.better, *question.than} <= self.contestants.keys():
-                raise ValueError(f"questions.{name}: a map after training has no learning rate of its own")
+                raise ValueError(f"questions.{name}: a post-hoc contestant has no learning rate")
             if question.tempered and question.than != [self.against(question.better)]:
                 raise ValueError(
                     f"questions.{name}: {question.better} has no gap from {question.than}; set against"
@@ -95,20 +94,20 @@ class Study(Section):
         return self
 
     def against(self, label: str) -> str:
-        """Return the contestant that the gaps of another one are from."""
+        """Return the contestant that the gaps of another one refer to."""
         contestant = self.contestants.get(label)
         return self.baseline if contestant is None else contestant.against or self.baseline
 
     @property
     def judged_by_nll(self) -> set[str]:
-        """Return the contestants of questions `by_nll`, and what their gaps are from."""
+        """Return the contestants of questions `by_nll`, and those that their gaps refer to."""
         asked = [question for question in self.questions.values() if question.by_nll]
         labels = {label for question in asked for label in (question.better, *question.than)}
         return labels | {self.against(label) for label in labels}
 
 
-class Cell(NamedTuple):
-    """A place on the map."""
+class MapCell(NamedTuple):
+    """A cell of the map."""
 
     V: int
     share: float
@@ -118,30 +117,35 @@ class Cell(NamedTuple):
         return f"{self.V} tokens, share {self.share:g}, {self.draws:,} draws per context"
 
 
-def fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, Any]]:
+def find_fixed_points(study: Study, V: int = 50, truths: int = 20) -> list[dict[str, Any]]:
     """Return what each contestant would make of known truths with unlimited data (A0): means over truths."""
     generator = torch.Generator().manual_seed(TRUTH_SEED)
-    rows = bigram.dirichlet(truths, V, 0.5, generator)
+    rows = bigram.draw_dirichlet(truths, V, 0.5, generator)
     embedding = torch.randn(V, 16, generator=generator, dtype=torch.float64)
     log_p, points = rows.log(), []
     for label, contestant in study.contestants.items():
         if contestant.head != "free":  # a fixed point is one of distributions, without a learner
             continue
         q, residual = settle(contestant.targets(rows, embedding), contestant.gradient(embedding))
-        log_q = q.clamp_min(1e-300).log()
-        pairs = zip(log_p, distributions.entropy(log_q).tolist(), strict=True)
-        temperatures = [distributions.matching_temperature(p[None], entropy) for p, entropy in pairs]
-        tempered = [distributions.log_probs(p, t) for p, t in zip(log_p, temperatures, strict=True)]
-        point = {k: float(v.mean()) for k, v in distributions.measures(log_p, log_q).items()}
-        point["temperature"] = sum(temperatures) / len(temperatures)
-        point["kl_from_tempered_truth"] = float(distributions.kl(log_q, torch.stack(tempered)).mean())
-        point["settled"] = float((residual < 1e-9).double().mean())
-        points.append({"contestant": label, **point})
+        measures = _measure_fixed_point(log_p, q.clamp_min(1e-300).log())
+        measures["settled"] = float((residual < 1e-9).double().mean())
+        points.append({"contestant": label, **measures})
     return points
 
 
-def draw(cell: Cell, kind: str, count: int) -> tuple[list[bigram.Truth], bigram.Sample]:
-    """Return truths of a cell and a sample of each; those of another `kind` or cell are others."""
+def _measure_fixed_point(log_p: Tensor, log_q: Tensor) -> dict[str, float]:
+    """Return the measures of a fixed point, also against the truth tempered to the same entropy."""
+    pairs = zip(log_p, distributions.entropy(log_q).tolist(), strict=True)
+    temperatures = [distributions.matching_temperature(p[None], entropy) for p, entropy in pairs]
+    tempered = [distributions.log_probs(p, t) for p, t in zip(log_p, temperatures, strict=True)]
+    point = {name: float(values.mean()) for name, values in distributions.measures(log_p, log_q).items()}
+    point["temperature"] = sum(temperatures) / len(temperatures)
+    point["kl_from_tempered_truth"] = float(distributions.kl(log_q, torch.stack(tempered)).mean())
+    return point
+
+
+def draw_truths(cell: MapCell, kind: str, count: int) -> tuple[list[bigram.Truth], bigram.BigramSample]:
+    """Draw truths of a cell and a sample of each. Other kinds and cells have other truths."""
     truths, train, dev, tokens = [], [], [], cell.V * cell.draws
     for number in range(count):
         name = f"{TRUTH_SEED} {cell.V} {cell.share} {cell.draws} {kind} {number}"
@@ -150,116 +154,145 @@ def draw(cell: Cell, kind: str, count: int) -> tuple[list[bigram.Truth], bigram.
         train.append(bigram.sample_counts(truths[-1], tokens, generator))
         dev.append(bigram.sample_counts(truths[-1], max(200, tokens // 10), generator))
     embedding = torch.stack([truth.embedding for truth in truths]).float()
-    return truths, bigram.Sample(torch.stack(train), torch.stack(dev), embedding, list(range(count)))
+    return truths, bigram.BigramSample(torch.stack(train), torch.stack(dev), embedding, list(range(count)))
 
 
-def search(score: Callable[[float], dict[str, float]], rates: list[float]) -> dict[float, dict[str, float]]:
-    """Return the scores of learning rates, of which none that is best by some score is the first or last.
+def search_rates(
+    score: Callable[[float], dict[str, float]], rates: list[float]
+) -> dict[float, dict[str, float]]:
+    """Score learning rates, and extend them until no best one is the first or last.
 
-    score: values by name, the less the better. Rates are tried beyond `rates` until they need not be, or
-    SLOWEST or FASTEST is reached.
+    score: scores of a rate by name; lower is better. The limits are SLOWEST and FASTEST.
     """
     scores: dict[float, dict[str, float]] = {}
     new = rates
     while new:
         scores |= {rate: score(rate) for rate in new}
-        chosen = set(best(scores).values())
+        chosen = set(best_rates(scores).values())
         beyond = ((min(scores), min(scores) / FACTOR), (max(scores), max(scores) * FACTOR))
         new = [rate for end, rate in beyond if end in chosen and SLOWEST <= rate <= FASTEST]
     return dict(sorted(scores.items()))
 
 
-def best(scores: dict[float, dict[str, float]]) -> dict[str, float]:
-    """Return the learning rate that is best by each score."""
+def best_rates(scores: dict[float, dict[str, float]]) -> dict[str, float]:
+    """Return the best learning rate by each score."""
     names = next(iter(scores.values()))
     return {name: min(scores, key=lambda rate: scores[rate][name]) for name in names}
 
 
-def measure_cell(study: Study, cell: Cell) -> dict[str, Any]:
-    """Return `values` of each contestant by measure, one for each truth, and how it was trained.
+def measure_cell(study: Study, cell: MapCell) -> dict[str, Any]:
+    """Return `values` of each contestant by measure, one per truth, and how it was trained.
 
-    Beside the measures of the learner as it was trained: `temperature`, which suits its development sample
-    best, and `tempered_js` at that; `gap_*`: the difference from what it is against, at the temperature of
-    equal entropy; `*_by_nll`: the outcome and its gap where each truth's learning rate and number of steps
-    are those that its own development sample likes best, by nats per token. All else is of the rate and the
-    number of steps with the least `outcome` over the truths for selection. `rates`: the best of those truths
-    by each score; `tried`: all of them; `steps`: that number; `at_end`: contestants whose rate or number of
-    steps is one beyond which none was tried, with " by nll" those whose rate by nats is.
+    Learning rate and steps minimise `outcome` over the selection truths. Further measures:
+
+        temperature, tempered_js   best temperature on the development sample, and the divergence there
+        gap_*                      difference from the contestant in `against` at equal entropy
+        *_by_nll                   with rate and steps chosen by each truth's development loss
+
+    `rates` has the best rates by score, `tried` all rates, and `steps` the best number of steps. `at_end`
+    lists contestants whose best rate or steps is the last one tried ("... by nll": by development loss).
     """
-    others, selection = draw(cell, "selection", study.selection)
-    truths, sample = draw(cell, "measured", study.truths)
-    logits: dict[str, Tensor] = {}
-    by_nll: dict[str, Tensor] = {}
-    rates: dict[str, dict[str, float]] = {}
-    tried: dict[str, list[float]] = {}
-    steps: dict[str, int] = {}
-    at_end: list[str] = []
-    for label, contestant in study.contestants.items():
-        scores, nearest = try_rates(study, label, others, selection)
-        rates[label], tried[label] = best(scores), list(scores)
-        rate = rates[label][study.outcome]
-        steps[label] = nearest[rate]
-        ends = (min(scores), max(scores))
-        at_end += [label] * (rate in ends or steps[label] == study.steps)
-        at_end += [f"{label} by nll"] * (rates[label].get("nll") in ends)
-        logits[label] = contestant.fit(sample, rate, steps[label]).logits.double()
-        if label in study.judged_by_nll:
-            by_nll[label] = likeliest(contestant, sample, tried[label], study.steps)
+    others, selection = draw_truths(cell, "selection", study.selection)
+    truths, sample = draw_truths(cell, "measured", study.truths)
+    trained = {
+        label: train_contestant(study, label, others, selection, sample) for label in study.contestants
+    }
+    logits = {label: each.logits for label, each in trained.items()}
     base = logits[study.baseline]
     for label in study.post_hoc:
         logits[POST_HOC + label] = study.contestants[label].settled(sample, base.softmax(-1)).log()
     values: dict[str, dict[str, list[float]]] = {}
     for label, learned in logits.items():
-        values[label] = _measures(truths, learned, logits[study.against(label)], sample.dev)
-        if label in by_nll:
-            measured = _measures(truths, by_nll[label], by_nll[study.against(label)], sample.dev)
+        against = study.against(label)
+        values[label] = _measures(truths, learned, logits[against], sample.dev)
+        if label in study.judged_by_nll:
+            by_nll = _measures(truths, trained[label].by_nll, trained[against].by_nll, sample.dev)
             names = (study.outcome, f"gap_{study.outcome}")
-            values[label] |= {f"{name}_by_nll": measured[name] for name in names}
-    return {"values": values, "rates": rates, "tried": tried, "steps": steps, "at_end": at_end}
+            values[label] |= {f"{name}_by_nll": by_nll[name] for name in names}
+    return {
+        "values": values,
+        "rates": {label: each.rates for label, each in trained.items()},
+        "tried": {label: each.tried for label, each in trained.items()},
+        "steps": {label: each.steps for label, each in trained.items()},
+        "at_end": [name for each in trained.values() for name in each.at_end],
+    }
+
+
+class Trained(NamedTuple):
+    """The learners of a contestant in a cell, and how they were trained. See `measure_cell`."""
+
+    logits: Tensor
+    by_nll: Tensor  # empty unless a question needs it
+    rates: dict[str, float]
+    tried: list[float]
+    steps: int
+    at_end: list[str]
+
+
+def train_contestant(
+    study: Study,
+    label: str,
+    others: list[bigram.Truth],
+    selection: bigram.BigramSample,
+    sample: bigram.BigramSample,
+) -> Trained:
+    """Choose a contestant's learning rate and steps on `selection`, and train it on `sample`."""
+    contestant = study.contestants[label]
+    scores, best_steps = try_rates(study, label, others, selection)
+    rates, tried = best_rates(scores), list(scores)
+    rate = rates[study.outcome]
+    ends = (min(scores), max(scores))
+    at_end = [label] * (rate in ends or best_steps[rate] == study.steps)
+    at_end += [f"{label} by nll"] * (rates.get("nll") in ends)
+    logits = contestant.fit(sample, rate, best_steps[rate]).logits.double()
+    by_nll = torch.empty(0)
+    if label in study.judged_by_nll:
+        by_nll = fit_by_nll(contestant, sample, tried, study.steps)
+    return Trained(logits, by_nll, rates, tried, best_steps[rate], at_end)
 
 
 def try_rates(
-    study: Study, label: str, truths: list[bigram.Truth], sample: bigram.Sample
+    study: Study, label: str, truths: list[bigram.Truth], sample: bigram.BigramSample
 ) -> tuple[dict[float, dict[str, float]], dict[float, int]]:
-    """Return the scores of a contestant's learning rates, and after how many steps each is best."""
+    """Return the scores of a contestant's learning rates, and the best number of steps of each."""
     contestant = study.contestants[label]
     nearest: dict[float, int] = {}
 
     def score(rate: float) -> dict[str, float]:
         totals: dict[int, float] = {}
 
-        def look(part: bigram.Sample, step: int, learned: Tensor) -> None:
+        def look(part: bigram.BigramSample, step: int, learned: Tensor) -> None:
             pairs = zip(part.seeds, learned, strict=True)
             values = (divergence(truths[number], z, study.outcome) for number, z in pairs)
             totals[step] = totals.get(step, 0.0) + sum(values)
 
         fitted = contestant.fit(sample, rate, study.steps, look)
-        nearest[rate] = min(totals, key=lambda step: finite(totals[step]))
-        nll = {"nll": finite(float(fitted.nll.sum()))} if label in study.judged_by_nll else {}
-        return {study.outcome: finite(totals[nearest[rate]]), **nll}
+        nearest[rate] = min(totals, key=lambda step: inf_if_nan(totals[step]))
+        nll = {"nll": inf_if_nan(float(fitted.nll.sum()))} if label in study.judged_by_nll else {}
+        return {study.outcome: inf_if_nan(totals[nearest[rate]]), **nll}
 
-    return search(score, study.rates), nearest
+    return search_rates(score, study.rates), nearest
 
 
-def likeliest(contestant: Contestant, sample: bigram.Sample, rates: list[float], steps: int) -> Tensor:
-    """Return the logits of learners, each of the rate and step that its own development sample likes best."""
+def fit_by_nll(contestant: Contestant, sample: bigram.BigramSample, rates: list[float], steps: int) -> Tensor:
+    """Return the logits of learners with the rate and steps of their lowest development loss."""
     fits = [contestant.fit(sample, rate, steps, patient=False) for rate in rates]
     best_rate = torch.stack([fitted.nll for fitted in fits]).argmin(0).tolist()
     return torch.stack([fits[number].stopped[truth] for truth, number in enumerate(best_rate)]).double()
 
 
-def finite(value: float) -> float:
-    """Return a score of learners, infinite where they diverged."""
+def inf_if_nan(value: float) -> float:
+    """Return a score, infinite if learners diverged."""
     return math.inf if math.isnan(value) else value
 
 
 def divergence(truth: bigram.Truth, logits: Tensor, measure: str, temperature: float = 1.0) -> float:
-    """Return a measure of logits [V, V] from a truth, contexts weighted as a long text has them."""
-    return weighted(truth, logits, temperature)[measure]
+    """Return a measure between logits [V, V] and a truth, weighted by the frequency of contexts."""
+    return measure_truth(truth, logits, temperature)[measure]
 
 
-def weighted(truth: bigram.Truth, logits: Tensor, temperature: float = 1.0) -> dict[str, float]:
-    """Return all measures of logits [V, V] from a truth."""
+def measure_truth(truth: bigram.Truth, logits: Tensor, temperature: float = 1.0) -> dict[str, float]:
+    """Return all measures between logits [V, V] and a truth."""
     measured = distributions.measures(truth.rows.log(), distributions.log_probs(logits, temperature))
     return {name: float(values @ truth.contexts) for name, values in measured.items()}
 
@@ -267,103 +300,108 @@ def weighted(truth: bigram.Truth, logits: Tensor, temperature: float = 1.0) -> d
 def _measures(
     truths: list[bigram.Truth], learned: Tensor, base: Tensor, dev: Tensor
 ) -> dict[str, list[float]]:
-    """Return the measures of learners by name, one for each truth."""
+    """Return the measures of learners by name, one per truth."""
     rows = [_measure(*learner) for learner in zip(truths, learned, base, dev, strict=True)]
     return {name: [row[name] for row in rows] for name in rows[0]}
 
 
 def _measure(truth: bigram.Truth, learned: Tensor, base: Tensor, dev: Tensor) -> dict[str, float]:
-    """Return measures of a learner, from its logits, those it is against, and development counts [V, V]."""
+    """Return the measures of a learner, from its logits, those of `against`, and development counts."""
 
     def entropy(t: float) -> float:
         return float(distributions.entropy(distributions.log_probs(base, t)) @ truth.contexts)
 
-    values = weighted(truth, learned)
-    # `base` at the temperature at which its mean entropy is the learner's
-    try:
-        matched = weighted(truth, base, distributions.solve_temperature(entropy, values["entropy_q"]))
-    except ValueError:  # the learner has collapsed, and no temperature makes `base` as certain
+    values = measure_truth(truth, learned)
+    try:  # `base` at the temperature of equal mean entropy
+        matched = measure_truth(truth, base, distributions.solve_temperature(entropy, values["entropy_q"]))
+    except ValueError:  # the learner has collapsed
         matched = dict.fromkeys(values, math.nan)
     values |= {f"gap_{name}": values[name] - matched[name] for name in matched}
-    values["temperature"] = best_temperature(lambda t: float(bigram.nats_per_token(learned / t, dev)))
+    values["temperature"] = find_best_temperature(lambda t: float(bigram.nats_per_token(learned / t, dev)))
     values["tempered_js"] = divergence(truth, learned, "js", values["temperature"])
     return values
 
 
-def _measuring(study: Study) -> Callable[[Cell], dict[str, Any]]:
-    """Return `measure_cell` of a study on one thread: several would wait for each other at every matrix."""
+def _measuring(study: Study) -> Callable[[MapCell], dict[str, Any]]:
+    """Return `measure_cell` of a study. It uses one thread, because small matrices do not gain from more."""
     torch.set_num_threads(1)
     return partial(measure_cell, study)
 
 
-def run(study: Study, jobs: int = 1) -> dict[str, Any]:
-    """Return the results of all cells, after writing them; finished cells are read."""
+def run_study(study: Study, jobs: int = 1) -> dict[str, Any]:
+    """Measure all cells that are not done, write the results, and return them."""
     (study.out / "cells").mkdir(parents=True, exist_ok=True)
-    files = [file for contestant in study.contestants.values() for file in plugin_sources(contestant.name)]
+    paths = _cell_paths(study)
+    missing = [cell for cell in paths if not paths[cell].is_file()]
+    missing.sort(key=lambda cell: -cell.V)  # large cells first, so that no worker idles at the end
+    with WorkerPool(min(jobs, len(missing)), _measuring, study) as workers:
+        for cell, result in zip(missing, workers.map(missing), strict=True):
+            write_text(paths[cell], json.dumps(result))
+            means = {label: sum(v[study.outcome]) / study.truths for label, v in result["values"].items()}
+            print(f"{cell}: {', '.join(f'{label} {mean:.4f}' for label, mean in means.items())}", flush=True)
+    rows = []
+    for cell, path in paths.items():
+        result = json.loads(path.read_text(encoding="utf-8"))
+        row: dict[str, Any] = {
+            **cell._asdict(),
+            **{key: result[key] for key in ("rates", "tried", "steps", "at_end")},
+        }
+        row["contestants"] = {
+            label: {metric: estimate(values) for metric, values in measured.items()}
+            for label, measured in result["values"].items()
+        }
+        row["verdicts"] = {name: answer_cell(study, name, result, len(paths)) for name in study.questions}
+        rows.append(row)
+    summary: dict[str, Any] = {"code": code_version(), "fixed_points": find_fixed_points(study), "rows": rows}
+    summary["verdicts"] = {name: summarize_map(study, name, rows) for name in study.questions}
+    write_text(study.out / RESULTS, json.dumps(replace_nonfinite(summary), indent=1))
+    cells = [{key: row[key] for key in (*MapCell._fields, "verdicts")} for row in rows]
+    write_text(study.out / MAP, json.dumps({"code": summary["code"], "level": LEVEL, "rows": cells}))
+    return summary
+
+
+def _cell_paths(study: Study) -> dict[MapCell, Path]:
+    """Return the result file of each cell, named by a digest of its parameters and code."""
+    files = [file for c in study.contestants.values() for file in find_plugin_sources(c.name)]
     keys = {"contestants", "baseline", "post_hoc", "truths", "selection", "steps", "rates", "outcome"}
-    identity = {  # what every cell depends on: parameters, and the code that makes it
+    identity = {
         "study": study.model_dump(mode="json", include=keys) | {"by_nll": sorted(study.judged_by_nll)},
         "code": code_digest("emo.experiments.known_truth.study"),
         "plug-ins": [sha256(file) for file in files],
         "torch": torch.__version__,
     }
-    cells = [Cell(*axes) for axes in itertools.product(study.vocabularies, study.shares, study.draws)]
     paths = {}
-    for cell in cells:
+    for cell in itertools.starmap(MapCell, itertools.product(study.vocabularies, study.shares, study.draws)):
         key = json.dumps({**identity, "cell": cell}, sort_keys=True)
         digest = hashlib.sha256(key.encode()).hexdigest()[:12]
         paths[cell] = study.out / "cells" / f"{digest}-{cell.V}-{cell.share:g}-{cell.draws}.json"
-    waiting = [cell for cell in cells if not paths[cell].is_file()]
-    waiting.sort(key=lambda cell: -cell.V)  # the largest last would leave workers without work
-    with Workers(min(jobs, len(waiting)), _measuring, study) as workers:
-        for cell, result in zip(waiting, workers.map(waiting), strict=True):
-            write_text(paths[cell], json.dumps(result))
-            means = {label: sum(v[study.outcome]) / study.truths for label, v in result["values"].items()}
-            print(f"{cell}: {', '.join(f'{label} {mean:.4f}' for label, mean in means.items())}", flush=True)
-    results = {cell: json.loads(path.read_text(encoding="utf-8")) for cell, path in paths.items()}
-    rows = []
-    for cell, result in results.items():
-        contestants = {
-            label: {metric: estimate(values) for metric, values in measured.items()}
-            for label, measured in result["values"].items()
-        }
-        verdicts = {name: answer(study, name, result, len(cells)) for name in study.questions}
-        row = {**cell._asdict(), **{key: result[key] for key in ("rates", "tried", "steps", "at_end")}}
-        rows.append(row | {"contestants": contestants, "verdicts": verdicts})
-    verdicts = {name: regions(study, name, rows) for name in study.questions}
-    code, points = code_version(), fixed_points(study)
-    summary = {"code": code, "fixed_points": points, "rows": rows, "verdicts": verdicts}
-    write_text(study.out / RESULTS, json.dumps(without_nan(summary), indent=1))
-    axes = [{key: row[key] for key in (*Cell._fields, "verdicts")} for row in rows]
-    write_text(study.out / MAP, json.dumps({"code": code, "level": LEVEL, "rows": axes}))
-    return summary
+    return paths
 
 
-def answer(study: Study, name: str, result: dict[str, Any], cells: int) -> dict[str, Any]:
+def answer_cell(study: Study, name: str, result: dict[str, Any], cells: int) -> dict[str, Any]:
     """Return the verdict on a question in a cell, whose units are its truths.
 
-    Its level is LEVEL^(1 / cells), so that the intervals of so many cells, which are independent, hold
-    together (Sidak).
+    The level is LEVEL^(1 / cells), so that the intervals of all cells are simultaneous (Sidak).
     """
     question, values = study.questions[name], result["values"]
     measure = ("gap_" * question.tempered) + study.outcome + ("_by_nll" * question.by_nll)
     better = values[question.better][measure]
-    if question.tempered:  # the gap is the difference already
+    if question.tempered:  # gaps are differences already
         others = [[0.0] * len(better)]
     else:
         others = [values[label][measure] for label in question.than]
-    return {"outcome": study.outcome, **verdict(better, others, True, LEVEL ** (1 / cells))}
+    return {"outcome": study.outcome, **paired_verdict(better, others, True, LEVEL ** (1 / cells))}
 
 
-def regions(study: Study, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the cells of each answer to a question, and the answer of the whole map.
+def summarize_map(study: Study, name: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the cells by answer, and the answer for the map.
 
-    It is that of all cells which are decided, `depends` where they differ. Nothing is averaged: the map is
-    as it was chosen to be, and a mean over it would be of that choice.
+    It is the answer of all decided cells, or `depends` if they differ. There is no mean over cells, because
+    it would depend on their choice.
     """
     cells: dict[str, list[str]] = {"yes": [], "no": [], "undecided": []}
     for row in rows:
-        cells[row["verdicts"][name]["answer"]].append(str(Cell(row["V"], row["share"], row["draws"])))
+        cells[row["verdicts"][name]["answer"]].append(str(MapCell(row["V"], row["share"], row["draws"])))
     decided = [word for word in ("yes", "no") if cells[word]]
     effects = [row["verdicts"][name]["effect"] for row in rows]
     return {
@@ -377,25 +415,24 @@ def regions(study: Study, name: str, rows: list[dict[str, Any]]) -> dict[str, An
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a study. Exit codes: 0 done, 1 a failure, 2 a mistake in the input."""
+    """Run a study. Exit codes: 0 done, 1 a failure, 2 invalid input."""
     parser = argparse.ArgumentParser(prog="python -m emo.experiments.known_truth.study", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value")
-    parser.add_argument("--jobs", type=int, default=1, help="cells beside each other (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel cells (%(default)s)")
     args = parser.parse_intermixed_args(argv)
     study = load_section(Study, args.file, args.overrides, "experiment")
-    results = run(study, args.jobs)
+    results = run_study(study, args.jobs)
     for name, verdicts in results["verdicts"].items():
         counts = ", ".join(f"{word} in {len(cells)}" for word, cells in verdicts["cells"].items())
         print(f"{name}: {counts} cells; {verdicts['least']:+.4f} to {verdicts['most']:+.4f}")
     for row in results["rows"]:
         if row["at_end"]:
-            print(
-                f"{Cell(row['V'], row['share'], row['draws'])}: no end of rates or steps for {row['at_end']}"
-            )
+            cell = MapCell(row["V"], row["share"], row["draws"])
+            print(f"{cell}: no end of rates or steps for {row['at_end']}")
     print(study.out / RESULTS)
     return ExitCode.DONE
 
 
 if __name__ == "__main__":
-    sys.exit(outcome(main))
+    sys.exit(exit_code_of(main))

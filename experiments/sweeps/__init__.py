@@ -1,1 +1,1 @@
-"""Experiment files: run every configuration and gather a table."""
+"""Sweeps: run every configuration of an experiment file and gather a table."""

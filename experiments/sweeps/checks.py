@@ -1,4 +1,4 @@
-"""Checks of every combination of an experiment before its first run; nothing is trained."""
+"""Checks of all runs of an experiment before the first one starts."""
 
 from __future__ import annotations
 
@@ -17,19 +17,20 @@ from emo.pipeline.batches.config import solve_batch
 from emo.pipeline.config import RunConfig
 from emo.pipeline.model.objective_config import COSTS
 
-from .design import Experiment, Run, fill, split_command, validation_metrics
+from .design import Experiment, RunSpec, fill_variables, split_command, validation_metrics
 from .sweep import Sweep
 
 
-def check(sweep: Sweep, local: bool) -> None:
-    """Raise UserError naming the run that could not be trained, measured, or put beside those that are done.
+def check_runs(sweep: Sweep, local: bool) -> None:
+    """Raise UserError if a run cannot be trained or measured, or contradicts finished runs.
 
-    local: the runs shall begin on this machine; their files must be there, except what `before` makes.
+    local: whether the runs start on this machine, so that all files must exist that `before` does not make.
     """
     from emo.pipeline.engine.ds_config import deepspeed_config
     from emo.pipeline.model.objectives import training_objective
 
-    experiment, examined = sweep.experiment, set()  # what several runs have in common is looked at once
+    experiment = sweep.experiment
+    checked = set()  # digests of the settings that were checked for an earlier run
     sweep.before()
     for run in sweep.runs:
         config = sweep.config(run)
@@ -38,36 +39,36 @@ def check(sweep: Sweep, local: bool) -> None:
         data = {"data": settings(config.data), "root": str(config.data.root)}
         try:
             _check_names(sweep, run, config)
-            if (key := store.digest(training)) not in examined:
+            if (key := store.digest(training)) not in checked:
                 train = config.train
                 batch = solve_batch(train.global_batch_size, train.micro_batch_size, experiment.ranks)
                 training_objective(config)
                 deepspeed_config(config, batch)
                 if local:
                     _check_model(experiment, config)
-            if (data_key := store.digest(data)) not in examined and local:
+            if (data_key := store.digest(data)) not in checked and local:
                 _check_data(experiment, config.data)
         except UserError as error:
             raise UserError(f"{run.name}: {error}") from None
-        examined |= {key, data_key}
-    sweep.refuse_changes()
+        checked |= {key, data_key}
+    sweep.reject_changes()
 
 
-def _check_names(sweep: Sweep, run: Run, config: RunConfig) -> None:
-    """Refuse unknown names in commands and sources, and metrics that decide but are not measured."""
+def _check_names(sweep: Sweep, run: RunSpec, config: RunConfig) -> None:
+    """Reject unknown names in commands and sources, and decisive metrics that are not measured."""
     experiment = sweep.experiment
     metrics = [metric for name in config.data.validation_sets for metric in validation_metrics(name)]
     for name, measure in experiment.measures.items():
         metrics += measure.read
         _check_command(split_command(measure.command, sweep.variables(run, run), f"measures.{name}"), name)
-        fill(measure.read, sweep.variables(run), f"measures.{name}.read")
+        fill_variables(measure.read, sweep.variables(run), f"measures.{name}.read")
     for metric in [*experiment.decisive, *([experiment.choose.by] if experiment.choose else [])]:
         if metric not in metrics:
-            raise UserError(f"nothing measures {metric}; {nearest(metric, metrics)}")
+            raise UserError(f"no measure reads {metric}; {nearest(metric, metrics)}")
 
 
 def _check_command(words: list[str], measure: str) -> None:
-    """Refuse a measure by one of our evaluation's commands whose arguments that command does not take."""
+    """Reject a measure with invalid arguments of an evaluation command."""
     from emo.eval.cli import parser
 
     words = words[words.index("emo") + 1 :] if "emo" in words[:3] else []
@@ -84,23 +85,23 @@ def _check_command(words: list[str], measure: str) -> None:
 
 
 def _check_model(experiment: Experiment, config: RunConfig) -> None:
-    """Refuse a model or cost embedding that is not there and that `before` does not make."""
+    """Reject a missing model or cost embedding, unless `before` makes it."""
     from emo.pipeline.loss.cost_files import load_cost
     from emo.pipeline.model.build import model_config
 
     path, cost = config.model.path, config.objective.cost
-    if path is not None and _comes_later(experiment, path):
+    if path is not None and _is_made_before(experiment, path):
         return
     vocabulary = model_config(config.model).get_text_config().vocab_size
-    if cost not in COSTS and not _comes_later(experiment, cost):
+    if cost not in COSTS and not _is_made_before(experiment, cost):
         try:
             load_cost(cost, vocabulary, revision=config.model.revision if cost == path else None)
         except UserError as error:
-            raise UserError(f"objective.cost={cost}: {error}; or one of {', '.join(COSTS)}") from None
+            raise UserError(f"objective.cost={cost}: {error}. Or set one of {', '.join(COSTS)}") from None
 
 
 def _check_data(experiment: Experiment, data: DataConfig) -> None:
-    """Refuse files to prepare that are not there; those of the hub and of other hosts are not asked for."""
+    """Reject missing data files. Files on the Hub and on other hosts are not checked."""
     if is_prepared(data):
         return
     splits = data.splits[:1] if data.validation_fraction else data.splits
@@ -109,14 +110,14 @@ def _check_data(experiment: Experiment, data: DataConfig) -> None:
         for split in splits
         for source in data.sources_of(split)
         if source.files is not None and "://" not in source.files
-        if not _comes_later(experiment, str(data.root / source.files))
+        if not _is_made_before(experiment, str(data.root / source.files))
     ]
     if sources:
         open_inputs(data.model_copy(update={"sources": sources, "validation": []}))
 
 
-def _comes_later(experiment: Experiment, name: str) -> bool:
-    """Return whether a path does not exist yet and `before` may make it: in `out`, or where it says."""
+def _is_made_before(experiment: Experiment, name: str) -> bool:
+    """Return whether a path is missing and `before` may make it, in `out` or at a path in its commands."""
     path = Path(name).expanduser()
     if path.exists() or not experiment.before:
         return False

@@ -1,95 +1,63 @@
-"""The identity of code: a digest of a module's source and of every module of the project that it imports."""
+"""Digests of source code, which identify the code that made a result."""
 
 from __future__ import annotations
 
-import ast
 import hashlib
-from collections.abc import Callable
-from functools import cache, lru_cache
+from contextlib import suppress
+from functools import lru_cache
 from importlib.util import find_spec
+from modulefinder import ModuleFinder
 from pathlib import Path
 
 import emo
-from emo.common.io.files import Signature, signature
+from emo.common.io.files import sha256
 
 
 @lru_cache
 def code_digest(module: str) -> str:
-    """Return a digest of the source of `module` and of all that it imports from this project.
+    """Return a digest of `module` and everything that it imports from this project.
 
-    So do their imports, those within functions and for type hints included: rather too much is computed again
-    than too little. A process asks for each module once; after `code_digest.cache_clear()` it looks again.
+    Imports within functions and for type hints count too. `code_digest.cache_clear()` makes it read the files
+    again.
     """
-    lines = (f"{name} {_read(path, signature(path))[0]}\n" for name, path in sorted(sources(module).items()))
+    lines = (f"{name} {sha256(path)}\n" for name, path in sorted(find_sources(module).items()))
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]
 
 
-def sources(module: str) -> dict[str, Path]:
-    """Return the files of `module` and of all that it imports from this project, by path below its root."""
+def find_sources(module: str) -> dict[str, Path]:
+    """Return the files of `module` and its imports from this project, by path below the project's root."""
     root = Path(emo.__file__).parents[1]
-    files = _reached(_candidates(root, module), lambda _: {root})
-    return {path.relative_to(root).as_posix(): path for path in files}
+    finder = ModuleFinder(path=[str(root)])
+    with suppress(ImportError):  # an unknown module has no files
+        finder.import_hook(module)
+    return {path.relative_to(root).as_posix(): path for path in _files(finder)}
 
 
-def _reached(files: list[Path], roots: Callable[[Path], set[Path]]) -> set[Path]:
-    """Return those of the files that exist, and all that they import, directly or not.
+def find_plugin_sources(objective: str) -> list[Path]:
+    """Return the files of a custom objective, FILE.py:FUNCTION or MODULE:FUNCTION, and of its imports.
 
-    roots: the folders in which the imports of a file are looked for; what is in none is of another project.
+    Only imports from the same folder or package count. The list is empty for other objectives and for missing
+    files.
     """
-    reached: set[Path] = set()
-    waiting = [*files]
-    while waiting:
-        path = waiting.pop()
-        if path not in reached and path.is_file():
-            reached.add(path)
-            names = _read(path, signature(path))[1]
-            waiting += [file for name in names for root in roots(path) for file in _candidates(root, name)]
-    return reached
-
-
-def _candidates(root: Path, name: str) -> list[Path]:
-    """Return the files that importing a module below a folder may run: its packages' and its own."""
-    parts = name.split(".")
-    module = root.joinpath(*parts)
-    packages = [module, *module.parents][: len(parts)]
-    return [module.with_suffix(".py"), *(package / "__init__.py" for package in packages)]
-
-
-@cache
-def _read(path: Path, current: Signature) -> tuple[str, list[str]]:
-    """Return the digest of a source file and the names that it imports, once for each signature."""
-    content = path.read_bytes()
-    names: list[str] = []
-    for node in ast.walk(ast.parse(content)):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            parent = [node.module] if node.module else []
-            names += [*parent, *(".".join([*parent, alias.name]) for alias in node.names)]
-    return hashlib.sha256(content).hexdigest(), names
-
-
-def plugin_file(objective: str) -> Path | None:
-    """Return the file of an objective that is named FILE.py:FUNCTION or MODULE:FUNCTION, None for others."""
     module = objective.rpartition(":")[0]
-    if module.endswith(".py") or not module:
-        return Path(module) if module else None
+    if module.endswith(".py"):
+        if not Path(module).is_file():
+            return []
+        finder = ModuleFinder(path=[str(Path(module).parent)])
+        finder.run_script(module)
+        return _files(finder)
     try:
-        spec = find_spec(module)
+        spec = find_spec(module) if module else None
     except (ImportError, ValueError):
-        return None
-    return Path(spec.origin) if spec is not None and spec.origin is not None else None
-
-
-def plugin_sources(objective: str) -> list[Path]:
-    """Return the file of an objective that is a program and those that it imports of its folder or package.
-
-    Empty for other objectives, and for a program that is not there.
-    """
-    program = plugin_file(objective)
-    if program is None:
+        spec = None
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         return []
-    module = objective.rpartition(":")[0]
-    depth = 0 if module.endswith(".py") else module.count(".") + (program.name == "__init__.py")
-    root = [program.parent, *program.absolute().parent.parents][depth]
-    return sorted(_reached([program], lambda path: {root, path.parent}))
+    depth = module.count(".") + (spec.submodule_search_locations is not None)
+    finder = ModuleFinder(path=[str(Path(spec.origin).parents[depth])])
+    finder.import_hook(module)
+    return _files(finder)
+
+
+def _files(finder: ModuleFinder) -> list[Path]:
+    files = (getattr(module, "__file__", None) for module in finder.modules.values())
+    return sorted({Path(file) for file in files if file})

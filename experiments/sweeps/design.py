@@ -1,40 +1,40 @@
-"""An experiment file: a base recipe, axes, and what to measure, expanded into runs.
+"""Experiment files: a base recipe, axes and measures, expanded into runs.
 
     out: runs/experiments/NAME
     recipe: launch/recipes/BASE.yaml
-    names: { data: DIR, oracle: "{data}/oracle" } # {oracle} in commands; or give names.oracle=PATH
-    before:                                      # done once, in this order, before any run
+    names: { data: DIR, oracle: "{data}/oracle" } # {oracle} in commands; override: names.oracle=PATH
+    before:                                      # commands that run once, in this order, before all runs
       corpus: emo generate --model {oracle} --name oracle --output_path {out}/corpus
     set: { train.max_steps: 200 }                    # overrides of every run
     axes:
       objective:                                 # labels, each with its overrides
         mle: { objective.name: mle }
         emo: { objective.name: emo }
-      lr: { train.learning_rate: [1.0e-4, 3.0e-4] }  # the short form: one key, its values are the labels
+      lr: { train.learning_rate: [1.0e-4, 3.0e-4] }  # short form: one key, with its values as labels
       seed: { train.seed: [1, 2, 3] }
-    repeat: seed                                 # the axis over which results are paired and averaged
-    choose: { axis: lr, by: validation_nll }     # on development data, with the first of `repeat` alone;
-                                                 # where: { objective: [emo] }: only those have the axis
+    repeat: seed                                 # axis over which results are paired and averaged
+    choose: { axis: lr, by: validation_nll }     # on development data, with the first label of `repeat`;
+                                                 # where: { objective: [emo] } limits the axis to these labels
     measures:
       sst2:
         command: emo eval --model {export} --name {run} --output_path {out}/results --tasks sst2 --data DIR
         read: { accuracy: "{out}/results/models/{run}/sst2.json:result.accuracy" }
     compare: { axis: objective, baseline: mle }
 
-Every run is the base recipe with the overrides of its labels. Where an axis is chosen, each combination of
-the other axes is first tried with all its labels and the first label of `repeat`; only the best one is then
-run with the other labels of `repeat`. A trial ends with the measure that it is chosen by, so that later ones,
-those on test data, are made of what was chosen alone.
+Each run is the base recipe with the overrides of its labels. If an axis is chosen, all its labels are first
+tried with the first label of `repeat`, for each combination of the other axes. Only the best one then runs
+with the other labels of `repeat`. A trial ends with the measure that decides the choice, so that later
+measures, on test data, are made for chosen runs only.
 
-Besides what is measured every run reports, in nats per token, `validation_nll` and `validation_change`, how
-that changed since step 0; of a validation set with a name `validation_nll:NAME` and `validation_change:NAME`.
+Each run also reports `validation_nll` and `validation_change` (since step 0), in nats per token. For a named
+validation set the metrics are `validation_nll:NAME` and `validation_change:NAME`.
 
-Of what a file `extends`, a command, label, measure or question that it calls null is left out.
+In a file with `extends`, a command, label, measure or question set to null is removed.
 
-`{out}` and the names can be used in every command, and in every text among the overrides; a label gives a
-name another text with the key `names.NAME`. A measure may also use its run's `{run}` (name), `{dir}`,
-`{export}` and labels, `{AXIS}`; one that uses `{baseline}` or `{baseline_run}`, export and name of the
-baseline with the same other labels, is done after the choice.
+Commands and overrides may use `{out}` and the names. A label can override a name by the key `names.NAME`. A
+measure may also use its run's `{run}` (name), `{dir}`, `{export}` and labels, `{AXIS}`. A measure that uses
+`{baseline}` or `{baseline_run}` (export and name of the baseline with the same other labels) runs after the
+choice.
 """
 
 from __future__ import annotations
@@ -52,27 +52,27 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from emo.common.config.recipe import Section, load_section, shown
+from emo.common.config.recipe import Section, format_value, load_section
 from emo.common.errors import UserError, nearest
 from emo.common.io.untrusted import is_plain_name
 from emo.data_prep.config import VALIDATION as UNNAMED
 
 Overrides = dict[str, Any]
 Labels = tuple[tuple[str, str], ...]  # (axis, label) in the file's order
-RESULTS = "results.json"  # what every sweep and study leaves in its `out`
-VALIDATION, CHANGE = "validation_nll", "validation_change"  # what every run reports by itself
+RESULTS = "results.json"  # results of a sweep or study in its `out`
+VALIDATION, CHANGE = "validation_nll", "validation_change"  # metrics of every run
 STAGES = PREPARE, TRAIN = "prepare", "train"  # of every run, before its measures
 VARIABLE = re.compile(r"\{([\w.-]+)\}")
-RESERVED = ("run", "dir", "export", "out", "baseline", "baseline_run")  # variables of a measure's command
+RESERVED = ("run", "dir", "export", "out", "baseline", "baseline_run")  # variables of measures
 
 
-def repeated(names: Iterable[str]) -> list[str]:
-    """Return the names that are there more than once."""
+def find_duplicates(names: Iterable[str]) -> list[str]:
+    """Return the names that occur more than once."""
     return [name for name, times in Counter(names).items() if times > 1]
 
 
-def _spelt_out(axis: Any) -> Any:
-    """Return the short form of an axis, one key with a list of values, as labels with their overrides."""
+def _expand_axis(axis: Any) -> Any:
+    """Expand the short form of an axis, one key with a list of values, to labels with overrides."""
     if not isinstance(axis, dict):
         return axis
     ((key, values),) = axis.items() if len(axis) == 1 else ((None, None),)
@@ -82,44 +82,44 @@ def _spelt_out(axis: Any) -> Any:
 
 
 Label = Annotated[str, BeforeValidator(str)]  # or a number
-Axis = Annotated[dict[str, Overrides], BeforeValidator(_spelt_out), Field(min_length=1)]
+Axis = Annotated[dict[str, Overrides], BeforeValidator(_expand_axis), Field(min_length=1)]
 Sources = Annotated[list[str], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)]
 
 
 class Measure(Section):
-    """A command that leaves JSON files, and the numbers to read from them."""
+    """A command that writes JSON files, and the numbers to read from them."""
 
     command: str
-    # Metric: "FILE:key.key", or several of them whose mean it is. Empty where only the next measure needs it.
+    # Metric: "FILE:key.key", or a list of them to average. Empty if only the next measure needs the files.
     read: dict[str, Sources] = {}
 
     @property
     def against_baseline(self) -> bool:
-        """Return whether the result of the baseline is needed, too."""
+        """Return whether the command needs the baseline's results."""
         return "{baseline}" in self.command or "{baseline_run}" in self.command
 
 
 class Choose(Section):
-    """One axis is settled on development data instead of being reported."""
+    """An axis that is chosen on development data instead of being reported."""
 
     axis: str
     by: str = VALIDATION
-    least: bool = True  # the smallest wins; false: the largest
-    where: dict[str, list[Label]] = {}  # labels by axis: runs with others do without the axis that is chosen
+    least: bool = True  # whether the smallest value is best
+    where: dict[str, list[Label]] = {}  # labels by axis; other runs do not have the chosen axis
 
 
 class Compare(Section):
-    """The axis whose labels are compared, and the label that they are compared with."""
+    """The axis whose labels are compared with a baseline label."""
 
     axis: str
     baseline: Label
 
 
-class Question(Section):
-    """A question with a rule: does `better` beat every one of `than` in `outcome`?
+class SweepQuestion(Section):
+    """A question with a decision rule: does `better` beat all of `than` in `outcome`?
 
-    yes: each paired interval, widened for their number, lies on the better side of zero; no: at least one of
-    them lies wholly on the other side of it; otherwise undecided.
+    yes: all paired intervals (simultaneous) lie on the better side of zero. no: at least one lies on the
+    other side. Otherwise undecided.
     """
 
     text: str
@@ -130,9 +130,9 @@ class Question(Section):
 
 
 class Front(Section):
-    """The loss at equal gain of the runs of a label: over all axes but `compare.axis` and `repeat`.
+    """Loss at equal gain, over the runs of a label on all axes except `compare.axis` and `repeat`.
 
-    Metrics of which less is better.
+    Lower is better in both metrics.
     """
 
     text: str
@@ -141,11 +141,11 @@ class Front(Section):
 
 
 class Experiment(Section):
-    """The whole file."""
+    """An experiment file."""
 
     out: Path
     recipe: Path
-    names: dict[str, str | int] = {}  # texts that commands and overrides refer to
+    names: dict[str, str | int] = {}  # variables of commands and overrides
     before: dict[str, str] = {}  # commands by name
     set: Overrides = {}
     axes: dict[str, Axis] = Field(min_length=1)
@@ -153,15 +153,15 @@ class Experiment(Section):
     choose: Choose | None = None
     measures: dict[str, Measure] = {}
     compare: Compare
-    questions: dict[str, Question] = {}
+    questions: dict[str, SweepQuestion] = {}
     fronts: dict[str, Front] = {}
-    ranks: int = Field(1, gt=0)  # of every training run
-    minutes: float | None = Field(None, gt=0)  # of one run, for the estimate until one has been measured
+    ranks: int = Field(1, gt=0)  # of each training run
+    minutes: float | None = Field(None, gt=0)  # expected time of a run, until one has been measured
 
     @model_validator(mode="before")
     @classmethod
-    def _left_out(cls, tree: Any) -> Any:
-        """Return the file without the commands, labels, measures and questions that it calls null."""
+    def _remove_nulls(cls, tree: Any) -> Any:
+        """Remove commands, labels, measures and questions that are null."""
         if not isinstance(tree, dict):
             return tree
         result = copy.deepcopy(tree)
@@ -173,8 +173,7 @@ class Experiment(Section):
         return result
 
     @model_validator(mode="after")
-    def _check(self) -> Experiment:
-        """Refuse what does not exist, names with two meanings, and labels that would count a run twice."""
+    def _check_references(self) -> Experiment:
         choose, axis = self.choose, self.compare.axis
         roles = [self.repeat, axis, *([choose.axis] if choose else [])]
         references = [("axes", role) for role in roles] + [(axis, self.compare.baseline)]
@@ -186,66 +185,71 @@ class Experiment(Section):
             choices: Iterable[str] = self.axes if group == "axes" else self.axes[group]
             if name not in choices:
                 raise ValueError(f"{name} is not one of {group}; {nearest(name, choices)}")
-        if repeated(roles) or (choose and {choose.axis, self.repeat} & choose.where.keys()):
+        if find_duplicates(roles) or (choose and {choose.axis, self.repeat} & choose.where.keys()):
             raise ValueError("repeat, choose.axis, choose.where and compare.axis must be different axes")
-        for name in self.names:
-            if name in RESERVED or name in self.axes:
-                raise ValueError(f"names.{name}: {{{name}}} already means something else; rename it")
-        for axis, options in self.axes.items():
-            if any(f"{{{axis}}}" in measure.command for measure in self.measures.values()):
-                continue
-            if twice := repeated(json.dumps(o, sort_keys=True, default=str) for o in options.values()):
-                raise ValueError(f"axes.{axis}: two labels are {twice[0]}; leave one of them out")
-        metrics = [VALIDATION, CHANGE, *(name for m in self.measures.values() for name in m.read)]
-        if twice := repeated([*self.measures, *STAGES]) + repeated(metrics):
-            raise ValueError(f"measures: {twice[0]} is measured twice; rename it")
-        for name in (*self.before, *self.measures, *(label for axis in self.axes.values() for label in axis)):
-            if not is_plain_name(name) or name[0] in ".-":
-                raise ValueError(f"{shown(name)} cannot be part of a file's name; rename it")
         for name, measure in self.measures.items():
             if measure.against_baseline and choose and choose.by in measure.read:
                 raise ValueError(f"choose.by={choose.by}: {name} needs the baseline, which is chosen first")
         return self
 
+    @model_validator(mode="after")
+    def _check_names(self) -> Experiment:
+        for name in self.names:
+            if name in RESERVED or name in self.axes:
+                raise ValueError(f"names.{name}: {{{name}}} already has another meaning; rename it")
+        for axis, options in self.axes.items():
+            if any(f"{{{axis}}}" in measure.command for measure in self.measures.values()):
+                continue
+            texts = (json.dumps(overrides, sort_keys=True, default=str) for overrides in options.values())
+            if twice := find_duplicates(texts):
+                raise ValueError(f"axes.{axis}: two labels have the overrides {twice[0]}; remove one of them")
+        metrics = [VALIDATION, CHANGE, *(name for m in self.measures.values() for name in m.read)]
+        if twice := find_duplicates([*self.measures, *STAGES]) + find_duplicates(metrics):
+            raise ValueError(f"measures: {twice[0]} is measured twice; rename it")
+        for name in (*self.before, *self.measures, *(label for axis in self.axes.values() for label in axis)):
+            if not is_plain_name(name) or name[0] in ".-":
+                raise ValueError(f"{format_value(name)} cannot be part of a file name; rename it")
+        return self
+
     @property
     def decisive(self) -> list[str]:
-        """Return the metrics that questions and fronts are about."""
+        """Return the metrics of questions and fronts."""
         metrics = [question.outcome for question in self.questions.values()]
         metrics += [metric for front in self.fronts.values() for metric in (front.gained, front.lost)]
         return list(dict.fromkeys(metrics))
 
     @property
     def variables(self) -> dict[str, Any]:
-        """Return what `{name}` stands for everywhere. A name may use those before it."""
+        """Return the variables of all commands. A name may use the names before it."""
         variables: dict[str, Any] = {"out": self.out}
         for name, text in self.names.items():
-            variables[name] = fill(text, variables, f"names.{name}")
+            variables[name] = fill_variables(text, variables, f"names.{name}")
         return variables
 
 
 def validation_metrics(dataset: str) -> list[str]:
-    """Return what every run reports of a validation set, VALIDATION and CHANGE, by the names in a table."""
+    """Return the names of VALIDATION and CHANGE for a validation set."""
     return [f"{metric}:{dataset}".removesuffix(f":{UNNAMED}") for metric in (VALIDATION, CHANGE)]
 
 
-class Run(NamedTuple):
+class RunSpec(NamedTuple):
     """One combination of labels."""
 
-    labels: dict[str, str]  # by axis; not on one that is chosen only where it has other labels
+    labels: dict[str, str]  # by axis; without the chosen axis if `choose.where` excludes the run
     overrides: Overrides
-    variables: dict[str, Any]  # of commands: the experiment's, as its labels have them, and the labels
+    variables: dict[str, Any]  # of commands, including the labels
 
     @property
     def name(self) -> str:
-        """Return the name, also of its directory."""
+        """Return the name of the run and its directory."""
         return "-".join(self.labels.values())
 
     def without(self, *axes: str) -> Labels:
-        """Return its labels on the other axes."""
+        """Return the labels on the other axes."""
         return tuple(pair for pair in self.labels.items() if pair[0] not in axes)
 
     def arguments(self, section: str = "") -> list[str]:
-        """Return its overrides, all or those of a section, as on a command line."""
+        """Return the overrides, of one section or all, as command-line arguments."""
         return [
             f"{key}={json.dumps(value) if isinstance(value, dict | list | bool | None) else value}"
             for key, value in self.overrides.items()
@@ -254,17 +258,17 @@ class Run(NamedTuple):
 
 
 def read_experiment(path: Path, overrides: list[str]) -> Experiment:
-    """Return an experiment file with `key=value` overrides. Raises UserError naming what is wrong."""
+    """Read an experiment file with `key=value` overrides. Raises UserError if it is invalid."""
     experiment = load_section(Experiment, path, overrides, "experiment")
-    if names := repeated(run.name for run in expand(experiment)):
-        raise UserError(f"{path}: two runs are both called {names[0]}; give their labels different names")
+    if names := find_duplicates(run.name for run in expand(experiment)):
+        raise UserError(f"{path}: two runs are named {names[0]}; give their labels different names")
     return experiment
 
 
-def expand(experiment: Experiment) -> list[Run]:
+def expand(experiment: Experiment) -> list[RunSpec]:
     """Return all combinations of labels, in the order of the axes."""
     axes, choose = experiment.axes, experiment.choose
-    runs: dict[Labels, Run] = {}
+    runs: dict[Labels, RunSpec] = {}
     for combination in itertools.product(*axes.values()):
         labels = dict(zip(axes, combination, strict=True))
         if choose and any(labels[axis] not in choosing for axis, choosing in choose.where.items()):
@@ -276,58 +280,60 @@ def expand(experiment: Experiment) -> list[Run]:
             name = key.removeprefix("names.")
             if name not in experiment.names:
                 raise UserError(f"{key}: no such name under names; {nearest(name, experiment.names)}")
-            variables[name] = fill(overrides.pop(key), variables, key)
+            variables[name] = fill_variables(overrides.pop(key), variables, key)
         pairs = tuple(labels.items())
-        runs[pairs] = Run(labels, fill(overrides, variables, f"overrides of {labels}"), variables)
+        runs[pairs] = RunSpec(
+            labels, fill_variables(overrides, variables, f"overrides of {labels}"), variables
+        )
     return list(runs.values())
 
 
-def fill(value: Any, variables: Mapping[str, Any], key: str) -> Any:
-    """Return a text with its `{name}`s filled in, or a tree with every text in it.
-
-    Raises UserError, naming `key`, for a name that is no variable.
-    """
+def fill_variables(value: Any, variables: Mapping[str, Any], key: str) -> Any:
+    """Fill in `{name}` in a text, or in all texts of a tree. Raises UserError for an unknown name."""
     if isinstance(value, Mapping):
-        return {name: fill(inner, variables, key) for name, inner in value.items()}
+        return {name: fill_variables(inner, variables, key) for name, inner in value.items()}
     if isinstance(value, list):
-        return [fill(inner, variables, key) for inner in value]
+        return [fill_variables(inner, variables, key) for inner in value]
     if not isinstance(value, str):
         return value
 
     def text(match: re.Match[str]) -> str:
         if match[1] not in variables:
-            raise UserError(f"{key}: {shown(value)} names {match[0]}; {nearest(match[1], variables)}")
+            raise UserError(
+                f"{key}: {format_value(value)} uses the unknown {match[0]}; {nearest(match[1], variables)}"
+            )
         return str(variables[match[1]])
 
     return VARIABLE.sub(text, value)
 
 
 def split_command(text: str, variables: Mapping[str, Any], key: str) -> list[str]:
-    """Return the words of a command; a variable stays one word, whatever is in it."""
+    """Split a command into words. A variable always stays one word."""
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise UserError(f"{key}: {text!r} is not a command ({error})") from None
     if not words:
-        raise UserError(f"{key} is empty; give it a command")
-    return [fill(word, variables, key) for word in words]
+        raise UserError(f"{key} is empty. Set a command, or remove it")
+    return [fill_variables(word, variables, key) for word in words]
 
 
-def trials(experiment: Experiment, runs: list[Run]) -> list[Run]:
-    """Return the runs among which `choose` decides: all labels of its axis, the first of `repeat`."""
+def find_trials(experiment: Experiment, runs: list[RunSpec]) -> list[RunSpec]:
+    """Return the trials of `choose`: all labels of its axis, and the first label of `repeat`."""
     if experiment.choose is None:
         return []
     axis, first = experiment.choose.axis, next(iter(experiment.axes[experiment.repeat]))
     return [run for run in runs if run.labels[experiment.repeat] == first and axis in run.labels]
 
 
-def chosen(experiment: Experiment, runs: list[Run], scores: Mapping[str, float]) -> list[Run]:
-    """Return the runs that are reported, from the scores of all trials by run name; NaN is the worst."""
+def choose_runs(experiment: Experiment, runs: list[RunSpec], scores: Mapping[str, float]) -> list[RunSpec]:
+    """Return the reported runs, from the scores of all trials by run name. NaN is the worst score."""
     if experiment.choose is None:
         return runs
-    axis, repeat, sign = experiment.choose.axis, experiment.repeat, 1 if experiment.choose.least else -1
+    axis, repeat = experiment.choose.axis, experiment.repeat
+    sign = 1 if experiment.choose.least else -1
     best: dict[Labels, tuple[float, str]] = {}
-    for run in trials(experiment, runs):
+    for run in find_trials(experiment, runs):
         score, group = sign * scores[run.name], run.without(axis, repeat)
         score = score if math.isfinite(score) else math.inf
         if group not in best or score < best[group][0]:

@@ -1,4 +1,4 @@
-"""Means, paired differences and verdicts over repetitions, and the best temperature. Pure functions."""
+"""Means, paired differences and verdicts over repetitions, and the best temperature."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from scipy.stats import ttest_1samp
 
 from emo.eval.results.stats import LEVEL, student
 
-WIDEST = 3.0  # of the logarithm of a temperature, up and down
+WIDEST = 3.0  # largest absolute log temperature
 
 
 def estimate(values: Sequence[float], level: float = LEVEL) -> dict[str, float]:
-    """Return `mean`, `low` and `high` of Student's interval, and `n` of values [n]; NaN for a single one."""
+    """Return `mean`, `n`, and the limits `low` and `high` of Student's interval (NaN for one value)."""
     interval = student(values, level)
     low, high = (interval.low, interval.high) if interval else (math.nan, math.nan)
     return {"mean": float(np.mean(values)), "low": low, "high": high, "n": len(values)}
 
 
-def difference(values: Sequence[float], baseline: Sequence[float], level: float = LEVEL) -> dict[str, float]:
-    """Return the estimate of values - baseline, paired by position, both [n], and `p` of Student's test."""
+def paired_difference(
+    values: Sequence[float], baseline: Sequence[float], level: float = LEVEL
+) -> dict[str, float]:
+    """Return the estimate of values - baseline, paired by position, and `p` of Student's test."""
     gaps = np.subtract(values, baseline).tolist()
     result = estimate(gaps, level)
     if len(gaps) > 1 and len(set(gaps)) == 1:
@@ -33,20 +35,26 @@ def difference(values: Sequence[float], baseline: Sequence[float], level: float 
     return {**result, "p": p}
 
 
-def verdict(
+def paired_verdict(
     better: Sequence[float], others: Sequence[Sequence[float]], least: bool, level: float = LEVEL
 ) -> dict[str, Any]:
-    """Return whether `better` [n] is better than every one of `others`, each [n] and paired with it.
+    """Decide whether `better` beats all of `others`, by simultaneous paired intervals (Bonferroni).
 
-    `answer` is yes when all intervals lie wholly on the better side of zero; no when at least one lies wholly
-    on the other side of it, which refutes that `better` beats them all; else undecided. Every interval has
-    the level that makes all of them hold together at `level` (Bonferroni). `effect`, `low` and
-    `high` are signed so that above zero is better; of several, those that refute most clearly, and without a
-    refutation those of the least effect.
+    The `answer` is yes if all intervals lie on the better side of zero, no if at least one lies on the other
+    side, and else undecided. `effect`, `low` and `high` belong to the clearest refutation, or without one to
+    the smallest effect. Above zero is better.
+
+    Args:
+        better: Values [n] by repetition.
+        others: Values of the others, each [n].
+        least: Whether lower values are better.
+        level: Simultaneous level of the intervals.
     """
     sign = -1.0 if least else 1.0
     each = 1 - (1 - level) / len(others)
-    gaps = [difference([sign * b for b in better], [sign * o for o in other], each) for other in others]
+    gaps = [
+        paired_difference([sign * b for b in better], [sign * o for o in other], each) for other in others
+    ]
     answer = "undecided"
     if all(gap["low"] > 0 for gap in gaps):
         answer = "yes"
@@ -57,8 +65,8 @@ def verdict(
     return {"answer": answer, "effect": decisive["mean"], **limits}
 
 
-def at_an_end(chosen: str | float, grid: Iterable[str | float]) -> bool:
-    """Return whether a value is the least or largest number of the grid that it was chosen from."""
+def is_grid_end(chosen: str | float, grid: Iterable[str | float]) -> bool:
+    """Return whether a chosen value is the smallest or largest number of its grid."""
     try:
         numbers = {float(value) for value in grid}
         return len(numbers) > 1 and float(chosen) in (min(numbers), max(numbers))
@@ -66,8 +74,8 @@ def at_an_end(chosen: str | float, grid: Iterable[str | float]) -> bool:
         return False
 
 
-def best_temperature(nats: Callable[[float], float]) -> float:
-    """Return the temperature with the fewest `nats` per token, between exp(-WIDEST) and exp(WIDEST)."""
+def find_best_temperature(nats: Callable[[float], float]) -> float:
+    """Return the temperature that minimises `nats`, between exp(-WIDEST) and exp(WIDEST)."""
     result = minimize_scalar(
         lambda t: nats(math.exp(t)), bounds=(-WIDEST, WIDEST), method="bounded", options={"xatol": 1e-9}
     )

@@ -1,9 +1,8 @@
-"""Doing the runs of an experiment: stage by stage, by the rooms' own commands, by any number of workers.
+"""Sweeps: run the stages of an experiment by the commands of this project, with any number of workers.
 
-The stages in `before` are done first, once for all runs. A run's own are preparation (shared by all runs with
-the same data), training, and its measures. A stage that is done leaves a note (see stages.py). Workers take
-stages through leases, so the same command on more machines shares the work, and one that is killed loses one
-stage.
+The stages in `before` are done once for all runs. Each run then has preparation (shared by all runs with the
+same data), training, and its measures. A finished stage leaves a note (see stages.py). Workers take stages by
+leases, so that several machines can share a sweep, and a killed worker loses at most one stage.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from emo.common.errors import ExitCode, FailureError, UserError, one_line
-from emo.common.io.lease import held
+from emo.common.io.lease import hold_if_free
 from emo.common.io.untrusted import read_json
 from emo.common.provenance import shipped
 from emo.eval.results import store
@@ -33,67 +32,67 @@ from .design import (
     TRAIN,
     VALIDATION,
     Experiment,
-    Run,
-    chosen,
+    RunSpec,
+    choose_runs,
     expand,
-    fill,
+    fill_variables,
+    find_trials,
     split_command,
-    trials,
     validation_metrics,
 )
-from .stages import Stage, command_origin, data_origin, read_note, run_origin
-from .workers import Workers
+from .stages import Stage, command_origin, data_origin, read_stage_note, run_origin
+from .workers import CommandPool
 
-POLL = 2.0  # seconds between looks for work when others hold all of it
-PORTS = range(20_000, 32_768)  # where the ranks of runs meet: below those that the kernel gives away
+POLL = 2.0  # seconds between looks for work while other workers hold all of it
+PORTS = range(20_000, 32_768)  # rendezvous ports of runs, below the kernel's ephemeral ports
 SCRIPTS = {"text": "launch/continual.sh", "instruct": "launch/instruct.sh"}
 
 
-class Task(NamedTuple):
+class RunTask(NamedTuple):
     """A run and its stages in order."""
 
-    run: Run
+    run: RunSpec
     stages: list[Stage]
 
     @property
     def done(self) -> bool:
-        """Return whether every stage has been done."""
+        """Return whether all stages are done."""
         return all(stage.done for stage in self.stages)
 
 
 class Sweep:
-    """An experiment on disk."""
+    """An experiment and its files."""
 
     def __init__(self, experiment: Experiment, log: Callable[[str], None] = print) -> None:
         self.experiment, self.log = experiment, log
-        self.workers = Workers()
+        self.commands = CommandPool()
         self.runs = expand(experiment)
-        self._stages: dict[tuple[str, str | None], list[Stage]] = {}  # as of when they were listed
+        self._stages: dict[tuple[str, str | None], list[Stage]] = {}
 
-    def directory(self, run: Run) -> Path:
-        """Return the run directory of a run."""
+    def directory(self, run: RunSpec) -> Path:
+        """Return the run directory."""
         return self.experiment.out / "runs" / run.name
 
-    def data(self, run: Run) -> Path:
-        """Return the directory of a run's data, one for all runs whose data overrides are the same."""
+    def data(self, run: RunSpec) -> Path:
+        """Return the data directory, which runs with the same data overrides share."""
         overrides = {key: value for key, value in run.overrides.items() if key.partition(".")[0] == "data"}
         text = json.dumps(overrides, sort_keys=True, default=str)
         return self.experiment.out / f"data-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
-    def note(self, run: Run, stage: str) -> Path:
-        """Return the note of a stage of a run's own."""
+    def note(self, run: RunSpec, stage: str) -> Path:
+        """Return the path of a stage's note."""
         return self.experiment.out / "notes" / run.name / f"{stage}.json"
 
-    def config(self, run: Run) -> RunConfig:
-        """Return the resolved recipe of a run. Raises UserError naming the run."""
+    def config(self, run: RunSpec) -> RunConfig:
+        """Resolve the recipe of a run. Raises UserError with the run's name."""
         overrides = [*run.arguments(), f"data.dir={self.data(run)}", f"output_dir={self.directory(run)}"]
         try:
             return load_config(self.experiment.recipe, overrides)
         except UserError as error:
             raise UserError(f"{run.name}: {error}") from None
 
-    def variables(self, run: Run, baseline: Run | None = None) -> dict[str, Any]:
-        """Return the variables of the commands of a run."""
+    def variables(self, run: RunSpec, baseline: RunSpec | None = None) -> dict[str, Any]:
+        """Return the variables of a run's commands."""
         directory = self.directory(run)
         variables = {"run": run.name, "dir": directory, "export": directory / EXPORT}
         if baseline is not None:
@@ -106,85 +105,87 @@ class Sweep:
         for name, text in self.experiment.before.items():
             note = self.experiment.out / "notes" / f"before.{name}.json"
             command = split_command(text, self.experiment.variables, f"before.{name}")
-            stages.append(self._commanded(name, command, note, *stages[-1:]))
+            origin = command_origin(command, self.experiment.out)
+            stages.append(Stage(name, command, note, origin, tuple(stages[-1:])))
         return stages
 
-    def stages(self, run: Run, baseline: Run | None = None) -> list[Stage]:
-        """Return the stages of a run, with measures against the baseline only where that is given."""
+    def stages(self, run: RunSpec, baseline: RunSpec | None = None) -> list[Stage]:
+        """Return the stages of a run. Measures against the baseline need `baseline`."""
         key = run.name, baseline and baseline.name
-        if (listed := self._stages.get(key)) is not None:
-            return listed
+        if (cached := self._stages.get(key)) is not None:
+            return cached
         stages = self.training(run) if baseline is None else [*self.stages(run)]
         needs = [] if baseline is None else self.stages(baseline)[-1:]
         for name, measure in self.experiment.measures.items():
             if measure.against_baseline == (baseline is not None):
-                words = split_command(measure.command, self.variables(run, baseline), f"measures.{name}")
-                stages.append(self._commanded(name, words, self.note(run, name), stages[-1], *needs))
+                command = split_command(measure.command, self.variables(run, baseline), f"measures.{name}")
+                origin = command_origin(command, self.experiment.out)
+                stages.append(Stage(name, command, self.note(run, name), origin, (stages[-1], *needs)))
         self._stages[key] = stages
         return stages
 
-    def _commanded(self, name: str, command: list[str], note: Path, *needs: Stage) -> Stage:
-        """Return the stage of a command of the file, which decides with its files what it makes."""
-        return Stage(name, command, note, command_origin(command, self.experiment.out), needs)
-
-    def training(self, run: Run) -> list[Stage]:
-        """Return the stages that prepare a run's data and train, as they would be now."""
-        config, shared, note = self.config(run), self.before(), self.note(run, TRAIN)
-        data, directory = self.data(run), self.directory(run)
+    def training(self, run: RunSpec) -> list[Stage]:
+        """Return the stages of preparation and training, from the files as they are now."""
+        config, data, directory = self.config(run), self.data(run), self.directory(run)
+        shared, note = self.before(), self.note(run, TRAIN)
         recipe, script = str(self.experiment.recipe), str(shipped(Path(SCRIPTS[config.data.kind])))
         prepare = Stage(
             PREPARE,
             ["python", "-m", "emo", "prepare", recipe, *run.arguments("data"), f"data.dir={data}"],
             self.experiment.out / "notes" / f"{data.name}.json",
-            {f"before.{stage.name}": dict(stage.origin) for stage in shared} | data_origin(config.data),
+            {f"before.{stage.name}": stage.origin for stage in shared} | data_origin(config.data),
             tuple(shared[-1:]),
             data,
         )
         command = ["deepspeed", "--num_gpus", str(self.experiment.ranks), script, recipe, *run.arguments()]
         command += [f"data.dir={data}", f"output_dir={directory}"]
-        recorded = read_note(note).get("made_with", {}) if directory.exists() else {}
+        recorded = read_stage_note(note).get("made_with", {}) if directory.exists() else {}
         return [prepare, Stage(TRAIN, command, note, run_origin(config, recorded), (prepare,), directory)]
 
-    def refuse_changes(self) -> None:
-        """Raise UserError where a run was begun or done with something else than it would be now."""
+    def reject_changes(self) -> None:
+        """Raise UserError if a run was begun with another origin than it has now."""
         code_digest.cache_clear()
         self._stages.clear()
         for run in self.runs:
             if self.data(run).exists() or self.directory(run).exists():
                 for stage in self.stages(run):
-                    stage.refuse_changes(run.name)
+                    stage.reject_changes(run.name)
 
-    def tasks(self) -> list[Task]:
-        """Return what is to be done: the trials until all are done, then what they choose.
+    def tasks(self) -> list[RunTask]:
+        """Return the current tasks: trials until all are done, then the chosen runs.
 
-        A trial ends with the measure that is chosen by, or with training.
+        A trial ends with the measure that decides the choice, or with training.
         """
-        experiment, choose = self.experiment, self.experiment.choose
-        by = choose.by if choose else VALIDATION
-        last = next((name for name, measure in experiment.measures.items() if by in measure.read), TRAIN)
-        first = []
-        for run in trials(experiment, self.runs):
-            stages = self.stages(run)
-            first.append(Task(run, stages[: [stage.name for stage in stages].index(last) + 1]))
-        if not all(task.done for task in first):
-            return first
-        axis, label = experiment.compare.axis, experiment.compare.baseline
-        aside = (axis, choose.axis) if choose else (axis,)
+        trials = self._trial_tasks()
+        if not all(task.done for task in trials):
+            return trials
+        choose = self.experiment.choose
+        axis, label = self.experiment.compare.axis, self.experiment.compare.baseline
+        ignored = (axis, choose.axis) if choose else (axis,)
         runs = sorted(self.reported(), key=lambda run: run.labels[axis] != label)  # baselines first
-        baselines = {run.without(*aside): run for run in runs if run.labels[axis] == label}
-        return [Task(run, self.stages(run, baselines[run.without(*aside)])) for run in runs]
+        baselines = {run.without(*ignored): run for run in runs if run.labels[axis] == label}
+        return [RunTask(run, self.stages(run, baselines[run.without(*ignored)])) for run in runs]
 
-    def reported(self) -> list[Run]:
-        """Return the runs that the table shows; all trials must be done."""
+    def _trial_tasks(self) -> list[RunTask]:
+        by = self.experiment.choose.by if self.experiment.choose else VALIDATION
+        last = next((name for name, measure in self.experiment.measures.items() if by in measure.read), TRAIN)
+        tasks = []
+        for run in find_trials(self.experiment, self.runs):
+            stages = self.stages(run)
+            tasks.append(RunTask(run, stages[: [stage.name for stage in stages].index(last) + 1]))
+        return tasks
+
+    def reported(self) -> list[RunSpec]:
+        """Return the runs in the table. All trials must be done."""
         choose = self.experiment.choose
         if choose is None:
             return self.runs
-        values = {run.name: self.values(run) for run in trials(self.experiment, self.runs)}
+        values = {run.name: self.values(run) for run in find_trials(self.experiment, self.runs)}
         scores = {name: numbers.get(choose.by, math.nan) for name, numbers in values.items()}
-        return chosen(self.experiment, self.runs, scores)
+        return choose_runs(self.experiment, self.runs, scores)
 
-    def values(self, run: Run) -> dict[str, float]:
-        """Return the numbers of a run so far, by metric. Raises UserError where a measure left no number."""
+    def values(self, run: RunSpec) -> dict[str, float]:
+        """Return the numbers of a run so far, by metric. Raises UserError if a measure left no number."""
         values = {}
         last = {record["set"]: record for record in read_metrics(self.directory(run)) if "set" in record}
         for dataset, record in last.items():
@@ -192,73 +193,75 @@ class Sweep:
                 if record.get(key) is not None:
                     values[metric] = float(record[key])
         for name, measure in self.experiment.measures.items():
-            if read_note(self.note(run, name)):
+            if read_stage_note(self.note(run, name)):
                 for metric, sources in measure.read.items():
-                    texts = fill(sources, self.variables(run), f"measures.{name}.read.{metric}")
-                    values[metric] = fmean(map(read_number, texts))
+                    key = f"measures.{name}.read.{metric}"
+                    values[metric] = fmean(
+                        map(read_number, fill_variables(sources, self.variables(run), key))
+                    )
         return values
 
     def work(self) -> None:
-        """Do what all runs share, then runs until none is left; wait for what other workers hold.
+        """Do stages until none is left, and wait while other workers hold all of them.
 
-        Raises UserError, naming the log, when a command fails (FailureError where that may pass), and
-        EndedError when another worker of this process has failed.
+        Raises UserError with the path of the log if a command fails (FailureError if a retry may help), and
+        EndedError if another thread failed.
         """
-        self.refuse_changes()  # before what all runs share is made anew for some
+        self.reject_changes()  # before shared stages are repeated
         while pending := self.pending():
             if not any(self.advance(run, stage) for run, stage in pending):
-                self.workers.wait(POLL)
+                self.commands.wait(POLL)
 
-    def pending(self) -> list[tuple[Run | None, Stage]]:
-        """Return the stages that are not done, with their runs: first those that all share."""
+    def pending(self) -> list[tuple[RunSpec | None, Stage]]:
+        """Return the next stages and their runs: shared ones first."""
         if shared := [stage for stage in self.before() if not stage.done]:
-            self._stages.clear()  # these stages may make what runs begin from
+            self._stages.clear()  # shared stages may change the origins of runs
             return [(None, stage) for stage in shared]
         return [(task.run, stage) for task in self.tasks() for stage in task.stages if not stage.done]
 
-    def advance(self, run: Run | None, stage: Stage) -> bool:
-        """Do a stage if it can be done now and no other worker is at it; return whether there is progress."""
+    def advance(self, run: RunSpec | None, stage: Stage) -> bool:
+        """Do a stage if its needs are done and no other worker holds it, and return whether it was free."""
         if not all(need.done for need in stage.needs):
             return False
         name = run.name if run else "before"
         lease = store.lease(self.experiment.out / "leases", f"{stage.note.parent.name}.{stage.note.stem}")
-        with held(lease) as acquired:
+        with hold_if_free(lease) as acquired:
             if acquired and not stage.done:
                 if run and stage.directory is not None:
-                    stage.refuse_changes(name)
+                    stage.reject_changes(name)
                     latest = {stage.name: stage for stage in self.training(run)}[stage.name]
-                    if latest.identity != stage.identity:  # a file has changed since the stages were listed
-                        message = f"{name}: what it is made with has just changed; run the same command again"
+                    if latest.identity != stage.identity:
+                        message = f"{name}: a file that it depends on has just changed; run the command again"
                         raise UserError(message, code="stage-changed")
                 self._run(name, stage)
         return acquired
 
     def _run(self, name: str, stage: Stage) -> None:
+        """Run the command of a stage, with its output in a log."""
         if stage.directory is not None and not stage.read():
             stage.write()
         path = self.experiment.out / "logs" / f"{name}.{stage.name}.log"
         path.parent.mkdir(parents=True, exist_ok=True)
         self.log(f"{name}: {stage.name}")
-        command, began = stage.command, time.monotonic()
+        command = stage.command
         if stage.name == TRAIN:
             command = [command[0], f"--master_port={random.choice(PORTS)}", *command[1:]]
-        with path.open("a+b") as log:  # it holds every attempt
-            start = log.tell()
-            code = self.workers.run(command, log)
-            log.seek(start)
-            text = log.read().decode(errors="replace") if code else ""
+        started = time.monotonic()
+        with path.open("a+b") as log:  # has the output of all attempts
+            offset = log.tell()
+            code = self.commands.run(command, log)
+            log.seek(offset)
+            lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
         if code:
-            lines = [line for line in text.splitlines() if line.strip()] or [""]
-            reason = next((line for line in reversed(lines) if line.startswith("error")), lines[-1])
+            reason = next((line for line in reversed(lines) if line.startswith("error")), "".join(lines[-1:]))
             error = UserError if code == ExitCode.MISTAKE else FailureError
-            raise error(
-                f"{name}: {stage.name} ended with code {code} ({path}): {reason}", code="stage-failed"
-            )
-        stage.write(time.monotonic() - began)
+            message = f"{name}: {stage.name} exited with code {code} ({path}): {reason}"
+            raise error(message, code="stage-failed")
+        stage.write(time.monotonic() - started)
 
 
 def read_number(source: str) -> float:
-    """Return the number at "FILE:key.key"."""
+    """Read the number at "FILE:key.key"."""
     path, _, keys = source.rpartition(":")
     try:
         value = read_json(Path(path), store.STORED_BYTES)
@@ -267,4 +270,4 @@ def read_number(source: str) -> float:
         return float(value)
     except (OSError, ValueError, LookupError, TypeError) as error:
         reason = f"{type(error).__name__}: {one_line(error, 120)}"
-        raise UserError(f"{source} holds no number ({reason})", code="no-number") from None
+        raise UserError(f"{source} has no number ({reason})", code="no-number") from None

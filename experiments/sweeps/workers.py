@@ -1,14 +1,12 @@
-"""The workers of one sweep process: threads that run commands, and that all end together.
+"""Threads that run the commands of one sweep process and stop together.
 
-When one fails, the others finish the command that they are at. When the sweep is asked to stop, so are their
-commands, and all are waited for.
+If one thread fails, the others finish their current commands. When the sweep must stop, it stops its commands
+and waits for them.
 
     python -m emo.experiments.sweeps.workers PID COMMAND...
 
-is what they start: a command in a process group of its own. SIGTERM and SIGINT become a SIGTERM to the whole
-group, so that trainers save; what is left of it after GRACE seconds, or at a second signal, is killed. When
-the process PID, which waits for it, is gone, the group is killed at once: nothing stands beside what the same
-command starts anew.
+runs a command in its own process group. SIGTERM and SIGINT are passed on to the group as SIGTERM, so that
+trainers save. The group is killed after GRACE seconds, at a second signal, or when its parent PID is gone.
 """
 
 from __future__ import annotations
@@ -33,28 +31,28 @@ GRACE = 60.0
 
 
 class StoppedError(BaseException):
-    """The sweep was asked to stop. Nothing is wrong: as with Ctrl-C, no handler of errors may take it."""
+    """The sweep must stop. Like KeyboardInterrupt, it is not caught by handlers of Exception."""
 
 
 class EndedError(Exception):
-    """This worker has nothing more to do, as another one failed or the sweep stops."""
+    """This thread must not start further commands, because another one failed or the sweep stops."""
 
 
-class Workers:
-    """Threads that share their end, and the commands that they are at."""
+class CommandPool:
+    """Threads that run commands and stop together."""
 
     def __init__(self) -> None:
-        self._over = threading.Event()  # no further command is begun
-        self._stopped = threading.Event()  # and those that run are asked to end
+        self._closed = threading.Event()  # no further command starts
+        self._stopped = threading.Event()  # running commands are stopped
 
-    def together(self, work: Callable[[], None], count: int) -> None:
-        """Call `work` in `count` threads; for the main thread alone.
+    def run_threads(self, work: Callable[[], None], count: int) -> None:
+        """Call `work` in `count` threads, from the main thread.
 
-        Raises the error of one of them, or StoppedError after a SIGTERM, once all have ended.
+        Raises the first error of a thread, or StoppedError after a SIGTERM, when all threads have ended.
         """
 
         def stop(number: int, frame: FrameType | None) -> None:
-            signal.signal(number, signal.SIG_IGN)  # commands that save what they have are not hurried
+            signal.signal(number, signal.SIG_IGN)  # a repeated signal must not cut off the commands
             raise StoppedError
 
         previous = signal.signal(signal.SIGTERM, stop)
@@ -63,10 +61,10 @@ class Workers:
                 futures = [pool.submit(work) for _ in range(count)]
                 try:
                     wait(futures, return_when=FIRST_EXCEPTION)
-                    self._over.set()
+                    self._closed.set()
                     wait(futures)
                 except BaseException:
-                    self._over.set()
+                    self._closed.set()
                     self._stopped.set()
                     raise
         finally:
@@ -76,14 +74,14 @@ class Workers:
                 raise error
 
     def run(self, command: list[str], output: IO[bytes]) -> int:
-        """Return the exit code of a command. Raises EndedError when it was not begun, or was asked to end."""
+        """Run a command and return its exit code. Raises EndedError if it was not started, or was stopped."""
         self.wait(0)
         process = subprocess.Popen(
             [sys.executable, "-m", "emo.experiments.sweeps.workers", str(os.getpid()), *command],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(),
-            start_new_session=True,  # Ctrl-C reaches it through `together` alone
+            env=command_environment(),
+            start_new_session=True,  # Ctrl-C reaches it through `run_threads` only
         )
         while process.poll() is None:
             if self._stopped.wait(TICK):
@@ -93,19 +91,19 @@ class Workers:
         return process.returncode
 
     def wait(self, seconds: float) -> None:
-        """Raise EndedError as soon as no further command is to be begun."""
-        if self._over.wait(seconds):
+        """Wait. Raises EndedError as soon as no further command may start."""
+        if self._closed.wait(seconds):
             raise EndedError
 
 
-def environment() -> dict[str, str]:
-    """Return the environment of commands, in which programs beside this Python come before others."""
+def command_environment() -> dict[str, str]:
+    """Return the environment of commands. Programs next to this Python come first on PATH."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
     return os.environ | {"PATH": path, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code of the command; as in shells, 128 and the number of the signal that killed it."""
+    """Run a command in its own process group. Returns its exit code, or 128 + N if signal N killed it."""
     parent, command = int(argv[0]), argv[1:]
     requests: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -114,11 +112,11 @@ def main(argv: list[str]) -> int:
     try:
         child = subprocess.Popen([program, *command[1:]], start_new_session=True, preexec_fn=die_with_parent)
     except OSError as error:
-        print(f"error: {command[0]} cannot be run: {error.strerror}", file=sys.stderr)
+        print(f"error: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
         return ExitCode.MISTAKE
 
-    def sent(number: int) -> bool:
-        """Send a signal to the command's group; return whether any process of it is left."""
+    def signal_group(number: int) -> bool:
+        """Signal the command's group, and return whether any process of it is left."""
         try:
             os.killpg(child.pid, number)
         except ProcessLookupError:
@@ -126,13 +124,13 @@ def main(argv: list[str]) -> int:
         return True
 
     deadline = None
-    while child.poll() is None or (deadline is not None and sent(0)):
-        orphaned = os.getppid() != parent
-        if deadline is None and (requests or orphaned):
+    while child.poll() is None or (deadline is not None and signal_group(0)):
+        is_orphan = os.getppid() != parent
+        if deadline is None and (requests or is_orphan):
             deadline = time.monotonic() + GRACE
-            sent(signal.SIGTERM)
-        if deadline is not None and (orphaned or len(requests) > 1 or time.monotonic() > deadline):
-            sent(signal.SIGKILL)
+            signal_group(signal.SIGTERM)
+        if deadline is not None and (is_orphan or len(requests) > 1 or time.monotonic() > deadline):
+            signal_group(signal.SIGKILL)
             break
         time.sleep(TICK)
     code = child.wait()

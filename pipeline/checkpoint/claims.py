@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from emo.common.config.recipe import FREE, marked, read_written, shown
+from emo.common.config.recipe import FREE, format_value, marked, read_written
 from emo.common.errors import UserError
 
 from ..config import RunConfig, dump_config
@@ -73,5 +73,5 @@ def differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, str
             yield from differences(was, is_now, f"{key}.{name}" if key else str(name))
         return
     hashed = re.compile("[0-9a-f]{64}")  # its beginning will do
-    texts = [hashed.sub(lambda digest: digest[0][:12], shown(value)) for value in (before, now)]
+    texts = [hashed.sub(lambda digest: digest[0][:12], format_value(value)) for value in (before, now)]
     yield key, texts[0], texts[1]

@@ -27,7 +27,7 @@ from typing import Any
 
 import fsspec
 
-from emo.common.errors import LASTING, FailureError, UserError, one_line
+from emo.common.errors import PERMANENT, FailureError, UserError, one_line
 from emo.common.io.files import part_file
 
 from ..config import RunConfig
@@ -230,7 +230,9 @@ class Store:
             yield
         except Exception as error:  # of whatever store it is
             problem = f"train.copy_to={self.target} cannot be read ({one_line(error, 200)})"
-            lasting = isinstance(error, LASTING | ImportError | ValueError)  # rights, a package, the address
+            lasting = isinstance(
+                error, PERMANENT | ImportError | ValueError
+            )  # rights, a package, the address
             kind = UserError if lasting else FailureError
             raise kind(f"{problem}; correct it, or leave it out to begin without its checkpoints") from None
 

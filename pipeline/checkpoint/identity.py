@@ -29,8 +29,8 @@ from typing import Any
 import yaml
 from transformers import PretrainedConfig
 
-from emo.common.config.objective_names import registered
-from emo.common.config.recipe import read_written, shown
+from emo.common.config.objective_names import registered_objectives
+from emo.common.config.recipe import format_value, read_written
 from emo.common.errors import UserError
 from emo.common.io.files import sha256, write_text
 from emo.common.provenance import REPOSITORY
@@ -121,7 +121,7 @@ def _programs(config: RunConfig) -> dict[str, str]:
     what they use. Data files that a program reads are not among them.
     """
     hashes: dict[str, str] = {}
-    points = {name: value.partition(":")[0] for name, value in registered().items()}
+    points = {name: value.partition(":")[0] for name, value in registered_objectives().items()}
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     for name in (config.objective.name, *(part.name for part in config.objective.sum or ())):
         if name in OBJECTIVES:
@@ -179,7 +179,7 @@ def check_same(where: Path | str, before: Any, now: Identity) -> None:
     for part, value in now.items():
         if part not in before or before[part] != value:
             trees = {part: before.get(part)}, {part: value}
-            key, was, is_now = next(differences(*trees), (part, "not known", shown(value)))
+            key, was, is_now = next(differences(*trees), (part, "not known", format_value(value)))
             problem = f"{where} was trained with another {PARTS[part]}: {key} was {was} and is {is_now}"
             changed.append(UserError(f"{problem}; restore it, {ANEW}", code=f"changed-{part}"))
     if changed:

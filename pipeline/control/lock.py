@@ -91,7 +91,7 @@ class RunLock:
     @property
     def problem(self) -> str | None:
         """Return why this launch must stop writing, or None. Reads the directory."""
-        if self._lease is None or self._lease.held():
+        if self._lease is None or self._lease.is_held():
             return None
         return f"another launch took over {self.run_dir}, whose lock was not renewed for long"
 

@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from torch import OutOfMemoryError
 from torch.distributed import distributed_c10d
 
-from emo.common.errors import LASTING, ExitCode, UserError, may_pass, one_line
+from emo.common.errors import PERMANENT, ExitCode, UserError, may_pass, one_line
 
 from .heartbeat import find_late_rank, is_accounted_for
 from .run_dir import RANKS, TRACE
@@ -189,7 +189,7 @@ def explain(error: Exception, advanced: bool) -> tuple[ExitCode, str | None]:
     if broken_device(error):
         return ExitCode.FAILURE, f"a GPU or driver of {node_name()} failed ({line}); {RESUME} on other hosts"
     # "os error" is what safetensors calls a failed write
-    if isinstance(error, LASTING) or (isinstance(error, SafetensorError) and "os error" not in line):
+    if isinstance(error, PERMANENT) or (isinstance(error, SafetensorError) and "os error" not in line):
         return ExitCode.MISTAKE, line
     if lost_a_peer(error):
         lost = "lost" if dist.is_initialized() else "did not reach"

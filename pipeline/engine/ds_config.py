@@ -22,10 +22,10 @@ from torch import nn
 from torch.utils import cpp_extension
 from transformers.pytorch_utils import Conv1D
 
-from emo.common.config.recipe import shown
+from emo.common.config.recipe import format_value
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.io.untrusted import JSON_BYTES, read_bytes
-from emo.common.parallel import environment
+from emo.common.parallel import set_environment
 from emo.common.provenance import REPOSITORY, shipped
 
 from ..batches.config import Batch
@@ -142,7 +142,7 @@ def _without_owned(config: RunConfig, tree: dict[str, Any], path: Path, batch: B
             differs = value != owned[key] if key in owned else unlike
         if differs and not (key == "train_micro_batch_size_per_gpu" and value == train.micro_batch_size):
             cure = f"remove it, or set {OWNED_BY_RECIPE[kind]} to what it says"
-            problem = f"{path} sets {key}={shown(value)}, which contradicts the recipe"
+            problem = f"{path} sets {key}={format_value(value)}, which contradicts the recipe"
             wrong.append(UserError(f"{problem}; {cure}", code="ds-owned"))
     if wrong:
         raise UserError.of(wrong)
@@ -234,10 +234,10 @@ def _read(path: Path, setting: Path) -> dict[str, Any]:
     except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"deepspeed={path} is no JSON: {one_line(error, 150)}", code="ds-file") from None
     if not isinstance(tree, dict):
-        raise UserError(f"deepspeed={path} must hold a JSON object, not {shown(tree)}", code="ds-file")
+        raise UserError(f"deepspeed={path} must hold a JSON object, not {format_value(tree)}", code="ds-file")
     tree = {key: value for key, value in tree.items() if value is not None}  # null: as if it were absent
     if not isinstance(zero := tree.get("zero_optimization", AUTO), dict) and zero != AUTO:
-        problem = f"{path}: zero_optimization must be a section, not {shown(zero)}"
+        problem = f"{path}: zero_optimization must be a section, not {format_value(zero)}"
         raise UserError(problem, code="ds-file")
     return tree
 
@@ -271,7 +271,10 @@ def _unknown_keys(tree: dict[str, Any], path: Path) -> list[UserError]:
         if tree.get("data_types", {}).keys() - {"grad_accum_dtype"}:
             raise ValueError("data_types may hold grad_accum_dtype alone")
     except ValidationError as error:
-        keys = ((section + ".".join(map(str, e["loc"])), _said(e), shown(e["input"])) for e in error.errors())
+        keys = (
+            (section + ".".join(map(str, e["loc"])), _said(e), format_value(e["input"]))
+            for e in error.errors()
+        )
         messages = [f"rejects {key}: {message} (given: {value})" for key, message, value in keys]
     except Exception as error:  # whatever its sections raise for values that they do not expect
         messages = [f"rejects the file: {one_line(error, 200)}"]
@@ -386,5 +389,5 @@ def import_muon() -> None:
     Their decorators alone would load PyTorch's compiler: a second of every start. On a GPU that trains with
     Muon they stay compiled.
     """
-    with environment({"TORCHDYNAMO_DISABLE": "1"}):
+    with set_environment({"TORCHDYNAMO_DISABLE": "1"}):
         importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from emo.common.errors import FailureError, UserError, one_line
-from emo.common.parallel import environment
+from emo.common.parallel import set_environment
 
 from ..control.stop import die_with_parent
 
@@ -99,7 +99,7 @@ class Snapshots(TorchCheckpointEngine):
 def only_data(directory: Path) -> Iterator[None]:
     """Refuse a state for which `torch.load` would run anything within the block, whatever its caller asks."""
     try:
-        with environment(ONLY_DATA), torch.serialization.safe_globals(list(STATE_CLASSES)):
+        with set_environment(ONLY_DATA), torch.serialization.safe_globals(list(STATE_CLASSES)):
             yield
     except pickle.UnpicklingError as error:
         raise _more_than_data(directory, str(error)) from None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from emo.common.errors import UserError, one_line
-from emo.common.io.weights import load_config, shard_names
+from emo.common.io.weights import load_model_config, shard_names
 
 from .cost import CostEmbedding, NumberCost
 
@@ -102,7 +102,7 @@ def _head_of_model(source: str, revision: str | None) -> Tensor:
     from transformers import AutoModelForCausalLM
 
     try:
-        config = load_config(source, revision)
+        config = load_model_config(source, revision)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except UserError:

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from emo.common.config.objective_names import objective_hint, registered
+from emo.common.config.objective_names import objective_hint, registered_objectives
 from emo.common.errors import UserError, nearest, one_line
 
 from .divergences import DIVERGENCES, Comparison, Pair
@@ -408,7 +408,7 @@ def _bind_divergence(name: str, params: Mapping[str, float | None]) -> Objective
 
 def _imported(name: str) -> ObjectiveFunction:
     """Return the function that FILE.py:FUNCTION, MODULE:FUNCTION or a package's entry point names."""
-    points = registered()
+    points = registered_objectives()
     source, _, attribute = points.get(name, name).rpartition(":")
     if not source:
         hint = objective_hint(name, OBJECTIVES)

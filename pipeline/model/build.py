@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from emo.common.errors import UserError, nearest, one_line
 from emo.common.io.files import reset_modes
-from emo.common.io.weights import context_length, load_causal_lm, load_config
+from emo.common.io.weights import context_length, load_causal_lm, load_model_config
 from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.data_prep.shards.format import Manifest
 
@@ -59,7 +59,7 @@ def model_config(config: ModelConfig, online: bool = True, key: str = "model.pat
         except (ValueError, StrictDataclassError) as error:
             raise UserError(f"model.architecture: {one_line(error)}") from None
     try:
-        hf_config = load_config(config.path, config.revision)
+        hf_config = load_model_config(config.path, config.revision)
     except (OSError, ValueError) as error:
         raise UserError(_unreachable(config.path, error, key)) from None
     for key, value in (config.architecture or {}).items():
@@ -152,7 +152,7 @@ def load_pretrained(
 
 def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     """Return the model that trains: loaded, fused, with adapters and checkpointing as configured."""
-    attn = usable_attention(config.model, load_config(*config.initial_weights()))
+    attn = usable_attention(config.model, load_model_config(*config.initial_weights()))
     model = load_pretrained(*config.initial_weights(), config.model.dtype, attn)
     model.config.use_cache = False
     if config.model.kernels is not None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from emo.common.config.objective_names import objective_hint, registered, written_objectives
+from emo.common.config.objective_names import objective_hint, parse_objectives, registered_objectives
 from emo.common.config.recipe import Section
 from emo.common.errors import nearest
 
@@ -106,9 +106,9 @@ Teachers = Annotated[TeacherConfig | Literal["base"] | None, BeforeValidator(_as
 
 def _check_objective(name: str, params: dict[str, float]) -> None:
     """Raise ValueError for an objective or an option that does not exist; programs are checked later."""
-    known = written_objectives(Path(__file__).parents[1] / "loss")
+    known = parse_objectives(Path(__file__).parents[1] / "loss")
     if name not in known:
-        if ":" in name or name in registered():
+        if ":" in name or name in registered_objectives():
             return
         raise ValueError(f"unknown objective {name!r}; {objective_hint(name, known)}")
     for key in params.keys() - known[name]:

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig
 
 from emo.common.errors import UserError
 from emo.common.io.files import Hashes
-from emo.common.io.weights import context_length, load_config
+from emo.common.io.weights import context_length, load_model_config
 from emo.data_prep.encoding.tokenizer import load_tokenizer, tokenizer_fingerprint
 from emo.data_prep.shards.format import Manifest
 
@@ -114,7 +114,7 @@ def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world:
     if settings is None:
         return
     assert settings.path is not None
-    attn = usable_attention(settings, load_config(settings.path, settings.revision))
+    attn = usable_attention(settings, load_model_config(settings.path, settings.revision))
     teacher: Any = load_pretrained(settings.path, settings.revision, settings.dtype, attn, KEY)
     teacher.config.use_cache = False
     teacher.eval().requires_grad_(False)

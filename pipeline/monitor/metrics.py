@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from emo.common.io.files import finite
+from emo.common.io.files import replace_nonfinite
 from emo.data_prep.config import VALIDATION, split_of
 
 from ..batches.loader import StepBatch
@@ -198,7 +198,7 @@ class Metrics(Component):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps since the last record."""
-        return finite(asdict(self._window)) if self.active else {}
+        return replace_nonfinite(asdict(self._window)) if self.active else {}
 
     def record_validation(
         self, state: RunState, name: str, totals: StepTotals, documents: validation.Documents
@@ -241,9 +241,9 @@ class Metrics(Component):
 
         metrics.jsonl also has `time`, the seconds since 1970 (UTC), and `epoch`, the passes over the data.
         """
-        record = finite(record)
+        record = replace_nonfinite(record)
         step = int(record["step"])
-        line = finite({"time": time.time(), "epoch": self._epochs_per_step * step}) | record
+        line = replace_nonfinite({"time": time.time(), "epoch": self._epochs_per_step * step}) | record
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         measured = {key: value for key, value in line.items() if key not in NOT_MEASURED}

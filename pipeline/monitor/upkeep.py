@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 
-from emo.common.io.files import finite
+from emo.common.io.files import replace_nonfinite
 
 from ..batches.loader import StepBatch
 from ..control.lock import RunLock
@@ -46,4 +46,4 @@ class Heartbeat(Component):
     def after_step(self, state: RunState, batch: StepBatch, totals: StepTotals) -> None:
         self._lock.record_step(state.step)
         if state.is_due(self._logging_steps):
-            self._lock.record_facts(seconds=finite(totals.seconds[self._rank]), **device_facts())
+            self._lock.record_facts(seconds=replace_nonfinite(totals.seconds[self._rank]), **device_facts())

@@ -17,7 +17,7 @@ import numpy as np
 from scipy.special import stdtrit
 
 from emo.common.io.files import write_atomically
-from emo.common.io.untrusted import arrays
+from emo.common.io.untrusted import numpy_value_errors
 
 from ..control.run_dir import VALIDATION, step_directory, step_of
 
@@ -105,7 +105,11 @@ def write(run_dir: Path, name: str, step: int, measured: Documents) -> None:
 
 def read(run_dir: Path, name: str, step: int) -> Documents | None:
     """Return that measurement; None where it is not there or cannot be read."""
-    with contextlib.suppress(OSError, ValueError), arrays(), np.load(_file(run_dir, name, step)) as stored:
+    with (
+        contextlib.suppress(OSError, ValueError),
+        numpy_value_errors(),
+        np.load(_file(run_dir, name, step)) as stored,
+    ):
         rows, fingerprint = stored["documents"], str(stored["fingerprint"])
         return Documents(fingerprint, rows["nll"], rows["tokens"].astype(np.int64))
     return None

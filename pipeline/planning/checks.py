@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
 
-from emo.common.config.recipe import shown
+from emo.common.config.recipe import format_value
 from emo.common.errors import UserError, one_line
 from emo.common.io.weights import FILES as WEIGHTS
 from emo.common.text import counted
@@ -354,7 +354,9 @@ def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
     for name, token in tokenizer.get_vocab().items():
         if token not in special and names.get(token) != name:
             problem = f"objective.cost={source} has another tokenizer than the data: its token {token} is"
-            words = f"{shown(names.get(token))}, not {shown(name)}; set objective.cost=pretrained"
+            words = (
+                f"{format_value(names.get(token))}, not {format_value(name)}; set objective.cost=pretrained"
+            )
             raise UserError(f"{problem} {words}", code="cost-tokenizer")
 
 

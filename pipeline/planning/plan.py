@@ -25,7 +25,7 @@ from rich.table import Table
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from emo.common.cli.progress import printer
+from emo.common.cli.progress import make_console
 from emo.common.config.recipe import apply_override
 from emo.common.errors import FailureError, UserError
 from emo.common.io.files import part_file
@@ -249,7 +249,7 @@ def print_plan(
         if config.train.save_steps:
             table.add_row("saves", saves(config, sizes, setup, time.total))
         table.add_row("trust", TRUST)
-    printer().print(table)
+    make_console().print(table)
     for warning in remarks(config, ready, on_cpu=cluster is None and not on_gpu()):
         log.warning(warning)
     return cluster is None or memory.total <= cluster.room
@@ -434,7 +434,7 @@ def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None 
         setup = setup_of(config, batch, deepspeed_config(config, batch), ready.objective, attended)
         table.add_section()
         add_row("recipe", Choice.predicted(config.deepspeed, setup, sizes, cluster))
-    console = printer()
+    console = make_console()
     console.print(table)
     console.print(
         f"set: {', '.join(shown[0].sets)}. step: seconds; host: the share of it that is the host's. "

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from rich.table import Table
 
-from emo.common.cli.progress import printer
+from emo.common.cli.progress import make_console
 from emo.common.errors import UserError
 from emo.common.provenance import library_versions
 
@@ -92,7 +92,7 @@ def preflight(config: RunConfig) -> int:
         table = Table("host", "check", "found", "what to do", title=f"{world.ranks} ranks")
         for finding in dict.fromkeys(every):  # ranks of a host find the same
             table.add_row(finding.host, finding.check, finding.state, finding.advice or "ok")
-        printer().print(table)
+        make_console().print(table)
         if unfit:  # train.sbatch reads it
             print(f"unfit: {','.join(unfit)}")
     end_world()

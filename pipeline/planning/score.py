@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from emo.common.cli.progress import at_work
+from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
 from emo.common.io.files import sha256
 from emo.common.labels import IGNORE
@@ -90,7 +90,7 @@ def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int, top_k: 
     head = model.get_output_embeddings()
     began = time.perf_counter()
     file = data.manifest.shards[shard].file
-    with at_work(f"{file}: scoring", len(rows), "row") as advance:
+    with show_activity(f"{file}: scoring", len(rows), "row") as advance:
         for start in range(0, len(rows), micro):
             arrays = data.batch(rows[start : start + micro])
             keys = ("input_ids", "position_ids")

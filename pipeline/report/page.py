@@ -11,9 +11,19 @@ from urllib.parse import quote
 
 import yaml
 
-from emo.common.report.document import Cell, Document, Fold, Items, Quote, Row, Section, Table, estimated
-from emo.common.report.figure import Curve, Curves, Dots, Figure, Points, pairs
-from emo.common.report.numbers import DASH, Effect, changes, formatted, listed
+from emo.common.report.document import (
+    Cell,
+    Document,
+    Fold,
+    Items,
+    Quote,
+    ReportSection,
+    Row,
+    Table,
+    estimated,
+)
+from emo.common.report.figure import Curve, Curves, Dots, Figure, Points, finite_points
+from emo.common.report.numbers import DASH, Effect, describe_changes, formatted, join_words
 
 from ..monitor.console import duration
 from ..monitor.validation import Change
@@ -100,19 +110,23 @@ def document(runs: Sequence[Run], over: str, folder: Path) -> Document:
     ]
     bad = [[_name(run), r["step"], r["reason"], str(r.get("nll", DASH))] for run in runs for r in run.bad]
     sections = [
-        Section("Gained and lost", _gains(measured, runs[0].name if several else "")),
-        Section("Runs", Table(SUMMARY_HEAD, [_summary(run) for run in runs], SUMMARY, 4)),
-        Section("Curves", Figure("Curves", panels, CURVES, legend, greys)),
-        Section("Launches", Table(LAUNCH_HEAD, [row for run in runs for row in _launches(run)], LAUNCHED, 3)),
-        Section("Mixture of domains", Table(["Run", "Mixture", "After step"], mixtures, MIXED, 2)),
-        Section("Plan and measurement", Table(PLAN_HEAD, list(filter(None, map(_plan, runs))), PLANNED)),
-        Section("Sampled text", "The likeliest continuations.", *_samples(runs), page_only=True),
-        Section("Steps that went wrong", Table(["Run", "Step", "What", "Loss"], bad, BAD)),
-        Section("Evaluations", Items(links), page_only=True),
-        Section("Settings", *(_settings(run) for run in runs if run.config), page_only=True),
+        ReportSection("Gained and lost", _gains(measured, runs[0].name if several else "")),
+        ReportSection("Runs", Table(SUMMARY_HEAD, [_summary(run) for run in runs], SUMMARY, 4)),
+        ReportSection("Curves", Figure("Curves", panels, CURVES, legend, greys)),
+        ReportSection(
+            "Launches", Table(LAUNCH_HEAD, [row for run in runs for row in _launches(run)], LAUNCHED, 3)
+        ),
+        ReportSection("Mixture of domains", Table(["Run", "Mixture", "After step"], mixtures, MIXED, 2)),
+        ReportSection(
+            "Plan and measurement", Table(PLAN_HEAD, list(filter(None, map(_plan, runs))), PLANNED)
+        ),
+        ReportSection("Sampled text", "The likeliest continuations.", *_samples(runs), page_only=True),
+        ReportSection("Steps that went wrong", Table(["Run", "Step", "What", "Loss"], bad, BAD)),
+        ReportSection("Evaluations", Items(links), page_only=True),
+        ReportSection("Settings", *(_settings(run) for run in runs if run.config), page_only=True),
     ]
     about = f"{len(runs)} runs." if several else f"Run {runs[0].path}."
-    title = f"Run report: {listed([run.name for run in runs])}"
+    title = f"Run report: {join_words([run.name for run in runs])}"
     remarks = [remark for run in runs for remark in run.remarks]
     data = [gain.as_json() for gain in measured]
     return Document(title, _answer(runs, effects), about, sections, picture, remarks, data=data)
@@ -120,7 +134,7 @@ def document(runs: Sequence[Run], over: str, folder: Path) -> Document:
 
 def last_loss(run: Run) -> float:
     """Return the last loss after step 0: held-out with one validation set, else of training; or inf."""
-    return (_after_start(run) or pairs(run.trained, "step", "nll") or [(0, float("inf"))])[-1][1]
+    return (_after_start(run) or finite_points(run.trained, "step", "nll") or [(0, float("inf"))])[-1][1]
 
 
 def _after_start(run: Run) -> Points:
@@ -131,7 +145,7 @@ def _after_start(run: Run) -> Points:
 def _held_out(run: Run, key: str = "validation_nll", over: str = "step") -> Points:
     """Return the measurements of a run with one validation set; of several none stands for the others."""
     measured = [*run.held_out.values()]
-    return pairs(measured[0], over, key) if len(measured) == 1 else []
+    return finite_points(measured[0], over, key) if len(measured) == 1 else []
 
 
 def _name(run: Run) -> Cell:
@@ -145,7 +159,7 @@ def _answer(runs: Sequence[Run], effects: dict[str, list[Effect]]) -> list[str]:
         names = [e.label if several else f"the loss on {e.label}" for e in group]
         signs = [(-e.direction, -e.value, -e.high, -e.low) for e in group]  # of a loss less is better
         gained = [Effect(name, None, *sign) for name, sign in zip(names, signs, strict=True)]
-        answer.append(f"{f'On {title}' if several else title}, {changes(gained, UNIT, '{:.3f}')}.")
+        answer.append(f"{f'On {title}' if several else title}, {describe_changes(gained, UNIT, '{:.3f}')}.")
     if len(answer) in range(1, 4):
         answer = [" ".join(answer)]
     elif not answer:
@@ -160,7 +174,7 @@ def _answer(runs: Sequence[Run], effects: dict[str, list[Effect]]) -> list[str]:
     states: dict[str, list[str]] = {}
     for run in runs:
         states.setdefault(f"{run.state} at step {run.progress}", []).append(run.name)
-    names = [f"{listed(v) if len(v) < 5 else f'{len(v)} runs'}: {state}" for state, v in states.items()]
+    names = [f"{join_words(v) if len(v) < 5 else f'{len(v)} runs'}: {state}" for state, v in states.items()]
     return [*answer, f"{'; '.join(names)}."] if len(states) < 5 else answer
 
 
@@ -205,17 +219,17 @@ def _curves(runs: Sequence[Run], over: str) -> list[Curves]:
     for key, title, held_out in QUANTITIES:
         if not left_out.get(key):
             drawn[title] = [
-                (pairs(run.trained, over, key), _held_out(run, held_out, over) if single else [])
+                (finite_points(run.trained, over, key), _held_out(run, held_out, over) if single else [])
                 for run in runs
             ]
     for name in [] if single else dict.fromkeys(name for run in runs for name in run.held_out):
-        measured = [pairs(run.held_out.get(name, []), over, "validation_nll") for run in runs]
+        measured = [finite_points(run.held_out.get(name, []), over, "validation_nll") for run in runs]
         drawn[f"Held-out loss on {name}"] = [(points, points) for points in measured]
     for name in dict.fromkeys(name for r in records for name in r.get("domains", ())):
         parts = [
             [r.get("domains", {}).get(name, {}) | {over: r.get(over)} for r in run.trained] for run in runs
         ]
-        drawn[f"Loss on domain {name}"] = [(pairs(part, over, "nll"), []) for part in parts]
+        drawn[f"Loss on domain {name}"] = [(finite_points(part, over, "nll"), []) for part in parts]
     unit = "steps" if over == "step" else "tokens"
     return [
         Curves(title, [Curve(run.series, *p) for run, p in zip(runs, points, strict=True) if any(p)], unit)

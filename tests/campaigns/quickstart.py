@@ -96,7 +96,7 @@ def killed(directory: Path, kills: int, rng: random.Random, expected: dict, show
 def afterwards(directory: Path, show: Campaign) -> None:
     """The lines that it ends with, on a file of one's own."""
     write_jsonl(directory / "my.jsonl", texts(400))
-    for command in (command for line in quickstart.following("my.jsonl") for command in line):
+    for command in (command for line in quickstart.next_commands("my.jsonl") for command in line):
         command[0] = sys.executable if command[0].endswith("python") else command[0]
         done = subprocess.run(command, cwd=directory, capture_output=True, text=True)
         show("next", shlex.join(command[1:4]), f"exit code {done.returncode}", done.returncode == 0)

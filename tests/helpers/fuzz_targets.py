@@ -34,7 +34,7 @@ from emo.eval.judging.answers import read_questions
 from emo.eval.judging.judging import JUDGES
 from emo.eval.model import EvaluatedModel
 from emo.eval.watch import NotWholeError, Target
-from emo.experiments.sweeps.design import chosen, expand, read_experiment, trials
+from emo.experiments.sweeps.design import choose_runs, expand, find_trials, read_experiment
 from emo.pipeline.batches.config import Batch
 from emo.pipeline.config import dump_config, load_config
 from emo.pipeline.engine.ds_config import deepspeed_config
@@ -84,7 +84,7 @@ def recipe(directory: Path) -> None:
 def experiment(directory: Path) -> None:
     design = read_experiment(directory / "a.yaml", [])
     runs = expand(design)
-    chosen(design, runs, dict.fromkeys((run.name for run in trials(design, runs)), 0.0))
+    choose_runs(design, runs, dict.fromkeys((run.name for run in find_trials(design, runs)), 0.0))
 
 
 @target("task file", files(a__yaml=(REPO / "eval/icl/tasks/sst2.yaml").read_text()))

@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 
 from emo.experiments.sweeps.design import read_experiment
-from emo.experiments.sweeps.stages import read_note
-from emo.experiments.sweeps.sweep import Sweep, Task
+from emo.experiments.sweeps.stages import read_stage_note
+from emo.experiments.sweeps.sweep import RunTask, Sweep
 from tests.helpers.launching import RECIPE, popen
 
 MEASURE = (
@@ -56,9 +56,9 @@ def opened(path: Path, *overrides: str) -> Sweep:
     return Sweep(read_experiment(path, list(overrides)), lambda _: None)
 
 
-def pretend(work: Sweep, nll: dict[str, float] | None = None, tasks: Iterable[Task] | None = None) -> None:
+def pretend(work: Sweep, nll: dict[str, float] | None = None, tasks: Iterable[RunTask] | None = None) -> None:
     """Leave what real stages of the tasks leave, without any of all runs."""
-    for run, stages in tasks or [Task(run, work.stages(run)) for run in work.runs]:
+    for run, stages in tasks or [RunTask(run, work.stages(run)) for run in work.runs]:
         directory = work.directory(run)
         directory.mkdir(parents=True, exist_ok=True)
         record = {"step": 3, "set": "validation", "validation_nll": (nll or {}).get(run.name, 1.0)}
@@ -77,5 +77,5 @@ def start(path: Path, *arguments: str) -> subprocess.Popen[str]:
 
 def notes(out: Path) -> dict[str, int]:
     """Return when the note of each stage that is done was written."""
-    results = [path for path in (out / "notes").rglob("*.json") if "seconds" in read_note(path)]
+    results = [path for path in (out / "notes").rglob("*.json") if "seconds" in read_stage_note(path)]
     return {str(path.relative_to(out)): path.stat().st_mtime_ns for path in results}

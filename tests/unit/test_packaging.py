@@ -1,4 +1,4 @@
-"""What a wheel and a source distribution hold and can do."""
+"""Contents and behaviour of the wheel and the source distribution."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from emo.common.errors import ExitCode
 from tests.conftest import REPO
 from tests.unit.test_repository import tracked
 
-ROOMS = ("common/", "data_prep/", "pipeline/", "eval/", "experiments/", "launch/", "ds_configs/")
+PACKAGED = ("common/", "data_prep/", "pipeline/", "eval/", "launch/", "ds_configs/")
 
 
 class Built(NamedTuple):
@@ -31,7 +31,7 @@ class Built(NamedTuple):
 
 
 def run(code: str, directory: Path, expected: int = 0, **environment: str) -> list[str]:
-    """Return what a Python prints that runs code."""
+    """Run code in a new Python and return the lines that it prints."""
     command, variables = [sys.executable, "-c", code], os.environ | environment
     done = subprocess.run(command, cwd=directory, env=variables, capture_output=True, text=True)
     assert done.returncode == expected, done.stderr
@@ -39,17 +39,17 @@ def run(code: str, directory: Path, expected: int = 0, **environment: str) -> li
 
 
 def build(tree: Path, kind: str, out: Path) -> Path:
-    """Build a tree; return the archive."""
+    """Build a distribution and return the archive."""
     code = f"import setuptools.build_meta as backend; print(backend.build_{kind}({str(out)!r}))"
     return out / run(code, tree)[-1]
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """The wheel is built from the source distribution, so that this one, too, is complete."""
+    """A wheel that is built from the source distribution, which proves that both are complete."""
     directory = tmp_path_factory.mktemp("build")
     for file in tracked():
-        if file.startswith(("emo/", *ROOMS)) or "/" not in file:
+        if file.startswith(("emo/", "experiments/", *PACKAGED)) or "/" not in file:
             target = directory / "tree" / file
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPO / file, target, follow_symlinks=False)
@@ -62,19 +62,19 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return Built(wheel, source, directory / "site")
 
 
-def test_a_wheel_has_every_file_of_the_rooms_and_a_source_distribution_no_tests(built: Built) -> None:
+def test_a_wheel_has_all_files_of_its_packages_and_no_experiments_or_tests(built: Built) -> None:
     with zipfile.ZipFile(built.wheel) as archive:
         files = {name for name in archive.namelist() if ".dist-info/" not in name}
     top = {f"emo/{name}" for name in ("__init__.py", "__main__.py", "hf.py", "loss.py", "py.typed")}
-    assert files == top | {f"emo/{file}" for file in tracked() if file.startswith(ROOMS)}
+    assert files == top | {f"emo/{file}" for file in tracked() if file.startswith(PACKAGED)}
     with tarfile.open(built.source) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"LICENSE", "README.md", "pyproject.toml"} <= names
-    assert not any(name.startswith("tests") for name in names)
+    assert not any(name.startswith(("tests", "emo/experiments")) for name in names)
 
 
-def test_paths_and_imports_mean_the_same_without_a_checkout(built: Built, tmp_path: Path) -> None:
-    """Files of the user do not hide the package."""
+def test_commands_and_shipped_files_work_from_a_wheel(built: Built, tmp_path: Path) -> None:
+    """The working directory has modules with the same names, which must not hide the package."""
     for name in ("eval.py", "pipeline.py", "common/__init__.py", "launch/__init__.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("raise SystemExit('this is the file of the user')\n")
@@ -90,7 +90,8 @@ recipe = read_recipe(Path("launch/recipes/quickstart-pretrain.yaml"), [])
 assert shipped(Path(recipe["deepspeed"])).is_file() and len(known_tasks()) == 8
 assert Document('', ['x'], '', []).html()
 assert main(["world", "tasks", "--train", "8", "--test", "8"]) == 0
-print(load_task("experiments/configs/paper/dev/sst2.yaml").name, code_version(), REPOSITORY)
+assert {main([name, "x.yaml"]) for name in ("sweep", "table", "advise")} == {2}
+print(load_task("eval/icl/tasks/sst2.yaml").name, code_version(), REPOSITORY)
 """
     expected = ["sst2", emo.__version__, str(built.site / "emo")]
     assert run(code, tmp_path, PYTHONPATH=str(built.site))[-1].split() == expected
@@ -116,14 +117,14 @@ sys.executable = {str(tmp_path / "bin" / "python")!r}
 from emo.__main__ import main
 sys.exit(main(['train', '--master_port=1', '--', 'mine.yaml', 'train.seed=1']))
 """
-    # a launcher that says 0 without a rank that has ended well
+    # the launcher exits with 0, but no rank has finished
     run(code, tmp_path, ExitCode.FAILURE, PYTHONPATH=str(built.site))
     words = "--master_port=1 --module emo.launch.rank mine.yaml train.seed=1"
     assert started.read_text().splitlines() == [words, "supervised"]
     assert os.access(REPO / "launch" / "instruct.sh", os.X_OK)
 
 
-def test_a_shell_gets_completions(tmp_path: Path) -> None:
+def test_shell_completion(tmp_path: Path) -> None:
     for line, expected in (("emo prep", {"prepare"}), ("emo plan --be", {"--best"}), ("emo ta", {"table"})):
         environment = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_IFS": "\n", "COMP_LINE": line}
         environment |= {"COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": str(tmp_path / "words")}
@@ -131,7 +132,7 @@ def test_a_shell_gets_completions(tmp_path: Path) -> None:
         assert {word.strip() for word in (tmp_path / "words").read_text().split("\n")} == expected
 
 
-def test_the_version_has_one_owner(built: Built) -> None:
+def test_all_versions_are_equal(built: Built) -> None:
     (metadata,) = importlib.metadata.distributions(name="emo-pipeline", path=[str(built.site)])
     citation = yaml.safe_load((REPO / "CITATION.cff").read_text())
     assert metadata.version == citation["version"] == emo.__version__

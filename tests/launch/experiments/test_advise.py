@@ -11,7 +11,14 @@ import torch
 from transformers import AutoTokenizer
 
 from emo.experiments import advise
-from emo.experiments.advise import Position, expected, fit_of_costs, fit_of_truth, nearest_cell, share_of
+from emo.experiments.advise import (
+    MapPosition,
+    compute_truth_fit,
+    describe_cell,
+    find_nearest_cell,
+    find_share,
+    measure_cost_fit,
+)
 from emo.experiments.known_truth import bigram
 from emo.pipeline.loss.expected import Costs
 from tests.helpers.evaluating import tiny_model
@@ -22,28 +29,30 @@ def truth(share: float, V: int = 40, seed: int = 3) -> bigram.Truth:
     return bigram.geometric_truth(V, share, torch.Generator().manual_seed(seed))
 
 
-def test_the_fit_of_a_truth_is_what_samples_of_it_tend_to() -> None:
+def test_the_fit_of_a_truth_is_the_limit_of_its_samples() -> None:
     language, generator = truth(1.0), torch.Generator().manual_seed(0)
     contexts = torch.multinomial(language.contexts, 40_000, True, generator=generator)
     targets = torch.multinomial(language.rows[contexts], 1, generator=generator)[:, 0]
     costs = Costs(language.embedding).apply(torch.eye(40, dtype=torch.float64))
-    fit = fit_of_costs(language.rows[contexts], targets, lambda tokens: costs[tokens])
-    assert fit == pytest.approx(fit_of_truth(language), abs=0.005)
+    fit = measure_cost_fit(language.rows[contexts], targets, lambda tokens: costs[tokens])
+    assert fit == pytest.approx(compute_truth_fit(language), abs=0.005)
 
 
-def test_costs_without_geometry_fit_nothing() -> None:
+def test_the_fit_of_costs_without_geometry_is_zero() -> None:
     language = truth(1.0)
     constant = 1 - torch.eye(40, dtype=torch.float64)
     targets = language.rows.argmax(-1)
-    assert fit_of_costs(language.rows, targets, lambda tokens: constant[tokens]) == pytest.approx(0, abs=1e-9)
-    assert abs(fit_of_truth(truth(0.0))) < 0.05 < 0.1 < fit_of_truth(language)
+    assert measure_cost_fit(language.rows, targets, lambda tokens: constant[tokens]) == pytest.approx(
+        0, abs=1e-9
+    )
+    assert abs(compute_truth_fit(truth(0.0))) < 0.05 < 0.1 < compute_truth_fit(language)
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7])
-def test_a_fit_is_read_as_the_share_that_gives_it(share: float) -> None:
-    fit = sum(fit_of_truth(truth(share, seed=seed)) for seed in range(8)) / 8
-    assert share_of(fit, 40) == pytest.approx(share, abs=0.1)
-    assert share_of(-1.0, 40) == 0 and share_of(1.0, 40) == 1
+def test_the_share_is_found_from_the_fit(share: float) -> None:
+    fit = sum(compute_truth_fit(truth(share, seed=seed)) for seed in range(8)) / 8
+    assert find_share(fit, 40) == pytest.approx(share, abs=0.1)
+    assert find_share(-1.0, 40) == 0 and find_share(1.0, 40) == 1
 
 
 def rows() -> list[dict[str, Any]]:
@@ -57,28 +66,28 @@ def rows() -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("position", "cell"),
     [
-        (Position(384, 40, 0.2), (400, 0.0, 5)),
-        (Position(60, 60, 0.9), (50, 1.0, 500)),
-        (Position(512, 700, 0.9), (400, 1.0, 500)),
-        (Position(32_000, 60, 0.9), None),
-        (Position(400, 5_000, 0.9), None),
-        (Position(400, 0.5, 0.9), None),
-        (Position(20, 60, 0.9), None),
+        (MapPosition(384, 40, 0.2), (400, 0.0, 5)),
+        (MapPosition(60, 60, 0.9), (50, 1.0, 500)),
+        (MapPosition(512, 700, 0.9), (400, 1.0, 500)),
+        (MapPosition(32_000, 60, 0.9), None),
+        (MapPosition(400, 5_000, 0.9), None),
+        (MapPosition(400, 0.5, 0.9), None),
+        (MapPosition(20, 60, 0.9), None),
     ],
 )
-def test_the_nearest_cell_speaks_for_a_run_and_none_beyond_the_map(position: Position, cell: Any) -> None:
-    row = nearest_cell(rows(), position)
+def test_the_nearest_cell_is_found_within_the_map(position: MapPosition, cell: Any) -> None:
+    row = find_nearest_cell(rows(), position)
     assert cell == (row and (row["V"], row["share"], row["draws"]))
 
 
-def test_a_head_that_costs_are_made_of_has_its_own_verdict() -> None:
+def test_a_head_initialised_from_the_costs_has_a_separate_verdict() -> None:
     free, pretrained = (
-        "\n".join(expected(rows(), Position(400, 5, 1.0), begins)) for begins in (False, True)
+        "\n".join(describe_cell(rows(), MapPosition(400, 5, 1.0), begins)) for begins in (False, True)
     )
     assert "entropy: yes" in free and "entropy: no" in pretrained
 
 
-def test_a_recipe_is_put_on_the_map(
+def test_advice_for_a_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tiny_recipe(tmp_path)
@@ -92,7 +101,7 @@ def test_a_recipe_is_put_on_the_map(
     first, *others = capsys.readouterr().out.splitlines()
     assert first.startswith("EMO is not expected") and any("cell   400 tokens" in line for line in others)
     (tmp_path / "map.json").write_text(json.dumps({"rows": [row for row in rows() if row["V"] == 50]}))
-    monkeypatch.setattr(advise, "fit_of_recipe", lambda *_: pytest.fail("no model is read in vain"))
+    monkeypatch.setattr(advise, "measure_recipe_fit", lambda *_: pytest.fail("no model is read in vain"))
     assert advise.main(["advise", str(recipe), *model]) == 0
     assert "not known" in capsys.readouterr().out
     (tmp_path / "map.json").write_text(json.dumps({"code": "c0de", "level": 0.95, "rows": rows()}))
@@ -101,7 +110,7 @@ def test_a_recipe_is_put_on_the_map(
     assert advise.main(["advise", str(recipe), *model, "objective.cost=live"]) == 2
 
 
-def test_the_shipped_map_has_what_is_read() -> None:
+def test_the_shipped_map_has_the_needed_verdicts() -> None:
     shipped = json.loads(advise.MAP.read_text())
     assert {"geometry", "beyond-sharpening", "begins"} <= set(shipped["rows"][0]["verdicts"])
     assert shipped["rows"] and shipped["code"]

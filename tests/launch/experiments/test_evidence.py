@@ -16,8 +16,8 @@ import yaml
 
 from emo.common.config.recipe import load_section
 from emo.experiments.cli import main as sweep_command
-from emo.experiments.evidence import Evidence, gather, main
-from emo.experiments.weights import PROBABILITIES, objectives, pull
+from emo.experiments.evidence import Evidence, gather_parts, main
+from emo.experiments.weights import PROBABILITIES, compute_pull, default_objectives
 from tests.conftest import REPO
 from tests.helpers.launching import wait_for
 from tests.helpers.refusals import refused
@@ -55,7 +55,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_replaced_or_left_out_and_reported(out: Path) -> None:
+def test_missing_parts_are_replaced_or_left_out_and_reported(out: Path) -> None:
     results = json.loads((out / "results.json").read_text())
     assert results["verdicts"]["geometry"]["answer"] in ("yes", "no", "undecided")
     assert results["verdicts"]["geometry"]["n"] == 3
@@ -67,7 +67,7 @@ def test_what_is_missing_is_replaced_or_left_out_and_reported(out: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_small_study(out: Path) -> None:
+def test_the_fixed_points_and_gaps_of_a_small_study(out: Path) -> None:
     results = json.loads((out / "study/results.json").read_text())
     points = {point["contestant"]: point for point in results["fixed_points"]}
     assert points["mle"]["kl_pq"] < 1e-9
@@ -83,8 +83,8 @@ def test_a_small_study(out: Path) -> None:
     assert row["contestants"]["emo-begins"]["gap_js"]["mean"] != emo["gap_js"]["mean"]
 
 
-def test_a_killed_command_takes_its_part_with_it() -> None:
-    code = "from emo.experiments.evidence import run_command; run_command(['sleep', '300'])"
+def test_a_part_ends_with_its_killed_parent() -> None:
+    code = "from emo.experiments.evidence import run_part_command; run_part_command(['sleep', '300'])"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, cwd=REPO) as process:
         wait_for(lambda: psutil.Process(process.pid).children(), "the part")
         (part,) = psutil.Process(process.pid).children()
@@ -96,26 +96,22 @@ def test_a_killed_command_takes_its_part_with_it() -> None:
     ("otherwise", "code"),
     [(None, "part-left-out"), ({"note": "", "before": ["false"], "file": QUICK}, "part-failed")],
 )
-def test_a_part_that_decides_must_be_there(
-    otherwise: dict[str, Any] | None, code: str, tmp_path: Path
-) -> None:
+def test_a_decisive_part_must_run(otherwise: dict[str, Any] | None, code: str, tmp_path: Path) -> None:
     path = evidence(tmp_path, study={"needs": ["{data}/x"], "otherwise": otherwise})
     with refused(code):
-        gather(load_section(Evidence, path, []), jobs=1)
+        gather_parts(load_section(Evidence, path, []), jobs=1)
     assert not (tmp_path / "out/results.json").exists()
 
 
 @pytest.mark.parametrize(("kind", "file"), [("study", QUICK), ("sweep", "experiments/configs/oracle.yaml")])
-def test_a_question_that_nobody_asks_is_refused_first(kind: str, file: str, tmp_path: Path) -> None:
+def test_an_unknown_question_is_rejected_before_the_run(kind: str, file: str, tmp_path: Path) -> None:
     path = evidence(tmp_path, study={"kind": kind, "file": file})
     with refused("unknown-question"):
-        gather(load_section(Evidence, path, ["answers.geometry.question=geometri"]), jobs=1)
+        gather_parts(load_section(Evidence, path, ["answers.geometry.question=geometri"]), jobs=1)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_sweep_is_done_by_the_command_of_the_product(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_is_run_by_emo_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = evidence(tmp_path, study={"kind": "sweep", "file": "experiments/configs/oracle.yaml"})
     (tmp_path / "out/study").mkdir(parents=True)
     (tmp_path / "out/study/results.json").write_text('{"verdicts": {"geometry": {}}, "rows": []}')
@@ -123,12 +119,14 @@ def test_a_sweep_is_done_by_the_command_of_the_product(
     def dry(command: list[str]) -> None:
         assert command[:3] == ["python", "-m", "emo"] and sweep_command([*command[3:], "--dry_run"]) == 0
 
-    monkeypatch.setattr("emo.experiments.evidence.run_command", dry)
-    assert list(gather(load_section(Evidence, path, []), jobs=2)["parts"]) == ["study"]
+    monkeypatch.setattr("emo.experiments.evidence.run_part_command", dry)
+    assert list(gather_parts(load_section(Evidence, path, []), jobs=2)["parts"]) == ["study"]
 
 
 def test_the_table_of_objectives_is_that_of_the_code() -> None:
     row = re.compile(r"^\| `(\w+)` \|.*\| (-?[\d.]+) \| (-?[\d.]+) \|$", re.M)
     written = {name: pulls for name, *pulls in row.findall((REPO / "docs/objectives.md").read_text())}
     p = torch.tensor(PROBABILITIES, dtype=torch.float64)
-    assert written == {o.name: [f"{x:.3f}" for x in pull(o, p).tolist()] for o in objectives()}
+    assert written == {
+        o.name: [f"{x:.3f}" for x in compute_pull(o, p).tolist()] for o in default_objectives()
+    }

@@ -1,4 +1,4 @@
-"""Sweeps repeat nothing, share work, choose on development data, refuse changes, and leave nobody behind."""
+"""Sweeps share work, repeat nothing, choose on development data, reject changes and leave no process behind."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ import emo.experiments.sweeps.code
 from emo.common.errors import ExitCode
 from emo.experiments.cli import main
 from emo.experiments.sweeps import report
-from emo.experiments.sweeps.code import code_digest, sources
-from emo.experiments.sweeps.design import Run
-from emo.experiments.sweeps.report import gather
+from emo.experiments.sweeps.code import code_digest, find_sources
+from emo.experiments.sweeps.design import RunSpec
+from emo.experiments.sweeps.report import gather_results
 from emo.experiments.sweeps.stages import Stage, command_origin
 from emo.experiments.sweeps.sweep import Sweep
-from emo.experiments.sweeps.workers import Workers
+from emo.experiments.sweeps.workers import CommandPool
 from emo.pipeline.config import load_config
 from tests.conftest import REPO
 from tests.helpers.html import Page
@@ -57,12 +57,12 @@ record = {{"step": 3, "set": "validation", "validation_nll": len(directory.name)
 
 
 def _run(path: Path) -> None:
-    """In a fork: the command `sweep`, whose preparation and training are a script that sleeps."""
+    """Run `emo sweep` in a fork, with a sleeping script for preparation and training."""
     script, training = path.with_name("training"), Sweep.training
     script.write_text(TRAINING)
     script.chmod(0o755)
 
-    def short(self: Sweep, run: Run) -> list[Stage]:
+    def short(self: Sweep, run: RunSpec) -> list[Stage]:
         return [replace(s, command=[str(script), str(s.directory)]) for s in training(self, run)]
 
     Sweep.training = short  # type: ignore[method-assign]
@@ -73,13 +73,13 @@ def _run(path: Path) -> None:
 def test_a_killed_sweep_repeats_nothing(
     tmp_path: Path, recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Trainings are pretended here; tests/campaigns/sweep.py kills real ones."""
+    """Training is simulated; tests/campaigns/sweep.py kills real training."""
     path, out = sweep(tmp_path, recipe), tmp_path / "out"
     assert main(["sweep", str(path), "--dry_run"]) == 0  # libraries are loaded once, for all forks
     draw, before = random.Random(0), dict[str, int]()
 
     def moment() -> float:
-        assert notes(out).items() >= before.items()  # nothing that was done was done again
+        assert notes(out).items() >= before.items()  # no stage was repeated
         before.update(notes(out))
         return draw.uniform(0.5, 2.5)
 
@@ -93,32 +93,32 @@ def test_a_killed_sweep_repeats_nothing(
     assert (out / "table.md").read_text() == table
 
 
-def test_tables_pair_by_repetition_and_mark_what_differs(tmp_path: Path, recipe: Path) -> None:
+def test_differences_are_paired_by_repetition_and_marked(tmp_path: Path, recipe: Path) -> None:
     work = opened(sweep(tmp_path, recipe))
     with refused("not-done"):
-        gather(work)
+        gather_results(work)
     program, *words = work.stages(work.runs[-1])[1].command
     assert program == "deepspeed" and words[2].endswith("launch/continual.sh")
     assert load_config(Path(words[3]), words[4:]) == work.config(work.runs[-1])
     pretend(work, {"mle-1": 2.0, "mle-2": 3.0, "emo-1": 1.5, "emo-2": 2.49})
-    results = gather(work)
+    results = gather_results(work)
     mle, emo = results["rows"]
     assert mle["measures"]["validation_nll"]["mean"] == 2.5
     gap = emo["differences"]["validation_nll"]
     assert gap["mean"] == pytest.approx(-0.505)
     assert gap["p_holm"] == gap["p"] < 0.05
     assert emo["measures"]["letters"]["mean"] == 5
-    assert report.sweep(results).markdown().startswith("# Does EMO help? Yes: +0.5050")
+    assert report.sweep_document(results).markdown().startswith("# Does EMO help? Yes: +0.5050")
     results["rows"][1]["measures"]["letters"] |= {"low": None, "high": None}
     whole = results | {"minutes": 1, "left_out": {}, "cut": [], "parts": {"sweep": results}}
-    document = report.evidence(whole, {"sweep": ("A sweep", "What it is.")})
+    document = report.evidence_document(whole, {"sweep": ("A sweep", "What it is.")})
     (row,) = (row for row in Page(document.html()).table("objective") if row["objective"] == "emo")
     assert (row["validation_nll"], row["letters"]) == ("1.995* ± 6.3", "5")
     assert "| 1.995\\* (± 6.3) |" in document.markdown()
 
 
-def test_what_is_lost_at_equal_gain_is_paired_by_repetition(tmp_path: Path, recipe: Path) -> None:
-    """Fronts are over the learning rates; mle gains 2.0 to 1.0, where emo loses a half more."""
+def test_fronts_are_paired_by_repetition(tmp_path: Path, recipe: Path) -> None:
+    """Fronts are over the learning rates. emo loses 0.5 more than mle."""
     axes = yaml.safe_load(EXPERIMENT)["axes"] | {"lr": {"train.learning_rate": [1e-3, 2e-3]}}
     front = {"text": "What is lost?", "gained": "validation_nll", "lost": "letters"}
     work = opened(sweep(tmp_path, recipe, axes=axes, fronts={"letters": front}))
@@ -127,29 +127,29 @@ def test_what_is_lost_at_equal_gain_is_paired_by_repetition(tmp_path: Path, reci
     for name in names:
         letters = (1.0 if "0.001" in name else 3.0) + 0.5 * ("emo" in name)
         (work.experiment.out / f"{name}.json").write_text(json.dumps({"letters": [letters], "made": 1}))
-    results = gather(work)
+    results = gather_results(work)
     (gap,) = results["fronts"]["letters"]["labels"].values()
     assert gap["mean"] == pytest.approx(0.5) and gap["n"] == 2
-    assert "What is lost?" in report.sweep(results).html()
+    assert "What is lost?" in report.sweep_document(results).html()
 
 
-def test_runs_without_a_number_decide_nothing_and_are_named(tmp_path: Path, recipe: Path) -> None:
+def test_runs_without_a_number_are_listed_and_leave_questions_undecided(tmp_path: Path, recipe: Path) -> None:
     work = opened(sweep(tmp_path, recipe))
     pretend(work, {"emo-1": float("nan"), "emo-2": float("nan")})
-    results = gather(work)
+    results = gather_results(work)
     assert [verdict["answer"] for verdict in results["verdicts"].values()] == ["undecided"]
     assert results["lacking"] == {"validation_nll": ["emo-1", "emo-2"]}
-    assert "No number of validation_nll: emo-1, emo-2." in report.sweep(results).markdown()
+    assert "No value of validation_nll: emo-1, emo-2." in report.sweep_document(results).markdown()
     (tmp_path / "out/emo-1.json").write_text("{}")
     with refused("no-number"):
-        gather(work)
+        gather_results(work)
 
 
 @pytest.mark.parametrize(("code", "expected"), [(2, ExitCode.MISTAKE), (3, ExitCode.FAILURE)])
-def test_a_failure_is_reported_once_whoever_met_it(
+def test_a_failure_is_reported_once(
     tmp_path: Path, recipe: Path, code: int, expected: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two workers; each would try the same command."""
+    """Two workers could try the same command."""
     path = sweep(tmp_path, recipe, before={"corpus": f"python -c 'raise SystemExit({code})'"})
     assert main(["sweep", str(path), "--jobs", "2"]) == expected
     assert capsys.readouterr().err.count("error") == 1
@@ -170,8 +170,8 @@ def test_measures_against_the_baseline_wait_for_it(tmp_path: Path, recipe: Path)
         assert work.advance(task.run, task.stages[-1]) == task.done == can_be_done
 
 
-def test_what_runs_share_is_done_once_before_them(tmp_path: Path, recipe: Path) -> None:
-    """Each time the corpus is made, its file has a letter more."""
+def test_shared_stages_run_once_before_all_runs(tmp_path: Path, recipe: Path) -> None:
+    """The command adds a letter to the file each time."""
     corpus, script = tmp_path / "a corpus", tmp_path / "count.py"
     script.write_text("import sys, time; time.sleep(0.5); open(sys.argv[1], 'a').write('x')")
     changes = {"names": {"corpus": str(corpus)}, "before": {"corpus": f"python {script} {{corpus}}"}}
@@ -186,8 +186,8 @@ def test_what_runs_share_is_done_once_before_them(tmp_path: Path, recipe: Path) 
     assert not any(stage.done for task in other.tasks() for stage in task.stages)
 
 
-def test_only_what_was_chosen_is_measured_on_test_data(tmp_path: Path, recipe: Path) -> None:
-    """gamma is chosen by `dev` for EMO alone; `test` is measured of what was chosen."""
+def test_only_chosen_runs_are_measured_on_test_data(tmp_path: Path, recipe: Path) -> None:
+    """gamma is chosen by `dev` for EMO only; `test` is measured for chosen runs."""
     axes: dict[str, Any] = {"objective": {name: {"objective.name": name} for name in ("mle", "emo")}}
     axes |= {"gamma": {"train.learning_rate": [0.1, 0.25]}, "seed": {"train.seed": [1, 2]}}
     letters, marker = "{out}/{run}.json:letters.0", "{out}/{run}.json:made"
@@ -207,20 +207,20 @@ def test_only_what_was_chosen_is_measured_on_test_data(tmp_path: Path, recipe: P
     assert [task.run.name for task in tasks] == ["mle-1", "mle-2", "emo-0.25-1", "emo-0.25-2"]
     assert [stage.name for stage in tasks[2].stages if not stage.done] == ["test"]
     pretend(work, tasks=tasks)
-    results = gather(work)
+    results = gather_results(work)
     assert [row["chosen"]["gamma"] for row in results["rows"]] == ["-", "0.25"]
     assert results["rows"][0]["measures"]["score"]["mean"] == 3  # the mean of 5 and 1
     assert [row["at_end"] for row in results["rows"]] == [[], ["gamma"]]  # 0.1 and 0.25 were tried
-    assert "0.25 (end)" in report.sweep(results).markdown()
+    assert "0.25 (end)" in report.sweep_document(results).markdown()
 
 
-# --- what is done is not mixed with what would be done otherwise --------------------------------------------
+# --- changed inputs -----------------------------------------------------------------------------------------
 
 OWN = "extends: base.yaml\nmodel: { path: ROOT/weights }\ndeepspeed: ROOT/ds.json\n"
 
 
 def write(root: Path, name: str, content: str) -> None:
-    """Write a file of the experiment; of its recipe, what is added to what it always says."""
+    """Write a file of the experiment. Content of the recipe is appended to OWN."""
     (root / name).parent.mkdir(exist_ok=True)
     (root / name).write_text((OWN.replace("ROOT", str(root)) if name == "recipe.yaml" else "") + content)
 
@@ -235,7 +235,7 @@ def corpus_sweep(root: Path) -> Sweep:
 
 @pytest.fixture
 def finished(tmp_path: Path, recipe: Path) -> Path:
-    """An experiment of which all runs are done; its recipe extends another one and names files of its own."""
+    """A finished experiment, whose recipe extends another one and names several files."""
     recipe.rename(tmp_path / "base.yaml")
     write(tmp_path, "recipe.yaml", "")
     write(tmp_path, "ds.json", '{"zero_optimization": {"stage": 1}}')
@@ -248,7 +248,7 @@ def finished(tmp_path: Path, recipe: Path) -> Path:
     for stage in work.before():
         stage.write(1.0)
     pretend(work)
-    corpus_sweep(tmp_path).refuse_changes()
+    corpus_sweep(tmp_path).reject_changes()
     assert all(task.done for task in corpus_sweep(tmp_path).tasks())
     return tmp_path
 
@@ -267,33 +267,33 @@ def finished(tmp_path: Path, recipe: Path) -> Path:
         ("make.py", "print()"),
     ],
 )
-def test_runs_that_are_done_are_not_mixed_with_others(finished: Path, name: str, content: str) -> None:
+def test_changed_inputs_of_finished_runs_are_rejected(finished: Path, name: str, content: str) -> None:
     before = notes(finished / "out")
     write(finished, name, content)
-    for attempt in (corpus_sweep(finished).refuse_changes, corpus_sweep(finished).work):
+    for attempt in (corpus_sweep(finished).reject_changes, corpus_sweep(finished).work):
         with refused("stage-changed"):
             attempt()
     assert notes(finished / "out") == before
 
 
-def test_what_changes_no_result_is_not_refused(finished: Path) -> None:
+def test_changes_without_effect_on_results_are_accepted(finished: Path) -> None:
     write(finished, "recipe.yaml", "train: {logging_steps: 99, save_steps: 7, micro_batch_size: 1}")
     shutil.rmtree(finished / "weights")  # nothing that is done needs them
     write(finished, "ds.json", '{"zero_optimization":  {"stage": 1}}')
     work = corpus_sweep(finished)
-    work.refuse_changes()
+    work.reject_changes()
     assert all(task.done for task in work.tasks())
 
 
-def test_a_run_that_was_removed_is_made_anew(finished: Path) -> None:
+def test_a_removed_run_is_repeated(finished: Path) -> None:
     write(finished, "recipe.yaml", "train: {learning_rate: 0.2}")
     shutil.rmtree(finished / "out/runs")
     work = corpus_sweep(finished)
-    work.refuse_changes()
+    work.reject_changes()
     assert [stage.done for stage in work.tasks()[0].stages] == [True, False]  # the same data, not trained
 
 
-def test_a_recipe_that_changes_while_the_sweep_runs_is_refused(finished: Path) -> None:
+def test_a_recipe_that_changes_during_a_sweep_is_rejected(finished: Path) -> None:
     shutil.rmtree(finished / "out/runs/emo-2")
     work = corpus_sweep(finished)
     task = next(task for task in work.tasks() if task.run.name == "emo-2")
@@ -303,11 +303,11 @@ def test_a_recipe_that_changes_while_the_sweep_runs_is_refused(finished: Path) -
 
 
 @pytest.mark.parametrize("command", [["python", "-m", "emo", "eval"], ["emo", "eval"]])
-def test_a_command_whose_code_changed_is_done_again(
+def test_a_measure_is_repeated_if_its_code_changes(
     command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = tmp_path / "module.py"
-    monkeypatch.setattr(emo.experiments.sweeps.code, "sources", lambda _: {"module": module})
+    monkeypatch.setattr(emo.experiments.sweeps.code, "find_sources", lambda _: {"module": module})
 
     def measure() -> Stage:
         code_digest.cache_clear()
@@ -321,22 +321,24 @@ def test_a_command_whose_code_changed_is_done_again(
     code_digest.cache_clear()
 
 
-def test_code_is_what_a_module_imports() -> None:
-    """Directly, through others, and within functions; a package's own file counts, other users do not."""
-    files = sources("emo.experiments.known_truth.study").keys()
+def test_sources_are_all_imports_of_a_module() -> None:
+    """Imports count directly, indirectly and within functions, and so do packages' __init__ files."""
+    files = find_sources("emo.experiments.known_truth.study").keys()
     assert files >= {"emo/experiments/__init__.py", "emo/experiments/known_truth/bigram.py"}
     assert files >= {"emo/pipeline/loss/objectives.py", "emo/eval/generation/distributions.py"}
-    assert files.isdisjoint({"emo/experiments/sweep.py", "emo/experiments/known_truth/oracle.py"})
-    assert "emo/experiments/report.py" in sources("emo.experiments.cli")  # imported within a function
+    assert files.isdisjoint({"emo/experiments/sweeps/sweep.py", "emo/experiments/known_truth/oracle.py"})
+    assert "emo/experiments/sweeps/report.py" in find_sources(
+        "emo.experiments.cli"
+    )  # imported within a function
 
 
 # --- workers ------------------------------------------------------------------------------------------------
 
-# Two workers, each at a shell that has started another program and waits for it.
+# Two workers, each with a shell that waits for another program.
 SWEEP = """
 import itertools, os, sys
-from emo.experiments.sweeps.workers import StoppedError, Workers
-workers, number = Workers(), itertools.count()
+from emo.experiments.sweeps.workers import CommandPool, StoppedError
+workers, number = CommandPool(), itertools.count()
 
 def work():
     path = f"{sys.argv[1]}/{next(number)}"
@@ -344,7 +346,7 @@ def work():
     workers.run(["sh", "-c", command], sys.stdout.buffer)
 
 try:
-    workers.together(work, 2)
+    workers.run_threads(work, 2)
 except StoppedError:
     sys.exit(75)
 """
@@ -355,7 +357,7 @@ def lives(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
-def test_nothing_outlives_the_sweep(tmp_path: Path, number: int, code: int) -> None:
+def test_no_process_outlives_the_sweep(tmp_path: Path, number: int, code: int) -> None:
     process = subprocess.Popen([sys.executable, "-c", SWEEP, str(tmp_path)], cwd=REPO)
     wait_for(lambda: all((tmp_path / name).exists() for name in "01"), "commands of two workers")
     children = [int(pid) for name in "01" for pid in (tmp_path / name).read_text().split()]
@@ -365,9 +367,9 @@ def test_nothing_outlives_the_sweep(tmp_path: Path, number: int, code: int) -> N
     wait_for(lambda: not any(map(lives, children)), "end of what was started")
 
 
-def test_the_others_finish_their_command(tmp_path: Path) -> None:
-    """The first worker fails; the second one's command is not cut off, and it begins no other."""
-    workers, codes, first = Workers(), [], iter([True, False])
+def test_other_threads_finish_their_command_after_a_failure(tmp_path: Path) -> None:
+    """The first worker fails. The second one finishes its command and starts no other."""
+    workers, codes, first = CommandPool(), [], iter([True, False])
 
     def work() -> None:
         with (tmp_path / "log").open("ab") as output:
@@ -379,5 +381,5 @@ def test_the_others_finish_their_command(tmp_path: Path) -> None:
             codes.append(workers.run(["true"], output))
 
     with pytest.raises(ValueError, match="the first fails"):
-        workers.together(work, 2)
+        workers.run_threads(work, 2)
     assert codes == [137]

@@ -1,4 +1,4 @@
-"""The one command: help, exit codes, and hints at mistakes."""
+"""The `emo` command: help, exit codes and suggestions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 import emo.pipeline.cli
 from emo.__main__ import COMMANDS, main
-from emo.common.errors import DiskFullError, FailureError, UserError, outcome
+from emo.common.errors import DiskFullError, FailureError, UserError, exit_code_of
 from tests.conftest import REPO
 
 
@@ -26,7 +26,7 @@ def test_every_command_answers_help(command: str, capsys: pytest.CaptureFixture[
     assert "usage: emo " in capsys.readouterr().out
 
 
-def test_without_the_packages_a_line_says_so() -> None:
+def test_missing_packages_are_reported_in_one_line() -> None:
     command = [sys.executable, "-S", "-m", "emo", "--version"]  # -S: no site-packages
     done = subprocess.run(command, env={"PATH": os.environ["PATH"]}, cwd=REPO, capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
@@ -47,17 +47,17 @@ def test_without_the_packages_a_line_says_so() -> None:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_an_error_is_a_line_and_an_exit_code(
+def test_errors_are_one_line_and_an_exit_code(
     error: BaseException, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def work() -> int:
         raise error
 
-    assert outcome(work) == code
+    assert exit_code_of(work) == code
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_what_is_misspelt_is_answered_with_what_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelt_options_get_suggestions(capsys: pytest.CaptureFixture[str]) -> None:
     report = ("repot x", "report x --ovr y", "report x --out y", "report x --over stps")
     for words in (*report, "plan x --gpus y --bst a=1"):
         with pytest.raises(SystemExit) as end:
@@ -70,50 +70,43 @@ def test_what_is_misspelt_is_answered_with_what_was_meant(capsys: pytest.Capture
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", "<&- >&- 2>&-"])
 def test_closed_streams_do_not_fail_a_command(closed: str, tmp_path: pathlib.Path) -> None:
     """And no file that it opens gets their numbers."""
-    program = "import sys; from emo.common.errors import outcome; "
-    program += "sys.exit(outcome(lambda: print('said') or int(open('file', 'w').fileno() < 3)))"
+    program = "import sys; from emo.common.errors import exit_code_of; "
+    program += "sys.exit(exit_code_of(lambda: print('said') or int(open('file', 'w').fileno() < 3)))"
     command = f"exec {shlex.quote(sys.executable)} -c {shlex.quote(program)} {closed}"
     environment = {"PYTHONPATH": str(REPO)}
     assert subprocess.run(["sh", "-c", command], env=environment, cwd=tmp_path).returncode == 0
 
 
-def test_a_rich_console_whose_reader_leaves_ends_the_command_likewise() -> None:
-    program = (
-        "import sys; from emo.common.errors import outcome; from emo.common.cli.progress import printer; "
-    )
-    program += "sys.exit(outcome(lambda: printer().print('x') or 0))"
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run([sys.executable, "-c", program], env={}, stdout=writer, stderr=subprocess.PIPE)
-    os.close(writer)
-    assert (done.returncode, done.stderr) == (141, b"")
-
-
-def test_a_report_of_what_does_not_exist_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_on_a_missing_path_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", "--over=tokens", "/no/where"]) == 2
     assert capsys.readouterr().err.startswith("error: /no/where does not exist; ")
 
 
-def test_a_full_standard_output_is_called_that() -> None:
-    program = "import sys; from pathlib import Path; from emo.common.errors import outcome; "
+def test_a_full_stdout_is_named_in_the_error() -> None:
+    program = "import sys; from pathlib import Path; from emo.common.errors import exit_code_of; "
     program += "from emo.common.io.files import full_disk; from emo.data_prep.cli import _say\n"
-    program += "def work():\n with full_disk(Path('data')): _say('x')\nsys.exit(outcome(work))"
+    program += "def work():\n with full_disk(Path('data')): _say('x')\nsys.exit(exit_code_of(work))"
     with open("/dev/full", "w", encoding="utf-8") as full:  # noqa: PTH123
         done = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1 and "standard output" in done.stderr and "data" not in done.stderr
 
 
-def test_a_request_while_a_command_still_imports_is_a_stop() -> None:
+def test_a_signal_during_imports_stops_the_command() -> None:
     program = "import os, signal; from emo.pipeline.control.stop import leave_early; leave_early(); "
     program += "os.kill(os.getpid(), signal.SIGTERM)"
     done = subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True)
     assert done.returncode == 75 and "SIGTERM" in done.stderr and done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("size", [1, 10**6])  # what is written at the end, and what fails at once
-def test_a_reader_that_leaves_ends_the_command_quietly(size: int) -> None:
-    program = "import sys; from emo.common.errors import outcome; "
-    program += f"sys.exit(outcome(lambda: print('x' * {size}) or 0))"
+RICH = "__import__('emo.common.cli.progress').common.cli.progress.make_console().print('x')"
+
+
+@pytest.mark.parametrize(
+    "printing", ["print('x')", "print('x' * 10**6)", RICH]
+)  # fails at the end, or at once
+def test_a_closed_pipe_ends_the_command_quietly(printing: str) -> None:
+    program = "import sys; from emo.common.errors import exit_code_of; "
+    program += f"sys.exit(exit_code_of(lambda: {printing} or 0))"
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, "-c", program], env={}, stdout=writer, stderr=subprocess.PIPE)

@@ -1,4 +1,4 @@
-"""Files that are whole or absent, remembered hashes, directories of a tool, and leases."""
+"""Atomic writes, cached hashes, claimed directories, and leases."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from emo.common.errors import DiskFullError
 from emo.common.io import files
-from emo.common.io.lease import Lease, held, joined, users, waited
+from emo.common.io.lease import Lease, hold_if_free, living_users, register_user, wait_and_hold
 from tests.helpers.killing import FORK
 from tests.helpers.refusals import refused
 
@@ -29,7 +29,7 @@ def put(path: Path) -> Path:
 
 
 def failing(code: int) -> Callable[..., None]:
-    """A call of the system that always fails with `code`."""
+    """A system call that always fails with `code`."""
 
     def fail(*_: object) -> None:
         raise OSError(code, os.strerror(code))
@@ -44,7 +44,7 @@ def _no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "lockf", failing(errno.ENOLCK))
 
 
-def test_a_full_disk_is_no_mistake_of_the_user_and_leaves_nothing(
+def test_a_full_disk_raises_disk_full_and_leaves_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("os.fsync", failing(errno.ENOSPC))
@@ -52,14 +52,12 @@ def test_a_full_disk_is_no_mistake_of_the_user_and_leaves_nothing(
         with pytest.raises(DiskFullError, match=str(tmp_path)):
             write(tmp_path / "a.json", "text")
     with pytest.raises(DiskFullError):
-        files.claim(tmp_path / "new", "marker.json", "{}", "dir")
+        files.claim_directory(tmp_path / "new", "marker.json", "{}", "dir")
     assert [p.name for p in tmp_path.rglob("*")] == ["new"]
 
 
-def test_hashes_are_remembered_until_a_file_is_touched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An edit shows, also one of equal size whose time of modification was set back."""
+def test_hashes_are_cached_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An edit is noticed even with the same size and modification time."""
     file, memory = tmp_path / "a", tmp_path / "hashes.json"
     file.write_text("x")
     first = files.Hashes(memory)
@@ -75,31 +73,31 @@ def test_hashes_are_remembered_until_a_file_is_touched(
     assert files.Hashes(memory).sha256(file) == files.sha256(file) != before
 
 
-def test_only_what_was_made_is_removed(tmp_path: Path) -> None:
+def test_only_matching_files_are_removed(tmp_path: Path) -> None:
     patterns = ("train/*.arrow", "plan.parquet", ".new/tokenizer/tokenizer.json")
     outside, directory = put(tmp_path / "outside" / "a.arrow"), tmp_path / "place"
     names = ("train/a.txt", "train/deep/a.arrow", "a.arrow", "plan.parquet.bak", "other/plan.npz")
     written = [put(directory / name) for name in ("train/a.arrow", *patterns[1:])]
     others = [put(directory / name) for name in names]
     (directory / "linked").symlink_to(outside.parent)
-    assert set(files.foreign(directory, patterns)) == {*others, directory / "linked"}
-    files.remove_made(directory, patterns)
+    assert set(files.find_foreign_files(directory, patterns)) == {*others, directory / "linked"}
+    files.remove_matching(directory, patterns)
     assert not any(path.exists() for path in written) and not (directory / ".new").exists()
     assert all(path.exists() for path in [*others, outside, directory / "linked"])
-    files.remove_made(directory, ("linked/*.arrow",))
+    files.remove_matching(directory, ("linked/*.arrow",))
     assert outside.exists(), "links are not followed"
 
 
 def test_a_directory_is_claimed_once_and_only_if_empty(tmp_path: Path) -> None:
     new = tmp_path / "a" / "b"
-    files.claim(new, "marker.json", "{}", "dir")
+    files.claim_directory(new, "marker.json", "{}", "dir")
     put(new / "anything")
-    files.claim(new, "marker.json", "other", "dir")
+    files.claim_directory(new, "marker.json", "other", "dir")
     assert (new / "marker.json").read_text() == "{}"
     put(tmp_path / "used" / "thesis.txt")
     for directory in ("used", "used/thesis.txt/deeper"):
         with refused("not-claimed"):
-            files.claim(tmp_path / directory, "marker.json", "{}", "dir")
+            files.claim_directory(tmp_path / directory, "marker.json", "{}", "dir")
     assert [p.name for p in (tmp_path / "used").iterdir()] == ["thesis.txt"]
 
 
@@ -120,7 +118,7 @@ def _stay(block: Callable[[], AbstractContextManager[object]], within: Path) -> 
 
 @contextlib.contextmanager
 def process_in(block: Callable[[], AbstractContextManager[object]], tmp_path: Path) -> Iterator[BaseProcess]:
-    """Another process, which stays in a `with` block until it is killed."""
+    """Start another process that stays in a `with` block until it is killed."""
     within = tmp_path / "within"
     process = FORK.Process(target=_stay, args=(block, within), daemon=True)
     process.start()
@@ -137,11 +135,11 @@ def process_in(block: Callable[[], AbstractContextManager[object]], tmp_path: Pa
     [(signal.SIGKILL, 60.0, 0.0, 5.0), (signal.SIGSTOP, 1.0, 0.4, 10.0)],
     ids=["killed", "stopped"],
 )
-def test_a_holder_is_followed_at_once_when_it_is_gone_and_else_after_the_leases_time(
+def test_a_lease_passes_on_at_once_from_a_dead_process_and_after_its_time_from_a_stopped_one(
     tmp_path: Path, number: int, seconds: float, low: float, high: float
 ) -> None:
     lease = Lease(tmp_path / "x", "work", seconds)
-    with process_in(lambda: held(Lease(tmp_path / "x", "work", seconds)), tmp_path) as other:
+    with process_in(lambda: hold_if_free(Lease(tmp_path / "x", "work", seconds)), tmp_path) as other:
         time.sleep(1.5)
         assert not lease.acquire(), "it is renewed"
         holder = lease.holder()
@@ -151,7 +149,7 @@ def test_a_holder_is_followed_at_once_when_it_is_gone_and_else_after_the_leases_
     lease.release()
 
 
-def test_who_waits_hears_of_the_holder_once_and_then_holds(tmp_path: Path) -> None:
+def test_waiting_reports_the_holder_once(tmp_path: Path) -> None:
     first, holders = Lease(tmp_path, "work"), []
     assert first.acquire()
 
@@ -159,23 +157,23 @@ def test_who_waits_hears_of_the_holder_once_and_then_holds(tmp_path: Path) -> No
         holders.append(holder)
         first.release()
 
-    with waited(Lease(tmp_path, "work"), hear):
+    with wait_and_hold(Lease(tmp_path, "work"), hear):
         assert not Lease(tmp_path, "work").acquire()
     assert len(holders) == 1
 
 
-def test_users_are_those_who_joined_and_live(tmp_path: Path) -> None:
+def test_living_users_are_registered_live_processes(tmp_path: Path) -> None:
     directory = tmp_path / "x"
-    assert users(directory) == []
-    with process_in(lambda: joined(directory), tmp_path) as other, joined(directory):
-        assert {user.pid for user in users(directory)} == {os.getpid(), other.pid}
+    assert living_users(directory) == []
+    with process_in(lambda: register_user(directory), tmp_path) as other, register_user(directory):
+        assert {user.pid for user in living_users(directory)} == {os.getpid(), other.pid}
         other.kill()
         other.join()
-        assert [user.pid for user in users(directory)] == [os.getpid()]
-    assert users(directory) == [] and list(directory.iterdir()) == []
+        assert [user.pid for user in living_users(directory)] == [os.getpid()]
+    assert living_users(directory) == [] and list(directory.iterdir()) == []
 
 
-def test_parts_of_the_dead_are_removed_and_those_of_the_living_stay(tmp_path: Path) -> None:
+def test_part_files_of_dead_processes_are_removed(tmp_path: Path) -> None:
     with (
         process_in(lambda: files.part_file(tmp_path / "a"), tmp_path) as other,
         files.part_file(tmp_path / "b"),

@@ -1,4 +1,4 @@
-"""Worker processes: order, bounded memory, errors, and death at any moment."""
+"""Worker processes: order, bounded memory, errors, and sudden death."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from emo.common.errors import UserError
-from emo.common.parallel import Workers
+from emo.common.parallel import WorkerPool
 from tests.conftest import REPO
 
 
 def adding(amount: int) -> Callable[[int], tuple[int, int]]:
-    """For workers: the sum of the item and an amount, and which process computed it."""
+    """Make a function that returns the sum of an item and an amount, and its process."""
 
     def add(item: int) -> tuple[int, int]:
         if item < 0:
@@ -30,7 +30,7 @@ def adding(amount: int) -> Callable[[int], tuple[int, int]]:
 
 
 def dying() -> Callable[[float], bytes]:
-    """For workers: a large result, and the process is killed so many seconds after it was asked for."""
+    """Make a function that kills its process after some seconds while it returns a large result."""
 
     def answer(seconds: float) -> bytes:
         if seconds >= 0:
@@ -41,7 +41,7 @@ def dying() -> Callable[[float], bytes]:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_results_come_in_order_and_items_are_taken_as_they_are_used(count: int) -> None:
+def test_results_are_ordered_and_items_are_consumed_lazily(count: int) -> None:
     taken: list[int] = []
 
     def items() -> Iterator[int]:
@@ -49,7 +49,7 @@ def test_results_come_in_order_and_items_are_taken_as_they_are_used(count: int) 
             taken.append(item)
             yield item
 
-    with Workers(count, adding, 5) as workers:
+    with WorkerPool(count, adding, 5) as workers:
         results = []
         for result, _ in workers.map(items()):
             results.append(result)
@@ -57,8 +57,8 @@ def test_results_come_in_order_and_items_are_taken_as_they_are_used(count: int) 
     assert results == list(range(5, 205))
 
 
-def test_an_error_in_a_worker_is_raised_here_and_workers_end() -> None:
-    with Workers(2, adding, 0) as workers:
+def test_an_error_in_a_worker_is_raised_and_the_workers_exit() -> None:
+    with WorkerPool(2, adding, 0) as workers:
         (_, pid), *_ = workers.map(range(4))
         with pytest.raises(UserError, match="-1"):
             list(workers.map([1, -1, 2]))
@@ -67,20 +67,20 @@ def test_an_error_in_a_worker_is_raised_here_and_workers_end() -> None:
 
 
 def test_a_worker_that_dies_in_the_middle_of_a_result_is_reported() -> None:
-    """... while others live: with a queue for all, what was left of the result was waited for."""
-    with Workers(2, dying) as workers, pytest.raises(UserError):
+    """With a shared queue the parent would wait for the rest of the result."""
+    with WorkerPool(2, dying) as workers, pytest.raises(UserError):
         list(workers.map([-1.0, 0.02, -1.0, -1.0, 0.02, 0.02]))
 
 
-def test_modules_of_the_users_own_do_not_take_the_place_of_ours(tmp_path: Path) -> None:
+def test_modules_in_the_working_directory_do_not_hide_ours(tmp_path: Path) -> None:
     for name in ("emo", "tests"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('not this one')\n")
     code = f"""
 import os, sys
 sys.path[0] = {str(REPO)!r}  # as an installed command has another
-from emo.common.parallel import Workers
+from emo.common.parallel import WorkerPool
 from tests.unit.common.test_parallel import adding
-with Workers(2, adding, 1) as workers: print([result for result, _ in workers.map([1, 2])])
+with WorkerPool(2, adding, 1) as workers: print([result for result, _ in workers.map([1, 2])])
 assert "PYTHONSAFEPATH" not in os.environ
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Recipes end in a tree or in one line, and soon."""
+"""Recipes are read, or rejected quickly in one line."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from emo.__main__ import main
-from emo.common.config.objective_names import written_objectives
+from emo.common.config.objective_names import parse_objectives
 from emo.common.config.recipe import read_recipe
 from emo.common.errors import ExitCode, UserError
 from emo.data_prep.config import load_data_config
@@ -26,7 +26,7 @@ GOOD = (
     "model: { architecture: { model_type: llama } }\n"
     "train: { max_steps: 10, learning_rate: 1.0e-3 }\n"
 )
-MISTAKES: dict[str, list[bytes | str]] = {  # recipes by the code of their refusal
+MISTAKES: dict[str, list[bytes | str]] = {  # recipes by error code
     "recipe-unreadable": [
         GOOD.encode("utf-16"),
         "- 1\n- 2\n",
@@ -65,7 +65,7 @@ def load(tmp_path: Path, content: bytes | str, *overrides: str) -> RunConfig:
         *((GOOD, [override], code) for code, several in OVERRIDES.items() for override in several),
     ],
 )
-def test_what_cannot_be_used_is_one_line_and_soon(
+def test_invalid_recipes_are_rejected_quickly_in_one_line(
     tmp_path: Path, content: bytes | str, overrides: list[str], code: str
 ) -> None:
     began = time.process_time()
@@ -75,7 +75,7 @@ def test_what_cannot_be_used_is_one_line_and_soon(
     assert time.process_time() - began < 3
 
 
-def test_what_yaml_allows_is_read(tmp_path: Path) -> None:
+def test_yaml_features_are_supported(tmp_path: Path) -> None:
     """Anchors, merges, a byte order mark, exponents without a point."""
     text = (
         "data: { dir: d, tokenizer: t, sources: [&s {files: a.txt, weight: 2}, {<<: *s, files: b.txt}] }\n"
@@ -87,12 +87,12 @@ def test_what_yaml_allows_is_read(tmp_path: Path) -> None:
     assert (config.train.learning_rate, config.train.eps) == (2e-5, 1e-7)
 
 
-def test_a_misspelt_key_in_a_list_is_answered_with_its_neighbour(tmp_path: Path) -> None:
+def test_a_misspelt_key_in_a_list_gets_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"data\.sources\.0\.fiels; did you mean files"):
         load(tmp_path, GOOD.replace("files", "fiels"))
 
 
-TYPOS = {  # of keys, by section, and the key that is meant
+TYPOS = {  # by section: misspelt key and suggestion
     "train": {
         "learing_rate": "learning_rate", "global_batchsize": "global_batch_size",
         "micro_batch": "micro_batch_size", "max_stpes": "max_steps", "num_train_epoch": "num_train_epochs",
@@ -106,10 +106,8 @@ TYPOS = {  # of keys, by section, and the key that is meant
 }  # fmt: skip
 
 
-def test_prepare_reports_every_mistake_of_the_recipe(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also in sections that it does not use, before it reads any data."""
+def test_prepare_reports_all_errors_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """This includes sections that it does not use, and happens before it reads data."""
     path = tmp_path / "recipe.yaml"
     path.write_text(GOOD)
     wrong = [f"{section}.{key}=1" for section, keys in TYPOS.items() for key in keys]
@@ -130,7 +128,7 @@ def test_prepare_reports_every_mistake_of_the_recipe(
         assert sum(f"{key}:" in line or f"{key};" in line for line in lines) == 1
 
 
-def test_prepare_needs_the_data_section_only(tmp_path: Path) -> None:
+def test_prepare_needs_only_the_data_section(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(GOOD.partition("model")[0])
     assert load_data_config(path, [], RunConfig).sequence_len == 256
@@ -171,7 +169,7 @@ def test_prepare_needs_the_data_section_only(tmp_path: Path) -> None:
         ("ddp_timeout", "minutes instead of seconds"),
     ],
 )
-def test_keys_of_other_trainers_are_answered_with_ours(tmp_path: Path, key: str, part: str) -> None:
+def test_keys_of_other_trainers_get_suggestions(tmp_path: Path, key: str, part: str) -> None:
     with refused("unknown-key") as error:
         load(tmp_path, GOOD + f"{key}: 1\n")
     assert f"unknown key {key}; " in str(error.value) and part in str(error.value)
@@ -184,7 +182,7 @@ def test_the_nearest_key_of_the_same_section_comes_first(tmp_path: Path) -> None
         load(tmp_path, GOOD.replace("files:", "type: alpaca, files:"))
 
 
-def test_a_recipe_of_another_trainer_is_answered_key_by_key(tmp_path: Path) -> None:
+def test_a_recipe_of_another_trainer_gets_a_suggestion_per_key(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("base_model: x\nlora_r: 8\nnobody_knows: 1\n")
     with refused("no-data-section") as error:
@@ -193,8 +191,8 @@ def test_a_recipe_of_another_trainer_is_answered_key_by_key(tmp_path: Path) -> N
     assert [line.split(";")[0] for line in lines] == ["unknown key base_model", "unknown key lora_r"]
 
 
-def test_what_does_not_go_together_is_found_with_wrong_values(tmp_path: Path) -> None:
-    """And nothing is said of how a wrong value goes with others."""
+def test_conflicts_between_keys_are_reported_next_to_invalid_values(tmp_path: Path) -> None:
+    """Conflicts that involve an invalid value are not reported."""
     both = ("train.num_train_epochs=1", "train.save_steps=x", "objective={name: emoo, z_loss: x}")
     with refused("bad-value") as error:
         load(tmp_path, GOOD, *both)
@@ -206,8 +204,8 @@ def test_what_does_not_go_together_is_found_with_wrong_values(tmp_path: Path) ->
 
 
 def test_objectives_are_known_before_pytorch_is_loaded() -> None:
-    """Names and options that are read from the source are those of the functions."""
-    written = written_objectives(REPO / "pipeline/loss")
+    """Names and options from the source equal those of the functions."""
+    written = parse_objectives(REPO / "pipeline/loss")
     functions = {**BUILT_IN, **DIVERGENCES}
     assert written.keys() == functions.keys()
     for name, function in functions.items():
@@ -233,7 +231,7 @@ def test_a_misspelt_objective_is_found_by_prepare(tmp_path: Path, objective: str
     assert meant in str(error.value)
 
 
-def test_what_is_not_supported_is_said(tmp_path: Path) -> None:
+def test_unsupported_features_are_reported(tmp_path: Path) -> None:
     def dpo() -> None:
         load(tmp_path, GOOD, "objective.name=dpo")
 
@@ -252,13 +250,13 @@ def test_what_is_not_supported_is_said(tmp_path: Path) -> None:
     assert "owner/base" in str(adapter.value)
 
 
-def test_adapters_are_scaled_by_two_unless_the_recipe_says_otherwise(tmp_path: Path) -> None:
+def test_lora_alpha_is_twice_the_rank_by_default(tmp_path: Path) -> None:
     for lora, alpha in (("{}", 64), ("{r: 8}", 16), ("{r: 8, alpha: 8}", 8)):
         config = load(tmp_path, GOOD, f"model.lora={lora}").model.lora
         assert config is not None and config.alpha == alpha
 
 
-def test_sections_that_share_an_anchor_are_overridden_apart(tmp_path: Path) -> None:
+def test_an_override_changes_one_of_two_sections_with_an_anchor(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text("objective: { params: &p { a: 1 } }\nmodel: { architecture: *p }\n")
     tree = read_recipe(path, ["objective.params.a=2"])

@@ -1,4 +1,4 @@
-"""What all reports have in common: sentences, tables in two formats, figures, where they are written."""
+"""Reports: escaping, formats, figures and output paths."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from emo.common.report import figure
-from emo.common.report.document import Cell, Document, Fold, Items, Quote, Section, Table
+from emo.common.report.document import Cell, Document, Fold, Items, Quote, ReportSection, Table
 from emo.common.report.figure import Curve, Curves, Dots, Figure
 from emo.common.report.numbers import DASH, Effect
 from emo.common.text import printable
@@ -28,14 +28,16 @@ def document(name: str = "a name", answer: str = "An answer.") -> Document:
     panels = Figure(name, [Dots(name, dots, 0.0), curves], name, [(0, name)], [name])
     fold = Fold(name, [Quote(name, name, name)], 1)
     sections = [
-        Section(name, Table(["Model", name, "n", "m"], [cells], name), panels, Items([name], name), fold),
-        Section("Never", Table(["x"], []), "text alone"),
+        ReportSection(
+            name, Table(["Model", name, "n", "m"], [cells], name), panels, Items([name], name), fold
+        ),
+        ReportSection("Never", Table(["x"], []), "text alone"),
     ]
     return Document(name, [answer, name], name, sections, None, [name], name, {"x": math.inf})
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_any_text_is_data(name: str) -> None:
+def test_all_text_is_escaped(name: str) -> None:
     page, markdown = document(name).html(), document(name).markdown()
     assert Page(page).sections == [printable(name)]
     assert "<script" not in page and "\x1b" not in page + markdown and "\u202e" not in page + markdown
@@ -44,7 +46,7 @@ def test_any_text_is_data(name: str) -> None:
     assert "<" not in markdown and len([x for x in markdown.splitlines() if x.startswith("#")]) == 2
 
 
-def test_both_formats_have_the_numbers_and_the_answer_first() -> None:
+def test_html_and_markdown_have_the_same_numbers_and_begin_with_the_answer() -> None:
     page, markdown = Page(document().html()), document().markdown()
     (row,) = page.table("Model")
     assert list(row.values()) == ["a name a note", "12.5 ↑ 11.0 to 14.0", "1,234", DASH]
@@ -53,8 +55,8 @@ def test_both_formats_have_the_numbers_and_the_answer_first() -> None:
     assert page.answer == "An answer." and markdown.startswith("# An answer.\n")
 
 
-def test_figures_keep_spikes_and_differ_by_more_than_colour() -> None:
-    """A hundred thousand points are a few hundred, in a band that reaches the highest of them."""
+def test_curves_keep_spikes_and_series_differ_by_more_than_colour() -> None:
+    """Many points are reduced to a few hundred, with a band up to the maximum."""
     points = [(float(i), 6.0 if i % 9000 == 7 else 1.0) for i in range(100_000)]
     drawn = figure.svg(Curves("loss", [Curve(0, points)]), "f", 3)
     assert len(drawn) < 60_000 and "fill-opacity" in drawn and ">6</text>" in drawn

@@ -1,4 +1,4 @@
-"""The commands in the headers of launch/recipes can be run as they are written."""
+"""The commands in the headers of launch/recipes are valid."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ RECIPES = sorted((REPO / "launch" / "recipes").glob("*.yaml"))
 
 
 def commands(recipe: Path) -> list[str]:
-    """Return what the header says to run, remarks in brackets left out."""
+    """Return the commands in the header, without remarks in brackets."""
     lines = re.findall(r"^#\s*((?:emo|deepspeed) .*)$", recipe.read_text(encoding="utf-8"), re.M)
     return [re.sub(r"\s+\(.*\)$", "", line.strip()) for line in lines]
 
 
-# Those left out continue what quickstart-pretrain exports (tests/launch/pipeline/test_job_files.py), or what
-# an experiment makes, whose tests run the command in the header.
+# The others need the export of quickstart-pretrain (tests/launch/pipeline/test_job_files.py) or of an
+# experiment.
 ALONE = [
     recipe
     for recipe in RECIPES
@@ -38,7 +38,7 @@ ALONE = [
 def test_the_commands_in_a_header_can_be_run(
     recipe: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever override is needed is in the line, and every folder goes by its name."""
+    """The line has all needed overrides."""
     monkeypatch.chdir(REPO)
     for line in commands(recipe):
         if needs_files := "=DIR" in line:

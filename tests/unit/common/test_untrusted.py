@@ -1,4 +1,4 @@
-"""Files of others are read within bounds and run no code; their texts act on nothing and tell no secrets."""
+"""Untrusted files are read within limits and run no code. Texts are escaped, and secrets removed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from emo.common.errors import UserError, one_line
-from emo.common.io.untrusted import arrays, is_plain_name, read_json
-from emo.common.io.weights import load_causal_lm, load_config
+from emo.common.io.untrusted import is_plain_name, numpy_value_errors, read_json
+from emo.common.io.weights import load_causal_lm, load_model_config
 from emo.common.text import markdown, on_one_line, printable, publishable, without_secrets
 from tests.helpers.refusals import refused
 
@@ -24,7 +24,7 @@ def test_damaged_json_and_arrays_are_value_errors(tmp_path: Path) -> None:
     sound = path.read_bytes()
     for content in (sound.replace(b"'<f4'", b"'<f4("), sound.replace(b"NUMPY", b"NUMBY"), b""):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"."), arrays():
+        with pytest.raises(ValueError, match=r"."), numpy_value_errors():
             np.load(path)
     for text in ("[" * 100_000, "{"):
         path.write_text(text)
@@ -47,7 +47,7 @@ def model(directory: Path, **config: object) -> Path:
     return directory
 
 
-def test_an_index_names_files_beside_it(tmp_path: Path) -> None:
+def test_an_index_must_name_files_in_its_directory(tmp_path: Path) -> None:
     directory = model(tmp_path / "m")
     index = {"weight_map": {"lm_head.weight": "../other/model.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -55,10 +55,10 @@ def test_an_index_names_files_beside_it(tmp_path: Path) -> None:
         load_causal_lm(directory)
 
 
-def test_code_in_a_model_is_not_run(tmp_path: Path) -> None:
+def test_custom_code_of_a_model_is_not_run(tmp_path: Path) -> None:
     directory = model(tmp_path / "m", model_type="own", auto_map={"AutoConfig": "own.Config"})
     (directory / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\n")
-    for read in (load_config, load_causal_lm):
+    for read in (load_model_config, load_causal_lm):
         with refused("remote-code"):
             read(directory)
     assert not (tmp_path / "ran").exists()
@@ -74,8 +74,8 @@ class Harmful:
         return os.system, (f"touch {self.proof}",)
 
 
-def test_pickled_weights_are_tensors_or_nothing(tmp_path: Path) -> None:
-    """`.bin` is read with weights_only: sound ones load, harmful ones do no harm."""
+def test_pickles_with_more_than_tensors_are_not_loaded(tmp_path: Path) -> None:
+    """`.bin` files are read with weights_only."""
     directory = model(tmp_path / "m")
     weights = LlamaForCausalLM(LlamaConfig.from_pretrained(directory)).state_dict()
     torch.save(weights, directory / "pytorch_model.bin")
@@ -86,8 +86,8 @@ def test_pickled_weights_are_tensors_or_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_what_acts_on_a_terminal_is_written_out() -> None:
-    """Sequences that clear it and set its title, a return, half characters, marks of direction."""
+def test_control_characters_are_escaped() -> None:
+    """Escape sequences, returns, surrogates and direction marks."""
     text = "\x1b[2J \x1b]0;owned\a a\rb \x9b31m \u202egpj.exe \u2066x\u2069 \u2028 \ud800 \x7f"
     for rendering in (
         printable(text),
@@ -100,7 +100,7 @@ def test_what_acts_on_a_terminal_is_written_out() -> None:
         assert not set(rendering) & set("\x1b\a\b\r\x7f\x9b\u202e\u2066\u2069\u2028\ud800")
 
 
-def test_markdown_makes_no_links_tags_or_cells() -> None:
+def test_markdown_is_escaped() -> None:
     assert markdown("see https://x.org and www.x.org") == "see https&#58;//x.org and www&#46;x.org"
     assert markdown("<b>|[a](b)`c`") == "&lt;b&gt;\\|\\[a\\](b)\\`c\\`"
 
@@ -116,7 +116,7 @@ INNOCENT = ["https://h:8080/x", "hf_checkpoints_of_a_llama", "the bearer of it",
 LONG = ["a-" * 100_000, "://" + ":" * 100_000, "?" + "a" * 100_000, "://a" * 50_000]
 
 
-def test_secrets_are_left_out_and_long_texts_take_no_time() -> None:
+def test_secrets_are_removed_and_long_texts_are_fast() -> None:
     for text, expected in SECRETS.items():
         assert without_secrets(text) == expected
         assert expected in str(UserError(f"cannot read {text}"))
@@ -135,7 +135,7 @@ WITHOUT_FOLDERS = ["runs/emo", "and/or", "https://h/a/b c/d", "s3://bucket/a/b",
 WITHOUT_FOLDERS += ["~" * 100_000, "/" * 100_000, "a/" * 50_000, "/" + "!" * 100_000]
 
 
-def test_what_is_published_names_no_folder() -> None:
+def test_published_texts_have_no_folders() -> None:
     for text, expected in PUBLISHABLE.items():
         assert publishable(text) == expected
     for text in WITHOUT_FOLDERS:

@@ -18,7 +18,7 @@ import zstandard
 
 from emo.common.errors import UserError
 from emo.common.io.files import Hashes, sha256
-from emo.common.io.lease import joined
+from emo.common.io.lease import register_user
 from emo.data_prep.config import DataConfig
 from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.data_prep.prepare import JOBS
@@ -290,7 +290,7 @@ def test_force_loses_nothing_by_a_wrong_recipe_or_under_another_job(config: Data
     for wrong in ({"sources": [{"files": "no.jsonl"}]}, {"contamination": "no"}):
         with pytest.raises(UserError):
             run(config_of(config.root, **wrong), force=True)
-    with joined(config.dir / JOBS), refused("in-use"):
+    with register_user(config.dir / JOBS), refused("in-use"):
         run(config, force=True)
     assert file_bytes(config.dir) == before
     assert "nothing to do" in run(config)[0]

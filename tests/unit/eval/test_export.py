@@ -16,7 +16,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard, parse_eval_result_entries
 
-from emo.common.io.lease import Lease, held
+from emo.common.io.lease import Lease, hold_if_free
 from emo.eval.export import figures, harness, hub, tracking
 from emo.eval.export.commands import Export
 from emo.eval.model import EvaluatedModel
@@ -313,7 +313,7 @@ def test_what_cannot_be_sent_to_wandb_is_refused(tmp_path: Path, monkeypatch: py
         return refused and not (run / tracking.SENT).exists()
 
     for lease in (Lease(run, LOCK, LOCK_SECONDS), store.lease(run, tracking.SENDING)):
-        with held(lease):  # it trains, or another export sends
+        with hold_if_free(lease):  # it trains, or another export sends
             assert is_refused()
     assert is_refused(training_run(tmp_path / "no" / "emo", None))
     assert is_refused(training_run(tmp_path / "mle"))  # none of these results is of it

@@ -19,7 +19,7 @@ def test_work_that_takes_long_says_how_far_it_is(
 ) -> None:
     """Only the innermost piece speaks, with the time left; short work says nothing."""
     monkeypatch.setattr(progress, "QUIET", 0.05)
-    with progress.at_work("outer"), progress.at_work("inner", 40, "text") as advance:
+    with progress.show_activity("outer"), progress.show_activity("inner", 40, "text") as advance:
         advance(20)
         time.sleep(0.12)
         time.sleep(0.12)
@@ -27,9 +27,9 @@ def test_work_that_takes_long_says_how_far_it_is(
     assert lines and all(line.startswith("inner: ") for line in lines)
     assert re.fullmatch(r"inner: 20 of 40 texts, about 0 s left", lines[-1])
     monkeypatch.setattr(progress, "QUIET", 10)
-    with progress.at_work("short", 3, "row") as advance:
+    with progress.show_activity("short", 3, "row") as advance:
         advance(3)
-    assert capsys.readouterr().err == "" and progress._working == []
+    assert capsys.readouterr().err == "" and progress._activities == []
 
 
 def test_embedding_shows_progress_without_a_terminal(
@@ -54,7 +54,7 @@ def test_waiting_threads_sleep_and_chat_shows_no_progress_between_messages(
     shown: list[int] = []
 
     def run(*_: object) -> int:
-        shown.append(len(progress._working))
+        shown.append(len(progress._activities))
         return 0
 
     monkeypatch.setenv("OMP_WAIT_POLICY", "")

@@ -11,8 +11,8 @@ import yaml
 
 from emo.common.errors import UserError
 from emo.experiments.cli import main
-from emo.experiments.sweeps.checks import check
-from emo.experiments.sweeps.design import chosen, expand, read_experiment, trials
+from emo.experiments.sweeps.checks import check_runs
+from emo.experiments.sweeps.design import choose_runs, expand, find_trials, read_experiment
 from emo.experiments.sweeps.sweep import Sweep
 from tests.helpers.sweeping import opened, small_recipe, sweep
 
@@ -53,7 +53,9 @@ ranks: 65
 
 
 @pytest.mark.parametrize("text", MISTAKES.strip().splitlines())
-def test_mistakes_are_one_line(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_experiments_are_one_line(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     changes = yaml.safe_load(text)
     if "axes" in changes:
         changes["axes"] = AXES | changes["axes"]
@@ -70,19 +72,19 @@ def test_runs_are_all_combinations_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("least", "rates"), [(True, ("0.2", "0.1")), (False, ("0.1", "0.2"))])
-def test_an_axis_is_chosen_with_the_first_repetition_alone(
+def test_an_axis_is_chosen_with_the_first_repetition(
     tmp_path: Path, least: bool, rates: tuple[str, str]
 ) -> None:
     experiment = read_experiment(write(tmp_path, choose={"axis": "lr", "least": least}), [])
     runs = expand(experiment)
     scores = {"mle-0.1-1": 2.0, "mle-0.2-1": 1.0, "emo-0.1-1": 1.0, "emo-0.2-1": 2.0}
-    assert [run.name for run in trials(experiment, runs)] == [*scores]
+    assert [run.name for run in find_trials(experiment, runs)] == [*scores]
     best = zip(("mle", "emo"), rates, strict=True)
     expected = [f"{name}-{rate}-{seed}" for name, rate in best for seed in (1, 2, 3)]
-    assert [run.name for run in chosen(experiment, runs, scores)] == expected
+    assert [run.name for run in choose_runs(experiment, runs, scores)] == expected
 
 
-def test_names_are_filled_into_overrides_and_labels_give_them_another_text(tmp_path: Path) -> None:
+def test_names_are_filled_in_and_labels_override_them(tmp_path: Path) -> None:
     far = {"names.place": "{place}/far", "data.root": "{place}"}
     corpus = {"near": {"data.limit_rows": "{rows}"}, "far": far}
     names = {"root": "some", "place": "{root}/where", "rows": 3}
@@ -126,22 +128,22 @@ def small_sweep(root: Path, late: dict[str, Any], **changes: Any) -> Sweep:
         ({"data.root": "{out}/nowhere"}, True),
     ],
 )
-def test_mistakes_of_late_runs(tmp_path: Path, late: dict[str, Any], local: bool) -> None:
+def test_errors_of_late_runs_are_found_first(tmp_path: Path, late: dict[str, Any], local: bool) -> None:
     """Files must be there only where the runs are."""
     if local:
-        check(small_sweep(tmp_path, late), local=False)
+        check_runs(small_sweep(tmp_path, late), local=False)
     with pytest.raises(UserError, match=r"late-1: .*"):
-        check(small_sweep(tmp_path, late), local=local)
+        check_runs(small_sweep(tmp_path, late), local=local)
 
 
-def test_what_decides_is_measured(tmp_path: Path) -> None:
+def test_decisive_metrics_must_be_measured(tmp_path: Path) -> None:
     for metric in ("gained", "lost"):
         front = {"text": "What is lost?", "gained": "validation_nll", "lost": "letters"} | {metric: "leters"}
-        with pytest.raises(UserError, match=r"nothing measures leters.*letters"):
-            check(small_sweep(tmp_path, {}, fronts={"letters": front}), local=False)
+        with pytest.raises(UserError, match=r"no measure reads leters.*letters"):
+            check_runs(small_sweep(tmp_path, {}, fronts={"letters": front}), local=False)
 
 
-def test_files_that_are_made_first_may_be_missing(tmp_path: Path) -> None:
+def test_files_that_before_makes_may_be_missing(tmp_path: Path) -> None:
     late = {"model.path": "{out}/model", "data.root": "{out}/corpus"}
-    check(small_sweep(tmp_path, late, before={"corpus": "python -c pass"}), local=True)
+    check_runs(small_sweep(tmp_path, late, before={"corpus": "python -c pass"}), local=True)
     assert not (tmp_path / "out").exists()

@@ -34,7 +34,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def truths(n: int = 4) -> Tensor:
-    return bigram.dirichlet(n, V, 2.0, generator())
+    return bigram.draw_dirichlet(n, V, 2.0, generator())
 
 
 def geometry() -> Costs:
@@ -42,7 +42,9 @@ def geometry() -> Costs:
 
 
 @pytest.mark.parametrize(("share", "low", "high"), [(0.0, 0.97, 1.03), (0.5, 0.9, 0.97), (1.0, 0.7, 0.9)])
-def test_a_geometric_truth_has_its_entropy_and_its_geometry(share: float, low: float, high: float) -> None:
+def test_a_geometric_truth_has_the_expected_entropy_and_geometry(
+    share: float, low: float, high: float
+) -> None:
     truth = bigram.geometric_truth(60, share, generator())
     entropy = -torch.special.xlogy(truth.rows, truth.rows).sum(-1)
     assert (entropy - 0.5 * math.log(60)).abs().max() < 1e-6
@@ -56,7 +58,7 @@ def test_a_geometric_truth_has_its_entropy_and_its_geometry(share: float, low: f
     assert low < spread / across < high
 
 
-def test_the_proper_score_has_the_gradient_of_its_definition_and_settles_at_the_truth() -> None:
+def test_the_proper_score_has_the_gradient_of_its_definition_and_its_fixed_point_is_the_truth() -> None:
     """... m + 5 |E'q - e_y|^2, averaged over targets and differentiated by autograd."""
     truth, q = truths(2)
     embedding = nn.functional.normalize(
@@ -71,8 +73,8 @@ def test_the_proper_score_has_the_gradient_of_its_definition_and_settles_at_the_
     assert torch.allclose(settled, truths(), atol=1e-8)
 
 
-def sample(size: int, draws: int, runs: int = 4) -> tuple[list[bigram.Truth], bigram.Sample]:
-    return study.draw(study.Cell(size, 1.0, draws), "test", runs)
+def sample(size: int, draws: int, runs: int = 4) -> tuple[list[bigram.Truth], bigram.BigramSample]:
+    return study.draw_truths(study.MapCell(size, 1.0, draws), "test", runs)
 
 
 def test_mle_converges_to_the_truth_at_the_rate_of_counts() -> None:
@@ -88,7 +90,7 @@ def test_mle_converges_to_the_truth_at_the_rate_of_counts() -> None:
     assert errors[2] < 5 * 12 * 11 / (2 * 12 * 16_000)
 
 
-def test_runs_together_are_runs_alone() -> None:
+def test_runs_in_a_group_equal_single_runs() -> None:
     _, counts = sample(12, 50)
     together, alone = (
         torch.cat([Contestant(name="emo").fit(part, 1e-2, 40).logits for part in counts.parts(entries)])
@@ -98,7 +100,7 @@ def test_runs_together_are_runs_alone() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_gradients_are_plain_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_gradients_equal_uncompiled_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     contestant, (_, counts) = Contestant(name="emo"), sample(12, 50)
     plain, after = (contestant.fit(counts, 1e-2, steps).logits for steps in (40, 41))
     monkeypatch.setattr(contestants, "COMPILED", 12)
@@ -166,15 +168,15 @@ def test_smoothing_by_costs_prefers_near_tokens_and_keeps_its_share() -> None:
             assert float(others.max() / others.min()) < math.exp(0.2)
 
 
-def test_no_learning_rate_is_chosen_at_an_end() -> None:
+def test_learning_rates_are_extended_until_the_best_is_inside() -> None:
     tried = []
 
     def score(rate: float) -> dict[str, float]:
         tried.append(rate)
         return {"js": abs(math.log(rate / 0.3)), "nll": abs(math.log(rate / 1e-4))}
 
-    scores = study.search(score, [3e-3, 9e-3])
-    chosen = study.best(scores)
+    scores = study.search_rates(score, [3e-3, 9e-3])
+    chosen = study.best_rates(scores)
     assert chosen["js"] == pytest.approx(0.243) and chosen["nll"] == pytest.approx(1.11e-4, rel=1e-2)
     assert min(scores) < chosen["nll"] and max(scores) > chosen["js"] and len(tried) == len(scores)
 
@@ -182,7 +184,7 @@ def test_no_learning_rate_is_chosen_at_an_end() -> None:
 @pytest.mark.parametrize(
     "override", ["shares=[1.5]", "draws=[0]", "rates=[]", "outcome=entropy_q", "vocabularies=[1]"]
 )
-def test_a_study_outside_of_its_ranges_is_refused(override: str) -> None:
+def test_values_out_of_range_are_rejected(override: str) -> None:
     with pytest.raises(UserError, match=override.partition("=")[0]):
         load_section(
             study.Study, Path("experiments/configs/known-truth-quick.yaml"), [override], "experiment"
@@ -192,7 +194,9 @@ def test_a_study_outside_of_its_ranges_is_refused(override: str) -> None:
 PLUGIN = "import torch\n\ndef scaled(m):\n    return torch.full_like(m, {})\n"
 
 
-def test_cells_are_made_again_by_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cells_are_repeated_if_code_or_parameters_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each change of the study's code, a plug-in, a parameter or a share makes its cell anew."""
     plugin, measured = tmp_path / "plugin.py", []
     plugin.write_text(PLUGIN.format(1.0))
@@ -202,11 +206,11 @@ def test_cells_are_made_again_by_other_code(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(tree))
     values = {name: {"js": [0.0, 0.0]} for name in contestants}
     cell = {"values": values, "rates": {}, "tried": {}, "steps": {}, "at_end": []}
-    monkeypatch.setattr(study, "fixed_points", lambda _: [])
+    monkeypatch.setattr(study, "find_fixed_points", lambda _: [])
     monkeypatch.setattr(study, "measure_cell", lambda *arguments: measured.append(arguments) or cell)
 
     def run(*overrides: str) -> int:
-        study.run(load_section(study.Study, tmp_path / "study.yaml", overrides))
+        study.run_study(load_section(study.Study, tmp_path / "study.yaml", overrides))
         return len(measured)
 
     assert [run(), run()] == [1, 1]
@@ -247,7 +251,7 @@ def measured(root: Path, *arguments: str | Path) -> dict[str, Any]:
     return json.loads((root / "out.json").read_text())
 
 
-def test_the_texts_are_the_tokens_that_were_drawn(root: Path) -> None:
+def test_corpora_are_disjoint_and_larger_ones_extend_smaller_ones(root: Path) -> None:
     train = rows(root / "corpus/train.jsonl")
     assert len(train) == 6 and all(1 < len(row) <= 13 for row in train)
     splits = [rows(root / f"corpus/{split}.jsonl") for split in ("train", "dev", "test")]
@@ -268,7 +272,7 @@ def targets(texts: list[list[int]]) -> Tensor:
     return torch.tensor([token for text in texts for token in text[1:]])[:, None]
 
 
-def test_a_learner_has_the_oracles_embedding_alone(root: Path) -> None:
+def test_a_learner_keeps_only_the_oracles_embedding(root: Path) -> None:
     out = root / "begins"
     assert learner.main(["--model", str(root / "oracle"), "--output_path", str(out)]) == 0
     fresh, expected = (EvaluatedModel(str(path)).model.state_dict() for path in (out, root / "oracle"))
@@ -313,7 +317,7 @@ def test_measures_equal_a_naive_computation(root: Path) -> None:
         assert results["at_1"][name] == pytest.approx(float(values.mean()), abs=1e-6)
 
 
-def test_packed_texts_are_measured_as_far_as_a_context_reaches(root: Path) -> None:
+def test_long_texts_are_cut_at_the_context_length(root: Path) -> None:
     texts = rows(root / "corpus/test.jsonl")
     long = [*texts, texts[0] * 200]
     packed = zstandard.compress("".join(json.dumps({"ids": text}) + "\n" for text in long).encode())
@@ -326,7 +330,7 @@ def test_packed_texts_are_measured_as_far_as_a_context_reaches(root: Path) -> No
     assert results == measured(root, "--texts", root / "cut.jsonl")
 
 
-def test_contexts_are_divided_and_decoded_as_a_naive_loop_does(root: Path) -> None:
+def test_decodings_and_halves_equal_a_naive_computation(root: Path) -> None:
     results, texts = measured(root), rows(root / "corpus/test.jsonl")
     log_p, log_q = (log_probs(root / name, texts) for name in ("oracle", "learner"))
     p = log_p.exp().numpy()
@@ -349,7 +353,7 @@ def test_contexts_are_divided_and_decoded_as_a_naive_loop_does(root: Path) -> No
     assert results["decoded"]["p0_9"]["js"] == pytest.approx(js(np.array(nuclei)).mean(), abs=1e-6)
 
 
-def test_tempering_explains_a_tempered_model(root: Path) -> None:
+def test_a_tempered_model_equals_its_tempered_baseline(root: Path) -> None:
     """A baseline that is the model at another temperature leaves no gap: sharpening is taken away whole."""
     model, sharp = EvaluatedModel(str(root / "learner")), root / "sharp"
     model.model.lm_head.weight.data *= 2.0
@@ -380,17 +384,17 @@ def test_the_best_temperature_is_exact(root: Path) -> None:
     assert abs(float(slopes.mean())) < 1e-6
 
 
-def test_training_ends_where_other_truths_say(tmp_path: Path) -> None:
+def test_steps_are_chosen_on_the_selection_truths(tmp_path: Path) -> None:
     """Not where the development sample does: after the steps that suit the selection truths."""
     contestants = {name: Contestant(name="mle") for name in ("mle", "other")}
     chosen = study.Study(
         out=tmp_path, contestants=contestants, vocabularies=[12], shares=[1.0], draws=[20],
         truths=2, selection=2, steps=60, rates=[1e-2, 3e-2],
     )  # fmt: skip
-    cell = study.Cell(12, 1.0, 20)
+    cell = study.MapCell(12, 1.0, 20)
     result = study.measure_cell(chosen, cell)
     rate, steps = result["rates"]["mle"]["js"], result["steps"]["mle"]
-    others, selection = study.draw(cell, "selection", 2)
+    others, selection = study.draw_truths(cell, "selection", 2)
 
     def outcome(count: int) -> float:
         learned = contestants["mle"].fit(selection, rate, count).logits
@@ -398,7 +402,7 @@ def test_training_ends_where_other_truths_say(tmp_path: Path) -> None:
 
     every = bigram.looks_until(60)
     assert steps in every and outcome(steps) == pytest.approx(min(map(outcome, every)), rel=1e-6)
-    truths, sample = study.draw(cell, "measured", 2)
+    truths, sample = study.draw_truths(cell, "measured", 2)
     learned = contestants["mle"].fit(sample, rate, steps).logits
     want = [study.divergence(*pair, "js") for pair in zip(truths, learned, strict=True)]
     assert result["values"]["mle"]["js"] == pytest.approx(want, rel=1e-6)
@@ -410,11 +414,11 @@ def test_questions_by_nats_are_answered_without_the_truth(tmp_path: Path) -> Non
     chosen = study.Study(
         out=tmp_path, contestants=contestants, vocabularies=[12], shares=[1.0], draws=[20],
         truths=2, selection=2, steps=60, rates=[1e-2, 3e-2],
-        questions={"nats": study.Question(better="emo", than=["mle"], tempered=True, by_nll=True)},
+        questions={"nats": study.StudyQuestion(better="emo", than=["mle"], tempered=True, by_nll=True)},
     )  # fmt: skip
-    cell = study.Cell(12, 1.0, 20)
+    cell = study.MapCell(12, 1.0, 20)
     result = study.measure_cell(chosen, cell)
-    truths, sample = study.draw(cell, "measured", 2)
+    truths, sample = study.draw_truths(cell, "measured", 2)
 
     def liked(name: str, truth: int) -> Tensor:
         rates = result["tried"][name]
@@ -424,8 +428,8 @@ def test_questions_by_nats_are_answered_without_the_truth(tmp_path: Path) -> Non
     mle, emo = ([liked(name, truth) for truth in range(2)] for name in contestants)
     gaps = []
     for truth, base, learned in zip(truths, mle, emo, strict=True):
-        entropy = study.weighted(truth, learned)["entropy_q"]
-        t = optimize.brentq(lambda t: study.weighted(truth, base, t)["entropy_q"] - entropy, 0.1, 10)  # noqa: B023
+        entropy = study.measure_truth(truth, learned)["entropy_q"]
+        t = optimize.brentq(lambda t: study.measure_truth(truth, base, t)["entropy_q"] - entropy, 0.1, 10)  # noqa: B023
         gaps.append(study.divergence(truth, learned, "js") - study.divergence(truth, base, "js", t))
     assert result["values"]["emo"]["gap_js_by_nll"] == pytest.approx(gaps, abs=1e-6)
-    assert study.answer(chosen, "nats", result, 1)["effect"] == pytest.approx(-np.mean(gaps), abs=1e-6)
+    assert study.answer_cell(chosen, "nats", result, 1)["effect"] == pytest.approx(-np.mean(gaps), abs=1e-6)

@@ -1,4 +1,4 @@
-"""Every experiment in the repository can be started as its header says: checked without network or GPU."""
+"""All experiments in the repository can be started by the commands in their headers (no network or GPU)."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from emo.pipeline.config import load_config
 from emo.pipeline.planning.checks import check_plan
 from tests.conftest import REPO
 
-FOLDER = REPO / "experiments"
-OTHERS: dict[str, type[Section]] = {"known-truth": Study, "evidence": Evidence}  # by how their names begin
+FOLDER = REPO / "experiments" / "configs"
+OTHERS: dict[str, type[Section]] = {"known-truth": Study, "evidence": Evidence}  # by prefix of their names
 FILES = [
     path.relative_to(FOLDER).as_posix()
     for path in sorted((*FOLDER.glob("*.yaml"), *FOLDER.glob("paper/*.yaml")))
@@ -57,9 +57,9 @@ def test_the_command_in_a_header_can_be_run(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_measures_are_commands_of_the_evaluator(name: str) -> None:
-    """A result below OUT/models/NAME or OUT/judgements is of a command with this --output_path and --name."""
+    """A measure reads below OUT/models/NAME or OUT/judgements only what a command writes there."""
     sweep = Sweep(experiment(name))
-    first, last = sweep.runs[0], sweep.runs[-1]  # the first is of the baseline, which some compare with
+    first, last = sweep.runs[0], sweep.runs[-1]  # the first is a baseline
     written = []
     for stage in (*sweep.before(), *sweep.stages(first, first), *sweep.stages(last, first)):
         if stage.command[1:3] != ["-m", "emo"] or COMMANDS[stage.command[3]].function != EVALUATION:
@@ -80,7 +80,7 @@ def test_measures_are_commands_of_the_evaluator(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.startswith("paper/")])
 def test_runs_of_the_paper_can_be_trained(name: str) -> None:
-    """All that training would refuse, one run for each objective."""
+    """The checks of training pass for one run of each objective."""
     last = {run.labels["objective"]: run for run in expand(experiment(name))}
     for run in (last["tailr"], last["emo"]):
         overrides = [*run.arguments(), "output_dir=runs/nowhere", "data.dir=runs/nowhere-data"]
@@ -102,7 +102,7 @@ def test_development_rows_are_not_test_rows(name: str) -> None:
         assert splits.test != splits.demonstrations
 
 
-def test_the_other_files_are_read() -> None:
+def test_studies_and_evidence_files_are_valid() -> None:
     for name, kind in OTHERS.items():
         for path in FOLDER.glob(f"{name}*.yaml"):
             assert load_section(kind, path, [])

@@ -1,4 +1,4 @@
-"""Intervals and tests against scipy, verdicts by their rule, and what counts as a repetition."""
+"""Intervals and tests against SciPy, decision rules, and repetitions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 from scipy import stats
 
 from emo.experiments.known_truth.study import Contestant, Study
-from emo.experiments.known_truth.study import answer as answer_of_study
+from emo.experiments.known_truth.study import answer_cell as answer_of_study
 from emo.experiments.sweeps.design import read_experiment
-from emo.experiments.sweeps.report import answer as answer_of_sweep
-from emo.experiments.sweeps.statistics import at_an_end, difference, estimate, verdict
+from emo.experiments.sweeps.report import answer_question as answer_of_sweep
+from emo.experiments.sweeps.statistics import estimate, is_grid_end, paired_difference, paired_verdict
 from tests.helpers.sweeping import sweep
 
 
@@ -22,26 +22,26 @@ def test_a_paired_difference_is_the_paired_t_test() -> None:
     """A single repetition decides nothing; equal values and equal gaps need no test."""
     rng = np.random.default_rng(1)
     ours, others = rng.normal(size=8), rng.normal(size=8)
-    gap, test = difference(ours, others), stats.ttest_rel(ours, others)
+    gap, test = paired_difference(ours, others), stats.ttest_rel(ours, others)
     assert gap["p"] == pytest.approx(test.pvalue)
     interval = test.confidence_interval()
     assert (gap["low"], gap["high"]) == pytest.approx((interval.low, interval.high))
-    assert math.isnan(estimate([1.0])["low"]) and math.isnan(difference([1.0], [2.0])["p"])
-    assert [difference([x, x + 1], [1.0, 2.0])["p"] for x in (1.0, 2.0)] == [1.0, 0.0]
+    assert math.isnan(estimate([1.0])["low"]) and math.isnan(paired_difference([1.0], [2.0])["p"])
+    assert [paired_difference([x, x + 1], [1.0, 2.0])["p"] for x in (1.0, 2.0)] == [1.0, 0.0]
 
 
-def test_which_values_lie_at_an_end_of_their_grid() -> None:
-    assert [at_an_end(rate, [1e-3, 3e-3, 9e-3]) for rate in (1e-3, 3e-3, 9e-3)] == [True, False, True]
-    assert not at_an_end(1e-3, [1e-3]) and not at_an_end("a", ["a", "b"])
+def test_grid_ends() -> None:
+    assert [is_grid_end(rate, [1e-3, 3e-3, 9e-3]) for rate in (1e-3, 3e-3, 9e-3)] == [True, False, True]
+    assert not is_grid_end(1e-3, [1e-3]) and not is_grid_end("a", ["a", "b"])
 
 
 @pytest.mark.parametrize(("shifts", "answer"), [((-1, -1), "yes"), ((-1, 0), "undecided"), ((1, -1), "no")])
-def test_yes_needs_every_comparison_and_no_a_single_one(shifts: tuple[float, float], answer: str) -> None:
-    """`ours` lies `shift` beside the others, and less is better; the clearest refutation is shown."""
+def test_yes_needs_all_comparisons_and_no_needs_one(shifts: tuple[float, float], answer: str) -> None:
+    """`ours` differs from the others by `shift`; lower is better."""
     rng = np.random.default_rng(2)
     ours = rng.normal(size=10)
     others = [(ours - shift + rng.normal(scale=0.05, size=10)).tolist() for shift in shifts]
-    result = verdict(ours.tolist(), others, least=True)
+    result = paired_verdict(ours.tolist(), others, least=True)
     assert (result["answer"], result["n"]) == (answer, 10)
     assert answer != "no" or result["effect"] == pytest.approx(-max(shifts), abs=0.1)
     level = 1 - 0.05 / len(shifts)  # Bonferroni
@@ -65,15 +65,15 @@ def a_map(cells: int, truths: int, gains: np.ndarray) -> list[dict[str, Any]]:
     return [answer_of_study(study, "helps", result, cells) for result in results]
 
 
-def test_the_intervals_of_a_map_hold_together() -> None:
-    """Over 600 maps, all 12 intervals of one cover their truth in 95 of 100."""
+def test_the_intervals_of_a_map_are_simultaneous() -> None:
+    """All 12 intervals of a map cover the truth in 95 % of 600 maps."""
     cells, truths, maps = 12, 20, 600
     gains = np.random.default_rng(6).normal(size=(maps * cells, truths))
-    covered = [verdict["low"] <= 0 <= verdict["high"] for verdict in a_map(cells, truths, gains)]
+    covered = [cell["low"] <= 0 <= cell["high"] for cell in a_map(cells, truths, gains)]
     assert 0.93 < np.reshape(covered, (maps, cells)).all(axis=1).mean() < 0.97
 
 
-def test_the_repetitions_of_a_sweep_are_its_seeds_whatever_groups_share_them(tmp_path: Path) -> None:
+def test_the_repetitions_of_a_sweep_are_its_seeds(tmp_path: Path) -> None:
     experiment = read_experiment(sweep(tmp_path, Path("unused.yaml")), [])
     gains = np.random.default_rng(8).normal(size=(3, 5))
     rows = [

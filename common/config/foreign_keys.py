@@ -1,0 +1,92 @@
+"""Keys of other trainers: their names here, or what to do instead."""
+
+from __future__ import annotations
+
+from .objective_names import NO_PREFERENCES
+
+# Keys of a recipe, and their names in other trainers.
+_FOREIGN_NAMES = {
+    "output_dir": "run_dir",
+    "data.sequence_len": "max_seq_length max_seq_len max_length block_size seq_len seq_length cutoff_len "
+    "model_max_length block",
+    "data.sources": "train_file data_path datasets dataset dataset_name train_dataset pretraining_dataset",
+    "data.validation_fraction": "val_fraction val_set_size val_size test_size",
+    "data.limit_rows": "max_samples max_train_samples",
+    "data.dir": "dataset_prepared_path tokenized_path",
+    "data.template": "chat_template prompt_template",
+    "data.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_config",
+    "model.path": "base_model model_name_or_path model_name model_id pretrained",
+    "model.dtype": "bf16 fp16 precision mixed_precision torch_dtype",
+    "model.attn_implementation": "flash_attention flash_attn flash_attn_2 sdp_attention",
+    "model.activation_checkpointing": "gradient_checkpointing",
+    "model.kernels": "use_liger use_liger_kernel enable_liger_kernel liger_rope liger_rms_norm "
+    "liger_layer_norm liger_glu_activation liger_swiglu liger_fused_linear_cross_entropy",
+    "data.root": "dataset_dir",
+    "model.lora": "adapter peft peft_config use_peft finetuning_type qlora",
+    "model.lora.r": "lora_r lora_rank rank",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.dropout": "lora_dropout",
+    "model.lora.targets": "lora_target lora_target_modules lora_target_linear target_modules",
+    "objective.name": "loss_type loss",
+    "train.learning_rate": "lr",
+    "train.global_batch_size": "batch_size train_batch_size batch",
+    "train.micro_batch_size": "per_device_train_batch_size per_device_eval_batch_size micro_batch",
+    "train.num_train_epochs": "epochs num_epochs max_epochs",
+    "train.max_steps": "steps max_iters",
+    "train.max_grad_norm": "gradient_clipping gradient_clip_val clip_grad grad_clip clip",
+    "train.lr_scheduler_type": "lr_scheduler schedule",
+    "train.optimizer": "optim",
+    "train.eps": "adam_epsilon",
+    "train.betas": "adam_beta1 adam_beta2",
+    "train.logging_steps": "log_every log_interval",
+    "train.eval_steps": "eval_every eval_interval eval_strategy evaluation_strategy evals_per_epoch",
+    "train.save_steps": "save_every save_interval save_strategy saves_per_epoch",
+    "train.save_total_limit": "keep_last",
+    "train.report_to": "tensorboard wandb use_wandb",
+    "train.project": "wandb_project",
+}
+AMBIGUOUS = {"name", "path"}  # keys that occur in many sections
+# Known keys by foreign names, and by their own last part, which helps if a key is in the wrong section.
+KEYS_BY_NAME = {
+    name: key
+    for key, names in _FOREIGN_NAMES.items()
+    for name in ({key.rpartition(".")[2]} - AMBIGUOUS) | set(names.split())
+}
+_QUANTISED = "quantised weights are not supported: set model.lora={} to train few parameters, "
+_QUANTISED += "or deepspeed=ds_configs/zero3_offload.json to offload to the host"
+_PACKED = "remove it: rows are always packed, and documents do not attend to each other"
+_ANSWERS = "remove it: data.kind=instruct supervises answers, each with the token that ends it, "
+_ANSWERS += "and data.kind=text every token"
+_WORKERS = "remove it: `emo prepare --workers N` sets how many processes prepare the data"
+# Keys of other trainers without a counterpart, and what to do instead.
+UNSUPPORTED_KEYS = {
+    name: hint
+    for names, hint in {
+        "load_in_4bit load_in_8bit quantization_bit bnb_4bit_compute_dtype bnb_config": _QUANTISED,
+        "neftune_noise_alpha neftune": "noise on embeddings (NEFTune) is not supported; remove it",
+        "rl dpo_beta ref_model reward_model kl_coef rlhf dpo kto orpo grpo ppo": NO_PREFERENCES,
+        "sample_packing packing eval_packing eval_sample_packing pad_to_sequence_len neat_packing "
+        "group_by_length": _PACKED,
+        "train_on_inputs train_on_input assistant_only_loss completion_only_loss train_on_prompt "
+        "roles_to_train train_on_eos train_on_eot": _ANSWERS,
+        "preprocessing_num_workers dataset_num_proc dataset_processes num_proc": _WORKERS,
+        "sources.type": "remove it: set data.kind, data.template and columns instead",
+        "enable_thinking": "set data.template_variables={enable_thinking: true}, or false",
+        "warmup_steps": "set train.warmup_ratio, a share of the steps",
+        "ddp_timeout": "set train.timeout_minutes, in minutes instead of seconds",
+        "gradient_accumulation_steps grad_accum gradient_accumulation": "remove it: it "
+        "follows from train.global_batch_size (rows per step on all ranks) and train.micro_batch_size",
+        "resume_from_checkpoint auto_resume_from_checkpoints overwrite_output_dir": "remove it: the same "
+        "command resumes from the newest checkpoint, and another output_dir starts a new run",
+        "trust_remote_code": "custom code is never run; use a model that transformers supports",
+        "fsdp fsdp_config": "FSDP is not supported: set deepspeed=ds_configs/zero3.json instead",
+        "push_to_hub hub_model_id hub_token": "remove it, and upload the export after training",
+        "tf32 use_cache do_train do_eval stage trainer": "remove it: it is not configurable",
+    }.items()
+    for name in names.split()
+}
+# Parts of unsupported values, and what to do instead.
+UNSUPPORTED_VALUES = {
+    "8bit": "8-bit optimizers are not supported: ZeRO shards the optimizer over the ranks (deepspeed=...)",
+    "paged": "set deepspeed=ds_configs/zero3_offload.json to keep the optimizer in host memory",
+}
