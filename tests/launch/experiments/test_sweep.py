@@ -1,4 +1,4 @@
-"""Sweeps share work, repeat nothing, choose on development data, reject changes and leave no process behind."""
+"""Sweeps share work, repeat nothing, choose on development data, reject changes and leave no process."""
 
 from __future__ import annotations
 
