@@ -26,7 +26,7 @@ from emo.common.errors import UserError
 
 from ..control.world import World, gather_objects
 from ..loss.models.head import BOUNDS, DOMAIN, by_document
-from .ds_config import import_muon, muon, parameter_groups, zero_stage
+from .ds_config import build_muon, import_muon, parameter_groups, zero_stage
 from .pace import OwnTime
 from .snapshots import Snapshots, only_data
 from .totals import StepTotals, TotalsVector
@@ -67,7 +67,7 @@ class Engine:
             model=model,
             model_parameters=groups,
             config=ds_config,
-            optimizer=functools.partial(muon, params=settings) if uses_muon else None,
+            optimizer=functools.partial(build_muon, params=settings) if uses_muon else None,
         )
         groups = self.ds.optimizer.param_groups
         self.rates = [group["lr"] / settings["lr"] * group.get("ratio", 1.0) for group in groups]

@@ -1,9 +1,9 @@
 """Measurements of this rank's device: computing time, memory, temperature and faults.
 
 Under ZeRO the ranks wait for one another in every layer, so a whole step takes every rank as long as the
-slowest one. OwnTime therefore measures two parts without collectives: the host's work between two steps, where
-batches are built, and the output head, the largest such computation. The times are sent with the sums of the
-next step, when the device has long finished them. So measuring adds no wait.
+slowest one. OwnTime therefore measures two parts without collectives: the host's work between two steps,
+where batches are built, and the output head, the largest such computation. The times are sent with the sums
+of the next step, when the device has long finished them. So measuring adds no wait.
 """
 
 from __future__ import annotations
