@@ -36,8 +36,8 @@ from emo.pipeline.control.run_dir import (
     PROFILE,
     SAMPLES,
     VALIDATION,
+    checkpoint_problem,
     checkpoints,
-    problem,
     read_metrics,
     read_records,
     step_directory,
@@ -350,7 +350,7 @@ def test_exports_are_written_beside_training_and_of_their_step(whole: Path) -> N
     assert [step_of(d) for d in copies] == [2, 4]
     exports = []
     for directory in copies:
-        assert problem(directory) is None
+        assert checkpoint_problem(directory) is None
         exports.append(load_file(directory / HF / "model.safetensors"))
         state = get_fp32_state_dict_from_zero_checkpoint(str(directory), tag="state")
         assert exports[-1].keys() == state.keys()
@@ -374,7 +374,7 @@ def test_a_copy_is_resumed_from_and_a_full_disk_loses_none(recipe: Path, whole: 
     assert "fetched step-000002" in done.stdout
     assert done.returncode == ExitCode.FAILURE and "Traceback" not in done.stdout, done.stdout
     (remaining,) = checkpoints(run_dir)
-    assert step_of(remaining) == 2 and problem(remaining) is None
+    assert step_of(remaining) == 2 and checkpoint_problem(remaining) is None
     ranks(recipe, run_dir, f"train.max_steps={LAST}")
     assert losses(run_dir) == losses(whole)
 
