@@ -269,9 +269,7 @@ def newest_valid(run_dir: Path, world: World) -> Saved | None:
     """Return the newest checkpoint whose files are as COMPLETE says, or None; all ranks hash a part."""
     directories = checkpoints(run_dir)
     for directory in reversed(directories):
-        problems = [
-            p for p in gather_objects(checkpoint_problem(directory, world.rank, world.ranks)) if p is not None
-        ]
+        problems = [p for p in gather_objects(checkpoint_problem(directory, world.rank, world.ranks)) if p]
         if not problems:
             return read_saved(directory)
         log.warning("%s is not used: %s", directory.name, problems[0])
@@ -293,9 +291,7 @@ def fetch_newest(run_dir: Path, target: str, world: World) -> Saved | None:
         listed = listed_files(partial) or {}
         names = sorted(listed, key=lambda file: -int(listed[file]["size"]))[world.rank :: world.ranks]
         raise_on_all_ranks(functools.partial(store.fetch, name, partial, names))
-        faults = [
-            fault for fault in gather_objects(checkpoint_problem(partial, world.rank, world.ranks)) if fault
-        ]
+        faults = [p for p in gather_objects(checkpoint_problem(partial, world.rank, world.ranks)) if p]
         if not faults and world.is_main:
             publish(run_dir, step)
         dist.barrier()

@@ -1,8 +1,8 @@
 """A model and its optimizer under DeepSpeed: step, evaluate, save, load.
 
-The gradient of a step is that of  (sum of token losses) / (supervised tokens of the global batch),  whatever
-the number of ranks, the micro-batch size or the accumulation: the loss of each micro-batch is a sum, and the
-divisor is known before the first one.
+A step descends the gradient of  (sum of token losses) / (supervised tokens of the global batch),  for any
+number of ranks, micro-batch size and accumulation. The loss of each micro-batch is a sum, and the divisor is
+known before the first one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Engine:
             ds_config: the resolved DeepSpeed configuration.
             world: this process among the ranks.
             compiled: compile the model (ZeRO-1, 2) or each of its layers (ZeRO-3).
-            head_lr_ratio: learning rate of the output head over that of other weights.
+            head_lr_ratio: learning rate of the output head over the rate of other weights.
 
         Raises UserError for a model without layers that ZeRO-3 could compile.
         """
@@ -79,9 +79,8 @@ class Engine:
         self.own = OwnTime(self.model.get_output_embeddings())  # type: ignore[operator]
         self.files = Snapshots(self.ds._config)
         self.ds.checkpoint_engine = self.files
-        self.ds._copy_recovery_script = lambda _: (
-            None
-        )  # the export replaces it, and saving must not write yet
+        # The export replaces this script, and a snapshot must not write to disk.
+        self.ds._copy_recovery_script = lambda _: None
 
     @property
     def model(self) -> nn.Module:
@@ -104,7 +103,7 @@ class Engine:
             valid: supervised tokens of the global batch.
             lr: learning rate of groups without a ratio.
             seed: seed of dropout. Each rank derives its own, so that a resumed run needs no generator state.
-            stop: whether this rank was asked to stop.
+            stop: whether this rank got a stop request.
             domains: supervised tokens of each domain, to sum losses by domain. Micro-batches then hold the
                 domain of each row, and the head reports losses by token.
         """
