@@ -7,7 +7,7 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,8 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
         for key in MODEL_PARALLEL
         if tree.pop(key, None) is not None
     ]
-    if errors := [*errors, *_find_unknown_keys(tree, path)]:
+    errors += _find_unknown_keys(tree, path)
+    if errors:
         raise UserError.of(errors)
     _check_combination(config, tree, path, batch.ranks)
     zero = tree.setdefault("zero_optimization", {"stage": 1})
@@ -124,7 +125,7 @@ def _drop_owned_keys(config: RunConfig, tree: dict[str, Any], path: Path, batch:
     remaining = _drop_auto(tree)
     owned = {key: remaining.pop(key) for key in OWNED_BY_RECIPE if key in remaining}
     errors = []
-    for key, value in _contradictions(config, _leaves(owned), batch):
+    for key, value in _contradictions(config, owned, batch):
         cure = f"Remove it, or change {OWNED_BY_RECIPE[key.partition('.')[0]]}"
         problem = f"{path} sets {key}={shown(value)}, which contradicts the recipe"
         errors.append(UserError(f"{problem}. {cure}", code="ds-owned"))
@@ -140,9 +141,7 @@ def _drop_owned_keys(config: RunConfig, tree: dict[str, Any], path: Path, batch:
     return remaining
 
 
-def _contradictions(
-    config: RunConfig, values: Iterable[tuple[str, Any]], batch: Batch
-) -> Iterator[tuple[str, Any]]:
+def _contradictions(config: RunConfig, owned: dict[str, Any], batch: Batch) -> Iterator[tuple[str, Any]]:
     """Yield the values of a DeepSpeed file, by dotted key, that contradict the recipe."""
     train = config.train
     expected: dict[str, Any] = {
@@ -156,7 +155,7 @@ def _contradictions(
         "optimizer.params.weight_decay": train.weight_decay,
         **{f"{key}.enabled": False for key in ("fp16", "amp", *REPORTS)},
     }
-    for key, value in values:
+    for key, value in _leaves(owned):
         if key == "optimizer.type":
             contradicts = value not in ("Adam", "AdamW") or train.optimizer != "adamw"
         elif key == "train_micro_batch_size_per_gpu":
@@ -331,10 +330,7 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
 def parameter_groups(
     model: nn.Module, weight_decay: float, use_muon: bool = False, head_lr_ratio: float = 1.0
 ) -> list[dict[str, Any]]:
-    """Return the optimizer's parameter groups.
-
-    Biases and norm gains, which have fewer than two dimensions, do not decay. They share a group with the
-    others if that makes no difference.
+    """Return the optimizer's groups. Biases and norm gains (fewer than two dimensions) do not decay.
 
     Args:
         model: a causal LM, partitioned under ZeRO-3.
@@ -366,7 +362,8 @@ def parameter_groups(
     for group in groups:
         for ratio in (1.0, head_lr_ratio):
             part = [p for p in group["params"] if (id(p) in head_ids) == (ratio != 1)]
-            split += [group | {"params": part, "ratio": ratio}] if part else []
+            if part:
+                split.append(group | {"params": part, "ratio": ratio})
     return split
 
 
