@@ -11,6 +11,8 @@ import functools
 import json
 import sys
 import warnings
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -267,24 +269,25 @@ def probe_family(name: str, scale: float | None = None, attn: str | None = None)
     return packing
 
 
-class Traffic(contextlib.ExitStack):
-    """Counts the elements of each collective within the block."""
+@contextlib.contextmanager
+def counted_elements() -> Iterator[Counter[str]]:
+    """Count the elements that each collective sends within the block."""
+    elements: Counter[str] = Counter()
 
-    def __enter__(self) -> Traffic:
-        self.elements: dict[str, int] = {}
-        for name in ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather"):
-            self.enter_context(mock.patch.object(dist, name, self._count_calls(name, getattr(dist, name))))
-        return self
-
-    def _count_calls(self, name: str, collective: Any) -> Any:
+    def count_calls(name: str, collective: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
             tensors = (a for a in (*arguments, *options.values()) if isinstance(a, Tensor))
             largest = max((tensor.numel() for tensor in tensors), default=0)
             if largest > WIDTH:  # not a norm
-                self.elements[name] = self.elements.get(name, 0) + largest
+                elements[name] += largest
             return collective(*arguments, **options)
 
         return call
+
+    with contextlib.ExitStack() as stack:
+        for name in ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather"):
+            stack.enter_context(mock.patch.object(dist, name, count_calls(name, getattr(dist, name))))
+        yield elements
 
 
 def count_traffic(case: str) -> dict[str, int]:
@@ -299,11 +302,11 @@ def count_traffic(case: str) -> dict[str, int]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for _ in range(2):
-        with Traffic() as counted:
+        with counted_elements() as elements:
             for _ in range(PASSES):
                 engine.backward(engine(torch.ones(1, WIDTH, dtype=dtype)).float().pow(2).sum())
                 engine.step()
-    return counted.elements
+    return dict(elements)
 
 
 def main(directory: Path) -> None:
@@ -314,23 +317,23 @@ def main(directory: Path) -> None:
     results["wrapped"] = {case: wrapped.together(case, directory) for case in wrapped.CASES}
     results["probed"] = {arguments: probe_family(*arguments) for arguments in PROBED}
     results["stages"] = {}
-    hpz = json.loads((REPO / "ds_configs/zero3_hpz.json").read_text(encoding="utf-8"))
-    hpz["zero_optimization"] |= {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
-    small = json.loads((REPO / "ds_configs/zero3.json").read_text(encoding="utf-8"))
-    small["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
     folder = directory / f"{world.rank}"
     folder.mkdir()
-    (folder / "HPZ.json").write_text(json.dumps(hpz))
-    (folder / "SMALL.json").write_text(json.dumps(small))
+    files = {"HPZ": ("zero3_hpz", "zero_hpz_partition_size", 2)}
+    files["SMALL"] = ("zero3", "stage3_max_live_parameters", 0)
+    for name, (file, key, value) in files.items():
+        config = json.loads((REPO / f"ds_configs/{file}.json").read_text(encoding="utf-8"))
+        config["zero_optimization"] |= {key: value, "stage3_param_persistence_threshold": 0}
+        (folder / f"{name}.json").write_text(json.dumps(config))
     for name, case in CASES.items():
-        files = (folder,) if case.file.isupper() else ()
+        folders = (folder,) if case.file.isupper() else ()
         saved = directory / name if name in RESUMED else None
         # Muon's step is compiled by default. Only the case about compilation waits for this.
         stance = "default" if "model.compile=true" in case.overrides else "force_eager"
         # The graphs are the same without code generation, which takes a minute on a CPU.
         as_graphs = mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
         with as_graphs, torch.compiler.set_stance(stance):
-            results["stages"][name] = run_case(case, load_recipe(case, *files), world, saved)
+            results["stages"][name] = run_case(case, load_recipe(case, *folders), world, saved)
     if world.is_main:
         torch.save(results, directory / "results.pt")
     dist.barrier()
