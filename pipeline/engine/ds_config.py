@@ -203,7 +203,7 @@ def zero_stage(ds_config: Mapping[str, Any]) -> int:
     return int(ds_config.get("zero_optimization", {}).get("stage", 0))
 
 
-def check_host(ds_config: dict[str, Any]) -> None:
+def check_deepspeed_host(ds_config: dict[str, Any]) -> None:
     """Raise UserError if this host lacks something that the configuration needs."""
     if on_gpu() and importlib.util.find_spec("triton") is not None and find_c_compiler() is None:
         raise UserError("Triton needs a C compiler, and this host has none. Install gcc", code="compiler")

@@ -23,7 +23,7 @@ from emo.pipeline.config import TrainConfig, dump_config, load_config
 from emo.pipeline.engine import devices
 from emo.pipeline.engine import ds_config as ds_file
 from emo.pipeline.engine.config import lr_at
-from emo.pipeline.engine.ds_config import REPORTS, check_host, deepspeed_config, parameter_groups
+from emo.pipeline.engine.ds_config import REPORTS, check_deepspeed_host, deepspeed_config, parameter_groups
 from emo.pipeline.loss import get_objective
 from emo.pipeline.model.objective_config import ObjectiveConfig
 from emo.pipeline.planning.plan import setup_of
@@ -141,7 +141,7 @@ def test_a_host_lacks_what_the_deepspeed_file_needs(monkeypatch: pytest.MonkeyPa
 
     def find_error(**section: Any) -> str | None:
         try:
-            check_host({"zero_optimization": {"stage": 3, **section}})
+            check_deepspeed_host({"zero_optimization": {"stage": 3, **section}})
         except UserError as error:
             return error.code
         return None
