@@ -34,6 +34,9 @@ from .devices import find_c_compiler, local_ranks, on_gpu
 
 log = logging.getLogger(__name__)
 
+DsConfig = dict[str, Any]  # JSON: a DeepSpeed configuration or a section of it
+ParameterGroup = dict[str, Any]  # as torch.optim expects it
+
 REPORTS = ("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler")
 # Sections and keys of a DeepSpeed file that the recipe decides, and the recipe's keys for them.
 OWNED_BY_RECIPE = {
@@ -65,7 +68,7 @@ FREE_ZERO = {
 }
 
 
-def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
+def deepspeed_config(config: RunConfig, batch: Batch) -> DsConfig:
     """Return the DeepSpeed configuration: the file that the recipe names, completed from the recipe."""
     path = shipped(config.deepspeed)
     tree = _drop_owned_keys(config, _read_file(path, config.deepspeed), path, batch)
@@ -100,13 +103,13 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
     return tree
 
 
-def _optimizer_section(train: TrainConfig, fused: bool) -> dict[str, Any]:
+def _optimizer_section(train: TrainConfig, fused: bool) -> DsConfig:
     """Return the section `optimizer`.
 
     AdamW is always PyTorch's. DeepSpeed's AdamW is compiled when first used, which needs a CUDA toolkit on
     every host, and has another state. The fused one is as fast: it runs one kernel over each flat partition.
     """
-    params: dict[str, Any] = {"lr": train.learning_rate, "betas": list(train.betas), "eps": train.eps}
+    params: DsConfig = {"lr": train.learning_rate, "betas": list(train.betas), "eps": train.eps}
     params |= {"weight_decay": train.weight_decay, "torch_adam": True}
     if fused:
         params["fused"] = True
@@ -116,7 +119,7 @@ def _optimizer_section(train: TrainConfig, fused: bool) -> dict[str, Any]:
     return {"type": "Muon", "params": params | {"muon_lr": train.muon_lr, "momentum": 0.95}}
 
 
-def _drop_owned_keys(config: RunConfig, tree: dict[str, Any], path: Path, batch: Batch) -> dict[str, Any]:
+def _drop_owned_keys(config: RunConfig, tree: DsConfig, path: Path, batch: Batch) -> DsConfig:
     """Return a DeepSpeed file without the keys that the recipe decides and without "auto" values.
 
     Files for the Hugging Face Trainer work unchanged. One warning lists the ignored keys. Raises UserError
@@ -141,10 +144,10 @@ def _drop_owned_keys(config: RunConfig, tree: dict[str, Any], path: Path, batch:
     return remaining
 
 
-def _contradictions(config: RunConfig, owned: dict[str, Any], batch: Batch) -> Iterator[tuple[str, Any]]:
+def _contradictions(config: RunConfig, owned: DsConfig, batch: Batch) -> Iterator[tuple[str, Any]]:
     """Yield the values of a DeepSpeed file, by dotted key, that contradict the recipe."""
     train = config.train
-    expected: dict[str, Any] = {
+    expected: DsConfig = {
         "train_batch_size": train.global_batch_size,
         "gradient_accumulation_steps": batch.accumulation,
         "gradient_clipping": train.max_grad_norm,
@@ -172,12 +175,12 @@ def _is_auto(value: Any) -> bool:
     return value == AUTO or (isinstance(value, list) and AUTO in value)
 
 
-def _drop_auto(tree: dict[str, Any]) -> dict[str, Any]:
+def _drop_auto(tree: DsConfig) -> DsConfig:
     present = ((key, value) for key, value in tree.items() if not _is_auto(value))
     return {key: _drop_auto(value) if isinstance(value, dict) else value for key, value in present}
 
 
-def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(tree: DsConfig, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield each value of a tree with its dotted key."""
     for key, value in tree.items():
         if isinstance(value, dict):
@@ -186,7 +189,7 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def decisive_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+def decisive_settings(ds_config: Mapping[str, Any]) -> DsConfig:
     """Return the settings that decide a run's numbers or the layout of its checkpoints."""
     zero = DeepSpeedZeroConfig(**ds_config.get("zero_optimization", {}))
     tree = zero.model_dump(mode="json", exclude_defaults=True, exclude=FREE_ZERO)
@@ -203,7 +206,7 @@ def zero_stage(ds_config: Mapping[str, Any]) -> int:
     return int(ds_config.get("zero_optimization", {}).get("stage", 0))
 
 
-def check_deepspeed_host(ds_config: dict[str, Any]) -> None:
+def check_deepspeed_host(ds_config: DsConfig) -> None:
     """Raise UserError if this host lacks something that the configuration needs."""
     if on_gpu() and importlib.util.find_spec("triton") is not None and find_c_compiler() is None:
         raise UserError("Triton needs a C compiler, and this host has none. Install gcc", code="compiler")
@@ -223,14 +226,14 @@ def check_deepspeed_host(ds_config: dict[str, Any]) -> None:
         raise UserError("nvme_path is not a writable directory. Set it to one", code="nvme-path")
 
 
-def _read_file(path: Path, setting: Path) -> dict[str, Any]:
+def _read_file(path: Path, setting: Path) -> DsConfig:
     """Return the content of a DeepSpeed file without null values, which DeepSpeed treats as absent."""
     if not path.is_file():
         files = sorted(REPOSITORY.glob("ds_configs/*.json"))
         hint = nearest(str(setting), [file.relative_to(REPOSITORY).as_posix() for file in files])
         raise UserError(f"deepspeed={setting} is not a file; {hint}")
 
-    def reject_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def reject_repeats(pairs: list[tuple[str, Any]]) -> DsConfig:
         values = dict(pairs)  # plain JSON would keep the last of repeated keys
         if len(values) < len(pairs):
             raise ValueError(f"a key is repeated: {', '.join(key for key, _ in pairs)}")
@@ -263,7 +266,7 @@ class _Lookups(dict[str, Any]):
         return super().__contains__(key)
 
 
-def _find_unknown_keys(tree: dict[str, Any], path: Path) -> list[UserError]:
+def _find_unknown_keys(tree: DsConfig, path: Path) -> list[UserError]:
     """Return errors for values that DeepSpeed rejects and for keys that it would ignore.
 
     DeepSpeed parses the file here. A top-level key that it does not look up is unknown.
@@ -299,7 +302,7 @@ def _describe(problem: Mapping[str, Any]) -> str:
     return f"must be one of {', '.join(values)}"
 
 
-def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, ranks: int) -> None:
+def _check_combination(config: RunConfig, tree: DsConfig, path: Path, ranks: int) -> None:
     """Raise UserError for settings that are valid but do not work together."""
     zero = tree.get("zero_optimization", {"stage": 1})
     stage, size = int(zero.get("stage", 0)), zero.get("zero_hpz_partition_size", 1)
@@ -329,7 +332,7 @@ def _check_combination(config: RunConfig, tree: dict[str, Any], path: Path, rank
 
 def parameter_groups(
     model: nn.Module, weight_decay: float, use_muon: bool = False, head_lr_ratio: float = 1.0
-) -> list[dict[str, Any]]:
+) -> list[ParameterGroup]:
     """Return the optimizer's groups. Biases and norm gains (fewer than two dimensions) do not decay.
 
     Args:
@@ -341,7 +344,7 @@ def parameter_groups(
     Raises UserError for a model that Muon cannot train.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
-    groups: list[dict[str, Any]] = []
+    groups: list[ParameterGroup] = []
     if use_muon:
         body = _muon_matrices(model, parameters)
         groups.append({"params": body, "weight_decay": weight_decay, "use_muon": True})
@@ -389,7 +392,7 @@ def _dimensions(parameter: nn.Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def build_muon(groups: list[dict[str, Any]], params: dict[str, Any]) -> torch.optim.Optimizer:
+def build_muon(groups: list[ParameterGroup], params: DsConfig) -> torch.optim.Optimizer:
     """Return DeepSpeed's Muon for one of the `parameter_groups` and PyTorch's AdamW for the others.
 
     DeepSpeed itself would sort parameters by name, and so train the embeddings of GPT-2 and MPT with Muon.

@@ -26,10 +26,12 @@ from emo.common.errors import UserError
 
 from ..control.world import World, gather_objects
 from ..loss.models.head import BOUNDS, DOMAIN, by_document
-from .ds_config import build_muon, import_muon, parameter_groups, zero_stage
+from .ds_config import DsConfig, build_muon, import_muon, parameter_groups, zero_stage
 from .pace import OwnTime
 from .snapshots import Snapshots, only_data
 from .totals import StepTotals, TotalsVector
+
+MicroBatch = dict[str, Any]  # keyword arguments of the model
 
 
 class Engine:
@@ -38,7 +40,7 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        ds_config: dict[str, Any],
+        ds_config: DsConfig,
         world: World,
         compiled: bool = False,
         head_lr_ratio: float = 1.0,
@@ -89,7 +91,7 @@ class Engine:
 
     def train_step(
         self,
-        micro_batches: Iterable[dict[str, Any]],
+        micro_batches: Iterable[MicroBatch],
         valid: int,
         lr: float,
         seed: int,
@@ -135,7 +137,7 @@ class Engine:
         )
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Iterable[dict[str, Any]]) -> tuple[StepTotals, np.ndarray, np.ndarray]:
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[StepTotals, np.ndarray, np.ndarray]:
         """Return totals over all ranks, and NLL and supervised tokens of each of this rank's documents.
 
         Every rank must bring equally many micro-batches. The head must report losses by token (`measuring`).
@@ -189,7 +191,7 @@ class Engine:
                 total += int(bits.sum(dtype=torch.int64)) * zlib.crc32(name.encode())
         return sum(gather_objects(total)) % 2**64
 
-    def _to_device(self, micro: dict[str, Any]) -> dict[str, Any]:
+    def _to_device(self, micro: MicroBatch) -> MicroBatch:
         device = self.world.device
         return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in micro.items()}
 
