@@ -41,7 +41,7 @@ from ..batches.config import Batch, MixtureConfig
 from ..batches.order import Holding
 from ..config import RunConfig, dump_config
 from ..control.run_dir import CONFIG, checkpoints, step_of
-from ..engine.ds_config import decisive
+from ..engine.ds_config import decisive_settings
 from ..loss.objectives import OBJECTIVES, Objective
 from .claims import ANEW, IDENTITY, MIXTURES, compare_keys, differences
 
@@ -88,7 +88,7 @@ def identify(
         "objective": [{"name": part.name, "params": dict(part.params)} for part in parts],
         "program": _programs(config),
         "normalisation": together,
-        "deepspeed": decisive(ds_config),
+        "deepspeed": decisive_settings(ds_config),
     }
     if model is not None:
         settings, module = model

@@ -39,12 +39,12 @@ from ..control.run_dir import (
     HF,
     STATE,
     FileFacts,
+    checkpoint_problem,
     checkpoints,
-    describe,
+    hash_files,
     list_files,
     listed_files,
     partial_directory,
-    problem,
     step_directory,
     step_of,
 )
@@ -240,7 +240,7 @@ class Saver:
         for name in names:
             with (partial / name).open("rb") as file:
                 os.fsync(file.fileno())  # a power cut after COMPLETE must not find unwritten pages
-        return describe(partial, names)
+        return hash_files(partial, names)
 
     def export_info(self, step: int, tokens: int) -> dict[str, Any]:
         """Return what an export says of its origin."""
@@ -269,7 +269,7 @@ def newest_valid(run_dir: Path, world: World) -> Saved | None:
     """Return the newest checkpoint whose files are as COMPLETE says, or None; all ranks hash a part."""
     directories = checkpoints(run_dir)
     for directory in reversed(directories):
-        problems = [p for p in gather_objects(problem(directory, world.rank, world.ranks)) if p is not None]
+        problems = [p for p in gather_objects(checkpoint_problem(directory, world.rank, world.ranks)) if p]
         if not problems:
             return read_saved(directory)
         log.warning("%s is not used: %s", directory.name, problems[0])
@@ -291,7 +291,7 @@ def fetch_newest(run_dir: Path, target: str, world: World) -> Saved | None:
         listed = listed_files(partial) or {}
         names = sorted(listed, key=lambda file: -int(listed[file]["size"]))[world.rank :: world.ranks]
         raise_on_all_ranks(functools.partial(store.fetch, name, partial, names))
-        faults = [fault for fault in gather_objects(problem(partial, world.rank, world.ranks)) if fault]
+        faults = [p for p in gather_objects(checkpoint_problem(partial, world.rank, world.ranks)) if p]
         if not faults and world.is_main:
             publish(run_dir, step)
         dist.barrier()

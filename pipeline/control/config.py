@@ -1,4 +1,4 @@
-"""The keys of a recipe that limit how long a run, or a step, may take."""
+"""The recipe keys that limit the duration of a run or a step."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from emo.common.config.recipe import FREE, Section, mark
 
 
 class LimitsConfig(Section):
-    """The keys of `train` that limit how long a run, or a step, may take."""
+    """The keys of `train` that limit the duration of a run or a step."""
 
     timeout_minutes: float = mark(FREE, 10, gt=0, le=1e5)
-    """A step fails when a rank waits longer than this for another."""
+    """A step fails if a rank waits longer than this for another one."""
     max_minutes: float | None = mark(FREE, None, gt=0)
-    """Save and stop after this time, as at any request to stop."""
+    """Save and stop after this time."""

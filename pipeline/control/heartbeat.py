@@ -76,11 +76,9 @@ def read_ranks(run_dir: Path) -> dict[int, RankState]:
 
 
 class Trace(NamedTuple):
-    """Where a rank stood when it gave up."""
+    """The state of a rank when a collective failed."""
 
-    progress: tuple[
-        int, int
-    ]  # number of collectives that it had enqueued, and that had started on its device
+    progress: tuple[int, int]  # numbers of collectives that were enqueued, and that started on the device
     waits_in: str  # name of the collective, and the line that called it
 
 

@@ -24,7 +24,7 @@ from emo.common.errors import FailureError, UserError, may_pass
 from emo.common.io.files import write_text
 from emo.common.io.lease import Lease
 
-from .heartbeat import BEAT, COPY, RankHeartbeat
+from .heartbeat import BEAT, COPY, RankHeartbeat, RankState
 from .run_dir import HEARTBEAT, LOCK, LOCK_SECONDS, RANKS, RANKS_BEFORE
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class RunLock:
             self._heartbeat.write(self._state, **facts)
 
     @property
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> RankState:
         return {"step": self.step, "doing": self._activity, "since": self._since}
 
     @contextlib.contextmanager

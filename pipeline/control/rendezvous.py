@@ -1,10 +1,12 @@
-"""The meeting of torchrun's nodes where some are spare: `torchrun --rdzv-backend emo`.
+"""Rendezvous of torchrun's nodes when some are spares: `torchrun --rdzv-backend emo`.
 
-It is torch's own (c10d), which keeps nodes beyond the maximum of --nnodes aside until there is room, but
-for one case that it misses (torch 2.13). A node that comes while others are leaving a broken round waits
-for the next one. When that fills up without it, it goes on waiting, the others take it for a new node and
-start their ranks again, and in the new round it happens again, to it or to another: for minutes no rank
-comes to train.
+This is torch's c10d rendezvous with one fix, for torch 2.13. Torch keeps nodes beyond the maximum of --nnodes
+as spares until a running node leaves. But a node that arrives while the others leave a broken round waits
+for the next round. If that round fills up without it, it keeps waiting. The others then treat it as a new
+node and restart their ranks, and the same can happen in the new round. For minutes no rank trains.
+
+Runs with spare nodes need this fix. It derives from private classes of torch, which has no public hook for
+it. tests/launch/pipeline/test_rendezvous.py fails if a new version of torch changes these classes.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ BACKEND = "emo"  # also in pyproject.toml
 
 
 class SpareExecutor(elastic._DistributedRendezvousOpExecutor):
-    """Torch's operations, of which none lets a node wait for room in a full round."""
+    """Torch's executor, which makes a node a spare instead of letting it wait for a full round."""
 
     def run(
         self,
@@ -28,11 +30,11 @@ class SpareExecutor(elastic._DistributedRendezvousOpExecutor):
         deadline: float,
         update_deadline: Callable[[Any], float] | None = None,
     ) -> None:
-        """Execute an operation; a node that waits for a round which is full becomes a spare."""
+        """Execute an operation of torch's rendezvous."""
 
         def handler(context: Any, deadline: float) -> Any:
             state = context.state
-            if context.node in state.wait_list and not _room(state, context.settings):
+            if context.node in state.wait_list and not _free_slots(state, context.settings):
                 state.wait_list.remove(context.node)
                 return elastic._Action.ADD_TO_REDUNDANCY_LIST
             return state_handler(context, deadline)
@@ -41,15 +43,15 @@ class SpareExecutor(elastic._DistributedRendezvousOpExecutor):
 
 
 class SpareHandler(elastic.DynamicRendezvousHandler):
-    """Torch's rendezvous, in which only nodes that there is room for are waiting."""
+    """Torch's rendezvous, which counts only nodes with a free slot as waiting."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._op_executor = SpareExecutor(self._this_node, self._state_holder, self._settings)
 
     def num_nodes_waiting(self) -> int:
-        """Return the number of nodes that a new round would take; above zero, agents restart their ranks."""
-        return min(super().num_nodes_waiting(), _room(self._state_holder.state, self._settings))
+        """Return the number of nodes that a new round would add. Above 0, agents restart ranks."""
+        return min(super().num_nodes_waiting(), _free_slots(self._state_holder.state, self._settings))
 
 
 def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
@@ -60,10 +62,10 @@ def create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def plugin() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """Return what makes a rendezvous; torchrun asks every plugin (pyproject.toml) for it when it starts."""
+    """Return `create_handler`. torchrun calls this entry point (see pyproject.toml) when it starts."""
     return create_handler
 
 
-def _room(state: elastic._RendezvousState, settings: elastic.RendezvousSettings) -> int:
-    """Return how many more nodes a complete round could have."""
+def _free_slots(state: elastic._RendezvousState, settings: elastic.RendezvousSettings) -> int:
+    """Return how many more nodes a complete round can take."""
     return max(0, settings.max_nodes - len(state.participants)) if state.complete else settings.max_nodes

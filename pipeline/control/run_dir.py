@@ -1,21 +1,21 @@
-"""What a run directory contains, by name, and how it is read. Nothing heavy is imported: anybody may.
+"""The files of a run directory and how to read them. This module imports no large library.
 
-config.yaml      the resolved configuration, and the identity of what was read (identity.py)
-data_hashes.json the shards that were found to hold what was prepared
-metrics.jsonl    one line per logged step, and per validation set and measured step
-validation/      the NLL of every document of each validation set, by step (report/validation.py)
-launches.jsonl   a line when a launch begins to train, and one when it ends, with the reason
-samples.jsonl    how the model continued train.sample_prompts at each checkpoint
-log.txt          what the launcher, compilers and libraries printed
-heartbeat.json   what the run is doing, and since when; rewritten every few seconds while it lives
-ranks/           the same of every rank, and where ranks stood that waited for another in vain (liveness.py)
-ranks.before/    ranks/ of the launch before
-profile/         what train.profile recorded: a trace of each rank, and its GPU's memory (report/profile.py)
-lock.000001      which launch owns the directory (the highest number counts)
-initial/         the first weights of a new model
+config.yaml      the resolved configuration, and the identity of its inputs (identity.py)
+data_hashes.json the shards whose content was verified
+metrics.jsonl    a line per logged step, and per validation set and validated step
+validation/      the NLL of every document of each validation set, by step (monitor/validation.py)
+launches.jsonl   a line when a launch starts to train, and a line with the reason when it ends
+samples.jsonl    the model's continuations of train.sample_prompts at each checkpoint
+log.txt          output of the launcher, compilers and libraries
+heartbeat.json   the run's current activity and its start, rewritten every few seconds
+ranks/           the same for every rank, and traces of collectives that failed (heartbeat.py)
+ranks.before/    ranks/ of the previous launch
+profile/         a trace of each rank and its GPU's memory, from train.profile (monitor/profiler.py)
+lock.000001      the launch that owns the directory (the highest number counts)
+initial/         the initial weights of a new model
 step-000100/     a checkpoint: state/ (DeepSpeed), state.json, COMPLETE, and hf/ if it is exported
-export/          the trained model for Hugging Face; export.json says where it comes from
-STOP             made by whoever wants the run to save and stop
+export/          the trained model for Hugging Face, with its origin in export.json
+STOP             created by a user to make the run save and stop
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ LAUNCHES = "launches.jsonl"
 SAMPLES = "samples.jsonl"
 VALIDATION = "validation"
 LOG = "log.txt"
-HEARTBEAT = "heartbeat.json"  # an old `time` means that the run is dead, an old `since` that it hangs
-ENDED = ("finished", "stopped", "failed")  # what a heartbeat says of a launch that is over
-ALIVE = 60.0  # seconds that a heartbeat of a living run is old at most
+HEARTBEAT = "heartbeat.json"  # with an old `time` the run is dead, with an old `since` it hangs
+ENDED = ("finished", "stopped", "failed")  # activities of a launch that has ended
+ALIVE = 60.0  # largest age in seconds of the heartbeat of a live run
 RANKS = "ranks"
 RANKS_BEFORE = "ranks.before"
-TRACE = "collectives-"  # and a rank's number: of PyTorch's flight recorder
+TRACE = "collectives-"  # followed by the rank: trace of PyTorch's flight recorder
 LOCK = "lock"
-LOCK_SECONDS = 120.0  # a holder on another host that has not renewed its lock for so long is dead
+LOCK_SECONDS = 120.0  # after which a lock that was not renewed is free, if its holder is on another host
 WANDB_ID = "wandb-id"
 PROFILE = "profile"
 BAD_BATCHES = "bad_batches.jsonl"
@@ -74,7 +74,7 @@ def step_of(directory: Path) -> int:
 
 
 def is_complete(directory: Path) -> bool:
-    """Return whether the checkpoint has been written whole (its content is checked by `problem`)."""
+    """Return whether the checkpoint was written completely. `checkpoint_problem` checks its content."""
     return (directory / COMPLETE).is_file()
 
 
@@ -90,19 +90,22 @@ def list_files(directory: Path) -> list[str]:
     return sorted(p.relative_to(directory).as_posix() for p in files)
 
 
-def describe(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
-    """Return size and sha256 of files; on several ranks each describes a part."""
-    described: dict[str, FileFacts] = {}
+def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileFacts]:
+    """Return size and sha256 of files, by name."""
+    facts: dict[str, FileFacts] = {}
     for name in names:
         path = directory / name
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        described[name] = {"size": path.stat().st_size, "sha256": digest}
-    return described
+        facts[name] = {"size": path.stat().st_size, "sha256": digest}
+    return facts
 
 
-def problem(directory: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Return why a checkpoint must not be loaded, or None. `part` of `parts` hashes every parts-th file."""
+def checkpoint_problem(directory: Path, part: int = 0, parts: int = 1) -> str | None:
+    """Return why a checkpoint must not be loaded, or None.
+
+    To share the work, rank `part` of `parts` hashes every parts-th file.
+    """
     listed = listed_files(directory)
     if not listed:
         return f"{COMPLETE} is missing, unreadable or empty"
@@ -112,39 +115,39 @@ def problem(directory: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def listed_files(directory: Path) -> dict[str, FileFacts] | None:
-    """Return what COMPLETE says about a checkpoint's files, by relative name; None when it cannot be read.
+    """Return size and sha256 of a checkpoint's files from COMPLETE, by relative name.
 
-    No name leads out of the checkpoint.
+    None if COMPLETE cannot be read or names files outside the checkpoint.
     """
     try:
         listed = read_json(directory / COMPLETE)["files"]
-        whole = all({"size", "sha256"} <= facts.keys() for facts in listed.values())
+        valid = all({"size", "sha256"} <= facts.keys() for facts in listed.values())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
     outside = any(name.startswith("/") or ".." in name.split("/") or "\0" in name for name in listed)
-    return listed if whole and not outside else None
+    return listed if valid and not outside else None
 
 
 def mismatch(directory: Path, listed: dict[str, FileFacts], part: int = 0, parts: int = 1) -> str | None:
-    """Return the first difference between files and what is listed of them, or None."""
+    """Return the first difference between files and their listed facts, or None."""
     for name in sorted(listed):
         if not (directory / name).is_file():
             return f"{name} is missing"
         if (directory / name).stat().st_size != listed[name]["size"]:
-            return f"{name} has another size than {COMPLETE} says"
-    for name, facts in describe(directory, sorted(listed)[part::parts]).items():
+            return f"{name} does not have the size that {COMPLETE} lists"
+    for name, facts in hash_files(directory, sorted(listed)[part::parts]).items():
         if facts != listed[name]:
-            return f"{name} has another content than {COMPLETE} says"
+            return f"{name} does not have the content that {COMPLETE} lists"
     return None
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Return a run's records: numbers by name, those of single `domains`, and the `set` of a validation."""
+    """Return a run's records, each with numbers by name. A record of a validation has a `set`."""
     return read_records(run_dir / METRICS)[0]
 
 
 def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return objects with a `step` in a file of JSON lines, and how many others there are; none if absent."""
+    """Return the objects with a `step` in a file of JSON lines, and the number of other lines."""
     records, damaged = [], 0
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         if (record := _record(line)) is not None:
@@ -155,7 +158,6 @@ def read_records(path: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
-    """Return the record in a line, or None where it holds none."""
     with contextlib.suppress(ValueError):
         record = parse_json(line.decode())
         if isinstance(record, dict) and type(record.get("step")) is int:
@@ -164,9 +166,9 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def drop_records(path: Path, step: int) -> None:
-    """Remove the records of later steps than `step` from a file of JSON lines, of step 0 all.
+    """Remove the records after `step` from a file of JSON lines, or all records for step 0.
 
-    Only the end of the file is read, for records are written in the order of their steps.
+    Records are in the order of their steps, so only the end of the file is read.
     """
     if not path.is_file() or not path.stat().st_size:
         return
@@ -181,22 +183,22 @@ def drop_records(path: Path, step: int) -> None:
                 end = start
             torn = end and content[end - 1 : end] != b"\n"
         file.truncate(end)
-        if torn:  # all but the end of its line was written
+        if torn:  # only the end of the last line is missing
             file.seek(end)
             file.write(b"\n")
 
 
 def read_heartbeat(run_dir: Path) -> dict[str, Any]:
-    """Return the content of heartbeat.json; empty where it says nothing."""
+    """Return the content of heartbeat.json, empty if it cannot be read."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         return dict(read_json(run_dir / HEARTBEAT))
     return {}
 
 
 def read_export_info(export: Path) -> dict[str, Any]:
-    """Return what an export says of its origin; empty when it says nothing.
+    """Return the origin of an export from export.json, empty without this file.
 
-    Raises ValueError when export.json holds anything but an object.
+    Raises ValueError if the file does not hold a JSON object.
     """
     path = export / EXPORT_INFO
     info = read_json(path) if path.is_file() else {}

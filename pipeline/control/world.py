@@ -68,7 +68,7 @@ def first_reason(reason: str | None) -> str | None:
 
 
 def raise_on_all_ranks(work: Callable[[], T]) -> T:
-    """Return the result of `work` on this rank. A UserError of any rank is raised on all; all must call."""
+    """Return the result of `work` on this rank, and raise a UserError of any rank on all; all must call."""
     result, error = None, None
     try:
         result = work()
@@ -118,10 +118,9 @@ def record_collectives(run_dir: Path) -> None:
 
 
 def diagnose_hang(run_dir: Path, world: World) -> str | None:
-    """Describe the rank that this rank waited for when a collective failed. None if the traces do not show
-    it.
+    """Describe the rank that this rank waited for when a collective failed, None if no trace shows it.
 
-    The other ranks notice the failure at about the same time. Wait a little for their traces.
+    The other ranks notice the failure at about the same time, so this waits a little for their traces.
     """
     if dist.is_initialized() and dist.get_backend() == "gloo":
         trace = torch._C._distributed_c10d._dump_fr_trace()  # type: ignore[attr-defined]

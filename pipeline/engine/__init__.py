@@ -1,1 +1,1 @@
-"""The DeepSpeed engine, its configuration and the devices it runs on."""
+"""The DeepSpeed engine, its configuration and the devices it uses."""

@@ -1,8 +1,8 @@
 """A model and its optimizer under DeepSpeed: step, evaluate, save, load.
 
-The gradient of a step is that of  (sum of token losses) / (supervised tokens of the global batch),  whatever
-the number of ranks, the micro-batch size or the accumulation: the loss of each micro-batch is a sum, and the
-divisor is known before the first one.
+A step descends the gradient of  (sum of token losses) / (supervised tokens of the global batch),  for any
+number of ranks, micro-batch size and accumulation. The loss of each micro-batch is a sum, and the divisor is
+known before the first one.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ from emo.common.errors import UserError
 
 from ..control.world import World, gather_objects
 from ..loss.models.head import BOUNDS, DOMAIN, by_document
-from .ds_config import import_muon, muon, parameter_groups, zero_stage
+from .ds_config import DsConfig, build_muon, import_muon, parameter_groups, zero_stage
 from .pace import OwnTime
 from .snapshots import Snapshots, only_data
 from .totals import StepTotals, TotalsVector
+
+MicroBatch = dict[str, Any]  # keyword arguments of the model
 
 
 class Engine:
@@ -38,7 +40,7 @@ class Engine:
     def __init__(
         self,
         model: nn.Module,
-        ds_config: dict[str, Any],
+        ds_config: DsConfig,
         world: World,
         compiled: bool = False,
         head_lr_ratio: float = 1.0,
@@ -50,7 +52,7 @@ class Engine:
             ds_config: the resolved DeepSpeed configuration.
             world: this process among the ranks.
             compiled: compile the model (ZeRO-1, 2) or each of its layers (ZeRO-3).
-            head_lr_ratio: learning rate of the output head over that of other weights.
+            head_lr_ratio: learning rate of the output head over the rate of other weights.
 
         Raises UserError for a model without layers that ZeRO-3 could compile.
         """
@@ -67,7 +69,7 @@ class Engine:
             model=model,
             model_parameters=groups,
             config=ds_config,
-            optimizer=functools.partial(muon, params=settings) if uses_muon else None,
+            optimizer=functools.partial(build_muon, params=settings) if uses_muon else None,
         )
         groups = self.ds.optimizer.param_groups
         self.rates = [group["lr"] / settings["lr"] * group.get("ratio", 1.0) for group in groups]
@@ -79,9 +81,8 @@ class Engine:
         self.own = OwnTime(self.model.get_output_embeddings())  # type: ignore[operator]
         self.files = Snapshots(self.ds._config)
         self.ds.checkpoint_engine = self.files
-        self.ds._copy_recovery_script = lambda _: (
-            None
-        )  # the export replaces it, and saving must not write yet
+        # The export replaces this script, and a snapshot must not write to disk.
+        self.ds._copy_recovery_script = lambda _: None
 
     @property
     def model(self) -> nn.Module:
@@ -90,7 +91,7 @@ class Engine:
 
     def train_step(
         self,
-        micro_batches: Iterable[dict[str, Any]],
+        micro_batches: Iterable[MicroBatch],
         valid: int,
         lr: float,
         seed: int,
@@ -104,7 +105,7 @@ class Engine:
             valid: supervised tokens of the global batch.
             lr: learning rate of groups without a ratio.
             seed: seed of dropout. Each rank derives its own, so that a resumed run needs no generator state.
-            stop: whether this rank was asked to stop.
+            stop: whether this rank got a stop request.
             domains: supervised tokens of each domain, to sum losses by domain. Micro-batches then hold the
                 domain of each row, and the head reports losses by token.
         """
@@ -136,7 +137,7 @@ class Engine:
         )
 
     @torch.no_grad()
-    def evaluate(self, micro_batches: Iterable[dict[str, Any]]) -> tuple[StepTotals, np.ndarray, np.ndarray]:
+    def evaluate(self, micro_batches: Iterable[MicroBatch]) -> tuple[StepTotals, np.ndarray, np.ndarray]:
         """Return totals over all ranks, and NLL and supervised tokens of each of this rank's documents.
 
         Every rank must bring equally many micro-batches. The head must report losses by token (`measuring`).
@@ -190,7 +191,7 @@ class Engine:
                 total += int(bits.sum(dtype=torch.int64)) * zlib.crc32(name.encode())
         return sum(gather_objects(total)) % 2**64
 
-    def _to_device(self, micro: dict[str, Any]) -> dict[str, Any]:
+    def _to_device(self, micro: MicroBatch) -> MicroBatch:
         device = self.world.device
         return {k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in micro.items()}
 

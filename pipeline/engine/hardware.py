@@ -1,4 +1,4 @@
-"""The kinds of GPUs that `plan` knows, and a cluster of them. This imports no large library."""
+"""The kinds of GPUs that `plan` knows, and clusters of them. This module imports no large library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from emo.common.errors import UserError
 
 GB, GIB, TERA = 1e9, 2**30, 1e12
-USABLE = 0.92  # of a GPU's memory; the rest goes to the CUDA context, NCCL and fragments
+USABLE = 0.92  # share of a GPU's memory. The CUDA context, NCCL and fragments take the rest.
 NODE = 8  # GPUs
 
 
@@ -17,18 +17,18 @@ class Accelerator(NamedTuple):
 
     memory_gib: float
     tflops: float  # dense bf16 peak
-    tflops32: float  # float32 peak without TF32, which the trainer does not turn on
+    tflops32: float  # float32 peak without TF32, which the trainer does not enable
     bandwidth_tb: float  # memory, TB/s
-    link_gb: float  # to its neighbours in the node, GB/s each way
-    efficiency: float  # share of the peak that products over very many elements reach
-    published: bool = True  # whether runs on it are among those that predictions were compared with
+    link_gb: float  # to other GPUs in the node, GB/s in each direction
+    efficiency: float  # share of the peak that very large matrix products reach
+    published: bool = True  # whether predictions were compared with published runs on it
 
 
 ACCELERATORS = {
     "A100-40G": Accelerator(39.4, 312, 19.5, 1.55, 300, 0.93),
     "A100-80G": Accelerator(79.2, 312, 19.5, 2.0, 300, 0.93),
     "H100-80G": Accelerator(79.1, 989, 67, 3.35, 450, 0.69),
-    # Its efficiency is that of large products alone, as measured on one: 0.79 of the peak.
+    # Its efficiency was measured with large matrix products only: 0.79 of the peak.
     "H200-141G": Accelerator(139.8, 989, 67, 4.8, 450, 0.85),
     "A10-24G": Accelerator(22.5, 125, 31, 0.6, 12, 0.7, published=False),
     "L40S-48G": Accelerator(44.4, 362, 91, 0.86, 12, 0.6, published=False),
@@ -38,7 +38,7 @@ ACCELERATORS = {
 
 
 def accelerator(name: str) -> Accelerator | None:
-    """Return the kind that a driver's device name means ("NVIDIA A100-SXM4-80GB"), or None."""
+    """Return the GPU with a driver's device name such as "NVIDIA A100-SXM4-80GB", or None."""
     match = None
     for kind, gpu in ACCELERATORS.items():
         letters = re.sub(r"(?<=[A-Z])(?=\d)", " ?", kind.split("-")[0])  # "RTX 4090", "A100"
@@ -47,13 +47,13 @@ def accelerator(name: str) -> Accelerator | None:
     return match
 
 
-def basis(stage: int, gpu: Accelerator) -> str:
-    """Return what the predicted time of a ZeRO stage on a GPU rests on."""
+def describe_time_source(stage: int, gpu: Accelerator) -> str:
+    """Return the source of the predicted time of a ZeRO stage on a GPU."""
     if not gpu.published:
-        return "its data sheet: no published run on this GPU was found"
+        return "the GPU's data sheet, because no published run was found"
     runs = "published runs on this GPU (FSDP, which is ZeRO-3)"
-    counted = "" if stage == 3 else f"; what ZeRO-{stage} sends and updates in their place is counted"
-    return runs + counted + (" (as in InternLM's runs on A100)" if stage == 1 else "")
+    changed = "" if stage == 3 else f", with the communication and updates of ZeRO-{stage} instead"
+    return runs + changed + (" (as in InternLM's runs on A100)" if stage == 1 else "")
 
 
 class Cluster(NamedTuple):
@@ -61,29 +61,29 @@ class Cluster(NamedTuple):
 
     gpus: int
     kind: str
-    network_gb: float = 200.0  # GB/s that a node reaches others with
+    network_gb: float = 200.0  # GB/s between nodes
 
     @property
     def gpu(self) -> Accelerator:
         return ACCELERATORS[self.kind]
 
     @property
-    def room(self) -> float:
-        """Return bytes of each GPU that a run can use."""
+    def memory(self) -> float:
+        """Return the usable memory of each GPU in bytes."""
         return self.gpu.memory_gib * GIB * USABLE
 
 
 def parse_cluster(text: str, network_gbit: float = 1600.0) -> Cluster:
-    """Return `8xA100-80G` as a Cluster; the memory may be left out where a kind has one size only.
+    """Parse a cluster such as `8xA100-80G`. The memory may be omitted if the kind has only one size.
 
-    Raises UserError, naming the known kinds.
+    network_gbit: bandwidth between nodes in Gbit/s.
     """
     count, _, kind = text.replace(" ", "").lower().partition("x")
     kinds = [name for name in ACCELERATORS if name.lower() == kind or name.lower().split("-")[0] == kind]
     if not count.isdigit() or int(count) < 1 or not kinds:
-        form = "give NUMBERxKIND, for example 8xA100-80G"
-        raise UserError(f"--gpus {text}: {form}; kinds: {', '.join(ACCELERATORS)}", code="gpus")
+        form = "is not a known cluster. Set NUMBERxKIND, for example 8xA100-80G"
+        raise UserError(f"--gpus {text} {form}. Kinds: {', '.join(ACCELERATORS)}", code="gpus")
     if len(kinds) > 1:
         forms = " or ".join(f"{count}x{name}" for name in kinds)
-        raise UserError(f"--gpus {text} leaves the memory open: give {forms}", code="gpus")
+        raise UserError(f"--gpus {text} does not specify the memory. Set {forms}", code="gpus")
     return Cluster(int(count), kinds[0], network_gbit / 8)

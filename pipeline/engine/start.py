@@ -1,10 +1,9 @@
-"""Joining the process group that the launcher describes."""
+"""Join the process group of the launcher."""
 
 from __future__ import annotations
 
 import datetime
 import os
-import socket
 from typing import Any
 
 import deepspeed
@@ -16,30 +15,26 @@ from emo.common.errors import FailureError, UserError
 
 from ..control.stop import CHOSEN_PORT
 from ..control.world import LONG_TIMEOUT, World
-from .devices import bind_near, check_gpus, on_gpu, threads
+from .devices import bind_to_near_cores, check_gpus, on_gpu, threads_per_rank
 
 
 def start_world(timeout_minutes: float = LONG_TIMEOUT) -> World:
-    """Join the process group that the launcher describes; alone when there is none."""
+    """Join the process group of the launcher. Without a launcher, start a group of one rank."""
     check_gpus()
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-        # its store keeps the addresses of dead ranks, and restarted ones would call them
-        raise UserError("torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 set")
-    if "RANK" not in os.environ:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-        os.environ.update(alone, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        # The shared store would keep the addresses of dead ranks, and restarted ranks would connect to them.
+        raise UserError("torchrun --max-restarts needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1. Set it")
+    if "RANK" not in os.environ:  # port 0: any free one
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if on_gpu():
         gpu: Any = torch.cuda.get_device_properties()
-        bind_near(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
-    # On a CPU DeepSpeed would compile a shared-memory all-reduce here. Only inference uses it, the first
-    # start would wait half a minute, and one killed meanwhile leaves a lock that hangs every later one.
+        bind_to_near_cores(f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0")
+    # On a CPU DeepSpeed would compile a shared-memory all-reduce here, which only inference uses. This takes
+    # half a minute at the first start. A start killed meanwhile leaves a lock that hangs all later ones.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
     timeout = datetime.timedelta(minutes=timeout_minutes)
@@ -50,9 +45,9 @@ def start_world(timeout_minutes: float = LONG_TIMEOUT) -> World:
             raise
         port = os.environ["MASTER_PORT"]
         kind = FailureError if os.environ.get(CHOSEN_PORT) == port else UserError  # by launch/supervise.py
-        way = "launch/continual.sh --master_port N -- RECIPE names another one"
-        raise kind(f"port {port} of this host is taken; {way}", code="port") from None
+        cure = "Choose another one with launch/continual.sh --master_port N -- RECIPE"
+        raise kind(f"port {port} of this host is in use. {cure}", code="port") from None
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(threads())
+        torch.set_num_threads(threads_per_rank())
     device = torch.device(accelerator.current_device_name())
     return World(dist.get_rank(), dist.get_world_size(), device)

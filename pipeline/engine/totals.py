@@ -31,7 +31,7 @@ class StepTotals(NamedTuple):
     nll: float
     demd: float  # NaN without a cost embedding
     tokens: int
-    stop: bool  # whether any rank was asked to stop
+    stop: bool  # whether any rank got a stop request
     applied: bool = True  # whether the optimizer step updated the weights
     weights: tuple[float, ...] = ()  # histogram of the objective's weights, see loss/fused.py
     domains: tuple[DomainTotals, ...] = ()  # empty with a single domain

@@ -28,7 +28,7 @@ from emo.data_prep.shards.format import Manifest
 from ..config import RunConfig
 from ..control.run_dir import INITIAL
 from ..control.world import NETWORK, broken_device, gather_objects, lost_a_peer
-from ..engine.devices import family_has, usable_attention
+from ..engine.devices import family_supports, usable_attention
 from ..engine.engine import Engine
 from ..loss import (
     fuse_model,
@@ -186,7 +186,7 @@ def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]
     verdict = probe_model(base, engine.ds, **settings)
     first = base.config._attn_implementation
     if verdict == "refused" and by_segments(first) and config.model.attn_implementation == "auto":
-        other = "sdpa" if family_has(base.config, "sdpa") else "eager"
+        other = "sdpa" if family_supports(base.config, "sdpa") else "eager"
         log.info("attention: %s; %s does not keep the documents of a row apart here", other, first)
         base.set_attn_implementation(other)
         verdict = probe_model(base, engine.ds, **settings)

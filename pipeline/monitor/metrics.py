@@ -20,13 +20,13 @@ from ..config import RunConfig
 from ..control.run_dir import METRICS, drop_records
 from ..engine.devices import on_gpu
 from ..engine.hardware import GIB
-from ..engine.pace import Stragglers
 from ..engine.totals import StepTotals
 from ..loss.fused import summary
 from . import validation
 from .component import Component, RunState
 from .console import Console, Progress
 from .loggers import LOGGERS
+from .stragglers import Stragglers
 
 NOT_MEASURED = ("set", "time", "slowest_host")  # keys of a record that loggers do not receive
 

@@ -35,7 +35,7 @@ from ..checkpoint import identity
 from ..checkpoint.identity import Identity
 from ..config import RunConfig, TrainConfig
 from ..engine.devices import check_gpus, usable_attention
-from ..engine.ds_config import check_host, deepspeed_config, parameter_groups
+from ..engine.ds_config import check_deepspeed_host, deepspeed_config, parameter_groups
 from ..loss.cost_files import FILES, load_cost
 from ..loss.objectives import Objective
 from ..model import kernels
@@ -171,7 +171,7 @@ def _check_settings(config: RunConfig, ranks: int, here: bool) -> tuple[Batch, d
     batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, ranks)
     ds_config = deepspeed_config(config, batch)
     if here:
-        check_host(ds_config)
+        check_deepspeed_host(ds_config)
         for package in config.train.report_to:
             if importlib.util.find_spec(package) is None:
                 cure = f"pip install {package}, or leave it out"

@@ -37,7 +37,7 @@ from ..batches.order import REPEATED, MixedOrder, Portion
 from ..config import RunConfig, load_config
 from ..engine.devices import on_gpu
 from ..engine.ds_config import deepspeed_config, zero_stage
-from ..engine.hardware import GB, GIB, NODE, Cluster, basis
+from ..engine.hardware import GB, GIB, NODE, Cluster, describe_time_source
 from ..loss.objectives import Objective
 from ..model.build import model_config
 from ..model.export import unwrap
@@ -231,7 +231,7 @@ def print_plan(
     table.add_row("saving", f"{staged / GIB:,.2f} GiB of host memory over all ranks, kept between saves")
     if cluster is not None:
         table.add_section()
-        table.add_row("on", f"{cluster.gpus} x {cluster.kind}, {cluster.room / GIB:.1f} GiB of each usable")
+        table.add_row("on", f"{cluster.gpus} x {cluster.kind}, {cluster.memory / GIB:.1f} GiB of each usable")
         table.add_row("memory per GPU", memory_line(memory.peak, 1))
         table.add_row("fits", fit(sizes, setup, cluster))
         table.add_row("documents", span)
@@ -252,7 +252,7 @@ def print_plan(
     make_console().print(table)
     for warning in remarks(config, ready, on_cpu=cluster is None and not on_gpu()):
         log.warning(warning)
-    return cluster is None or memory.total <= cluster.room
+    return cluster is None or memory.total <= cluster.memory
 
 
 def saves(config: RunConfig, sizes: Sizes, setup: Setup, step: float) -> str:
@@ -334,7 +334,7 @@ def memory_line(parts: dict[str, float], digits: int) -> str:
 
 def fit(sizes: Sizes, setup: Setup, cluster: Cluster) -> str:
     """Return in words whether the run fits, and the changes after which it does, cheapest first."""
-    room, memory = cluster.room, footprint.memory(sizes, setup)
+    room, memory = cluster.memory, footprint.memory(sizes, setup)
 
     def fits(**changes: Any) -> bool:
         changed = footprint.memory(sizes, dataclasses.replace(setup, **changes))
@@ -395,7 +395,7 @@ class Choice(NamedTuple):
 def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None = None) -> Choice:
     """Print the fastest settings that certainly fit, and return the best of them."""
     ready = check_plan(_without_choice(config, Path("ds_configs/zero2.json")), cluster.gpus)
-    sizes, room = sizes_of(ready.model, ready.hf_config), cluster.room
+    sizes, room = sizes_of(ready.model, ready.hf_config), cluster.memory
     attended, span = attention_span(config, ready, document_tokens)
     every = list(choices(config, sizes, ready.objective, cluster, attended))
     fitting = [c for c in every if c.memory.surely <= room]
@@ -440,7 +440,7 @@ def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None 
         f"set: {', '.join(shown[0].sets)}. step: seconds; host: the share of it that is the host's. "
         "Compiling pays off in runs much longer than the minutes that it takes."
     )
-    console.print(f"the first rests on {basis(shown[0].setup.stage, cluster.gpu)}")
+    console.print(f"the first rests on {describe_time_source(shown[0].setup.stage, cluster.gpu)}")
     if any(choice.setup.offload_parameters for choice in shown):
         states = 18 * sizes.parameters / GIB * min(1, NODE / cluster.gpus)
         console.print(f"zero3_offload.json takes about {states:,.0f} GiB of the memory of every host")

@@ -33,7 +33,7 @@ from emo.common.provenance import library_versions
 from ..config import RunConfig
 from ..control.stop import node_name
 from ..control.world import World, end_world, gather_objects
-from ..engine.devices import compiler, ranks_here, threads
+from ..engine.devices import find_c_compiler, local_ranks, threads_per_rank
 from ..engine.hardware import GIB
 from ..engine.pace import gpu_faults
 from ..engine.start import start_world
@@ -106,13 +106,13 @@ def _host(
     on_gpu = world.device.type == "cuda"
     name = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}" if on_gpu else "none; CPU"
     yield Finding(host, "GPUs", name)
-    path = compiler()
+    path = find_c_compiler()
     advice = "install gcc: Triton compiles with it" if on_gpu and path is None else ""
     yield Finding(host, "C compiler", path or "none", advice)
     offloaded = ready is not None and "offload_optimizer" in ready.ds_config["zero_optimization"]
-    current, share = torch.get_num_threads(), threads()
+    current, share = torch.get_num_threads(), threads_per_rank()
     wrong = current > share or (offloaded and current < share)  # torchrun gives ranks one thread
-    words = f"{current} for each of {ranks_here()} ranks, with {share} cores each"
+    words = f"{current} for each of {local_ranks()} ranks, with {share} cores each"
     yield Finding(host, "threads", words, f"export OMP_NUM_THREADS={share}" if wrong else "")
     if on_gpu and config.model.dtype == "bfloat16" and not torch.cuda.is_bf16_supported():
         yield Finding(host, "bf16", "not supported", "set model.dtype=float32")

@@ -30,6 +30,7 @@ WHEELS = (
     "pydantic",
     "hjson",
     "sentencepiece",
+    "nvidia-ml-py",
     "protobuf",
     "psutil",
     "rich",

@@ -183,7 +183,7 @@ def recipe(show: Figures, size: str, block: int, micro: int) -> Path:
 
     Raises MissingError where a run of it could not start.
     """
-    needs("pydantic", "deepspeed", "hjson")  # what a run needs and a host with PyTorch may lack
+    needs("pydantic", "deepspeed", "hjson", "pynvml")  # what a run needs and a host with PyTorch may lack
     model = show.work / "models" / size
     if not model.is_dir():
         random_model(size, torch.bfloat16).save_pretrained(model.with_name(f"{size}.partial"))

@@ -39,8 +39,8 @@ from emo.pipeline.control.run_dir import (
     EXPORT,
     HF,
     STATE,
+    checkpoint_problem,
     checkpoints,
-    problem,
     read_metrics,
     step_of,
 )
@@ -203,7 +203,7 @@ def disks(recipe: Path, args: argparse.Namespace, show: Campaign) -> None:
                 done = launching.run(2, str(recipe), f"output_dir={mount}/run", *settings)
                 remaining = checkpoints(Path(mount) / "run")
                 right = done.returncode not in (0, 75) and len(re.findall("^error: ", done.stdout, re.M)) == 1
-                right = right and bool(remaining) and all(problem(d) is None for d in remaining)
+                right = right and bool(remaining) and all(checkpoint_problem(d) is None for d in remaining)
                 words = f"one line, {len(remaining)} checkpoints left"
                 show("disks", case, words, right, done.stdout[-3000:])
             finally:

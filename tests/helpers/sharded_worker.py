@@ -1,7 +1,7 @@
-"""One of two ranks, python -m tests.helpers.sharded_worker DIRECTORY: training steps under every ZeRO stage
-and wrapper, the probe on partitioned weights, and what DeepSpeed sends between ranks.
+"""One of two ranks: python -m tests.helpers.sharded_worker DIRECTORY
 
-Imported for the plain optimizers on one process that the stages are compared with.
+It trains under every ZeRO stage and wrapper, probes partitioned weights, and counts what DeepSpeed sends.
+`train_plain` is the reference: plain optimizers in one process.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import functools
 import json
 import sys
 import warnings
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -43,17 +45,17 @@ MUON = [*ADAM, "train.optimizer=muon", "train.muon_lr=0.03", "train.max_grad_nor
 
 
 class Case(NamedTuple):
-    """A recipe, by its overrides and the name of its DeepSpeed file, and a model."""
+    """A recipe and a model."""
 
-    overrides: list[str]
-    file: str
+    overrides: list[str]  # of the recipe
+    file: str  # name of the DeepSpeed file; of a file that `main` writes if upper-case
     objective: str = "mle"
     tied: bool = False
     checkpointing: bool = False
-    in_pieces: bool = False  # built so from the start, cost embedding gathered
+    partitioned: bool = False  # from construction on, with a gathered cost embedding
     frozen_head: bool = False
     accumulation: int = 2
-    kernels: bool = False  # layers computed in another way, and compared before the first step
+    kernels: bool = False  # custom layers, which are compared with the originals before the first step
 
 
 CASES = {
@@ -64,18 +66,16 @@ CASES = {
     "emo-1": Case(ADAM, "zero1", "emo"),
     "emo-2-tied": Case(ADAM, "zero2", "emo", tied=True),
     "emo-3-tied": Case(ADAM, "zero3", "emo", tied=True, checkpointing=True),
-    "emo-3-pieces": Case(ADAM, "zero3", "emo", tied=True, in_pieces=True),
+    "emo-3-pieces": Case(ADAM, "zero3", "emo", tied=True, partitioned=True),
     "emo-3-frozen": Case(ADAM, "zero3", "emo", frozen_head=True),
-    # in pieces however small they are
+    # partitions small parameters, too
     "compiled-3": Case([*ADAM, "model.compile=true"], "SMALL", checkpointing=True),
     "kernels-3": Case(ADAM, "SMALL", kernels=True),
-    "mile-3": Case(ADAM, "zero3", "mile", accumulation=1),  # weights are normalised over a pass
-    "adamw-hpz": Case(ADAM, "HPZ"),  # last: its groups of ranks stay for the life of the process
+    "mile-3": Case(ADAM, "zero3", "mile", accumulation=1),  # normalises weights per pass
+    "adamw-hpz": Case(ADAM, "HPZ"),  # last, because its process groups remain
 }
 RESUMED = ("adamw-3", "adamw-offload", "muon-1", "muon-2-bf16", "muon-3")
-
-
-PROBED: dict[tuple[Any, ...], str] = {  # a family, the scale of its logits, its attention: the verdict
+PROBED: dict[tuple[Any, ...], str] = {  # verdict by family, logit scale and attention
     ("llama",): "positions",
     ("opt",): "mask",
     ("bloom",): "refused",
@@ -84,7 +84,7 @@ PROBED: dict[tuple[Any, ...], str] = {  # a family, the scale of its logits, its
 }
 WIDTH, LAYERS, PASSES = 512, 4, 2
 PARAMETERS = WIDTH * WIDTH * LAYERS
-# DeepSpeed file, dtype, what its section "zero_optimization" gets.
+# DeepSpeed file, dtype, changes of its section "zero_optimization".
 TRAFFIC: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "zero1": ("zero1", torch.bfloat16, {}),
     "zero2": ("zero2", torch.bfloat16, {}),
@@ -93,14 +93,14 @@ TRAFFIC: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
 }
 
 
-def recipe(case: Case, directory: Path = REPO / "ds_configs") -> RunConfig:
+def load_recipe(case: Case, directory: Path = REPO / "ds_configs") -> RunConfig:
     settings = ["train.num_train_epochs=null", f"train.max_steps={STEPS}", f"train.global_batch_size={ROWS}"]
     settings += ["train.lr_scheduler_type=linear", "train.warmup_ratio=0", "train.weight_decay=0.1"]
     settings += ["model.dtype=float32", f"deepspeed={directory}/{case.file}.json", *case.overrides]
     return load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", settings)
 
 
-def build(case: Case) -> Any:
+def build_model(case: Case) -> Any:
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.2}
     model = tiny_llama(VOCAB, tie_word_embeddings=case.tied, **shape)
     if case.checkpointing:
@@ -108,7 +108,7 @@ def build(case: Case) -> Any:
     return model.train()
 
 
-def fuse(model: Any, case: Case) -> None:
+def fuse_head(model: Any, case: Case) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         objective = get_objective(case.objective)
@@ -117,30 +117,29 @@ def fuse(model: Any, case: Case) -> None:
     model.lm_head.weight.requires_grad_(not case.frozen_head)
 
 
-def batch(step: int) -> dict[str, Tensor]:
-    """The global batch [ROWS, BLOCK] of a step; rows differ in how many tokens they supervise."""
+def global_batch(step: int) -> dict[str, Tensor]:
+    """Return the global batch [ROWS, BLOCK] of a step. Rows differ in their number of supervised tokens."""
     ids = torch.randint(VOCAB, (ROWS, BLOCK), generator=torch.Generator().manual_seed(100 + step))
     labels = ids.clone()
     for row in range(ROWS):
         labels[row, :row] = -100
     if step == 1:
-        labels[: ROWS // 2] = -100  # one rank has nothing to learn from in this step
+        labels[: ROWS // 2] = -100  # one rank has no supervised token
     return {"input_ids": ids, "labels": labels}
 
 
-def start(case: Case, config: RunConfig, world: World, universal: bool = False) -> Engine:
-    """The engine of a recipe, each rank taking its rows in micro-batches."""
+def start_engine(case: Case, config: RunConfig, world: World, universal: bool = False) -> Engine:
     passes = case.accumulation
     ds_config = deepspeed_config(config, Batch(ROWS, ROWS // world.ranks // passes, passes, world.ranks))
-    model = build(case)
-    if case.in_pieces:
+    model = build_model(case)
+    if case.partitioned:
         source = model.state_dict()
         with deepspeed.zero.Init(config_dict_or_path=ds_config):
-            model = build(case)
+            model = build_model(case)
         with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
             if world.is_main:
                 model.load_state_dict(source)
-    fuse(model, case)
+    fuse_head(model, case)
     if config.model.dtype == "bfloat16":
         model.bfloat16()
     if case.kernels:
@@ -150,15 +149,15 @@ def start(case: Case, config: RunConfig, world: World, universal: bool = False) 
     if case.kernels:
         engine.ds.eval()
         with torch.no_grad():
-            check_kernels(engine.model, lambda: engine.ds(**batch(0)))
+            check_kernels(engine.model, lambda: engine.ds(**global_batch(0)))
     return engine
 
 
-def train(engine: Engine, case: Case, config: RunConfig, steps: range) -> Tensor:
+def train_steps(engine: Engine, case: Case, config: RunConfig, steps: range) -> Tensor:
     rank, share, losses = engine.world.rank, ROWS // engine.world.ranks, []
     size = share // case.accumulation
     for step in steps:
-        whole = batch(step)
+        whole = global_batch(step)
         starts = range(rank * share, (rank + 1) * share, size)
         micro = [{name: tensor[i : i + size] for name, tensor in whole.items()} for i in starts]
         valid = int((whole["labels"] != -100).sum())
@@ -167,14 +166,14 @@ def train(engine: Engine, case: Case, config: RunConfig, steps: range) -> Tensor
     return torch.tensor(losses)
 
 
-def trained(case: Case, config: RunConfig, world: World, saved: Path | None) -> dict[str, Any]:
-    """Losses and final weights under DeepSpeed; also losses of runs that resume from `saved`, half way."""
-    engine, graphs = start(case, config, world), counters["stats"]["unique_graphs"]
-    first = train(engine, case, config, range(STEPS // 2))
+def run_case(case: Case, config: RunConfig, world: World, saved: Path | None) -> dict[str, Any]:
+    """Return losses and weights under DeepSpeed, and losses of runs that resume half way from `saved`."""
+    engine, graphs = start_engine(case, config, world), counters["stats"]["unique_graphs"]
+    first = train_steps(engine, case, config, range(STEPS // 2))
     if saved is not None:
         engine.snapshot(saved)
         engine.files.write()
-    results = {"losses": torch.cat((first, train(engine, case, config, range(STEPS // 2, STEPS))))}
+    results = {"losses": torch.cat((first, train_steps(engine, case, config, range(STEPS // 2, STEPS))))}
     results["groups"] = engine.groups
     results["graphs"] = counters["stats"]["unique_graphs"] - graphs
     for name, parameter in engine.model.named_parameters():
@@ -182,29 +181,29 @@ def trained(case: Case, config: RunConfig, world: World, saved: Path | None) -> 
             results[name] = parameter.detach().float().clone()
     engine.ds.destroy()
     if saved is not None:
-        results["resumed"] = resumed(case, config, world, saved)
+        results["resumed"] = resume_case(case, config, world, saved)
     if saved is not None and saved.name == "adamw-3":
         copy = saved.with_name("converted")
         run_on_main(world, lambda: to_universal(saved / "state", copy / "state"))
-        results["converted"] = resumed(case, config, world, copy, universal=True)
+        results["converted"] = resume_case(case, config, world, copy, universal=True)
     return results
 
 
-def resumed(case: Case, config: RunConfig, world: World, saved: Path, universal: bool = False) -> Tensor:
-    engine = start(case, config, world, universal)
+def resume_case(case: Case, config: RunConfig, world: World, saved: Path, universal: bool = False) -> Tensor:
+    engine = start_engine(case, config, world, universal)
     engine.load(saved)
-    losses = train(engine, case, config, range(STEPS // 2, STEPS))
+    losses = train_steps(engine, case, config, range(STEPS // 2, STEPS))
     engine.ds.destroy()
     return losses
 
 
-def plain(case: Case) -> dict[str, Any]:
-    """The truth: one process, whole batches, Muon as its author wrote it and PyTorch's AdamW.
+def train_plain(case: Case) -> dict[str, Any]:
+    """Train in one process on whole batches, with PyTorch's AdamW and Muon as its author wrote it.
 
     https://kellerjordan.github.io/posts/muon
     """
-    model, train = build(case), recipe(case).train
-    fuse(model, case)
+    model, train = build_model(case), load_recipe(case).train
+    fuse_head(model, case)
     parameters = dict(model.named_parameters())
     tables = ("embed_tokens.weight", "lm_head.weight")
     matrices = [name for name, p in parameters.items() if p.dim() == 2 and not name.endswith(tables)]
@@ -219,7 +218,7 @@ def plain(case: Case) -> dict[str, Any]:
     for step in range(STEPS):
         lr = lr_at(train, step, STEPS)
         model.zero_grad()
-        sums = model(**batch(step))
+        sums = model(**global_batch(step))
         loss = sums.loss / sums.tokens
         loss.backward()
         if train.max_grad_norm:
@@ -231,7 +230,7 @@ def plain(case: Case) -> dict[str, Any]:
             for name, momentum in body.items():
                 weight, gradient = parameters[name], parameters[name].grad
                 momentum.lerp_(gradient, 1 - 0.95)
-                update = orthogonal(gradient.lerp(momentum, 0.95))
+                update = orthogonalize(gradient.lerp(momentum, 0.95))
                 rate = lr * train.muon_lr / train.learning_rate
                 weight.mul_(1 - rate * train.weight_decay)
                 weight.add_(update, alpha=-rate * max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5)
@@ -240,8 +239,8 @@ def plain(case: Case) -> dict[str, Any]:
     return {"losses": torch.stack(losses), **state}
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Five Newton-Schulz steps towards the orthogonal factor of `matrix`."""
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """Apply five Newton-Schulz steps towards the orthogonal factor of `matrix`."""
     x = matrix / (matrix.norm() + 1e-7)
     for _ in range(5):
         gram = x @ x.T
@@ -249,8 +248,8 @@ def orthogonal(matrix: Tensor) -> Tensor:
     return x
 
 
-def probed(name: str, scale: float | None = None, attn: str | None = None) -> str:
-    """Return the start-up probe's verdict on a family, after two training steps where it is admitted."""
+def probe_family(name: str, scale: float | None = None, attn: str | None = None) -> str:
+    """Return the start-up probe's verdict on a family. Train two steps if it is accepted."""
     model = family(name, attn)
     fuse_model(model, get_objective("mle"), **({} if scale is None else {"logit_scale": scale}))
     zero = {"overlap_comm": False, "stage3_param_persistence_threshold": 0, "stage": 3}
@@ -270,28 +269,29 @@ def probed(name: str, scale: float | None = None, attn: str | None = None) -> st
     return packing
 
 
-class Traffic(contextlib.ExitStack):
-    """Within the block: elements by collective."""
+@contextlib.contextmanager
+def counted_elements() -> Iterator[Counter[str]]:
+    """Count the elements that each collective sends within the block."""
+    elements: Counter[str] = Counter()
 
-    def __enter__(self) -> Traffic:
-        self.elements: dict[str, int] = {}
-        for name in ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather"):
-            self.enter_context(mock.patch.object(dist, name, self._counted(name, getattr(dist, name))))
-        return self
-
-    def _counted(self, name: str, collective: Any) -> Any:
+    def count_calls(name: str, collective: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
             tensors = (a for a in (*arguments, *options.values()) if isinstance(a, Tensor))
             largest = max((tensor.numel() for tensor in tensors), default=0)
-            if largest > WIDTH:  # no norms
-                self.elements[name] = self.elements.get(name, 0) + largest
+            if largest > WIDTH:  # not a norm
+                elements[name] += largest
             return collective(*arguments, **options)
 
         return call
 
+    with contextlib.ExitStack() as stack:
+        for name in ("all_reduce", "reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_gather"):
+            stack.enter_context(mock.patch.object(dist, name, count_calls(name, getattr(dist, name))))
+        yield elements
 
-def traffic(case: str) -> dict[str, int]:
-    """Count what a step of PASSES passes sends, once the optimizer has its state."""
+
+def count_traffic(case: str) -> dict[str, int]:
+    """Return the elements that a step of PASSES passes sends. The first step also creates optimizer state."""
     file, dtype, changes = TRAFFIC[case]
     config = json.loads((REPO / f"ds_configs/{file}.json").read_text(encoding="utf-8"))
     config["zero_optimization"] |= changes | {"reduce_bucket_size": WIDTH * WIDTH}
@@ -302,38 +302,38 @@ def traffic(case: str) -> dict[str, int]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     for _ in range(2):
-        with Traffic() as counted:
+        with counted_elements() as elements:
             for _ in range(PASSES):
                 engine.backward(engine(torch.ones(1, WIDTH, dtype=dtype)).float().pow(2).sum())
                 engine.step()
-    return counted.elements
+    return dict(elements)
 
 
 def main(directory: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     world = start_world()
-    results: dict[str, dict[Any, Any]] = {"traffic": {case: traffic(case) for case in TRAFFIC}}
+    results: dict[str, dict[Any, Any]] = {"traffic": {case: count_traffic(case) for case in TRAFFIC}}
     results["wrapped"] = {case: wrapped.together(case, directory) for case in wrapped.CASES}
-    results["probed"] = {arguments: probed(*arguments) for arguments in PROBED}
+    results["probed"] = {arguments: probe_family(*arguments) for arguments in PROBED}
     results["stages"] = {}
-    hpz = json.loads((REPO / "ds_configs/zero3_hpz.json").read_text(encoding="utf-8"))
-    hpz["zero_optimization"] |= {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
-    small = json.loads((REPO / "ds_configs/zero3.json").read_text(encoding="utf-8"))
-    small["zero_optimization"] |= {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
     folder = directory / f"{world.rank}"
     folder.mkdir()
-    (folder / "HPZ.json").write_text(json.dumps(hpz))
-    (folder / "SMALL.json").write_text(json.dumps(small))
+    files = {"HPZ": ("zero3_hpz", "zero_hpz_partition_size", 2)}
+    files["SMALL"] = ("zero3", "stage3_max_live_parameters", 0)
+    for name, (file, key, value) in files.items():
+        config = json.loads((REPO / f"ds_configs/{file}.json").read_text(encoding="utf-8"))
+        config["zero_optimization"] |= {key: value, "stage3_param_persistence_threshold": 0}
+        (folder / f"{name}.json").write_text(json.dumps(config))
     for name, case in CASES.items():
-        files = (folder,) if case.file.isupper() else ()
+        folders = (folder,) if case.file.isupper() else ()
         saved = directory / name if name in RESUMED else None
-        # Muon's step is compiled wherever it is used: only the case about compiling waits for that
+        # Muon's step is compiled by default. Only the case about compilation waits for this.
         stance = "default" if "model.compile=true" in case.overrides else "force_eager"
-        # generating code for a CPU takes a minute; what goes into it is the same
+        # The graphs are the same without code generation, which takes a minute on a CPU.
         as_graphs = mock.patch.object(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
         with as_graphs, torch.compiler.set_stance(stance):
-            results["stages"][name] = trained(case, recipe(case, *files), world, saved)
+            results["stages"][name] = run_case(case, load_recipe(case, *folders), world, saved)
     if world.is_main:
         torch.save(results, directory / "results.pt")
     dist.barrier()

@@ -1,7 +1,7 @@
-"""What ZeRO holds on a GPU of RANKS, of which one is there: python -m tests.helpers.zero_worker FILE.json
+"""Memory of one of RANKS ranks under ZeRO: python -m tests.helpers.zero_worker FILE.json
 
-Collectives move nothing, and the accelerator is a CPU that says it has streams, so that DeepSpeed overlaps
-and buffers as on a GPU. Every tensor is real, and its memory is counted while it lives.
+The other ranks are simulated: collectives send nothing. The accelerator is a CPU that claims to have streams,
+so that DeepSpeed overlaps and buffers as on a GPU. Tensors are real, and their memory is counted.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def name(stage: int, dtype: str) -> str:
 
 
 class Stream:
-    """A stream or an event, on which everything is done at once."""
+    """A stream or an event that does nothing."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
@@ -57,7 +57,7 @@ class Stream:
 
 
 class Accelerator(CPU_Accelerator):
-    """A CPU that says of itself what a GPU does."""
+    """A CPU with the properties of a GPU."""
 
     Stream = Event = Stream  # type: ignore[assignment]
 
@@ -73,8 +73,8 @@ class Accelerator(CPU_Accelerator):
     default_stream = current_stream
 
 
-def measured(stage: int, dtype: str) -> dict[str, float]:
-    """Return bytes between two steps and at the peak of one, and those that are planned."""
+def measure_memory(stage: int, dtype: str) -> dict[str, float]:
+    """Return measured bytes between two steps and at the peak of a step, and the planned ones."""
     settings = [f"model.dtype={dtype}", f"data.sequence_len={BLOCK}", "objective.name=mle"]
     settings += [f"deepspeed={REPO}/ds_configs/zero{stage}.json", f"train.global_batch_size={RANKS * PASSES}"]
     config = load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", settings)
@@ -84,7 +84,7 @@ def measured(stage: int, dtype: str) -> dict[str, float]:
     ds_config["zero_optimization"] |= {"overlap_comm": True, "stage3_param_persistence_threshold": 0}
     ds_config["zero_optimization"] |= dict.fromkeys(SMALL, BUCKET)
     gc.collect()
-    gc.freeze()  # DeepSpeed collects again and again, to say how much memory is in use
+    gc.freeze()  # DeepSpeed collects garbage whenever it logs the memory in use
     with Trace(device="cpu") as trace:
         shape = LlamaConfig(**SHAPE, vocab_size=VOCAB, tie_word_embeddings=False)
         model = LlamaForCausalLM(shape).to(getattr(torch, dtype)).train()
@@ -93,7 +93,7 @@ def measured(stage: int, dtype: str) -> dict[str, float]:
         engine = Engine(model, ds_config, World(0, RANKS, torch.device("cpu")))
         ids = torch.arange(BLOCK)[None]
         micro_batches = [{"input_ids": ids, "labels": ids}] * PASSES
-        for _ in range(2):  # the first makes the optimizer's state
+        for _ in range(2):  # the first step creates the optimizer's state
             trace.peak = between = trace.held
             engine.train_step(micro_batches, BLOCK * RANKS * PASSES, 1e-4, seed=0, stop=False)
     setup = dataclasses.replace(setup_of(config, batch, ds_config, objective), chunk_mb=CHUNK_MB)
@@ -110,9 +110,9 @@ def main(path: Path) -> None:
     deepspeed.init_distributed(dist_backend="fake")
     with (
         mock.patch.object(Tensor, "record_stream", lambda tensor, stream: None),
-        mock.patch.object(Engine, "_frozen_sum", lambda engine: 0),  # which asks the other ranks
+        mock.patch.object(Engine, "_frozen_sum", lambda engine: 0),  # it needs the other ranks
     ):
-        results = {name(*case): measured(*case) for case in CASES}
+        results = {name(*case): measure_memory(*case) for case in CASES}
     path.write_text(json.dumps(results), encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""Real runs: exact resume on any ranks, stops, domains, adapters, saving beside training, preflight."""
+"""Real runs: exact resume on any number of ranks, stops, domains, adapters, background saves, preflight."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +35,8 @@ from emo.pipeline.control.run_dir import (
     PROFILE,
     SAMPLES,
     VALIDATION,
+    checkpoint_problem,
     checkpoints,
-    problem,
     read_metrics,
     read_records,
     step_directory,
@@ -64,85 +63,98 @@ SOURCES = [
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two domains, mixed, and two validation sets; saved and measured at steps 3, 6 and 8."""
+    """Two mixed domains and two validation sets. It saves and validates at steps 3, 6 and 8."""
     directory = tmp_path_factory.mktemp("tiny")
     saves = {"save_steps": 3, "save_total_limit": 5, "eval_steps": 3}
-    mixture = {"shares": SHARES}
-    return launching.tiny_recipe(directory, SETS, {"sources": SOURCES}, mixture=mixture, **saves)
+    return launching.tiny_recipe(directory, SETS, {"sources": SOURCES}, mixture={"shares": SHARES}, **saves)
 
 
-def ranks(recipe: Path, run_dir: Path, *options: str) -> None:
-    """Run to the end on two ranks."""
-    arguments = (str(recipe), f"output_dir={run_dir}", *options)
-    done = launching.run_ranks("launch/continual.sh", *arguments)
+def run_two_ranks(recipe: Path, run_dir: Path, *options: str) -> None:
+    done = launching.run_ranks("launch/continual.sh", str(recipe), f"output_dir={run_dir}", *options)
     assert done.returncode == ExitCode.DONE, done.stdout
+
+
+def run_one_rank(recipe: Path, run_dir: Path, *options: str, code: ExitCode = ExitCode.DONE) -> str:
+    """Return the output of a run that exits with `code`."""
+    done = launching.run_alone(str(recipe), f"output_dir={run_dir}", *options)
+    assert done.returncode == code, done.stdout
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
 def undisturbed(recipe: Path) -> Path:
-    """The run directory of a run on two ranks, in several passes each, not disturbed."""
+    """The directory of an undisturbed run on two ranks, with several passes per step."""
     run_dir = recipe.parent / "undisturbed"
-    ranks(recipe, run_dir)
+    run_two_ranks(recipe, run_dir)
     return run_dir
 
 
-def trained(run_dir: Path) -> list[dict[str, Any]]:
+def read_steps(run_dir: Path) -> list[dict[str, Any]]:
     return [record for record in read_metrics(run_dir) if "nll" in record]
 
 
 def test_a_run_logs_saves_and_exports(undisturbed: Path) -> None:
-    records = trained(undisturbed)
+    records = read_steps(undisturbed)
     assert [r["step"] for r in records] == list(range(1, 9))
     for record in records:
         assert 0 < record["nll"] < 8 and 0 < record["demd"] < 2 and record["grad_norm"] > 0
         assert record["loss"] == pytest.approx(record["nll"], rel=1e-5)  # equal by construction (eq. 19)
     assert records[-1]["nll"] < records[0]["nll"]
-    measured = [(r["step"], r["set"]) for r in read_metrics(undisturbed) if "validation_nll" in r]
-    assert measured == [(step, name) for step in (0, 3, 6, 8) for name in SETS]
+    validations = [(r["step"], r["set"]) for r in read_metrics(undisturbed) if "validation_nll" in r]
+    assert validations == [(step, name) for step in (0, 3, 6, 8) for name in SETS]
     assert [step_of(d) for d in checkpoints(undisturbed)] == [3, 6, 8]
     info = json.loads((undisturbed / EXPORT / "export.json").read_text())
     assert (info["step"], info["objective"], info["tokens"]) == (8, "emo", records[-1]["tokens"])
 
 
-def test_stopped_then_killed_and_begun_again_equals_undisturbed(undisturbed: Path, recipe: Path) -> None:
-    """SIGTERM to one rank under `deepspeed`, SIGKILL under torchrun, which starts all again.
+def test_a_run_that_was_stopped_and_killed_equals_an_undisturbed_one(undisturbed: Path, recipe: Path) -> None:
+    """One rank gets SIGTERM under `deepspeed`, then SIGKILL under torchrun, which restarts all ranks.
 
-    And sampling under ZeRO-3 changes no number; its texts are greedy as those of the export.
+    Sampling under ZeRO-3 changes no number. Its greedy texts are those of the export.
     """
     run_dir = recipe.parent / "disturbed"
     samples = (f"train.sample_prompts={json.dumps(PROMPTS)}", "train.sample_tokens=6")
     arguments = (str(recipe), f"output_dir={run_dir}", *samples)
     process = launching.start(2, *arguments)
     wait_for_step(run_dir, 2)
-    signalled(run_dir, signal.SIGTERM)
+    send_signal(run_dir, signal.SIGTERM)
     output, _ = process.communicate(timeout=120)
     assert process.returncode == ExitCode.STOPPED, output
     saved = step_of(checkpoints(run_dir)[-1])
-    with (run_dir / SAMPLES).open("a") as file:  # of a step that is going to be taken again
+    with (run_dir / SAMPLES).open("a") as file:  # of a step that will be repeated
         file.write('{"step": 8, "prompt": "It", "text": " was lost"}\n')
     torchrun = ["torchrun", "--standalone", "--nproc-per-node=2", "--max-restarts=2", "launch/continual.sh"]
     process = launching.popen([*torchrun, *arguments], TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     wait_for_step(run_dir, saved + 1)
-    signalled(run_dir, signal.SIGKILL)
+    send_signal(run_dir, signal.SIGKILL)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == ExitCode.DONE, output
     assert losses(run_dir) == losses(undisturbed)
-    measured, files = [], []
-    for directory in (run_dir, undisturbed):
-        measured.append([r | {"time": None} for r in read_metrics(directory) if "set" in r])
-        paths = (directory / VALIDATION).rglob("*.npz")
-        files.append({path.relative_to(directory): path.read_bytes() for path in paths})
-    assert measured[0] == measured[1] and len(measured[0]) == 4 * len(SETS)
-    assert files[0] == files[1] and len(files[0]) == 4 * len(SETS)
+    for read_results in (read_validations, read_validation_files):
+        results = read_results(run_dir)
+        assert results == read_results(undisturbed) and len(results) == 4 * len(SETS)
     launches = read_records(run_dir / LAUNCHES)[0]
-    begun, ended = ([r for r in launches if r["event"] == event] for event in ("begin", "end"))
-    steps = [r["step"] for r in begun]
+    starts, ends = ([r for r in launches if r["event"] == event] for event in ("begin", "end"))
+    steps = [r["step"] for r in starts]
     assert steps[:2] == [0, saved] and steps[2] in (saved, 3, 6) and len(steps) == 3
-    assert ended[0]["reason"] == "SIGTERM", "though another rank had it"
-    assert (begun[0]["ranks"], begun[0]["hosts"], ended[-1]["how"]) == (2, 1, "finished")
+    assert ends[0]["reason"] == "SIGTERM", "rank 0 reports the signal of another rank"
+    assert (starts[0]["ranks"], starts[0]["hosts"], ends[-1]["how"]) == (2, 1, "finished")
+    check_samples(run_dir, saved)
+
+
+def read_validations(run_dir: Path) -> list[dict[str, Any]]:
+    return [record | {"time": None} for record in read_metrics(run_dir) if "set" in record]
+
+
+def read_validation_files(run_dir: Path) -> dict[Path, bytes]:
+    return {path.relative_to(run_dir): path.read_bytes() for path in (run_dir / VALIDATION).rglob("*.npz")}
+
+
+def check_samples(run_dir: Path, stopped: int) -> None:
+    """Compare the sampled texts of a run that stopped once with those of its export."""
     records, damaged = read_records(run_dir / SAMPLES)
     assert not damaged
-    sampled = [step for step in (0, 3, 6, 8) if step != saved]  # a run that stops writes no texts
+    sampled = [step for step in (0, 3, 6, 8) if step != stopped]  # a run that stops writes no texts
     assert [(r["step"], r["prompt"]) for r in records] == [(s, p) for s in sampled for p in PROMPTS]
     model = AutoModelForCausalLM.from_pretrained(run_dir / EXPORT)
     tokenizer = load_tokenizer(run_dir / EXPORT)
@@ -154,17 +166,17 @@ def test_stopped_then_killed_and_begun_again_equals_undisturbed(undisturbed: Pat
         assert record["prompt"] + record["text"] == tokenizer.decode(out[0], skip_special_tokens=True)
 
 
-def signalled(run_dir: Path, number: signal.Signals) -> None:
+def send_signal(run_dir: Path, number: signal.Signals) -> None:
     rank = launching.member(run_dir, "rank 1")
     assert rank is not None
     rank.send_signal(number)
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_documents_are_measured_as_the_model_alone_reads_them(
+def test_the_nll_of_a_document_does_not_depend_on_ranks_and_packing(
     undisturbed: Path, recipe: Path, name: str
 ) -> None:
-    """Each part by itself, whatever the ranks, the micro-batch and the packing; parts of one are summed."""
+    """The export's NLLs, one part of a document at a time, add up to the validation's."""
     model = AutoModelForCausalLM.from_pretrained(undisturbed / "export", dtype=torch.float64)
     data = TokenDataset(recipe.parent / "data" / split_of(name))
     batch = data.batch(np.arange(6))  # train.eval_rows
@@ -188,66 +200,64 @@ def test_documents_are_measured_as_the_model_alone_reads_them(
     assert record["validation_nll"] == pytest.approx(sum(nlls) / sum(tokens), rel=1e-4)
     limits = [record[f"validation_change{end}"] for end in ("", "_low", "_high")]
     assert change(start, result) == pytest.approx((*limits, len(tokens)))
-    assert limits[1] < limits[0] < 0, "it learns"
+    assert limits[1] < limits[0] < 0, "the NLL falls"
 
 
 def test_another_number_of_ranks_resumes_with_the_same_losses(undisturbed: Path, recipe: Path) -> None:
-    """From the checkpoint before the newest, which is torn."""
+    """It resumes from an older checkpoint, because the newest one is damaged."""
     run_dir = recipe.parent / "ranks"
     shutil.copytree(undisturbed, run_dir)
     shutil.rmtree(run_dir / "export")
     victim = max((checkpoints(run_dir)[-1] / "state").rglob("*.pt"), key=lambda p: p.stat().st_size)
     victim.write_bytes(victim.read_bytes()[:-10])
-    done = launching.run_alone(str(recipe), f"output_dir={run_dir}")
-    assert done.returncode == 0, done.stdout
-    assert "step-000008 is not used" in done.stdout
-    assert "step-000006 was saved by 2 ranks: converting it for 1" in done.stdout
+    output = run_one_rank(recipe, run_dir)
+    assert "step-000008 is not used" in output
+    assert "step-000006 was saved by 2 ranks: converting it for 1" in output
     for result, expected in zip(losses(run_dir), losses(undisturbed), strict=True):
         assert result == pytest.approx(expected, rel=1e-5)
 
 
-# An objective whose loss is not finite although its gradient is, for tokens as a new model predicts them.
-LOST = """
+# An objective with a finite gradient, whose loss is NaN for the probabilities of a new model.
+NAN_LOSS = """
 import torch
 from emo.pipeline.loss.objectives import Coefficients
 
 
-def lost(m):
+def nan_loss(m):
     new = (m > 5.945) & (m < 5.955)
     return Coefficients(torch.where(new, float("nan"), m), A=torch.ones_like(m))
 """
 
 
 def test_a_loss_that_is_not_finite_changes_no_weight(recipe: Path, tmp_path: Path) -> None:
-    run_dir, objective = tmp_path / "run", tmp_path / "lost.py"
-    objective.write_text(LOST)
-    options = ["train.max_steps=2", "deepspeed=ds_configs/zero2.json", f"objective.name={objective}:lost"]
-    done = launching.run_alone(str(recipe), f"output_dir={run_dir}", *options)
-    assert done.returncode == ExitCode.DONE, done.stdout
+    run_dir, objective = tmp_path / "run", tmp_path / "objective.py"
+    objective.write_text(NAN_LOSS)
+    options = ["train.max_steps=2", "deepspeed=ds_configs/zero2.json", f"objective.name={objective}:nan_loss"]
+    run_one_rank(recipe, run_dir, *options)
     assert len((run_dir / BAD_BATCHES).read_text(encoding="utf-8").splitlines()) == 2
     first, last = (load_file(run_dir / name / "model.safetensors") for name in ("initial", "export"))
     assert all(torch.equal(first[name], last[name]) for name in first)
 
 
-def test_a_head_without_a_learning_rate_stays_as_it_is(recipe: Path, tmp_path: Path) -> None:
-    """Under ZeRO-3; also after resuming, and with weight decay."""
+def test_a_head_with_learning_rate_0_does_not_change(recipe: Path, tmp_path: Path) -> None:
+    """Under ZeRO-3, with weight decay, and after resuming."""
     run_dir, options = tmp_path / "run", ["train.head_lr_ratio=0", "train.weight_decay=0.1"]
-    ranks(recipe, run_dir, *options, "train.max_steps=6")
+    run_two_ranks(recipe, run_dir, *options, "train.max_steps=6")
     for directory in (checkpoints(run_dir)[-1], run_dir / "export"):
         shutil.rmtree(directory)
-    ranks(recipe, run_dir, *options, "train.max_steps=6")
+    run_two_ranks(recipe, run_dir, *options, "train.max_steps=6")
     first, last = (load_file(run_dir / name / "model.safetensors") for name in ("initial", "export"))
     assert [name for name in first if torch.equal(first[name], last[name])] == ["lm_head.weight"]
 
 
-def test_adapters_reach_their_export_and_stay_with_their_base(recipe: Path, tmp_path: Path) -> None:
-    """No checkpoint holds the frozen weights, so they are known again by a sum; also on other ranks."""
+def test_adapters_are_exported_and_resume_only_with_their_base(recipe: Path, tmp_path: Path) -> None:
+    """Checkpoints hold no frozen weights, but a sum identifies them, on any number of ranks."""
     base, run_dir = tmp_path / "base", tmp_path / "run"
     keys = yaml.safe_load(recipe.read_text(encoding="utf-8"))["model"]["architecture"]
     AutoModelForCausalLM.from_config(AutoConfig.for_model(**keys)).save_pretrained(base)
     options = [f"model.path={base}", "model.architecture=null", "model.lora.r=2"]
     options += ["train.max_steps=3", "train.save_steps=1", "train.learning_rate=0.1"]
-    ranks(recipe, run_dir, *options)
+    run_two_ranks(recipe, run_dir, *options)
     before, after = (load_file(directory / "model.safetensors") for directory in (base, run_dir / "export"))
     name = "model.layers.0.mlp.up_proj.weight"
     assert (after[name] - before[name]).abs().max() > 1e-4
@@ -255,11 +265,9 @@ def test_adapters_reach_their_export_and_stay_with_their_base(recipe: Path, tmp_
         shutil.rmtree(run_dir / directory)
     (base / "model.safetensors").rename(tmp_path / "right")
     save_file(before | {name: before[name] * 1.1}, base / "model.safetensors", {"format": "pt"})
-    wrong = launching.run_alone(str(recipe), f"output_dir={run_dir}", *options)
-    assert wrong.returncode == 2 and "another base model" in wrong.stdout, wrong.stdout
+    assert "another base model" in run_one_rank(recipe, run_dir, *options, code=ExitCode.MISTAKE)
     (tmp_path / "right").rename(base / "model.safetensors")
-    again = launching.run_alone(str(recipe), f"output_dir={run_dir}", *options)
-    assert again.returncode == 0 and "resumed from" in again.stdout, again.stdout
+    assert "resumed from" in run_one_rank(recipe, run_dir, *options)
 
 
 def tokens_of_domains(recipe: Path, history: list[Holding], steps: int) -> list[int]:
@@ -270,10 +278,10 @@ def tokens_of_domains(recipe: Path, history: list[Holding], steps: int) -> list[
     return np.bincount(data.domain[rows], weights=data.valid[rows]).astype(int).tolist()
 
 
-def test_the_parts_are_the_whole(recipe: Path, undisturbed: Path) -> None:
-    """Tokens are those of the order; losses and NLLs of the domains add up to those of the step."""
+def test_domains_add_up_to_the_step(recipe: Path, undisturbed: Path) -> None:
+    """Tokens follow the order of rows. Losses and NLLs add up to the step's."""
     before = [0, 0]
-    for record in trained(undisturbed):
+    for record in read_steps(undisturbed):
         parts = [record["domains"][name] for name in SETS]
         tokens = [part["tokens"] for part in parts]
         assert tokens == tokens_of_domains(recipe, [FIRST], record["step"])
@@ -285,36 +293,33 @@ def test_the_parts_are_the_whole(recipe: Path, undisturbed: Path) -> None:
 
 
 def test_a_mixture_changes_at_a_resume(recipe: Path, undisturbed: Path) -> None:
-    """From the checkpoint of step 3: by its key alone, recorded, and without a row that comes early.
-
-    Nor where the run is then resumed from its copy alone.
-    """
+    """From the checkpoint of step 3, rows follow the new mixture, also if only a copy is left."""
     run_dir, copies = recipe.parent / "changed", recipe.parent / "changed-copies"
     shutil.copytree(undisturbed, run_dir)
     for directory in (run_dir / EXPORT, *(step_directory(run_dir, step) for step in (6, 8))):
         shutil.rmtree(directory)
-    changes = (f"train.mixture={json.dumps({'shares': LATER})}", "train.mixture_from=3")
-    changes += (f"train.copy_to={copies}",)
-    ranks(recipe, run_dir, *changes)
+    mixture = f"train.mixture={json.dumps({'shares': LATER})}"
+    changes = (mixture, "train.mixture_from=3", f"train.copy_to={copies}")
+    run_two_ranks(recipe, run_dir, *changes)
     history = [FIRST, Holding(3, MixtureConfig.model_validate({"shares": LATER}))]
-    last = trained(run_dir)[-1]["domains"]
+    last = read_steps(run_dir)[-1]["domains"]
     assert [last[name]["tokens"] for name in SETS] == tokens_of_domains(recipe, history, 8)
-    assert last != trained(undisturbed)[-1]["domains"]
-    assert trained(run_dir)[:3] == trained(undisturbed)[:3]
+    assert last != read_steps(undisturbed)[-1]["domains"]
+    assert read_steps(run_dir)[:3] == read_steps(undisturbed)[:3]
     written = yaml.safe_load((run_dir / CONFIG).read_text())["mixtures"]
     assert [entry["step"] for entry in written] == [0, 3] and written[1]["mixture"]["shares"] == LATER
     for directory in (run_dir, step_directory(copies, 8)):
         shutil.rmtree(directory)
-    ranks(recipe, run_dir, *changes)
-    assert trained(run_dir)[-1]["domains"] == last
+    run_two_ranks(recipe, run_dir, *changes)
+    assert read_steps(run_dir)[-1]["domains"] == last
 
 
-def test_preflight_of_fit_and_unfit_hosts(recipe: Path, tmp_path: Path) -> None:
-    """Two ranks; then one without data, and a run directory that cannot be: each with what to do."""
+def test_preflight_reports_what_a_host_lacks(recipe: Path, tmp_path: Path) -> None:
+    """Two ranks that may train, then one without data and with an impossible run directory."""
     command = ["-m", "emo", "preflight", str(recipe)]
     done = launching.run_ranks(*command, f"output_dir={tmp_path / 'run'}", COLUMNS="200")
     assert done.returncode == 0 and "all-reduce" in done.stdout, done.stdout
-    assert not (tmp_path / "run").exists()  # nothing stays behind
+    assert not (tmp_path / "run").exists()
     (tmp_path / "file").write_text("")
     wrong = [f"output_dir={tmp_path / 'file' / 'run'}", f"data.dir={tmp_path / 'none'}"]
     done = launching.run_forked([{"COLUMNS": "200"}], *command, *wrong)
@@ -322,108 +327,106 @@ def test_preflight_of_fit_and_unfit_hosts(recipe: Path, tmp_path: Path) -> None:
     assert all(cure in done.stdout for cure in ("emo prepare", "set output_dir to where you may write"))
 
 
-def run(disturbance: str, recipe: Path, run_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """A run that is disturbed as `disturbance` says."""
+def run_disturbed(
+    disturbance: str, recipe: Path, run_dir: Path, *options: str, code: ExitCode = ExitCode.DONE
+) -> str:
+    """Return the output of a run with a `disturbance` of tests/helpers/saving_worker.py."""
     saves = (f"train.max_steps={LAST}", "train.save_steps=2", "train.export_checkpoints=true")
     arguments = (disturbance, str(recipe), f"output_dir={run_dir}", *saves, *options)
-    return launching.run_ranks("-m", "tests.helpers.saving_worker", *arguments)
+    done = launching.run_ranks("-m", "tests.helpers.saving_worker", *arguments)
+    assert done.returncode == code, done.stdout
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
-def whole(recipe: Path) -> Path:
-    """A finished run that wrote exports late and kept one checkpoint; its copies are beside it."""
-    run_dir = recipe.parent / "whole"
+def late_exports(recipe: Path) -> Path:
+    """A run that wrote exports late and kept one checkpoint. Its copies are next to it."""
+    run_dir = recipe.parent / "late-exports"
     options = ("train.save_total_limit=1", f"train.copy_to={recipe.parent / 'copies'}")
-    done = run("late", recipe, run_dir, *options)
-    assert done.returncode == ExitCode.DONE, done.stdout
+    run_disturbed("late", recipe, run_dir, *options)
     return run_dir
 
 
-def test_exports_are_written_beside_training_and_of_their_step(whole: Path) -> None:
-    """Steps are taken meanwhile and do not show; nobody sees the new checkpoint, and one is kept."""
-    assert [json.loads(line) for line in (whole.parent / SEEN).read_text().splitlines()] == [
+def test_background_exports_have_the_weights_of_their_step(late_exports: Path) -> None:
+    """Training continues meanwhile. A checkpoint is invisible until it is complete."""
+    assert [json.loads(line) for line in (late_exports.parent / SEEN).read_text().splitlines()] == [
         {"step": 2, "checkpoints": [], "targets": []},
-        {"step": 4, "checkpoints": [2], "targets": ["whole-step-000002"]},
+        {"step": 4, "checkpoints": [2], "targets": ["late-exports-step-000002"]},
     ]
-    copies = checkpoints(whole.parent / "copies")
-    assert [step_of(d) for d in checkpoints(whole)] == [LAST]
+    copies = checkpoints(late_exports.parent / "copies")
+    assert [step_of(d) for d in checkpoints(late_exports)] == [LAST]
     assert [step_of(d) for d in copies] == [2, 4]
     exports = []
     for directory in copies:
-        assert problem(directory) is None
+        assert checkpoint_problem(directory) is None
         exports.append(load_file(directory / HF / "model.safetensors"))
         state = get_fp32_state_dict_from_zero_checkpoint(str(directory), tag="state")
         assert exports[-1].keys() == state.keys()
         assert all(torch.equal(exports[-1][name], state[name]) for name in state)
         assert json.loads((directory / HF / "export.json").read_text())["step"] == step_of(directory)
     assert not torch.equal(exports[0]["lm_head.weight"], exports[1]["lm_head.weight"])
-    final = load_file(whole / EXPORT / "model.safetensors")
+    final = load_file(late_exports / EXPORT / "model.safetensors")
     assert all(torch.equal(final[name], exports[-1][name]) for name in final)
 
 
-def test_a_copy_is_resumed_from_and_a_full_disk_loses_none(recipe: Path, whole: Path, tmp_path: Path) -> None:
-    """The run directory is gone, and of two checkpoints in the copy the newer one is damaged."""
+def test_a_run_resumes_from_copies_and_a_full_disk_loses_no_checkpoint(
+    recipe: Path, late_exports: Path, tmp_path: Path
+) -> None:
+    """The run directory is gone, and the newer of two copied checkpoints is damaged."""
     run_dir, target = tmp_path / "run", tmp_path / "copies"
-    shutil.copytree(whole.parent / "copies", target)
+    shutil.copytree(late_exports.parent / "copies", target)
     next((target / f"step-{LAST:06d}/state").glob("*optim*")).write_bytes(b"damaged")
-    other = run("late", recipe, run_dir, f"train.copy_to={target}", "train.seed=5")
-    assert other.returncode == ExitCode.MISTAKE and f"{target} was" in other.stdout, other.stdout
+    copy_to = f"train.copy_to={target}"
+    output = run_disturbed("late", recipe, run_dir, copy_to, "train.seed=5", code=ExitCode.MISTAKE)
+    assert f"{target} was" in output
     assert not (run_dir / CONFIG).exists() and not checkpoints(run_dir)
-    done = run("full", recipe, run_dir, "train.save_steps=1", f"train.copy_to={target}")
-    assert re.search(rf"step-{LAST:06d} in .* is not used: state/", done.stdout), done.stdout
-    assert "fetched step-000002" in done.stdout
-    assert done.returncode == ExitCode.FAILURE and "Traceback" not in done.stdout, done.stdout
+    output = run_disturbed("full", recipe, run_dir, "train.save_steps=1", copy_to, code=ExitCode.FAILURE)
+    assert re.search(rf"step-{LAST:06d} in .* is not used: state/", output), output
+    assert "fetched step-000002" in output and "Traceback" not in output
     (remaining,) = checkpoints(run_dir)
-    assert step_of(remaining) == 2 and problem(remaining) is None
-    ranks(recipe, run_dir, f"train.max_steps={LAST}")
-    assert losses(run_dir) == losses(whole)
+    assert step_of(remaining) == 2 and checkpoint_problem(remaining) is None
+    run_two_ranks(recipe, run_dir, f"train.max_steps={LAST}")
+    assert losses(run_dir) == losses(late_exports)
 
 
-def test_weights_that_are_not_finite_are_in_no_checkpoint(recipe: Path, tmp_path: Path) -> None:
-    """One value of one rank. Trying again from the last checkpoint would end alike: somebody must look."""
+def test_weights_that_are_not_finite_are_not_saved(recipe: Path, tmp_path: Path) -> None:
+    """A single value of one rank ends the run as a mistake, because another start would fail again."""
     options = ["train.save_steps=1", "train.export_checkpoints=false", "train.async_save=false"]
-    done = run("damaged", recipe, tmp_path / "run", *options)
-    assert done.returncode == ExitCode.MISTAKE and "Traceback" not in done.stdout, done.stdout
+    output = run_disturbed("damaged", recipe, tmp_path / "run", *options, code=ExitCode.MISTAKE)
+    assert "Traceback" not in output
     assert [step_of(d) for d in checkpoints(tmp_path / "run")] == [1]
     assert not list((tmp_path / "run").glob("step-*.partial")) and not (tmp_path / "run" / EXPORT).exists()
 
 
-def test_a_rank_that_hangs_is_given_up(recipe: Path, tmp_path: Path) -> None:
-    done = run("hanging", recipe, tmp_path / "run", "train.timeout_minutes=0.05", "train.save_steps=0")
-    assert done.returncode == ExitCode.FAILURE
-    assert "rank 0 lost another rank" in done.stdout
+def test_a_rank_that_hangs_ends_the_run_and_is_named(recipe: Path, tmp_path: Path) -> None:
+    options = ("train.timeout_minutes=0.05", "train.save_steps=0")
+    output = run_disturbed("hanging", recipe, tmp_path / "run", *options, code=ExitCode.FAILURE)
+    assert "rank 0 lost another rank" in output
     reason = read_records(tmp_path / "run" / LAUNCHES)[0][-1]["reason"]
-    assert re.search(r"late: rank 1 on \S+ \(training\); others waited in all_reduce \(engine", reason), (
-        reason
-    )
-    assert reason.partition("; ")[2] in done.stdout
+    culprit = r"late: rank 1 on \S+ \(training\); others waited in all_reduce \(engine"
+    assert re.search(culprit, reason), reason
+    assert reason.partition("; ")[2] in output
 
 
-def test_a_rank_that_is_slow_is_named(recipe: Path, tmp_path: Path) -> None:
-    """In the host's part of a step and in both passes of the head; measuring and saving are nobody's own."""
-    options = [
-        "train.export_checkpoints=false",
-        "train.eval_steps=6",
-        "train.save_steps=6",
-        "train.max_steps=12",
-    ]
-    options += ["train.profile={steps: [2, 2], ranks: [1]}"]
-    done = run("slow", recipe, tmp_path / "run", *options)
-    assert done.returncode == ExitCode.DONE, done.stdout
+def test_a_slow_rank_is_named(recipe: Path, tmp_path: Path) -> None:
+    """It is slow on the host and in both passes of the head. Validation and saves do not count."""
+    options = ["train.export_checkpoints=false", "train.eval_steps=6", "train.save_steps=6"]
+    options += ["train.max_steps=12", "train.profile={steps: [2, 2], ranks: [1]}"]
+    output = run_disturbed("slow", recipe, tmp_path / "run", *options)
     assert [path.name for path in (tmp_path / "run" / PROFILE).iterdir()] == ["rank-1.json.gz"]
-    first, *records = trained(tmp_path / "run")
+    first, *records = read_steps(tmp_path / "run")
     assert "slowest_rank" not in first
     for record in records:
         assert record["slowest_rank"] == 1 and record["slowest_host"] == node_name()
         assert 0 < record["rank_seconds_median"] < 0.3 <= record["rank_seconds_max"] < 1
-    assert done.stdout.count("warning: rank 1 on") == 1
+    assert output.count("warning: rank 1 on") == 1
     states = read_ranks(tmp_path / "run")
     assert [(state["step"], state["doing"]) for state in states.values()] == [(12, "finished")] * 2
     assert states[0]["seconds"] < 0.3 <= states[1]["seconds"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_snapshot_takes_the_memory_of_the_last_one(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_snapshot_reuses_the_memory_of_the_last_one(tmp_path: Path, dtype: torch.dtype) -> None:
     snapshots, weight = Snapshots(None), torch.arange(6.0).to(dtype).view(2, 3)
     pointers = []
     for step in (1, 2):
@@ -431,17 +434,16 @@ def test_a_snapshot_takes_the_memory_of_the_last_one(tmp_path: Path, dtype: torc
         snapshots.save(state, str(tmp_path / f"step-{step}" / "state.pt"))
         (copied, path), *_ = snapshots._waiting
         pointers.append([copied[name].data_ptr() for name in ("w", "view")])
-        weight += 1  # training goes on
+        weight += 1  # training continues
         snapshots.write()
         written = torch.load(path)
-        assert torch.equal(written["w"], weight.t() - 1 + step) and torch.equal(
-            written["view"], weight[1:] - 1
-        )
+        assert torch.equal(written["w"], weight.t() - 1 + step)
+        assert torch.equal(written["view"], weight[1:] - 1)
     assert pointers[0] == pointers[1] and len({*pointers[0], weight.data_ptr(), weight[1:].data_ptr()}) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_only_buffers_may_hold_what_is_not_finite(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_only_buffers_may_hold_infinity(tmp_path: Path, dtype: torch.dtype) -> None:
     weight, mask = torch.ones(3, dtype=dtype), torch.tensor([0.0, -torch.inf])
     state = {"module": {"w": weight, "mask": mask}, "buffer_names": ["mask"], "step": torch.tensor(3)}
     snapshots = Snapshots(None)

@@ -21,7 +21,7 @@ from emo.pipeline.batches.order import Holding
 from emo.pipeline.checkpoint import copies, identity
 from emo.pipeline.checkpoint import saver as checkpoint
 from emo.pipeline.config import RunConfig, dump_config, load_config
-from emo.pipeline.control.run_dir import COMPLETE, CONFIG, STATE, describe, list_files, partial_directory
+from emo.pipeline.control.run_dir import COMPLETE, CONFIG, STATE, hash_files, list_files, partial_directory
 from emo.pipeline.engine.snapshots import STATE_CLASSES, only_data
 from emo.pipeline.model.export import _model_card
 from emo.pipeline.planning.checks import check_plan, check_run, sample_prompt_ids
@@ -168,7 +168,7 @@ def written(run_dir: Path, state: dict) -> Path:
     partial = partial_directory(run_dir, 3)
     partial.mkdir(parents=True)
     (partial / STATE).write_text(json.dumps(state))
-    checkpoint.write_complete(partial, describe(partial, list_files(partial)))
+    checkpoint.write_complete(partial, hash_files(partial, list_files(partial)))
     return checkpoint.publish(run_dir, 3)
 
 

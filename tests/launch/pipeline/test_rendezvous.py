@@ -17,13 +17,12 @@ MAX_NODES = 2
 
 
 class Agent:
-    """A node's torchrun: it joins a round, and leaves it for a new one where a node is waiting."""
+    """A node's torchrun. It joins a round, and leaves it for a new one if a node is waiting."""
 
     def __init__(self, port: int, name: str) -> None:
-        shape = {"min_nodes": MAX_NODES, "max_nodes": MAX_NODES, "local_addr": name}
-        parameters = rendezvous.RendezvousParameters(
-            "emo", f"localhost:{port}", "test", **shape, is_host=str(name == "a").lower()
-        )
+        options = {"min_nodes": MAX_NODES, "max_nodes": MAX_NODES, "local_addr": name}
+        options["is_host"] = str(name == "a").lower()
+        parameters = rendezvous.RendezvousParameters("emo", f"localhost:{port}", "test", **options)
         self.handler = registry.get_rendezvous_handler(parameters)
         self.rounds, self.joined = 0, False
         self.failed, self.ended = threading.Event(), threading.Event()
@@ -57,16 +56,16 @@ def agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Agent]]:
         agent.thread.join(10)
 
 
-def rounds_after(agents: list[Agent], least: int) -> int:
-    """Return how often agents joined, once it is `least` and another round would have ended."""
-    wait_for(lambda: sum(agent.rounds for agent in agents) >= least, f"{least} joined", 60)
+def count_joins(agents: list[Agent], expected: int) -> int:
+    """Return how often agents joined, after `expected` joins and the time of another round."""
+    wait_for(lambda: sum(agent.rounds for agent in agents) >= expected, f"{expected} joins", 60)
     time.sleep(3)
     return sum(agent.rounds for agent in agents)
 
 
 @pytest.mark.slow
-def test_a_node_without_room_waits_and_the_others_stay(agents: list[Agent]) -> None:
-    assert rounds_after(agents, MAX_NODES) == MAX_NODES
+def test_a_spare_node_waits_and_the_others_keep_running(agents: list[Agent]) -> None:
+    assert count_joins(agents, MAX_NODES) == MAX_NODES
     next(agent for agent in agents if agent.joined).failed.set()
-    assert rounds_after(agents, 2 * MAX_NODES) == 2 * MAX_NODES
+    assert count_joins(agents, 2 * MAX_NODES) == 2 * MAX_NODES
     assert all(agent.thread.is_alive() for agent in agents)

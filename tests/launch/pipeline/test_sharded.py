@@ -1,4 +1,4 @@
-"""Two real ranks are one process: losses, weights, optimizers, every wrapper; and what they send."""
+"""Two real ranks train as one process does, under every ZeRO stage and wrapper."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from emo.pipeline.planning.plan import setup_of
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.loss_reference import relative_error
-from tests.helpers.sharded_worker import CASES, PARAMETERS, PASSES, PROBED, STEPS, build, plain
+from tests.helpers.sharded_worker import CASES, PARAMETERS, PASSES, PROBED, STEPS, build_model, train_plain
 from tests.helpers.wrapped import CASES as WRAPPERS
 from tests.helpers.wrapped import alone
 
@@ -25,47 +25,44 @@ Results = dict[str, dict[Any, Any]]
 
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """The results and counts of rank 0 of two."""
+    """Results of rank 0 of two."""
     directory = tmp_path_factory.mktemp("sharded")
     done = launching.run_ranks("-m", "tests.helpers.sharded_worker", str(directory))
     assert done.returncode == 0, done.stdout[-5000:]
     return torch.load(directory / "results.pt")
 
 
-def test_wrapped_models_learn_what_one_process_does(
-    sharded: Results, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Loss of the global batch, and every parameter after a step."""
+def test_wrapped_models_train_as_one_process(sharded: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the loss of the global batch, and every parameter after a step."""
     monkeypatch.chdir(REPO)
     for case in WRAPPERS:
-        bound = 2e-2 if case == "autocast" else 1e-5  # halves of a batch are rounded apart in bfloat16
+        bound = 2e-2 if case == "autocast" else 1e-5  # bfloat16 rounds halves of a batch differently
         for name, value in alone(case).items():
             assert relative_error(sharded["wrapped"][case][name], value) < bound, (case, name)
 
 
-# Adam on partitions rounds like Adam; Muon's iteration may run in half precision.
+# Muon's iteration may run in half precision.
 EXACT = 1e-5
 MUON = EXACT if ns_compute_dtype() == torch.float32 else 5e-3
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_stage_moves_parameters_as_one_process(sharded: Results, name: str) -> None:
-    """Losses, and how every parameter moved: groups, weight decay, clipping, both rates, schedule.
+def test_every_stage_trains_as_one_process(sharded: Results, name: str) -> None:
+    """Losses and the updates of all parameters are the same, also in runs that resume.
 
-    A run that resumes has momentum, steps and rates back. In the form for other numbers of ranks one count of
-    steps must not be counted up by every group.
+    In a state that was converted for other ranks, each group must count its own steps.
     """
     case, result = CASES[name], sharded["stages"][name]
-    expected = plain(case)
+    expected = train_plain(case)
     bound = MUON if name.startswith("muon") else EXACT
     if name.endswith("bf16"):
-        bound = 0.25  # of a movement of a few steps, in weights and gradients of eight bits
+        bound = 0.25  # of the update of a few steps
     assert result["losses"] == pytest.approx(expected["losses"], rel=bound / 5)
-    for key, parameter in build(case).named_parameters():
-        moves = [tensors[key] - parameter.detach() for tensors in (result, expected)]
-        assert relative_error(*moves) < bound, key
+    for key, parameter in build_model(case).named_parameters():
+        updates = [tensors[key] - parameter.detach() for tensors in (result, expected)]
+        assert relative_error(*updates) < bound, key
     if case.objective == "mle":
-        # matrices of two layers; embedding and head; gains of five norms: a part of a checkpoint's layout
+        # matrices of two layers, embedding and head, gains of five norms
         assert result["groups"] == ([14, 2, 5] if name.startswith("muon") else [16, 5])
     second_half = result["losses"][STEPS // 2 :].tolist()
     if "resumed" in result:
@@ -74,18 +71,17 @@ def test_every_stage_moves_parameters_as_one_process(sharded: Results, name: str
         assert result["converted"].tolist() == pytest.approx(second_half, rel=1e-6)
 
 
-def test_layers_are_compiled_once(sharded: Results) -> None:
-    """One graph for all of them and every step, though ZeRO-3 takes their weights away in between."""
+def test_all_layers_share_one_compiled_graph(sharded: Results) -> None:
+    """ZeRO-3 releases their weights between the steps."""
     assert sharded["stages"]["compiled-3"]["graphs"] == 1
 
 
 def test_the_probe_works_on_partitioned_weights(sharded: Results) -> None:
-    """Two ranks under ZeRO-3 decide as one process does, and train afterwards."""
     assert sharded["probed"] == PROBED
 
 
-def test_zero2_reduces_as_the_plan_says(sharded: Results) -> None:
-    """All of the gradient in every pass: to all ranks, which moves it twice, or to its owner alone."""
+def test_zero2_communicates_as_the_plan_assumes(sharded: Results) -> None:
+    """Every pass reduces the whole gradient, to all ranks or only to its owner."""
     sent = sharded["traffic"]
     assert sent["zero2"] == sent["zero2-float32"] == {"all_reduce": PASSES * PARAMETERS}
     assert sent["zero2-root"] == {"reduce": PASSES * PARAMETERS}

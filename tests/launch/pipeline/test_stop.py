@@ -1,4 +1,4 @@
-"""Every way to ask for a stop is noticed at once, whatever a rank does; the supervisor ends as its ranks."""
+"""Stop requests reach a rank in every phase, and the supervisor's exit code follows its ranks."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from tests.helpers.launching import PIPED, wait_for
 
 DONE, FAILURE, MISTAKE, STOPPED = ExitCode.DONE, ExitCode.FAILURE, ExitCode.MISTAKE, ExitCode.STOPPED
 
-# A rank in the named phase. The main thread is inside one call, as it would be in a collective, and its last
-# step takes so many seconds.
+# A rank in a phase. The main thread is inside one call, as in a collective. The last step takes some seconds.
 RANK = """
 import os, sys, time
 from pathlib import Path
 from emo.pipeline.control.stop import StopRequest, Watch
 watch = Watch()
 assert "torch" not in sys.modules and "psutil" not in sys.modules
-from emo.pipeline.monitor.console import split_output
-chatter = split_output()
+from emo.pipeline.monitor.console import split
+output = split()
 phase, seconds = sys.argv[1:]
 if phase != "starting":
     watch.enter_group()
@@ -41,7 +40,7 @@ os.write(1, b"chatter of a library\\n")
 print("ready", flush=True)
 while stop.reason is None and phase != "broken":
     time.sleep(0.05)
-if phase == "broken":  # a GPU of rank 0, of which rank 1 makes something else
+if phase == "broken":  # a GPU of rank 0 fails, and rank 1 reports another error
     if os.environ["RANK"] == "0":
         watch.blame_node()
     code = 1 + int(os.environ["RANK"])
@@ -52,10 +51,10 @@ time.sleep(float(seconds))
 watch.report_exit(75)
 sys.exit(75)
 """
-# A stand-in for the `deepspeed` command and its launch.py in one: two ranks, and no thought of signals.
+# Stands in for the `deepspeed` command and its launch.py: two ranks, signals are not passed on.
 DEEPSPEED = f"""#!{sys.executable}
 import os, subprocess, sys
-command = [sys.executable, *(word for word in sys.argv[1:] if not word.startswith("--"))]
+command = [sys.executable, *(arg for arg in sys.argv[1:] if not arg.startswith("--"))]
 print("chatter of a launcher, called with", *sys.argv[1:], flush=True)
 if "fail" in sys.argv:
     sys.exit("no host answers")
@@ -63,14 +62,14 @@ started = [subprocess.Popen(command, env=os.environ | {{"RANK": str(rank)}}) for
 codes = [process.wait() for process in started]
 sys.exit(max(code & 255 for code in codes))
 """
-# One for torchrun: it passes a signal on, and kills ranks that take long to end.
+# Stands in for torchrun, which passes a signal on.
 TORCHRUN = """
 import signal, subprocess, sys
 rank = subprocess.Popen([sys.executable, *sys.argv[sys.argv.index("--") + 1:]])
 signal.signal(signal.SIGTERM, lambda *_: rank.terminate())
 sys.exit(rank.wait())
 """
-# One for launch.py alone: starts a rank and waits.
+# Stands in for launch.py: starts a rank and waits.
 LAUNCHER = """
 import subprocess, sys
 sys.exit(subprocess.run(sys.argv[sys.argv.index("--") + 1:]).returncode)
@@ -79,13 +78,9 @@ sys.exit(subprocess.run(sys.argv[sys.argv.index("--") + 1:]).returncode)
 
 @pytest.fixture
 def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The script of a rank, beside the launchers."""
-    for name, text in (
-        ("deepspeed", DEEPSPEED),
-        ("torchrun", TORCHRUN),
-        ("launcher.py", LAUNCHER),
-        ("rank.py", RANK),
-    ):
+    """The script of a rank, next to the launchers."""
+    scripts = {"deepspeed": DEEPSPEED, "torchrun": TORCHRUN, "launcher.py": LAUNCHER, "rank.py": RANK}
+    for name, text in scripts.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", str(REPO))
@@ -94,23 +89,23 @@ def rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start(*command: str | Path, ranks: int = 1) -> subprocess.Popen[str]:
-    """A command in a session of its own, as a shell in a terminal starts it, once its ranks are ready."""
-    words = [sys.executable, *map(str, command)]
-    process = subprocess.Popen(words, cwd=REPO, start_new_session=True, **PIPED)
+    """Start a Python script in a separate session, as a terminal does, and wait until its ranks are ready."""
+    arguments = [sys.executable, *map(str, command)]
+    process = subprocess.Popen(arguments, cwd=REPO, start_new_session=True, **PIPED)
     assert process.stdout is not None
     output = ""
-    while output.count("ready") < ranks:  # several write; their lines may run into each other
+    while output.count("ready") < ranks:  # lines of several ranks may be mixed
         line = process.stdout.readline()
-        assert line, f"it ended with {process.wait()}: {output}"
+        assert line, f"exit code {process.wait()}: {output}"
         output += line
-    assert "chatter" not in output, "a user sees what is for users"
+    assert "chatter" not in output, "output of libraries belongs in log.txt"
     return process
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 @pytest.mark.parametrize("phase", ["starting", "training"])
-def test_a_signal_is_a_request(rank: Path, phase: str, number: signal.Signals) -> None:
-    """A rank that is still starting ends at once: nobody waits for it, and there is nothing to save."""
+def test_a_signal_requests_a_stop(rank: Path, phase: str, number: signal.Signals) -> None:
+    """A rank that is still starting exits at once."""
     process = start(rank, phase, "0")
     process.send_signal(number)
     output = process.communicate(timeout=20)[0]
@@ -119,7 +114,7 @@ def test_a_signal_is_a_request(rank: Path, phase: str, number: signal.Signals) -
 
 
 @pytest.mark.parametrize("phase", ["starting", "loading", "training"])
-def test_a_lost_launcher_is_noticed_in_every_phase(
+def test_the_death_of_the_launcher_is_noticed_in_every_phase(
     rank: Path, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(REPORTS, str(rank.parent))
@@ -133,10 +128,10 @@ def test_a_lost_launcher_is_noticed_in_every_phase(
 
 
 @pytest.mark.parametrize(("restarts", "code"), [("0", -signal.SIGKILL), ("3", STOPPED)])
-def test_a_launcher_that_is_about_to_kill(
+def test_a_rank_kills_its_launcher_to_finish_a_long_step(
     rank: Path, restarts: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Is ended so that a long step can be finished, unless it is going to start the ranks again."""
+    """But not a torchrun that restarts ranks."""
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
     process = start(rank.parent / "torchrun", "--shutdown-timeout=2", "--", rank, "training", "2.5")
     process.terminate()
@@ -145,15 +140,16 @@ def test_a_launcher_that_is_about_to_kill(
     assert ("save without it" in output) == (restarts == "0"), output
 
 
-def test_a_launcher_that_was_gone_before_the_first_look(rank: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSpeed's launch.py has died while Python was starting."""
+def test_a_launcher_that_died_while_python_started_is_noticed(
+    rank: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CROSS_RANK", "0")
     done = subprocess.run([sys.executable, rank, "loading", "0"], timeout=20, **PIPED)
     assert done.returncode == STOPPED and "the launcher is gone" in done.stdout
 
 
-def test_a_time_limit_and_a_file_are_requests(tmp_path: Path) -> None:
-    watch: Any = SimpleNamespace(reason=None)  # a real one would block signals of the test process
+def test_a_time_limit_and_a_file_request_a_stop(tmp_path: Path) -> None:
+    watch: Any = SimpleNamespace(reason=None)  # a Watch would block signals in this process
     assert StopRequest(tmp_path, 60, watch).reason is None
     assert "max_minutes" in (StopRequest(tmp_path, 1e-9, watch).reason or "")
     (tmp_path / "STOP").touch()
@@ -164,36 +160,37 @@ def test_a_time_limit_and_a_file_are_requests(tmp_path: Path) -> None:
     ("launcher", "ranks", "requested", "expected"),
     [
         (0, [DONE, DONE], False, DONE),
-        (0, [None, None], False, FAILURE),  # launch.py was killed, and the ranks with it
+        (0, [None, None], False, FAILURE),  # launch.py and the ranks were killed
         (0, [STOPPED, STOPPED], False, STOPPED),  # launch.py was killed, and the ranks saved
         (-9, [STOPPED, STOPPED], True, STOPPED),
         (1, [DONE, DONE], False, FAILURE),  # a rank on another host
         (247, [FAILURE, None], False, FAILURE),
-        (1, [MISTAKE, None], False, MISTAKE),  # NCCL aborted the one that was left
-        (2, [FAILURE, None], False, MISTAKE),  # a rank on another host said so
+        (1, [MISTAKE, None], False, MISTAKE),  # NCCL aborted the other rank
+        (2, [FAILURE, None], False, MISTAKE),  # of a rank on another host
         (2, [], False, MISTAKE),  # an unknown option of deepspeed
         (-15, [], True, STOPPED),
         (0, [], False, FAILURE),  # launch.py was killed before a rank had started
-        (130, [], False, FAILURE),  # deepspeed itself was interrupted: no rank has said that it saved
+        (130, [], False, FAILURE),  # deepspeed was interrupted, and no rank reports that it saved
     ],
 )
-def test_the_verdict(launcher: int, ranks: list[int | None], requested: bool, expected: ExitCode) -> None:
-    """A run that did not finish never ends with 0."""
-    assert run_exit_code(launcher, ranks, requested) == expected
+def test_the_exit_code_of_a_run_follows_its_ranks(
+    launcher: int, ranks: list[int | None], requested: bool, expected: ExitCode
+) -> None:
+    assert verdict(launcher, ranks, requested) == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGKILL])
-def test_a_signal_reaches_the_ranks_and_all_are_waited_for(rank: Path, number: signal.Signals) -> None:
-    """Ctrl-C, which a terminal sends to the whole group, in a slow step; or the launcher is killed."""
+def test_the_supervisor_waits_for_all_ranks(rank: Path, number: signal.Signals) -> None:
+    """After Ctrl-C, which a terminal sends to the whole group, or if the launcher is killed."""
     process = start("launch/supervise.py", rank, "training", "1", ranks=2)
     launcher = int(subprocess.check_output(["pgrep", "-P", str(process.pid)]))
-    begun = time.monotonic()
+    start_time = time.monotonic()
     os.kill(launcher if number == signal.SIGKILL else -process.pid, number)  # a process, or its whole group
     process.communicate(timeout=60)
-    assert process.returncode == STOPPED and time.monotonic() - begun > 1
+    assert process.returncode == STOPPED and time.monotonic() - start_time > 1
 
 
-def test_a_second_ctrl_c_ends_the_run_at_once(rank: Path) -> None:
+def test_a_second_ctrl_c_kills_the_ranks(rank: Path) -> None:
     process = start("launch/supervise.py", rank, "training", "300", ranks=2)
     os.killpg(process.pid, signal.SIGINT)
     time.sleep(1)
@@ -203,20 +200,19 @@ def test_a_second_ctrl_c_ends_the_run_at_once(rank: Path) -> None:
     assert "killed or aborted without a message: rank 0, 1" in output
 
 
-def test_a_gpu_that_failed_is_no_mistake_whatever_the_other_ranks_say(rank: Path) -> None:
+def test_a_failed_gpu_decides_the_exit_code(rank: Path) -> None:
     process = start("launch/supervise.py", rank, "broken", "0", ranks=2)
     process.communicate(timeout=60)
     assert process.returncode == FAILURE
 
 
-def supervised(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def supervise(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "launch/supervise.py", *arguments]
     return subprocess.run(command, cwd=REPO, env=os.environ | environment, capture_output=True, text=True)
 
 
-def test_a_launcher_that_fails_by_itself_is_heard(rank: Path) -> None:
-    """Its output is no chatter then: nobody else can say what was wrong."""
-    done = supervised("rank.py", "--master_port=1", "--", "fail")
+def test_the_output_of_a_launcher_that_fails_is_shown(rank: Path) -> None:
+    done = supervise("rank.py", "--master_port=1", "--", "fail")
     assert done.returncode == FAILURE and done.stdout == ""
     assert "no host answers" in done.stderr and "called with --master_port=1 rank.py" in done.stderr
 
@@ -224,7 +220,7 @@ def test_a_launcher_that_fails_by_itself_is_heard(rank: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "code"), [("--help", DONE), ("nowhere.yaml", MISTAKE), ("--x", MISTAKE)]
 )
-def test_help_and_mistakes_are_answered_without_the_launcher(argument: str, code: ExitCode) -> None:
-    """Nothing that takes seconds is started: no `deepspeed` is on the path here."""
-    done = supervised("launch/continual.sh", argument, PATH="")
+def test_help_and_mistakes_do_not_start_the_launcher(argument: str, code: ExitCode) -> None:
+    """There is no `deepspeed` on the path."""
+    done = supervise("launch/continual.sh", argument, PATH="")
     assert done.returncode == code and "is not installed" not in done.stderr, done.stderr

@@ -30,7 +30,7 @@ from emo.eval.model import EvaluatedModel
 from emo.eval.results import store
 from emo.eval.watch import FAILED, WAITING, Watch, targets
 from emo.pipeline.checkpoint import saver as checkpoint
-from emo.pipeline.control.run_dir import HF, describe, list_files, partial_directory
+from emo.pipeline.control.run_dir import HF, hash_files, list_files, partial_directory
 from tests.conftest import REPO
 from tests.helpers.documents import options
 from tests.helpers.evaluating import command, log_chunks, tiny_model, write_tasks
@@ -69,7 +69,7 @@ class Run:
         return partial
 
     def complete(self, partial: Path) -> None:
-        checkpoint.write_complete(partial, describe(partial, list_files(partial)))
+        checkpoint.write_complete(partial, hash_files(partial, list_files(partial)))
 
     def publish(self, *steps: int) -> list[Path]:
         for step in steps:

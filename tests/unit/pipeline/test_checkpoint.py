@@ -28,11 +28,11 @@ from emo.pipeline.control.run_dir import (
     COMPLETE,
     HEARTBEAT,
     STATE,
+    checkpoint_problem,
     checkpoints,
-    describe,
+    hash_files,
     list_files,
     partial_directory,
-    problem,
     step_of,
 )
 from tests.helpers.killing import wait_for
@@ -46,7 +46,7 @@ def write(run_dir: Path, step: int) -> Path:
     (partial / "state").mkdir(parents=True)
     for name, content in FILES.items():
         (partial / name).write_bytes(content)
-    checkpoint.write_complete(partial, describe(partial, list_files(partial)))
+    checkpoint.write_complete(partial, hash_files(partial, list_files(partial)))
     return checkpoint.publish(run_dir, step)
 
 
@@ -56,7 +56,7 @@ def test_complete_checkpoints_are_listed_and_pruned(tmp_path: Path) -> None:
     partial_directory(tmp_path, 400).mkdir()
     (tmp_path / "step-000500").mkdir()
     assert [step_of(d) for d in checkpoints(tmp_path)] == [20, 300, 1000000]
-    assert problem(tmp_path / "step-000300") is None
+    assert checkpoint_problem(tmp_path / "step-000300") is None
     checkpoint.prune(tmp_path, keep_last=1, keep_every=100)
     assert [step_of(d) for d in checkpoints(tmp_path)] == [300, 1000000]
     assert not partial_directory(tmp_path, 400).exists()
@@ -76,7 +76,7 @@ def test_damage_is_detected(tmp_path: Path, name: str) -> None:
     """Also where each of several ranks hashes a part of the files."""
     directory = write(tmp_path, 7)
     DAMAGE[name](directory)
-    assert any(problem(directory, part, 3) is not None for part in range(3))
+    assert any(checkpoint_problem(directory, part, 3) is not None for part in range(3))
 
 
 def test_an_interrupted_removal_leaves_no_valid_checkpoint(
@@ -169,7 +169,7 @@ def test_hosts_copy_parts_of_the_same_checkpoints(tmp_path: Path, monkeypatch: p
         host.wake()
         wait_for(host._last.done, "end of the uploads", 20)
     assert [step_of(d) for d in checkpoints(Path(target))] == [1, 3] and hosts[0].unfinished() == []
-    assert all(problem(directory) is None for directory in checkpoints(Path(target)))
+    assert all(checkpoint_problem(directory) is None for directory in checkpoints(Path(target)))
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,10 +20,10 @@ from emo.common.errors import UserError
 from emo.pipeline.batches.config import Batch, solve_batch
 from emo.pipeline.batches.loader import rank_rows
 from emo.pipeline.config import TrainConfig, dump_config, load_config
-from emo.pipeline.engine import devices as host
+from emo.pipeline.engine import devices
 from emo.pipeline.engine import ds_config as ds_file
 from emo.pipeline.engine.config import lr_at
-from emo.pipeline.engine.ds_config import REPORTS, check_host, deepspeed_config, parameter_groups
+from emo.pipeline.engine.ds_config import REPORTS, check_deepspeed_host, deepspeed_config, parameter_groups
 from emo.pipeline.loss import get_objective
 from emo.pipeline.model.objective_config import ObjectiveConfig
 from emo.pipeline.planning.plan import setup_of
@@ -118,61 +119,43 @@ def test_sums_of_objectives() -> None:
     assert parse_section(ObjectiveConfig, config.model_dump(mode="json"), "objective") == config
 
 
-def resolved(path: Path, *overrides: str, ranks: int = 4) -> dict[str, Any]:
+def resolve(path: Path, *overrides: str, ranks: int = 4) -> dict[str, Any]:
     recipe = REPO / "launch/recipes/llama-7b-wikitext103.yaml"
     batch = Batch(16, 16 // ranks, 1, ranks)
     return deepspeed_config(load_config(recipe, [f"deepspeed={path}", *overrides]), batch)
 
 
-def refusal(**section: Any) -> str | None:
-    try:
-        check_host({"zero_optimization": {"stage": 3, **section}})
-    except UserError as error:
-        return error.code
-    return None
+@pytest.fixture
+def resolve_text(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Resolve the text of a DeepSpeed file."""
+
+    def resolve_text(text: str, *overrides: str) -> dict[str, Any]:
+        (tmp_path / "ds.json").write_text(text)
+        return resolve(tmp_path / "ds.json", *overrides)
+
+    return resolve_text
 
 
-def test_what_a_host_must_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ranks for copies of weights; libaio and a directory for NVMe; a compiler for Triton."""
+def test_a_host_lacks_what_the_deepspeed_file_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ranks for copies of weights, libaio and a directory for NVMe, a compiler for Triton."""
+
+    def find_error(**section: Any) -> str | None:
+        try:
+            check_deepspeed_host({"zero_optimization": {"stage": 3, **section}})
+        except UserError as error:
+            return error.code
+        return None
+
     for ranks, code in (("8", None), ("4", "hpz-ranks"), ("12", "hpz-ranks")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert refusal(zero_hpz_partition_size=8) == code
-    for path, libaio, code in (
-        (tmp_path, False, "nvme-libaio"),
-        (tmp_path / "none", True, "nvme-path"),
-        (tmp_path, True, None),
-    ):
+        assert find_error(zero_hpz_partition_size=8) == code
+    cases = ((tmp_path, False, "nvme-libaio"), (tmp_path / "none", True, "nvme-path"), (tmp_path, True, None))
+    for path, libaio, code in cases:
         monkeypatch.setattr(ds_file.AsyncIOBuilder, "is_compatible", lambda _, libaio=libaio: libaio)
-        assert refusal(offload_param={"device": "nvme", "nvme_path": str(path)}) == code
-    monkeypatch.setattr(host, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
-    monkeypatch.setattr(ds_file, "compiler", lambda: None)
-    assert refusal() == "compiler"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("[" * 100_000, ""),
-        ("[1]", "must hold a JSON object"),
-        ('{"zero_optimization": {"stage": 9}}', "must be one of 0, 1, 2, 3 (given: 9)"),
-        ('{"zero_optimization": []}', "zero_optimization must be a section"),
-        ('{"zero_optimization": {"stage": 1}, "zero_optimization": {"stage": 3}}', "zero_optimization"),
-        ('{"zero_optimization": {"stage": 7}}', "zero_optimization.stage"),
-        ('{"zero_optimisation": {"stage": 3}}', "did you mean zero_optimization?"),
-    ],
-)
-def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, expected: str) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(text)
-    with pytest.raises(UserError) as error:
-        resolved(path)
-    assert error.value.code == "ds-file" and all(part in str(error.value) for part in (str(path), expected))
-
-
-def test_a_section_that_is_null_is_absent(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text('{"zero_optimization": null}')
-    assert resolved(path)["zero_optimization"]["stage"] == 1
+        assert find_error(offload_param={"device": "nvme", "nvme_path": str(path)}) == code
+    monkeypatch.setattr(devices, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
+    monkeypatch.setattr(ds_file, "find_c_compiler", lambda: None)
+    assert find_error() == "compiler"
 
 
 MUON = ("train.optimizer=muon", "train.muon_lr=0.02", "train.max_grad_norm=0")
@@ -180,26 +163,38 @@ OFFLOAD = '"stage": 3, "offload_optimizer": {"device": "cpu"}'
 
 
 @pytest.mark.parametrize(
-    ("content", "overrides", "code"),
+    ("text", "overrides", "code", "message"),
     [
-        ('"tensor_parallel": {"autotp_size": 2}', (), "ds-cuts"),
-        ('"zero_optimization": {}', (), "zero-stage"),
-        ('"train_batch_size": 4, "zero_optimization": {"stage": 2}', (), "ds-owned"),
-        *((f'"{key}": {{"enabled": true}}', (), "ds-owned") for key in REPORTS),
-        ('"zero_optimization": {"stage": 2, "reduce_scatter": true}', MUON, "ds-combination"),
-        (f'"zero_optimization": {{{OFFLOAD[:-1]}, "ratio": 0.5}}}}', (), "ds-combination"),
-        (f'"zero_optimization": {{{OFFLOAD.replace("cpu", "nvme")}}}', (), "ds-combination"),
-        ('"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}', (), "ds-combination"),
+        ("[" * 100_000, (), "ds-file", ""),
+        ("[1]", (), "ds-file", ""),
+        ('{"zero_optimization": []}', (), "ds-file", "zero_optimization"),
+        ('{"zero_optimization": {"stage": 1}, "zero_optimization": {"stage": 3}}', (), "ds-file", "repeated"),
+        ('{"zero_optimization": {"stage": 9}}', (), "ds-file", "must be one of 0, 1, 2, 3 (given: 9)"),
+        ('{"zero_optimization": {"stage": 7}}', (), "ds-file", "zero_optimization.stage"),
+        ('{"zero_optimisation": {"stage": 3}}', (), "ds-file", "did you mean zero_optimization?"),
+        ('{"tensor_parallel": {"autotp_size": 2}}', (), "ds-cuts", ""),
+        ('{"zero_optimization": {}}', (), "zero-stage", ""),
+        ('{"train_batch_size": 4, "zero_optimization": {"stage": 2}}', (), "ds-owned", ""),
+        *((f'{{"{key}": {{"enabled": true}}}}', (), "ds-owned", "") for key in REPORTS),
+        ('{"zero_optimization": {"stage": 2, "reduce_scatter": true}}', MUON, "ds-combination", ""),
+        (f'{{"zero_optimization": {{{OFFLOAD[:-1]}, "ratio": 0.5}}}}}}', (), "ds-combination", ""),
+        (f'{{"zero_optimization": {{{OFFLOAD.replace("cpu", "nvme")}}}}}', (), "ds-combination", ""),
+        ('{"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}}', (), "ds-combination", ""),
     ],
 )
-def test_what_does_not_go_together(tmp_path: Path, content: str, overrides: tuple[str], code: str) -> None:
-    path = tmp_path / "ds.json"
-    path.write_text(f"{{{content}}}")
-    with refused(code):
-        resolved(path, *overrides)
+def test_wrong_deepspeed_files_are_rejected(
+    resolve_text: Callable[..., Any], text: str, overrides: tuple[str, ...], code: str, message: str
+) -> None:
+    with refused(code) as error:
+        resolve_text(text, *overrides)
+    assert "ds.json" in str(error.value) and message in str(error.value)
 
 
-# Files as they are handed around for other trainers.
+def test_a_null_section_is_absent(resolve_text: Callable[..., Any]) -> None:
+    assert resolve_text('{"zero_optimization": null}')["zero_optimization"]["stage"] == 1
+
+
+# Sections of files for other trainers.
 HF_OWNED: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2},
     "bf16": {"enabled": "auto"},
@@ -243,13 +238,11 @@ AXOLOTL_BF16 = {"bf16": {"enabled": True}, "gradient_clipping": "auto", "wall_cl
     ],
 )
 def test_files_for_other_trainers_are_accepted(
-    tmp_path: Path, tree: dict[str, Any], caplog: pytest.LogCaptureFixture
+    resolve_text: Callable[..., Any], tree: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the recipe owns comes from the recipe, "auto" is DeepSpeed's default, and one line says so."""
-    path = tmp_path / "ds.json"
-    path.write_text(json.dumps(tree))
-    made = resolved(path)
-    plain = resolved(REPO / "ds_configs/zero2.json")
+    """The recipe decides its keys, "auto" is DeepSpeed's default, and one warning lists both."""
+    made = resolve_text(json.dumps(tree))
+    plain = resolve(REPO / "ds_configs/zero2.json")
     assert "auto" not in json.dumps(made) and "scheduler" not in made and "fp16" not in made
     for key in ("optimizer", "train_batch_size", "gradient_clipping", "bf16"):
         same = "offload_optimizer" not in made["zero_optimization"] or key != "optimizer"
@@ -264,58 +257,49 @@ def test_files_for_other_trainers_are_accepted(
     assert setup_of(config, Batch(16, 4, 1, 4), made, get_objective("mle")).live == 1e9
 
 
-def test_all_that_is_wrong_with_a_file_is_listed(tmp_path: Path) -> None:
-    path = tmp_path / "ds.json"
-    wrong = {
-        "train_batch_size": 4,
-        "gradient_clipping": 0.5,
-        "fp16": {"enabled": True},
-        "wandb": {"enabled": True},
-    }
-    wrong |= {
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}},
-        "optimizer": {"type": "Lamb"},
-    }
-    path.write_text(json.dumps(wrong | {"zero_optimization": {"stage": 2}}))
+def test_all_errors_of_a_file_are_listed(resolve_text: Callable[..., Any]) -> None:
+    enabled = {"enabled": True}
+    wrong = {"train_batch_size": 4, "gradient_clipping": 0.5, "fp16": enabled, "wandb": enabled}
+    wrong["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}
+    wrong["optimizer"] = {"type": "Lamb"}
     with refused("ds-owned") as error:
-        resolved(path)
+        resolve_text(json.dumps(wrong | {"zero_optimization": {"stage": 2}}))
     assert len(error.value.lines) == len(wrong)
     assert all(any(f"sets {key}" in line for line in error.value.lines) for key in wrong)
     unknown = {"tensor_parallel": {}, "zero_optimisation": {}, "gradient_cliping": 1}
-    path.write_text(json.dumps(unknown | {"zero_optimization": {"stage": 2}}))
     with refused("ds-cuts") as error:
-        resolved(path)
+        resolve_text(json.dumps(unknown | {"zero_optimization": {"stage": 2}}))
     assert len(error.value.lines) == len(unknown)
 
 
 def test_the_files_of_this_repository_are_accepted() -> None:
-    """AdamW is PyTorch's, so that nothing is compiled; the fused one also steps offloaded optimizers."""
+    """AdamW is PyTorch's, which needs no compilation. The fused one also steps offloaded optimizers."""
     for path in sorted((REPO / "ds_configs").glob("*.json")):
-        tree = resolved(path, ranks=8)
+        tree = resolve(path, ranks=8)
         section = tree["optimizer"]
         assert tree["train_batch_size"] == 16 and section["type"] == "AdamW"
         offloads = "offload_optimizer" in tree["zero_optimization"]
         assert section["params"]["torch_adam"] and section["params"].get("fused", False) == offloads
-    tree = resolved(REPO / "ds_configs/zero3.json", *MUON)
+    tree = resolve(REPO / "ds_configs/zero3.json", *MUON)
     assert tree["zero_optimization"]["reduce_scatter"] is False, "Muon needs whole gradients"
     assert tree["optimizer"]["params"]["muon_lr"] == 0.02
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
-def test_biases_and_gains_of_norms_do_not_decay_as_in_trainer(name: str) -> None:
+def test_the_same_parameters_decay_as_in_the_hf_trainer(name: str) -> None:
     model = family(name)
     forbidden = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)", r"\.ln_", "^ln_"]
     decaying = set(get_parameter_names(model, [nn.LayerNorm], forbidden))
     names = {id(p): n for n, p in model.named_parameters()}
     first, second = parameter_groups(model, 0.1)
-    taken = [{names[id(p)] for p in group["params"]} for group in (first, second)]
-    assert taken == [decaying & set(names.values()), set(names.values()) - decaying]
+    members = [{names[id(p)] for p in group["params"]} for group in (first, second)]
+    assert members == [decaying & set(names.values()), set(names.values()) - decaying]
     assert (first["weight_decay"], second["weight_decay"]) == (0.1, 0.0)
 
 
 @pytest.mark.parametrize(("name", "muon"), [("llama", False), ("opt", False), ("opt", True)])
-def test_a_head_with_another_rate_has_a_group_of_its_own(name: str, muon: bool) -> None:
-    """OPT's is tied: its embedding is the head."""
+def test_a_head_with_another_rate_has_a_separate_group(name: str, muon: bool) -> None:
+    """OPT's head is tied to its embedding."""
     model = family(name)
     groups = parameter_groups(model, 0.1, muon, head_lr_ratio=0.1)
     (head,) = (group for group in groups if group["ratio"] == 0.1)
@@ -324,16 +308,15 @@ def test_a_head_with_another_rate_has_a_group_of_its_own(name: str, muon: bool) 
     assert sorted(plain) == sorted(id(p) for group in groups for p in group["params"])
 
 
-def test_muon_takes_the_matrices_of_the_body_and_refuses_others() -> None:
+def test_muon_trains_the_matrices_of_the_body_and_rejects_other_models() -> None:
     model = family("opt")
     first, *others = parameter_groups(model, 0.1, use_muon=True)
     names = {id(p): n for n, p in model.named_parameters()}
-    taken = [names[id(p)] for p in first["params"]]
-    assert first["use_muon"] and taken and all(model.get_parameter(name).dim() == 2 for name in taken)
-    assert not any(word in name for name in taken for word in ("embed", "lm_head"))
-    assert sorted(names[id(p)] for group in (first, *others) for p in group["params"]) == sorted(
-        names.values()
-    )
+    body = [names[id(p)] for p in first["params"]]
+    assert first["use_muon"] and body and all(model.get_parameter(name).dim() == 2 for name in body)
+    assert not any(word in name for name in body for word in ("embed", "lm_head"))
+    members = [names[id(p)] for group in (first, *others) for p in group["params"]]
+    assert sorted(members) == sorted(names.values())
     for transposed_or_stacked in ("gpt2", "mixtral"):
-        with pytest.raises(UserError, match="muon"):
+        with refused("muon-dimensions"):
             parameter_groups(family(transposed_or_stacked), 0.1, use_muon=True)

@@ -1,4 +1,4 @@
-"""Hosts that are unfit to train, and ranks that fail: which code, and which exit code in every phase."""
+"""Checks of a host, and the error codes and exit codes of ranks that fail."""
 
 from __future__ import annotations
 
@@ -16,23 +16,16 @@ from torch.distributed import DistBackendError, DistNetworkError
 
 from emo.common.errors import ExitCode, FailureError, UserError
 from emo.common.io.files import DiskFullError
-from emo.launch import rank
-from emo.pipeline.control import world as ranks
+from emo.pipeline import cli
+from emo.pipeline.control import world
 from emo.pipeline.control.stop import HARDWARE, TRAINING, Watch, node_name
-from emo.pipeline.control.world import (
-    World,
-    broken_device,
-    explain,
-    lost_a_peer,
-    raise_on_all_ranks,
-    run_on_main,
-)
-from emo.pipeline.engine import devices as host
-from emo.pipeline.engine.devices import BINDING, Gpus, refusal, threads
+from emo.pipeline.control.world import World, broken_device, explain, lost_a_peer
+from emo.pipeline.engine import devices
+from emo.pipeline.engine.devices import BINDING, GpuFacts, find_gpu_error
 from emo.pipeline.planning import preflight
 
 OLD = "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU driver"
-CPU_ONLY = Gpus("cpu", chosen=None, build="", present=False, visible=None, granted=0, usable=0, problem="")
+CPU_ONLY = GpuFacts("cpu", None, build="", present=False, visible=None, granted=0, usable=0, problem="")
 CUDA = CPU_ONLY._replace(build="CUDA 13.0", present=True)
 
 
@@ -50,21 +43,20 @@ CUDA = CPU_ONLY._replace(build="CUDA 13.0", present=True)
         (CPU_ONLY, 2, None),
         (CPU_ONLY._replace(device="xpu"), 2, None),
         (CUDA._replace(device="cuda", usable=2), 2, None),
-        (CUDA._replace(chosen="cpu", usable=1), 2, None),
+        (CUDA._replace(requested="cpu", usable=1), 2, None),
     ],
 )
-def test_a_gpu_that_cannot_be_used_is_refused(gpus: Gpus, ranks: int, code: str | None) -> None:
-    """A mistake of the user is code 2; what another host may have is worth another start."""
-    error = refusal(gpus, ranks)
+def test_ranks_do_not_start_without_usable_gpus(gpus: GpuFacts, ranks: int, code: str | None) -> None:
+    """It is a failure if another host may have the GPU, otherwise a mistake of the user."""
+    error = find_gpu_error(gpus, ranks)
     assert (error.code if error else None) == code
     assert isinstance(error, FailureError) == (code == HARDWARE)
 
 
-def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a container; unless srun has bound each to its own."""
+def test_ranks_share_the_allowed_cores_unless_srun_has_bound_each(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*BINDING, "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    assert host.ranks_here() == 1
+    assert devices.local_ranks() == 1
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     for allowed, count, launcher, expected in (
         (4, 4, "RANK", 1),
@@ -73,8 +65,8 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         monkeypatch.setenv(launcher, "0")
         monkeypatch.setenv("LOCAL_SIZE", str(count))
-        monkeypatch.setattr(host, "CORES", frozenset(range(allowed)))
-        assert threads() == expected
+        monkeypatch.setattr(devices, "CORES", frozenset(range(allowed)))
+        assert devices.threads_per_rank() == expected
 
 
 @pytest.mark.parametrize(
@@ -82,35 +74,33 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (range(128), "0-31,64-95", {*range(32), *range(64, 96)}),
         (range(128), "", None),
-        (range(8), "64-127", None),  # by Slurm, on the other socket
+        (range(8), "64-127", None),  # bound by Slurm to the other socket
         (range(64, 72), "64-127", set(range(64, 72))),
         (range(60, 68), "64-127", None),
     ],
 )
-def test_a_rank_stays_beside_its_gpu(
+def test_a_rank_is_bound_to_the_cores_near_its_gpu(
     allowed: range, near: str, bound: set[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, results = "0000:1b:00.0", []
     (tmp_path / address).mkdir()
     (tmp_path / address / "local_cpulist").write_text(near + "\n")
-    assert host.near_cores("0000:ff:00.0", tmp_path) == set()
-    cores = host.near_cores(address, tmp_path)
+    assert devices.read_near_cores("0000:ff:00.0", tmp_path) == set()
+    cores = devices.read_near_cores(address, tmp_path)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8" if len(allowed) > 8 else "1")
-    monkeypatch.setattr(host, "CORES", frozenset(allowed))
-    monkeypatch.setattr(host, "near_cores", lambda _: cores)
+    monkeypatch.setattr(devices, "CORES", frozenset(allowed))
+    monkeypatch.setattr(devices, "read_near_cores", lambda _: cores)
     monkeypatch.setattr("os.sched_setaffinity", lambda _, chosen: results.append(chosen))
-    host.bind_near(address)
+    devices.bind_to_near_cores(address)
     assert results == ([] if bound is None else [bound])
 
 
-def test_what_libraries_read_is_set_unless_the_user_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Triton runs what lies in its cache: one that is another user's, or a link, is not taken."""
+def test_environment_variables_of_the_user_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton runs the code in its cache, so a cache that is a link is not used."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_CACHE_DIR")
     cache = tmp_path / f"triton-{os.getuid()}"
 
-    def after(before: dict[str, str]) -> dict[str, str]:
+    def set_environment(before: dict[str, str]) -> dict[str, str]:
         for name in names:
             monkeypatch.delenv(name, raising=False)
         for name, value in before.items():
@@ -120,20 +110,20 @@ def test_what_libraries_read_is_set_unless_the_user_has(
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
-    usual = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TRITON_CACHE_DIR": str(cache)}
-    assert after({}) == usual and cache.stat().st_mode & 0o777 == 0o700
+    defaults = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TRITON_CACHE_DIR": str(cache)}
+    assert set_environment({}) == defaults and cache.stat().st_mode & 0o777 == 0o700
     for settings in ({names[0]: "x", names[2]: "y"}, {names[1]: "x", names[2]: "y"}):
-        assert after(settings) == settings
+        assert set_environment(settings) == settings
     cache.rename(tmp_path / "other")
     cache.symlink_to(tmp_path / "other")
-    assert names[2] not in after({})
+    assert names[2] not in set_environment({})
 
 
 Port = tuple[str, str, str, str]  # driver, link layer, rate, state
 
 
 def host_with(directory: Path, ports: list[Port], lacks: str) -> preflight.Fabric:
-    """Return the network of a host with these ports."""
+    """Return the network of a host with these ports, without one library or device."""
     for number, (driver, *texts) in enumerate(ports):
         device = directory / "class" / f"device_{number}"
         (device / "ports/1").mkdir(parents=True)
@@ -161,11 +151,11 @@ DOWN = ("mlx5_core", "InfiniBand", "10 Gb/sec (4X SDR)", "1: DOWN")
         ([NDR, DOWN, ROCE], "", "InfiniBand", 50),
         ([ROCE, ROCE], "", "RoCE", 25),
         ([EFA] * 4, "", "EFA", 50),
-        ([NDR], "libibverbs.so.1", "sockets", None),  # an image without it: TCP without a word
-        ([NDR], "uverbs0", "sockets", None),  # a container without the device
+        ([NDR], "libibverbs.so.1", "sockets", None),  # NCCL would silently use TCP
+        ([NDR], "uverbs0", "sockets", None),  # in a container
     ],
 )
-def test_the_network_that_nccl_would_use(
+def test_preflight_finds_the_network_that_nccl_would_use(
     tmp_path: Path, ports: list[Port], lacks: str, kind: str, gbytes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "_loads", lambda library: library != lacks)
@@ -175,7 +165,7 @@ def test_the_network_that_nccl_would_use(
 
 
 @pytest.fixture(autouse=True)
-def several(monkeypatch: pytest.MonkeyPatch) -> None:
+def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
 
@@ -198,29 +188,26 @@ mat1 and mat2 shapes cannot be multiplied
 
 
 @pytest.mark.parametrize("text", [*LOST, *NOT_LOST])
-def test_errors_of_a_collective_that_mean_another_rank(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_that_mean_a_lost_rank_are_recognised(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lost_a_peer(RuntimeError(text)) == (text in LOST)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     assert not lost_a_peer(RuntimeError(text))
 
 
 @pytest.mark.parametrize("kind", [UserError, FailureError])
-def test_an_error_keeps_its_kind_on_all_ranks(kind: type[UserError], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It decides whether trying again may help."""
-
+def test_errors_keep_their_class_on_all_ranks(kind: type[UserError], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise kind("the disk is full", code="full")
 
-    monkeypatch.setattr(ranks, "gather_objects", lambda value: [value, ("elsewhere", None)])
-    for call in (
-        lambda: raise_on_all_ranks(fail),
-        lambda: run_on_main(World(0, 2, torch.device("cpu")), fail),
-    ):
+    main = World(0, 2, torch.device("cpu"))
+    monkeypatch.setattr(world, "gather_objects", lambda value: [value, ("elsewhere", None)])
+    for run in (lambda: world.raise_on_all_ranks(fail), lambda: world.run_on_main(main, fail)):
         with pytest.raises(UserError) as caught:
-            call()
+            run()
         assert type(caught.value) is kind and caught.value.code == "full"
 
 
+MISTAKE, FAILURE = ExitCode.MISTAKE, ExitCode.FAILURE
 DEVICE = [
     AcceleratorError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be"),
     RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable"),
@@ -229,11 +216,10 @@ DEVICE = [
     RuntimeError("No CUDA GPUs are available"),
     DistBackendError("ncclUnhandledCudaError: Cuda failure 'uncorrectable ECC error encountered'"),
 ]
-NETWORK = [
+MAY_PASS = [
+    *DEVICE,
     RuntimeError("NCCL error: unhandled cuda error (run with NCCL_DEBUG=INFO for details)"),
     DistNetworkError("The client socket has timed out"),
-]
-PASSING = [
     OSError(errno.ENOSPC, "No space left on device"),
     DiskFullError("no space left while writing runs/a; make room in runs"),
     SafetensorError("Error while serializing: I/O error (os error 28)"),
@@ -246,24 +232,24 @@ OTHER = [
     OutOfMemoryError("CUDA out of memory"),
     MemoryError(),
     KeyError("x"),
-    OSError("CUDA_HOME environment variable is not set"),  # no nvcc, when something compiles
+    OSError("CUDA_HOME environment variable is not set"),  # nvcc is missing
     RuntimeError("NCCL error: invalid usage (Duplicate GPU detected)"),
     RuntimeError("CUDA error: an illegal memory access was encountered"),
     DistBackendError("ncclUnhandledCudaError: Call failed. Last error: Cuda failure 2 'out of memory'"),
     ValueError("the tax id of xidel; ecc errors"),
 ]
 CASES = [
-    *((error, ExitCode.FAILURE, ExitCode.FAILURE) for error in (*DEVICE, *NETWORK, *PASSING)),
-    *((error, ExitCode.MISTAKE, ExitCode.MISTAKE) for error in LASTING),
-    *((error, ExitCode.MISTAKE, ExitCode.FAILURE) for error in OTHER),
+    *((error, FAILURE, FAILURE) for error in MAY_PASS),
+    *((error, MISTAKE, MISTAKE) for error in LASTING),
+    *((error, MISTAKE, FAILURE) for error in OTHER),
 ]
 
 
 @pytest.mark.parametrize(("error", "before", "later"), CASES, ids=lambda value: str(value)[:60])
-def test_every_class_in_every_phase(error: Exception, before: ExitCode, later: ExitCode) -> None:
+def test_exit_codes_before_and_after_a_step(error: Exception, before: ExitCode, later: ExitCode) -> None:
     assert (explain(error, advanced=False)[0], explain(error, advanced=True)[0]) == (before, later)
     assert broken_device(error) == (error in DEVICE)
-    assert error in OTHER or explain(error, advanced=False)[1] is not None  # others keep their traceback
+    assert error in OTHER or explain(error, advanced=False)[1] is not None  # a message without a traceback
 
 
 @pytest.mark.parametrize(
@@ -277,13 +263,13 @@ def test_every_class_in_every_phase(error: Exception, before: ExitCode, later: E
 def test_a_rank_reports_its_code_and_the_node_to_avoid(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, advanced: bool, report: str
 ) -> None:
-    """As train.sbatch and the supervisor read it; the node's name is Slurm's."""
+    """train.sbatch and the supervisor read the report. The node's name is Slurm's."""
     monkeypatch.setenv("SLURMD_NODENAME", "node-7")
 
     class Quiet(Watch):
         def __init__(self) -> None:
             self._report = os.open(tmp_path / "rank-0", os.O_RDWR | os.O_CREAT)
-            self._blamed, self._phase, self.advanced = "", TRAINING, advanced
+            self._blamed_node, self._phase, self.advanced = "", TRAINING, advanced
 
     def run() -> int:
         raise error

@@ -1,4 +1,4 @@
-"""Files of every rank: who was late when others waited in vain, and what a host's health check reads."""
+"""Heartbeats and traces of the ranks: find the late rank of a hang, and feed a host's health check."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from emo.pipeline.monitor.console import Console
 from emo.pipeline.monitor.launches import Launch, append
 
 
-def write(run_dir: Path, rank: int, enqueued: int, started: int, **state: Any) -> None:
-    """Write a rank's file, and its trace as PyTorch's recorder has it; none where `enqueued` is 0."""
+def write_rank(run_dir: Path, rank: int, enqueued: int, started: int, **state: Any) -> None:
+    """Write a rank's heartbeat, and its trace in PyTorch's format unless `enqueued` is 0."""
     (run_dir / RANKS).mkdir(exist_ok=True)
     state = {"rank": rank, "host": f"node-{rank // 2}", "doing": "training", "step": 7, "time": 0.0} | state
     (run_dir / RANKS / f"rank-{rank}.json").write_text(json.dumps(state))
@@ -43,50 +43,49 @@ def write(run_dir: Path, rank: int, enqueued: int, started: int, **state: Any) -
 
 
 @pytest.mark.parametrize(
-    ("stood", "culprit"),
+    ("counts", "culprit"),
     [
-        ([(9, 8), (9, 8), (7, 7), (9, 8)], "rank 2 on node-1 (training)"),  # busy elsewhere
-        ([(9, 8), (9, -1), (9, 8), (9, 8)], "rank 1 on node-0 (training)"),  # its device does not come to it
-        ([(9, 8), (9, 8), (0, 0), (0, 0)], "rank 2 on node-1 and 1 more (training)"),  # a node that is gone
+        ([(9, 8), (9, 8), (7, 7), (9, 8)], "rank 2 on node-1 (training)"),  # has not called it
+        ([(9, 8), (9, -1), (9, 8), (9, 8)], "rank 1 on node-0 (training)"),  # its device has not started it
+        ([(9, 8), (9, 8), (0, 0), (0, 0)], "rank 2 on node-1 and 1 more (training)"),  # a lost node
         ([(9, 8)] * 4, None),
         ([(0, 0)] * 4, None),
     ],
 )
-def test_the_rank_that_was_late_and_what_others_waited_in(
-    tmp_path: Path, stood: list[tuple[int, int]], culprit: str | None
+def test_the_late_rank_is_found_in_the_traces(
+    tmp_path: Path, counts: list[tuple[int, int]], culprit: str | None
 ) -> None:
-    for rank, (enqueued, started) in enumerate(stood):
-        write(tmp_path, rank, enqueued, started)
+    for rank, (enqueued, started) in enumerate(counts):
+        write_rank(tmp_path, rank, enqueued, started)
     expected = culprit and f"the first that was late: {culprit}; others waited in all_gather (engine.py:9)"
     assert find_late_rank(tmp_path) == expected
-    assert is_accounted_for(tmp_path) == all(enqueued for enqueued, _ in stood)
+    assert is_accounted_for(tmp_path) == all(enqueued for enqueued, _ in counts)
 
 
-class Program:
+class Code:
     def __reduce__(self) -> Any:
         return Path.touch, (Path("made-by-a-trace"),)
 
 
-def test_a_trace_is_data_and_may_be_torn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_traces_with_damage_or_code_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for rank in range(4):
-        write(tmp_path, rank, 9, 9, doing="failed" if rank == 1 else "training")
-    whole = (tmp_path / RANKS / f"{TRACE}1").read_bytes()
-    (tmp_path / RANKS / f"{TRACE}1").write_bytes(whole[:-20])
-    (tmp_path / RANKS / f"{TRACE}x").write_bytes(whole)
+        write_rank(tmp_path, rank, 9, 9, doing="failed" if rank == 1 else "training")
+    content = (tmp_path / RANKS / f"{TRACE}1").read_bytes()
+    (tmp_path / RANKS / f"{TRACE}1").write_bytes(content[:-20])
+    (tmp_path / RANKS / f"{TRACE}x").write_bytes(content)
     assert "rank 1 on node-0 (failed)" in (find_late_rank(tmp_path) or "") and is_accounted_for(tmp_path)
-    (tmp_path / RANKS / f"{TRACE}2").write_bytes(pickle.dumps(Program()))
-    assert "rank 1 on node-0 and 1 more" in (find_late_rank(tmp_path) or "") and not is_accounted_for(
-        tmp_path
-    )
+    (tmp_path / RANKS / f"{TRACE}2").write_bytes(pickle.dumps(Code()))
+    assert "rank 1 on node-0 and 1 more" in (find_late_rank(tmp_path) or "")
+    assert not is_accounted_for(tmp_path)
     assert not Path("made-by-a-trace").exists()
 
 
-def test_the_next_launch_says_of_one_that_was_aborted_who_was_late(tmp_path: Path) -> None:
-    """NCCL's watchdog leaves no rank that could."""
+def test_the_next_launch_reports_the_late_rank_of_an_aborted_one(tmp_path: Path) -> None:
+    """NCCL's watchdog aborts all ranks before they can report it."""
     append(tmp_path / LAUNCHES, {"event": "begin", "step": 3})
     for rank, enqueued in enumerate((9, 5)):
-        write(tmp_path, rank, enqueued, 5, step=7 + rank)
+        write_rank(tmp_path, rank, enqueued, 5, step=7 + rank)
     for _ in range(2):
         Launch(tmp_path, Console(), main=True).report_previous_failure()
     _, *ends = read_records(tmp_path / LAUNCHES)[0]
@@ -94,7 +93,7 @@ def test_the_next_launch_says_of_one_that_was_aborted_who_was_late(tmp_path: Pat
     assert "rank 1 on node-0" in ends[0]["reason"]
 
 
-def test_collectives_are_recorded_into_the_run_directory_unless_the_user_says_otherwise(
+def test_collectives_are_recorded_in_the_run_directory_and_settings_of_the_user_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -104,8 +103,8 @@ def test_collectives_are_recorded_into_the_run_directory_unless_the_user_says_ot
     assert environment["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1" and environment["TORCH_NCCL_DESYNC_DEBUG"] == "0"
 
 
-def test_every_host_has_a_file_for_its_health_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first rank of each; rank 0's host has that of the run's lock."""
+def test_the_first_rank_of_a_host_writes_its_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On rank 0's host the run's lock writes it."""
     copy, now = tmp_path / "copy.json", 1000.0
     monkeypatch.setattr("time.monotonic", lambda: now)
     monkeypatch.setenv(COPY, str(copy))

@@ -1,39 +1,39 @@
-"""Which rank is slow, and for how long it has to be so before anybody is told."""
+"""Own time of a rank, slow ranks, and what the driver reports."""
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from types import SimpleNamespace
 from typing import Any
 
+import pynvml
 import pytest
 import torch
 from torch import nn
 
 from emo.pipeline.engine import pace
-from emo.pipeline.engine.pace import OwnTime, Stragglers
+from emo.pipeline.engine.pace import OwnTime
+from emo.pipeline.monitor.stragglers import Stragglers
 
 HOSTS = ["a", "a", "b", "b"]
 EVEN, LATE = [1.0, 1.1, 1.0, 1.0], [1.0, 1.0, 1.0, 2.0]
 
 
 @pytest.mark.parametrize(
-    ("windows", "steps", "seconds", "warned"),
+    ("windows", "steps", "seconds", "warnings"),
     [
         ([LATE, LATE, LATE], 5, 3.0, 1),  # once
-        ([LATE, LATE, LATE], 3, 3.0, 0),  # not for long
+        ([LATE, LATE, LATE], 3, 3.0, 0),  # too few steps
         ([EVEN[::-1], LATE[::-1], EVEN], 50, 3.0, 0),
-        ([[1.0, 1.0, 1.0, 1.1], LATE], 50, 3.0, 0),  # slowest for two windows, slow for one
+        ([[1.0, 1.0, 1.0, 1.1], LATE], 50, 3.0, 0),  # slowest in two windows, slow in one
         ([LATE, EVEN, LATE], 9, 3.0, 0),
         ([LATE, LATE[::-1], LATE], 9, 3.0, 0),
         ([LATE, LATE, LATE[::-1], LATE[::-1]], 5, 3.0, 2),
         ([EVEN, EVEN], 9, 3.0, 0),
-        ([LATE, LATE], 9, 30.0, 0),  # it hardly matters
+        ([LATE, LATE], 9, 30.0, 0),  # a small part of a step
     ],
 )
-def test_a_straggler_is_told_once_it_persists(
-    windows: list[list[float]], steps: int, seconds: float, warned: int, caplog: pytest.LogCaptureFixture
+def test_a_rank_that_stays_slow_is_warned_about_once(
+    windows: list[list[float]], steps: int, seconds: float, warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     stragglers = Stragglers(HOSTS)
     with caplog.at_level(logging.WARNING):
@@ -44,12 +44,12 @@ def test_a_straggler_is_told_once_it_persists(
             record = stragglers.record(seconds)
             assert record["rank_seconds_max"] == pytest.approx(max(window))
             assert record["slowest_host"] == HOSTS[record["slowest_rank"]]
-    assert len(caplog.records) == warned
+    assert len(caplog.records) == warnings
     assert stragglers.record(seconds) == {}
 
 
 class Event:
-    """An event of a device on which all takes a quarter of a second."""
+    """An event of a device on which every pass takes a quarter of a second."""
 
     count = 0
 
@@ -64,7 +64,7 @@ class Event:
         return end.at - self.at  # milliseconds
 
 
-def test_the_head_is_timed_on_the_device_and_in_training_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_head_is_timed_on_the_device_and_only_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     head, clock = nn.Linear(1, 1), iter((0.0, 10.0, 12.0, 20.0, 21.0))
     monkeypatch.setattr(pace, "on_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.Event", Event)
@@ -81,19 +81,25 @@ def test_the_head_is_timed_on_the_device_and_in_training_alone(monkeypatch: pyte
     assert Event.count == 6
 
 
-def test_a_temperature_is_the_driver_s(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None where there is no driver, or it does not know the GPU."""
-    assert pace.temperature("absent") is None
+def test_the_driver_s_readings_are_none_where_it_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No driver, an unknown GPU, a reading that a GPU does not support."""
+    assert pace.read_temperature("absent") is None
 
-    def measured(handle: ctypes.c_void_p, sensor: int, degrees: Any) -> int:
-        degrees._obj.value = 61
-        return int(sensor != 0 or handle.value != 7)
+    def find(name: str) -> int:
+        if name != "GPU-known":
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
+        return 7
 
-    def found(name: bytes, handle: Any) -> int:
-        handle._obj.value = 7
-        return int(name != b"GPU-1-2")
+    def count_errors(*_: Any) -> int:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
 
-    driver = {"nvmlInit_v2": lambda: 0, "nvmlDeviceGetHandleByUUID": found}
-    library = SimpleNamespace(**driver, nvmlDeviceGetTemperature=measured)
-    monkeypatch.setattr(ctypes, "CDLL", lambda _: library)
-    assert (pace.temperature("1-2"), pace.temperature("2-1")) == (61, None)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", find)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", lambda handle, sensor: 54 + handle + sensor)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEccErrors", count_errors)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetCurrentClocksThrottleReasons", lambda handle: 0x41)
+    assert (pace.read_temperature("known"), pace.read_temperature("unknown")) == (61, None)
+    monkeypatch.setattr(pace, "_uuid", lambda: "known")
+    assert pace.gpu_faults() == ["too hot"]
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEccErrors", lambda handle, kind, counter: 3 * kind)
+    assert pace.gpu_faults() == ["3 uncorrectable memory errors", "too hot"]

@@ -371,12 +371,12 @@ def test_what_does_not_fit_is_told_what_to_change(monkeypatch: pytest.MonkeyPatc
     setup = Setup(4, 3, 16, 2048)
     needed = footprint.memory(LLAMA_7B, setup).total
     for room, answer in ((needed * 1.5, "yes; "), (needed * 1.02, "tight: "), (needed * 0.9, "NO; ")):
-        monkeypatch.setattr(Cluster, "room", room)
+        monkeypatch.setattr(Cluster, "memory", room)
         text = fit(LLAMA_7B, setup, Cluster(4, "A100-80G"))
         assert text.startswith(answer) and ("activation_checkpointing" in text) == (answer != "yes; ")
         micro = int(re.search(r"train.micro_batch_size(?:=|.*: )(\d+)", text)[1])  # type: ignore[index]
         assert footprint.memory(LLAMA_7B, dataclasses.replace(setup, micro=micro)).total <= room
         assert ("global_batch_size" in text) == (answer == "yes; ")
-    monkeypatch.setattr(Cluster, "room", needed * 1.5)
+    monkeypatch.setattr(Cluster, "memory", needed * 1.5)
     accumulated = dataclasses.replace(setup, accumulation=16)
     assert "global_batch_size" not in fit(LLAMA_7B, accumulated, Cluster(4, "A100-80G"))
