@@ -130,7 +130,7 @@ def _drop_owned_keys(config: RunConfig, tree: DsConfig, path: Path, batch: Batch
     errors = []
     for key, value in _contradictions(config, owned, batch):
         cure = f"Remove it, or change {OWNED_BY_RECIPE[key.partition('.')[0]]}"
-        problem = f"{path} sets {key}={shown(value)}, which contradicts the recipe"
+        problem = f"{path} sets {key}={format_value(value)}, which contradicts the recipe"
         errors.append(UserError(f"{problem}. {cure}", code="ds-owned"))
     if errors:
         raise UserError.of(errors)
@@ -244,7 +244,7 @@ def _read_file(path: Path, setting: Path) -> DsConfig:
     except (ValueError, OSError, RecursionError) as error:
         raise UserError(f"deepspeed={path} is not JSON: {one_line(error, 150)}", code="ds-file") from None
     if not isinstance(tree, dict):
-        raise UserError(f"deepspeed={path} must hold a JSON object, not {shown(tree)}", code="ds-file")
+        raise UserError(f"deepspeed={path} must hold a JSON object, not {format_value(tree)}", code="ds-file")
     tree = {key: value for key, value in tree.items() if value is not None}
     if not isinstance(zero := tree.get("zero_optimization", AUTO), dict) and zero != AUTO:
         problem = f"{path}: zero_optimization must be a section, not {format_value(zero)}"
@@ -282,7 +282,7 @@ def _find_unknown_keys(tree: DsConfig, path: Path) -> list[UserError]:
             raise ValueError("data_types supports only grad_accum_dtype")
     except ValidationError as error:
         messages = [
-            f"rejects {section}{'.'.join(map(str, e['loc']))}: {_describe(e)} (given: {shown(e['input'])})"
+            f"rejects {section}{'.'.join(map(str, e['loc']))}: {_describe(e)} (given: {format_value(e['input'])})"
             for e in error.errors()
         ]
     except Exception as error:  # DeepSpeed raises any class for values that it does not expect

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from emo.common.errors import ExitCode
-from emo.launch.supervise import run_exit_code
 from emo.pipeline.control.stop import REPORTS, StopRequest
 from tests.conftest import REPO
 from tests.helpers.launching import PIPED, wait_for
@@ -176,7 +175,7 @@ def test_a_time_limit_and_a_file_request_a_stop(tmp_path: Path) -> None:
 def test_the_exit_code_of_a_run_follows_its_ranks(
     launcher: int, ranks: list[int | None], requested: bool, expected: ExitCode
 ) -> None:
-    assert verdict(launcher, ranks, requested) == expected
+    assert run_exit_code(launcher, ranks, requested) == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGUSR1, signal.SIGKILL])

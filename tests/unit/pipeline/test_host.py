@@ -16,7 +16,7 @@ from torch.distributed import DistBackendError, DistNetworkError
 
 from emo.common.errors import ExitCode, FailureError, UserError
 from emo.common.io.files import DiskFullError
-from emo.pipeline import cli
+from emo.launch import rank
 from emo.pipeline.control import world
 from emo.pipeline.control.stop import HARDWARE, TRAINING, Watch, node_name
 from emo.pipeline.control.world import World, broken_device, explain, lost_a_peer
