@@ -27,8 +27,8 @@ from pathlib import Path
 from emo.pipeline.control.stop import StopRequest, Watch
 watch = Watch()
 assert "torch" not in sys.modules and "psutil" not in sys.modules
-from emo.pipeline.monitor.console import split
-output = split()
+from emo.pipeline.monitor.console import split_output
+output = split_output()
 phase, seconds = sys.argv[1:]
 if phase != "starting":
     watch.enter_group()
