@@ -1,4 +1,4 @@
-"""Sweeps repeat nothing, share work, choose on development data, reject changes, and leave no process behind."""
+"""Sweeps repeat nothing, share work, choose on development data, reject changes, and leave no process."""
 
 from __future__ import annotations
 
