@@ -1,4 +1,4 @@
-"""Sweeps share work, repeat nothing, choose on development data, reject changes and leave no process."""
+"""Sweeps repeat nothing, share work, choose on development data, reject changes, and leave no process."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ def commands(recipe: Path) -> list[str]:
     return [re.sub(r"\s+\(.*\)$", "", line.strip()) for line in lines]
 
 
-# The others need the export of quickstart-pretrain (tests/launch/pipeline/test_job_files.py) or of an
-# experiment.
+# The others need the export of quickstart-pretrain (tests/launch/pipeline/test_job_files.py), or a sweep.
 ALONE = [
     recipe
     for recipe in RECIPES
