@@ -282,8 +282,9 @@ def _find_unknown_keys(tree: DsConfig, path: Path) -> list[UserError]:
             raise ValueError("data_types supports only grad_accum_dtype")
     except ValidationError as error:
         messages = [
-            f"rejects {section}{'.'.join(map(str, e['loc']))}: {_describe(e)} (given:
-            {format_value(e['input'])})" for e in error.errors()
+            f"rejects {section}{'.'.join(map(str, e['loc']))}: {_describe(e)} "
+            f"(given: {format_value(e['input'])})"
+            for e in error.errors()
         ]
     except Exception as error:  # DeepSpeed raises any class for values that it does not expect
         messages = [f"rejects the file: {one_line(error, 200)}"]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from emo.common.errors import ExitCode
+from emo.launch.supervise import run_exit_code
 from emo.pipeline.control.stop import REPORTS, StopRequest
 from tests.conftest import REPO
 from tests.helpers.launching import PIPED, wait_for
