@@ -27,7 +27,7 @@ from ..engine.ds_config import zero_stage
 from ..engine.hardware import GIB, accelerator
 from ..planning.checks import Ready
 from ..planning.footprint import memory, step_time, utilisation
-from ..planning.plan import domain_rows, remarks, setup_of, sizes_of
+from ..planning.plan import collect_warnings, domain_rows, setup_of, sizes_of
 from .console import Console
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class Launch:
         log.info("objective %s on %s; %s", ready.objective, device, batch)
         for name, text in domain_rows(config, ready):
             log.info("%s: %s", name, text)
-        for warning in remarks(config, ready, on_cpu=not on_gpu()):
+        for warning in collect_warnings(config, ready, on_cpu=not on_gpu()):
             log.warning(warning)
         if (gpu := accelerator(device)) is not None:  # what the footprint predicts of a step on it
             sizes = sizes_of(ready.model, ready.hf_config)

@@ -38,7 +38,7 @@ from ..loss.cost_files import FILES, load_cost
 from ..loss.objectives import Objective
 from ..model import kernels
 from ..model.build import add_lora, check_context, check_fits, model_config
-from ..model.export import exported_tensors, sample_rows, unwrap, write_rest
+from ..model.export import exported_tensors, sample_rows, unwrap, write_metadata
 from ..model.objective_config import COSTS
 from ..model.objectives import objective_parts, training_objective
 from ..model.readers import check_tokenizer
@@ -119,7 +119,7 @@ def check(config: RunConfig, ranks: int, local: bool, here: bool | None = None) 
     if data is not None:
         prompt_ids(config)
         if local:
-            name = config.objective.columns  # of what the objective reads beside the tokens
+            name = config.objective.scores_name  # of what the objective reads beside the tokens
             scores = [None if name is None else Scores(rows, name) for rows in (data, *validation.values())]
             _check_scores(config, scores)
     elif train.mixture is not None:  # a recipe knows its domains, though not what they hold
@@ -260,7 +260,7 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         try:
-            write_rest(base, config, directory, {})
+            write_metadata(base, config, directory, {})
             if (directory / "tokenizer.json").is_file():
                 check_tokenizer(directory, sample_rows(config))
             with torch.device("meta"):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from emo.pipeline.planning.health import Speed, pairs, slow
+from emo.pipeline.planning.health import Speed, find_faults, neighbour_rounds
 from tests.helpers import launching
 
 
@@ -25,12 +25,12 @@ def test_who_is_slow(values: list[float], expected: float | None, faulty: list[i
     speeds = [
         Speed(f"host-{i}", "", "products", value, "TFLOP/s", expected) for i, value in enumerate(values)
     ]
-    assert [i for i, fault in enumerate(slow(speeds, "cuda")) if fault] == faulty
+    assert [i for i, fault in enumerate(find_faults(speeds, "cuda")) if fault] == faulty
 
 
 @pytest.mark.parametrize("hosts", range(1, 34))
 def test_every_host_meets_both_neighbours(hosts: int) -> None:
-    rounds = pairs(hosts)
+    rounds = neighbour_rounds(hosts)
     met = [pair for pairing in rounds for pair in pairing]
     assert sorted(met) == [(i, (i + 1) % hosts) for i in range(hosts)] * (hosts > 2)
     for pairing in rounds:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from emo.pipeline.model.config import ModelConfig
-from emo.pipeline.model.kernels import check_host, check_kernels, replaced
+from emo.pipeline.model.kernels import check_host, check_kernels, replaced_modules
 from tests.helpers.families import by_hand, family
 from tests.helpers.refusals import refused
 from tests.unit.loss.test_triton import run
@@ -35,7 +35,7 @@ def test_layers_in_another_arithmetic_are_compared(fault: str, kind: str, dtype:
     by_hand(model, slope=0.9 if fault == "gradient" else 1.0)
     if fault == "nan":
         model.model.layers[1].mlp.forward = lambda x: x * torch.nan
-    kernels = {module: module.forward for module in replaced(model)}
+    kernels = {module: module.forward for module in replaced_modules(model)}
     assert len(kernels) == 7
 
     def look() -> None:

@@ -145,9 +145,12 @@ UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
     ("change", "message"),
     [
         (lambda t: t.pop(UP), f"lacks {UP}"),
-        (lambda t: t.update(score=torch.ones(2, 32)), "holds what this kind of model has not: score"),
+        (
+            lambda t: t.update(score=torch.ones(2, 32)),
+            "has tensors that this kind of model does not have: score",
+        ),
         (lambda t: t.update({NORM: torch.ones(31)}), f"has another shape for {NORM}"),
-        (lambda t: t[UP].view(-1)[5:6].fill_(torch.nan), f"holds values in {UP}"),
+        (lambda t: t[UP].view(-1)[5:6].fill_(torch.nan), f"is damaged: {UP}"),
         (lambda t: t.update({NORM: torch.ones(32, dtype=torch.int64)}), f"holds {NORM} as int64"),
     ],
 )

@@ -29,8 +29,8 @@ from emo.pipeline.planning.footprint import Setup
 from emo.pipeline.planning.plan import (
     Choice,
     choices,
+    describe_fit,
     domain_rows,
-    fit,
     print_best,
     print_plan,
     sizes_of,
@@ -126,8 +126,8 @@ def test_the_best_is_the_fastest_of_all_that_surely_fit(capsys: pytest.CaptureFi
     best = print_best(config, parse_cluster("8xA100-40G"))
     every = every_choice(config, "8xA100-40G")
     room = 39.4 * USABLE * GIB
-    fitting = [choice for choice in every if choice.memory.surely <= room]
-    assert best.memory.surely <= room and len(fitting) < len(every)
+    fitting = [choice for choice in every if choice.memory.upper_bound <= room]
+    assert best.memory.upper_bound <= room and len(fitting) < len(every)
     assert best.speed >= 0.99 * max(choice.speed for choice in fitting)
     files = {choice.file.name for choice in every}
     assert files == {"zero1.json", "zero2.json", "zero3.json", "zero3_offload.json"}
@@ -317,7 +317,7 @@ def test_published_memory() -> None:
     """
     shared = footprint.memory(LLAMA_7B, Setup(8, 3, 1, 256, cost=False))
     assert sum(shared[:3]) == pytest.approx(18 * LLAMA_7B.parameters / 8)
-    assert shared.total < shared.surely < shared.total * (1 + footprint.MEMORY_ERROR)
+    assert shared.total < shared.upper_bound < shared.total * (1 + footprint.MEMORY_ERROR)
     first, second = (footprint.memory(LLAMA_7B, Setup(8, stage, 8, 2048)) for stage in (1, 2))
     assert first.total - second.total == pytest.approx((4 * 7 / 8 + 2) * LLAMA_7B.parameters, rel=0.01)
     mistral = dataclasses.replace(LLAMA_7B, parameters=7_241_732_096, trainable=7_241_732_096)
@@ -333,7 +333,7 @@ def test_peaks_published_for_gpus(case: tuple[int, bool, int, int, float]) -> No
     setup = Setup(8, stage, micro, 4096, passes, checkpointing=checkpointing, cost=False, chunk_mb=logits)
     memory = footprint.memory(LLAMA_7B, setup)
     without_head = 6 * LLAMA_7B.vocabulary * LLAMA_7B.hidden  # the gradient that our loss holds
-    assert peak < (memory.surely - without_head) / GIB < 1.6 * peak
+    assert peak < (memory.upper_bound - without_head) / GIB < 1.6 * peak
 
 
 def test_a_token_passes_through_some_experts_only() -> None:
@@ -375,11 +375,11 @@ def test_what_does_not_fit_is_told_what_to_change(monkeypatch: pytest.MonkeyPatc
     needed = footprint.memory(LLAMA_7B, setup).total
     for room, answer in ((needed * 1.5, "yes; "), (needed * 1.02, "tight: "), (needed * 0.9, "NO; ")):
         monkeypatch.setattr(Cluster, "room", room)
-        text = fit(LLAMA_7B, setup, Cluster(4, "A100-80G"))
+        text = describe_fit(LLAMA_7B, setup, Cluster(4, "A100-80G"))
         assert text.startswith(answer) and ("activation_checkpointing" in text) == (answer != "yes; ")
         micro = int(re.search(r"train.micro_batch_size(?:=|.*: )(\d+)", text)[1])  # type: ignore[index]
         assert footprint.memory(LLAMA_7B, dataclasses.replace(setup, micro=micro)).total <= room
         assert ("global_batch_size" in text) == (answer == "yes; ")
     monkeypatch.setattr(Cluster, "room", needed * 1.5)
     accumulated = dataclasses.replace(setup, accumulation=16)
-    assert "global_batch_size" not in fit(LLAMA_7B, accumulated, Cluster(4, "A100-80G"))
+    assert "global_batch_size" not in describe_fit(LLAMA_7B, accumulated, Cluster(4, "A100-80G"))
