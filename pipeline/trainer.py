@@ -66,7 +66,7 @@ from .monitor.launches import Launch
 from .monitor.metrics import Metrics
 from .monitor.profiler import Profile
 from .monitor.samples import Samples
-from .monitor.validation import Documents, by_document
+from .monitor.validation import Documents, sum_by_document
 from .planning.checks import Ready, batch_order, check
 from .planning.footprint import Setup, utilisation
 from .planning.plan import sizes_of
@@ -384,7 +384,7 @@ def evaluate(
     for row in every.tolist():
         padding = int(data.tokens_of(row) < data.manifest.block)  # one more segment, of no document
         sources.append(np.append(data.sources_of(row), np.zeros(padding, np.uint64)))
-    return sums, by_document(data.fingerprint, np.concatenate(sources), nll, tokens)
+    return sums, sum_by_document(data.fingerprint, np.concatenate(sources), nll, tokens)
 
 
 def _due(step: int, every: int, steps: int) -> bool:

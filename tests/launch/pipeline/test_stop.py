@@ -29,8 +29,8 @@ from pathlib import Path
 from emo.pipeline.control.stop import StopRequest, Watch
 watch = Watch()
 assert "torch" not in sys.modules and "psutil" not in sys.modules
-from emo.pipeline.monitor.console import split
-chatter = split()
+from emo.pipeline.monitor.console import split_output
+chatter = split_output()
 phase, seconds = sys.argv[1:]
 if phase != "starting":
     watch.joined()

@@ -34,7 +34,7 @@ from emo.pipeline.monitor.console import Console, Progress
 from emo.pipeline.monitor.launches import append
 from emo.pipeline.monitor.metrics import Metrics
 from emo.pipeline.monitor.validation import FEWEST, Change, Documents, change, read, write
-from emo.pipeline.report.page import document
+from emo.pipeline.report.page import build_run_report
 from emo.pipeline.report.runs import KILLED, Run, read_runs, regressions
 from emo.pipeline.trainer import Guard
 from tests.conftest import REPO
@@ -348,7 +348,8 @@ def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
 
     def run(program: str) -> tuple[str, str]:
         text = "import os, sys\nfrom pathlib import Path\n"
-        text += f"from emo.pipeline.monitor.console import Console, split\nchatter = split()\n{program}"
+        text += "from emo.pipeline.monitor.console import Console, split_output\n"
+        text += f"chatter = split_output()\n{program}"
         command = [sys.executable, "-c", text, str(tmp_path)]
         done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True)
         return done.stdout, done.stderr
@@ -367,8 +368,8 @@ def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
 
 
 def test_a_lost_reader_breaks_no_rank() -> None:
-    program = "import sys; from emo.pipeline.monitor.console import split; split(); sys.stdin.readline()\n"
-    program += "for _ in range(3): print('a line')\nsys.stderr.write('went on')"
+    program = "import sys; from emo.pipeline.monitor.console import split_output\n"
+    program += "split_output(); sys.stdin.readline()\nfor _ in range(3): print('a line')\nsys.stderr.write('went on')"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     rank = subprocess.Popen([sys.executable, "-c", program], cwd=REPO, text=True, **pipes)
     assert rank.stdin is not None and rank.stdout is not None and rank.stderr is not None
@@ -422,7 +423,7 @@ def runs(tmp_path: Path) -> tuple[Path, Path]:
 
 
 def shown(*paths: Path) -> tuple[str, Page]:
-    text = document(read_runs(paths), "step", paths[0]).html()
+    text = build_run_report(read_runs(paths), "step", paths[0]).html()
     return text, Page(text)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from emo.common.errors import ExitCode
 from emo.pipeline.control.run_dir import HEARTBEAT, RANKS
-from emo.pipeline.report.top import table
+from emo.pipeline.report.top import format_ranks
 
 HEAVY = {"torch", "numpy", "deepspeed"}
 
@@ -39,7 +39,7 @@ def test_a_rank_is_a_line(tmp_path: Path) -> None:
     """Whatever its file holds."""
     write(tmp_path, 1000.0)
     (tmp_path / RANKS / "rank-3.json").write_text("[]")
-    text, over = table(tmp_path, 1000.0)
+    text, over = format_ranks(tmp_path, 1000.0)
     summary, _, first, _, last = text.splitlines()
     assert not over and "\x1b" not in text
     assert summary == f"{tmp_path}: training, step 1,203, 4 s ago; 3 ranks on 2 hosts"
@@ -66,7 +66,7 @@ def test_a_rank_is_a_line(tmp_path: Path) -> None:
 )
 def test_a_run_that_is_over_keeps_its_last_state(tmp_path: Path, beat: dict[str, Any], doing: str) -> None:
     write(tmp_path, 1000.0, **beat)
-    text, over = table(tmp_path, 1000.0)
+    text, over = format_ranks(tmp_path, 1000.0)
     assert over and f": {doing}, step 1,203" in text
 
 
