@@ -299,7 +299,7 @@ def _plan(args: argparse.Namespace) -> int:
     if args.write and (args.write.exists() or not args.write.parent.is_dir()):
         problem = f"--write {args.write}: give a new name in an existing directory"
         raise UserError(problem, code="write-target")
-    with at_work("plan"):
+    with at_work("planning"):
         from .planning.plan import print_best, print_plan, write_recipe
 
         if not args.best:
@@ -328,7 +328,7 @@ def _score(args: argparse.Namespace) -> int:
     settings.append(f"model.revision={args.revision or 'null'}")
     logging.basicConfig(level=logging.INFO, handlers=[Console()])
     config = load_config(args.recipe, [*args.overrides, *settings])
-    with at_work("score"):
+    with at_work("loading the model"):
         from .planning.score import score
 
         complete = score(config, args.name, (int(index), int(count)), args.force, args.top_k)

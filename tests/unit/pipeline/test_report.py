@@ -369,7 +369,8 @@ def test_what_compilers_print_goes_to_the_log(tmp_path: Path) -> None:
 
 def test_a_lost_reader_breaks_no_rank() -> None:
     program = "import sys; from emo.pipeline.monitor.console import split_output\n"
-    program += "split_output(); sys.stdin.readline()\nfor _ in range(3): print('a line')\nsys.stderr.write('went on')"
+    program += "split_output(); sys.stdin.readline()\nfor _ in range(3): print('a line')\n"
+    program += "sys.stderr.write('went on')"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     rank = subprocess.Popen([sys.executable, "-c", program], cwd=REPO, text=True, **pipes)
     assert rank.stdin is not None and rank.stdout is not None and rank.stderr is not None
