@@ -1,4 +1,4 @@
-"""Recipes and DeepSpeed files: what resolves, what is refused, and the groups of the optimizer."""
+"""Recipes, DeepSpeed files and parameter groups of the optimizer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> None:
+def test_overrides_win_and_a_dump_loads_as_the_same_recipe(recipe: Path, tmp_path: Path) -> None:
     overrides = ["train.learning_rate=2e-5", "data.sequence_len=64", "objective.params.ratio_cap=3"]
     config = load_config(recipe, overrides)
     assert (config.train.learning_rate, config.data.sequence_len) == (2e-5, 64)
@@ -71,20 +71,20 @@ def test_overrides_win_and_the_dump_reads_back(recipe: Path, tmp_path: Path) -> 
         ("train.mixture={temperature: 2, max_epochs: {home: 0}}", "max_epochs"),
     ],
 )
-def test_a_mistake_gets_one_line(recipe: Path, override: str, expected: str) -> None:
+def test_a_mistake_is_reported_in_one_line(recipe: Path, override: str, expected: str) -> None:
     with pytest.raises(UserError) as caught:
         load_config(recipe, [override])
     assert expected in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_adapters_have_no_head_to_hold(recipe: Path) -> None:
+def test_adapters_exclude_a_learning_rate_of_the_head(recipe: Path) -> None:
     with pytest.raises(UserError, match="head_lr_ratio"):
         load_config(recipe, ["model.lora.r=2", "train.head_lr_ratio=0"])
 
 
 @given(st.integers(1, 4096), st.integers(1, 64), st.integers(1, 64))
-def test_batch_equation(batch: int, micro: int, ranks: int) -> None:
-    """As few passes as hold the batch, equally large, with less than a row of each rank and pass empty."""
+def test_a_batch_is_split_into_few_equal_passes(batch: int, micro: int, ranks: int) -> None:
+    """Each rank and pass leaves less than one row empty."""
     if batch < ranks:
         with refused("batch-ranks"):
             solve_batch(batch, micro, ranks)
@@ -99,7 +99,7 @@ def test_batch_equation(batch: int, micro: int, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
-def test_learning_rate_warms_up_peaks_and_falls(schedule: str) -> None:
+def test_the_learning_rate_warms_up_and_decays(schedule: str) -> None:
     train = TrainConfig(max_steps=100, learning_rate=1.0, lr_scheduler_type=schedule, warmup_ratio=0.1)  # type: ignore[arg-type]
     rates = [lr_at(train, step, 100) for step in range(100)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
@@ -110,8 +110,7 @@ def test_learning_rate_warms_up_peaks_and_falls(schedule: str) -> None:
     assert min(rates) > 0
 
 
-def test_sums_of_objectives() -> None:
-    """Schedules keep their YAML form when dumped."""
+def test_schedules_of_a_sum_keep_their_yaml_form() -> None:
     parts = [{"name": "emo", "weight": 0.5}, {"name": "mle", "weight": {"from": 0.5, "to": 0, "steps": 9}}]
     config = parse_section(ObjectiveConfig, {"sum": parts}, "objective")
     assert config.label == "0.5 emo + (0.5 to 0) mle"
@@ -124,7 +123,7 @@ def resolved(path: Path, *overrides: str, ranks: int = 4) -> dict[str, Any]:
     return deepspeed_config(load_config(recipe, [f"deepspeed={path}", *overrides]), batch)
 
 
-def refusal(**section: Any) -> str | None:
+def host_error(**section: Any) -> str | None:
     try:
         check_host({"zero_optimization": {"stage": 3, **section}})
     except UserError as error:
@@ -132,21 +131,21 @@ def refusal(**section: Any) -> str | None:
     return None
 
 
-def test_what_a_host_must_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ranks for copies of weights; libaio and a directory for NVMe; a compiler for Triton."""
+def test_requirements_of_a_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A multiple of the hpZ ranks, libaio and a directory for NVMe, a compiler for Triton."""
     for ranks, code in (("8", None), ("4", "hpz-ranks"), ("12", "hpz-ranks")):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-        assert refusal(zero_hpz_partition_size=8) == code
+        assert host_error(zero_hpz_partition_size=8) == code
     for path, libaio, code in (
         (tmp_path, False, "nvme-libaio"),
         (tmp_path / "none", True, "nvme-path"),
         (tmp_path, True, None),
     ):
         monkeypatch.setattr(ds_file.AsyncIOBuilder, "is_compatible", lambda _, libaio=libaio: libaio)
-        assert refusal(offload_param={"device": "nvme", "nvme_path": str(path)}) == code
+        assert host_error(offload_param={"device": "nvme", "nvme_path": str(path)}) == code
     monkeypatch.setattr(host, "get_accelerator", lambda: SimpleNamespace(device_name=lambda: "cuda"))
     monkeypatch.setattr(ds_file, "compiler", lambda: None)
-    assert refusal() == "compiler"
+    assert host_error() == "compiler"
 
 
 @pytest.mark.parametrize(
@@ -161,7 +160,7 @@ def test_what_a_host_must_have(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         ('{"zero_optimisation": {"stage": 3}}', "did you mean zero_optimization?"),
     ],
 )
-def test_a_mistake_in_the_file_names_the_file(tmp_path: Path, text: str, expected: str) -> None:
+def test_a_mistake_in_a_deepspeed_file_names_the_file(tmp_path: Path, text: str, expected: str) -> None:
     path = tmp_path / "ds.json"
     path.write_text(text)
     with pytest.raises(UserError) as error:
@@ -192,14 +191,16 @@ OFFLOAD = '"stage": 3, "offload_optimizer": {"device": "cpu"}'
         ('"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 3}', (), "ds-combination"),
     ],
 )
-def test_what_does_not_go_together(tmp_path: Path, content: str, overrides: tuple[str], code: str) -> None:
+def test_settings_that_exclude_each_other(
+    tmp_path: Path, content: str, overrides: tuple[str], code: str
+) -> None:
     path = tmp_path / "ds.json"
     path.write_text(f"{{{content}}}")
     with refused(code):
         resolved(path, *overrides)
 
 
-# Files as they are handed around for other trainers.
+# Configurations that are shared for other trainers.
 HF_OWNED: dict[str, Any] = {
     "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "hysteresis": 2},
     "bf16": {"enabled": "auto"},
@@ -245,37 +246,31 @@ AXOLOTL_BF16 = {"bf16": {"enabled": True}, "gradient_clipping": "auto", "wall_cl
 def test_files_for_other_trainers_are_accepted(
     tmp_path: Path, tree: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What the recipe owns comes from the recipe, "auto" is DeepSpeed's default, and one line says so."""
+    """The recipe sets the keys that it owns, "auto" is DeepSpeed's default, and one line notes both."""
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(tree))
-    made = resolved(path)
+    used = resolved(path)
     plain = resolved(REPO / "ds_configs/zero2.json")
-    assert "auto" not in json.dumps(made) and "scheduler" not in made and "fp16" not in made
+    assert "auto" not in json.dumps(used) and "scheduler" not in used and "fp16" not in used
     for key in ("optimizer", "train_batch_size", "gradient_clipping", "bf16"):
-        same = "offload_optimizer" not in made["zero_optimization"] or key != "optimizer"
-        assert not same or made[key] == plain[key]
+        same = "offload_optimizer" not in used["zero_optimization"] or key != "optimizer"
+        assert not same or used[key] == plain[key]
     zero = tree["zero_optimization"]
     if isinstance(zero, dict):
         kept = {key: value for key, value in zero.items() if not isinstance(value, dict) and value != "auto"}
-        assert made["zero_optimization"].items() >= (kept | {"overlap_comm": False}).items()
+        assert used["zero_optimization"].items() >= (kept | {"overlap_comm": False}).items()
     (note,) = caplog.messages
     assert all(key in note for key in tree if key in ds_file.OWNED_BY_RECIPE)
     config = load_config(REPO / "launch/recipes/llama-7b-wikitext103.yaml", [])
-    assert setup_of(config, Batch(16, 4, 1, 4), made, get_objective("mle")).live == 1e9
+    assert setup_of(config, Batch(16, 4, 1, 4), used, get_objective("mle")).live == 1e9
 
 
-def test_all_that_is_wrong_with_a_file_is_listed(tmp_path: Path) -> None:
+def test_all_mistakes_in_a_deepspeed_file_are_listed(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
-    wrong = {
-        "train_batch_size": 4,
-        "gradient_clipping": 0.5,
-        "fp16": {"enabled": True},
-        "wandb": {"enabled": True},
-    }
-    wrong |= {
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 7}},
-        "optimizer": {"type": "Lamb"},
-    }
+    enabled = {"enabled": True}
+    wrong = {"train_batch_size": 4, "gradient_clipping": 0.5, "fp16": enabled, "wandb": enabled}
+    wrong["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 7}}
+    wrong["optimizer"] = {"type": "Lamb"}
     path.write_text(json.dumps(wrong | {"zero_optimization": {"stage": 2}}))
     with refused("ds-owned") as error:
         resolved(path)
@@ -289,7 +284,7 @@ def test_all_that_is_wrong_with_a_file_is_listed(tmp_path: Path) -> None:
 
 
 def test_the_files_of_this_repository_are_accepted() -> None:
-    """AdamW is PyTorch's, so that nothing is compiled; the fused one also steps offloaded optimizers."""
+    """They use PyTorch's AdamW, which needs no compiler, and the fused one for offloaded optimizers."""
     for path in sorted((REPO / "ds_configs").glob("*.json")):
         tree = resolved(path, ranks=8)
         section = tree["optimizer"]
@@ -297,25 +292,25 @@ def test_the_files_of_this_repository_are_accepted() -> None:
         offloads = "offload_optimizer" in tree["zero_optimization"]
         assert section["params"]["torch_adam"] and section["params"].get("fused", False) == offloads
     tree = resolved(REPO / "ds_configs/zero3.json", *MUON)
-    assert tree["zero_optimization"]["reduce_scatter"] is False, "Muon needs whole gradients"
+    assert tree["zero_optimization"]["reduce_scatter"] is False, "Muon needs complete gradients"
     assert tree["optimizer"]["params"]["muon_lr"] == 0.02
 
 
 @pytest.mark.parametrize("name", ["llama", "opt"])
-def test_biases_and_gains_of_norms_do_not_decay_as_in_trainer(name: str) -> None:
+def test_weight_decay_excludes_the_parameters_that_trainer_excludes(name: str) -> None:
     model = family(name)
     forbidden = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)", r"\.ln_", "^ln_"]
     decaying = set(get_parameter_names(model, [nn.LayerNorm], forbidden))
     names = {id(p): n for n, p in model.named_parameters()}
     first, second = parameter_groups(model, 0.1)
-    taken = [{names[id(p)] for p in group["params"]} for group in (first, second)]
-    assert taken == [decaying & set(names.values()), set(names.values()) - decaying]
+    groups = [{names[id(p)] for p in group["params"]} for group in (first, second)]
+    assert groups == [decaying & set(names.values()), set(names.values()) - decaying]
     assert (first["weight_decay"], second["weight_decay"]) == (0.1, 0.0)
 
 
 @pytest.mark.parametrize(("name", "muon"), [("llama", False), ("opt", False), ("opt", True)])
-def test_a_head_with_another_rate_has_a_group_of_its_own(name: str, muon: bool) -> None:
-    """OPT's is tied: its embedding is the head."""
+def test_a_head_with_another_learning_rate_has_a_separate_group(name: str, muon: bool) -> None:
+    """OPT's head is its embedding."""
     model = family(name)
     groups = parameter_groups(model, 0.1, muon, head_lr_ratio=0.1)
     (head,) = (group for group in groups if group["ratio"] == 0.1)
@@ -324,16 +319,16 @@ def test_a_head_with_another_rate_has_a_group_of_its_own(name: str, muon: bool) 
     assert sorted(plain) == sorted(id(p) for group in groups for p in group["params"])
 
 
-def test_muon_takes_the_matrices_of_the_body_and_refuses_others() -> None:
+def test_muon_trains_the_matrices_of_the_body() -> None:
     model = family("opt")
     first, *others = parameter_groups(model, 0.1, use_muon=True)
     names = {id(p): n for n, p in model.named_parameters()}
-    taken = [names[id(p)] for p in first["params"]]
-    assert first["use_muon"] and taken and all(model.get_parameter(name).dim() == 2 for name in taken)
-    assert not any(word in name for name in taken for word in ("embed", "lm_head"))
-    assert sorted(names[id(p)] for group in (first, *others) for p in group["params"]) == sorted(
-        names.values()
-    )
+    matrices = [names[id(p)] for p in first["params"]]
+    assert first["use_muon"] and matrices
+    assert all(model.get_parameter(name).dim() == 2 for name in matrices)
+    assert not any(word in name for name in matrices for word in ("embed", "lm_head"))
+    grouped = [names[id(p)] for group in (first, *others) for p in group["params"]]
+    assert sorted(grouped) == sorted(names.values())
     for transposed_or_stacked in ("gpt2", "mixtral"):
         with pytest.raises(UserError, match="muon"):
             parameter_groups(family(transposed_or_stacked), 0.1, use_muon=True)

@@ -1,4 +1,4 @@
-"""Hosts that are unfit to train, and ranks that fail: which code, and which exit code in every phase."""
+"""Unfit hosts and failing ranks: error codes, and exit codes before and after the first step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CUDA = CPU_ONLY._replace(build="CUDA 13.0", present=True)
         (CUDA._replace(present=False), 2, "no-gpu"),
         (CUDA._replace(device="cuda", usable=1, visible="3", granted=8), 8, "too-few-gpus"),
         (CUDA._replace(device="cuda", usable=4, visible="0,1,2,3"), 8, "too-few-gpus"),
-        (CUDA._replace(present=False, granted=8), 8, HARDWARE),  # the driver was not loaded after a reboot
+        (CUDA._replace(present=False, granted=8), 8, HARDWARE),  # the driver is not loaded after a reboot
         (CUDA._replace(device="cuda", usable=7, granted=8), 8, HARDWARE),
         (CPU_ONLY, 2, None),
         (CPU_ONLY._replace(device="xpu"), 2, None),
@@ -46,15 +46,16 @@ CUDA = CPU_ONLY._replace(build="CUDA 13.0", present=True)
         (CUDA._replace(chosen="cpu", usable=1), 2, None),
     ],
 )
-def test_a_gpu_that_cannot_be_used_is_refused(gpus: Gpus, ranks: int, code: str | None) -> None:
-    """A mistake of the user is code 2; what another host may have is worth another start."""
+def test_gpus_that_cannot_be_used_are_rejected(gpus: Gpus, ranks: int, code: str | None) -> None:
+    """A failure of the hardware is no mistake of the user, since another host may work."""
     error = refusal(gpus, ranks)
     assert (error.code if error else None) == code
     assert isinstance(error, FailureError) == (code == HARDWARE)
 
 
-def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a container; unless srun has bound each to its own."""
+def test_ranks_share_the_cores_of_the_container_unless_srun_binds_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in (*BINDING, "LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         monkeypatch.delenv(name, raising=False)
     assert host.ranks_here() == 1
@@ -75,12 +76,12 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (range(128), "0-31,64-95", {*range(32), *range(64, 96)}),
         (range(128), "", None),
-        (range(8), "64-127", None),  # by Slurm, on the other socket
+        (range(8), "64-127", None),  # Slurm gave cores of the other socket
         (range(64, 72), "64-127", set(range(64, 72))),
         (range(60, 68), "64-127", None),
     ],
 )
-def test_a_rank_stays_beside_its_gpu(
+def test_a_rank_is_bound_to_cores_near_its_gpu(
     allowed: range, near: str, bound: set[int] | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     address, results = "0000:1b:00.0", []
@@ -96,14 +97,12 @@ def test_a_rank_stays_beside_its_gpu(
     assert results == ([] if bound is None else [bound])
 
 
-def test_what_libraries_read_is_set_unless_the_user_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Triton runs what lies in its cache: one that is another user's, or a link, is not taken."""
+def test_environment_variables_of_the_user_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton executes the files in its cache, so a directory that is a link is not used."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "TRITON_CACHE_DIR")
     cache = tmp_path / f"triton-{os.getuid()}"
 
-    def after(before: dict[str, str]) -> dict[str, str]:
+    def set_environment(before: dict[str, str]) -> dict[str, str]:
         for name in names:
             monkeypatch.delenv(name, raising=False)
         for name, value in before.items():
@@ -114,19 +113,19 @@ def test_what_libraries_read_is_set_unless_the_user_has(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
     usual = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "TRITON_CACHE_DIR": str(cache)}
-    assert after({}) == usual and cache.stat().st_mode & 0o777 == 0o700
+    assert set_environment({}) == usual and cache.stat().st_mode & 0o777 == 0o700
     for settings in ({names[0]: "x", names[2]: "y"}, {names[1]: "x", names[2]: "y"}):
-        assert after(settings) == settings
+        assert set_environment(settings) == settings
     cache.rename(tmp_path / "other")
     cache.symlink_to(tmp_path / "other")
-    assert names[2] not in after({})
+    assert names[2] not in set_environment({})
 
 
 Port = tuple[str, str, str, str]  # driver, link layer, rate, state
 
 
-def host_with(directory: Path, ports: list[Port], lacks: str) -> preflight.Fabric:
-    """Return the network of a host with these ports."""
+def find_fabric(directory: Path, ports: list[Port], missing: str) -> preflight.Fabric:
+    """Return the network of a host with these ports and without the library or device `missing`."""
     for number, (driver, *texts) in enumerate(ports):
         device = directory / "class" / f"device_{number}"
         (device / "ports/1").mkdir(parents=True)
@@ -136,7 +135,7 @@ def host_with(directory: Path, ports: list[Port], lacks: str) -> preflight.Fabri
         (device / "device").mkdir()
         (device / "device/driver").symlink_to(directory / "drivers" / driver)
     (directory / "dev").mkdir()
-    if lacks != "uverbs0":
+    if missing != "uverbs0":
         (directory / "dev/uverbs0").touch()
     return preflight.find_fabric(directory / "class", directory / "dev", {})
 
@@ -148,27 +147,27 @@ DOWN = ("mlx5_core", "InfiniBand", "10 Gb/sec (4X SDR)", "1: DOWN")
 
 
 @pytest.mark.parametrize(
-    ("ports", "lacks", "kind", "gbytes"),
+    ("ports", "missing", "kind", "gbytes"),
     [
         ([DOWN], "", "sockets", None),
         ([NDR, DOWN, ROCE], "", "InfiniBand", 50),
         ([ROCE, ROCE], "", "RoCE", 25),
         ([EFA] * 4, "", "EFA", 50),
-        ([NDR], "libibverbs.so.1", "sockets", None),  # an image without it: TCP without a word
-        ([NDR], "uverbs0", "sockets", None),  # a container without the device
+        ([NDR], "libibverbs.so.1", "sockets", None),  # NCCL would use TCP without a warning
+        ([NDR], "uverbs0", "sockets", None),  # in a container
     ],
 )
 def test_the_network_that_nccl_would_use(
-    tmp_path: Path, ports: list[Port], lacks: str, kind: str, gbytes: float, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ports: list[Port], missing: str, kind: str, gbytes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "_can_load", lambda library: library != lacks)
-    network = host_with(tmp_path, ports, lacks)
+    monkeypatch.setattr(preflight, "_can_load", lambda library: library != missing)
+    network = find_fabric(tmp_path, ports, missing)
     assert (network.kind, network.gbytes) == (kind, gbytes)
     assert bool(network.advice) == (kind == "sockets" and ports != [DOWN])
 
 
 @pytest.fixture(autouse=True)
-def several(monkeypatch: pytest.MonkeyPatch) -> None:
+def four_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
 
@@ -191,16 +190,14 @@ mat1 and mat2 shapes cannot be multiplied
 
 
 @pytest.mark.parametrize("text", [*LOST, *NOT_LOST])
-def test_errors_of_a_collective_that_mean_another_rank(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_collective_that_mean_a_lost_rank(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert lost_a_peer(RuntimeError(text)) == (text in LOST)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     assert not lost_a_peer(RuntimeError(text))
 
 
 @pytest.mark.parametrize("kind", [UserError, FailureError])
-def test_an_error_keeps_its_kind_on_all_ranks(kind: type[UserError], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It decides whether trying again may help."""
-
+def test_all_ranks_raise_the_same_class(kind: type[UserError], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise kind("the disk is full", code="full")
 
@@ -250,7 +247,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("error", "before", "later"), CASES, ids=lambda value: str(value)[:60])
-def test_every_class_in_every_phase(error: Exception, before: ExitCode, later: ExitCode) -> None:
+def test_exit_codes_of_errors(error: Exception, before: ExitCode, later: ExitCode) -> None:
     assert (explain(error, advanced=False)[0], explain(error, advanced=True)[0]) == (before, later)
     assert broken_device(error) == (error in DEVICE)
     assert error in OTHER or explain(error, advanced=False)[1] is not None  # others keep their traceback
@@ -264,13 +261,13 @@ def test_every_class_in_every_phase(error: Exception, before: ExitCode, later: E
         (UserError("a mistake"), True, "2"),
     ],
 )
-def test_a_rank_reports_its_code_and_the_node_to_avoid(
+def test_a_rank_reports_its_exit_code_and_the_node_to_avoid(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, error: Exception, advanced: bool, report: str
 ) -> None:
-    """As train.sbatch and the supervisor read it; the node's name is Slurm's."""
+    """In the form that train.sbatch and the supervisor parse, with Slurm's name of the node."""
     monkeypatch.setenv("SLURMD_NODENAME", "node-7")
 
-    class Quiet(Watch):
+    class UninstalledWatch(Watch):
         def __init__(self) -> None:
             self._report = os.open(tmp_path / "rank-0", os.O_RDWR | os.O_CREAT)
             self._blamed, self._phase, self.advanced = "", TRAINING, advanced
@@ -279,7 +276,7 @@ def test_a_rank_reports_its_code_and_the_node_to_avoid(
         raise error
 
     monkeypatch.setattr(cli, "leave", lambda code: sys.exit(code))
-    watch = Quiet()
+    watch = UninstalledWatch()
     try:
         watch.ended(cli._reported(run, watch))
     except SystemExit as end:
