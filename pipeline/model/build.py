@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 def model_config(config: ModelConfig, online: bool = True, key: str = "model.path") -> PretrainedConfig:
     """Return the Hugging Face configuration of a model.
 
-    Raises UserError if it cannot be read or contradicts `model.architecture`. key: the setting that names the
-    model, for messages. online: False uses `architecture` for a model that is not on this machine.
+    Raises UserError if it cannot be read or contradicts `model.architecture`. Messages call the model `key`.
+    If not `online`, `architecture` replaces a model that is not on this machine.
     """
     if config.path is None or (not online and config.architecture and not Path(config.path).exists()):
         keys = dict(config.architecture or {})
@@ -115,11 +115,11 @@ def load_pretrained(
     Raises UserError, on all ranks, for weights that are damaged or incomplete.
 
     Args:
-        path: directory or hub id.
-        revision: commit of the hub model.
-        dtype: name of the torch dtype of the weights.
-        attn: attention implementation.
-        key: the setting that names the model, for messages.
+        path: Directory or hub id.
+        revision: Commit of the hub model.
+        dtype: Name of the torch dtype of the weights.
+        attn: Attention implementation.
+        key: The setting that names the model, for messages.
     """
     try:
         loaded = load_causal_lm(path, revision, dtype=getattr(torch, dtype), attn_implementation=attn)
@@ -143,10 +143,10 @@ def load_pretrained(
 
 
 def _find_nonfinite_parameter(model: PreTrainedModel) -> str:
-    """Return the name of a parameter with NaN or infinite values on any rank; empty if there is none."""
+    """Return the name of a parameter with NaN or infinite values on any rank, or an empty text."""
     broken = ""
     for name, parameter in model.named_parameters():
-        values = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3: this rank's partition
+        values = getattr(parameter, "ds_tensor", parameter).detach()  # this rank's partition under ZeRO-3
         in_memory = values.numel() and values.device.type != "meta"  # partitions on NVMe are not
         if in_memory and not bool(torch.isfinite(torch.stack(values.aminmax())).all()):
             broken = broken or name
@@ -219,12 +219,11 @@ def packed(manifests: Sequence[Manifest]) -> bool:
 
 
 def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]) -> None:
-    """Check the fused loss against the model's own logits before the first step; all ranks must call.
+    """Check the fused loss against the model's own logits before the first step. All ranks must call.
 
     If the attention that `auto` chose does not separate the documents of a row, another one is tried. Raises
-    UserError if the losses differ, or if rows are packed and the model cannot separate documents.
-
-    manifests: those of all data that the model will see.
+    UserError if the losses differ, or if rows of `manifests` (training and validation data) are packed and
+    the model cannot separate documents.
     """
     base: Any = engine.model
     if config.model.lora is not None:
@@ -234,7 +233,7 @@ def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]
     chosen = base.config._attn_implementation
     if verdict == "refused" and by_segments(chosen) and config.model.attn_implementation == "auto":
         other = "sdpa" if family_has(base.config, "sdpa") else "eager"
-        log.info("attention: using %s, because %s does not separate the documents of a row", other, chosen)
+        log.info("using attention %s, because %s does not separate the documents of a row", other, chosen)
         base.set_attn_implementation(other)
         verdict = probe_model(base, engine.ds, **settings)
     if verdict == "refused":

@@ -77,7 +77,7 @@ class ModelCopy(NamedTuple):
 
 
 def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str, object]) -> None:
-    """Write the model to `target`; all ranks must call. Raises the errors of `write_export` on all ranks."""
+    """Write the model to `target`. All ranks must call. Raises the errors of `write_export` on all ranks."""
     streamed = _stream_model(engine)
 
     def write() -> None:
@@ -91,7 +91,7 @@ def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str
 
 
 def copy_model(engine: Engine) -> ModelCopy:
-    """Copy the model as it is now into rank 0's host memory, in its dtype; all ranks must call."""
+    """Copy the model as it is now into rank 0's host memory, in its dtype. All ranks must call."""
     streamed = _stream_model(engine)
     tensors = deque(streamed.tensors)
     return streamed._replace(tensors=(tensors.popleft() for _ in range(len(tensors))))
@@ -107,9 +107,9 @@ def write_export(
     """Write and check an export on rank 0. `target` appears only when the export is complete and correct.
 
     Args:
-        copied: the model; its tensors are consumed.
-        target: directory to create or replace.
-        info: facts for export.json and the model card.
+        copied: The model, whose tensors are consumed.
+        target: Directory to create or replace.
+        info: Facts for export.json and the model card.
         check: `check_export` or `check_export_in_subprocess`.
 
     Raises FailureError if it cannot be written, UserError if it does not reproduce the logits.
@@ -140,7 +140,7 @@ def _stream_model(engine: Engine) -> ModelCopy:
 
 
 def _gather_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the export in rank 0's host memory; all ranks must exhaust it."""
+    """Yield the tensors of the export in rank 0's host memory. All ranks must exhaust it."""
     import deepspeed
 
     def to_host(tensor: Tensor) -> Tensor:
@@ -293,14 +293,14 @@ def _model_card(config: RunConfig, info: dict[str, object]) -> str:
 def check_export(directory: Path, probe: Tensor, expected: Tensor, rows: Tensor) -> None:
     """Raise UserError if an export, loaded on the CPU, differs from the trained model.
 
-    Do not call this in a process that trains: transformers changes PyTorch's default dtype in all threads
-    while it loads.
+    Do not call this in a process that trains, because transformers changes PyTorch's default dtype in all
+    threads while it loads.
 
     Args:
-        directory: the export. Its tensors must have the names that transformers gives them.
-        probe: token ids [1, T].
-        expected: logits of the trained model for `probe` [1, T, V].
-        rows: token ids of the data [rows, length]. The tokenizer must encode their texts as the data's does.
+        directory: The export. Its tensors must have the names that transformers gives them.
+        probe: Token ids [1, T].
+        expected: Logits of the trained model for `probe` [1, T, V].
+        rows: Token ids of the data [rows, length]. The tokenizer must encode their texts as the data's does.
     """
     if (directory / "tokenizer.json").is_file():
         check_tokenizer(directory, rows)
@@ -329,7 +329,7 @@ def check_export(directory: Path, probe: Tensor, expected: Tensor, rows: Tensor)
 
 
 def check_export_in_subprocess(directory: Path, probe: Tensor, expected: Tensor, rows: Tensor) -> None:
-    """Run `check_export` in a subprocess, which does not affect training; for the arguments see there."""
+    """Run `check_export` in a subprocess, which does not affect training."""
     environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-m", "emo.pipeline.model.export", str(directory.absolute())],

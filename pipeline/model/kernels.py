@@ -93,7 +93,7 @@ def _bind_functions(module: nn.Module, changed: Mapping[str, object]) -> None:
 
 
 def replaced_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model whose forward is not that of their class."""
+    """Return the modules of a model whose forward was replaced."""
     return [module for module in model.modules() if "forward" in vars(module)]
 
 
@@ -125,7 +125,7 @@ def check_kernels(model: nn.Module, run: Callable[[], object]) -> None:
         raise UserError(f"{KEY}: {problem} (at most {TOLERANCE:g}); {CURE}", code="kernels-differ")
     kinds = Counter(type(module).__name__ for module in replaced_modules(model))
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    log.info("Liger computes %s; largest difference %.2g times the effect of rounding", listed, worst[name])
+    log.info("Liger computes %s. The largest difference is %.2g of rounding.", listed, worst[name])
 
 
 def _compare_call(

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 TWIN_ROWS = 64  # rows of the data that `warn_of_twins` reads
 TWIN_TOKENS = 1024  # most frequent tokens in them that it compares
-USUAL_TWINS = 0.01  # largest share of occurring tokens without a warning; a trained head separates tokens
+USUAL_TWINS = 0.01  # largest share of occurring tokens without a warning
 
 
 def as_schedule(weight: float | RampConfig) -> Ramp:
@@ -54,8 +54,8 @@ def objective_parts(config: RunConfig) -> list[Objective]:
 def training_objective(config: RunConfig, parts: Sequence[Objective] | None = None) -> Objective:
     """Return what a recipe minimises.
 
-    parts: the result of `objective_parts`, if it is known already. Raises UserError for a teacher or scores
-    that are missing or not used.
+    `parts` are the result of `objective_parts`, if it is known already. Raises UserError for a teacher or
+    scores that are missing or not used.
     """
     chosen = config.objective
     parts = parts or objective_parts(config)

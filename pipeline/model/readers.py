@@ -54,8 +54,7 @@ def saved_tensors(
     """Yield the model's tensors with the names and shapes that `save_pretrained` gives them.
 
     A saved tensor is yielded once all its parts have arrived, so the caller never holds the model twice.
-
-    names: the in-memory names of all `tensors`.
+    `names` are the in-memory names of all `tensors`.
     """
     reverse = [change.reverse_transform() for change in reversed(_set_conversions(model))]
     converters = [change for change in reverse if isinstance(change, WeightConverter)]
@@ -96,9 +95,8 @@ def write_tokenizer(source: Path, directory: Path, ends: list[int]) -> None:
 
     Programs look for the end of a reply in different files: `generate` and vLLM stop at any eos_token_id of
     generation_config.json, llama.cpp and others only at the tokenizer's eos_token. It stays as it is if
-    answers end with several different tokens, or if the chat template itself writes eos_token.
-
-    ends: token ids that end supervised answers, or documents.
+    `ends`, the tokens that end supervised answers or documents, are several, or if the chat template itself
+    writes eos_token.
     """
     shutil.copytree(source, directory, dirs_exist_ok=True, copy_function=shutil.copyfile)
     file = directory / "tokenizer_config.json"
@@ -113,9 +111,8 @@ def write_tokenizer(source: Path, directory: Path, ends: list[int]) -> None:
 def check_tokenizer(directory: Path, rows: Tensor) -> None:
     """Raise UserError if AutoTokenizer gives other ids than the tokenizer of the data.
 
-    For a few families transformers replaces a tokenizer's rules by its own, whatever the files contain.
-
-    rows: token ids of the data [rows, length]. Their texts and PROBES are compared.
+    For a few families transformers replaces a tokenizer's rules by its own, whatever the files contain. The
+    texts of `rows`, which are token ids of the data [rows, length], and PROBES are compared.
     """
     own = load_tokenizer(directory)
     texts = [*PROBES, *own.batch_decode(rows)]

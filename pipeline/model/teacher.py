@@ -82,7 +82,7 @@ def check_teacher(config: RunConfig, student: PretrainedConfig, manifests: list[
 
 
 def teacher_identity(config: RunConfig, world: World) -> str | None:
-    """Return a string that identifies the weights of a live teacher; all ranks must call.
+    """Return a string that identifies the weights of a live teacher. All ranks must call.
 
     It is made of the hashes of local weight files, or of a hub model's name and commit.
     """
@@ -100,17 +100,17 @@ def teacher_identity(config: RunConfig, world: World) -> str | None:
 
 
 def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world: World, packs: bool) -> None:
-    """Load the live teacher of a recipe, if any, and attach it to the trained model; all ranks must call.
+    """Load the live teacher of a recipe, if any, and attach it to the trained model. All ranks must call.
 
     Under ZeRO-3 call it while transformers builds partitioned models. Raises UserError for damaged weights,
     and for a model that the fused head does not reproduce or that does not separate packed documents.
 
     Args:
-        model: the trained model, with its adapters.
-        config: the recipe.
-        ds_config: the student's DeepSpeed configuration.
-        world: the ranks.
-        packs: rows hold several documents.
+        model: The trained model, with its adapters.
+        config: The recipe.
+        ds_config: The student's DeepSpeed configuration.
+        world: The ranks.
+        packs: Rows hold several documents.
     """
     reference = config.objective.resolved_teacher
     if reference == BASE and config.model.lora is not None:

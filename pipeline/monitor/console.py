@@ -35,7 +35,7 @@ from ..control.stop import CONSOLE
 
 Kind = Literal["terminal", "lines", "json", "quiet"]
 DRAW_EVERY, LINE_EVERY = 0.2, 10.0  # shortest seconds between redraws, and between plain lines of progress
-REMEMBERED = 20  # recent messages that are not shown again; checks before and after loading repeat some
+REMEMBERED = 20  # recent messages that are not shown again
 RECENT = 20  # recent steps that the shown speed is averaged over
 ENDS = ("finished", "stopped")  # events that --quiet shows
 BOLD, YELLOW, GREEN = "1", "33", "32"
@@ -46,7 +46,7 @@ class Progress:
     """The step and speed of a run. The first step, which compiles, counts only until there are others."""
 
     def __init__(self, step: int, steps: int, every: dict[str, int]) -> None:
-        """every: interval in steps of each recurring event, such as validation; 0 for never."""
+        """`every` is the interval in steps of each recurring event, such as validation, or 0."""
         self.step, self.steps, self._every = step, steps, every
         self.loss = math.nan  # per supervised token, over the steps since the last record
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)  # seconds, tokens
@@ -57,11 +57,11 @@ class Progress:
         """Count a step.
 
         Args:
-            step: its number.
-            seconds: time of training it.
-            pause: time of validation and saving before it.
-            tokens: its supervised tokens.
-            loss: loss per supervised token.
+            step: Its number.
+            seconds: Time of training it.
+            pause: Time of validation and saving before it.
+            tokens: Its supervised tokens.
+            loss: Loss per supervised token.
         """
         self._steps += 1
         self._seconds += pause + seconds if self._steps else 0.0
@@ -219,7 +219,7 @@ class Chatter:
     """The output of libraries, compilers and launchers, which is kept in a file."""
 
     def __init__(self, shared: bool) -> None:
-        """Write to descriptor 1. shared: the launcher and the other ranks of this host write to it too."""
+        """Write to descriptor 1, which the launcher and the other ranks of this host share if `shared`."""
         self._shared = shared
         self.stream = _open_stream(1)
         self.path: Path | None = None  # in the run directory, once there is one
@@ -227,7 +227,7 @@ class Chatter:
     def move(self, run_dir: Path, main: bool) -> None:
         """Append the output so far to the run's log, and redirect later output there.
 
-        main: this rank copies the shared part. If the log cannot be written, the output stays where it is.
+        Only the `main` rank copies the shared part. If the log cannot be written, the output stays in place.
         """
         with contextlib.suppress(OSError), (run_dir / LOG).open("a+b", buffering=0) as log:
             if main:
@@ -252,7 +252,9 @@ class Chatter:
 def split_output() -> Chatter:
     """Keep sys.stdout for the user, and redirect descriptor 1 to a file for the output of libraries."""
     sys.stdout.flush()
-    launched = False  # by supervise.py: standard input is the real standard output, and 1 the launcher's log
+    launched = (
+        False  # by supervise.py, so that standard input is the real standard output, and 1 the launcher's log
+    )
     with contextlib.suppress(OSError):
         launched = CONSOLE in os.environ and fcntl.fcntl(0, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
     console = os.dup(0 if launched else 1)

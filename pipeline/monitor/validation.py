@@ -35,10 +35,10 @@ class Documents(NamedTuple):
 
 
 class Change(NamedTuple):
-    """The change of a set's NLL in nats per token: an increase is forgetting, a decrease is learning."""
+    """The change of a set's NLL in nats per token. An increase is forgetting."""
 
     value: float
-    low: float  # limits of the 95 % interval; not finite if there is none
+    low: float  # limits of the 95 % interval, or NaN
     high: float
     documents: int
 
@@ -48,7 +48,7 @@ class Change(NamedTuple):
 
     @property
     def interval(self) -> str:
-        """Return the limits as text; empty without an interval."""
+        """Return the limits as text, or an empty text."""
         return f"[{self.low:+.4f}, {self.high:+.4f}]" if math.isfinite(self.low) else ""
 
     @property
@@ -61,10 +61,10 @@ def sum_by_document(fingerprint: str, sources: np.ndarray, nll: np.ndarray, toke
     """Sum the measurements of segments by document.
 
     Args:
-        fingerprint: of the set.
-        sources: document of each segment [segments].
+        fingerprint: Of the set.
+        sources: Document of each segment [segments].
         nll: NLL of each segment in nats [segments].
-        tokens: supervised tokens of each segment [segments].
+        tokens: Supervised tokens of each segment [segments].
     """
     measured = tokens > 0
     documents, index = np.unique(sources[measured], return_inverse=True)
@@ -112,7 +112,7 @@ def write(run_dir: Path, name: str, step: int, measured: Documents) -> None:
 
 
 def read(run_dir: Path, name: str, step: int) -> Documents | None:
-    """Return a stored measurement; None if it is missing or damaged."""
+    """Return a stored measurement, or None if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError), arrays(), np.load(_file(run_dir, name, step)) as stored:
         rows, fingerprint = stored["documents"], str(stored["fingerprint"])
         return Documents(fingerprint, rows["nll"], rows["tokens"].astype(np.int64))

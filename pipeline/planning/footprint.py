@@ -27,9 +27,9 @@ from typing import NamedTuple
 from ..engine.hardware import GB, NODE, TERA, Accelerator
 from ..loss.fused import CHUNK_MB
 
-TIME_ERROR = 0.15  # largest error over published runs that no constant was fitted to; 54 of 56 are below 0.10
+TIME_ERROR = 0.15  # largest error over published runs that no constant was fitted to
 MEMORY_ERROR = 0.25  # error over published runs of all memory except states, which are exact
-ATTENTION = 0.29  # efficiency of attention, as a fraction of that of matrix products
+ATTENTION = 0.29  # efficiency of attention relative to matrix products
 SHORT = 660  # start-up cost of a matrix product: h elements take as long as h + SHORT would without it
 EXPOSED = 0.46  # share of the time of overlapped communication by which it slows down computation
 HIDDEN_BY_COMPUTE = 0.9  # share of the computing time that communication can overlap with
@@ -46,7 +46,7 @@ GROUP = 1e9  # parameters that ZeRO-3 updates together
 # ZeRO-3 on a slow core. A core of a GPU host is assumed to be twice as fast.
 HOST_TENSOR = 0.179 / (32 * 9) / 2
 HOST_TENSOR_ZERO3 = 0.402 / (32 * 9) / 2
-COMPILED_HOST = 0.5  # share of that with torch.compile, which launches fewer and larger kernels; an estimate
+COMPILED_HOST = 0.5  # share of that with torch.compile, which launches fewer kernels (an estimate)
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,15 @@ class Setup:
     live: float = 1e9  # parameters that ZeRO-3 keeps gathered (stage3_max_live_parameters)
     bucket: float = 5e7  # elements of a communication bucket
     compiled: bool = False  # torch.compile, which fuses the element-wise kernels of a layer
-    kernels: bool = False  # Liger's kernels, which fuse the same; launches and memory are counted unfused
+    kernels: bool = False  # Liger's kernels, which fuse the same
     masked: bool = False  # SDPA separates the documents of packed rows by a mask [b, 1, L, L]
-    hpz: int = 1  # GPUs that share a second copy of the weights to gather from (hpZ); 1: no such copy
+    hpz: int = 1  # GPUs that share a second copy of the weights to gather from (hpZ), or 1
     reduced: int = 2  # bytes of a gradient element in a reduction
     all_reduced: bool = True  # ZeRO-2 sends gradients to all ranks, not only to their owner
     teacher: Sizes | None = None  # a frozen model that computes a forward pass for every batch
     copied: bool = True  # the teacher has its own weights, held as this model's are
     teacher_width: int = 2  # bytes of a weight or activation of the teacher
-    attended: float | None = None  # mean tokens that a token attends to; None: one document fills each row
+    attended: float | None = None  # mean tokens that a token attends to, or None for complete rows
     written: float = 0.0  # mean tokens that the model generates one after the other in a pass
 
     @property
@@ -127,7 +127,7 @@ class Memory(NamedTuple):
     activations: float
     loss: float
     teacher: float
-    update: float  # while the optimizer steps; gathered, activations and loss are free by then
+    update: float  # while the optimizer steps, without gathered, activations and loss
 
     @property
     def peak(self) -> dict[str, float]:
@@ -189,12 +189,7 @@ def memory(sizes: Sizes, setup: Setup) -> Memory:
 
 
 def _update_bytes(sizes: Sizes, setup: Setup, shard: float, gradients: float) -> float:
-    """Return the temporary memory of the optimizer step.
-
-    Args:
-        shard: parameters that this rank's optimizer updates.
-        gradients: bytes of accumulated gradients on this rank.
-    """
+    """Return the temporary memory of the optimizer step, for `shard` parameters and bytes of gradients."""
     if setup.stage == 3:  # one group at a time, with a copy of its gradient
         return min(shard, GROUP) * 4
     if setup.bf16 and setup.stage == 1:
@@ -259,9 +254,9 @@ def step_time(sizes: Sizes, setup: Setup, gpu: Accelerator, network_gb: float = 
     """Return the time of one optimizer step.
 
     Args:
-        sizes: the model.
-        setup: the training settings.
-        gpu: the accelerator of every rank.
+        sizes: The model.
+        setup: The training settings.
+        gpu: The accelerator of every rank.
         network_gb: GB/s between nodes, of each node.
     """
     passes = setup.accumulation
@@ -324,7 +319,7 @@ def _elementwise_seconds(sizes: Sizes, setup: Setup, gpu: Accelerator) -> float:
 def _optimizer_seconds(sizes: Sizes, setup: Setup, gpu: Accelerator) -> float:
     bandwidth = gpu.bandwidth_tb * TERA * MEMORY_EFFICIENCY
     shard = sizes.trainable / setup.ranks
-    if setup.offload_optimizer:  # every pass sends gradients to the host; weights return once
+    if setup.offload_optimizer:  # every pass sends gradients to the host, weights return once
         moved = (4 * setup.accumulation + setup.width) * shard
         return moved / HOST_LINK + shard * min(setup.ranks, NODE) / HOST_ADAM
     seconds = 28 * shard / bandwidth
@@ -338,7 +333,7 @@ def _forward_seconds(
 ) -> float:
     """Return the time of a frozen model's forward passes in a step.
 
-    gathered_width: bytes per weight that ZeRO-3 gathers in every pass; 0 if the weights are local.
+    ZeRO-3 gathers `gathered_width` bytes per weight in every pass.
     """
     # A training step has three passes with equal element-wise work, and three products of the head.
     frozen = dataclasses.replace(setup, checkpointing=False, ranks=1, offload_optimizer=False)
@@ -373,12 +368,7 @@ def _communication_seconds(
     """Return the time by which communication lengthens a step.
 
     Overlapped communication slows computation for every byte that it moves through the GPU, however slow the
-    network is. It takes extra time where there is not enough computation to overlap with.
-
-    Args:
-        link_gb: GB/s between the GPUs of a node.
-        network_gb: GB/s between nodes, of each node.
-        computing: seconds of computation in the step.
+    network is. It takes extra time if there are not enough seconds of `computing` to overlap with.
     """
     n, k, width = setup.ranks, setup.accumulation, setup.width
     if n == 1:
@@ -410,10 +400,10 @@ def utilisation(sizes: Sizes, setup: Setup, seconds: float, gpu: Accelerator) ->
     weights. Attention counts only the causal pairs within documents.
 
     Args:
-        sizes: the model.
-        setup: the training settings.
-        seconds: duration of the step.
-        gpu: the accelerator of every rank.
+        sizes: The model.
+        setup: The training settings.
+        seconds: Duration of the step.
+        gpu: The accelerator of every rank.
     """
     products = 4 + 2 * sizes.trainable / sizes.parameters
     per_token = products * (sizes.active + sizes.vocabulary * sizes.hidden)

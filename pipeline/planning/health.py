@@ -1,4 +1,4 @@
-"""Measure the speed of the GPUs and links of a run, and find those that are too slow.
+"""Measure the speed of the GPUs and links of a run, and find the slow ones.
 
 A rank is too slow below SHARE of what its hardware should reach, or FACTOR times below the median of all
 ranks. The median needs no table of hardware and also works on a CPU. Links are measured within every host,
@@ -41,9 +41,9 @@ class Speed(NamedTuple):
 
 
 def find_faults(speeds: Sequence[Speed], device: str) -> list[str]:
-    """Return the fault of each of `speeds`, or an empty text. All must measure the same quantity.
+    """Return the fault of each of `speeds`, or an empty text.
 
-    device: the torch device type of the ranks.
+    All must measure the same quantity on ranks of this torch device type.
     """
     median = statistics.median(speed.value for speed in speeds)
     faults = []
@@ -90,15 +90,8 @@ def measure_computing(world: World, host: str, dtype: torch.dtype) -> list[Speed
     ]
 
 
-def measure_bus(world: World, group: Any, ranks: int, gather: bool = False) -> float:
-    """Return the bus bandwidth in GB/s of an all-reduce among the ranks of a group; all of them must call.
-
-    Args:
-        world: this rank and its device.
-        group: process group; None: all ranks.
-        ranks: number of ranks in the group.
-        gather: measure an all-gather instead.
-    """
+def _measure_bus(world: World, group: Any, ranks: int, gather: bool = False) -> float:
+    """Return the bus bandwidth in GB/s of an all-reduce or all-gather among the ranks of a group."""
     size = (256 if world.device.type == "cuda" else 8) * MIB // 4 // ranks * ranks
     full, part = torch.ones(size, device=world.device), torch.ones(size // ranks, device=world.device)
 
@@ -125,9 +118,9 @@ def neighbour_rounds(hosts: int) -> list[list[tuple[int, int]]]:
 
 
 def measure_links(world: World, host: str, network_gb: float | None) -> list[Speed]:
-    """Measure bandwidths within this host, to its neighbours and over all ranks; all ranks must call.
+    """Measure bandwidths within this host, to its neighbours and over all ranks. All ranks must call.
 
-    network_gb: GB/s of the host's network ports; None: unknown.
+    `network_gb` is the bandwidth in GB/s of the host's network ports, if it is known.
     """
     hosts = gather_objects(host)
     members: dict[str, list[int]] = {}  # ranks by host
@@ -138,7 +131,7 @@ def measure_links(world: World, host: str, network_gb: float | None) -> list[Spe
     groups = {name: dist.new_group(ranks) for name, ranks in members.items()}
     if len(members[host]) > 1:
         for gather, what in ((False, "all-reduce inside"), (True, "all-gather inside")):
-            rate = measure_bus(world, groups[host], len(members[host]), gather)
+            rate = _measure_bus(world, groups[host], len(members[host]), gather)
             if members[host][0] == world.rank:
                 speeds.append(Speed(host, "", what, rate, "GB/s", inside))
     leaders = [ranks[0] for ranks in members.values()]
@@ -148,19 +141,19 @@ def measure_links(world: World, host: str, network_gb: float | None) -> list[Spe
         group = dist.new_group(ranks)  # all ranks must create every group
         if world.rank in ranks:
             neighbours.append(group)
-    rates = [measure_bus(world, group, 2) for group in neighbours]
+    rates = [_measure_bus(world, group, 2) for group in neighbours]
     if rates:
         speeds.append(Speed(host, "", "all-reduce with a neighbour", max(rates), "GB/s", across))
     if len(members) > 1:
         for gather, what in ((False, "all-reduce"), (True, "all-gather")):
-            rate = measure_bus(world, None, world.ranks, gather)
+            rate = _measure_bus(world, None, world.ranks, gather)
             if world.is_main:
                 speeds.append(Speed("all", "", what, rate, "GB/s", across))
     return speeds
 
 
 def _expected_bandwidths(world: World, network_gb: float | None) -> tuple[float | None, float | None]:
-    """Return the expected bandwidths in GB/s within a host and between hosts; None: unknown."""
+    """Return the expected bandwidths in GB/s within a host and between hosts, if known."""
     inside = across = None
     if world.device.type == "cuda" and "PCIE" not in (device := torch.cuda.get_device_name()).upper():
         gpu = accelerator(device)

@@ -116,11 +116,11 @@ def setup_of(
     """Return the settings of a recipe that memory and time depend on.
 
     Args:
-        config: the recipe.
-        batch: its batch on the planned ranks.
-        ds_config: its resolved DeepSpeed configuration.
-        objective: what it minimises.
-        attended: mean tokens that a token attends to; None if one document fills each row.
+        config: The recipe.
+        batch: Its batch on the planned ranks.
+        ds_config: Its resolved DeepSpeed configuration.
+        objective: What it minimises.
+        attended: Mean tokens that a token attends to; None if one document fills each row.
     """
     zero = ds_config.get("zero_optimization", {})
     half = config.model.dtype == "bfloat16"
@@ -172,7 +172,7 @@ def _add_teacher(setup: Setup, config: RunConfig) -> Setup:
 def attention_span(config: RunConfig, ready: Ready, document_tokens: int | None) -> tuple[float | None, str]:
     """Return how many tokens a token attends to on average, and a line that explains the number.
 
-    document_tokens: mean length of the documents; None: as in the prepared data.
+    `document_tokens` replaces the mean length of the documents in the prepared data.
     """
     block = config.data.sequence_len
     if document_tokens is not None:
@@ -198,11 +198,11 @@ def print_plan(
     """Resolve a recipe without training, print the plan, and return whether it fits.
 
     Args:
-        config: the recipe.
-        ranks: number of ranks.
-        cluster: the GPUs; None: predict no memory or time.
-        here: check this host as training does.
-        document_tokens: mean length of the documents; None: as in the prepared data.
+        config: The recipe.
+        ranks: Number of ranks.
+        cluster: The GPUs, for which memory and time are predicted.
+        here: Check this host as training does.
+        document_tokens: Mean length of the documents, instead of that in the prepared data.
     """
     ready = check(config, ranks, local=False, here=here)
     sizes = sizes_of(ready.model, ready.hf_config)
@@ -288,20 +288,15 @@ def _cluster_rows(
         ("run", duration),
     ]
     if config.train.save_steps:
-        rows.append(("saves", describe_saves(config, sizes, setup, time.total)))
+        rows.append(("saves", _describe_saves(config, sizes, setup, time.total)))
     return [*rows, ("trust", TRUST)]
 
 
-def describe_saves(config: RunConfig, sizes: Sizes, setup: Setup, step: float) -> str:
+def _describe_saves(config: RunConfig, sizes: Sizes, setup: Setup, step: float) -> str:
     """Return the size and rate of checkpoints, and how long training waits for them.
 
-    Training waits while states are copied to host memory. They are written in the background.
-
-    Args:
-        config: the recipe.
-        sizes: the model.
-        setup: the training settings.
-        step: seconds of a step.
+    Training waits while states are copied to host memory. They are written in the background. A step takes
+    `step` seconds.
     """
     state = sizes.trainable * (12 + setup.width)
     written = state + sizes.parameters * setup.width * config.train.export_checkpoints
@@ -314,7 +309,7 @@ def describe_saves(config: RunConfig, sizes: Sizes, setup: Setup, step: float) -
 
 
 def domain_rows(config: RunConfig, ready: Ready) -> Rows:
-    """Return the share, tokens and epochs of each domain; nothing for one domain without a mixture."""
+    """Return the share, tokens and epochs of each domain, unless there is only one."""
     mixture, data, order = config.train.mixture, ready.data, ready.order
     rows = [] if mixture is None else [("mixture", mixture.label)]
     if data is None or ready.steps is None or order is None or (mixture is None and len(data.domains) < 2):
@@ -458,7 +453,7 @@ def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None 
     console = printer()
     console.print(table)
     console.print(
-        f"set: {', '.join(best[0].settings)}. step: seconds; host: the host's share of it. "
+        f"set: {', '.join(best[0].settings)}. step: seconds, host: share of a step that waits for the host. "
         "Compiling pays off in runs that are much longer than the minutes it takes."
     )
     console.print(f"the first is based on {basis(best[0].setup.stage, cluster.gpu)}")
@@ -509,16 +504,16 @@ def choices(
 ) -> Iterator[Choice]:
     """Yield all candidate settings on these GPUs, whether they fit or not.
 
-    Compiling is tried under ZeRO-1 and 2 only: no published run shows what compiled single layers gain. hpZ
-    is tried if the ranks fill several nodes. DeepSpeed files that the recipe excludes are skipped. Raises
+    Compiling is tried under ZeRO-1 and 2 only, since no published run shows what compiled layers gain. hpZ is
+    tried if the ranks fill several nodes. DeepSpeed files that the recipe excludes are skipped. Raises
     UserError if the recipe excludes all of them.
 
     Args:
-        config: the recipe.
-        sizes: the model.
-        objective: what the recipe minimises.
-        cluster: the GPUs.
-        attended: mean tokens that a token attends to; None if one document fills each row.
+        config: The recipe.
+        sizes: The model.
+        objective: What the recipe minimises.
+        cluster: The GPUs.
+        attended: Mean tokens that a token attends to; None if one document fills each row.
     """
     gpus = cluster.gpus
     batch = solve_batch(config.train.global_batch_size, 1, gpus)
@@ -558,11 +553,11 @@ def write_recipe(
     Raises UserError if a recipe cannot express the overrides.
 
     Args:
-        path: file to write.
-        recipe: file to extend.
+        path: File to write.
+        recipe: File to extend.
         overrides: `key=value` settings of the command line.
-        choice: the settings to use.
-        cluster: the GPUs, for the comment at the top.
+        choice: The settings to use.
+        cluster: The GPUs, for the comment at the top.
     """
     settings = [*overrides, *(f"{key}={value}" for key, value in choice.settings.items())]
     tree: dict[str, Any] = {}

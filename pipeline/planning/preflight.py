@@ -58,13 +58,13 @@ class Fabric(NamedTuple):
     """The network of one host, as NCCL sees it."""
 
     kind: str  # InfiniBand, RoCE, EFA or sockets
-    gbytes: float | None  # GB/s of all active ports; None: unknown
+    gbytes: float | None  # GB/s of all active ports, if known
     reason: str
     advice: str = ""  # if there is a faster network that cannot be used
 
 
 def preflight(config: RunConfig) -> int:
-    """Check all hosts, print a table and list the unfit hosts; all ranks must call.
+    """Check all hosts, print a table and list the unfit hosts. All ranks must call.
 
     Return 0 if all is well, else 1.
     """
@@ -152,7 +152,7 @@ def _check_interface() -> Iterator[Finding]:
 
 
 def _check_run_directory(config: RunConfig, ready: Ready | None, world: World) -> Iterator[Finding]:
-    """Check that all hosts share the run directory and that checkpoints fit into it; all ranks must call."""
+    """Check that all hosts share the run directory and that checkpoints fit into it. All ranks must call."""
     host, directory = socket.gethostname(), config.output_dir
     probe = directory / f".preflight-{gather_objects(uuid.uuid4().hex)[0]}"
     created = not directory.exists()
@@ -183,7 +183,7 @@ def _check_run_directory(config: RunConfig, ready: Ready | None, world: World) -
 
 
 def _compare_hosts() -> Iterator[Finding]:
-    """Compare the library versions and clocks of all hosts; all ranks must call."""
+    """Compare the library versions and clocks of all hosts. All ranks must call."""
     local = library_versions("torch", "deepspeed", "transformers") | {"python": platform.python_version()}
     versions = " ".join(f"{name} {version}" for name, version in local.items())
     (_, first), *others = gather_objects((socket.gethostname(), versions))
@@ -197,7 +197,7 @@ def _compare_hosts() -> Iterator[Finding]:
 
 
 def _measure_speeds(world: World, config: RunConfig, network: Fabric) -> tuple[list[Finding], list[str]]:
-    """Measure GPUs and links; return findings and names of unfit hosts. All ranks must call."""
+    """Measure GPUs and links. Return findings and the names of unfit hosts. All ranks must call."""
     host, dtype = node_name(), getattr(torch, config.model.dtype)
     measured = health.measure_computing(world, host, dtype)
     measured += health.measure_links(world, host, network.gbytes)

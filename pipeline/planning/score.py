@@ -37,14 +37,14 @@ LOWEST = -60000.0  # smallest stored log-probability, within the range of float1
 
 
 def score(config: RunConfig, name: str, part: tuple[int, int], force: bool, top_k: int | None = None) -> bool:
-    """Score the shards of a recipe's data with `config.model`; return whether all shards have scores.
+    """Score the shards of a recipe's data with `config.model`. Return whether all shards have scores.
 
     Args:
-        config: the recipe, whose model reads the data.
-        name: name of the scores.
+        config: The recipe, whose model reads the data.
+        name: Name of the scores.
         part: (i, n): score every n-th shard from the i-th. Any number of jobs may share the work.
-        force: score again what has scores already.
-        top_k: store the K most likely tokens per position; None: only the token itself.
+        force: Score again what has scores already.
+        top_k: Store the K most likely tokens per position, instead of only the token itself.
     """
     check_gpus()
     data, held_out = open_prepared(config.data)

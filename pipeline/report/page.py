@@ -19,7 +19,7 @@ from ..monitor.console import duration
 from ..monitor.validation import Change
 from .runs import KILLED, Gain, Run, compute_gains, describe_end
 
-COLOURED = 8  # runs that curves show in colour; others are grey
+COLOURED = 8  # runs that curves show in colour, not grey
 EQUAL = 1e-4  # largest relative difference of two values that a figure cannot show
 UNIT = "nats per token"
 EVALUATION = ("report.html", "results.json")  # files of an evaluation, which runs link to
@@ -71,7 +71,7 @@ def build_run_report(runs: Sequence[Run], over: str, folder: Path) -> Document:
 
     Curves show the first run and those with the lowest loss in colour, the best on top.
 
-    over: `step` or `tokens`, the x-axis of the curves. folder: links are relative to it.
+    The x-axis of the curves is `over`, which is step or tokens. Links are relative to `folder`.
     """
     several, gains = len(runs) > 1, compute_gains(runs)
     ranked = sorted(runs, key=lambda run: (run is not runs[0], last_loss(run)))
@@ -150,7 +150,7 @@ def _held_out_after_start(run: Run) -> Points:
 
 
 def _held_out(run: Run, key: str = "validation_nll", over: str = "step") -> Points:
-    """Return the measurements of a run's validation set; nothing if there are several."""
+    """Return the measurements of a run's validation set, unless there are several."""
     measured = [*run.held_out.values()]
     return pairs(measured[0], over, key) if len(measured) == 1 else []
 
@@ -191,7 +191,7 @@ def _describe_last_loss(runs: Sequence[Run]) -> str:
 
 
 def _gains_table(gains: Sequence[Gain], first: str) -> Table:
-    """Return the table of changes. first: the run that others are compared with; empty for a single run."""
+    """Return the table of changes. Several runs are compared with the run `first`."""
 
     def cell(change: Change | None) -> Cell | None:
         return change and estimated(change.value, change.low, change.high, "{:+.4f}")
@@ -264,7 +264,7 @@ def _launch_rows(run: Run) -> list[Row]:
 
 
 def _plan_row(run: Run) -> Row:
-    """Return the measurements of the last launch next to its plan; empty if there are neither."""
+    """Return the measurements of the last launch next to its plan, if there are any."""
     launch, cells, both = run.last_launch, list[Cell](), []
     for values in (run.measure_launch(), launch.get("planned") or {}):
         seconds, size = values.get("seconds"), launch.get("batch", 0) * launch.get("block", 0)

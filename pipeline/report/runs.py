@@ -36,7 +36,7 @@ Record = dict[str, Any]
 class Run:
     """The contents of one run directory."""
 
-    series: int | None = 0  # colour in figures; None: grey
+    series: int | None = 0  # colour in figures, None for grey
     mark: int | str | None = ""  # colour in tables
 
     def __init__(self, path: Path) -> None:
