@@ -187,6 +187,7 @@ def _run(watch: Watch, argv: list[str] | None) -> int:
 def _dry_run(config: RunConfig, ranks: int | None) -> None:
     """Check and plan a run: on this host with the ranks that it starts, or on other hosts with `ranks`."""
     _silence_libraries()
+    first_word("dry run")
     with at_work("dry run"):
         from deepspeed.accelerator import get_accelerator
 

@@ -39,7 +39,7 @@ CURE = "remove model.kernels"
 TOLERANCE = 4.0
 
 
-def check_host() -> None:
+def check_liger_host() -> None:
     """Raise UserError if this host cannot run Liger's kernels."""
     if not on_gpu():
         raise UserError(f"{KEY} needs a GPU. Without one, {CURE}.", code="kernels-gpu")

@@ -114,14 +114,14 @@ def check_tokenizer(directory: Path, rows: Tensor) -> None:
     For a few families transformers replaces a tokenizer's rules by its own, whatever the files contain. The
     texts of `rows`, which are token ids of the data [rows, length], and PROBES are compared.
     """
-    own = load_tokenizer(directory)
-    texts = [*PROBES, *own.batch_decode(rows)]
+    prepared = load_tokenizer(directory)
+    texts = [*PROBES, *prepared.batch_decode(rows)]
     try:
         loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         plain = {"add_special_tokens": False}
         differ = sum(
-            own(text).input_ids != loaded(text).input_ids
-            or own(text, **plain).input_ids != loaded(text, **plain).input_ids
+            prepared(text).input_ids != loaded(text).input_ids
+            or prepared(text, **plain).input_ids != loaded(text, **plain).input_ids
             for text in texts
         )
         problem = f"gives other ids for {differ} of {len(texts)} texts"

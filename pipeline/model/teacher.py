@@ -127,8 +127,8 @@ def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world:
     fuse_model(teacher, get_objective("mle"), forward=Frozen)
     engine: Any = None
     if ds_config["zero_optimization"]["stage"] == 3:
-        held = {key: ds_config[key] for key in HOLDING if key in ds_config}
-        engine, *_ = deepspeed.initialize(model=teacher, config=held)
+        sections = {key: ds_config[key] for key in HOLDING if key in ds_config}
+        engine, *_ = deepspeed.initialize(model=teacher, config=sections)
         engine.eval()
     else:
         teacher.to(world.device)

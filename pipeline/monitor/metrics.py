@@ -138,7 +138,7 @@ class Metrics:
         self._progress = Progress(step, steps, every)
         self._epochs = train.global_batch_size / rows if rows else math.nan  # of a step
         self._run_dir = run_dir = config.output_dir
-        validation.drop(run_dir, step)
+        validation.drop_documents(run_dir, step)
         drop_records(run_dir / METRICS, step)
         self._file = self._opened.enter_context((run_dir / METRICS).open("a", encoding="utf-8"))
         self._board = self._wandb = None
@@ -202,9 +202,9 @@ class Metrics:
             return
         means = {f"validation_{key}": value for key, value in _means(sums, sums.tokens).items()}
         record = {"step": step, "tokens": tokens, "set": name, **means}
-        validation.write(self._run_dir, name, step, documents)
-        start = validation.read(self._run_dir, name, 0) if step else None
-        changed = None if start is None else validation.change(start, documents)
+        validation.write_documents(self._run_dir, name, step, documents)
+        start = validation.read_documents(self._run_dir, name, 0) if step else None
+        changed = None if start is None else validation.compute_change(start, documents)
         if changed is not None:
             limits = {"": changed.value, "_low": changed.low, "_high": changed.high}
             record |= {f"validation_change{end}": value for end, value in limits.items()}

@@ -72,7 +72,7 @@ def sum_by_document(fingerprint: str, sources: np.ndarray, nll: np.ndarray, toke
     return Documents(fingerprint, next(sums), next(sums).astype(np.int64))
 
 
-def change(before: Documents, after: Documents) -> Change | None:
+def compute_change(before: Documents, after: Documents) -> Change | None:
     """Return the change of the NLL per token between two measurements; None if their documents differ.
 
     R = sum_d D_d / sum_d T_d, where D_d = after_d - before_d of document d, which has T_d tokens. Documents
@@ -102,7 +102,7 @@ def change(before: Documents, after: Documents) -> Change | None:
     return Change(value, value - half, value + half, n)
 
 
-def write(run_dir: Path, name: str, step: int, measured: Documents) -> None:
+def write_documents(run_dir: Path, name: str, step: int, measured: Documents) -> None:
     """Store the measurement of the set `name` after `step` steps."""
     rows = np.empty(len(measured.nll), KIND)
     rows["nll"], rows["tokens"] = measured.nll, measured.tokens
@@ -111,7 +111,7 @@ def write(run_dir: Path, name: str, step: int, measured: Documents) -> None:
     write_atomically(path, lambda sink: np.savez(sink, documents=rows, fingerprint=measured.fingerprint))
 
 
-def read(run_dir: Path, name: str, step: int) -> Documents | None:
+def read_documents(run_dir: Path, name: str, step: int) -> Documents | None:
     """Return a stored measurement, or None if it is missing or damaged."""
     with contextlib.suppress(OSError, ValueError), arrays(), np.load(_file(run_dir, name, step)) as stored:
         rows, fingerprint = stored["documents"], str(stored["fingerprint"])
@@ -119,7 +119,7 @@ def read(run_dir: Path, name: str, step: int) -> Documents | None:
     return None
 
 
-def drop(run_dir: Path, after: int) -> None:
+def drop_documents(run_dir: Path, after: int) -> None:
     """Remove measurements after step `after`, which is where a run resumes."""
     for path in (run_dir / VALIDATION).glob("*/step-*.npz"):
         if path.stem[5:].isdigit() and step_of(path.with_suffix("")) > after:

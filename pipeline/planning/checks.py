@@ -86,7 +86,7 @@ def check(config: RunConfig, ranks: int, local: bool, here: bool | None = None) 
                 cure = f"pip install {package}, or leave it out"
                 raise UserError(f"train.report_to: {package} is not installed: {cure}", code="missing-extra")
         if config.model.kernels is not None:
-            kernels.check_host()
+            kernels.check_liger_host()
     parts = objective_parts(config)
     objective = training_objective(config, parts)
     data, validation = _data(config, local)

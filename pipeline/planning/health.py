@@ -30,14 +30,14 @@ class Speed(NamedTuple):
 
     where: str  # host of the rank
     device: str  # on the host; empty for a measurement of the host
-    what: str
+    quantity: str
     value: float
     unit: str
     expected: float | None  # None: unknown
 
     def __str__(self) -> str:
         expected = "" if self.expected is None else f", {self.expected:,.0f} expected"
-        return f"{self.what} {self.value:,.2f} {self.unit}{expected}"
+        return f"{self.quantity} {self.value:,.2f} {self.unit}{expected}"
 
 
 def find_faults(speeds: Sequence[Speed], device: str) -> list[str]:
@@ -130,10 +130,10 @@ def measure_links(world: World, host: str, network_gb: float | None) -> list[Spe
     speeds = []
     groups = {name: dist.new_group(ranks) for name, ranks in members.items()}
     if len(members[host]) > 1:
-        for gather, what in ((False, "all-reduce inside"), (True, "all-gather inside")):
+        for gather, quantity in ((False, "all-reduce inside"), (True, "all-gather inside")):
             rate = _measure_bus(world, groups[host], len(members[host]), gather)
             if members[host][0] == world.rank:
-                speeds.append(Speed(host, "", what, rate, "GB/s", inside))
+                speeds.append(Speed(host, "", quantity, rate, "GB/s", inside))
     leaders = [ranks[0] for ranks in members.values()]
     neighbours = []
     for first, second in (pair for pairs in neighbour_rounds(len(leaders)) for pair in pairs):
@@ -145,10 +145,10 @@ def measure_links(world: World, host: str, network_gb: float | None) -> list[Spe
     if rates:
         speeds.append(Speed(host, "", "all-reduce with a neighbour", max(rates), "GB/s", across))
     if len(members) > 1:
-        for gather, what in ((False, "all-reduce"), (True, "all-gather")):
+        for gather, quantity in ((False, "all-reduce"), (True, "all-gather")):
             rate = _measure_bus(world, None, world.ranks, gather)
             if world.is_main:
-                speeds.append(Speed("all", "", what, rate, "GB/s", across))
+                speeds.append(Speed("all", "", quantity, rate, "GB/s", across))
     return speeds
 
 

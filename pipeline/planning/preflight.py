@@ -205,8 +205,8 @@ def _measure_speeds(world: World, config: RunConfig, network: Fabric) -> tuple[l
     gathered = gather_objects((measured, [(host, f"GPU {world.device.index}", fault) for fault in faults]))
     speeds = [speed for part, _ in gathered for speed in part]
     findings, unfit = [], [fault for _, part in gathered for fault in part]
-    for what in dict.fromkeys(speed.what for speed in speeds):
-        group = [speed for speed in speeds if speed.what == what]
+    for quantity in dict.fromkeys(speed.quantity for speed in speeds):
+        group = [speed for speed in speeds if speed.quantity == quantity]
         low, high = min(speed.value for speed in group), max(speed.value for speed in group)
         state = f"{low:,.2f} to {high:,.2f}" if len(group) > 1 else f"{low:,.2f}"
         expected = group[0].expected
@@ -217,7 +217,7 @@ def _measure_speeds(world: World, config: RunConfig, network: Fabric) -> tuple[l
                 advice = f"far too slow: check {network.kind} of every host, cables, GPUDirect, NVLink"
             elif fault:
                 unfit.append((speed.where, speed.device, f"{speed}; {fault}"))
-        findings.append(Finding("all", what, state, advice))
+        findings.append(Finding("all", quantity, state, advice))
     cure = "exclude this host and have it repaired"
     findings += [Finding(name, device or "links", state, cure) for name, device, state in unfit]
     return findings, list(dict.fromkeys(name for name, *_ in unfit))

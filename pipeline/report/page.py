@@ -17,7 +17,7 @@ from emo.common.report.numbers import DASH, Effect, changes, formatted, listed
 
 from ..monitor.console import duration
 from ..monitor.validation import Change
-from .runs import KILLED, Gain, Run, compute_gains, describe_end
+from .runs import KILLED, Gain, RecordedRun, compute_gains, describe_end
 
 COLOURED = 8  # runs that curves show in colour, not grey
 EQUAL = 1e-4  # largest relative difference of two values that a figure cannot show
@@ -66,7 +66,7 @@ STATES = {"finished": "better", KILLED: "worse", "failed": "worse"}
 Effects = dict[str, list[Effect]]  # by validation set, or all of a single run together
 
 
-def build_run_report(runs: Sequence[Run], over: str, folder: Path) -> Document:
+def build_run_report(runs: Sequence[RecordedRun], over: str, folder: Path) -> Document:
     """Return the report of one or several runs.
 
     Curves show the first run and those with the lowest loss in colour, the best on top.
@@ -115,7 +115,7 @@ def _effects(gains: Sequence[Gain], several: bool) -> Effects:
     return effects
 
 
-def _figures(ranked: Sequence[Run], effects: Effects, over: str) -> tuple[Figure, Figure]:
+def _figures(ranked: Sequence[RecordedRun], effects: Effects, over: str) -> tuple[Figure, Figure]:
     """Return the picture at the top of the report and the section of curves, for runs with the best first.
 
     The picture is the first curve if no set was measured twice.
@@ -130,7 +130,7 @@ def _figures(ranked: Sequence[Run], effects: Effects, over: str) -> tuple[Figure
     return picture, Figure("Curves", panels, CURVES, legend, greys)
 
 
-def _evaluation_links(runs: Sequence[Run], folder: Path) -> dict[str, str]:
+def _evaluation_links(runs: Sequence[RecordedRun], folder: Path) -> dict[str, str]:
     """Return the addresses of the runs' evaluation reports by path."""
     return {
         str(directory / EVALUATION[0]): quote(os.path.relpath(directory / EVALUATION[0], folder))
@@ -140,26 +140,26 @@ def _evaluation_links(runs: Sequence[Run], folder: Path) -> dict[str, str]:
     }
 
 
-def last_loss(run: Run) -> float:
+def last_loss(run: RecordedRun) -> float:
     """Return the last loss after step 0, or infinity: held-out if there is one set, else of training."""
     return (_held_out_after_start(run) or pairs(run.trained, "step", "nll") or [(0, float("inf"))])[-1][1]
 
 
-def _held_out_after_start(run: Run) -> Points:
+def _held_out_after_start(run: RecordedRun) -> Points:
     return [(step, loss) for step, loss in _held_out(run) if step > 0]
 
 
-def _held_out(run: Run, key: str = "validation_nll", over: str = "step") -> Points:
+def _held_out(run: RecordedRun, key: str = "validation_nll", over: str = "step") -> Points:
     """Return the measurements of a run's validation set, unless there are several."""
     measured = [*run.held_out.values()]
     return pairs(measured[0], over, key) if len(measured) == 1 else []
 
 
-def _name(run: Run) -> Cell:
+def _name(run: RecordedRun) -> Cell:
     return Cell(run.name, mark=run.mark)
 
 
-def _answer(runs: Sequence[Run], effects: Effects) -> list[str]:
+def _answer(runs: Sequence[RecordedRun], effects: Effects) -> list[str]:
     """Return sentences on the change of each validation set, or on the loss, and on the runs' states."""
     several, answer = len(runs) > 1, []
     for title, group in effects.items():
@@ -178,7 +178,7 @@ def _answer(runs: Sequence[Run], effects: Effects) -> list[str]:
     return [*answer, f"{'; '.join(names)}."] if len(states) < 5 else answer
 
 
-def _describe_last_loss(runs: Sequence[Run]) -> str:
+def _describe_last_loss(runs: Sequence[RecordedRun]) -> str:
     """Return the lowest loss of the runs, and why there is no change to report."""
     best = min(runs, key=last_loss)
     lowest = f" of {best.name}, the lowest of {len(runs)}," if len(runs) > 1 else ""
@@ -209,7 +209,7 @@ def _gains_table(gains: Sequence[Gain], first: str) -> Table:
     return Table(head, rows, CHANGES, 3 if first else 2)
 
 
-def _summary_row(run: Run) -> Row:
+def _summary_row(run: RecordedRun) -> Row:
     state, objective = run.state, run.config.get("objective", {})
     origin = str(run.config.get("model", {}).get("path") or "a new model")
     minimised = " + ".join(part["name"] for part in objective.get("sum") or ()) or objective.get("name")
@@ -220,7 +220,7 @@ def _summary_row(run: Run) -> Row:
     return [_name(run), *texts, last.get("tokens"), *losses, skipped, duration(seconds)]
 
 
-def _curves(runs: Sequence[Run], over: str) -> list[Curves]:
+def _curves(runs: Sequence[RecordedRun], over: str) -> list[Curves]:
     """Return a panel for each quantity, for each of several validation sets and for each domain."""
     single = all(len(run.held_out) < 2 for run in runs)
     records = [r for run in runs for r in run.trained]
@@ -250,7 +250,7 @@ def _curves(runs: Sequence[Run], over: str) -> list[Curves]:
     ]
 
 
-def _launch_rows(run: Run) -> list[Row]:
+def _launch_rows(run: RecordedRun) -> list[Row]:
     rows: list[Row] = []
     for launch in run.launches:
         end = launch["end"]
@@ -263,7 +263,7 @@ def _launch_rows(run: Run) -> list[Row]:
     return rows
 
 
-def _plan_row(run: Run) -> Row:
+def _plan_row(run: RecordedRun) -> Row:
     """Return the measurements of the last launch next to its plan, if there are any."""
     launch, cells, both = run.last_launch, list[Cell](), []
     for values in (run.measure_launch(), launch.get("planned") or {}):
@@ -277,7 +277,7 @@ def _plan_row(run: Run) -> Row:
     return [_name(run), *cells] if run.launches and any(map(any, both)) else []
 
 
-def _samples(runs: Sequence[Run]) -> list[Quote | Fold]:
+def _samples(runs: Sequence[RecordedRun]) -> list[Quote | Fold]:
     blocks: list[Quote | Fold] = []
     for prompt in dict.fromkeys(r["prompt"] for run in runs for r in run.samples):
         for run in runs:
@@ -287,7 +287,7 @@ def _samples(runs: Sequence[Run]) -> list[Quote | Fold]:
     return blocks
 
 
-def _settings(run: Run) -> Fold:
+def _settings(run: RecordedRun) -> Fold:
     names = ("git", "torch", "transformers", "deepspeed")
     versions = [f"{name} {run.last_launch[name]}" for name in names if name in run.last_launch]
     text = yaml.safe_dump(run.config, sort_keys=False, allow_unicode=True)

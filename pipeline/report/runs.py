@@ -27,13 +27,13 @@ from ..control.run_dir import (
     read_heartbeat,
     read_records,
 )
-from ..monitor.validation import FEWEST, Change, change, read
+from ..monitor.validation import FEWEST, Change, compute_change, read_documents
 
 KILLED = "ended without a record"  # the process was killed or the machine failed
 Record = dict[str, Any]
 
 
-class Run:
+class RecordedRun:
     """The contents of one run directory."""
 
     series: int | None = 0  # colour in figures, None for grey
@@ -135,9 +135,9 @@ def describe_end(launch: Record) -> str:
     return f"{end['how']}: {end['reason']}" if end.get("reason") else str(end.get("how", KILLED))
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
     """Read runs and give them distinct names. Raises UserError if none has recorded a step."""
-    runs = [Run(path) for path in paths]
+    runs = [RecordedRun(path) for path in paths]
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = f"{run.path.parent.name}/{run.name}"
@@ -152,7 +152,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 class Gain(NamedTuple):
     """The last measurement of a run's validation set, and how its NLL changed since step 0."""
 
-    run: Run
+    run: RecordedRun
     set: str
     step: int
     start: float | None  # NLL at step 0, nats per token
@@ -167,7 +167,7 @@ class Gain(NamedTuple):
         return self._asdict() | {"run": str(self.run.path)} | numbers
 
 
-def compute_gains(runs: Sequence[Run]) -> list[Gain]:
+def compute_gains(runs: Sequence[RecordedRun]) -> list[Gain]:
     """Return the gain of every validation set and run, by set. A set needs a measurement after step 0."""
     gains = []
     for name in dict.fromkeys(name for run in runs for name in run.held_out):
@@ -175,16 +175,16 @@ def compute_gains(runs: Sequence[Run]) -> list[Gain]:
         for run in (run for run in runs if name in run.held_out):
             first, last = run.held_out[name][0], run.held_out[name][-1]
             start = first if first["step"] == 0 else {}
-            before, after = (read(run.path, name, r["step"]) if r else None for r in (start, last))
+            before, after = (read_documents(run.path, name, r["step"]) if r else None for r in (start, last))
             if last["step"] > 0:
-                changes = [change(d, after) if d and after else None for d in (before, reference)]
+                changes = [compute_change(d, after) if d and after else None for d in (before, reference)]
                 values = (r.get("validation_nll") for r in (start, last))
                 gains.append(Gain(run, name, last["step"], *values, *changes))
             reference = after if run is runs[0] else reference
     return gains
 
 
-def regressions(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[bool, str]]:
+def regressions(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[tuple[bool, str]]:
     """Return for each run and named set whether its NLL has certainly risen, and a line that reports it.
 
     Raises UserError for an unknown set, or one that has no interval yet.

@@ -45,7 +45,7 @@ from emo.pipeline.control.run_dir import (
 )
 from emo.pipeline.control.stop import node_name
 from emo.pipeline.engine.engine import Snapshots
-from emo.pipeline.monitor.validation import change, read
+from emo.pipeline.monitor.validation import compute_change, read_documents
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
 from tests.helpers.refusals import refused
@@ -180,14 +180,14 @@ def test_documents_are_measured_as_the_model_alone_reads_them(
                 before, counted = parts.get(source, (0.0, 0))
                 parts[source] = before + float(nll), counted + int((labels[a:b] != IGNORE).sum())
     nlls, tokens = zip(*(parts[source] for source in sorted(parts)), strict=True)
-    start, result = (read(undisturbed, name, step) for step in (0, 8))
+    start, result = (read_documents(undisturbed, name, step) for step in (0, 8))
     assert start is not None and result is not None and result.tokens.tolist() == list(tokens)
     assert result.fingerprint == data.fingerprint
     assert result.nll.tolist() == pytest.approx(list(nlls), rel=1e-4)
     record = next(r for r in read_metrics(undisturbed) if (r["step"], r.get("set")) == (8, name))
     assert record["validation_nll"] == pytest.approx(sum(nlls) / sum(tokens), rel=1e-4)
     limits = [record[f"validation_change{end}"] for end in ("", "_low", "_high")]
-    assert change(start, result) == pytest.approx((*limits, len(tokens)))
+    assert compute_change(start, result) == pytest.approx((*limits, len(tokens)))
     assert limits[1] < limits[0] < 0, "it learns"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from emo.pipeline.model.config import ModelConfig
-from emo.pipeline.model.kernels import check_host, check_kernels, replaced_modules
+from emo.pipeline.model.kernels import check_kernels, check_liger_host, replaced_modules
 from tests.helpers.families import by_hand, family
 from tests.helpers.refusals import refused
 from tests.unit.loss.test_triton import run
@@ -48,11 +48,11 @@ def test_kernels_may_differ_by_rounding_only(fault: str, kind: str, dtype: torch
 
 def test_a_host_without_gpu_or_liger_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("kernels-gpu"):
-        check_host()
+        check_liger_host()
     monkeypatch.setattr("emo.pipeline.model.kernels.on_gpu", lambda: True)
     monkeypatch.setitem(sys.modules, "liger_kernel", None)  # as if it were not installed
     with refused("missing-extra"):
-        check_host()
+        check_liger_host()
     with pytest.raises(ValueError, match="kernels or compile"):
         ModelConfig(path="x", kernels="liger", compile=True)
 

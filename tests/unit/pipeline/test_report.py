@@ -33,9 +33,16 @@ from emo.pipeline.monitor.config import ProfileConfig
 from emo.pipeline.monitor.console import Console, Progress
 from emo.pipeline.monitor.launches import append
 from emo.pipeline.monitor.metrics import Metrics
-from emo.pipeline.monitor.validation import FEWEST, Change, Documents, change, read, write
+from emo.pipeline.monitor.validation import (
+    FEWEST,
+    Change,
+    Documents,
+    compute_change,
+    read_documents,
+    write_documents,
+)
 from emo.pipeline.report.page import build_run_report
-from emo.pipeline.report.runs import KILLED, Run, read_runs, regressions
+from emo.pipeline.report.runs import KILLED, RecordedRun, read_runs, regressions
 from emo.pipeline.trainer import Guard
 from tests.conftest import REPO
 from tests.helpers.html import Page
@@ -109,9 +116,9 @@ def test_resume_drops_later_and_damaged_records(tmp_path: Path) -> None:
     whole = stored.read_bytes()
     for damaged in (b"", whole[:-4], whole.replace(b"documents", b"somethin_")):
         stored.write_bytes(damaged)
-        assert read(tmp_path, "home", 0) is None
+        assert read_documents(tmp_path, "home", 0) is None
     Metrics(config(tmp_path), 0, 10, active=True).close()
-    assert not read_metrics(tmp_path) and read(tmp_path, "home", 2) is None
+    assert not read_metrics(tmp_path) and read_documents(tmp_path, "home", 2) is None
 
 
 def test_a_long_run_resumes_without_reading_all_its_records(
@@ -302,7 +309,7 @@ def test_the_interval_is_a_naive_jackknife_s(n: int) -> None:
     tokens = np.maximum(1, rng.lognormal(4, 1.0, n)).astype(int)
     shift = tokens * rng.normal(0.05, 0.3, n) + np.sqrt(tokens) * rng.normal(0, 0.5, n)
     nll = tokens * rng.normal(3.0, 0.5, n)
-    result = change(documents(nll, tokens), documents(nll + shift, tokens))
+    result = compute_change(documents(nll, tokens), documents(nll + shift, tokens))
     value = shift.sum() / tokens.sum()
     left_out = [np.delete(shift, d).sum() / np.delete(tokens, d).sum() for d in range(n)]
     error = np.sqrt((n - 1) / n * np.square(np.subtract(left_out, value)).sum())
@@ -316,14 +323,14 @@ def test_the_interval_is_a_naive_jackknife_s(n: int) -> None:
 
 def test_what_has_no_interval_or_no_pairs() -> None:
     for n in range(1, FEWEST):
-        few = change(documents([2.0] * n, [2] * n), documents([3.0] * n, [2] * n))
+        few = compute_change(documents([2.0] * n, [2] * n), documents([3.0] * n, [2] * n))
         assert few is not None and few.value == 0.5 and few.interval == "" and few.direction == 0
     full = documents([2.0] * 9, [5] * 9)
-    assert change(full, full) == Change(0.0, 0.0, 0.0, 9)
-    assert change(full, full._replace(fingerprint="other")) is None, "also with as many tokens"
-    assert change(documents([2.0, 1.0], [2, 2]), documents([2.0, 1.0], [2, 3])) is None
-    assert change(documents([], []), documents([], [])) is None
-    result = change(documents([np.inf, 1.0], [2, 2]), documents([np.inf, 1.0], [2, 2]))
+    assert compute_change(full, full) == Change(0.0, 0.0, 0.0, 9)
+    assert compute_change(full, full._replace(fingerprint="other")) is None, "also with as many tokens"
+    assert compute_change(documents([2.0, 1.0], [2, 2]), documents([2.0, 1.0], [2, 3])) is None
+    assert compute_change(documents([], []), documents([], [])) is None
+    result = compute_change(documents([np.inf, 1.0], [2, 2]), documents([np.inf, 1.0], [2, 2]))
     assert result is not None and math.isnan(result.value) and result.direction == 0
     assert [Change(v, v - 1, v + 1, 5).direction for v in (-2.0, 0.5, 2.0)] == [-1, 0, 1]
 
@@ -407,7 +414,7 @@ def write_validation(
     """Write measurements of a set: its mean NLL at each step, with documents that differ slightly."""
     for step, nll in steps.items():
         noise = np.random.default_rng([seed, step]).normal(0, 0.01, len(tokens))
-        write(run, name, step, Documents("set", tokens * (nll + noise - noise.mean()), tokens))
+        write_documents(run, name, step, Documents("set", tokens * (nll + noise - noise.mean()), tokens))
         record = {"step": step, "tokens": 1000 * step, "set": name, "validation_nll": nll}
         append(run / run_dir.METRICS, record)
 
@@ -433,7 +440,7 @@ def test_states_and_launches(tmp_path: Path) -> None:
     run, now = make_run(tmp_path / "run"), time.time()
     for age, expected in ((5, "runs: training"), (500, KILLED)):
         (run / run_dir.HEARTBEAT).write_text(json.dumps({"time": now - age, "doing": "training", "step": 3}))
-        assert Run(run).state == expected
+        assert RecordedRun(run).state == expected
     with (run / run_dir.LAUNCHES).open("a") as file:
         file.write('{"event": "begin", "step": 2')
     append(run / run_dir.LAUNCHES, {"event": "begin", "time": 1.7e9, "step": 30, "steps": 100, "ranks": 4})
@@ -448,7 +455,7 @@ def test_states_and_launches(tmp_path: Path) -> None:
     assert "launches.jsonl: 1 damaged line" in text and "metrics.jsonl: 2 damaged lines" in text
     assert page.table("Run", "State")[0]["Steps"] == "43 of 100", "three steps since the last record"
     (run / run_dir.EXPORT).mkdir()
-    assert Run(run).state == "finished"
+    assert RecordedRun(run).state == "finished"
 
 
 def test_measurements_are_listed_with_the_plan(tmp_path: Path) -> None:
