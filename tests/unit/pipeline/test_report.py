@@ -112,7 +112,7 @@ def test_resume_drops_later_and_damaged_records(tmp_path: Path) -> None:
     assert [r["step"] for r in read_metrics(tmp_path)] == [0, 2]
     assert (tmp_path / run_dir.METRICS).read_bytes().count(b"\n") == 2
     kept = [read_documents(tmp_path, "home", step) is not None for step in (0, 2, 4)]
-    assert found == [True, True, False]
+    assert kept == [True, True, False]
     stored = tmp_path / run_dir.VALIDATION / "home" / "step-000000.npz"
     whole = stored.read_bytes()
     for damaged in (b"", whole[:-4], whole.replace(b"documents", b"somethin_")):
