@@ -319,7 +319,7 @@ def test_preflight_of_fit_and_unfit_hosts(recipe: Path, tmp_path: Path) -> None:
     wrong = [f"output_dir={tmp_path / 'file' / 'run'}", f"data.dir={tmp_path / 'none'}"]
     done = launching.run_forked([{"COLUMNS": "200"}], *command, *wrong)
     assert done.returncode == 1, done.stdout
-    assert all(cure in done.stdout for cure in ("emo prepare", "set output_dir to where you may write"))
+    assert all(cure in done.stdout for cure in ("emo prepare", "set output_dir to a writable directory"))
 
 
 def run(disturbance: str, recipe: Path, run_dir: Path, *options: str) -> subprocess.CompletedProcess[str]:
