@@ -8,8 +8,9 @@ from __future__ import annotations
 import emo.common.packages  # noqa: F401 - before all others
 
 # isort: split
-from emo.launch.starting import STARTING
 from emo.pipeline.control.stop import CALLED, HARDWARE, REPORTS, RESUME, Watch
+
+from .starting import STARTING
 
 if __name__ == "__main__":
     watch = Watch()  # before the heavy imports: a request to stop may arrive while they take their time
@@ -26,7 +27,8 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from emo.common.cli.commands import Parser
+from emo.common.cli.commands import Parser, announce
+from emo.common.cli.progress import show_activity
 from emo.common.errors import ExitCode, UserError, exit_code_of, one_line
 from emo.pipeline.cli import add_recipe_arguments, is_first_of_host, leave, quieten, silence_libraries
 from emo.pipeline.config import RunConfig, load_config
@@ -107,13 +109,15 @@ def _train(watch: Watch, argv: list[str] | None) -> int:
 def _dry_run(config: RunConfig, ranks: int | None) -> None:
     """Check and plan a run: on this host with as many ranks as it starts, or elsewhere with `ranks`."""
     silence_libraries()
-    from deepspeed.accelerator import get_accelerator
+    announce("dry run")
+    with show_activity("dry run"):
+        from deepspeed.accelerator import get_accelerator
 
-    from emo.pipeline.planning.plan import print_plan
+        from emo.pipeline.planning.plan import print_plan
 
-    count = ranks or int(os.environ.get("WORLD_SIZE") or get_accelerator().device_count() or 1)
-    os.environ.setdefault("LOCAL_WORLD_SIZE", str(count))
-    print_plan(config, count, here=ranks is None)
+        count = ranks or int(os.environ.get("WORLD_SIZE") or get_accelerator().device_count() or 1)
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(count))
+        print_plan(config, count, here=ranks is None)
 
 
 def recipe_arguments(script: str, argv: list[str] | None) -> argparse.Namespace:

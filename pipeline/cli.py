@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from emo.common.cli.commands import Parser, announce, parse_arguments
+from emo.common.cli.progress import show_activity
 from emo.common.errors import ExitCode, UserError, exit_code_of
 from emo.common.text import printable
 
@@ -136,7 +137,7 @@ def quieten() -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     if args.write and not args.best:
-        raise UserError("--write goes with --best")
+        raise UserError("--write needs --best")
     if args.document_tokens is not None and args.document_tokens < 1:
         raise UserError("--document_tokens must be a whole number from 1", code="document-tokens")
     cluster = parse_cluster(args.gpus, args.network)
@@ -144,23 +145,25 @@ def _plan(args: argparse.Namespace) -> int:
     if args.write and (args.write.exists() or not args.write.parent.is_dir()):
         problem = f"--write {args.write}: give a new name in an existing directory"
         raise UserError(problem, code="write-target")
-    from .planning.plan import print_best, print_plan, write_recipe
+    with show_activity("planning"):
+        from .planning.plan import print_best, print_plan, write_recipe
 
-    if not args.best:
-        fits = print_plan(config, cluster.gpus, cluster, document_tokens=args.document_tokens)
-        return ExitCode.DONE if fits else ExitCode.FAILURE
-    best = print_best(config, cluster, args.document_tokens)
-    if args.write:
-        write_recipe(args.write, args.recipe, args.overrides, best, cluster)
-        print(f"written: {args.write}")
+        if not args.best:
+            fits = print_plan(config, cluster.gpus, cluster, document_tokens=args.document_tokens)
+            return ExitCode.DONE if fits else ExitCode.FAILURE
+        best = print_best(config, cluster, args.document_tokens)
+        if args.write:
+            write_recipe(args.write, args.recipe, args.overrides, best, cluster)
+            print(f"written: {args.write}")
     return ExitCode.DONE
 
 
 def _preflight(args: argparse.Namespace) -> int:
     config = load_config(args.recipe, args.overrides)
-    from .planning.preflight import preflight
+    with show_activity("preflight") if is_first_of_host() else contextlib.nullcontext():
+        from .planning.preflight import preflight
 
-    return preflight(config)
+        return preflight(config)
 
 
 def _score(args: argparse.Namespace) -> int:
@@ -171,22 +174,23 @@ def _score(args: argparse.Namespace) -> int:
     settings.append(f"model.revision={args.revision or 'null'}")
     logging.basicConfig(level=logging.INFO, handlers=[Console()])
     config = load_config(args.recipe, [*args.overrides, *settings])
-    from .planning.score import score
+    with show_activity("loading the model"):
+        from .planning.score import score
 
-    if score(config, args.name, (int(index), int(count)), args.force, args.top_k):
+        complete = score(config, args.name, (int(index), int(count)), args.force, args.top_k)
+    state = f"part {args.part} is complete, others are missing"
+    if complete:
         key = "objective.scores=" if args.top_k is None else "objective.teacher.scores="
         state = f"complete; use them with {key}{args.name}"
-    else:
-        state = f"part {args.part} is done, others are missing"
-    print(f"scores called {args.name}: {state}")
+    print(f"scores {args.name}: {state}")
     return ExitCode.DONE
 
 
 def _top(args: argparse.Namespace) -> int:
-    from .report.top import show
+    from .report.top import show_ranks
 
     with contextlib.suppress(KeyboardInterrupt):  # the way to leave it
-        show(args.run)
+        show_ranks(args.run)
     return ExitCode.DONE
 
 
@@ -194,13 +198,13 @@ def _report(args: argparse.Namespace) -> int:
     from emo.common.io.files import write_text
     from emo.common.report.document import STDOUT, folder_of
 
-    from .report.page import document
+    from .report.page import build_run_report
     from .report.runs import read_runs, regressions
 
     runs, names = read_runs(args.runs), args.fail_on_regression
     verdicts = regressions(runs, [] if names is None else names.split(","))
     out = args.output_path or str(runs[0].path)
-    page = document(runs, args.over, folder_of(out).absolute())
+    page = build_run_report(runs, args.over, folder_of(out).absolute())
     lines = [line for _, line in verdicts]
     if args.json == STDOUT:
         print(page.json(), end="")

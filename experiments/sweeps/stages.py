@@ -116,7 +116,7 @@ def run_origin(config: RunConfig, recorded: Mapping[str, Any]) -> Origin:
     for objective in (config.objective.name, *(part.name for part in config.objective.sum or ())):
         origin |= {f"{CONTENT}{file}": sha256(file) for file in find_plugin_sources(objective)}
     models = {"model.path": config.model.path, "objective.cost": config.objective.cost}
-    if isinstance(teacher := config.objective.compared, TeacherConfig):
+    if isinstance(teacher := config.objective.resolved_teacher, TeacherConfig):
         models["objective.teacher.model"] = teacher.model
     for key, name in models.items():
         path = Path(name or "").expanduser()

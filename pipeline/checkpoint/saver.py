@@ -52,7 +52,7 @@ from ..control.stop import RESUME, node_name
 from ..control.world import LONG_TIMEOUT, World, gather_objects, lost_a_peer, raise_on_all_ranks, run_on_main
 from ..engine.engine import Engine
 from ..engine.snapshots import to_universal
-from ..model.export import Copied, check_aside, copy_model, write_export
+from ..model.export import ModelCopy, check_export_in_subprocess, copy_model, write_export
 from .copies import Store, Uploads
 from .identity import ANEW, PARTS, Identity, check_same
 
@@ -182,7 +182,7 @@ class Saver:
         cure = f"make room, then {RESUME}" if isinstance(why, FailureError) else "correct that first"
         return type(why)(f"{problem}; the last complete one remains; {cure}", code=why.code)
 
-    def _write(self, saved: Saved, copied: Copied | None) -> None:
+    def _write(self, saved: Saved, copied: ModelCopy | None) -> None:
         """Write one rank's part, and on rank 0 make a checkpoint of all parts: marker, name, pruning."""
         error: UserError | None = None
         files: dict[str, FileFacts] = {}
@@ -220,7 +220,7 @@ class Saver:
                 with contextlib.suppress(OSError):  # the disk that failed may fail again
                     remove(partial)
 
-    def _write_part(self, saved: Saved, copied: Copied | None) -> dict[str, FileFacts]:
+    def _write_part(self, saved: Saved, copied: ModelCopy | None) -> dict[str, FileFacts]:
         """Write this rank's files, and on rank 0 the export; return their sizes and hashes."""
         partial, rank = saved.directory, self.engine.world.rank
         if rank == 0:
@@ -232,7 +232,7 @@ class Saver:
         self._goes_on()
         if rank == 0 and copied is not None:
             info = self.export_info(saved.step, saved.tokens)
-            write_export(copied, self.config, partial / HF, info, check_aside)
+            write_export(copied, self.config, partial / HF, info, check_export_in_subprocess)
             self._goes_on()
         names = [path.relative_to(partial).as_posix() for path in written]
         if rank == 0:  # which owns whatever no DeepSpeed rank wrote

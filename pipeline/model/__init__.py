@@ -1,1 +1,1 @@
-"""The model that trains: how it is built, checked and exported."""
+"""Build, check and export the trained model."""

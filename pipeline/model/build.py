@@ -1,7 +1,7 @@
-"""A Hugging Face causal LM made ready to train: attention, adapters, and the fused head.
+"""Load a Hugging Face causal LM and prepare it for training: attention, adapters and the fused head.
 
-`build_model` gives a model whose `forward(input_ids, labels=..., position_ids=...)` returns `LossSums` and
-whose forward without labels is the ordinary one, so that generation and export work unchanged.
+The model of `build_model` returns `LossSums` from `forward(input_ids, labels=..., position_ids=...)`. Without
+labels its forward is the ordinary one, so generation and export work unchanged.
 """
 
 from __future__ import annotations
@@ -30,10 +30,7 @@ from ..control.run_dir import INITIAL
 from ..control.world import NETWORK, broken_device, gather_objects, lost_a_peer
 from ..engine.devices import family_supports, usable_attention
 from ..engine.engine import Engine
-from ..loss import (
-    fuse_model,
-    probe_model,
-)
+from ..loss import fuse_model, probe_model
 from ..loss.models.head import by_segments, refusal, require_plain_head
 from .config import ModelConfig
 from .kernels import use_liger
@@ -41,16 +38,12 @@ from .objectives import Losses
 
 log = logging.getLogger(__name__)
 
-TWIN_ROWS = 64  # of the data, in which `warn_of_twins` looks
-TWIN_TOKENS = 1024  # the most frequent of their tokens
-USUAL_TWINS = 0.01  # of the tokens that occur; a trained head tells them apart
-
 
 def model_config(config: ModelConfig, online: bool = True, key: str = "model.path") -> PretrainedConfig:
-    """Return the Hugging Face configuration of a model, whose path the recipe calls `key`.
+    """Return the Hugging Face configuration of a model.
 
-    Raises UserError when the path cannot be read or disagrees with `architecture`. With `online` false the
-    recipe's `architecture` stands in for a path that is not on this machine.
+    Raises UserError if it cannot be read or contradicts `model.architecture`. Messages call the model `key`.
+    If not `online`, `architecture` replaces a model that is not on this machine.
     """
     if config.path is None or (not online and config.architecture and not Path(config.path).exists()):
         keys = dict(config.architecture or {})
@@ -61,46 +54,46 @@ def model_config(config: ModelConfig, online: bool = True, key: str = "model.pat
     try:
         hf_config = load_model_config(config.path, config.revision)
     except (OSError, ValueError) as error:
-        raise UserError(_unreachable(config.path, error, key)) from None
-    for key, value in (config.architecture or {}).items():
-        if (actual := getattr(hf_config, key, None)) != value:
-            problem = f"model.path={config.path} has {key}={actual!r}, and model.architecture {value!r}"
-            raise UserError(f"{problem}; correct one of them")
+        raise UserError(_describe_load_error(config.path, error, key)) from None
+    for name, expected in (config.architecture or {}).items():
+        if (actual := getattr(hf_config, name, None)) != expected:
+            problem = f"model.path={config.path} has {name}={actual!r}, model.architecture has {expected!r}"
+            raise UserError(f"{problem}. Correct one of them.")
     return hf_config
 
 
 def check_context(config: PretrainedConfig, block: int) -> None:
-    """Raise UserError for rows of `block` tokens that are longer than the model's context."""
+    """Raise UserError if rows of `block` tokens are longer than the model's context."""
     context = context_length(config.get_text_config())
     if context is not None and block > context:
         problem = f"rows of {block} tokens are longer than the model's context of {context}"
-        cure = f"set data.sequence_len={context} or less and prepare again"
-        raise UserError(f"{problem}; {cure}", code="context")
+        cure = f"Set data.sequence_len={context} or less and prepare the data again."
+        raise UserError(f"{problem}. {cure}", code="context")
 
 
 def check_fits(config: PretrainedConfig, model: ModelConfig, manifest: Manifest) -> None:
-    """Reject data that this model cannot read: too many ids, too long blocks, another tokenizer."""
+    """Raise UserError for data that this model cannot read: too many ids, long rows, another tokenizer."""
     text = config.get_text_config()
     if manifest.vocab_size > text.vocab_size:
-        problem = f"the data use {manifest.vocab_size} token ids, the model's head has {text.vocab_size}"
-        cure = "set data.tokenizer to the model's own and prepare again (data.template chat and alpaca add "
-        cure += "no tokens), or resize the model's embedding to train added tokens (resize_token_embeddings)"
-        raise UserError(f"{problem}; {cure}", code="vocabulary")
+        problem = f"the data use {manifest.vocab_size} token ids, but the model's head has {text.vocab_size}"
+        cure = "Set data.tokenizer to the model's own and prepare the data again (data.template chat and "
+        cure += "alpaca add no tokens), or resize the model's embedding (resize_token_embeddings)."
+        raise UserError(f"{problem}. {cure}", code="vocabulary")
     check_context(config, manifest.block)
     if model.path is None:
         return
     try:
         tokenizer = load_tokenizer(model.path, model.revision)
     except UserError:
-        log.warning("%s carries no tokenizer: cannot check that it fits the data", model.path)
+        log.warning("%s has no tokenizer: cannot check that it fits the data", model.path)
         return
     if tokenizer_fingerprint(tokenizer, manifest.eos_id) != manifest.tokenizer_fingerprint:
-        problem = f"the data were prepared with another tokenizer than that of {model.path}"
-        raise UserError(f"{problem}; set data.tokenizer={model.path} and prepare again")
+        problem = f"the data were prepared with a tokenizer that differs from that of {model.path}"
+        raise UserError(f"{problem}. Set data.tokenizer={model.path} and prepare the data again.")
 
 
 def write_initial_weights(config: RunConfig) -> None:
-    """Initialise a new model on this rank and save it, so that every world size starts the same."""
+    """Initialise a new model and save it, so that every number of ranks starts from the same weights."""
     target = config.output_dir / INITIAL
     if (target / "config.json").is_file():
         return
@@ -117,48 +110,65 @@ def write_initial_weights(config: RunConfig) -> None:
 def load_pretrained(
     path: str, revision: str | None, dtype: str, attn: str, key: str = "model.path"
 ) -> PreTrainedModel:
-    """Return a causal LM from its weights; under ZeRO-3 it is built partitioned (see engine.py).
+    """Load the weights of a causal LM. Under ZeRO-3 they are partitioned while they load (see engine.py).
 
-    key: what the recipe calls the path. Raises UserError for weights that are damaged or not all there.
+    Raises UserError, on all ranks, for weights that are damaged or incomplete.
+
+    Args:
+        path: Directory or hub id.
+        revision: Commit of the hub model.
+        dtype: Name of the torch dtype of the weights.
+        attn: Attention implementation.
+        key: The setting that names the model, for messages.
     """
     try:
         loaded = load_causal_lm(path, revision, dtype=getattr(torch, dtype), attn_implementation=attn)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         if broken_device(error) or broken_device(error, NETWORK) or lost_a_peer(error):
-            raise  # weights go to the GPU and, under ZeRO-3, to other ranks
-        raise UserError(_unreachable(path, error, key)) from None
+            raise  # loading also uses the GPU and, under ZeRO-3, the network
+        raise UserError(_describe_load_error(path, error, key)) from None
     for problem, names in (
         ("lacks", loaded.missing),
         ("has another shape for", loaded.mismatched),
-        ("holds what this kind of model has not:", loaded.unexpected),
+        ("has tensors that this kind of model does not have:", loaded.unexpected),
     ):
         if names:
             listed = f"{', '.join(names[:3])} ({len(names)} in all)"
-            raise UserError(f"{key}={path} {problem} {listed}: it is damaged, or no causal LM")
+            raise UserError(f"{key}={path} {problem} {listed}. It is damaged, or not a causal LM.")
     if loaded.fault is not None:
-        raise UserError(f"{key}={path} {loaded.fault}; correct it, or set {key} to another")
-    broken = ""
-    for name, parameter in loaded.model.named_parameters():
-        values = getattr(parameter, "ds_tensor", parameter).detach()  # ZeRO-3: this rank's piece
-        at_hand = values.numel() and values.device.type != "meta"  # a piece on NVMe is not
-        if at_hand and not bool(torch.isfinite(torch.stack(values.aminmax())).all()):
-            broken = broken or name
-    if dist.is_initialized():
-        broken = next(filter(None, gather_objects(broken)), "")
-    if broken:
-        raise UserError(f"{key}={path} holds values in {broken} that are not finite: it is damaged")
+        raise UserError(f"{key}={path} {loaded.fault}. Correct it, or set {key} to another model.")
+    if broken := _find_nonfinite_parameter(loaded.model):
+        raise UserError(f"{key}={path} is damaged: {broken} has values that are not finite")
     return loaded.model
 
 
+def _find_nonfinite_parameter(model: PreTrainedModel) -> str:
+    """Return the name of a parameter with NaN or infinite values on any rank, or an empty text."""
+    broken = ""
+    for name, parameter in model.named_parameters():
+        values = getattr(parameter, "ds_tensor", parameter).detach()  # this rank's partition under ZeRO-3
+        in_memory = values.numel() and values.device.type != "meta"  # partitions on NVMe are not
+        if in_memory and not bool(torch.isfinite(torch.stack(values.aminmax())).all()):
+            broken = broken or name
+    return next(filter(None, gather_objects(broken)), "") if dist.is_initialized() else broken
+
+
+def _describe_load_error(path: str, error: Exception, key: str) -> str:
+    if Path(path).exists():
+        return f"{key}={path} cannot be loaded: {one_line(error)}"
+    problem = f"{key}={path} is neither a local directory nor a Hub model that can be reached"
+    return f"{problem}. Set it to a directory, or download the model where there is network (HF_HOME)."
+
+
 def build_model(config: RunConfig, losses: Losses) -> nn.Module:
-    """Return the model that trains: loaded, fused, with adapters and checkpointing as configured."""
+    """Load the model and prepare it for training: kernels, adapters, fused head, activation checkpointing."""
     attn = usable_attention(config.model, load_model_config(*config.initial_weights()))
     model = load_pretrained(*config.initial_weights(), config.model.dtype, attn)
     model.config.use_cache = False
     if config.model.kernels is not None:
         use_liger(model)
     trained: nn.Module = model
-    if config.model.lora is not None:  # first: peft looks layers up by class, and the fused head is no target
+    if config.model.lora is not None:  # before the head is fused: peft finds layers by class
         trained = add_lora(model, config.model, config.train.seed)
     smoothing, z_loss = config.objective.label_smoothing, config.objective.z_loss
     fuse_model(model, losses.objective, losses.cost, z_loss=z_loss, label_smoothing=smoothing)
@@ -167,47 +177,14 @@ def build_model(config: RunConfig, losses: Losses) -> nn.Module:
     return trained
 
 
-def packed(manifests: Sequence[Manifest]) -> bool:
-    """Return whether rows of some of these data hold several documents."""
-    return any(shard.segments > shard.rows for manifest in manifests for shard in manifest.shards)
-
-
-def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]) -> None:
-    """Compare the model in its engine with itself before the first step; all ranks must call.
-
-    manifests: of all data that go through it. Raises UserError when the fused loss is not that of the model's
-    own logits, or when rows are packed and the model cannot keep documents apart. Where `auto` took an
-    attention that is told where documents begin and it is of no use, another is tried.
-    """
-    base: Any = engine.model
-    if config.model.lora is not None:
-        base = base.get_base_model()
-    settings: Any = {"packed": False, "collective": True, "device": engine.world.device}
-    verdict = probe_model(base, engine.ds, **settings)
-    first = base.config._attn_implementation
-    if verdict == "refused" and by_segments(first) and config.model.attn_implementation == "auto":
-        other = "sdpa" if family_supports(base.config, "sdpa") else "eager"
-        log.info("attention: %s; %s does not keep the documents of a row apart here", other, first)
-        base.set_attn_implementation(other)
-        verdict = probe_model(base, engine.ds, **settings)
-    if verdict == "refused" and packed(manifests):
-        raise UserError(refusal(base))
-    if verdict == "refused":
-        base.packing = "alone"  # what follows a row's one document is padding, which nobody learns from
-
-
 def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Module:
-    """Return the model with low-rank adapters, drawn from `seed`, on linear layers; all else is frozen."""
+    """Add low-rank adapters, initialised from `seed`, to linear layers and freeze all other weights."""
     import peft
 
     assert config.lora is not None
     targets = config.lora.targets
-    for target in targets if isinstance(targets, list) else ():  # of one string peft says it itself
-        names = [name for name, module in model.named_modules() if name and not list(module.children())]
-        if not any(f".{name}".endswith(f".{target}") for name in names):
-            suffixes = {name.rpartition(".")[2] for name in names if not name.endswith(".lm_head")}
-            hint = nearest(target, sorted(name for name in suffixes if not name.isdigit()))
-            raise UserError(f"model.lora.targets={target} names no layer of {type(model).__name__}; {hint}")
+    for target in targets if isinstance(targets, list) else ():  # peft reports a single wrong name itself
+        _check_lora_target(model, target)
     settings = peft.LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora.r,
@@ -218,8 +195,8 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            # In the model's dtype: else float32 where ZeRO-3 builds the model, and what ZeRO-2 casts it to.
-            # DeepSpeed keeps a float32 copy of whatever trains.
+            # Adapters stay in the model's dtype. Otherwise ZeRO-3 would build them in float32 and ZeRO-2
+            # would cast them. DeepSpeed keeps a float32 copy of all trainable weights.
             adapted = peft.get_peft_model(model, settings, autocast_adapter_dtype=False)
     except (ValueError, re.error) as error:
         raise UserError(f"model.lora.targets={targets}: {one_line(error)}") from None
@@ -227,8 +204,39 @@ def add_lora(model: PreTrainedModel, config: ModelConfig, seed: int) -> nn.Modul
     return adapted
 
 
-def _unreachable(path: str, error: Exception, key: str) -> str:
-    if Path(path).exists():
-        return f"{key}={path} cannot be loaded: {one_line(error)}"
-    problem = f"{key}={path} is neither a directory here nor a hub model that can be reached"
-    return f"{problem}; set it to a directory, or download it where there is network (HF_HOME)"
+def _check_lora_target(model: PreTrainedModel, target: str) -> None:
+    """Raise UserError if `target` names no layer of the model."""
+    names = [name for name, module in model.named_modules() if name and not list(module.children())]
+    if not any(f".{name}".endswith(f".{target}") for name in names):
+        suffixes = {name.rpartition(".")[2] for name in names if not name.endswith(".lm_head")}
+        hint = nearest(target, sorted(name for name in suffixes if not name.isdigit()))
+        raise UserError(f"model.lora.targets={target} names no layer of {type(model).__name__}; {hint}")
+
+
+def packed(manifests: Sequence[Manifest]) -> bool:
+    """Return whether any row of these data sets holds several documents."""
+    return any(shard.segments > shard.rows for manifest in manifests for shard in manifest.shards)
+
+
+def check_model(engine: Engine, config: RunConfig, manifests: Sequence[Manifest]) -> None:
+    """Check the fused loss against the model's own logits before the first step. All ranks must call.
+
+    If the attention that `auto` chose does not separate the documents of a row, another one is tried. Raises
+    UserError if the losses differ, or if rows of `manifests` (training and validation data) are packed and
+    the model cannot separate documents.
+    """
+    base: Any = engine.model
+    if config.model.lora is not None:
+        base = base.get_base_model()
+    settings: Any = {"packed": False, "collective": True, "device": engine.world.device}
+    verdict = probe_model(base, engine.ds, **settings)
+    chosen = base.config._attn_implementation
+    if verdict == "refused" and by_segments(chosen) and config.model.attn_implementation == "auto":
+        other = "sdpa" if family_supports(base.config, "sdpa") else "eager"
+        log.info("using attention %s, because %s does not separate the documents of a row", other, chosen)
+        base.set_attn_implementation(other)
+        verdict = probe_model(base, engine.ds, **settings)
+    if verdict == "refused":
+        if packed(manifests):
+            raise UserError(refusal(base))
+        base.packing = "alone"  # rows hold one document each, followed by padding without labels

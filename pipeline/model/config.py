@@ -1,4 +1,4 @@
-"""The section `model` of a recipe: which model trains, and in which form."""
+"""The section `model` of a recipe: the model to train and its form."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from emo.common.config.recipe import FREE, Section, mark
 
 
 class LoraConfig(Section):
-    """Low-rank adapters on the linear layers of the body; the head stays frozen."""
+    """Low-rank adapters on linear layers. The head stays frozen."""
 
     r: int = Field(32, gt=0)
     """Rank of the adapters."""
-    alpha: float = Field(default_factory=lambda given: 2.0 * given.get("r", 32), gt=0)
-    """The adapters' output is scaled by alpha / r. The default is 2 r, as usual in TRL and LLaMA-Factory."""
+    alpha: float = Field(default_factory=lambda fields: 2.0 * fields.get("r", 32), gt=0)
+    """The output of the adapters is scaled by alpha / r. The default is 2 r, as in TRL and LLaMA-Factory."""
     dropout: float = Field(0.05, ge=0, lt=1)
-    """Dropout on the adapters' input."""
+    """Dropout on the input of the adapters."""
     targets: str | list[str] = "all-linear"
     """Names of the modules to adapt, or all-linear: every linear layer except the head."""
 
 
 class ModelConfig(Section):
-    """The model, and the form in which it trains.
+    """The model to train.
 
-    `path` alone: a pre-trained model. `architecture` alone: a new model. Both: a pre-trained model that must
-    have this architecture, which also lets a dry run plan without network.
+    Set `path` for a pre-trained model, or `architecture` for a new one. With both, the pre-trained model must
+    have this architecture, and a dry run can plan without network.
     """
 
     path: str | None = None
@@ -34,30 +34,29 @@ class ModelConfig(Section):
     revision: str | None = None
     """Commit of the hub model."""
     architecture: dict[str, Any] | None = None
-    """Keys of a Hugging Face configuration, with model_type: a new model, or what the pre-trained one must
-    be."""
+    """Keys of a Hugging Face configuration, including model_type."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of weights and activations; the optimizer keeps float32."""
+    """Type of weights and activations. The optimizer always uses float32."""
     attn_implementation: Literal["auto", "varlen", "flash_attention_2", "sdpa", "eager"] = mark(FREE, "auto")
-    """`varlen` is PyTorch's own variable-length attention, without a mask; `auto` takes the first of these
-    that host and model family support."""
+    """`varlen` is PyTorch's variable-length attention, which needs no mask. `auto` is the first of the others
+    that the host and the model family support."""
     activation_checkpointing: bool = mark(FREE, False)
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    """Recompute activations in the backward pass. Saves memory and takes about a third more time."""
     compile: bool = False
-    """Use torch.compile, on GPUs: on the whole model under ZeRO-1 or 2, on each layer under ZeRO-3; the first
-    step then takes a minute."""
+    """Use torch.compile on GPUs: for the complete model under ZeRO-1 and 2, for each layer under ZeRO-3. The
+    first step then takes a minute."""
     kernels: Literal["liger"] | None = mark(FREE, None)
-    """Compute RMSNorm, rotary embedding and the gated product of each layer by Liger's kernels, on GPUs, for
-    the families that it knows; they are compared with the model's own at every start."""
+    """Compute RMSNorm, rotary embedding and the gated product of each layer with Liger's kernels, on GPUs and
+    for supported families. Every start compares them with the model's own layers."""
     lora: LoraConfig | None = None
     """Train low-rank adapters instead of all weights."""
 
     @model_validator(mode="after")
-    def _some_origin(self) -> ModelConfig:
+    def _is_consistent(self) -> ModelConfig:
         if self.path is None and self.architecture is None:
-            raise ValueError("give path (pre-trained), architecture (a new model), or both")
+            raise ValueError("set path (pre-trained model), architecture (new model), or both")
         if "model_type" not in (self.architecture or {"model_type": ""}):
             raise ValueError("architecture needs model_type, for example llama")
         if self.kernels is not None and self.compile:
-            raise ValueError("give kernels or compile, which fuse the same work")
+            raise ValueError("set kernels or compile, not both: they fuse the same work")
         return self

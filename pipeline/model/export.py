@@ -1,8 +1,8 @@
-"""A trained model as Hugging Face files: safetensors shards, configuration, tokenizer, model card.
+"""Write a trained model as Hugging Face files: safetensors shards, configuration, tokenizer and model card.
 
-Parameters are gathered one at a time, with adapters merged into them. At the end of a run they are streamed
-to shards, so that no rank ever holds the whole model; beside training rank 0 first has a copy (`copy_model`),
-and the rest needs no other rank. What was written is loaded again, and its logits are compared.
+Parameters are gathered one at a time, with adapters merged into them. At the end of a run rank 0 streams them
+to shards, so that no rank holds the whole model. During training `copy_model` first copies them into rank 0's
+host memory, and the rest needs no other rank. Every export is loaded again and its logits are compared.
 """
 
 from __future__ import annotations
@@ -38,34 +38,28 @@ from ..config import RunConfig
 from ..control.run_dir import EXPORT_INFO
 from ..control.stop import die_with_parent
 from ..control.world import raise_on_all_ranks
-from .readers import (
-    check_tokenizer,
-    saved_names,
-    saved_tensors,
-    write_config,
-    write_tokenizer,
-)
+from .readers import check_tokenizer, saved_names, saved_tensors, write_config, write_tokenizer
 
-if TYPE_CHECKING:  # the check in a process of its own needs no DeepSpeed, which takes seconds to import
+if TYPE_CHECKING:  # DeepSpeed takes seconds to import, and the check in a subprocess does not need it
     from ..engine.engine import Engine
 
-SAMPLE_ROWS, SAMPLE_TOKENS = 16, 256  # of the data, whose texts an export's tokenizer must encode alike
+SAMPLE_ROWS, SAMPLE_TOKENS = 16, 256  # rows of the data, and tokens of each, that the tokenizer is checked on
 SHARD_BYTES = 4 * 10**9
-# Logits may differ by rounding only; a wrong or missing tensor changes them by far more.
+# Logits may differ by rounding. A wrong or missing tensor changes them by far more.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15}
-ADAPTER = "default"  # peft's name of the one adapter that a run trains
+ADAPTER = "default"  # peft's name of a run's only adapter
 
 
-class Exported(NamedTuple):
-    """A tensor of the exported model and the parameters that it is made of."""
+class ExportedTensor(NamedTuple):
+    """A tensor of the exported model and the parameters that it is computed from."""
 
     name: str
-    parts: tuple[nn.Parameter, ...]  # the weight, and of its adapters A [r, in] and B [out, r]
+    parts: tuple[nn.Parameter, ...]  # the weight, then its adapters A [r, in] and B [out, r] if there are any
     scaling: float = 1.0
-    transposed: bool = False  # the weight is stored as [in, out], as GPT-2's Conv1D and embeddings do
+    transposed: bool = False  # the weight is stored as [in, out], like GPT-2's Conv1D and embeddings
 
     def merged(self, weight: Tensor, *adapters: Tensor) -> Tensor:
-        """Return the exported tensor, from the whole tensors of `parts`."""
+        """Return the exported tensor, given the complete tensors of `parts`."""
         if not adapters:
             return weight
         delta = adapters[1].float() @ adapters[0].float()
@@ -73,63 +67,95 @@ class Exported(NamedTuple):
         return (weight.float() + delta).to(weight.dtype)
 
 
-class Copied(NamedTuple):
-    """The trained model, as a rule in host memory, with logits to compare its export with."""
+class ModelCopy(NamedTuple):
+    """The trained model's tensors, and logits to compare its export with."""
 
-    base: PreTrainedModel  # its configuration is read, not its weights
+    base: PreTrainedModel  # only its configuration is read, not its weights
     probe: Tensor  # token ids [1, T]
-    logits: Tensor  # of the trained model for them, [1, T, V]
-    tensors: Iterator[tuple[str, Tensor]]  # on rank 0; to be taken once, each is gone with that
+    logits: Tensor  # of the trained model for `probe`, [1, T, V]
+    tensors: Iterator[tuple[str, Tensor]]  # in rank 0's host memory, each freed once it is consumed
 
 
 def export_model(engine: Engine, config: RunConfig, target: Path, info: dict[str, object]) -> None:
-    """Write the model to `target`; all ranks must call.
-
-    Raises the errors of `write_export` on all ranks alike.
-    """
-    streamed = _streamed(engine)
+    """Write the model to `target`. All ranks must call. Raises the errors of `write_export` on all ranks."""
+    streamed = _stream_model(engine)
 
     def write() -> None:
         try:
             if engine.world.is_main:
-                write_export(streamed, config, target, info, check)
-        finally:  # all ranks take part in the gathers, whatever has failed on the first
+                write_export(streamed, config, target, info, check_export)
+        finally:  # all ranks take part in the gathers, even if rank 0 has failed
             deque(streamed.tensors, maxlen=0)
 
     raise_on_all_ranks(write)
 
 
-def copy_model(engine: Engine) -> Copied:
-    """Return the model as it is now, copied into rank 0's host memory in its dtype; all ranks must call."""
-    streamed = _streamed(engine)
+def copy_model(engine: Engine) -> ModelCopy:
+    """Copy the model as it is now into rank 0's host memory, in its dtype. All ranks must call."""
+    streamed = _stream_model(engine)
     tensors = deque(streamed.tensors)
     return streamed._replace(tensors=(tensors.popleft() for _ in range(len(tensors))))
 
 
 def write_export(
-    copied: Copied,
+    copied: ModelCopy,
     config: RunConfig,
     target: Path,
     info: dict[str, object],
     check: Callable[[Path, Tensor, Tensor, Tensor], None],
 ) -> None:
-    """Write and check `target` on rank 0, whole or not at all.
+    """Write and check an export on rank 0. `target` appears only when the export is complete and correct.
 
-    Raises FailureError when it cannot be written, UserError when it does not reproduce the logits.
+    Args:
+        copied: The model, whose tensors are consumed.
+        target: Directory to create or replace.
+        info: Facts for export.json and the model card.
+        check: `check_export` or `check_export_in_subprocess`.
+
+    Raises FailureError if it cannot be written, UserError if it does not reproduce the logits.
     """
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         write_shards(partial, saved_tensors(copied.base, exported_names(copied.base), copied.tensors))
-        write_rest(copied.base, config, partial, info)
+        write_metadata(copied.base, config, partial, info)
         reset_modes(partial)
         check(partial, copied.probe, copied.logits, sample_rows(config))
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
     except (OSError, SafetensorError) as error:
-        raise FailureError(f"{partial} cannot be written, make room ({one_line(error, 200)})") from None
+        raise FailureError(f"cannot write {partial} ({one_line(error, 200)}). Free disk space.") from None
     except (RuntimeError, ValueError) as error:
         raise UserError(one_line(error, 400), code="export") from None
+
+
+def _stream_model(engine: Engine) -> ModelCopy:
+    """Return the model and its logits for a few token ids. Its tensors are gathered as they are consumed."""
+    base = unwrap(engine.model)
+    probe = torch.arange(16)[None] % base.config.get_text_config().vocab_size
+    engine.ds.eval()
+    with torch.no_grad():
+        logits = engine.ds(input_ids=probe.to(engine.world.device)).logits.cpu()
+    return ModelCopy(base, probe, logits, _gather_tensors(engine))
+
+
+def _gather_tensors(engine: Engine) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of the export in rank 0's host memory. All ranks must exhaust it."""
+    import deepspeed
+
+    def to_host(tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", copy=True).contiguous()
+
+    for tensor in exported_tensors(engine.model):
+        partitioned = [p for p in tensor.parts if hasattr(p, "ds_id")]
+        merged = None
+        with deepspeed.zero.GatheredParameters(partitioned) if partitioned else contextlib.nullcontext():
+            if engine.world.is_main:
+                merged = to_host(tensor.merged(*(p.detach() for p in tensor.parts)))
+        if merged is not None:
+            yield tensor.name, merged
+    if engine.world.is_main:
+        yield from ((name, to_host(buffer)) for name, buffer in persistent_buffers(unwrap(engine.model)))
 
 
 def unwrap(model: nn.Module) -> PreTrainedModel:
@@ -137,8 +163,8 @@ def unwrap(model: nn.Module) -> PreTrainedModel:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
 
 
-def exported_tensors(model: nn.Module) -> Iterator[Exported]:
-    """Yield the tensors of the exported model; all ranks in the same order.
+def exported_tensors(model: nn.Module) -> Iterator[ExportedTensor]:
+    """Yield the tensors of the exported model, in the same order on all ranks.
 
     A tied head appears once, under its first name, as `from_pretrained` expects. Raises UserError for
     adapters on a layer that they cannot be merged into.
@@ -151,34 +177,34 @@ def exported_tensors(model: nn.Module) -> Iterator[Exported]:
         layer: Any = base.get_submodule(path)
         exported = name.replace(".base_layer.", ".")
         if not wrapped or not name.endswith(".weight"):
-            yield Exported(exported, (parameter,))
+            yield ExportedTensor(exported, (parameter,))
         elif ADAPTER in layer.lora_A:
             parts = parameter, layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
-            yield Exported(exported, parts, layer.scaling[ADAPTER], layer.fan_in_fan_out)
+            yield ExportedTensor(exported, parts, layer.scaling[ADAPTER], layer.fan_in_fan_out)
         elif ADAPTER in layer.lora_embedding_A:
             parts = parameter, layer.lora_embedding_A[ADAPTER], layer.lora_embedding_B[ADAPTER]
-            yield Exported(exported, parts, layer.scaling[ADAPTER], transposed=True)
+            yield ExportedTensor(exported, parts, layer.scaling[ADAPTER], transposed=True)
         else:
             raise UserError(f"model.lora.targets: adapters on {path} cannot be exported", code="adapters")
 
 
 def persistent_buffers(base: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers that belong to the model's files."""
+    """Yield the buffers that are saved with the model."""
     saved = base.state_dict().keys()
     return ((name, buffer) for name, buffer in base.named_buffers() if name in saved)
 
 
 def exported_names(base: PreTrainedModel) -> list[str]:
-    """Return the names of all tensors of the exported model, as they are in memory."""
+    """Return the in-memory names of all tensors of the exported model."""
     buffers = (name for name, _ in persistent_buffers(base))
     return [*(tensor.name for tensor in exported_tensors(base)), *buffers]
 
 
 def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """Write tensors in host memory to safetensors files of at most SHARD_BYTES in a new directory."""
+    """Write tensors to safetensors files of at most SHARD_BYTES in a new directory."""
     directory.mkdir(parents=True)
     shard: dict[str, Tensor] = {}
-    sizes: list[dict[str, int]] = []  # of the tensors of each file
+    sizes: list[dict[str, int]] = []  # bytes of the tensors of each file
 
     def flush() -> None:
         save_file(shard, str(directory / f"part-{len(sizes):05d}"), metadata={"format": "pt"})
@@ -201,76 +227,49 @@ def write_shards(directory: Path, tensors: Iterable[tuple[str, Tensor]]) -> None
         (directory / f"part-{i:05d}").rename(directory / name)
 
 
-def _streamed(engine: Engine) -> Copied:
-    """Return the model and its logits for a few token ids; its tensors are gathered as they are taken."""
-    base = unwrap(engine.model)
-    probe = torch.arange(16)[None] % base.config.get_text_config().vocab_size
-    engine.ds.eval()
-    with torch.no_grad():
-        logits = engine.ds(input_ids=probe.to(engine.world.device)).logits.cpu()
-    return Copied(base, probe, logits, _gathered(engine))
-
-
-def _gathered(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of the export, in host memory, on rank 0; all ranks must exhaust it."""
-    import deepspeed
-
-    def on_host(tensor: Tensor) -> Tensor:
-        return tensor.detach().to("cpu", copy=True).contiguous()
-
-    for tensor in exported_tensors(engine.model):
-        partitioned = [p for p in tensor.parts if hasattr(p, "ds_id")]
-        copied = None
-        with deepspeed.zero.GatheredParameters(partitioned) if partitioned else contextlib.nullcontext():
-            if engine.world.is_main:
-                copied = on_host(tensor.merged(*(p.detach() for p in tensor.parts)))
-        if copied is not None:
-            yield tensor.name, copied
-    if engine.world.is_main:
-        yield from ((name, on_host(buffer)) for name, buffer in persistent_buffers(unwrap(engine.model)))
-
-
-def write_rest(base: PreTrainedModel, config: RunConfig, target: Path, info: dict[str, object]) -> None:
-    """Configuration, generation defaults, tokenizer, model card and export.json."""
+def write_metadata(base: PreTrainedModel, config: RunConfig, target: Path, info: dict[str, object]) -> None:
+    """Write all files but the weights: configuration, generation defaults, tokenizer, card, export.json."""
     settings = copy.deepcopy(base.config)
     settings.architectures = [type(base).__name__]
     settings.use_cache = True
     settings.save_pretrained(target)
     decoding = base.generation_config
-    own = getattr(settings if decoding is None else decoding, "eos_token_id", None)
-    named, ends = special_ids(config, own if isinstance(own, list) else [own])
-    write_config(target, named)
+    model_ends = getattr(settings if decoding is None else decoding, "eos_token_id", None)
+    changes, data_ends = special_ids(config, model_ends if isinstance(model_ends, list) else [model_ends])
+    write_config(target, changes)
     if decoding is not None:
-        decoding.save_pretrained(target)  # a changed one would have to pass checks that published ones fail
+        # A GenerationConfig that was changed in memory has to pass checks that some published ones fail.
+        decoding.save_pretrained(target)
         file = target / "generation_config.json"
-        tree = json.loads(file.read_text(encoding="utf-8")) | named
+        tree = json.loads(file.read_text(encoding="utf-8")) | changes
         write_text(file, json.dumps(tree, indent=2, sort_keys=True) + "\n")
     if (tokenizer := config.data.dir / "tokenizer").is_dir():
-        write_tokenizer(tokenizer, target, ends)
+        write_tokenizer(tokenizer, target, data_ends)
     write_text(target / EXPORT_INFO, json.dumps(info, indent=1, default=str))
     write_text(target / "README.md", _model_card(config, info))
 
 
-def special_ids(config: RunConfig, own: list[int | None]) -> tuple[dict[str, Any], list[int]]:
-    """Return the special ids that an export's settings name, and those that the prepared data end with.
+def special_ids(config: RunConfig, model_ends: list[int | None]) -> tuple[dict[str, Any], list[int]]:
+    """Return the special token ids for an export's settings, and the ids that end the prepared data.
 
-    A model stops at its `own` ends and at those that it was taught: of answers, or of documents. The own ids
-    of a new model are those of its class, and mean nothing.
+    A model stops at its own end tokens and at those of the data it was trained on. The ids of a new model are
+    the defaults of its class, and are left out.
     """
     if not is_prepared(config.data):
         return {}, []
     manifest = read_manifest(config.data.dir / TRAIN)
-    ends = manifest.answer_ends or ([] if manifest.eos_id is None else [manifest.eos_id])
-    new = config.model.path is None
-    known = list(dict.fromkeys(token for token in [*([] if new else own), *ends] if token is not None))
-    named: dict[str, Any] = {"bos_token_id": manifest.bos_id} if new else {}
-    if known:
-        named["eos_token_id"] = known if len(known) > 1 else known[0]
-    return named, ends
+    data_ends = manifest.answer_ends or ([] if manifest.eos_id is None else [manifest.eos_id])
+    is_new = config.model.path is None
+    ends = [token for token in [*([] if is_new else model_ends), *data_ends] if token is not None]
+    ends = list(dict.fromkeys(ends))
+    settings: dict[str, Any] = {"bos_token_id": manifest.bos_id} if is_new else {}
+    if ends:
+        settings["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    return settings, data_ends
 
 
 def sample_rows(config: RunConfig) -> Tensor:
-    """Return the first tokens of a few rows of the data, ids [rows, length]; without data none."""
+    """Return the first tokens of a few rows of the data, ids [rows, length]. Without data it is empty."""
     if not is_prepared(config.data):
         return torch.zeros(0, 0, dtype=torch.long)
     data = TokenDataset(config.data.dir / TRAIN)
@@ -279,7 +278,7 @@ def sample_rows(config: RunConfig) -> Tensor:
 
 
 def _model_card(config: RunConfig, info: dict[str, object]) -> str:
-    """Return the card that is published with the model: it names no folder of this machine."""
+    """Return the model card. It is published with the model, so it names no directory of this machine."""
     origin = markdown(publishable(config.model.path or "a new model"))
     objective = on_one_line(publishable(config.objective.label)).replace("`", "")
     names = (publishable(str(s.hub or s.files or s.embedded)) for s in config.data.sources)
@@ -291,50 +290,51 @@ def _model_card(config: RunConfig, info: dict[str, object]) -> str:
     )
 
 
-def check(directory: Path, probe: Tensor, expected: Tensor, rows: Tensor) -> None:
-    """Raise UserError when an export, loaded on the CPU, is not the trained model.
+def check_export(directory: Path, probe: Tensor, expected: Tensor, rows: Tensor) -> None:
+    """Raise UserError if an export, loaded on the CPU, differs from the trained model.
 
-    Its tensors must have the names that transformers gives them, its logits [1, T, V] must be those of the
-    model, and its tokenizer must encode texts as that of the data. Do not call it in a process that trains:
-    transformers changes PyTorch's default dtype while it loads, in all threads.
+    Do not call this in a process that trains, because transformers changes PyTorch's default dtype in all
+    threads while it loads.
 
     Args:
-        rows: token ids of the data [rows, length], whose texts the tokenizer is tried on.
+        directory: The export. Its tensors must have the names that transformers gives them.
+        probe: Token ids [1, T].
+        expected: Logits of the trained model for `probe` [1, T, V].
+        rows: Token ids of the data [rows, length]. The tokenizer must encode their texts as the data's does.
     """
     if (directory / "tokenizer.json").is_file():
         check_tokenizer(directory, rows)
     unset_hf_deepspeed_config()
     loaded: Any = AutoModelForCausalLM.from_pretrained(directory, dtype="auto", output_loading_info=True)
     model, report = loaded
-    wrong = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
-    if wrong:
-        names = sorted(map(str, wrong))[:3]
-        raise UserError(f"{directory}: tensors do not fit the configuration: {names}", code="export")
+
+    def fail(problem: str) -> None:
+        raise UserError(f"{directory}: {problem}", code="export")
+
+    if wrong := [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]:
+        fail(f"tensors do not fit the configuration: {sorted(map(str, wrong))[:3]}")
     files = [safe_open(file, "pt") for file in directory.glob("*.safetensors")]
-    found = {name for file in files for name in file.offset_keys()}
+    written = {name for file in files for name in file.offset_keys()}
     in_memory = [(t.name, t.parts[0].detach()) for t in exported_tensors(model)]
-    named = saved_names(model, [*in_memory, *persistent_buffers(model)])
-    if found != named:
-        odd = sorted(found ^ named)[:3]
-        raise UserError(
-            f"{directory}: tensors have other names than transformers gives: {odd}", code="export"
-        )
+    expected_names = saved_names(model, [*in_memory, *persistent_buffers(model)])
+    if written != expected_names:
+        fail(f"transformers gives tensors other names: {sorted(written ^ expected_names)[:3]}")
     model.eval()
     with torch.no_grad():
         logits = model(input_ids=probe, use_cache=False).logits
     scale = expected.float().abs().max().clamp_min(1.0)
     error = ((logits.float() - expected.float()).abs().max() / scale).item()
     if not error <= TOLERANCE[model.dtype]:
-        raise UserError(f"{directory}: reloaded logits differ by {error:.2g} of their size", code="export")
+        fail(f"reloaded logits differ by {error:.2g} of their size")
 
 
-def check_aside(directory: Path, probe: Tensor, expected: Tensor, rows: Tensor) -> None:
-    """`check` in a process of its own, which neither slows this one down nor changes what it computes."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
+def check_export_in_subprocess(directory: Path, probe: Tensor, expected: Tensor, rows: Tensor) -> None:
+    """Run `check_export` in a subprocess, which does not affect training."""
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [sys.executable, "-m", "emo.pipeline.model.export", str(directory.absolute())],
         cwd=REPOSITORY,
-        env=os.environ | alone,
+        env=os.environ | environment,
         input=save({"probe": probe, "expected": expected, "rows": rows}),
         capture_output=True,
     )
@@ -342,16 +342,16 @@ def check_aside(directory: Path, probe: Tensor, expected: Tensor, rows: Tensor) 
     if done.returncode == ExitCode.MISTAKE:
         raise UserError(line, code="export")
     if done.returncode:
-        raise FailureError(f"{directory} cannot be read again ({one_line(line, 200)})")
+        raise FailureError(f"cannot read {directory} back ({one_line(line, 200)})")
 
 
 def main() -> int:
-    """Check an export for `check_aside`: `python -m emo.pipeline.model.export DIRECTORY`, logits on stdin."""
+    """Check an export: `python -m emo.pipeline.model.export DIRECTORY`, with the tensors on stdin."""
     die_with_parent()
     os.nice(10)  # training comes first
     tensors = load(sys.stdin.buffer.read())
     try:
-        check(Path(sys.argv[1]), **tensors)
+        check_export(Path(sys.argv[1]), **tensors)
     except (UserError, RuntimeError, ValueError) as error:
         print(one_line(error, 400), file=sys.stderr)
         return ExitCode.MISTAKE

@@ -25,58 +25,60 @@ from .objective_config import ObjectiveConfig, PartConfig, RampConfig, TeacherCo
 
 log = logging.getLogger(__name__)
 
-TWIN_ROWS = 64  # of the data, in which `warn_of_twins` looks
-TWIN_TOKENS = 1024  # the most frequent of their tokens
-USUAL_TWINS = 0.01  # of the tokens that occur; a trained head tells them apart
+TWIN_ROWS = 64  # rows of the data that `warn_of_twins` reads
+TWIN_TOKENS = 1024  # most frequent tokens in them that it compares
+USUAL_TWINS = 0.01  # largest share of occurring tokens without a warning
 
 
 def as_schedule(weight: float | RampConfig) -> Ramp:
-    """Return a weight of a recipe as a function of the step; a number is constant."""
+    """Return a weight of a recipe as a function of the step."""
     if isinstance(weight, RampConfig):
         return Ramp(weight.first, weight.to, weight.steps)
     return Ramp(weight, weight, 1)
 
 
 class Losses(NamedTuple):
-    """The objective, and the transport costs that training and validation use."""
+    """The objective, and the transport costs of training and validation."""
 
     objective: Objective
-    cost: CostEmbedding | LiveCost | None  # None where the objective has no transport part
-    # In validation DEMD is reported for every objective, to compare them.
-    measure: CostEmbedding | LiveCost | None
+    cost: CostEmbedding | LiveCost | None  # None if the objective has no transport part
+    measure: CostEmbedding | LiveCost | None  # validation reports DEMD for every objective
 
 
 def objective_parts(config: RunConfig) -> list[Objective]:
-    """Return the objective that a recipe names, or those of its sum."""
+    """Return the objective of a recipe, or the objectives of its sum."""
     chosen: Sequence[PartConfig | ObjectiveConfig] = config.objective.sum or [config.objective]
     return [get_objective(part.name, **part.params) for part in chosen]
 
 
 def training_objective(config: RunConfig, parts: Sequence[Objective] | None = None) -> Objective:
-    """Return what a recipe minimises, of its `parts` where they are made already."""
+    """Return what a recipe minimises.
+
+    `parts` are the result of `objective_parts`, if it is known already. Raises UserError for a teacher or
+    scores that are missing or not used.
+    """
     chosen = config.objective
     parts = parts or objective_parts(config)
-    objective = parts[0]
-    if chosen.sum:
-        objective = weighted_sum(list(zip(parts, _weights(config), strict=True)))
-    if bool(objective.against) != (chosen.compared is not None):
-        cure = "set objective.teacher to {model: PATH}, {scores: NAME} or base"
-        problem = f"needs a teacher; {cure}" if objective.against else "has none: leave objective.teacher out"
+    objective = weighted_sum(list(zip(parts, _weights(config), strict=True))) if chosen.sum else parts[0]
+    teacher = chosen.resolved_teacher
+    if bool(objective.against) != (teacher is not None):
+        cure = "Set objective.teacher to {model: PATH}, {scores: NAME} or base."
+        problem = f"needs a teacher. {cure}" if objective.against else "has none: remove objective.teacher"
         raise UserError(f"objective {objective.name} {problem}", code="needs-teacher")
-    stored = isinstance(chosen.compared, TeacherConfig) and chosen.compared.scores
-    if stored and any(comparison.needs_costs for _, comparison in objective.against):
-        problem = "needs every probability of its teacher, and the stored ones are the largest"
-        raise UserError(f"objective {objective.name} {problem}; give teacher.model", code="needs-teacher")
+    has_scores = isinstance(teacher, TeacherConfig) and teacher.scores
+    if has_scores and any(comparison.needs_costs for _, comparison in objective.against):
+        problem = "needs all probabilities of its teacher, but only the largest ones are stored"
+        raise UserError(f"objective {objective.name} {problem}. Set teacher.model.", code="needs-teacher")
     if "stored" in objective.needs and chosen.scores is None:
-        cure = "run `emo score RECIPE --model MODEL --name NAME` and set objective.scores=NAME"
-        raise UserError(f"objective {objective.name} needs another model's log-probabilities; {cure}")
+        cure = "Run `emo score RECIPE --model MODEL --name NAME` and set objective.scores=NAME."
+        raise UserError(f"objective {objective.name} needs the log-probabilities of another model. {cure}")
     if chosen.scores is not None and "stored" not in objective.needs:
-        raise UserError(f"objective {objective.name} reads no scores; leave out objective.scores")
+        raise UserError(f"objective {objective.name} reads no scores. Remove objective.scores.")
     return objective
 
 
 def judged_objective(config: RunConfig) -> Objective:
-    """Return the divergences among what a recipe minimises, which judge any text, not only the data's."""
+    """Return the divergences of a recipe's objective. They can judge any text, not only the data's."""
     parts = objective_parts(config)
     if not config.objective.sum:
         return parts[0]
@@ -95,8 +97,9 @@ def _weights(config: RunConfig) -> list[Weight]:
 def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Losses:
     """Return the objective with its cost embedding.
 
-    The embedding is read from the weights before training, also on resume: costs are given a priori (section
-    3.1). A new model's first weights mean nothing, so an objective without costs is not measured with them.
+    The embedding is read from the weights before training, also on resume, because costs are given a priori
+    (section 3.1). A new model's initial weights mean nothing, so validation does not measure DEMD with them
+    unless the objective has costs.
     """
     kind = config.objective.cost
     cost: CostEmbedding | LiveCost | None = None
@@ -120,9 +123,9 @@ def load_losses(config: RunConfig, objective: Objective, vocab_size: int) -> Los
 
 
 def warn_of_twins(cost: CostEmbedding | LiveCost | None, data: TokenDataset) -> None:
-    """Warn where costs do not tell tokens of the data apart: rows that were added to a model begin alike.
+    """Warn if many tokens of the data have equal embeddings, as new rows of a resized embedding have.
 
-    Where a model confuses such tokens D is close to 0, and the weight m / D has no bound.
+    If a model confuses such tokens, the transport cost D is close to 0 and the weight m / D is unbounded.
     """
     if not isinstance(cost, CostEmbedding) or isinstance(cost, NumberCost):
         return
@@ -131,17 +134,17 @@ def warn_of_twins(cost: CostEmbedding | LiveCost | None, data: TokenDataset) -> 
     if not len(tokens):
         return
     frequent = np.argsort(-counts, kind="stable")[:TWIN_TOKENS]
-    alike = twins(cost, torch.from_numpy(tokens[frequent])).numpy()
-    share = counts[frequent][alike].sum() / counts.sum()
+    equal = twins(cost, torch.from_numpy(tokens[frequent])).numpy()
+    share = counts[frequent][equal].sum() / counts.sum()
     if share > USUAL_TWINS:
-        line = "objective.cost does not tell %d tokens (%.0f %% of the data) from others: weights may explode"
-        cure = "set it to a model that knows them, or to constant"
-        log.warning(f"{line}; {cure}", alike.sum(), 100 * share)
+        problem = "objective.cost does not separate %d tokens (%.0f %% of the data), so weights may explode"
+        cure = "Set it to a model that knows them, or to constant."
+        log.warning(f"{problem}. {cure}", equal.sum(), 100 * share)
 
 
 @contextlib.contextmanager
 def measuring(model: nn.Module, losses: Losses) -> Iterator[None]:
-    """Let the fused head report DEMD within the block, whatever the objective, and its losses by token."""
+    """Make the fused head report DEMD for any objective, and losses by token, within the block."""
     head = model.get_output_embeddings()  # type: ignore[operator]
     training = head.spec
     head.spec = dataclasses.replace(training, cost=losses.measure, by_token=True)

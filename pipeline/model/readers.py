@@ -1,8 +1,7 @@
-"""The files of an export in the form that all readers of Hugging Face models understand.
+"""Write exported files in the form that every reader of Hugging Face models understands.
 
-transformers 5 keeps a model in memory in another form than its files have: the experts of a layer are one
-tensor, RoPE's settings are one dictionary. Other readers (transformers 4, vLLM, llama.cpp) need the form of
-the files.
+In memory transformers 5 merges the experts of a layer into one tensor and the settings of RoPE into one
+dictionary. Other readers (transformers 4, vLLM, llama.cpp) expect the older form of the files.
 """
 
 from __future__ import annotations
@@ -30,23 +29,23 @@ from emo.common.io.files import write_text
 from emo.data_prep.encoding.tokenizer import PROBES, load_tokenizer
 
 CONFIG = "config.json"
-LOCAL, GLOBAL = "sliding_attention", "full_attention"  # layers of families that have two kinds of RoPE
-# What transformers 4 calls RoPE's settings, where it is not rope_theta and partial_rotary_factor.
+LOCAL, GLOBAL = "sliding_attention", "full_attention"  # layer types of families with two kinds of RoPE
+# Names of RoPE's settings in transformers 4, unless they are rope_theta and partial_rotary_factor.
 NEOX = {"rope_theta": "rotary_emb_base", "partial_rotary_factor": "rotary_pct"}
 NAMES_OF_4 = {
     "gpt_neox": NEOX,
     "gpt_neox_japanese": NEOX,
     "modernbert-decoder": {"rope_theta": "global_rope_theta"},
 }
-# And the theta of local layers, in the families of transformers 4 with two kinds; OLMo 3 has one theta.
+# The name of the theta of local layers. OLMo 3 has one theta for all layers.
 LOCAL_THETA = {"modernbert-decoder": "local_rope_theta", "olmo3": None}
 LOCAL_THETA |= dict.fromkeys(("gemma3_text", "gemma3n_text"), "rope_local_base_freq")
 ALIASES_OF_4 = {"qwen3_moe": {"num_experts": "num_local_experts"}}
 LAYERS_OF_4 = {"linear_attention": "mamba", "full_attention": "attention"}  # in the families of MAMBA
 MAMBA = {"granitemoehybrid": "layer_types", "zamba": "layers_block_type", "zamba2": "layers_block_type"}
-# With its type, all that transformers 4 takes for Phi-3; the context stands in the configuration too.
+# The only keys besides the type that transformers 4 accepts for Phi-3.
 LONGROPE = ("short_factor", "long_factor")
-CONTEXT = "original_max_position_embeddings"
+CONTEXT = "original_max_position_embeddings"  # also a key of Phi-3's configuration itself
 
 
 def saved_tensors(
@@ -54,39 +53,37 @@ def saved_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the model's tensors with the names and shapes that `save_pretrained` gives them.
 
-    A tensor is yielded as soon as all parts of it have come, so that the caller never holds the model twice.
-
-    Args:
-        names: of all `tensors`, as the model has them in memory.
+    A saved tensor is yielded once all its parts have arrived, so the caller never holds the model twice.
+    `names` are the in-memory names of all `tensors`.
     """
-    reverse = [change.reverse_transform() for change in reversed(_conversions(model))]
+    reverse = [change.reverse_transform() for change in reversed(_set_conversions(model))]
     converters = [change for change in reverse if isinstance(change, WeightConverter)]
 
     def group(name: str) -> str:
         return apply_converters(name, converters)[0]
 
-    awaited = Counter(map(group, names))
-    parts: dict[str, dict[str, Tensor]] = {}
+    group_sizes = Counter(map(group, names))
+    groups: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
-        together = parts.setdefault(group(name), {})
-        together[name] = tensor
-        if len(together) == awaited[group(name)]:
-            del parts[group(name)]
-            saved = revert_weight_conversion(model, together) if reverse else together
+        parts = groups.setdefault(group(name), {})
+        parts[name] = tensor
+        if len(parts) == group_sizes[group(name)]:
+            del groups[group(name)]
+            saved = revert_weight_conversion(model, parts) if reverse else parts
             yield from ((key, value.contiguous()) for key, value in saved.items())
-    assert not parts, sorted(parts)
+    assert not groups, sorted(groups)
 
 
 def saved_names(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) -> set[str]:
     """Return the names that `save_pretrained` gives these tensors of a model."""
-    _conversions(model)
+    _set_conversions(model)
     return set(revert_weight_conversion(model, {name: tensor.to("meta") for name, tensor in tensors}))
 
 
-def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
-    """Return the changes between files and memory, and have `revert_weight_conversion` undo just these.
+def _set_conversions(model: PreTrainedModel) -> list[WeightTransform]:
+    """Make `revert_weight_conversion` undo the conversions of a new model of this family, and return them.
 
-    They are those of a new model: names do not depend on the files that this one was loaded from.
+    The exported names then do not depend on the files that this model was loaded from.
     """
     mapping = get_model_conversion_mapping(model, add_legacy=False)
     model._weight_conversions = [change for change in mapping if not isinstance(change, PrefixChange)]
@@ -94,71 +91,64 @@ def _conversions(model: PreTrainedModel) -> list[WeightTransform]:
 
 
 def write_tokenizer(source: Path, directory: Path, ends: list[int]) -> None:
-    """Copy the tokenizer of prepared data, and let it name the token that ends what the model was taught.
+    """Copy the tokenizer of prepared data, and set its eos_token to the end of supervised text if possible.
 
-    Programs look for the end of a reply in different files: `generate` and vLLM stop at any eos_token_id
-    of generation_config.json, llama.cpp and others at the tokenizer's eos_token alone. So where every answer
-    ends with the same token, that becomes the eos_token. With several, or where the chat template writes its
-    eos_token elsewhere, the base model's own end remains.
-
-    Args:
-        ends: token ids that end supervised answers, or documents.
+    Programs look for the end of a reply in different files: `generate` and vLLM stop at any eos_token_id of
+    generation_config.json, llama.cpp and others only at the tokenizer's eos_token. It stays as it is if
+    `ends`, the tokens that end supervised answers or documents, are several, or if the chat template itself
+    writes eos_token.
     """
     shutil.copytree(source, directory, dirs_exist_ok=True, copy_function=shutil.copyfile)
     file = directory / "tokenizer_config.json"
     settings = json.loads(file.read_text(encoding="utf-8"))
-    one = len(ends) == 1 and "eos_token" not in settings.get("chat_template", "")
-    token = settings.get("added_tokens_decoder", {}).get(str(ends[0])) if one else None
-    if token is not None and token["special"]:
-        settings["eos_token"] = token["content"]
-        write_text(file, json.dumps(settings, indent=2, sort_keys=True) + "\n")
+    if len(ends) == 1 and "eos_token" not in settings.get("chat_template", ""):
+        token = settings.get("added_tokens_decoder", {}).get(str(ends[0]))
+        if token is not None and token["special"]:
+            settings["eos_token"] = token["content"]
+            write_text(file, json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def check_tokenizer(directory: Path, rows: Tensor) -> None:
-    """Raise UserError where AutoTokenizer gives other ids than the tokenizer of the data.
+    """Raise UserError if AutoTokenizer gives other ids than the tokenizer of the data.
 
-    For a few families transformers replaces a tokenizer's rules by its own, whatever the files say.
-
-    Args:
-        rows: token ids of the data [rows, length]; their texts are compared, and PROBES.
+    For a few families transformers replaces a tokenizer's rules by its own, whatever the files contain. The
+    texts of `rows`, which are token ids of the data [rows, length], and PROBES are compared.
     """
-    own = load_tokenizer(directory)
-    texts = [*PROBES, *own.batch_decode(rows)]
+    prepared = load_tokenizer(directory)
+    texts = [*PROBES, *prepared.batch_decode(rows)]
     try:
-        found = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
         plain = {"add_special_tokens": False}
         differ = sum(
-            own(text).input_ids != found(text).input_ids
-            or own(text, **plain).input_ids != found(text, **plain).input_ids
+            prepared(text).input_ids != loaded(text).input_ids
+            or prepared(text, **plain).input_ids != loaded(text, **plain).input_ids
             for text in texts
         )
         problem = f"gives other ids for {differ} of {len(texts)} texts"
-    except Exception as error:  # whatever a tokenizer of another kind makes of these files
+    except Exception as error:  # tokenizer classes fail in many ways on files of another kind
         differ, problem = 1, f"cannot read it ({one_line(error, 120)})"
     if differ:
         family = json.loads((directory / CONFIG).read_text(encoding="utf-8")).get("model_type")
-        raise UserError(
-            f"transformers has its own tokenizer for {family} models, which {problem}; take one that such "
-            "models are published with, or another architecture",
-            code="tokenizer-class",
-        )
+        cure = "Use a tokenizer that such models are published with, or another architecture."
+        problem = f"transformers has its own tokenizer for {family} models, which {problem}"
+        raise UserError(f"{problem}. {cure}", code="tokenizer-class")
 
 
 def write_config(directory: Path, changes: dict[str, Any]) -> None:
-    """Rewrite a saved config.json with `changes`, and with what transformers 4 reads under other names."""
+    """Rewrite a saved config.json with `changes`, and with the names that transformers 4 reads."""
     text = (directory / CONFIG).read_text(encoding="utf-8")
-    tree = json.loads(text, object_hook=_with_plain_floats) | changes
+    tree = json.loads(text, object_hook=_parse_infinity) | changes
     _add_names_of_4(tree)
     write_text(directory / CONFIG, json.dumps(tree, indent=2, sort_keys=True) + "\n")
 
 
-def _with_plain_floats(tree: dict[str, Any]) -> Any:
-    """Return an object of JSON, or the number that transformers 5 writes as an object: an infinite one."""
+def _parse_infinity(tree: dict[str, Any]) -> Any:
+    """Return a JSON object, or the float for which transformers 5 writes an object because it is infinite."""
     return float(tree["__float__"]) if tree.keys() == {"__float__"} else tree
 
 
 def _add_names_of_4(tree: dict[str, Any]) -> None:
-    """Add what transformers 4 calls RoPE's settings and the dtype to a configuration and those inside it."""
+    """Add transformers 4's names of settings to a configuration and the configurations inside it."""
     for inner in tree.values():
         if isinstance(inner, dict) and "model_type" in inner:
             _add_names_of_4(inner)
@@ -169,8 +159,13 @@ def _add_names_of_4(tree: dict[str, Any]) -> None:
         tree[old] = tree[new]
     if layers := tree.get(MAMBA.get(family, "")):
         tree[MAMBA[family]] = [LAYERS_OF_4.get(kind, kind) for kind in layers]
+    _add_rope_of_4(tree, family)
+
+
+def _add_rope_of_4(tree: dict[str, Any], family: str) -> None:
+    """Add transformers 4's names of RoPE's settings to a configuration."""
     settings = tree.get("rope_parameters") or {}
-    if settings.get(GLOBAL):  # by kind of layer
+    if settings.get(GLOBAL):  # settings by layer type
         if family not in LOCAL_THETA:
             return
         if key := LOCAL_THETA[family]:

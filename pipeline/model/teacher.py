@@ -1,8 +1,7 @@
-"""The live teacher of a run: which model it is, whether it fits the data, and how its weights are held.
+"""The live teacher of a run: choose its model, check that it fits the data, and hold its weights.
 
-Under ZeRO-3 they are partitioned as the student's are, and offloaded where the student's are; otherwise every
-rank holds them. `base` is the model before training: a copy of it, or with adapters the trained model itself
-without them.
+Under ZeRO-3 its weights are partitioned and offloaded like the student's. Otherwise every rank holds them.
+`base` is the model before training: a copy of it or, with adapters, the trained model without them.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from .objective_config import BASE, TeacherConfig
 log = logging.getLogger(__name__)
 
 KEY = "objective.teacher.model"
-# Of the student's DeepSpeed configuration: what says how weights are held.
-HELD = ("train_micro_batch_size_per_gpu", "bf16", "zero_optimization")
+# Sections of the student's DeepSpeed configuration that define how weights are held.
+HOLDING = ("train_micro_batch_size_per_gpu", "bf16", "zero_optimization")
 
 
 def teacher_config(config: RunConfig) -> ModelConfig | None:
-    """Return the model of a live teacher of its own; None where there is none."""
-    teacher = config.objective.compared
-    if not config.objective.lives:
+    """Return the model of a live teacher that has its own weights, or None."""
+    if not config.objective.has_live_teacher:
         return None
+    teacher = config.objective.resolved_teacher
     options = {"dtype": config.model.dtype, "attn_implementation": config.model.attn_implementation}
     if isinstance(teacher, TeacherConfig):
         options["dtype"] = teacher.dtype or config.model.dtype
@@ -54,60 +53,67 @@ def teacher_config(config: RunConfig) -> ModelConfig | None:
 
 
 def check_teacher(config: RunConfig, student: PretrainedConfig, manifests: list[Manifest]) -> None:
-    """Raise UserError for a teacher that cannot judge these data, or whose vocabulary is too small."""
-    teacher = config.objective.compared
+    """Raise UserError for a teacher with too small a vocabulary or context, or with another tokenizer."""
+    teacher = config.objective.resolved_teacher
     if not isinstance(teacher, TeacherConfig) or teacher.model is None:
         return
     source = ModelConfig(path=teacher.model, revision=teacher.revision)
-    text, entries = model_config(source, key=KEY).get_text_config(), student.get_text_config().vocab_size
+    text = model_config(source, key=KEY).get_text_config()
+    entries = student.get_text_config().vocab_size
     if text.vocab_size < entries:
-        problem = f"has {text.vocab_size} entries, and the model that trains has {entries}"
-        raise UserError(f"{KEY}={teacher.model} {problem}; take one with as many", code="teacher-vocabulary")
+        problem = f"has {text.vocab_size} vocabulary entries, but the trained model has {entries}"
+        cure = "Choose a teacher with at least as many."
+        raise UserError(f"{KEY}={teacher.model} {problem}. {cure}", code="teacher-vocabulary")
     context = context_length(text)
     for manifest in manifests:
         if context is not None and manifest.block > context:
-            problem = f"has a context of {context}, and rows are of {manifest.block} tokens"
-            cure = f"set data.sequence_len={context} and prepare again"
-            raise UserError(f"{KEY}={teacher.model} {problem}; {cure}", code="teacher-context")
+            problem = f"has a context of {context}, but rows have {manifest.block} tokens"
+            cure = f"Set data.sequence_len={context} and prepare the data again."
+            raise UserError(f"{KEY}={teacher.model} {problem}. {cure}", code="teacher-context")
     try:
         tokenizer = load_tokenizer(teacher.model, teacher.revision)
     except UserError:
-        log.warning("%s=%s carries no tokenizer: cannot check that it fits the data", KEY, teacher.model)
+        log.warning("%s=%s has no tokenizer: cannot check that it fits the data", KEY, teacher.model)
         return
     if any(m.tokenizer_fingerprint != tokenizer_fingerprint(tokenizer, m.eos_id) for m in manifests):
-        problem = "has another tokenizer than the data"
-        cure = "its probabilities would be of other tokens; take a teacher with the same one"
-        raise UserError(f"{KEY}={teacher.model} {problem}; {cure}", code="teacher-tokenizer")
-
-
-def weights_digest(path: str, revision: str | None, hashes: Hashes) -> str:
-    """Return a hash of the files of weights in a directory; of a hub model its name and commit."""
-    files = sorted(p for p in Path(path).glob("*") if p.suffix in (".safetensors", ".bin"))
-    return " ".join(map(hashes.sha256, files)) if files else f"{path} {revision}"
+        problem = "has another tokenizer than the data, so its probabilities are of other tokens"
+        cure = "Choose a teacher with the same tokenizer."
+        raise UserError(f"{KEY}={teacher.model} {problem}. {cure}", code="teacher-tokenizer")
 
 
 def teacher_identity(config: RunConfig, world: World) -> str | None:
-    """Return what tells a live teacher's weights from others'; all ranks must call."""
+    """Return a string that identifies the weights of a live teacher. All ranks must call.
+
+    It is made of the hashes of local weight files, or of a hub model's name and commit.
+    """
     model = teacher_config(config)
     if model is None:
         return None
     assert model.path is not None
-    digest = None
+    digest = f"{model.path} {model.revision}"
     if world.is_main:
         hashes = Hashes(config.output_dir / DATA_HASHES)
-        digest = weights_digest(model.path, model.revision, hashes)
+        files = sorted(p for p in Path(model.path).glob("*") if p.suffix in (".safetensors", ".bin"))
+        digest = " ".join(map(hashes.sha256, files)) or digest
         hashes.save()
     return str(gather_objects(digest)[0])
 
 
 def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world: World, packs: bool) -> None:
-    """Give a recipe's live teacher, probed, to the model that trains; all ranks must call.
+    """Load the live teacher of a recipe, if any, and attach it to the trained model. All ranks must call.
 
-    Under ZeRO-3 it must be called while transformers builds models partitioned. packs: rows hold several
-    documents. Raises UserError for weights that are damaged, and for a model that the fused head does not
-    reproduce or that does not keep documents apart.
+    Under ZeRO-3 call it while transformers builds partitioned models. Raises UserError for damaged weights,
+    and for a model that the fused head does not reproduce or that does not separate packed documents.
+
+    Args:
+        model: The trained model, with its adapters.
+        config: The recipe.
+        ds_config: The student's DeepSpeed configuration.
+        world: The ranks.
+        packs: Rows hold several documents.
     """
-    if config.objective.compared == BASE and config.model.lora is not None:
+    reference = config.objective.resolved_teacher
+    if reference == BASE and config.model.lora is not None:
         model.get_base_model().teacher = BaseTeacher(model)
         return
     settings = teacher_config(config)
@@ -119,19 +125,17 @@ def add_teacher(model: Any, config: RunConfig, ds_config: dict[str, Any], world:
     teacher.config.use_cache = False
     teacher.eval().requires_grad_(False)
     fuse_model(teacher, get_objective("mle"), forward=Frozen)
-    run: Any = None
+    engine: Any = None
     if ds_config["zero_optimization"]["stage"] == 3:
-        held = {key: ds_config[key] for key in HELD if key in ds_config}
-        run, *_ = deepspeed.initialize(model=teacher, config=held)
-        run.eval()
+        sections = {key: ds_config[key] for key in HOLDING if key in ds_config}
+        engine, *_ = deepspeed.initialize(model=teacher, config=sections)
+        engine.eval()
     else:
         teacher.to(world.device)
-    verdict = probe_model(teacher, run, packed=False, collective=True, device=world.device)
-    if verdict == "refused" and packs:
-        raise UserError(f"the teacher: {refusal(teacher)}", code="packing")
-    if verdict == "refused":
+    if probe_model(teacher, engine, packed=False, collective=True, device=world.device) == "refused":
+        if packs:
+            raise UserError(f"the teacher: {refusal(teacher)}", code="packing")
         teacher.packing = "alone"
-    reference = config.objective.compared
     temperature = reference.temperature if isinstance(reference, TeacherConfig) else 1.0
     base = model.get_base_model() if config.model.lora is not None else model
-    base.teacher = LiveTeacher(teacher, temperature, run)
+    base.teacher = LiveTeacher(teacher, temperature, engine)

@@ -34,27 +34,35 @@ from ..control.run_dir import LOG
 from ..control.stop import CONSOLE
 
 Kind = Literal["terminal", "lines", "json", "quiet"]
-DRAW_EVERY, LINE_EVERY = 0.2, 10.0  # seconds between two drawings, and between two plain lines of progress
-REMEMBERED = 20  # messages: what is checked before and after loading has others between
-RECENT = 20  # steps that tell how fast it goes now
+DRAW_EVERY, LINE_EVERY = 0.2, 10.0  # shortest seconds between redraws, and between plain lines of progress
+REMEMBERED = 20  # recent messages that are not shown again
+RECENT = 20  # recent steps that the shown speed is averaged over
 ENDS = ("finished", "stopped")  # events that --quiet shows
 BOLD, YELLOW, GREEN = "1", "33", "32"
 COLOURS = {"validation": BOLD, "stopping": YELLOW, "stopped": YELLOW, "finished": GREEN}  # of events
 
 
 class Progress:
-    """How far a run is, and how fast. The first step, which compiles, counts until there are others."""
+    """The step and speed of a run. The first step, which compiles, counts only until there are others."""
 
     def __init__(self, step: int, steps: int, every: dict[str, int]) -> None:
-        """every: what comes up, by name, and steps between it; 0 for never."""
+        """`every` is the interval in steps of each recurring event, such as validation, or 0."""
         self.step, self.steps, self._every = step, steps, every
-        self.loss = math.nan  # per supervised token, over the steps since the record before
+        self.loss = math.nan  # per supervised token, over the steps since the last record
         self._recent: deque[tuple[float, int]] = deque(maxlen=RECENT)  # seconds, tokens
-        self._steps = -1  # of this launch, after its first
-        self._seconds = 0.0  # since that, with pauses
+        self._steps = -1  # of this launch, without its first
+        self._seconds = 0.0  # of these steps, including pauses
 
     def count(self, step: int, seconds: float, pause: float, tokens: int, loss: float) -> None:
-        """Count a step of so many supervised tokens, which took `seconds` of training after a pause."""
+        """Count a step.
+
+        Args:
+            step: Its number.
+            seconds: Time of training it.
+            pause: Time of validation and saving before it.
+            tokens: Its supervised tokens.
+            loss: Loss per supervised token.
+        """
         self._steps += 1
         self._seconds += pause + seconds if self._steps else 0.0
         if self._steps == 1:
@@ -65,7 +73,8 @@ class Progress:
     def __str__(self) -> str:
         """Return `step 120/2,000  loss 2.31  41,200 tokens/s  12 min left  validation at 200`.
 
-        Tokens are supervised ones per second of training; what is left has as many pauses as came so far.
+        The rate counts supervised tokens and training time. The remaining time includes pauses as frequent as
+        so far.
         """
         parts = [f"step {self.step:,}/{self.steps:,}"]
         parts.append(f"loss {self.loss:.4g}" if math.isfinite(self.loss) else "loss not finite")
@@ -90,9 +99,9 @@ def duration(seconds: float) -> str:
 
 
 class Console(logging.Handler):
-    """Rank 0's way to the user: log records, events and progress. Safe to use from several threads.
+    """Rank 0's output to the user: log records, events and progress. Safe to use from several threads.
 
-    A log record that carries fields beside its text (`event_fields`) is an event, any other a message.
+    A log record that has fields (`event_fields`) is shown as an event, any other as a message.
     """
 
     def __init__(
@@ -106,27 +115,27 @@ class Console(logging.Handler):
         self.kind, self.chatter = kind, chatter
         self._stream = stream if stream is not None else sys.stdout
         self._colour, self._clock = colour, time.monotonic
-        self._last = -math.inf  # when progress was last shown
+        self._last = -math.inf  # time of the last progress that was shown
         self._bar: tqdm[Any] | None = None
-        self._messages: deque[str] = deque(maxlen=REMEMBERED)  # that were no warnings
+        self._messages: deque[str] = deque(maxlen=REMEMBERED)  # recent ones, without warnings
 
     def progress(self, progress: Progress) -> None:
-        """Draw a step that was taken, on a terminal and only as often as an eye can follow."""
-        if self.kind == "terminal" and self._due(DRAW_EVERY):
+        """Redraw the progress line on a terminal, at most every DRAW_EVERY seconds."""
+        if self.kind == "terminal" and self._is_due(DRAW_EVERY):
             if self._bar is None:
-                form: dict[str, Any] = {"bar_format": "{desc}", "desc": " ", "dynamic_ncols": True}
-                self._bar = tqdm(file=self._stream, leave=False, **form)
+                options: dict[str, Any] = {"bar_format": "{desc}", "desc": " ", "dynamic_ncols": True}
+                self._bar = tqdm(file=self._stream, leave=False, **options)
             self._bar.set_description_str(str(progress))
 
     def record(self, record: dict[str, Any], progress: Progress) -> None:
-        """Show a line of metrics.jsonl, with None where JSON has no number."""
+        """Show a record of metrics.jsonl, in which NaN and infinities are None."""
         if self.kind == "json":
             self.event("", "train", **record)
-        elif self.kind == "lines" and (progress.step == progress.steps or self._due(LINE_EVERY)):
+        elif self.kind == "lines" and (progress.step == progress.steps or self._is_due(LINE_EVERY)):
             self._print(str(progress))
 
     def event(self, line: str, event: str, **fields: Any) -> None:
-        """Something happened: `line` for people, the name of the event and its fields for programs."""
+        """Show an event: `line` for people, its name and fields as JSON for programs."""
         if self.kind == "json":
             record = {"event": event, "time": round(time.time(), 3), **fields}
             self._print(json.dumps(record, allow_nan=False))
@@ -134,14 +143,14 @@ class Console(logging.Handler):
             self._print(line, COLOURS.get(event, ""))
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Show a log record; a message that was shown lately and is no warning is not shown again."""
+        """Show a log record. A message that was shown recently is not shown again, unless it is a warning."""
         text, level = record.getMessage(), record.levelname.lower()
         is_warning = record.levelno >= logging.WARNING
-        if "distutils" in record.pathname and self.chatter is not None:  # DeepSpeed tries the compiler
+        if "distutils" in record.pathname and self.chatter is not None:  # DeepSpeed tests the compiler
             print(text, file=self.chatter.stream)
             return
         if record.name == "DeepSpeed" and (not is_warning or record.module == "real_accelerator"):
-            return  # its log is chatter; that there is no GPU this program says itself
+            return  # the program reports a missing GPU itself
         if hasattr(record, "event_fields"):
             self.event(text, **record.event_fields)
             return
@@ -157,7 +166,7 @@ class Console(logging.Handler):
             self._print(text)
 
     def open(self, run_dir: Path, main: bool) -> None:
-        """Send what libraries print to the log in the run directory, now that it is this launch's."""
+        """Redirect the output of libraries to the log in the run directory, which this launch has locked."""
         if self.chatter is None:
             return
         self.chatter.move(run_dir, main)
@@ -166,17 +175,17 @@ class Console(logging.Handler):
             self.event(f"log of the launcher, compilers and libraries: {path}", "log", path=path)
 
     def compiling(self) -> contextlib.AbstractContextManager[object]:
-        """Enclose what compiles: its output is chatter."""
+        """Return a context in which Python's `print` goes to the log too."""
         return contextlib.redirect_stdout(self.chatter.stream) if self.chatter else contextlib.nullcontext()
 
     def close(self) -> None:
-        """Take the progress away; what follows starts on a line of its own."""
+        """Remove the progress line."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
         super().close()
 
-    def _due(self, seconds: float) -> bool:
+    def _is_due(self, seconds: float) -> bool:
         now = self._clock()
         if now - self._last < seconds:
             return False
@@ -189,54 +198,53 @@ class Console(logging.Handler):
         self._stream.flush()
 
 
-class Survivor(io.FileIO):
-    """An output that a lost reader does not break: what is written from then on goes nowhere.
+class UnbreakableOutput(io.FileIO):
+    """An output that discards what is written once its reader has gone.
 
-    Ctrl-C ends `... | tee log` as well, and a connection that drops takes the terminal with it; a rank that
-    died of its next line of output would not save.
+    Ctrl-C also ends the reader in `... | tee log`, and a lost connection closes the terminal. A rank that
+    failed on its next line of output would not save.
     """
 
     def write(self, data: Any) -> int:
-        """Write `data`, or drop it."""
+        """Write `data`, or discard it."""
         try:
             return super().write(data)
         except OSError:
-            with Path(os.devnull).open("wb") as nowhere:
-                os.dup2(nowhere.fileno(), self.fileno())
+            with Path(os.devnull).open("wb") as null:
+                os.dup2(null.fileno(), self.fileno())
             return len(data)
 
 
 class Chatter:
-    """The output of libraries, compilers and launchers: out of sight, and not lost."""
+    """The output of libraries, compilers and launchers, which is kept in a file."""
 
     def __init__(self, shared: bool) -> None:
-        """Descriptor 1 leads there already; shared: with the launcher and the other ranks of this host."""
+        """Write to descriptor 1, which the launcher and the other ranks of this host share if `shared`."""
         self._shared = shared
-        self.stream = _stream(1)
-        self.path: Path | None = None  # once it is in a run directory
+        self.stream = _open_stream(1)
+        self.path: Path | None = None  # in the run directory, once there is one
 
     def move(self, run_dir: Path, main: bool) -> None:
-        """Send the output to the run's log from now on, after what was kept so far.
+        """Append the output so far to the run's log, and redirect later output there.
 
-        main: this rank copies what is shared. Where the log cannot be written, it stays where it is.
+        Only the `main` rank copies the shared part. If the log cannot be written, the output stays in place.
         """
         with contextlib.suppress(OSError), (run_dir / LOG).open("a+b", buffering=0) as log:
             if main:
                 stamp = time.strftime("%Y-%m-%d %H:%M:%S")
                 log.write(f"--- {stamp}, process {os.getpid()} on {socket.gethostname()}\n".encode())
             if main or not self._shared:
-                log.write(self._text())
+                log.write(self._read())
             os.dup2(log.fileno(), 1)
             self.path = run_dir / LOG
 
     def show(self) -> None:
-        """Show what was kept, or its path, on standard error when an unexpected error ends this process."""
+        """Print the output so far, or the path of the log, to standard error after an unexpected error."""
         path = f"log of the launcher, compilers and libraries: {self.path}\n"
-        text = path if self.path else printable(self._text().decode(errors="replace"))
+        text = path if self.path else printable(self._read().decode(errors="replace"))
         print(text, end="", file=sys.stderr, flush=True)
 
-    def _text(self) -> bytes:
-        """Return what was kept so far."""
+    def _read(self) -> bytes:
         self.stream.flush()
         return os.pread(1, os.fstat(1).st_size, 0)
 
@@ -250,10 +258,10 @@ def split_output() -> Chatter:
         console = os.dup(1)
         with tempfile.TemporaryFile(prefix="log-") as file:
             os.dup2(file.fileno(), 1)
-    sys.stdout, sys.stderr = _stream(console), _stream(sys.stderr.fileno())
+    sys.stdout, sys.stderr = _open_stream(console), _open_stream(sys.stderr.fileno())
     return Chatter(shared=launched)
 
 
-def _stream(descriptor: int) -> TextIO:
-    raw = io.BufferedWriter(Survivor(descriptor, "w", closefd=False))
+def _open_stream(descriptor: int) -> TextIO:
+    raw = io.BufferedWriter(UnbreakableOutput(descriptor, "w", closefd=False))
     return io.TextIOWrapper(raw, encoding=sys.stdout.encoding, errors="backslashreplace", line_buffering=True)

@@ -28,7 +28,7 @@ from ..engine.ds_config import zero_stage
 from ..engine.hardware import GIB, accelerator
 from ..planning.checks import TrainingRun
 from ..planning.footprint import memory, step_time, utilisation
-from ..planning.plan import domain_rows, remarks, setup_of, sizes_of
+from ..planning.plan import collect_warnings, domain_rows, setup_of, sizes_of
 from .console import Console
 
 log = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class Launch:
         log.info("objective %s on %s; %s", run.objective, device, batch)
         for name, text in domain_rows(config, run):
             log.info("%s: %s", name, text)
-        for warning in remarks(config, run, on_cpu=not on_gpu()):
+        for warning in collect_warnings(config, run, on_cpu=not on_gpu()):
             log.warning(warning)
         if (gpu := accelerator(device)) is not None:  # what the footprint predicts of a step on it
             sizes = sizes_of(run.model, run.hf_config)

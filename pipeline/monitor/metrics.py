@@ -153,7 +153,7 @@ class Metrics(Component):
         self._progress = Progress(start.step, start.steps, every)
         self._epochs_per_step = config.train.global_batch_size / facts.rows if facts.rows else math.nan
         self._run_dir = config.output_dir
-        validation.drop(self._run_dir, start.step)
+        validation.drop_documents(self._run_dir, start.step)
         drop_records(self._run_dir / METRICS, start.step)
         self._file = (self._run_dir / METRICS).open("a", encoding="utf-8")
         self._loggers = [LOGGERS[name](config, start.step) for name in config.train.report_to]
@@ -208,9 +208,9 @@ class Metrics(Component):
             return
         means = {f"validation_{key}": value for key, value in _means(totals, totals.tokens).items()}
         record = {"step": state.step, "tokens": state.tokens, "set": name, **means}
-        validation.write(self._run_dir, name, state.step, documents)
-        start = validation.read(self._run_dir, name, 0) if state.step else None
-        changed = None if start is None else validation.change(start, documents)
+        validation.write_documents(self._run_dir, name, state.step, documents)
+        start = validation.read_documents(self._run_dir, name, 0) if state.step else None
+        changed = None if start is None else validation.compute_change(start, documents)
         if changed is not None:
             limits = {"": changed.value, "_low": changed.low, "_high": changed.high}
             record |= {f"validation_change{end}": value for end, value in limits.items()}

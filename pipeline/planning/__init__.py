@@ -1,1 +1,1 @@
-"""What can be known before training: checks of a run, memory, speed, and the state of the hosts."""
+"""Checks and predictions before training: the recipe, memory, speed and hosts."""

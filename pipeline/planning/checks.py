@@ -40,7 +40,7 @@ from ..loss.cost_files import FILES, load_cost
 from ..loss.objectives import Objective
 from ..model import kernels
 from ..model.build import add_lora, check_context, check_fits, model_config
-from ..model.export import exported_tensors, sample_rows, unwrap, write_rest
+from ..model.export import exported_tensors, sample_rows, unwrap, write_metadata
 from ..model.objective_config import COSTS
 from ..model.objectives import objective_parts, training_objective
 from ..model.readers import check_tokenizer
@@ -111,7 +111,7 @@ def check_run(config: RunConfig, ranks: int) -> TrainingRun:
     _check_cost(config, vocab_size, local=True)  # validation measures objectives without costs by them, too
     check_teacher(config, resolved.hf_config, [data.manifest])
     prompts = sample_prompt_ids(config)
-    name = config.objective.columns
+    name = config.objective.scores_name
     scores = [None if name is None else Scores(rows, name) for rows in sets]
     _check_scores(config, scores)
     model = (resolved.hf_config, resolved.model)
@@ -177,7 +177,7 @@ def _check_settings(config: RunConfig, ranks: int, here: bool) -> tuple[Batch, d
                 cure = f"pip install {package}, or leave it out"
                 raise UserError(f"train.report_to: {package} is not installed: {cure}", code="missing-extra")
         if config.model.kernels is not None:
-            kernels.check_host()
+            kernels.check_liger_host()
     return batch, ds_config
 
 
@@ -371,7 +371,7 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         try:
-            write_rest(base, config, directory, {})
+            write_metadata(base, config, directory, {})
             if (directory / "tokenizer.json").is_file():
                 check_tokenizer(directory, sample_rows(config))
             with torch.device("meta"):

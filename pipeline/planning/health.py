@@ -1,8 +1,8 @@
-"""How fast the GPUs and links of a run are, beside what they should be and beside one another.
+"""Measure the speed of the GPUs and links of a run, and find the slow ones.
 
-A rank that is slower than SHARE of what its hardware reaches, or FACTOR times slower than the median of all,
-is named; the second needs no table, and holds on a CPU too. Links are measured inside every host, between
-neighbouring hosts, where a bad cable shows in both pairs of a host, and over all ranks.
+A rank is too slow below SHARE of what its hardware should reach, or FACTOR times below the median of all
+ranks. The median needs no table of hardware and also works on a CPU. Links are measured within every host,
+between neighbouring hosts (a bad cable shows in both pairs of its host) and over all ranks.
 """
 
 from __future__ import annotations
@@ -16,56 +16,71 @@ import torch
 import torch.distributed as dist
 
 from ..control.world import World, gather_objects
-from ..engine.hardware import TERA, Accelerator, accelerator
+from ..engine.hardware import TERA, accelerator
 from .footprint import BUS_EFFICIENCY, MEMORY_EFFICIENCY
 
 MIB = 2**20
-SHARE = {"TFLOP/s": 0.7, "GB/s": 0.5}  # of what hardware should reach: TCP for InfiniBand is a hundredth
-FACTOR = {"cuda": 1.5, "cpu": 3.0}  # by which ranks are apart at most; on a CPU they disturb one another
-TIMES = 6  # each measurement; the first does not count
+SHARE = {"TFLOP/s": 0.7, "GB/s": 0.5}  # smallest share; TCP instead of InfiniBand reaches a hundredth
+FACTOR = {"cuda": 1.5, "cpu": 3.0}  # largest ratio of median and rank; ranks on a CPU disturb each other
+REPETITIONS = 6  # of each measurement; the first is a warm-up
 
 
 class Speed(NamedTuple):
-    """What one rank, or one host, has measured."""
+    """A measurement of one rank or host."""
 
-    where: str  # the rank's host
-    device: str  # of the host; empty for the host's own
-    what: str
+    where: str  # host of the rank
+    device: str  # on the host; empty for a measurement of the host
+    quantity: str
     value: float
     unit: str
     expected: float | None  # None: unknown
 
     def __str__(self) -> str:
         expected = "" if self.expected is None else f", {self.expected:,.0f} expected"
-        return f"{self.what} {self.value:,.2f} {self.unit}{expected}"
+        return f"{self.quantity} {self.value:,.2f} {self.unit}{expected}"
 
 
-def seconds(work: Callable[[], Any], device: torch.device, together: bool = False) -> float:
-    """Return the least time that `work` takes; `together`: ranks begin at the same time."""
+def find_faults(speeds: Sequence[Speed], device: str) -> list[str]:
+    """Return the fault of each of `speeds`, or an empty text.
+
+    All must measure the same quantity on ranks of this torch device type.
+    """
+    median = statistics.median(speed.value for speed in speeds)
+    faults = []
+    for speed in speeds:
+        fault, share = "", SHARE[speed.unit]
+        if speed.expected is not None and speed.value < share * speed.expected:
+            fault = f"below {share:.0%} of the expected speed"
+        elif speed.value * FACTOR[device] < median:
+            fault = f"the median is {median:,.2f} {speed.unit}"
+        faults.append(fault)
+    return faults
+
+
+def measure_seconds(work: Callable[[], Any], device: torch.device) -> float:
+    """Return the shortest time that `work` takes."""
     times = []
-    for _ in range(TIMES):
-        if together:
-            dist.barrier()
+    for _ in range(REPETITIONS):
         if device.type == "cuda":
             torch.cuda.synchronize()
-        began = time.perf_counter()
+        start = time.perf_counter()
         work()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - began)
+        times.append(time.perf_counter() - start)
     return min(times[1:])
 
 
-def computing(world: World, host: str, dtype: torch.dtype) -> list[Speed]:
-    """Return how fast this rank multiplies matrices and copies memory."""
+def measure_computing(world: World, host: str, dtype: torch.dtype) -> list[Speed]:
+    """Measure how fast this rank multiplies matrices and copies memory."""
     device, on_gpu = world.device, world.device.type == "cuda"
     gpu = accelerator(torch.cuda.get_device_name()) if on_gpu else None
     n = 8192 if on_gpu else 512
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    products = 2 * n**3 / seconds(lambda: torch.mm(a, b), device) / TERA
+    products = 2 * n**3 / measure_seconds(lambda: torch.mm(a, b), device) / TERA
     source = torch.ones((512 if on_gpu else 16) * MIB, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    memory = 2 * source.numel() / seconds(lambda: target.copy_(source), device) / 1e9
+    memory = 2 * source.numel() / measure_seconds(lambda: target.copy_(source), device) / 1e9
     peak = None if gpu is None else (gpu.tflops if dtype.itemsize == 2 else gpu.tflops32) * gpu.efficiency
     bandwidth = None if gpu is None else 1000 * gpu.bandwidth_tb * MEMORY_EFFICIENCY
     name = f"GPU {device.index}" if on_gpu else f"rank {world.rank}"
@@ -75,40 +90,26 @@ def computing(world: World, host: str, dtype: torch.dtype) -> list[Speed]:
     ]
 
 
-def slow(speeds: Sequence[Speed], device: str) -> list[str]:
-    """Return for each of `speeds`, which are of one thing, what is wrong with it; empty: nothing.
-
-    device: the type of those that measured.
-    """
-    median = statistics.median(speed.value for speed in speeds)
-    faults = []
-    for speed in speeds:
-        fault, share = "", SHARE[speed.unit]
-        if speed.expected is not None and speed.value < share * speed.expected:
-            fault = f"below {share:.0%} of what it should be"
-        elif speed.value * FACTOR[device] < median:
-            fault = f"the median is {median:,.2f} {speed.unit}"
-        faults.append(fault)
-    return faults
-
-
-def bus(world: World, group: Any, ranks: int, gather: bool) -> float:
-    """Return the bus bandwidth, GB/s, of an all-reduce (or all-gather) among the `ranks` of a group."""
+def _measure_bus(world: World, group: Any, ranks: int, gather: bool = False) -> float:
+    """Return the bus bandwidth in GB/s of an all-reduce or all-gather among the ranks of a group."""
     size = (256 if world.device.type == "cuda" else 8) * MIB // 4 // ranks * ranks
-    whole, part = torch.ones(size, device=world.device), torch.ones(size // ranks, device=world.device)
+    full, part = torch.ones(size, device=world.device), torch.ones(size // ranks, device=world.device)
 
-    def collective() -> None:
+    def communicate() -> None:
         if gather:
-            dist.all_gather_into_tensor(whole, part, group=group)
+            dist.all_gather_into_tensor(full, part, group=group)
         else:
-            dist.all_reduce(whole, group=group)
+            dist.all_reduce(full, group=group)
 
     moved = (1 if gather else 2) * (ranks - 1) / ranks * 4 * size
-    return moved / seconds(collective, world.device) / 1e9
+    return moved / measure_seconds(communicate, world.device) / 1e9
 
 
-def pairs(hosts: int) -> list[list[tuple[int, int]]]:
-    """Return the pairs of neighbours in a ring of more than two hosts, in rounds in which none is in two."""
+def neighbour_rounds(hosts: int) -> list[list[tuple[int, int]]]:
+    """Return the pairs of neighbours in a ring of hosts, in rounds that contain no host twice.
+
+    Two hosts or fewer have no pairs, since their links are those over all ranks.
+    """
     if hosts < 3:
         return []
     ring = [(i, (i + 1) % hosts) for i in range(hosts)]
@@ -116,40 +117,48 @@ def pairs(hosts: int) -> list[list[tuple[int, int]]]:
     return [part for part in (ring[0:even:2], ring[1:even:2], ring[even:]) if part]
 
 
-def links(world: World, host: str, network_gb: float | None) -> list[Speed]:
-    """Return the bandwidths that this rank measures for all: inside its host, to neighbours, over all ranks.
+def measure_links(world: World, host: str, network_gb: float | None) -> list[Speed]:
+    """Measure bandwidths within this host, to its neighbours and over all ranks. All ranks must call.
 
-    network_gb: of the host's ports, GB/s; None: unknown. All ranks must call.
+    `network_gb` is the bandwidth in GB/s of the host's network ports, if it is known.
     """
     hosts = gather_objects(host)
-    names = list(dict.fromkeys(hosts))
-    members = {name: [rank for rank, of in enumerate(hosts) if of == name] for name in names}
-    gpu: Accelerator | None = None
-    if world.device.type == "cuda" and "PCIE" not in (device := torch.cuda.get_device_name()).upper():
-        gpu = accelerator(device)
-    inside = None if gpu is None else gpu.link_gb * BUS_EFFICIENCY
-    across = None if network_gb is None else network_gb * BUS_EFFICIENCY
-    if across is not None and inside is not None:
-        across = min(across, inside)
+    members: dict[str, list[int]] = {}  # ranks by host
+    for rank, name in enumerate(hosts):
+        members.setdefault(name, []).append(rank)
+    inside, across = _expected_bandwidths(world, network_gb)
     speeds = []
     groups = {name: dist.new_group(ranks) for name, ranks in members.items()}
-    leads = members[host][0] == world.rank
     if len(members[host]) > 1:
-        for gather, what in ((False, "all-reduce inside"), (True, "all-gather inside")):
-            rate = bus(world, groups[host], len(members[host]), gather)
-            speeds += [Speed(host, "", what, rate, "GB/s", inside)] * leads
+        for gather, quantity in ((False, "all-reduce inside"), (True, "all-gather inside")):
+            rate = _measure_bus(world, groups[host], len(members[host]), gather)
+            if members[host][0] == world.rank:
+                speeds.append(Speed(host, "", quantity, rate, "GB/s", inside))
+    leaders = [ranks[0] for ranks in members.values()]
     neighbours = []
-    for pairing in pairs(len(names)):
-        for pair in pairing:
-            ranks = [members[names[index]][0] for index in pair]
-            group = dist.new_group(ranks)
-            if world.rank in ranks:
-                neighbours.append((group, pair))
-    rates = [bus(world, group, 2, gather=False) for group, _ in neighbours]
+    for first, second in (pair for pairs in neighbour_rounds(len(leaders)) for pair in pairs):
+        ranks = [leaders[first], leaders[second]]
+        group = dist.new_group(ranks)  # all ranks must create every group
+        if world.rank in ranks:
+            neighbours.append(group)
+    rates = [_measure_bus(world, group, 2) for group in neighbours]
     if rates:
         speeds.append(Speed(host, "", "all-reduce with a neighbour", max(rates), "GB/s", across))
-    if len(names) > 1:
-        for gather, what in ((False, "all-reduce"), (True, "all-gather")):
-            rate = bus(world, None, world.ranks, gather)
-            speeds += [Speed("all", "", what, rate, "GB/s", across)] * world.is_main
+    if len(members) > 1:
+        for gather, quantity in ((False, "all-reduce"), (True, "all-gather")):
+            rate = _measure_bus(world, None, world.ranks, gather)
+            if world.is_main:
+                speeds.append(Speed("all", "", quantity, rate, "GB/s", across))
     return speeds
+
+
+def _expected_bandwidths(world: World, network_gb: float | None) -> tuple[float | None, float | None]:
+    """Return the expected bandwidths in GB/s within a host and between hosts, if known."""
+    inside = across = None
+    if world.device.type == "cuda" and "PCIE" not in (device := torch.cuda.get_device_name()).upper():
+        gpu = accelerator(device)
+        inside = None if gpu is None else gpu.link_gb * BUS_EFFICIENCY
+    if network_gb is not None:
+        across = network_gb * BUS_EFFICIENCY
+        across = across if inside is None else min(across, inside)
+    return inside, across

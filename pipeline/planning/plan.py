@@ -1,10 +1,9 @@
-"""What `emo plan` prints before a cluster is booked: what a run takes, and the fastest settings for it.
+"""`emo plan`: predict what a run needs on given GPUs, and search for the fastest settings that fit.
 
-`print_plan` resolves everything that can be resolved without training. Given GPUs it adds, from `footprint`,
-memory by part, the largest micro-batch that fits, step time, hours, and what to change if it does not fit.
-`print_best` searches the settings under which a recipe trains fastest. Only what surely fits is considered:
-memory as predicted, with the prediction's error on top. What changes what is learned (batch, rows, objective,
-optimizer) stays as the recipe has it: the choices differ in speed.
+`print_plan` resolves a recipe without training. Given GPUs it predicts memory by part, the largest
+micro-batch that fits, step time and hours, and suggests changes if the run does not fit. `print_best` finds
+the fastest settings that do not change what is learned: ZeRO stage, checkpointing, compiling and the
+micro-batch. Its results fit even if the memory prediction is too low by its known error.
 """
 
 from __future__ import annotations
@@ -49,41 +48,27 @@ from .footprint import Memory, Setup, Sizes, Time
 
 log = logging.getLogger(__name__)
 
-PER_MILLIONS = 100  # tokens that hours are given for where the data's size is not known
-# Keys of configurations: experts, those that a token is routed to, and the width of the feed-forward part.
+PER_MILLIONS = 100  # the plan gives hours for so many million tokens if the size of the data is unknown
+# Keys of Hugging Face configurations for the number of experts, experts per token and feed-forward width.
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts")
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 INNER = ("intermediate_size", "ffn_dim", "n_inner")
 TRUST = (
-    f"states are known, other memory is within {footprint.MEMORY_ERROR:.0%} of measured runs, time within "
-    f"{footprint.TIME_ERROR:.0%} of published runs (FSDP, five of ZeRO-1) that it was not fitted to; what "
-    "the host takes is an estimate"
+    f"states are exact, other memory is within {footprint.MEMORY_ERROR:.0%} of measured runs, time is within "
+    f"{footprint.TIME_ERROR:.0%} of published runs (FSDP, five of ZeRO-1) that it was not fitted to. Host "
+    "time is an estimate."
 )
-FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_hpz.json", "zero3_offload.json")  # of ds_configs/
-ALIKE = 0.01  # speeds this close are equal, and the choice that needs less memory is better
+FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_hpz.json", "zero3_offload.json")  # in ds_configs/
+EQUAL_SPEED = 0.01  # settings whose speeds differ by less are ranked by memory
 
 
 def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
-    """Return a model in numbers."""
-    base, parameters, text = unwrap(model), list(model.parameters()), hf_config.get_text_config()
+    """Return the sizes of a model."""
+    parameters, text = list(model.parameters()), hf_config.get_text_config()
+    base = unwrap(model)
     outside: list[Any] = [base.get_output_embeddings(), base.get_input_embeddings()]
     total = sum(p.numel() for p in parameters)
-
-    def first(names: tuple[str, ...]) -> Any:
-        return next((value for name in names if (value := getattr(text, name, None))), None)
-
-    experts, chosen = first(EXPERTS), first(CHOSEN)
-    idle = expert_width = 0
-    if isinstance(experts, int) and chosen:
-        # Shared experts, which every token passes through, are called otherwise than `experts` everywhere.
-        routed = sum(
-            parameter.numel()
-            for name, parameter in model.named_parameters()
-            if "experts" in name.split(".") or (parameter.dim() == 3 and parameter.shape[0] == experts)
-        )
-        most = max(chosen) if isinstance(chosen, list) else chosen  # a list is by layer
-        active = routed * min(most, experts) // experts
-        idle, expert_width = routed - active, active // (3 * text.hidden_size * text.num_hidden_layers)
+    idle, expert_width = _count_idle(model, text)
     key_values = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     per_head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return Sizes(
@@ -92,13 +77,33 @@ def sizes_of(model: nn.Module, hf_config: PretrainedConfig) -> Sizes:
         body=total - sum({id(m.weight): m.weight.numel() for m in outside}.values()),
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        inner=max(expert_width, int(first(INNER) or 4 * text.hidden_size)),
+        inner=max(expert_width, int(_first_value(text, INNER) or 4 * text.hidden_size)),
         key_values=key_values * per_head,
         gated=hasattr(text, "intermediate_size"),
         vocabulary=text.vocab_size,
         tensors=len(parameters),
         idle=idle,
     )
+
+
+def _count_idle(model: nn.Module, text: PretrainedConfig) -> tuple[int, int]:
+    """Return the parameters of experts that a token is not routed to, and the width of those it is."""
+    experts, chosen = _first_value(text, EXPERTS), _first_value(text, CHOSEN)
+    if not isinstance(experts, int) or not chosen:
+        return 0, 0
+    # No family calls its shared experts, which every token passes through, just `experts`.
+    routed = sum(
+        parameter.numel()
+        for name, parameter in model.named_parameters()
+        if "experts" in name.split(".") or (parameter.dim() == 3 and parameter.shape[0] == experts)
+    )
+    per_token = max(chosen) if isinstance(chosen, list) else chosen  # a list has a number for each layer
+    active = routed * min(per_token, experts) // experts
+    return routed - active, active // (3 * text.hidden_size * text.num_hidden_layers)
+
+
+def _first_value(text: PretrainedConfig, names: Sequence[str]) -> Any:
+    return next((value for name in names if (value := getattr(text, name, None))), None)
 
 
 def setup_of(
@@ -108,13 +113,21 @@ def setup_of(
     objective: Objective,
     attended: float | None = None,
 ) -> Setup:
-    """Return how the recipe trains, for the footprint; `attended`: see Setup."""
+    """Return the settings of a recipe that memory and time depend on.
+
+    Args:
+        config: The recipe.
+        batch: Its batch on the planned ranks.
+        ds_config: Its resolved DeepSpeed configuration.
+        objective: What it minimises.
+        attended: Mean tokens that a token attends to; None if one document fills each row.
+    """
     zero = ds_config.get("zero_optimization", {})
     half = config.model.dtype == "bfloat16"
     reduced, on_policy = ds_config.get("communication_data_type"), config.objective.on_policy
-    # With device none, which is also the default, a section does not offload.
+    # Device `none`, which is also the default, means no offloading.
     offloaded = [(zero.get(f"offload_{part}") or {}).get("device", "none") for part in ("optimizer", "param")]
-    return Setup(
+    setup = Setup(
         ranks=batch.ranks,
         stage=zero_stage(ds_config),
         micro=batch.micro,
@@ -130,40 +143,38 @@ def setup_of(
         bucket=float(zero.get("reduce_bucket_size", 5e8)),
         compiled=config.model.compile,
         kernels=config.model.kernels is not None,
-        # On GPUs `auto` takes an attention that knows packed rows; those compute in half precision only.
+        # On GPUs `auto` chooses an attention without a mask. Those compute in half precision only.
         masked=not half or config.model.attn_implementation in ("sdpa", "eager"),
         hpz=int(zero.get("zero_hpz_partition_size", 1)),
         reduced={None: 2 if half else 4, "fp32": 4}.get(reduced, 2),
         all_reduced=zero.get("use_multi_rank_bucket_allreduce", True) or not zero.get("reduce_scatter", True),
         attended=attended,
         written=0.0 if on_policy is None else max(ends(on_policy.share)) * on_policy.tokens,
-        **_teacher_of(config),
     )
+    return _add_teacher(setup, config) if config.objective.has_live_teacher else setup
 
 
-def _teacher_of(config: RunConfig) -> dict[str, Any]:
-    """Return what a footprint needs to know of a live teacher; nothing where there is none."""
-    if not config.objective.lives:
-        return {}
-    own = teacher_config(config)  # None: this model, without its adapters
-    chosen = config.model if own is None or config.objective.compared == BASE else own
+def _add_teacher(setup: Setup, config: RunConfig) -> Setup:
+    """Return the setup with the sizes of the live teacher."""
+    teacher = teacher_config(config)  # None: the trained model without its adapters
+    chosen = config.model if teacher is None or config.objective.resolved_teacher == BASE else teacher
     try:
         settings = model_config(chosen, online=False, key=KEY)
     except UserError as error:
-        log.warning("the plan leaves the teacher out: %s", error)
-        return {}
+        log.warning("the plan does not include the teacher: %s", error)
+        return setup
     with torch.device("meta"):
         sizes = sizes_of(AutoModelForCausalLM.from_config(settings, trust_remote_code=False), settings)
     width = 2 if chosen.dtype == "bfloat16" else 4
-    return {"teacher": sizes, "copied": own is not None, "teacher_width": width}
+    return dataclasses.replace(setup, teacher=sizes, copied=teacher is not None, teacher_width=width)
 
 
 def attention_span(
     config: RunConfig, ready: PlannedRun, document_tokens: int | None
 ) -> tuple[float | None, str]:
-    """Return how many tokens a token attends to on average, and what that number rests on.
+    """Return how many tokens a token attends to on average, and a line that explains the number.
 
-    document_tokens: mean length of the documents, instead of that in the prepared data.
+    `document_tokens` replaces the mean length of the documents in the prepared data.
     """
     block = config.data.sequence_len
     if document_tokens is not None:
@@ -173,7 +184,10 @@ def attention_span(
         attended = ready.data.mean_context()
         return attended, f"as prepared: a token attends to {attended:,.0f} of {block:,} on average"
     assumed = f"assumed to fill rows of {block:,} tokens"
-    return None, f"{assumed}; prepare the data, or give --document_tokens N, for shorter ones"
+    return None, f"{assumed}; for shorter documents prepare the data or set --document_tokens N"
+
+
+Rows = list[tuple[str, str]]  # of a printed table: a name and a value
 
 
 def print_plan(
@@ -183,82 +197,110 @@ def print_plan(
     here: bool = False,
     document_tokens: int | None = None,
 ) -> bool:
-    """Resolve everything that can be resolved without training and print it; return whether it fits.
+    """Resolve a recipe without training, print the plan, and return whether it fits.
 
-    here: training would run on this host, which is checked as training does. document_tokens: mean length of
-    the documents.
+    Args:
+        config: The recipe.
+        ranks: Number of ranks.
+        cluster: The GPUs, for which memory and time are predicted.
+        here: Check this host as training does.
+        document_tokens: Mean length of the documents, instead of that in the prepared data.
     """
     ready = check_plan(config, ranks, here=here)
-    batch, sizes = ready.batch, sizes_of(ready.model, ready.hf_config)
+    sizes = sizes_of(ready.model, ready.hf_config)
     attended, span = attention_span(config, ready, document_tokens)
-    setup = setup_of(config, batch, ready.ds_config, ready.objective, attended)
+    setup = setup_of(config, ready.batch, ready.ds_config, ready.objective, attended)
     memory = footprint.memory(sizes, setup)
     table = Table("what", "value", title=str(config.output_dir), show_header=False)
-    table.add_row("model", config.model.path or f"new {(config.model.architecture or {})['model_type']}")
-    active = f", {sizes.parameters - sizes.idle:,} active for a token" if sizes.idle else ""
-    counts = f"{sizes.parameters:,} ({sizes.trainable:,} trainable{active})"
-    table.add_row("parameters", f"{counts}, {config.model.dtype}")
-    table.add_row("attention", ready.attention)
-    table.add_row("objective", f"{config.objective.label} {config.objective.params or ''}".strip())
-    table.add_row("batch", str(batch))
-    table.add_row("tokens per step", f"at most {batch.batch * config.data.sequence_len:,}")
-    steps, epochs = ready.steps, config.train.num_train_epochs
-    passes = "" if epochs is None else counted(epochs, "epoch")
-    if steps is None:
-        table.add_row("steps", f"{passes}; their steps are known once the data are prepared")
-    else:
-        rows = ""
-        if epochs is not None and ready.data:
-            beyond = steps * batch.batch - round(epochs * len(ready.data))
-            rest = f"{counted(abs(beyond), 'row')}{' of the next' if beyond > 0 else ''}"
-            passes += f" {'and' if beyond > 0 else 'without'} {rest}" * (beyond != 0)
-            rows = f" ({counted(len(ready.data), 'row')}, {passes})"
-        table.add_row("steps", f"{steps:,}{rows}")
-    for row in domain_rows(config, ready):
+    for row in _recipe_rows(config, ready, sizes, setup, memory):
         table.add_row(*row)
-    offloads = {"optimizer": setup.offload_optimizer, "weights": setup.offload_parameters}
-    names = [name for name, offloaded in offloads.items() if offloaded]
-    note = f", {' and '.join(names)} in host memory" if names else ""
-    table.add_row("ZeRO", f"stage {setup.stage}{note}")
-    if setup.teacher is not None:
-        held = (
-            f"{setup.teacher.parameters:,} parameters" if setup.copied else "this model without its adapters"
-        )
-        table.add_row("teacher", held)
-    states = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
-    table.add_row("states per rank", memory_line(states, 2))
-    staged = sizes.trainable * (12 + setup.width)  # float32 weights, two moments, weights
-    table.add_row("saving", f"{staged / GIB:,.2f} GiB of host memory over all ranks, kept between saves")
     if cluster is not None:
         table.add_section()
-        table.add_row("on", f"{cluster.gpus} x {cluster.kind}, {cluster.memory / GIB:.1f} GiB of each usable")
-        table.add_row("memory per GPU", memory_line(memory.peak, 1))
-        table.add_row("fits", fit(sizes, setup, cluster))
-        table.add_row("documents", span)
-        time = footprint.step_time(sizes, setup, cluster.gpu, cluster.network_gb)
-        tokens = setup.tokens * setup.accumulation * setup.ranks / time.total
-        table.add_row("step", sum_line(time._asdict(), 2, "s"))
-        used = footprint.utilisation(sizes, setup, time.total, cluster.gpu)
-        table.add_row("speed", f"{tokens:,.0f} tokens/s, {tokens / setup.ranks:,.0f} per GPU, MFU {used:.0%}")
-        if steps is None:
-            hours = PER_MILLIONS * 1e6 / tokens / 3600 * cluster.gpus
-            table.add_row("run", f"{hours:,.1f} GPU-hours per {PER_MILLIONS} million tokens, without saving")
-        else:
-            hours = steps * time.total / 3600
-            table.add_row("run", f"{hours:,.1f} hours, {hours * cluster.gpus:,.1f} GPU-hours, without saving")
-        if config.train.save_steps:
-            table.add_row("saves", saves(config, sizes, setup, time.total))
-        table.add_row("trust", TRUST)
+        for row in _cluster_rows(config, ready.steps, sizes, setup, cluster, span):
+            table.add_row(*row)
     make_console().print(table)
-    for warning in remarks(config, ready, on_cpu=cluster is None and not on_gpu()):
+    for warning in collect_warnings(config, ready, on_cpu=cluster is None and not on_gpu()):
         log.warning(warning)
     return cluster is None or memory.total <= cluster.memory
 
 
-def saves(config: RunConfig, sizes: Sizes, setup: Setup, step: float) -> str:
-    """Return in words how often checkpoints are written, how fast that must be, and how long steps wait.
+def _recipe_rows(
+    config: RunConfig, ready: PlannedRun | TrainingRun, sizes: Sizes, setup: Setup, memory: Memory
+) -> Rows:
+    """Return the rows of a plan that do not depend on the GPUs."""
+    active = f", {sizes.parameters - sizes.idle:,} active for a token" if sizes.idle else ""
+    counts = f"{sizes.parameters:,} ({sizes.trainable:,} trainable{active})"
+    rows = [
+        ("model", config.model.path or f"new {(config.model.architecture or {})['model_type']}"),
+        ("parameters", f"{counts}, {config.model.dtype}"),
+        ("attention", ready.attention),
+        ("objective", f"{config.objective.label} {config.objective.params or ''}".strip()),
+        ("batch", str(ready.batch)),
+        ("tokens per step", f"at most {ready.batch.batch * config.data.sequence_len:,}"),
+        ("steps", _describe_steps(config, ready)),
+        *domain_rows(config, ready),
+    ]
+    offloads = {"optimizer": setup.offload_optimizer, "weights": setup.offload_parameters}
+    names = [name for name, offloaded in offloads.items() if offloaded]
+    note = f", {' and '.join(names)} in host memory" if names else ""
+    rows.append(("ZeRO", f"stage {setup.stage}{note}"))
+    if setup.teacher is not None:
+        copied = f"{setup.teacher.parameters:,} parameters"
+        rows.append(("teacher", copied if setup.copied else "this model without its adapters"))
+    states = {"weights": memory.parameters, "gradients": memory.gradients, "optimizer": memory.optimizer}
+    staged = sizes.trainable * (12 + setup.width)  # float32 weights, two moments, weights
+    rows.append(("states per rank", memory_line(states, 2)))
+    rows.append(("saving", f"{staged / GIB:,.2f} GiB of host memory over all ranks, kept between saves"))
+    return rows
 
-    step: its seconds. Steps wait while states go to host memory; they are written beside training.
+
+def _describe_steps(config: RunConfig, ready: PlannedRun | TrainingRun) -> str:
+    """Return the number of steps, with the rows and epochs that it covers."""
+    steps, epochs = ready.steps, config.train.num_train_epochs
+    passes = "" if epochs is None else counted(epochs, "epoch")
+    if steps is None:
+        return f"{passes}; the number of steps is known once the data are prepared"
+    if epochs is None or not ready.data:
+        return f"{steps:,}"
+    extra = steps * ready.batch.batch - round(epochs * len(ready.data))
+    if extra:
+        rows = counted(abs(extra), "row")
+        passes += f" and {rows} of the next" if extra > 0 else f" without {rows}"
+    return f"{steps:,} ({counted(len(ready.data), 'row')}, {passes})"
+
+
+def _cluster_rows(
+    config: RunConfig, steps: int | None, sizes: Sizes, setup: Setup, cluster: Cluster, span: str
+) -> Rows:
+    """Return the rows of a plan that predict memory and time on a cluster."""
+    time = footprint.step_time(sizes, setup, cluster.gpu, cluster.network_gb)
+    tokens = setup.tokens * setup.accumulation * setup.ranks / time.total
+    mfu = footprint.utilisation(sizes, setup, time.total, cluster.gpu)
+    if steps is None:
+        hours = PER_MILLIONS * 1e6 / tokens / 3600 * cluster.gpus
+        duration = f"{hours:,.1f} GPU-hours per {PER_MILLIONS} million tokens, without saving"
+    else:
+        hours = steps * time.total / 3600
+        duration = f"{hours:,.1f} hours, {hours * cluster.gpus:,.1f} GPU-hours, without saving"
+    rows = [
+        ("on", f"{cluster.gpus} x {cluster.kind}, {cluster.memory / GIB:.1f} GiB of each usable"),
+        ("memory per GPU", memory_line(footprint.memory(sizes, setup).peak, 1)),
+        ("fits", describe_fit(sizes, setup, cluster)),
+        ("documents", span),
+        ("step", sum_line(time._asdict(), 2, "s")),
+        ("speed", f"{tokens:,.0f} tokens/s, {tokens / setup.ranks:,.0f} per GPU, MFU {mfu:.0%}"),
+        ("run", duration),
+    ]
+    if config.train.save_steps:
+        rows.append(("saves", _describe_saves(config, sizes, setup, time.total)))
+    return [*rows, ("trust", TRUST)]
+
+
+def _describe_saves(config: RunConfig, sizes: Sizes, setup: Setup, step: float) -> str:
+    """Return the size and rate of checkpoints, and how long training waits for them.
+
+    Training waits while states are copied to host memory. They are written in the background. A step takes
+    `step` seconds.
     """
     state = sizes.trainable * (12 + setup.width)
     written = state + sizes.parameters * setup.width * config.train.export_checkpoints
@@ -266,12 +308,12 @@ def saves(config: RunConfig, sizes: Sizes, setup: Setup, step: float) -> str:
     waiting = state / setup.ranks / footprint.HOST_LINK
     return (
         f"{written / GB:,.0f} GB every {seconds / 60:,.1f} minutes, {written / GB / seconds:.2g} GB/s; "
-        f"steps wait {waiting / (waiting + seconds):.1%} of the time"
+        f"training waits {waiting / (waiting + seconds):.1%} of the time"
     )
 
 
-def domain_rows(config: RunConfig, ready: PlannedRun | TrainingRun) -> list[tuple[str, str]]:
-    """Return each domain's part of the run as table rows; none where there is one domain and no mixture."""
+def domain_rows(config: RunConfig, ready: PlannedRun | TrainingRun) -> Rows:
+    """Return the share, tokens and epochs of each domain, unless there is only one."""
     mixture, data, order = config.train.mixture, ready.data, ready.order
     rows = [] if mixture is None else [("mixture", mixture.label)]
     if data is None or ready.steps is None or order is None or (mixture is None and len(data.domains) < 2):
@@ -279,91 +321,89 @@ def domain_rows(config: RunConfig, ready: PlannedRun | TrainingRun) -> list[tupl
     if isinstance(order, MixedOrder):
         portions = order.portions(ready.steps)
     else:
-        epochs, whole = ready.steps * ready.batch.batch / len(data), data.manifest.valid_tokens
+        epochs, total = ready.steps * ready.batch.batch / len(data), data.manifest.valid_tokens
         sizes = ((domain.name, domain.valid_tokens) for domain in data.manifest.domains)
-        portions = [Portion(name, (n / whole, n / whole), 0, epochs, n * epochs) for name, n in sizes]
+        portions = [Portion(name, (n / total, n / total), 0, epochs, n * epochs) for name, n in sizes]
     for portion in portions:
         first, last = (f"{share:.1%}" for share in portion.shares)
         share = f"{first if first == last else f'{first} to {last}'} of {mixture.by if mixture else 'tokens'}"
-        often = f", more than {REPEATED}" if mixture and portion.epochs > REPEATED else ""
+        repeated = f", more than {REPEATED}" if mixture and portion.epochs > REPEATED else ""
         passes = counted(float(f"{portion.epochs:.2g}"), "epoch")
-        rows.append((f"domain {portion.name}", f"{share}; {portion.tokens:,.0f} tokens, {passes}{often}"))
+        rows.append((f"domain {portion.name}", f"{share}; {portion.tokens:,.0f} tokens, {passes}{repeated}"))
     return rows
 
 
-def remarks(config: RunConfig, ready: PlannedRun | TrainingRun, on_cpu: bool) -> list[str]:
-    """Return warnings on a run that can be trained, and perhaps not as its user thinks."""
+def collect_warnings(config: RunConfig, ready: PlannedRun | TrainingRun, on_cpu: bool) -> list[str]:
+    """Return warnings about a valid run that may not do what its user expects."""
     train, data, steps, warnings = config.train, ready.data, ready.steps, []
     for portion in ready.order.portions(steps) if isinstance(ready.order, MixedOrder) and steps else ():
         if portion.epochs > REPEATED:
-            cure = "the same text then teaches less: lower its share, or set train.mixture.max_epochs"
-            warnings.append(f"domain {portion.name} is gone through {portion.epochs:.3g} times; {cure}")
+            cure = "Repeated text teaches less: lower its share, or set train.mixture.max_epochs."
+            warnings.append(f"domain {portion.name} is repeated for {portion.epochs:.3g} epochs. {cure}")
     batch = ready.batch
     if batch.places > batch.batch:
         problem = f"each step leaves {batch.places - batch.batch} of {batch.places} slots empty"
-        cure = f"set train.global_batch_size={batch.places} in a new output_dir to fill them"
-        warnings.append(f"{problem}: {batch.batch} rows do not divide over {batch.ranks} ranks; {cure}")
+        cure = f"Set train.global_batch_size={batch.places} in a new output_dir to fill them."
+        warnings.append(f"{problem}: {batch.batch} rows do not divide over {batch.ranks} ranks. {cure}")
     if on_cpu and config.model.dtype == "bfloat16":
-        cure = "set model.dtype=float32 in a new output_dir"
-        warnings.append(f"bfloat16 on a CPU is several times slower than float32: {cure}")
+        cure = "Set model.dtype=float32 in a new output_dir."
+        warnings.append(f"bfloat16 on a CPU is several times slower than float32. {cure}")
     if train.num_train_epochs is not None and data is not None and steps is not None and steps < 10:
         amount = f"{counted(len(data), 'packed row')} of {config.data.sequence_len:,} tokens"
-        cure = "set a smaller train.global_batch_size or more train.num_train_epochs in a new output_dir"
-        warnings.append(f"only {counted(steps, 'step')} of {amount}: {cure}")
+        cure = "Set a smaller train.global_batch_size or more train.num_train_epochs in a new output_dir."
+        warnings.append(f"only {counted(steps, 'step')} of {amount}. {cure}")
     return warnings
 
 
 def sum_line(parts: dict[str, float], digits: int, unit: str) -> str:
-    """Return a line such as `6.0 GiB = weights 2.5 + optimizer 3.5` that adds up digit by digit."""
+    """Return a line such as `6.0 GiB = weights 2.5 + optimizer 3.5`, rounded so that the sum is exact."""
     scale = 10**digits
     total = round(sum(parts.values()) * scale)
-    whole = {name: math.floor(value * scale) for name, value in parts.items()}
-    by_remainder = sorted(parts, key=lambda name: whole[name] - parts[name] * scale)
-    for name in by_remainder[: total - sum(whole.values())]:
-        whole[name] += 1
-    terms = [f"{name} {value / scale:.{digits}f}" for name, value in whole.items() if value]
+    rounded = {name: math.floor(value * scale) for name, value in parts.items()}
+    by_remainder = sorted(parts, key=lambda name: rounded[name] - parts[name] * scale)
+    for name in by_remainder[: total - sum(rounded.values())]:
+        rounded[name] += 1
+    terms = [f"{name} {value / scale:.{digits}f}" for name, value in rounded.items() if value]
     return f"{total / scale:.{digits}f} {unit}" + (f" = {' + '.join(terms)}" if terms else "")
 
 
 def memory_line(parts: dict[str, float], digits: int) -> str:
-    """Return bytes by part as a sum in GiB; in MiB where all of it is less than a tenth of one."""
+    """Return bytes by part as a sum in GiB, or in MiB if the total is below a tenth of a GiB."""
     small = sum(parts.values()) < 0.1 * GIB
     scaled = {name: value / (2**20 if small else GIB) for name, value in parts.items()}
     return sum_line(scaled, 1 if small else digits, "MiB" if small else "GiB")
 
 
-def fit(sizes: Sizes, setup: Setup, cluster: Cluster) -> str:
-    """Return in words whether the run fits, and the changes after which it does, cheapest first."""
+def describe_fit(sizes: Sizes, setup: Setup, cluster: Cluster) -> str:
+    """Return whether the run fits, and changes that make it fit, cheapest first."""
     room, memory = cluster.memory, footprint.memory(sizes, setup)
 
     def fits(**changes: Any) -> bool:
         changed = footprint.memory(sizes, dataclasses.replace(setup, **changes))
-        return (changed.surely if memory.total <= room else changed.total) <= room
+        return (changed.upper_bound if memory.total <= room else changed.total) <= room
 
     rows = setup.micro * setup.accumulation
     micro = next((m for m in range(rows, 0, -1) if rows % m == 0 and fits(micro=m)), 0)
-    if memory.surely <= room:
-        limit = " (all rows of a GPU: more take a larger train.global_batch_size)" if micro == rows else ""
-        return f"yes; largest train.micro_batch_size that surely fits: {micro}{limit}"
+    if memory.upper_bound <= room:
+        limit = " (all rows of a GPU; for more set a larger train.global_batch_size)" if micro == rows else ""
+        return f"yes; largest train.micro_batch_size that is certain to fit: {micro}{limit}"
     changes = [f"set train.micro_batch_size={micro}"] if micro else []
     changes += ["set model.activation_checkpointing=true"] if fits(checkpointing=True) else []
     changes += ["set deepspeed=ds_configs/zero3.json"] if fits(stage=3) else []
-    for offload in (False, True):
-        least = {"micro": 1, "checkpointing": True, "stage": 3, "offload_optimizer": offload}
-        if not changes and fits(**least):
-            file = "zero3_offload.json" if offload else "zero3.json"
+    for offload, file in ((False, "zero3.json"), (True, "zero3_offload.json")):
+        if not changes and fits(micro=1, checkpointing=True, stage=3, offload_optimizer=offload):
             changes = [f"set train.micro_batch_size=1 deepspeed=ds_configs/{file}, and checkpointing"]
     enough = next((n for i in range(1, 8) if fits(ranks=(n := cluster.gpus * 2**i))), None)
     changes += [f"take {enough} GPUs"] if enough else []
     remedies = "; or ".join(changes or ["no single change helps: take GPUs with more memory, or model.lora"])
     if memory.total > room:
         return f"NO; {remedies}"
-    likely = f"tight: {memory.total / GIB:.1f} of {room / GIB:.1f} GiB, and all but states may take"
-    return f"{likely} {footprint.MEMORY_ERROR:.0%} more; to be safe {remedies}"
+    predicted = f"tight: {memory.total / GIB:.1f} of {room / GIB:.1f} GiB, and all memory except states may"
+    return f"{predicted} be {footprint.MEMORY_ERROR:.0%} higher; to be safe {remedies}"
 
 
 class Choice(NamedTuple):
-    """One way to train, and what is predicted of it."""
+    """Settings that `--best` considers, with their predicted memory and time."""
 
     file: Path  # of DeepSpeed
     setup: Setup
@@ -371,8 +411,8 @@ class Choice(NamedTuple):
     time: Time
 
     @property
-    def sets(self) -> dict[str, Any]:
-        """Return the settings of a recipe that trains this way."""
+    def settings(self) -> dict[str, str | bool | int]:
+        """Return the recipe's keys for this choice."""
         return {
             "deepspeed": str(self.file),
             "model.activation_checkpointing": self.setup.checkpointing,
@@ -382,71 +422,81 @@ class Choice(NamedTuple):
 
     @property
     def speed(self) -> float:
-        """Return tokens/s of one GPU."""
+        """Return the tokens/s of one GPU."""
         return self.setup.tokens * self.setup.accumulation / self.time.total
 
     @classmethod
-    def predicted(cls, file: Path, setup: Setup, sizes: Sizes, cluster: Cluster) -> Choice:
-        """Return the choice of a DeepSpeed file and a setup on these GPUs."""
+    def predict(cls, file: Path, setup: Setup, sizes: Sizes, cluster: Cluster) -> Choice:
+        """Predict memory and time of a DeepSpeed file and a setup on these GPUs."""
         time = footprint.step_time(sizes, setup, cluster.gpu, cluster.network_gb)
         return cls(file, setup, footprint.memory(sizes, setup), time)
 
 
 def print_best(config: RunConfig, cluster: Cluster, document_tokens: int | None = None) -> Choice:
-    """Print the fastest settings that certainly fit, and return the best of them."""
+    """Print the fastest settings that are certain to fit, and return the best of them."""
     ready = check_plan(_without_choice(config, Path("ds_configs/zero2.json")), cluster.gpus)
-    sizes, room = sizes_of(ready.model, ready.hf_config), cluster.memory
+    sizes = sizes_of(ready.model, ready.hf_config)
     attended, span = attention_span(config, ready, document_tokens)
-    every = list(choices(config, sizes, ready.objective, cluster, attended))
-    fitting = [c for c in every if c.memory.surely <= room]
-    if not fitting:
-        least = min(every, key=lambda c: c.memory.surely)
-        needs = f"{least.file.name} may need {least.memory.surely / GIB:.1f} GiB of {room / GIB:.1f}"
-        problem = f"nothing surely fits on {cluster.gpus} x {cluster.kind}: {needs}"
-        raise FailureError(f"{problem}; take more or larger GPUs, or set model.lora", code="nothing-fits")
-    # the fastest first, and of those alike the smallest; one of every kind, with its best micro-batch
-    fitting.sort(key=lambda c: (-round(math.log(c.speed) / ALIKE), c.memory.total))
-    best: dict[tuple[Any, ...], Choice] = {}
-    for choice in fitting:
-        best.setdefault((choice.file, choice.setup.checkpointing, choice.setup.compiled), choice)
-    shown = list(best.values())[:3]
-    fits = f"what surely fits into {room / GIB:.1f} GiB of each"
-    error = f"if all but states takes {footprint.MEMORY_ERROR:.0%} more than predicted"
-    table = Table(title=f"{cluster.gpus} x {cluster.kind}: {fits}, {error}", padding=(0, 0))
+    candidates = list(choices(config, sizes, ready.objective, cluster, attended))
+    best = _rank_choices(candidates, cluster)[:3]
+    room = f"settings that are certain to fit into {cluster.memory / GIB:.1f} GiB of each"
+    error = f"even if all memory except states is {footprint.MEMORY_ERROR:.0%} higher than predicted"
+    table = Table(title=f"{cluster.gpus} x {cluster.kind}: {room}, {error}", padding=(0, 0))
     for name in ("", "deepspeed", "check- points", "compile", "micro batch"):
         table.add_column(name, no_wrap=name == "deepspeed")
     for name in ("GiB", "tok/s /GPU", "MFU", "step", "host"):
         table.add_column(name, justify="right")
-
-    def add_row(name: str, choice: Choice) -> None:
-        setup, time, total = choice.setup, choice.time, choice.memory.total
-        used = footprint.utilisation(sizes, setup, time.total, cluster.gpu)
-        flags = str(setup.checkpointing).lower(), str(setup.compiled).lower()
-        size = f"{total / GIB:.1f}" + (" NO" if total > room else "")
-        speed, host = f"{choice.speed:,.0f}", f"{time.host / time.total:.0%}"
-        settings = (choice.file.name, *flags, str(setup.micro))
-        table.add_row(name, *settings, size, speed, f"{used:.0%}", f"{time.total:.3g}", host)
-
-    for i, choice in enumerate(shown, 1):
-        add_row(str(i), choice)
-    with contextlib.suppress(UserError):  # the recipe as it stands may not go with these GPUs
+    for i, choice in enumerate(best, 1):
+        table.add_row(str(i), *_choice_cells(choice, sizes, cluster))
+    with contextlib.suppress(UserError):  # the recipe as it is may not be valid on these GPUs
         batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, cluster.gpus)
         setup = setup_of(config, batch, deepspeed_config(config, batch), ready.objective, attended)
+        current = Choice.predict(config.deepspeed, setup, sizes, cluster)
         table.add_section()
-        add_row("recipe", Choice.predicted(config.deepspeed, setup, sizes, cluster))
+        table.add_row("recipe", *_choice_cells(current, sizes, cluster))
     console = make_console()
     console.print(table)
     console.print(
-        f"set: {', '.join(shown[0].sets)}. step: seconds; host: the share of it that is the host's. "
-        "Compiling pays off in runs much longer than the minutes that it takes."
+        f"set: {', '.join(best[0].settings)}. step: seconds, host: share of a step that waits for the host. "
+        "Compiling pays off in runs that are much longer than the minutes it takes."
     )
-    console.print(f"the first rests on {describe_time_source(shown[0].setup.stage, cluster.gpu)}")
-    if any(choice.setup.offload_parameters for choice in shown):
+    console.print(f"the first is based on {describe_time_source(best[0].setup.stage, cluster.gpu)}")
+    if any(choice.setup.offload_parameters for choice in best):
         states = 18 * sizes.parameters / GIB * min(1, NODE / cluster.gpus)
-        console.print(f"zero3_offload.json takes about {states:,.0f} GiB of the memory of every host")
+        console.print(f"zero3_offload.json takes about {states:,.0f} GiB of host memory on every host")
     console.print(f"documents: {span}")
     console.print(f"trust: {TRUST}")
-    return shown[0]
+    return best[0]
+
+
+def _rank_choices(candidates: list[Choice], cluster: Cluster) -> list[Choice]:
+    """Return the choices that are certain to fit, best first, with the best micro-batch of every kind.
+
+    Raises FailureError if none fits.
+    """
+    room = cluster.memory
+    fitting = [choice for choice in candidates if choice.memory.upper_bound <= room]
+    if not fitting:
+        smallest = min(candidates, key=lambda choice: choice.memory.upper_bound)
+        size = f"{smallest.memory.upper_bound / GIB:.1f} GiB of {room / GIB:.1f}"
+        needs = f"{smallest.file.name} may need {size}"
+        problem = f"no configuration is certain to fit on {cluster.gpus} x {cluster.kind} ({needs})"
+        raise FailureError(f"{problem}. Take more or larger GPUs, or set model.lora.", code="nothing-fits")
+    fitting.sort(key=lambda choice: (-round(math.log(choice.speed) / EQUAL_SPEED), choice.memory.total))
+    best: dict[tuple[Path, bool, bool], Choice] = {}
+    for choice in fitting:
+        best.setdefault((choice.file, choice.setup.checkpointing, choice.setup.compiled), choice)
+    return list(best.values())
+
+
+def _choice_cells(choice: Choice, sizes: Sizes, cluster: Cluster) -> list[str]:
+    """Return the cells of a row of the table of choices, after its name."""
+    setup, time, total = choice.setup, choice.time, choice.memory.total
+    mfu = footprint.utilisation(sizes, setup, time.total, cluster.gpu)
+    flags = str(setup.checkpointing).lower(), str(setup.compiled).lower()
+    size = f"{total / GIB:.1f}" + (" NO" if total > cluster.memory else "")
+    speed = f"{choice.speed:,.0f}", f"{mfu:.0%}", f"{time.total:.3g}", f"{time.host / time.total:.0%}"
+    return [choice.file.name, *flags, str(setup.micro), size, *speed]
 
 
 def choices(
@@ -456,36 +506,44 @@ def choices(
     cluster: Cluster,
     attended: float | None = None,
 ) -> Iterator[Choice]:
-    """Yield all settings on these GPUs, whether they fit or not; `attended`: see Setup.
+    """Yield all candidate settings on these GPUs, whether they fit or not.
 
-    Compiling is tried under ZeRO-1 and 2: of layers that are compiled one by one no published run says what
-    they gain. hpZ is tried where the ranks fill several nodes. A file that does not go with the recipe is
-    passed over. Raises UserError when none does.
+    Compiling is tried under ZeRO-1 and 2 only, since no published run shows what compiled layers gain. hpZ is
+    tried if the ranks fill several nodes. DeepSpeed files that the recipe excludes are skipped. Raises
+    UserError if the recipe excludes all of them.
+
+    Args:
+        config: The recipe.
+        sizes: The model.
+        objective: What the recipe minimises.
+        cluster: The GPUs.
+        attended: Mean tokens that a token attends to; None if one document fills each row.
     """
     gpus = cluster.gpus
     batch = solve_batch(config.train.global_batch_size, 1, gpus)
     rows = batch.accumulation
-    refused: list[UserError] = []
+    errors: list[UserError] = []
     files = [name for name in FILES if name != "zero3_hpz.json" or (gpus > NODE and gpus % NODE == 0)]
     for file in (Path("ds_configs") / name for name in files):
         plain = _without_choice(config, file)
         try:
-            first = setup_of(plain, batch, deepspeed_config(plain, batch), objective, attended)
+            base = setup_of(plain, batch, deepspeed_config(plain, batch), objective, attended)
         except UserError as error:
-            refused.append(error)
+            errors.append(error)
             continue
         micros = [m for m in range(1, rows + 1) if rows % m == 0]
-        compiling = (False, True) if first.stage < 3 and not first.kernels else (False,)
+        compiling = (False, True) if base.stage < 3 and not base.kernels else (False,)
         for checkpointing, compiled, micro in itertools.product((False, True), compiling, micros):
-            changes: dict[str, Any] = {"micro": micro, "accumulation": rows // micro, "compiled": compiled}
-            setup = dataclasses.replace(first, checkpointing=checkpointing, **changes)
-            yield Choice.predicted(file, setup, sizes, cluster)
-    if len(refused) == len(files):
-        raise refused[-1]
+            setup = dataclasses.replace(
+                base, checkpointing=checkpointing, compiled=compiled, micro=micro, accumulation=rows // micro
+            )
+            yield Choice.predict(file, setup, sizes, cluster)
+    if len(errors) == len(files):
+        raise errors[-1]
 
 
 def _without_choice(config: RunConfig, file: Path) -> RunConfig:
-    """Return the recipe with a DeepSpeed file, passes of one row, and nothing that a file could refuse."""
+    """Return the recipe with this DeepSpeed file, one row per pass and no compiling."""
     train = config.train.model_copy(update={"micro_batch_size": 1})
     model = config.model.model_copy(update={"compile": False})
     return config.model_copy(update={"deepspeed": file, "train": train, "model": model})
@@ -494,23 +552,29 @@ def _without_choice(config: RunConfig, file: Path) -> RunConfig:
 def write_recipe(
     path: Path, recipe: Path, overrides: Sequence[str], choice: Choice, cluster: Cluster
 ) -> None:
-    """Write a recipe that extends `recipe` and sets the overrides and the choice.
+    """Write a recipe that extends another one and sets the overrides and the choice.
 
-    Raises UserError when the result would not say what the command said.
+    Raises UserError if a recipe cannot express the overrides.
+
+    Args:
+        path: File to write.
+        recipe: File to extend.
+        overrides: `key=value` settings of the command line.
+        choice: The settings to use.
+        cluster: The GPUs, for the comment at the top.
     """
-    settings = [*overrides, *(f"{key}={value}" for key, value in choice.sets.items())]
+    settings = [*overrides, *(f"{key}={value}" for key, value in choice.settings.items())]
     tree: dict[str, Any] = {}
     for setting in settings:
         apply_override(tree, setting)
     base = os.path.relpath(shipped(recipe).resolve(), path.parent.resolve())
     text = (
-        f"# {recipe.name} as `plan --best` would train it on {cluster.gpus} x {cluster.kind}: "
-        f"{choice.speed:,.0f} tokens/s/GPU predicted,\n"
-        f"# {choice.memory.total / GIB:.1f} GiB on each.\n"
+        f"# The fastest settings of `plan --best` for {recipe.name} on {cluster.gpus} x {cluster.kind}.\n"
+        f"# Predicted: {choice.speed:,.0f} tokens/s per GPU, {choice.memory.total / GIB:.1f} GiB on each.\n"
     ) + yaml.safe_dump({"extends": base, **tree}, sort_keys=False)
     with part_file(path) as file:
         file.write(text.encode())
         file.flush()
         if load_config(Path(file.name), []) != load_config(recipe, settings):
-            problem = "--write: an override replaces a whole section, which an extending recipe cannot"
-            raise UserError(f"{problem}; write it into the recipe first", code="write-section")
+            problem = "--write: an override replaces a whole section, which an extending recipe cannot do"
+            raise UserError(f"{problem}. Write it into the recipe first.", code="write-section")

@@ -1,7 +1,7 @@
-"""`emo score`: a model's log-probability of every prepared token, once, beside the shards.
+"""`emo score`: compute a model's log-probability of every prepared token, and store it with the shards.
 
-Training then reads them at the price of reading tokens: no second model stays in memory (`psft`, `excess`).
-With `--top-k K` they are those of the K most likely tokens in its place, and of all others together, for
+Training then reads the scores like tokens, without holding a second model in memory (`psft`, `excess`). With
+`--top-k K` the scores are those of the K most likely tokens at each position, and of all others together, for
 divergences from that model as a teacher.
 """
 
@@ -32,15 +32,19 @@ from ..model.build import check_fits, load_pretrained, model_config
 
 log = logging.getLogger(__name__)
 
-TOKENS = 1024  # whose logits are alive at a time
-LEAST = -60000.0  # what float16 can hold of a log-probability
+TOKENS = 1024  # number of tokens whose logits are in memory at a time
+LOWEST = -60000.0  # smallest stored log-probability, within the range of float16
 
 
 def score(config: RunConfig, name: str, part: tuple[int, int], force: bool, top_k: int | None = None) -> bool:
-    """Score the shards of a recipe's data with `config.model`; return True when all of them are done.
+    """Score the shards of a recipe's data with `config.model`. Return whether all shards have scores.
 
-    `part` (i, n): this job takes every n-th shard from the i-th; any number of jobs may share the work.
-    Shards that are there already are kept; with `force` all are written again.
+    Args:
+        config: The recipe, whose model reads the data.
+        name: Name of the scores.
+        part: (i, n): score every n-th shard from the i-th. Any number of jobs may share the work.
+        force: Score again what has scores already.
+        top_k: Store the K most likely tokens per position, instead of only the token itself.
     """
     check_gpus()
     data, held_out = open_prepared(config.data)
@@ -48,37 +52,45 @@ def score(config: RunConfig, name: str, part: tuple[int, int], force: bool, top_
     hf_config = model_config(config.model)
     for data in sets:
         check_fits(hf_config, config.model, data.manifest)
-    assert config.model.path is not None
-    files = sorted(p for p in Path(config.model.path).glob("*") if p.suffix in (".safetensors", ".bin"))
-    weights = hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
-    about = config.model.model_dump(include={"path", "revision", "dtype"})
-    about["weights"] = weights if files else None
     if top_k is not None:
-        fewest = min(rows.manifest.vocab_size for rows in sets)
-        if not 0 < top_k < fewest:
-            raise UserError(f"--top-k must be from 1 to {fewest - 1} (given: {top_k})", code="option-range")
-        about["top_k"] = top_k
+        smallest = min(rows.manifest.vocab_size for rows in sets)
+        if not 0 < top_k < smallest:
+            raise UserError(f"--top-k must be from 1 to {smallest - 1} (given: {top_k})", code="option-range")
+    identity = _identify_scores(config, top_k)
     for data in sets:
         if force:
             scores.clear(data, name)
-        scores.begin(data, name, about)
-    attn = usable_attention(config.model, hf_config)
+        scores.begin(data, name, identity)
+    model = _load_model(config, usable_attention(config.model, hf_config))
+    complete = True
+    for data in sets:
+        for shard in range(part[0], len(data.manifest.shards), part[1]):
+            path = scores.shard_file(data, name, shard)
+            if scores.written_hash(path) is None:
+                shard_scores = _score_shard(model, data, shard, config.train.micro_batch_size, top_k)
+                scores.write_shard(path, shard_scores)
+        complete = scores.seal(data, name, identity) and complete
+    return complete
+
+
+def _identify_scores(config: RunConfig, top_k: int | None) -> dict[str, Any]:
+    """Return the facts that identify scores: the model and its weights, and K."""
+    assert config.model.path is not None
+    files = sorted(p for p in Path(config.model.path).glob("*") if p.suffix in (".safetensors", ".bin"))
+    weights = hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
+    identity = config.model.model_dump(include={"path", "revision", "dtype"})
+    identity["weights"] = weights if files else None
+    return identity if top_k is None else identity | {"top_k": top_k}
+
+
+def _load_model(config: RunConfig, attn: str) -> Any:
     model: Any = load_pretrained(*config.initial_weights(), config.model.dtype, attn)
     model.eval().requires_grad_(False)
     if on_gpu():
         model.cuda()
     fuse_model(model, get_objective("mle"))
     probe_model(model)
-    complete = True
-    for data in sets:
-        for shard in range(part[0], len(data.manifest.shards), part[1]):
-            path = scores.shard_file(data, name, shard)
-            if scores.written_hash(path) is None:
-                scores.write_shard(
-                    path, _score_shard(model, data, shard, config.train.micro_batch_size, top_k)
-                )
-        complete = scores.seal(data, name, about) and complete
-    return complete
+    return model
 
 
 @torch.no_grad()
@@ -88,43 +100,47 @@ def _score_shard(model: Any, data: TokenDataset, shard: int, micro: int, top_k: 
     dtype = np.float32 if top_k is None else scores.top_dtype(top_k, vocab_size)
     logprobs = np.zeros(int(offsets[-1]), dtype)
     head = model.get_output_embeddings()
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     file = data.manifest.shards[shard].file
     with show_activity(f"{file}: scoring", len(rows), "row") as advance:
         for start in range(0, len(rows), micro):
-            arrays = data.batch(rows[start : start + micro])
-            keys = ("input_ids", "position_ids")
-            inputs = {key: torch.from_numpy(arrays[key]).to(head.weight.device) for key in keys}
+            batch = data.batch(rows[start : start + micro])
+            inputs = {
+                key: torch.from_numpy(batch[key]).to(head.weight.device)
+                for key in ("input_ids", "position_ids")
+            }
             labels = torch.full_like(inputs["input_ids"], IGNORE)  # the next token of the same segment
-            same = inputs["position_ids"][:, 1:] > 0
-            labels[:, :-1] = torch.where(same, inputs["input_ids"][:, 1:], IGNORE)
+            continues = inputs["position_ids"][:, 1:] > 0
+            labels[:, :-1] = torch.where(continues, inputs["input_ids"][:, 1:], IGNORE)
             hidden = model.before_head(labels.numel(), dict(inputs))
             if top_k is None:
                 result = -token_nll(hidden, head.weight, head.bias, labels, head.spec).float().cpu().numpy()
             else:
                 result = _most_likely(hidden, head, labels != IGNORE, top_k, vocab_size)
-            numbers = result if top_k is None else result["log_p"]
-            if not np.isfinite(numbers).all():
-                raise UserError(f"the model gives log-probabilities that are not finite in {data.directory}")
+            if not np.isfinite(result if top_k is None else result["log_p"]).all():
+                raise UserError(f"the model produced NaN or infinite log-probabilities in {data.directory}")
             for i, row in enumerate(result):
                 first, last = offsets[start + i], offsets[start + i + 1]
                 logprobs[first + 1 : last] = row[: last - first - 1]
             advance(len(rows[start : start + micro]))
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start_time
     log.info("%s: %s tokens in %.0f s", file, f"{len(logprobs):,}", seconds)
     return logprobs
 
 
 def _most_likely(hidden: Tensor, head: Any, used: Tensor, k: int, vocab_size: int) -> np.ndarray:
-    """Return the k most likely of `vocab_size` tokens after each of `used` [b, L], of `scores.top_dtype`."""
+    """Return the k most likely of `vocab_size` tokens at each position of `used` [b, L].
+
+    The result [b, L] has the dtype `scores.top_dtype`.
+    """
     result = np.zeros(used.shape, scores.top_dtype(k, vocab_size)).reshape(-1)
     (positions,) = used.flatten().nonzero(as_tuple=True)
     teacher = Teacher(hidden, head.weight, head.bias, head.spec.terms.softcap, head.spec.logit_scale)
     for part in positions.split(TOKENS):
-        log_p, ids = (every := teacher.log_probs(part, vocab_size)).topk(k)
-        rest = every.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True).clamp(min=LEAST)
-        entries = torch.cat((log_p.clamp(min=LEAST, max=0), rest.clamp(max=0)), 1)
-        at = part.cpu().numpy()
-        result["ids"][at] = ids.cpu().numpy()
-        result["log_p"][at] = entries.cpu().numpy()
+        log_p, ids = (logprobs := teacher.log_probs(part, vocab_size)).topk(k)
+        others = logprobs.scatter_(1, ids, -torch.inf).logsumexp(1, keepdim=True).clamp(min=LOWEST)
+        entries = torch.cat((log_p.clamp(min=LOWEST, max=0), others.clamp(max=0)), 1)
+        index = part.cpu().numpy()
+        result["ids"][index] = ids.cpu().numpy()
+        result["log_p"][index] = entries.cpu().numpy()
     return result.reshape(used.shape)

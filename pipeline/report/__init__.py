@@ -1,1 +1,1 @@
-"""What is shown of runs from their files: `emo report` and `emo top`."""
+"""Show runs from their files: `emo report` and `emo top`."""

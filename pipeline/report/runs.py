@@ -1,4 +1,4 @@
-"""Runs as their directories tell them, and what each gained and lost on its validation sets."""
+"""Read run directories, and compute how much each run gained or lost on its validation sets."""
 
 from __future__ import annotations
 
@@ -27,44 +27,53 @@ from ..control.run_dir import (
     read_heartbeat,
     read_records,
 )
-from ..monitor.validation import FEWEST, Change, change, read
+from ..monitor.validation import FEWEST, Change, compute_change, read_documents
 
-KILLED = "ended without a record"  # killed, or the machine went down
+KILLED = "ended without a record"  # the process was killed or the machine failed
 Record = dict[str, Any]
 
 
-class Run:
-    """One run directory, as its files tell it."""
+class RecordedRun:
+    """The contents of one run directory."""
 
-    series: int | None = 0  # in figures; None: in grey
-    mark: int | str | None = ""  # in tables
+    series: int | None = 0  # colour in figures, None for grey
+    mark: int | str | None = ""  # colour in tables
 
     def __init__(self, path: Path) -> None:
-        """Read what is there. Raises UserError for what is no run."""
+        """Read the files of a run. Raises UserError if there are none."""
         self.path = path.absolute()
         self.name = self.path.name
         if not any((path / name).is_file() for name in (CONFIG, METRICS, LAUNCHES)):
-            problem = f"{path} is no run directory: neither {CONFIG} nor {METRICS} is there"
-            raise UserError(f"{problem}; give an output_dir")
-        self.remarks: list[str] = []  # on what could not be read
+            problem = f"{path} is not a run directory: it has neither {CONFIG} nor {METRICS}"
+            raise UserError(f"{problem}. Give the output_dir of a run.")
+        self.remarks: list[str] = []  # about files that cannot be read
         self.config: Record = {}
         try:
             self.config = read_written(path / CONFIG)
         except (OSError, ValueError):
             self.remarks.append(f"{self.path / CONFIG} is missing or cannot be read.")
-        self.records = self._lines(METRICS)
+        self.records = self._read_lines(METRICS)
         if not self.records:
             self.remarks.append(f"{self.path / METRICS}: no step is recorded yet.")
-        self.samples, self.bad = self._lines(SAMPLES), self._lines(BAD_BATCHES)
-        self.launches: list[Record] = []  # first lines, each with the last one that follows it as `end`
-        for line in self._lines(LAUNCHES):
-            if line["event"] == "begin":
-                self.launches.append(line | {"end": {}})
-            elif self.launches:
-                self.launches[-1]["end"] = self.launches[-1]["end"] or line
+        self.samples, self.bad = self._read_lines(SAMPLES), self._read_lines(BAD_BATCHES)
+        self.launches = self._read_launches()
         self.last_launch: Record = self.launches[-1] if self.launches else {"end": {}}
         self.held_out: dict[str, list[Record]] = {}  # by validation set, in the recipe's order
-        self.trained: list[Record] = []  # with the seconds that so many steps took where there is a rate
+        self.trained: list[Record] = []
+        self._sort_records()
+
+    def _read_launches(self) -> list[Record]:
+        """Return the first record of each launch, with its last one as `end`."""
+        launches: list[Record] = []
+        for line in self._read_lines(LAUNCHES):
+            if line["event"] == "begin":
+                launches.append(line | {"end": {}})
+            elif launches:
+                launches[-1]["end"] = launches[-1]["end"] or line
+        return launches
+
+    def _sort_records(self) -> None:
+        """Separate records of training and validation. Those of training get their seconds and steps."""
         tokens = step = 0
         for record in self.records:
             if "loss" in record:
@@ -76,15 +85,15 @@ class Run:
             elif is_plain_name(record.get("set")):
                 self.held_out.setdefault(record["set"], []).append(record)
 
-    def _lines(self, name: str) -> list[Record]:
+    def _read_lines(self, name: str) -> list[Record]:
         records, damaged = read_records(self.path / name)
         if damaged:
-            self.remarks.append(f"{self.path / name}: {counted(damaged, 'damaged line')} left out.")
+            self.remarks.append(f"{self.path / name}: {counted(damaged, 'damaged line')} skipped.")
         return records
 
     @property
     def progress(self) -> str:
-        """Return the last step on record, which may be later than the last metrics, of how many."""
+        """Return the last known step and the total number. It may be later than the last metrics."""
         launch = self.last_launch
         records = (*self.trained[-1:], read_heartbeat(self.path), launch, launch["end"])
         steps = [int(step) for r in records if (step := number(r.get("step"))) is not None]
@@ -93,19 +102,19 @@ class Run:
 
     @property
     def state(self) -> str:
-        """Return how the run is doing, in words."""
+        """Return what the run does, or how it ended."""
         beat = read_heartbeat(self.path)
         doing = str(beat.get("doing", ENDED[0]))
         if (self.path / EXPORT).is_dir():
             return "finished"
         if time.time() - (number(beat.get("time")) or -math.inf) < ALIVE and doing not in ENDED:
             return f"runs: {doing}"
-        return ending(self.last_launch) if self.launches else "unknown"
+        return describe_end(self.last_launch) if self.launches else "unknown"
 
-    def measured(self) -> dict[str, float | None]:
-        """Return seconds per step, MFU and memory of the last launch, as `planned` has them.
+    def measure_launch(self) -> dict[str, float | None]:
+        """Return seconds per step, MFU and memory of the last launch, with the keys of `planned`.
 
-        Its first record, in which libraries compile, is left out where there are others.
+        The first record, in which libraries compile, does not count if there are others.
         """
         launched = [r for r in self.trained if r["step"] > self.last_launch.get("step", 0)]
         rows = [r for r in launched if "seconds" in r]
@@ -120,65 +129,67 @@ class Run:
         }
 
 
-def ending(launch: Record) -> str:
-    """Return how a launch ended, as it noted."""
+def describe_end(launch: Record) -> str:
+    """Return how a launch ended."""
     end = launch["end"]
     return f"{end['how']}: {end['reason']}" if end.get("reason") else str(end.get("how", KILLED))
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """Return all runs, named apart. Raises UserError for what is no run, and where nothing is recorded."""
-    runs = [Run(path) for path in paths]
+def read_runs(paths: Sequence[Path]) -> list[RecordedRun]:
+    """Read runs and give them distinct names. Raises UserError if none has recorded a step."""
+    runs = [RecordedRun(path) for path in paths]
     if len({run.name for run in runs}) < len(runs):
         for run in runs:
             run.name = f"{run.path.parent.name}/{run.name}"
     if not any(run.records for run in runs):
         files = ", ".join(str(run.path / METRICS) for run in runs)
-        raise UserError(f"{files}: no step is recorded yet; the first is after train.logging_steps steps")
+        raise UserError(
+            f"{files}: no step is recorded yet. The first is recorded after train.logging_steps steps."
+        )
     return runs
 
 
 class Gain(NamedTuple):
     """The last measurement of a run's validation set, and how its NLL changed since step 0."""
 
-    run: Run
+    run: RecordedRun
     set: str
     step: int
     start: float | None  # NLL at step 0, nats per token
     end: float | None
     change: Change | None
-    against_first: Change | None  # from the first run's last measurement of the same documents to this one
+    against_first: Change | None  # compared with the first run's last measurement of the same documents
 
     def as_json(self) -> Record:
-        """Return its numbers."""
+        """Return the numbers for JSON."""
         changes = {"change": self.change, "against_first": self.against_first}
         numbers = {key: c and c._asdict() for key, c in changes.items()}
         return self._asdict() | {"run": str(self.run.path)} | numbers
 
 
-def gains(runs: Sequence[Run]) -> list[Gain]:
-    """Return every set of every run, set by set; only what was measured after step 0."""
-    lines = []
+def compute_gains(runs: Sequence[RecordedRun]) -> list[Gain]:
+    """Return the gain of every validation set and run, by set. A set needs a measurement after step 0."""
+    gains = []
     for name in dict.fromkeys(name for run in runs for name in run.held_out):
-        reference = None  # of the first run
+        reference = None  # last measurement of the first run
         for run in (run for run in runs if name in run.held_out):
             first, last = run.held_out[name][0], run.held_out[name][-1]
             start = first if first["step"] == 0 else {}
-            before, after = (read(run.path, name, r["step"]) if r else None for r in (start, last))
+            before, after = (read_documents(run.path, name, r["step"]) if r else None for r in (start, last))
             if last["step"] > 0:
-                changes = [change(d, after) if d and after else None for d in (before, reference)]
+                changes = [compute_change(d, after) if d and after else None for d in (before, reference)]
                 values = (r.get("validation_nll") for r in (start, last))
-                lines.append(Gain(run, name, last["step"], *values, *changes))
+                gains.append(Gain(run, name, last["step"], *values, *changes))
             reference = after if run is runs[0] else reference
-    return lines
+    return gains
 
 
-def regressions(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[bool, str]]:
-    """Return (it was lost for sure, a line that says so) for each run and named set.
+def regressions(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[tuple[bool, str]]:
+    """Return for each run and named set whether its NLL has certainly risen, and a line that reports it.
 
-    Raises UserError for a set that a run does not have, and where nothing can be said yet.
+    Raises UserError for an unknown set, or one that has no interval yet.
     """
-    measured = {(gain.run.path, gain.set): gain for gain in gains(runs)}
+    measured = {(gain.run.path, gain.set): gain for gain in compute_gains(runs)}
     verdicts = []
     for run in runs:
         for name in names:
@@ -186,13 +197,13 @@ def regressions(runs: Sequence[Run], names: Sequence[str]) -> list[tuple[bool, s
                 raise UserError(f"{run.path} has no validation set {name}; {nearest(name, run.held_out)}")
             gain = measured.get((run.path, name))
             if gain is None or gain.change is None or not gain.change.interval:
-                problem = f"has not measured {FEWEST} documents or more both at step 0 and after it"
-                cure = "measure more (train.eval_rows, data.validation) in a new output_dir"
+                problem = f"has not measured at least {FEWEST} documents both at step 0 and after it"
+                cure = "Measure more (train.eval_rows, data.validation) in a new output_dir."
                 if gain is None:
-                    cure = "resume it to its end, which measures again, or set train.eval_steps"
-                raise UserError(f"no verdict on {name}: {run.path} {problem}; {cure}", code="no-verdict")
+                    cure = "Resume it to its end, which measures again, or set train.eval_steps."
+                raise UserError(f"no verdict on {name}: {run.path} {problem}. {cure}", code="no-verdict")
             lost = gain.change.direction > 0
-            word = "regression" if lost else "no regression"
+            verdict = "regression" if lost else "no regression"
             amount = f"{gain.change} nats per token since step 0, at step {gain.step:,}"
-            verdicts.append((lost, f"{run.name}: {word} on {name}: {amount}"))
+            verdicts.append((lost, f"{run.name}: {verdict} on {name}: {amount}"))
     return verdicts

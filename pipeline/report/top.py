@@ -1,4 +1,4 @@
-"""What the ranks of a run do right now, or did last, from its files alone. Nothing heavy is imported."""
+"""`emo top`: show what the ranks of a run do, or did last, from its files. Imports no large library."""
 
 from __future__ import annotations
 
@@ -18,53 +18,48 @@ from ..control.run_dir import ALIVE, ENDED, RANKS, read_heartbeat
 from ..monitor.console import duration
 
 HEAD = ("rank", "host", "doing", "step", "age", "alone", "memory", "temperature")
+FIGURES = {"seconds": "{:.3g} s", "memory_gib": "{:.1f} GiB", "temperature": "{:.0f} C"}
 REFRESH = 2.0  # seconds
 CLEAR = "\x1b[H\x1b[J"
 
 
-def show(run_dir: Path) -> None:
-    """Print the table; on a terminal again and again, until the run is over or Ctrl-C."""
+def show_ranks(run_dir: Path) -> None:
+    """Print the table of ranks. On a terminal it is refreshed until the run is over."""
     while True:
-        text, over = table(run_dir, time.time())
-        live = sys.stdout.isatty() and not over
+        text, is_over = format_ranks(run_dir, time.time())
+        live = sys.stdout.isatty() and not is_over
         print(CLEAR * live + text, flush=True)
         if not live:
             return
         time.sleep(REFRESH)
 
 
-def table(run_dir: Path, now: float) -> tuple[str, bool]:
-    """Return the run in a line and its ranks in a table, and whether it is over.
+def format_ranks(run_dir: Path, now: float) -> tuple[str, bool]:
+    """Return a line about the run with a table of its ranks, and whether the run is over.
 
-    Raises UserError where no rank has begun to load.
+    Raises UserError if no launch has started.
     """
     states, beat = read_ranks(run_dir), read_heartbeat(run_dir)
     if not states:
-        problem = f"{run_dir / RANKS} has no files: no launch has begun in {run_dir}"
-        raise UserError(f"{problem}; give the output_dir of a run", code="no-ranks")
+        problem = f"{run_dir / RANKS} has no files: no launch has started in {run_dir}"
+        raise UserError(f"{problem}. Give the output_dir of a run.", code="no-ranks")
     alive = now - _number(beat, "time") < ALIVE and beat.get("doing") not in ENDED
-    steps = [_number(state, "step") for state in (beat, *states.values())]
+    step = formatted(max(_number(state, "step") for state in (beat, *states.values())))
     doing = f"{'' if alive else 'over, last '}{beat.get('doing')}"
-    summary = f"{run_dir}: {doing}, step {formatted(max(steps))}, {_age(beat, now)} ago"
+    hosts = counted(len({state.get("host") for state in states.values()}), "host")
+    ranks = f"{counted(len(states), 'rank')} on {hosts}"
+    lines = [f"{run_dir}: {doing}, step {step}, {_age(beat, now)} ago; {ranks}"]
+    lines += [reason] if (reason := find_late_rank(run_dir)) else []
     rows = [HEAD, *(_row(rank, state, now) for rank, state in states.items())]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    hosts = counted(len({state.get("host") for state in states.values()}), "host")
-    reason = find_late_rank(run_dir)
-    first = [f"{summary}; {counted(len(states), 'rank')} on {hosts}", *([reason] if reason else [])]
-    return "\n".join(map(printable, [*first, *lines])), not alive
+    lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join(map(printable, lines)), not alive
 
 
 def _row(rank: int, state: dict[str, Any], now: float) -> tuple[str, ...]:
     """Return the cells of a rank."""
-    figures = (
-        ("step", "{:,.0f}"),
-        ("seconds", "{:.3g} s"),
-        ("memory_gib", "{:.1f} GiB"),
-        ("temperature", "{:.0f} C"),
-    )
-    step, *measured = (formatted(state.get(key), form) for key, form in figures)
-    return (str(rank), str(state.get("host")), str(state.get("doing")), step, _age(state, now), *measured)
+    texts = (str(rank), str(state.get("host")), str(state.get("doing")), formatted(state.get("step")))
+    return (*texts, _age(state, now), *(formatted(state.get(key), form) for key, form in FIGURES.items()))
 
 
 def _age(state: dict[str, Any], now: float) -> str:
@@ -73,6 +68,6 @@ def _age(state: dict[str, Any], now: float) -> str:
 
 
 def _number(state: dict[str, Any], key: str) -> float:
-    """Return a number of a rank's file; minus infinity where it says none."""
+    """Return a number of a rank's file, or minus infinity."""
     value = number(state.get(key))
     return -math.inf if value is None else value

@@ -29,7 +29,13 @@ def loss(model: Any) -> tuple[float, list[float]]:
 def write(model: Any, directory: Path, data: Any = None) -> Path:
     """Write a model as a run exports it; `data` is the configuration of prepared data."""
     from emo.pipeline.config import RunConfig
-    from emo.pipeline.model.export import Copied, check, exported_tensors, persistent_buffers, write_export
+    from emo.pipeline.model.export import (
+        ModelCopy,
+        check_export,
+        exported_tensors,
+        persistent_buffers,
+        write_export,
+    )
 
     data = data or {"dir": directory.parent / "data", "tokenizer": "x", "sources": [{"files": "x"}]}
     tree = {"output_dir": directory.parent, "data": data, "model": {"path": "x", "dtype": "float32"}}
@@ -39,7 +45,7 @@ def write(model: Any, directory: Path, data: Any = None) -> Path:
         logits = model(input_ids=probe, use_cache=False).logits
     parts = [(t.name, t.merged(*(p.detach().clone() for p in t.parts))) for t in exported_tensors(model)]
     parts += [(name, buffer.clone()) for name, buffer in persistent_buffers(model)]
-    write_export(Copied(model, probe, logits, iter(parts)), config, directory, {}, check)
+    write_export(ModelCopy(model, probe, logits, iter(parts)), config, directory, {}, check_export)
     return directory
 
 

@@ -18,7 +18,7 @@ from transformers.models.llama import modeling_llama
 from triton.runtime import interpreter
 
 from emo.pipeline.loss import fuse_model, get_objective
-from emo.pipeline.model.kernels import check_kernels, compared, replaced, use_liger
+from emo.pipeline.model.kernels import check_kernels, compare_kernels, replaced_modules, use_liger
 from tests.helpers.families import family
 from tests.helpers.refusals import refused
 
@@ -59,7 +59,7 @@ def test_layers_differ_by_rounding(name: str, dtype: torch.dtype) -> None:
     names, kinds = list(model.state_dict()), {type(module) for module in model.modules()}
     use_liger(model)
     assert list(model.state_dict()) == names and {type(module) for module in model.modules()} == kinds
-    with torch.no_grad(), compared(model) as worst:
+    with torch.no_grad(), compare_kernels(model) as worst:
         model(input_ids=IDS, position_ids=POSITIONS, use_cache=False)
     kinds = {key.rpartition(" ")[2] for key in worst}
     assert {kind[-3:] for kind in kinds} == {"orm", "ion", "MLP"} and max(worst.values()) < 1
@@ -70,7 +70,7 @@ def test_a_step_of_a_llama() -> None:
     models = [small("llama") for _ in range(2)]
     original = dict(vars(modeling_llama))
     use_liger(models[0])
-    assert dict(vars(modeling_llama)) == original and not replaced(models[1])
+    assert dict(vars(modeling_llama)) == original and not replaced_modules(models[1])
     results: list[dict[str, Tensor]] = []
     for model in models:
         fuse_model(model, get_objective("mle"))

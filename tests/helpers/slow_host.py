@@ -16,16 +16,16 @@ from emo.pipeline.planning import health, preflight
 
 def measure_slowly(seconds: float) -> None:
     """Have all that preflight measures on this rank take so much longer."""
-    measure = health.seconds
+    measure = health.measure_seconds
 
-    def slowly(work: Callable[[], Any], device: torch.device, together: bool = False) -> float:
+    def slowly(work: Callable[[], Any], device: torch.device) -> float:
         def late() -> None:
             time.sleep(seconds)
             work()
 
-        return measure(late, device, together)
+        return measure(late, device)
 
-    health.seconds = slowly
+    health.measure_seconds = slowly
 
 
 if __name__ == "__main__":

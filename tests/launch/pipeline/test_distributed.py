@@ -44,7 +44,7 @@ from emo.pipeline.control.run_dir import (
 )
 from emo.pipeline.control.stop import node_name
 from emo.pipeline.engine.snapshots import Snapshots
-from emo.pipeline.monitor.validation import change, read
+from emo.pipeline.monitor.validation import change, read_documents
 from tests.helpers import launching
 from tests.helpers.launching import losses, wait_for_step
 from tests.helpers.refusals import refused
@@ -192,7 +192,7 @@ def test_the_nll_of_a_document_does_not_depend_on_ranks_and_packing(
                 before, counted = parts.get(source, (0.0, 0))
                 parts[source] = before + float(nll), counted + int((labels[a:b] != IGNORE).sum())
     nlls, tokens = zip(*(parts[source] for source in sorted(parts)), strict=True)
-    start, result = (read(undisturbed, name, step) for step in (0, 8))
+    start, result = (read_documents(undisturbed, name, step) for step in (0, 8))
     assert start is not None and result is not None and result.tokens.tolist() == list(tokens)
     assert result.fingerprint == data.fingerprint
     assert result.nll.tolist() == pytest.approx(list(nlls), rel=1e-4)
@@ -324,7 +324,7 @@ def test_preflight_reports_what_a_host_lacks(recipe: Path, tmp_path: Path) -> No
     wrong = [f"output_dir={tmp_path / 'file' / 'run'}", f"data.dir={tmp_path / 'none'}"]
     done = launching.run_forked([{"COLUMNS": "200"}], *command, *wrong)
     assert done.returncode == 1, done.stdout
-    assert all(cure in done.stdout for cure in ("emo prepare", "set output_dir to where you may write"))
+    assert all(cure in done.stdout for cure in ("emo prepare", "set output_dir to a writable directory"))
 
 
 def run_disturbed(

@@ -1,4 +1,4 @@
-"""The memory that `plan` counts, beside that of DeepSpeed and of activations, which is traced."""
+"""The predicted memory, compared with DeepSpeed's and with traced activations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from emo.pipeline.planning.footprint import Setup, Sizes
 from tests.helpers import launching, zero_worker
 from tests.helpers.accelerator import traced
 
-TOKENS = 3001  # as no width is
+TOKENS = 3001  # no width is equal to it
 
 
 class FlashAttention(torch.autograd.Function):
-    """Keeps for its backward pass what flash attention keeps."""
+    """Keeps the same tensors for its backward pass as flash attention."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -38,15 +38,9 @@ def attention(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **_: Any)
 
 def peak(sizes: Sizes, layers: int, checkpointing: bool) -> int:
     """Return the largest bytes of a LLaMA's activations in one forward and backward pass over a row."""
-    heads = sizes.hidden // 128
-    config = LlamaConfig(
-        hidden_size=sizes.hidden,
-        intermediate_size=sizes.inner,
-        num_attention_heads=heads,
-        num_key_value_heads=sizes.key_values // 128,
-        num_hidden_layers=layers,
-        vocab_size=64,
-    )
+    shape = {"hidden_size": sizes.hidden, "intermediate_size": sizes.inner, "num_hidden_layers": layers}
+    shape |= {"num_attention_heads": sizes.hidden // 128, "num_key_value_heads": sizes.key_values // 128}
+    config = LlamaConfig(**shape, vocab_size=64)
     AttentionInterface.register("traced", attention)
     with torch.device("meta"):
         model = LlamaModel(config).to(torch.bfloat16).train()
@@ -69,18 +63,18 @@ LLAMA = {
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", list(LLAMA))
-def test_activations_are_those_of_a_trace(name: str, checkpointing: bool) -> None:
+def test_predicted_activations_are_those_of_a_trace(name: str, checkpointing: bool) -> None:
     sizes = LLAMA[name]
     two, three, four = (peak(sizes, layers, checkpointing) for layers in (2, 3, 4))
-    assert four - three == three - two  # layers are alike
-    whole = four + (four - three) * (sizes.layers - 4)
+    assert four - three == three - two  # all layers take the same
+    total = four + (four - three) * (sizes.layers - 4)
     setup = Setup(8, 3, 1, TOKENS, checkpointing=checkpointing)
-    assert footprint.memory(sizes, setup).activations == pytest.approx(whole, rel=0.1)
+    assert footprint.memory(sizes, setup).activations == pytest.approx(total, rel=0.1)
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
-    """Measure one of several ranks."""
+    """Measure the memory of one of several ranks."""
     path = tmp_path_factory.mktemp("zero") / "results.json"
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(zero_worker.RANKS)}
     done = launching.run_forked([rank], "-m", "tests.helpers.zero_worker", str(path))
@@ -90,8 +84,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, fl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [zero_worker.name(*case) for case in zero_worker.CASES])
-def test_memory_is_that_of_deepspeed(measured: dict[str, dict[str, float]], case: str) -> None:
-    """At the worst moment of a step, and between two, when gradients may be free."""
+def test_predicted_memory_is_that_of_deepspeed(measured: dict[str, dict[str, float]], case: str) -> None:
+    """At the peak of a step, and between two steps, when gradients may be free."""
     memory = measured[case]
     assert memory["planned"] == pytest.approx(memory["peak"], rel=0.05)
     state = memory["parameters"] + memory["optimizer"]

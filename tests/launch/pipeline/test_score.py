@@ -1,4 +1,4 @@
-"""`emo score`: another model's log-probabilities, written once and read in training."""
+"""`emo score`: another model's log-probabilities, stored once and read in training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.helpers.refusals import refused
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe on prepared data, and the model that it starts from."""
+    """Return a directory with a recipe, prepared data and the model that it starts from."""
     directory = tmp_path_factory.mktemp("score")
     recipe = tiny_recipe(directory, max_steps=2)
     tree = yaml.safe_load(recipe.read_text())
@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_scores_are_those_of_the_model(folder: Path) -> None:
-    """Each document alone, in float64, through transformers' own forward."""
+    """Compared with transformers' forward of each document alone, in float64."""
     command = ["score", str(folder / "recipe.yaml"), "--model", str(folder / "model")]
     assert main([*command, "data.shards=1"]) == 0
     model = LlamaForCausalLM.from_pretrained(folder / "model", dtype=torch.float64)
@@ -59,8 +59,8 @@ def test_scores_are_those_of_the_model(folder: Path) -> None:
     assert main(command) == 0
 
 
-def test_training_reads_them_and_begins_anew_with_others(folder: Path) -> None:
-    """PSFT against the very model that starts: every ratio is 1 at the first step, so its loss is -1."""
+def test_training_reads_scores_and_rejects_changed_ones(folder: Path) -> None:
+    """In PSFT against the initial model every ratio is 1 at the first step, so the loss is -1."""
     command = ["score", str(folder / "recipe.yaml"), "--name", "start"]
     assert main([*command, "--model", str(folder / "model")]) == 0
     changes = ["objective.name=psft", "objective.scores=start", f"output_dir={folder / 'psft'}"]
@@ -73,8 +73,8 @@ def test_training_reads_them_and_begins_anew_with_others(folder: Path) -> None:
         check_run(load_config(folder / "recipe.yaml", changes), 1)
 
 
-def test_ones_own_objective_and_a_schedule_train(folder: Path) -> None:
-    """A sum that ends as likelihood alone logs likelihood's loss from there on, under DeepSpeed, too."""
+def test_a_custom_objective_and_a_schedule_train(folder: Path) -> None:
+    """Once a sum has ramped to MLE alone, the logged loss is the NLL."""
     objective = "examples/my_objective.py:unsure"
     weights = [{"from": 1 - end, "to": end, "steps": 2} for end in (0, 1)]
     parts = [{"name": n, "weight": w} for n, w in zip((objective, "mle"), weights, strict=True)]
@@ -89,12 +89,12 @@ def test_ones_own_objective_and_a_schedule_train(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["--part", "3/2"], ["--model", "nowhere"], ["--name", "a/b"]])
-def test_mistakes(folder: Path, arguments: list[str]) -> None:
+def test_invalid_arguments_exit_with_code_2(folder: Path, arguments: list[str]) -> None:
     model = [] if "--model" in arguments else ["--model", str(folder / "model")]
     assert main(["score", str(folder / "recipe.yaml"), *model, *arguments]) == 2
 
 
 @pytest.mark.parametrize("changes", [["objective.name=psft"], ["objective.scores=x", "objective.name=mle"]])
-def test_scores_that_do_not_fit_the_objective(folder: Path, changes: list[str]) -> None:
+def test_missing_or_unused_scores_are_rejected(folder: Path, changes: list[str]) -> None:
     with pytest.raises(UserError, match="score"):
         training_objective(load_config(folder / "recipe.yaml", changes))

@@ -135,7 +135,7 @@ def host_with(directory: Path, ports: list[Port], lacks: str) -> preflight.Fabri
     (directory / "dev").mkdir()
     if lacks != "uverbs0":
         (directory / "dev/uverbs0").touch()
-    return preflight.fabric(directory / "class", directory / "dev", {})
+    return preflight.find_fabric(directory / "class", directory / "dev", {})
 
 
 NDR = ("mlx5_core", "InfiniBand", "400 Gb/sec (4X NDR)", "4: ACTIVE")
@@ -158,7 +158,7 @@ DOWN = ("mlx5_core", "InfiniBand", "10 Gb/sec (4X SDR)", "1: DOWN")
 def test_preflight_finds_the_network_that_nccl_would_use(
     tmp_path: Path, ports: list[Port], lacks: str, kind: str, gbytes: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "_loads", lambda library: library != lacks)
+    monkeypatch.setattr(preflight, "_can_load", lambda library: library != lacks)
     network = host_with(tmp_path, ports, lacks)
     assert (network.kind, network.gbytes) == (kind, gbytes)
     assert bool(network.advice) == (kind == "sockets" and ports != [DOWN])

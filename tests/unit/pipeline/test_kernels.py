@@ -1,7 +1,8 @@
-"""Kernels in the layers of a model: the check, refusals, and Liger where it is installed."""
+"""Replaced kernels in the layers of a model: the check, errors, and Liger if it is installed."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import sys
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from emo.pipeline.model.config import ModelConfig
-from emo.pipeline.model.kernels import check_host, check_kernels, replaced
+from emo.pipeline.model.kernels import check_kernels, check_liger_host, replaced_modules
 from tests.helpers.families import by_hand, family
 from tests.helpers.refusals import refused
 from tests.unit.loss.test_triton import run
@@ -28,37 +29,30 @@ IDS = torch.arange(24).view(2, 12)
         ("nan", "of LlamaMLP"),
     ],
 )
-def test_layers_in_another_arithmetic_are_compared(fault: str, kind: str, dtype: torch.dtype) -> None:
-    """Both ways, forward and backward: rounding passes, a gradient that is too small by a tenth does not."""
+def test_kernels_may_differ_by_rounding_only(fault: str, kind: str, dtype: torch.dtype) -> None:
+    """Outputs and gradients are compared. A gradient that is a tenth too small is an error."""
     changes = {"hidden_act": "gelu"} if fault == "output" else {}
     model = family("llama", **changes).to(dtype)
     by_hand(model, slope=0.9 if fault == "gradient" else 1.0)
     if fault == "nan":
         model.model.layers[1].mlp.forward = lambda x: x * torch.nan
-    kernels = {module: module.forward for module in replaced(model)}
+    kernels = {module: module.forward for module in replaced_modules(model)}
     assert len(kernels) == 7
 
-    def look() -> None:
-        with torch.no_grad():
-            model(input_ids=IDS, use_cache=False)
-
-    if not fault:
-        check_kernels(model, look)
-    else:
-        with refused("kernels-differ") as error:
-            check_kernels(model, look)
-        assert kind in str(error.value)
+    with refused("kernels-differ") if fault else contextlib.nullcontext() as error, torch.no_grad():
+        check_kernels(model, lambda: model(input_ids=IDS, use_cache=False))
+    assert error is None or kind in str(error.value)
     assert all(module.forward is kernel for module, kernel in kernels.items())
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_a_host_or_recipe_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_without_gpu_or_liger_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with refused("kernels-gpu"):
-        check_host()
+        check_liger_host()
     monkeypatch.setattr("emo.pipeline.model.kernels.on_gpu", lambda: True)
-    monkeypatch.setitem(sys.modules, "liger_kernel", None)  # as if it could not be found
+    monkeypatch.setitem(sys.modules, "liger_kernel", None)  # as if it were not installed
     with refused("missing-extra"):
-        check_host()
+        check_liger_host()
     with pytest.raises(ValueError, match="kernels or compile"):
         ModelConfig(path="x", kernels="liger", compile=True)
 

@@ -25,7 +25,7 @@ from emo.pipeline.monitor.config import ProfileConfig
 from emo.pipeline.monitor.console import Console
 from emo.pipeline.monitor.guard import Guard
 from emo.pipeline.monitor.metrics import Metrics, RunFacts
-from emo.pipeline.monitor.validation import Documents, read
+from emo.pipeline.monitor.validation import Documents, read_documents
 from tests.conftest import REPO
 from tests.helpers.refusals import refused
 
@@ -106,14 +106,14 @@ def test_a_resume_drops_later_and_damaged_records(tmp_path: Path) -> None:
     reporter(tmp_path, step=2).close()
     assert [r["step"] for r in read_metrics(tmp_path)] == [0, 2]
     assert (tmp_path / run_dir.METRICS).read_bytes().count(b"\n") == 2
-    assert [read(tmp_path, "home", step) is not None for step in (0, 2, 4)] == [True, True, False]
+    assert [read_documents(tmp_path, "home", step) is not None for step in (0, 2, 4)] == [True, True, False]
     stored = tmp_path / run_dir.VALIDATION / "home" / "step-000000.npz"
     content = stored.read_bytes()
     for damaged in (b"", content[:-4], content.replace(b"documents", b"somethin_")):
         stored.write_bytes(damaged)
-        assert read(tmp_path, "home", 0) is None
+        assert read_documents(tmp_path, "home", 0) is None
     reporter(tmp_path, step=0).close()
-    assert not read_metrics(tmp_path) and read(tmp_path, "home", 2) is None
+    assert not read_metrics(tmp_path) and read_documents(tmp_path, "home", 2) is None
 
 
 def test_a_long_run_resumes_without_reading_all_its_records(

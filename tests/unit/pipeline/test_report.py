@@ -24,9 +24,9 @@ from emo.pipeline import cli
 from emo.pipeline.control import run_dir
 from emo.pipeline.monitor.console import Console, Progress
 from emo.pipeline.monitor.launches import append
-from emo.pipeline.monitor.validation import FEWEST, Change, Documents, change, write
-from emo.pipeline.report.page import document
-from emo.pipeline.report.runs import KILLED, Run, read_runs, regressions
+from emo.pipeline.monitor.validation import FEWEST, Change, Documents, compute_change, write_documents
+from emo.pipeline.report.page import build_run_report
+from emo.pipeline.report.runs import KILLED, RecordedRun, read_runs, regressions
 from tests.conftest import REPO
 from tests.helpers.html import Page
 from tests.helpers.refusals import refused
@@ -43,7 +43,7 @@ def test_the_interval_is_a_naive_jackknife_s(n: int) -> None:
     tokens = np.maximum(1, rng.lognormal(4, 1.0, n)).astype(int)
     shift = tokens * rng.normal(0.05, 0.3, n) + np.sqrt(tokens) * rng.normal(0, 0.5, n)
     nll = tokens * rng.normal(3.0, 0.5, n)
-    result = change(documents(nll, tokens), documents(nll + shift, tokens))
+    result = compute_change(documents(nll, tokens), documents(nll + shift, tokens))
     value = shift.sum() / tokens.sum()
     left_out = [np.delete(shift, d).sum() / np.delete(tokens, d).sum() for d in range(n)]
     error = np.sqrt((n - 1) / n * np.square(np.subtract(left_out, value)).sum())
@@ -57,14 +57,14 @@ def test_the_interval_is_a_naive_jackknife_s(n: int) -> None:
 
 def test_what_has_no_interval_or_no_pairs() -> None:
     for n in range(1, FEWEST):
-        few = change(documents([2.0] * n, [2] * n), documents([3.0] * n, [2] * n))
+        few = compute_change(documents([2.0] * n, [2] * n), documents([3.0] * n, [2] * n))
         assert few is not None and few.value == 0.5 and few.interval == "" and few.direction == 0
     full = documents([2.0] * 9, [5] * 9)
-    assert change(full, full) == Change(0.0, 0.0, 0.0, 9)
-    assert change(full, full._replace(fingerprint="other")) is None, "also with as many tokens"
-    assert change(documents([2.0, 1.0], [2, 2]), documents([2.0, 1.0], [2, 3])) is None
-    assert change(documents([], []), documents([], [])) is None
-    result = change(documents([np.inf, 1.0], [2, 2]), documents([np.inf, 1.0], [2, 2]))
+    assert compute_change(full, full) == Change(0.0, 0.0, 0.0, 9)
+    assert compute_change(full, full._replace(fingerprint="other")) is None, "also with as many tokens"
+    assert compute_change(documents([2.0, 1.0], [2, 2]), documents([2.0, 1.0], [2, 3])) is None
+    assert compute_change(documents([], []), documents([], [])) is None
+    result = compute_change(documents([np.inf, 1.0], [2, 2]), documents([np.inf, 1.0], [2, 2]))
     assert result is not None and math.isnan(result.value) and result.direction == 0
     assert [Change(v, v - 1, v + 1, 5).direction for v in (-2.0, 0.5, 2.0)] == [-1, 0, 1]
 
@@ -125,12 +125,12 @@ TOKENS = np.full(50, 100)
 
 
 def train_record(step: int, **changes: Any) -> dict[str, Any]:
-    """Ten steps of a thousand tokens in two seconds each; so few quantities are drawn quickly."""
+    """Return a record of ten steps. It has few quantities, which are drawn quickly."""
     return {"step": step, "tokens": 1000 * step, "loss": 5 - step / 20, "tokens_per_s": 500.0} | changes
 
 
 def make_run(directory: Path, steps: int = 40, **facts: Any) -> Path:
-    """A run directory as the trainer leaves it after `steps`; facts: of its launch."""
+    """Write a run directory as the trainer does in `steps` steps. facts: of its launch."""
     directory.mkdir(parents=True)
     config = {"model": {"path": "some/model"}, "objective": {"name": "emo"}, "train": {"learning_rate": 1e-3}}
     (directory / run_dir.CONFIG).write_text(yaml.safe_dump(config))
@@ -142,65 +142,65 @@ def make_run(directory: Path, steps: int = 40, **facts: Any) -> Path:
     return directory
 
 
-def measured(
+def write_validation(
     run: Path, name: str, steps: dict[int, float], seed: int = 0, tokens: np.ndarray = TOKENS
 ) -> None:
-    """Leave what validation leaves: the mean NLL at each step, with documents that differ a little."""
+    """Write measurements of a set: its mean NLL at each step, with documents that differ slightly."""
     for step, nll in steps.items():
         noise = np.random.default_rng([seed, step]).normal(0, 0.01, len(tokens))
-        write(run, name, step, Documents("set", tokens * (nll + noise - noise.mean()), tokens))
+        write_documents(run, name, step, Documents("set", tokens * (nll + noise - noise.mean()), tokens))
         record = {"step": step, "tokens": 1000 * step, "set": name, "validation_nll": nll}
         append(run / run_dir.METRICS, record)
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> tuple[Path, Path]:
-    """Without replay one is learnt and one forgotten; with replay less of both, and one is not sure."""
+    """Without replay news are learned and stories forgotten. With replay the change of stories is unclear."""
     plain, replay = make_run(tmp_path / "plain"), make_run(tmp_path / "replay")
-    measured(plain, "news", {0: 3.0, 20: 2.8, 40: 2.5})
-    measured(plain, "stories", {0: 1.0, 20: 1.1, 40: 1.25})
-    measured(replay, "news", {0: 3.0, 20: 2.9, 40: 2.6}, seed=1)
-    measured(replay, "stories", {0: 1.0, 40: 1.0001}, seed=1)
+    write_validation(plain, "news", {0: 3.0, 20: 2.8, 40: 2.5})
+    write_validation(plain, "stories", {0: 1.0, 20: 1.1, 40: 1.25})
+    write_validation(replay, "news", {0: 3.0, 20: 2.9, 40: 2.6}, seed=1)
+    write_validation(replay, "stories", {0: 1.0, 40: 1.0001}, seed=1)
     return plain, replay
 
 
-def shown(*paths: Path) -> tuple[str, Page]:
-    text = document(read_runs(paths), "step", paths[0]).html()
+def render(*paths: Path) -> tuple[str, Page]:
+    text = build_run_report(read_runs(paths), "step", paths[0]).html()
     return text, Page(text)
 
 
 def test_states_and_launches(tmp_path: Path) -> None:
-    """A launch that lives, one that was killed, one that was stopped, one begun behind a torn line."""
+    """Running, killed and stopped launches, and one whose first record follows a torn line."""
     run, now = make_run(tmp_path / "run"), time.time()
     for age, expected in ((5, "runs: training"), (500, KILLED)):
         (run / run_dir.HEARTBEAT).write_text(json.dumps({"time": now - age, "doing": "training", "step": 3}))
-        assert Run(run).state == expected
+        assert RecordedRun(run).state == expected
     with (run / run_dir.LAUNCHES).open("a") as file:
-        file.write('{"event": "begin", "step": 2')  # the disk was full
+        file.write('{"event": "begin", "step": 2')
     append(run / run_dir.LAUNCHES, {"event": "begin", "time": 1.7e9, "step": 30, "steps": 100, "ranks": 4})
     end = {"event": "end", "time": 1.7e9, "step": 43, "how": "stopped", "reason": "SIGTERM"}
     append(run / run_dir.LAUNCHES, end)
     with (run / run_dir.METRICS).open("a") as file:
         file.write('{"step": 40, "loss": "high"}\nnot json\n{"st')
-    text, page = shown(run)
+    text, page = render(run)
     keys = ("How it ended", "After step", "At step", "Ranks")
     first, second = ([row[key] for key in keys] for row in page.table("Run", "How it ended"))
     assert first == [KILLED, "0", DASH, "2"] and second == ["stopped: SIGTERM", "30", "43", "4"]
     assert "launches.jsonl: 1 damaged line" in text and "metrics.jsonl: 2 damaged lines" in text
     assert page.table("Run", "State")[0]["Steps"] == "43 of 100", "three steps since the last record"
     (run / run_dir.EXPORT).mkdir()
-    assert Run(run).state == "finished"
+    assert RecordedRun(run).state == "finished"
 
 
-def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
-    """A slow first record changes nothing; utilisation is a mean over time, here over 20, 20 and 40 s."""
+def test_measurements_are_listed_with_the_plan(tmp_path: Path) -> None:
+    """The slow first record does not count. Utilisation is a mean over time, here over 20, 20 and 40 s."""
     planned = {"seconds": 1.6, "mfu": 0.5, "memory_gib": 60.0}
     run = make_run(tmp_path / "run", planned=planned)
     slow = {"tokens_per_s": 10.0, "mfu": 0.01, "memory_gib": 70.0}
     lines = [train_record(10, **slow), *(train_record(s, mfu=0.4, memory_gib=66.0) for s in (20, 30))]
     lines.append(train_record(40, mfu=0.2, tokens_per_s=250.0))
     (run / run_dir.METRICS).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (row,) = shown(run)[1].table("Run", "Seconds per step")
+    (row,) = render(run)[1].table("Run", "Seconds per step")
     assert list(row.values())[1:] == [
         "2.67 planned 1.6, ratio 1.67",
         "768 planned 1,280, ratio 0.60",
@@ -209,9 +209,9 @@ def test_the_plan_stands_beside_what_was_measured(tmp_path: Path) -> None:
     ]
 
 
-def test_the_command_links_evaluations_and_writes_numbers(tmp_path: Path) -> None:
+def test_the_command_links_evaluations_and_writes_json(tmp_path: Path) -> None:
     run = make_run(tmp_path / "all" / "a:run #1")
-    measured(run, "news", {0: 3.0, 40: 2.5})
+    write_validation(run, "news", {0: 3.0, 40: 2.5})
     (run / "eval").mkdir()
     for name in ("report.html", "results.json"):
         (run / "eval" / name).write_text("")
@@ -225,9 +225,8 @@ def test_the_command_links_evaluations_and_writes_numbers(tmp_path: Path) -> Non
     assert row["against_first"] is None
 
 
-def test_runs_stand_side_by_side(runs: tuple[Path, Path]) -> None:
-    """Also against each other, where they measured the same documents."""
-    _, page = shown(*runs)
+def test_runs_are_compared_with_their_start_and_with_each_other(runs: tuple[Path, Path]) -> None:
+    _, page = render(*runs)
     assert "plain improves by 0.500" in page.answer and "replay improves by 0.400" in page.answer
     assert "plain gets worse by 0.250" in page.answer and "replay shows no clear change" in page.answer
     keys = ("Set", "Run", "Verdict", "Loss at step 0", "Loss now", "At step", "Documents", "Against plain")
@@ -242,14 +241,14 @@ def test_runs_stand_side_by_side(runs: tuple[Path, Path]) -> None:
     assert 0.24 < low < 0.25 < high < 0.26
 
 
-def test_what_cannot_be_paired_says_so(tmp_path: Path) -> None:
+def test_verdicts_without_a_pair_of_measurements(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     for name, steps in (("lost", (0, 40)), ("late", (20, 40)), ("early", (0,))):
-        measured(run, name, dict.fromkeys(steps, 1.0))
+        write_validation(run, name, dict.fromkeys(steps, 1.0))
     (run / run_dir.VALIDATION / "lost" / "step-000000.npz").unlink()
-    measured(run, "short", {0: 3.0, 40: 2.0}, tokens=np.full(4, 10_000))  # however clear the change is
+    write_validation(run, "short", {0: 3.0, 40: 2.0}, tokens=np.full(4, 10_000))
     append(run / run_dir.METRICS, {"step": 40, "set": "../../up", "validation_nll": 1.0})
-    _, page = shown(run)
+    _, page = render(run)
     assert {row["Set"]: row["Verdict"] for row in page.table("Set", "Verdict")} == {
         "lost": "not comparable", "late": "not measured at step 0", "short": "too few documents",
     }  # fmt: skip
@@ -258,19 +257,19 @@ def test_what_cannot_be_paired_says_so(tmp_path: Path) -> None:
         regressions(read_runs([run]), ["short"])
 
 
-def test_a_loss_before_training_is_not_the_last_one(tmp_path: Path) -> None:
-    """A run in progress that measures only at its ends has a loss of training so far."""
+def test_a_loss_before_training_is_not_the_last_loss(tmp_path: Path) -> None:
+    """A run in progress that measures only at its ends has only a training loss so far."""
     run = make_run(tmp_path / "run")
-    measured(run, "news", {0: 9.0})
-    _, page = shown(run)
+    write_validation(run, "news", {0: 9.0})
+    _, page = render(run)
     assert page.table("Run", "State")[0]["Held-out loss"] == DASH
     assert "9" not in page.answer and "step 0 only" in page.answer and "before training" not in page.answer
-    with refused("no-verdict") as told:
+    with refused("no-verdict") as error:
         regressions(read_runs([run]), ["news"])
-    assert "train.eval_steps" in str(told.value)
+    assert "train.eval_steps" in str(error.value)
 
 
-def test_a_lost_set_is_a_regression(runs: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_set_that_got_worse_is_a_regression(runs: tuple[Path, Path], tmp_path: Path) -> None:
     def report(names: str, *paths: Path) -> int:
         return cli.main(["report", *map(str, paths), "--fail_on_regression", names])
 
