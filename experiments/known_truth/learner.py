@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from emo.common.errors import ExitCode, UserError, outcome
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
 
 
 def main(argv: list[str] | None = None) -> int:

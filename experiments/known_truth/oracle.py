@@ -34,8 +34,8 @@ from emo.common.io.files import write_text
 from emo.data_prep.sources.inputs import read_text
 from emo.eval.generation import distributions, likelihood
 from emo.eval.generation.decoding import Decoding, prompt_ids
-from emo.eval.generation.settled import Settled
-from emo.eval.model import EvaluatedModel
+from emo.eval.generation.fixed_point import FixedPoint
+from emo.eval.models.model import EvaluatedModel
 
 from ..sweeps.statistics import best_temperature
 from .corpus import sample
@@ -88,7 +88,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return mean measures per context. Raises UserError for models whose tokenizers differ."""
     if oracle.tokenizer_digest != model.tokenizer_digest:
-        problem = f"{model.given} and {oracle.given} have different tokenizers and cannot be compared"
+        problem = f"{model.source} and {oracle.source} have different tokenizers and cannot be compared"
         raise UserError(problem, code="other-tokenizer")
     shared = min(oracle.model.config.vocab_size, model.model.config.vocab_size)  # heads may be padded
     longest = min(each.model.config.max_position_embeddings for each in (oracle, model))
@@ -114,7 +114,7 @@ def measure(
         results["baseline_temperature"] = temperature
         results["over_tempered_baseline"] = {k: results["at_1"][k] - tempered[k] for k in tempered}
         if decoding.objective:
-            settled = Settled(reference, decoding)
+            settled = FixedPoint(reference, decoding)
             drawn = distributions.by_rows(lambda logits: {"log_q": settled(logits)}, whole)["log_q"]
             decoded_baseline = summary(p, drawn[:, :shared], targets)
             measured = decoded_baseline if reference.digest == model.digest else results["at_1"]

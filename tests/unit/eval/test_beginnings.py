@@ -27,9 +27,10 @@ from emo.eval.generation.decoding import Beams, prompt_ids, split_ids
 from emo.eval.generation.engines import Transformers
 from emo.eval.icl.prompts import PromptBuilder, Sample
 from emo.eval.judging import answers
-from emo.eval.judging.judging import JUDGES, Judging
+from emo.eval.judging.judges import JUDGES
+from emo.eval.judging.judging import Judging
 from emo.eval.judging.pairs import Pair, Pairs
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
 from emo.pipeline.monitor import samples
 from tests.helpers.evaluating import tiny_model
 from tests.helpers.refusals import refused
@@ -68,7 +69,7 @@ def beginnings(directory: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found["export"] = AutoTokenizer.from_pretrained(copy)(TEXT).input_ids
     model = EvaluatedModel(str(directory))
     sample = Sample({}, [], [TEXT])
-    PromptBuilder._tokenise(SimpleNamespace(tokenizer=model.tokenizer), [sample])  # type: ignore[arg-type]
+    PromptBuilder._tokenise(SimpleNamespace(encode=model.encode), [sample])  # type: ignore[arg-type]
     found["tasks"] = sample.ids[0].tolist()
     found["generate"] = prompt_ids(model, TEXT)
     found["scored"] = split_ids(model.tokenizer, TEXT, " was old")[0]
@@ -80,7 +81,7 @@ def beginnings(directory: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> 
     read: list[Any] = []
     nothing = np.zeros(1), np.zeros(1)
     monkeypatch.setattr(likelihood, "continuations", lambda _, pairs: read.extend(pairs) or nothing)
-    likelihood.texts(model, [TEXT])
+    likelihood.score_texts(model, [TEXT])
     found["perplexity"] = [*read[0][0], *read[0][1]]
     data = SimpleNamespace(dir=directory.parent, sequence_len=512)
     (directory.parent / "tokenizer").symlink_to(copy)

@@ -21,7 +21,7 @@ from emo.data_prep.encoding.tokenizer import save_tokenizer
 from emo.data_prep.shards.encode import EncodeSettings, RowEncoder
 from emo.eval.generation.sampling import Sampler
 from emo.eval.judging.answers import Exchanged, Question, conversation_ids
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
 from tests.helpers.evaluating import command, load, tiny_model
 from tests.helpers.said import lines
 

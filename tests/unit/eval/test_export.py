@@ -19,9 +19,9 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 from emo.common.io.lease import Lease, held
 from emo.eval.export import figures, harness, hub, tracking
 from emo.eval.export.commands import Export
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
 from emo.eval.results import store
-from emo.eval.results.directory import pick, read_models
+from emo.eval.results.directory import find_model, read_models
 from emo.pipeline.control.run_dir import CONFIG, LOCK, LOCK_SECONDS, WANDB_ID
 from tests.helpers.evaluating import command, is_mistake, load, naive_nll, read_lines, tiny_model
 from tests.helpers.results import RIGHT, fabricated, finish, finished, tree, write_model, write_result
@@ -132,7 +132,7 @@ def test_lm_evaluation_harness_reads_its_files(evaluated: Path) -> None:
 
 def test_exporting_again_writes_the_same(world: Path, evaluated: Path, tmp_path: Path) -> None:
     """Nothing twice, nothing missing, whatever a killed export has left; without the rows results alone."""
-    model, expected = pick(read_models([evaluated / "out"]), "m"), evaluated / "there"
+    model, expected = find_model(read_models([evaluated / "out"]), "m"), evaluated / "there"
     for _ in range(2):
         harness.write_harness(model, tmp_path, str(world / "data"))
         assert tree(tmp_path) == tree(expected)
@@ -184,7 +184,7 @@ model-index: of the text
 
 def test_the_hub_reads_its_files(tmp_path: Path) -> None:
     def written(directory: Path) -> tuple[ModelCard, Any]:
-        hub.write_hub(pick(read_models([tmp_path / "out"]), "emo"), directory, lambda text: None)
+        hub.write_hub(find_model(read_models([tmp_path / "out"]), "emo"), directory, lambda text: None)
         path = directory / ".eval_results" / "emo-pipeline-sst2.yaml"
         assert b"/home" not in b"".join(tree(directory).values())
         entries = parse_eval_result_entries(yaml.safe_load(path.read_text())) if path.exists() else []
@@ -329,7 +329,7 @@ def test_groups_of_one_name_and_lost_demonstrations_in_the_harness_files(tmp_pat
     groups = ["a/b", "a b", "a_b", "a/b", "a b", "a_b"]
     write_result(tmp_path, "m", "mmlu", RIGHT, groups, lost=[3, 0, 0, 0, 0, 1])
     finish(tmp_path)
-    model = pick(read_models([tmp_path]), "m")
+    model = find_model(read_models([tmp_path]), "m")
     value = json.loads(harness.write_harness(model, tmp_path / "out", None).read_text())
     names = value["group_subtasks"]["mmlu"]
     assert sorted(names) == ["mmlu_a_b", "mmlu_a_b_2", "mmlu_a_b_3"]

@@ -28,7 +28,8 @@ from emo.eval.generation.decoding import Decoding, Request, prompt_ids, split_id
 from emo.eval.generation.engines import Transformers, Vllm
 from emo.eval.generation.records import Generation, read_records
 from emo.eval.generation.sampling import ROUNDING, Sampler
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
+from emo.eval.results.rows import read_texts
 from emo.eval.results.stats import ratio
 from tests.helpers.evaluating import command, is_mistake, load, naive_nll, tiny_model
 from tests.helpers.families import family
@@ -171,7 +172,7 @@ def test_every_family_says_how_long_its_context_is(corpus: Path, tmp_path: Path,
         Generation(Transformers(evaluated), prefixes.from_texts(["the cat " * 40]), 4, 1, (0,), tmp_path)
     with refused("context"):
         likelihood.continuations(evaluated, [([1] * 60, [5] * 9)])
-    assert likelihood.texts(evaluated, ["the cat " * 60]).tokens[0] > 64
+    assert likelihood.score_texts(evaluated, ["the cat " * 60]).tokens[0] > 64
 
 
 @pytest.fixture(scope="module")
@@ -319,7 +320,7 @@ def test_likelihoods_of_empty_and_of_long_texts(corpus: Path) -> None:
     assert math.isfinite(actual.per_token)
     assert math.isnan(likelihood.continuations(model, [([5, 6], []), ([5, 6], [])]).per_token)
     text = "the cat sat on the mat " * 40
-    actual = likelihood.texts(model, [text, "the cat"])
+    actual = likelihood.score_texts(model, [text, "the cat"])
     first, tail = split_ids(model.tokenizer, "", text)
     pairs = [(first if i == 0 else [tail[i - 1]], tail[i : i + 95]) for i in range(0, len(tail), 95)]
     assert len(pairs) > 2 and actual.tokens[0] == len(tail)
@@ -343,10 +344,12 @@ def test_intervals_stay_in_the_range_of_their_measure() -> None:
     few = ratio([0.0, 0.0, 0.9], None, range(3))
     free = few.interval()
     assert free is not None and free.low < 0 and free.high > 1
-    limits = {name: quality.shown(few, "texts", most=quality.largest(name)) for name in ("rougeL", "tokens")}
+    limits = {
+        name: quality.summarise(few, "texts", high=quality.maximum(name)) for name in ("rougeL", "tokens")
+    }
     assert [limits["rougeL"][key] for key in ("low", "high")] == [0.0, 1.0]
     assert [limits["tokens"][key] for key in ("low", "high")] == [0.0, free.high]
-    assert quality.shown(few, "texts", quality.perplexity)["low"] == 1.0
+    assert quality.summarise(few, "texts", quality.perplexity)["low"] == 1.0
     wide = quality.by_seed([0, 1], [0.1, 0.9])
     assert (wide["low"], wide["high"]) == (0.0, 1.0)
 
@@ -404,7 +407,7 @@ def test_rouge_of_english_is_rouge_scores() -> None:
 def test_mauve_tells_how_far_its_clusters_move_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "mauve", lambda human, sampled, seed=25: 0.9 + (seed - 25) / 50)
     features = np.zeros((8, 2))
-    result = quality.beside_ceiling(features, [features, features], 2)
+    result = quality.mauve_with_ceiling(features, [features, features], 2)
     assert result["score"] == [0.9, 0.9] and result["kmeans"] == {"low": 0.9, "high": 0.98, "seeds": 5}
 
 
@@ -413,12 +416,12 @@ def test_mauve_between_floor_and_ceiling(shared_data: Path, monkeypatch: pytest.
     monkeypatch.setattr(quality, "KMEANS", 1)
     path = shared_data / "lm" / "human_vs_gpt2xl" / "xsum.jsonl.zst"
     fields = ("text", "sampled_gpt2_xl")
-    human, machine = ([t[-300:] for t in prefixes.read_texts(path, field)][:100] for field in fields)
+    human, machine = ([t[-300:] for t in read_texts(path, field)][:100] for field in fields)
     words = np.random.default_rng(0).permutation([word for text in human for word in text.split()])
     parts = np.split(words, np.cumsum([len(text.split()) for text in human])[:-1])
     encoder = quality.featurizer("minilm")
     features = [encoder(texts) for texts in (human, machine, [" ".join(part) for part in parts])]
-    actual = quality.beside_ceiling(features[0], features, splits=2)
+    actual = quality.mauve_with_ceiling(features[0], features, splits=2)
     itself, gpt2, floor = actual["half"]
     assert actual["ceiling"] > 0.8 and itself == pytest.approx(actual["ceiling"], abs=1e-9)
     assert floor < gpt2 - 0.2 and gpt2 <= actual["ceiling"] + 0.02

@@ -11,7 +11,7 @@ import pytest
 
 from emo.common.cli import progress
 from emo.eval import cli
-from emo.eval.icl.encoder import Encoder
+from emo.eval.models.encoder import Encoder
 
 
 def test_work_that_takes_long_says_how_far_it_is(

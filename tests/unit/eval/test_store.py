@@ -26,14 +26,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import emo.eval.model
+import emo.eval.models.model
 from emo.common.errors import UserError
 from emo.data_prep.encoding.tokenizer import load_tokenizer, save_tokenizer
 from emo.eval.icl import job
 from emo.eval.icl.job import Job, run_all
 from emo.eval.icl.settings import Settings
 from emo.eval.icl.tasks import Task, TaskSpec, load_task, select_tasks
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
 from emo.eval.results import store
 from emo.eval.results.store import Entry
 from tests.helpers.evaluating import command, is_mistake, log_chunks, tiny_model, tiny_tokenizer
@@ -172,14 +172,14 @@ def test_a_file_that_changes_before_it_is_loaded_stores_nothing(
 ) -> None:
     """The key was derived from the old content; the model is loaded long after, from the new."""
     other = tiny_model(tmp_path / "other", seed=1, rms_norm_eps=1e-3)
-    load = emo.eval.model.load_causal_lm
+    load = emo.eval.models.model.load_causal_lm
 
     def swapped(path: Path, **options: Any) -> Any:
         shutil.copy(other / file, path / "new")
         (path / "new").rename(path / file)
         return load(path, **options)
 
-    monkeypatch.setattr(emo.eval.model, "load_causal_lm", swapped)
+    monkeypatch.setattr(emo.eval.models.model, "load_causal_lm", swapped)
     out = tmp_path / "out"
     with refused("changed"):
         Job(EvaluatedModel(str(copy)), Settings(data=str(world / "data")), out).run(load_task("sst2"))
@@ -209,8 +209,8 @@ def test_a_cache_that_cannot_be_written_only_costs_time(
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     cache = store.cache_directory()
     assert store.digest_files(tmp_path, [tmp_path / "file"])
-    assert store.remembered("kind", "k", lambda: "a" * 64) == "a" * 64
-    assert store.remembered("kind", "k", lambda: "b" * 64) == "a" * 64  # kept while this process lives
+    assert store.cached_digest("kind", "k", lambda: "a" * 64) == "a" * 64
+    assert store.cached_digest("kind", "k", lambda: "b" * 64) == "a" * 64  # kept while this process lives
     assert store.cache_directory() == cache and (cache / "hashes.json").is_file()
     assert len(caplog.records) == 1 and "EVAL_CACHE" in caplog.text  # one line that says what to set
 
@@ -221,7 +221,7 @@ def test_a_full_disk_does_not_fail_the_cache(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setenv("EVAL_CACHE", str(tmp_path))
     monkeypatch.setattr(store, "replace", full)
-    assert store.remembered("kind", "k", lambda: "a" * 64) == "a" * 64
+    assert store.cached_digest("kind", "k", lambda: "a" * 64) == "a" * 64
 
 
 def test_every_choice_is_part_of_the_key_but_the_batch_size(world: Path, tmp_path: Path) -> None:

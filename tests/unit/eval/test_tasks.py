@@ -15,13 +15,13 @@ import zstandard
 
 from emo.common.errors import UserError
 from emo.data_prep.selection.contamination import digest
-from emo.eval.icl.encoder import Encoder, checked_encoder, encoder_path
 from emo.eval.icl.openicl_compat import Template
 from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, reader, top_k
 from emo.eval.icl.settings import RETRIEVERS
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import known_tasks, load_task, select_tasks
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.encoder import Encoder, checked_encoder, encoder_path
+from emo.eval.models.model import EvaluatedModel
 from tests.helpers.evaluating import write_lines
 from tests.helpers.refusals import refused
 

@@ -26,9 +26,9 @@ from emo.eval.export.commands import Export
 from emo.eval.icl.job import Job
 from emo.eval.icl.settings import Settings
 from emo.eval.icl.tasks import select_tasks
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
 from emo.eval.results import store
-from emo.eval.watch import FAILED, WAITING, Watch, targets
+from emo.eval.watch import FAILED, WAITING, Watch, find_targets
 from emo.pipeline.checkpoint import saver as checkpoint
 from emo.pipeline.control.run_dir import HF, describe, list_files, partial_directory
 from tests.conftest import REPO
@@ -111,7 +111,7 @@ def _loop(run: Run, log: Path, count: int) -> None:
     log_chunks(log)
     watch = run.watcher()
     while len(run.done) < count:
-        watch.once()
+        watch.run_once()
         time.sleep(0.02)
 
 
@@ -152,15 +152,15 @@ def test_two_watchers_many_checkpoints_and_crashes(run: Run, tmp_path: Path) -> 
 
 def test_the_final_export_counts_and_again_when_it_is_replaced(run: Run) -> None:
     run.complete(run.write_partial(5))  # not renamed yet: no checkpoint
-    assert targets(run.path) == [] and run.watcher().once() == 0
+    assert find_targets(run.path) == [] and run.watcher().once() == 0
     run.publish(3)
     watch = run.watcher()
-    watch.once()
+    watch.run_once()
     assert not watch.finished()
     for step in (4, 5):
         shutil.rmtree(run.path / "export", ignore_errors=True)
         shutil.copytree(run.models / f"{step}", run.path / "export")
-        assert watch.once() == 1 and watch.finished() and run.watcher().once() == 0
+        assert watch.run_once() == 1 and watch.finished() and run.watcher().once() == 0
         assert run.done["run"]["step"] == step
 
 
@@ -174,7 +174,10 @@ def test_checkpoints_without_an_export_are_named(run: Run) -> None:
     assert code == ExitCode.DONE and not run.done
     assert "2 checkpoints have no export; set train.export_checkpoints=true" in shown
     run.publish(3)
-    assert not targets(run.path)[1:] and "2 checkpoints have no export" in run.watcher().summary()
+    assert (
+        not find_targets(run.path)[1:]
+        and "2 checkpoints have no export" in run.watcher().summarise_judgement()
+    )
 
 
 def test_a_trainer_checkpoint_counts_when_it_rests(run: Run) -> None:
@@ -190,22 +193,22 @@ def test_a_trainer_checkpoint_counts_when_it_rests(run: Run) -> None:
         for file in path.iterdir():
             os.utime(file, (time.time() - age,) * 2)
         watch = run.watcher()
-        watch.once()
+        watch.run_once()
         return watch
 
-    assert passed().among(WAITING) == [name]
+    assert passed().names_in(WAITING) == [name]
     (path / "trainer_state.json").write_text("{}")
-    assert passed(age=0).among(WAITING) == [name]
+    assert passed(age=0).names_in(WAITING) == [name]
     text = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))})
     weights.rename(path / shards[0])
     for listed in (text, text[:-4]):
         index.write_text(listed)
-        assert passed().among(WAITING) == [name]
+        assert passed().names_in(WAITING) == [name]
     index.unlink()
     for part in (content[:5], content[:-1]):
         weights.write_bytes(part)
-        assert passed().among(WAITING) == [name]
-    assert passed(3600).among(FAILED) == passed(3600).among(FAILED) == [name]
+        assert passed().names_in(WAITING) == [name]
+    assert passed(3600).names_in(FAILED) == passed(3600).names_in(FAILED) == [name]
     weights.write_bytes(content)
     assert passed().evaluated == list(run.done) == [name]
 
@@ -259,7 +262,7 @@ def test_a_passing_trouble_is_tried_again(run: Run, monkeypatch: pytest.MonkeyPa
 def test_pruned_while_and_before_it_is_evaluated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer may delete a checkpoint at any moment: hard links keep the files until the end."""
     steps = run.publish(3, 4)
-    listed = targets(run.path)
+    listed = find_targets(run.path)
     before_each(monkeypatch, lambda model: [checkpoint.remove(step) for step in steps])
     monkeypatch.setattr(watch_module, "targets", lambda run_dir: listed)
     assert run.watcher().once() == 1
