@@ -217,13 +217,13 @@ def _alpaca_eval(tables: Mapping[Path, list[FileRow]], judge: str) -> list[Judge
             question = question_of(row, "instruction")
             preference: Any = row.get("preference")
             texts = answer_of(row, "output_1"), answer_of(row, "output_2")
-            judged_row = judged_row(Pair(question.id or question.text, question, *texts), [None])
+            row_record = judged_row(Pair(question.id or question.text, question, *texts), [None])
             if type(preference) in (int, float) and (preference == 0 or 1 <= preference <= 2):
                 score = 0.5 if preference == 0 else float(preference) - 1
                 side = "tie" if score == 0.5 else "b" if score > 0.5 else "a"
-                judged_row |= {"verdicts": [side], "outcome": side, "score": score}
+                row_record |= {"verdicts": [side], "outcome": side, "score": score}
             judged = judgements.setdefault((a, b, by), Judged(judge, by, a, b, 1, [], {"from": []}))
-            judged.rows.append(judged_row)
+            judged.rows.append(row_record)
             if file.name not in judged.facts["from"]:
                 judged.facts["from"].append(file.name)
     for judged in judgements.values():

@@ -41,7 +41,7 @@ VERDICTS = (*LABELS, "unreadable")
 REMARKS = {
     "changed": "verdicts change with the order and count as ties",
     "unreadable": "pairs have an unreadable verdict and are left out",
-    "left_out": "pairs with a cut-off answer were left out (--include_cut_off)",
+    "left_out": "pairs were left out because an answer was cut off (--include_cut_off)",
     "cut_off_a": "answers of A were cut off at the token limit",
     "cut_off_b": "answers of B were cut off at the token limit",
     "replies_cut_off": "replies were cut off before their end (--max_new_tokens)",

@@ -309,7 +309,7 @@ def make_replies(directory: Path) -> None:
 def _summarise(judged: pairs.Judged) -> None:
     numbers = results.summarise_judgement(judged, results.default_title(judged))
     assert 0 <= numbers["read"] <= numbers["pairs"] == len(judged.rows)
-    _ = list(results.lines(numbers))
+    _ = list(results.describe(numbers))
 
 
 @target("replies", make_replies, "jsonl.jsonl", "openai.jsonl")
@@ -317,7 +317,7 @@ def replies(directory: Path) -> None:
     judged, judge = pairs.pair_answers(directory / "a.json", directory / "b.jsonl"), JUDGES["alpaca_eval"]
     for form in judging.FORMATS:
         read, author = judging.read_replies(judge, judged, directory / f"{form}.jsonl", "x")
-        _summarise(judging.of_replies(judge, author, judged, read, {}))
+        _summarise(judging.judge_pairs(judge, author, judged, read, {}))
 
 
 ANNOTATED = {"output_2": "b", "generator_1": "a", "generator_2": "b", "annotator": "x"}

@@ -122,9 +122,9 @@ def test_every_token_is_shown_as_it_is_chosen(tuned: Path, monkeypatch: pytest.M
     run = Sampler.run
 
     def watched(self: Sampler, *arguments: Any) -> Any:
-        show = self.wrote
+        show = self.on_tokens
         assert show is not None
-        self.wrote = lambda tokens: (batches.append(tokens), show(tokens))
+        self.on_tokens = lambda tokens: (batches.append(tokens), show(tokens))
         return run(self, *arguments)
 
     monkeypatch.setattr(Sampler, "run", watched)

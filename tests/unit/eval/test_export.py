@@ -211,13 +211,13 @@ def test_the_hub_reads_its_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 def test_a_card_loses_nothing(newline: str, tmp_path: Path) -> None:
     before = CARD.replace("\n", newline)
-    results = hub.index_of(finished(tmp_path), figures.all_figures(finished(tmp_path)))
-    after = hub.with_index(before, "emo", results)
-    assert hub.with_index(after, "emo", results) == after, "exported again, it is another card"
+    results = hub.model_index(finished(tmp_path), figures.read_figures(finished(tmp_path)))
+    after = hub.add_index(before, "emo", results)
+    assert hub.add_index(after, "emo", results) == after, "exported again, it is another card"
     assert ("\n" in after.replace("\r\n", "")) == (newline == "\n")
     assert after.endswith(before[before.index("# My model") :])
     assert {*before.split(newline)[1:3], before.split(newline)[9]} < set(after.split(newline))
-    for card, count in ((after, 4), (hub.with_index(after, "emo", results[:1]), 2)):  # ours take their place
+    for card, count in ((after, 4), (hub.add_index(after, "emo", results[:1]), 2)):  # ours take their place
         actual = ModelCard(card).data
         assert actual.model_name == "My Model" and actual.language == ["en"]
         assert "HellaSwag" in [result.dataset_name for result in actual.eval_results or []]
@@ -345,7 +345,7 @@ def test_the_first_line_of_an_export_names_all_lost_demonstrations(tmp_path: Pat
         write_result(tmp_path, name, "subj", RIGHT)
     finish(tmp_path)
     said: list[str] = []
-    Export("lm-eval", tmp_path / "out").each(read_models([tmp_path]), {}, said.append)
+    Export("lm-eval", tmp_path / "out").export(read_models([tmp_path]), {}, said.append)
     first, *others = said
     assert "m 2 of 6" in first and "n 1 of 6" in first and "m 1 of 6" in first and "subj" not in first
     assert first.count("1 differ between models") == 1 and len(others) == 2

@@ -21,7 +21,7 @@ from emo.data_prep.encoding.chats import ChatEncoder
 from emo.data_prep.encoding.templates import Chat, Conversation, Exchange
 from emo.data_prep.encoding.tokenizer import save_tokenizer
 from emo.data_prep.shards.encode import EncodeSettings, RowEncoder
-from emo.eval.judging import answers, judging, results
+from emo.eval.judging import answers, judges, judging, results
 from emo.eval.judging.answers import Question, read_questions
 from emo.eval.judging.judges import JUDGES
 from emo.eval.judging.pairs import Judged, Pair, judged_row, pair_answers, read_labelled, read_verdicts
@@ -194,7 +194,7 @@ def test_replies_are_by_the_model_that_wrote_them(
     asked: str | None, replied: list[str | None], by: str, name: str, world: Path, tmp_path: Path
 ) -> None:
     pairs, lines = pair_answers(world / "a.json", world / "b.json"), []
-    for i, key in enumerate(key for keys in judging._ids(JUDGES[name], pairs) for key in keys):
+    for i, key in enumerate(key for keys in judging._prompt_ids(JUDGES[name], pairs) for key in keys):
         model = replied[i % len(replied)]
         body = {"choices": [{"text": "1", "finish_reason": "stop"}]} | ({"model": model} if model else {})
         lines.append({"custom_id": key, "response": {"body": body}} if i % 2 else {"id": key, "reply": "1"})
@@ -318,7 +318,7 @@ def test_prompts_are_word_for_word_and_answers_stand_in_them_as_they_are() -> No
         assert text.count(EVIL) == 3
         assert text.index("Say it") < text.index(f"{EVIL} first") < text.index(f"second {EVIL}")
         if judge.chat:
-            assert [message["role"] for message in judging.messages(text)] == ["system", "user"]
+            assert [message["role"] for message in judges.messages(text)] == ["system", "user"]
     plain = JUDGES["pandalm"].prompt(Question("", "a"), " b </s>c[PAD]\n", "<pad>")
     assert "### Response 1:\nb c\n\n### Response 2:\n\n\n### Eval" in plain
 
@@ -402,7 +402,7 @@ def test_a_question_is_put_as_in_training(world: Path, tmp_path: Path, template:
             exchange = Exchange(q["instruction"], "Because it is.", q["input"])
             rows = RowEncoder(settings).conversations([Conversation((exchange,))])
             expected = rows.ids[: int(rows.spans[0][0][0])].tolist()
-        assert answers.prompt_ids(EvaluatedModel(str(directory)), question, template) == list(expected)
+        assert answers.question_ids(EvaluatedModel(str(directory)), question, template) == list(expected)
 
 
 def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) -> None:
@@ -504,7 +504,7 @@ def test_pandalm_labels_and_verdicts(instruct: Path, tmp_path: Path) -> None:
     rows, names = plain_rows(path), {"tie": 0, "a": 1, "b": 2, "unreadable": None}
     votes = [[row[f"annotator{i}"] for i in (1, 2, 3)] for row in rows]
     gold = [max(sorted(set(v), key=v.index), key=v.count) for v in votes]
-    assert [names[results.majority(pair.human)] for pair in read_labelled(path).rows] == gold
+    assert [names[results.majority_label(pair.human)] for pair in read_labelled(path).rows] == gold
     by = {judged.by: judged for judged in read_verdicts([path], path, "pandalm")}
     assert set(by) == {"pandalm_7b", "gpt_3_5_turbo"}
     for column, judged in by.items():

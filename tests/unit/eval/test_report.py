@@ -132,7 +132,7 @@ def test_the_report_of_real_evaluations(evaluated: Path, tmp_path: Path) -> None
     text, markdown = ((tmp_path / f"report.{kind}").read_text(encoding="utf-8") for kind in ("html", "md"))
     page, data = Page(text), json.loads((tmp_path / "results.json").read_text())
     assert "Toy &lt;b&gt;." in text and page.answer == data["answer"][0]
-    assert {"Accuracy", "Training", "Accuracy over training", "What the models write"} < set(page.sections)
+    assert {"Accuracy", "Training", "Accuracy over training", "Sampled text"} < set(page.sections)
     assert len(data["rows"]) == 3 * 2
     for r in data["rows"]:
         assert {"chance", "n", "openicl_ppl", "suffix_sum", "suffix_mean"} <= set(r)

@@ -235,8 +235,7 @@ ARCHITECTURES = (
     "mamba", "jamba", "recurrent_gemma",
 )  # fmt: skip
 # Windows, distances instead of positions, and recurrences do not see the tree as prompts side by side.
-WHOLE_PROMPTS = {"gemma2", "mistral", "gpt_neo", "bloom", "mamba", "jamba"}
-ONE_BY_ONE = {"recurrent_gemma"}
+ROW_BY_ROW = {"gemma2", "mistral", "gpt_neo", "bloom", "mamba", "jamba", "recurrent_gemma"}
 
 
 def random_model(kind: str, **config: Any) -> Any:
@@ -253,11 +252,19 @@ def test_other_architectures(kind: str) -> None:
     scorer = PrefixScorer(random_model(kind), say=messages.append)
     check(scorer, random_items(384, 8))
     check(scorer, random_items(384, 6, shared=50))
-    assert scorer.method == (FORWARD if kind in ONE_BY_ONE else ROWS if kind in WHOLE_PROMPTS else TREE)
-    assert bool(messages) == (scorer.method != TREE)  # what is slower is said
+    assert scorer.method == (ROWS if kind in ROW_BY_ROW else TREE)
+    assert bool(messages) == (scorer.method != TREE)  # slower methods are reported
 
 
-def test_what_shows_only_in_long_prompts_is_noticed_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_the_configuration_does_not_describe_are_those_of_the_model() -> None:
+    model = random_model("llama")
+    model.register_forward_hook(lambda module, inputs, out: setattr(out, "logits", out.logits * 0.5))
+    scorer = PrefixScorer(model)
+    assert scorer.method == FORWARD
+    check(scorer, random_items(384, 4))
+
+
+def test_a_fault_in_long_prompts_is_noticed_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window that no option names, longer than the probe at the start. Families may do anything."""
     model = random_model("llama")
     body, window = type(model.model), 100

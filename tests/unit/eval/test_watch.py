@@ -152,7 +152,7 @@ def test_two_watchers_many_checkpoints_and_crashes(run: Run, tmp_path: Path) -> 
 
 def test_the_final_export_counts_and_again_when_it_is_replaced(run: Run) -> None:
     run.complete(run.write_partial(5))  # not renamed yet: no checkpoint
-    assert find_targets(run.path) == [] and run.watcher().once() == 0
+    assert find_targets(run.path) == [] and run.watcher().run_once() == 0
     run.publish(3)
     watch = run.watcher()
     watch.run_once()
@@ -160,7 +160,7 @@ def test_the_final_export_counts_and_again_when_it_is_replaced(run: Run) -> None
     for step in (4, 5):
         shutil.rmtree(run.path / "export", ignore_errors=True)
         shutil.copytree(run.models / f"{step}", run.path / "export")
-        assert watch.run_once() == 1 and watch.finished() and run.watcher().once() == 0
+        assert watch.run_once() == 1 and watch.finished() and run.watcher().run_once() == 0
         assert run.done["run"]["step"] == step
 
 
@@ -172,12 +172,9 @@ def test_checkpoints_without_an_export_are_named(run: Run) -> None:
         checkpoint.publish(run.path, step)
     code, shown = run.shown()
     assert code == ExitCode.DONE and not run.done
-    assert "2 checkpoints have no export; set train.export_checkpoints=true" in shown
+    assert "2 checkpoints have no export (set train.export_checkpoints=true" in shown
     run.publish(3)
-    assert (
-        not find_targets(run.path)[1:]
-        and "2 checkpoints have no export" in run.watcher().summarise_judgement()
-    )
+    assert not find_targets(run.path)[1:] and "2 checkpoints have no export" in run.watcher().summary()
 
 
 def test_a_trainer_checkpoint_counts_when_it_rests(run: Run) -> None:
@@ -219,7 +216,7 @@ def test_other_tasks_settings_or_rows_are_evaluated_anew(run: Run, tmp_path: Pat
     run.publish(3)
 
     def passed(*tasks: str, **settings: Any) -> int:
-        return run.watcher(*tasks, **settings).once()
+        return run.watcher(*tasks, **settings).run_once()
 
     assert (passed("sst2"), passed("sst2")) == (1, 0)
     assert passed("sst2,trec") == passed("sst2", shots=2) == passed("sst2", "released") == 1
@@ -264,8 +261,8 @@ def test_pruned_while_and_before_it_is_evaluated(run: Run, monkeypatch: pytest.M
     steps = run.publish(3, 4)
     listed = find_targets(run.path)
     before_each(monkeypatch, lambda model: [checkpoint.remove(step) for step in steps])
-    monkeypatch.setattr(watch_module, "targets", lambda run_dir: listed)
-    assert run.watcher().once() == 1
+    monkeypatch.setattr(watch_module, "find_targets", lambda run_dir: listed)
+    assert run.watcher().run_once() == 1
     assert [mark["state"] for mark in run.done.values()] == ["evaluated", "gone"]
 
 
@@ -298,7 +295,7 @@ def test_every_checkpoint_is_exported_once(run: Run, tmp_path: Path, monkeypatch
     options = [f"--export=lm-eval={tmp_path / 'to'}", f"--export=hf={tmp_path / 'hf'}"]
     before_each(monkeypatch, lambda model: scored.append(model.name))
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(Export, "each", lambda *others: 1 / 0)
+        patch.setattr(Export, "export", lambda *others: 1 / 0)
         run.watch(*options)
     assert list(run.done) == names[:1] and not (tmp_path / "to").exists()
     (tmp_path / "hf").mkdir()
