@@ -70,25 +70,30 @@ def read_figures(model: Model) -> list[Figures]:
         raise UserError(
             f"{model.name} has no finished result. Evaluate it, or select another model with --name."
         )
-    figures = []
-    for task, view in sorted(model.views.items()):
-        result, records, right = view["result"], model.read_records(task), dict[str, list[bool]]()
-        for record in records:
-            group = record["group"] if result["groups"] else ""
-            right.setdefault(group, []).append(record["prediction"] == record["gold"])
-        groups = {}
-        for name, outcomes in sorted(right.items()):
-            n, share = len(outcomes), sum(outcomes) / len(outcomes)
-            groups[name] = Accuracy(share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None, n)
-        mean = sum(group.value for group in groups.values()) / len(groups)
-        errors = [group.stderr for group in groups.values() if group.stderr is not None]
-        stderr = math.sqrt(sum(error**2 for error in errors)) / len(groups)
-        accuracy = Accuracy(mean, stderr if len(errors) == len(groups) else None, len(records))
-        if not math.isclose(mean, result["accuracy"], abs_tol=1e-9):
-            raise UserError(
-                f"{model.name}, {task}: its records do not match the accuracy of its result. Evaluate it "
-                "again, which recomputes it."
-            )
-        finished = (model.out / store.STORE / view["key"] / store.RESULT).stat().st_mtime
-        figures.append(Figures(task, result, records, accuracy, groups, view["rows"], finished))
-    return figures
+    return [_read_task(model, task) for task in sorted(model.views)]
+
+
+def _read_task(model: Model, task: str) -> Figures:
+    view = model.views[task]
+    result, records = view["result"], model.read_records(task)
+    outcomes: dict[str, list[bool]] = {}
+    for record in records:
+        group = record["group"] if result["groups"] else ""
+        outcomes.setdefault(group, []).append(record["prediction"] == record["gold"])
+    groups = {group: _accuracy(correct) for group, correct in sorted(outcomes.items())}
+    mean = sum(group.value for group in groups.values()) / len(groups)
+    errors = [group.stderr for group in groups.values() if group.stderr is not None]
+    stderr = math.sqrt(sum(error**2 for error in errors)) / len(groups)
+    accuracy = Accuracy(mean, stderr if len(errors) == len(groups) else None, len(records))
+    if not math.isclose(mean, result["accuracy"], abs_tol=1e-9):
+        raise UserError(
+            f"{model.name}, {task}: its records do not match the accuracy of its result. Evaluate it again, "
+            "which recomputes it."
+        )
+    finished = (model.out / store.STORE / view["key"] / store.RESULT).stat().st_mtime
+    return Figures(task, result, records, accuracy, groups, view["rows"], finished)
+
+
+def _accuracy(correct: list[bool]) -> Accuracy:
+    n, share = len(correct), sum(correct) / len(correct)
+    return Accuracy(share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None, n)

@@ -1,6 +1,6 @@
 """Files of lm-evaluation-harness: results_DATE.json and samples_TASK_DATE.jsonl in a directory per model.
 
-The format is that of release 0.4.13 (lm_eval/result_schema.py and loggers/evaluation_tracker.py). A task with
+The files follow release 0.4.13 (lm_eval/result_schema.py and loggers/evaluation_tracker.py). A task with
 groups becomes a group of subtasks, like MMLU in the harness. DATE is when the results were finished, so
 exporting again writes the same files. The files contain no local paths.
 """
@@ -23,10 +23,10 @@ from emo.common.io.files import write_text
 
 from ..icl.prompts import PromptBuilder
 from ..icl.task_data import load_data
-from ..icl.tasks import GROUP, LABEL, load_task
+from ..icl.tasks import GROUP, LABEL, Row, Task, load_task
 from ..report.compare import DIGESTS, describe_lost
 from ..results import store
-from ..results.directory import Model
+from ..results.directory import Model, Record
 from .figures import Accuracy, Figures, read_figures
 
 SOURCE = "emo-pipeline"  # instead of a model class of the harness
@@ -110,27 +110,45 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
             value["groups"][task], value["group_subtasks"][task] = total, list(names.values())
             for group, name in names.items():
                 entry(name, group, result, figures.groups[group])
-        for name in names.values():  # the known part of a configuration; the rest has no counterpart there
-            value["configs"][name] = {
-                "task": name,
-                "task_alias": name.removeprefix(f"{task}_") if result["groups"] else result["title"],
-                "output_type": "multiple_choice",
-                "doc_to_choice": result["labels"],
-                "num_fewshot": result["shots"],
-                "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-                "metadata": {
-                    "version": result["version"],
-                    "score": result["score"],
-                    "rows_shortened": result["rows_shortened"],
-                    "conditions": result["conditions"]["compared"] | result["conditions"]["noted"],
-                },
-            }
+        value["configs"] |= {name: _task_config(name, figures) for name in names.values()}
     if not value["groups"]:
         del value["groups"]
-    # How the model was evaluated and, under `metadata`, trained; null where nothing was set.
+    return value | {
+        "config": _model_config(model, figures_of_tasks),
+        "date": max(figures.finished for figures in figures_of_tasks),
+        "model_source": SOURCE,
+        "model_name": model.name,
+        "model_name_sanitized": re.sub(r'["<>:/|\\?*\[\]]+', "__", model.name),
+        **dict.fromkeys(("system_instruction", "system_instruction_sha")),
+        "fewshot_as_multiturn": False,
+        **dict.fromkeys(("chat_template", "chat_template_sha")),
+    }
+
+
+def _task_config(name: str, figures: Figures) -> dict[str, Any]:
+    """Return the known part of a task's configuration."""
+    result = figures.result
+    return {
+        "task": name,
+        "task_alias": name.removeprefix(f"{figures.task}_") if result["groups"] else result["title"],
+        "output_type": "multiple_choice",
+        "doc_to_choice": result["labels"],
+        "num_fewshot": result["shots"],
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        "metadata": {
+            "version": result["version"],
+            "score": result["score"],
+            "rows_shortened": result["rows_shortened"],
+            "conditions": result["conditions"]["compared"] | result["conditions"]["noted"],
+        },
+    }
+
+
+def _model_config(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
+    """Return how the model was evaluated and trained, with null for settings that do not exist here."""
     trained = {key: model.facts.get(key) for key in ("step", "tokens", "objective")}
     dtype = model.description["dtype"]
-    config: dict[str, Any] = {
+    return {
         "model": SOURCE,
         "model_args": {"pretrained": model.name, "dtype": dtype},
         "model_dtype": dtype,
@@ -140,16 +158,6 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
         "bootstrap_iters": 0,
         **dict.fromkeys(("random_seed", "numpy_seed", "torch_seed", "fewshot_seed")),
         "metadata": {"trained": trained, "settings": {f.task: f.setting for f in figures_of_tasks}},
-    }
-    return value | {
-        "config": config,
-        "date": max(figures.finished for figures in figures_of_tasks),
-        "model_source": SOURCE,
-        "model_name": model.name,
-        "model_name_sanitized": re.sub(r'["<>:/|\\?*\[\]]+', "__", model.name),
-        **dict.fromkeys(("system_instruction", "system_instruction_sha")),
-        "fewshot_as_multiturn": False,
-        **dict.fromkeys(("chat_template", "chat_template_sha")),
     }
 
 
@@ -175,11 +183,9 @@ def _hash(text: str) -> str:
 def _samples(source: str, tasks: str, figures: Figures) -> tuple[Samples, Counter[str]]:
     """Return the samples of a result by group, in row order, and the number of rows of the full split.
 
-    Prompts are not stored with results; they follow from the rows, the task and the demonstrations that were
-    noted. What was cut from a query that is longer than the model's context is not. A response is the
-    logarithm that decides, the score with its sign turned, so that the largest is the prediction. Whether it
-    would be the greedy continuation too is not known: None.
-    UserError when these are not the rows, the pool or the prompts that the result was made with.
+    Prompts are not stored with results. They follow from the rows, the task and the stored demonstrations,
+    except for text that was cut from a query longer than the context. Raises UserError if the rows, the pool
+    or the prompts differ from those of the result.
     """
     result = figures.result
     files = {Path(name.strip()).stem: name.strip() for name in tasks.split(",")}
@@ -194,33 +200,46 @@ def _samples(source: str, tasks: str, figures: Figures) -> tuple[Samples, Counte
         ("prompt", store.digest(task.identity()), "--tasks"),
     ):
         if digest[:16] != result["conditions"]["compared"][name]:
-            raise UserError(f"task {task.name}: other {DIGESTS[name]}; give the {option} of its evaluation")
+            raise UserError(
+                f"task {task.name} has different {DIGESTS[name]}. Set the {option} of its evaluation."
+            )
     builder = PromptBuilder(task, data.rows["train"], None)
     samples: Samples = {}
     for record, row in zip(figures.records, data.rows["test"], strict=True):
-        ice = builder.render_demonstrations(record["demonstrations"])
-        group = {"group": record["group"]} if result["groups"] else {}
-        context = builder.template.shared_prompt(row, ice)
-        prompts = [builder.prompt(row, ice, label) for label in task.labels]
-        target = str(task.labels.index(record["gold"]))
-        responses = [[str(-value), "None"] for value in record["scores"][result["score"]]]
-        doc = {name: row[name] for name in task.inputs} | {LABEL: row[LABEL]} | group
-        sample = {
-            "doc_id": record["id"],
-            "doc": doc,
-            "target": target,
-            "arguments": {
-                f"gen_args_{k}": {"arg_0": context, "arg_1": prompt[len(context) :]}
-                for k, prompt in enumerate(prompts)
-            },
-            "resps": [[response] for response in responses],
-            "filtered_resps": responses,
-            "filter": FILTER,
-            "metrics": ["acc"],
-            "doc_hash": _hash(json.dumps(doc, indent=2, ensure_ascii=False)),
-            "prompt_hash": _hash(context),
-            "target_hash": _hash(target),
-            "acc": float(record["prediction"] == record["gold"]),
-        }
-        samples.setdefault(group.get("group", ""), []).append(sample)
+        group = record["group"] if result["groups"] else ""
+        samples.setdefault(group, []).append(_sample(task, builder, row, record, result))
     return samples, full
+
+
+def _sample(
+    task: Task, builder: PromptBuilder, row: Row, record: Record, result: dict[str, Any]
+) -> dict[str, Any]:
+    """Return lm_eval.result_schema.SampleResult of a row.
+
+    A response is the negated score, so the largest is the prediction. Whether it is also the greedy
+    continuation is unknown (None).
+    """
+    ice = builder.render_demonstrations(record["demonstrations"])
+    context = builder.template.shared_prompt(row, ice)
+    prompts = [builder.prompt(row, ice, label) for label in task.labels]
+    target = str(task.labels.index(record["gold"]))
+    responses = [[str(-value), "None"] for value in record["scores"][result["score"]]]
+    doc = {name: row[name] for name in task.inputs} | {LABEL: row[LABEL]}
+    doc |= {"group": record["group"]} if result["groups"] else {}
+    return {
+        "doc_id": record["id"],
+        "doc": doc,
+        "target": target,
+        "arguments": {
+            f"gen_args_{k}": {"arg_0": context, "arg_1": prompt[len(context) :]}
+            for k, prompt in enumerate(prompts)
+        },
+        "resps": [[response] for response in responses],
+        "filtered_resps": responses,
+        "filter": FILTER,
+        "metrics": ["acc"],
+        "doc_hash": _hash(json.dumps(doc, indent=2, ensure_ascii=False)),
+        "prompt_hash": _hash(context),
+        "target_hash": _hash(target),
+        "acc": float(record["prediction"] == record["gold"]),
+    }

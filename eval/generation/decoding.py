@@ -1,4 +1,4 @@
-"""How a model is asked for text: the choice of tokens, and prefixes and texts as token ids.
+"""Requests for text: how tokens are chosen, and prefixes and texts as token ids.
 
 This module loads no library of models, so wrong options are reported immediately.
 """

@@ -77,7 +77,7 @@ class Sampled:
 
     humans: one record per prefix, in order. draws: one text per prefix, for every seed and sample number.
     clusters: the unit of intervals of each record, called `unit`: its prefix, or the text if there is only
-    one prefix. result: all requested measures. estimates: those that have a value for every cluster.
+    one prefix. result: all requested measures. estimates: the measures with a value for every cluster.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -380,7 +380,7 @@ def featurizer(name: str, dtype: str = "auto") -> Featurizer:
     """Return a function that embeds texts: a sentence encoder, or a language model's last hidden state.
 
     name: `minilm`, a sentence model's directory or id, or a language model's (closer to the paper's
-    GPT-2-large). The state is that of the last of at most MAX_TOKENS tokens.
+    GPT-2-large). The state belongs to the last of at most MAX_TOKENS tokens.
     """
     is_sentence_model = name == "minilm" or name.startswith("sentence-transformers/")
     if is_sentence_model or (Path(name) / "modules.json").is_file():

@@ -175,10 +175,7 @@ def _first_token_after(border: int, offsets: list[tuple[int, int]]) -> int:
 
 
 def score_samples(
-    scorer: Scorer,
-    samples: list[Sample],
-    ignored: int | None = None,
-    advance: Advance = lambda count: None,
+    scorer: Scorer, samples: list[Sample], ignored: int | None = None, advance: Advance = lambda count: None
 ) -> dict[str, np.ndarray]:
     """Return all SCORES of all samples, arrays [rows, labels].
 

@@ -19,6 +19,7 @@ from ..results.directory import Record, Say
 from ..results.rows import FileRow, read_rows
 from .answers import (
     Answer,
+    Answers,
     Question,
     answer_of,
     id_of,
@@ -117,18 +118,26 @@ def pair_answers(a: Path, b: Path, say: Say = lambda text: None) -> Pairs:
             f"ids stand for different questions in {first.path} and {second.path}: {shorten(other)}. Answer "
             "the same questions with both models."
         )
+    _remark(files, rows, say)
+    sets = {pair.question.dataset for pair in rows}
+    return Pairs(*_model_names(first, second), rows, sets.pop() if len(sets) == 1 else "")
+
+
+def _remark(files: Iterable[Answers], rows: Sequence[Pair], say: Say) -> None:
     for path, _, texts in files:
         if empty := sum(not answer.text.strip() for answer in texts):
             say(f"{path}: {empty} of {len(texts)} answers are empty. They are judged like the others.")
     if repeated := sum(count > 1 for count in Counter(pair.question.text for pair in rows).values()):
         say(f"{repeated} questions occur more than once. Intervals treat each of them as one unit.")
-    names = (first.generator, second.generator)
-    if names[0] == names[1]:  # files of the same model are named by their paths
-        parts = [(answers.path.parent.name, answers.path.name.split(".")[0]) for answers in files]
-        ends = next(((a, b) for a, b in zip(*parts, strict=True) if a != b), ("a", "b"))
-        names = (f"{names[0]} {ends[0]}", f"{names[1]} {ends[1]}")
-    sets = {pair.question.dataset for pair in rows}
-    return Pairs(*names, rows, sets.pop() if len(sets) == 1 else "")
+
+
+def _model_names(first: Answers, second: Answers) -> tuple[str, str]:
+    """Return the names of both models, with parts of the paths if they are the same model."""
+    if first.generator != second.generator:
+        return first.generator, second.generator
+    parts = [(answers.path.parent.name, answers.path.name.split(".")[0]) for answers in (first, second)]
+    a, b = next(((a, b) for a, b in zip(*parts, strict=True) if a != b), ("a", "b"))
+    return f"{first.generator} {a}", f"{second.generator} {b}"
 
 
 def _keyed(rows: Sequence[Answer], by_id: bool) -> dict[str, Answer]:

@@ -117,7 +117,7 @@ class LanguageModel(ABC):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Return what the trainer recorded about the model: step, tokens, objective, run."""
+        """Return the step, tokens, objective and run that the trainer recorded."""
         return {}
 
     def describe(self) -> Description:

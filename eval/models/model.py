@@ -269,7 +269,7 @@ class EvaluatedModel(LanguageModel):
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What the trainer recorded about this model (step, tokens, objective), if it made the export."""
+        """The step, tokens and objective that the trainer recorded, if it made the export."""
         try:
             return read_export_info(self.path)
         except (OSError, ValueError) as error:

@@ -256,16 +256,22 @@ def format_table(a: Model, b: Model, only: Sequence[str] = ()) -> str:
         lines.append([on_one_line(result["title"]), str(result["n"]), *_figures(accuracies[-1], c), *counts])
     means = [sum(column) / len(accuracies) for column in zip(*accuracies, strict=True)]
     lines.append(["mean", "", *_figures(means, mean), "", "", _starred(mean["p"], mean), ""])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    text = []  # the first column is left-aligned, the others right-aligned
-    for first, *others in lines:
-        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
-        text.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    text = _align(lines)
     rule = "-" * max(map(len, text))
     note = f"* differs: p < {ALPHA} and an interval without zero "
     note += "(tasks: exact McNemar, Holm over the tasks; mean: random signs)"
     warning = [on_one_line(comparison.warning)] if comparison.warning else []
     return "\n".join([*warning, text[0], rule, *text[1:-1], rule, text[-1], note])
+
+
+def _align(lines: list[list[str]]) -> list[str]:
+    """Return rows of cells as lines, with the first column aligned left and the others right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = []
+    for first, *others in lines:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        text.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return text
 
 
 def _figures(accuracies: Sequence[float], entry: dict[str, Any]) -> list[str]:

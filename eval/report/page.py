@@ -14,6 +14,7 @@ from emo.common.text import counted
 
 from ..results.directory import Model
 from . import judged
+from .compare import Comparison
 from .families import OBJECTIVES
 from .gather import Report
 
@@ -94,17 +95,19 @@ def document(report: Report) -> Document:
         "With 95 % intervals, paired by test row. Right of the dotted line is an improvement.",
     )
     picture = picture or _levels(report, "Mean accuracy", [None]) or judged.plot_win_rates(report.judgements)
-    about = f"{counted(len(report.judgements), 'comparison')} of answers by judges."
-    if report.rows:
-        rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
-        kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
-        demonstrations = "; ".join(f"{shots} ({by})" for shots, by in kinds)
-        about = (
-            f"{counted(len(report.models), 'model')}, {counted(len(report.tasks), 'task')}, {rows:,} test "
-        )
-        about += f"rows per model; demonstrations in a prompt: {demonstrations}."
-    about = f"{report.title}. {about}"
+    about = f"{report.title}. {_contents(report)}"
     return Document(report.title, answer, about, sections, picture, report.remarks, report.notice, data)
+
+
+def _contents(report: Report) -> str:
+    """Return a sentence on the numbers of models, tasks and rows, or of judgements."""
+    if not report.rows:
+        return f"{counted(len(report.judgements), 'comparison')} of answers by judges."
+    models, tasks = counted(len(report.models), "model"), counted(len(report.tasks), "task")
+    rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
+    kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
+    shots = "; ".join(f"{shots} ({by})" for shots, by in kinds)
+    return f"{models}, {tasks}, {rows:,} test rows per model; demonstrations in a prompt: {shots}."
 
 
 def _answer(report: Report) -> list[str]:
@@ -119,15 +122,20 @@ def _answer(report: Report) -> list[str]:
                 start = f"{'compared' if clauses else 'Compared'} with {first} on {on}"
                 clauses.append(f"{start}, {changes(effects, 'points')}")
         sentences += [f"{'; '.join(clauses)}."] if clauses else []
-    for name, _, _, value, low, high in report.effects(None) if not sentences else []:
-        accuracy, over = formatted(value, "{:.1f}"), counted(len(report.tasks), "task")
-        estimate = f"accuracy {accuracy} % on {over} (95 % interval {between(low, high)})"
-        sentences.append(f"{name}: {estimate}; chance is {percent(report.chance(None))} %.")
+    if not sentences:
+        sentences = [_describe_accuracy(report, effect) for effect in report.effects(None)]
     for family in report.families:
         if family.title and family.base is None and not report.chosen:
             children = counted(len(family.members), "model")
             sentences.append(f"{family.title}, which {children} started from, was not evaluated.")
     return sentences
+
+
+def _describe_accuracy(report: Report, effect: Effect) -> str:
+    accuracy, tasks = formatted(effect.value, "{:.1f}"), counted(len(report.tasks), "task")
+    interval = f"95 % interval {between(effect.low, effect.high)}"
+    chance = percent(report.chance(None))
+    return f"{effect.name}: accuracy {accuracy} % on {tasks} ({interval}); chance is {chance} %."
 
 
 def _uneven(report: Report) -> list[str]:
@@ -186,55 +194,62 @@ def _accuracy(report: Report) -> list[Block]:
             unreadable = Cell(UNREADABLE, tone="worse") if task in model.unreadable else None
             cells.append(_estimated(effects[i]) if i in effects else unreadable)
         rows.append(cells)
-    for label, names in report.seeds.items():
-        spreads = [report.over_seeds(label, t) or (None, None) for t in columns]
-        texts = [percent(mean) + (f" ± {percent(sd)}" if sd is not None else "") for mean, sd in spreads]
-        rows.append([f"{label} ({counted(len(names), 'seed')}, mean ± standard deviation)", *texts])
-    for label, key in (("Chance", "chance"), ("Majority label", "majority")) if report.tasks else ():
-        shares = [percent(report.chance(task, key)) for task in columns]
-        rows.append([Cell(text, tone="quiet") for text in (label, *shares)])
+    rows += _reference_rows(report, list(columns))
     caption = "Per cent with 95 % intervals (Wilson). The interval of the mean assumes independent tasks."
     if report.against:
-        caption += (
-            " ↑ ↓: better or worse than the model's first baseline below, according to test and interval."
-        )
+        caption += " ↑ ↓: better or worse than the model's first baseline below, by test and interval."
     if any(task in m.unreadable for m in report.models for task in report.tasks):
-        caption += (
-            f" {UNREADABLE.capitalize()}: the result's file is damaged. The last section gives the reason."
-        )
+        caption += f" {UNREADABLE.capitalize()}: the result's file is damaged. See the last section."
     figure = _levels(report, "Accuracy", report.tasks)
     head = ["Model", *(title for title, _ in columns.values())]
     return [Table(head, rows, caption), _folded(report, figure)]
 
 
+def _reference_rows(report: Report, tasks: Sequence[str | None]) -> Iterator[Row]:
+    """Yield the rows of aggregated seeds, of chance and of the majority label."""
+    for label, names in report.seeds.items():
+        spreads = [report.over_seeds(label, t) or (None, None) for t in tasks]
+        texts = [percent(mean) + (f" ± {percent(sd)}" if sd is not None else "") for mean, sd in spreads]
+        yield [f"{label} ({counted(len(names), 'seed')}, mean ± standard deviation)", *texts]
+    for label, key in (("Chance", "chance"), ("Majority label", "majority")) if report.tasks else ():
+        shares = [percent(report.chance(task, key)) for task in tasks]
+        yield [Cell(text, tone="quiet") for text in (label, *shares)]
+
+
 def _differences(report: Report, baseline: str) -> list[Block]:
     """Return the differences from a baseline with their tests."""
-    comparisons, columns, rows = report.against[baseline], _columns(report, baseline), list[Row]()
-    for i, c in ((i, comparisons[m.name]) for i, m in enumerate(report.models) if m.name in comparisons):
-        verdict, tone = VERDICTS[c.mean["direction"]] if c.mean else ("not comparable", "quiet")
-        partial = len(c.tasks) < len(report.tasks)
-        notes = [f"of {len(c.tasks)} tasks"] if partial else []
-        for direction in (1, -1):
-            if count := sum(x["direction"] == direction for x in c.tasks.values()):
-                notes.append(f"{counted(count, 'task')} {TONES[direction]}")
-        cells = [_heading(report, i), Cell(verdict, ", ".join(notes), tone)]
-        for task, (_, effects) in columns.items():
-            if i in effects and not (task is None and partial):
-                p = c.tasks[task]["p_holm"] if task else (c.mean or {})["p"]
-                cells.append(_estimated(effects[i], "{:+.1f}", f", {p_value(p)}"))
-            else:
-                refused = c.refused if task is None else task in c.refused
-                cells.append(Cell("not comparable" if refused else DASH, tone="quiet"))
-        rows.append(cells)
+    comparisons, columns = report.against[baseline], _columns(report, baseline)
+    rows = [
+        _difference_row(report, i, comparisons[model.name], columns)
+        for i, model in enumerate(report.models)
+        if model.name in comparisons
+    ]
     titles = report.titles
     panels = [Dots(title, report.effects(task, baseline), 0.0) for task, title in titles.items()]
-    figure = Figure(
-        f"Differences from {baseline}", panels, "Points. Right of the dotted line is an improvement."
-    )
+    caption = "Points. Right of the dotted line is an improvement."
+    figure = Figure(f"Differences from {baseline}", panels, caption)
     reasons = [(c.model, titles[task], why) for c in comparisons.values() for task, why in c.refused.items()]
     head = ["Model", "Verdict", *(title for title, _ in columns.values())]
     items = Items([f"{model}, {title}: {why}" for model, title, why in reasons], "Not comparable")
     return [Table(head, rows, DIFFERENCES, 2), _folded(report, figure), items]
+
+
+def _difference_row(report: Report, number: int, c: Comparison, columns: dict[str | None, Column]) -> Row:
+    verdict, tone = VERDICTS[c.mean["direction"]] if c.mean else ("not comparable", "quiet")
+    partial = len(c.tasks) < len(report.tasks)
+    notes = [f"of {len(c.tasks)} tasks"] if partial else []
+    for direction in (1, -1):
+        if count := sum(x["direction"] == direction for x in c.tasks.values()):
+            notes.append(f"{counted(count, 'task')} {TONES[direction]}")
+    cells: list[Any] = [_heading(report, number), Cell(verdict, ", ".join(notes), tone)]
+    for task, (_, effects) in columns.items():
+        if number in effects and not (task is None and partial):
+            p = c.tasks[task]["p_holm"] if task else (c.mean or {})["p"]
+            cells.append(_estimated(effects[number], "{:+.1f}", f", {p_value(p)}"))
+        else:
+            refused = c.refused if task is None else task in c.refused
+            cells.append(Cell("not comparable" if refused else DASH, tone="quiet"))
+    return cells
 
 
 def _details(report: Report) -> Table:
