@@ -1,9 +1,12 @@
 """emo eval | watch | report | compare | export | generate | chat | quality | answer | judge
 
-Exit codes: 0 success or nothing to do; 1 a transient failure (run the same command again to resume), or
-checkpoints that cannot be evaluated (watch); 2 a mistake of the user, also --fail_on_regression without all
-results; 3 a regression (--fail_on_regression); 130 interrupted by Ctrl-C (run the same command again to
-resume); 141 output closed by its reader.
+Exit codes:
+    0    success, or nothing to do
+    1    a transient failure (run the same command again to resume), or checkpoints that cannot be evaluated
+    2    a mistake of the user, also --fail_on_regression without all results
+    3    a regression (--fail_on_regression)
+    130  interrupted by Ctrl-C (run the same command again to resume)
+    141  the reader of the output closed it
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def add_arguments(subparsers: Any) -> None:
     add("texts", nargs="+", type=Path, help=text)
     text = f"results directory, for the oracle's texts ({OUT})"
     add("--output_path", type=Path, default=OUT, help=text)
-    add("--oracle", help="model that measures the perplexity of the samples and of its own samples")
+    add("--oracle", help="model that measures the perplexity of the samples, with its samples for comparison")
     add("--reference", help="model for forward and reverse cross-entropy; the same tokenizer")
     text = "featurizer of MAUVE: minilm, a sentence model, or a language model by path or id (gpt2-large)"
     add("--mauve", metavar="FEATURIZER", help=text)

@@ -1,6 +1,6 @@
 """Quality of sampled texts: every measure with its interval, and paired differences between models.
 
-    closeness     MAUVE with its ceiling; ROUGE-1 and ROUGE-L with the human continuation
+    closeness     MAUVE with its ceiling, ROUGE-1 and ROUGE-L with the human continuation
     precision     PPL_oracle: the oracle's perplexity of the samples, of its own samples (floor) and of human
     texts
     recall        PPL_test: the model's perplexity of the human texts

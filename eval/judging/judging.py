@@ -174,8 +174,8 @@ def read_replies(judge: Judge, pairs: Pairs, file: Path, asked: str | None) -> t
     """Return the replies to the prompts of `write_prompts` for `judge_pairs`, and the model that wrote them.
 
     Raises UserError for an incomplete file, for missing, duplicate or foreign replies, and if the replies
-    name no model, several models, or another one than `asked`. A reply whose request failed is empty, hence
-    unreadable: {"text": "", "failed": true}.
+    name no model, several models, or another one than `asked`. A reply whose request failed is unreadable:
+    {"text": "", "failed": true}.
 
     Args:
         judge: The judge.

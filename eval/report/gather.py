@@ -33,7 +33,7 @@ class Report:
     """The contents of all output formats.
 
     models: those with scores, in order. unscored: those with only text or a log. families: the models by
-    base. rows: one per model and task. against: baseline -> model -> comparison; the first baseline is the
+    base. rows: one per model and task. against: baseline -> model -> comparison. The first baseline is the
     report's. remarks: what to know before trusting the numbers. skipped: files that could not be read.
     """
 
@@ -120,7 +120,7 @@ class Report:
         """Return the models' accuracies on a task, or differences from a baseline, in points.
 
         task: None stands for the mean, of accuracies over all tasks, or of differences over the compared
-        tasks. The direction of an accuracy is that of the difference from the model's first baseline.
+        tasks. The direction of an accuracy comes from the difference to the model's first baseline.
         """
         effects = []
         for i, model in enumerate(self.models):

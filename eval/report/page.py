@@ -135,7 +135,7 @@ def _describe_accuracy(report: Report, effect: Effect) -> str:
     accuracy, tasks = formatted(effect.value, "{:.1f}"), counted(len(report.tasks), "task")
     interval = f"95 % interval {between(effect.low, effect.high)}"
     chance = percent(report.chance(None))
-    return f"{effect.name}: accuracy {accuracy} % on {tasks} ({interval}); chance is {chance} %."
+    return f"{effect.label}: accuracy {accuracy} % on {tasks} ({interval}); chance is {chance} %."
 
 
 def _uneven(report: Report) -> list[str]:

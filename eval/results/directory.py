@@ -47,7 +47,7 @@ class Description(TypedDict):
 
 
 class Lost(NamedTuple):
-    """What the prompt of a row lost to the context."""
+    """The parts of a prompt that the context had no space for."""
 
     demonstrations: int
     tokens: int  # of the row's text

@@ -200,8 +200,13 @@ def mean_difference(tasks: Sequence[np.ndarray], seed: int = 0) -> MeanDifferenc
             if counts.any():
                 key = float(f"{weight:.12g}")
                 discordant[key] = discordant.get(key, 0) + counts
+    return MeanDifference(difference, interval, _weighted_sign_test(discordant, seed))
+
+
+def _weighted_sign_test(discordant: dict[float, np.ndarray], seed: int) -> float:
+    """Return the two-sided p-value of random signs. discordant: weight of a row -> (only a, only b)."""
     if len(discordant) < 2:
-        return MeanDifference(difference, interval, _sign_test(*sum(discordant.values(), np.zeros(2, int))))
+        return _sign_test(*sum(discordant.values(), np.zeros(2, int)))
     rng = np.random.default_rng(seed)
     drawn, observed, squares = np.zeros(DRAWS), 0.0, 0.0
     for weight, (only_a, only_b) in discordant.items():
@@ -211,7 +216,7 @@ def mean_difference(tasks: Sequence[np.ndarray], seed: int = 0) -> MeanDifferenc
         squares += weight**2 * both
     as_far = (np.abs(drawn) >= abs(observed) - 1e-12).sum()
     bound = 2 * math.exp(-(observed**2) / (2 * squares))  # Hoeffding's: lower than draws can resolve
-    return MeanDifference(difference, interval, min(float((as_far + 1) / (DRAWS + 1)), bound))
+    return min(float((as_far + 1) / (DRAWS + 1)), bound)
 
 
 def mean_interval(means: Sequence[tuple[float, float, float]]) -> tuple[float, Interval]:

@@ -92,7 +92,7 @@ def beginnings(directory: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("flag", "adds", "named"), itertools.product(FLAGS, YES_NO, YES_NO))
-def test_all_begin_alike(
+def test_all_users_of_a_tokenizer_encode_the_same_beginning(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: bool | None, adds: bool, named: bool
 ) -> None:
     """add_bos_token decides where it is set; else the post-processor of tokenizer.json, never the name."""
@@ -112,7 +112,7 @@ def test_all_begin_alike(
             assert ids == expected + plain, user
 
 
-def test_two_tokens_before_a_text(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_may_add_two_tokens(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As GLM's tokenizers have it; EOS after a text goes into no prompt."""
     around = (["<s>", "<unk>"], ["</s>"])
     directory = with_tokenizer(model, tmp_path / "model", around, bos_token="<s>")

@@ -80,7 +80,7 @@ def sha(text: str) -> str:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_samples_hold_the_prompts_that_were_scored(world: Path, evaluated: Path, task: str) -> None:
+def test_samples_contain_the_scored_prompts(world: Path, evaluated: Path, task: str) -> None:
     """The plainest forward over context and continuation gives the response: minus the mean NLL per token."""
     model, tokenizer = load(world / "model")
     of_task = [s for name, actual in samples(evaluated).items() if name.startswith(task) for s in actual]
@@ -130,7 +130,7 @@ def test_lm_evaluation_harness_reads_its_files(evaluated: Path) -> None:
     assert f"{value['results']['sst2']['acc,none']:.4f}" in table and "MMLU" in table
 
 
-def test_exporting_again_writes_the_same(world: Path, evaluated: Path, tmp_path: Path) -> None:
+def test_exporting_again_writes_the_same_files(world: Path, evaluated: Path, tmp_path: Path) -> None:
     """Nothing twice, nothing missing, whatever a killed export has left; without the rows results alone."""
     model, expected = find_model(read_models([evaluated / "out"]), "m"), evaluated / "there"
     for _ in range(2):
@@ -143,7 +143,7 @@ def test_exporting_again_writes_the_same(world: Path, evaluated: Path, tmp_path:
     assert alone == {name: whole[name] for name in alone} and len(tree(tmp_path / "alone")) == 1
 
 
-def test_other_rows_or_prompts_than_those_of_the_evaluation_are_refused(
+def test_other_rows_or_prompts_than_the_evaluated_ones_are_rejected(
     world: Path, evaluated: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(world / "data", tmp_path / "data")
@@ -209,7 +209,7 @@ def test_the_hub_reads_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_a_card_loses_nothing(newline: str, tmp_path: Path) -> None:
+def test_the_rest_of_a_model_card_is_unchanged(newline: str, tmp_path: Path) -> None:
     before = CARD.replace("\n", newline)
     results = hub.model_index(finished(tmp_path), figures.read_figures(finished(tmp_path)))
     after = hub.add_index(before, "emo", results)
@@ -224,7 +224,7 @@ def test_a_card_loses_nothing(newline: str, tmp_path: Path) -> None:
         assert len(actual.eval_results or []) == 1 + count
 
 
-def test_other_weights_and_cards_that_cannot_be_read_are_left_alone(world: Path, tmp_path: Path) -> None:
+def test_other_weights_and_unreadable_cards_are_rejected(world: Path, tmp_path: Path) -> None:
     finished(tmp_path / "out")
     digest = EvaluatedModel(str(world / "model")).digest
     for path in (tmp_path / "out" / "models" / "emo").glob("*.json"):  # as if it had been evaluated
@@ -304,7 +304,7 @@ def test_wandb_gets_every_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert points[0]["eval/mean_accuracy"] == points[0]["eval/sst2/accuracy"]
 
 
-def test_what_cannot_be_sent_to_wandb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_unfit_for_wandb_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, out = training_run(tmp_path / "emo"), tmp_path / "out"
     finished(out, tokens=5, run=str(run))
 

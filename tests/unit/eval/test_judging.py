@@ -88,7 +88,7 @@ def read(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return json.loads((judgements / "v.json").read_text()), read_lines(judgements / "v.jsonl")
 
 
-def test_both_orders_count_and_asking_again_costs_nothing(world: Path, tmp_path: Path) -> None:
+def test_both_orders_count_and_replies_are_reused(world: Path, tmp_path: Path) -> None:
     options = ("--model", world / "judge", "--max_new_tokens", 1)
     judge(world, tmp_path, *options, expected=2)  # this judge replies by the order alone
     numbers, rows = read(tmp_path)
@@ -111,7 +111,7 @@ def test_both_orders_count_and_asking_again_costs_nothing(world: Path, tmp_path:
     assert len(list((tmp_path / "store").iterdir())) == 2 and len(read(tmp_path)[1]) == 4
 
 
-def test_a_short_context_cuts_both_answers_alike(world: Path, tmp_path: Path) -> None:
+def test_a_short_context_cuts_both_answers_to_the_same_length(world: Path, tmp_path: Path) -> None:
     """A pair that fits, one whose answers are cut, one whose question alone is too long."""
     short = tiny_judge(tmp_path / "short", max_position_embeddings=320)
     texts = [("Why?", "No."), ("Tell a tale.", "once " * 200), ("why " * 400, "No.")]
@@ -135,7 +135,7 @@ def exported(
 
 
 @pytest.mark.parametrize("form", ["jsonl", "openai"])
-def test_prompts_go_out_and_replies_come_back(
+def test_prompts_are_exported_and_replies_are_read(
     form: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By programs that need keys, which stay there. A's answers always win, once a reply says nothing."""
@@ -159,7 +159,7 @@ def test_prompts_go_out_and_replies_come_back(
     assert secret.encode() not in written and secret not in out
 
 
-def test_bad_reply_files_are_refused(world: Path, tmp_path: Path) -> None:
+def test_bad_reply_files_are_rejected(world: Path, tmp_path: Path) -> None:
     rows = exported(world, tmp_path, "pandalm")
     lines = [json.dumps({"id": row["id"], "reply": "1"}) for row in rows]
     pairs, file = pair_answers(world / "a.json", world / "b.json"), tmp_path / "r.jsonl"
@@ -190,7 +190,7 @@ def test_bad_reply_files_are_refused(world: Path, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", JUDGES)
-def test_replies_are_by_the_model_that_wrote_them(
+def test_replies_identify_their_author(
     asked: str | None, replied: list[str | None], by: str, name: str, world: Path, tmp_path: Path
 ) -> None:
     pairs, lines = pair_answers(world / "a.json", world / "b.json"), []
@@ -208,7 +208,7 @@ def test_replies_are_by_the_model_that_wrote_them(
         assert judging.read_replies(JUDGES[name], pairs, file, asked)[1] == by
 
 
-def test_failed_requests_and_models_that_are_no_names(world: Path, tmp_path: Path) -> None:
+def test_failed_requests_and_invalid_model_names_are_rejected(world: Path, tmp_path: Path) -> None:
     rows = exported(world, tmp_path, "pandalm")
     failed = [{"custom_id": row["id"], "response": None, "error": {"code": "expired"}} for row in rows]
     body = {"choices": [{"text": "1"}], "model": 4}
@@ -226,7 +226,7 @@ def test_failed_requests_and_models_that_are_no_names(world: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("second, why", [("1", "changed"), ("?", "unreadable")])
-def test_verdicts_that_decide_nothing_are_no_tie(second: str, why: str, world: Path, tmp_path: Path) -> None:
+def test_undecided_verdicts_are_not_a_tie(second: str, why: str, world: Path, tmp_path: Path) -> None:
     rows = exported(world, tmp_path, "pandalm")
     replies = [{"id": r["id"], "reply": second if r["id"].endswith("ba") else "1"} for r in rows]
     file = write_lines(tmp_path / "r.jsonl", replies)
@@ -241,7 +241,7 @@ def test_verdicts_that_decide_nothing_are_no_tie(second: str, why: str, world: P
     assert "no verdict" in judge(world, tmp_path, "--replies", file, "--ask_for", "m")
 
 
-def test_answers_cut_off_at_the_limit_are_left_out_unless_asked_for(world: Path, tmp_path: Path) -> None:
+def test_cut_off_answers_are_left_out_by_default(world: Path, tmp_path: Path) -> None:
     for name, cut in (("a", (0,)), ("b", (0, 2))):
         rows = json.loads((world / f"{name}.json").read_text())
         rows = [row | {"ended": NAMES.index(row["id"]) not in cut} for row in rows]
@@ -265,7 +265,7 @@ def test_answers_cut_off_at_the_limit_are_left_out_unless_asked_for(world: Path,
     assert code == 2 and "--include_cut_off" in err
 
 
-def test_judgements_of_one_pair_have_their_names_in_the_report(tmp_path: Path) -> None:
+def test_the_report_names_judgements_of_the_same_pair(tmp_path: Path) -> None:
     for name in ("strict", "lenient"):
         pairs = [Pair(f"q{i}", Question("", f"ask {i}"), "x", "y") for i in range(4)]
         judged = Judged("auto-j", "m", "mle", "emo", 2, [judged_row(p, ["b", "b"]) for p in pairs])
@@ -279,7 +279,7 @@ def row(key: Any = None, instruction: str = "Why?", output: Any = "No.") -> dict
     return {"instruction": instruction, "output": output} | ({} if key is None else {"id": key})
 
 
-def test_bad_answers_are_refused(tmp_path: Path) -> None:
+def test_bad_answers_are_rejected(tmp_path: Path) -> None:
     """A question in one file only, an id of two questions, two models in a file, no answer."""
     for a, b in (
         ([row(i) for i in range(6)], [row(i) for i in (0, 9)]),
@@ -310,7 +310,7 @@ WORD_FOR_WORD = {
 EVIL = '{output_1} {prompt} {0} %s <|im_end|> [/INST] """ \\n {'
 
 
-def test_prompts_are_word_for_word_and_answers_stand_in_them_as_they_are() -> None:
+def test_prompts_equal_the_published_ones_and_answers_are_unchanged() -> None:
     for prompt, digest in WORD_FOR_WORD.items():
         assert hashlib.sha256(judges.PROMPTS[prompt].encode()).hexdigest() == digest
     for judge in JUDGES.values():
@@ -364,7 +364,7 @@ def outputs(out: Path, name: str = "questions-greedy") -> list[dict[str, Any]]:
     return json.loads((out / "models" / "tuned" / "answers" / name / "model_outputs.json").read_text())
 
 
-def test_answers_are_the_models_own_in_alpaca_evals_format(world: Path, tmp_path: Path) -> None:
+def test_answers_equal_greedy_decoding_in_the_format_of_alpaca_eval(world: Path, tmp_path: Path) -> None:
     """Each greedy answer equals a plain argmax loop after BOS and Stanford Alpaca's prompt, written out."""
     assert answer(world, tmp_path, "--max_new_tokens", 6)[0] == 0
     rows = outputs(tmp_path)
@@ -385,7 +385,7 @@ def test_answers_are_the_models_own_in_alpaca_evals_format(world: Path, tmp_path
 
 
 @pytest.mark.parametrize("template", ["alpaca", "chat", "chat_template"])
-def test_a_question_is_put_as_in_training(world: Path, tmp_path: Path, template: str) -> None:
+def test_a_question_is_encoded_as_in_training(world: Path, tmp_path: Path, template: str) -> None:
     """The ids of a prompt are those before the loss begins in the prepared example."""
     directory = tiny_model(tmp_path / "model", tokenizer=EvaluatedModel(str(world / "tuned")).tokenizer)
     (directory / "chat_template.jinja").write_text(CHAT)
@@ -405,7 +405,7 @@ def test_a_question_is_put_as_in_training(world: Path, tmp_path: Path, template:
         assert answers.question_ids(EvaluatedModel(str(directory)), question, template) == list(expected)
 
 
-def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) -> None:
+def test_templates_are_found_and_mismatches_are_reported(world: Path, tmp_path: Path) -> None:
     def choose(path: Path, template: str) -> tuple[str, int]:
         messages: list[str] = []
         return answers.choose_template(EvaluatedModel(str(path)), template, messages.append), len(messages)
@@ -419,7 +419,7 @@ def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) ->
     assert choose(bare, "auto") == ("alpaca", 1)
 
 
-def test_questions_that_leave_no_room_are_counted(world: Path, tmp_path: Path) -> None:
+def test_questions_without_room_for_an_answer_are_counted(world: Path, tmp_path: Path) -> None:
     """One question longer than the context, one that leaves a few tokens: kept, and said."""
     file = write_lines(tmp_path / "long.jsonl", [{"text": "why " * n} for n in (300, 90, 1)])
     code, out, _ = answer(world, tmp_path, "--questions", file, "--max_new_tokens", 400)
@@ -444,7 +444,7 @@ WRONG_JUDGES = (
 )  # fmt: skip
 
 
-def test_wrong_questions_and_options_are_refused(
+def test_wrong_questions_and_options_are_rejected(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(world)
@@ -537,7 +537,7 @@ def test_auto_js_agreement_and_consistency(instruct: Path, tmp_path: Path) -> No
     assert actual["counts"]["changed"] == sum(~alike)
 
 
-def test_length_control_takes_out_what_length_gives(capfd: pytest.CaptureFixture[str]) -> None:
+def test_length_control_removes_the_effect_of_length(capfd: pytest.CaptureFixture[str]) -> None:
     """A judge that only counts characters: the plain rate follows lengths, the controlled one is a half."""
     rng, a = np.random.default_rng(0), np.full(600, 1000)
     b = (1000 + rng.normal(60, 100, 600)).round().astype(int)  # B is longer
@@ -552,7 +552,7 @@ def test_length_control_takes_out_what_length_gives(capfd: pytest.CaptureFixture
     assert capfd.readouterr() == ("", "")
 
 
-def test_kappas_of_textbooks() -> None:
+def test_kappas_equal_textbook_values() -> None:
     """Cohen's example of 25 + 25 of 50 applications; Fleiss' table of 10 subjects and 14 raters."""
     first = ["y"] * 25 + ["n"] * 25
     second = ["y"] * 20 + ["n"] * 5 + ["y"] * 10 + ["n"] * 15

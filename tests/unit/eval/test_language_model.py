@@ -46,7 +46,7 @@ class Bigrams(LanguageModel):
         ]
 
 
-def test_an_own_model_is_scored_stored_and_reported(world: Path, tmp_path: Path) -> None:
+def test_a_custom_model_is_scored_stored_and_reported(world: Path, tmp_path: Path) -> None:
     model, lines = Bigrams("It is great. It is terrible. " * 20), list[str]()
     settings = Settings(str(world / "data"), retriever="bm25", shots=2, extra=("calibrated",))
     (result,) = run_all(model, select_tasks("sst2"), settings, tmp_path, lines.append)
@@ -65,6 +65,6 @@ def test_an_own_model_is_scored_stored_and_reported(world: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     "settings", [{"faithful": True}, {"inferencer": "ppl"}, {"extra": ("channel",)}, {"retriever": "topk"}]
 )
-def test_settings_that_need_a_hugging_face_model_are_refused(settings: Any, tmp_path: Path) -> None:
+def test_settings_that_need_a_hugging_face_model_are_rejected(settings: Any, tmp_path: Path) -> None:
     with refused("model"):
         run_all(Bigrams("a"), select_tasks("sst2"), Settings("data", **settings), tmp_path, print)

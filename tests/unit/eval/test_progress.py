@@ -14,7 +14,7 @@ from emo.eval import cli
 from emo.eval.models.encoder import Encoder
 
 
-def test_work_that_takes_long_says_how_far_it_is(
+def test_long_work_shows_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only the innermost piece speaks, with the time left; short work says nothing."""

@@ -25,7 +25,7 @@ from tests.helpers.said import lines
 GOOD, BAD = [True] * 40, [True] * 10 + [False] * 30
 
 
-def test_a_clear_regression_is_one(tmp_path: Path) -> None:
+def test_a_clear_regression_is_detected(tmp_path: Path) -> None:
     good = fabricated(tmp_path, "good", {"sst2": [True] * 80 + [False] * 20, "trec": [True] * 50})
     bad = fabricated(tmp_path, "bad", {"sst2": [True] * 60 + [False] * 40, "trec": [True] * 50})
     verdict = find_regression(good, bad)
@@ -42,7 +42,7 @@ def test_a_clear_regression_is_one(tmp_path: Path) -> None:
         find_regression(good, good)
 
 
-def test_results_under_unlike_conditions_are_not_compared(tmp_path: Path) -> None:
+def test_results_under_different_conditions_are_not_compared(tmp_path: Path) -> None:
     """Gold labels are the same, and yet other texts or settings were asked."""
     a = fabricated(tmp_path, "a", {"sst2": GOOD, "trec": GOOD})
     fabricated(tmp_path, "b", {"sst2": GOOD})
@@ -52,7 +52,7 @@ def test_results_under_unlike_conditions_are_not_compared(tmp_path: Path) -> Non
     assert is_mistake("compare", "a", "b", "--results", tmp_path)
 
 
-def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None:
+def test_a_view_that_differs_from_the_sealed_result_is_skipped(tmp_path: Path) -> None:
     """A file that is easily edited must not say anything else than the store, which is not."""
     for name in "ab":
         fabricated(tmp_path, name, {"sst2": [True] * 10, "trec": [True, False] * 5})
@@ -68,7 +68,7 @@ def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None
     assert "trec" in read_models([tmp_path])[1].results
 
 
-def test_a_gate_heeds_the_named_tasks_alone(tmp_path: Path) -> None:
+def test_a_gate_considers_only_the_named_tasks(tmp_path: Path) -> None:
     """Neither the regressions of others nor their absence; one that cannot fail is a mistake."""
     fabricated(tmp_path, "base", {"sst2": GOOD, "trec": GOOD, "mr": GOOD})
     fabricated(tmp_path, "new", {"sst2": BAD, "trec": GOOD})
@@ -196,7 +196,7 @@ def test_a_base_that_was_not_evaluated_is_not_guessed(tmp_path: Path) -> None:
     assert numbers["baseline"] == "mle" and "base" not in page.answer
 
 
-def test_models_are_compared_with_what_they_came_from(tmp_path: Path) -> None:
+def test_models_are_compared_with_the_models_they_were_trained_from(tmp_path: Path) -> None:
     """With each stage before, and with MLE from the same origin; no others, unless they are chosen."""
     stages = {"base": 0.3, "cpt": (0.5, trained("emo", "models/base", "cpt"))}
     stages |= {o: (0.7, trained(o, "runs/cpt/export")) for o in ("mle", "emo")}
@@ -216,7 +216,7 @@ def test_models_are_compared_with_what_they_came_from(tmp_path: Path) -> None:
     assert len(chosen["mean_comparisons"]) == 5
 
 
-def test_text_mistakes_and_damage_are_shown(tmp_path: Path) -> None:
+def test_the_report_shows_text_errors_and_damaged_files(tmp_path: Path) -> None:
     """Text under the name of its model, scored or not, unless it is of other weights."""
     models(tmp_path, a=0.5, b=0.5)
     write_model(tmp_path, "unscored")

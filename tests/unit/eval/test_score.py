@@ -48,7 +48,7 @@ def worst_difference(*sides: list[Record]) -> float:
 
 
 @pytest.mark.parametrize("name", ["mmlu", "trec"])
-def test_equals_openicl(name: str, world: Path, tiny: EvaluatedModel) -> None:
+def test_predictions_and_scores_equal_those_of_openicl(name: str, world: Path, tiny: EvaluatedModel) -> None:
     """Same predictions on every row, scores within 1e-5."""
     task, draw = load_task(name), np.random.default_rng(5).choice
     rows = load_data(task, str(world / "data")).rows
@@ -134,7 +134,7 @@ def test_faithful_mode_has_openicls_faults(fault: str, tiny: EvaluatedModel) -> 
 
 
 @pytest.mark.parametrize("limit", [40, 150, 400])
-def test_labels_see_the_same_demonstrations_and_are_never_cut(limit: int, tiny: EvaluatedModel) -> None:
+def test_labels_share_demonstrations_and_are_never_cut(limit: int, tiny: EvaluatedModel) -> None:
     tokenizer = tiny.tokenizer
     task, rows = toy(LONG[:6])
     indices = [[(i + j) % 12 for j in range(4)] for i in range(6)]
@@ -199,7 +199,7 @@ def test_a_shared_beginning_is_computed_once(shared: int, budget: int, tiny: Eva
 
 
 @pytest.mark.parametrize("way", [TREE, ROWS, FORWARD])
-def test_every_way_skips_reports_progress_and_refuses_nan(way: str, tiny: EvaluatedModel) -> None:
+def test_every_method_skips_tokens_reports_progress_and_rejects_nan(way: str, tiny: EvaluatedModel) -> None:
     scorer = PrefixScorer(copy.deepcopy(tiny.model), budget=200)
     items = random_items(384, 20)
     items = [Item(i.prefix, i.tails, None, [len(t) // 2 for t in i.tails]) for i in items]
@@ -246,7 +246,7 @@ def random_model(kind: str, **config: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_other_architectures(kind: str) -> None:
+def test_the_scorer_equals_the_forward_of_every_architecture(kind: str) -> None:
     """Sharing where the model honours it, whole prompts where it does not; the right numbers either way."""
     messages: list[str] = []
     scorer = PrefixScorer(random_model(kind), say=messages.append)
@@ -292,7 +292,7 @@ def test_embeddings_that_depend_on_a_batchs_longest_row_are_scored_alone() -> No
     check(scorer, random_items(384, 4, shared=30))
 
 
-def test_a_token_beyond_the_embeddings_is_refused() -> None:
+def test_a_token_outside_the_embeddings_is_rejected() -> None:
     with refused("tokenizer"):
         PrefixScorer(random_model("llama")).score([Item(np.array([1, 5, 384]), [np.array([3])])])
 
@@ -317,7 +317,7 @@ def test_channel_is_the_likelihood_of_the_text_after_the_label(tiny: EvaluatedMo
             assert actual[row, k] == pytest.approx(nll[len(before) - 1 :].sum(), rel=1e-5)
 
 
-def test_calibration_subtracts_what_a_label_is_worth_without_content(tiny: EvaluatedModel) -> None:
+def test_calibration_subtracts_the_score_without_content(tiny: EvaluatedModel) -> None:
     task, rows = toy(LONG[:4])
     builder = PromptBuilder(task, rows["train"], tiny.encode)
     samples = builder.build(rows["test"], [[i, i + 2] for i in range(4)])

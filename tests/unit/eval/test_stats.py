@@ -18,7 +18,7 @@ from emo.eval.results import stats
 
 
 @pytest.mark.parametrize(("n", "correct"), [(1, 0), (1, 1), (28, 0), (500, 500), (7, 3)])
-def test_an_interval_has_width_and_is_wilsons(n: int, correct: int) -> None:
+def test_an_accuracy_has_wilsons_interval(n: int, correct: int) -> None:
     """100 % of 20 rows is not known to be 100 %."""
     outcomes = [True] * correct + [False] * (n - correct)
     expected = scipy_stats.binomtest(correct, n).proportion_ci(0.95, method="wilson")
@@ -29,7 +29,7 @@ def test_an_interval_has_width_and_is_wilsons(n: int, correct: int) -> None:
             assert (actual.interval.low, actual.interval.high) == pytest.approx((expected.low, expected.high))
 
 
-def test_groups_are_averaged_unweighted_each_with_its_own_variance() -> None:
+def test_groups_have_equal_weights_and_separate_variances() -> None:
     right = [True] * 360 + [False] * 40 + [True] * 20 + [False] * 80
     actual = stats.accuracy(right, ["big"] * 400 + ["small"] * 100)
     half = 1.96 * np.sqrt(0.9 * 0.1 / 400 + 0.2 * 0.8 / 100) / 2
@@ -45,7 +45,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_intervals_cover(name: str) -> None:
+def test_intervals_have_their_nominal_coverage(name: str) -> None:
     """95 % intervals hold the truth, of an accuracy, of a difference, of a mean over tasks."""
     sizes = np.array(SIZES[name])
     groups = np.arange(len(sizes)).repeat(sizes)
@@ -68,7 +68,7 @@ def test_intervals_cover(name: str) -> None:
     assert (inside / rounds >= 0.93).all(), inside / rounds
 
 
-def test_confusion_and_macro_f1_are_sklearns() -> None:
+def test_confusion_and_macro_f1_equal_those_of_sklearn() -> None:
     rng = np.random.default_rng(0)
     labels = ["a", "b", "c"]
     gold, predicted = rng.choice(labels, 200).tolist(), rng.choice(labels, 200, p=[0.6, 0.3, 0.1]).tolist()
@@ -100,7 +100,7 @@ def test_the_test_of_the_mean_is_that_of_random_signs() -> None:
     assert stats.mean_difference([first, second]).p == pytest.approx(exact, abs=0.01)
 
 
-def test_holm() -> None:
+def test_holms_correction() -> None:
     assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert stats.holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
     assert stats.holm([]) == []
@@ -111,7 +111,7 @@ VERDICTS = ((0.5, 0.0), (0.3, 0.2), (0.1, 0.1), (0.85, 0.1), (0.02, 0.9), (0.2, 
 
 
 @pytest.mark.parametrize(("questions", "each", "alike"), [(10, 1, 0), (50, 1, 0), (20, 3, 0.7)])
-def test_win_rates(questions: int, each: int, alike: float) -> None:
+def test_win_rate_intervals_have_their_nominal_coverage(questions: int, each: int, alike: float) -> None:
     """Pairs of one question may agree."""
     labels, covered = [str(i) for i in range(questions) for _ in range(each)], []
     for seed, (win, tie) in enumerate(VERDICTS):
@@ -126,7 +126,7 @@ def test_win_rates(questions: int, each: int, alike: float) -> None:
     assert min(covered) >= 0.88 and 0.92 <= np.mean(covered) <= (0.98 if questions >= 30 else 0.995), covered
 
 
-def test_a_clean_sweep_is_not_certain() -> None:
+def test_the_interval_of_a_clean_sweep_has_width() -> None:
     """20 wins of 20 leave room; so do 20 ties, and 20 verdicts that are equal for both models."""
     labels = [str(i) for i in range(20)]
     for score in (0.0, 0.5, 1.0):

@@ -91,7 +91,7 @@ SPOILT: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("kind", SPOILT)
-def test_nothing_is_published_of_spoilt_weights(kind: str, copy: Path, world: Path, tmp_path: Path) -> None:
+def test_damaged_weights_publish_nothing(kind: str, copy: Path, world: Path, tmp_path: Path) -> None:
     edit_weights(copy / WEIGHTS, SPOILT[kind])
     common = ["--model", copy, "--output_path", tmp_path / "out"]
     assert is_mistake("eval", *common, "--data", world / "data", "--tasks", "sst2", "--retriever", "random")
@@ -129,7 +129,7 @@ def test_models_that_are_not_causal_or_smaller_than_their_tokenizer_are_refused(
     assert EvaluatedModel(str(path)).model.config.vocab_size == 384
 
 
-def test_wrong_names_and_numbers_are_refused(world: Path, tmp_path: Path) -> None:
+def test_wrong_names_and_numbers_are_rejected(world: Path, tmp_path: Path) -> None:
     for name in (".hidden", "a/b", "a,b", "a=b", "", "x\n", "x" * 300):
         with pytest.raises(UserError):
             EvaluatedModel(str(world / "model"), name)
@@ -154,7 +154,7 @@ def test_an_adapter_is_loaded_as_its_files_say_and_is_part_of_the_key(adapted: P
     assert len(digests) == 4
 
 
-def test_a_tensor_that_is_missing_with_an_adapter_is_refused(adapted: Path) -> None:
+def test_a_missing_tensor_of_an_adapter_is_rejected(adapted: Path) -> None:
     def rename(weights: dict[str, torch.Tensor]) -> None:
         weights["extra.weight"] = weights.pop(next(name for name in sorted(weights) if "v_proj" in name))
 
@@ -167,7 +167,7 @@ def test_a_tensor_that_is_missing_with_an_adapter_is_refused(adapted: Path) -> N
 
 
 @pytest.mark.parametrize("file", [WEIGHTS, "config.json"])
-def test_a_file_that_changes_before_it_is_loaded_stores_nothing(
+def test_nothing_is_stored_if_a_file_changes_before_loading(
     file: str, copy: Path, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The key was derived from the old content; the model is loaded long after, from the new."""
@@ -200,7 +200,7 @@ def test_digests_follow_content_not_names_or_times(tmp_path: Path, monkeypatch: 
     assert store.digest_files(tmp_path, [first]) != before
 
 
-def test_a_cache_that_cannot_be_written_only_costs_time(
+def test_a_read_only_cache_costs_only_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_bytes(b"x")
@@ -224,7 +224,7 @@ def test_a_full_disk_does_not_fail_the_cache(tmp_path: Path, monkeypatch: pytest
     assert store.cached_digest("kind", "k", lambda: "a" * 64) == "a" * 64
 
 
-def test_every_choice_is_part_of_the_key_but_the_batch_size(world: Path, tmp_path: Path) -> None:
+def test_every_setting_but_the_batch_size_is_part_of_the_key(world: Path, tmp_path: Path) -> None:
     model, task = EvaluatedModel(str(world / "model")), select_tasks("sst2")[0]
 
     def results(**settings: Any) -> int:
@@ -238,7 +238,7 @@ def test_every_choice_is_part_of_the_key_but_the_batch_size(world: Path, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_tokenizer_is_the_same_in_every_form(name: str, copy: Path, shared_data: Path) -> None:
+def test_the_digest_of_a_tokenizer_ignores_its_file_format(name: str, copy: Path, shared_data: Path) -> None:
     digests = set()
     for form in ("original", "tokenizer.json"):
         for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
@@ -259,7 +259,7 @@ def test_a_tokenizer_is_the_same_in_every_form(name: str, copy: Path, shared_dat
         assert EvaluatedModel(str(copy)).tokenizer_digest not in digests
 
 
-def test_a_tokenizer_adds_what_its_configuration_says(copy: Path) -> None:
+def test_a_tokenizer_adds_the_configured_tokens(copy: Path) -> None:
     written, plain = copy / "tokenizer_config.json", EvaluatedModel(str(copy)).tokenizer_digest
     config = json.loads(written.read_text(encoding="utf-8"))
     ids = load_tokenizer(copy)("a text", add_special_tokens=False).input_ids
@@ -290,7 +290,7 @@ def test_the_order_of_inputs_labels_and_replacements_is_part_of_the_key() -> Non
     assert len(keys) == 4
 
 
-def test_one_name_stands_for_one_dtype_and_unlike_dtypes_are_not_paired(world: Path, tmp_path: Path) -> None:
+def test_a_name_stands_for_one_dtype_and_dtypes_are_not_compared(world: Path, tmp_path: Path) -> None:
     tasks, settings = select_tasks("sst2"), Settings(data=str(world / "data"))
     for name, dtype in (("a", "auto"), ("b", "float32"), ("c", "bfloat16")):
         model = EvaluatedModel(str(world / "model"), name, dtype)
@@ -363,7 +363,7 @@ def everything(out: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_and_run_again(world: Path, undisturbed: dict[str, str], tmp_path: Path) -> None:
+def test_a_killed_job_can_run_again(world: Path, undisturbed: dict[str, str], tmp_path: Path) -> None:
     """Three processes share every evaluation and are killed at random: always the same files in the end."""
     rng, kills = random.Random(0), 0
     while kills < KILLS:

@@ -116,7 +116,7 @@ def _loop(run: Run, log: Path, count: int) -> None:
 
 
 @pytest.mark.slow
-def test_two_watchers_many_checkpoints_and_crashes(run: Run, tmp_path: Path) -> None:
+def test_two_crashing_watchers_evaluate_every_checkpoint_once(run: Run, tmp_path: Path) -> None:
     """Checkpoints appear while two watchers work and are killed and started again at random."""
     log, rng = tmp_path / "log", random.Random(1)
     crashes, steps = 0, list(range(STEPS))
@@ -150,7 +150,7 @@ def test_two_watchers_many_checkpoints_and_crashes(run: Run, tmp_path: Path) -> 
     assert json.loads(view.read_text())["result"] == alone  # its own model's
 
 
-def test_the_final_export_counts_and_again_when_it_is_replaced(run: Run) -> None:
+def test_the_final_export_is_evaluated_again_when_it_is_replaced(run: Run) -> None:
     run.complete(run.write_partial(5))  # not renamed yet: no checkpoint
     assert find_targets(run.path) == [] and run.watcher().run_once() == 0
     run.publish(3)
@@ -177,7 +177,7 @@ def test_checkpoints_without_an_export_are_named(run: Run) -> None:
     assert not find_targets(run.path)[1:] and "2 checkpoints have no export" in run.watcher().summary()
 
 
-def test_a_trainer_checkpoint_counts_when_it_rests(run: Run) -> None:
+def test_a_trainer_checkpoint_is_evaluated_when_it_stops_changing(run: Run) -> None:
     """Foreign runs have no marker: trainer_state.json, every shard of the index, none cut short, at rest.
     One that stays cut short has failed, so that `--until_finished` can end; what is written again counts.
     """
@@ -210,7 +210,7 @@ def test_a_trainer_checkpoint_counts_when_it_rests(run: Run) -> None:
     assert passed().evaluated == list(run.done) == [name]
 
 
-def test_other_tasks_settings_or_rows_are_evaluated_anew(run: Run, tmp_path: Path) -> None:
+def test_changed_tasks_settings_or_rows_are_evaluated_again(run: Run, tmp_path: Path) -> None:
     """A mark counts for what it was made with."""
     run.data = write_tasks(tmp_path / "data", ["sst2", "trec"], train=20, test=8)
     run.publish(3)
@@ -225,7 +225,7 @@ def test_other_tasks_settings_or_rows_are_evaluated_anew(run: Run, tmp_path: Pat
     assert (passed("sst2"), passed("sst2")) == (1, 0)
 
 
-def test_a_bad_checkpoint_does_not_hold_up_the_others(run: Run, tmp_path: Path) -> None:
+def test_a_bad_checkpoint_does_not_block_the_others(run: Run, tmp_path: Path) -> None:
     """It is marked, the others are evaluated and reported, an exit code tells; missing data mark none."""
     run.publish(3)
     assert run.watch("--data", tmp_path / "nowhere") == ExitCode.MISTAKE and not run.done
@@ -244,7 +244,7 @@ def test_a_bad_checkpoint_does_not_hold_up_the_others(run: Run, tmp_path: Path) 
     assert run.watch() == 0 and run.done["run-step-000006"]["state"] == "evaluated"
 
 
-def test_a_passing_trouble_is_tried_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transient_failure_is_retried(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.publish(3)
 
     def lost(model: Any) -> None:
@@ -256,7 +256,7 @@ def test_a_passing_trouble_is_tried_again(run: Run, monkeypatch: pytest.MonkeyPa
     assert run.watch() == 0 and len(run.done) == 1
 
 
-def test_pruned_while_and_before_it_is_evaluated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_may_be_pruned_meanwhile(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer may delete a checkpoint at any moment: hard links keep the files until the end."""
     steps = run.publish(3, 4)
     listed = find_targets(run.path)
@@ -266,7 +266,7 @@ def test_pruned_while_and_before_it_is_evaluated(run: Run, monkeypatch: pytest.M
     assert [mark["state"] for mark in run.done.values()] == ["evaluated", "gone"]
 
 
-def test_a_gate_answers_the_same_however_often_it_is_asked(run: Run) -> None:
+def test_a_gate_is_repeatable(run: Run) -> None:
     """The models that watchers evaluated are gone. Without all results there is no verdict."""
     out = run.path / "eval"
 
@@ -312,7 +312,7 @@ def test_every_checkpoint_is_exported_once(run: Run, tmp_path: Path, monkeypatch
     assert marks[0] == marks[1]
 
 
-def test_mistakes_are_told_before_any_work(run: Run, tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_any_work(run: Run, tmp_path: Path) -> None:
     run.publish(3)
     for wrong in ("--export=hf", "--export=wandb=here", "--export=csv=here", "--poll=0"):
         assert run.shown(wrong) == (ExitCode.MISTAKE, "") and not run.done, wrong
@@ -322,7 +322,7 @@ def test_mistakes_are_told_before_any_work(run: Run, tmp_path: Path) -> None:
 SCRIPT = REPO / "launch/slurm/evaluate.sbatch"
 
 
-def test_slurm_queues_again_only_what_may_pass(tmp_path: Path) -> None:
+def test_slurm_requeues_only_transient_failures(tmp_path: Path) -> None:
     """With stand-ins for Slurm's commands, which write down how they were called."""
     log, script = tmp_path / "calls", tmp_path / "slurm_script"
     for name, body in (
@@ -360,7 +360,7 @@ def test_slurm_queues_again_only_what_may_pass(tmp_path: Path) -> None:
     assert slurm(ExitCode.DONE, EVERY="20") == (0, [])
 
 
-def test_kubernetes_settings_name_options_and_tasks_that_there_are() -> None:
+def test_kubernetes_settings_use_existing_options_and_tasks() -> None:
     settings = [path.read_text() for path in (REPO / "launch/k8s").rglob("kustomization.yaml")]
     chosen = [line for text in settings for line in re.findall(r"EVALUATE=([^#\n]+)", text)]
     assert len(chosen) > 1
@@ -370,7 +370,7 @@ def test_kubernetes_settings_name_options_and_tasks_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["evaluate.yaml", "watch.yaml"])
-def test_kubernetes_asks_for_options_that_there_are(name: str) -> None:
+def test_kubernetes_uses_existing_options(name: str) -> None:
     text = (REPO / "launch/k8s/base" / name).read_text()
     flags = set(re.findall(r"--[a-z_]+", text))
     assert {"--data"} < flags <= options("watch") and "$EVALUATE" in text

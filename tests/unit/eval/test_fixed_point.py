@@ -60,7 +60,7 @@ def test_a_text_does_not_depend_on_its_batch(models: Path, decoding: Decoding) -
     assert texts[0] == texts[1]
 
 
-def test_a_text_that_has_ended_decides_nothing(models: Path) -> None:
+def test_ended_texts_do_not_affect_the_others(models: Path) -> None:
     """... though others of its batch go on: what the model says after it need not have a fixed point."""
     model, rows = EvaluatedModel(str(models / "small")).model, []
 
@@ -73,7 +73,7 @@ def test_a_text_that_has_ended_decides_nothing(models: Path) -> None:
     assert [len(text.tokens) for text in texts] == [1, 4, 2] and rows == [3, 2, 1, 1]
 
 
-def test_texts_are_kept_apart_by_objective_and_cost(models: Path, tmp_path: Path) -> None:
+def test_texts_of_different_objectives_and_costs_are_stored_separately(models: Path, tmp_path: Path) -> None:
     """... and by a cost's content; likelihood leaves them as they are."""
     written: dict[str, Any] = {}
     (tmp_path / "cost").symlink_to(models / "small")
@@ -110,7 +110,7 @@ def test_texts_are_kept_apart_by_objective_and_cost(models: Path, tmp_path: Path
         ("emo", "nowhere.pt", "cost-missing"),
     ],
 )
-def test_what_does_not_settle_is_refused(models: Path, objective: str, cost: str, code: str) -> None:
+def test_missing_fixed_points_are_rejected(models: Path, objective: str, cost: str, code: str) -> None:
     model = EvaluatedModel(str(models / "small"))
     logits = torch.randn(3, model.model.config.vocab_size, generator=torch.Generator().manual_seed(0))
     logits[0] *= 10  # so sharp that gradients vanish near a corner
