@@ -1,4 +1,4 @@
-"""emo export: results as other tools read them. `watch` does the same for every checkpoint."""
+"""emo export: write results in the formats of other tools. `watch` does so for every checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from emo.common.cli.commands import announce
 from emo.common.errors import ExitCode, UserError, nearest
 
-from ..results.directory import Model, Say, pick, read_models
+from ..results.directory import Model, Say, find_model, read_models
 
 HARNESS, HUB, WANDB = FORMATS = ("lm-eval", "hf", "wandb")
 EXAMPLE = """examples:
@@ -24,41 +24,41 @@ def add_arguments(subparsers: Any) -> None:
     """Add the command `export` with its arguments."""
     command = subparsers.add_parser(
         "export",
-        help="results for lm-evaluation-harness' tools, the hub, Weights & Biases",
+        help="write results for lm-evaluation-harness, the hub or Weights & Biases",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = command.add_argument
     add("results", nargs="+", type=Path, help="directories given as --output_path to eval or watch")
     add("--format", required=True, help=f"one of {', '.join(FORMATS)}")
-    out_help = "a directory; hf: the model's; wandb: the training run's"
+    out_help = "a directory (hf: of the model, wandb: of the training run)"
     add("--output_path", required=True, type=Path, help=out_help)
-    add("--name", help="only the model that results call so (all)")
-    add("--data", help="lm-eval: where the rows are, as for eval; without it there are no samples")
-    add("--tasks", default="", help="lm-eval: task files of your own, comma-separated")
+    add("--name", help="only the model with this name in results (all)")
+    add("--data", help="lm-eval: source of the rows, as for eval; without it no samples are written")
+    add("--tasks", default="", help="lm-eval: your task files, comma-separated")
 
 
 @dataclass(frozen=True)
 class Export:
-    """A format and the directory for it. watched: models come one by one, the hub's files go to OUT/NAME."""
+    """A format and its directory. watched: models are exported one by one, the hub's files to OUT/NAME."""
 
     format: str
     out: Path
-    data: str | None = None  # where samples can be read again, as `eval` has it, and so with the tasks
+    data: str | None = None  # source of the rows, for samples
     tasks: str = ""
     watched: bool = True
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise UserError(f"--format {self.format!r}; {nearest(self.format, FORMATS)}")
+            raise UserError(f"--format {self.format!r} is not known. {nearest(self.format, FORMATS)}")
 
     def __str__(self) -> str:
         return f"{self.format}={self.out}"
 
-    def each(self, models: Sequence[Model], cards: Mapping[str, str], say: Say) -> dict[str, Exception]:
-        """Export models of a run, whatever happens to the others; return what failed, by name.
+    def export(self, models: Sequence[Model], cards: Mapping[str, str], say: Say) -> dict[str, Exception]:
+        """Export models independently of each other, and return the errors by name.
 
-        cards: model cards to add to, by name.
+        cards: model cards to extend, by name.
         """
         failed: dict[str, Exception] = {}
         if self.format == WANDB:
@@ -69,9 +69,9 @@ class Export:
             except Exception as error:
                 return {model.name: error for model in models}
         if self.format == HARNESS:
-            from .harness import lost_demonstrations, write_harness
+            from .harness import describe_all_lost, write_harness
 
-            if lost := lost_demonstrations(models):
+            if lost := describe_all_lost(models):
                 say(lost)
         for model in models:
             try:
@@ -88,14 +88,14 @@ class Export:
         return failed
 
 
-def of_watch(texts: Sequence[str], run_dir: Path, data: str, tasks: str) -> list[Export]:
-    """Return the exports of --export FORMAT=DIR, or `wandb`; UserError for a wrong one."""
+def parse_exports(texts: Sequence[str], run_dir: Path, data: str, tasks: str) -> list[Export]:
+    """Return the exports of --export FORMAT=DIR, or `wandb`."""
     exports = []
     for text in texts:
         name, _, target = text.partition("=")
         if (name == WANDB) == bool(target):
             raise UserError(
-                f"--export {text!r} must read {HARNESS}=DIR, {HUB}=DIR or {WANDB} (the run that is watched)"
+                f"--export {text!r} must be {HARNESS}=DIR, {HUB}=DIR or {WANDB} (for the watched run)"
             )
         exports.append(Export(name, Path(target) if target else run_dir, data, tasks))
     return exports
@@ -107,12 +107,12 @@ def run(args: argparse.Namespace, say: Say) -> int:
     export = Export(args.format, args.output_path, args.data, args.tasks, watched=False)
     models = read_models(args.results)
     finished = [model for model in models if model.results or model.unreadable]
-    models = [pick(models, args.name)] if args.name else finished
+    models = [find_model(models, args.name)] if args.name else finished
     if not models or (export.format == HUB and len(models) > 1):
         names = ", ".join(model.name for model in models) or "none has finished results"
-        raise UserError(f"choose a model with --name, for --format hf a single one: {names}")
-    for error in export.each(models, {}, say).values():
+        raise UserError(f"choose a model with --name (--format hf exports a single one): {names}")
+    for error in export.export(models, {}, say).values():
         raise error
     if export.format == HARNESS and not export.data:
-        say("without samples: they hold the rows and their prompts, which --data gives")
+        say("no samples were written. They contain rows and prompts, so set --data to write them.")
     return ExitCode.DONE

@@ -1,9 +1,9 @@
-"""Exported results: accuracies with standard errors, counted again from the rows of the store.
+"""Exported results: accuracies with standard errors, recomputed from the records of the store.
 
     stderr = sqrt(sum_i (x_i - mean)^2 / (n - 1)) / sqrt(n)        of n outcomes x_i in {0, 1}
     stderr of the unweighted mean of k groups = sqrt(sum_j stderr_j^2) / k
 
-as lm-evaluation-harness has them (mean_stderr and unweighted_mean_stderr of lm_eval/api/metrics.py, 0.4.13).
+as in lm-evaluation-harness (mean_stderr and unweighted_mean_stderr of lm_eval/api/metrics.py, 0.4.13).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..results.directory import Model
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Share of right rows. stderr: None where there are too few rows to tell."""
+    """Share of correct rows. stderr: None if there are too few rows."""
 
     value: float
     stderr: float | None
@@ -29,64 +29,71 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Figures:
-    """The result of a task, whose accuracy is the unweighted mean over its groups."""
+    """The result of a task. Its accuracy is the unweighted mean over its groups."""
 
     task: str
     result: dict[str, Any]
     records: list[dict[str, Any]]  # in row order
     accuracy: Accuracy
-    groups: dict[str, Accuracy]  # a single nameless one where the task has none
+    groups: dict[str, Accuracy]  # {"": accuracy} if the task has none
     rows: dict[str, Any]  # origin of the test rows
     finished: float  # seconds since the epoch
 
     @property
     def mean(self) -> str:
-        """Return of what the accuracy is a mean, for a reader; empty where it is of rows alone."""
+        """Description of the mean over groups, or "" if the task has none."""
         return f"unweighted mean of {len(self.groups)} groups" if self.result["groups"] else ""
 
     @property
     def setting(self) -> str:
-        """Return the settings of the evaluation, for a reader."""
+        """Description of the settings of the evaluation."""
         result, compared = self.result, self.result["conditions"]["compared"]
         text = f"{result['shots']}-shot, demonstrations: {result['retriever']}, prompts: {result['version']}"
-        text = f"{text}, scorer: {compared['scorer']}; the label with the lowest {result['score']} counts"
+        text = f"{text}, scorer: {compared['scorer']}; the label with the lowest {result['score']} wins"
         return f"{text}; {self.lost}" if self.lost else text
 
     @property
     def lost(self) -> str:
-        """Return how many prompts had fewer demonstrations than the setting says; empty for none."""
+        """Description of the prompts that were shortened, or ""."""
         lost, n = self.result["rows_shortened"], len(self.records)
         return f"{lost:,} of {n:,} prompts lost demonstrations or text to the context" if lost else ""
 
 
-def all_figures(model: Model) -> list[Figures]:
-    """Return every result of a model, from its rows.
+def read_figures(model: Model) -> list[Figures]:
+    """Return every result of a model, recomputed from its records.
 
-    Raises UserError where there is none, one cannot be read, or one does not follow from its rows.
+    Raises UserError if there is none, or if one is unreadable or does not match its records.
     """
     for task, fault in model.unreadable.items():
         raise UserError(f"{model.name}, {task}: {fault}")
     if not model.results:
-        raise UserError(f"{model.name} has no finished result; evaluate it, or leave it out with --name")
-    figures = []
-    for task, view in sorted(model.views.items()):
-        result, records, right = view["result"], model.records(task), dict[str, list[bool]]()
-        for record in records:
-            group = record["group"] if result["groups"] else ""
-            right.setdefault(group, []).append(record["prediction"] == record["gold"])
-        groups = {}
-        for name, outcomes in sorted(right.items()):
-            n, share = len(outcomes), sum(outcomes) / len(outcomes)
-            groups[name] = Accuracy(share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None, n)
-        mean = sum(group.value for group in groups.values()) / len(groups)
-        errors = [group.stderr for group in groups.values() if group.stderr is not None]
-        stderr = math.sqrt(sum(error**2 for error in errors)) / len(groups)
-        accuracy = Accuracy(mean, stderr if len(errors) == len(groups) else None, len(records))
-        if not math.isclose(mean, result["accuracy"], abs_tol=1e-9):
-            raise UserError(
-                f"{model.name}, {task}: its records do not give the accuracy of its result; evaluate it "
-                "again, which computes it anew"
-            )
-        finished = (model.out / store.STORE / view["key"] / store.RESULT).stat().st_mtime
-        figures.append(Figures(task, result, records, accuracy, groups, view["rows"], finished))
-    return figures
+        raise UserError(
+            f"{model.name} has no finished result. Evaluate it, or select another model with --name."
+        )
+    return [_read_task(model, task) for task in sorted(model.views)]
+
+
+def _read_task(model: Model, task: str) -> Figures:
+    view = model.views[task]
+    result, records = view["result"], model.read_records(task)
+    outcomes: dict[str, list[bool]] = {}
+    for record in records:
+        group = record["group"] if result["groups"] else ""
+        outcomes.setdefault(group, []).append(record["prediction"] == record["gold"])
+    groups = {group: _accuracy(correct) for group, correct in sorted(outcomes.items())}
+    mean = sum(group.value for group in groups.values()) / len(groups)
+    errors = [group.stderr for group in groups.values() if group.stderr is not None]
+    stderr = math.sqrt(sum(error**2 for error in errors)) / len(groups)
+    accuracy = Accuracy(mean, stderr if len(errors) == len(groups) else None, len(records))
+    if not math.isclose(mean, result["accuracy"], abs_tol=1e-9):
+        raise UserError(
+            f"{model.name}, {task}: its records do not match the accuracy of its result. Evaluate it again, "
+            "which recomputes it."
+        )
+    finished = (model.out / store.STORE / view["key"] / store.RESULT).stat().st_mtime
+    return Figures(task, result, records, accuracy, groups, view["rows"], finished)
+
+
+def _accuracy(correct: list[bool]) -> Accuracy:
+    n, share = len(correct), sum(correct) / len(correct)
+    return Accuracy(share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None, n)

@@ -1,8 +1,8 @@
-"""lm-evaluation-harness' files: results_DATE.json and samples_TASK_DATE.jsonl in a directory per model.
+"""Files of lm-evaluation-harness: results_DATE.json and samples_TASK_DATE.jsonl in a directory per model.
 
-The layout is that of release 0.4.13 (lm_eval/result_schema.py and loggers/evaluation_tracker.py). A task with
-groups is a group of subtasks, as MMLU is there. DATE is when the results were finished, so that exporting
-again writes the same files. No path of this machine is written.
+The files follow release 0.4.13 (lm_eval/result_schema.py and loggers/evaluation_tracker.py). A task with
+groups becomes a group of subtasks, like MMLU in the harness. DATE is when the results were finished, so
+exporting again writes the same files. The files contain no local paths.
 """
 
 from __future__ import annotations
@@ -23,39 +23,44 @@ from emo.common.io.files import write_text
 
 from ..icl.prompts import PromptBuilder
 from ..icl.task_data import load_data
-from ..icl.tasks import GROUP, LABEL, load_task
+from ..icl.tasks import GROUP, LABEL, Row, Task, load_task
+from ..report.compare import DIGESTS, describe_lost
 from ..results import store
-from ..results.compare import DIGESTS, shortened
-from ..results.directory import Model
-from .figures import Accuracy, Figures, all_figures
+from ..results.directory import Model, Record
+from .figures import Accuracy, Figures, read_figures
 
-SOURCE = "emo-pipeline"  # in the place of a model class there: the program that made the figures
-FILTER = "none"  # there: an answer is taken from the responses as they are
+SOURCE = "emo-pipeline"  # instead of a model class of the harness
+FILTER = "none"  # the harness's name for unfiltered responses
 
 Samples = dict[str, list[dict[str, Any]]]  # by group; lm_eval.result_schema.SampleResult
 
 
-def lost_demonstrations(models: Sequence[Model]) -> str:
-    """Return in one line which tasks and models lost demonstrations to the context; empty for none."""
+def describe_all_lost(models: Sequence[Model]) -> str:
+    """Return a line on the tasks and models that lost demonstrations to the context, or ""."""
     parts = []
     for task in dict.fromkeys(task for model in models for task in model.results):
         lost, title = {}, ""
         for model in models:
-            with contextlib.suppress(UserError):  # its export reports damaged records
+            with contextlib.suppress(UserError):  # the export of the model reports damaged records
                 if task in model.results:
-                    lost[model.name], title = model.lost(task), model.results[task]["title"]
+                    lost[model.name], title = model.records(task).lost, model.results[task]["title"]
         if any(any(row) for rows in lost.values() for row in rows):
-            parts.append(shortened(title, lost))
-    return f"{'; '.join(parts)}; n-shot is the number that was asked for" if parts else ""
+            parts.append(describe_lost(title, lost))
+    return f"{'; '.join(parts)}; n-shot is the requested number" if parts else ""
 
 
 def write_harness(model: Model, out: Path, data: str | None, tasks: str = "") -> Path:
-    """Write a model's files under `out`; return the path of its results, which are written last.
+    """Write a model's files, and return the path of its results, which are written last.
 
-    data, tasks: where the rows are, and files of tasks that are not built in; without data there are no
-    samples. UserError when results cannot be trusted, or the rows are other ones; nothing is written then.
+    Raises UserError before writing anything if results are damaged or the rows differ from those evaluated.
+
+    Args:
+        model: The model.
+        out: Directory of all models.
+        data: Source of the rows. Without it no samples are written.
+        tasks: Comma-separated files of tasks that are not built in.
     """
-    figures_of_tasks = all_figures(model)
+    figures_of_tasks = read_figures(model)
     value = _results(model, figures_of_tasks)
     samples = [_samples(data, tasks, figures) for figures in figures_of_tasks] if data else []
     stamp = datetime.fromtimestamp(value["date"], UTC).replace(tzinfo=None).isoformat().replace(":", "-")
@@ -77,16 +82,18 @@ def write_harness(model: Model, out: Path, data: str | None, tasks: str = "") ->
 
 
 def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
-    """Return lm_eval.result_schema.EvalResults, as far as it is known.
+    """Return the known part of lm_eval.result_schema.EvalResults.
 
-    Raises UserError when two tasks or groups would have the same name.
+    Raises UserError if two tasks or groups would have the same name.
     """
     value: dict[str, Any] = {"results": {}, "groups": {}, "group_subtasks": {}, "configs": {}}
     value |= {"versions": {}, "n-shot": {}, "higher_is_better": {}}
 
     def entry(name: str, alias: str, result: dict[str, Any], accuracy: Accuracy) -> dict[str, Any]:
         if name in value["results"]:
-            raise UserError(f"{model.name}: two tasks or groups would be called {name}; rename a task file")
+            raise UserError(
+                f"{model.name}: two tasks or groups would have the name {name}. Rename a task file."
+            )
         stderr = "N/A" if accuracy.stderr is None else accuracy.stderr
         numbers = {"name": name, "alias": alias, "sample_len": accuracy.n}
         value["results"][name] = numbers | {f"acc,{FILTER}": accuracy.value, f"acc_stderr,{FILTER}": stderr}
@@ -96,46 +103,18 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
 
     for figures in figures_of_tasks:
         task, result, names = figures.task, figures.result, _names(figures)
-        whole = entry(task, result["title"], result, figures.accuracy)
-        whole |= {f"macro_f1,{FILTER}": result["macro_f1"], f"macro_f1_stderr,{FILTER}": "N/A"}
+        total = entry(task, result["title"], result, figures.accuracy)
+        total |= {f"macro_f1,{FILTER}": result["macro_f1"], f"macro_f1_stderr,{FILTER}": "N/A"}
         value["higher_is_better"][task]["macro_f1"] = True
         if result["groups"]:
-            value["groups"][task], value["group_subtasks"][task] = whole, list(names.values())
+            value["groups"][task], value["group_subtasks"][task] = total, list(names.values())
             for group, name in names.items():
                 entry(name, group, result, figures.groups[group])
-        for name in names.values():  # the known part of a configuration; the rest has no counterpart there
-            value["configs"][name] = {
-                "task": name,
-                "task_alias": name.removeprefix(f"{task}_") if result["groups"] else result["title"],
-                "output_type": "multiple_choice",
-                "doc_to_choice": result["labels"],
-                "num_fewshot": result["shots"],
-                "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-                "metadata": {
-                    "version": result["version"],
-                    "score": result["score"],
-                    "rows_shortened": result["rows_shortened"],
-                    "conditions": result["conditions"]["compared"] | result["conditions"]["noted"],
-                },
-            }
+        value["configs"] |= {name: _task_config(name, figures) for name in names.values()}
     if not value["groups"]:
         del value["groups"]
-    # How the model was evaluated and, under `metadata`, trained; null where nothing was set.
-    trained = {key: model.facts.get(key) for key in ("step", "tokens", "objective")}
-    dtype = model.description["dtype"]
-    config = {
-        "model": SOURCE,
-        "model_args": {"pretrained": model.name, "dtype": dtype},
-        "model_dtype": dtype,
-        "model_sha": model.description["weights"],
-        **dict.fromkeys(("batch_size", "device", "use_cache", "limit", "gen_kwargs")),
-        "batch_sizes": [],
-        "bootstrap_iters": 0,
-        **dict.fromkeys(("random_seed", "numpy_seed", "torch_seed", "fewshot_seed")),
-        "metadata": {"trained": trained, "settings": {f.task: f.setting for f in figures_of_tasks}},
-    }
     return value | {
-        "config": config,
+        "config": _model_config(model, figures_of_tasks),
         "date": max(figures.finished for figures in figures_of_tasks),
         "model_source": SOURCE,
         "model_name": model.name,
@@ -146,10 +125,46 @@ def _results(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
     }
 
 
-def _names(figures: Figures) -> dict[str, str]:
-    """Return a task's names there by group: the task, or its groups as MMLU's subjects are called.
+def _task_config(name: str, figures: Figures) -> dict[str, Any]:
+    """Return the known part of a task's configuration."""
+    result = figures.result
+    return {
+        "task": name,
+        "task_alias": name.removeprefix(f"{figures.task}_") if result["groups"] else result["title"],
+        "output_type": "multiple_choice",
+        "doc_to_choice": result["labels"],
+        "num_fewshot": result["shots"],
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+        "metadata": {
+            "version": result["version"],
+            "score": result["score"],
+            "rows_shortened": result["rows_shortened"],
+            "conditions": result["conditions"]["compared"] | result["conditions"]["noted"],
+        },
+    }
 
-    Groups that differ in such characters only are told apart by numbers, in the order of their names.
+
+def _model_config(model: Model, figures_of_tasks: list[Figures]) -> dict[str, Any]:
+    """Return how the model was evaluated and trained, with null for settings that do not exist here."""
+    trained = {key: model.facts.get(key) for key in ("step", "tokens", "objective")}
+    dtype = model.description["dtype"]
+    return {
+        "model": SOURCE,
+        "model_args": {"pretrained": model.name, "dtype": dtype},
+        "model_dtype": dtype,
+        "model_sha": model.description["weights"],
+        **dict.fromkeys(("batch_size", "device", "use_cache", "limit", "gen_kwargs")),
+        "batch_sizes": [],
+        "bootstrap_iters": 0,
+        **dict.fromkeys(("random_seed", "numpy_seed", "torch_seed", "fewshot_seed")),
+        "metadata": {"trained": trained, "settings": {f.task: f.setting for f in figures_of_tasks}},
+    }
+
+
+def _names(figures: Figures) -> dict[str, str]:
+    """Return the names of a task's groups in the harness, as for MMLU's subjects, or of the task.
+
+    Groups whose names would be equal get numbers, in the order of their names.
     """
     if not figures.result["groups"]:
         return {"": figures.task}
@@ -168,11 +183,9 @@ def _hash(text: str) -> str:
 def _samples(source: str, tasks: str, figures: Figures) -> tuple[Samples, Counter[str]]:
     """Return the samples of a result by group, in row order, and the number of rows of the full split.
 
-    Prompts are not stored with results; they follow from the rows, the task and the demonstrations that were
-    noted. What was cut from a query that is longer than the model's context is not. A response is the
-    logarithm that decides, the score with its sign turned, so that the largest is the prediction. Whether it
-    would be the greedy continuation too is not known: None.
-    UserError when these are not the rows, the pool or the prompts that the result was made with.
+    Prompts are not stored with results. They follow from the rows, the task and the stored demonstrations,
+    except for text that was cut from a query longer than the context. Raises UserError if the rows, the pool
+    or the prompts differ from those of the result.
     """
     result = figures.result
     files = {Path(name.strip()).stem: name.strip() for name in tasks.split(",")}
@@ -187,33 +200,46 @@ def _samples(source: str, tasks: str, figures: Figures) -> tuple[Samples, Counte
         ("prompt", store.digest(task.identity()), "--tasks"),
     ):
         if digest[:16] != result["conditions"]["compared"][name]:
-            raise UserError(f"task {task.name}: other {DIGESTS[name]}; give the {option} of its evaluation")
+            raise UserError(
+                f"task {task.name} has different {DIGESTS[name]}. Set the {option} of its evaluation."
+            )
     builder = PromptBuilder(task, data.rows["train"], None)
     samples: Samples = {}
     for record, row in zip(figures.records, data.rows["test"], strict=True):
-        ice = builder.ice(record["demonstrations"])
-        group = {"group": record["group"]} if result["groups"] else {}
-        context = builder.template.shared_prompt(row, ice)
-        prompts = [builder.prompt(row, ice, label) for label in task.labels]
-        target = str(task.labels.index(record["gold"]))
-        responses = [[str(-value), "None"] for value in record["scores"][result["score"]]]
-        doc = {name: row[name] for name in task.inputs} | {LABEL: row[LABEL]} | group
-        sample = {
-            "doc_id": record["id"],
-            "doc": doc,
-            "target": target,
-            "arguments": {
-                f"gen_args_{k}": {"arg_0": context, "arg_1": prompt[len(context) :]}
-                for k, prompt in enumerate(prompts)
-            },
-            "resps": [[response] for response in responses],
-            "filtered_resps": responses,
-            "filter": FILTER,
-            "metrics": ["acc"],
-            "doc_hash": _hash(json.dumps(doc, indent=2, ensure_ascii=False)),
-            "prompt_hash": _hash(context),
-            "target_hash": _hash(target),
-            "acc": float(record["prediction"] == record["gold"]),
-        }
-        samples.setdefault(group.get("group", ""), []).append(sample)
+        group = record["group"] if result["groups"] else ""
+        samples.setdefault(group, []).append(_sample(task, builder, row, record, result))
     return samples, full
+
+
+def _sample(
+    task: Task, builder: PromptBuilder, row: Row, record: Record, result: dict[str, Any]
+) -> dict[str, Any]:
+    """Return lm_eval.result_schema.SampleResult of a row.
+
+    A response is the negated score, so the largest is the prediction. Whether it is also the greedy
+    continuation is unknown (None).
+    """
+    ice = builder.render_demonstrations(record["demonstrations"])
+    context = builder.template.shared_prompt(row, ice)
+    prompts = [builder.prompt(row, ice, label) for label in task.labels]
+    target = str(task.labels.index(record["gold"]))
+    responses = [[str(-value), "None"] for value in record["scores"][result["score"]]]
+    doc = {name: row[name] for name in task.inputs} | {LABEL: row[LABEL]}
+    doc |= {"group": record["group"]} if result["groups"] else {}
+    return {
+        "doc_id": record["id"],
+        "doc": doc,
+        "target": target,
+        "arguments": {
+            f"gen_args_{k}": {"arg_0": context, "arg_1": prompt[len(context) :]}
+            for k, prompt in enumerate(prompts)
+        },
+        "resps": [[response] for response in responses],
+        "filtered_resps": responses,
+        "filter": FILTER,
+        "metrics": ["acc"],
+        "doc_hash": _hash(json.dumps(doc, indent=2, ensure_ascii=False)),
+        "prompt_hash": _hash(context),
+        "target_hash": _hash(target),
+        "acc": float(record["prediction"] == record["gold"]),
+    }

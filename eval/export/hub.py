@@ -1,7 +1,7 @@
-"""The hub's evaluation results: `.eval_results/*.yaml`, and `model-index` in the model card of a directory.
+"""Evaluation results for the hub: `.eval_results/*.yaml`, and `model-index` in the model card of a directory.
 
-Formats: huggingface_hub's EvalResultEntry and EvalResult. All of the card that is not ours stays as it is,
-byte by byte. Nothing that is written names a folder of this machine.
+The formats are huggingface_hub's EvalResultEntry and EvalResult. The rest of the card stays unchanged, byte
+by byte. The files contain no local paths.
 """
 
 from __future__ import annotations
@@ -20,42 +20,48 @@ from emo.common.io.files import write_text
 from emo.common.io.untrusted import read_bytes
 from emo.common.text import publishable
 
-from ..model import EvaluatedModel
+from ..models.model import EvaluatedModel
 from ..results.directory import Model, Say
-from .figures import Figures, all_figures
+from .figures import Figures, read_figures
 
 CARD, ENTRIES, INDEX = "README.md", ".eval_results", "model-index"
 CARD_BYTES = 4 << 20
-OURS = "In-context classification (emo-pipeline)"  # how our entries of a model-index are known again
+OURS = "In-context classification (emo-pipeline)"  # identifies our entries of a model-index
 _FRONT = re.compile(r"\A(\ufeff?\s*---[ \t]*\r?\n)(.*?)(^---[ \t]*(?:\r?\n|\Z))", re.S | re.M)
 _REPOSITORY = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) -> None:
-    """Write a model's results into `directory`, a model's files or a new one; `card` for one without a card.
+    """Write a model's results into a directory.
 
-    Results about no data set of the hub are in the card alone. UserError when results cannot be trusted, the
-    directory holds another model, or its card cannot be read; nothing is written then.
+    Results on data that is not on the hub are only in the card. Raises UserError before writing anything if
+    results are damaged, the directory has another model, or its card cannot be read.
+
+    Args:
+        model: The model.
+        directory: Its files, or a new directory.
+        say: Receives remarks.
+        card: The model card for a directory without one.
     """
-    all_of_model = all_figures(model)
+    all_of_model = read_figures(model)
     weights = model.description["weights"]
     if (directory / "config.json").is_file() and EvaluatedModel(str(directory)).digest != weights:
-        raise UserError(f"{directory} holds other weights than {model.name} was evaluated with")
+        raise UserError(f"{directory} does not have the weights with which {model.name} was evaluated")
     before = None
     try:
         if (directory / CARD).exists():
             before = read_bytes(directory / CARD, CARD_BYTES).decode()
     except ValueError as error:
-        raise UserError(f"{directory / CARD} is no model card: {one_line(error, 120)}") from None
-    results = index_of(model, all_of_model)
-    after = with_index(before or card or f"# {publishable(model.name)}\n", model.name, results)
+        raise UserError(f"{directory / CARD} is not a model card: {one_line(error, 120)}") from None
+    results = model_index(model, all_of_model)
+    after = add_index(before or card or f"# {publishable(model.name)}\n", model.name, results)
     if publishable(after) != after:
-        say(f"{directory / CARD} names an absolute path or a secret; look at it before you publish it")
+        say(f"{directory / CARD} may contain a local path or a secret. Check it before you publish it.")
     directory.mkdir(parents=True, exist_ok=True)
     for figures in all_of_model:
         dataset, rows = _dataset(figures), figures.rows
         if dataset is None:
-            say(f"{figures.task}: no data set of the hub, therefore no entry in {ENTRIES}")
+            say(f"{figures.task}: its data is not on the hub, so it gets no entry in {ENTRIES}")
             continue
         entry = EvalResultEntry(
             dataset_id=dataset,
@@ -72,10 +78,10 @@ def write_hub(model: Model, directory: Path, say: Say, card: str | None = None) 
         write_text(directory / CARD, after)
 
 
-def with_index(card: str, name: str, results: list[dict[str, Any]]) -> str:
-    """Return a card whose model-index also has `results`; ours of before go, all else stays.
+def add_index(card: str, name: str, results: list[dict[str, Any]]) -> str:
+    """Return a card whose model-index has `results` instead of our earlier results.
 
-    name: of the model, where the card has no model-index yet. UserError when the front matter cannot be read.
+    name: of the model, for a card without a model-index. Raises UserError if the front matter cannot be read.
     """
     match = _FRONT.search(card)
     head, front, foot = match.groups() if match else ("---\n", "", "---\n")
@@ -95,15 +101,15 @@ def with_index(card: str, name: str, results: list[dict[str, Any]]) -> str:
         index = [entry | {"results": foreign + results} if entry is ours else entry for entry in index]
         block = _yaml({INDEX: index}).replace("\n", newline)
         if yaml.safe_load(others + block) != values | {INDEX: index}:
-            raise ValueError(f"it cannot be changed without loss; remove {INDEX}")
+            raise ValueError(f"it cannot be changed without loss. Remove {INDEX}.")
     except (yaml.YAMLError, RecursionError, ValueError, TypeError, LookupError, AttributeError) as error:
         reason = f"{type(error).__name__}: {one_line(error, 120)}"
         raise UserError(f"{CARD}: its front matter, or {INDEX} in it, cannot be read ({reason})") from None
     return f"{head}{others}{block}{foot}{card[match.end() :] if match else card}"
 
 
-def index_of(model: Model, all_of_model: list[Figures]) -> list[dict[str, Any]]:
-    """Return the results of a model-index: accuracy and macro F1 of every task."""
+def model_index(model: Model, all_of_model: list[Figures]) -> list[dict[str, Any]]:
+    """Return the results for a model-index: accuracy and macro F1 of every task."""
     index = []
     for figures in all_of_model:
         result, rows, accuracy = figures.result, figures.rows, figures.accuracy
@@ -129,22 +135,22 @@ def index_of(model: Model, all_of_model: list[Figures]) -> list[dict[str, Any]]:
                 ("f1", "macro F1 over the labels", result["macro_f1"], average),
             )
         ]
-        # A task at a time: results about the same data set would be joined.
+        # One task at a time, because results on the same data set would be merged.
         index += eval_results_to_model_index(model.name, results)[0]["results"]
     return index
 
 
 def _notes(figures: Figures) -> str:
-    """Return how the value was made, and whether the rows are surely those of the data set."""
+    """Return how the value was computed, and whether the rows were verified to be those of the data set."""
     mean = f"{figures.mean}, " if figures.mean else ""
     stderr = "" if figures.accuracy.stderr is None else f"stderr {figures.accuracy.stderr:.4f}, "
     from_hub = figures.rows["from_hub"]
-    came = "rows from the hub" if from_hub else "rows from files, not checked against the hub"
-    return publishable(f"accuracy, {mean}{stderr}n {figures.accuracy.n}; {figures.setting}; {came}")
+    origin = "rows from the hub" if from_hub else "rows from files, not checked against the hub"
+    return publishable(f"accuracy, {mean}{stderr}n {figures.accuracy.n}; {figures.setting}; {origin}")
 
 
 def _dataset(figures: Figures) -> str | None:
-    """Return the id of a task's data set on the hub, if it has one."""
+    """Return the hub id of a task's data set, or None."""
     name = (figures.rows["hub"] or {}).get("path", "")
     return name if _REPOSITORY.fullmatch(name) else None
 

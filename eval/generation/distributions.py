@@ -1,8 +1,7 @@
-"""Exact measures over whole next-token distributions: entropies, divergences, tails, matching temperatures.
+"""Exact measures of next-token distributions: entropies, divergences, tails, matching temperatures.
 
-Everything takes log probabilities, float64 [..., V], as `log_probs` makes them from logits, and gives
-float64 [...], in nats. P is the truth or the reference, Q the model. The log of a probability of zero is
--inf, and 0 log 0 = 0.
+The functions take log-probabilities from `log_probs`, float64 [..., V], and return float64 [...] in nats. P
+is the truth or the reference, and Q is the model. The log of a zero probability is -inf, and 0 log 0 = 0.
 """
 
 from __future__ import annotations
@@ -15,11 +14,11 @@ from scipy import optimize
 from torch import Tensor
 
 RARE = 1e-4  # a token less likely than this under P belongs to its tail
-ROWS = 256  # at a time: what is computed in between stays in a cache
+ROWS = 256  # at a time, so that intermediate values stay in the processor's cache
 
 
 def by_rows(measure: Callable[..., dict[str, Tensor]], *rows: Tensor) -> dict[str, Tensor]:
-    """Return values [n, ...] by name of rows [n, V], which `measure` gets a few at a time."""
+    """Return the values [n, ...] by name that `measure` computes for rows [n, V], a few rows at a time."""
     parts = [measure(*part) for part in zip(*(each.split(ROWS) for each in rows), strict=True)]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
@@ -30,7 +29,7 @@ def log_probs(logits: Tensor, temperature: float = 1.0) -> Tensor:
 
 
 def cross_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return -sum p log q; infinite where q misses a token that p has. P against Q is the forward one."""
+    """Return the forward cross-entropy -sum p log q, infinite if q is zero for a token that p has."""
     p = log_p.exp()
     return -torch.where(p > 0, p * log_q, 0.0).sum(dim=-1)
 
@@ -41,7 +40,7 @@ def entropy(log_p: Tensor) -> Tensor:
 
 
 def kl(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """Return sum p log(p / q): the cost of Q where P is true. Both ways: exchange the arguments."""
+    """Return the divergence sum p log(p / q) of Q from P."""
     p = log_p.exp()
     return torch.where(p > 0, p * (log_p - log_q), 0.0).sum(dim=-1)
 
@@ -53,10 +52,10 @@ def js(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 
 def measures(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:
-    """Return all measures of Q against P by name, each [...].
+    """Return all measures of Q relative to P by name, each [...].
 
-    tv: half the sum of absolute differences, from 0 to 1. tail_mass: what Q gives to tokens less likely than
-    RARE under P.
+    tv: half the sum of absolute differences, from 0 to 1. tail_mass: probability under Q of tokens less
+    likely than RARE under P.
     """
     p, q = log_p.exp(), log_q.exp()
     return {
@@ -73,18 +72,18 @@ def measures(log_p: Tensor, log_q: Tensor) -> dict[str, Tensor]:
 
 
 def solve_temperature(mean_entropy: Callable[[float], float], target: float) -> float:
-    """Return the temperature at which `mean_entropy` is `target`, by Brent's method on its logarithm.
+    """Return the temperature at which `mean_entropy` equals `target`, by Brent's method on its logarithm.
 
-    mean_entropy: the entropy of softmax(logits / T), averaged over contexts; it grows with T. Raises
-    ValueError when no temperature between 0.001 and 1000 gives the target.
+    mean_entropy: the entropy of softmax(logits / T), averaged over contexts. It increases with T. Raises
+    ValueError when no temperature between 0.001 and 1000 reaches the target.
     """
 
     def gap(log_t: float) -> float:
         return mean_entropy(math.exp(log_t)) - target
 
-    if abs(gap(0.0)) < 1e-12:  # already as certain; also where the entropy hardly depends on T
+    if abs(gap(0.0)) < 1e-12:  # also if the entropy hardly depends on T
         return 1.0
-    for bound in (2.0, 1e3):  # near 1 first: far away the entropy is flat and costs steps
+    for bound in (2.0, 1e3):  # near 1 first, because the entropy is flat far away
         a, b = math.log(1 / bound), math.log(bound)
         if gap(a) <= 0 <= gap(b):
             return math.exp(optimize.brentq(gap, a, b, xtol=1e-12, rtol=1e-14))

@@ -1,4 +1,4 @@
-"""What writes texts: Transformers everywhere, vLLM where it is installed; and the rows of texts it writes."""
+"""Engines that generate text (Transformers, and vLLM if installed), and jobs that store rows of texts."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from emo.common.errors import UserError
 from emo.common.io.weights import linked_directory
 from emo.common.text import counted
 
-from ..model import EvaluatedModel
+from ..models.model import EvaluatedModel
 from ..results import store
+from ..results.directory import Record
 from .decoding import Beams, Decoding, Request, text_after, until_end
 
 if TYPE_CHECKING:
-    from .settled import Settled
+    from .fixed_point import FixedPoint
+    from .sampling import Sampler
 
-Record = dict[str, Any]
-Reply = tuple[list[int], Record]  # new ids, and {text, ended: by an end token, tokens}
+Reply = tuple[list[int], Record]  # new ids, and {text, ended: whether an end token ended it, tokens}
 Progress = Callable[[int], Any]
 ABOUT = "about.json"
 UNBIASED = Decoding()
 
 
 class Transformers:
-    """The weights in this process; texts as `sampling` draws them, or by beam search."""
+    """The weights in this process. Texts are sampled by `sampling`, or found by beam search."""
 
     def __init__(self, model: EvaluatedModel, decoding: Decoding | Beams = UNBIASED, batch: int = 64) -> None:
         if batch < 1:
@@ -41,7 +42,7 @@ class Transformers:
 
     @property
     def identity(self) -> Record:
-        """Return all that decides what it writes; the batch may decide close calls in half precision."""
+        """Everything that affects the texts. In half precision the batch may decide close calls."""
         dtype, sampled = self.model.model.dtype, isinstance(self.decoding, Decoding)
         batch = self.batch if sampled and dtype.itemsize < 4 else None
         return {"engine": "transformers", **self._identity, "dtype": str(dtype), "batch": batch}
@@ -51,36 +52,36 @@ class Transformers:
         model = self.model
         digests: Record = {"weights": model.digest, "generation_config": model.generation_digest}
         digests |= {"tokenizer": model.tokenizer_digest, "ends": model.ends}
-        # Texts of an earlier version held such ends.
+        # An earlier version left such end tokens in the texts.
         plain = sorted({*model.ends} - {*model.tokenizer.all_special_ids})
         return digests | ({"ends_in_no_text": plain} if plain else {}) | self.decoding_identity
 
     @property
     def decoding_identity(self) -> Record:
-        """Return how tokens are chosen: `decoding`, and the digest of a foreign `cost`; for records."""
+        """How tokens are chosen: `decoding`, and the digest of another model's `cost`."""
         chosen = {name: value for name, value in asdict(self.decoding).items() if value != ""}
-        cost = self.settled.fingerprint if self.settled else None
+        cost = self.fixed_point.fingerprint if self.fixed_point else None
         return {"decoding": chosen} | ({"cost": cost} if cost else {})
 
     @cached_property
-    def sampler(self) -> Any:
-        """Return what draws the texts, with the weights."""
+    def sampler(self) -> Sampler:
+        """The sampler, with the weights loaded."""
         from .sampling import Sampler
 
         assert isinstance(self.decoding, Decoding)
-        return Sampler(self.model.model, self.decoding, self.model.ends, self.batch, self.settled)
+        return Sampler(self.model.model, self.decoding, self.model.ends, self.batch, self.fixed_point)
 
     @cached_property
-    def settled(self) -> Settled | None:
-        """Return what makes other distributions of the model's, if the decoding does."""
-        from .settled import Settled
+    def fixed_point(self) -> FixedPoint | None:
+        """The transformation of the model's distributions, if the decoding has an objective."""
+        from .fixed_point import FixedPoint
 
         if isinstance(self.decoding, Beams) or not self.decoding.objective:
             return None
-        return Settled(self.model, self.decoding)
+        return FixedPoint(self.model, self.decoding)
 
     def reply(self, requests: Sequence[Request], tokens: int, progress: Progress) -> list[Reply]:
-        """Return a text of at most `tokens` tokens per request, in their order; no text has its end token."""
+        """Return a text of at most `tokens` tokens for each request, without its end token."""
         replies: list[Reply] = []
         for request, (ids, ended) in zip(requests, self._ids(requests, tokens, progress), strict=True):
             text = text_after(self.model.tokenizer, list(request.prompt), ids[:-1] if ended else ids)
@@ -90,24 +91,25 @@ class Transformers:
     def _ids(
         self, requests: Sequence[Request], tokens: int, progress: Progress
     ) -> Sequence[tuple[list[int], bool]]:
-        """Return (new ids, whether an end token ends them) of each request."""
+        """Return the new ids of each request, and whether an end token ends them."""
+        if isinstance(self.decoding, Decoding):
+            return self.sampler.run(requests, tokens, progress)
         import torch
         from transformers import GenerationConfig
 
-        model, ends, decoding = self.model.model, self.model.ends, self.decoding
-        if isinstance(decoding, Decoding):
-            return self.sampler.run(requests, tokens, progress)
-        texts = []
+        model, ends = self.model.model, self.model.ends
         settings = GenerationConfig(
-            max_new_tokens=tokens, do_sample=False, early_stopping=True, num_beams=decoding.beams,
-            repetition_penalty=decoding.penalty, eos_token_id=ends or None, pad_token_id=min(ends, default=0),
+            max_new_tokens=tokens, do_sample=False, early_stopping=True, num_beams=self.decoding.beams,
+            repetition_penalty=self.decoding.penalty, eos_token_id=ends or None,
+            pad_token_id=min(ends, default=0),
         )  # fmt: skip
+        texts = []
         for request in requests:
             prompt = torch.tensor([list(request.prompt)], device=model.device)
             mask = torch.ones_like(prompt)
             with torch.inference_mode():
-                whole = model.generate(prompt, attention_mask=mask, generation_config=settings)
-            ids = whole[0, prompt.shape[1] :].tolist()
+                output = model.generate(prompt, attention_mask=mask, generation_config=settings)
+            ids = output[0, prompt.shape[1] :].tolist()
             texts.append((ids, bool(ids) and ids[-1] in ends))
             progress(1)
         return texts
@@ -121,33 +123,31 @@ class Vllm(Transformers):
     def __init__(self, model: EvaluatedModel, decoding: Decoding | Beams, batch: int = 1) -> None:
         super().__init__(model, decoding, batch)
         if find_spec("vllm") is None:
-            raise UserError("--engine vllm: vLLM is not installed; install it, or leave --engine out")
+            raise UserError("--engine vllm: vLLM is not installed. Install it, or remove --engine.")
         if isinstance(decoding, Beams):
-            raise UserError(
-                "--engine vllm: its beam search has no repetition penalty, which this judge needs"
-            )
+            raise UserError("--engine vllm: its beam search lacks the repetition penalty of this judge")
         if model.has_adapter:
             raise UserError(
-                f"--engine vllm: {model.given} holds an adapter, which is not applied there; merge it",
+                f"--engine vllm: {model.source} has an adapter, which vLLM does not apply. Merge it first.",
                 code="adapter",
             )
 
     @cached_property
     def llm(self) -> Any:
-        """Return the model in vLLM, over all GPUs that this process sees."""
+        """The model in vLLM, over all GPUs that this process sees."""
         import torch
         from vllm import LLM
 
         count = max(1, torch.cuda.device_count())
         self.model.require_unchanged()
-        with linked_directory(self.model.files()) as directory:  # vLLM takes every weight file that it finds
+        with linked_directory(self.model.files()) as directory:  # vLLM loads every weight file in a directory
             llm = LLM(str(directory), dtype=self.model.dtype, tensor_parallel_size=count, seed=0)
         self.model.require_unchanged()
         return llm
 
     @property
     def identity(self) -> Record:
-        """Return all that decides what it writes; its own rounding may change with its version."""
+        """Everything that affects the texts, including vLLM's version, which may change rounding."""
         return {"engine": "vllm", "version": version("vllm"), "dtype": self.model.dtype, **self._identity}
 
     def _ids(
@@ -160,7 +160,7 @@ class Vllm(Transformers):
                 max_tokens=min(request.limit or tokens, tokens),
                 temperature=0.0 if self.decoding.greedy else self.decoding.temperature,
                 top_p=self.decoding.top_p,
-                top_k=self.decoding.top_k or -1,  # all; 0 is refused before vLLM 0.9
+                top_k=self.decoding.top_k or -1,  # -1: all. vLLM before 0.9 rejects 0.
                 seed=int(store.digest(request.seed)[:15], 16),
                 stop_token_ids=self.model.ends,
             )
@@ -175,23 +175,23 @@ class Vllm(Transformers):
 ENGINES = {"transformers": Transformers, "vllm": Vllm}
 
 
-def engine(name: str, model: EvaluatedModel, decoding: Decoding | Beams, batch: int) -> Transformers:
-    """Return the engine called `name`. UserError where it is unknown, not installed, or cannot decode so."""
+def make_engine(name: str, model: EvaluatedModel, decoding: Decoding | Beams, batch: int) -> Transformers:
+    """Return the engine called `name`, or raise UserError if it is unknown or not installed."""
     if name not in ENGINES:
-        raise UserError(f"--engine {name!r} is not known; known: {', '.join(ENGINES)}")
+        raise UserError(f"--engine {name!r} is not known. Choose from {', '.join(ENGINES)}.")
     return ENGINES[name](model, decoding, batch)
 
 
 class TextJob(ABC):
-    """Rows of texts by an engine, made in chunks that processes share, or read where they are done.
+    """Rows of texts from an engine, generated in chunks that processes share.
 
-    A subclass says what is asked for a row and recorded of it. computed: rows that this process made.
+    A subclass defines the requests and the record of a row. computed: rows that this process generated.
     """
 
-    directory: Path  # where the texts are shown
+    directory: Path  # of the published texts
 
-    chunk = 64  # rows; what a killed process loses at most
-    unit, per_row = "text", 1  # of the progress bar: texts of a row at most
+    chunk = 64  # rows, the most work that a killed process loses
+    unit, per_row = "text", 1  # of the progress bar: largest number of texts per row
 
     def __init__(self, engine: Transformers, tokens: int, out: Path) -> None:
         if tokens < 1:
@@ -201,36 +201,44 @@ class TextJob(ABC):
 
     @abstractmethod
     def prepare(self, row: int) -> tuple[Record, list[Request]]:
-        """Return what is recorded of a row before it is written, and what is asked for it."""
+        """Return the part of a row's record that is known before generation, and the row's requests."""
 
     def record(self, facts: Record, replies: list[Reply]) -> Record:
-        """Return the record of a row, from what `prepare` returned and the replies to its requests."""
+        """Return the record of a row from the results of `prepare` and the replies."""
         return facts | (replies[0][1] if replies else {})
 
     def complete(self, identity: Record, rows: int, label: str) -> list[Record]:
-        """Return the records of all rows, each with its number as `row`; identity: what decides them."""
+        """Return the records of all rows, each with its number as `row`.
+
+        identity: everything that affects the records. label: of the progress bar.
+        """
         per_row, entry = self.per_row, store.Entry(self.out / store.STORE, identity)
         with show_activity(label, per_row * rows, self.unit) as advance:
 
             def compute(part: range) -> list[Record]:
                 prepared = [self.prepare(row) for row in part]
-                requests = [request for _, of_row in prepared for request in of_row]
+                requests = [request for _, row_requests in prepared for request in row_requests]
                 advance(per_row * len(part) - len(requests))
                 replies = iter(self.engine.reply(requests, self.tokens, advance) if requests else [])
                 self.computed += len(part)
                 return [
-                    {"row": row} | self.record(facts, list(islice(replies, len(of_row))))
-                    for row, (facts, of_row) in zip(part, prepared, strict=True)
+                    {"row": row} | self.record(facts, list(islice(replies, len(row_requests))))
+                    for row, (facts, row_requests) in zip(part, prepared, strict=True)
                 ]
 
             return store.complete(entry, rows, self.chunk, compute, lambda count: advance(per_row * count))
 
-    def show(self, rows: int, about: Record, ignored: Sequence[str], say: Callable[[str], None]) -> None:
-        """Write what the texts in `directory` are of; say what else, but for `ignored`, was there before."""
+    def write_about(
+        self, rows: int, about: Record, ignored: Sequence[str], say: Callable[[str], None]
+    ) -> None:
+        """Write the facts about the texts in `directory`, and report which facts replaced others.
+
+        ignored: facts whose changes are not reported.
+        """
         path = self.directory / ABOUT
         before = store.read_json(path)
         store.replace(path, store.dump(about))
-        if other := store.said_of(before, about, ignored):
-            say(f"{self.directory} {other}")
+        if change := store.describe_replacement(before, about, ignored):
+            say(f"{self.directory} {change}")
         size = f"{counted(rows, self.unit)} ({rows - self.computed} already known)"
         say(f"{self.model.name}: {size} in {self.directory}")

@@ -1,14 +1,15 @@
-"""How good sampled texts are: one record of every measure with its interval, and paired differences.
+"""Quality of sampled texts: every measure with its interval, and paired differences between models.
 
-    closeness     MAUVE beside its ceiling; ROUGE-1 and ROUGE-L with the human continuation
-    precision     PPL_oracle: the oracle's perplexity of the samples, beside its own (floor) and human texts
+    closeness     MAUVE with its ceiling, ROUGE-1 and ROUGE-L with the human continuation
+    precision     PPL_oracle: the oracle's perplexity of the samples, of its own samples (floor) and of human
+    texts
     recall        PPL_test: the model's perplexity of the human texts
-    both          forward and reverse cross-entropy per token against a reference model, on the human texts
-    text          distinct n-grams, repetition, length; the same of the human texts
+    both          forward and reverse cross-entropy per token between a reference model and the model
+    text          distinct n-grams, repetition and length, also of the human texts
 
-PPL_oracle counts continuations only. Cross-entropies are averaged over the tokens of a text, then over
-texts. The unit of an interval is the prefix, after which texts stay together, so that two models are compared
-on the same ones; measures of whole sets of texts (MAUVE, distinct n-grams) have intervals over seeds alone.
+PPL_oracle covers continuations only. Cross-entropies are averaged over the tokens of a text, then over texts.
+The unit of intervals is the prefix: all texts after it stay together, so two models are compared on the same
+prefixes. Measures of sets of texts (MAUVE, distinct n-grams) have intervals over seeds only.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,33 +34,50 @@ from emo.common.text import counted
 from emo.data_prep.encoding.tokenizer import text_ids, tokenizer_fingerprint
 from emo.data_prep.selection.grams import tokens, units
 
-from ..model import EvaluatedModel
+from ..models.encoder import Encoder
+from ..models.model import EvaluatedModel
 from ..results import store
+from ..results.directory import Record
 from ..results.stats import Estimate, ratio
 from . import likelihood
 from .decoding import first_ids, prompt_ids, split_ids
 from .engines import Transformers
 from .prefixes import Prefixes
-from .records import Generation, Record, read_records
+from .records import Generation, read_records
 
 QUALITY = "quality.json"
-SHARES = ("ended", "rouge", "repetition", "distinct")  # how the names of measures from 0 to 1 begin
-FEW = 20  # units below which a reader is told how many there were: Student's interval trusts the bell curve
+SHARES = ("ended", "rouge", "repetition", "distinct")  # prefixes of the names of measures between 0 and 1
+FEW = 20  # the table shows the number of units below this, where Student's interval relies on normality
 VERSION = 3
-MIN_TEXTS = 100  # of MAUVE: halves of 50 make five clusters; with fewer the score says nothing
-MAX_TOKENS = 256  # of a text that MAUVE's features are taken of, as in the paper
+MIN_TEXTS = 100  # for MAUVE: halves of 50 form five clusters
+MAX_TOKENS = 256  # of a text that MAUVE embeds, as in the paper
 MAUVE: dict[str, Any] = {"mauve_scaling_factor": 5, "seed": 25}  # the paper's settings
 MAUVE |= {"kmeans_num_redo": 5, "kmeans_max_iter": 500, "kmeans_explained_var": 0.9}
-KMEANS = 5  # seeds of the clusters that a score is also taken with
+KMEANS = 5  # seeds of the clusters for the spread of a score
 BATCH = 16  # texts
+
+Featurizer = Callable[[Sequence[str]], np.ndarray]  # texts to vectors [n, H]
+
+
+@dataclass(frozen=True)
+class QualityOptions:
+    """Which measures are computed. A measure whose option is None is left out."""
+
+    out: Path  # results directory, for the oracle's texts
+    oracle: str | None = None
+    reference: str | None = None
+    mauve: str | None = None  # the featurizer
+    test: list[str] | None = None  # texts for PPL_test. None: the human texts of the records.
+    protocol: str = "paper"
+    dtype: str = "auto"
 
 
 class Sampled:
-    """The texts of one model, corpus and decoding that `generate` left in a directory, and their measures.
+    """The texts that `generate` left in a directory, for one model, corpus and decoding, with their measures.
 
-    humans: one record per prefix, in order. draws: one text per prefix for every one of `seeds` and sample
-    number. clusters: what intervals are over, `unit` in words: prefixes, or texts where all have the same.
-    result: every measure that was asked for; estimates: those of them that have a value for every cluster.
+    humans: one record per prefix, in order. draws: one text per prefix, for every seed and sample number.
+    clusters: the unit of intervals of each record, called `unit`: its prefix, or the text if there is only
+    one prefix. result: all requested measures. estimates: the measures with a value for every cluster.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -78,49 +97,44 @@ class Sampled:
         self.result: dict[str, Any] = {"version": VERSION, "of": self.about}
         self.estimates: dict[str, Estimate] = {}
 
-    def measure(
-        self, out: Path, say: Callable[[str], None], oracle: str | None = None, reference: str | None = None,
-        mauve: str | None = None, test: list[str] | None = None, protocol: str = "paper", dtype: str = "auto",
-    ) -> None:  # fmt: skip
-        """Take every measure that the records allow; None leaves one out.
-
-        out: for the oracle's texts; mauve: a featurizer; test: texts for PPL_test (the records' human ones).
-        """
-        if (mauve or protocol == "released") and not self.has_humans:
-            raise UserError(
-                f"{self.directory}: no human continuations to compare with; generate with --corpus"
-            )
+    def measure(self, options: QualityOptions, say: Callable[[str], None]) -> None:
+        """Compute the requested measures, as far as the records allow them."""
+        protocol, dtype, test = options.protocol, options.dtype, options.test
+        if (options.mauve or protocol == "released") and not self.has_humans:
+            raise UserError(f"{self.directory} has no human continuations. Generate with --corpus.")
         if test is None and self.has_humans:
             test = [record["prefix"] + record["reference"] for record in self.humans]
-        if reference and not test:
-            raise UserError("--reference needs human texts: generate with --corpus, or give --test FILE")
+        if options.reference and not test:
+            raise UserError("--reference needs human texts. Generate with --corpus, or set --test FILE.")
         self.result["protocol"] = protocol
-        self._text()
-        if mauve:
-            features = featurizer(mauve, dtype)
+        self._measure_text()
+        if options.mauve:
+            features = featurizer(options.mauve, dtype)
             with show_activity(f"{self.title}: MAUVE"):
-                self._mauve(features, protocol)
-            self.result["mauve"]["featurizer"] = mauve
+                self._measure_mauve(features, protocol)
+            self.result["mauve"]["featurizer"] = options.mauve
         if self.has_humans:
             overlaps = rouge([self._pair(record, protocol) for record in self.records])
             estimates = {name: ratio(values, None, self.clusters) for name, values in overlaps.items()}
-            self.result["rouge"] = self._shown(estimates)
-        if oracle:
-            self._oracle(EvaluatedModel(oracle, dtype=dtype), out, say)
+            self.result["rouge"] = self._summarise(estimates)
+        if options.oracle:
+            self._measure_oracle(EvaluatedModel(options.oracle, dtype=dtype), options.out, say)
         if test:
-            self._recall(test, EvaluatedModel(reference, dtype=dtype) if reference else None, dtype)
+            model = self._measure_ppl(test, dtype)
+            if options.reference:
+                self._measure_cross_entropy(test, model, EvaluatedModel(options.reference, dtype=dtype))
         try:
             json.dumps(self.result, allow_nan=False)
         except ValueError:
-            raise UserError(f"{self.directory}: a measure is not a number; nothing is reported") from None
+            raise UserError(f"{self.directory}: a measure is NaN or infinite. Nothing is reported.") from None
 
-    def _shown(self, estimates: dict[str, Estimate]) -> dict[str, Any]:
-        """Return estimates with their intervals; they are kept for comparisons."""
+    def _summarise(self, estimates: dict[str, Estimate]) -> dict[str, Any]:
+        """Return estimates with their intervals, and keep them for comparisons."""
         self.estimates |= estimates
-        return {name: shown(e, self.unit, most=largest(name)) for name, e in estimates.items()}
+        return {name: summarise(e, self.unit, high=maximum(name)) for name, e in estimates.items()}
 
-    def _text(self) -> None:
-        """Take variety, repetition and length; of the human texts too."""
+    def _measure_text(self) -> None:
+        """Measure variety, repetition and length, also of the human texts."""
         records, clusters = self.records, self.clusters
         columns = {name: [float(record[name]) for record in records] for name in ("tokens", "ended")}
         columns["words"] = [len(units(record["text"])) for record in records]
@@ -132,124 +146,127 @@ class Sampled:
                 estimates[f"repetition_{n}"] = ratio([share or 0.0 for share in shares], weights, clusters)
         texts = [[record["text"] for record in draw] for draw in self.draws]
         variety = {f"distinct_{n}": by_seed(self.seeds, [distinct(t, n) for t in texts]) for n in (1, 2, 3)}
-        self.result["text"] = variety | self._shown(estimates)
+        self.result["text"] = variety | self._summarise(estimates)
         if self.has_humans:
-            humans = [record["human"] for record in self.humans]
-            of_humans = {f"distinct_{n}": distinct(humans, n) for n in (1, 2, 3)}
-            for n in (2, 3, 4):
-                counted = [share for human in humans if (share := repetition(human, n)) is not None]
-                of_humans[f"repetition_{n}"] = float(np.mean(counted)) if counted else 0.0
-            of_humans["words"] = float(np.mean([len(units(human)) for human in humans]))
-            self.result["human_text"] = of_humans
+            self.result["human_text"] = _human_text([record["human"] for record in self.humans])
 
     def _pair(self, record: Record, protocol: str) -> tuple[str, str]:
         return pair(record, protocol, self.about["prefix_words"], self.about["tokens"])
 
-    def _mauve(self, features: Callable[[Sequence[str]], np.ndarray], protocol: str) -> None:
-        """Take MAUVE of every draw beside its ceiling. The score depends on the number of texts."""
+    def _measure_mauve(self, features: Featurizer, protocol: str) -> None:
+        """Measure MAUVE of every draw with its ceiling. The score depends on the number of texts."""
         if len(self.humans) < MIN_TEXTS:
             raise UserError(
-                f"MAUVE needs at least {MIN_TEXTS} human and as many sampled texts for its clusters; there "
-                f"are {len(self.humans)}; take more prefixes, or leave out --mauve"
+                f"--mauve needs at least {MIN_TEXTS} prefixes for its clusters, but there are "
+                f"{len(self.humans)}. Generate with more prefixes, or remove --mauve."
             )
         pairs = [[self._pair(record, protocol) for record in records] for records in self.draws]
         human = features([human for _, human in pairs[0]])
-        result = beside_ceiling(human, [features([text for text, _ in draw]) for draw in pairs])
+        result = mauve_with_ceiling(human, [features([text for text, _ in draw]) for draw in pairs])
         self.result["mauve"] = result | {key: by_seed(self.seeds, result[key]) for key in ("score", "half")}
 
-    def _oracle(self, oracle: EvaluatedModel, out: Path, say: Callable[[str], None]) -> None:
-        """Take PPL_oracle of the samples, of as many of the oracle's own, and of the human texts.
+    def _measure_oracle(self, oracle: EvaluatedModel, out: Path, say: Callable[[str], None]) -> None:
+        """Measure PPL_oracle of the samples, of equally many samples of the oracle, and of the human texts.
 
-        Continuations are scored by their very tokens where the tokenizer is the same, else by their text's.
+        Continuations are scored by their ids if the tokenizer is the same, else by the ids of their text.
         """
-        about, tokenizer, same = self.about, oracle.tokenizer, oracle.tokenizer_digest
+        about, tokenizer, own = self.about, oracle.tokenizer, oracle.tokenizer_digest
         prefixes = Prefixes(about["corpus"], [record["prefix"] for record in self.humans])
         size = (about["tokens"], about["samples"], tuple(about["seeds"]))
-        say(f"{oracle.name}: samples of its own, for the floor of PPL_oracle")
+        say(f"{oracle.name}: generating samples for the floor of PPL_oracle")
         floor = Generation(Transformers(oracle), prefixes, *size, out).run()
         starts = {text: prompt_ids(oracle, text) for text in prefixes.texts}
         estimates = {}
-        for name, records, wrote in (("", self.records, about["tokenizer"]), ("_floor", floor, same)):
-            if wrote == same:
+        for name, records, digest in (("", self.records, about["tokenizer"]), ("_floor", floor, own)):
+            if digest == own:
                 pairs = [(starts[record["prefix"]], record["ids"]) for record in records]
             else:
                 pairs = [split_ids(tokenizer, record["prefix"], record["text"]) for record in records]
             estimates[f"ppl_oracle{name}"] = likelihood.continuations(oracle, pairs).estimate(self.clusters)
         if self.has_humans:
             pairs = [split_ids(tokenizer, record["prefix"], record["human"]) for record in self.humans]
-            of_humans = likelihood.continuations(oracle, pairs)
-            estimates["ppl_oracle_human"] = of_humans.estimate(range(len(pairs)))
+            human = likelihood.continuations(oracle, pairs)
+            estimates["ppl_oracle_human"] = human.estimate(range(len(pairs)))
         self.estimates["nats_per_token"] = estimates["ppl_oracle"]
-        self.result["oracle"] = {"path": oracle.given, "weights": oracle.digest}
+        self.result["oracle"] = {"path": oracle.source, "weights": oracle.digest}
         for name, nats in estimates.items():
-            self.result[name] = {"nats_per_token": shown(nats, self.unit)}
-            self.result[name]["perplexity"] = shown(nats, self.unit, perplexity)
+            self.result[name] = {"nats_per_token": summarise(nats, self.unit)}
+            self.result[name]["perplexity"] = summarise(nats, self.unit, perplexity)
 
-    def _recall(self, human: list[str], reference: EvaluatedModel | None, dtype: str) -> None:
-        """Take PPL_test, and cross-entropies against the reference model."""
+    def _measure_ppl(self, human: list[str], dtype: str) -> EvaluatedModel:
+        """Measure PPL_test, and return the model that wrote the texts."""
         model = EvaluatedModel(self.about["path"], dtype=dtype)
         if model.digest != self.about["weights"]:
             raise UserError(
-                f"{model.given} has other weights than those that wrote {self.directory}; generate again"
+                f"{model.source} does not have the weights that generated {self.directory}. Generate again."
             )
-        likelihoods = likelihood.texts(model, human)
+        likelihoods = likelihood.score_texts(model, human)
         nats = likelihoods.estimate(range(len(human)))
-        interval = shown(nats, "texts", perplexity)
+        interval = summarise(nats, "texts", perplexity)
         test = {"nats_per_token": nats.value, "perplexity": interval["mean"], "interval": interval}
-        test |= {"tokens": int(likelihoods.tokens.sum()), "texts": len(human)}
-        self.result["ppl_test"] = test
-        if reference is None:
-            return
-        # A tuned model may name another end than its base.
+        self.result["ppl_test"] = test | {"tokens": int(likelihoods.tokens.sum()), "texts": len(human)}
+        return model
+
+    def _measure_cross_entropy(
+        self, human: list[str], model: EvaluatedModel, reference: EvaluatedModel
+    ) -> None:
+        # The fingerprint ignores the end token, which tuning may change.
         if len({tokenizer_fingerprint(m.tokenizer, None) for m in (reference, model)}) > 1:
             raise UserError(
-                f"--reference {reference.given} has another tokenizer than {model.given}; their next-token "
-                "distributions cannot be compared"
+                f"--reference {reference.source} and {model.source} have different tokenizers, so their "
+                "next-token distributions cannot be compared"
             )
         limit = min(model.context or 1 << 30, reference.context or 1 << 30)
         rows = [row for t in human if len(row := text_ids(model.tokenizer, t)[:limit]) > 1]
         models = reference.model, model.model
         with show_activity(f"{self.title}: cross-entropies of {counted(len(rows), 'text')}"):
-            both = likelihood.side_by_side(*models, rows)
+            both = likelihood.mean_cross_entropies(*models, rows)
         intervals = {
-            way: shown(ratio(values.tolist(), None, range(len(rows))), "texts")
+            way: summarise(ratio(values.tolist(), None, range(len(rows))), "texts")
             for way, values in zip(("forward", "reverse"), both, strict=True)
         }
-        about = {"path": reference.given, "weights": reference.digest}
+        about = {"path": reference.source, "weights": reference.digest}
         result = {"intervals": intervals, "reference": about, "texts": len(rows)}
-        result |= {way: interval["mean"] for way, interval in intervals.items()}
-        self.result["cross_entropy"] = result
+        self.result["cross_entropy"] = result | {way: x["mean"] for way, x in intervals.items()}
 
-    def compared(self, other: Sampled) -> dict[str, Any] | str:
-        """Return differences other - this on the same prefixes by measure, or why there are none."""
+    def compare(self, other: Sampled) -> dict[str, Any] | str:
+        """Return the differences other - self on the same prefixes by measure, or why there are none."""
         a, b = self.about, other.about
         prefixes = [[record["prefix"] for record in x.humans] for x in (self, other)]
         if prefixes[0] != prefixes[1]:
-            return "their prefixes are not the same"
+            return "their prefixes differ"
         if len(prefixes[0]) < 2:
-            return "there is one prefix only"
+            return "there is only one prefix"
         for name in ("tokens", "samples"):
             if a[name] != b[name]:
                 return f"--{name} is {a[name]} and {b[name]}"
-        uneven = () if a["tokenizer"] == b["tokenizer"] else ("tokens", "nats_per_token")
-        names = [name for name in self.estimates if name in other.estimates and name not in uneven]
+        excluded = () if a["tokenizer"] == b["tokenizer"] else ("tokens", "nats_per_token")
+        names = [name for name in self.estimates if name in other.estimates and name not in excluded]
         differences = {name: other.estimates[name] - self.estimates[name] for name in names}
         return {
-            name: shown(difference, "prefixes", least=-largest(name), most=largest(name))
+            name: summarise(difference, "prefixes", low=-maximum(name), high=maximum(name))
             for name, difference in differences.items()
         }
 
 
-def write(sampled: Sequence[Sampled]) -> list[str]:
-    """Write quality.json beside every set of texts; return the lines that tell all of them.
+def _human_text(texts: list[str]) -> dict[str, float]:
+    measures = {f"distinct_{n}": distinct(texts, n) for n in (1, 2, 3)}
+    for n in (2, 3, 4):
+        shares = [share for text in texts if (share := repetition(text, n)) is not None]
+        measures[f"repetition_{n}"] = float(np.mean(shares)) if shares else 0.0
+    return measures | {"words": float(np.mean([len(units(text)) for text in texts]))}
 
-    The others are compared with the first.
+
+def write(sampled: Sequence[Sampled]) -> list[str]:
+    """Write quality.json for every set of texts, and return a table of all of them.
+
+    All others are compared with the first.
     """
     first, *others = sampled
     lines = _table("texts of", {texts.title: _cells(texts.result) for texts in sampled})
     rows = {}
     for texts in others:
-        differences = first.compared(texts)
+        differences = first.compare(texts)
         texts.result |= {"baseline": first.about, "differences": differences}
         if isinstance(differences, str):
             lines.append(f"{texts.title} is not compared with the first: {differences}")
@@ -257,43 +274,45 @@ def write(sampled: Sequence[Sampled]) -> list[str]:
             rows[texts.title] = {name: _cell(value, sign="+") for name, value in differences.items()}
     for texts in sampled:
         store.replace(texts.directory / QUALITY, store.dump(texts.result))
-    return lines + (_table("less the first, paired by prefix", rows) if rows else [])
+    return lines + (_table("minus the first, paired by prefix", rows) if rows else [])
 
 
 def by_seed(seeds: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
-    """Return the mean of shares with Student's interval over seeds, none for a single one.
-
-    Values of one seed are averaged first.
-    """
+    """Return the mean of shares with Student's interval over seeds. Values of a seed are averaged first."""
     means = [
         float(np.mean([v for s, v in zip(seeds, values, strict=True) if s == seed]))
         for seed in dict.fromkeys(seeds)
     ]
-    return shown(ratio(means, None, range(len(means))), "seeds", most=1.0)
+    return summarise(ratio(means, None, range(len(means))), "seeds", high=1.0)
 
 
-def largest(name: str) -> float:
-    """Return the largest value that a measure can have; the smallest is 0 for all of them."""
+def maximum(name: str) -> float:
+    """Return the largest possible value of a measure. The smallest is always 0."""
     return 1.0 if name.startswith(SHARES) else math.inf
 
 
-def shown(
+def summarise(
     estimate: Estimate,
     unit: str,
     transform: Callable[[float], float] = float,
-    least: float = 0.0,
-    most: float = math.inf,
+    low: float = 0.0,
+    high: float = math.inf,
 ) -> dict[str, Any]:
-    """Return an estimate with its interval, none over a single unit.
+    """Return an estimate with its interval, which is null for a single unit.
 
-    transform: applied to the value and to the limits. least, most: the range of the values, which limits the
-    interval.
+    Args:
+        estimate: The estimate over clusters.
+        unit: Name of a cluster.
+        transform: Applied to the value and to the limits.
+        low: Smallest possible value, before `transform`.
+        high: Largest possible value, before `transform`.
     """
-    interval, n = estimate.interval(), len(estimate.parts)
-    low = high = None
+    interval = estimate.interval()
+    limits: list[float | None] = [None, None]
     if interval:
-        low, high = (transform(min(max(x, least), most)) for x in (interval.low, interval.high))
-    return {"mean": transform(estimate.value), "low": low, "high": high, "n": n, "unit": unit}
+        limits = [transform(min(max(x, low), high)) for x in (interval.low, interval.high)]
+    n = len(estimate.parts)
+    return {"mean": transform(estimate.value), "low": limits[0], "high": limits[1], "n": n, "unit": unit}
 
 
 def perplexity(nats: float) -> float:
@@ -302,16 +321,16 @@ def perplexity(nats: float) -> float:
 
 
 def distinct(texts: Sequence[str], n: int) -> float:
-    """Return the different n-grams of all texts together by the number of n-grams; 0 when there are none.
+    """Return the number of different n-grams of all texts divided by the number of n-grams (0 for none).
 
-    It falls with the amount of text: compare equal numbers of texts of equal length only.
+    It decreases with the amount of text, so compare only equal numbers of texts of equal length.
     """
     counts = Counter(gram for text in texts for gram in _ngrams(text, n))
     return len(counts) / counts.total() if counts else 0.0
 
 
 def repetition(text: str, n: int) -> float | None:
-    """Return the share of a text's n-grams that it has had before; None where it has no n-gram."""
+    """Return the share of a text's n-grams that occurred before in it, or None if it has no n-gram."""
     grams = _ngrams(text, n)
     return 1 - len(set(grams)) / len(grams) if grams else None
 
@@ -322,10 +341,10 @@ def _ngrams(text: str, n: int) -> list[tuple[str, ...]]:
 
 
 def rouge(pairs: Sequence[tuple[str, str]]) -> dict[str, list[float]]:
-    """Return F-measures of ROUGE-1 and ROUGE-L of pairs (text, reference) by rouge-score; from 0 to 1.
+    """Return F-measures of ROUGE-1 and ROUGE-L of pairs (text, reference), from 0 to 1.
 
-    rouge-score's own tokenizer knows the letters a to z alone. Words here are of any script, and characters
-    count by themselves where words are written without spaces; of ASCII text the scores are rouge-score's.
+    The tokenizer of rouge-score handles only the letters a to z. This one handles all scripts, and counts
+    single characters in scripts without spaces. For ASCII text the scores are those of rouge-score.
     """
     from rouge_score.rouge_scorer import RougeScorer
     from rouge_score.tokenizers import Tokenizer
@@ -341,11 +360,15 @@ def rouge(pairs: Sequence[tuple[str, str]]) -> dict[str, list[float]]:
 
 
 def pair(record: Record, protocol: str, words: int, tokens: int) -> tuple[str, str]:
-    """Return (sampled text, human text) as they are compared.
+    """Return the sampled and the human text as they are compared.
 
-    paper: continuations only, the human one cut to as many tokens. released: as the authors' scripts do,
-    with the prefix on both sides, a second space before the sampled continuation, and the human text cut to
-    as many *words* as the model may write tokens.
+    Args:
+        record: A text.
+        protocol: `paper` compares continuations, with the human one cut to as many tokens. `released` follows
+            the authors' scripts: the prefix on both sides, a second space before the sampled continuation,
+            and the human text cut to as many *words* as the model may generate tokens.
+        words: Words of the prefix.
+        tokens: Longest continuation in tokens.
     """
     if protocol == "paper":
         return record["text"].strip(), record["human"].strip()
@@ -353,16 +376,14 @@ def pair(record: Record, protocol: str, words: int, tokens: int) -> tuple[str, s
     return f"{record['prefix']} {record['text']}", " ".join(human[: words + tokens])
 
 
-def featurizer(name: str, dtype: str = "auto") -> Callable[[Sequence[str]], np.ndarray]:
-    """Return what makes vectors [n, H] of texts: a sentence encoder, or a language model's last hidden state.
+def featurizer(name: str, dtype: str = "auto") -> Featurizer:
+    """Return a function that embeds texts: a sentence encoder, or a language model's last hidden state.
 
-    name: `minilm` or a sentence model's directory or id (topical), else a language model's (closer to the
-    paper's GPT-2-large), which counts at the last of at most MAX_TOKENS tokens.
+    name: `minilm`, a sentence model's directory or id, or a language model's (closer to the paper's
+    GPT-2-large). The state belongs to the last of at most MAX_TOKENS tokens.
     """
     is_sentence_model = name == "minilm" or name.startswith("sentence-transformers/")
     if is_sentence_model or (Path(name) / "modules.json").is_file():
-        from ..icl.encoder import Encoder
-
         return Encoder(name)
     evaluated = EvaluatedModel(name, dtype=dtype)
     model, tokenizer = evaluated.model, evaluated.tokenizer
@@ -380,18 +401,23 @@ def featurizer(name: str, dtype: str = "auto") -> Callable[[Sequence[str]], np.n
             out = model.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
             states[part] = out[torch.arange(len(part)), lengths - 1].float().cpu().numpy()
         if not np.isfinite(states).all():
-            raise UserError(f"{name}: hidden states that are not numbers (NaN or infinite weights?)")
+            raise UserError(f"{name} produced NaN or infinite hidden states. Check its weights.")
         return states
 
     return last_states
 
 
-def beside_ceiling(human: np.ndarray, sampled: Sequence[np.ndarray], splits: int = 5) -> dict[str, Any]:
-    """Return MAUVE of each set of samples, and at half the size of both sides beside the ceiling.
+def mauve_with_ceiling(human: np.ndarray, sampled: Sequence[np.ndarray], splits: int = 5) -> dict[str, Any]:
+    """Return MAUVE of each set of samples, the same at half the size, and its ceiling.
 
-    human: features [n, d]; sampled: sets of [n, d] that continue the same prefixes. `half` compares one half
-    of the human texts with the samples after the other half's prefixes, `ceiling` compares the two halves.
-    `kmeans`: the smallest and the largest score of the first set over KMEANS seeds of its clusters.
+    `half` compares one half of the human texts with the samples of the other half's prefixes. `ceiling`
+    compares the two halves of the human texts. `kmeans` is the range of the first set's score over KMEANS
+    cluster seeds.
+
+    Args:
+        human: Features [n, d].
+        sampled: Sets of features [n, d] that continue the same prefixes.
+        splits: Number of random splits into halves.
     """
     n = len(human)
     orders = [np.random.default_rng(seed).permutation(n) for seed in range(splits)]
@@ -406,13 +432,13 @@ def beside_ceiling(human: np.ndarray, sampled: Sequence[np.ndarray], splits: int
 
 
 def mauve(human: np.ndarray, sampled: np.ndarray, seed: int = MAUVE["seed"]) -> float:
-    """Return MAUVE of two sets of features [n, d]: from 0 to 1, 1 for equal ones. seed: of its clusters."""
+    """Return MAUVE of two sets of features [n, d], from 0 to 1. seed: of its clusters."""
     import mauve as package  # GPL-3.0, therefore an extra
 
     sys.stderr.flush()
-    stderr, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
-        os.dup2(nothing, 2)  # faiss warns there that clusters are small, which is how MAUVE wants them
+        os.dup2(devnull, 2)  # faiss warns about small clusters, which MAUVE intends
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             settings = MAUVE | {"seed": seed}
@@ -420,7 +446,7 @@ def mauve(human: np.ndarray, sampled: np.ndarray, seed: int = MAUVE["seed"]) -> 
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
-        os.close(nothing)
+        os.close(devnull)
 
 
 def _table(head: str, rows: dict[str, dict[str, str]]) -> list[str]:
@@ -437,12 +463,9 @@ def _cells(result: dict[str, Any]) -> dict[str, str]:
         cells["ceiling"] = f"{mauve['ceiling']:.3f}"
         cells["over k-means seeds"] = f"{mauve['kmeans']['low']:.3f} to {mauve['kmeans']['high']:.3f}"
     cells |= {name: _cell(value) for name, value in result.get("rouge", {}).items()}
-    if "ppl_oracle" in result:
-        cells["PPL_oracle"] = _cell(result["ppl_oracle"]["perplexity"], 2)
-        columns = {"floor": "ppl_oracle_floor", "human": "ppl_oracle_human"}
-        cells |= {
-            column: _cell(result[key]["perplexity"], 2) for column, key in columns.items() if key in result
-        }
+    for column, key in {"PPL_oracle": "", "floor": "_floor", "human": "_human"}.items():
+        if f"ppl_oracle{key}" in result:
+            cells[column] = _cell(result[f"ppl_oracle{key}"]["perplexity"], 2)
     if "ppl_test" in result:
         cells["PPL_test"] = _cell(result["ppl_test"]["interval"], 2)
     if "cross_entropy" in result:
@@ -452,7 +475,7 @@ def _cells(result: dict[str, Any]) -> dict[str, str]:
 
 
 def _cell(value: dict[str, Any], digits: int = 3, sign: str = "-") -> str:
-    """Return a value with its interval, and over how few units that is; no interval where there is none."""
+    """Return a value with its interval, and the number of units if there are few."""
     text = f"{value['mean']:{sign}.{digits}f}"
     if value["low"] is None:
         return text

@@ -1,10 +1,10 @@
-"""Sampled text on disk: made in chunks that any number of processes share, then one file of records.
+"""Sampled text on disk, generated in chunks that any number of processes share.
 
-OUT/store/KEY/                                   chunks and leases, as evaluations have them
+OUT/store/KEY/                                   chunks and leases, as for tasks
 OUT/models/NAME/generated/CORPUS-DECODING/
     records.jsonl       one text per line: prefix, continuation, its tokens, the human continuation
     about.json          model, corpus, decoding, seeds
-OUT/models/NAME/samples.json                     the first few unbiased ones, for the report
+OUT/models/NAME/samples.json                     the first unbiased texts, for the report
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from emo.common.io.untrusted import read_json
 from emo.data_prep.sources.inputs import read_text
 
 from ..results import store
-from ..results.directory import MODELS, SAMPLES
+from ..results.directory import MODELS, SAMPLES, Record
 from .decoding import Request, prompt_ids, split_ids, text_after
-from .engines import ABOUT, UNBIASED, Record, Reply, TextJob, Transformers
+from .engines import ABOUT, UNBIASED, Reply, TextJob, Transformers
 from .prefixes import Prefixes
 
-SHOWN = 16  # texts kept for the report
-VERSION = 1  # of everything that decides what a seed gives
+IN_REPORT = 16  # texts kept for the report
+VERSION = 1  # of everything that affects the text of a seed
 RECORDS = "records.jsonl"
 
 
 class Generation(TextJob):
-    """Per seed, `samples` texts of at most `tokens` tokens after every prefix; `directory` shows them."""
+    """Samples `samples` texts of at most `tokens` tokens per prefix and seed."""
 
     chunk = 256
 
@@ -47,27 +47,27 @@ class Generation(TextJob):
             raise UserError(f"--seeds {','.join(map(str, seeds))} must be different numbers")
         if self.decoding.deterministic and (samples > 1 or len(seeds) > 1):
             name = self.decoding.name
-            raise UserError(f"{name} gives one text per prefix; use it with --samples 1 and one seed")
+            raise UserError(f"{name} produces one text per prefix. Set --samples 1 and a single seed.")
         self.name = f"{prefixes.name}-{self.decoding.name}"
         self.directory = out / MODELS / self.model.name / "generated" / self.name
         self.prompts = [prompt_ids(self.model, text) for text in prefixes.texts]
-        self.seed = seeds[0]  # of the rows that are being written
+        self.seed = seeds[0]  # of the rows that are being generated
         self._human = functools.cache(self._human_continuation)
         longest = max(range(len(self.prompts)), key=lambda p: len(self.prompts[p]))
         length = len(self.prompts[longest])
         if self.context is not None and length + tokens > self.context:
             raise UserError(
-                f"prefix {longest} has {length} tokens and --max_new_tokens is {tokens}, together more than "
-                f"the context of {self.model.given}, {self.context} tokens; shorten one of them",
+                f"prefix {longest} has {length} tokens. With --max_new_tokens {tokens} it exceeds the "
+                f"context of {self.model.source}, {self.context} tokens. Shorten one of them.",
                 code="context",
             )
 
     def run(self) -> list[Record]:
-        """Return all records, sampled or read."""
+        """Return all records, generated or read."""
         identity = self.engine.identity | {"generation": VERSION, "prompts": store.digest(self.prompts)}
         identity |= {"prefixes": store.digest([self.prefixes.texts, self.prefixes.references])}
         identity |= {"tokens": self.tokens, "samples": self.samples}
-        del identity["engine"]  # there is one
+        del identity["engine"]  # always Transformers
         records = []
         for seed in self.seeds:
             self.seed, rows = seed, len(self.prompts) * self.samples
@@ -75,18 +75,18 @@ class Generation(TextJob):
         return records
 
     def prepare(self, row: int) -> tuple[Record, list[Request]]:
-        """Return sample row % samples of prefix row // samples, and what is asked for it."""
+        """Return the facts and the request of sample row % samples of prefix row // samples."""
         p, sample = divmod(row, self.samples)
         facts = {"seed": self.seed, "prefix_number": p, "sample": sample, "prefix": self.prefixes.texts[p]}
         return facts | self._human(p), [Request(self.prompts[p], [self.seed, p, sample])]
 
     def record(self, facts: Record, replies: list[Reply]) -> Record:
-        """Return a text with its ids."""
+        """Return the record of a text with its ids."""
         ((ids, reply),) = replies
         return facts | {"ids": ids} | reply
 
     def _human_continuation(self, p: int) -> Record:
-        """Return how a human went on, also cut to as many tokens as a sampled text may have."""
+        """Return the human continuation of a prefix, and the same cut to the length of sampled texts."""
         if self.prefixes.references is None:
             return {}
         reference, tokenizer = self.prefixes.references[p], self.model.tokenizer
@@ -94,9 +94,9 @@ class Generation(TextJob):
         return {"reference": reference, "human": text_after(tokenizer, start, ids[: self.tokens])}
 
     def publish(self, records: list[Record], say: Callable[[str], None]) -> None:
-        """Write the records, and what they are of, into `directory`."""
+        """Write the records, and facts about them, into `directory`."""
         model, seeds = self.model, list(self.seeds)
-        about: dict[str, Any] = {"model": model.name, "path": model.given, "weights": model.digest}
+        about: dict[str, Any] = {"model": model.name, "path": model.source, "weights": model.digest}
         about |= {"dtype": str(model.model.dtype), "tokenizer": model.tokenizer_digest}
         about |= {"ends": model.ends, "corpus": self.prefixes.name, "prefix_words": self.prefixes.words}
         about |= self.engine.decoding_identity
@@ -108,17 +108,17 @@ class Generation(TextJob):
         if self.decoding == UNBIASED:
             names = ("prefix", "text", "ended", "tokens")
             view = {"weights": model.digest, "seed": seeds[0], "max_tokens": self.tokens}
-            samples = [{name: record[name] for name in names} for record in records[:SHOWN]]
+            samples = [{name: record[name] for name in names} for record in records[:IN_REPORT]]
             path = self.out / MODELS / model.name / SAMPLES
             store.replace(path, store.dump(view | {"samples": samples}))
-        self.show(len(records), about, ("path", "records"), say)
+        self.write_about(len(records), about, ("path", "records"), say)
 
 
 def read_records(directory: Path) -> tuple[dict[str, Any], list[Record]]:
-    """Return (about, records) of a directory that `Generation` filled."""
+    """Return the facts and the records that `Generation` wrote into a directory."""
     if not (directory / ABOUT).is_file() or not (directory / RECORDS).is_file():
-        raise UserError(f"{directory} has no {RECORDS}; make it with: emo generate")
+        raise UserError(f"{directory} has no {RECORDS}. Create it with: emo generate")
     about, lines = read_json(directory / ABOUT), read_text(directory / RECORDS).split("\n")
     if lines[-1] or len(lines) != about["records"] + 1:
-        raise UserError(f"{directory / RECORDS} is not as it was written; generate again")
+        raise UserError(f"{directory / RECORDS} is incomplete or was changed. Generate it again.")
     return about, [json.loads(line) for line in lines[:-1]]

@@ -1,14 +1,14 @@
-"""Continuations of token sequences by transformers' `generate`, with random numbers and rounding of our own.
+"""Sampling from a causal language model with transformers' `generate` and this project's random numbers.
 
-A text depends on the weights, its prompt, its seed and the decoding, and on nothing else: not on the batch
-size, its neighbours or the order of the work. Every (row, step) has its own random numbers, which lead down a
-binary tree over the vocabulary: at every node one of them decides between the halves by their probabilities
-(float64 sums of float32 weights). With log2(V) comparisons instead of V boundaries, the chance that one is
-closer than rounding error can decide does not grow with the vocabulary.
+A text depends only on the weights, its prompt, its seed and the decoding. It does not depend on the batch
+size, its neighbours or the order of the work. Every (row, step) has its own random numbers, which descend a
+binary tree over the vocabulary. At each node one number decides between the two halves by their probabilities
+(float64 sums of float32 weights). With log2(V) comparisons instead of V boundaries, the chance of a
+comparison that is closer than the rounding error does not grow with the vocabulary.
 
-Logits of a row differ in their last digits with the shape of the batch. Where that could change the token, it
-is decided anew from a forward of the row alone: in float32. In half precision they differ by too much for
-that, so there a text may change with the batch.
+The logits of a row depend on the shape of the batch in their last digits. If that could change the token, the
+token is chosen again from a forward of the row alone. This works in float32. In half precision the
+differences are too large, so a text may change with the batch.
 """
 
 from __future__ import annotations
@@ -23,79 +23,82 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    StoppingCriteriaList,
-)
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 
 from emo.common.errors import UserError
 
 from .decoding import Decoding, Request, until_end
 
-DIFFERENT = 1e-2  # a larger difference from the plain forward, relative to the logits, is not rounding
+MAX_DIFFERENCE = 1e-2  # between cached and plain logits, relative to the logits. More is not rounding.
 SAFETY = 4  # times the largest difference that was seen
-AMPLIFIED = 4  # times the rounding of logits, in what is made of them: EMO makes about P^1.1 of P
-# Larger than the difference between two batch shapes, relative to the largest logit.
+AMPLIFICATION = 4  # of logits' rounding by a fixed point. EMO makes about P^1.1 of P.
+# An upper bound of the difference between two batch shapes, relative to the largest logit.
 ROUNDING = {torch.float32: 2e-6, torch.float64: 1e-13}
 
 
 class Continuation(NamedTuple):
-    """tokens: new ids, the end token included; ended: whether there is one."""
+    """tokens: new ids, with the end token. ended: whether there is an end token."""
 
     tokens: list[int]
     ended: bool
 
 
 class Sampler:
-    """Samples from one causal language model. ends: ids after which a text is over (may be empty).
+    """Samples from a causal language model.
 
-    settled: makes of logits [B, V] those that tokens are chosen by; the model's own by default.
-    checked: largest difference between cached and plain logits seen so far, relative to the largest logit;
-    steps: with a cache; redone: close decisions that were made again; wrote: called with the next tokens.
+    checked: largest difference between cached and plain logits seen so far, relative to the largest logit.
+    steps: steps with a cache. redone: close decisions that were made again. on_tokens: receives the tokens of
+    each step.
+
+    Args:
+        model: The model.
+        decoding: How tokens are chosen.
+        ends: Ids that end a text (may be empty).
+        batch: Texts at a time.
+        transform: Returns the logits [B, V] that tokens are chosen from, given the model's.
     """
 
     def __init__(
         self, model: PreTrainedModel, decoding: Decoding | None = None, ends: Iterable[int] = (),
-        batch: int = 64, settled: Callable[[Tensor], Tensor] | None = None,
+        batch: int = 64, transform: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
         self.model, self.device, self.dtype = model.eval(), model.device, model.dtype
         self.decoding, self.ends, self.batch = decoding or Decoding(), sorted(ends), batch
         self._ends = torch.tensor(self.ends, dtype=torch.int64, device=self.device)
-        self.settled = settled
+        self.transform = transform
         self.checked, self.steps, self.redone = 0.0, 0, 0
-        self.wrote: Callable[[list[int]], Any] | None = None
+        self.on_tokens: Callable[[list[int]], Any] | None = None
         tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         learned = any(table is not model.get_input_embeddings() for table in tables)
-        self.bounded = learned or model.config.model_type == "mpt"  # it has no position beyond the context
+        self.bounded = learned or model.config.model_type == "mpt"  # no positions beyond the context
 
     @torch.inference_mode()
     def run(
         self, requests: Sequence[Request], tokens: int, progress: Callable[[int], Any] = lambda count: None
     ) -> list[Continuation]:
-        """Return one continuation of at most `tokens` tokens per request, in their order.
+        """Return a continuation of at most `tokens` tokens for each request.
 
-        progress: called with the number of texts that have just been finished. Raises UserError for weights
-        that give no numbers, and for models whose cache does not reproduce their plain forward.
+        progress: receives the number of texts that were just finished. Raises UserError for weights that
+            produce
+        NaN, and for models whose cache does not reproduce their plain forward.
         """
         texts: dict[int, Continuation] = {}
 
-        def room(number: int) -> int:
-            """Return the longest text of a request where a batch may not run on past it, else 0.
+        def limit(number: int) -> int:
+            """Return the longest text of a request if its batch must not exceed it, else 0.
 
-            A batch goes on until its longest text has ended, and learned positions or MPT's distances end
-            with the context.
+            A batch continues until its longest text ends, but learned positions and MPT's biases end with the
+            context.
             """
             return min(requests[number].limit or tokens, tokens) if self.bounded else 0
 
-        # Prompts of like length need little padding.
-        order = sorted(range(len(requests)), key=lambda i: (room(i), len(requests[i].prompt), i))
+        # Prompts of similar length need little padding.
+        order = sorted(range(len(requests)), key=lambda i: (limit(i), len(requests[i].prompt), i))
         settings = self.model.generation_config
-        self.model.generation_config = GenerationConfig()  # none of the checkpoint's penalties and limits
+        self.model.generation_config = GenerationConfig()  # without the checkpoint's penalties and limits
         try:
-            for _, alike in groupby(order, room):
-                while part := list(islice(alike, self.batch)):
+            for _, numbers in groupby(order, limit):
+                while part := list(islice(numbers, self.batch)):
                     texts |= zip(part, self._batch([requests[i] for i in part], tokens), strict=True)
                     progress(len(part))
         finally:
@@ -104,33 +107,33 @@ class Sampler:
 
     def _batch(self, requests: Sequence[Request], tokens: int) -> list[Continuation]:
         self._requests = requests
-        self._random: Tensor | None = None  # made when the vocabulary is known
+        self._random: Tensor | None = None  # created when the vocabulary is known
         limits = [min(request.limit or tokens, tokens) for request in requests]
         self._limits = torch.tensor(limits, device=self.device)
         self._lengths = [len(request.prompt) for request in requests]
         self._width = width = max(self._lengths)
         ids = [[r.prompt[0]] * (width - len(r.prompt)) + list(r.prompt) for r in requests]
         padding = torch.tensor([width - length for length in self._lengths], device=self.device)
-        widths = self._limits + width  # of which every row ends
+        final_widths = self._limits + width
         out = self.model.generate(
             torch.tensor(ids, device=self.device),
             attention_mask=(torch.arange(width, device=self.device) >= padding[:, None]).long(),
             generation_config=GenerationConfig(
-                do_sample=False,  # `_leave_one` leaves one token
+                do_sample=False,  # `_keep_chosen` leaves a single token
                 max_new_tokens=max(limits),
                 eos_token_id=self.ends or None,
                 pad_token_id=min(self.ends, default=0),
             ),
-            logits_processor=LogitsProcessorList([self._leave_one]),
-            stopping_criteria=StoppingCriteriaList([lambda ids, scores, **_: ids.shape[1] >= widths]),
+            logits_processor=LogitsProcessorList([self._keep_chosen]),
+            stopping_criteria=StoppingCriteriaList([lambda ids, scores, **_: ids.shape[1] >= final_widths]),
         )
         texts = []
         for row, limit in zip(out[:, width:].tolist(), limits, strict=True):
             texts.append(Continuation(*until_end(row[:limit], self.ends)))
         return texts
 
-    def _leave_one(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores that choose the next token of every row: all others get no probability."""
+    def _keep_chosen(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return scores in which only the chosen next token of every row has probability."""
         if self._random is None:
             depth = levels(scores.shape[-1])
             longest = int(self._limits.max())
@@ -148,29 +151,29 @@ class Sampler:
             again, _ = self._choose(self._alone(input_ids, row), random[row : row + 1])
             tokens[row] = again[0]
             self.redone += 1
-        if self.wrote is not None:
-            self.wrote(tokens[running].tolist())
+        if self.on_tokens is not None:
+            self.on_tokens(tokens[running].tolist())
         return torch.full_like(scores, -math.inf).scatter_(1, tokens[:, None], 0.0)
 
     def _choose(self, logits: Tensor, random: Tensor) -> tuple[Tensor, Tensor]:
         rounding = self._rounding(logits)
-        if self.settled is not None:
-            logits, rounding = self.settled(logits), AMPLIFIED * rounding
+        if self.transform is not None:
+            logits, rounding = self.transform(logits), AMPLIFICATION * rounding
         return choose(logits, self.decoding, random, rounding)
 
     def _alone(self, input_ids: Tensor, row: int) -> Tensor:
-        """Return the logits [1, V] of a row, from a forward without cache, padding and neighbours."""
+        """Return the logits [1, V] of a row from a forward without cache, padding and neighbours."""
         ids = input_ids[row : row + 1, self._width - self._lengths[row] :]
         return self.model(input_ids=ids, use_cache=False).logits[:, -1].float()
 
     def _running(self, input_ids: Tensor) -> Tensor:
-        """Return the rows [n] whose texts go on. What follows the end of the others decides nothing."""
+        """Return the numbers [n] of the rows whose texts have not ended."""
         written = input_ids[:, self._width :]
         ended = torch.isin(written, self._ends).any(dim=1)
         return (~ended & (self._limits > written.shape[1])).nonzero()[:, 0]
 
     def _rounding(self, logits: Tensor) -> Tensor:
-        """Return how far logits [B, V] of one row may differ between batch shapes: [B]; -1 for never mind."""
+        """Return how far logits [B, V] of a row may differ between batch shapes [B], or -1 to ignore it."""
         rounding = ROUNDING.get(self.dtype)
         if rounding is None:
             return torch.full_like(logits[:, 0], -1.0)
@@ -178,34 +181,34 @@ class Sampler:
         return rounding * largest * max(1.0, SAFETY * self.checked / rounding)
 
     def _compare(self, input_ids: Tensor, logits: Tensor, running: list[int]) -> None:
-        """Hold logits of a running row against the plain forward: are cache, mask and positions honoured?"""
+        """Compare the logits of a running row with the plain forward, to check cache, mask and positions."""
         row = running[self.steps % len(running)]
         if self.steps == 1:  # the row with most padding
             row = min(running, key=self._lengths.__getitem__)
         plain, cached = self._alone(input_ids, row), logits[row : row + 1]
         finite = plain.isfinite() & cached.isfinite()
         if not bool(finite.any()):
-            return  # `choose` refuses it
+            return  # `choose` raises for it
         difference = float((plain - cached)[finite].abs().max() / plain[finite].abs().max().clamp_min(1.0))
-        if difference > DIFFERENT * (1 if self.dtype.itemsize >= 4 else 10):
+        if difference > MAX_DIFFERENCE * (1 if self.dtype.itemsize >= 4 else 10):
             raise UserError(
-                f"{type(self.model).__name__}: with a cache its logits differ by {difference:.2g} of their "
-                "size from those of a plain forward, so it cannot be sampled; --batch_size 1 may help",
+                f"{type(self.model).__name__} cannot be sampled: its logits with a cache differ by "
+                f"{difference:.2g} (relative) from those of a plain forward. Try --batch_size 1.",
                 code="cache",
             )
         self.checked = max(self.checked, difference)
 
 
 def levels(vocabulary: int) -> int:
-    """Return the uniform numbers that one token takes: the depth of the tree."""
+    """Return the number of uniforms for a token, which is the depth of the tree."""
     return max(1, math.ceil(math.log2(vocabulary)))
 
 
 def uniforms(seed: Any, tokens: int, depth: int) -> Tensor:
-    """Return the random numbers of one continuation in [0, 1), float64 [tokens, depth].
+    """Return the random numbers of a continuation in [0, 1), float64 [tokens, depth].
 
-    seed: any JSON value. A counter-based generator is keyed with its digest, so that continuations are
-    independent, and a longer one begins like a shorter one.
+    seed: any JSON value. Its digest keys a counter-based generator, so continuations are independent, and a
+    longer continuation begins like a shorter one.
     """
     key = hashlib.sha256(json.dumps(seed).encode()).digest()
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
@@ -213,47 +216,64 @@ def uniforms(seed: Any, tokens: int, depth: int) -> Tensor:
 
 
 def choose(logits: Tensor, decoding: Decoding, random: Tensor, rounding: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens, int64 [B], and whether each was a close decision, bool [B].
+    """Return the chosen tokens, int64 [B], and whether each decision was close, bool [B].
 
-    logits: float32 [B, V]; random: float64 [B, levels(V)]; rounding: [B], how far logits may be off. A row
-    with a NaN, or without any finite logit, raises UserError.
+    Raises UserError for a row with NaN or without a finite logit.
+
+    Args:
+        logits: float32 [B, V].
+        decoding: How tokens are chosen.
+        random: Uniforms, float64 [B, levels(V)].
+        rounding: Possible error of the logits [B].
     """
     largest = logits.amax(dim=-1, keepdim=True)
     if not bool(largest.isfinite().all()):
-        raise UserError("a model's logits are not numbers; try --dtype float32", code="not-numbers")
+        raise UserError("the model's logits are NaN or infinite. Try --dtype float32.", code="not-numbers")
     if decoding.greedy:
         best = logits.topk(min(2, logits.shape[-1]), dim=-1)
         return best.indices[:, 0], best.values[:, 0] - best.values[:, -1] <= 2 * rounding
     rounding = rounding / decoding.temperature
     scores = (logits - largest) / decoding.temperature
     close = torch.zeros(len(scores), dtype=torch.bool, device=scores.device)
-    vocabulary = scores.shape[-1]
-    if 0 < decoding.top_k < vocabulary:
-        best = scores.topk(decoding.top_k + 1, dim=-1)
-        close |= best.values[:, -2] - best.values[:, -1] <= 2 * rounding
-        mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best.indices[:, :-1], True)
-        scores = scores.masked_fill(~mask, -math.inf)
+    if 0 < decoding.top_k < scores.shape[-1]:
+        scores, near = _keep_top_k(scores, decoding.top_k, rounding)
+        close |= near
     if decoding.top_p < 1:
-        ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-        total = ordered.double().softmax(dim=-1).cumsum(dim=-1)
-        last = (total < decoding.top_p).sum(dim=-1, keepdim=True).clamp_max(vocabulary - 1)  # that is kept
-        border = (total - decoding.top_p).abs().amin(dim=-1) <= rounding
-        after = (last + 1).clamp_max(vocabulary - 1)
-        gap = (ordered.gather(1, last) - ordered.gather(1, after))[:, 0]
-        close |= border | ((gap <= 2 * rounding) & (after > last)[:, 0])
-        mask = torch.arange(vocabulary, device=scores.device) <= last
-        scores = scores.masked_fill(~torch.zeros_like(mask).scatter_(1, order, mask), -math.inf)
+        scores, near = _keep_top_p(scores, decoding.top_p, rounding)
+        close |= near
     tokens, near = _descend(scores.exp_(), random, rounding)
     return tokens, close | near
 
 
+def _keep_top_k(scores: Tensor, k: int, rounding: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scores [B, V] of the k best tokens, -inf elsewhere, and whether the k-th was close [B]."""
+    best = scores.topk(k + 1, dim=-1)
+    close = best.values[:, -2] - best.values[:, -1] <= 2 * rounding
+    mask = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best.indices[:, :-1], True)
+    return scores.masked_fill(~mask, -math.inf), close
+
+
+def _keep_top_p(scores: Tensor, p: float, rounding: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scores [B, V] of the best tokens that reach p, -inf elsewhere, and whether it was close [B]."""
+    vocabulary = scores.shape[-1]
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    total = ordered.double().softmax(dim=-1).cumsum(dim=-1)
+    last = (total < p).sum(dim=-1, keepdim=True).clamp_max(vocabulary - 1)  # the last kept token
+    border = (total - p).abs().amin(dim=-1) <= rounding
+    after = (last + 1).clamp_max(vocabulary - 1)
+    gap = (ordered.gather(1, last) - ordered.gather(1, after))[:, 0]
+    close = border | ((gap <= 2 * rounding) & (after > last)[:, 0])
+    mask = torch.arange(vocabulary, device=scores.device) <= last
+    return scores.masked_fill(~torch.zeros_like(mask).scatter_(1, order, mask), -math.inf), close
+
+
 def _descend(weights: Tensor, random: Tensor, rounding: Tensor) -> tuple[Tensor, Tensor]:
-    """Walk down the tree over weights [B, V]; return tokens [B] and close rows [B]."""
+    """Descend the tree over weights [B, V]. Return tokens [B] and whether each decision was close [B]."""
     rows, vocabulary = weights.shape
     sums = torch.zeros(rows, vocabulary + 1, dtype=torch.float64, device=weights.device)
     torch.cumsum(weights, dim=-1, dtype=torch.float64, out=sums[:, 1:])
     left = torch.zeros(rows, 1, dtype=torch.int64, device=weights.device)
-    below, above = sums[:, :1], sums[:, -1:]  # what lies left of the node, and of its right end
+    below, above = sums[:, :1], sums[:, -1:]  # cumulated weight at both ends of the node
     margin = torch.full_like(below, math.inf)
     half = 1 << levels(vocabulary)
     for level in range(levels(vocabulary)):

@@ -1,8 +1,8 @@
-"""One model on some tasks: retrieval, scoring in chunks, result. May be killed, and run many times at once.
+"""Score a model on tasks: choose demonstrations, score chunks of rows, store the result.
 
-Work is cut into chunks of rows. Every process takes chunks that nobody holds, so starting the same command on
-more ranks, nodes or schedulers shares the work, and a chunk that is done is never done again. What computes
-is imported where something is computed: a result that is known already costs no seconds of imports.
+Every process takes chunks that no other process holds. Starting the same command on more ranks, nodes or
+schedulers therefore shares the work, and a killed job resumes. Modules that compute are imported only when
+something has to be computed, so a known result costs no import time.
 """
 
 from __future__ import annotations
@@ -11,48 +11,60 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from emo.common.cli.progress import show_activity
 from emo.common.errors import UserError
 from emo.common.io.lease import hold_if_free
 from emo.data_prep.selection.grams import folded
 
-from ..model import EvaluatedModel, quiet_libraries
+from ..models.base import LanguageModel, NotFiniteError, Say
+from ..models.encoder import Encoder
+from ..models.model import EvaluatedModel, quiet_libraries
 from ..results import store
-from ..results.directory import MODELS, claim_name, only_answer
-from .encoder import Encoder
-from .settings import CANDIDATES, RETRIEVERS, SEED, VERSION, NotFiniteError, Settings
+from ..results.directory import MODELS, Record, claim_name, only_answer
+from .settings import CANDIDATES, RETRIEVERS, SEED, VERSION, Settings
 from .task_data import TaskData, load_data
 from .tasks import GROUP, LABEL, ROW, Task
 
 if TYPE_CHECKING:
     from .records import Recorder
 
-CHUNK = 256  # rows; what a killed job loses at most
+CHUNK = 256  # rows, the most work that a killed job loses
 
-Say = Callable[[str], None]
+
+class Retrieval(NamedTuple):
+    """The demonstrations of every test row, and the facts besides the rows that they depend on."""
+
+    indices: list[list[int]]
+    identity: dict[str, Any]
 
 
 class Job:
-    """Evaluations of one model; `out` holds the store and, by model name, views on it."""
+    """Evaluations of one model. `out` contains the store and, by model name, views of it."""
 
     def __init__(
-        self, model: EvaluatedModel, settings: Settings, out: Path, say: Say = lambda text: None
+        self, model: LanguageModel, settings: Settings, out: Path, say: Say = lambda text: None
     ) -> None:
+        if settings.needs_hugging_face and not isinstance(model, EvaluatedModel):
+            raise UserError(
+                f"{model.name} is not a Hugging Face model, so --faithful, --inferencer ppl, the score "
+                "channel and retrievers that use its tokenizer are not available",
+                code="model",
+            )
         self.model, self.settings, self.out, self.say = model, settings, out, say
         self.computed = 0  # chunks that this process scored
 
     @cached_property
     def encoder(self) -> Encoder:
-        """The sentence model that demonstrations are chosen with."""
+        """The sentence model that chooses demonstrations."""
         assert self.settings.sentence_model is not None
         return Encoder(self.settings.sentence_model, say=self.say)
 
     @cached_property
     def recorder(self) -> Recorder:
-        """The maker of records, its model loaded."""
-        self.say(f"{self.model.name}: loading {self.model.given}")
+        """The maker of records, with the model loaded."""
+        self.say(f"{self.model.name}: loading {self.model.source}")
         quiet_libraries()
         from .records import Recorder
 
@@ -60,99 +72,106 @@ class Job:
             return Recorder(self.model, self.settings, self.say)
 
     def run(self, task: Task) -> dict[str, Any]:
-        """Return the result of a task, which is computed unless it is known."""
+        """Return the result of a task. It is computed unless it is known."""
         settings = self.settings
         data = load_data(task, settings.data, settings.limit, settings.shots)
-        if "channel" in settings.extras:  # before anything takes long
+        if "channel" in settings.extras:  # before any long computation
             task.channel().require_text(data.rows["test"])
         if len(data.rows["train"]) < data.pool:
             self.say(
                 f"{task.name}: with --limit {settings.limit} demonstrations come from "
                 f"{len(data.rows['train']):,} of {data.pool:,} rows, evenly spaced"
             )
-        indices, retrieval = self._retrieve(task, data)
-        # Two results may be compared when all of `compared` is equal.
-        compared = {
-            "test_rows": data.digests["test"][:16],
-            "pool_rows": data.digests["train"][:16],
-            "prompt": store.digest(task.identity())[:16],
-            "shots": retrieval["shots"],
-            "retriever": retrieval["retriever"],
-            "encoder": retrieval.get("encoder", "")[:16],
-            **{name: getattr(settings, name) for name in ("inferencer", "faithful", "score", "max_tokens")},
-            "dtype": self.model.dtype,
-            "scorer": VERSION,
-        }
-        noted = {"prompt_version": task.version, "demonstrations": store.digest(indices)[:16]}
-        noted["pool"] = f"{len(data.rows['train'])} of {data.pool}"
+        retrieval = self._retrieve(task, data)
+        conditions = self._conditions(task, data, retrieval)
         identity = {
             "weights": self.model.digest,
             "tokenizer": self.model.tokenizer_digest,
             "task": task.identity() | {"name": task.name},
             "scores": settings.scores,
-            "conditions": {"compared": compared, "noted": noted},
+            "conditions": conditions,
         }
         entry = store.Entry(self.out / store.STORE, identity, self.say)
         result = entry.result()
-        if result is None or not entry.is_whole(len(indices), CHUNK):
+        if result is None or not entry.is_complete(len(retrieval.indices), CHUNK):
             from .task_metrics import summarise
 
-            records = self._records(task, data, indices, entry)
-            dtype = str(self.model.model.dtype).removeprefix("torch.")  # where it was `auto`, too
-            conditions = {"compared": compared | {"dtype": dtype}, "noted": noted}
+            records = self._records(task, data, retrieval.indices, entry)
+            dtype = {"dtype": self.model.computed_dtype}  # also if it was `auto`
+            conditions = conditions | {"compared": conditions["compared"] | dtype}
             entry.finish(summarise(task, data, records, settings, conditions))
             result = entry.result()
             assert result is not None
-        path = self.out / MODELS / self.model.name / f"{task.name}.json"
-        stored, weights = store.read_json(path), self.model.digest
-        if isinstance(stored, dict) and stored.get("weights") == weights and stored.get("key") != entry.key:
-            self.say(
-                f"{self.model.name}  {task.spec.title}: shown from now on with the settings of this run, no "
-                "longer with those of an earlier one; give another --name to keep both"
-            )
-        # The origin of the test rows is no part of the identity, which their content is.
-        hub = task.spec.hub and task.spec.hub.model_dump()
-        rows = {"from_hub": settings.data == "hub", "hub": hub, "split": task.spec.splits.test}
-        view = {"key": entry.key, "weights": weights, "rows": rows, "result": result}
-        store.replace(path, store.dump(view))
+        self._write_view(task, entry.key, result)
         return result
 
-    def _retrieve(self, task: Task, data: TaskData) -> tuple[list[list[int]], dict[str, Any]]:
-        """Return the demonstrations of every test row, and what they depend on besides the rows."""
-        name, model = self.settings.retriever, self.model
+    def _conditions(self, task: Task, data: TaskData, retrieval: Retrieval) -> dict[str, dict[str, Any]]:
+        """Return the conditions of a result. Two results are comparable if all of `compared` is equal."""
+        identity, settings = retrieval.identity, self.settings
+        compared = {
+            "test_rows": data.digests["test"][:16],
+            "pool_rows": data.digests["train"][:16],
+            "prompt": store.digest(task.identity())[:16],
+            "shots": identity["shots"],
+            "retriever": identity["retriever"],
+            "encoder": identity.get("encoder", "")[:16],
+            **{name: getattr(settings, name) for name in ("inferencer", "faithful", "score", "max_tokens")},
+            "dtype": self.model.dtype,
+            "scorer": VERSION,
+        }
+        noted = {"prompt_version": task.version, "demonstrations": store.digest(retrieval.indices)[:16]}
+        noted["pool"] = f"{len(data.rows['train'])} of {data.pool}"
+        return {"compared": compared, "noted": noted}
+
+    def _write_view(self, task: Task, key: str, result: dict[str, Any]) -> None:
+        path = self.out / MODELS / self.model.name / f"{task.name}.json"
+        stored, weights = store.read_json(path), self.model.digest
+        if isinstance(stored, dict) and stored.get("weights") == weights and stored.get("key") != key:
+            self.say(
+                f"{self.model.name}  {task.spec.title}: the settings of this run replace those of an earlier "
+                "result in reports. Set another --name to keep both."
+            )
+        # The origin of the test rows is not part of the key, but their content is.
+        hub = task.spec.hub and task.spec.hub.model_dump()
+        rows = {"from_hub": self.settings.data == "hub", "hub": hub, "split": task.spec.splits.test}
+        store.replace(path, store.dump({"key": key, "weights": weights, "rows": rows, "result": result}))
+
+    def _retrieve(self, task: Task, data: TaskData) -> Retrieval:
+        """Return the demonstrations of every test row, from the store if they are known."""
         count = task.spec.shots.count if self.settings.shots is None else self.settings.shots
         if count == 0:
-            return [[] for _ in data.rows["test"]], {"retriever": "none", "shots": 0}
-        identity: dict[str, Any] = {"shots": count}
-        if task.spec.shots.by == "group":
-            identity["retriever"] = "group"
-        elif name not in RETRIEVERS:
-            identity |= {"retriever": name, "encoder": self.encoder.digest}
-        else:
-            facts: dict[str, Callable[[], Any]] = {
-                "seed": lambda: SEED,
-                "candidates": lambda: CANDIDATES,
-                "encoder": lambda: self.encoder.digest,
-                "tokenizer": lambda: model.tokenizer_digest,
-                "weights": lambda: model.digest,
-                "dtype": lambda: model.dtype,
-                "task": task.identity,
-            }
-            identity["retriever"] = f"openicl {name}"
-            identity |= {fact: facts[fact]() for fact in RETRIEVERS[name]}
+            return Retrieval([[] for _ in data.rows["test"]], {"retriever": "none", "shots": 0})
+        identity = {"shots": count} | self._retriever_identity(task)
         folder = self.out / store.STORE / "retrieval"
         path = folder / f"{store.digest([identity, data.digests])[:32]}.json"
         while (indices := store.unsealed(path)) is None:
             with hold_if_free(store.lease(folder / "leases", path.stem)) as acquired:
                 if acquired and store.unsealed(path) is None:
                     if path.is_file():
-                        self.say(f"{path} is damaged: computing it again")
+                        self.say(f"{path} is damaged. Computing it again.")
                     with show_activity(f"{task.name}: choosing demonstrations"):
                         chosen = self._choose(task, data, count)
                     store.replace(path, store.seal(chosen))
             if not acquired:
                 time.sleep(store.POLL_SECONDS)
-        return indices, identity
+        return Retrieval(indices, identity)
+
+    def _retriever_identity(self, task: Task) -> dict[str, Any]:
+        name, model = self.settings.retriever, self.model
+        if task.spec.shots.by == "group":
+            return {"retriever": "group"}
+        if name not in RETRIEVERS:
+            return {"retriever": name, "encoder": self.encoder.digest}
+        facts: dict[str, Callable[[], Any]] = {
+            "seed": lambda: SEED,
+            "candidates": lambda: CANDIDATES,
+            "encoder": lambda: self.encoder.digest,
+            "tokenizer": lambda: model.tokenizer_digest,
+            "weights": lambda: model.digest,
+            "dtype": lambda: model.dtype,
+            "task": task.identity,
+        }
+        return {"retriever": f"openicl {name}"} | {fact: facts[fact]() for fact in RETRIEVERS[name]}
 
     def _choose(self, task: Task, data: TaskData, count: int) -> list[list[int]]:
         quiet_libraries()
@@ -164,52 +183,58 @@ class Job:
         self.say(f"{task.name}: choosing {count} demonstrations per row")
         if name not in RETRIEVERS:
             return DenseRetriever(reader(task, data.rows), self.encoder, count).retrieve()
-        indices = openicl_retrieve(name, task, data.rows, count, self.settings.encoder, self.model)
+        indices = openicl_retrieve(name, task, data.rows, count, self.settings.encoder, self.model)  # type: ignore[arg-type]
         if self.settings.sentence_model is not None:
             self.encoder.require_unchanged()
         return indices
 
     def _records(
         self, task: Task, data: TaskData, indices: list[list[int]], entry: store.Entry
-    ) -> list[dict[str, Any]]:
-        """Return the records of all test rows: the missing chunks are scored here, or by other processes.
+    ) -> list[Record]:
+        """Return the records of all test rows. Missing chunks are scored here or by other processes.
 
-        Raises UserError when a score is not finite; nothing is published then.
+        Raises UserError when a score is NaN or infinite. Nothing is published then.
         """
         pool = {folded(task.text(row)) for row in data.rows["train"]}
-        _ = None if entry.is_whole(len(indices), CHUNK) else self.recorder  # it speaks before the bar
+        if not entry.is_complete(len(indices), CHUNK):
+            _ = self.recorder  # it logs lines, so load it before the bar appears
 
-        def score(rows: range) -> list[dict[str, Any]]:
-            told = 0
+        def score(rows: range) -> list[Record]:
+            shown = 0
 
             def count(finished: int) -> None:
-                nonlocal told
-                told += finished
+                nonlocal shown
+                shown += finished
                 advance(finished)
 
             records = self.score_rows(task, data, indices, rows, pool, count)
             self.computed += 1
-            advance(len(records) - told)
+            advance(len(records) - shown)
             return records
 
-        desc = f"{self.model.name} {task.name}"
         try:
-            with show_activity(desc, len(indices), "row") as advance:
+            with show_activity(f"{self.model.name} {task.name}", len(indices), "row") as advance:
                 return store.complete(entry, len(indices), CHUNK, score, advance)
         except NotFiniteError as error:
-            text = f"{self.model.given}, task {task.name}: {error}; nothing is published"
-            raise UserError(f"{text}; try --dtype float32", code="not-finite") from None
+            raise UserError(
+                f"{self.model.source}, task {task.name}: {error}. Nothing is published. Try --dtype float32.",
+                code="not-finite",
+            ) from None
 
     def score_rows(
-        self,
-        task: Task,
-        data: TaskData,
-        indices: list[list[int]],
-        numbers: range,
-        pool: set[str],
+        self, task: Task, data: TaskData, indices: list[list[int]], numbers: range, pool: set[str],
         advance: Callable[[int], Any],
-    ) -> list[dict[str, Any]]:
-        """Return records of some test rows. pool: folded texts that demonstrations are chosen from."""
+    ) -> list[Record]:  # fmt: skip
+        """Return the records of some test rows.
+
+        Args:
+            task: The task.
+            data: Its rows.
+            indices: Demonstrations of every test row, as numbers of pool rows.
+            numbers: The test rows to score.
+            pool: Folded texts of the rows that demonstrations come from.
+            advance: Receives the number of rows that were just finished.
+        """
         rows = [data.rows["test"][number] for number in numbers]
         shots = [indices[number] for number in numbers]
         records = self.recorder.records(task, data.rows["train"], rows, shots, advance)
@@ -220,30 +245,46 @@ class Job:
 
 
 def run_all(
-    model: EvaluatedModel, tasks: list[Task], settings: Settings, out: Path, say: Say
+    model: LanguageModel, tasks: list[Task], settings: Settings, out: Path, say: Say
 ) -> list[dict[str, Any]]:
-    """Return the results of all tasks; the model is described first: a partial run can be reported."""
-    claim_name(model, out, say)
+    """Return the results of all tasks. A partial run can already be reported.
+
+    Args:
+        model: The model to score.
+        tasks: Tasks, for example from `select_tasks`.
+        settings: How they are evaluated.
+        out: Results directory.
+        say: Receives a line for each result and notice.
+    """
+    claim_name(model.describe(), out, say)
     job = Job(model, settings, out, say)
     results = []
     for task in tasks:
         began, before = time.perf_counter(), job.computed
         result = job.run(task)
-        duration = f"{time.perf_counter() - began:.1f} s" if job.computed > before else "already known"
-        low, high = (100 * result["interval"][end] for end in ("low", "high"))
-        shortened, answer = result["rows_shortened"], only_answer(result)
-        note = f", {shortened} shortened" if shortened else ""
-        note += f", answers {answer} only" if answer is not None else ""
-        say(
-            f"{model.name}  {task.spec.title:<15} {100 * result['accuracy']:5.1f}  [{low:.1f}, {high:.1f}]  "
-            f"chance {100 * result['chance']:.1f}  n {result['n']}{note}  ({duration})"
-        )
-        if 2 * shortened >= result["n"]:
-            kinds = [(shortened, "demonstrations")] if result["shots"] else []
-            kinds += [(result["rows_cut"], "text of the query")] if result["rows_cut"] else []
-            lost = ", ".join(f"{rows:,} of {result['n']:,} prompts lost {kind}" for rows, kind in kinds)
-            limit = settings.max_tokens or (job.recorder.context if job.computed > before else None)
+        computed = job.computed > before
+        duration = f"{time.perf_counter() - began:.1f} s" if computed else "already known"
+        say(f"{model.name}  {task.spec.title:<15} {_describe_accuracy(result)}  ({duration})")
+        if 2 * result["rows_shortened"] >= result["n"]:
+            limit = settings.max_tokens or (job.recorder.context if computed else None)
             where = "the model's context" if limit is None else f"the context of {limit:,} tokens"
-            say(f"{model.name}  {task.spec.title}: {lost} to {where}")
+            say(f"{model.name}  {task.spec.title}: {_describe_lost(result)} to {where}")
         results.append(result)
     return results
+
+
+def _describe_accuracy(result: dict[str, Any]) -> str:
+    low, high = (100 * result["interval"][end] for end in ("low", "high"))
+    shortened, answer = result["rows_shortened"], only_answer(result)
+    note = f", {shortened} shortened" if shortened else ""
+    note += f", answers {answer} only" if answer is not None else ""
+    return (
+        f"{100 * result['accuracy']:5.1f}  [{low:.1f}, {high:.1f}]  chance {100 * result['chance']:.1f}  "
+        f"n {result['n']}{note}"
+    )
+
+
+def _describe_lost(result: dict[str, Any]) -> str:
+    kinds = [(result["rows_shortened"], "demonstrations")] if result["shots"] else []
+    kinds += [(result["rows_cut"], "text of the query")] if result["rows_cut"] else []
+    return ", ".join(f"{rows:,} of {result['n']:,} prompts lost {kind}" for rows, kind in kinds)

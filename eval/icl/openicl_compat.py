@@ -1,12 +1,13 @@
-"""OpenICL 0.1.8 on current libraries: every shim is here, and the rest of `eval` imports `openicl` from here.
+"""OpenICL 0.1.8 on current libraries. The rest of `eval` imports `openicl` from this module.
 
-What is patched, and why:
-- `openai` (needed for API models only), evaluate, nltk and sentence_transformers are imported when used.
-- `encode_plus` left transformers: DatasetEncoder calls the tokenizer instead.
-- BatchEncoding.to passes keyword arguments now: ListWrapper.to takes them.
-- retrievers load tokenizers and sentence models by name: they also take loaded objects.
-- nltk's word_tokenize downloads sentence data: BM25 tokenises each text as one sentence.
-- the DPP retriever indexes a list with an array: its search returns an array.
+The patches:
+- OpenICL imports openai (for API models only), evaluate, nltk and sentence_transformers. They are deferred
+  until use.
+- transformers removed `encode_plus`. DatasetEncoder calls the tokenizer instead.
+- BatchEncoding.to passes keyword arguments. ListWrapper.to accepts them.
+- Retrievers load tokenizers and sentence models by name. They also accept loaded objects.
+- nltk's word_tokenize downloads sentence data. BM25 tokenises each text as one sentence.
+- The DPP retriever indexes a list with an array. Its search returns an array.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from emo.common.errors import UserError
 from .tasks import LABEL, LABEL_SLOT, Row, Task, fill
 
 
-class _Later(types.ModuleType):
-    """Stands in for a module while OpenICL is imported: what it takes from it is a function that imports the
-    module when it is called. Together these modules take longer to import than torch.
+class _DeferredModule(types.ModuleType):
+    """A placeholder for a module while OpenICL is imported.
+
+    Its attributes are functions that import the module when called. These modules take longer to import than
+    torch.
     """
 
     def __getattr__(self, attribute: str) -> Any:
@@ -49,23 +52,23 @@ class _Later(types.ModuleType):
 
 if importlib.util.find_spec("openicl") is None:
     raise UserError(
-        "OpenICL is not installed: its pins contradict this project's, so it comes by a command of its own: "
+        "OpenICL is not installed. Its version pins conflict with this project's, so install it separately: "
         "pip install --no-deps openicl",
         code="openicl",
     )
-later = {
-    name: _Later(name)
+deferred = {
+    name: _DeferredModule(name)
     for name in ("openai", "evaluate", "sentence_transformers", "nltk", "nltk.tokenize")
     if name not in sys.modules
 }
-for name, module in later.items():
+for name, module in deferred.items():
     module.__spec__ = importlib.machinery.ModuleSpec(name, None)
-    module.__path__ = []  # as a package has
-sys.modules.update(later)
+    module.__path__ = []  # marks it as a package
+sys.modules.update(deferred)
 try:
     import openicl
 finally:
-    for name in later:
+    for name in deferred:
         del sys.modules[name]
 
 from openicl.icl_retriever import (  # noqa: E402
@@ -78,10 +81,10 @@ from openicl.utils import collators  # noqa: E402
 
 
 class Template(openicl.PromptTemplate):
-    """A task's prompts, of demonstrations and queries, every text filled in one pass.
+    """The prompts of a task. All slots are filled in one pass.
 
-    OpenICL inserts the demonstrations first and then replaces column tokens in them too, so that a
-    demonstration that happens to contain such a token is overwritten with the query.
+    OpenICL inserts the demonstrations first and then also replaces column tokens in them. A demonstration
+    that contains such a token would receive text of the query.
     """
 
     def __init__(self, task: Task) -> None:
@@ -96,24 +99,24 @@ class Template(openicl.PromptTemplate):
     def generate_label_prompt_item(
         self, entry: Row, ice: str, label: str, remain_sep: bool | None = False
     ) -> str:
-        """Return the prompt of a label: demonstrations `ice`, then the query."""
+        """Return the prompt of a label: the demonstrations `ice`, then the query."""
         values = entry | {LABEL: self.task.words(label)}
         return fill(self.prompt.before, values) + ice + fill(self.prompt.text, values)
 
     def shared_prompt(self, entry: Row, ice: str) -> str:
-        """Return the prompt of a row as far as all labels share it."""
+        """Return the part of a row's prompt that precedes the label."""
         shared, _, _ = self.prompt.text.partition(LABEL_SLOT)
         return fill(self.prompt.before, entry) + ice + fill(shared, entry)
 
 
 def reader(task: Task, rows: dict[str, list[Row]]) -> openicl.DatasetReader:
-    """Return OpenICL's reader over canonical rows, by split, of a task."""
+    """Return OpenICL's reader of a task's canonical rows by split."""
     dataset = datasets.DatasetDict({split: datasets.Dataset.from_list(part) for split, part in rows.items()})
     return openicl.DatasetReader(dataset, input_columns=task.inputs, output_column=LABEL)
 
 
 class StoredRetriever(openicl.BaseRetriever):
-    """Demonstrations that were chosen before, `indices` by test row."""
+    """Returns demonstrations that were chosen before. indices: numbers of pool rows for each test row."""
 
     def __init__(self, task: Task, rows: dict[str, list[Row]], indices: list[list[int]]) -> None:
         super().__init__(reader(task, rows), ice_num=max(map(len, indices)))
@@ -125,7 +128,7 @@ class StoredRetriever(openicl.BaseRetriever):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """OpenICL draws a bar for every step and logs each; here the job reports progress instead."""
+    """Silence OpenICL's progress bars and log lines. The job reports progress instead."""
     original = tqdm.std.tqdm.__init__
 
     def silent(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -140,9 +143,6 @@ def quiet() -> Iterator[None]:
         logging.disable(previous)
 
 
-# --- patches ----------------------------------------------------------------------------------------------
-
-
 def _encode_all(self: openicl.icl_dataset_reader.DatasetEncoder) -> None:
     for index, text in enumerate(self.datalist):
         encoded = self.tokenizer(text, truncation=True, return_tensors="pt", verbose=False)
@@ -153,7 +153,7 @@ def _encode_all(self: openicl.icl_dataset_reader.DatasetEncoder) -> None:
 
 
 def _loaded_or(loader: Any) -> Any:
-    """Return `loader`, whose `from_pretrained` gives back an object that is not a name as it is."""
+    """Return a loader whose `from_pretrained` returns a loaded object unchanged."""
 
     def from_pretrained(name: Any, *args: Any, **kwargs: Any) -> Any:
         return loader.from_pretrained(name, *args, **kwargs) if isinstance(name, str) else name

@@ -1,7 +1,7 @@
-"""Retrievers of demonstrations: a dense one over an exact index with cached embeddings, and OpenICL's own.
+"""Retrievers of demonstrations: an exact dense search with cached embeddings, and OpenICL's retrievers.
 
-The dense search is exact; equal scores (repeated texts are common) are ordered by row, so that the result
-never depends on batch sizes, thread counts or the machine. OpenICL's retrievers run as OpenICL wrote them.
+The dense search orders equal scores by row, because repeated texts are common. Its result does not depend on
+batch sizes, thread counts or the machine. OpenICL's retrievers run unchanged.
 """
 
 from __future__ import annotations
@@ -14,22 +14,24 @@ import torch
 
 from emo.common.errors import UserError
 
-from ..model import EvaluatedModel
-from .encoder import Encoder, checked_encoder
+from ..models.encoder import Encoder, checked_encoder
+from ..models.model import EvaluatedModel
 from .openicl_compat import Template, openicl, quiet, reader
 from .settings import CANDIDATES, RETRIEVERS, SEED
 from .tasks import GROUP, Row, Task
 
-QUERIES = 1024  # searched together
-SPARE = 8  # neighbours beyond those wanted, to see where ties end
+QUERIES = 1024  # per search
+SPARE = 8  # extra neighbours that show where ties end
 MARGIN = 1e-5  # float32 dot products of equal vectors differ by less than this
 
-Indices = list[list[int]]  # of pool rows by test row, most similar first
+Indices = list[list[int]]  # numbers of pool rows for each test row, most similar first
 
 
 class DenseRetriever(openicl.TopkRetriever):
-    """OpenICL's TopkRetriever with a cached encoder, an exact index, and texts embedded as they are: OpenICL
-    passes them through a language model's tokenizer first, which changes them.
+    """OpenICL's TopkRetriever with a cached encoder and an exact index.
+
+    It embeds texts unchanged. OpenICL passes them through a language model's tokenizer first, which alters
+    them.
     """
 
     def __init__(self, dataset_reader: openicl.DatasetReader, encoder: Encoder, ice_num: int) -> None:
@@ -37,7 +39,7 @@ class DenseRetriever(openicl.TopkRetriever):
         self.encoder = encoder
 
     def retrieve(self) -> Indices:
-        """Return for every test row the indices of its demonstrations, most similar first."""
+        """Return the demonstrations of every test row."""
         index, queries = (
             self.encoder(self.dataset_reader.generate_input_field_corpus(split))
             for split in (self.index_ds, self.test_ds)
@@ -49,21 +51,22 @@ class GroupRetriever(openicl.BaseRetriever):
     """Fixed demonstrations: the first rows of the index split with the test row's `group` (MMLU)."""
 
     def retrieve(self) -> Indices:
+        """Return the demonstrations of every test row."""
         first: dict[str, list[int]] = {}
         for row, group in enumerate(self.index_ds[GROUP]):
             first.setdefault(group, []).append(row)
         for group in self.test_ds[GROUP]:
             if (available := len(first.get(group, []))) < self.ice_num:
-                raise UserError(f"group {group!r} has {available} demonstrations, {self.ice_num} wanted")
+                raise UserError(f"group {group!r} has {available} demonstrations, but needs {self.ice_num}")
         return [first[group][: self.ice_num] for group in self.test_ds[GROUP]]
 
 
 def top_k(queries: np.ndarray, index: np.ndarray, k: int) -> np.ndarray:
-    """Return rows of `index` [n, d], n >= k, with the largest inner products, best first: int64 [q, k].
+    """Return the rows of `index` [n, d], n >= k, with the largest inner products, best first: int64 [q, k].
 
-    faiss picks a few more than k in float32. They are scored again in float64 with one order of summation,
-    so that equal vectors get equal scores, which the row decides. Where ties may reach further than that, all
-    rows are looked at.
+    faiss finds slightly more than k rows in float32. They are scored again in float64 with one order of
+    summation, so equal vectors get equal scores and the row number decides. If ties may extend beyond those
+    rows, all rows near the k-th score are scored.
     """
     import faiss
 
@@ -89,9 +92,15 @@ def top_k(queries: np.ndarray, index: np.ndarray, k: int) -> np.ndarray:
 def openicl_retrieve(
     name: str, task: Task, rows: dict[str, list[Row]], count: int, encoder: str, model: EvaluatedModel
 ) -> Indices:
-    """Return an OpenICL retriever's demonstrations of every test row.
+    """Return the demonstrations that an OpenICL retriever chooses for every test row.
 
-    encoder: minilm, a directory or a hub id, for those that embed texts.
+    Args:
+        name: A key of RETRIEVERS.
+        task: The task.
+        rows: Its canonical rows by split.
+        count: Demonstrations per row.
+        encoder: Sentence model of retrievers that embed texts: minilm, a directory or a hub id.
+        model: The evaluated model.
     """
     needs, template = RETRIEVERS[name], Template(task)
     options: dict[str, Any] = {"ice_num": count}
@@ -100,7 +109,7 @@ def openicl_retrieve(
         options["tokenizer_name"] = model.fresh_tokenizer()
     if "candidates" in needs:
         options["candidate_num"] = min(max(CANDIDATES, count), len(rows["train"]))
-    if "seed" in needs and name != "votek":  # vote-k draws from Python's generator
+    if "seed" in needs and name != "votek":  # vote-k uses Python's generator
         options["seed"] = SEED
     if "weights" in needs:
         options |= {"ce_model_name": model.model, "labels": task.labels}

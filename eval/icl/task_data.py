@@ -1,7 +1,7 @@
-"""Rows of a task: read from files or the hub, and brought into one form.
+"""Rows of a task, read from files or the hub and converted to one format.
 
-A canonical row holds the inputs as text, `label` as the label's name, `group`, and `row`, its number in the
-full split.
+A canonical row contains the inputs as text, `label` (the label's name), `group`, and `row` (its number in the
+full split).
 """
 
 from __future__ import annotations
@@ -17,28 +17,31 @@ from emo.common.io.untrusted import parse_json
 from emo.data_prep.selection.contamination import digest, row_text
 from emo.data_prep.sources.inputs import read_text
 
-from ..generation.prefixes import evenly
 from ..results import store
+from ..results.rows import evenly_spaced
 from .tasks import GROUP, LABEL, ROW, Row, Task
 
-POOL_PER_ROW = 10  # with --limit: rows that demonstrations are chosen from, per test row
+POOL_PER_ROW = 10  # with --limit: demonstration candidates per test row
 
 
 class TaskData(NamedTuple):
-    """Canonical rows by split, "train" (where demonstrations come from) and "test", and their digests."""
+    """The rows of a task. The split "train" has the demonstrations and "test" the queries."""
 
     rows: dict[str, list[Row]]
-    digests: dict[str, str]  # of the rows and of their columns, in the order in which they were read
-    texts: list[str | None]  # of every test row: the digest by which contamination reports name it
-    pool: int  # rows that demonstrations could come from, of which `limit` may have left some out
+    digests: dict[str, str]  # of each split: rows and columns in the order of the data
+    texts: list[str | None]  # digest of each test row's text, by which contamination reports identify it
+    pool: int  # demonstration candidates before `limit` removed some
 
 
 def load_data(task: Task, source: str, limit: int | None = None, shots: int | None = None) -> TaskData:
-    """Return a task's rows from a directory (<source>/<task>/<split>.jsonl[.zst]) or, for `hub`, the hub.
+    """Return a task's rows.
 
-    limit: evenly spaced test rows, so that every group and label keeps its share; where it leaves rows out
-    and demonstrations are retrieved, it also bounds the pool, to POOL_PER_ROW as many evenly spaced rows.
-    shots: demonstrations per prompt (None: the task's own number); UserError when the pool has fewer rows.
+    Args:
+        task: The task.
+        source: A directory with <task>/<split>.jsonl[.zst], or `hub`.
+        limit: Number of evenly spaced test rows, which keeps the shares of groups and labels. If it removes
+            rows and demonstrations are retrieved, the pool has at most POOL_PER_ROW times as many rows.
+        shots: Demonstrations per prompt (None: the task's default). The pool must have at least as many rows.
     """
     rows: dict[str, list[Row]] = {}
     texts: list[str | None] = []
@@ -48,30 +51,32 @@ def load_data(task: Task, source: str, limit: int | None = None, shots: int | No
         for i, row in enumerate(raw):
             rows[role].append(_canonical(task, row, i, f"{where} row {i}"))
             if role == "test":
-                texts.append(None if (text := row_text(row)) is None else digest(text))
+                text = row_text(row)
+                texts.append(None if text is None else digest(text))
         if not rows[role]:
             raise UserError(f"{where} has no rows")
     pool = rows["train"] = rows["train"][: task.prompt.pool_first]
-    count, retrieved = task.spec.shots.count if shots is None else shots, task.spec.shots.by == "retrieval"
+    count = task.spec.shots.count if shots is None else shots
+    retrieved = task.spec.shots.by == "retrieval"
     if limit is not None and limit < len(rows["test"]):
-        rows["test"], texts = evenly(rows["test"], limit), evenly(texts, limit)
+        rows["test"], texts = evenly_spaced(rows["test"], limit), evenly_spaced(texts, limit)
         if retrieved:
-            rows["train"] = evenly(pool, max(count, POOL_PER_ROW * limit))
+            rows["train"] = evenly_spaced(pool, max(count, POOL_PER_ROW * limit))
     if retrieved and len(pool) < count:
         raise UserError(
-            f"task {task.name}: {count} demonstrations wanted of {len(pool)} rows; lower --num_fewshot"
+            f"task {task.name} needs {count} demonstrations but has {len(pool)} rows. Lower --num_fewshot."
         )
     digests = {role: store.digest([list(row.items()) for row in part]) for role, part in rows.items()}
     return TaskData(rows, digests, texts, len(pool))
 
 
 def _file_rows(task: Task, split: str, source: str) -> tuple[Iterator[Row], str]:
-    """Return the rows of a split's file under `source`, and its path."""
+    """Return the rows of a split's file under `source`, and the path of the file."""
     directory = Path(source) / task.name
     names = (f"{split}.jsonl", f"{split}.jsonl.zst")
     path = next((directory / name for name in names if (directory / name).is_file()), None)
     if path is None:
-        raise UserError(f"no {' or '.join(names)} in {directory}; --data names the one above it")
+        raise UserError(f"{directory} has no {' or '.join(names)}. Set --data to its parent directory.")
 
     def rows() -> Iterator[Row]:
         for number, line in enumerate(read_text(path).split("\n"), start=1):
@@ -82,36 +87,35 @@ def _file_rows(task: Task, split: str, source: str) -> tuple[Iterator[Row], str]
                 if not isinstance(row, dict):
                     raise ValueError("not an object")
                 if "\\ud" in line.lower():
-                    json.dumps(row, ensure_ascii=False).encode()  # fails for half of a surrogate pair
+                    json.dumps(row, ensure_ascii=False).encode()  # raises for a lone surrogate
             except ValueError as error:
-                raise UserError(f"{path} line {number} is no JSON row: {one_line(error, 120)}") from None
+                raise UserError(f"{path} line {number} is not a JSON row: {one_line(error, 120)}") from None
             yield row
 
     return rows(), str(path)
 
 
 def hub_rows(task: Task, split: str) -> tuple[Iterable[Row], str]:
-    """Return a split as the hub has it, labels by name, and what to call it; UserError if there is none."""
+    """Return the rows of a split on the hub, with labels by name, and the name of the split for errors."""
     from datasets import ClassLabel, load_dataset
 
     hub = task.spec.hub
     if hub is None:
-        raise UserError(f"task {task.name} has no hub id; give --data DIRECTORY")
+        raise UserError(f"task {task.name} has no hub id. Set --data to a directory.")
     where = f"{hub.path} {split}"
     try:
         data = load_dataset(hub.path, hub.name, split=split, revision=hub.revision)
-    except Exception as error:  # datasets raises a dozen kinds: no network, no such id, no such split
+    except Exception as error:  # many kinds: no network, no such id, no such split
         reason = f"{type(error).__name__}: {one_line(error, 200)}"
-        raise UserError(f"cannot load {where} from the hub ({reason}); give --data DIRECTORY") from None
+        raise UserError(f"cannot load {where} from the hub ({reason}). Set --data to a directory.") from None
     for column, feature in data.features.items():
-        if isinstance(feature, ClassLabel):  # numbers become the names that the data set itself gives them
+        if isinstance(feature, ClassLabel):  # replace numbers by the data set's names
             names = [None if v is None or v < 0 else feature.int2str(v) for v in data[column]]
             data = data.remove_columns(column).add_column(column, names)
     return data, where
 
 
 def _canonical(task: Task, row: Row, index: int, where: str) -> Row:
-    """Return a row's inputs as text, its label by name, its group, and its number in the full split."""
     number = row.get(ROW)
     canonical: Row = {ROW: number if type(number) is int else index}
     for name, spec in task.columns.items():
@@ -120,21 +124,21 @@ def _canonical(task: Task, row: Row, index: int, where: str) -> Row:
             canonical[name] = canonical[name].replace(old, new)
     column = next((name for name in task.spec.label.columns if name in row), None)
     if column is None:
-        raise UserError(f"{where}: none of the label columns {', '.join(task.spec.label.columns)}")
+        raise UserError(f"{where} has none of the label columns {', '.join(task.spec.label.columns)}")
     value = row[column]
     if not isinstance(value, str | int) or (type(value), value) not in task.label_of:
         labels = ", ".join(str(value) for _, value in task.label_of)
-        raise UserError(f"{where}: column {column}: unknown label {value!r}; known: {labels}")
+        raise UserError(f"{where}: column {column} has an unknown label {value!r}. Known labels: {labels}")
     canonical[LABEL] = task.label_of[type(value), value]
     canonical[GROUP] = _text(row, task.spec.group, where) if task.spec.group else ""
     return canonical
 
 
 def _text(row: Row, column: str, where: str) -> str:
-    """Return the text of a column or, as in choices.0, of its element; numbers are spelt out."""
+    """Return the text of a column, or of an element as in choices.0. Numbers become text."""
     name, dot, element = column.partition(".")
     if name not in row:
-        raise UserError(f"{where}: no column {name}; {nearest(name, row)}")
+        raise UserError(f"{where} has no column {name}. {nearest(name, row)}")
     value = row[name]
     if dot:
         try:

@@ -3,47 +3,40 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ..results import stats
-from .settings import Settings, winner
+from ..results.directory import Record
+from .settings import Settings, best_label
 from .task_data import TaskData
 from .tasks import LABEL, Task
 
-WORST = 5  # mistakes that are kept with their text
+WORST = 5  # mistakes that are stored with their text
 
 
 def summarise(
-    task: Task,
-    data: TaskData,
-    records: list[dict[str, Any]],
-    settings: Settings,
-    conditions: dict[str, Any],
+    task: Task, data: TaskData, records: list[Record], settings: Settings, conditions: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the metrics of a task's records, which were made under `settings` and `conditions`.
+    """Return the result of a task: all metrics of its records, and the worst mistakes.
 
-    `worst`: the wrong rows whose right label lost by most, with what the model was shown.
+    Args:
+        task: The task.
+        data: Its rows.
+        records: The records of the test rows, in row order.
+        settings: The settings that made the records.
+        conditions: The conditions of the result that decide what it can be compared with.
     """
-    score, pool = settings.score, data.rows["train"]
     gold = [r["gold"] for r in records]
     groups = [r["group"] for r in records] if task.spec.group else None
-    by_score = {}  # the metrics when the smallest value of each score decides
+    by_score = {}  # the accuracy if each score decided
     for name in settings.scores:
-        chosen = [task.labels[winner(r["scores"][name])] for r in records]
+        chosen = [task.labels[best_label(r["scores"][name])] for r in records]
         by_score[name] = _accuracy([p == g for p, g in zip(chosen, gold, strict=True)], groups)
     correct = [r["prediction"] == r["gold"] for r in records]
     clean = [i for i, r in enumerate(records) if not r["leaked"]]
     counts = stats.confusion(gold, [r["prediction"] for r in records], task.labels)
-    per_group = {}
-    for group in sorted(set(groups or [])):
-        of_group = [c for c, g in zip(correct, groups or [], strict=True) if g == group]
-        per_group[group] = {"accuracy": sum(of_group) / len(of_group), "n": len(of_group)}
-    worst = []
-    for r in records:
-        if r["prediction"] != r["gold"]:
-            values = r["scores"][score]
-            worst.append((min(values) - values[task.labels.index(r["gold"])], r["row"], r))
     return {
         "task": task.name,
         "title": task.spec.title,
@@ -54,28 +47,18 @@ def summarise(
         "labels": task.labels,
         "chance": 1 / len(task.labels),
         "majority": max(Counter(gold).values()) / len(gold),
-        "score": score,
-        **by_score[score],
-        "openicl_accuracy": sum(correct) / len(correct),  # over rows; a task with groups averages over them
+        "score": settings.score,
+        **by_score[settings.score],
+        "openicl_accuracy": sum(correct) / len(correct),  # over rows, also if the task has groups
         "scores": by_score,
         "macro_f1": stats.macro_f1(counts),
         "confusion": counts,
-        "groups": per_group,
+        "groups": _group_accuracies(correct, groups or []),
         "leaked": len(records) - len(clean),
         "clean": _accuracy([correct[i] for i in clean], groups and [groups[i] for i in clean]),
         "rows_shortened": sum(r["dropped"] > 0 or r["cut"] > 0 for r in records),
         "rows_cut": sum(r["cut"] > 0 for r in records),
-        "worst": [
-            {
-                **{key: r[key] for key in ("row", "id", "gold", "prediction", "dropped")},
-                "text": task.text(data.rows["test"][r["row"]]),
-                "scores": dict(zip(task.labels, r["scores"][score], strict=True)),
-                "demonstrations": [
-                    {"text": task.text(pool[d]), "label": pool[d][LABEL]} for d in r["demonstrations"]
-                ],
-            }
-            for _, _, r in sorted(worst, key=lambda wrong: wrong[:2])[:WORST]
-        ],
+        "worst": _worst_mistakes(task, data, records, settings.score),
     }
 
 
@@ -84,3 +67,32 @@ def _accuracy(correct: list[bool], groups: list[str] | None) -> dict[str, Any]:
         return {"accuracy": None, "n": 0}
     accuracy = asdict(stats.accuracy(correct, groups))
     return {"accuracy": accuracy.pop("value"), **accuracy}
+
+
+def _group_accuracies(correct: Sequence[bool], groups: Sequence[str]) -> dict[str, dict[str, Any]]:
+    accuracies = {}
+    for group in sorted(set(groups)):
+        outcomes = [c for c, g in zip(correct, groups, strict=True) if g == group]
+        accuracies[group] = {"accuracy": sum(outcomes) / len(outcomes), "n": len(outcomes)}
+    return accuracies
+
+
+def _worst_mistakes(task: Task, data: TaskData, records: list[Record], score: str) -> list[Record]:
+    """Return the mistakes with the largest gap to the right label, with the prompts' contents."""
+    pool = data.rows["train"]
+    mistakes = []
+    for r in records:
+        if r["prediction"] != r["gold"]:
+            values = r["scores"][score]
+            mistakes.append((min(values) - values[task.labels.index(r["gold"])], r["row"], r))
+    return [
+        {
+            **{key: r[key] for key in ("row", "id", "gold", "prediction", "dropped")},
+            "text": task.text(data.rows["test"][r["row"]]),
+            "scores": dict(zip(task.labels, r["scores"][score], strict=True)),
+            "demonstrations": [
+                {"text": task.text(pool[d]), "label": pool[d][LABEL]} for d in r["demonstrations"]
+            ],
+        }
+        for _, _, r in sorted(mistakes, key=lambda mistake: mistake[:2])[:WORST]
+    ]

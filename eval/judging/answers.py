@@ -1,11 +1,11 @@
-"""Questions, how they are put to a model, and its answers, in files and on disk in AlpacaEval's format.
+"""Questions, the prompts for them, and a model's answers, stored in AlpacaEval's format.
 
-Answers are made in chunks that processes share, or read from files.
+Answers are generated in chunks that processes share, or read from files.
 
-OUT/store/KEY/                                    chunks and leases, as evaluations have them
+OUT/store/KEY/                                    chunks and leases, as for tasks
 OUT/models/NAME/answers/QUESTIONS-DECODING/
     model_outputs.json    [{"dataset", "instruction", "output", "generator", ...}]
-    about.json            model, template, engine, decoding, how many are empty or cut off
+    about.json            model, template, engine, decoding, numbers of empty and cut-off answers
 
 Files of questions, answers, verdicts and replies are a JSON array or JSON lines, maybe .zst.
 """
@@ -24,40 +24,50 @@ from emo.data_prep.encoding.templates import Conversation, Exchange, render
 from emo.data_prep.encoding.tokenizer import chat_template, text_ids
 
 from ..generation.decoding import Decoding, Request
-from ..generation.engines import Record, TextJob, Transformers
-from ..generation.prefixes import Row, evenly, find_file, from_hub, read_rows
-from ..model import EvaluatedModel
+from ..generation.engines import TextJob, Transformers
+from ..models.model import EvaluatedModel
 from ..results import store
-from ..results.directory import MODELS
+from ..results.directory import MODELS, Record, Say
+from ..results.rows import FileRow, evenly_spaced, find_file, load_from_hub, read_rows
 
-Say = Callable[[str], None]
-
-FEW = 3  # ids that an error names
-# Name -> files below --data, the first that exists.
+FEW = 3  # ids that an error lists
+# Name -> files under --data, of which the first that exists is used.
 SETS = {
     "alpaca_eval": ("alpaca_eval/alpaca_eval", "alpaca_eval/eval_davinci003", "alpaca_eval"),
     **{name: (f"eval_prompts/{name}", name) for name in ("vicuna", "koala", "wizardlm", "sinstruct")},
 }
-HUB = ("tatsu-lab/alpaca_eval", "alpaca_eval.json")  # the one set that is on the hub
-# How the sets call their fields.
+HUB = ("tatsu-lab/alpaca_eval", "alpaca_eval.json")  # the only set on the hub
+# The fields of the sets.
 INSTRUCTION = ("instruction", "Instruction", "prompt", "question", "text", "conversations")
 ID = ("id", "question_id", "idx")
 
+AUTO, OWN_TEMPLATE = "auto", "chat_template"  # OWN_TEMPLATE: the template of the tokenizer
+TEMPLATE_CHOICES = (AUTO, *(name for name in VERSIONS if name not in BUILT_IN))
 
-def shortened(ids: Collection[str]) -> str:
-    """Return the first ids of a list as an error shows them, and how many more there are."""
+VERSION = 1  # of everything that affects an answer
+OUTPUTS = "model_outputs.json"
+# Counts of answers -> what is reported about them.
+REMARKS = {
+    "empty": "are empty. They are kept.",
+    "cut_off": "were cut off at --max_new_tokens or the context",
+    "no_room": "had no room after their question in the context",
+}
+
+
+def shorten(ids: Collection[str]) -> str:
+    """Return the first ids of a list for an error message, and the number of others."""
     text = ", ".join(repr(name if len(name) <= 60 else name[:57] + "...") for name in list(ids)[:FEW])
     return text + (f" and {len(ids) - FEW} more" if len(ids) > FEW else "")
 
 
-def require_once(ids: Iterable[str], subject: str) -> None:
-    """Raise a UserError that begins with `subject` where an id comes more than once."""
-    if twice := [name for name, count in Counter(ids).items() if count > 1]:
-        raise UserError(f"{subject} more than once: {shortened(twice)}", code="twice")
+def require_unique(ids: Iterable[str], subject: str) -> None:
+    """Raise a UserError that begins with `subject` if an id occurs more than once."""
+    if repeated := [name for name, count in Counter(ids).items() if count > 1]:
+        raise UserError(f"{subject} more than once: {shorten(repeated)}", code="twice")
 
 
 class Question(NamedTuple):
-    """id: the file's own, "" where it gives none; input: what the instruction is about, often empty."""
+    """id: from the file, or "". input: text that the instruction refers to, often empty."""
 
     id: str
     instruction: str
@@ -66,30 +76,30 @@ class Question(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return instruction and input as one text, as AlpacaEval writes them."""
+        """The instruction and input as one text, as AlpacaEval writes them."""
         return f"{self.instruction}\n\n{self.input}" if self.input else self.instruction
 
 
-def question_of(row: Row, *names: str, dataset: str = "") -> Question:
-    """Return the question of a row in Alpaca's form, or Self-Instruct's (input in its first instance).
+def question_of(row: FileRow, *names: str, dataset: str = "") -> Question:
+    """Return the question of a row in the format of Alpaca or Self-Instruct (input in its first instance).
 
-    names: fields that may hold the instruction; dataset: the set, where the row does not say.
+    names: fields that may contain the instruction. dataset: name of the set if the row does not name it.
     """
-    instances, of_row = row.get("instances"), row.get("dataset")
+    instances, own_dataset = row.get("instances"), row.get("dataset")
     holder: Any = instances[0] if isinstance(instances, list) and instances else row
     context = holder.get("input") if isinstance(holder, dict) else None
     context = context if isinstance(context, str) else ""
-    dataset = of_row if isinstance(of_row, str) and of_row else dataset
+    dataset = own_dataset if isinstance(own_dataset, str) and own_dataset else dataset
     return Question(id_of(row), row.text(*names), context, dataset)
 
 
-def id_of(row: Row) -> str:
-    """Return a row's own id, or ""."""
+def id_of(row: FileRow) -> str:
+    """Return the id in a row, or ""."""
     return next((str(row[name]) for name in ID if isinstance(row.get(name), str | int)), "")
 
 
-def answer_of(row: Row, name: str = "output") -> str:
-    """Return a field's text. Published files also have null, an empty answer, and answers like true or 3."""
+def answer_of(row: FileRow, name: str = "output") -> str:
+    """Return the answer in a row. Published files also contain null, and answers like true or 3."""
     value = row.get(name, ...)
     if value is None:
         return ""
@@ -97,10 +107,10 @@ def answer_of(row: Row, name: str = "output") -> str:
 
 
 def read_questions(source: str, data: str, limit: int | None = None) -> tuple[str, list[Question]]:
-    """Return (name of the set, questions) of a set in SETS or a file; at most `limit`, evenly spaced."""
+    """Return the name and the questions of a set in SETS or a file, at most `limit`, evenly spaced."""
     path, name = Path(source), Path(source).name.split(".")[0]
     if source in SETS:
-        path, name = _find(source, data), source
+        path, name = _find_set(source, data), source
     elif not path.is_file():
         raise UserError(f"--questions {source} is neither a file nor one of {', '.join(SETS)}")
     questions = [question_of(row, *INSTRUCTION, dataset=name) for row in read_rows(path)]
@@ -109,48 +119,54 @@ def read_questions(source: str, data: str, limit: int | None = None) -> tuple[st
     ids = [q.id for q in questions if q.id]
     if ids and len(ids) < len(questions):
         raise UserError(f"{path}: {len(questions) - len(ids)} of {len(questions)} questions have no id")
-    require_once(ids, f"{path}: ids come")
-    return name, evenly(questions, limit)
+    require_unique(ids, f"{path}: ids occur")
+    return name, evenly_spaced(questions, limit)
 
 
-def _find(name: str, data: str) -> Path:
+def _find_set(name: str, data: str) -> Path:
     if data != "hub":
         endings = (".json", ".jsonl", ".json.zst", ".jsonl.zst")
         return find_file(f"--questions {name}", data, SETS[name], endings)
     if name != "alpaca_eval":
-        raise UserError(f"--questions {name} is not on the hub; give --data DIR with {SETS[name][0]}.jsonl")
+        file = f"{SETS[name][0]}.jsonl"
+        raise UserError(f"--questions {name} is not on the hub. Set --data to a directory with {file}.")
     from huggingface_hub import hf_hub_download
 
-    return Path(from_hub(HUB[0], lambda: hf_hub_download(*HUB, repo_type="dataset")))
+    return Path(load_from_hub(HUB[0], lambda: hf_hub_download(*HUB, repo_type="dataset")))
 
 
-AUTO, OWN = "auto", "chat_template"  # OWN: the template that comes with the tokenizer
-TEMPLATE_CHOICES = (AUTO, *(name for name in VERSIONS if name not in BUILT_IN))
+def add_template(add: Callable[..., Any]) -> None:
+    """Add the option --template."""
+    text = f"{', '.join(TEMPLATE_CHOICES)} (auto: the template of the model's tuning)"
+    add("--template", default=AUTO, help=text)
 
 
 def choose_template(model: EvaluatedModel, template: str, say: Say) -> str:
-    """Return the template to use, one of TEMPLATE_CHOICES but `auto`. A mismatch with its tuning is said."""
+    """Return the template to use for one of TEMPLATE_CHOICES. Report a mismatch with the model's tuning."""
     if template not in TEMPLATE_CHOICES:
-        raise UserError(f"--template {template!r} is not known; known: {', '.join(TEMPLATE_CHOICES)}")
+        raise UserError(f"--template {template!r} is not known. Choose from {', '.join(TEMPLATE_CHOICES)}.")
     tuned, has_template = str(model.facts.get("template") or ""), chat_template(model.path) is not None
     name = template
     if template == AUTO:
-        name = tuned.partition("/")[0] or (OWN if has_template else "alpaca")
+        name = tuned.partition("/")[0] or (OWN_TEMPLATE if has_template else "alpaca")
     if name not in VERSIONS:
-        raise UserError(f"{model.given}: export.json names a template {tuned!r}; set --template")
+        raise UserError(f"{model.source}: export.json names an unknown template {tuned!r}. Set --template.")
     if by_chat_template(name) and name == template and not has_template:
-        raise UserError(f"--template {name}: {model.given} comes without a chat template")
+        raise UserError(f"--template {name}: {model.source} has no chat template")
     if tuned and VERSIONS[name] != tuned:
-        say(f"{model.name}: was tuned with the template {tuned}, and {VERSIONS[name]} is used (--template)")
-    elif not tuned and has_template and name != OWN:
-        say(f"{model.name}: comes with a chat template, but --template {template} was given")
+        say(f"{model.name} was tuned with the template {tuned}, but --template selects {VERSIONS[name]}")
+    elif not tuned and has_template and name != OWN_TEMPLATE:
+        say(f"{model.name} has a chat template, but --template selects {template}")
     elif not tuned and not has_template and template == AUTO:
-        say(f"{model.name}: nothing says which template it was tuned with; Alpaca's is used (--template)")
-    return OWN if name in BUILT_IN else name  # the tokenizer of the export has it
+        say(
+            f"{model.name} does not record the template of its tuning. Using alpaca; set --template to "
+            "change it."
+        )
+    return OWN_TEMPLATE if name in BUILT_IN else name  # the export's tokenizer has built-in templates
 
 
 class Exchanged(NamedTuple):
-    """A question, and the ids and the text of the answer that the model gave."""
+    """A question, with the ids and the text of the model's answer."""
 
     question: Question
     ids: list[int]
@@ -158,21 +174,29 @@ class Exchanged(NamedTuple):
 
     @property
     def message(self) -> dict[str, str]:
-        """Return the answer for a chat template, its reasoning apart, which most templates then leave out."""
+        """The answer for a chat template, with its reasoning separate, which most templates omit later."""
         reasoning, tag, content = self.text.rpartition("</think>")
         thought = {"reasoning_content": reasoning.removeprefix("<think>").strip()} if tag else {}
         return {"role": "assistant", "content": content.lstrip() if tag else content, **thought}
 
 
-def prompt_ids(model: EvaluatedModel, question: Question, template: str) -> list[int]:
-    """Return the token ids of a question, up to where the answer begins: those that training showed it."""
+def question_ids(model: EvaluatedModel, question: Question, template: str) -> list[int]:
+    """Return the token ids of a question up to the beginning of the answer, as in training."""
     return conversation_ids(model, template, [], question)
 
 
 def conversation_ids(
     model: EvaluatedModel, template: str, history: Sequence[Exchanged], question: Question, system: str = ""
 ) -> list[int]:
-    """Return the token ids of a conversation, up to where the answer begins, as training showed it."""
+    """Return the token ids of a conversation up to the beginning of the next answer, as in training.
+
+    Args:
+        model: The model.
+        template: A template from `choose_template`.
+        history: Earlier exchanges, oldest first.
+        question: The next question.
+        system: The system message, or "".
+    """
     questions = [*(exchanged.question for exchanged in history), question]
     if by_chat_template(template):
         messages = [{"role": "system", "content": system}] if system else []
@@ -180,8 +204,7 @@ def conversation_ids(
             messages.append({"role": "user", "content": asked.text})
             messages += [answered.message] if answered else []
         return chat_ids(model, messages)
-    # As data_prep.shards.encode writes them: the start of a text once, EOS after each answer, and the names
-    # of special tokens as text.
+    # As data_prep.shards.encode writes them: BOS once, EOS after each answer, special tokens as plain text.
     exchanges = tuple(Exchange(asked.instruction, "", asked.input) for asked in questions)
     first, *later = (turn.text for turn in render(Conversation(exchanges, system), template))
     tokenizer, options = model.tokenizer, {"add_special_tokens": False, "split_special_tokens": True}
@@ -194,27 +217,17 @@ def conversation_ids(
 
 
 def chat_ids(model: EvaluatedModel, messages: list[dict[str, str]]) -> list[int]:
-    """Return the token ids of messages in the tokenizer's own template, up to where the reply begins."""
+    """Return the token ids of messages in the tokenizer's template up to the beginning of the reply."""
     try:
         return model.chat_encoder.prompt(messages)
     except RefusedError as error:
         raise UserError(
-            f"{model.given}: its chat template rejects a prompt ({error.detail})", code="chat-template"
+            f"{model.source}: its chat template rejects a prompt ({error.detail})", code="chat-template"
         ) from None
 
 
-VERSION = 1  # of everything that decides what an answer is
-OUTPUTS = "model_outputs.json"
-# Counts -> how a user is told about them.
-REMARKS = {
-    "empty": "are empty; they are kept",
-    "cut_off": "were cut off; --max_new_tokens, or the context, is the limit",
-    "no_room": "had no room after their question in the context",
-}
-
-
 class Answering(TextJob):
-    """A model's answers to questions, which `directory` shows; name: of the set; seed: of sampled ones."""
+    """A model's answers to questions, published in `directory`."""
 
     unit = "answer"
 
@@ -228,32 +241,34 @@ class Answering(TextJob):
         suffix = f"-s{seed}" if seed and not engine.decoding.greedy else ""
         folder = f"{name}-{engine.decoding.name}{suffix}"
         self.directory = out / MODELS / self.model.name / "answers" / folder
-        self.prompts = [prompt_ids(self.model, question, template) for question in questions]
+        self.prompts = [question_ids(self.model, question, template) for question in questions]
 
     def run(self, say: Say) -> None:
-        """Make or read all answers, write them, and say how many are empty or cut off."""
+        """Generate or read all answers, write them, and report how many are empty or cut off."""
         model, settings = self.model, {"tokens": self.tokens, "seed": self.seed, **self.engine.identity}
-        decides = {"answers": VERSION, "prompts": store.digest(self.prompts), "context": self.context}
-        records = self.complete(decides | settings, len(self.prompts), f"{model.name} {self.name}")
+        identity = {"answers": VERSION, "prompts": store.digest(self.prompts), "context": self.context}
+        records = self.complete(identity | settings, len(self.prompts), f"{model.name} {self.name}")
         rows = []
         for question, record in zip(self.questions, records, strict=True):
             row = {"dataset": question.dataset, "instruction": question.instruction}
             row |= {name: value for name in ("id", "input") if (value := getattr(question, name))}
             row |= {"output": record["text"].strip(), "generator": model.name}
             rows.append(row | {name: record[name] for name in ("ended", "tokens", "fits")})
-        counts = {"empty": sum(not row["output"] for row in rows)}
-        counts["cut_off"] = sum(row["fits"] and not row["ended"] for row in rows)
-        counts["no_room"] = sum(not row["fits"] for row in rows)
-        about: Record = {"model": model.name, "path": model.given, "questions": self.name}
+        counts = {
+            "empty": sum(not row["output"] for row in rows),
+            "cut_off": sum(row["fits"] and not row["ended"] for row in rows),
+            "no_room": sum(not row["fits"] for row in rows),
+        }
+        about: Record = {"model": model.name, "path": model.source, "questions": self.name}
         store.replace(self.directory / OUTPUTS, store.dump(rows))
         about |= {"template": self.template, **settings, "answers": len(rows), **counts}
         for name, remark in REMARKS.items():
             if counts[name]:
                 say(f"{model.name}: {counts[name]} of {len(rows)} answers {remark}")
-        self.show(len(rows), about, ("path", "answers", *counts), say)
+        self.write_about(len(rows), about, ("path", "answers", *counts), say)
 
     def prepare(self, row: int) -> tuple[Record, list[Request]]:
-        """Return a question as it is asked, if the context has room for an answer."""
+        """Return the request of a question, if the context has room for an answer."""
         prompt = self.prompts[row]
         room = self.tokens if self.context is None else min(self.tokens, self.context - len(prompt))
         requests = [Request(prompt, [self.seed, row], room)] if room > 0 else []
@@ -261,7 +276,7 @@ class Answering(TextJob):
 
 
 class Answer(NamedTuple):
-    """ended: False where the answer was cut off at the token limit, or had no space in the context."""
+    """ended: False if the answer was cut off at the token limit or had no room in the context."""
 
     question: Question
     text: str
@@ -277,16 +292,16 @@ class Answers(NamedTuple):
 
 
 def read_answers(path: Path) -> Answers:
-    """Return answers in AlpacaEval's format, or those in the directory that `answer` wrote."""
+    """Return answers in AlpacaEval's format from a file, or from a directory that `answer` wrote."""
     file = path / OUTPUTS if path.is_dir() else path
     rows = read_rows(file)
     generators = {row["generator"] for row in rows if isinstance(row.get("generator"), str)} - {""}
     if len(generators) > 1:
-        models = shortened(sorted(generators))
-        raise UserError(f"{file}: answers of several models: {models}; give one file of each")
+        models = shorten(sorted(generators))
+        raise UserError(f"{file} has answers of several models: {models}. Use one file per model.")
     answers = [
         Answer(question_of(row, "instruction"), answer_of(row), row.get("ended") is not False) for row in rows
     ]
     ids = [answer.question.id for answer in answers]
-    require_once(ids if all(ids) else [], f"{file}: ids come")
+    require_unique(ids if all(ids) else [], f"{file}: ids occur")
     return Answers(file, generators.pop() if generators else file.name.split(".")[0], answers)

@@ -1,42 +1,43 @@
-"""Pairs of answers to the same questions, and verdicts on them, in one form for all sources.
+"""Pairs of answers to the same questions, and verdicts on them, in one format for all sources.
 
-Pairs are two models' answer files, or a test set with human labels. Verdicts are a judge's replies, or those
-that others gave: AlpacaEval's annotations, the published verdicts of PandaLM and Auto-J.
+Pairs come from two models' answer files, or from a test set with human labels. Verdicts come from a judge's
+replies, or from published files: AlpacaEval's annotations, and the verdicts of PandaLM and Auto-J.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from emo.common.errors import UserError
 
-from ..generation.engines import Record
-from ..generation.prefixes import Row, read_rows
 from ..results import store
+from ..results.directory import Record, Say
+from ..results.rows import FileRow, read_rows
 from .answers import (
     Answer,
+    Answers,
     Question,
     answer_of,
     id_of,
     question_of,
     read_answers,
-    require_once,
-    shortened,
+    require_unique,
+    shorten,
 )
 
-Side = Literal["a", "b", "tie"]  # whose answer is better
+Side = Literal["a", "b", "tie"]  # the better answer
 Outcome = Literal["a", "b", "tie", "changed", "unreadable"]
-WORTH = {"a": 0.0, "b": 1.0, "tie": 0.5, "changed": 0.5, "unreadable": None}  # of an outcome, for B
+SCORES = {"a": 0.0, "b": 1.0, "tie": 0.5, "changed": 0.5, "unreadable": None}  # of B
 
 
 class Pair(NamedTuple):
-    """Two answers to a question. key: its own among the pairs; human: labels, where there are any.
+    """Two answers to a question. key: unique among the pairs. human: human labels, if there are any.
 
-    cut_off: the sides, of "a" and "b", whose answer was cut off at the token limit.
+    cut_off: the sides ("a", "b") whose answer was cut off at the token limit.
     """
 
     key: str
@@ -48,7 +49,7 @@ class Pair(NamedTuple):
 
 
 class Pairs(NamedTuple):
-    """a, b: who wrote the answers; questions: the one set that all are of, or ""."""
+    """a, b: the models that wrote the answers. questions: the set that all questions belong to, or ""."""
 
     a: str
     b: str
@@ -57,15 +58,16 @@ class Pairs(NamedTuple):
 
     @property
     def digest(self) -> str:
-        """Return the identity of all that a judge is shown, and of what tells pairs from others."""
+        """The identity of everything that a judge sees, and of the keys of the pairs."""
         return store.digest([[p.key, p.question.instruction, p.question.input, p.a, p.b] for p in self.rows])
 
 
 @dataclass(frozen=True)
 class Judged:
-    """All pairs with a judge's verdicts. by: who gave them; orders: 2 where pairs were asked both ways round.
+    """All pairs with a judge's verdicts.
 
-    facts: how it was done, for the record; questions: as in Pairs.
+    by: the model that gave them. orders: 2 if both orders of the answers were judged. facts: how it was done.
+    questions: as in Pairs.
     """
 
     judge: str
@@ -78,30 +80,30 @@ class Judged:
     questions: str = ""
 
 
-def outcome(sides: Sequence[Side | None]) -> Outcome:
-    """Return what the verdicts in both orders, or in the only one, come to.
+def combine_verdicts(sides: Sequence[Side | None]) -> Outcome:
+    """Return the outcome of the verdicts in one or both orders.
 
-    `changed`: they differ, which counts as a tie; `unreadable`: one of them cannot be read.
+    `changed`: they differ, which counts as a tie. `unreadable`: one of them cannot be read.
     """
     if not sides or None in sides:
         return "unreadable"
     return "changed" if len(set(sides)) > 1 else sides[0]  # type: ignore[return-value]
 
 
-def row_of(pair: Pair, sides: Sequence[Side | None]) -> Record:
-    """Return a judged pair."""
-    result = outcome(sides)
+def judged_row(pair: Pair, sides: Sequence[Side | None]) -> Record:
+    """Return the record of a judged pair."""
+    result = combine_verdicts(sides)
     row: Record = {"id": pair.key, "question": pair.question.text, "a": pair.a, "b": pair.b}
-    row |= {"verdicts": list(sides), "outcome": result, "score": WORTH[result], "human": list(pair.human)}
+    row |= {"verdicts": list(sides), "outcome": result, "score": SCORES[result], "human": list(pair.human)}
     row["cut_off"] = list(pair.cut_off)
     return row | {"replies": [], "unasked": None, "cut": None}
 
 
-def of_answers(a: Path, b: Path, say: Callable[[str], None] = lambda text: None) -> Pairs:
-    """Return the answers of two files to the same questions, in A's order. say: told what is odd about them.
+def pair_answers(a: Path, b: Path, say: Say = lambda text: None) -> Pairs:
+    """Return the answers of two files to the same questions, in A's order. say: receives remarks.
 
-    They are matched by id where both files have ids, else by the questions' texts. UserError when a question
-    is in one file only, or when an id stands for different questions.
+    They are matched by id if both files have ids, else by the texts of the questions. Raises UserError when a
+    question is in only one file, or when an id stands for different questions.
     """
     files = first, second = read_answers(a), read_answers(b)
     by_id = all(answer.question.id for answers in files for answer in answers.rows)
@@ -113,25 +115,33 @@ def of_answers(a: Path, b: Path, say: Callable[[str], None] = lambda text: None)
         rows.append(Pair(key, of_first.question, of_first.text, of_b[key].text, (), cut_off))
     if other := [pair.key for pair in rows if pair.question.text != of_b[pair.key].question.text]:
         raise UserError(
-            f"ids are of other questions in {first.path} than in {second.path}: {shortened(other)}; "
-            "answer the same questions with both models"
+            f"ids stand for different questions in {first.path} and {second.path}: {shorten(other)}. Answer "
+            "the same questions with both models."
         )
+    _remark(files, rows, say)
+    sets = {pair.question.dataset for pair in rows}
+    return Pairs(*_model_names(first, second), rows, sets.pop() if len(sets) == 1 else "")
+
+
+def _remark(files: Iterable[Answers], rows: Sequence[Pair], say: Say) -> None:
     for path, _, texts in files:
         if empty := sum(not answer.text.strip() for answer in texts):
-            say(f"{path}: {empty} of {len(texts)} answers are empty; they are judged like others")
-    if again := sum(count > 1 for count in Counter(pair.question.text for pair in rows).values()):
-        say(f"{again} questions come more than once; intervals treat each of them as one")
-    names = (first.generator, second.generator)
-    if names[0] == names[1]:  # files of one model are told apart by their paths
-        parts = [(answers.path.parent.name, answers.path.name.split(".")[0]) for answers in files]
-        ends = next(((a, b) for a, b in zip(*parts, strict=True) if a != b), ("a", "b"))
-        names = (f"{names[0]} {ends[0]}", f"{names[1]} {ends[1]}")
-    sets = {pair.question.dataset for pair in rows}
-    return Pairs(*names, rows, sets.pop() if len(sets) == 1 else "")
+            say(f"{path}: {empty} of {len(texts)} answers are empty. They are judged like the others.")
+    if repeated := sum(count > 1 for count in Counter(pair.question.text for pair in rows).values()):
+        say(f"{repeated} questions occur more than once. Intervals treat each of them as one unit.")
+
+
+def _model_names(first: Answers, second: Answers) -> tuple[str, str]:
+    """Return the names of both models, with parts of the paths if they are the same model."""
+    if first.generator != second.generator:
+        return first.generator, second.generator
+    parts = [(answers.path.parent.name, answers.path.name.split(".")[0]) for answers in (first, second)]
+    a, b = next(((a, b) for a, b in zip(*parts, strict=True) if a != b), ("a", "b"))
+    return f"{first.generator} {a}", f"{second.generator} {b}"
 
 
 def _keyed(rows: Sequence[Answer], by_id: bool) -> dict[str, Answer]:
-    """Return answers by ids, or by their questions' texts; one that comes again is another question."""
+    """Return answers by id, or by the text of the question. A repeated text gets a numbered key."""
     counts, table = Counter[str](), {}
     for answer in rows:
         key = answer.question.id if by_id else answer.question.text
@@ -141,11 +151,12 @@ def _keyed(rows: Sequence[Answer], by_id: bool) -> dict[str, Answer]:
 
 
 def _require_same(kind: str, first: Iterable[str], a: Path, second: Iterable[str], b: Path | str) -> None:
-    """Raise UserError where one of two files has ids that the other lacks."""
+    """Raise UserError if one of two files has ids that the other lacks."""
     x, y = dict.fromkeys(first), dict.fromkeys(second)
     if only := [key for key in {**x, **y} if key not in x or key not in y]:
         raise UserError(
-            f"{a} and {b} are on different questions: {len(only)} {kind} are in one only: {shortened(only)}",
+            f"{a} and {b} have different questions: {len(only)} {kind} are in only one of them: "
+            f"{shorten(only)}",
             code="unmatched",
         )
 
@@ -157,7 +168,7 @@ AUTO_J_VERDICT = "output"
 EXCHANGED: dict[Side | None, Side | None] = {"a": "b", "b": "a", "tie": "tie", None: None}
 
 
-def labelled(path: Path) -> Pairs:
+def read_labelled(path: Path) -> Pairs:
     """Return the pairs of a test set with human labels: PandaLM's (annotator1 to 3) or Auto-J's (label)."""
     rows, pairs = read_rows(path), []
     of_pandalm = "annotator1" in rows[0]
@@ -167,44 +178,46 @@ def labelled(path: Path) -> Pairs:
     for i, row in enumerate(rows, start=1):
         values = [row.get(name) for name in names]
         if not all(type(value) is int and value in labels for value in values):
-            raise UserError(f"{row.source}: {', '.join(names)} is {values}; a human label is 0, 1 or 2")
+            raise UserError(f"{row.source}: {', '.join(names)} is {values}, but a human label is 0, 1 or 2")
         question, human = question_of(row, instruction), tuple(labels[value] for value in values)
         texts = answer_of(row, f"{response}1"), answer_of(row, f"{response}2")
         pairs.append(Pair(question.id or str(i), question, *texts, human))
-    require_once([pair.key for pair in pairs], f"{path}: ids come")
+    require_unique([pair.key for pair in pairs], f"{path}: ids occur")
     return Pairs("response 1", "response 2", pairs)
 
 
-def read_existing(files: Sequence[Path], labels: Path | None, judge: str) -> list[Judged]:
-    """Return the verdicts in files of AlpacaEval, PandaLM or Auto-J; which of them, their fields say.
+def read_verdicts(files: Sequence[Path], labels: Path | None, judge: str) -> list[Judged]:
+    """Return the verdicts in files of AlpacaEval, PandaLM or Auto-J, which their fields identify.
 
-    labels: the test set that verdicts of PandaLM (by idx) and Auto-J (line by line) belong to. Auto-J's come
-    as one file, or as two: the answers as they are, and exchanged.
+    files: several only for AlpacaEval and PandaLM, or for Auto-J verdicts on original and exchanged answers.
+    labels: the test set of PandaLM's verdicts (matched by idx) or Auto-J's (line by line). judge: name of the
+    judge.
     """
-    require_once([str(file.resolve()) for file in files], "--from names files")
+    require_unique([str(file.resolve()) for file in files], "--from lists files")
     tables = {file: read_rows(file) for file in files}
     fields = tables[files[0]][0]
     if "preference" in fields:
         return _alpaca_eval(tables, judge)
     if any(name in fields for name in PANDALM_VERDICTS):
         return [
-            _pandalm(file, name, rows, labelled(labels or file), judge)
+            _pandalm(file, name, rows, read_labelled(labels or file), judge)
             for file, rows in tables.items()
             for name in PANDALM_VERDICTS
             if name in rows[0]
         ]
     if AUTO_J_VERDICT in fields and labels is not None:
-        return [_auto_j(tables, labelled(labels), judge)]
+        return [_auto_j(tables, read_labelled(labels), judge)]
     names = f"preference, {', '.join(PANDALM_VERDICTS)}, or (with --labelled) {AUTO_J_VERDICT}"
-    raise UserError(f"{files[0]} holds no verdicts: none of the fields {names}; it has {', '.join(fields)}")
+    raise UserError(f"{files[0]} has no verdicts. It needs {names}, but has {', '.join(fields)}.")
 
 
-def _alpaca_eval(tables: Mapping[Path, list[Row]], judge: str) -> list[Judged]:
-    """Return a comparison for each two generators and annotator, in whichever files their annotations are.
+def _alpaca_eval(tables: Mapping[Path, list[FileRow]], judge: str) -> list[Judged]:
+    """Return a judgement for each combination of two generators and an annotator over all files.
 
-    A preference of 1 is A, 2 is B, between them it is less one B's score; 0 is a tie; others are unreadable.
+    A preference of 1 is A and 2 is B. A value between them minus 1 is B's score. 0 is a tie. Others are
+    unreadable.
     """
-    unnamed = next(iter(tables)).name.split(".")[0]  # by whom, where no annotator is named
+    unnamed = next(iter(tables)).name.split(".")[0]  # if no annotator is named
     judgements: dict[tuple[str, str, str], Judged] = {}
     for file, rows in tables.items():
         for row in rows:
@@ -213,44 +226,46 @@ def _alpaca_eval(tables: Mapping[Path, list[Row]], judge: str) -> list[Judged]:
             question = question_of(row, "instruction")
             preference: Any = row.get("preference")
             texts = answer_of(row, "output_1"), answer_of(row, "output_2")
-            judged_row = row_of(Pair(question.id or question.text, question, *texts), [None])
+            row_record = judged_row(Pair(question.id or question.text, question, *texts), [None])
             if type(preference) in (int, float) and (preference == 0 or 1 <= preference <= 2):
                 score = 0.5 if preference == 0 else float(preference) - 1
                 side = "tie" if score == 0.5 else "b" if score > 0.5 else "a"
-                judged_row |= {"verdicts": [side], "outcome": side, "score": score}
+                row_record |= {"verdicts": [side], "outcome": side, "score": score}
             judged = judgements.setdefault((a, b, by), Judged(judge, by, a, b, 1, [], {"from": []}))
-            judged.rows.append(judged_row)
+            judged.rows.append(row_record)
             if file.name not in judged.facts["from"]:
                 judged.facts["from"].append(file.name)
     for judged in judgements.values():
-        require_once([row["id"] for row in judged.rows], f"{judged.b} against {judged.a} was judged")
+        require_unique([row["id"] for row in judged.rows], f"{judged.b} against {judged.a} was judged")
     return list(judgements.values())
 
 
-def _pandalm(file: Path, name: str, rows: list[Row], pairs: Pairs, judge: str) -> Judged:
-    """Return verdicts 0, 1, 2 or Tie, joined to the test set by idx; what is neither is unreadable."""
+def _pandalm(file: Path, name: str, rows: list[FileRow], pairs: Pairs, judge: str) -> Judged:
+    """Return verdicts 0, 1, 2 or Tie, matched with the test set by idx. Others are unreadable."""
     ids = [id_of(row) for row in rows]
-    require_once(ids, f"{file}: ids come")
+    require_unique(ids, f"{file}: ids occur")
     _require_same("ids", ids, file, [pair.key for pair in pairs.rows], "the labels")
     by_id = dict(zip(ids, rows, strict=True))
     sides: dict[str, Side] = {str(number): label for number, label in PANDALM_LABELS.items()} | {"tie": "tie"}
     verdicts = [str(by_id[pair.key].get(name)).strip().lower() for pair in pairs.rows]
-    judged = [row_of(pair, [sides.get(verdict)]) for pair, verdict in zip(pairs.rows, verdicts, strict=True)]
+    judged = [
+        judged_row(pair, [sides.get(verdict)]) for pair, verdict in zip(pairs.rows, verdicts, strict=True)
+    ]
     return Judged(judge, name, pairs.a, pairs.b, 1, judged, {"from": [file.name]})
 
 
-def _auto_j(tables: Mapping[Path, list[Row]], pairs: Pairs, judge: str) -> Judged:
-    """Return verdicts 0, 1, 2 line by line; those of the second file are on the answers exchanged."""
+def _auto_j(tables: Mapping[Path, list[FileRow]], pairs: Pairs, judge: str) -> Judged:
+    """Return verdicts 0, 1, 2 line by line. The second file is for exchanged answers."""
     counts = [len(rows) for rows in tables.values()]
     if len(tables) > 2 or set(counts) != {len(pairs.rows)}:
         raise UserError(
-            "--from takes one or two files of Auto-J, verdicts and those on exchanged answers, with a line "
-            f"for each of {len(pairs.rows)} pairs; these have {counts}"
+            "--from takes one or two files of Auto-J (verdicts on original and on exchanged answers) with "
+            f"{len(pairs.rows)} lines each, but they have {counts}"
         )
     judged = []
     for pair, *rows_of_pair in zip(pairs.rows, *tables.values(), strict=True):
         values = [row.get(AUTO_J_VERDICT) for row in rows_of_pair]
         first, *second = [AUTO_J_LABELS.get(value) if type(value) is int else None for value in values]
-        judged.append(row_of(pair, [first, *map(EXCHANGED.get, second)]))
+        judged.append(judged_row(pair, [first, *map(EXCHANGED.get, second)]))
     names = [file.name for file in tables]
     return Judged(judge, names[0].split(".")[0], pairs.a, pairs.b, len(names), judged, {"from": names})

@@ -1,11 +1,11 @@
-"""The results of a judgement: what the verdicts come to, on disk and in the terminal.
+"""The results of a judgement, on disk and in the terminal.
 
-OUT/judgements/NAME.json     shares, win rates, lengths, agreement with people, five pairs
+OUT/judgements/NAME.json     shares, win rates, lengths, agreement with human labels, five pairs
 OUT/judgements/NAME.jsonl    a line per pair: question, answers, replies, verdicts, outcome
 
-A score is what a verdict counts for B: 1 when B's answer is better, 0 when A's is, 1/2 for a tie. The win
-rate of B is the mean score, AlpacaEval's (n_2 + n_0 / 2) / n. The unit is the question, not the verdict:
-pairs that share a question stay together.
+A verdict's score for B is 1 if B's answer is better, 0 if A's is, and 1/2 for a tie. B's win rate is the mean
+score, as AlpacaEval's (n_2 + n_0 / 2) / n. The unit of intervals is the question, so pairs with the same
+question stay together.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,55 +23,55 @@ import numpy as np
 
 from emo.common.errors import UserError
 
-from ..generation.engines import Record
-from ..generation.prefixes import evenly
-from ..model import clean_name
+from ..models.model import clean_name
 from ..results import store
+from ..results.directory import Record, Say
+from ..results.rows import evenly_spaced
 from ..results.stats import Interval, bounded_mean, confusion
 from .judging import IDENTICAL, NO_ROOM
 from .pairs import Judged
 
 JUDGEMENTS = "judgements"
 VERSION = 4
-SHOWN = 5  # pairs in the report
+IN_REPORT = 5  # pairs
 SHARES = ("win", "tie", "loss")
 LABELS = ("a", "b", "tie")
 VERDICTS = (*LABELS, "unreadable")
-# Count -> how a reader is told about it.
+# Counts -> what is reported about them.
 REMARKS = {
-    "changed": "verdicts change with the order; they count as ties",
-    "unreadable": "pairs have an unreadable verdict; they are left out",
-    "left_out": "pairs were left out: an answer was cut off at the token limit (--include_cut_off)",
-    "cut_off_a": "answers of A were cut off at the token limit, and are judged as they are",
-    "cut_off_b": "answers of B were cut off at the token limit, and are judged as they are",
+    "changed": "verdicts change with the order and count as ties",
+    "unreadable": "pairs have an unreadable verdict and are left out",
+    "left_out": "pairs were left out because an answer was cut off (--include_cut_off)",
+    "cut_off_a": "answers of A were cut off at the token limit",
+    "cut_off_b": "answers of B were cut off at the token limit",
     "replies_cut_off": "replies were cut off before their end (--max_new_tokens)",
-    "identical": "pairs have the same answer twice: ties, not asked",
-    "cut": "pairs did not fit into the judge's context; both answers were cut alike",
-    "no_room": "pairs do not fit even without their answers; they are left out",
+    "identical": "pairs have identical answers and count as ties without being judged",
+    "cut": "pairs did not fit into the judge's context, so both answers were cut to the same length",
+    "no_room": "pairs do not fit even without their answers and are left out",
     "empty_a": "answers of A are empty",
     "empty_b": "answers of B are empty",
 }
 
-DRAWS, BATCH = 5_000, 500  # of signs, and how many at a time
+DRAWS, BATCH = 5_000, 500  # random signs, in total and at a time
 FOLDS = 5  # of AlpacaEval's cross-validation
-LEAST = 2 * FOLDS  # verdicts that a length-controlled win rate needs
-NEXT_TO_NOTHING = 1e-12  # a weight
+MIN_SCORES = 2 * FOLDS  # for a length-controlled win rate
+TINY_WEIGHT = 1e-12
 
 
-def majority(labels: Sequence[str]) -> str:
-    """Return the label that most annotators gave; of several, the one given first, as PandaLM has it."""
+def majority_label(labels: Sequence[str]) -> str:
+    """Return the label that most annotators gave, and the first of several, as PandaLM does."""
     return Counter(labels).most_common(1)[0][0]
 
 
 def cohen(first: Sequence[str], second: Sequence[str]) -> float | None:
-    """Return Cohen's kappa (1960) of two raters; None where chance alone explains all agreement (p_e = 1)."""
+    """Return Cohen's kappa (1960) of two raters, or None if chance explains all agreement (p_e = 1)."""
     from sklearn.metrics import cohen_kappa_score
 
     return None if len({*first, *second}) == 1 else float(cohen_kappa_score(first, second))
 
 
 def fleiss(ratings: Sequence[Sequence[str]]) -> float | None:
-    """Return Fleiss' kappa (1971) of rows [n], each rated by as many raters, at least 2; None for p_e = 1."""
+    """Return Fleiss' kappa (1971) of rows [n] with the same number of raters >= 2, or None for p_e = 1."""
     raters = len(ratings[0])
     labels = sorted({label for row in ratings for label in row})
     counts = np.array([[list(row).count(label) for label in labels] for row in ratings], float)
@@ -80,12 +80,18 @@ def fleiss(ratings: Sequence[Sequence[str]]) -> float | None:
     return None if expected > 1 - 1e-12 else float((agreeing.mean() - expected) / (1 - expected))
 
 
-def paired(
+def compare_scores(
     first: Sequence[float], second: Sequence[float], questions: Sequence[str], seed: int = 0
 ) -> tuple[float, Interval, float]:
-    """Return difference second - first of two models' scores [n] on the same pairs: (mean, 95 % interval, p).
+    """Return the mean of second - first, its 95 % interval, and a two-sided p-value.
 
-    p: two-sided; if the models do not differ, the sign of each question's difference is a coin's.
+    Under the null hypothesis the sign of each question's difference is random.
+
+    Args:
+        first: Scores [n] of a model.
+        second: Scores [n] of another model on the same pairs.
+        questions: The question of each pair [n].
+        seed: Of the random signs.
     """
     differences = np.asarray(second, float) - np.asarray(first, float)
     mean, interval = bounded_mean(differences.tolist(), questions, -1.0, 1.0)
@@ -104,27 +110,27 @@ def length_controlled(
 ) -> float | None:
     """Return B's win rate at equal lengths: AlpacaEval's `length_controlled_minimal` (alpaca_eval 0.6.6).
 
-    A logistic model of the scores [n] on tanh(d / sd(d)) and a constant, d = characters of A's answer less
-    those of B's; fitted with an L1 penalty chosen by cross-validation; predicted at d = 0. Instructions'
-    difficulty, which the full form adds from a table of its own, is left out. None with fewer than LEAST
-    scores or without any difference in length.
+    This is the prediction at d = 0 of a logistic model of the scores [n] on tanh(d / sd(d)) and a constant,
+    where d is the number of characters of A's answer minus B's. Cross-validation chooses the strength of its
+    L1 penalty. The full form also uses a table of instruction difficulties. Returns None with fewer than
+    MIN_SCORES scores, or if all lengths are equal.
     """
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GroupKFold
 
     score = np.asarray(scores, float)
     d = np.asarray(lengths_a, float) - np.asarray(lengths_b, float)
-    if len(score) < LEAST or d.std() == 0:
+    if len(score) < MIN_SCORES or d.std() == 0:
         return None
     features = np.stack([np.tanh(d / d.std(ddof=1)), np.ones_like(d)], axis=1)
-    # A score is a probability: each pair stands there twice, won and lost, with its share as the weight.
+    # A score is a probability, so each pair occurs twice (won and lost) with weights that sum to 1.
     X, y = np.concatenate([features] * 2), np.repeat([1, 0], len(d))
     weight, pair = np.concatenate([score, 1 - score]), np.tile(np.arange(len(d)), 2)
 
     def fit(rows: np.ndarray, C: float) -> Any:
         weights = weight[rows]
-        if not all(weights[y[rows] == won].any() for won in (0, 1)):  # liblinear complains on the terminal
-            weights = np.maximum(weights, NEXT_TO_NOTHING)
+        if not all(weights[y[rows] == won].any() for won in (0, 1)):  # liblinear would print a warning
+            weights = np.maximum(weights, TINY_WEIGHT)
         model = LogisticRegression(
             C=C, l1_ratio=1.0, solver="liblinear", fit_intercept=False, random_state=123
         )
@@ -143,8 +149,8 @@ def length_controlled(
     return float(1 / (1 + np.exp(-model.coef_[0, 1])))
 
 
-def summary(judged: Judged, name: str) -> dict[str, Any]:
-    """Return all numbers of a judgement; shares and win rate are null where no verdict can be read."""
+def summarise_judgement(judged: Judged, name: str) -> dict[str, Any]:
+    """Return all numbers of a judgement. Shares and win rate are null if no verdict is readable."""
     rows = judged.rows
     read = [row for row in rows if row["score"] is not None]
     compared = [row for row in rows if row["unasked"] is None]
@@ -153,7 +159,7 @@ def summary(judged: Judged, name: str) -> dict[str, Any]:
     if read:
         columns = [[s > 0.5 for s in scores], [s == 0.5 for s in scores], [s < 0.5 for s in scores], scores]
         shares = {key: _share(column, questions) for key, column in zip(shares, columns, strict=True)}
-    decided = sum(row["outcome"] in LABELS for row in compared)  # alike in both orders
+    decided = sum(row["outcome"] in LABELS for row in compared)  # the same in both orders
     consistency = None  # share of pairs whose verdict is the same in both orders
     if judged.orders == 2 and compared:
         consistency = decided / len(compared)
@@ -179,25 +185,25 @@ def summary(judged: Judged, name: str) -> dict[str, Any]:
         "consistency": consistency,
         "decided": decided if compared else len(read),
         "human": _human(rows) if rows[0]["human"] else None,
-        "shown": evenly(rows, SHOWN),
+        "shown": evenly_spaced(rows, IN_REPORT),
     }
 
 
 def _share(values: Sequence[float], questions: Sequence[str]) -> dict[str, float]:
-    """Return a mean from 0 to 1 with its interval; the unit is the question."""
+    """Return a mean from 0 to 1 with its interval over questions."""
     value, interval = bounded_mean(values, questions)
     return {"value": value, **asdict(interval)}
 
 
 def _human(rows: list[Record]) -> dict[str, Any]:
-    """Return how the verdicts agree with the people's labels.
+    """Return the agreement of the verdicts with human labels.
 
-    agreement: a verdict that is unreadable, or changes with the order, is wrong, as Auto-J counts.
-    unreadable_as_ties: the same with what is unreadable made a tie, as PandaLM counts. kappa: of readable
-    verdicts, changed ones as ties.
+    agreement: a verdict that is unreadable or changes with the order is wrong, as in Auto-J.
+    unreadable_as_ties: the same with unreadable verdicts as ties, as in PandaLM. kappa: of readable verdicts,
+    with changed ones as ties.
     """
     people, outcomes = [row["human"] for row in rows], [row["outcome"] for row in rows]
-    gold = [majority(labels) for labels in people]
+    gold = [majority_label(labels) for labels in people]
     right = [float(g == f) for g, f in zip(gold, outcomes, strict=True)]
     as_ties = [g == ("tie" if f == "unreadable" else f) for g, f in zip(gold, outcomes, strict=True)]
     settled = ["tie" if outcome == "changed" else outcome for outcome in outcomes]
@@ -215,16 +221,16 @@ def _human(rows: list[Record]) -> dict[str, Any]:
     }
 
 
-def lines(numbers: dict[str, Any]) -> Iterator[str]:
-    """Yield the numbers of `summary` as sentences, the most important first."""
+def describe(numbers: dict[str, Any]) -> Iterator[str]:
+    """Yield the numbers of `summarise_judgement` as sentences, the most important first."""
 
     def percent(share: dict[str, float], digits: int = 1) -> str:
         return f"{100 * share['value']:.{digits}f} [{100 * share['low']:.1f}, {100 * share['high']:.1f}]"
 
     parties = f"{numbers['b']} against {numbers['a']}, judged by {numbers['by']} ({numbers['judge']})"
-    if why := undecided(numbers):
-        yield f"{parties}: no verdict: {why}"
-        parties = "  the scores that they give"
+    if reason := undecided(numbers):
+        yield f"{parties}: no verdict: {reason}"
+        parties = "  their scores"
     if numbers["read"]:
         yield f"{parties}: " + ", ".join(f"{name} {percent(numbers[name])}" for name in SHARES)
         lengths, controlled = numbers["lengths"], numbers["length_controlled"]
@@ -240,42 +246,42 @@ def lines(numbers: dict[str, Any]) -> Iterator[str]:
         text = f"  agreement with {human['raters']} human labels a pair: {percent(human['agreement'])}"
         if human["unreadable_as_ties"] != human["agreement"]["value"]:
             text += f"; with unreadable verdicts as ties {100 * human['unreadable_as_ties']:.1f}"
-        names = {"kappa": "Cohen's kappa", "kappa_of_people": "people among themselves (Fleiss)"}
+        names = {"kappa": "Cohen's kappa", "kappa_of_people": "Fleiss' kappa of the human labels"}
         yield text + "".join(f"; {name} {human[k]:.3f}" for k, name in names.items() if human[k] is not None)
 
 
 def undecided(numbers: dict[str, Any]) -> str:
-    """Return why the verdicts do not show which answers are better; empty when they may.
+    """Return why the verdicts cannot decide which answers are better, or "".
 
-    They do not where half of them or fewer can be read, or where more than half of the readable ones depend
-    on which answer comes first.
+    They cannot if at most half of them are readable, or if more than half of the readable ones depend on the
+    order of the answers.
     """
     read, pairs, counts = numbers["read"], numbers["pairs"], numbers["counts"]
     asked = pairs - counts["identical"]
     readable = read - counts["identical"]
     if asked and 2 * readable <= asked:
-        return f"{readable} of {asked} verdicts can be read"
+        return f"{readable} of {asked} verdicts are readable"
     if 2 * counts["changed"] > readable:
         return f"{counts['changed']} of {readable} verdicts change with the order of the answers"
     return ""
 
 
 def remarks(numbers: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return (name, text) of the counts that are not zero."""
+    """Return the names and texts of the counts that are not zero."""
     return [(name, text) for name, text in REMARKS.items() if numbers["counts"][name]]
 
 
 def default_title(judged: Judged) -> str:
-    """Return the name of a judgement where nobody says otherwise."""
+    """Return the default name of a judgement."""
     by = judged.judge if judged.by == judged.judge else f"{judged.judge}-{Path(judged.by).name}"
     questions = f"-{judged.questions}" if judged.questions else ""
     return clean_name(f"{judged.b}-vs-{judged.a}{questions}-{by}")
 
 
 def write(judged: Judged, name: str, out: Path) -> dict[str, Any]:
-    """Write both files of a judgement; return its numbers."""
+    """Write both files of a judgement, and return its numbers."""
     text = "".join(json.dumps(row, ensure_ascii=False, sort_keys=True) + "\n" for row in judged.rows)
-    numbers = summary(judged, name) | {"rows_digest": store.digest(text)}
+    numbers = summarise_judgement(judged, name) | {"rows_digest": store.digest(text)}
     store.replace(out / JUDGEMENTS / f"{name}.jsonl", text)
     store.replace(out / JUDGEMENTS / f"{name}.json", store.dump(numbers))
     return numbers
@@ -283,29 +289,29 @@ def write(judged: Judged, name: str, out: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Judgement:
-    """A judgement that was read: its numbers, and where its pairs are."""
+    """A judgement from a file: its numbers, and the path of its pairs."""
 
     numbers: dict[str, Any]
     path: Path
 
     @cached_property
     def scores(self) -> dict[str, tuple[str, float]]:
-        """Return key of a pair -> (its question, B's score), of readable verdicts; UserError if damaged."""
+        """Key of each pair -> its question and B's score, for readable verdicts."""
         file = self.path.with_suffix(".jsonl")
         text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
         if store.digest(text) != self.numbers["rows_digest"]:
-            raise UserError(f"{file} is not what was judged; judge again")
+            raise UserError(f"{file} was changed. Judge again.")
         rows = [json.loads(line) for line in text.split("\n") if line]
         return {row["id"]: (row["question"], row["score"]) for row in rows if row["score"] is not None}
 
 
-def read_judgements(outs: Sequence[Path], say: Callable[[str], None]) -> list[Judgement]:
-    """Return all judgements under some results directories. say: told which files are skipped, and why."""
+def read_judgements(outs: Sequence[Path], say: Say) -> list[Judgement]:
+    """Return all judgements under some results directories. say: receives a line per skipped file."""
     judgements = []
     for path in (path for out in outs for path in sorted((out / JUDGEMENTS).glob("*.json"))):
         value = store.read_json(path)
         if isinstance(value, dict) and value.get("version") == VERSION:
             judgements.append(Judgement(value, path))
         else:
-            say(f"skipped {path}: damaged, or a judgement of another version; judge again")
+            say(f"skipped {path}: damaged, or a judgement of another version. Judge again.")
     return judgements

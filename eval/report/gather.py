@@ -1,11 +1,11 @@
-"""Everything that files tell about evaluated models, gathered for a report. Nothing here draws."""
+"""The contents of a report, gathered from files. Nothing here draws."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -20,47 +20,37 @@ from emo.pipeline.control.run_dir import CONFIG, METRICS, read_metrics
 
 from ..judging.results import JUDGEMENTS, read_judgements
 from ..results import stats
-from ..results.compare import Comparison, compare_pair, in_order
-from ..results.directory import MODELS, Model, natural, only_answer, pick, read_models
+from ..results.directory import MODELS, Model, find_model, only_answer, read_models
 from ..results.store import STORED_BYTES
-from .judged import pairings
+from .compare import Comparison, compare_models, sort_tasks
+from .families import choose_baselines, find_ancestors, group_families
+from .judged import compare_judgements
 
 VERSIONS = ("torch", "transformers", "deepspeed", "datasets", "openicl", "sentence-transformers")
-NEW = "new"  # what an export of a model trained from scratch calls its origin
-OBJECTIVES = {"mle": "MLE", "tailr": "TaiLr", "mixce": "MixCE", "emo": "EMO"}  # the paper's, in its order
-WEIGHTS = ("export", "hf")  # directories of weights, whose names say nothing about the model
-
-
-class Family(NamedTuple):
-    """Models that were trained from one, by one stage of training or several."""
-
-    title: str  # of the base; empty where nothing is known
-    base: Model | None  # None: it was not evaluated
-    members: list[Model]  # the base is the first
 
 
 class Report:
     """The contents of all output formats.
 
-    models: those with scores, in order; `unscored` have text or a log only. families: the same, by base.
-    rows: one per model x task. against: baseline -> model -> comparison; the first baseline is the report's.
-    remarks: what to know before trusting the numbers. skipped: files that could not be read.
+    models: those with scores, in order. unscored: those with only text or a log. families: the models by
+    base. rows: one per model and task. against: baseline -> model -> comparison. The first baseline is the
+    report's. remarks: what to know before trusting the numbers. skipped: files that could not be read.
     """
 
     def __init__(
-        self,
-        outs: Sequence[Path],
-        runs: Mapping[str, Path] | None = None,
-        chosen: Sequence[str] = (),
-        title: str = "",
-        notice: str = "",
-        seeds: Mapping[str, list[str]] | None = None,
-    ) -> None:
-        """Gather the results under `outs`. runs: model name -> run directory, whose training log is shown.
+        self, outs: Sequence[Path], runs: Mapping[str, Path] | None = None, chosen: Sequence[str] = (),
+        title: str = "", notice: str = "", seeds: Mapping[str, list[str]] | None = None,
+    ) -> None:  # fmt: skip
+        """Gather the results. Raises UserError if there are none, or none of a named model.
 
-        chosen: models that all others are compared with; without any, models are compared with those that
-        they were trained from, and with MLE from the same origin. seeds: label -> names of the models that
-        differ by their seed only. Raises UserError where there are no results, or none of a model in these.
+        Args:
+            outs: Results directories.
+            runs: Model name -> run directory, whose training log is shown.
+            chosen: Baselines. By default models are compared with those that they were trained from, and with
+                MLE from the same origin.
+            title: Title of the report.
+            notice: A sentence at the end.
+            seeds: Label -> names of the models that differ only by their seed.
         """
         runs = runs or {}
         self.notice, self.chosen, self.seeds = notice, list(dict.fromkeys(chosen)), dict(seeds or {})
@@ -69,58 +59,58 @@ class Report:
         evaluated = [out for out in outs if (out / MODELS).is_dir() or not (out / JUDGEMENTS).is_dir()]
         models = read_models(evaluated, self.skipped.append)
         for name in [*runs, *chosen, *(name for names in self.seeds.values() for name in names)]:
-            pick(models, name)
-        self.tasks = in_order({task for m in models for task in m.results})
+            find_model(models, name)
+        self.tasks = sort_tasks({task for m in models for task in m.results})
         scored = [m for m in models if m.results or m.unreadable.keys() & self.tasks]
         others = [m for m in models if m.samples and m not in scored]
         scored, self.unscored = (scored, others) if scored else (others, [])
         if not scored and not self.judgements:
             raise UserError(f"no finished results in {', '.join(map(str, outs))}")
         self.title = title or ("In-context evaluation" if scored else "Answers, judged")
-        overlaps, faults = {}, list[str]()
-        for model in (m for m in [*scored, *self.unscored] if m.name in runs):
-            run = runs[model.name]
-            if not (run / METRICS).is_file():
-                raise UserError(f"--run: run directory {run} does not exist, or has no {METRICS}")
-            # Of several validation sets none stands for the others; the run's own report shows them all.
-            model.metrics = [r for r in read_metrics(run) if r.get("set", VALIDATION) == VALIDATION]
-            overlaps[model.name] = _contamination(run, faults)
-        above = ancestors(scored)
-        self.families = families(scored, above, list(runs), next(iter(chosen), None))
+        overlaps, faults = _read_runs([*scored, *self.unscored], runs)
+        ancestors = find_ancestors(scored)
+        self.families = group_families(scored, ancestors, list(runs), next(iter(chosen), None))
         self.models = [model for family in self.families for model in family.members]
-        compared = [(pick(scored, name), self.models) for name in self.chosen]
-        if not chosen:
-            compared = [pair for family in self.families for pair in baselines(family.members, above)]
-        self.against: dict[str, dict[str, Comparison]] = {}
-        for first, others in compared:
-            pairs = [compare_pair(first, m, self.tasks) for m in others if m is not first]
-            if comparisons := {c.model: c for c in pairs if c.tasks or c.refused}:
-                self.against[first.name] = comparisons
+        self.against = self._compare(scored, ancestors)
         cells = [(model, task) for model in self.models for task in self.tasks if task in model.results]
         self.rows = [_row(model, task, overlaps.get(model.name, {}).get(task)) for model, task in cells]
-        self.remarks = [*_remarks(self.everyone, self.tasks, runs), *dict.fromkeys(faults)]
-        self.pairings = pairings(self.judgements, self.skipped)
+        self.remarks = [*_remarks(self.everyone, self.tasks), *_wrong_runs(self.everyone, runs)]
+        self.remarks += dict.fromkeys(faults)
+        self.judgement_pairs = compare_judgements(self.judgements, self.skipped)
+
+    def _compare(
+        self, scored: Sequence[Model], ancestors: Mapping[str, list[Model]]
+    ) -> dict[str, dict[str, Comparison]]:
+        pairs = [(find_model(scored, name), self.models) for name in self.chosen]
+        if not self.chosen:
+            pairs = [pair for family in self.families for pair in choose_baselines(family.members, ancestors)]
+        against: dict[str, dict[str, Comparison]] = {}
+        for baseline, others in pairs:
+            comparisons = [compare_models(baseline, m, self.tasks) for m in others if m is not baseline]
+            if by_model := {c.model: c for c in comparisons if c.tasks or c.refused}:
+                against[baseline.name] = by_model
+        return against
 
     @property
     def everyone(self) -> list[Model]:
-        """Return the models and, after them, those without a score."""
+        """The models, followed by those without a score."""
         return [*self.models, *self.unscored]
 
     @property
     def titles(self) -> dict[str, str]:
-        """Return the tasks with their titles."""
+        """The tasks with their titles."""
         titles = {row["task"]: row["title"] for row in self.rows}
         return {task: titles[task] for task in self.tasks}
 
     def chance(self, task: str | None, key: str = "chance") -> float:
-        """Return the chance (or the majority label's share) of a task, or the mean over tasks."""
+        """Return the chance (or the majority label's share) of a task, or the mean over tasks (None)."""
         shares = {row["task"]: row[key] for row in self.rows}  # the same for all models
         return shares[task] if task else sum(shares.values()) / len(shares)
 
     def level(self, model: Model, task: str | None) -> tuple[float, float, float] | None:
-        """Return accuracy, low and high of a model on a task, or their mean (None) where it has all tasks."""
+        """Return accuracy, low and high of a model on a task, or of their mean (None) if it has all tasks."""
         results = [model.results.get(t) for t in (self.tasks if task is None else [task])]
-        levels = [_levels(result, "accuracy") for result in results if result]
+        levels = [_limits(result, "accuracy") for result in results if result]
         if not levels or len(levels) < len(results):
             return None
         mean, interval = stats.mean_interval(levels)
@@ -129,24 +119,24 @@ class Report:
     def effects(self, task: str | None, baseline: str | None = None) -> list[Effect]:
         """Return the models' accuracies on a task, or differences from a baseline, in points.
 
-        task None: the mean, of accuracies over all tasks, of differences over those that were compared.
-        direction: of the difference, for accuracies from the model's first baseline.
+        task: None stands for the mean, of accuracies over all tasks, or of differences over the compared
+        tasks. The direction of an accuracy comes from the difference to the model's first baseline.
         """
         effects = []
         for i, model in enumerate(self.models):
             first = next((name for name, others in self.against.items() if model.name in others), "")
             c = self.against.get(baseline or first, {}).get(model.name)
-            whole = c and (baseline or len(c.tasks) == len(self.tasks))
-            x = (c.tasks.get(task) if task else c.mean if whole else None) if c else None
-            level = self.level(model, task) if baseline is None else x and _levels(x, "difference")
+            complete = c and (baseline or len(c.tasks) == len(self.tasks))
+            x = (c.tasks.get(task) if task else c.mean if complete else None) if c else None
+            level = self.level(model, task) if baseline is None else x and _limits(x, "difference")
             if level:
                 direction = x["direction"] if x else 0
                 effects.append(Effect(model.name, i, direction, *(100 * value for value in level)))
         return effects
 
     def over_seeds(self, label: str, task: str | None) -> tuple[float, float | None] | None:
-        """Return mean and standard deviation over seeds; task None: of the mean over tasks."""
-        levels = [self.level(pick(self.models, name), task) for name in self.seeds[label]]
+        """Return mean and standard deviation over seeds on a task, or of the mean over tasks (None)."""
+        levels = [self.level(find_model(self.models, name), task) for name in self.seeds[label]]
         values = [level[0] for level in levels if level]
         if len(values) < len(levels):
             return None
@@ -167,10 +157,10 @@ class Report:
             "not_compared": [
                 {"task": t, "reason": why} | names for c, names in about for t, why in c.refused.items()
             ],
-            "models": [m.description | dict(zip(means, level, strict=True)) for m, level in levels],
+            "models": [{**m.description, **dict(zip(means, level, strict=True))} for m, level in levels],
             "seeds": {name: {t or "mean": self.over_seeds(name, t) for t in tasks} for name in self.seeds},
             "judgements": [judgement.numbers for judgement in self.judgements],
-            "paired_judgements": self.pairings,
+            "paired_judgements": self.judgement_pairs,
             "metadata": {
                 "git": code_version(),
                 "python": platform.python_version(),
@@ -180,135 +170,29 @@ class Report:
         }
 
 
-def ancestors(models: Sequence[Model]) -> dict[str, list[Model]]:
-    """Return the evaluated models that each was trained from, by name, the nearest first.
+def _read_runs(
+    models: Sequence[Model], runs: Mapping[str, Path]
+) -> tuple[dict[str, dict[str, Container[str]]], list[str]]:
+    """Read the training logs of `runs` into `models`.
 
-    The best match counts: the same path, the run that left the origin, a path that ends alike (results and
-    runs are moved), the last checkpoint of that run, and the same name of a model that was trained elsewhere.
+    Return by model and task the test rows in the training text, and remarks on unreadable contamination
+    reports.
     """
-    above: dict[str, Model] = {}
-
-    def chain(model: Model) -> list[Model]:
-        return [above[model.name], *chain(above[model.name])] if model.name in above else []
-
-    for model in (m for m in models if _origin(m)):
-        origin, ranked = Path(_origin(model)), list[tuple[int, int, str, Model]]()
-        for other in (m for m in models if model not in (m, *chain(m))):
-            path, run = Path(other.description["path"]), other.facts.get("run")
-            short, long = sorted((path.parts, origin.parts), key=len)
-            matches = [
-                path == origin or (path.exists() and path.resolve() == origin.resolve()),
-                bool(run) and str(origin) in (f"{run}/{name}" for name in WEIGHTS),
-                len(short) > 1 and long[-len(short) :] == short,
-                not other.facts.get("objective") and _short(str(path)) == _short(str(origin)),
-            ]
-            if any(matches):
-                ranked.append((-matches.index(True), _step(other), other.name, other))
-        if ranked:
-            above[model.name] = max(ranked)[-1]
-    return {model.name: chain(model) for model in models}
-
-
-def families(
-    models: Sequence[Model], above: Mapping[str, list[Model]], first: Sequence[str], baseline: str | None
-) -> list[Family]:
-    """Return all models by base; the family of `baseline`, and in it the baseline, come first.
-
-    above: their `ancestors`. Models named in `first` precede others of their family.
-    """
-
-    def sort_key(model: Model) -> tuple[Any, ...]:
-        objective = str(model.facts.get("objective") or "")
-        rank = [*OBJECTIVES, objective].index(objective)
-        order = first.index(model.name) if model.name in first else len(first)
-        in_family = (bool(above[model.name]), order, bool(objective), rank, _step(model), natural(model.name))
-        return (model.name != baseline, *in_family)
-
-    bases = {chain[-1].name: chain[-1] for chain in above.values() if chain}
-    grouped: dict[tuple[bool, str], list[Model]] = {}  # by whether the base was evaluated, and its name
-    for model in sorted(models, key=sort_key):
-        root = [model, *above[model.name]][-1]
-        is_base = root.name in bases
-        grouped.setdefault((is_base, root.name if is_base else _origin(root)), []).append(model)
-    result = []
-    for (is_base, name), members in grouped.items():
-        base = bases[name] if is_base else None
-        members.sort(key=lambda m: (m.name != baseline, m is not base))
-        result.append(Family(name if is_base else _short(name), base, members))
-    return result
-
-
-def baselines(members: Sequence[Model], above: Mapping[str, list[Model]]) -> list[tuple[Model, list[Model]]]:
-    """Return what members of a family are compared with by default, and which: with every model that others
-    were trained from, and with MLE on the same data from the same origin; without either with the first."""
-    below = [(model, [m for m in members if model in above[m.name]]) for model in members]
-    pairs = [(model, others) for model, others in below if others]
-    stages: dict[tuple[Any, Any], list[Model]] = {}
-    for model in (m for m in members if m.facts.get("objective")):
-        start = model.facts.get("origin"), model.facts.get("data_fingerprint")
-        stages.setdefault(start, []).append(model)
-    for stage in stages.values():
-        mle = max((m for m in stage if m.facts["objective"] == "mle"), key=_step, default=None)
-        others = [m for m in stage if m.facts["objective"] != "mle"]
-        if mle is not None and others:
-            pairs.append((mle, others))
-    return pairs or ([(members[0], list(members[1:]))] if len(members) > 1 else [])
-
-
-def _step(model: Model) -> int:
-    return int(model.facts.get("step") or 0)
-
-
-def _origin(model: Model) -> str:
-    """Return what a model was trained from; empty for nothing."""
-    origin = str(model.facts.get("origin") or NEW)
-    return "" if origin == NEW else origin
-
-
-def _short(path: str) -> str:
-    """Return models/llama-7b as llama-7b, and runs/a/export as a."""
-    return next((name for name in reversed(Path(path).parts) if name not in WEIGHTS), path)
-
-
-def _remarks(models: Sequence[Model], tasks: Sequence[str], runs: Mapping[str, Path]) -> list[str]:
-    """Return the tasks on which models give one answer whatever the row, and runs that seem not to have made
-    the models that they are shown for.
-
-    Runs are moved and renamed: the path of the weights, the run's name and the run_dir that its configuration
-    and the export recorded are compared.
-    """
-    remarks = []
-    for result, model in ((m.results[t], m) for t in tasks for m in models if t in m.results):
-        if (answer := only_answer(result)) is not None:
-            remarks.append(f"{result['title']}: {model.name} answers {answer} only, whatever the row")
-        if shortened := result["rows_shortened"]:
-            remarks.append(
-                f"{result['title']}: {shortened:,} of {result['n']:,} prompts of {model.name} lost "
-                "demonstrations or text to the context"
-            )
+    overlaps, faults = {}, list[str]()
     for model in (m for m in models if m.name in runs):
-        run, made_in, path = runs[model.name], model.facts.get("run"), model.description["path"]
-        try:
-            recorded = read_written(run / CONFIG).get("output_dir")
-        except (OSError, ValueError):
-            recorded = None
-        alike = made_in is not None and (made_in == recorded or Path(made_in).name == run.resolve().name)
-        if not alike and not Path(path).resolve().is_relative_to(run.resolve()):
-            remarks.append(
-                f"--run {model.name}={run}: {model.name} seems to be of another run ({made_in or path}); the "
-                f"training shown is that of {run}"
-            )
-    return remarks
+        run = runs[model.name]
+        if not (run / METRICS).is_file():
+            raise UserError(f"--run: run directory {run} does not exist, or has no {METRICS}")
+        # Only the main validation set. The run's own report shows all sets.
+        model.metrics = [r for r in read_metrics(run) if r.get("set", VALIDATION) == VALIDATION]
+        overlaps[model.name] = _read_contamination(run, faults)
+    return overlaps, faults
 
 
-def _levels(estimate: dict[str, Any], name: str) -> tuple[float, float, float]:
-    return estimate[name], estimate["interval"]["low"], estimate["interval"]["high"]
+def _read_contamination(run: Path, faults: list[str]) -> dict[str, Container[str]]:
+    """Return by task the digests of test rows that share long passages with the training text, if known.
 
-
-def _contamination(run: Path, faults: list[str]) -> dict[str, Container[str]]:
-    """Return by task the test rows that share long passages with the training text, if that was checked.
-
-    Rows are named by a digest of their text. faults: gets a line where a report cannot be read.
+    faults: receives a line if a report cannot be read.
     """
     try:
         overlap = Path(read_written(run / CONFIG)["data"]["dir"]) / "train" / "contamination.json"
@@ -318,16 +202,55 @@ def _contamination(run: Path, faults: list[str]) -> dict[str, Container[str]]:
     try:
         return {task: dict(facts[SHARED]) for task, facts in tasks}
     except (LookupError, TypeError, ValueError):
-        faults.append(f"{overlap} does not name rows by their text; delete it and run emo prepare again")
+        faults.append(f"{overlap} does not identify rows by their text. Delete it and run emo prepare again.")
         return {}
 
 
+def _remarks(models: Sequence[Model], tasks: Sequence[str]) -> list[str]:
+    """Return remarks on models that give one answer to all rows of a task, and on shortened prompts."""
+    remarks = []
+    for result, model in ((m.results[t], m) for t in tasks for m in models if t in m.results):
+        if (answer := only_answer(result)) is not None:
+            remarks.append(f"{result['title']}: {model.name} answers {answer} for every row")
+        if shortened := result["rows_shortened"]:
+            remarks.append(
+                f"{result['title']}: {shortened:,} of {result['n']:,} prompts of {model.name} lost "
+                "demonstrations or text to the context"
+            )
+    return remarks
+
+
+def _wrong_runs(models: Sequence[Model], runs: Mapping[str, Path]) -> list[str]:
+    """Return remarks on runs that do not seem to have trained the models that they are shown for.
+
+    Runs may be moved and renamed, so this compares the path of the weights, the run's name, and the run
+    directory that its configuration and the export recorded.
+    """
+    remarks = []
+    for model in (m for m in models if m.name in runs):
+        run, made_in, path = runs[model.name], model.facts.get("run"), model.description["path"]
+        try:
+            recorded = read_written(run / CONFIG).get("output_dir")
+        except (OSError, ValueError):
+            recorded = None
+        same = made_in is not None and (made_in == recorded or Path(made_in).name == run.resolve().name)
+        if not same and not Path(path).resolve().is_relative_to(run.resolve()):
+            remarks.append(
+                f"--run {model.name}={run}: {model.name} seems to come from another run ({made_in or path}). "
+                f"The training shown is that of {run}."
+            )
+    return remarks
+
+
+def _limits(estimate: dict[str, Any], name: str) -> tuple[float, float, float]:
+    return estimate[name], estimate["interval"]["low"], estimate["interval"]["high"]
+
+
 def _row(model: Model, task: str, overlap: Container[str] | None) -> dict[str, Any]:
-    """Return the numbers of a model on a task, also without test rows that are in its training text."""
+    """Return the numbers of a model on a task, also without the test rows in its training text."""
     result, shared, untrained = model.results[task], None, None
-    texts = model.texts(task) if overlap is not None else []
-    if overlap is not None and any(texts):
-        rows = zip(*model.outcomes(task), texts, strict=True)
+    if overlap is not None and any((records := model.records(task)).texts):
+        rows = zip(records.rows, records.correct, records.texts, strict=True)
         others = [(row, right) for row, right, text in rows if text not in overlap]
         groups = [group for (*_, group), _ in others] if result["groups"] else None
         shared = result["n"] - len(others)

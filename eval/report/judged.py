@@ -1,4 +1,4 @@
-"""The report's part on judged answers."""
+"""The sections of the report on judged answers."""
 
 from __future__ import annotations
 
@@ -11,34 +11,32 @@ from emo.common.report.document import Cell, Fold, Items, Quote, ReportSection, 
 from emo.common.report.figure import Dots, Figure
 from emo.common.report.numbers import Effect, format_interval, formatted, p_value, percent
 
-from ..judging.results import Judgement, paired, remarks, undecided
+from ..judging.results import Judgement, compare_scores, remarks, undecided
 
 SIDES = {"a": "A is better", "b": "B is better", "tie": "tie", None: "unreadable"}
-OUTCOMES = SIDES | {"changed": "changes with the order: a tie", "unreadable": "unreadable"}
-VERDICTS = {  # by tone, in the table and in a sentence
+OUTCOMES = SIDES | {"changed": "changes with the order and counts as a tie", "unreadable": "unreadable"}
+VERDICTS = {  # tone -> text in the table, text in a sentence
     "better": ("preferred", "prefers {b} to {a}"),
     "worse": ("not preferred", "prefers {a} to {b}"),
     "unclear": ("no clear difference", "prefers neither {b} nor {a}"),
     "quiet": ("no verdict", "gives no verdict on {b} and {a}"),
 }
 CAPTION = (
-    "Per cent of questions, from the side of B, with 95 % intervals. Win rate: a tie counts half. At equal "
-    "lengths: as if both had written as much (AlpacaEval's length-controlled win rate). Both orders: pairs "
-    "whose verdict does not depend on which answer comes first. Pairs with an unreadable verdict are left "
-    "out."
+    "Per cent of questions for B, with 95 % intervals. Win rate: a tie counts half. At equal lengths: "
+    "AlpacaEval's length-controlled win rate. Both orders: pairs whose verdict does not depend on which "
+    "answer comes first. Pairs with an unreadable verdict are left out."
 )
-PAIRED = "Points between win rates against the same A, by the same judge on the same questions."
+PAIRED = "Points between win rates against the same A, with the same judge and questions."
 HUMAN = (
-    "Per cent; a verdict that is unreadable or changes with the order is wrong. In brackets: unreadable ones "
-    "as ties. Kappa: Cohen's, of judge and majority. People: Fleiss', among themselves."
+    "Per cent. A verdict that is unreadable or changes with the order is wrong. In brackets: with unreadable "
+    "verdicts as ties. Kappa: Cohen's, between judge and majority. People: Fleiss' kappa of the human labels."
 )
 
 
-def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[dict[str, Any]]:
-    """Return each judgement beside the first by the same judge, against the same A, on the same questions,
-    with how much higher its win rate is.
+def compare_judgements(judgements: Sequence[Judgement], skipped: list[str]) -> list[dict[str, Any]]:
+    """Compare each judgement with the first by the same judge, against the same A, on the same questions.
 
-    They are compared on the questions with a readable verdict in both, if these are two or more.
+    They are compared on the questions with readable verdicts in both, if there are at least two.
     """
     firsts: dict[tuple[str, ...], Judgement] = {}
     pairs = []
@@ -54,7 +52,7 @@ def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[dict[s
         keys = [key for key in a if key in b and a[key][0] == b[key][0]]  # ids may be row numbers
         if len(keys) > 1:
             before, after = ([scores[key][1] for key in keys] for scores in (a, b))
-            mean, interval, p = paired(before, after, [a[key][0] for key in keys])
+            mean, interval, p = compare_scores(before, after, [a[key][0] for key in keys])
             names = {"first": first.numbers["b"], "second": f["b"], "judge": f["by"], "n": len(keys)}
             result = {"difference": mean, "low": interval.low, "high": interval.high, "p": p}
             pairs.append(names | {"questions": f["questions"]} | result)
@@ -62,12 +60,12 @@ def pairings(judgements: Sequence[Judgement], skipped: list[str]) -> list[dict[s
 
 
 def answers(judgements: Sequence[Judgement]) -> list[str]:
-    """Return a sentence for each of the first judgements."""
+    """Return a sentence for each of the first four judgements."""
     sentences = []
     for f in (judgement.numbers for judgement in judgements):
         rate, verb = f["win_rate"], VERDICTS[_tone(f)][1].format(**f)
-        if why := undecided(f):
-            sentences.append(f"{f['by']} {verb}{_on(f['questions'])}: {why}.")
+        if reason := undecided(f):
+            sentences.append(f"{f['by']} {verb}{_on(f['questions'])}: {reason}.")
             continue
         interval = f"95 % interval {format_interval(rate['low'], rate['high'], scale=100)}"
         size = f"{f['b']} has a win rate of {percent(rate['value'])} % ({interval})"
@@ -76,7 +74,7 @@ def answers(judgements: Sequence[Judgement]) -> list[str]:
 
 
 def sections(judgements: Sequence[Judgement], pairs: Sequence[dict[str, Any]]) -> list[ReportSection]:
-    """Return the tables, and the pairs that are shown."""
+    """Return the sections with tables and with example pairs."""
     fields = [judgement.numbers for judgement in judgements]
     titles = _titles(fields)
     notes = [
@@ -95,23 +93,23 @@ def sections(judgements: Sequence[Judgement], pairs: Sequence[dict[str, Any]]) -
         differences.append([p["second"], p["first"], judge, p["n"], points, p_value(p["p"])])
     head = ["Model", "Compared with", "Judge", "Pairs", "Points", "p"]
     between_models = Table(head, differences, PAIRED, 3, "Between models")
-    lead = "Evenly spaced pairs of each comparison, none picked, as they are."
+    lead = "Evenly spaced pairs of each comparison, not selected by hand."
     tables = _rates(fields), Items(notes, "Note"), between_models, _people(fields)
     return [ReportSection("Answers, judged", *tables), ReportSection("Judged pairs", lead, *folds)]
 
 
-def picture(judgements: Sequence[Judgement]) -> Figure:
-    """Return the win rates."""
+def plot_win_rates(judgements: Sequence[Judgement]) -> Figure:
+    """Return a figure of the win rates."""
     fields = [judgement.numbers for judgement in judgements if judgement.numbers["win_rate"]]
     rates = [[100 * f["win_rate"][key] for key in ("value", "low", "high")] for f in fields]
     titles = _titles(fields)
     rows = [Effect(t, i, 0, *rate) for i, (t, rate) in enumerate(zip(titles, rates, strict=True))]
-    caption = "Win rate in per cent with its 95 % interval; a tie counts half. Dotted line: no preference."
+    caption = "Win rate in per cent with its 95 % interval. A tie counts half. Dotted line: no preference."
     return Figure("Win rates", [Dots("Win rate", rows, 50.0)], caption)
 
 
 def _tone(fields: dict[str, Any]) -> str:
-    """Return the verdict on B."""
+    """Return the tone of the verdict on B."""
     rate = fields["win_rate"]
     if rate is None or undecided(fields):
         return "quiet"
@@ -120,14 +118,14 @@ def _tone(fields: dict[str, Any]) -> str:
     return "better" if rate["low"] > 0.5 else "worse"
 
 
-def _judged(fields: dict[str, Any]) -> str:
-    """Return B against A, on which questions, and by whom."""
+def _describe(fields: dict[str, Any]) -> str:
+    """Return the models, the questions and the judge in a phrase."""
     return f"{fields['b']} against {fields['a']}{_on(fields['questions'])}, judged by {fields['by']}"
 
 
 def _titles(fields: Sequence[dict[str, Any]]) -> list[str]:
-    """Return `_judged` of each judgement, with its name where several would read the same."""
-    titles = [_judged(f) for f in fields]
+    """Return `_describe` of each judgement, with its name if several would be equal."""
+    titles = [_describe(f) for f in fields]
     named = [f"{t} ({f['name']})" if titles.count(t) > 1 else t for t, f in zip(titles, fields, strict=True)]
     return [f"{t} #{named[:i].count(t) + 1}" if named.count(t) > 1 else t for i, t in enumerate(named)]
 
@@ -144,7 +142,7 @@ def _rates(fields: Sequence[dict[str, Any]]) -> Table:
     rows: list[Row] = []
     for f, title in zip(fields, _titles(fields), strict=True):
         tone = _tone(f)
-        about = f"against {f['a']}{_on(f['questions'])}{title.removeprefix(_judged(f))}"
+        about = f"against {f['a']}{_on(f['questions'])}{title.removeprefix(_describe(f))}"
         names = [Cell(f["b"], about), Cell(VERDICTS[tone][0], undecided(f), tone=tone)]
         shares = [_share(f[name]) for name in ("win_rate", "win", "tie", "loss")]
         lengths = f"{f['lengths']['b']:.0f} / {f['lengths']['a']:.0f}"
@@ -169,7 +167,7 @@ def _people(fields: Sequence[dict[str, Any]]) -> Table:
 
 
 def _pair(pair: dict[str, Any]) -> list[Quote | Fold]:
-    """Return a question, both answers, and what the judge said in each order."""
+    """Return a question, both answers, and the judge's reply in each order."""
     orders = ("A first", "B first") if len(pair["verdicts"]) > 1 else ("verdict",)
     sentences = [f"{order}: {SIDES.get(v, v)}" for order, v in zip(orders, pair["verdicts"], strict=False)]
     verdict = f"{OUTCOMES.get(pair['outcome'], pair['outcome'])} ({'; '.join(sentences)})"

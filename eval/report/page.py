@@ -1,4 +1,4 @@
-"""The report of evaluated models, as a document: which is better, by how much, and the rows behind it."""
+"""The report of evaluated models as a document: which is better, by how much, and on which rows."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ from emo.common.text import counted
 
 from ..results.directory import Model
 from . import judged
-from .gather import OBJECTIVES, Report
+from .compare import Comparison
+from .families import OBJECTIVES
+from .gather import Report
 
 FILES = ("report.html", "report.md", "results.json")
-UNREADABLE = "unreadable"  # in the place of a number whose file is there and cannot be trusted
+UNREADABLE = "unreadable"  # instead of a number whose file is damaged
 SAMPLES_SHOWN, CONFUSION_LABELS = 4, 8
 TONES = {1: "better", -1: "worse", 0: ""}
 VERDICTS = {1: ("better", "better"), -1: ("worse", "worse"), 0: ("no clear difference", "unclear")}
@@ -36,7 +38,7 @@ SCORES = {
     "channel": ("channel", "nats of the text, given the label"),
     "calibrated": ("calibrated", "nats of the label, less those without the text"),
 }
-# Condition of a result -> how the settings' table calls it.
+# Condition of a result -> column of the settings table.
 SETTINGS = {
     "prompt_version": "Prompts",
     "shots": "Shots",
@@ -53,27 +55,26 @@ SETTINGS = {
     "prompt": "Text of prompts",
 }
 DETAILS = (
-    "Accuracy in per cent by several ways to score the same answers; the one that decides is in bold. Clean: "
-    "without test rows whose text is among the rows that demonstrations come from (leaked). Shortened: "
-    "prompts that lost demonstrations, and in brackets text of the query, to the context. Trained on: test "
-    "rows that share long passages with the training text; without: the accuracy on the others."
+    "Accuracy in per cent with each score; the deciding score is in bold. Clean: without leaked test rows, "
+    "whose text is among the rows that demonstrations come from. Shortened: prompts that lost "
+    "demonstrations (in brackets: text of the query) to the context. Trained on: test rows that share long "
+    "passages with the training text. Without: the accuracy on the other rows."
 )
 WRONG = (
-    "The wrong answers whose right label lost by most, with the demonstrations that the model saw, most "
-    "similar first, and the score of every label; the smallest wins. Rows are numbered as in the data, from "
-    "0."
+    "The most confident errors, with the demonstrations in the prompt (most similar first) and the score "
+    "of every label. The smallest score wins. Rows are numbered from 0, as in the data."
 )
 DIFFERENCES = (
-    "Percentage points with 95 % intervals (Bonett and Price), paired by test row; p-values of exact McNemar "
-    "tests, corrected over the tasks (Holm), and for the mean of random signs. The verdict is on the mean: p "
-    "below 0.05 and an interval without zero."
+    "Percentage points with 95 % intervals (Bonett and Price), paired by test row. The p-values are from "
+    "exact McNemar tests with Holm's correction over the tasks, and from random signs for the mean. The "
+    "verdict is on the mean: p below 0.05 and an interval without zero."
 )
 
 
 def document(report: Report) -> Document:
     """Return the report."""
-    shading = "Rows: the right label; columns: the answer; shading: share of the row."
-    sampled = "Sampled from the whole distribution (temperature 1); the first of each model, none picked."
+    shading = "Rows: the right label. Columns: the answer. Shading: share of the row."
+    sampled = "The first texts of each model, sampled from the full distribution (temperature 1)."
     data = report.numbers()
     samples = [
         Quote(s["text"] + ("" if s["ended"] else " …"), s["prefix"], "" if i else model.name)
@@ -88,38 +89,40 @@ def document(report: Report) -> Document:
         ),
         ReportSection("Training", _training(report)),
         ReportSection("Accuracy over training", _over_training(report)),
-        *judged.sections(report.judgements, report.pairings),
+        *judged.sections(report.judgements, report.judgement_pairs),
         ReportSection("Details", _details(report)),
-        ReportSection("What the models write", sampled, *samples, page_only=True),
+        ReportSection("Sampled text", sampled, *samples, page_only=True),
         ReportSection("Confusion", shading, *_confusions(report), page_only=True),
-        ReportSection("Worst mistakes", WRONG, *_worst(report), page_only=True),
+        ReportSection("Most confident errors", WRONG, *_worst(report), page_only=True),
         ReportSection("Settings", _settings(report), page_only=True),
-        ReportSection("Made with", *_made_with(report, data["metadata"])),
+        ReportSection("Provenance", *_provenance(report, data["metadata"])),
     ]
     answers = [*_uneven(report), *_answer(report), *judged.answers(report.judgements)]
-    data["answer"] = answer = answers or ["No task was scored and no answer judged."]
+    data["answer"] = answer = answers or ["No task was scored and no answer was judged."]
     means = [Dots(f"Points from {b}, mean over tasks", report.effects(None, b), 0.0) for b in report.against]
     picture = Figure(
         "Mean differences",
         means,
-        "With 95 % intervals, paired by test row. Right of the dotted line: better.",
+        "With 95 % intervals, paired by test row. Right of the dotted line is an improvement.",
     )
-    picture = picture or _levels(report, "Mean accuracy", [None]) or judged.picture(report.judgements)
-    about = f"{counted(len(report.judgements), 'comparison')} of answers by judges."
-    if report.rows:
-        rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
-        kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
-        demonstrations = "; ".join(f"{shots} ({by})" for shots, by in kinds)
-        about = (
-            f"{counted(len(report.models), 'model')}, {counted(len(report.tasks), 'task')}, {rows:,} test "
-        )
-        about += f"rows per model; demonstrations in a prompt: {demonstrations}."
-    about = f"{report.title}. {about}"
+    picture = picture or _levels(report, "Mean accuracy", [None]) or judged.plot_win_rates(report.judgements)
+    about = f"{report.title}. {_contents(report)}"
     return Document(report.title, answer, about, sections, picture, report.remarks, report.notice, data)
 
 
+def _contents(report: Report) -> str:
+    """Return a sentence on the numbers of models, tasks and rows, or of judgements."""
+    if not report.rows:
+        return f"{counted(len(report.judgements), 'comparison')} of answers by judges."
+    models, tasks = counted(len(report.models), "model"), counted(len(report.tasks), "task")
+    rows = max(sum(r["n"] for r in report.rows if r["model"] == m.name) for m in report.models)
+    kinds = sorted({(r["shots"], str(r["retriever"])) for r in report.rows})
+    shots = "; ".join(f"{shots} ({by})" for shots, by in kinds)
+    return f"{models}, {tasks}, {rows:,} test rows per model; demonstrations in a prompt: {shots}."
+
+
 def _answer(report: Report) -> list[str]:
-    """Return what the comparisons say, base by base; without any, how good the models are."""
+    """Return the results of the comparisons by base, or the accuracies if there are none."""
     sentences: list[str] = []
     for family in report.families:
         clauses: list[str] = []
@@ -130,39 +133,44 @@ def _answer(report: Report) -> list[str]:
                 start = f"{'compared' if clauses else 'Compared'} with {first} on {on}"
                 clauses.append(f"{start}, {describe_changes(effects, 'points')}")
         sentences += [f"{'; '.join(clauses)}."] if clauses else []
-    for name, _, _, value, low, high in report.effects(None) if not sentences else []:
-        accuracy, over = formatted(value, "{:.1f}"), counted(len(report.tasks), "task")
-        estimate = f"accuracy {accuracy} % on {over} (95 % interval {format_interval(low, high)})"
-        sentences.append(f"{name}: {estimate}; chance is {percent(report.chance(None))} %.")
+    if not sentences:
+        sentences = [_describe_accuracy(report, effect) for effect in report.effects(None)]
     for family in report.families:
         if family.title and family.base is None and not report.chosen:
             children = counted(len(family.members), "model")
-            sentences.append(f"{family.title}, which {children} began from, was not evaluated.")
+            sentences.append(f"{family.title}, which {children} started from, was not evaluated.")
     return sentences
 
 
+def _describe_accuracy(report: Report, effect: Effect) -> str:
+    accuracy, tasks = formatted(effect.value, "{:.1f}"), counted(len(report.tasks), "task")
+    interval = f"95 % interval {format_interval(effect.low, effect.high)}"
+    chance = percent(report.chance(None))
+    return f"{effect.label}: accuracy {accuracy} % on {tasks} ({interval}); chance is {chance} %."
+
+
 def _uneven(report: Report) -> list[str]:
-    """Return in a sentence which comparisons are of prompts that are not the same."""
+    """Return a sentence for each comparison whose prompts differ between the models."""
     comparisons = [c for others in report.against.values() for c in others.values()]
     return [f"{text}." for text in dict.fromkeys(c.warning for c in comparisons if c.uneven)][:3]
 
 
 def _levels(report: Report, label: str, tasks: Sequence[str | None]) -> Figure:
-    """Return accuracies, a panel for each task; None stands for their mean."""
+    """Return a figure of accuracies with a panel for each task. None stands for the mean."""
     titles = report.titles | {None: "Mean over tasks"}
     drawn = [(task, rows) for task in tasks if (rows := report.effects(task))]
     panels = [Dots(titles[task], rows, 100 * report.chance(task)) for task, rows in drawn]
-    caption = "Accuracy in per cent with 95 % intervals. Dotted: chance, where it is near."
+    caption = "Accuracy in per cent with 95 % intervals. Dotted line: chance, if it is near."
     return Figure(label, panels, caption)
 
 
 def _folded(report: Report, figure: Figure) -> Block:
-    """Return a figure with a panel for each task, folded away where it would fill screens."""
-    return Fold("Task by task, as a picture", [figure]) if len(report.models) > 8 else figure
+    """Return a figure with a panel for each task, folded if there are many models."""
+    return Fold("Figure by task", [figure]) if len(report.models) > 8 else figure
 
 
 def _heading(report: Report, number: int) -> Cell:
-    """Return a model as rows call it, with what it is."""
+    """Return a model's name with a description."""
     model = report.models[number]
     family = next(f for f in report.families if model in f.members)
     objective = str(model.facts.get("objective") or "")
@@ -178,7 +186,7 @@ Column = tuple[str, dict[Any, Effect]]  # title, effects by model
 
 
 def _columns(report: Report, baseline: str | None = None) -> dict[str | None, Column]:
-    """Return the columns of a table by task, the mean of several tasks (None) first."""
+    """Return the columns of a table by task, with the mean (None) first if there are several tasks."""
     mean: dict[str | None, str] = {None: "Mean"} if len(report.tasks) > 1 else {}
     columns = mean | report.titles
     return {t: (title, {e.series: e for e in report.effects(t, baseline)}) for t, title in columns.items()}
@@ -197,49 +205,62 @@ def _accuracy(report: Report) -> list[Block]:
             unreadable = Cell(UNREADABLE, tone="worse") if task in model.unreadable else None
             cells.append(_estimated(effects[i]) if i in effects else unreadable)
         rows.append(cells)
-    for label, names in report.seeds.items():
-        spreads = [report.over_seeds(label, t) or (None, None) for t in columns]
-        texts = [percent(mean) + (f" ± {percent(sd)}" if sd is not None else "") for mean, sd in spreads]
-        rows.append([f"{label} ({counted(len(names), 'seed')}, mean ± standard deviation)", *texts])
-    for label, key in (("Chance", "chance"), ("Majority label", "majority")) if report.tasks else ():
-        shares = [percent(report.chance(task, key)) for task in columns]
-        rows.append([Cell(text, tone="quiet") for text in (label, *shares)])
-    caption = "Per cent, with 95 % intervals (Wilson's; the mean's as of independent tasks)."
+    rows += _reference_rows(report, list(columns))
+    caption = "Per cent with 95 % intervals (Wilson). The interval of the mean assumes independent tasks."
     if report.against:
         caption += " ↑ ↓: better or worse than the model's first baseline below, by test and interval."
     if any(task in m.unreadable for m in report.models for task in report.tasks):
-        caption += f" {UNREADABLE.capitalize()}: the result's file cannot be trusted; the end says why."
+        caption += f" {UNREADABLE.capitalize()}: the result's file is damaged. See the last section."
     figure = _levels(report, "Accuracy", report.tasks)
     head = ["Model", *(title for title, _ in columns.values())]
     return [Table(head, rows, caption), _folded(report, figure)]
 
 
+def _reference_rows(report: Report, tasks: Sequence[str | None]) -> Iterator[Row]:
+    """Yield the rows of aggregated seeds, of chance and of the majority label."""
+    for label, names in report.seeds.items():
+        spreads = [report.over_seeds(label, t) or (None, None) for t in tasks]
+        texts = [percent(mean) + (f" ± {percent(sd)}" if sd is not None else "") for mean, sd in spreads]
+        yield [f"{label} ({counted(len(names), 'seed')}, mean ± standard deviation)", *texts]
+    for label, key in (("Chance", "chance"), ("Majority label", "majority")) if report.tasks else ():
+        shares = [percent(report.chance(task, key)) for task in tasks]
+        yield [Cell(text, tone="quiet") for text in (label, *shares)]
+
+
 def _differences(report: Report, baseline: str) -> list[Block]:
-    """Return differences from a baseline with their tests."""
-    comparisons, columns, rows = report.against[baseline], _columns(report, baseline), list[Row]()
-    for i, c in ((i, comparisons[m.name]) for i, m in enumerate(report.models) if m.name in comparisons):
-        word, tone = VERDICTS[c.mean["direction"]] if c.mean else ("not comparable", "quiet")
-        partial = len(c.tasks) < len(report.tasks)
-        notes = [f"of {len(c.tasks)} tasks"] if partial else []
-        for direction in (1, -1):
-            if count := sum(x["direction"] == direction for x in c.tasks.values()):
-                notes.append(f"{counted(count, 'task')} {TONES[direction]}")
-        cells = [_heading(report, i), Cell(word, ", ".join(notes), tone)]
-        for task, (_, effects) in columns.items():
-            if i in effects and not (task is None and partial):
-                p = c.tasks[task]["p_holm"] if task else (c.mean or {})["p"]
-                cells.append(_estimated(effects[i], "{:+.1f}", f", {p_value(p)}"))
-            else:
-                refused = c.refused if task is None else task in c.refused
-                cells.append(Cell("not comparable" if refused else DASH, tone="quiet"))
-        rows.append(cells)
+    """Return the differences from a baseline with their tests."""
+    comparisons, columns = report.against[baseline], _columns(report, baseline)
+    rows = [
+        _difference_row(report, i, comparisons[model.name], columns)
+        for i, model in enumerate(report.models)
+        if model.name in comparisons
+    ]
     titles = report.titles
     panels = [Dots(title, report.effects(task, baseline), 0.0) for task, title in titles.items()]
-    figure = Figure(f"Differences from {baseline}", panels, "Points; right of the dotted line: better.")
+    caption = "Points. Right of the dotted line is an improvement."
+    figure = Figure(f"Differences from {baseline}", panels, caption)
     reasons = [(c.model, titles[task], why) for c in comparisons.values() for task, why in c.refused.items()]
     head = ["Model", "Verdict", *(title for title, _ in columns.values())]
     items = Items([f"{model}, {title}: {why}" for model, title, why in reasons], "Not comparable")
     return [Table(head, rows, DIFFERENCES, 2), _folded(report, figure), items]
+
+
+def _difference_row(report: Report, number: int, c: Comparison, columns: dict[str | None, Column]) -> Row:
+    verdict, tone = VERDICTS[c.mean["direction"]] if c.mean else ("not comparable", "quiet")
+    partial = len(c.tasks) < len(report.tasks)
+    notes = [f"of {len(c.tasks)} tasks"] if partial else []
+    for direction in (1, -1):
+        if count := sum(x["direction"] == direction for x in c.tasks.values()):
+            notes.append(f"{counted(count, 'task')} {TONES[direction]}")
+    cells: list[Any] = [_heading(report, number), Cell(verdict, ", ".join(notes), tone)]
+    for task, (_, effects) in columns.items():
+        if number in effects and not (task is None and partial):
+            p = c.tasks[task]["p_holm"] if task else (c.mean or {})["p"]
+            cells.append(_estimated(effects[number], "{:+.1f}", f", {p_value(p)}"))
+        else:
+            refused = c.refused if task is None else task in c.refused
+            cells.append(Cell("not comparable" if refused else DASH, tone="quiet"))
+    return cells
 
 
 def _details(report: Report) -> Table:
@@ -265,11 +286,11 @@ def _training(report: Report) -> Figure:
         curves = [Curve(i, line, marks) for i, (line, marks) in drawn if line or marks]
         panels.append(Curves(title, curves, "tokens"))
     legend = [(i, m.name) for i, m in logs]
-    return Figure("Training", panels, "Lines: training batches; circles: held-out data.", legend)
+    return Figure("Training", panels, "Lines: training batches. Circles: held-out data.", legend)
 
 
 def _over_training(report: Report) -> Figure:
-    """Return the accuracy of runs that have several evaluated checkpoints, over tokens or else over steps."""
+    """Return the accuracy of runs with several evaluated checkpoints, over tokens or else over steps."""
     runs: dict[str, list[tuple[Model, Effect]]] = {}
     for effect in report.effects(None):
         model = report.models[effect.series or 0]
@@ -286,11 +307,11 @@ def _over_training(report: Report) -> Figure:
             break
     panel = Curves("Mean accuracy", [*curves.values()], "steps" if key == "step" else key)
     names = [(i, Path(run).name) for i, run in enumerate(curves)]
-    return Figure("Accuracy over training", [panel], "Per cent; the band is the 95 % interval.", names)
+    return Figure("Accuracy over training", [panel], "Per cent. The band is the 95 % interval.", names)
 
 
 def _cells(report: Report) -> Iterator[tuple[int, Model, dict[str, Any]]]:
-    """Yield number of the model, model and result, task by task."""
+    """Yield the number of the model, the model and the result, task by task."""
     for task, (number, model) in product(report.tasks, enumerate(report.models)):
         if task in model.results:
             yield number, model, model.results[task]
@@ -308,7 +329,7 @@ def _confusions(report: Report) -> list[Block]:
 
 
 def _worst(report: Report) -> list[Block]:
-    """Return the wrong answers whose right label lost by most."""
+    """Return the most confident errors."""
     folds: list[Block] = []
     for number, model, result in _cells(report):
         blocks: list[Block] = []
@@ -326,7 +347,7 @@ def _worst(report: Report) -> list[Block]:
 
 
 def _settings(report: Report) -> Table:
-    """Return how each task was asked; models in one row were asked alike."""
+    """Return the settings of each task. Models with the same settings share a row."""
     kinds: dict[tuple[str, ...], list[str]] = {}
     for _, model, result in _cells(report):
         conditions = result["conditions"]["noted"] | result["conditions"]["compared"]
@@ -340,17 +361,20 @@ def _settings(report: Report) -> Table:
     names = ["Rows", *SETTINGS.values()]
     columns = list(zip(*(values for _, *values in kinds), strict=True))
     differing = [i for i, column in enumerate(columns) if len(set(column)) > 1]
-    alike = [f"{names[i].lower()} {c[0]}" for i, c in enumerate(columns) if i not in differing]
+    shared = [f"{names[i].lower()} {c[0]}" for i, c in enumerate(columns) if i not in differing]
     rows = [[key[0], ", ".join(m), *(key[i + 1] for i in differing)] for key, m in kinds.items()]
-    caption = f"Alike everywhere: {'; '.join(alike) or 'nothing'}."
+    caption = f"Shared settings: {'; '.join(shared) or 'none'}."
     return Table(["Task", "Models", *(names[i] for i in differing)], rows, caption, len(names) + 2)
 
 
-def _made_with(report: Report, metadata: dict[str, str]) -> list[Block]:
+def _provenance(report: Report, metadata: dict[str, str]) -> list[Block]:
     rows: list[Row] = []
     for model in report.everyone:
         facts = [f"{k} {v:,}" if type(v) is int else f"{k} {v}" for k, v in model.facts.items()]
         origin = [str(model.description["path"]), f"weights {model.description['weights'][:16]}"]
         rows.append([model.name, "; ".join([*origin, *facts])])
     rows += [[key, str(value)] for key, value in metadata.items()]
-    return [Table(["What", "Which"], rows, words=2), Items(report.skipped, "Files that could not be read")]
+    return [
+        Table(["Source", "Details"], rows, words=2),
+        Items(report.skipped, "Files that could not be read"),
+    ]

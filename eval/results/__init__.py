@@ -1,1 +1,1 @@
-"""Results on disk, and statistics over them."""
+"""Results on disk, the input rows behind them, and statistics over them."""

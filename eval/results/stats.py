@@ -1,15 +1,13 @@
-"""Accuracies, intervals and paired tests from per-row outcomes. Pure functions.
+"""Accuracies, intervals and paired tests from the outcomes of rows. Pure functions.
 
-An accuracy gets Wilson's interval, the difference of two models on the same rows that of Bonett and Price
-(2012). Both are closed forms that keep their level with few rows and at 0 and 100 %, where resampling the
-rows would give an interval of no width. What lies between bounds, such as a judge's scores with their half
-points, gets Wilson's for as many rows as have its variance; what has no bounds Student's over clusters.
-
-A task scored as the unweighted mean over groups (MMLU over subjects) is treated as that many rows asked
-without groups as have the same variance. Its variance is the sum of the groups' own. A group of one row
-says nothing about its variance, so each is estimated with PRIOR_ROWS rows of the overall rates added: with
-few rows per group that approaches the variance without groups, which on average is never too small; with
-many, the groups' own.
+- An accuracy has Wilson's interval. The difference of two models on the same rows has the interval of Bonett
+  and Price (2012). Both keep their level with few rows and at 0 and 100 %, where a bootstrap interval has no
+  width.
+- A mean of bounded values, such as a judge's scores with half points, has Wilson's interval for the number of
+  rows that gives the same variance. A mean of unbounded values has Student's interval over clusters.
+- A task may be scored as the unweighted mean over groups (MMLU over subjects). Its interval is that of the
+  number of ungrouped rows with the same variance. The variance of each group is estimated with PRIOR_ROWS
+  rows of the overall rates added, because a group of one row has no variance estimate.
 """
 
 from __future__ import annotations
@@ -23,13 +21,13 @@ from scipy import stats
 
 LEVEL = 0.95
 PRIOR_ROWS = 2.0
-DRAWS = 20_000  # of the signs in the test of a weighted mean
+DRAWS = 20_000  # random signs in the test of a weighted mean
 _Z = float(stats.norm.ppf((1 + LEVEL) / 2))
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A 95 % interval, unless another level was asked for."""
+    """A confidence interval, at 95 % by default."""
 
     low: float
     high: float
@@ -37,7 +35,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Accuracy:
-    """value: mean outcome, or mean over groups of it."""
+    """value: mean outcome, or the unweighted mean over groups."""
 
     value: float
     n: int
@@ -48,11 +46,17 @@ class Accuracy:
 def bounded_mean(
     values: Sequence[float], clusters: Sequence[str], low: float = 0.0, high: float = 1.0
 ) -> tuple[float, Interval]:
-    """Return the mean of values [n] from `low` to `high`, n > 0, with its 95 % interval.
+    """Return the mean of values [n] and its 95 % interval.
 
-    Values of one cluster [n] stay together. The interval is Wilson's for as many rows as have the variance of
-    the mean, which is shrunk by one cluster to that of one row per cluster: of few values, or of
-    values that are all alike, it would say little.
+    The interval is Wilson's for the number of rows that gives the variance of the mean. That variance is
+    shrunk towards the variance of one row per cluster, with the weight of one cluster, because few or equal
+    values underestimate it.
+
+    Args:
+        values: n > 0 values from `low` to `high`.
+        clusters: The cluster of each value [n]. Values of a cluster may depend on each other.
+        low: Smallest possible value.
+        high: Largest possible value.
     """
     scaled = (np.asarray(values, float) - low) / (high - low)
     _, cluster_index = np.unique(np.asarray(clusters), return_inverse=True)
@@ -69,10 +73,11 @@ def bounded_mean(
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean, or a ratio of sums, and by how much each cluster moves it: to first order, summing to zero.
+    """A mean or a ratio of sums, and the first-order influence of each cluster on it.
 
-    shares: of the weight, by cluster. A cluster with a large share pulls the estimate towards itself, so its
-    part is too small by the factor sqrt(1 - share) (Bell and McCaffrey's CR2).
+    parts: the influences, which sum to zero. shares: each cluster's share of the weight. A cluster with a
+    large share pulls the estimate towards itself, so its part is too small by the factor sqrt(1 - share)
+    (Bell and McCaffrey's CR2).
     """
 
     value: float
@@ -85,9 +90,9 @@ class Estimate:
         return Estimate(self.value - other.value, self.parts - other.parts, shares)
 
     def interval(self, level: float = LEVEL) -> Interval | None:
-        """Return Student's interval over clusters; None for a single one, or one that has all the weight.
+        """Return Student's interval over clusters, or None if a single cluster has all the weight.
 
-        Its degrees of freedom are those of as many equal clusters as have the same sum of squared shares.
+        The degrees of freedom are those of equal clusters with the same sum of squared shares.
         """
         if len(self.parts) < 2 or self.shares.max() > 1 - 1e-9:
             return None
@@ -98,7 +103,7 @@ class Estimate:
 
 
 def ratio(values: Sequence[float], weights: Sequence[float] | None, clusters: Sequence[int]) -> Estimate:
-    """Return the sum of `values` by the sum of `weights` [n] (None: their mean), clusters in sorted order."""
+    """Return the sum of `values` [n] divided by the sum of `weights` [n] (None: n), with sorted clusters."""
     _, cluster_index = np.unique(np.asarray(clusters), return_inverse=True)
     sums = np.bincount(cluster_index, weights=np.asarray(values, float))
     sizes = np.bincount(cluster_index, weights=None if weights is None else np.asarray(weights, float))
@@ -108,12 +113,12 @@ def ratio(values: Sequence[float], weights: Sequence[float] | None, clusters: Se
 
 
 def student(values: Sequence[float], level: float = LEVEL) -> Interval | None:
-    """Return Student's interval for the mean of values [n], of seeds for example; None of a single one."""
+    """Return Student's interval for the mean of values [n], for example over seeds. None for one value."""
     return ratio(values, None, range(len(values))).interval(level)
 
 
 def accuracy(correct: Sequence[bool], groups: Sequence[str] | None = None) -> Accuracy:
-    """Return the accuracy of outcomes [n], n > 0; with groups [n] the unweighted mean over groups."""
+    """Return the accuracy of outcomes [n], n > 0. With groups [n] it is the unweighted mean over groups."""
     outcomes = np.asarray(correct, dtype=bool)
     (value, _), rows = _rates(_counts([outcomes, ~outcomes], groups), np.array([1.0, 0.0]))
     return Accuracy(value, len(outcomes), int(outcomes.sum()), _wilson(value, rows))
@@ -128,7 +133,7 @@ def confusion(gold: Sequence[str], predicted: Sequence[str], labels: Sequence[st
 
 
 def macro_f1(counts: Sequence[Sequence[int]]) -> float:
-    """Return the unweighted mean of the labels' F1; a label neither present nor predicted is left out."""
+    """Return the unweighted mean of the labels' F1, without labels that are neither present nor predicted."""
     matrix = np.asarray(counts, dtype=float)
     hit, total = matrix.diagonal(), matrix.sum(axis=0) + matrix.sum(axis=1)
     return float((2 * hit[total > 0] / total[total > 0]).mean())
@@ -136,35 +141,35 @@ def macro_f1(counts: Sequence[Sequence[int]]) -> float:
 
 @dataclass(frozen=True)
 class Paired:
-    """Two models on the same rows. difference: score of b less score of a."""
+    """Two models on the same rows. difference: score of b minus score of a."""
 
     difference: float
     interval: Interval
-    only_a: int  # rows that a alone gets right
+    only_a: int  # rows that only a gets right
     only_b: int
     p_mcnemar: float  # exact, two-sided, on pooled rows
 
 
 @dataclass(frozen=True)
 class MeanDifference:
-    """The mean over tasks of two models' differences."""
+    """The mean over tasks of the differences between two models."""
 
     difference: float
     interval: Interval
     p: float  # two-sided, random signs
 
 
-def pairs(a: Sequence[bool], b: Sequence[bool], groups: Sequence[str] | None = None) -> np.ndarray:
-    """Return counts [3, groups] of the rows that a alone, b alone, and both or neither get right.
+def count_pairs(a: Sequence[bool], b: Sequence[bool], groups: Sequence[str] | None = None) -> np.ndarray:
+    """Return counts [3, groups] of rows that only a, only b, or both or neither get right.
 
-    a, b: outcomes [n] of the same rows. ValueError when their numbers differ.
+    a, b: outcomes [n] of the same rows. Raises ValueError when their lengths differ.
     """
     first, second = np.asarray(a, dtype=bool), np.asarray(b, dtype=bool)
     return _counts([first & ~second, second & ~first, first == second], groups)
 
 
-def paired(pairs: np.ndarray) -> Paired:
-    """Return difference, Bonett and Price's interval and McNemar's exact test of the `pairs` of one task.
+def compare_paired(pairs: np.ndarray) -> Paired:
+    """Return difference, Bonett and Price's interval and McNemar's exact test for the counts of a task.
 
     The interval is Wald's with one row added to either kind of disagreement.
     """
@@ -179,23 +184,29 @@ def paired(pairs: np.ndarray) -> Paired:
 
 
 def mean_difference(tasks: Sequence[np.ndarray], seed: int = 0) -> MeanDifference:
-    """Return the mean difference over the `pairs` of tasks, each weighing alike.
+    """Return the mean difference over the paired counts of tasks with equal weights.
 
-    The test is McNemar's for rows of unequal weight: if the models do not differ, each row that one alone
-    gets right is as likely to be the other's, whatever its task and group.
+    The test is McNemar's for rows of unequal weight. Under the null hypothesis each row that only one model
+    gets right is equally likely to be either model's.
     """
-    one_by_one = [paired(task) for task in tasks]
-    limits = [(p.difference, p.interval.low, p.interval.high) for p in one_by_one]
-    difference, interval = mean_interval(limits)
-    discordant: dict[float, np.ndarray] = {}  # weight of a row -> (a's, b's)
+    differences = [compare_paired(task) for task in tasks]
+    difference, interval = mean_interval(
+        [(p.difference, p.interval.low, p.interval.high) for p in differences]
+    )
+    discordant: dict[float, np.ndarray] = {}  # weight of a row -> counts of (only a, only b)
     for task in tasks:
         weights = 1 / (task.sum(axis=0) * task.shape[1] * len(tasks))
         for weight, counts in zip(weights, task[:2].T, strict=True):
             if counts.any():
                 key = float(f"{weight:.12g}")
                 discordant[key] = discordant.get(key, 0) + counts
+    return MeanDifference(difference, interval, _weighted_sign_test(discordant, seed))
+
+
+def _weighted_sign_test(discordant: dict[float, np.ndarray], seed: int) -> float:
+    """Return the two-sided p-value of random signs. discordant: weight of a row -> (only a, only b)."""
     if len(discordant) < 2:
-        return MeanDifference(difference, interval, _sign_test(*sum(discordant.values(), np.zeros(2, int))))
+        return _sign_test(*sum(discordant.values(), np.zeros(2, int)))
     rng = np.random.default_rng(seed)
     drawn, observed, squares = np.zeros(DRAWS), 0.0, 0.0
     for weight, (only_a, only_b) in discordant.items():
@@ -204,12 +215,12 @@ def mean_difference(tasks: Sequence[np.ndarray], seed: int = 0) -> MeanDifferenc
         observed += weight * (only_b - only_a)
         squares += weight**2 * both
     as_far = (np.abs(drawn) >= abs(observed) - 1e-12).sum()
-    bound = 2 * math.exp(-(observed**2) / (2 * squares))  # Hoeffding's: below what draws can show
-    return MeanDifference(difference, interval, min(float((as_far + 1) / (DRAWS + 1)), bound))
+    bound = 2 * math.exp(-(observed**2) / (2 * squares))  # Hoeffding's: lower than draws can resolve
+    return min(float((as_far + 1) / (DRAWS + 1)), bound)
 
 
 def mean_interval(means: Sequence[tuple[float, float, float]]) -> tuple[float, Interval]:
-    """Return the mean of independent (value, low, high) with its interval: distances add in squares."""
+    """Return the mean of independent (value, low, high) with its interval, whose squared widths add up."""
     n = len(means)
     mean = sum(value for value, _, _ in means) / n
     down = math.hypot(*(value - low for value, low, _ in means)) / n
@@ -218,7 +229,7 @@ def mean_interval(means: Sequence[tuple[float, float, float]]) -> tuple[float, I
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Return Holm's step-down adjustment over a family of tests; nan stays nan and is not counted."""
+    """Return Holm's step-down adjustment of a family of p-values. NaN stays NaN and is not counted."""
     adjusted = np.array(p_values, dtype=float)
     order = np.argsort(adjusted, kind="stable")[: np.isfinite(adjusted).sum()]
     factors = np.arange(len(order), 0, -1)
@@ -227,7 +238,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 def _counts(kinds: Sequence[np.ndarray], groups: Sequence[str] | None) -> np.ndarray:
-    """Return the rows of each kind (bool [n]) per group, int [kinds, groups]."""
+    """Return the number of rows of each kind (bool [n]) per group, int [kinds, groups]."""
     if groups is None:
         return np.array([[int(kind.sum())] for kind in kinds])
     _, codes = np.unique(np.asarray(groups), return_inverse=True)
@@ -235,9 +246,9 @@ def _counts(kinds: Sequence[np.ndarray], groups: Sequence[str] | None) -> np.nda
 
 
 def _rates(counts: np.ndarray, values: np.ndarray) -> tuple[list[float], float]:
-    """Return (rate of each kind of row, rows without groups that would tell the mean as exactly).
+    """Return the rate of each kind of row, averaged over groups, and the equivalent number of ungrouped rows.
 
-    counts: kinds x groups; values [kinds]: what a row of a kind counts. The rates are means over groups.
+    counts: [kinds, groups]. values: the value of a row of each kind [kinds].
     """
     sizes = counts.sum(axis=0)
     rates = (counts / sizes).mean(axis=1)
@@ -247,13 +258,13 @@ def _rates(counts: np.ndarray, values: np.ndarray) -> tuple[list[float], float]:
     if pooled < 1e-12:
         return rates.tolist(), len(sizes) ** 2 / float((1 / sizes).sum())
     shrunk = (counts + PRIOR_ROWS * rates[:, None]) / (sizes + PRIOR_ROWS)
-    # Unbiased if groups are alike.
+    # Unbiased if all groups have the same rates.
     variances = _variance(shrunk, values) / (1 - sizes / (sizes + PRIOR_ROWS) ** 2)
     return rates.tolist(), float(pooled * len(sizes) ** 2 / (variances / sizes).sum())
 
 
 def _variance(rates: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Return the variance of a row's value; rates [kinds] or [kinds, groups]."""
+    """Return the variance of a row's value. rates: [kinds] or [kinds, groups]."""
     return values**2 @ rates - (values @ rates) ** 2
 
 

@@ -21,7 +21,7 @@ from emo.eval.generation.decoding import prompt_ids
 from emo.eval.generation.engines import Transformers
 from emo.eval.generation.prefixes import from_texts
 from emo.eval.generation.records import Generation
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
 
 from ..sweeps.code import code_digest
 

@@ -34,8 +34,8 @@ from emo.common.io.files import write_text
 from emo.data_prep.sources.inputs import read_text
 from emo.eval.generation import distributions, likelihood
 from emo.eval.generation.decoding import Decoding, prompt_ids
-from emo.eval.generation.settled import Settled
-from emo.eval.model import EvaluatedModel
+from emo.eval.generation.fixed_point import FixedPoint
+from emo.eval.models.model import EvaluatedModel
 
 from ..sweeps.statistics import find_best_temperature
 from .corpus import sample_texts
@@ -98,7 +98,7 @@ def measure(
         decoding: Decoding of the baseline.
     """
     if oracle.tokenizer_digest != model.tokenizer_digest:
-        problem = f"{model.given} and {oracle.given} have different tokenizers and cannot be compared"
+        problem = f"{model.source} and {oracle.source} have different tokenizers and cannot be compared"
         raise UserError(problem, code="other-tokenizer")
     shared = min(oracle.model.config.vocab_size, model.model.config.vocab_size)  # heads may be padded
     longest = min(each.model.config.max_position_embeddings for each in (oracle, model))
@@ -124,13 +124,13 @@ def measure(
         tempered = summarize_divergences(p, logits[:, :shared] / temperature, targets)
         results["over_tempered_baseline"] = _subtract(at_1, tempered)
         if decoding.objective:
-            decoded = _measure_settled(p, logits, targets, Settled(reference, decoding))
+            decoded = _measure_settled(p, logits, targets, FixedPoint(reference, decoding))
             measured = decoded if reference.digest == model.digest else at_1
             results["over_decoded_baseline"] = _subtract(measured, decoded)
     return results
 
 
-def _measure_settled(p: Tensor, logits: Tensor, targets: Tensor, settled: Settled) -> dict[str, float]:
+def _measure_settled(p: Tensor, logits: Tensor, targets: Tensor, settled: FixedPoint) -> dict[str, float]:
     """Return the measures of a decoding that needs the logits of the full vocabulary."""
     drawn = distributions.by_rows(lambda logits: {"log_q": settled(logits)}, logits)["log_q"]
     return summarize_divergences(p, drawn[:, : p.shape[-1]], targets)

@@ -26,16 +26,16 @@ import numpy as np
 import torch
 
 from emo.data_prep.encoding.tokenizer import load_tokenizer
-from emo.eval.icl.encoder import Encoder
 from emo.eval.icl.openicl_compat import StoredRetriever, Template, openicl, quiet
 from emo.eval.icl.prompts import PromptBuilder, Sample
 from emo.eval.icl.records import score_samples
 from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, reader, top_k
-from emo.eval.icl.settings import BUDGET
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import Row, load_task
-from emo.eval.model import quiet_libraries
-from emo.eval.prefix_scorer import PrefixScorer, groups
+from emo.eval.models.base import BUDGET
+from emo.eval.models.encoder import Encoder
+from emo.eval.models.model import quiet_libraries
+from emo.eval.models.prefix_scorer import PrefixScorer, groups
 from tests.bench import common
 
 HARNESS = "lm_eval==0.4.13"
@@ -84,7 +84,8 @@ class Evaluators:
 
     def samples(self, number: int) -> list[Sample]:
         """The prompts of a round, tokenised as an evaluation does."""
-        return PromptBuilder(self.task, self.rows["train"], self.tokenizer, 4096).build(*self.part(number))
+        encode = lambda texts: self.tokenizer(texts, verbose=False)["input_ids"]  # noqa: E731
+        return PromptBuilder(self.task, self.rows["train"], encode, 4096).build(*self.part(number))
 
     def ours(self, number: int) -> None:
         """The prefix scorer."""
@@ -110,7 +111,7 @@ class Evaluators:
         builder = PromptBuilder(self.task, self.rows["train"], None)
         requests: list[Instance] = []
         for row, shots in zip(*self.part(number), strict=True):
-            ice = builder.ice(shots)
+            ice = builder.render_demonstrations(shots)
             for label in self.task.labels:
                 prompt = builder.prompt(row, ice, label)
                 cut = prompt.rindex(f" {self.task.words(label)}")

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from emo.eval.generation import likelihood
 from emo.eval.generation.decoding import Request
 from emo.eval.generation.sampling import Sampler
-from emo.eval.prefix_scorer import PrefixScorer
+from emo.eval.models.prefix_scorer import PrefixScorer
 from tests.bench import common
 
 PREFIXES, TOKENS, LONGEST, END = 64, 80, 30, 2
@@ -90,7 +90,7 @@ def likelihoods(report: common.Report, name: str, rounds: int, tokens: int) -> N
     contestants: common.Contestants = {
         "perplexity": lambda _: likelihood.continuation_nll(scorer, pairs),
         "forward": lambda _: plain(model, distinct, tokens),
-        "cross-entropies": lambda _: likelihood.side_by_side(model, other, rows),
+        "cross-entropies": lambda _: likelihood.mean_cross_entropies(model, other, rows),
         "two forwards": lambda _: [plain(m, sum(map(len, rows)), tokens) for m in (model, other)],
     }
     times = report.race(contestants, rounds, "who", model=name, what="likelihood")

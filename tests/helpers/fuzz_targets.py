@@ -31,9 +31,9 @@ from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import load_task, select_tasks
 from emo.eval.judging import judging, pairs, results
 from emo.eval.judging.answers import read_questions
-from emo.eval.judging.judging import JUDGES
-from emo.eval.model import EvaluatedModel
-from emo.eval.watch import NotWholeError, Target
+from emo.eval.judging.judges import JUDGES
+from emo.eval.models.model import EvaluatedModel
+from emo.eval.watch import IncompleteError, Target
 from emo.experiments.sweeps.design import choose_runs, expand, find_trials, read_experiment
 from emo.pipeline.batches.config import Batch
 from emo.pipeline.config import dump_config, load_config
@@ -203,8 +203,8 @@ def make_model(directory: Path) -> None:
 
 @target("model directory", make_model, *MODEL_FILES, crashes=MODEL_CRASHES)
 def model_directory(directory: Path) -> None:
-    with contextlib.suppress(NotWholeError):
-        Target("model", directory, foreign=True).require_whole(directory, settled=True)
+    with contextlib.suppress(IncompleteError):
+        Target("model", directory, foreign=True).require_complete(directory, settled=True)
     EvaluatedModel(str(directory), "model")
     load_cost(str(directory), 16)
 
@@ -282,7 +282,7 @@ make_answers = files(a__json=answers_of("a"), b__jsonl=answers_of("b"))
 @target("answers", make_answers)
 def answers(directory: Path) -> pairs.Judged:
     """Two files of answers, and the prompts that are made of them."""
-    judged = pairs.of_answers(directory / "a.json", directory / "b.jsonl")
+    judged = pairs.pair_answers(directory / "a.json", directory / "b.jsonl")
     try:
         for judge in JUDGES.values():
             judging.write_prompts(judge, judged, directory / "prompts", "jsonl", None, None)
@@ -307,17 +307,17 @@ def make_replies(directory: Path) -> None:
 
 
 def _summarise(judged: pairs.Judged) -> None:
-    numbers = results.summary(judged, results.default_title(judged))
+    numbers = results.summarise_judgement(judged, results.default_title(judged))
     assert 0 <= numbers["read"] <= numbers["pairs"] == len(judged.rows)
-    _ = list(results.lines(numbers))
+    _ = list(results.describe(numbers))
 
 
 @target("replies", make_replies, "jsonl.jsonl", "openai.jsonl")
 def replies(directory: Path) -> None:
-    judged, judge = pairs.of_answers(directory / "a.json", directory / "b.jsonl"), JUDGES["alpaca_eval"]
+    judged, judge = pairs.pair_answers(directory / "a.json", directory / "b.jsonl"), JUDGES["alpaca_eval"]
     for form in judging.FORMATS:
         read, author = judging.read_replies(judge, judged, directory / f"{form}.jsonl", "x")
-        _summarise(judging.of_replies(judge, author, judged, read, {}))
+        _summarise(judging.judge_pairs(judge, author, judged, read, {}))
 
 
 ANNOTATED = {"output_2": "b", "generator_1": "a", "generator_2": "b", "annotator": "x"}
@@ -347,5 +347,5 @@ def published_verdicts(directory: Path) -> None:
         ("auto-j", "f.jsonl", "d.jsonl", "e.jsonl"),
     ):
         paths = [directory / name for name in verdicts]
-        for judged in pairs.read_existing(paths, directory / labels if labels else None, judge):
+        for judged in pairs.read_verdicts(paths, directory / labels if labels else None, judge):
             _summarise(judged)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from emo.eval.results import stats, store
-from emo.eval.results.directory import MODEL, MODELS, Model, pick, read_models
+from emo.eval.results.directory import MODEL, MODELS, Model, find_model, read_models
 
 LABELS = ["a", "b"]
 COMPARED = {
@@ -85,7 +85,7 @@ def fabricated(out: Path, name: str, right: dict[str, Sequence[bool]], **options
     write_model(out, name)
     for task, rows in right.items():
         write_result(out, name, task, rows, **options)
-    return pick(read_models([out]), name)
+    return find_model(read_models([out]), name)
 
 
 RIGHT = [True, True, False, True, False, True]
@@ -98,7 +98,7 @@ def finished(out: Path, name: str = "emo", **facts: Any) -> Model:
     write_result(out, name, "sst2", RIGHT, title="SST-2")
     write_result(out, name, "mmlu", RIGHT, GROUPS, title="MMLU")
     finish(out)
-    return pick(read_models([out]), name)
+    return find_model(read_models([out]), name)
 
 
 def tree(directory: Path) -> dict[str, bytes]:

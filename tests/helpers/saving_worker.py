@@ -23,7 +23,7 @@ from torch import AcceleratorError
 from torch.distributed import DistBackendError
 
 from emo.common.errors import UserError
-from emo.eval.watch import targets
+from emo.eval.watch import find_targets
 from emo.launch.rank import leave, run_recipe
 from emo.pipeline import trainer as train
 from emo.pipeline.batches.loader import Loader
@@ -49,7 +49,7 @@ def late(run_dir: Path) -> None:
             if step < LAST:
                 wait_for(lambda: read_metrics(run_dir)[-1]["step"] > step, f"step after {step}")
             record = {"step": step, "checkpoints": [step_of(d) for d in checkpoints(run_dir)]}
-            record["targets"] = [target.name for target in targets(run_dir)]
+            record["targets"] = [target.name for target in find_targets(run_dir)]
             with (run_dir.parent / SEEN).open("a") as file:
                 file.write(json.dumps(record) + "\n")
         write(tensors, path, **options)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from emo.common.errors import UserError
+from emo.common.io.logits import head_options
 from emo.common.labels import IGNORE
 
 from ..cost import CostEmbedding, Labels, LiveCost, label_count
@@ -168,21 +169,6 @@ def fuse_head(
         # a subclass, such as FSDP's, keeps its own behaviour
         head.__class__ = FusedHead if ordinary is nn.Linear else type("FusedHead", (FusedHead, ordinary), {})
     head.spec = make_spec(objective, cost, **options)  # type: ignore[assignment]
-
-
-def head_options(config: Any) -> dict[str, float]:
-    """Return those of `logit_scale` and `softcap` that a Hugging Face `config` gives its model."""
-    # `probe.py` finds models that use these keys otherwise
-    text = config.get_text_config()
-    caps = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-    options: dict[str, float] = {}
-    for name in ("logits_scaling", "logit_scale", "lm_head_multiplier", *caps):
-        value = getattr(text, name, None)
-        if isinstance(value, int | float) and value:
-            divides = name == "logits_scaling" and text.model_type != "hyperclovax"  # which multiplies
-            option = "softcap" if name in caps else "logit_scale"
-            options[option] = 1.0 / value if divides else float(value)
-    return options
 
 
 def shift_left(labels: Tensor) -> Tensor:

@@ -27,10 +27,10 @@ from emo.eval.generation.decoding import Beams, prompt_ids, split_ids
 from emo.eval.generation.engines import Transformers
 from emo.eval.icl.prompts import PromptBuilder, Sample
 from emo.eval.judging import answers
-from emo.eval.judging.judging import JUDGES, Judging
+from emo.eval.judging.judges import JUDGES
+from emo.eval.judging.judging import Judging
 from emo.eval.judging.pairs import Pair, Pairs
-from emo.eval.model import EvaluatedModel
-from emo.pipeline.planning import checks
+from emo.eval.models.model import EvaluatedModel
 from tests.helpers.evaluating import tiny_model
 from tests.helpers.refusals import refused
 
@@ -68,19 +68,19 @@ def beginnings(directory: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> 
     found["export"] = AutoTokenizer.from_pretrained(copy)(TEXT).input_ids
     model = EvaluatedModel(str(directory))
     sample = Sample({}, [], [TEXT])
-    PromptBuilder._tokenise(SimpleNamespace(tokenizer=model.tokenizer), [sample])  # type: ignore[arg-type]
+    PromptBuilder._tokenise(SimpleNamespace(encode=model.encode), [sample])  # type: ignore[arg-type]
     found["tasks"] = sample.ids[0].tolist()
     found["generate"] = prompt_ids(model, TEXT)
     found["scored"] = split_ids(model.tokenizer, TEXT, " was old")[0]
     question = answers.Question("", "Why?")
-    found["answer"] = answers.prompt_ids(model, question, "alpaca")
+    found["answer"] = answers.question_ids(model, question, "alpaca")
     pair = Pair("1", question, "x", "y")
     judging = Judging(JUDGES["pandalm"], Pairs("a", "b", [pair]), Transformers(model, Beams(2)), copy, 9)
-    found["judge"] = (judging._fitting(pair, None) or [])[0]
+    found["judge"] = (judging._fitting_ids(pair, None) or [])[0]
     read: list[Any] = []
     nothing = np.zeros(1), np.zeros(1)
     monkeypatch.setattr(likelihood, "continuations", lambda _, pairs: read.extend(pairs) or nothing)
-    likelihood.texts(model, [TEXT])
+    likelihood.score_texts(model, [TEXT])
     found["perplexity"] = [*read[0][0], *read[0][1]]
     data = SimpleNamespace(dir=directory.parent, sequence_len=512)
     (directory.parent / "tokenizer").symlink_to(copy)
@@ -91,7 +91,7 @@ def beginnings(directory: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("flag", "adds", "named"), itertools.product(FLAGS, YES_NO, YES_NO))
-def test_all_begin_alike(
+def test_all_users_of_a_tokenizer_encode_the_same_beginning(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flag: bool | None, adds: bool, named: bool
 ) -> None:
     """add_bos_token decides where it is set; else the post-processor of tokenizer.json, never the name."""
@@ -111,7 +111,7 @@ def test_all_begin_alike(
             assert ids == expected + plain, user
 
 
-def test_two_tokens_before_a_text(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tokenizer_may_add_two_tokens(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As GLM's tokenizers have it; EOS after a text goes into no prompt."""
     around = (["<s>", "<unk>"], ["</s>"])
     directory = with_tokenizer(model, tmp_path / "model", around, bos_token="<s>")

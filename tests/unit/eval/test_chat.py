@@ -21,7 +21,7 @@ from emo.data_prep.encoding.tokenizer import save_tokenizer
 from emo.data_prep.shards.encode import EncodeSettings, RowEncoder
 from emo.eval.generation.sampling import Sampler
 from emo.eval.judging.answers import Exchanged, Question, conversation_ids
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
 from tests.helpers.evaluating import command, load, tiny_model
 from tests.helpers.said import lines
 
@@ -63,7 +63,7 @@ def templated(model: Path, directory: Path, text: str, **facts: Any) -> Evaluate
 
 
 @pytest.mark.parametrize("template", ["alpaca", "chat", "chat_template"])
-def test_a_conversation_is_asked_as_in_training(tuned: Path, tmp_path: Path, template: str) -> None:
+def test_a_conversation_is_encoded_as_in_training(tuned: Path, tmp_path: Path, template: str) -> None:
     """The ids before the last answer are those before it in the prepared example."""
     model, system = templated(tuned, tmp_path / "model", TEMPLATE), "Be brief."
     exchanges = (
@@ -104,7 +104,7 @@ def naive(model: EvaluatedModel, ids: list[int], tokens: int = 6) -> tuple[list[
     return new, whole[len(before) :].lstrip()
 
 
-def test_replies_are_the_models_own_with_their_history(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replies_equal_greedy_decoding(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, expected, history = EvaluatedModel(str(tuned)), [], []
     for message in ("Who sat?", "Where?"):
         ids = conversation_ids(model, "chat", history, Question("", message), "Be brief.")
@@ -117,14 +117,14 @@ def test_replies_are_the_models_own_with_their_history(tuned: Path, monkeypatch:
     assert len(notes) == 1  # the reset
 
 
-def test_every_token_is_shown_as_it_is_chosen(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_token_is_printed_as_soon_as_it_is_chosen(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[list[int]] = []
     run = Sampler.run
 
     def watched(self: Sampler, *arguments: Any) -> Any:
-        show = self.wrote
+        show = self.on_tokens
         assert show is not None
-        self.wrote = lambda tokens: (batches.append(tokens), show(tokens))
+        self.on_tokens = lambda tokens: (batches.append(tokens), show(tokens))
         return run(self, *arguments)
 
     monkeypatch.setattr(Sampler, "run", watched)
@@ -134,7 +134,7 @@ def test_every_token_is_shown_as_it_is_chosen(tuned: Path, monkeypatch: pytest.M
     assert batches == [[token] for token in new]
 
 
-def test_the_oldest_exchange_leaves_a_full_context(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_context_drops_the_oldest_exchange(tuned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is longer than the context by itself is not asked, and the conversation goes on."""
     model = EvaluatedModel(str(tuned))
     messages = [f"the cat sat on mat {i} " * 5 for i in range(5)]
@@ -148,7 +148,7 @@ def test_the_oldest_exchange_leaves_a_full_context(tuned: Path, monkeypatch: pyt
     assert out.startswith(printable("".join(f"{text}\n" for _, _, text in history)))
 
 
-def test_a_template_gets_the_variables_that_it_was_trained_with(tuned: Path, tmp_path: Path) -> None:
+def test_a_template_gets_the_variables_of_its_training(tuned: Path, tmp_path: Path) -> None:
     """And the same day for today's, also from a directory without tokenizer.json."""
     dated = TEMPLATE + "{{ strftime_now('%d %B %Y') }}"
     days: dict[str, Any] = {"01 January 2026": {"mode": "calm"}, "03 February 2025": {"date": "2025-02-03"}}
@@ -163,7 +163,7 @@ def test_a_template_gets_the_variables_that_it_was_trained_with(tuned: Path, tmp
         assert text.endswith(day) and ("calm" in text) is ("mode" in variables)
 
 
-def test_earlier_reasoning_is_a_field_of_its_own() -> None:
+def test_earlier_reasoning_is_a_separate_field() -> None:
     """Whether the reply or the prompt opened it."""
     for text in ("<think>\nhm\n</think>\n\nYes.", "hm</think>Yes."):
         message = Exchanged(Question("", "Why?"), [], text).message
@@ -171,7 +171,7 @@ def test_earlier_reasoning_is_a_field_of_its_own() -> None:
     assert Exchanged(Question("", "Why?"), [], " So").message == {"role": "assistant", "content": " So"}
 
 
-def test_a_model_without_a_template_is_for_generate(tuned: Path, tmp_path: Path) -> None:
+def test_chat_rejects_a_model_without_a_template(tuned: Path, tmp_path: Path) -> None:
     base = tiny_model(tmp_path / "base", tokenizer=EvaluatedModel(str(tuned)).tokenizer)
     code, out, err = command("chat", base)
     assert (code, out) == (ExitCode.MISTAKE, "") and len(lines(err)) == 1 and "emo generate" in err

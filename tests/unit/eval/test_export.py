@@ -19,9 +19,9 @@ from huggingface_hub import ModelCard, parse_eval_result_entries
 from emo.common.io.lease import Lease, hold_if_free
 from emo.eval.export import figures, harness, hub, tracking
 from emo.eval.export.commands import Export
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
 from emo.eval.results import store
-from emo.eval.results.directory import pick, read_models
+from emo.eval.results.directory import find_model, read_models
 from emo.pipeline.control.run_dir import CONFIG, LOCK, LOCK_SECONDS, WANDB_ID
 from tests.helpers.evaluating import command, is_mistake, load, naive_nll, read_lines, tiny_model
 from tests.helpers.results import RIGHT, fabricated, finish, finished, tree, write_model, write_result
@@ -80,7 +80,7 @@ def sha(text: str) -> str:
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_samples_hold_the_prompts_that_were_scored(world: Path, evaluated: Path, task: str) -> None:
+def test_samples_contain_the_scored_prompts(world: Path, evaluated: Path, task: str) -> None:
     """The plainest forward over context and continuation gives the response: minus the mean NLL per token."""
     model, tokenizer = load(world / "model")
     of_task = [s for name, actual in samples(evaluated).items() if name.startswith(task) for s in actual]
@@ -130,9 +130,9 @@ def test_lm_evaluation_harness_reads_its_files(evaluated: Path) -> None:
     assert f"{value['results']['sst2']['acc,none']:.4f}" in table and "MMLU" in table
 
 
-def test_exporting_again_writes_the_same(world: Path, evaluated: Path, tmp_path: Path) -> None:
+def test_exporting_again_writes_the_same_files(world: Path, evaluated: Path, tmp_path: Path) -> None:
     """Nothing twice, nothing missing, whatever a killed export has left; without the rows results alone."""
-    model, expected = pick(read_models([evaluated / "out"]), "m"), evaluated / "there"
+    model, expected = find_model(read_models([evaluated / "out"]), "m"), evaluated / "there"
     for _ in range(2):
         harness.write_harness(model, tmp_path, str(world / "data"))
         assert tree(tmp_path) == tree(expected)
@@ -143,7 +143,7 @@ def test_exporting_again_writes_the_same(world: Path, evaluated: Path, tmp_path:
     assert alone == {name: whole[name] for name in alone} and len(tree(tmp_path / "alone")) == 1
 
 
-def test_other_rows_or_prompts_than_those_of_the_evaluation_are_refused(
+def test_other_rows_or_prompts_than_the_evaluated_ones_are_rejected(
     world: Path, evaluated: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(world / "data", tmp_path / "data")
@@ -184,7 +184,7 @@ model-index: of the text
 
 def test_the_hub_reads_its_files(tmp_path: Path) -> None:
     def written(directory: Path) -> tuple[ModelCard, Any]:
-        hub.write_hub(pick(read_models([tmp_path / "out"]), "emo"), directory, lambda text: None)
+        hub.write_hub(find_model(read_models([tmp_path / "out"]), "emo"), directory, lambda text: None)
         path = directory / ".eval_results" / "emo-pipeline-sst2.yaml"
         assert b"/home" not in b"".join(tree(directory).values())
         entries = parse_eval_result_entries(yaml.safe_load(path.read_text())) if path.exists() else []
@@ -209,22 +209,22 @@ def test_the_hub_reads_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
-def test_a_card_loses_nothing(newline: str, tmp_path: Path) -> None:
+def test_the_rest_of_a_model_card_is_unchanged(newline: str, tmp_path: Path) -> None:
     before = CARD.replace("\n", newline)
-    results = hub.index_of(finished(tmp_path), figures.all_figures(finished(tmp_path)))
-    after = hub.with_index(before, "emo", results)
-    assert hub.with_index(after, "emo", results) == after, "exported again, it is another card"
+    results = hub.model_index(finished(tmp_path), figures.read_figures(finished(tmp_path)))
+    after = hub.add_index(before, "emo", results)
+    assert hub.add_index(after, "emo", results) == after, "exported again, it is another card"
     assert ("\n" in after.replace("\r\n", "")) == (newline == "\n")
     assert after.endswith(before[before.index("# My model") :])
     assert {*before.split(newline)[1:3], before.split(newline)[9]} < set(after.split(newline))
-    for card, count in ((after, 4), (hub.with_index(after, "emo", results[:1]), 2)):  # ours take their place
+    for card, count in ((after, 4), (hub.add_index(after, "emo", results[:1]), 2)):  # ours take their place
         actual = ModelCard(card).data
         assert actual.model_name == "My Model" and actual.language == ["en"]
         assert "HellaSwag" in [result.dataset_name for result in actual.eval_results or []]
         assert len(actual.eval_results or []) == 1 + count
 
 
-def test_other_weights_and_cards_that_cannot_be_read_are_left_alone(world: Path, tmp_path: Path) -> None:
+def test_other_weights_and_unreadable_cards_are_rejected(world: Path, tmp_path: Path) -> None:
     finished(tmp_path / "out")
     digest = EvaluatedModel(str(world / "model")).digest
     for path in (tmp_path / "out" / "models" / "emo").glob("*.json"):  # as if it had been evaluated
@@ -304,7 +304,7 @@ def test_wandb_gets_every_model_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert points[0]["eval/mean_accuracy"] == points[0]["eval/sst2/accuracy"]
 
 
-def test_what_cannot_be_sent_to_wandb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_unfit_for_wandb_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, out = training_run(tmp_path / "emo"), tmp_path / "out"
     finished(out, tokens=5, run=str(run))
 
@@ -329,7 +329,7 @@ def test_groups_of_one_name_and_lost_demonstrations_in_the_harness_files(tmp_pat
     groups = ["a/b", "a b", "a_b", "a/b", "a b", "a_b"]
     write_result(tmp_path, "m", "mmlu", RIGHT, groups, lost=[3, 0, 0, 0, 0, 1])
     finish(tmp_path)
-    model = pick(read_models([tmp_path]), "m")
+    model = find_model(read_models([tmp_path]), "m")
     value = json.loads(harness.write_harness(model, tmp_path / "out", None).read_text())
     names = value["group_subtasks"]["mmlu"]
     assert sorted(names) == ["mmlu_a_b", "mmlu_a_b_2", "mmlu_a_b_3"]
@@ -345,7 +345,7 @@ def test_the_first_line_of_an_export_names_all_lost_demonstrations(tmp_path: Pat
         write_result(tmp_path, name, "subj", RIGHT)
     finish(tmp_path)
     said: list[str] = []
-    Export("lm-eval", tmp_path / "out").each(read_models([tmp_path]), {}, said.append)
+    Export("lm-eval", tmp_path / "out").export(read_models([tmp_path]), {}, said.append)
     first, *others = said
     assert "m 2 of 6" in first and "n 1 of 6" in first and "m 1 of 6" in first and "subj" not in first
     assert first.count("1 differ between models") == 1 and len(others) == 2

@@ -28,7 +28,8 @@ from emo.eval.generation.decoding import Decoding, Request, prompt_ids, split_id
 from emo.eval.generation.engines import Transformers, Vllm
 from emo.eval.generation.records import Generation, read_records
 from emo.eval.generation.sampling import ROUNDING, Sampler
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
+from emo.eval.results.rows import read_texts
 from emo.eval.results.stats import ratio
 from tests.helpers.evaluating import command, is_mistake, load, naive_nll, tiny_model
 from tests.helpers.families import family
@@ -85,7 +86,7 @@ def with_cache(change: Any, model: Any) -> Any:
     return forward
 
 
-def test_close_calls_are_decided_by_the_row_alone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_decisions_are_made_from_the_row_alone(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """With noise on the batch's logits, as other kernels would make it, the text stays the same."""
     prompts, noise = requests(24), torch.Generator().manual_seed(0)
     expected = Sampler(llama, batch=1).run(prompts, 12)
@@ -96,7 +97,7 @@ def test_close_calls_are_decided_by_the_row_alone(llama: Any, monkeypatch: pytes
     assert sampler.run(prompts, 12) == expected and sampler.redone > 0
 
 
-def test_broken_caches_and_weights_are_refused(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_caches_and_weights_are_rejected(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = family("llama", vocab_size=97)
     with torch.no_grad():
         broken.lm_head.weight[3] = float("nan")
@@ -116,7 +117,7 @@ SEEDED = {
 }
 
 
-def test_a_seed_gives_what_it_always_gave(shared_data: Path) -> None:
+def test_a_seed_gives_the_recorded_tokens(shared_data: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(shared_data / "models" / "stories260K", dtype=torch.float32)
     for decoding, digest in SEEDED.items():
         texts = Sampler(model, decoding, [2]).run(requests(32, 512, 20), 30)
@@ -159,7 +160,7 @@ def test_every_text_has_its_own_limit(llama: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mpt"])
-def test_every_family_says_how_long_its_context_is(corpus: Path, tmp_path: Path, kind: str) -> None:
+def test_the_context_of_every_family_is_known(corpus: Path, tmp_path: Path, kind: str) -> None:
     """A longer prefix is a mistake of the user; longer texts are scored in windows."""
     tokenizer = load_tokenizer(corpus / "small")
     model = family(kind, vocab_size=len(tokenizer))
@@ -171,7 +172,7 @@ def test_every_family_says_how_long_its_context_is(corpus: Path, tmp_path: Path,
         Generation(Transformers(evaluated), prefixes.from_texts(["the cat " * 40]), 4, 1, (0,), tmp_path)
     with refused("context"):
         likelihood.continuations(evaluated, [([1] * 60, [5] * 9)])
-    assert likelihood.texts(evaluated, ["the cat " * 60]).tokens[0] > 64
+    assert likelihood.score_texts(evaluated, ["the cat " * 60]).tokens[0] > 64
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +210,7 @@ def sampled(corpus: Path) -> Path:
     return generate(corpus, "small")
 
 
-def test_records_hold_what_was_written(corpus: Path, sampled: Path) -> None:
+def test_records_contain_the_texts_and_their_prefixes(corpus: Path, sampled: Path) -> None:
     about, actual = read_records(sampled)
     model = EvaluatedModel(str(corpus / "small"))
     assert (about["corpus"], about["prefix_words"], about["tokens"], about["records"]) == ("ptb", 5, 9, 24)
@@ -224,7 +225,7 @@ def test_records_hold_what_was_written(corpus: Path, sampled: Path) -> None:
     assert view["samples"][0]["text"] == actual[0]["text"] and view["weights"] == model.digest
 
 
-def test_chunks_change_no_record(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_do_not_change_records(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = EvaluatedModel(str(corpus / "small"))
     texts = (prefixes.from_texts(["the cat", "the", "the dog sat"]), 8, 4, (0,))
     whole = Generation(Transformers(model), *texts, tmp_path / "a").run()
@@ -240,7 +241,7 @@ def naive_per_token(path: Path, pairs: list[tuple[list[int], list[int]]]) -> flo
     return float(np.concatenate(nll).mean())
 
 
-def test_beams_as_many_as_tokens_find_the_likeliest_pair(corpus: Path, tmp_path: Path) -> None:
+def test_as_many_beams_as_tokens_find_the_most_likely_text(corpus: Path, tmp_path: Path) -> None:
     model = EvaluatedModel(str(corpus / "small"))
     size = model.model.config.vocab_size
     options = ["--prefix", "the cat", "--max_new_tokens", 2, "--beams", size, "--output_path", tmp_path]
@@ -319,14 +320,14 @@ def test_likelihoods_of_empty_and_of_long_texts(corpus: Path) -> None:
     assert math.isfinite(actual.per_token)
     assert math.isnan(likelihood.continuations(model, [([5, 6], []), ([5, 6], [])]).per_token)
     text = "the cat sat on the mat " * 40
-    actual = likelihood.texts(model, [text, "the cat"])
+    actual = likelihood.score_texts(model, [text, "the cat"])
     first, tail = split_ids(model.tokenizer, "", text)
     pairs = [(first if i == 0 else [tail[i - 1]], tail[i : i + 95]) for i in range(0, len(tail), 95)]
     assert len(pairs) > 2 and actual.tokens[0] == len(tail)
     assert actual.nll[0] / len(tail) == pytest.approx(naive_per_token(corpus / "small", pairs), abs=1e-6)
 
 
-def test_text_metrics_by_hand() -> None:
+def test_text_metrics_equal_values_computed_by_hand() -> None:
     """The released protocol repeats the flaws of the authors' scripts."""
     texts = ["a b a b a", "c d", "c"]
     assert quality.distinct(texts, 1) == 4 / 8 and quality.distinct(texts, 2) == 3 / 5
@@ -343,10 +344,12 @@ def test_intervals_stay_in_the_range_of_their_measure() -> None:
     few = ratio([0.0, 0.0, 0.9], None, range(3))
     free = few.interval()
     assert free is not None and free.low < 0 and free.high > 1
-    limits = {name: quality.shown(few, "texts", most=quality.largest(name)) for name in ("rougeL", "tokens")}
+    limits = {
+        name: quality.summarise(few, "texts", high=quality.maximum(name)) for name in ("rougeL", "tokens")
+    }
     assert [limits["rougeL"][key] for key in ("low", "high")] == [0.0, 1.0]
     assert [limits["tokens"][key] for key in ("low", "high")] == [0.0, free.high]
-    assert quality.shown(few, "texts", quality.perplexity)["low"] == 1.0
+    assert quality.summarise(few, "texts", quality.perplexity)["low"] == 1.0
     wide = quality.by_seed([0, 1], [0.1, 0.9])
     assert (wide["low"], wide["high"]) == (0.0, 1.0)
 
@@ -394,17 +397,17 @@ def test_texts_of_any_script_have_words(text: str) -> None:
     assert (quality.repetition(f"{text} {text}", 2) or 0) > 0.3
 
 
-def test_rouge_of_english_is_rouge_scores() -> None:
+def test_rouge_of_english_text_equals_rouge_score() -> None:
     scorer = RougeScorer(["rouge1", "rougeL"])
     text, other = "The U.S.'s co-op paid 3.5% — “don't” a_b X2", "the co op won't pay 3 or 5 (A_B, x2)!"
     expected = {name: [score.fmeasure] for name, score in scorer.score(other, text).items()}
     assert quality.rouge([(text, other)]) == expected
 
 
-def test_mauve_tells_how_far_its_clusters_move_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mauve_reports_its_range_over_cluster_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quality, "mauve", lambda human, sampled, seed=25: 0.9 + (seed - 25) / 50)
     features = np.zeros((8, 2))
-    result = quality.beside_ceiling(features, [features, features], 2)
+    result = quality.mauve_with_ceiling(features, [features, features], 2)
     assert result["score"] == [0.9, 0.9] and result["kmeans"] == {"low": 0.9, "high": 0.98, "seeds": 5}
 
 
@@ -413,12 +416,12 @@ def test_mauve_between_floor_and_ceiling(shared_data: Path, monkeypatch: pytest.
     monkeypatch.setattr(quality, "KMEANS", 1)
     path = shared_data / "lm" / "human_vs_gpt2xl" / "xsum.jsonl.zst"
     fields = ("text", "sampled_gpt2_xl")
-    human, machine = ([t[-300:] for t in prefixes.read_texts(path, field)][:100] for field in fields)
+    human, machine = ([t[-300:] for t in read_texts(path, field)][:100] for field in fields)
     words = np.random.default_rng(0).permutation([word for text in human for word in text.split()])
     parts = np.split(words, np.cumsum([len(text.split()) for text in human])[:-1])
     encoder = quality.featurizer("minilm")
     features = [encoder(texts) for texts in (human, machine, [" ".join(part) for part in parts])]
-    actual = quality.beside_ceiling(features[0], features, splits=2)
+    actual = quality.mauve_with_ceiling(features[0], features, splits=2)
     itself, gpt2, floor = actual["half"]
     assert actual["ceiling"] > 0.8 and itself == pytest.approx(actual["ceiling"], abs=1e-9)
     assert floor < gpt2 - 0.2 and gpt2 <= actual["ceiling"] + 0.02
@@ -459,7 +462,7 @@ NORMAL = [d.log_probs(3 * torch.randn(4, 700, generator=torch.Generator().manual
 
 
 @pytest.mark.parametrize(("log_p", "log_q"), [NORMAL, RAGGED], ids=["normal", "ragged"])
-def test_measures_equal_scipys(log_p: torch.Tensor, log_q: torch.Tensor) -> None:
+def test_measures_equal_those_of_scipy(log_p: torch.Tensor, log_q: torch.Tensor) -> None:
     p, q = log_p.exp().numpy(), log_q.exp().numpy()
     entropy_p, entropy_q, kl_pq, kl_qp = (
         stats.entropy(*pair, axis=-1) for pair in ((p, None), (q, None), (p, q), (q, p))
@@ -516,7 +519,7 @@ class FakeVllm:
 
 @pytest.mark.parametrize("place", ["generation_config.json", "config.json", "text_config", "tokenizer"])
 @pytest.mark.parametrize("engine", [Transformers, Vllm])
-def test_a_text_stops_at_every_end_and_has_none(
+def test_a_text_stops_at_every_end_token_without_containing_it(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, engine: type[Transformers]
 ) -> None:
     """Ends are taken from all files together, whether or not the tokenizer calls them special."""

@@ -21,12 +21,12 @@ from emo.data_prep.encoding.chats import ChatEncoder
 from emo.data_prep.encoding.templates import Chat, Conversation, Exchange
 from emo.data_prep.encoding.tokenizer import save_tokenizer
 from emo.data_prep.shards.encode import EncodeSettings, RowEncoder
-from emo.eval.judging import answers, judging, results
+from emo.eval.judging import answers, judges, judging, results
 from emo.eval.judging.answers import Question, read_questions
-from emo.eval.judging.judging import JUDGES
-from emo.eval.judging.pairs import Judged, Pair, labelled, of_answers, read_existing, row_of
-from emo.eval.judging.results import length_controlled, summary
-from emo.eval.model import EvaluatedModel
+from emo.eval.judging.judges import JUDGES
+from emo.eval.judging.pairs import Judged, Pair, judged_row, pair_answers, read_labelled, read_verdicts
+from emo.eval.judging.results import length_controlled, summarise_judgement
+from emo.eval.models.model import EvaluatedModel
 from emo.eval.report.gather import Report
 from emo.eval.report.page import document
 from tests.helpers.evaluating import (
@@ -88,7 +88,7 @@ def read(out: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     return json.loads((judgements / "v.json").read_text()), read_lines(judgements / "v.jsonl")
 
 
-def test_both_orders_count_and_asking_again_costs_nothing(world: Path, tmp_path: Path) -> None:
+def test_both_orders_count_and_replies_are_reused(world: Path, tmp_path: Path) -> None:
     options = ("--model", world / "judge", "--max_new_tokens", 1)
     judge(world, tmp_path, *options, expected=2)  # this judge replies by the order alone
     numbers, rows = read(tmp_path)
@@ -111,7 +111,7 @@ def test_both_orders_count_and_asking_again_costs_nothing(world: Path, tmp_path:
     assert len(list((tmp_path / "store").iterdir())) == 2 and len(read(tmp_path)[1]) == 4
 
 
-def test_a_short_context_cuts_both_answers_alike(world: Path, tmp_path: Path) -> None:
+def test_a_short_context_cuts_both_answers_to_the_same_length(world: Path, tmp_path: Path) -> None:
     """A pair that fits, one whose answers are cut, one whose question alone is too long."""
     short = tiny_judge(tmp_path / "short", max_position_embeddings=320)
     texts = [("Why?", "No."), ("Tell a tale.", "once " * 200), ("why " * 400, "No.")]
@@ -135,7 +135,7 @@ def exported(
 
 
 @pytest.mark.parametrize("form", ["jsonl", "openai"])
-def test_prompts_go_out_and_replies_come_back(
+def test_prompts_are_exported_and_replies_are_read(
     form: str, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By programs that need keys, which stay there. A's answers always win, once a reply says nothing."""
@@ -159,10 +159,10 @@ def test_prompts_go_out_and_replies_come_back(
     assert secret.encode() not in written and secret not in out
 
 
-def test_bad_reply_files_are_refused(world: Path, tmp_path: Path) -> None:
+def test_bad_reply_files_are_rejected(world: Path, tmp_path: Path) -> None:
     rows = exported(world, tmp_path, "pandalm")
     lines = [json.dumps({"id": row["id"], "reply": "1"}) for row in rows]
-    pairs, file = of_answers(world / "a.json", world / "b.json"), tmp_path / "r.jsonl"
+    pairs, file = pair_answers(world / "a.json", world / "b.json"), tmp_path / "r.jsonl"
     for code, judge, changed in (
         ("not-json", "pandalm", [*lines[:-1], lines[-1][:20]]),
         ("missing", "pandalm", lines[:5]),
@@ -190,11 +190,11 @@ def test_bad_reply_files_are_refused(world: Path, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("name", JUDGES)
-def test_replies_are_by_the_model_that_wrote_them(
+def test_replies_identify_their_author(
     asked: str | None, replied: list[str | None], by: str, name: str, world: Path, tmp_path: Path
 ) -> None:
-    pairs, lines = of_answers(world / "a.json", world / "b.json"), []
-    for i, key in enumerate(key for keys in judging._ids(JUDGES[name], pairs) for key in keys):
+    pairs, lines = pair_answers(world / "a.json", world / "b.json"), []
+    for i, key in enumerate(key for keys in judging._prompt_ids(JUDGES[name], pairs) for key in keys):
         model = replied[i % len(replied)]
         body = {"choices": [{"text": "1", "finish_reason": "stop"}]} | ({"model": model} if model else {})
         lines.append({"custom_id": key, "response": {"body": body}} if i % 2 else {"id": key, "reply": "1"})
@@ -208,7 +208,7 @@ def test_replies_are_by_the_model_that_wrote_them(
         assert judging.read_replies(JUDGES[name], pairs, file, asked)[1] == by
 
 
-def test_failed_requests_and_models_that_are_no_names(world: Path, tmp_path: Path) -> None:
+def test_failed_requests_and_invalid_model_names_are_rejected(world: Path, tmp_path: Path) -> None:
     rows = exported(world, tmp_path, "pandalm")
     failed = [{"custom_id": row["id"], "response": None, "error": {"code": "expired"}} for row in rows]
     body = {"choices": [{"text": "1"}], "model": 4}
@@ -220,11 +220,13 @@ def test_failed_requests_and_models_that_are_no_names(world: Path, tmp_path: Pat
     ):
         file = write_lines(tmp_path / "r.jsonl", [first, *failed[1:]])
         with refused(code):
-            judging.read_replies(JUDGES["pandalm"], of_answers(world / "a.json", world / "b.json"), file, "m")
+            judging.read_replies(
+                JUDGES["pandalm"], pair_answers(world / "a.json", world / "b.json"), file, "m"
+            )
 
 
 @pytest.mark.parametrize("second, why", [("1", "changed"), ("?", "unreadable")])
-def test_verdicts_that_decide_nothing_are_no_tie(second: str, why: str, world: Path, tmp_path: Path) -> None:
+def test_undecided_verdicts_are_not_a_tie(second: str, why: str, world: Path, tmp_path: Path) -> None:
     rows = exported(world, tmp_path, "pandalm")
     replies = [{"id": r["id"], "reply": second if r["id"].endswith("ba") else "1"} for r in rows]
     file = write_lines(tmp_path / "r.jsonl", replies)
@@ -239,7 +241,7 @@ def test_verdicts_that_decide_nothing_are_no_tie(second: str, why: str, world: P
     assert "no verdict" in judge(world, tmp_path, "--replies", file, "--ask_for", "m")
 
 
-def test_answers_cut_off_at_the_limit_are_left_out_unless_asked_for(world: Path, tmp_path: Path) -> None:
+def test_cut_off_answers_are_left_out_by_default(world: Path, tmp_path: Path) -> None:
     for name, cut in (("a", (0,)), ("b", (0, 2))):
         rows = json.loads((world / f"{name}.json").read_text())
         rows = [row | {"ended": NAMES.index(row["id"]) not in cut} for row in rows]
@@ -263,10 +265,10 @@ def test_answers_cut_off_at_the_limit_are_left_out_unless_asked_for(world: Path,
     assert code == 2 and "--include_cut_off" in err
 
 
-def test_judgements_of_one_pair_have_their_names_in_the_report(tmp_path: Path) -> None:
+def test_the_report_names_judgements_of_the_same_pair(tmp_path: Path) -> None:
     for name in ("strict", "lenient"):
         pairs = [Pair(f"q{i}", Question("", f"ask {i}"), "x", "y") for i in range(4)]
-        judged = Judged("auto-j", "m", "mle", "emo", 2, [row_of(p, ["b", "b"]) for p in pairs])
+        judged = Judged("auto-j", "m", "mle", "emo", 2, [judged_row(p, ["b", "b"]) for p in pairs])
         results.write(judged, name, tmp_path)
     text = document(Report([tmp_path])).markdown()
     table = text[text.index("Win rate") :]
@@ -277,7 +279,7 @@ def row(key: Any = None, instruction: str = "Why?", output: Any = "No.") -> dict
     return {"instruction": instruction, "output": output} | ({} if key is None else {"id": key})
 
 
-def test_bad_answers_are_refused(tmp_path: Path) -> None:
+def test_bad_answers_are_rejected(tmp_path: Path) -> None:
     """A question in one file only, an id of two questions, two models in a file, no answer."""
     for a, b in (
         ([row(i) for i in range(6)], [row(i) for i in (0, 9)]),
@@ -286,13 +288,13 @@ def test_bad_answers_are_refused(tmp_path: Path) -> None:
         ([row(1, output=[])], [row(1)]),
     ):
         with pytest.raises(UserError):
-            of_answers(write_answers(tmp_path / "a.json", a), write_answers(tmp_path / "b.json", b))
+            pair_answers(write_answers(tmp_path / "a.json", a), write_answers(tmp_path / "b.json", b))
 
 
 def test_answers_with_and_without_ids_match_by_their_questions(tmp_path: Path) -> None:
     a = write_answers(tmp_path / "a.json", [row(1, "x", "a"), row(2, "y", "")])
     b = write_answers(tmp_path / "b.json", [row(None, "y", "b"), row(None, "x", None)])
-    pairs = of_answers(a, b)
+    pairs = pair_answers(a, b)
     assert [(p.question.instruction, p.a, p.b) for p in pairs.rows] == [("x", "a", ""), ("y", "", "b")]
     assert pairs.a != pairs.b  # of one generator, told apart by the files
 
@@ -308,15 +310,15 @@ WORD_FOR_WORD = {
 EVIL = '{output_1} {prompt} {0} %s <|im_end|> [/INST] """ \\n {'
 
 
-def test_prompts_are_word_for_word_and_answers_stand_in_them_as_they_are() -> None:
+def test_prompts_equal_the_published_ones_and_answers_are_unchanged() -> None:
     for prompt, digest in WORD_FOR_WORD.items():
-        assert hashlib.sha256(judging.PROMPTS[prompt].encode()).hexdigest() == digest
+        assert hashlib.sha256(judges.PROMPTS[prompt].encode()).hexdigest() == digest
     for judge in JUDGES.values():
         text = judge.prompt(Question("", "Say it", EVIL), f"{EVIL} first", f"second {EVIL}")
         assert text.count(EVIL) == 3
         assert text.index("Say it") < text.index(f"{EVIL} first") < text.index(f"second {EVIL}")
         if judge.chat:
-            assert [message["role"] for message in judging.messages(text)] == ["system", "user"]
+            assert [message["role"] for message in judges.messages(text)] == ["system", "user"]
     plain = JUDGES["pandalm"].prompt(Question("", "a"), " b </s>c[PAD]\n", "<pad>")
     assert "### Response 1:\nb c\n\n### Response 2:\n\n\n### Eval" in plain
 
@@ -362,7 +364,7 @@ def outputs(out: Path, name: str = "questions-greedy") -> list[dict[str, Any]]:
     return json.loads((out / "models" / "tuned" / "answers" / name / "model_outputs.json").read_text())
 
 
-def test_answers_are_the_models_own_in_alpaca_evals_format(world: Path, tmp_path: Path) -> None:
+def test_answers_equal_greedy_decoding_in_the_format_of_alpaca_eval(world: Path, tmp_path: Path) -> None:
     """Each greedy answer equals a plain argmax loop after BOS and Stanford Alpaca's prompt, written out."""
     assert answer(world, tmp_path, "--max_new_tokens", 6)[0] == 0
     rows = outputs(tmp_path)
@@ -383,7 +385,7 @@ def test_answers_are_the_models_own_in_alpaca_evals_format(world: Path, tmp_path
 
 
 @pytest.mark.parametrize("template", ["alpaca", "chat", "chat_template"])
-def test_a_question_is_put_as_in_training(world: Path, tmp_path: Path, template: str) -> None:
+def test_a_question_is_encoded_as_in_training(world: Path, tmp_path: Path, template: str) -> None:
     """The ids of a prompt are those before the loss begins in the prepared example."""
     directory = tiny_model(tmp_path / "model", tokenizer=EvaluatedModel(str(world / "tuned")).tokenizer)
     (directory / "chat_template.jinja").write_text(CHAT)
@@ -400,10 +402,10 @@ def test_a_question_is_put_as_in_training(world: Path, tmp_path: Path, template:
             exchange = Exchange(q["instruction"], "Because it is.", q["input"])
             rows = RowEncoder(settings).conversations([Conversation((exchange,))])
             expected = rows.ids[: int(rows.spans[0][0][0])].tolist()
-        assert answers.prompt_ids(EvaluatedModel(str(directory)), question, template) == list(expected)
+        assert answers.question_ids(EvaluatedModel(str(directory)), question, template) == list(expected)
 
 
-def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) -> None:
+def test_templates_are_found_and_mismatches_are_reported(world: Path, tmp_path: Path) -> None:
     def choose(path: Path, template: str) -> tuple[str, int]:
         messages: list[str] = []
         return answers.choose_template(EvaluatedModel(str(path)), template, messages.append), len(messages)
@@ -417,7 +419,7 @@ def test_templates_are_found_and_mismatches_said(world: Path, tmp_path: Path) ->
     assert choose(bare, "auto") == ("alpaca", 1)
 
 
-def test_questions_that_leave_no_room_are_counted(world: Path, tmp_path: Path) -> None:
+def test_questions_without_room_for_an_answer_are_counted(world: Path, tmp_path: Path) -> None:
     """One question longer than the context, one that leaves a few tokens: kept, and said."""
     file = write_lines(tmp_path / "long.jsonl", [{"text": "why " * n} for n in (300, 90, 1)])
     code, out, _ = answer(world, tmp_path, "--questions", file, "--max_new_tokens", 400)
@@ -442,7 +444,7 @@ WRONG_JUDGES = (
 )  # fmt: skip
 
 
-def test_wrong_questions_and_options_are_refused(
+def test_wrong_questions_and_options_are_rejected(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(world)
@@ -486,8 +488,8 @@ def plain_rows(path: Path) -> list[dict[str, Any]]:
 def test_alpaca_eval_win_rates(instruct: Path, name: str) -> None:
     """(n_2 + n_0 / 2) / n of the file, counted here; lengths and the length-controlled rate with it."""
     path = instruct / "alpaca_eval" / "annotations_gpt4_vs_davinci003" / f"{name}.jsonl.zst"
-    rows, (judged,) = plain_rows(path), read_existing([path], None, "alpaca_eval")
-    actual, n = summary(judged, name), Counter(int(row["preference"]) for row in rows)
+    rows, (judged,) = plain_rows(path), read_verdicts([path], None, "alpaca_eval")
+    actual, n = summarise_judgement(judged, name), Counter(int(row["preference"]) for row in rows)
     rate = actual["win_rate"]
     assert rate["value"] == pytest.approx((n[2] + n[0] / 2) / len(rows))
     assert rate["low"] < rate["value"] < rate["high"]
@@ -502,19 +504,19 @@ def test_pandalm_labels_and_verdicts(instruct: Path, tmp_path: Path) -> None:
     rows, names = plain_rows(path), {"tie": 0, "a": 1, "b": 2, "unreadable": None}
     votes = [[row[f"annotator{i}"] for i in (1, 2, 3)] for row in rows]
     gold = [max(sorted(set(v), key=v.index), key=v.count) for v in votes]
-    assert [names[results.majority(pair.human)] for pair in labelled(path).rows] == gold
-    by = {judged.by: judged for judged in read_existing([path], path, "pandalm")}
+    assert [names[results.majority_label(pair.human)] for pair in read_labelled(path).rows] == gold
+    by = {judged.by: judged for judged in read_verdicts([path], path, "pandalm")}
     assert set(by) == {"pandalm_7b", "gpt_3_5_turbo"}
     for column, judged in by.items():
         verdicts = [{"0": 0, "1": 1, "2": 2, "tie": 0}.get(str(row[column]).lower()) for row in rows]
         assert [names[row["outcome"]] for row in judged.rows] == verdicts
-        actual, ties = summary(judged, column)["human"], [verdict or 0 for verdict in verdicts]
+        actual, ties = summarise_judgement(judged, column)["human"], [verdict or 0 for verdict in verdicts]
         assert actual["agreement"]["value"] == pytest.approx(np.mean(np.equal(gold, verdicts)))
         assert actual["unreadable_as_ties"] == pytest.approx(np.mean(np.equal(gold, ties)))
-    assert summary(by["gpt_3_5_turbo"], "g")["counts"]["unreadable"] == 9
+    assert summarise_judgement(by["gpt_3_5_turbo"], "g")["counts"]["unreadable"] == 9
     other = write_lines(tmp_path / "v.jsonl", [{"idx": -1, "pandalm_result": 1}])
     with refused("unmatched"):
-        read_existing([other], path, "pandalm")
+        read_verdicts([other], path, "pandalm")
 
 
 def test_auto_js_agreement_and_consistency(instruct: Path, tmp_path: Path) -> None:
@@ -526,8 +528,8 @@ def test_auto_js_agreement_and_consistency(instruct: Path, tmp_path: Path) -> No
     files = [tmp_path / "o.jsonl", tmp_path / "e.jsonl"]
     for file, values in zip(files, (straight, [(1, 0, 2)[v] for v in second]), strict=True):
         write_lines(file, [{"output": v} for v in values])
-    (judged,) = read_existing(files, path, "auto-j")
-    actual = summary(judged, "x")
+    (judged,) = read_verdicts(files, path, "auto-j")
+    actual = summarise_judgement(judged, "x")
     alike = np.equal(straight, second)
     right = alike & np.equal(straight, [row["label"] for row in rows])
     assert actual["consistency"] == pytest.approx(alike.mean())
@@ -535,7 +537,7 @@ def test_auto_js_agreement_and_consistency(instruct: Path, tmp_path: Path) -> No
     assert actual["counts"]["changed"] == sum(~alike)
 
 
-def test_length_control_takes_out_what_length_gives(capfd: pytest.CaptureFixture[str]) -> None:
+def test_length_control_removes_the_effect_of_length(capfd: pytest.CaptureFixture[str]) -> None:
     """A judge that only counts characters: the plain rate follows lengths, the controlled one is a half."""
     rng, a = np.random.default_rng(0), np.full(600, 1000)
     b = (1000 + rng.normal(60, 100, 600)).round().astype(int)  # B is longer
@@ -550,7 +552,7 @@ def test_length_control_takes_out_what_length_gives(capfd: pytest.CaptureFixture
     assert capfd.readouterr() == ("", "")
 
 
-def test_kappas_of_textbooks() -> None:
+def test_kappas_equal_textbook_values() -> None:
     """Cohen's example of 25 + 25 of 50 applications; Fleiss' table of 10 subjects and 14 raters."""
     first = ["y"] * 25 + ["n"] * 25
     second = ["y"] * 20 + ["n"] * 5 + ["y"] * 10 + ["n"] * 15
@@ -571,25 +573,25 @@ def test_preferences_of_one_and_of_several_files(tmp_path: Path) -> None:
     """AlpacaEval 2's between 1 and 2: the win rate is their mean; NaN and 7 are unreadable."""
     values: list[Any] = [1.2, 1.9, 1.5, 0, 2, 1, math.nan, 7, None, "2", True, 10**400]
     file = annotations(tmp_path / "w.jsonl", dict(enumerate(values)))
-    actual = summary(read_existing([file], None, "alpaca_eval")[0], "w")
+    actual = summarise_judgement(read_verdicts([file], None, "alpaca_eval")[0], "w")
     assert actual["read"] == 6 and actual["counts"]["unreadable"] == 6
     assert actual["win_rate"]["value"] == pytest.approx((0.2 + 0.9 + 0.5 + 0.5 + 1 + 0) / 6)
     assert actual["win"]["value"] == pytest.approx(2 / 6) and actual["tie"]["value"] == pytest.approx(2 / 6)
     files = [annotations(tmp_path / "1.jsonl", dict.fromkeys(range(6), 2)), tmp_path / "2.jsonl"]
     annotations(files[1], {6: 1, 7: 1})
-    (judged,) = read_existing(files, None, "alpaca_eval")
+    (judged,) = read_verdicts(files, None, "alpaca_eval")
     assert judged.facts == {"from": ["1.jsonl", "2.jsonl"]}
-    assert summary(judged, "n")["win_rate"]["value"] == 6 / 8
+    assert summarise_judgement(judged, "n")["win_rate"]["value"] == 6 / 8
     annotations(files[1], {5: 2, 6: 2})
     for same in (files, [files[0], files[0]]):
         with refused("twice"):
-            read_existing(same, None, "alpaca_eval")
+            read_verdicts(same, None, "alpaca_eval")
 
 
 def keep_judgement(out: Path, b: str, sides: str, text: str = "", questions: str = "") -> None:
     """Write a judgement with one verdict in both orders per letter: a or b."""
     pairs = [Pair(f"q{i}", Question("", f"{text}ask {i}"), f"A {i}", f"B {i}") for i in range(len(sides))]
-    rows = [row_of(pair, [letter, letter]) for pair, letter in zip(pairs, sides, strict=True)]  # type: ignore[list-item]
+    rows = [judged_row(pair, [letter, letter]) for pair, letter in zip(pairs, sides, strict=True)]  # type: ignore[list-item]
     judged = Judged("auto-j", "judge", "mle", b, 2, rows, questions=questions)
     results.write(judged, results.default_title(judged), out)
 

@@ -11,10 +11,10 @@ import pytest
 
 from emo.common.cli import progress
 from emo.eval import cli
-from emo.eval.icl.encoder import Encoder
+from emo.eval.models.encoder import Encoder
 
 
-def test_work_that_takes_long_says_how_far_it_is(
+def test_long_work_shows_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only the innermost piece speaks, with the time left; short work says nothing."""

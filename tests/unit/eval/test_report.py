@@ -11,11 +11,11 @@ import pytest
 
 from emo.common.report.numbers import p_value
 from emo.data_prep.selection.contamination import SHARED, digest
+from emo.eval.report.compare import compare_models, find_regression, gate
 from emo.eval.report.gather import Report
 from emo.eval.report.page import document
 from emo.eval.results import store
-from emo.eval.results.compare import compare_pair, gate, regression
-from emo.eval.results.directory import pick, read_models
+from emo.eval.results.directory import find_model, read_models
 from tests.helpers.evaluating import command, is_mistake, read_lines, tiny_model
 from tests.helpers.html import Page
 from tests.helpers.refusals import refused
@@ -25,31 +25,34 @@ from tests.helpers.said import lines
 GOOD, BAD = [True] * 40, [True] * 10 + [False] * 30
 
 
-def test_a_clear_regression_is_one(tmp_path: Path) -> None:
+def test_a_clear_regression_is_detected(tmp_path: Path) -> None:
     good = fabricated(tmp_path, "good", {"sst2": [True] * 80 + [False] * 20, "trec": [True] * 50})
     bad = fabricated(tmp_path, "bad", {"sst2": [True] * 60 + [False] * 40, "trec": [True] * 50})
-    verdict = regression(good, bad)
+    verdict = find_regression(good, bad)
     assert verdict.regressions
     assert "sst2 -20.0 points" in verdict.summary and "mean -10.0 points" in verdict.summary
-    assert not regression(bad, good).regressions and not regression(good, bad, only=["trec"]).regressions
-    assert regression(good, bad, 5.0).regressions != regression(good, bad, 15.0).regressions
-    alone = compare_pair(good, bad, ["sst2"])
+    assert (
+        not find_regression(bad, good).regressions
+        and not find_regression(good, bad, only=["trec"]).regressions
+    )
+    assert find_regression(good, bad, 5.0).regressions != find_regression(good, bad, 15.0).regressions
+    alone = compare_models(good, bad, ["sst2"])
     assert alone.mean is not None and alone.mean["p"] == alone.tasks["sst2"]["p_mcnemar"]
     with refused("own-baseline"):
-        regression(good, good)
+        find_regression(good, good)
 
 
-def test_results_under_unlike_conditions_are_not_compared(tmp_path: Path) -> None:
+def test_results_under_different_conditions_are_not_compared(tmp_path: Path) -> None:
     """Gold labels are the same, and yet other texts or settings were asked."""
     a = fabricated(tmp_path, "a", {"sst2": GOOD, "trec": GOOD})
     fabricated(tmp_path, "b", {"sst2": GOOD})
     write_result(tmp_path, "b", "trec", GOOD, unheard_of=1)
-    comparison = compare_pair(a, read_models([tmp_path])[1], ["sst2", "trec"])
+    comparison = compare_models(a, read_models([tmp_path])[1], ["sst2", "trec"])
     assert list(comparison.tasks) == ["sst2"] and list(comparison.refused) == ["trec"]
     assert is_mistake("compare", "a", "b", "--results", tmp_path)
 
 
-def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None:
+def test_a_view_that_differs_from_the_sealed_result_is_skipped(tmp_path: Path) -> None:
     """A file that is easily edited must not say anything else than the store, which is not."""
     for name in "ab":
         fabricated(tmp_path, name, {"sst2": [True] * 10, "trec": [True, False] * 5})
@@ -65,7 +68,7 @@ def test_a_result_that_is_not_the_sealed_one_is_left_out(tmp_path: Path) -> None
     assert "trec" in read_models([tmp_path])[1].results
 
 
-def test_a_gate_heeds_the_named_tasks_alone(tmp_path: Path) -> None:
+def test_a_gate_considers_only_the_named_tasks(tmp_path: Path) -> None:
     """Neither the regressions of others nor their absence; one that cannot fail is a mistake."""
     fabricated(tmp_path, "base", {"sst2": GOOD, "trec": GOOD, "mr": GOOD})
     fabricated(tmp_path, "new", {"sst2": BAD, "trec": GOOD})
@@ -88,7 +91,7 @@ def test_prompts_that_lost_demonstrations_are_the_first_line_and_fail_gates(tmp_
         assert status == 0 and first in out.splitlines()[0] and "12 of 40" in out.splitlines()[0]
         assert command("compare", a, b, "--results", tmp_path, "--fail_on_regression")[0] == code
     with refused("lost-demonstrations"):
-        gate([regression(*(pick(read_models([tmp_path]), name) for name in ("long", "short")))])
+        gate([find_regression(*(find_model(read_models([tmp_path]), name) for name in ("long", "short")))])
     page = document(Report([tmp_path], chosen=["long"]))
     assert "12 of 40" in page.answer[0] and any("12 of 40" in remark for remark in page.remarks)
 
@@ -129,7 +132,7 @@ def test_the_report_of_real_evaluations(evaluated: Path, tmp_path: Path) -> None
     text, markdown = ((tmp_path / f"report.{kind}").read_text(encoding="utf-8") for kind in ("html", "md"))
     page, data = Page(text), json.loads((tmp_path / "results.json").read_text())
     assert "Toy &lt;b&gt;." in text and page.answer == data["answer"][0]
-    assert {"Accuracy", "Training", "Accuracy over training", "What the models write"} < set(page.sections)
+    assert {"Accuracy", "Training", "Accuracy over training", "Sampled text"} < set(page.sections)
     assert len(data["rows"]) == 3 * 2
     for r in data["rows"]:
         assert {"chance", "n", "openicl_ppl", "suffix_sum", "suffix_mean"} <= set(r)
@@ -142,7 +145,7 @@ def test_the_report_of_real_evaluations(evaluated: Path, tmp_path: Path) -> None
 
     assert sst2["mle-100"]["trained_on"] is None, "what is not known is not claimed to be none"
     assert sst2["emo-200"]["trained_on"] == 2, "rows 0 and 3, as data preparation says"
-    records = next(m for m in read_models([evaluated / "out"]) if m.name == "emo-200").records("sst2")
+    records = next(m for m in read_models([evaluated / "out"]) if m.name == "emo-200").read_records("sst2")
     correct = [r["prediction"] == r["gold"] for r in records if r["id"] not in (0, 3)]
     assert sst2["emo-200"]["untrained_accuracy"] == pytest.approx(np.mean(correct)) and len(correct) == 10
 
@@ -193,7 +196,7 @@ def test_a_base_that_was_not_evaluated_is_not_guessed(tmp_path: Path) -> None:
     assert numbers["baseline"] == "mle" and "base" not in page.answer
 
 
-def test_models_are_compared_with_what_they_came_from(tmp_path: Path) -> None:
+def test_models_are_compared_with_the_models_they_were_trained_from(tmp_path: Path) -> None:
     """With each stage before, and with MLE from the same origin; no others, unless they are chosen."""
     stages = {"base": 0.3, "cpt": (0.5, trained("emo", "models/base", "cpt"))}
     stages |= {o: (0.7, trained(o, "runs/cpt/export")) for o in ("mle", "emo")}
@@ -213,7 +216,7 @@ def test_models_are_compared_with_what_they_came_from(tmp_path: Path) -> None:
     assert len(chosen["mean_comparisons"]) == 5
 
 
-def test_text_mistakes_and_damage_are_shown(tmp_path: Path) -> None:
+def test_the_report_shows_text_errors_and_damaged_files(tmp_path: Path) -> None:
     """Text under the name of its model, scored or not, unless it is of other weights."""
     models(tmp_path, a=0.5, b=0.5)
     write_model(tmp_path, "unscored")

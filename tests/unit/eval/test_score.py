@@ -11,13 +11,15 @@ import pytest
 import torch
 
 from emo.eval.icl.prompts import PromptBuilder
-from emo.eval.icl.records import Record, Recorder
+from emo.eval.icl.records import Recorder
 from emo.eval.icl.retrieve import GroupRetriever, reader
-from emo.eval.icl.settings import NotFiniteError, Settings, winner
+from emo.eval.icl.settings import Settings, best_label
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import Row, Task, TaskSpec, load_task
-from emo.eval.model import EvaluatedModel
-from emo.eval.prefix_scorer import OWN, TREE, WHOLE, Item, PrefixScorer, batches, common_prefix, groups
+from emo.eval.models.base import Item, NotFiniteError
+from emo.eval.models.model import EvaluatedModel
+from emo.eval.models.prefix_scorer import FORWARD, ROWS, TREE, PrefixScorer, batches, common_prefix, groups
+from emo.eval.results.directory import Record
 from tests.helpers.evaluating import naive_nll
 from tests.helpers.families import family
 from tests.helpers.refusals import refused
@@ -46,7 +48,7 @@ def worst_difference(*sides: list[Record]) -> float:
 
 
 @pytest.mark.parametrize("name", ["mmlu", "trec"])
-def test_equals_openicl(name: str, world: Path, tiny: EvaluatedModel) -> None:
+def test_predictions_and_scores_equal_those_of_openicl(name: str, world: Path, tiny: EvaluatedModel) -> None:
     """Same predictions on every row, scores within 1e-5."""
     task, draw = load_task(name), np.random.default_rng(5).choice
     rows = load_data(task, str(world / "data")).rows
@@ -97,10 +99,12 @@ def test_the_mean_of_a_label_is_over_all_of_its_tokens(
     pool = [{"text": text, "label": words[i % 2]} for i, text in enumerate(LONG)]
     rows = {"train": pool, "test": pool[:3]}
     settings = {"max_tokens": limit, "score": "suffix_mean"}
-    builder = PromptBuilder(task, pool, tiny.tokenizer, limit)
+    builder = PromptBuilder(task, pool, tiny.encode, limit)
     samples = builder.build(rows["test"], [[4, 5]] * 3)
     for sample, record in zip(samples, recorded(tiny, task, rows, [[4, 5]] * 3, **settings), strict=True):
-        context = builder.template.shared_prompt(sample.row, builder.ice(sample.demonstrations)).rstrip()
+        context = builder.template.shared_prompt(
+            sample.row, builder.render_demonstrations(sample.demonstrations)
+        ).rstrip()
         for k, ids in enumerate(sample.ids):
             before = len(tiny.tokenizer(context).input_ids) - sample.cut
             nll = naive_nll(tiny.model, ids.tolist())[before - 1 :]
@@ -130,11 +134,11 @@ def test_faithful_mode_has_openicls_faults(fault: str, tiny: EvaluatedModel) -> 
 
 
 @pytest.mark.parametrize("limit", [40, 150, 400])
-def test_labels_see_the_same_demonstrations_and_are_never_cut(limit: int, tiny: EvaluatedModel) -> None:
+def test_labels_share_demonstrations_and_are_never_cut(limit: int, tiny: EvaluatedModel) -> None:
     tokenizer = tiny.tokenizer
     task, rows = toy(LONG[:6])
     indices = [[(i + j) % 12 for j in range(4)] for i in range(6)]
-    builder = PromptBuilder(task, rows["train"], tokenizer, limit)
+    builder = PromptBuilder(task, rows["train"], tiny.encode, limit)
     samples = builder.build(rows["test"], indices)
     for sample, target in zip(samples, indices, strict=True):
         assert max(len(ids) for ids in sample.ids) <= limit
@@ -147,17 +151,17 @@ def test_labels_see_the_same_demonstrations_and_are_never_cut(limit: int, tiny: 
                 whole = tokenizer(prompt).input_ids
                 assert ids.tolist() == whole[:1] + whole[1 + sample.cut :]
         elif sample.dropped:  # one more demonstration would not have fitted
-            ice = builder.ice(target[: len(sample.demonstrations) + 1])
+            ice = builder.render_demonstrations(target[: len(sample.demonstrations) + 1])
             longer = [tokenizer(builder.prompt(sample.row, ice, label)).input_ids for label in task.labels]
             assert max(map(len, longer)) > limit
     assert any(s.dropped or s.cut for s in samples) == (limit < 400)
 
 
 def test_the_smallest_score_wins_the_first_at_a_tie_and_never_by_nan() -> None:
-    assert winner([2.0, 1.0, 1.0]) == 1
+    assert best_label([2.0, 1.0, 1.0]) == 1
     for bad in (float("nan"), float("inf"), -float("inf")):
         with pytest.raises(NotFiniteError):
-            winner([1.0, bad])
+            best_label([1.0, bad])
 
 
 def random_items(vocab: int, count: int, seed: int = 0, shared: int = 0) -> list[Item]:
@@ -194,13 +198,13 @@ def test_a_shared_beginning_is_computed_once(shared: int, budget: int, tiny: Eva
     assert context >= shared - 1 if shared > 32 else context == 0  # where it is worth a pass of its own
 
 
-@pytest.mark.parametrize("way", [TREE, WHOLE, OWN])
-def test_every_way_skips_reports_progress_and_refuses_nan(way: str, tiny: EvaluatedModel) -> None:
+@pytest.mark.parametrize("way", [TREE, ROWS, FORWARD])
+def test_every_method_skips_tokens_reports_progress_and_rejects_nan(way: str, tiny: EvaluatedModel) -> None:
     scorer = PrefixScorer(copy.deepcopy(tiny.model), budget=200)
     items = random_items(384, 20)
     items = [Item(i.prefix, i.tails, None, [len(t) // 2 for t in i.tails]) for i in items]
     scorer.score(items)
-    scorer.way, steps = way, []  # type: ignore[var-annotated]
+    scorer.method, steps = way, []  # type: ignore[var-annotated]
     check(scorer, items)
     scorer.score(items, advance=steps.append)
     assert sum(steps) == 20 and len(steps) > 2
@@ -231,8 +235,7 @@ ARCHITECTURES = (
     "mamba", "jamba", "recurrent_gemma",
 )  # fmt: skip
 # Windows, distances instead of positions, and recurrences do not see the tree as prompts side by side.
-WHOLE_PROMPTS = {"gemma2", "mistral", "gpt_neo", "bloom", "mamba", "jamba"}
-ONE_BY_ONE = {"recurrent_gemma"}
+ROW_BY_ROW = {"gemma2", "mistral", "gpt_neo", "bloom", "mamba", "jamba", "recurrent_gemma"}
 
 
 def random_model(kind: str, **config: Any) -> Any:
@@ -243,17 +246,25 @@ def random_model(kind: str, **config: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_other_architectures(kind: str) -> None:
+def test_the_scorer_equals_the_forward_of_every_architecture(kind: str) -> None:
     """Sharing where the model honours it, whole prompts where it does not; the right numbers either way."""
     messages: list[str] = []
     scorer = PrefixScorer(random_model(kind), say=messages.append)
     check(scorer, random_items(384, 8))
     check(scorer, random_items(384, 6, shared=50))
-    assert scorer.way == (OWN if kind in ONE_BY_ONE else WHOLE if kind in WHOLE_PROMPTS else TREE)
-    assert bool(messages) == (scorer.way != TREE)  # what is slower is said
+    assert scorer.method == (ROWS if kind in ROW_BY_ROW else TREE)
+    assert bool(messages) == (scorer.method != TREE)  # slower methods are reported
 
 
-def test_what_shows_only_in_long_prompts_is_noticed_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_the_configuration_does_not_describe_are_those_of_the_model() -> None:
+    model = random_model("llama")
+    model.register_forward_hook(lambda module, inputs, out: setattr(out, "logits", out.logits * 0.5))
+    scorer = PrefixScorer(model)
+    assert scorer.method == FORWARD
+    check(scorer, random_items(384, 4))
+
+
+def test_a_fault_in_long_prompts_is_noticed_when_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
     """A window that no option names, longer than the probe at the start. Families may do anything."""
     model = random_model("llama")
     body, window = type(model.model), 100
@@ -267,21 +278,21 @@ def test_what_shows_only_in_long_prompts_is_noticed_when_they_come(monkeypatch: 
     monkeypatch.setattr(body, "forward", windowed)
     scorer = PrefixScorer(model)
     check(scorer, random_items(384, 4))
-    assert scorer.way == TREE
+    assert scorer.method == TREE
     ids = np.random.default_rng(0).integers(3, 384, (3, 5, 85))
     check(scorer, [Item(item[0], [tail[:13] for tail in item[1:]]) for item in ids])
-    assert scorer.way == WHOLE
+    assert scorer.method == ROWS
 
 
 def test_embeddings_that_depend_on_a_batchs_longest_row_are_scored_alone() -> None:
     """Dynamic rotary scaling changes every prompt of a batch that holds a long one."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     scorer = PrefixScorer(random_model("llama", max_position_embeddings=32, rope_parameters=rope))
-    assert scorer.way == OWN
+    assert scorer.method == FORWARD
     check(scorer, random_items(384, 4, shared=30))
 
 
-def test_a_token_beyond_the_embeddings_is_refused() -> None:
+def test_a_token_outside_the_embeddings_is_rejected() -> None:
     with refused("tokenizer"):
         PrefixScorer(random_model("llama")).score([Item(np.array([1, 5, 384]), [np.array([3])])])
 
@@ -306,13 +317,13 @@ def test_channel_is_the_likelihood_of_the_text_after_the_label(tiny: EvaluatedMo
             assert actual[row, k] == pytest.approx(nll[len(before) - 1 :].sum(), rel=1e-5)
 
 
-def test_calibration_subtracts_what_a_label_is_worth_without_content(tiny: EvaluatedModel) -> None:
+def test_calibration_subtracts_the_score_without_content(tiny: EvaluatedModel) -> None:
     task, rows = toy(LONG[:4])
-    builder = PromptBuilder(task, rows["train"], tiny.tokenizer)
+    builder = PromptBuilder(task, rows["train"], tiny.encode)
     samples = builder.build(rows["test"], [[i, i + 2] for i in range(4)])
     actual = recorder(tiny).without_content(task, rows["train"], samples)
     for row, sample in enumerate(samples):
-        ice = builder.ice(sample.demonstrations)
+        ice = builder.render_demonstrations(sample.demonstrations)
         blank = [f"{ice}Text: N/A It is {WORDS[label]}." for label in task.labels]
         ids = [np.array(tiny.tokenizer(text).input_ids) for text in blank]
         shared = common_prefix(ids)

@@ -12,13 +12,13 @@ from sklearn.metrics import confusion_matrix, f1_score
 
 from emo.eval.generation import quality
 from emo.eval.generation.likelihood import Likelihood
-from emo.eval.judging.results import paired
+from emo.eval.judging.results import compare_scores
+from emo.eval.report.compare import ALPHA, _direction, checkpoint_levels
 from emo.eval.results import stats
-from emo.eval.results.compare import ALPHA, _direction, levels
 
 
 @pytest.mark.parametrize(("n", "correct"), [(1, 0), (1, 1), (28, 0), (500, 500), (7, 3)])
-def test_an_interval_has_width_and_is_wilsons(n: int, correct: int) -> None:
+def test_an_accuracy_has_wilsons_interval(n: int, correct: int) -> None:
     """100 % of 20 rows is not known to be 100 %."""
     outcomes = [True] * correct + [False] * (n - correct)
     expected = scipy_stats.binomtest(correct, n).proportion_ci(0.95, method="wilson")
@@ -29,7 +29,7 @@ def test_an_interval_has_width_and_is_wilsons(n: int, correct: int) -> None:
             assert (actual.interval.low, actual.interval.high) == pytest.approx((expected.low, expected.high))
 
 
-def test_groups_are_averaged_unweighted_each_with_its_own_variance() -> None:
+def test_groups_have_equal_weights_and_separate_variances() -> None:
     right = [True] * 360 + [False] * 40 + [True] * 20 + [False] * 80
     actual = stats.accuracy(right, ["big"] * 400 + ["small"] * 100)
     half = 1.96 * np.sqrt(0.9 * 0.1 / 400 + 0.2 * 0.8 / 100) / 2
@@ -45,7 +45,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_intervals_cover(name: str) -> None:
+def test_intervals_have_their_nominal_coverage(name: str) -> None:
     """95 % intervals hold the truth, of an accuracy, of a difference, of a mean over tasks."""
     sizes = np.array(SIZES[name])
     groups = np.arange(len(sizes)).repeat(sizes)
@@ -57,8 +57,8 @@ def test_intervals_cover(name: str) -> None:
         truth = (0.85 * p + 0.1 * (1 - p)).mean() - p.mean()
         a = rng.random(len(groups)) < p.repeat(sizes)
         b = np.where(a, rng.random(len(a)) < 0.85, rng.random(len(a)) < 0.1)
-        other = stats.paired(stats.pairs(rng.random(300) < 0.8, rng.random(300) < 0.75))
-        pair = stats.paired(stats.pairs(a, b, groups))
+        other = stats.compare_paired(stats.count_pairs(rng.random(300) < 0.8, rng.random(300) < 0.75))
+        pair = stats.compare_paired(stats.count_pairs(a, b, groups))
         _, mean = stats.mean_interval(
             [(x.difference, x.interval.low, x.interval.high) for x in (pair, other)]
         )
@@ -68,7 +68,7 @@ def test_intervals_cover(name: str) -> None:
     assert (inside / rounds >= 0.93).all(), inside / rounds
 
 
-def test_confusion_and_macro_f1_are_sklearns() -> None:
+def test_confusion_and_macro_f1_equal_those_of_sklearn() -> None:
     rng = np.random.default_rng(0)
     labels = ["a", "b", "c"]
     gold, predicted = rng.choice(labels, 200).tolist(), rng.choice(labels, 200, p=[0.6, 0.3, 0.1]).tolist()
@@ -80,7 +80,7 @@ def test_confusion_and_macro_f1_are_sklearns() -> None:
 
 def test_mcnemar_is_exact_and_the_paired_interval_bonett_and_prices() -> None:
     a, b = [True] * 12 + [False] * 88, [False] * 9 + [True] * 3 + [True] * 4 + [False] * 84
-    actual = stats.paired(stats.pairs(a, b))
+    actual = stats.compare_paired(stats.count_pairs(a, b))
     assert (actual.only_a, actual.only_b, actual.difference) == (9, 4, pytest.approx(-0.05))
     assert actual.p_mcnemar == pytest.approx(2 * scipy_stats.binom.cdf(4, 13, 0.5))
     p12, p21 = 10 / 102, 5 / 102
@@ -91,8 +91,8 @@ def test_mcnemar_is_exact_and_the_paired_interval_bonett_and_prices() -> None:
 
 def test_the_test_of_the_mean_is_that_of_random_signs() -> None:
     """Against all sign patterns of a few rows with unequal weights."""
-    first = stats.pairs([True] * 6 + [False] * 4, [False] * 5 + [True] + [True] + [False] * 3)
-    second = stats.pairs([True] * 3 + [False] * 37, [False] * 3 + [True] * 2 + [False] * 35)
+    first = stats.count_pairs([True] * 6 + [False] * 4, [False] * 5 + [True] + [True] + [False] * 3)
+    second = stats.count_pairs([True] * 3 + [False] * 37, [False] * 3 + [True] * 2 + [False] * 35)
     weights = np.array([1 / 20] * 6 + [1 / 80] * 5)
     signs = np.array(list(itertools.product((-1, 1), repeat=11)))
     observed = abs(-4 / 20 - 1 / 80)
@@ -100,7 +100,7 @@ def test_the_test_of_the_mean_is_that_of_random_signs() -> None:
     assert stats.mean_difference([first, second]).p == pytest.approx(exact, abs=0.01)
 
 
-def test_holm() -> None:
+def test_holms_correction() -> None:
     assert stats.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert stats.holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
     assert stats.holm([]) == []
@@ -111,7 +111,7 @@ VERDICTS = ((0.5, 0.0), (0.3, 0.2), (0.1, 0.1), (0.85, 0.1), (0.02, 0.9), (0.2, 
 
 
 @pytest.mark.parametrize(("questions", "each", "alike"), [(10, 1, 0), (50, 1, 0), (20, 3, 0.7)])
-def test_win_rates(questions: int, each: int, alike: float) -> None:
+def test_win_rate_intervals_have_their_nominal_coverage(questions: int, each: int, alike: float) -> None:
     """Pairs of one question may agree."""
     labels, covered = [str(i) for i in range(questions) for _ in range(each)], []
     for seed, (win, tie) in enumerate(VERDICTS):
@@ -126,13 +126,13 @@ def test_win_rates(questions: int, each: int, alike: float) -> None:
     assert min(covered) >= 0.88 and 0.92 <= np.mean(covered) <= (0.98 if questions >= 30 else 0.995), covered
 
 
-def test_a_clean_sweep_is_not_certain() -> None:
+def test_the_interval_of_a_clean_sweep_has_width() -> None:
     """20 wins of 20 leave room; so do 20 ties, and 20 verdicts that are equal for both models."""
     labels = [str(i) for i in range(20)]
     for score in (0.0, 0.5, 1.0):
         value, interval = stats.bounded_mean([score] * 20, labels)
         assert value == score and interval.high - interval.low > 0.05 and interval.low < 0.9
-        difference, interval, p = paired([score] * 20, [score] * 20, labels)
+        difference, interval, p = compare_scores([score] * 20, [score] * 20, labels)
         assert interval.low < -0.05 and interval.high > 0.05 and (difference, p) == (0, 1)
 
 
@@ -148,7 +148,7 @@ def test_measures_of_texts_and_perplexities() -> None:
             estimates.append(Likelihood(nll, tokens).estimate(clusters.tolist()))
         first, difference = estimates[0].interval(), (estimates[1] - estimates[0]).interval()
         assert first is not None and difference is not None
-        perplexity = quality.shown(estimates[0], "prefixes", math.exp)
+        perplexity = quality.summarise(estimates[0], "prefixes", math.exp)
         of_perplexity = perplexity["low"] <= math.exp(3) <= perplexity["high"]
         of_difference = difference.low <= 0.1 <= difference.high
         inside.append([first.low <= 3 <= first.high, of_perplexity, of_difference])
@@ -179,14 +179,16 @@ def test_a_run_of_equal_checkpoints_rarely_raises_a_false_alarm(monkeypatch: pyt
     """20 checkpoints as good as the baseline, on two tasks: at most 5 % of runs are called worse."""
     monkeypatch.setattr(stats, "DRAWS", 500)
     rng, runs, alarms = np.random.default_rng(1), 25, 0
-    alphas = levels(20, 19)
-    assert sum(alphas) <= ALPHA and sum(levels(5000, None)) <= ALPHA / 2 and alphas[19] == ALPHA / 2
+    alphas = checkpoint_levels(20, 19)
+    assert (
+        sum(alphas) <= ALPHA and sum(checkpoint_levels(5000, None)) <= ALPHA / 2 and alphas[19] == ALPHA / 2
+    )
     for _ in range(runs):
         hard = [rng.beta(2, 1, 150) for _ in range(2)]
         base = [rng.random(150) < p for p in hard]
         for alpha in alphas:
-            pairs = [stats.pairs(a, rng.random(150) < p) for a, p in zip(base, hard, strict=True)]
-            paired = [stats.paired(p) for p in pairs]
+            pairs = [stats.count_pairs(a, rng.random(150) < p) for a, p in zip(base, hard, strict=True)]
+            paired = [stats.compare_paired(p) for p in pairs]
             adjusted = stats.holm([p.p_mcnemar for p in paired])
             mean = stats.mean_difference(pairs)
             tests = [(p.difference, p.interval, q) for p, q in zip(paired, adjusted, strict=True)]

@@ -26,14 +26,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import emo.eval.model
+import emo.eval.models.model
 from emo.common.errors import UserError
 from emo.data_prep.encoding.tokenizer import load_tokenizer, save_tokenizer
 from emo.eval.icl import job
 from emo.eval.icl.job import Job, run_all
 from emo.eval.icl.settings import Settings
 from emo.eval.icl.tasks import Task, TaskSpec, load_task, select_tasks
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
 from emo.eval.results import store
 from emo.eval.results.store import Entry
 from tests.helpers.evaluating import command, is_mistake, log_chunks, tiny_model, tiny_tokenizer
@@ -91,7 +91,7 @@ SPOILT: dict[str, Callable[[dict[str, torch.Tensor]], Any]] = {
 
 
 @pytest.mark.parametrize("kind", SPOILT)
-def test_nothing_is_published_of_spoilt_weights(kind: str, copy: Path, world: Path, tmp_path: Path) -> None:
+def test_damaged_weights_publish_nothing(kind: str, copy: Path, world: Path, tmp_path: Path) -> None:
     edit_weights(copy / WEIGHTS, SPOILT[kind])
     common = ["--model", copy, "--output_path", tmp_path / "out"]
     assert is_mistake("eval", *common, "--data", world / "data", "--tasks", "sst2", "--retriever", "random")
@@ -129,7 +129,7 @@ def test_models_that_are_not_causal_or_smaller_than_their_tokenizer_are_refused(
     assert EvaluatedModel(str(path)).model.config.vocab_size == 384
 
 
-def test_wrong_names_and_numbers_are_refused(world: Path, tmp_path: Path) -> None:
+def test_wrong_names_and_numbers_are_rejected(world: Path, tmp_path: Path) -> None:
     for name in (".hidden", "a/b", "a,b", "a=b", "", "x\n", "x" * 300):
         with pytest.raises(UserError):
             EvaluatedModel(str(world / "model"), name)
@@ -154,7 +154,7 @@ def test_an_adapter_is_loaded_as_its_files_say_and_is_part_of_the_key(adapted: P
     assert len(digests) == 4
 
 
-def test_a_tensor_that_is_missing_with_an_adapter_is_refused(adapted: Path) -> None:
+def test_a_missing_tensor_of_an_adapter_is_rejected(adapted: Path) -> None:
     def rename(weights: dict[str, torch.Tensor]) -> None:
         weights["extra.weight"] = weights.pop(next(name for name in sorted(weights) if "v_proj" in name))
 
@@ -167,19 +167,19 @@ def test_a_tensor_that_is_missing_with_an_adapter_is_refused(adapted: Path) -> N
 
 
 @pytest.mark.parametrize("file", [WEIGHTS, "config.json"])
-def test_a_file_that_changes_before_it_is_loaded_stores_nothing(
+def test_nothing_is_stored_if_a_file_changes_before_loading(
     file: str, copy: Path, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The key was derived from the old content; the model is loaded long after, from the new."""
     other = tiny_model(tmp_path / "other", seed=1, rms_norm_eps=1e-3)
-    load = emo.eval.model.load_causal_lm
+    load = emo.eval.models.model.load_causal_lm
 
     def swapped(path: Path, **options: Any) -> Any:
         shutil.copy(other / file, path / "new")
         (path / "new").rename(path / file)
         return load(path, **options)
 
-    monkeypatch.setattr(emo.eval.model, "load_causal_lm", swapped)
+    monkeypatch.setattr(emo.eval.models.model, "load_causal_lm", swapped)
     out = tmp_path / "out"
     with refused("changed"):
         Job(EvaluatedModel(str(copy)), Settings(data=str(world / "data")), out).run(load_task("sst2"))
@@ -200,7 +200,7 @@ def test_digests_follow_content_not_names_or_times(tmp_path: Path, monkeypatch: 
     assert store.digest_files(tmp_path, [first]) != before
 
 
-def test_a_cache_that_cannot_be_written_only_costs_time(
+def test_a_read_only_cache_costs_only_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_bytes(b"x")
@@ -209,8 +209,8 @@ def test_a_cache_that_cannot_be_written_only_costs_time(
     monkeypatch.setenv("HOME", str(tmp_path / "file"))
     cache = store.cache_directory()
     assert store.digest_files(tmp_path, [tmp_path / "file"])
-    assert store.remembered("kind", "k", lambda: "a" * 64) == "a" * 64
-    assert store.remembered("kind", "k", lambda: "b" * 64) == "a" * 64  # kept while this process lives
+    assert store.cached_digest("kind", "k", lambda: "a" * 64) == "a" * 64
+    assert store.cached_digest("kind", "k", lambda: "b" * 64) == "a" * 64  # kept while this process lives
     assert store.cache_directory() == cache and (cache / "hashes.json").is_file()
     assert len(caplog.records) == 1 and "EVAL_CACHE" in caplog.text  # one line that says what to set
 
@@ -221,10 +221,10 @@ def test_a_full_disk_does_not_fail_the_cache(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setenv("EVAL_CACHE", str(tmp_path))
     monkeypatch.setattr(store, "replace", full)
-    assert store.remembered("kind", "k", lambda: "a" * 64) == "a" * 64
+    assert store.cached_digest("kind", "k", lambda: "a" * 64) == "a" * 64
 
 
-def test_every_choice_is_part_of_the_key_but_the_batch_size(world: Path, tmp_path: Path) -> None:
+def test_every_setting_but_the_batch_size_is_part_of_the_key(world: Path, tmp_path: Path) -> None:
     model, task = EvaluatedModel(str(world / "model")), select_tasks("sst2")[0]
 
     def results(**settings: Any) -> int:
@@ -238,7 +238,7 @@ def test_every_choice_is_part_of_the_key_but_the_batch_size(world: Path, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_a_tokenizer_is_the_same_in_every_form(name: str, copy: Path, shared_data: Path) -> None:
+def test_the_digest_of_a_tokenizer_ignores_its_file_format(name: str, copy: Path, shared_data: Path) -> None:
     digests = set()
     for form in ("original", "tokenizer.json"):
         for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
@@ -259,7 +259,7 @@ def test_a_tokenizer_is_the_same_in_every_form(name: str, copy: Path, shared_dat
         assert EvaluatedModel(str(copy)).tokenizer_digest not in digests
 
 
-def test_a_tokenizer_adds_what_its_configuration_says(copy: Path) -> None:
+def test_a_tokenizer_adds_the_configured_tokens(copy: Path) -> None:
     written, plain = copy / "tokenizer_config.json", EvaluatedModel(str(copy)).tokenizer_digest
     config = json.loads(written.read_text(encoding="utf-8"))
     ids = load_tokenizer(copy)("a text", add_special_tokens=False).input_ids
@@ -290,7 +290,7 @@ def test_the_order_of_inputs_labels_and_replacements_is_part_of_the_key() -> Non
     assert len(keys) == 4
 
 
-def test_one_name_stands_for_one_dtype_and_unlike_dtypes_are_not_paired(world: Path, tmp_path: Path) -> None:
+def test_a_name_stands_for_one_dtype_and_dtypes_are_not_compared(world: Path, tmp_path: Path) -> None:
     tasks, settings = select_tasks("sst2"), Settings(data=str(world / "data"))
     for name, dtype in (("a", "auto"), ("b", "float32"), ("c", "bfloat16")):
         model = EvaluatedModel(str(world / "model"), name, dtype)
@@ -363,7 +363,7 @@ def everything(out: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_and_run_again(world: Path, undisturbed: dict[str, str], tmp_path: Path) -> None:
+def test_a_killed_job_can_run_again(world: Path, undisturbed: dict[str, str], tmp_path: Path) -> None:
     """Three processes share every evaluation and are killed at random: always the same files in the end."""
     rng, kills = random.Random(0), 0
     while kills < KILLS:

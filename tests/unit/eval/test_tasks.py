@@ -15,13 +15,13 @@ import zstandard
 
 from emo.common.errors import UserError
 from emo.data_prep.selection.contamination import digest
-from emo.eval.icl.encoder import Encoder, checked_encoder, encoder_path
 from emo.eval.icl.openicl_compat import Template
 from emo.eval.icl.retrieve import DenseRetriever, GroupRetriever, openicl_retrieve, reader, top_k
 from emo.eval.icl.settings import RETRIEVERS
 from emo.eval.icl.task_data import load_data
 from emo.eval.icl.tasks import known_tasks, load_task, select_tasks
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.encoder import Encoder, checked_encoder, encoder_path
+from emo.eval.models.model import EvaluatedModel
 from tests.helpers.evaluating import write_lines
 from tests.helpers.refusals import refused
 
@@ -49,7 +49,7 @@ PROMPTS = {
 }
 
 
-def test_prompts_are_the_papers_and_the_released_scripts() -> None:
+def test_prompts_equal_the_paper_and_the_released_scripts() -> None:
     assert known_tasks() == EIGHT == [task.name for task in select_tasks("all")]
     for (name, version), (prompt, words) in PROMPTS.items():
         task = load_task(name, version)
@@ -61,7 +61,7 @@ def test_prompts_are_the_papers_and_the_released_scripts() -> None:
         assert task.spec.shots.count == 8
 
 
-def test_mmlu_prompt_is_opencompass() -> None:
+def test_the_mmlu_prompt_equals_that_of_opencompass() -> None:
     task = load_task("mmlu")
     row = {"subject": "high school physics", "question": "Q?", "A": "a", "B": "b", "C": "c", "D": "d"}
     shot = "Q?\nA. a\nB. b\nC. c\nD. d\nAnswer: C\n"
@@ -74,7 +74,7 @@ def test_mmlu_prompt_is_opencompass() -> None:
     assert (task.spec.shots.count, task.spec.shots.by, task.spec.group) == (5, "group", "subject")
 
 
-def test_a_demonstration_that_holds_a_slot_stays_as_it_is() -> None:
+def test_a_slot_in_a_demonstration_is_not_filled() -> None:
     row, ice = {"text": "query"}, "Text: see </text> {text} here\n"
     assert Template(load_task("sst2")).generate_label_prompt_item(row, ice, "positive").startswith(ice)
 
@@ -120,7 +120,7 @@ MALFORMED = (
 )  # fmt: skip
 
 
-def test_malformed_task_files_and_wrong_names_are_refused(tmp_path: Path) -> None:
+def test_malformed_task_files_and_wrong_names_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     for text in MALFORMED:
         path.write_text(text)
@@ -143,7 +143,7 @@ WRONG_ROWS = (
 )  # fmt: skip
 
 
-def test_wrong_rows_are_refused(tmp_path: Path) -> None:
+def test_wrong_rows_are_rejected(tmp_path: Path) -> None:
     train, test = (tmp_path / "sst2" / f"{split}.jsonl" for split in ("train", "test"))
     train.parent.mkdir()
     test.write_text(WRONG_ROWS[-1])
@@ -155,7 +155,7 @@ def test_wrong_rows_are_refused(tmp_path: Path) -> None:
     load_data(load_task("sst2"), str(tmp_path))
 
 
-def test_truth_values_are_labels_and_empty_channel_texts_are_refused(tmp_path: Path) -> None:
+def test_booleans_are_labels_and_empty_channel_texts_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     text = GOOD.replace("names: {a: [a], b: [b]}", "names: {'yes': [true], 'no': [false, 0]}")
     path.write_text(text.replace("is {label}'", "is {label}', channel: '{label}{text}'"))
@@ -171,7 +171,7 @@ def test_truth_values_are_labels_and_empty_channel_texts_are_refused(tmp_path: P
         task.channel().require_text(rows)
 
 
-def test_a_limit_also_bounds_what_demonstrations_are_chosen_from(tmp_path: Path) -> None:
+def test_a_limit_also_bounds_the_pool_of_demonstrations(tmp_path: Path) -> None:
     rows = [{"text": f"t{i}", "label_text": "positive"} for i in range(300)]
     (tmp_path / "sst2").mkdir()
     for split in ("train", "test"):
@@ -194,7 +194,7 @@ def test_openicl_that_is_not_installed_is_a_mistake(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("count", "copies"), [(1, 1), (8, 1), (1000, 1), (20, 2), (20, 30), (20, 500)])
-def test_neighbours_are_exact_and_equal_ones_in_the_order_of_rows(count: int, copies: int) -> None:
+def test_neighbours_are_exact_and_ties_are_ordered_by_row(count: int, copies: int) -> None:
     """Repeated texts are common; which copy comes first must not depend on the machine."""
     rng = np.random.default_rng(copies)
     distinct = rng.standard_normal((count, 384)).astype(np.float32)
@@ -206,7 +206,7 @@ def test_neighbours_are_exact_and_equal_ones_in_the_order_of_rows(count: int, co
         np.testing.assert_array_equal(rows, expected)
 
 
-def test_a_text_is_embedded_once_ever_unless_its_vector_is_damaged(tmp_path: Path) -> None:
+def test_a_text_is_embedded_once_unless_its_vector_is_damaged(tmp_path: Path) -> None:
     texts = ["a cat", "a dog", "a cat", "the sea"]
     first = Encoder("minilm", tmp_path)
     vectors = first(texts)
@@ -225,7 +225,7 @@ def test_a_text_is_embedded_once_ever_unless_its_vector_is_damaged(tmp_path: Pat
     assert again.computed == 3 and len(messages) == 1
 
 
-def test_a_sentence_model_is_known_by_all_of_its_files(
+def test_the_digest_of_a_sentence_model_covers_all_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever makes the package of `minilm` could put any weights or settings into it."""
@@ -244,7 +244,7 @@ def test_a_sentence_model_is_known_by_all_of_its_files(
     assert not list(cache.rglob("*.npz"))
 
 
-def test_a_sentence_model_runs_no_code(tmp_path: Path) -> None:
+def test_the_code_of_a_sentence_model_is_not_executed(tmp_path: Path) -> None:
     directory = tmp_path / "own"
     directory.mkdir()
     (directory / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Model: pass\n")

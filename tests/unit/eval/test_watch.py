@@ -26,9 +26,9 @@ from emo.eval.export.commands import Export
 from emo.eval.icl.job import Job
 from emo.eval.icl.settings import Settings
 from emo.eval.icl.tasks import select_tasks
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
 from emo.eval.results import store
-from emo.eval.watch import FAILED, WAITING, Watch, targets
+from emo.eval.watch import FAILED, WAITING, Watch, find_targets
 from emo.pipeline.checkpoint import saver as checkpoint
 from emo.pipeline.control.run_dir import HF, hash_files, list_files, partial_directory
 from tests.conftest import REPO
@@ -111,12 +111,12 @@ def _loop(run: Run, log: Path, count: int) -> None:
     log_chunks(log)
     watch = run.watcher()
     while len(run.done) < count:
-        watch.once()
+        watch.run_once()
         time.sleep(0.02)
 
 
 @pytest.mark.slow
-def test_two_watchers_many_checkpoints_and_crashes(run: Run, tmp_path: Path) -> None:
+def test_two_crashing_watchers_evaluate_every_checkpoint_once(run: Run, tmp_path: Path) -> None:
     """Checkpoints appear while two watchers work and are killed and started again at random."""
     log, rng = tmp_path / "log", random.Random(1)
     crashes, steps = 0, list(range(STEPS))
@@ -150,17 +150,17 @@ def test_two_watchers_many_checkpoints_and_crashes(run: Run, tmp_path: Path) -> 
     assert json.loads(view.read_text())["result"] == alone  # its own model's
 
 
-def test_the_final_export_counts_and_again_when_it_is_replaced(run: Run) -> None:
+def test_the_final_export_is_evaluated_again_when_it_is_replaced(run: Run) -> None:
     run.complete(run.write_partial(5))  # not renamed yet: no checkpoint
-    assert targets(run.path) == [] and run.watcher().once() == 0
+    assert find_targets(run.path) == [] and run.watcher().run_once() == 0
     run.publish(3)
     watch = run.watcher()
-    watch.once()
+    watch.run_once()
     assert not watch.finished()
     for step in (4, 5):
         shutil.rmtree(run.path / "export", ignore_errors=True)
         shutil.copytree(run.models / f"{step}", run.path / "export")
-        assert watch.once() == 1 and watch.finished() and run.watcher().once() == 0
+        assert watch.run_once() == 1 and watch.finished() and run.watcher().run_once() == 0
         assert run.done["run"]["step"] == step
 
 
@@ -172,12 +172,12 @@ def test_checkpoints_without_an_export_are_named(run: Run) -> None:
         checkpoint.publish(run.path, step)
     code, shown = run.shown()
     assert code == ExitCode.DONE and not run.done
-    assert "2 checkpoints have no export; set train.export_checkpoints=true" in shown
+    assert "2 checkpoints have no export (set train.export_checkpoints=true" in shown
     run.publish(3)
-    assert not targets(run.path)[1:] and "2 checkpoints have no export" in run.watcher().summary()
+    assert not find_targets(run.path)[1:] and "2 checkpoints have no export" in run.watcher().summary()
 
 
-def test_a_trainer_checkpoint_counts_when_it_rests(run: Run) -> None:
+def test_a_trainer_checkpoint_is_evaluated_when_it_stops_changing(run: Run) -> None:
     """Foreign runs have no marker: trainer_state.json, every shard of the index, none cut short, at rest.
     One that stays cut short has failed, so that `--until_finished` can end; what is written again counts.
     """
@@ -190,33 +190,33 @@ def test_a_trainer_checkpoint_counts_when_it_rests(run: Run) -> None:
         for file in path.iterdir():
             os.utime(file, (time.time() - age,) * 2)
         watch = run.watcher()
-        watch.once()
+        watch.run_once()
         return watch
 
-    assert passed().among(WAITING) == [name]
+    assert passed().names_in(WAITING) == [name]
     (path / "trainer_state.json").write_text("{}")
-    assert passed(age=0).among(WAITING) == [name]
+    assert passed(age=0).names_in(WAITING) == [name]
     text = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))})
     weights.rename(path / shards[0])
     for listed in (text, text[:-4]):
         index.write_text(listed)
-        assert passed().among(WAITING) == [name]
+        assert passed().names_in(WAITING) == [name]
     index.unlink()
     for part in (content[:5], content[:-1]):
         weights.write_bytes(part)
-        assert passed().among(WAITING) == [name]
-    assert passed(3600).among(FAILED) == passed(3600).among(FAILED) == [name]
+        assert passed().names_in(WAITING) == [name]
+    assert passed(3600).names_in(FAILED) == passed(3600).names_in(FAILED) == [name]
     weights.write_bytes(content)
     assert passed().evaluated == list(run.done) == [name]
 
 
-def test_other_tasks_settings_or_rows_are_evaluated_anew(run: Run, tmp_path: Path) -> None:
+def test_changed_tasks_settings_or_rows_are_evaluated_again(run: Run, tmp_path: Path) -> None:
     """A mark counts for what it was made with."""
     run.data = write_tasks(tmp_path / "data", ["sst2", "trec"], train=20, test=8)
     run.publish(3)
 
     def passed(*tasks: str, **settings: Any) -> int:
-        return run.watcher(*tasks, **settings).once()
+        return run.watcher(*tasks, **settings).run_once()
 
     assert (passed("sst2"), passed("sst2")) == (1, 0)
     assert passed("sst2,trec") == passed("sst2", shots=2) == passed("sst2", "released") == 1
@@ -225,7 +225,7 @@ def test_other_tasks_settings_or_rows_are_evaluated_anew(run: Run, tmp_path: Pat
     assert (passed("sst2"), passed("sst2")) == (1, 0)
 
 
-def test_a_bad_checkpoint_does_not_hold_up_the_others(run: Run, tmp_path: Path) -> None:
+def test_a_bad_checkpoint_does_not_block_the_others(run: Run, tmp_path: Path) -> None:
     """It is marked, the others are evaluated and reported, an exit code tells; missing data mark none."""
     run.publish(3)
     assert run.watch("--data", tmp_path / "nowhere") == ExitCode.MISTAKE and not run.done
@@ -244,7 +244,7 @@ def test_a_bad_checkpoint_does_not_hold_up_the_others(run: Run, tmp_path: Path) 
     assert run.watch() == 0 and run.done["run-step-000006"]["state"] == "evaluated"
 
 
-def test_a_passing_trouble_is_tried_again(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transient_failure_is_retried(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     run.publish(3)
 
     def lost(model: Any) -> None:
@@ -256,17 +256,17 @@ def test_a_passing_trouble_is_tried_again(run: Run, monkeypatch: pytest.MonkeyPa
     assert run.watch() == 0 and len(run.done) == 1
 
 
-def test_pruned_while_and_before_it_is_evaluated(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_may_be_pruned_meanwhile(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer may delete a checkpoint at any moment: hard links keep the files until the end."""
     steps = run.publish(3, 4)
-    listed = targets(run.path)
+    listed = find_targets(run.path)
     before_each(monkeypatch, lambda model: [checkpoint.remove(step) for step in steps])
-    monkeypatch.setattr(watch_module, "targets", lambda run_dir: listed)
-    assert run.watcher().once() == 1
+    monkeypatch.setattr(watch_module, "find_targets", lambda run_dir: listed)
+    assert run.watcher().run_once() == 1
     assert [mark["state"] for mark in run.done.values()] == ["evaluated", "gone"]
 
 
-def test_a_gate_answers_the_same_however_often_it_is_asked(run: Run) -> None:
+def test_a_gate_is_repeatable(run: Run) -> None:
     """The models that watchers evaluated are gone. Without all results there is no verdict."""
     out = run.path / "eval"
 
@@ -295,7 +295,7 @@ def test_every_checkpoint_is_exported_once(run: Run, tmp_path: Path, monkeypatch
     options = [f"--export=lm-eval={tmp_path / 'to'}", f"--export=hf={tmp_path / 'hf'}"]
     before_each(monkeypatch, lambda model: scored.append(model.name))
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(Export, "each", lambda *others: 1 / 0)
+        patch.setattr(Export, "export", lambda *others: 1 / 0)
         run.watch(*options)
     assert list(run.done) == names[:1] and not (tmp_path / "to").exists()
     (tmp_path / "hf").mkdir()
@@ -312,7 +312,7 @@ def test_every_checkpoint_is_exported_once(run: Run, tmp_path: Path, monkeypatch
     assert marks[0] == marks[1]
 
 
-def test_mistakes_are_told_before_any_work(run: Run, tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_any_work(run: Run, tmp_path: Path) -> None:
     run.publish(3)
     for wrong in ("--export=hf", "--export=wandb=here", "--export=csv=here", "--poll=0"):
         assert run.shown(wrong) == (ExitCode.MISTAKE, "") and not run.done, wrong
@@ -322,7 +322,7 @@ def test_mistakes_are_told_before_any_work(run: Run, tmp_path: Path) -> None:
 SCRIPT = REPO / "launch/slurm/evaluate.sbatch"
 
 
-def test_slurm_queues_again_only_what_may_pass(tmp_path: Path) -> None:
+def test_slurm_requeues_only_transient_failures(tmp_path: Path) -> None:
     """With stand-ins for Slurm's commands, which write down how they were called."""
     log, script = tmp_path / "calls", tmp_path / "slurm_script"
     for name, body in (
@@ -360,7 +360,7 @@ def test_slurm_queues_again_only_what_may_pass(tmp_path: Path) -> None:
     assert slurm(ExitCode.DONE, EVERY="20") == (0, [])
 
 
-def test_kubernetes_settings_name_options_and_tasks_that_there_are() -> None:
+def test_kubernetes_settings_use_existing_options_and_tasks() -> None:
     settings = [path.read_text() for path in (REPO / "launch/k8s").rglob("kustomization.yaml")]
     chosen = [line for text in settings for line in re.findall(r"EVALUATE=([^#\n]+)", text)]
     assert len(chosen) > 1
@@ -370,7 +370,7 @@ def test_kubernetes_settings_name_options_and_tasks_that_there_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["evaluate.yaml", "watch.yaml"])
-def test_kubernetes_asks_for_options_that_there_are(name: str) -> None:
+def test_kubernetes_uses_existing_options(name: str) -> None:
     text = (REPO / "launch/k8s/base" / name).read_text()
     flags = set(re.findall(r"--[a-z_]+", text))
     assert {"--data"} < flags <= options("watch") and "$EVALUATE" in text

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from emo.common.config.recipe import load_section
 from emo.common.errors import UserError
 from emo.eval.generation import distributions
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
 from emo.experiments.known_truth import bigram, contestants, corpus, learner, oracle, study
 from emo.experiments.known_truth.contestants import Contestant, Prior, kernel_gradient
 from emo.pipeline.loss import get_objective

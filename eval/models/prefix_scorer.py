@@ -1,20 +1,22 @@
-"""Negative log-likelihoods of prompts that share a prefix, each distinct token fed once.
+"""Negative log-likelihoods of prompts that share a prefix, with each distinct token computed once.
 
-An Item is a token prefix with k alternative tails (the rest of the prompt under each label). It becomes one
-row  [prefix][tail_1]..[tail_k]  in which every tail attends to the prefix and to itself only and takes the
-positions that follow the prefix; the last token of a tail is a target only and is never fed.
+An Item is a token prefix with k alternative tails. It becomes one row  [prefix][tail_1]..[tail_k].  Every
+tail attends to the prefix and to itself only, and its positions continue those of the prefix. The last token
+of a tail is only a target, so it is not part of the row.
 
     S   = sum of -log p over prefix tokens 2..P        s_k = the same over tail k
 
-Items with a long common beginning (MMLU: header and shots of a subject) share its keys and values, computed
-once. Sums are float64 whatever the model's dtype, and the head runs only where something is predicted.
+Items with a long common beginning (in MMLU the header and shots of a subject) share its keys and values. Sums
+are float64 for every dtype of the model. The head runs only at positions that predict a target.
 
-Three ways of scoring, the first that agrees with the model's own forward: on made-up items at the start, and
-on real ones whenever prompts are longer than those compared so far (there first with one plain prompt and the
-head, whose logits need no memory: the head has been compared).
+The scorer uses the first of three methods that agrees with the model's own forward:
 
-    tree    shared prefixes             whole   one row per label, the head apart
-    own     one prompt at a time through the model's own forward: nothing is assumed
+    tree       shared prefixes
+    rows       one row per label, with the head computed separately
+    forward    one prompt at a time through the model's own forward
+
+It compares them on artificial items at the start. It compares again on real items when prompts are longer
+than all those compared so far. That second check uses one plain prompt, to save the memory of full logits.
 """
 
 from __future__ import annotations
@@ -23,7 +25,6 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,24 +32,25 @@ import torch
 from torch import Tensor, nn
 
 from emo.common.errors import UserError
+from emo.common.io.logits import head_options
 
-from .icl.settings import BUDGET, NotFiniteError
+from .base import BUDGET, Advance, Item, ItemScore, NotFiniteError, Say
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
 log = logging.getLogger(__name__)
 
-TREE, WHOLE, OWN = "tree", "whole", "own"
-WAYS = {TREE: "prompts with shared prefixes", WHOLE: "whole prompts", OWN: "one whole prompt at a time"}
-LONGER = 1.25  # times as long as any that were compared: compare again
-HEAD_BYTES = 64 << 20  # logits alive at once
-DENSE_CPU, DENSE_GPU = 1024, 16384  # tokens that keep the processor busy; beyond, padding is avoided
-PADDING = 0.08  # share of a batch
+TREE, ROWS, FORWARD = "tree", "rows", "forward"
+METHODS = {TREE: "prompts with shared prefixes", ROWS: "full prompts", FORWARD: "one full prompt at a time"}
+LONGER = 1.25  # compare again when a prompt is longer than those compared by this factor
+HEAD_BYTES = 64 << 20  # size of the logits in memory at once
+DENSE_CPU, DENSE_GPU = 1024, 16384  # tokens that keep the device busy. Larger batches avoid padding.
+PADDING = 0.08  # largest share of padding in such a batch
 MASK_BYTES = 128 << 20  # attention mask of one batch, 4 bytes per entry
-MIN_CONTEXT = 32  # a shorter common beginning is not worth a separate pass
-MIN_GROUP = 4  # nor is one for fewer items
-# Rounding that is forgiven, per token and per nat of a sum.
+MIN_CONTEXT = 32  # shortest common beginning that is worth a separate pass
+MIN_GROUP = 4  # fewest items for which it is
+# Accepted rounding error, per token and per nat of a sum.
 ROUNDING = {torch.float32: 3e-5, torch.float64: 3e-5, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 WINDOWS = (
     "sliding_window",
@@ -57,46 +59,7 @@ WINDOWS = (
     "attention_chunk_size",
     "local_attention",
 )
-LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary embeddings that change with the longest row of a batch
-
-Advance = Callable[[int], None]  # told after every batch how many items it finished
-
-
-@dataclass(frozen=True)
-class Item:
-    """prefix: int64 [P], P >= 1; tails: k arrays int64 [n_k]; items of one `group` may share a beginning."""
-
-    prefix: np.ndarray
-    tails: Sequence[np.ndarray]
-    group: object = None
-    skip: Sequence[int] = ()  # leading tokens of each tail that are fed, but not scored; none by default
-
-    def unscored(self, k: int) -> int:
-        """Return the number of leading tokens of tail k that are not scored."""
-        return self.skip[k] if self.skip else 0
-
-    @property
-    def fed(self) -> int:
-        """Return the number of tokens that pass through the model."""
-        return len(self.prefix) + sum(max(len(t) - 1, 0) for t in self.tails)
-
-    @property
-    def longest(self) -> int:
-        """Return the number of tokens of its longest prompt."""
-        return len(self.prefix) + max(map(len, self.tails), default=0)
-
-    def alone(self) -> list[Item]:
-        """Return its prompts as items that share nothing, one per tail; itself when there are no tails."""
-        tails = enumerate(self.tails)
-        return [Item(self.prefix, [tail], None, [self.unscored(k)]) for k, tail in tails] or [self]
-
-
-@dataclass
-class ItemScore:
-    """prefix: S; tails: s_k, float64 [k]."""
-
-    prefix: float
-    tails: np.ndarray
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # rotary embeddings that depend on the longest row of a batch
 
 
 def common_prefix(rows: Sequence[np.ndarray]) -> int:
@@ -108,10 +71,10 @@ def common_prefix(rows: Sequence[np.ndarray]) -> int:
 
 
 def groups(items: Sequence[Item]) -> list[tuple[list[int], int]]:
-    """Return item numbers by group, each with the tokens of its beginning that are worth a pass of their own.
+    """Return the item numbers of each group, with the length of the beginning to compute separately (or 0).
 
-    Small groups and items without a group go together. The beginning is a token shorter than what is common:
-    the last common token is fed again, to be predicted from.
+    Small groups and items without a group are merged. The beginning is one token shorter than the common
+    prefix, because the next token is predicted from the last common one.
     """
     sizes = Counter(item.group for item in items)
     by_group: dict[object, list[int]] = {}
@@ -127,9 +90,13 @@ def groups(items: Sequence[Item]) -> list[tuple[list[int], int]]:
 def batches(
     lengths: Mapping[int, int], budget: int, device: torch.device, context: int = 0
 ) -> Iterator[list[int]]:
-    """Yield keys of `lengths` in batches, longest first; rows also attend to `context` cached tokens.
+    """Yield the keys of `lengths` in batches, longest first.
 
-    budget: tokens of a batch, padding and cached context included; a row with more is a batch of its own.
+    Args:
+        lengths: Tokens of each row, by key.
+        budget: Tokens per batch, with padding and cached context. A longer row becomes a separate batch.
+        device: Where the batches run.
+        context: Number of cached tokens that every row also attends to.
     """
     dense = DENSE_CPU if device.type == "cpu" else DENSE_GPU
     batch: list[int] = []
@@ -150,9 +117,9 @@ def batches(
 
 
 class TreeBatch:
-    """Items as rows of one forward; the rows begin at token `context`, what is before it being cached.
+    """Items as rows of one forward. The rows begin at token `context`, and earlier tokens are cached.
 
-    ids, positions: int64 [B, T]; allowed: bool [B, T, context + T]; source: flat positions of the hidden
+    ids, positions: int64 [B, T]. allowed: bool [B, T, context + T]. source: flat positions of the hidden
     states that predict the tokens in `target`.
     """
 
@@ -162,34 +129,39 @@ class TreeBatch:
         self.ids = np.zeros((len(items), width), dtype=np.int64)
         self.positions = np.zeros_like(self.ids)
         self._segment = np.full(self.ids.shape, -1, dtype=np.int32)  # 0: prefix, k + 1: tail k, -1: padding
-        source: list[np.ndarray] = []
-        target: list[np.ndarray] = []
+        sources: list[np.ndarray] = []
+        targets: list[np.ndarray] = []
         for row, item in enumerate(items):
-            prefix, base = item.prefix[context:], row * width
-            fed = [prefix, *(tail[:-1] for tail in item.tails)]
-            begins = np.cumsum([0, *map(len, fed)])
-            positions = [np.arange(len(part)) + (len(prefix) if k else 0) for k, part in enumerate(fed)]
-            self.ids[row, : begins[-1]] = np.concatenate(fed)
-            self.positions[row, : begins[-1]] = np.concatenate(positions) + context
-            self._segment[row, : begins[-1]] = np.repeat(np.arange(len(fed)), np.diff(begins))
-            source.append(base + np.arange(len(prefix) - 1))
-            target.append(prefix[1:])
+            begins = self._fill_row(row, item.prefix[context:], item.tails)
+            length, base = len(item.prefix) - context, row * width
+            sources.append(base + np.arange(length - 1))
+            targets.append(item.prefix[context + 1 :])
             for k, tail in enumerate(item.tails):
-                before = np.concatenate([[len(prefix) - 1], np.arange(begins[k + 1], begins[k + 2])])
+                before = np.concatenate([[length - 1], np.arange(begins[k + 1], begins[k + 2])])
                 skip = item.unscored(k)
-                source.append(base + before[skip : len(tail)])
-                target.append(tail[skip:])
-        self.source, self.target = np.concatenate(source), np.concatenate(target)
-        self._lengths = [len(part) for part in target]  # of what adds up to S and every s_k
+                sources.append(base + before[skip : len(tail)])
+                targets.append(tail[skip:])
+        self.source, self.target = np.concatenate(sources), np.concatenate(targets)
+        self._lengths = [len(target) for target in targets]  # number of targets in S and in every s_k
+
+    def _fill_row(self, row: int, prefix: np.ndarray, tails: Sequence[np.ndarray]) -> np.ndarray:
+        """Write the ids, positions and segments of a row. Return where each segment begins, and the end."""
+        segments = [prefix, *(tail[:-1] for tail in tails)]
+        begins = np.cumsum([0, *map(len, segments)])
+        positions = [np.arange(len(part)) + (len(prefix) if k else 0) for k, part in enumerate(segments)]
+        self.ids[row, : begins[-1]] = np.concatenate(segments)
+        self.positions[row, : begins[-1]] = np.concatenate(positions) + self.context
+        self._segment[row, : begins[-1]] = np.repeat(np.arange(len(segments)), np.diff(begins))
+        return begins
 
     @property
     def causal(self) -> bool:
-        """Return whether every token may attend to all before it in its row, where they stand."""
+        """Return whether plain causal attention over each row is correct."""
         return self.context == 0 and all(len(item.tails) <= 1 for item in self.items)
 
     @property
     def allowed(self) -> Tensor:
-        """Causal, and a key must be of the context, the prefix or the query's own segment."""
+        """The mask: causal, and a key must belong to the context, the prefix or the segment of the query."""
         segments = torch.from_numpy(self._segment)
         width = segments.shape[1]
         same = segments[:, None, :] == segments[:, :, None]
@@ -197,7 +169,7 @@ class TreeBatch:
         return torch.cat([torch.ones(len(segments), width, self.context, dtype=torch.bool), allowed], dim=2)
 
     def totals(self, nll: np.ndarray, context_nll: float) -> list[ItemScore]:
-        """Return the items' sums, from the NLL of every target and of the cached context."""
+        """Return the items' scores from the NLL of every target and of the cached context."""
         sums = np.repeat(np.arange(len(self._lengths)), self._lengths)
         totals = np.bincount(sums, weights=nll, minlength=len(self._lengths))
         scores, begin = [], 0
@@ -209,29 +181,30 @@ class TreeBatch:
 
 
 class Head:
-    """A model's output embeddings, with the scale and soft cap that its configuration names.
+    """A model's output embeddings, with the scale and soft cap that its configuration sets.
 
-    What else a family does to its logits is not known here: the scorer compares with the model's own.
+    Other changes that a family makes to its logits are unknown here. The scorer notices them, because it
+    compares its scores with those of the model's own forward.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.head: nn.Linear = model.get_output_embeddings()
-        config = model.config.get_text_config()
-        names = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # the last two: Cohere, Granite
-        values = [getattr(config, name, None) for name in names]
-        self._softcap, scale, divisor = (v if isinstance(v, int | float) else None for v in values)
-        self._scale = scale or (1 / divisor if divisor else None)
-        adjusted = self._softcap is not None or self._scale is not None
-        plain = type(self.head) is nn.Linear and self.head.bias is None and not adjusted
+        options = head_options(model.config)
+        self._scale, self._softcap = options.get("logit_scale"), options.get("softcap")
+        plain = type(self.head) is nn.Linear and self.head.bias is None and not options
         self._plain = plain and self.head.weight.dtype == torch.float32
         self._buffer: Tensor | None = None
 
     def nll(self, hidden: Tensor, source: np.ndarray, target: np.ndarray, ignored: int | None) -> np.ndarray:
-        """Return -log p(target | state at source), float64 [Q]; hidden [B, T, H], source: flat positions.
+        """Return -log p(target | state at source), float64 [Q].
 
-        ignored: targets with this id cost nothing.
+        Args:
+            hidden: Hidden states [B, T, H].
+            source: Flat positions in `hidden`, int64 [Q].
+            target: Token ids, int64 [Q].
+            ignored: Targets with this id cost nothing.
         """
-        # The state before the tails predicts one token per tail: its logits are computed once.
+        # The state before the tails predicts the first token of every tail. Compute its logits once.
         positions, pair_state = np.unique(source, return_inverse=True)
         order = np.argsort(pair_state, kind="stable")
         device = self.head.weight.device
@@ -254,8 +227,8 @@ class Head:
     def _log_softmax(self, states: Tensor, rows: int) -> Tensor:
         """Return log p over the vocabulary, float32 [M, V], M <= rows. On a CPU the next call overwrites it.
 
-        There every large new tensor costs as much in page faults as in arithmetic, so one buffer serves all:
-        matrix product and softmax together take less than half the time.
+        On a CPU the page faults of a large new tensor cost as much as the arithmetic. One reused buffer
+        halves the time of matrix product and softmax.
         """
         if self.head.weight.device.type != "cpu":
             return self._logits(states).log_softmax(dim=-1)
@@ -279,30 +252,29 @@ class Head:
 
 
 class PrefixScorer:
-    """Scores Items with a causal LM. budget: tokens per batch, padding included; say: told when the model
-    cannot be scored in the fastest way.
+    """Scores Items with a causal language model.
+
+    budget: tokens per batch, padding included. say: receives a line when a slower method is needed.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, budget: int = BUDGET, say: Callable[[str], None] = log.warning
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, budget: int = BUDGET, say: Say = log.warning) -> None:
         self.model = model.eval()
         self.budget, self._say = budget, say
         parameter = next(model.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
         self._vocabulary = len(model.get_input_embeddings().weight)
         self._ignored: int | None = None
-        self._compared = 0  # longest prompt on which the way of scoring was compared
-        self.way = TREE
+        self._compared = 0  # length of the longest prompt that was compared
+        self.method = TREE
         config = model.config.get_text_config()
         without_head = model.get_output_embeddings() is None or model.base_model is model
         if without_head or depends_on_length(config):
-            self._fall_back_to(OWN)
+            self._fall_back_to(FORWARD)
             return
         self._head = Head(model)
         if not attends_everywhere(config):
-            self._fall_back_to(WHOLE)
-        self._fall_back_until_equal(made_up_items(self._vocabulary))
+            self._fall_back_to(ROWS)
+        self._fall_back_until_equal(artificial_items(self._vocabulary))
 
     @torch.inference_mode()
     def score(
@@ -310,21 +282,21 @@ class PrefixScorer:
     ) -> list[ItemScore]:
         """Return scores in the order of `items`. ignored: targets with this id cost nothing.
 
-        Raises UserError when a token is not of the model's vocabulary, NotFiniteError when a sum is NaN or
-        infinite.
+        Raises UserError when a token is outside the model's vocabulary, and NotFiniteError when a sum is NaN
+        or infinite.
         """
         if not items:
             return []
         largest = max(int(ids.max()) for item in items for ids in (item.prefix, *item.tails) if len(ids))
         if largest >= self._vocabulary:
             raise UserError(
-                f"a prompt has the token id {largest}, but the model has {self._vocabulary} embeddings: "
-                "its tokenizer does not belong to it",
+                f"a prompt has the token id {largest}, but the model has {self._vocabulary} embeddings. The "
+                "tokenizer belongs to another model.",
                 code="tokenizer",
             )
         by_length = sorted(range(len(items)), key=lambda i: items[i].longest)
         longest = items[by_length[-1]].longest
-        if self.way != OWN and longest > LONGER * self._compared:
+        if self.method != FORWARD and longest > LONGER * self._compared:
             samples = [items[i] for i in {by_length[0], by_length[-1]}]
             if not self._equal(samples, lambda item: self._score_trees([item], [([0], 0)])[0]):
                 self._fall_back_until_equal(samples)
@@ -332,32 +304,31 @@ class PrefixScorer:
         self._ignored = ignored
         scores = self._score(items, advance)
         if not all(np.isfinite(score.prefix) and np.isfinite(score.tails).all() for score in scores):
-            raise NotFiniteError("its likelihoods are not finite (NaN or infinite)")
+            raise NotFiniteError("its likelihoods are NaN or infinite")
         return scores
 
-    # --- which way ----------------------------------------------------------------------------------------
-
-    def _fall_back_to(self, way: str) -> None:
-        self.way = way
-        self._say(f"{type(self.model).__name__} is scored as {WAYS[way]}, which is slower and exact")
+    def _fall_back_to(self, method: str) -> None:
+        self.method = method
+        self._say(f"{type(self.model).__name__} is scored as {METHODS[method]}, which is slower and exact")
 
     @torch.inference_mode()
     def _fall_back_until_equal(self, items: Sequence[Item]) -> None:
-        """Take the first way, from the present one on, that gives the sums of the model's own forward."""
-        while self.way != OWN and not self._equal(items, self._score_own):
-            self._fall_back_to(WHOLE if self.way == TREE else OWN)
+        """Switch to the first method, from the current one on, that agrees with the model's own forward."""
+        while self.method != FORWARD and not self._equal(items, self._score_forward):
+            self._fall_back_to(ROWS if self.method == TREE else FORWARD)
 
-    def _equal(self, items: Sequence[Item], alone: Callable[[Item], ItemScore]) -> bool:
-        """Return whether the present way gives, up to rounding, what `alone` gives for whole prompts.
+    def _equal(self, items: Sequence[Item], score_alone: Callable[[Item], ItemScore]) -> bool:
+        """Return whether the current method agrees, up to rounding, with the scores of single prompts.
 
-        The first and the last prompt of every item are compared; NaN equals nothing.
+        It compares the first and the last prompt of every item. `score_alone` scores a single prompt. NaN is
+        never equal.
         """
         self._ignored = None
         try:
             for item, ours in zip(items, self._score(items, lambda count: None), strict=True):
-                prompts = item.alone()
+                prompts = item.split()
                 for k in {0, len(prompts) - 1}:
-                    reference = alone(prompts[k])
+                    reference = score_alone(prompts[k])
                     pairs = [(len(item.prefix), ours.prefix, reference.prefix)]
                     if item.tails:
                         pairs.append((len(item.tails[k]), ours.tails[k], reference.tails[0]))
@@ -365,33 +336,31 @@ class PrefixScorer:
                         if not abs(value - other) <= ROUNDING[self._dtype] * (tokens + abs(other)):
                             return False
             return True
-        except Exception as error:  # families refuse a mask, a cache or positions in many ways
-            log.debug("%s: %s: %s", self.way, type(error).__name__, error)
+        except Exception as error:  # families reject a mask, a cache or positions in many ways
+            log.debug("%s: %s: %s", self.method, type(error).__name__, error)
             return False
 
-    # --- scoring ------------------------------------------------------------------------------------------
-
     def _score(self, items: Sequence[Item], advance: Advance) -> list[ItemScore]:
-        if self.way == TREE:
+        if self.method == TREE:
             return self._score_trees(items, groups(items), lambda numbers: advance(len(numbers)))
-        prompts = [prompt for item in items for prompt in item.alone()]
+        prompts = [prompt for item in items for prompt in item.split()]
         ends = np.cumsum([max(len(item.tails), 1) for item in items])
 
         def finished(numbers: list[int]) -> None:
             advance(int(np.isin(ends - 1, numbers).sum()))
 
-        if self.way == WHOLE:
+        if self.method == ROWS:
             scores = self._score_trees(prompts, [(list(range(len(prompts))), 0)], finished)
         else:
             scores = []
             for number, prompt in enumerate(prompts):
-                scores.append(self._score_own(prompt))
+                scores.append(self._score_forward(prompt))
                 finished([number])
         parts = [scores[end - max(len(item.tails), 1) : end] for item, end in zip(items, ends, strict=True)]
         return [ItemScore(part[0].prefix, np.concatenate([score.tails for score in part])) for part in parts]
 
-    def _score_own(self, prompt: Item) -> ItemScore:
-        """Return the score of a prompt, an item with one tail at most, by the model's own forward."""
+    def _score_forward(self, prompt: Item) -> ItemScore:
+        """Return the score of a single prompt (an item with at most one tail) by the model's own forward."""
         row = torch.from_numpy(np.concatenate([prompt.prefix, *prompt.tails]))[None].to(self._device)
         logits, targets = self.model(input_ids=row, use_cache=False).logits[0, :-1], row[0, 1:]
         step = max(1, HEAD_BYTES // (4 * logits.shape[-1]))
@@ -411,7 +380,7 @@ class PrefixScorer:
         parts: list[tuple[list[int], int]],
         finished: Callable[[list[int]], None] = lambda numbers: None,
     ) -> list[ItemScore]:
-        """Return the scores of items, by `parts` of them that share a beginning of so many tokens."""
+        """Return the scores of items. parts: item numbers and the length of their shared beginning."""
         result: dict[int, ItemScore] = {}
         for members, context in parts:
             cache, context_nll = None, 0.0
@@ -432,9 +401,11 @@ class PrefixScorer:
         return [result[i] for i in range(len(items))]
 
     def _forward(self, batch: TreeBatch, shared: DynamicCache | None) -> Tensor:
-        """Return hidden states [B, T, H]. shared: keys and values of the beginning of all rows."""
+        """Return hidden states [B, T, H]. shared: keys and values of the shared beginning of all rows."""
         ids = torch.from_numpy(batch.ids).to(self._device)
-        if batch.causal:  # nobody sees the padding on the right; without a mask attention takes half the time
+        if (
+            batch.causal
+        ):  # no token sees the padding on the right. Attention without a mask takes half the time.
             return self.model.base_model(input_ids=ids, use_cache=False).last_hidden_state
         forbidden = ~batch.allowed.to(self._device)
         mask = torch.zeros(forbidden.shape, dtype=self._dtype, device=self._device)
@@ -457,8 +428,8 @@ class PrefixScorer:
         return out.last_hidden_state
 
 
-def made_up_items(vocabulary: int) -> list[Item]:
-    """Return small items of every shape: with a shared beginning, tails of different lengths, one tail."""
+def artificial_items(vocabulary: int) -> list[Item]:
+    """Return small items of every shape: a shared beginning, tails of different lengths, a single tail."""
     ids = (np.arange(MIN_CONTEXT + 24) * 7919 + 13) % vocabulary
     start = ids[: MIN_CONTEXT + 4]
     shared = [
@@ -471,9 +442,9 @@ def made_up_items(vocabulary: int) -> list[Item]:
 
 
 def attends_everywhere(config: Any) -> bool:
-    """Return whether every layer sees all earlier tokens.
+    """Return whether every layer attends to all earlier tokens.
 
-    Windows are built into 2-D masks, which a 4-D one replaces, and are longer than what a probe can afford.
+    A 4-D mask overrides the windows of a model, and windows are longer than the prompts of the comparison.
     """
     kinds = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
     if kinds:
@@ -484,20 +455,20 @@ def attends_everywhere(config: Any) -> bool:
 
 
 def depends_on_length(config: Any) -> bool:
-    """Return whether a prompt's scores depend on how long other prompts of its batch are."""
+    """Return whether a prompt's scores depend on the lengths of other prompts in its batch."""
     return any(f"'{kind}'" in str(config.to_dict()) for kind in LENGTH_DEPENDENT)
 
 
 @torch.inference_mode()
 def is_causal(model: Any) -> bool:
-    """Return whether scores depend on earlier tokens only. Raises NotFiniteError when they are NaN."""
+    """Return whether scores depend on earlier tokens only. Raises NotFiniteError when logits are NaN."""
     vocabulary = model.get_input_embeddings().weight.shape[0]
     ids = (torch.arange(8, device=next(model.parameters()).device) * 7919 + 13) % vocabulary
     changed = ids.clone()
     changed[-1] = (ids[-1] + 1) % vocabulary
     logits = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in (ids, changed)]
     if not all(bool(scores.isfinite().all()) for scores in logits):
-        raise NotFiniteError("its logits are not finite (NaN or infinite)")
-    # The same arithmetic twice: where only the past counts there is hardly any rounding to forgive.
-    forgiven = ROUNDING[model.dtype] / 10 * float(logits[0].abs().max())
-    return float((logits[0] - logits[1])[:-1].abs().max()) <= forgiven
+        raise NotFiniteError("its logits are NaN or infinite")
+    # Both rows use the same arithmetic, so a causal model has hardly any rounding difference.
+    tolerance = ROUNDING[model.dtype] / 10 * float(logits[0].abs().max())
+    return float((logits[0] - logits[1])[:-1].abs().max()) <= tolerance

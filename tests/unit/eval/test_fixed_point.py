@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from emo.eval.generation.decoding import Decoding
+from emo.eval.generation.fixed_point import FixedPoint
 from emo.eval.generation.records import read_records
 from emo.eval.generation.sampling import Sampler
-from emo.eval.generation.settled import Settled
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
 from tests.helpers.evaluating import command, tiny_model
 from tests.helpers.refusals import refused
 from tests.unit.eval.test_generation import requests
@@ -43,7 +43,7 @@ def test_the_distribution_solves_emo_s_equation(models: Path, cost: str) -> None
     source = str(models / cost) if cost == "other" else cost
     logits = 3 * torch.randn(20, V, generator=torch.Generator().manual_seed(0))
     P = logits.double().softmax(-1)
-    q = Settled(model, Decoding(objective="emo", cost=source))(logits).double().exp()
+    q = FixedPoint(model, Decoding(objective="emo", cost=source))(logits).double().exp()
     m, D = -q.log(), q @ c.T
     for row in range(len(P)):
         weights = P[row] * (1 - m[row] + m[row] / D[row] * c.T)  # [i, y]
@@ -55,12 +55,12 @@ def test_the_distribution_solves_emo_s_equation(models: Path, cost: str) -> None
 def test_a_text_does_not_depend_on_its_batch(models: Path, decoding: Decoding) -> None:
     model = EvaluatedModel(str(models / "small"))
     prompts = requests(7, model.model.config.vocab_size)
-    settled = Settled(model, decoding)
+    settled = FixedPoint(model, decoding)
     texts = [Sampler(model.model, decoding, [2], batch, settled).run(prompts, 12) for batch in (1, 4)]
     assert texts[0] == texts[1]
 
 
-def test_a_text_that_has_ended_decides_nothing(models: Path) -> None:
+def test_ended_texts_do_not_affect_the_others(models: Path) -> None:
     """... though others of its batch go on: what the model says after it need not have a fixed point."""
     model, rows = EvaluatedModel(str(models / "small")).model, []
 
@@ -73,7 +73,7 @@ def test_a_text_that_has_ended_decides_nothing(models: Path) -> None:
     assert [len(text.tokens) for text in texts] == [1, 4, 2] and rows == [3, 2, 1, 1]
 
 
-def test_texts_are_kept_apart_by_objective_and_cost(models: Path, tmp_path: Path) -> None:
+def test_texts_of_different_objectives_and_costs_are_stored_separately(models: Path, tmp_path: Path) -> None:
     """... and by a cost's content; likelihood leaves them as they are."""
     written: dict[str, Any] = {}
     (tmp_path / "cost").symlink_to(models / "small")
@@ -110,12 +110,12 @@ def test_texts_are_kept_apart_by_objective_and_cost(models: Path, tmp_path: Path
         ("emo", "nowhere.pt", "cost-missing"),
     ],
 )
-def test_what_does_not_settle_is_refused(models: Path, objective: str, cost: str, code: str) -> None:
+def test_missing_fixed_points_are_rejected(models: Path, objective: str, cost: str, code: str) -> None:
     model = EvaluatedModel(str(models / "small"))
     logits = torch.randn(3, model.model.config.vocab_size, generator=torch.Generator().manual_seed(0))
     logits[0] *= 10  # so sharp that gradients vanish near a corner
     with refused(code):
-        Settled(model, Decoding(objective=objective, cost=cost))(logits)
+        FixedPoint(model, Decoding(objective=objective, cost=cost))(logits)
 
 
 def test_costs_need_an_objective() -> None:

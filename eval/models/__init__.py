@@ -1,0 +1,1 @@
+"""The evaluated language model: the interface, Hugging Face models behind it, and sentence encoders."""

@@ -1,0 +1,287 @@
+"""Comparisons of models on the same rows: paired tests, a table for the terminal, verdicts on regressions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from emo.common.errors import ExitCode, UserError, nearest
+from emo.common.text import counted, on_one_line
+
+from ..icl.tasks import PAPER_ORDER
+from ..results import stats
+from ..results.directory import Lost, Model
+
+ALPHA = 0.05
+# Conditions that are digests, with a description. Other conditions are shown with their values.
+DIGESTS = {
+    "test_rows": "test rows (other data, or another --limit)",
+    "pool_rows": "rows that demonstrations come from",
+    "prompt": "prompts",
+    "encoder": "weights of the sentence model",
+}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model compared with its baseline, by task and on average."""
+
+    model: str
+    baseline: str
+    tasks: dict[str, dict[str, Any]]  # task -> stats.Paired, p_holm, direction
+    refused: dict[str, str]  # task -> why it cannot be compared
+    mean: dict[str, Any] | None  # stats.MeanDifference and direction, over `tasks`
+    lost: dict[str, str]  # task -> how many prompts lost demonstrations or text to the context
+    uneven: dict[str, str]  # the entries of `lost` in which rows lost more for one of the models
+
+    @property
+    def warning(self) -> str:
+        """A warning about prompts that differ from what the settings say, or ""."""
+        if self.uneven:
+            return f"Not the same prompts: {'; '.join(self.uneven.values())}"
+        return f"Shortened equally for both: {'; '.join(self.lost.values())}" if self.lost else ""
+
+
+def compare_models(a: Model, b: Model, tasks: Sequence[str], alpha: float = ALPHA) -> Comparison:
+    """Compare model b with baseline a on all tasks that both have, with Holm's correction over these tasks.
+
+    Args:
+        a: The baseline.
+        b: The other model.
+        tasks: Tasks to compare.
+        alpha: Level of the tests. `direction` is +1 or -1 (b is better or worse) if the test rejects and the
+            interval excludes zero, else 0.
+    """
+    counts = {}
+    refused: dict[str, str] = {}
+    lost: dict[str, str] = {}
+    uneven: dict[str, str] = {}
+    for task in (t for t in tasks if t in a.results and t in b.results):
+        try:
+            counts[task] = _count_pairs(a, b, task)
+        except UserError as error:
+            refused[task] = str(error)
+            continue
+        of_both = a.records(task).lost, b.records(task).lost
+        if any(any(row) for rows in of_both for row in rows):
+            lost[task] = describe_lost(a.results[task]["title"], {a.name: of_both[0], b.name: of_both[1]})
+        if of_both[0] != of_both[1]:
+            uneven[task] = lost[task]
+    described = _describe_tasks(counts, alpha)
+    mean = None
+    if counts:
+        overall = stats.mean_difference(list(counts.values()))
+        mean = asdict(overall) | {
+            "direction": _direction(overall.difference, overall.interval, overall.p, alpha)
+        }
+    return Comparison(b.name, a.name, described, refused, mean, lost, uneven)
+
+
+def _count_pairs(a: Model, b: Model, task: str) -> Any:
+    """Return `stats.count_pairs` of a task. Raises UserError if the models cannot be compared on it."""
+    if reason := find_differences(a.results[task], b.results[task]):
+        raise UserError(reason)
+    first, second = a.records(task), b.records(task)
+    if first.rows != second.rows:
+        raise UserError("their records have different rows")
+    groups = [group for *_, group in first.rows] if a.results[task]["groups"] else None
+    return stats.count_pairs(first.correct, second.correct, groups)
+
+
+def _describe_tasks(counts: dict[str, Any], alpha: float) -> dict[str, dict[str, Any]]:
+    paired = {task: stats.compare_paired(count) for task, count in counts.items()}
+    adjusted = stats.holm([p.p_mcnemar for p in paired.values()])
+    described = {}
+    for (task, p), p_holm in zip(paired.items(), adjusted, strict=True):
+        direction = _direction(p.difference, p.interval, p_holm, alpha)
+        if (p.only_b - p.only_a) * direction <= 0:  # rows and groups disagree
+            direction = 0
+        described[task] = asdict(p) | {"p_holm": p_holm, "direction": direction}
+    return described
+
+
+def describe_lost(title: str, lost: dict[str, list[Lost]]) -> str:
+    """Return how many prompts of a task lost demonstrations or text to the context of each model.
+
+    If the models have the same number of rows, it also states how many prompts differ between models.
+    """
+    counts = [
+        f"{name} {sum(map(any, rows))} of {len(rows)} (at most {max(n for n, _ in rows)} each)"
+        for name, rows in lost.items()
+    ]
+    differ = 0
+    if len({len(rows) for rows in lost.values()}) == 1:
+        differ = sum(len(set(row)) > 1 for row in zip(*lost.values(), strict=True))
+    uneven = f"; {differ} differ between models" if differ else ""
+    return f"{title}: prompts that lost demonstrations to the context: {', '.join(counts)}{uneven}"
+
+
+def find_differences(a: dict[str, Any], b: dict[str, Any]) -> str:
+    """Return the conditions that prevent comparing two results of a task, or ""."""
+    first, second = (result["conditions"]["compared"] for result in (a, b))
+    versions = " and ".join(sorted({r["conditions"]["noted"]["prompt_version"] for r in (a, b)}))
+    names = [n for n in sorted(first.keys() | second.keys()) if first.get(n) != second.get(n)]
+    both = {name: f"{name}: {first.get(name)} and {second.get(name)}" for name in names}
+    reasons = [f"different {DIGESTS[name]}" if name in DIGESTS else both[name] for name in names]
+    return ", ".join(reasons) + (f" ({versions})" if "prompt" in names else "")
+
+
+def _direction(difference: float, interval: stats.Interval, p: float, alpha: float = ALPHA) -> int:
+    """Return +1 or -1 if test and interval agree that there is a difference, else 0."""
+    if p >= alpha or interval.low <= 0 <= interval.high:
+        return 0
+    return 1 if difference > 0 else -1
+
+
+def sort_tasks(tasks: set[str]) -> list[str]:
+    """Return task names in the paper's order, followed by the others."""
+    return [t for t in PAPER_ORDER if t in tasks] + sorted(tasks - set(PAPER_ORDER))
+
+
+def require_comparison(
+    a: Model, b: Model, only: Sequence[str] = (), alpha: float = ALPHA
+) -> tuple[Comparison, dict[str, Any]]:
+    """Return `compare_models` on all common tasks, or on those in `only`, and its mean.
+
+    Raises UserError if there is no common task, if a task cannot be compared, or if `only` has an unknown
+    name.
+    """
+    for task in only:
+        if task not in a.results | b.results:
+            names = sort_tasks({*a.results, *b.results})
+            raise UserError(f"{a.name} and {b.name} have no task {task}. {nearest(task, names)}")
+    tasks = [t for t in sort_tasks(a.results.keys() & b.results.keys()) if not only or t in only]
+    if not tasks:
+        raise UserError(f"{a.name} and {b.name} have no task in common{': ' * bool(only)}{', '.join(only)}")
+    comparison = compare_models(a, b, tasks, alpha)
+    if comparison.refused:
+        reasons = "; ".join(f"{task}: {reason}" for task, reason in comparison.refused.items())
+        raise UserError(
+            f"{a.name} and {b.name} cannot be compared: {reasons}. Evaluate both with the same settings."
+        )
+    assert comparison.mean is not None
+    return comparison, comparison.mean
+
+
+class Verdict(NamedTuple):
+    """Whether a model is worse than its baseline."""
+
+    regressions: list[str]  # a sentence each
+    summary: str
+    missing: list[str]  # tasks without a usable result of both
+    uneven: str = ""  # tasks whose prompts lost more to the context of one of the models
+
+
+def gate(verdicts: Sequence[Verdict]) -> int:
+    """Return the exit code of --fail_on_regression, which depends only on stored results.
+
+    Raises UserError if prompts differ between the models, and if no regression was found but results are
+    missing.
+    """
+    if uneven := "; ".join(dict.fromkeys(verdict.uneven for verdict in verdicts if verdict.uneven)):
+        raise UserError(
+            f"no verdict: {uneven}. Evaluate both with the same --max_tokens, or a lower --num_fewshot.",
+            code="lost-demonstrations",
+        )
+    if any(verdict.regressions for verdict in verdicts):
+        return ExitCode.REGRESSION
+    if missing := ", ".join(task for verdict in verdicts for task in verdict.missing):
+        raise UserError(
+            f"no verdict: missing {missing}. Evaluate both models on the same tasks.", code="no-verdict"
+        )
+    return ExitCode.DONE
+
+
+def checkpoint_levels(count: int, final: int | None) -> list[float]:
+    """Return the levels of the tests of `count` successive checkpoints, which sum to at most ALPHA.
+
+    The probability of any false alarm in a run is then at most ALPHA, however many checkpoints follow. The
+    k-th checkpoint gets 1 / (k (k + 1)) of half of ALPHA. The final export (number `final`) gets the other
+    half.
+    """
+    return [ALPHA / 2 if k == final else ALPHA / 2 / ((k + 1) * (k + 2)) for k in range(count)]
+
+
+def find_regression(
+    a: Model, b: Model, max_drop: float | None = None, only: Sequence[str] = (), alpha: float = ALPHA
+) -> Verdict:
+    """Return the verdict whether b is worse than a.
+
+    A task, or the mean over tasks, is worse if its 95 % interval lies below zero and its paired test rejects:
+    McNemar's with Holm's correction for tasks, random signs for the mean. Raises UserError if the models
+    cannot be compared.
+
+    Args:
+        a: The baseline.
+        b: The other model.
+        max_drop: The largest allowed drop of the mean in points, or None.
+        only: The tasks that count. Empty: all common tasks.
+        alpha: Level of the tests.
+    """
+    if a.name == b.name:
+        raise UserError(f"{b.name} is compared with itself. Choose another baseline.", code="own-baseline")
+    comparison, mean = require_comparison(a, b, only, alpha)
+    reasons = [
+        f"{task} {100 * c['difference']:+.1f} points (p = {c['p_holm']:.2g})"
+        for task, c in comparison.tasks.items()
+        if c["direction"] < 0
+    ]
+    text = _format_difference(mean, " points ")
+    if mean["direction"] < 0:
+        reasons.append(f"mean {text} (p = {mean['p']:.2g})")
+    if max_drop is not None and -100 * mean["difference"] > max_drop:
+        reasons.append(f"mean {text}, more than {max_drop:g} allowed")
+    verdict = "regression: " + "; ".join(reasons) if reasons else "no regression"
+    expected = set(only) or {*a.results, *b.results, *a.unreadable, *b.unreadable}
+    missing = [f"{task} ({m.name})" for m in (a, b) for task in sort_tasks(expected - {*m.results})]
+    summary = f"{b.name} against {a.name} on {counted(len(comparison.tasks), 'task')}: {text}; {verdict}"
+    if comparison.warning:
+        summary = f"{comparison.warning}. {summary}"
+    if missing:
+        summary += f"; not compared, because a result is missing: {', '.join(missing)}"
+    return Verdict(reasons, summary, missing, "; ".join(comparison.uneven.values()))
+
+
+def format_table(a: Model, b: Model, only: Sequence[str] = ()) -> str:
+    """Return a table of both models' accuracies. Raises UserError if they cannot be compared."""
+    comparison, mean = require_comparison(a, b, only)
+    names, accuracies = [on_one_line(m.name) for m in (a, b)], []
+    head = ["task", "n", *names, "difference", "95 % interval", *(f"only {n}" for n in names), "p", "p Holm"]
+    lines = [head]
+    for task, c in comparison.tasks.items():
+        result = a.results[task]
+        accuracies.append([m.results[task]["accuracy"] for m in (a, b)])
+        counts = [str(c["only_a"]), str(c["only_b"]), f"{c['p_mcnemar']:.3g}", _starred(c["p_holm"], c)]
+        lines.append([on_one_line(result["title"]), str(result["n"]), *_figures(accuracies[-1], c), *counts])
+    means = [sum(column) / len(accuracies) for column in zip(*accuracies, strict=True)]
+    lines.append(["mean", "", *_figures(means, mean), "", "", _starred(mean["p"], mean), ""])
+    text = _align(lines)
+    rule = "-" * max(map(len, text))
+    note = f"* differs: p < {ALPHA} and an interval without zero "
+    note += "(tasks: exact McNemar, Holm over the tasks; mean: random signs)"
+    warning = [on_one_line(comparison.warning)] if comparison.warning else []
+    return "\n".join([*warning, text[0], rule, *text[1:-1], rule, text[-1], note])
+
+
+def _align(lines: list[list[str]]) -> list[str]:
+    """Return rows of cells as lines, with the first column aligned left and the others right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = []
+    for first, *others in lines:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        text.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return text
+
+
+def _figures(accuracies: Sequence[float], entry: dict[str, Any]) -> list[str]:
+    return [*(f"{100 * value:.1f}" for value in accuracies), *_format_difference(entry, "\t").split("\t")]
+
+
+def _starred(p: float, entry: dict[str, Any]) -> str:
+    return f"{p:.3g}{' *' * abs(entry['direction'])}"
+
+
+def _format_difference(entry: dict[str, Any], separator: str) -> str:
+    low, high = (100 * entry["interval"][end] for end in ("low", "high"))
+    return f"{100 * entry['difference']:+.1f}{separator}[{low:+.1f}, {high:+.1f}]"

@@ -1,0 +1,94 @@
+"""Rows of input files (JSON lines, a JSON array or plain text, each maybe .zst), and samples of rows."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from emo.common.errors import UserError, one_line
+from emo.data_prep.sources.inputs import read_text
+
+T = TypeVar("T")
+SURROGATE, ESCAPED_SURROGATE = re.compile("[\ud800-\udfff]"), re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class FileRow(dict[str, Any]):
+    """The fields of a row of a file. source: the file and the number of the row, for errors."""
+
+    source = ""
+
+    def text(self, *names: str) -> str:
+        """Return the text of the first field in `names` that the row has, or raise UserError."""
+        for name in names:
+            if isinstance(self.get(name), str):
+                return self[name]
+        fields = ", ".join(self)
+        raise UserError(f"{self.source} has no text in the field {' or '.join(names)}. Its fields: {fields}")
+
+
+def read_rows(path: Path) -> list[FileRow]:
+    """Return the objects of a JSON array or of JSON lines, at least one.
+
+    Raises UserError when the file is cut off or contains anything else. Lone surrogates, which no file can
+    store, are replaced one by one, so lengths stay the same.
+    """
+    text = read_text(path).removeprefix("\ufeff")  # the byte order mark that some programs write
+    is_array = text.lstrip().startswith("[")
+    values: list[Any] = []
+    for number, part in enumerate([text] if is_array else text.split("\n"), start=1):
+        if not part.strip():
+            continue
+        try:
+            value = json.loads(part)
+            if ESCAPED_SURROGATE.search(part):
+                value = json.loads(SURROGATE.sub("\ufffd", json.dumps(value, ensure_ascii=False)))
+        except (ValueError, RecursionError) as error:
+            source = path if is_array else f"{path} line {number}"
+            reason = getattr(error, "msg", type(error).__name__)
+            raise UserError(
+                f"{source} is not valid JSON ({reason}). The file may be incomplete.", code="not-json"
+            ) from None
+        values += value if is_array else [value]
+    if not values or not all(isinstance(value, dict) for value in values):
+        raise UserError(f"{path} must contain JSON objects, one for each row", code="not-an-object")
+    rows = [FileRow(value) for value in values]
+    for number, row in enumerate(rows, start=1):
+        row.source = f"{path} row {number}"
+    return rows
+
+
+def read_texts(path: Path, field: str = "text") -> list[str]:
+    """Return the stripped texts of a file: `field` of its JSON rows (.jsonl, .json), or its lines."""
+    if path.name.removesuffix(".zst").endswith((".jsonl", ".json")):
+        return [row.text(field).strip() for row in read_rows(path)]
+    return [line.strip() for line in read_text(path).split("\n")]
+
+
+def evenly_spaced(rows: Sequence[T], limit: int | None) -> list[T]:
+    """Return at most `limit` of the rows, evenly spaced."""
+    if limit is not None and limit < 1:
+        raise UserError(f"--limit {limit} must be at least 1")
+    count = len(rows) if limit is None else min(limit, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
+def load_from_hub(name: str, load: Callable[[], T]) -> T:
+    """Return the result of `load`, or raise UserError if the hub cannot deliver it."""
+    try:
+        return load()
+    except Exception as error:  # many kinds: no network, no such id, no such split
+        raise UserError(
+            f"cannot load {name} from the hub ({one_line(error, 200)}). Set --data to a directory."
+        ) from None
+
+
+def find_file(title: str, data: str, stems: Iterable[str], endings: Iterable[str]) -> Path:
+    """Return the first existing file of DATA/[*/]STEM.ENDING. title: its name in a UserError."""
+    folders = (Path(data), *sorted(Path(data).glob("*")))
+    paths = (folder / f"{stem}{ending}" for stem in stems for folder in folders for ending in endings)
+    if path := next(filter(Path.is_file, paths), None):
+        return path
+    raise UserError(f"{title}: no file {' or '.join(stems)} ({', '.join(endings)}) under --data {data}")

@@ -1,0 +1,70 @@
+"""A model that is not from Hugging Face can be scored on the tasks, as CONTRIBUTING shows."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from emo.eval.icl.job import run_all
+from emo.eval.icl.settings import Settings
+from emo.eval.icl.tasks import load_task, select_tasks
+from emo.eval.models.base import ItemScore, LanguageModel
+from emo.eval.results.directory import find_model, read_models
+from tests.helpers.evaluating import command
+from tests.helpers.refusals import refused
+
+
+class Bigrams(LanguageModel):
+    """Predicts each byte from the one before it, with counts from a text."""
+
+    name = "bigrams"
+
+    def __init__(self, text: str) -> None:
+        data = np.frombuffer(text.encode(), np.uint8)
+        counts = np.ones((256, 256))
+        np.add.at(counts, (data[:-1], data[1:]), 1)
+        self.log_p = np.log(counts / counts.sum(axis=1, keepdims=True))
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(self.log_p.tobytes()).hexdigest()
+
+    def encode(self, texts: Any) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def nll(self, ids: np.ndarray) -> float:
+        return -float(self.log_p[ids[:-1], ids[1:]].sum())
+
+    def score(self, items: Any, **_: Any) -> list[ItemScore]:
+        return [
+            ItemScore(self.nll(x.prefix), np.array([self.nll(np.append(x.prefix[-1:], t)) for t in x.tails]))
+            for x in items
+        ]
+
+
+def test_a_custom_model_is_scored_stored_and_reported(world: Path, tmp_path: Path) -> None:
+    model, lines = Bigrams("It is great. It is terrible. " * 20), list[str]()
+    settings = Settings(str(world / "data"), retriever="bm25", shots=2, extra=("calibrated",))
+    (result,) = run_all(model, select_tasks("sst2"), settings, tmp_path, lines.append)
+    assert result["n"] == 12 and "already known" not in lines[-1]
+    task = load_task("sst2")
+    for record in find_model(read_models([tmp_path]), "bigrams").read_records("sst2"):
+        tails = [task.words(label) for label in task.labels]
+        assert record["prediction"] in task.labels and len(record["scores"]["suffix_sum"]) == len(tails)
+        assert record["prediction"] == task.labels[int(np.argmin(record["scores"]["openicl_ppl"]))]
+    run_all(model, select_tasks("sst2"), settings, tmp_path, lines.append)
+    assert "already known" in lines[-1]
+    code, out, _ = command("report", tmp_path)
+    assert code == 0 and "bigrams" in out
+
+
+@pytest.mark.parametrize(
+    "settings", [{"faithful": True}, {"inferencer": "ppl"}, {"extra": ("channel",)}, {"retriever": "topk"}]
+)
+def test_settings_that_need_a_hugging_face_model_are_rejected(settings: Any, tmp_path: Path) -> None:
+    with refused("model"):
+        run_all(Bigrams("a"), select_tasks("sst2"), Settings("data", **settings), tmp_path, print)
