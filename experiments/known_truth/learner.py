@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from emo.common.errors import ExitCode, UserError, exit_code_of
-from emo.eval.model import EvaluatedModel
+from emo.eval.models.model import EvaluatedModel
 
 
 def main(argv: list[str] | None = None) -> int:

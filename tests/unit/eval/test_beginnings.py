@@ -31,6 +31,7 @@ from emo.eval.judging.judges import JUDGES
 from emo.eval.judging.judging import Judging
 from emo.eval.judging.pairs import Pair, Pairs
 from emo.eval.models.model import EvaluatedModel
+from emo.pipeline.planning import checks
 from tests.helpers.evaluating import tiny_model
 from tests.helpers.refusals import refused
 
