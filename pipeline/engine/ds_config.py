@@ -99,7 +99,7 @@ def deepspeed_config(config: RunConfig, batch: Batch) -> dict[str, Any]:
         # the momentum that Muon's author and DeepSpeed use
         optimizer = {"type": "Muon", "params": adam | {"muon_lr": train.muon_lr, "momentum": 0.95}}
     tree.update(
-        train_batch_size=batch.places,
+        train_batch_size=batch.slots,
         train_micro_batch_size_per_gpu=batch.micro,
         gradient_accumulation_steps=batch.accumulation,
         optimizer=optimizer,

@@ -17,14 +17,14 @@ from emo.common.config.recipe import FREE, marked
 from emo.common.errors import ExitCode, FailureError, UserError
 from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.launch import supervise
-from emo.pipeline.batches.order import Holding
+from emo.pipeline.batches.order import MixtureStart
 from emo.pipeline.checkpoint import copies, identity
 from emo.pipeline.checkpoint import saver as checkpoint
 from emo.pipeline.config import RunConfig, dump_config, load_config
 from emo.pipeline.control.run_dir import COMPLETE, CONFIG, STATE, describe, list_files, partial_directory
 from emo.pipeline.engine.snapshots import STATE_CLASSES, only_data
 from emo.pipeline.model.export import _model_card
-from emo.pipeline.planning.checks import check_plan, check_run, sample_prompt_ids
+from emo.pipeline.planning.checks import check_plan, check_run, encode_sample_prompts
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.families import family
@@ -40,12 +40,12 @@ def config(run_dir: Path, *overrides: str) -> RunConfig:
 
 
 def test_keys_added_or_removed_and_other_data_are_refused(tmp_path: Path) -> None:
-    identity.claim(config(tmp_path, "objective.params.ratio_cap=3"), DATA)
+    identity.claim_run_dir(config(tmp_path, "objective.params.ratio_cap=3"), DATA)
     for changed in ([], ["objective.params.ratio_cap=3", "model.lora.r=8"]):
         with refused("changed-key"):
-            identity.compare(config(tmp_path, *changed), DATA)
+            identity.check_run_dir(config(tmp_path, *changed), DATA)
     with pytest.raises(UserError, match=r"'f{12}' and is 'e{12}'") as caught:  # beginnings of digests
-        identity.compare(config(tmp_path, "objective.params.ratio_cap=3"), {"data": "e" * 64})
+        identity.check_run_dir(config(tmp_path, "objective.params.ratio_cap=3"), {"data": "e" * 64})
     assert caught.value.code == "changed-data"
 
 
@@ -53,7 +53,7 @@ def test_every_changed_key_is_named_before_any_rank_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """By the command itself, which starts no launcher."""
-    identity.claim(config(tmp_path), DATA)
+    identity.claim_run_dir(config(tmp_path), DATA)
     changed = ["train.global_batch_size=4", "train.num_train_epochs=3", "train.logging_steps=7"]
     monkeypatch.setattr(supervise, "supervise", lambda *_: pytest.fail("a launcher was started"))
     argv = ["launch/continual.sh", str(RECIPE), f"output_dir={tmp_path}", "objective.name=emo"]
@@ -64,7 +64,7 @@ def test_every_changed_key_is_named_before_any_rank_starts(
     monkeypatch.setattr(supervise, "supervise", lambda *_: 0)
     assert supervise.main([*argv, changed[2]]) == ExitCode.DONE
     with refused("changed-data") as error:
-        identity.compare(config(tmp_path), {"data": "e" * 64, "validation": {"validation": "a"}})
+        identity.check_run_dir(config(tmp_path), {"data": "e" * 64, "validation": {"validation": "a"}})
     assert len(error.value.lines) == 2
 
 
@@ -72,7 +72,7 @@ def test_another_run_in_the_copy_is_refused(tmp_path: Path) -> None:
     """In a new directory, and in one that another run has begun; an address that cannot be is a mistake."""
     target = tmp_path / "copies"
     (target / "step-000003").mkdir(parents=True)
-    identity.claim(config(target), DATA)
+    identity.claim_run_dir(config(target), DATA)
     (target / "step-000003" / COMPLETE).touch()
     copied = f"train.copy_to={target}"
     run_dir, other = tmp_path / "run", config(tmp_path / "run", copied, "train.learning_rate=0.5")
@@ -81,10 +81,10 @@ def test_another_run_in_the_copy_is_refused(tmp_path: Path) -> None:
         with refused("changed-key"):
             copies.restore(other, DATA)
         assert (run_dir / CONFIG).is_file() == claims
-        identity.claim(other, DATA)
+        identity.claim_run_dir(other, DATA)
     (run_dir / CONFIG).unlink()
     copies.restore(config(run_dir, copied), DATA)
-    identity.compare(config(run_dir, copied), DATA)
+    identity.check_run_dir(config(run_dir, copied), DATA)
     unknown = config(tmp_path / "new", "train.copy_to=nowhere://x")
     with pytest.raises(UserError) as caught:
         copies.restore(unknown, DATA)
@@ -98,21 +98,21 @@ OTHER = "train.mixture={shares: {home: 0.9, abroad: 0.1}, by: rows}"
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
     """A run that was trained with MIXED, and has a checkpoint of step 3."""
-    identity.claim(config(tmp_path, MIXED), DATA)
+    identity.claim_run_dir(config(tmp_path, MIXED), DATA)
     written(tmp_path, STATE_NOW)
     return tmp_path
 
 
 def test_a_mixture_changes_by_its_key_alone_and_from_the_checkpoint_on(mixed: Path) -> None:
     """Nothing is trained with it where the run goes on from another step."""
-    identity.compare(config(mixed, MIXED), DATA)
+    identity.check_run_dir(config(mixed, MIXED), DATA)
     for overrides, code in (
         ([OTHER], "changed-mixture"),
         (["train.mixture_from=3"], "mixture-gone"),
         ([OTHER, "train.mixture_from=3", "train.learning_rate=1"], "changed-key"),
     ):
         with refused(code):
-            identity.compare(config(mixed, *overrides), DATA)
+            identity.check_run_dir(config(mixed, *overrides), DATA)
     for start, step in ((2, 3), (3, 0)):
         with refused("mixture-step"):
             identity.check_mixture(config(mixed, OTHER, f"train.mixture_from={start}"), step)
@@ -122,35 +122,35 @@ def test_a_mixture_changes_by_its_key_alone_and_from_the_checkpoint_on(mixed: Pa
 
 def test_a_changed_mixture_is_recorded_and_needs_its_key_once(mixed: Path) -> None:
     first, other = config(mixed, MIXED), config(mixed, OTHER, "train.mixture_from=3")
-    holdings = [Holding(0, first.train.mixture), Holding(3, other.train.mixture)]
-    assert identity.mixtures(other) == holdings
-    identity.claim(other, DATA)
+    holdings = [MixtureStart(0, first.train.mixture), MixtureStart(3, other.train.mixture)]
+    assert identity.mixture_history(other) == holdings
+    identity.claim_run_dir(other, DATA)
     for again in (other, config(mixed, OTHER)):
-        identity.compare(again, DATA)
-        assert identity.mixtures(again) == holdings
+        identity.check_run_dir(again, DATA)
+        assert identity.mixture_history(again) == holdings
         identity.check_mixture(again, 0)  # an older checkpoint is read again: the record says what held there
     back = config(mixed, MIXED, "train.mixture_from=5")
-    assert identity.mixtures(back) == [*holdings, Holding(5, first.train.mixture)]
-    assert identity.mixtures(config(mixed, MIXED, "train.mixture_from=3")) == holdings[:1]
+    assert identity.mixture_history(back) == [*holdings, MixtureStart(5, first.train.mixture)]
+    assert identity.mixture_history(config(mixed, MIXED, "train.mixture_from=3")) == holdings[:1]
 
 
 def test_a_mixture_may_begin_in_a_run_without_one(tmp_path: Path) -> None:
-    identity.claim(config(tmp_path), DATA)
+    identity.claim_run_dir(config(tmp_path), DATA)
     later = config(tmp_path, MIXED, "train.mixture_from=3")
-    identity.compare(later, DATA)
-    assert identity.mixtures(later) == [Holding(0, None), Holding(3, later.train.mixture)]
+    identity.check_run_dir(later, DATA)
+    assert identity.mixture_history(later) == [MixtureStart(0, None), MixtureStart(3, later.train.mixture)]
 
 
 def test_free_fields_may_change(tmp_path: Path) -> None:
     """A new field is not free unless it says so."""
-    identity.claim(config(tmp_path), DATA)
+    identity.claim_run_dir(config(tmp_path), DATA)
     changed = [
         "train.logging_steps=3",
         "train.project=x",
         "train.profile.steps=[1,2]",
         "data.root=/elsewhere",
     ]
-    identity.compare(config(tmp_path, *changed, "model.attn_implementation=eager"), DATA)
+    identity.check_run_dir(config(tmp_path, *changed, "model.attn_implementation=eager"), DATA)
     free = marked(RunConfig, FREE)
     assert {"output_dir", "data", "train.micro_batch_size", "train.save_steps", "train.copy_to"} <= free
     assert not free & {"train.learning_rate", "train.global_batch_size", "train.seed", "train.max_steps"}
@@ -158,10 +158,10 @@ def test_free_fields_may_change(tmp_path: Path) -> None:
 
 
 def test_checkpoints_without_their_config_are_refused(tmp_path: Path) -> None:
-    identity.compare(config(tmp_path), DATA)  # a new directory
+    identity.check_run_dir(config(tmp_path), DATA)  # a new directory
     written(tmp_path, {})
     with refused("config-missing"):
-        identity.compare(config(tmp_path), DATA)
+        identity.check_run_dir(config(tmp_path), DATA)
 
 
 def written(run_dir: Path, state: dict) -> Path:
@@ -184,9 +184,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     for other in (saved._replace(groups=[6]), saved._replace(frozen=1)):
         with refused("changed-base"):
             checkpoint.check_engine(other, engine)
-    assert checkpoint.loadable(saved, saved.ranks, "Muon") == (saved.directory, False)
+    assert checkpoint.choose_source(saved, saved.ranks, "Muon") == (saved.directory, False)
     with refused("muon-ranks"):
-        checkpoint.loadable(saved, saved.ranks + 1, "Muon")
+        checkpoint.choose_source(saved, saved.ranks + 1, "Muon")
     with refused("other-version"):
         checkpoint.read_saved(written(tmp_path, {k: v for k, v in STATE_NOW.items() if k != "groups"}))
 
@@ -230,7 +230,7 @@ def recipe(folder: Path, *overrides: str) -> RunConfig:
 def begun(config: RunConfig) -> None:
     """Begin as a run's first launch does."""
     config.output_dir.mkdir(exist_ok=True)
-    identity.claim(config, check_run(config, 1).identity)
+    identity.claim_run_dir(config, check_run(config, 1).identity)
     check_run(config, 1)
 
 
@@ -328,7 +328,7 @@ def test_secrets_are_kept_out_of_what_is_written(tmp_path: Path, monkeypatch: py
         assert caught.value.code == "secret" and "hunter2" not in str(caught.value)
     monkeypatch.setenv("HF_TOKEN", "hf_" + "s3cret" * 6)
     written = config(tmp_path)
-    identity.claim(written, {"data": "f"})
+    identity.claim_run_dir(written, {"data": "f"})
     text = (tmp_path / CONFIG).read_text() + dump_config(written) + _model_card(written, {"step": 1})
     assert "s3cret" not in text
 
@@ -387,7 +387,7 @@ def test_prompts_begin_as_documents_do_and_fit(prepared: Path) -> None:
 
     def prompts(*texts: str, tokens: int = 4) -> list[list[int]]:
         overrides = [f"train.sample_prompts={json.dumps(texts)}", f"train.sample_tokens={tokens}"]
-        return sample_prompt_ids(load_config(prepared, overrides))
+        return encode_sample_prompts(load_config(prepared, overrides))
 
     bos = load_tokenizer(prepared.parent / "data" / "tokenizer").bos_token_id
     assert prompts("", "The man")[0] == [bos] == prompts("The man")[0][:1]

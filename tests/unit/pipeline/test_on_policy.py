@@ -1,4 +1,4 @@
-"""Batches that the model writes itself: what is drawn, from where, and that rows stay rows."""
+"""Batches that the model writes itself: what is sample_tokens, from where, and that rows stay rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from emo.common.labels import IGNORE
-from emo.pipeline.batches.on_policy import continued, drawn, ends_of, prompts_of, repacked, uniforms
+from emo.pipeline.batches.on_policy import (
+    draw_uniforms,
+    find_end_tokens,
+    find_prompts,
+    generate_texts,
+    repack_rows,
+    sample_tokens,
+)
 from emo.pipeline.engine.hardware import ACCELERATORS
 from emo.pipeline.loss import plan_tokens
 from emo.pipeline.loss.models.head import BOUNDS, segments
@@ -27,17 +34,21 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
     count = 100_000
     numbers = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     for temperature in (1.0, 0.5):
-        tokens = drawn(logits.expand(count, -1), numbers, temperature)
+        tokens = sample_tokens(logits.expand(count, -1), numbers, temperature)
         shares = torch.bincount(tokens, minlength=5) / count
         assert torch.allclose(shares, torch.softmax(logits / temperature, 0), atol=2e-5)
     ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert drawn(logits.expand(2, -1), ends, 1.0).tolist() == [0, 3]
+    assert sample_tokens(logits.expand(2, -1), ends, 1.0).tolist() == [0, 3]
 
 
 def test_random_numbers_are_those_of_a_place() -> None:
-    first, second = uniforms(1, 7, [(3, 0), (3, 1)], 5), uniforms(1, 7, [(3, 1)], 9)
+    first, second = draw_uniforms(1, 7, [(3, 0), (3, 1)], 5), draw_uniforms(1, 7, [(3, 1)], 9)
     assert torch.equal(first[1:], second[:, :5]) and not torch.equal(first[0], first[1])
-    for other in (uniforms(2, 7, [(3, 1)], 5), uniforms(1, 8, [(3, 1)], 5), uniforms(1, 7, [(4, 1)], 5)):
+    for other in (
+        draw_uniforms(2, 7, [(3, 1)], 5),
+        draw_uniforms(1, 8, [(3, 1)], 5),
+        draw_uniforms(1, 7, [(4, 1)], 5),
+    ):
         assert not torch.equal(other, first[1:])
 
 
@@ -64,11 +75,11 @@ def test_texts_are_what_a_naive_sampler_writes(name: str) -> None:
     block = model.config.max_position_embeddings
     V = model.config.vocab_size
     prompts = [np.arange(n) % V for n in (3, 1, 9, block - 4)]
-    numbers = uniforms(0, 0, [(row, 0) for row in range(4)], 24)
-    endless = continued(model, prompts, numbers, torch.full((4, 2), -1), 0.8, block)
+    numbers = draw_uniforms(0, 0, [(row, 0) for row in range(4)], 24)
+    endless = generate_texts(model, prompts, numbers, torch.full((4, 2), -1), 0.8, block)
     assert list(map(len, endless)) == [24, 24, 24, 4]
     ends = torch.tensor([[-1, -1], [endless[1][6], -1], [-1, endless[2][9]], [-1, -1]])  # each has another
-    texts = continued(model, prompts, numbers, ends, 0.8, block)
+    texts = generate_texts(model, prompts, numbers, ends, 0.8, block)
     each = zip(prompts, numbers, (-1, endless[1][6], endless[2][9], -1), strict=True)
     assert texts == [naive(model, p, n, end, block) for p, n, end in each]
     assert len(texts[1]) <= 7 and texts[1][-1] == endless[1][6]
@@ -112,7 +123,7 @@ def micro_batch() -> dict[str, Any]:
 
 
 def test_prompts_end_where_supervision_begins() -> None:
-    prompts = prompts_of(micro_batch())
+    prompts = find_prompts(micro_batch())
     assert [(p.row, p.ids.tolist()) for p in prompts] == [(0, [0, 1, 2]), (0, [5, 6]), (1, [12, 13, 14, 15])]
     assert [p.last for p in prompts] == [4, 8, 19]
 
@@ -124,16 +135,16 @@ def test_a_template_ends_turns_with_a_token_of_its_own() -> None:
     labels[0, 7:10] = ids[0, 8:11]
     labels[1, 3:6] = ids[1, 4:7]
     bounds, _ = segments(torch.arange(12).repeat(2, 1))
-    prompts = prompts_of({"input_ids": ids, BOUNDS: bounds, "labels": plan_tokens(labels)})
+    prompts = find_prompts({"input_ids": ids, BOUNDS: bounds, "labels": plan_tokens(labels)})
     assert [p.last for p in prompts] == [4, 18]
-    assert ends_of(prompts, 0, {4, 10}).tolist() == [[0, 4], [0, -1]]
-    assert ends_of(prompts, None, ()).tolist() == [[-1, -1], [-1, -1]]
-    assert ends_of([], 7, ()).tolist() == [[7, -1]]  # of the text that a rank without prompts writes
+    assert find_end_tokens(prompts, 0, {4, 10}).tolist() == [[0, 4], [0, -1]]
+    assert find_end_tokens(prompts, None, ()).tolist() == [[-1, -1], [-1, -1]]
+    assert find_end_tokens([], 7, ()).tolist() == [[7, -1]]  # of the text that a rank without prompts writes
 
 
 def test_rows_hold_what_fits_of_prompts_and_texts() -> None:
     micro = micro_batch()
-    result = repacked(micro, prompts_of(micro), [[90, 91, 92, 93, 94, 95], [96, 97], [98]])
+    result = repack_rows(micro, find_prompts(micro), [[90, 91, 92, 93, 94, 95], [96, 97], [98]])
     ids, positions = result["input_ids"].tolist(), result["position_ids"].tolist()
     assert ids == [[0, 1, 2, 90, 91, 92, 93, 94, 95, 0, 0, 0], [12, 13, 14, 15, 98, *[0] * 7]]
     assert positions == [[*range(9), 0, 1, 2], [*range(5), *range(7)]]

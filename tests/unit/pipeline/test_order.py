@@ -19,12 +19,19 @@ from emo.data_prep.config import DataConfig
 from emo.data_prep.shards.format import open_prepared
 from emo.pipeline.batches.config import MixtureConfig
 from emo.pipeline.batches.loader import Batches, Loader, check_content, rank_rows
-from emo.pipeline.batches.order import BatchOrder, Domain, Holding, MixedOrder, mixture_flow, normalised
+from emo.pipeline.batches.order import (
+    BatchOrder,
+    Domain,
+    MixedOrder,
+    MixtureStart,
+    mixture_flow,
+    normalized_shares,
+)
 from emo.pipeline.config import TrainConfig
 from emo.pipeline.control.run_dir import DATA_HASHES
 from emo.pipeline.control.world import World
 from emo.pipeline.model.objective_config import RampConfig
-from emo.pipeline.planning.checks import steps_of
+from emo.pipeline.planning.checks import count_steps
 from tests.helpers.corpus import prepared, texts, write_jsonl
 from tests.helpers.refusals import refused
 
@@ -68,7 +75,7 @@ def mixtures(draw: st.DrawFn, names: tuple[str, ...], epochs: bool = False) -> M
 
 
 def mixed(rows: Rows, *history: tuple[int, MixtureConfig | None], seed: int = 3) -> MixedOrder:
-    return MixedOrder(*rows, names_of(rows), BATCH, seed, [Holding(*holding) for holding in history])
+    return MixedOrder(*rows, names_of(rows), BATCH, seed, [MixtureStart(*holding) for holding in history])
 
 
 def names_of(rows: Rows) -> tuple[str, ...]:
@@ -133,7 +140,7 @@ def test_shares_are_within_one_percent_over_1000_steps(uneven: bool, by: str) ->
 def test_temperature_flattens_shares() -> None:
     domains = [Domain("home", 10, 16_000), Domain("abroad", 10, 1000)]
     for temperature, expected in ((1e-3, 1), (1, 16 / 17), (2, 4 / 5), (1e9, 1 / 2)):
-        (home, _), (abroad, _) = normalised(mixture(temperature=temperature), domains)
+        (home, _), (abroad, _) = normalized_shares(mixture(temperature=temperature), domains)
         assert home == pytest.approx(expected, rel=1e-6) and home + abroad == pytest.approx(1)
 
 
@@ -164,7 +171,7 @@ def test_the_domains_that_are_left_keep_their_proportion() -> None:
     domain = np.repeat([0, 1, 2], [50, 5000, 5000])
     shares = {"home": 0.5, "abroad": 0.4, "sea": 0.1}
     order = mixed((domain, np.full(len(domain), 9)), (0, mixture(shares=shares, max_epochs={"home": 2})))
-    before, after, late = (order.taken(step) for step in (24, 26, 326))
+    before, after, late = (order.count_rows(step) for step in (24, 26, 326))
     assert before.tolist() == pytest.approx([96, 77, 19], abs=1) and after[0] == 100
     assert (late - after).tolist() == pytest.approx([0, 1920, 480], abs=1)
 
@@ -181,7 +188,7 @@ def test_domains_alternate_so_that_ranks_get_equal_shares() -> None:
 def test_domains_that_do_not_fit_are_refused(names: list[str]) -> None:
     rows = (np.repeat([0, 1], 20), np.full(40, 5))
     with refused("mixture-domains"):
-        history = [Holding(0, mixture(shares=dict.fromkeys(names, 1)))]
+        history = [MixtureStart(0, mixture(shares=dict.fromkeys(names, 1)))]
         MixedOrder(*rows, ("home", "abroad", "empty"), BATCH, 0, history)
 
 
@@ -261,11 +268,11 @@ def test_a_shard_changed_in_place_stops_every_start(
 def test_an_epoch_sees_every_row(rows: int, batch: int, epochs: float, steps: int) -> None:
     """The last step holds rows of the next epoch; only a mixture, whose domains may be used up, is cut."""
     keys: dict[str, Any] = {"num_train_epochs": epochs, "global_batch_size": batch}
-    assert steps_of(TrainConfig(**keys), rows) == steps
+    assert count_steps(TrainConfig(**keys), rows) == steps
     order = BatchOrder(rows, batch, 0)
     seen = np.concatenate([order.step_rows(step) for step in range(steps)])
     assert epochs < 1 or np.bincount(seen, minlength=rows).min() == epochs
     mixture = MixtureConfig(temperature=1)
-    assert steps_of(TrainConfig(**keys, mixture=mixture), rows) == int(epochs * rows / batch)
+    assert count_steps(TrainConfig(**keys, mixture=mixture), rows) == int(epochs * rows / batch)
     with pytest.raises(UserError):
-        steps_of(TrainConfig(**keys), 1)
+        count_steps(TrainConfig(**keys), 1)
