@@ -1,4 +1,4 @@
-"""The keys of a recipe that say which rows each step trains on."""
+"""The keys of a recipe for the rows of each step."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class MixtureConfig(Section):
             if min(shares) < 0 or not any(shares):
                 raise ValueError("shares must not be negative, and not all of them 0")
         if min(self.max_epochs.values(), default=1) < 1:
-            raise ValueError("max_epochs must be above 0; a share of 0 leaves a domain out")
+            raise ValueError("max_epochs must be above 0. Set the share to 0 to leave a domain out")
         return self
 
     @property
@@ -104,7 +104,7 @@ def solve_batch(batch: int, micro: int, ranks: int) -> Batch:
     """
     if batch < ranks:
         problem = f"train.global_batch_size={batch} is less than one row for each of {ranks} ranks"
-        raise UserError(f"{problem}; set it to {ranks} or more, or start fewer ranks", code="batch-ranks")
+        raise UserError(f"{problem}. Set it to {ranks} or more, or start fewer ranks", code="batch-ranks")
     rows = math.ceil(batch / ranks)  # per rank
     accumulation = math.ceil(rows / micro)
     return Batch(batch, math.ceil(rows / accumulation), accumulation, ranks)

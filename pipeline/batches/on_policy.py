@@ -76,11 +76,7 @@ def find_end_tokens(prompts: Sequence[Prompt], eos: int | None, special: Contain
 def draw_uniforms(seed: int, step: int, slots: Sequence[tuple[int, int]], tokens: int) -> Tensor:
     """Return random numbers in [0, 1) for the tokens of documents, float64 [n, tokens].
 
-    Args:
-        seed: seed of the run.
-        step: the step.
-        slots: row of the global batch, and number of the document in this row.
-        tokens: numbers per document.
+    slots: the row of each document in the global batch, and its number in this row.
     """
     rows = []
     for row, number in slots:
@@ -118,7 +114,7 @@ def generate_texts(
         uniforms: random numbers, float64 [n, tokens]. A text has at most `tokens` tokens.
         ends: tokens that end each text, int64 [n, e].
         temperature: of sampling.
-        block: most tokens of a prompt and its text.
+        block: largest number of tokens of a prompt and its text.
         should_stop: returns whether to stop, given whether all texts here have ended. Under ZeRO-3 all ranks
             continue together.
         options: further arguments of `run`.
@@ -133,7 +129,7 @@ def generate_texts(
         cache = getattr(out, "past_key_values", None)
         if cache is None:
             problem = "objective.on_policy needs a model with a cache of keys and values"
-            raise UserError(f"{problem}; remove it, or take another model", code="no-cache")
+            raise UserError(f"{problem}. Remove it, or choose another model", code="no-cache")
         inputs = sample_tokens(out.logits[:, -1], uniform, temperature)[:, None]
         written = torch.cat((written, inputs), 1)
         ended |= (inputs == ends).any(1)

@@ -68,10 +68,10 @@ class BatchOrder:
 
 
 class MixtureStart(NamedTuple):
-    """The step from which a mixture is used. None: no mixture, all rows in one permutation."""
+    """The step from which a mixture is used."""
 
     step: int
-    mixture: MixtureConfig | None
+    mixture: MixtureConfig | None  # None: all rows in one permutation
 
 
 class Domain(NamedTuple):
@@ -176,16 +176,13 @@ def normalized_shares(mixture: MixtureConfig, domains: Sequence[Domain]) -> list
 
 
 class DomainStream:
-    """The endless sequence of the rows of one domain, epoch after epoch."""
+    """The endless sequence of the rows of one domain, epoch after epoch.
+
+    `rows` [n] are numbers in the data, and `sizes` [n] the positive amount of each row. `order` returns the
+    order of an epoch, as indices into `rows`.
+    """
 
     def __init__(self, rows: np.ndarray, sizes: np.ndarray, order: Callable[[int], np.ndarray]) -> None:
-        """Create the stream.
-
-        Args:
-            rows: numbers of the rows in the data, int64 [n], n > 0.
-            sizes: amount of each row, int64 [n], above 0.
-            order: returns the order of an epoch: indices into `rows`, int64 [n].
-        """
         self.rows = rows
         self.amount = int(sizes.sum())
         self._sizes = sizes = _shrink(sizes)
@@ -242,10 +239,7 @@ class Portion(NamedTuple):
 
 
 class MixedOrder:
-    """The rows of each step with a mixture.
-
-    When the mixture changes, each domain continues where it was.
-    """
+    """The rows of each step with a mixture. If the mixture changes, each domain continues where it was."""
 
     def __init__(
         self,
@@ -360,7 +354,7 @@ class MixedOrder:
                 if time > period.flow.times[-1] and not period.flow.rates[-1].any():
                     steps = (rows - missing) // self.batch
                     problem = f"the domains of train.mixture last for {steps:,} steps"
-                    raise UserError(f"{problem}; raise max_epochs, or set train.max_steps to that")
+                    raise UserError(f"{problem}. Raise max_epochs, or set train.max_steps to that")
             else:
                 high, high_counts = time, counts
             time += missing / self.batch  # exact if rows come evenly

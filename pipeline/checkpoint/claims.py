@@ -56,7 +56,7 @@ def compare_keys(where: Path | str, recorded: Mapping[str, Any], newest: int, co
             mixture_changed = True
         else:
             problem = f"{where} was started with {key}={before}, but the recipe has {now}"
-            mistakes.append(UserError(f"{problem}; restore it, {NEW_DIRECTORY}", code="changed-key"))
+            mistakes.append(UserError(f"{problem}. Restore it, {NEW_DIRECTORY}", code="changed-key"))
     if mixture_changed and train.mixture is None:
         cure = f"set train.mixture={{temperature: 1}} for all domains in proportion, {NEW_DIRECTORY}"
         mistakes.append(UserError(f"{where} was trained with a mixture; {cure}", code="mixture-gone"))

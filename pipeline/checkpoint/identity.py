@@ -61,7 +61,7 @@ PARTS = {
     "cost": "cost embedding (model.path or objective.cost)",
     "teacher": "teacher (the weights of objective.teacher)",
 }
-# Keys of a model's or an adapter's configuration that say where it is from and how it is stored.
+# Keys of a model's or an adapter's configuration that describe its origin and storage.
 NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 NOT_ADAPTERS = ("base_model_name_or_path", "inference_mode", "peft_version", "revision")
 
@@ -159,7 +159,7 @@ def check_run_dir(config: RunConfig, identity: Identity) -> None:
         check_config_file(run_dir, run_dir / CONFIG, newest, config, identity)
     elif newest:
         problem = f"{run_dir} has checkpoints but no {CONFIG}, which they were trained with"
-        raise UserError(f"{problem}; restore it, {NEW_DIRECTORY}", code="config-missing")
+        raise UserError(f"{problem}. Restore it, {NEW_DIRECTORY}", code="config-missing")
 
 
 def check_config_file(
@@ -186,14 +186,14 @@ def check_unchanged(where: Path | str, before: Any, now: Identity) -> None:
     """
     if not isinstance(before, dict):
         problem = f"{where} does not record what it was trained with, so another version of emo wrote it"
-        raise UserError(f"{problem}; continue it with that version, {NEW_DIRECTORY}", code="other-version")
+        raise UserError(f"{problem}. Continue it with that version, {NEW_DIRECTORY}", code="other-version")
     changed = []
     for part, value in now.items():
         if part not in before or before[part] != value:
             trees = {part: before.get(part)}, {part: value}
             key, was, is_now = next(iterate_changes(*trees), (part, "not known", shown(value)))
             problem = f"{where} was trained with another {PARTS[part]}: {key} was {was} and is {is_now}"
-            changed.append(UserError(f"{problem}; restore it, {NEW_DIRECTORY}", code=f"changed-{part}"))
+            changed.append(UserError(f"{problem}. Restore it, {NEW_DIRECTORY}", code=f"changed-{part}"))
     if changed:
         raise UserError.of(changed)
 

@@ -165,7 +165,7 @@ class Saver:
             raise error
 
     def finish_copies(self, stopped: Callable[[], bool]) -> None:
-        """Wait for copies until they stall or a rank is asked to stop. All ranks must call."""
+        """Wait for copies until they stall or a rank has to stop. All ranks must call."""
         uploads, wait = self._uploads, 0.1
         while True:
             progressing = uploads is not None and uploads.is_progressing()
@@ -291,7 +291,7 @@ def newest_valid(run_dir: Path, world: World) -> Saved | None:
             return read_saved(directory)
         log.warning("%s is not used: %s", directory.name, reason)
     if directories:
-        log.warning("no valid checkpoint in %s; restarting from step 0", run_dir)
+        log.warning("no valid checkpoint in %s, restarting from step 0", run_dir)
     return None
 
 
@@ -338,7 +338,7 @@ def read_saved(directory: Path) -> Saved:
     state = read_json(directory / STATE)
     if state.keys() != set(Saved._fields[1:]):
         problem = f"{directory} was written by another version of emo"
-        raise UserError(f"{problem}; continue it with that version, {NEW_DIRECTORY}", code="other-version")
+        raise UserError(f"{problem}. Continue it with that version, {NEW_DIRECTORY}", code="other-version")
     return Saved(directory, **state)
 
 
@@ -349,7 +349,7 @@ def check_identity(saved: Saved | None, identity: Identity) -> None:
         if other != first:
             part = next(part for part in first if other.get(part) != first[part])
             problem = f"hosts have different {PARTS[part]}"
-            raise UserError(f"{problem}; make the files identical on all hosts", code=f"hosts-{part}")
+            raise UserError(f"{problem}. Make the files identical on all hosts", code=f"hosts-{part}")
     if saved is not None:
         check_unchanged(saved.directory, saved.identity, identity)
 
@@ -391,4 +391,4 @@ def check_engine(saved: Saved, engine: Engine) -> None:
     """Raise UserError if the checkpoint has other groups of parameters or other frozen weights."""
     if (saved.groups, saved.frozen) != (engine.groups, engine.frozen):
         problem = f"{saved.directory} has adapters or parameters of another base model than model.path"
-        raise UserError(f"{problem}; restore the old weights, {NEW_DIRECTORY}", code="changed-base")
+        raise UserError(f"{problem}. Restore the old weights, {NEW_DIRECTORY}", code="changed-base")

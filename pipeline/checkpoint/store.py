@@ -23,7 +23,7 @@ class Store(ABC):
 
     @abstractmethod
     def list_files(self, directory: str) -> dict[str, int]:
-        """Return the size in bytes of every file below `directory`, by full name; "" lists all files."""
+        """Return the size in bytes of every file below `directory`, by full name. "" lists all files."""
 
     @abstractmethod
     def read(self, name: str) -> bytes | None:

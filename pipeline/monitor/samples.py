@@ -58,7 +58,7 @@ class Samples(Component):
         self.sample(state)
 
     def sample(self, state: RunState) -> None:
-        """Continue every prompt and record the texts; all ranks must call."""
+        """Continue every prompt and record the texts. All ranks must call."""
         if self._tokenizer is None:
             return
         rows = self._continue_prompts()

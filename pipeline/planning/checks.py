@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResolvedRecipe:
-    """What a recipe means on a number of ranks, without its data."""
+    """A recipe resolved for a number of ranks, without its data."""
 
     batch: Batch
     ds_config: dict[str, Any]
@@ -133,7 +133,7 @@ def check_run(config: RunConfig, ranks: int) -> TrainingRun:
 
 
 def check_plan(config: RunConfig, ranks: int, here: bool = False) -> PlannedRun:
-    """Resolve the recipe for a plan on `ranks` ranks; a model or data that are not there are skipped.
+    """Resolve the recipe for a plan on `ranks` ranks. A missing model or missing data are skipped.
 
     here: the run would start on this host, which must have what training needs.
     Raises UserError for whatever would stop the run.
@@ -167,7 +167,7 @@ def check_plan(config: RunConfig, ranks: int, here: bool = False) -> PlannedRun:
 
 
 def _check_settings(config: RunConfig, ranks: int, here: bool) -> tuple[Batch, dict[str, Any]]:
-    """Return the batch and the DeepSpeed configuration; check what this host must have if `here`."""
+    """Return the batch and the DeepSpeed configuration. If `here`, also check this host."""
     batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, ranks)
     ds_config = deepspeed_config(config, batch)
     if here:
@@ -197,10 +197,10 @@ def _resolve_model(
         config: the configuration of the run.
         batch: rows of a step.
         ds_config: the resolved DeepSpeed configuration.
-        objective: what is minimised.
+        objective: the objective.
         sets: the data sets that the model must be able to read.
-        local: the model must be at hand.
-        here: this host must have the attention that the recipe asks for.
+        local: whether the model must be available.
+        here: whether this host must have the attention of the recipe.
     """
     hf_config = model_config(config.model, online=local)
     check_context(hf_config, config.data.sequence_len)
@@ -235,7 +235,7 @@ def count_steps(train: TrainConfig, rows: int) -> int:
     batches = epochs * rows / train.global_batch_size
     if batches < 1:
         amount = f"{counted(rows, 'row')} x {counted(epochs, 'epoch')}"
-        raise UserError(f"{amount} are less than a batch; set a smaller train.global_batch_size")
+        raise UserError(f"{amount} are less than a batch. Set a smaller train.global_batch_size")
     # Without a mixture, the last step has rows of the next epoch if needed, so that every row is seen.
     return math.ceil(batches - 1e-9) if train.mixture is None else int(batches)
 
@@ -261,7 +261,7 @@ def _open_data(config: RunConfig) -> tuple[TokenDataset, dict[str, TokenDataset]
             problem = f"{directory} is not the tokenizer that the rows next to it were prepared with"
             raise UserError(f"{problem}; {AGAIN} --force", code="changed-tokenizer")
     if not data.valid.sum():
-        raise UserError(f"{data.directory} has no supervised tokens; check data.sources")
+        raise UserError(f"{data.directory} has no supervised tokens. Check data.sources")
     return data, validation
 
 
@@ -278,7 +278,7 @@ def encode_sample_prompts(config: RunConfig) -> list[list[int]]:
     for number, ids in enumerate(prompts):
         if not ids or len(ids) + train.sample_tokens > limit:
             raise UserError(
-                f"train.sample_prompts[{number}] has {len(ids)} tokens; it needs at least one, and with "
+                f"train.sample_prompts[{number}] has {len(ids)} tokens, but needs at least one, and with "
                 f"train.sample_tokens={train.sample_tokens} at most data.sequence_len={limit}",
                 code="sample-prompts",
             )
@@ -323,7 +323,7 @@ def _build_meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Modu
 
 
 def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
-    """Read the cost embedding once, to find mistakes, if it exists already. `local`: it must be available."""
+    """Read the cost embedding once, to find mistakes, if it exists already. If `local`, it must be available."""
     source, path = config.objective.cost, config.model.path
     if source in ("constant", "numbers", "live") or (source in ("pretrained", "permuted") and path is None):
         return  # costs without a file, or from weights that the run will create
@@ -335,7 +335,7 @@ def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
     is_file = Path(source).suffix in FILES
     if not Path(source).exists() and (is_file or (local and (source[0] in "/.~" or source.count("/") > 1))):
         raise UserError(
-            f"objective.cost={source} does not exist; give one of {', '.join(COSTS)}, a directory or "
+            f"objective.cost={source} does not exist. Set one of {', '.join(COSTS)}, a directory or "
             f"Hub id of a model, or a file with one matrix ({', '.join(FILES)})"
         )
     if not (local or is_file or Path(source).exists()):
@@ -351,7 +351,7 @@ def _check_cost_tokenizer(config: RunConfig, source: str) -> None:
     try:
         other = load_tokenizer(source)
     except UserError:
-        log.warning("objective.cost=%s has no tokenizer: cannot check that its costs fit the data", source)
+        log.warning("objective.cost=%s has no tokenizer, cannot check that its costs fit the data", source)
         return
     special = {*tokenizer.added_tokens_decoder, *other.added_tokens_decoder}
     names = {token: name for name, token in other.get_vocab().items()}
@@ -374,7 +374,7 @@ def rehearse_export(model: nn.Module, config: RunConfig) -> None:
 
 
 def _export_and_reload(base: PreTrainedModel, config: RunConfig) -> dict[str, list[int]]:
-    """Write the files of an export except weights; return the shapes in the model that they describe."""
+    """Write the files of an export except weights. Return the shapes in the model that they describe."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         try:
@@ -399,7 +399,7 @@ def _exported_shapes(model: nn.Module) -> dict[str, list[int]]:
         sharing = names[id(tensor.parts[0])]
         if len(tensor.parts) > 1 and len(sharing) > 1:  # adapters of one name would change the other
             problem = f"{' and '.join(sharing)} are one tensor, and adapters on one cannot be exported"
-            raise UserError(f"model.lora.targets: {problem}; leave it out of the targets")
+            raise UserError(f"model.lora.targets: {problem}. Remove it from the targets")
         parts = [torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for p in tensor.parts]
         shapes[tensor.name] = list(tensor.merged(*parts).shape)
     return shapes
