@@ -323,7 +323,7 @@ def _build_meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Modu
 
 
 def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
-    """Read the cost embedding once, to find mistakes, if it exists already. If `local`, it must be available."""
+    """Read the cost embedding once, if it exists already. If `local`, it must be available."""
     source, path = config.objective.cost, config.model.path
     if source in ("constant", "numbers", "live") or (source in ("pretrained", "permuted") and path is None):
         return  # costs without a file, or from weights that the run will create
