@@ -196,9 +196,7 @@ def copy_checkpoint(
     else:
         store.write(markers[part], [marker])
     listed = json.loads(marker)["files"]
-    by_size = sorted(
-        listed, key=lambda file: (-listed[file]["size"], file)
-    )  # so that parts are equally large
+    by_size = sorted(listed, key=lambda file: (-listed[file]["size"], file))  # balances the parts
     files = [f for f in by_size[part::parts] if present.get(f"{name}/{f}") != listed[f]["size"]]
 
     def copy_file(file: str) -> None:

@@ -308,9 +308,7 @@ def test_a_full_disk_is_a_failure_and_a_read_only_one_a_mistake(
     assert isinstance(caught.value, FailureError) == passes
 
 
-def test_the_heartbeat_shows_the_activity_and_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_heartbeat_shows_activity_and_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread renews it. A container gets a copy."""
     run, copy = tmp_path / "run", tmp_path / "copy.json"
     run.mkdir()

@@ -48,9 +48,7 @@ def test_random_numbers_depend_on_seed_step_and_slot() -> None:
         assert not torch.equal(draw_uniforms(seed, step, [(row, 1)], 5), first[1:])
 
 
-def sample_naively(
-    model: torch.nn.Module, prompt: np.ndarray, numbers: Tensor, end: int, block: int
-) -> list[int]:
+def sample_naively(model: Any, prompt: np.ndarray, numbers: Tensor, end: int, block: int) -> list[int]:
     """Sample one text without a cache."""
     ids = prompt.tolist()
     for number in numbers.tolist()[: block - len(prompt)]:
@@ -65,6 +63,7 @@ def sample_naively(
     return ids[len(prompt) :]
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
 def test_texts_equal_those_of_a_naive_sampler(name: str) -> None:
     """Prompts have several lengths. One text ends at the model's context."""
