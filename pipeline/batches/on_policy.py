@@ -252,8 +252,8 @@ class OnPolicy:
             )
         return texts[: len(prompts)]
 
-    def _all_ended(self, here: bool) -> bool:
-        """Return whether the texts of all ranks have ended."""
-        running = torch.tensor(int(not here), device=self.trainer.world.device)
+    def _all_ended(self, ended: bool) -> bool:
+        """Return whether the texts of all ranks have ended. `ended`: those of this rank have."""
+        running = torch.tensor(int(not ended), device=self.trainer.world.device)
         dist.all_reduce(running)
         return not int(running)

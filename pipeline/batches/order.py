@@ -117,11 +117,9 @@ def mixture_flow(
         while ran_out:
             columns = zip(limits, due[-1], weights, strict=True)
             left = [limit - amount if weight else math.inf for limit, amount, weight in columns]
-            weights = [0.0 if rest <= 0 else w for rest, w in zip(left, weights, strict=True)]
-            terms = [w * d.rows / d.amount for w, d in zip(weights, domains, strict=True) if w]
-            rows = math.fsum(terms)  # of a step, if the weights add up to 1
-            rate = [batch * w / rows if w else 0.0 for w in weights]
-            lasts = [rest / r if r else math.inf for rest, r in zip(left, rate, strict=True)]  # steps
+            weights = [0.0 if amount <= 0 else w for amount, w in zip(left, weights, strict=True)]
+            rate = _rates(weights, domains, batch)
+            lasts = [amount / r if r else math.inf for amount, r in zip(left, rate, strict=True)]  # steps
             stop = min(times[-1] + min(lasts), start + last)
             rates.append(np.array(rate))
             if stop == math.inf or not any(rate):  # the last stair, or all domains have run out
@@ -134,6 +132,13 @@ def mixture_flow(
             times.append(stop)
             due.append(reached)
     raise AssertionError("the last stair has no end")
+
+
+def _rates(weights: Sequence[float], domains: Sequence[Domain], batch: int) -> list[float]:
+    """Return the amount of each domain per step of `batch` rows, in proportion to `weights`: g_d above."""
+    terms = [w * d.rows / d.amount for w, d in zip(weights, domains, strict=True) if w]
+    rows = math.fsum(terms)  # of a step, if the weights add up to 1
+    return [batch * w / rows if w else 0.0 for w in weights]
 
 
 def _stairs(ramps: Sequence[Ramp]) -> list[float]:

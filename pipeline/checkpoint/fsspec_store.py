@@ -23,10 +23,10 @@ class FsspecStore(Store):
     def list_files(self, directory: str) -> dict[str, int]:
         self._system.invalidate_cache()
         try:
-            found = self._system.find(f"{self._root}/{directory}".rstrip("/"), detail=True)
+            files = self._system.find(f"{self._root}/{directory}".rstrip("/"), detail=True)
         except FileNotFoundError:
             return {}
-        return {path.removeprefix(f"{self._root}/"): info["size"] for path, info in found.items()}
+        return {path.removeprefix(f"{self._root}/"): info["size"] for path, info in files.items()}
 
     def read(self, name: str) -> bytes | None:
         self._system.invalidate_cache()
