@@ -93,7 +93,7 @@ def test_an_interrupted_removal_leaves_no_valid_checkpoint(
 
 
 class DictStore(Store):
-    """The example of CONTRIBUTING.md: a store in memory."""
+    """A custom store that keeps files in memory. Writes wait while `may_write` is cleared."""
 
     files: ClassVar[dict[str, bytes]] = {}
     may_write = threading.Event()
@@ -125,9 +125,6 @@ def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
     DictStore.files.clear()
     DictStore.may_write.set()
     return str(tmp_path / "copies") if request.param == "directory" else request.param
-
-
-only_dict = pytest.mark.parametrize("target", ["dict://runs"], indirect=True)
 
 
 def wait_for_uploads(uploads: Uploads) -> None:
@@ -215,7 +212,7 @@ def test_hosts_copy_parts_of_the_same_checkpoints(tmp_path: Path, target: str) -
     assert RunCopy(target).checkpoints() == ["step-000003", "step-000001"] and not hosts[0].find_missing()
 
 
-@only_dict
+@pytest.mark.parametrize("target", ["dict://runs"], indirect=True)
 def test_a_checkpoint_is_not_pruned_while_it_is_copied(tmp_path: Path, target: str) -> None:
     run = tmp_path / "run"
     write(run, 1)
