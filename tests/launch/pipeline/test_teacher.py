@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("model", {}),
         ("teacher", {"vocab_size": shape["vocab_size"] + 8, "num_hidden_layers": 1}),
     ):
-        tiny_llama(**shape | changes, initializer_range=0.2).save_pretraining_records(directory / name)
+        tiny_llama(**shape | changes, initializer_range=0.2).save_pretrained(directory / name)
     for file in (directory / "data/tokenizer").glob("*"):
         shutil.copy(file, directory / "teacher")
     tree["model"] = {"path": str(directory / "model"), "dtype": "float32"}
@@ -186,9 +186,9 @@ def test_a_run_does_not_resume_with_another_teacher(folder: Path) -> None:
     done = launching.run_alone(*options)
     assert done.returncode == ExitCode.DONE, done.stdout
     shutil.rmtree(folder / "changed" / EXPORT)
-    model = AutoModelForCausalLM.from_pretraining_records(moved)
+    model = AutoModelForCausalLM.from_pretrained(moved)
     model.get_output_embeddings().weight.data.mul_(2)
-    model.save_pretraining_records(moved)
+    model.save_pretrained(moved)
     done = launching.run_alone(*options)
     assert done.returncode == ExitCode.MISTAKE and "teacher" in done.stdout, done.stdout
 
