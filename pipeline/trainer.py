@@ -36,8 +36,8 @@ from .checkpoint.saver import (
     Saver,
     check_engine,
     check_identity,
+    choose_source,
     fetch_newest,
-    loadable,
     make_universal,
     newest_valid,
 )
@@ -166,7 +166,7 @@ class Trainer:
         def take_directory() -> None:
             self.lock.acquire()
             copies.restore(config, self.plan.identity)
-            identity.compare(config, self.plan.identity)  # again: another launch may have held the lock
+            identity.check_run_dir(config, self.plan.identity)  # again: another launch may have held the lock
             if not (config.output_dir / CONFIG).is_file():  # left by a launch that never claimed the run
                 shutil.rmtree(config.output_dir / INITIAL, ignore_errors=True)
             self.launch.report_previous_failure()
@@ -176,7 +176,7 @@ class Trainer:
 
         run_on_main(self.world, take_directory)
         self.lock.start_heartbeat(self.world.rank)
-        mixtures = gather_objects(identity.mixtures(config))[0]  # a restored copy may have more of them
+        mixtures = gather_objects(identity.mixture_history(config))[0]  # a copy may have more
         self.plan = self.plan.with_mixtures(config, mixtures)
 
     # Loading
@@ -229,7 +229,7 @@ class Trainer:
         config, world = self.config, self.world
         ds_config = self.plan.ds_config
         if saved is not None:
-            source = loadable(saved, world.ranks, ds_config["optimizer"]["type"])
+            source = choose_source(saved, world.ranks, ds_config["optimizer"]["type"])
             if source.universal:
                 make_universal(saved, source.directory, world)
                 ds_config = ds_config | {"checkpoint": {"load_universal": True}}
@@ -273,7 +273,7 @@ class Trainer:
         """Claim the run directory and create everything that works next to the loop."""
         config, world, plan, state = self.config, self.world, self.plan, self.state
         hosts = gather_objects(node_name())  # by rank
-        run_on_main(world, lambda: identity.claim(config, self.identity))
+        run_on_main(world, lambda: identity.claim_run_dir(config, self.identity))
         self.launch.log_start(config, plan, state.step, state.tokens, len(set(hosts)))
         progress = {} if saved is None else saved.progress
         facts = RunFacts(

@@ -1,7 +1,6 @@
-"""The rows that a run trains on: that they are what was prepared, each rank's part of them, their batches.
+"""Reading of the rows of a run: each rank's part of a global batch, as micro-batches.
 
-Which rows a step consumes depends on nothing but the step (`planning/order.py`): the topology may change at
-any restart, and the data order does not.
+The rows of a step depend only on the step (order.py), so the number of ranks may change at any restart.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,44 +29,52 @@ from .order import BatchOrder, MixedOrder
 
 
 def check_content(run_dir: Path, sets: Sequence[TokenDataset | Scores], world: World) -> None:
-    """Raise UserError on all ranks when a file is not what was written; all ranks must call.
+    """Raise UserError on all ranks if a data file has changed since it was written. All ranks must call.
 
-    Every rank hashes its share of the files at a run's first start, and later those that were touched
-    since: the run directory remembers which were found right.
+    Every rank hashes a part of the files. The run directory stores the hashes, so that later launches only
+    hash files that were touched since.
     """
     hashes = Hashes(run_dir / DATA_HASHES)
     faults = [fault for data in sets for fault in data.faults(hashes, world.rank, world.ranks)]
-    every = gather_objects((faults, hashes.new()))
-    for rank_faults, _ in every:
+    gathered = gather_objects((faults, hashes.new()))
+    for rank_faults, _ in gathered:
         if rank_faults:
             raise UserError(rank_faults[0])
     if world.is_main:
-        hashes.save(new for _, new in every)
+        hashes.save(new for _, new in gathered)
 
 
 def rank_rows(rows: np.ndarray, rank: int, ranks: int, micro: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Return the contiguous slice of a global batch that `rank` of `ranks` takes, and which rows are real.
+    """Return the contiguous part of a global batch that a rank reads, and a mask of its real rows.
 
-    All ranks take as many, whole micro-batches; the last places are filled with rows that are not real.
+    All ranks read equally many complete micro-batches. Rows that are not real fill up the last slots.
     """
-    each = -(-len(rows) // (ranks * micro)) * micro
-    part = slice(rank * each, (rank + 1) * each)
-    return np.resize(rows, ranks * each)[part], (np.arange(ranks * each) < len(rows))[part]
+    per_rank = -(-len(rows) // (ranks * micro)) * micro
+    part = slice(rank * per_rank, (rank + 1) * per_rank)
+    return np.resize(rows, ranks * per_rank)[part], (np.arange(ranks * per_rank) < len(rows))[part]
 
 
+@dataclass(frozen=True)
 class Batches:
     """Reads rows as micro-batches for this rank's device."""
 
-    def __init__(self, data: TokenDataset, scores: Scores | None, micro: int, device: torch.device) -> None:
-        self.data, self.scores, self.micro, self.device = data, scores, micro, device
+    data: TokenDataset
+    scores: Scores | None
+    micro: int  # rows of a micro-batch
+    device: torch.device
 
     def read(
-        self, rows: np.ndarray, real: np.ndarray | None = None, apart: bool = False
+        self, rows: np.ndarray, real: np.ndarray | None = None, with_domains: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """Yield micro-batches of `rows`, with their scores; those that are not `real` supervise nothing.
+        """Yield micro-batches as arguments of the model, in pinned memory if the device is a GPU.
 
-        Labels come as the plan by which the loss goes through them, and where documents begin is beside the
-        positions. For a GPU all is in pinned memory. `apart`: with the rows' domains.
+        Instead of labels they have the plan of the loss. They also have the bounds of the documents and any
+        stored scores.
+
+        Args:
+            rows: numbers of the rows, int64 [n].
+            real: mask of the rows that are supervised, bool [n]. None: all.
+            with_domains: whether to add the domain of each row.
         """
         pin = self.device.type == "cuda"
         for start in range(0, len(rows), self.micro):
@@ -77,7 +85,7 @@ class Batches:
                 labels[~real[part]] = IGNORE
             if self.scores is not None:
                 arrays |= self.scores.columns(rows[part])
-            if apart:
+            if with_domains:
                 arrays[DOMAIN] = self.data.domain[rows[part]].astype(np.int64)
             tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
             tensors[BOUNDS], longest = segments(tensors["position_ids"])
@@ -87,7 +95,7 @@ class Batches:
 
 
 class Writing(NamedTuple):
-    """What the model wrote for an on-policy step."""
+    """The amount of text that the model wrote for an on-policy step."""
 
     tokens: int  # of all ranks
     seconds: float  # on this rank
@@ -99,22 +107,24 @@ class StepBatch(NamedTuple):
     rows: np.ndarray  # of the global batch, int64 [batch]
     valid: int  # supervised tokens of the global batch
     domains: list[int]  # supervised tokens of each domain; empty with a single domain
-    micro: list[dict[str, Any]]  # this rank's part
+    micro: list[dict[str, Any]]  # this rank's part, as arguments of the model
     written: Writing | None = None  # set if the model wrote the batch itself
 
 
 class Loader:
-    """The batches of a run, each read while the step before it computes."""
+    """Reads the batches of a run, each while the previous step computes."""
 
     def __init__(self, order: BatchOrder | MixedOrder, batches: Batches, world: World) -> None:
-        self.order, self.batches, self.world = order, batches, world
-        # A thread that pins memory would open a context on the first GPU otherwise.
+        self.order = order
+        self.batches = batches
+        self.world = world
+        # Without its device, a thread that pins memory would open a context on the first GPU.
         use = functools.partial(torch.cuda.set_device, world.device) if world.device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1, "loader", initializer=use)
         self._ahead: tuple[int, Future[StepBatch]] | None = None
 
     def step(self, step: int, last: bool) -> StepBatch:
-        """Return the batch of `step`; unless it is the `last` one, that of the next is begun."""
+        """Return the batch of `step`, and start to read the next one unless this is the last."""
         if self._ahead is None or self._ahead[0] != step:
             self._ahead = step, self._thread.submit(self._read, step)
         batch = self._ahead[1].result()
@@ -122,13 +132,13 @@ class Loader:
         return batch
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop the thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, step: int) -> StepBatch:
         data, rows = self.batches.data, self.order.step_rows(step)
         local, real = rank_rows(rows, self.world.rank, self.world.ranks, self.batches.micro)
-        apart, valid = len(data.domains) > 1, data.valid[rows]
-        micro = list(self.batches.read(local, None if real.all() else real, apart))
+        several, valid = len(data.domains) > 1, data.valid[rows]
+        micro = list(self.batches.read(local, None if real.all() else real, several))
         counts = np.bincount(data.domain[rows], valid, len(data.domains)).astype(np.int64).tolist()
-        return StepBatch(rows, int(valid.sum()), counts if apart else [], micro)
+        return StepBatch(rows, int(valid.sum()), counts if several else [], micro)

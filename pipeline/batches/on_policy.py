@@ -1,12 +1,12 @@
-"""Batches that the student writes itself, for its teacher to judge: on-policy distillation.
+"""On-policy distillation: batches that the model writes itself and its teacher judges.
 
-In a share of the steps (GKD, arXiv 2306.13649) every document of the batch is cut where its supervised part
-begins, a text in the middle, and the model that trains continues it by sampling. The divergence from the
-teacher is taken over what it has written; other parts of a sum, whose target is the token that follows, rest
-in these steps. A row stays a row: its documents follow one another anew, those that no longer fit left out.
+In a share of the steps (GKD, arXiv 2306.13649), every document of the batch is cut where its supervised part
+begins, or in the middle if it is supervised from the start. The model that trains continues it by sampling.
+The loss is the divergence from the teacher over the continuation. Other parts of a sum, whose target is the
+next token of the data, are off in these steps. A row keeps its documents, except those that no longer fit.
 
-Which steps these are, and the random numbers of each document, follow from the seed, the step and the place
-in the batch: neither a resume nor another number of ranks changes them.
+The seed and the step decide which steps these are. With the slot in the batch they also decide the random
+numbers of each document. Neither a resume nor another number of ranks changes them.
 """
 
 from __future__ import annotations
@@ -41,113 +41,125 @@ class Prompt(NamedTuple):
 
     row: int  # of the micro-batch
     ids: np.ndarray
-    last: int  # the token that ends what the data say after it
+    last: int  # last token of the first answer in the data
 
 
-def prompts_of(micro: dict[str, Any]) -> list[Prompt]:
-    """Return the prompts of a micro-batch: of each supervised document what precedes its first such token.
+def find_prompts(micro: dict[str, Any]) -> list[Prompt]:
+    """Return the part of each supervised document before its first supervised token.
 
-    Of a document that is supervised from its beginning, its first half.
+    A document that is supervised from the start gives its first half.
     """
     ids, bounds, plan = micro["input_ids"].numpy(), micro[BOUNDS].tolist(), micro["labels"]
     labels = np.full(ids.size, IGNORE)
     labels[plan.positions] = plan.labels  # position i predicts token i + 1
     prompts = []
     for start, end in itertools.pairwise(bounds):
-        (predicts,) = (labels[start:end] != IGNORE).nonzero()
-        if len(predicts):
-            length = int(predicts[0]) + 1 if predicts[0] else (end - start + 1) // 2
-            stretch = predicts[predicts - predicts[0] == np.arange(len(predicts))]
-            row, last = start // ids.shape[1], int(labels[start + stretch[-1]])
+        (supervised,) = (labels[start:end] != IGNORE).nonzero()
+        if len(supervised):
+            first = supervised[0]
+            length = int(first) + 1 if first else (end - start + 1) // 2
+            answer = supervised[supervised - first == np.arange(len(supervised))]
+            row, last = start // ids.shape[1], int(labels[start + answer[-1]])
             prompts.append(Prompt(row, ids.reshape(-1)[start : start + length], last))
     return prompts
 
 
-def ends_of(prompts: Sequence[Prompt], eos: int | None, special: Container[int]) -> Tensor:
-    """Return the tokens that end a text after each prompt, int64 [n, 2]; -1 for none.
+def find_end_tokens(prompts: Sequence[Prompt], eos: int | None, special: Container[int]) -> Tensor:
+    """Return the tokens that end the text after each prompt, int64 [n, 2]; -1 for none.
 
-    They are EOS, and the special token with which a chat template ends the turn.
+    These are EOS and the special token with which a chat template ends the turn.
     """
     first = -1 if eos is None else eos
     return torch.tensor([(first, p.last if p.last in special else -1) for p in prompts] or [(first, -1)])
 
 
-def uniforms(seed: int, step: int, places: Sequence[tuple[int, int]], tokens: int) -> Tensor:
-    """Return random numbers in [0, 1), float64 [n, tokens], of documents: row of the global batch, number."""
+def draw_uniforms(seed: int, step: int, slots: Sequence[tuple[int, int]], tokens: int) -> Tensor:
+    """Return random numbers in [0, 1) for the tokens of documents, float64 [n, tokens].
+
+    slots: the row of each document in the global batch, and its number in this row.
+    """
     rows = []
-    for row, number in places:
+    for row, number in slots:
         digest = hashlib.sha256(f"{seed}/{step}/{row}/{number}".encode()).digest()
         rows.append(np.random.default_rng(np.frombuffer(digest, np.uint32)).random(tokens))
     return torch.from_numpy(np.stack(rows))
 
 
-def drawn(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
-    """Return a token of softmax(logits / temperature) [n, V] for each of `uniform` [n], int64 [n].
+def sample_tokens(logits: Tensor, uniform: Tensor, temperature: float) -> Tensor:
+    """Sample a token of softmax(logits / temperature) [n, V] with each of `uniform` [n], int64 [n].
 
-    It is the first whose cumulative probability is above the uniform number.
+    It is the first token whose cumulative probability is above the uniform number.
     """
     mass = torch.softmax(logits.double() / temperature, 1).cumsum(1)
-    return torch.searchsorted(mass, uniform[:, None] * mass[:, -1:], right=True)[:, 0].clamp_(
-        max=logits.shape[1] - 1
-    )
+    tokens = torch.searchsorted(mass, uniform[:, None] * mass[:, -1:], right=True)[:, 0]
+    return tokens.clamp_(max=logits.shape[1] - 1)
 
 
 @torch.no_grad()
-def continued(
+def generate_texts(
     run: Callable[..., Any],
     prompts: Sequence[np.ndarray],
-    numbers: Tensor,
+    uniforms: Tensor,
     ends: Tensor,
     temperature: float,
     block: int,
-    over: Callable[[bool], bool] = bool,
+    should_stop: Callable[[bool], bool] = bool,
     **options: Any,
 ) -> list[list[int]]:
-    """Return what a model writes after each prompt: at most as many tokens as `numbers` [n, tokens] has.
+    """Return the tokens that a model writes after each prompt, up to an end token, which is kept.
 
-    One of its tokens `ends` [n, e], which is kept, ends a text, and so do `block` tokens with its prompt.
-    run: a causal LM's forward, with `options`. over: says from whether all texts here are ended whether to
-    stop; under ZeRO-3 all ranks go on together.
+    Args:
+        run: forward pass of a causal LM.
+        prompts: token ids of each prompt.
+        uniforms: random numbers, float64 [n, tokens]. A text has at most `tokens` tokens.
+        ends: tokens that end each text, int64 [n, e].
+        temperature: of sampling.
+        block: largest number of tokens of a prompt and its text.
+        should_stop: returns whether to stop, given whether all texts here have ended. Under ZeRO-3 all ranks
+            continue together.
+        options: further arguments of `run`.
     """
-    device, n, widest = numbers.device, len(prompts), max(map(len, prompts))
-    ids = torch.zeros(n, widest, dtype=torch.int64)
-    mask = torch.zeros(n, widest, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):  # which end together
-        ids[row, widest - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
-        mask[row, widest - len(prompt) :] = 1
-    given, mask = ids.to(device), mask.to(device)
+    inputs, mask = _pad_left(prompts, uniforms.device)
     positions = (mask.cumsum(1) - 1).clamp_(min=0)
-    cache, written = None, torch.zeros(n, 0, dtype=torch.int64, device=device)
-    ended = torch.zeros(n, dtype=torch.bool, device=device)
-    for number in numbers.unbind(1):
-        inputs = {"input_ids": given, "attention_mask": mask, "position_ids": positions}
-        out = run(**inputs, past_key_values=cache, use_cache=True, **options)
+    cache, written = None, inputs[:, :0]
+    ended = torch.zeros(len(prompts), dtype=torch.bool, device=inputs.device)
+    for uniform in uniforms.unbind(1):
+        arguments = {"input_ids": inputs, "attention_mask": mask, "position_ids": positions}
+        out = run(**arguments, past_key_values=cache, use_cache=True, **options)
         cache = getattr(out, "past_key_values", None)
         if cache is None:
-            problem = "objective.on_policy needs a model that keeps keys and values of earlier tokens"
-            raise UserError(f"{problem}; leave it out", code="no-cache")
-        token = drawn(out.logits[:, -1], number, temperature)
-        written = torch.cat((written, token[:, None]), 1)
-        ended |= (token[:, None] == ends).any(1)
-        given, positions = token[:, None], (positions[:, -1:] + 1).clamp_(max=block - 1)
+            problem = "objective.on_policy needs a model with a cache of keys and values"
+            raise UserError(f"{problem}. Remove it, or choose another model", code="no-cache")
+        inputs = sample_tokens(out.logits[:, -1], uniform, temperature)[:, None]
+        written = torch.cat((written, inputs), 1)
+        ended |= (inputs == ends).any(1)
+        positions = (positions[:, -1:] + 1).clamp_(max=block - 1)
         ended |= (mask.sum(1) + 1) >= block
-        mask = torch.cat((mask, mask.new_ones(n, 1)), 1)
-        if over(bool(ended.all())):
+        mask = torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
+        if should_stop(bool(ended.all())):
             break
-    texts = [text[: block - len(prompt)] for prompt, text in zip(prompts, written.tolist(), strict=True)]
-    return [_until(text, stops) for text, stops in zip(texts, ends.tolist(), strict=True)]
+    texts = []
+    for prompt, text, stops in zip(prompts, written.tolist(), ends.tolist(), strict=True):
+        longest = text[: block - len(prompt)]
+        length = next((i for i, token in enumerate(longest, 1) if token in stops), len(longest))
+        texts.append(longest[:length])
+    return texts
 
 
-def _until(text: list[int], ends: Container[int]) -> list[int]:
-    """Return a text up to the first of its tokens that is an end."""
-    length = next((i for i, token in enumerate(text, 1) if token in ends), len(text))
-    return text[:length]
+def _pad_left(prompts: Sequence[np.ndarray], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return prompts that end together, int64 [n, width], and the mask of their tokens."""
+    width = max(map(len, prompts))
+    ids, mask = torch.zeros(2, len(prompts), width, dtype=torch.int64).unbind()
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
+        mask[row, width - len(prompt) :] = 1
+    return ids.to(device), mask.to(device)
 
 
-def repacked(
+def repack_rows(
     micro: dict[str, Any], prompts: Sequence[Prompt], texts: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Return a micro-batch of the same shape that holds prompts and texts, the texts supervised."""
+    """Return a micro-batch of the same shape with prompts and texts, of which the texts are supervised."""
     rows, block = micro["input_ids"].shape
     ids, positions = torch.zeros(2, rows, block, dtype=torch.int64).unbind()
     labels, filled = torch.full((rows, block), IGNORE), [0] * rows
@@ -168,8 +180,9 @@ def repacked(
     tensors[BOUNDS], longest = segments(positions)
     if pin:
         tensors = {name: tensor.pin_memory() for name, tensor in tensors.items()}
-    kept = {name: micro[name] for name in (DOMAIN,) if name in micro}
-    return tensors | kept | {LONGEST: longest, "labels": plan_tokens(labels, pin)}
+    if DOMAIN in micro:
+        tensors[DOMAIN] = micro[DOMAIN]
+    return tensors | {LONGEST: longest, "labels": plan_tokens(labels, pin)}
 
 
 class OnPolicy:
@@ -177,8 +190,11 @@ class OnPolicy:
 
     def __init__(self, config: RunConfig, trainer: Engine, domains: int) -> None:
         assert config.objective.on_policy is not None
-        self.settings, self.seed, self.trainer = config.objective.on_policy, config.train.seed, trainer
-        self.objective, self.domains = judged_objective(config), domains
+        self.settings = config.objective.on_policy
+        self.seed = config.train.seed
+        self.trainer = trainer
+        self.objective = judged_objective(config)
+        self.domains = domains
         self.block = config.data.sequence_len
         tokenizer = load_tokenizer(config.data.dir / "tokenizer")
         self.eos = tokenizer.eos_token_id
@@ -192,46 +208,52 @@ class OnPolicy:
         return as_schedule(self.settings.share).due(step)
 
     def write(self, batch: StepBatch, step: int) -> StepBatch:
-        """Return the batch of `step` as the model continues it; all ranks must call."""
-        began, world = time.perf_counter(), self.trainer.world
-        first = world.rank * sum(len(micro["input_ids"]) for micro in batch.micro)  # in the global batch
+        """Return the batch of `step` as the model continues it. All ranks must call."""
+        start, world = time.perf_counter(), self.trainer.world
+        first_row = world.rank * sum(len(micro["input_ids"]) for micro in batch.micro)  # of the global batch
         micros, counts, written = [], np.zeros(max(1, self.domains), np.int64), 0
         self.trainer.ds.eval()
         for micro in batch.micro:
             rows = len(micro["input_ids"])
-            prompts = prompts_of(micro)
-            texts = self._texts(prompts, first, step)
+            prompts = find_prompts(micro)
+            texts = self._continue_prompts(prompts, first_row, step)
             written += sum(map(len, texts))
-            micros.append(repacked(micro, prompts, texts))
-            labels = micros[-1]["labels"]
-            of_row = np.bincount(labels.positions // self.block, minlength=rows)
+            micros.append(repack_rows(micro, prompts, texts))
+            valid = np.bincount(micros[-1]["labels"].positions // self.block, minlength=rows)  # of each row
             domain = micro[DOMAIN].numpy() if DOMAIN in micro else np.zeros(rows, np.int64)
-            np.add.at(counts, domain, of_row)
-            first += rows
+            np.add.at(counts, domain, valid)
+            first_row += rows
         parts = gather_objects((counts, written))
-        valid = np.sum([part for part, _ in parts], axis=0)
-        apart = valid.tolist() if batch.domains else []
-        writing = Writing(sum(tokens for _, tokens in parts), time.perf_counter() - began)
-        return StepBatch(batch.rows, int(valid.sum()), apart, micros, writing)
+        totals = np.sum([part for part, _ in parts], axis=0)
+        writing = Writing(sum(tokens for _, tokens in parts), time.perf_counter() - start)
+        domains = totals.tolist() if batch.domains else []
+        return StepBatch(batch.rows, int(totals.sum()), domains, micros, writing)
 
-    def _texts(self, prompts: Sequence[Prompt], first: int, step: int) -> list[list[int]]:
-        """Return what the model writes after each prompt; `first`: of their rows, in the global batch."""
+    def _continue_prompts(self, prompts: Sequence[Prompt], first_row: int, step: int) -> list[list[int]]:
+        """Return the text after each prompt. `first_row` is the number of their row 0 in the global batch."""
         if not prompts and not self.together:
             return []
         ids = [prompt.ids for prompt in prompts] or [np.zeros(1, np.int64)]
         numbers: dict[int, itertools.count[int]] = {}
-        places = [(first + p.row, next(numbers.setdefault(p.row, itertools.count()))) for p in prompts]
-        random = uniforms(self.seed, step, places or [(-1, 0)], self.settings.tokens)
+        slots = [(first_row + p.row, next(numbers.setdefault(p.row, itertools.count()))) for p in prompts]
+        uniforms = draw_uniforms(self.seed, step, slots or [(-1, 0)], self.settings.tokens)
+        ends = find_end_tokens(prompts, self.eos, self.special)
         device = self.trainer.world.device
-        with torch.compiler.set_stance("force_eager"):  # another length at every pass
-            texts = continued(
-                self.trainer.ds, ids, random.to(device),
-                ends_of(prompts, self.eos, self.special).to(device), self.settings.temperature, self.block,
-                self._over if self.together else bool, **self.options,
-            )  # fmt: skip
+        with torch.compiler.set_stance("force_eager"):  # the length differs at every pass
+            texts = generate_texts(
+                self.trainer.ds,
+                ids,
+                uniforms.to(device),
+                ends.to(device),
+                self.settings.temperature,
+                self.block,
+                self._all_ended if self.together else bool,
+                **self.options,
+            )
         return texts[: len(prompts)]
 
-    def _over(self, here: bool) -> bool:
-        left = torch.tensor(int(not here), device=self.trainer.world.device)
-        dist.all_reduce(left)
-        return not int(left)
+    def _all_ended(self, ended: bool) -> bool:
+        """Return whether the texts of all ranks have ended. `ended`: those of this rank have."""
+        running = torch.tensor(int(not ended), device=self.trainer.world.device)
+        dist.all_reduce(running)
+        return not int(running)

@@ -1,23 +1,23 @@
-"""Which rows each step consumes: an order that no rank, restart or topology changes, with or without shares.
+"""The rows that each step consumes, which depend on no rank, restart or topology.
 
-Without a mixture step s consumes positions [s*B, (s+1)*B) of an endless sequence: one seeded permutation of
-the rows per epoch. With one every domain has such a sequence of its own, and
+Without a mixture, step s consumes positions [s*B, (s+1)*B) of an endless sequence: one seeded permutation of
+all rows per epoch. With a mixture every domain d has such a sequence, and
 
-    k_d(s) = the rows of domain d whose middle is due by t(s),     sum_d k_d(s) = s B
+    k_d(s) = number of rows of d whose middle is due by time t(s),     sum_d k_d(s) = s B
 
-says how far each has come: the middles of its rows, in tokens from the first, are laid against what is due,
-and the clock t(s) is moved until the rows are s whole batches. The tokens of a domain are therefore never
-further than a row from its share, and any step is computed at once.
+is the number of its rows before step s. The middle of a row is its position in its domain's sequence, in
+tokens. The time t(s) is chosen so that the rows of all domains are s complete batches. The tokens of a domain
+therefore differ from its share by at most a row, and any step can be computed without the steps before it.
 
-What is due is known before any row is looked at. With shares w_d of tokens and a mean of mu_d tokens in a row
-of domain d, a step of B rows holds
+The amount of a domain that is due by a time does not depend on single rows. With shares w_d of tokens and on
+average mu_d tokens in a row of domain d, a step of B rows has
 
     g_d = B w_d / sum_j (w_j / mu_j)
 
-tokens of d, and what is due of d by a time is the integral of g_d. A ramp is climbed in stairs, a domain
-that has had all its epochs gives its share to the others in proportion, and between two such moments g is
-constant. So the integral is linear piece by piece, and known for any step at once. With shares of rows the
-same holds with mu = 1. Only additions and the like are used here, which give the same bits on every host.
+tokens of d, and the amount that is due by a time is the integral of g_d. Ramps are climbed in stairs. When a
+domain has had its last epoch, the others get its share in proportion. Between such changes g is constant, so
+the integral is piecewise linear. With shares of rows, mu is 1. Only basic arithmetic is used, which gives the
+same bits on every host.
 """
 
 from __future__ import annotations
@@ -37,58 +37,60 @@ from ..loss.schedule import Ramp
 from ..model.objectives import as_schedule
 from .config import MixtureConfig
 
-STAIRS = 1024  # of a ramp at most
+STAIRS = 1024  # largest number in a ramp
 
-# Up to so many epochs of the same text are almost as good as new text: Muennighoff et al., "Scaling
+# Up to 4 epochs of the same text are almost as good as new text: Muennighoff et al., "Scaling
 # Data-Constrained Language Models" (2023), section 6.
 REPEATED = 4
 
 
-def shuffled(seed: int, epoch: int, rows: int, domain: int = 0) -> np.ndarray:
-    """Return an epoch's permutation, int64 [rows]. NumPy seeds alike with and without zeros in the end."""
+def shuffle_rows(seed: int, epoch: int, rows: int, domain: int = 0) -> np.ndarray:
+    """Return the permutation of an epoch, int64 [rows]. NumPy ignores zeros at the end of a seed."""
     return np.random.default_rng([seed, epoch, domain]).permutation(rows)
 
 
 class BatchOrder:
-    """The rows that each step consumes, in an order that sees every row once before any twice."""
+    """The rows of each step without a mixture. Every row is used once before any is used twice."""
 
     def __init__(self, rows: int, batch: int, seed: int) -> None:
-        self.rows, self.batch, self.seed = rows, batch, seed
-        # all rows in the order of an epoch, int64 [rows]; the last one is kept
-        self.permutation = functools.lru_cache(maxsize=1)(lambda epoch: shuffled(seed, epoch, rows))
+        self.rows = rows
+        self.batch = batch
+        self.seed = seed
+        # int64 [rows] of an epoch. The last one is kept in memory.
+        self.permutation = functools.lru_cache(maxsize=1)(lambda epoch: shuffle_rows(seed, epoch, rows))
 
     def step_rows(self, step: int) -> np.ndarray:
-        """Return rows of the global batch of `step`, int64 [batch]."""
+        """Return the rows of the global batch of `step`, int64 [batch]."""
         positions = np.arange(step * self.batch, (step + 1) * self.batch)
         epochs, offsets = np.divmod(positions, self.rows)
         parts = [self.permutation(epoch)[offsets[epochs == epoch]] for epoch in np.unique(epochs).tolist()]
         return np.concatenate(parts)
 
 
-class Holding(NamedTuple):
-    """From which step which mixture holds; None: none, all rows in one permutation."""
+class MixtureStart(NamedTuple):
+    """The step from which a mixture is used."""
 
     step: int
-    mixture: MixtureConfig | None
+    mixture: MixtureConfig | None  # None: all rows in one permutation
 
 
 class Domain(NamedTuple):
-    """A domain with its rows, and what these amount to in an epoch, in tokens or rows as shares are."""
+    """The size of a domain."""
 
     name: str
     rows: int
-    amount: int
+    amount: int  # tokens or rows of an epoch, depending on `mixture.by`
 
 
 class Flow(NamedTuple):
-    """The amount of each domain that is due by a time, which is in steps: linear between knots."""
+    """The amount of each domain that is due by a time in steps. It is linear between knots."""
 
     times: list[float]  # [K] of the knots, ascending
     due: np.ndarray  # [K, D] by each knot
-    rates: np.ndarray  # [K, D] per step from each knot on
+    rates: np.ndarray  # [K, D] per step after each knot
 
     def at(self, time: float) -> np.ndarray:
-        """Return the amounts due by `time`, not before the first knot, [D]; they never fall."""
+        """Return the amounts due by `time`, which is not before the first knot, [D]. They never fall."""
         knot = max(0, bisect_right(self.times, time) - 1)
         return self.due[knot] + (time - self.times[knot]) * self.rates[knot]
 
@@ -96,142 +98,153 @@ class Flow(NamedTuple):
 def mixture_flow(
     mixture: MixtureConfig, domains: Sequence[Domain], batch: int, start: int, done: Sequence[float]
 ) -> Flow:
-    """Return the flow of `mixture` from step `start` on, by when so much of each domain is `done`.
+    """Return the amounts that are due under a mixture. Epochs count from the beginning of the run.
 
-    Ramps begin at `start`; epochs count from the beginning of the run.
+    Args:
+        mixture: the mixture.
+        domains: sizes of the domains.
+        batch: rows of a step.
+        start: step from which the mixture is used, and at which its ramps begin.
+        done: amount of each domain before that step.
     """
-    weights = shares(mixture, domains)
-    most = [mixture.max_epochs.get(domain.name, math.inf) * domain.amount for domain in domains]
-    edges = {0.0}  # of the stairs of all ramps, in steps from their beginning
-    for weight in weights:
-        count = min(weight.steps, STAIRS) if weight.first != weight.last else 0
-        edges |= {weight.steps * stair / count for stair in range(count + 1)} if count else set()
-    stairs = sorted(edges)
+    ramps = domain_shares(mixture, domains)
+    limits = [mixture.max_epochs.get(domain.name, math.inf) * domain.amount for domain in domains]
     times, due, rates = [float(start)], [np.array(done, dtype=np.float64)], []
-    for begin, end in zip(stairs, [*stairs[1:], math.inf], strict=True):
-        middle = begin if end == math.inf else (begin + end) / 2
-        current = [weight.at(middle) for weight in weights]
-        while True:
-            left = [m - d if w else math.inf for m, d, w in zip(most, due[-1], current, strict=True)]
-            current = [0.0 if have <= 0 else w for have, w in zip(left, current, strict=True)]
-            terms = [w * d.rows / d.amount for w, d in zip(current, domains, strict=True) if w]
-            rows = math.fsum(terms)  # for shares that add up to 1
-            rate = [batch * w / rows if w else 0.0 for w in current]
-            ends = [h / r if r else math.inf for h, r in zip(left, rate, strict=True)]
-            stop = min(times[-1] + min(ends), start + end)
+    for first, last in itertools.pairwise([*_stairs(ramps), math.inf]):
+        middle = first if last == math.inf else (first + last) / 2
+        weights = [ramp.at(middle) for ramp in ramps]
+        ran_out = True
+        while ran_out:
+            columns = zip(limits, due[-1], weights, strict=True)
+            left = [limit - amount if weight else math.inf for limit, amount, weight in columns]
+            weights = [0.0 if amount <= 0 else w for amount, w in zip(left, weights, strict=True)]
+            rate = _rates(weights, domains, batch)
+            lasts = [amount / r if r else math.inf for amount, r in zip(left, rate, strict=True)]  # steps
+            stop = min(times[-1] + min(lasts), start + last)
             rates.append(np.array(rate))
-            if stop == math.inf or not any(rate):  # who would have a share has run out
+            if stop == math.inf or not any(rate):  # the last stair, or all domains have run out
                 return Flow(times, np.array(due), np.array(rates))
             reached = due[-1] + (stop - times[-1]) * rates[-1]
-            if ran_out := times[-1] + min(ends) < start + end:
-                last = ends.index(min(ends))
-                reached[last] = most[last]
+            ran_out = times[-1] + min(lasts) < start + last
+            if ran_out:
+                domain = lasts.index(min(lasts))
+                reached[domain] = limits[domain]
             times.append(stop)
             due.append(reached)
-            if not ran_out:
-                break
     raise AssertionError("the last stair has no end")
 
 
-def shares(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[Ramp]:
-    """Return each domain's share over the steps since the mixture holds; they need not add up to 1.
+def _rates(weights: Sequence[float], domains: Sequence[Domain], batch: int) -> list[float]:
+    """Return the amount of each domain per step of `batch` rows, in proportion to `weights`: g_d above."""
+    terms = [w * d.rows / d.amount for w, d in zip(weights, domains, strict=True) if w]
+    rows = math.fsum(terms)  # of a step, if the weights add up to 1
+    return [batch * w / rows if w else 0.0 for w in weights]
 
-    Raises UserError for a domain that the data lack, or that the mixture forgets.
+
+def _stairs(ramps: Sequence[Ramp]) -> list[float]:
+    """Return the steps, counted from the start of the ramps, at which a stair of some ramp begins."""
+    edges = {0.0}
+    for ramp in ramps:
+        if ramp.first != ramp.last and ramp.steps:
+            count = min(ramp.steps, STAIRS)
+            edges |= {ramp.steps * stair / count for stair in range(count + 1)}
+    return sorted(edges)
+
+
+def domain_shares(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[Ramp]:
+    """Return the share of each domain over the steps of the mixture. Shares need not add up to 1.
+
+    Raises UserError if the mixture names a domain without data, or lacks a domain.
     """
     names = [domain.name for domain in domains]
     for name in (*mixture.shares, *mixture.max_epochs):
         if name not in names:
-            problem = f"train.mixture names {name}, of which the data hold no rows"
+            problem = f"train.mixture names {name}, of which the data have no rows"
             raise UserError(f"{problem}; {nearest(name, names)}", code="mixture-domains")
     if mixture.temperature is not None:
-        most = max(domain.amount for domain in domains)  # divided by it: a power of it alone may overflow
-        raised = [(domain.amount / most) ** (1 / mixture.temperature) for domain in domains]
-        total = math.fsum(raised)
-        # the last bits of a power may differ from host to host
-        return [Ramp(part, part, 1) for part in (round(power / total, 12) for power in raised)]
-    if forgotten := [name for name in names if name not in mixture.shares]:
-        problem = f"train.mixture.shares lacks {', '.join(forgotten)}; a share of 0 leaves a domain out"
+        largest = max(domain.amount for domain in domains)  # without the division a power could overflow
+        powers = [(domain.amount / largest) ** (1 / mixture.temperature) for domain in domains]
+        total = math.fsum(powers)
+        # rounded because the last bits of a power may differ between hosts
+        return [Ramp(share, share, 1) for share in (round(power / total, 12) for power in powers)]
+    if missing := [name for name in names if name not in mixture.shares]:
+        problem = f"train.mixture.shares lacks {', '.join(missing)}; a share of 0 leaves a domain out"
         raise UserError(problem, code="mixture-domains")
     return [as_schedule(mixture.shares[name]) for name in names]
 
 
-def normalised(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[tuple[float, float]]:
-    """Return the share of each domain when the mixture begins to hold, and when its ramps have ended."""
-    ramps = shares(mixture, domains)
+def normalized_shares(mixture: MixtureConfig, domains: Sequence[Domain]) -> list[tuple[float, float]]:
+    """Return the share of each domain at the start of a mixture, and at the end of its ramps."""
+    ramps = domain_shares(mixture, domains)
     first, last = ([ramp.at(step) for ramp in ramps] for step in (0, max(ramp.steps for ramp in ramps)))
     return [(a / math.fsum(first), b / math.fsum(last)) for a, b in zip(first, last, strict=True)]
 
 
-class Stream:
-    """The rows of one domain, epoch after epoch.
+class DomainStream:
+    """The endless sequence of the rows of one domain, epoch after epoch.
 
-    rows: int64 [n], n > 0. sizes: what each adds to what shares are of, above 0. order: of an epoch, indices
-    into `rows`, int64 [n].
+    `rows` [n] are numbers in the data, and `sizes` [n] the positive amount of each row. `order` returns the
+    order of an epoch, as indices into `rows`.
     """
 
     def __init__(self, rows: np.ndarray, sizes: np.ndarray, order: Callable[[int], np.ndarray]) -> None:
-        self.rows, self.amount = rows, int(sizes.sum())
-        narrow = _narrow(sizes)
+        self.rows = rows
+        self.amount = int(sizes.sum())
+        self._sizes = sizes = _shrink(sizes)
 
         @functools.lru_cache(maxsize=2)
-        def epoch_of(epoch: int) -> tuple[np.ndarray, np.ndarray]:
-            """Return the rows' indices in an epoch's order, and their middles in it."""
-            indices = _narrow(order(epoch))
-            ordered = narrow[indices].astype(np.float64)
+        def order_and_middles(epoch: int) -> tuple[np.ndarray, np.ndarray]:
+            indices = _shrink(order(epoch))
+            ordered = sizes[indices].astype(np.float64)
             return indices, np.cumsum(ordered) - ordered / 2
 
-        self._sizes, self._epoch = narrow, epoch_of
+        self._epoch = order_and_middles
 
     def count(self, due: float) -> int:
-        """Return rows whose middle is due when so much is; it never falls when more is."""
+        """Return the number of rows whose middle lies within the amount `due`. It never falls with `due`."""
         epoch = int(due // self.amount)
         within = np.searchsorted(self._epoch(epoch)[1], due - epoch * self.amount, "right")
         return epoch * len(self.rows) + int(within)
 
     def amount_of(self, count: int) -> int:
-        """Return the sum of the sizes of the first `count` rows."""
+        """Return the amount of the first `count` rows."""
         epoch, remainder = divmod(count, len(self.rows))
         return epoch * self.amount + int(self._sizes[self._epoch(epoch)[0][:remainder]].sum())
 
     def take(self, start: int, stop: int) -> np.ndarray:
-        """Return rows [start, stop) of the endless sequence."""
+        """Return the rows at positions [start, stop)."""
         epochs, positions = np.divmod(np.arange(start, stop), len(self.rows))
         parts = [self._epoch(epoch)[0][positions[epochs == epoch]] for epoch in np.unique(epochs).tolist()]
         return self.rows[np.concatenate([np.zeros(0, np.int64), *parts])]
 
 
-def _narrow(numbers: np.ndarray) -> np.ndarray:
-    """Return the same whole numbers in as few bytes as hold them: every rank keeps some for each row."""
+def _shrink(numbers: np.ndarray) -> np.ndarray:
+    """Return integers with as few bytes as possible, because every rank keeps some for each row."""
     return numbers.astype(np.min_scalar_type(int(numbers.max())))
 
 
-class Leg(NamedTuple):
-    """The steps in which one mixture holds."""
+class Period(NamedTuple):
+    """The steps in which one mixture is used."""
 
-    start: int  # step
-    taken: np.ndarray  # [D] rows of each domain by then
-    streams: list[Stream]
+    start: int  # first step
+    counts: np.ndarray  # [D] rows of each domain before it
+    streams: list[DomainStream]
     flow: Flow
-    shares: list[tuple[float, float]]  # [D] at its beginning, and when its ramps have ended
+    shares: list[tuple[float, float]]  # [D] at the start, and at the end of the ramps
 
 
 class Portion(NamedTuple):
-    """A domain's part of a run: its share, rows, epochs and supervised tokens."""
+    """The part of a domain in a run."""
 
     name: str
-    shares: tuple[float, float]  # of the last mixture: when it begins to hold, and when its ramps have ended
+    shares: tuple[float, float]  # of the last mixture: at its start, and at the end of its ramps
     rows: int
     epochs: float
-    tokens: float  # supervised; so many as the mean of its rows has
+    tokens: float  # supervised, estimated from the mean of the domain's rows
 
 
 class MixedOrder:
-    """The rows that each step consumes, where domains have shares.
-
-    domain: of each row, an index into `names`. tokens: supervised tokens of each row. history: which mixture
-    holds from which step on, the first from 0; a domain goes on where it was when the mixture changes.
-    Raises UserError for a mixture that does not fit the domains.
-    """
+    """The rows of each step with a mixture. If the mixture changes, each domain continues where it was."""
 
     def __init__(
         self,
@@ -240,105 +253,119 @@ class MixedOrder:
         names: Sequence[str],
         batch: int,
         seed: int,
-        history: Sequence[Holding],
+        history: Sequence[MixtureStart],
     ) -> None:
+        """Create the order of a run. Raises UserError for a mixture that does not fit the domains.
+
+        Args:
+            domain: domain of each row, as an index into `names`, [rows].
+            tokens: supervised tokens of each row, [rows].
+            names: names of the domains.
+            batch: rows of a step.
+            seed: seed of the permutations.
+            history: the mixtures of the run, the first from step 0.
+        """
         rows = [np.flatnonzero(domain == index) for index in range(len(names))]
         self._indices = [index for index, domain_rows in enumerate(rows) if len(domain_rows)]
         self._rows = [rows[index] for index in self._indices]
         self.names = [names[index] for index in self._indices]
-        self.batch, self.seed = batch, seed
-        self._domain, self._tokens = domain, tokens
+        self.batch = batch
+        self.seed = seed
+        self._domain = domain
+        self._tokens = tokens
         self._plain = BatchOrder(len(domain), batch, seed)
-        self._bare = 0 if history[0].mixture is not None else history[1].step  # steps without a mixture
-        self._last: tuple[int, np.ndarray] | None = None
-        self._legs: list[Leg] = []
+        self._plain_steps = 0 if history[0].mixture is not None else history[1].step  # without a mixture
+        self._last: tuple[int, np.ndarray] | None = None  # step and result of the last `count_rows`
+        self._periods: list[Period] = []
         for step, mixture in history:
             if mixture is not None:
-                self._legs.append(self._leg(step, mixture))
+                self._periods.append(self._create_period(step, mixture))
                 self._last = None
 
     def step_rows(self, step: int) -> np.ndarray:
-        """Return the global batch of `step`, int64 rows [batch]: domains alternate as evenly as they can."""
-        if step < self._bare:
+        """Return the rows of the global batch of `step`, int64 [batch]. Domains alternate evenly."""
+        if step < self._plain_steps:
             return self._plain.step_rows(step)
-        streams = self._leg_at(step).streams
-        before, after = self.taken(step), self.taken(step + 1)
-        parts = [s.take(*ends) for s, *ends in zip(streams, before.tolist(), after.tolist(), strict=True)]
+        streams = self._period_of(step).streams
+        starts, stops = self.count_rows(step).tolist(), self.count_rows(step + 1).tolist()
+        parts = [stream.take(*ends) for stream, *ends in zip(streams, starts, stops, strict=True)]
         positions = [(np.arange(len(part)) + 0.5) / max(1, len(part)) for part in parts]
         return np.concatenate(parts)[np.argsort(np.concatenate(positions), kind="stable")]
 
-    def taken(self, step: int) -> np.ndarray:
-        """Return rows of each domain before `step`, int64 [D].
+    def count_rows(self, step: int) -> np.ndarray:
+        """Return the number of rows of each domain before `step`, int64 [D].
 
-        Raises UserError where all that have a share have run out of epochs by then.
+        Raises UserError if all domains with a share have had their last epoch by then.
         """
         if self._last is not None and self._last[0] == step:
             return self._last[1]
-        if step > self._bare:
-            counts = self._clocked(self._leg_at(step), step * self.batch)
+        if step > self._plain_steps:
+            counts = self._split_rows(self._period_of(step), step * self.batch)
         else:
             epoch, remainder = divmod(step * self.batch, len(self._domain))
-            begun = self._domain[self._plain.permutation(epoch)[:remainder]]
+            domains = self._domain[self._plain.permutation(epoch)[:remainder]]
             pairs = zip(self._indices, self._rows, strict=True)
-            counts = np.array([epoch * len(rows) + int((begun == index).sum()) for index, rows in pairs])
+            counts = np.array([epoch * len(rows) + int((domains == index).sum()) for index, rows in pairs])
         self._last = step, counts
         return counts
 
     def portions(self, steps: int) -> list[Portion]:
-        """Return each domain's part of the first `steps` steps."""
-        columns = (self.names, self._legs[-1].shares, self._rows, self.taken(steps).tolist())
+        """Return the part of each domain in the first `steps` steps."""
+        columns = (self.names, self._periods[-1].shares, self._rows, self.count_rows(steps).tolist())
         return [
-            Portion(name, shares, taken, taken / len(rows), taken / len(rows) * int(self._tokens[rows].sum()))
-            for name, shares, rows, taken in zip(*columns, strict=True)
+            Portion(name, shares, count, count / len(rows), count / len(rows) * int(self._tokens[rows].sum()))
+            for name, shares, rows, count in zip(*columns, strict=True)
         ]
 
-    def _leg(self, step: int, mixture: MixtureConfig) -> Leg:
-        """Return the leg that begins at `step`, after those before it."""
+    def _create_period(self, step: int, mixture: MixtureConfig) -> Period:
+        """Return the period that begins at `step`, after the existing ones."""
         sizes = np.maximum(self._tokens, 1) if mixture.by == "tokens" else np.ones_like(self._tokens)
         streams = [
-            Stream(rows, sizes[rows], functools.partial(self._order, index))
+            DomainStream(rows, sizes[rows], functools.partial(self._epoch_order, index))
             for index, rows in zip(self._indices, self._rows, strict=True)
         ]
-        taken = self.taken(step)
+        counts = self.count_rows(step)
         domains = [Domain(n, len(s.rows), s.amount) for n, s in zip(self.names, streams, strict=True)]
-        done = [stream.amount_of(count) for stream, count in zip(streams, taken.tolist(), strict=True)]
+        done = [stream.amount_of(count) for stream, count in zip(streams, counts.tolist(), strict=True)]
         flow = mixture_flow(mixture, domains, self.batch, step, done)
-        return Leg(step, taken, streams, flow, normalised(mixture, domains))
+        return Period(step, counts, streams, flow, normalized_shares(mixture, domains))
 
-    def _order(self, index: int, epoch: int) -> np.ndarray:
-        """Return the order of a domain's rows in an epoch; while there was no mixture, that without one."""
+    def _epoch_order(self, index: int, epoch: int) -> np.ndarray:
+        """Return the order of a domain's rows in an epoch. Steps without a mixture define it for theirs."""
         rows = self._rows[self._indices.index(index)]
-        if epoch * len(self._domain) >= self._bare * self.batch:
-            return shuffled(self.seed, epoch, len(rows), index)
-        every = self._plain.permutation(epoch)
-        return np.searchsorted(rows, every[self._domain[every] == index])
+        if epoch * len(self._domain) >= self._plain_steps * self.batch:
+            return shuffle_rows(self.seed, epoch, len(rows), index)
+        permutation = self._plain.permutation(epoch)
+        return np.searchsorted(rows, permutation[self._domain[permutation] == index])
 
-    def _leg_at(self, step: int) -> Leg:
-        return next(leg for leg in reversed(self._legs) if leg.start <= step)
+    def _period_of(self, step: int) -> Period:
+        return next(period for period in reversed(self._periods) if period.start <= step)
 
-    def _clocked(self, leg: Leg, rows: int) -> np.ndarray:
-        """Return the rows of each domain when they are `rows` together, [D]: the module's k_d."""
-        time, low, high = float(rows / self.batch), float(leg.start), math.inf
-        below = above = leg.taken
+    def _split_rows(self, period: Period, rows: int) -> np.ndarray:
+        """Return how many of the first `rows` rows each domain has, [D]: k_d in the module's docstring.
+
+        Searches for the time at which the domains together have that many rows.
+        """
+        time, low, high = float(rows / self.batch), float(period.start), math.inf
+        low_counts = high_counts = period.counts
         for tries in itertools.count():
-            due = zip(leg.streams, leg.flow.at(time).tolist(), strict=True)
+            due = zip(period.streams, period.flow.at(time).tolist(), strict=True)
             counts = np.array([stream.count(amount) for stream, amount in due])
             missing = rows - int(counts.sum())
             if missing == 0:
                 return counts
             if missing > 0:
-                low, below = time, counts
-                if time > leg.flow.times[-1] and not leg.flow.rates[-1].any():
-                    problem = (
-                        f"the domains of train.mixture last for {(rows - missing) // self.batch:,} steps"
-                    )
-                    raise UserError(f"{problem}; raise max_epochs, or set train.max_steps to that")
+                low, low_counts = time, counts
+                if time > period.flow.times[-1] and not period.flow.rates[-1].any():
+                    steps = (rows - missing) // self.batch
+                    problem = f"the domains of train.mixture last for {steps:,} steps"
+                    raise UserError(f"{problem}. Raise max_epochs, or set train.max_steps to that")
             else:
-                high, above = time, counts
-            time += missing / self.batch  # as if rows came evenly
+                high, high_counts = time, counts
+            time += missing / self.batch  # exact if rows come evenly
             if tries >= 6 or not low < time < high:
                 time = (low + high) / 2 if high < math.inf else low + 2.0**tries
-            if not low < time < high:  # neighbours: rows of several domains are due at once
-                extra = np.cumsum(above - below)
-                return below + np.diff(np.minimum(extra, rows - int(below.sum())), prepend=0)
+            if not low < time < high:  # no float lies between: rows of several domains are due at once
+                extra = np.cumsum(high_counts - low_counts)
+                return low_counts + np.diff(np.minimum(extra, rows - int(low_counts.sum())), prepend=0)
         raise AssertionError("the search does not end")

@@ -1,1 +1,1 @@
-"""Checkpoints: saving, copies, and what a run must share with the one it resumes."""
+"""Checkpoints of a run, their copies, and checks before a resume."""

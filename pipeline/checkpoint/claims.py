@@ -1,6 +1,6 @@
-"""Which keys of a recipe may differ from those that a run directory was started with.
+"""Comparison of a recipe with the configuration that a run directory was started with, key by key.
 
-This imports no large library, so that `emo train` can answer before it starts any rank.
+This module imports no large library, so that `emo train` can answer before it starts any rank.
 """
 
 from __future__ import annotations
@@ -19,59 +19,65 @@ from emo.common.errors import UserError
 from ..config import RunConfig, dump_config
 from ..control.run_dir import CONFIG, checkpoints, step_of
 
-IDENTITY = "identity"  # in config.yaml: what was read
-MIXTURES = "mixtures"  # in config.yaml, once it has changed: which mixture held from which step on
-ANEW = "or set output_dir, and train.copy_to where it is set, to a new directory"
+IDENTITY = "identity"  # key of config.yaml for the Identity of the run (identity.py)
+MIXTURES = "mixtures"  # key of config.yaml for the mixtures of a run that changed its mixture
+NEW_DIRECTORY = "or set output_dir, and train.copy_to if it is set, to a new directory"
 
 
 def check_keys(config: RunConfig) -> None:
-    """Raise UserError where the run directory was started with other keys; one that cannot be read passes."""
-    claimed: Any = None
+    """Raise UserError if the run directory was started with other keys. Does nothing if it cannot be read."""
+    recorded: Any = None
     with contextlib.suppress(OSError, ValueError):
-        claimed = read_written(config.output_dir / CONFIG)
-    if isinstance(claimed, dict):
+        recorded = read_written(config.output_dir / CONFIG)
+    if isinstance(recorded, dict):
         newest = max(map(step_of, checkpoints(config.output_dir)), default=0)
-        compare_keys(config.output_dir, claimed, newest, config)
+        compare_keys(config.output_dir, recorded, newest, config)
 
 
-def compare_keys(where: Path | str, claimed: Mapping[str, Any], newest: int, config: RunConfig) -> None:
-    """Raise UserError naming every key of a run's config.yaml that differs from the recipe and may not.
+def compare_keys(where: Path | str, recorded: Mapping[str, Any], newest: int, config: RunConfig) -> None:
+    """Raise UserError for every key of a run's config.yaml that the recipe must not change, but changes.
 
-    Fields marked `free` may differ, and the mixture where `train.mixture_from` says so. where: what holds the
-    checkpoints of the run; `newest` is the step of the last.
+    Fields marked `free` may change. The mixture may change if `train.mixture_from` is set.
+
+    Args:
+        where: the run directory or its copy.
+        recorded: the content of config.yaml.
+        newest: step of the newest checkpoint.
+        config: the recipe.
     """
-    train, mistakes, mixed = config.train, [], False
+    train = config.train
+    mistakes: list[UserError] = []
+    mixture_changed = False
     free = (*marked(RunConfig, FREE), MIXTURES, IDENTITY)
-    for key, before, now in differences(claimed, yaml.safe_load(dump_config(config))):
-        if any(f"{key}.".startswith(f"{part}.") for part in free):
+    for key, before, now in iterate_changes(recorded, yaml.safe_load(dump_config(config))):
+        if any(f"{key}.".startswith(f"{prefix}.") for prefix in free):
             continue
         if f"{key}.".startswith("train.mixture."):
-            mixed = True
+            mixture_changed = True
         else:
-            problem = f"{where} was started with {key}={before}, and the recipe now has {now}"
-            mistakes.append(UserError(f"{problem}; restore the old value, {ANEW}", code="changed-key"))
-    if mixed and train.mixture is None:
-        cure = "train.mixture={temperature: 1} takes all domains in proportion"
-        mistakes.append(UserError(f"{where} was trained with a mixture; {cure}, {ANEW}", code="mixture-gone"))
-    elif mixed and train.mixture_from is None:
-        cure = f"train.mixture_from={newest} lets this one hold from its newest checkpoint on"
+            problem = f"{where} was started with {key}={before}, but the recipe has {now}"
+            mistakes.append(UserError(f"{problem}. Restore it, {NEW_DIRECTORY}", code="changed-key"))
+    if mixture_changed and train.mixture is None:
+        cure = f"set train.mixture={{temperature: 1}} for all domains in proportion, {NEW_DIRECTORY}"
+        mistakes.append(UserError(f"{where} was trained with a mixture; {cure}", code="mixture-gone"))
+    elif mixture_changed and train.mixture_from is None:
+        cure = f"set train.mixture_from={newest} to use the new one from the newest checkpoint on"
         problem = f"{where} was trained with another train.mixture"
-        mistakes.append(UserError(f"{problem}; {cure}; or restore the old one", code="changed-mixture"))
+        mistakes.append(UserError(f"{problem}; {cure}, or restore the old one", code="changed-mixture"))
     if mistakes:
         raise UserError.of(mistakes)
 
 
-def differences(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
-    """Yield the dotted keys of leaves that differ between two trees, with both values in words."""
+def iterate_changes(before: Any, now: Any, key: str = "") -> Iterator[tuple[str, str, str]]:
+    """Yield the dotted key and both values, as text, of each leaf that differs between two trees."""
     before, now = (None if tree == {} else tree for tree in (before, now))  # an absent key is None
-    trees = [tree for tree in (now, before) if isinstance(tree, dict)]
     if before == now:
         return
-    if trees:
-        for name in dict.fromkeys(name for tree in trees for name in tree):
-            was, is_now = (tree.get(name) if isinstance(tree, dict) else None for tree in (before, now))
-            yield from differences(was, is_now, f"{key}.{name}" if key else str(name))
+    trees = [tree if isinstance(tree, dict) else {} for tree in (before, now)]
+    if any(trees):
+        old, new = trees
+        for name in {**new, **old}:
+            yield from iterate_changes(old.get(name), new.get(name), f"{key}.{name}" if key else str(name))
         return
-    hashed = re.compile("[0-9a-f]{64}")  # its beginning will do
-    texts = [hashed.sub(lambda digest: digest[0][:12], format_value(value)) for value in (before, now)]
+    texts = [re.sub("([0-9a-f]{12})[0-9a-f]{52}", r"\1", format_value(value)) for value in (before, now)]
     yield key, texts[0], texts[1]

@@ -1,19 +1,19 @@
-"""What decides a run's numbers besides the keys of its recipe, digested from what was opened.
+"""The identity of a run: everything besides its recipe that decides its numbers, as digests.
 
-    objective      each objective with its parameters, defaults included
+    objective      name and parameters of each objective, defaults included
     program        hash of every file of an objective that is a program
-    normalisation  which rows share a mean, where the objective divides its weights by one
-    deepspeed      what DeepSpeed's configuration decides of the numbers
-    model          what the model's configuration says of its architecture
-    adapters       how the adapters were made
+    normalisation  rows that share a mean, if the objective divides its weights by one
+    deepspeed      the part of DeepSpeed's configuration that decides the numbers
+    model          the architecture in the model's configuration
+    adapters       settings of the adapters
     data           fingerprint of the training rows
     validation     fingerprint of each validation set
-    scores         of each data set, the hashes of the stored log-probabilities that the objective reads
+    scores         hashes of the stored log-probabilities that the objective reads, by data set
     cost           fingerprint of the cost embedding
     teacher        hash of the weights of a live teacher
 
-It is written into config.yaml and every checkpoint. A run that resumes must be the same in all parts, and in
-every key of its recipe that is not free.
+It is written into config.yaml and every checkpoint. A run resumes only with an equal identity, and with equal
+keys of its recipe except free ones.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ from emo.data_prep.shards.format import TokenDataset
 from emo.data_prep.shards.scores import Scores
 
 from ..batches.config import Batch, MixtureConfig
-from ..batches.order import Holding
+from ..batches.order import MixtureStart
 from ..config import RunConfig, dump_config
 from ..control.run_dir import CONFIG, checkpoints, step_of
 from ..engine.ds_config import decisive_settings
 from ..loss.objectives import OBJECTIVES, Objective
-from .claims import ANEW, IDENTITY, MIXTURES, compare_keys, differences
+from .claims import IDENTITY, MIXTURES, NEW_DIRECTORY, compare_keys, iterate_changes
 
 Identity = dict[str, Any]  # part -> JSON value
 
-# What each part is called in a message, and where it is put right.
+# Name of each part in messages, and where to change it.
 PARTS = {
     "data": "training data (data, emo prepare)",
     "validation": "validation set (data.validation)",
@@ -61,7 +61,7 @@ PARTS = {
     "cost": "cost embedding (model.path or objective.cost)",
     "teacher": "teacher (the weights of objective.teacher)",
 }
-# Of a model's configuration: what says where it is from and how it is held, not what it computes.
+# Keys of a model's or an adapter's configuration that describe its origin and storage.
 NOT_ARCHITECTURE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache")
 NOT_ADAPTERS = ("base_model_name_or_path", "inference_mode", "peft_version", "revision")
 
@@ -76,57 +76,64 @@ def identify(
     validation: Mapping[str, TokenDataset],
     scores: Sequence[Scores | None],
 ) -> Identity:
-    """Return all that is known of a run's identity before the cost embedding is read.
+    """Return the identity of a run, without its cost embedding and teacher.
 
-    parts: the objectives, which are made already. model: its configuration, and itself with its adapters, on
-    any device; None where it may be another one elsewhere. scores: of the data sets; empty where unread.
+    Args:
+        parts: the objectives.
+        config: the recipe.
+        batch: rows of a step.
+        ds_config: the resolved DeepSpeed configuration.
+        model: its configuration, and the module with adapters. None if training may use another model.
+        data: the training rows. None if they are not prepared.
+        validation: the validation sets.
+        scores: the stored scores of each data set. Empty if they were not read.
     """
-    together: Any = None
+    shared_mean: Any = None
     if any(part.normalised for part in parts) and batch.accumulation > 1:
-        together = {"micro_batch": batch.micro, "ranks": batch.ranks}
-    facts: Identity = {
+        shared_mean = {"micro_batch": batch.micro, "ranks": batch.ranks}
+    identity: Identity = {
         "objective": [{"name": part.name, "params": dict(part.params)} for part in parts],
-        "program": _programs(config),
-        "normalisation": together,
+        "program": _hash_programs(config),
+        "normalisation": shared_mean,
         "deepspeed": decisive_settings(ds_config),
     }
     if model is not None:
-        settings, module = model
-        architecture = {k: v for k, v in settings.to_diff_dict().items() if k not in NOT_ARCHITECTURE}
-        facts |= {"model": _digest(architecture), "adapters": None}
+        hf_config, module = model
+        architecture = {k: v for k, v in hf_config.to_diff_dict().items() if k not in NOT_ARCHITECTURE}
+        identity |= {"model": _digest(architecture), "adapters": None}
         if hasattr(module, "peft_config"):
             (adapter,) = module.peft_config.values()
-            adapter_settings = {k: v for k, v in adapter.to_dict().items() if k not in NOT_ADAPTERS}
-            facts["adapters"] = _digest(adapter_settings)
+            settings = {k: v for k, v in adapter.to_dict().items() if k not in NOT_ADAPTERS}
+            identity["adapters"] = _digest(settings)
     if data is not None:
-        facts["data"] = data.fingerprint
-        facts["validation"] = {name: rows.fingerprint for name, rows in validation.items()}
+        identity["data"] = data.fingerprint
+        identity["validation"] = {name: rows.fingerprint for name, rows in validation.items()}
     if scores:
         shards = {c.data.directory.name: [s.sha256 for s in c.about.shards] for c in scores if c is not None}
-        facts["scores"] = {name: _digest(hashes) for name, hashes in shards.items()}
-    return facts
+        identity["scores"] = {name: _digest(hashes) for name, hashes in shards.items()}
+    return identity
 
 
 def _digest(value: Any) -> str:
-    """Return the sha256 of a JSON value, whatever the order of its keys and sets."""
+    """Return the sha256 of a JSON value. The order of keys and sets does not matter."""
     text = json.dumps(value, sort_keys=True, default=lambda v: sorted(v) if isinstance(v, set) else str(v))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _programs(config: RunConfig) -> dict[str, str]:
+def _hash_programs(config: RunConfig) -> dict[str, str]:
     """Return the sha256 of each file of the recipe's objectives that are programs, by module or file name.
 
-    These are the file that the recipe or an installed package names, the other modules of its package that
-    are loaded, and all that is loaded and part of no installed library. Making the objectives has imported
-    what they use. Data files that a program reads are not among them.
+    These are the file that the recipe or an installed package names, the loaded modules of the same package,
+    and all loaded modules outside installed libraries. Creating the objectives has imported what they use.
+    Data files that a program reads are not included.
     """
     hashes: dict[str, str] = {}
-    points = {name: value.partition(":")[0] for name, value in registered_objectives().items()}
+    entry_points = {name: value.partition(":")[0] for name, value in registered_objectives().items()}
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     for name in (config.objective.name, *(part.name for part in config.objective.sum or ())):
         if name in OBJECTIVES:
             continue
-        source = name.rpartition(":")[0] or points[name]
+        source = name.rpartition(":")[0] or entry_points[name]
         program = Path(source if source.endswith(".py") else str(sys.modules[source].__file__)).absolute()
         hashes[program.name if source.endswith(".py") else source] = sha256(program)
         for module, loaded in sorted(sys.modules.items()):
@@ -141,90 +148,95 @@ def _programs(config: RunConfig) -> dict[str, str]:
     return hashes
 
 
-def compare(config: RunConfig, identity: Identity) -> None:
-    """Raise UserError where another configuration or other content started the run; it names each key.
+def check_run_dir(config: RunConfig, identity: Identity) -> None:
+    """Raise UserError, which names each difference, if another run was started in the run directory.
 
-    Fields marked `free` may differ, and the mixture where `train.mixture_from` says so.
+    Fields marked `free` may differ. The mixture may differ if `train.mixture_from` is set.
     """
     run_dir = config.output_dir
     newest = max(map(step_of, checkpoints(run_dir)), default=0)
     if (run_dir / CONFIG).is_file():
-        compare_claimed(run_dir, run_dir / CONFIG, newest, config, identity)
+        check_config_file(run_dir, run_dir / CONFIG, newest, config, identity)
     elif newest:
-        problem = f"{run_dir} holds checkpoints but not the {CONFIG} that they were trained with"
-        raise UserError(f"{problem}; put it back, {ANEW}", code="config-missing")
+        problem = f"{run_dir} has checkpoints but no {CONFIG}, which they were trained with"
+        raise UserError(f"{problem}. Restore it, {NEW_DIRECTORY}", code="config-missing")
 
 
-def compare_claimed(
-    where: Path | str, claim: Path, newest: int, config: RunConfig, identity: Identity
+def check_config_file(
+    where: Path | str, file: Path, newest: int, config: RunConfig, identity: Identity
 ) -> None:
-    """Raise UserError where the run of a config.yaml, `claim`, is not that of `config` and `identity`.
+    """Raise UserError if a config.yaml was written by another run.
 
-    where: what holds the checkpoints of that run; `newest` is the step of the last.
+    Args:
+        where: the run directory or its copy.
+        file: the config.yaml.
+        newest: step of the newest checkpoint.
+        config: the recipe.
+        identity: what this run has read.
     """
-    claimed = dict(read_written(claim))
-    compare_keys(where, claimed, newest, config)
-    check_same(where, claimed.get(IDENTITY), identity)
+    recorded = dict(read_written(file))
+    compare_keys(where, recorded, newest, config)
+    check_unchanged(where, recorded.get(IDENTITY), identity)
 
 
-def check_same(where: Path | str, before: Any, now: Identity) -> None:
-    """Raise UserError naming each thing that has changed since `before` was written.
+def check_unchanged(where: Path | str, before: Any, now: Identity) -> None:
+    """Raise UserError naming each part of the identity `before` that has changed.
 
-    Parts that `now` does not have are not known yet, and not compared.
+    Parts that `now` lacks are not compared, because they are not known yet.
     """
     if not isinstance(before, dict):
-        problem = f"{where} does not say what it was trained with: another version of this program made it"
-        raise UserError(f"{problem}; continue it with that version, {ANEW}", code="other-version")
+        problem = f"{where} does not record what it was trained with, so another version of emo wrote it"
+        raise UserError(f"{problem}. Continue it with that version, {NEW_DIRECTORY}", code="other-version")
     changed = []
     for part, value in now.items():
         if part not in before or before[part] != value:
             trees = {part: before.get(part)}, {part: value}
-            key, was, is_now = next(differences(*trees), (part, "not known", format_value(value)))
+            key, was, is_now = next(iterate_changes(*trees), (part, "not known", format_value(value)))
             problem = f"{where} was trained with another {PARTS[part]}: {key} was {was} and is {is_now}"
-            changed.append(UserError(f"{problem}; restore it, {ANEW}", code=f"changed-{part}"))
+            changed.append(UserError(f"{problem}. Restore it, {NEW_DIRECTORY}", code=f"changed-{part}"))
     if changed:
         raise UserError.of(changed)
 
 
-def _claimed(run_dir: Path) -> dict[str, Any]:
-    """Return the content of config.yaml."""
-    path = run_dir / CONFIG
-    return dict(read_written(path))
-
-
-def mixtures(config: RunConfig) -> list[Holding]:
-    """Return the mixtures by first step: those that the run was trained with, and the recipe's."""
-    recorded, now, start = _recorded(config.output_dir), config.train.mixture, config.train.mixture_from
+def mixture_history(config: RunConfig) -> list[MixtureStart]:
+    """Return the mixtures that the run was trained with, and the recipe's, in the order of their steps."""
+    recorded, now, start = (
+        _recorded_mixtures(config.output_dir),
+        config.train.mixture,
+        config.train.mixture_from,
+    )
     if not recorded or recorded[-1].mixture == now:
-        return recorded or [Holding(0, now)]
+        return recorded or [MixtureStart(0, now)]
     assert start is not None
-    earlier = [holding for holding in recorded if holding.step < start]
-    return earlier if earlier and earlier[-1].mixture == now else [*earlier, Holding(start, now)]
+    earlier = [entry for entry in recorded if entry.step < start]
+    return earlier if earlier and earlier[-1].mixture == now else [*earlier, MixtureStart(start, now)]
 
 
 def check_mixture(config: RunConfig, step: int) -> None:
-    """Raise UserError for a mixture that changes at another step than `step`, from which the run goes on."""
-    recorded = _recorded(config.output_dir)
-    if recorded and recorded != mixtures(config) and config.train.mixture_from != step:
-        problem = f"train.mixture_from={config.train.mixture_from}, and the run goes on from step {step}"
+    """Raise UserError if the mixture changes at another step than `step`, from which the run continues."""
+    recorded = _recorded_mixtures(config.output_dir)
+    if recorded and recorded != mixture_history(config) and config.train.mixture_from != step:
+        problem = f"train.mixture_from={config.train.mixture_from}, but the run continues from step {step}"
         cure = f"set train.mixture_from={step}, or restore the old train.mixture"
         raise UserError(f"{problem}; {cure}", code="mixture-step")
 
 
-def _recorded(run_dir: Path) -> list[Holding]:
-    """Return the mixtures of a run that was claimed; none of one that was not."""
-    if not (run_dir / CONFIG).is_file():
+def _recorded_mixtures(run_dir: Path) -> list[MixtureStart]:
+    """Return the mixtures in config.yaml, or none if the run directory is not claimed."""
+    path = run_dir / CONFIG
+    if not path.is_file():
         return []
-    tree = _claimed(run_dir)
+    tree = dict(read_written(path))
     entries = tree.get(MIXTURES) or [{"step": 0, "mixture": tree["train"].get("mixture")}]
     pairs = ((entry["step"], entry["mixture"]) for entry in entries)
-    return [Holding(step, None if m is None else MixtureConfig.model_validate(m)) for step, m in pairs]
+    return [MixtureStart(step, None if m is None else MixtureConfig.model_validate(m)) for step, m in pairs]
 
 
-def claim(config: RunConfig, identity: Identity) -> None:
-    """Write config.yaml: from now on the run directory belongs to this configuration and what it has read."""
-    tree, history = {**yaml.safe_load(dump_config(config)), IDENTITY: identity}, mixtures(config)
+def claim_run_dir(config: RunConfig, identity: Identity) -> None:
+    """Write config.yaml. The run directory then belongs to this recipe and identity."""
+    tree = {**yaml.safe_load(dump_config(config)), IDENTITY: identity}
+    history = mixture_history(config)
     if len(history) > 1:
-        mixed = ((step, m and m.model_dump(mode="json")) for step, m in history)
-        tree[MIXTURES] = [{"step": step, "mixture": mixture} for step, mixture in mixed]
+        entries = ((step, m and m.model_dump(mode="json")) for step, m in history)
+        tree[MIXTURES] = [{"step": step, "mixture": mixture} for step, mixture in entries]
     write_text(config.output_dir / CONFIG, yaml.safe_dump(tree, sort_keys=False))

@@ -1,1 +1,1 @@
-"""What a run logs, measures and watches for while it trains."""
+"""Components that log, measure and check a run while it trains."""

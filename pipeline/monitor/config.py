@@ -1,4 +1,4 @@
-"""The keys of a recipe that say what a run logs, measures and watches for."""
+"""The keys of a recipe for logging, validation and checks of the losses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from emo.common.config.recipe import FREE, Section, mark
 
 
 class ProfileConfig(Section):
-    """Steps that torch.profiler records into `profile/` of the run directory, on GPUs with their memory."""
+    """Steps that torch.profiler records in `profile/` of the run directory, with the memory of GPUs."""
 
     steps: tuple[int, int]
     """First and last step, from 1."""
@@ -18,34 +18,34 @@ class ProfileConfig(Section):
     """Ranks that record them."""
 
     @model_validator(mode="after")
-    def _in_order(self) -> ProfileConfig:
+    def _check_order(self) -> ProfileConfig:
         if not 1 <= self.steps[0] <= self.steps[1]:
-            raise ValueError("profile.steps names the first and last step to record, from 1")
+            raise ValueError("profile.steps must be the first and the last step to record, from 1")
         return self
 
 
 class MonitorConfig(Section):
-    """The keys of `train` that say what a run logs, measures and watches for."""
+    """The keys of `train` for logging, validation and checks of the losses."""
 
     logging_steps: int = mark(FREE, 10, gt=0)
     """Steps between records in metrics.jsonl."""
     eval_steps: int = mark(FREE, 0, ge=0)
-    """Steps between validations; 0 measures only before the first and after the last step."""
+    """Steps between validations. 0 validates only before the first and after the last step."""
     eval_rows: int = mark(FREE, 512, gt=0)
-    """Rows of each validation set at most."""
+    """Largest number of rows of each validation set."""
     sample_prompts: list[str] = mark(FREE, [])
     """Texts that the model continues before the first step and at every save."""
     sample_tokens: int = mark(FREE, 64, gt=0)
     """Tokens of each continuation."""
     report_to: list[Literal["tensorboard", "wandb"]] = mark(FREE, [])
-    """Where metrics go besides metrics.jsonl: TensorBoard events, Weights & Biases."""
+    """Loggers that receive the metrics besides metrics.jsonl: TensorBoard, Weights & Biases."""
     project: str = mark(FREE, "emo")
-    """Project of Weights & Biases."""
+    """Project in Weights & Biases."""
     profile: ProfileConfig | None = mark(FREE, None)
     """Steps and ranks that torch.profiler records."""
     max_skipped: int = mark(FREE, 5, gt=0)
-    """The run ends after this many steps in a row without a finite gradient."""
+    """End the run after this many steps in a row without a finite gradient."""
     spike_factor: float = mark(FREE, 0.0, ge=0)
-    """A loss this many times the usual one is a spike; 0 turns detection off."""
+    """A loss this many times the usual loss is a spike. 0 turns detection off."""
     spike_stops: bool = mark(FREE, False)
-    """A spike ends the run; false only records it."""
+    """End the run at a spike. false only records it."""

@@ -1,4 +1,4 @@
-"""The pass over a validation set."""
+"""Measurement of a validation set."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from .validation import Documents, sum_by_document
 def evaluate(
     engine: Engine, losses: Losses, validation: Batches, max_rows: int
 ) -> tuple[StepTotals, Documents]:
-    """Return totals over the first rows of a validation set, and the NLL of each of their documents.
+    """Measure the first rows of a validation set. Return totals, and the NLL of each document.
 
-    All ranks must call. They take equally many micro-batches, so that the rows of all ranks, one rank after
-    the other, are in order.
+    All ranks must call. They read equally many micro-batches, so the rows of the ranks follow one another.
 
     Args:
         engine: the engine of the model.
-        losses: the objective, and the costs that DEMD is measured with.
+        losses: the objective, and the costs for DEMD.
         validation: the rows of the set.
-        max_rows: how many of them are measured at most.
+        max_rows: largest number of rows to measure.
     """
     world, data = engine.world, validation.data
     rows = np.arange(min(len(data), max_rows))
@@ -32,9 +31,9 @@ def evaluate(
     with measuring(engine.model, losses):
         totals, *columns = engine.evaluate(validation.read(local, real))
     nll, tokens = (np.concatenate(parts) for parts in zip(*gather_objects(columns), strict=True))
-    sources = []  # the document of each segment, in the order of the ranks
+    sources = []  # document of each segment, in the order of the ranks
     ordered, _ = rank_rows(rows, 0, 1, world.ranks * validation.micro)
     for row in ordered.tolist():
-        padding = int(data.tokens_of(row) < data.manifest.block)  # one more segment, without a document
+        padding = int(data.tokens_of(row) < data.manifest.block)  # a segment without a document
         sources.append(np.append(data.sources_of(row), np.zeros(padding, np.uint64)))
     return totals, sum_by_document(data.fingerprint, np.concatenate(sources), nll, tokens)

@@ -25,7 +25,7 @@ from .config import MonitorConfig
 log = logging.getLogger(__name__)
 
 WINDOW = 50  # applied steps whose median is the usual loss
-FEWEST = 10  # steps before a spike can be told
+FEWEST = 10  # steps before spikes are detected
 
 
 class Guard(Component):
@@ -100,7 +100,7 @@ class Guard(Component):
         return spike
 
     def _jump(self, step: int, prefix: str, name: str, value: float) -> str | None:
-        """Add a value to the recent ones; describe it if it is a spike next to them."""
+        """Add a value to the recent ones, and describe it if it is a spike compared with them."""
         recent = self._recent[prefix + name]
         usual = statistics.median(recent) if len(recent) >= FEWEST else math.inf
         if math.isfinite(value):

@@ -1,7 +1,7 @@
-"""launches.jsonl: when and where each launch of a run trained, what was planned, and how it ended.
+"""launches.jsonl: time, hardware, predictions and outcome of each launch of a run.
 
-A launch adds a line when it starts to train and one when it ends. Without the second line it was killed, or
-still runs.
+A launch adds a line when it starts to train and another when it ends. Without the second line, it was killed
+or is still running.
 """
 
 from __future__ import annotations
@@ -39,65 +39,75 @@ class Launch:
 
     def __init__(self, run_dir: Path, console: Console, main: bool) -> None:
         self.console = console
-        self.reason: str | None = None  # why this launch ends before the run is finished
-        self._run_dir, self._main = run_dir, main
-        self._step: int | None = None  # the last step; None before training
+        self.reason: str | None = None  # for an end before the run is finished
+        self._run_dir = run_dir
+        self._main = main
+        self._step: int | None = None  # last step, None before training
 
     def report_previous_failure(self) -> None:
-        """Report why the previous launch failed, if its ranks could not: NCCL aborts them at a time-out."""
+        """Report why the previous launch failed if its ranks could not, as when NCCL aborts at a timeout."""
         records = read_records(self._run_dir / LAUNCHES)[0]
-        if (
-            records
-            and records[-1].get("event") == "begin"
-            and (reason := find_late_rank(self._run_dir)) is not None
-        ):
-            _log_event(f"the launch before failed: {reason}", "failed", reason=reason)
+        if not records or records[-1].get("event") != "begin":
+            return
+        if (reason := find_late_rank(self._run_dir)) is not None:
+            _log_event(f"the previous launch failed: {reason}", "failed", reason=reason)
             steps = [state.get("step") for state in read_ranks(self._run_dir).values()]
             step = max([records[-1]["step"], *(step for step in steps if isinstance(step, int))])
             self._append("end", step=step, how="failed", reason=reason)
 
     def log_start(self, config: RunConfig, run: TrainingRun, step: int, tokens: int, hosts: int) -> None:
-        """Log what is about to train after `step` on `hosts` hosts, and record the launch."""
+        """Log what is about to be trained, and record the launch.
+
+        Args:
+            config: the recipe.
+            run: the resolved recipe.
+            step: steps that earlier launches have taken.
+            tokens: supervised tokens of these steps.
+            hosts: number of hosts.
+        """
         self._step = step
         if not self._main:
             return
-        batch, planned = run.batch, None
+        batch = run.batch
         device = torch.cuda.get_device_name() if on_gpu() else "CPU"
         log.info("objective %s on %s; %s", run.objective, device, batch)
         for name, text in domain_rows(config, run):
             log.info("%s: %s", name, text)
         for warning in collect_warnings(config, run, on_cpu=not on_gpu()):
             log.warning(warning)
-        if (gpu := accelerator(device)) is not None:  # what the footprint predicts of a step on it
-            sizes = sizes_of(run.model, run.hf_config)
-            attended = run.data.mean_context()
-            setup = setup_of(config, batch, run.ds_config, run.objective, attended)
-            seconds = step_time(sizes, setup, gpu).total
-            planned = {"seconds": seconds, "mfu": utilisation(sizes, setup, seconds, gpu)}
-            planned["memory_gib"] = memory(sizes, setup).total / GIB
-        facts: dict[str, Any] = {"step": step, "tokens": tokens, "steps": run.steps, "ranks": batch.ranks}
-        facts |= {"hosts": hosts, "device": device, "batch": batch.batch, "micro_batch": batch.micro}
-        facts |= {"accumulation": batch.accumulation, "block": config.data.sequence_len}
-        facts |= {"zero_stage": zero_stage(run.ds_config), "attention": run.attention, "planned": planned}
+        facts: dict[str, Any] = {
+            "step": step,
+            "tokens": tokens,
+            "steps": run.steps,
+            "ranks": batch.ranks,
+            "hosts": hosts,
+            "device": device,
+            "batch": batch.batch,
+            "micro_batch": batch.micro,
+            "accumulation": batch.accumulation,
+            "block": config.data.sequence_len,
+            "zero_stage": zero_stage(run.ds_config),
+            "attention": run.attention,
+            "planned": _predict_step(config, run, device),
+        }
         if any(mixture for _, mixture in run.mixtures):
             facts["mixtures"] = [{"step": first, "mixture": m and m.label} for first, m in run.mixtures]
-        facts |= {"git": code_version(), **library_versions("torch", "transformers", "deepspeed")}
-        self._append("begin", **facts)
+        versions = library_versions("torch", "transformers", "deepspeed")
+        self._append("begin", **facts, git=code_version(), **versions)
 
     def log_sample(self, step: int, text: str) -> None:
-        """Show how the model continued the first prompt."""
+        """Log how the model continued the first prompt."""
         _log_event(f"step {step:,}  sample: {one_line(text[:100])}", "sample", step=step, text=text)
 
     def log_stopping(self, step: int, reason: str | None) -> None:
-        """Log that all ranks stop after `step`. Without a reason an error follows that gives it."""
+        """Log that all ranks stop after `step`. If `reason` is None, an error follows."""
         self._step, self.reason = step, reason
         if reason is not None:
-            _log_event(
-                f"stopping after step {step:,} ({reason}): saving", "stopping", step=step, reason=reason
-            )
+            text = f"stopping after step {step:,} ({reason}): saving"
+            _log_event(text, "stopping", step=step, reason=reason)
 
     def log_end(self, step: int, finished: bool) -> None:
-        """Log how the run ended, after everything was written."""
+        """Log how the run ended. Called when everything is written."""
         self._step = step
         export = str(self._run_dir / EXPORT)
         if finished:
@@ -108,13 +118,25 @@ class Launch:
             _log_event(text, "stopped", step=step, reason=self.reason)
 
     def record_end(self, outcome: str, step: int) -> None:
-        """Record the outcome (finished, stopped or failed) and the last step that was taken, 0 for none."""
+        """Record the outcome (finished, stopped or failed) and the last step (0 if no step was taken)."""
         if self._main and self._step is not None:
-            with contextlib.suppress(OSError):  # the full disk may be why it ends
+            with contextlib.suppress(OSError):  # a full disk may be the reason for the end
                 self._append("end", step=max(step, self._step), how=outcome, reason=self.reason)
 
     def _append(self, event: str, **fields: Any) -> None:
         append(self._run_dir / LAUNCHES, {"event": event, "time": time.time(), **fields})
+
+
+def _predict_step(config: RunConfig, run: TrainingRun, device: str) -> dict[str, float] | None:
+    """Return the predicted duration, MFU and memory of a step, or None for unknown hardware."""
+    gpu = accelerator(device)
+    if gpu is None:
+        return None
+    sizes = sizes_of(run.model, run.hf_config)
+    setup = setup_of(config, run.batch, run.ds_config, run.objective, run.data.mean_context())
+    seconds = step_time(sizes, setup, gpu).total
+    mfu = utilisation(sizes, setup, seconds, gpu)
+    return {"seconds": seconds, "mfu": mfu, "memory_gib": memory(sizes, setup).total / GIB}
 
 
 def _log_event(line: str, event: str, **fields: Any) -> None:
@@ -122,7 +144,7 @@ def _log_event(line: str, event: str, **fields: Any) -> None:
 
 
 def append(path: Path, record: dict[str, Any]) -> None:
-    """Add a line to a file of JSON lines, also where a killed writer has left a piece of one."""
+    """Append a record to a file of JSON lines, whose last line may be incomplete after a crash."""
     with path.open("a+b") as file:
         file.seek(max(0, file.tell() - 1))
         torn = file.read(1) not in (b"", b"\n")

@@ -19,7 +19,7 @@ class Logger:
     """Receives the metrics of a run on rank 0."""
 
     def __init__(self, config: RunConfig, first_step: int) -> None:
-        """first_step: steps that earlier launches had taken. What was logged after it will come again."""
+        """first_step: steps that earlier launches had taken. Records of later steps will come again."""
 
     def log(self, values: dict[str, Any], step: int) -> None:
         """Log the values of a record by path, such as `train/nll`. A value that is not finite is None."""
@@ -67,7 +67,7 @@ class WeightsAndBiases(Logger):
             )
         except wandb.errors.Error as error:
             problem = f"train.report_to=[wandb]: {one_line(error, 200)}"
-            raise UserError(f"{problem}; set WANDB_API_KEY, or WANDB_MODE=offline") from None
+            raise UserError(f"{problem}. Set WANDB_API_KEY, or WANDB_MODE=offline") from None
 
     def log(self, values: dict[str, Any], step: int) -> None:
         self._run.log(values, step=step)

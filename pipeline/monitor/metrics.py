@@ -133,7 +133,7 @@ class Metrics(Component):
             config: the configuration of the run.
             start: where this launch begins.
             active: whether this is rank 0.
-            facts: what is known of the run.
+            facts: facts about the run.
             console: shows progress and records.
             window: `state_dict` of the checkpoint from which the run resumes.
             clock: returns the time in seconds.
@@ -237,7 +237,7 @@ class Metrics(Component):
                 logger.close()
 
     def _write(self, group: str, record: dict[str, Any]) -> dict[str, Any]:
-        """Write a record; return it with None instead of numbers that are not finite.
+        """Write a record. Return it with None instead of numbers that are not finite.
 
         metrics.jsonl also has `time`, the seconds since 1970 (UTC), and `epoch`, the passes over the data.
         """

@@ -58,7 +58,7 @@ class Samples(Component):
         self.sample(state)
 
     def sample(self, state: RunState) -> None:
-        """Continue every prompt and record the texts; all ranks must call."""
+        """Continue every prompt and record the texts. All ranks must call."""
         if self._tokenizer is None:
             return
         rows = self._continue_prompts()
@@ -66,7 +66,7 @@ class Samples(Component):
             return
         records = []
         for prompt, ids, new in zip(self.prompts, self._ids, rows, strict=True):
-            # Decoded by themselves the new tokens could lose their first space.
+            # Without the prompt, the decoded tokens could lose their first space.
             before, full = (self._tokenizer.decode(i, skip_special_tokens=True) for i in (ids, ids + new))
             text = full[len(before) :]
             records.append({"step": state.step, "tokens": state.tokens, "prompt": prompt, "text": text})
@@ -85,17 +85,14 @@ class Samples(Component):
         lengths = torch.tensor([len(ids) for ids in self._ids], device=engine.world.device)
         rows = torch.arange(len(lengths), device=lengths.device)
         longest = int(lengths.max())
-        ids = lengths.new_zeros(
-            (len(lengths), longest + self._tokens)
-        )  # causal attention ignores later zeros
+        # Causal attention ignores the zeros after a text.
+        ids = lengths.new_zeros((len(lengths), longest + self._tokens))
         for row, prompt in enumerate(self._ids):
             ids[row, : len(prompt)] = torch.tensor(prompt)
         keeps = "logits_to_keep" in getattr(unwrap(engine.model), "order", ())
         engine.ds.eval()
         with torch.compiler.set_stance("force_eager"):  # the length differs at every pass
-            for last in range(
-                longest - 1, longest - 1 + self._tokens
-            ):  # position in the longest prompt's row
+            for last in range(longest - 1, longest - 1 + self._tokens):  # position in the longest row
                 before, ends = ids[:, : last + 1], lengths + (last - longest)
                 if keeps:  # the head can skip the other positions
                     positions, which = ends.unique(return_inverse=True)

@@ -1,4 +1,4 @@
-"""Components without output of their own: garbage collection, and the heartbeat of the run."""
+"""Components for garbage collection and the heartbeat of the run."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
 from emo.common.config.recipe import format_value
 from emo.common.errors import UserError, one_line
@@ -30,7 +30,7 @@ from emo.data_prep.shards.format import AGAIN, TokenDataset, is_prepared, open_p
 from emo.data_prep.shards.scores import Scores
 
 from ..batches.config import Batch, solve_batch
-from ..batches.order import BatchOrder, Domain, Holding, MixedOrder, shares
+from ..batches.order import BatchOrder, Domain, MixedOrder, MixtureStart, domain_shares
 from ..checkpoint import identity
 from ..checkpoint.identity import Identity
 from ..config import RunConfig, TrainConfig
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ResolvedRecipe:
-    """What a recipe means on a number of ranks, without its data."""
+    """A recipe resolved for a number of ranks, without its data."""
 
     batch: Batch
     ds_config: dict[str, Any]
@@ -79,15 +79,15 @@ class TrainingRun(ResolvedRecipe):
     order: BatchOrder | MixedOrder
     validation: dict[str, TokenDataset]  # by set, in the recipe's order
     scores: list[Scores | None]  # of the training data, then of each validation set
-    mixtures: list[Holding]
+    mixtures: list[MixtureStart]
     prompts: list[list[int]]  # token ids of train.sample_prompts
     identity: Identity  # without the cost embedding and the teacher, which are not read yet
 
-    def with_mixtures(self, config: RunConfig, mixtures: list[Holding]) -> TrainingRun:
+    def with_mixtures(self, config: RunConfig, mixtures: list[MixtureStart]) -> TrainingRun:
         """Return the run with another history of mixtures, and the order that follows from it."""
         if mixtures == self.mixtures:
             return self
-        order = batch_order(config.train, self.data, self.steps, mixtures)
+        order = create_order(config.train, self.data, self.steps, mixtures)
         return replace(self, mixtures=mixtures, order=order)
 
 
@@ -102,23 +102,23 @@ def check_run(config: RunConfig, ranks: int) -> TrainingRun:
     data, validation = _open_data(config)
     sets = [data, *validation.values()]
     resolved = _resolve_model(config, batch, ds_config, objective, sets, local=True, here=True)
-    steps = steps_of(config.train, len(data))
+    steps = count_steps(config.train, len(data))
     _check_profile(config.train, steps, ranks)
     if config.model.kernels is not None:
         kernels.use_liger(unwrap(resolved.model))
-    rehearse(resolved.model, config)
+    rehearse_export(resolved.model, config)
     vocab_size = resolved.hf_config.get_text_config().vocab_size
     _check_cost(config, vocab_size, local=True)  # validation measures objectives without costs by them, too
     check_teacher(config, resolved.hf_config, [data.manifest])
-    prompts = sample_prompt_ids(config)
+    prompts = encode_sample_prompts(config)
     name = config.objective.scores_name
     scores = [None if name is None else Scores(rows, name) for rows in sets]
     _check_scores(config, scores)
     model = (resolved.hf_config, resolved.model)
     facts = identity.identify(parts, config, batch, ds_config, model, data, validation, scores)
-    identity.compare(config, facts)
-    mixtures = identity.mixtures(config)
-    order = batch_order(config.train, data, steps, mixtures)
+    identity.check_run_dir(config, facts)
+    mixtures = identity.mixture_history(config)
+    order = create_order(config.train, data, steps, mixtures)
     return TrainingRun(
         **vars(resolved),
         data=data,
@@ -133,7 +133,7 @@ def check_run(config: RunConfig, ranks: int) -> TrainingRun:
 
 
 def check_plan(config: RunConfig, ranks: int, here: bool = False) -> PlannedRun:
-    """Resolve the recipe for a plan on `ranks` ranks; a model or data that are not there are skipped.
+    """Resolve the recipe for a plan on `ranks` ranks. A missing model or missing data are skipped.
 
     here: the run would start on this host, which must have what training needs.
     Raises UserError for whatever would stop the run.
@@ -147,27 +147,27 @@ def check_plan(config: RunConfig, ranks: int, here: bool = False) -> PlannedRun:
     data, validation = _open_data(config) if is_prepared(config.data) else (None, {})
     sets = [] if data is None else [data, *validation.values()]
     resolved = _resolve_model(config, batch, ds_config, objective, sets, local=False, here=here)
-    steps = train.max_steps if data is None else steps_of(train, len(data))
+    steps = train.max_steps if data is None else count_steps(train, len(data))
     _check_profile(train, steps, ranks)
-    rehearse(resolved.model, config)
+    rehearse_export(resolved.model, config)
     if here or objective.needs_cost:
         _check_cost(config, resolved.hf_config.get_text_config().vocab_size, local=False)
     if data is not None:
-        sample_prompt_ids(config)
+        encode_sample_prompts(config)
     elif train.mixture is not None:  # a recipe knows its domains, though not how much data they hold
-        shares(train.mixture, [Domain(name, 1, 1) for name in config.data.domains_of(TRAIN)])
+        domain_shares(train.mixture, [Domain(name, 1, 1) for name in config.data.domains_of(TRAIN)])
     facts = identity.identify(parts, config, batch, ds_config, None, data, validation, [])
     order: BatchOrder | MixedOrder | None = None
     if data is not None:
-        identity.compare(config, facts)
-        mixtures = identity.mixtures(config)
+        identity.check_run_dir(config, facts)
+        mixtures = identity.mixture_history(config)
         if steps is not None:
-            order = batch_order(train, data, steps, mixtures)
+            order = create_order(train, data, steps, mixtures)
     return PlannedRun(**vars(resolved), data=data, steps=steps, order=order)
 
 
 def _check_settings(config: RunConfig, ranks: int, here: bool) -> tuple[Batch, dict[str, Any]]:
-    """Return the batch and the DeepSpeed configuration; check what this host must have if `here`."""
+    """Return the batch and the DeepSpeed configuration. If `here`, also check this host."""
     batch = solve_batch(config.train.global_batch_size, config.train.micro_batch_size, ranks)
     ds_config = deepspeed_config(config, batch)
     if here:
@@ -197,17 +197,17 @@ def _resolve_model(
         config: the configuration of the run.
         batch: rows of a step.
         ds_config: the resolved DeepSpeed configuration.
-        objective: what is minimised.
+        objective: the objective.
         sets: the data sets that the model must be able to read.
-        local: the model must be at hand.
-        here: this host must have the attention that the recipe asks for.
+        local: whether the model must be available.
+        here: whether this host must have the attention of the recipe.
     """
     hf_config = model_config(config.model, online=local)
     check_context(hf_config, config.data.sequence_len)
     for rows in sets:
         check_fits(hf_config, config.model, rows.manifest)
     attention = usable_attention(config.model, hf_config) if here else config.model.attn_implementation
-    model = _outline(config, hf_config)
+    model = _build_meta_model(config, hf_config)
     path = config.model.path
     if path is not None and (local or Path(path).exists()):
         with contextlib.suppress(OSError):  # the export keeps generation defaults, if there are any
@@ -227,78 +227,78 @@ def _check_profile(train: TrainConfig, steps: int | None, ranks: int) -> None:
         raise UserError(f"{chosen} names more than the run's {counted(ranks, 'rank')}, which count from 0")
 
 
-def steps_of(train: TrainConfig, rows: int) -> int:
-    """Return the steps of a run on so many rows. Raises UserError where they are less than a batch."""
+def count_steps(train: TrainConfig, rows: int) -> int:
+    """Return the number of steps of a run. Raises UserError if `rows` of the epochs are less than a batch."""
     if train.max_steps is not None:
         return train.max_steps
     epochs = train.num_train_epochs or 0
     batches = epochs * rows / train.global_batch_size
     if batches < 1:
         amount = f"{counted(rows, 'row')} x {counted(epochs, 'epoch')}"
-        raise UserError(f"{amount} are less than a batch; set a smaller train.global_batch_size")
-    # The last step may hold rows of the next epoch, so that every row is seen. A mixture decides otherwise.
+        raise UserError(f"{amount} are less than a batch. Set a smaller train.global_batch_size")
+    # Without a mixture, the last step has rows of the next epoch if needed, so that every row is seen.
     return math.ceil(batches - 1e-9) if train.mixture is None else int(batches)
 
 
-def batch_order(
-    train: TrainConfig, data: TokenDataset, steps: int, history: list[Holding]
+def create_order(
+    train: TrainConfig, data: TokenDataset, steps: int, history: list[MixtureStart]
 ) -> BatchOrder | MixedOrder:
-    """Return the order of a run's rows. Raises UserError for a mixture that ends before the last step."""
+    """Return the order of the rows. Raises UserError if a mixture runs out of rows before the last step."""
     if history[-1].mixture is None:
         return BatchOrder(len(data), train.global_batch_size, train.seed)
     columns = (data.domain, data.valid, data.domains)
     order = MixedOrder(*columns, train.global_batch_size, train.seed, history)
-    order.taken(steps)
+    order.count_rows(steps)
     return order
 
 
 def _open_data(config: RunConfig) -> tuple[TokenDataset, dict[str, TokenDataset]]:
-    """Return the training data and the validation sets."""
+    """Return the training data and the validation sets, and check their tokenizer."""
     data, validation = open_prepared(config.data)
-    for rows in (data, *validation.values()):  # the export takes the tokenizer next to the rows
+    for rows in (data, *validation.values()):  # the export contains the tokenizer next to the rows
         directory = rows.directory.parent / "tokenizer"
         if tokenizer_facts(directory).fingerprint != rows.manifest.tokenizer_fingerprint:
             problem = f"{directory} is not the tokenizer that the rows next to it were prepared with"
             raise UserError(f"{problem}; {AGAIN} --force", code="changed-tokenizer")
     if not data.valid.sum():
-        raise UserError(f"{data.directory} holds nothing to learn from; check data.sources")
+        raise UserError(f"{data.directory} has no supervised tokens. Check data.sources")
     return data, validation
 
 
-def sample_prompt_ids(config: RunConfig) -> list[list[int]]:
-    """Return the token ids of train.sample_prompts, which begin as the documents of the data do.
+def encode_sample_prompts(config: RunConfig) -> list[list[int]]:
+    """Return the token ids of train.sample_prompts, with the first tokens of the data's documents.
 
     Raises UserError for a prompt that is empty, or too long for data.sequence_len with its continuation.
     """
-    train, room = config.train, config.data.sequence_len
+    train, limit = config.train, config.data.sequence_len
     if not train.sample_prompts:
         return []
     tokenizer = load_tokenizer(config.data.dir / "tokenizer")
     prompts = [text_ids(tokenizer, prompt) for prompt in train.sample_prompts]
     for number, ids in enumerate(prompts):
-        if not ids or len(ids) + train.sample_tokens > room:
+        if not ids or len(ids) + train.sample_tokens > limit:
             raise UserError(
-                f"train.sample_prompts[{number}] has {len(ids)} tokens; it needs at least one, and with "
-                f"train.sample_tokens={train.sample_tokens} at most data.sequence_len={room}",
+                f"train.sample_prompts[{number}] has {len(ids)} tokens, but needs at least one, and with "
+                f"train.sample_tokens={train.sample_tokens} at most data.sequence_len={limit}",
                 code="sample-prompts",
             )
     return prompts
 
 
 def _check_scores(config: RunConfig, scores: list[Scores | None]) -> None:
-    """Refuse scores of labels where a teacher's are needed, and the reverse."""
-    wanted = config.objective.scores is None  # of the likeliest tokens
+    """Reject scores of the labels if the objective needs a teacher's most likely tokens, and the reverse."""
+    needs_top_k = config.objective.scores is None
     for stored in scores:
-        if stored is not None and (stored.top_k is not None) != wanted:
-            kinds = "a teacher's likeliest tokens", "the tokens themselves"
-            has, needs = reversed(kinds) if wanted else kinds
-            cure = f"run emo score {'with' if wanted else 'without'} --top-k, under another --name"
-            problem = f"the scores {stored.files[0].parent} are of {has}, and the objective needs {needs}"
+        if stored is not None and (stored.top_k is not None) != needs_top_k:
+            kinds = "a teacher's most likely tokens", "the tokens of the data"
+            has, needs = reversed(kinds) if needs_top_k else kinds
+            cure = f"run emo score {'with' if needs_top_k else 'without'} --top-k and another --name"
+            problem = f"the scores {stored.files[0].parent} are of {has}, but the objective needs {needs}"
             raise UserError(f"{problem}; {cure}", code="scores-kind")
 
 
-def _outline(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
-    """Return the model that would train, with its adapters, on the meta device: names and shapes alone."""
+def _build_meta_model(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
+    """Build the model with its adapters on the meta device, which stores only names and shapes."""
     try:
         with torch.device("meta"):
             model: nn.Module = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
@@ -306,68 +306,75 @@ def _outline(config: RunConfig, hf_config: PretrainedConfig) -> nn.Module:
                 model = add_lora(model, config.model, config.train.seed)
     except UserError:
         raise
-    except Exception as error:  # whatever a configuration that cannot be makes of transformers
+    except Exception as error:  # transformers raises anything for an impossible configuration
         where = "model.path" if config.model.path else "model.architecture"
         where += "" if config.model.lora is None else " or model.lora"
-        raise UserError(f"{where}: no model can be built from it ({one_line(error, 250)})") from None
+        raise UserError(f"{where} describes no model that can be built ({one_line(error, 250)})") from None
     if config.train.optimizer == "muon":
         parameter_groups(model, config.train.weight_decay, use_muon=True)
     for key in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
         value = None
-        with contextlib.suppress(Exception):  # configurations compute some, and some are for single layers
+        with contextlib.suppress(Exception):  # a property that fails, or one for single layers
             value = getattr(hf_config.get_text_config(), key)
         if type(value) is not int or value < 1:
-            problem = f"model_type {hf_config.model_type} has no {key} of all layers; take a transformer"
+            problem = f"model_type {hf_config.model_type} has no {key} for all layers; choose a transformer"
             raise UserError(problem, code="architecture")
     return model
 
 
 def _check_cost(config: RunConfig, vocab_size: int, local: bool) -> None:
-    """Read the cost embedding once, where it exists already and is at hand."""
+    """Read the cost embedding once, if it exists already. If `local`, it must be available."""
     source, path = config.objective.cost, config.model.path
     if source in ("constant", "numbers", "live") or (source in ("pretrained", "permuted") and path is None):
-        return  # without a file, or the head of weights that the run itself is going to write
+        return  # costs without a file, or from weights that the run will create
     if path is not None and source in ("pretrained", "permuted", path):
-        if local or _weights(Path(path)):
+        has_weights = any(file for name in WEIGHTS for file in Path(path).glob(f"*{Path(name).suffix}"))
+        if local or has_weights:
             load_cost(path, vocab_size, revision=config.model.revision)
         return
     is_file = Path(source).suffix in FILES
     if not Path(source).exists() and (is_file or (local and (source[0] in "/.~" or source.count("/") > 1))):
         raise UserError(
-            f"objective.cost={source} does not exist; give one of {', '.join(COSTS)}, a model's directory or "
-            f"hub id, or a file that holds one matrix ({', '.join(FILES)})"
+            f"objective.cost={source} does not exist. Set one of {', '.join(COSTS)}, a directory or "
+            f"Hub id of a model, or a file with one matrix ({', '.join(FILES)})"
         )
     if not (local or is_file or Path(source).exists()):
         return
     load_cost(source, vocab_size)
-    if is_file or not local:
-        return
-    # Another model's costs must be of the same tokens; special ones may differ, for training renames them.
+    if local and not is_file:
+        _check_cost_tokenizer(config, source)
+
+
+def _check_cost_tokenizer(config: RunConfig, source: str) -> None:
+    """Compare the tokens of another model's costs with the data's. Special tokens may have other names."""
     tokenizer = load_tokenizer(str(config.data.dir / "tokenizer"))
     try:
         other = load_tokenizer(source)
     except UserError:
-        log.warning("objective.cost=%s has no tokenizer: cannot check that its costs fit the data", source)
+        log.warning("objective.cost=%s has no tokenizer, cannot check that its costs fit the data", source)
         return
     special = {*tokenizer.added_tokens_decoder, *other.added_tokens_decoder}
     names = {token: name for name, token in other.get_vocab().items()}
     for name, token in tokenizer.get_vocab().items():
         if token not in special and names.get(token) != name:
-            problem = f"objective.cost={source} has another tokenizer than the data: its token {token} is"
-            words = (
-                f"{format_value(names.get(token))}, not {format_value(name)}; set objective.cost=pretrained"
-            )
-            raise UserError(f"{problem} {words}", code="cost-tokenizer")
+            problem = f"objective.cost={source} has another tokenizer than the data"
+            difference = f"its token {token} is {format_value(names.get(token))}, not {format_value(name)}"
+            cure = "set objective.cost=pretrained"
+            raise UserError(f"{problem} ({difference}); {cure}", code="cost-tokenizer")
 
 
-def _weights(directory: Path) -> list[Path]:
-    """Return the files of weights in a directory."""
-    return [file for name in WEIGHTS for file in directory.glob(f"*{Path(name).suffix}")]
+def rehearse_export(model: nn.Module, config: RunConfig) -> None:
+    """Export `model` without its weights. Raises UserError if the export could not be loaded."""
+    expected = _export_and_reload(unwrap(model), config)
+    actual = _exported_shapes(model)
+    for name in sorted(expected.keys() | actual.keys()):
+        if expected.get(name) != actual.get(name):
+            shapes = f"{actual.get(name, 'nothing')}, not {expected.get(name, 'nothing')}"
+            raise UserError(f"the trained model could not be exported: {name} would be {shapes}")
 
 
-def rehearse(model: nn.Module, config: RunConfig) -> None:
-    """Go through the export of `model` without its weights: names, shapes, adapters, configuration, files."""
-    base = unwrap(model)
+def _export_and_reload(base: PreTrainedModel, config: RunConfig) -> dict[str, list[int]]:
+    """Write the files of an export except weights. Return the shapes in the model that they describe."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         try:
@@ -375,23 +382,24 @@ def rehearse(model: nn.Module, config: RunConfig) -> None:
             if (directory / "tokenizer.json").is_file():
                 check_tokenizer(directory, sample_rows(config))
             with torch.device("meta"):
-                plain = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
         except (OSError, ValueError, KeyError) as error:
             problem = f"its configuration cannot be written and read back ({one_line(error, 200)})"
             raise UserError(f"the trained model could not be exported: {problem}") from None
+    return {name: list(p.shape) for name, p in model.named_parameters()}
+
+
+def _exported_shapes(model: nn.Module) -> dict[str, list[int]]:
+    """Return the shapes of the tensors in an export of `model`, with its adapters merged."""
     names: dict[int, list[str]] = {}
-    for name, parameter in base.named_parameters(remove_duplicate=False):
+    for name, parameter in unwrap(model).named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name.replace(".base_layer.", "."))
-    actual: dict[str, list[int]] = {}
+    shapes: dict[str, list[int]] = {}
     for tensor in exported_tensors(model):
         sharing = names[id(tensor.parts[0])]
-        if len(tensor.parts) > 1 and len(sharing) > 1:  # merged into one, they would change the other as well
+        if len(tensor.parts) > 1 and len(sharing) > 1:  # adapters of one name would change the other
             problem = f"{' and '.join(sharing)} are one tensor, and adapters on one cannot be exported"
-            raise UserError(f"model.lora.targets: {problem}; leave it out of the targets")
-        whole = [torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for p in tensor.parts]
-        actual[tensor.name] = list(tensor.merged(*whole).shape)
-    expected = {name: list(p.shape) for name, p in plain.named_parameters()}
-    for name in sorted(expected.keys() | actual.keys()):
-        if expected.get(name) != actual.get(name):
-            shapes = f"{actual.get(name, 'nothing')}, not {expected.get(name, 'nothing')}"
-            raise UserError(f"the trained model could not be exported: {name} would be {shapes}")
+            raise UserError(f"model.lora.targets: {problem}. Remove it from the targets")
+        parts = [torch.empty(getattr(p, "ds_shape", p.shape), device="meta") for p in tensor.parts]
+        shapes[tensor.name] = list(tensor.merged(*parts).shape)
+    return shapes

@@ -341,9 +341,9 @@ def collect_warnings(config: RunConfig, ready: PlannedRun | TrainingRun, on_cpu:
             cure = "Repeated text teaches less: lower its share, or set train.mixture.max_epochs."
             warnings.append(f"domain {portion.name} is repeated for {portion.epochs:.3g} epochs. {cure}")
     batch = ready.batch
-    if batch.places > batch.batch:
-        problem = f"each step leaves {batch.places - batch.batch} of {batch.places} slots empty"
-        cure = f"Set train.global_batch_size={batch.places} in a new output_dir to fill them."
+    if batch.slots > batch.batch:
+        problem = f"each step leaves {batch.slots - batch.batch} of {batch.slots} slots empty"
+        cure = f"Set train.global_batch_size={batch.slots} in a new output_dir to fill them."
         warnings.append(f"{problem}: {batch.batch} rows do not divide over {batch.ranks} ranks. {cure}")
     if on_cpu and config.model.dtype == "bfloat16":
         cure = "Set model.dtype=float32 in a new output_dir."

@@ -42,7 +42,7 @@ from emo.data_prep.prepare import prepare
 from emo.data_prep.shards.encode import EncodeSettings, RowEncoder
 from emo.data_prep.sources.inputs import open_text
 from emo.pipeline.batches.config import MixtureConfig
-from emo.pipeline.batches.order import Holding, MixedOrder
+from emo.pipeline.batches.order import MixedOrder, MixtureStart
 from tests.bench import common
 from tests.helpers.corpus import alpaca_rows, random_dataset, tiny_tokenizer, write_jsonl
 from tests.helpers.corpus import texts as made_up
@@ -174,7 +174,8 @@ def read(bench: Bench) -> None:
     batch, steps = 16, 20 if bench.quick else 400
     order = np.random.default_rng(0).permutation(rows)
     shares = MixtureConfig(shares={"a": 0.4, "b": 0.3, "c": 0.2, "d": 0.1})
-    mixed = MixedOrder(np.arange(rows) % 4, data.valid, ("a", "b", "c", "d"), batch, 0, [Holding(0, shares)])
+    history = [MixtureStart(0, shares)]
+    mixed = MixedOrder(np.arange(rows) % 4, data.valid, ("a", "b", "c", "d"), batch, 0, history)
 
     def reading(rows_of: Callable[[int], np.ndarray]) -> Callable[[int], None]:
         def run(i: int) -> None:

@@ -24,7 +24,7 @@ from emo.data_prep.config import split_of
 from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.data_prep.shards.format import TokenDataset
 from emo.pipeline.batches.config import MixtureConfig
-from emo.pipeline.batches.order import Holding, MixedOrder
+from emo.pipeline.batches.order import MixedOrder, MixtureStart
 from emo.pipeline.control.heartbeat import read_ranks
 from emo.pipeline.control.run_dir import (
     BAD_BATCHES,
@@ -54,7 +54,7 @@ SETS = ("home", "abroad")  # names of validation sets and of domains
 PROMPTS = ["The man saw", "On day 3"]
 SHARES = {"home": {"from": 0.2, "to": 0.5, "steps": 4}, "abroad": 0.5}
 LATER = {"home": 0.1, "abroad": 0.9}
-FIRST = Holding(0, MixtureConfig.model_validate({"shares": SHARES}))
+FIRST = MixtureStart(0, MixtureConfig.model_validate({"shares": SHARES}))
 SOURCES = [
     {"files": "text.txt", "format": "lines", "domain": "home"},
     {"embedded": "world-abroad", "limit": 400, "domain": "abroad"},
@@ -270,7 +270,7 @@ def test_adapters_are_exported_and_resume_only_with_their_base(recipe: Path, tmp
     assert "resumed from" in run_one_rank(recipe, run_dir, *options)
 
 
-def tokens_of_domains(recipe: Path, history: list[Holding], steps: int) -> list[int]:
+def tokens_of_domains(recipe: Path, history: list[MixtureStart], steps: int) -> list[int]:
     """Supervised tokens of each domain in the first steps."""
     data = TokenDataset(recipe.parent / "data" / "train")
     order = MixedOrder(data.domain, data.valid, data.domains, 8, 42, history)
@@ -301,7 +301,7 @@ def test_a_mixture_changes_at_a_resume(recipe: Path, undisturbed: Path) -> None:
     mixture = f"train.mixture={json.dumps({'shares': LATER})}"
     changes = (mixture, "train.mixture_from=3", f"train.copy_to={copies}")
     run_two_ranks(recipe, run_dir, *changes)
-    history = [FIRST, Holding(3, MixtureConfig.model_validate({"shares": LATER}))]
+    history = [FIRST, MixtureStart(3, MixtureConfig.model_validate({"shares": LATER}))]
     last = read_steps(run_dir)[-1]["domains"]
     assert [last[name]["tokens"] for name in SETS] == tokens_of_domains(recipe, history, 8)
     assert last != read_steps(undisturbed)[-1]["domains"]

@@ -1,4 +1,4 @@
-"""What a start refuses before weights are loaded, by itself or beside an earlier one of the same run."""
+"""Checks of a launch before weights are loaded, alone and compared with earlier launches of the run."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from emo.common.config.recipe import FREE, marked
 from emo.common.errors import ExitCode, FailureError, UserError
 from emo.data_prep.encoding.tokenizer import load_tokenizer
 from emo.launch import supervise
-from emo.pipeline.batches.order import Holding
+from emo.pipeline.batches.order import MixtureStart
 from emo.pipeline.checkpoint import copies, identity
 from emo.pipeline.checkpoint import saver as checkpoint
 from emo.pipeline.config import RunConfig, dump_config, load_config
 from emo.pipeline.control.run_dir import COMPLETE, CONFIG, STATE, hash_files, list_files, partial_directory
 from emo.pipeline.engine.snapshots import STATE_CLASSES, only_data
 from emo.pipeline.model.export import _model_card
-from emo.pipeline.planning.checks import check_plan, check_run, sample_prompt_ids
+from emo.pipeline.planning.checks import check_plan, check_run, encode_sample_prompts
 from tests.conftest import REPO
 from tests.helpers import launching
 from tests.helpers.families import family
@@ -39,21 +39,20 @@ def config(run_dir: Path, *overrides: str) -> RunConfig:
     return load_config(RECIPE, [f"output_dir={run_dir}", "objective.name=emo", *overrides])
 
 
-def test_keys_added_or_removed_and_other_data_are_refused(tmp_path: Path) -> None:
-    identity.claim(config(tmp_path, "objective.params.ratio_cap=3"), DATA)
+def test_added_and_removed_keys_and_other_data_are_rejected(tmp_path: Path) -> None:
+    identity.claim_run_dir(config(tmp_path, "objective.params.ratio_cap=3"), DATA)
     for changed in ([], ["objective.params.ratio_cap=3", "model.lora.r=8"]):
         with refused("changed-key"):
-            identity.compare(config(tmp_path, *changed), DATA)
-    with pytest.raises(UserError, match=r"'f{12}' and is 'e{12}'") as caught:  # beginnings of digests
-        identity.compare(config(tmp_path, "objective.params.ratio_cap=3"), {"data": "e" * 64})
+            identity.check_run_dir(config(tmp_path, *changed), DATA)
+    with pytest.raises(UserError, match=r"'f{12}' and is 'e{12}'") as caught:
+        identity.check_run_dir(config(tmp_path, "objective.params.ratio_cap=3"), {"data": "e" * 64})
     assert caught.value.code == "changed-data"
 
 
 def test_every_changed_key_is_named_before_any_rank_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By the command itself, which starts no launcher."""
-    identity.claim(config(tmp_path), DATA)
+    identity.claim_run_dir(config(tmp_path), DATA)
     changed = ["train.global_batch_size=4", "train.num_train_epochs=3", "train.logging_steps=7"]
     monkeypatch.setattr(supervise, "Supervisor", lambda *_: pytest.fail("a launcher was started"))
     argv = [str(RECIPE), f"output_dir={tmp_path}", "objective.name=emo"]
@@ -64,31 +63,31 @@ def test_every_changed_key_is_named_before_any_rank_starts(
     monkeypatch.setattr(supervise, "Supervisor", lambda *_: SimpleNamespace(run=lambda _: 0))
     assert supervise.launch(["launch/continual.sh"], [*argv, changed[2]]) == ExitCode.DONE
     with refused("changed-data") as error:
-        identity.compare(config(tmp_path), {"data": "e" * 64, "validation": {"validation": "a"}})
+        identity.check_run_dir(config(tmp_path), {"data": "e" * 64, "validation": {"validation": "a"}})
     assert len(error.value.lines) == 2
 
 
-def test_another_run_in_the_copy_is_refused(tmp_path: Path) -> None:
-    """In a new directory, and in one that another run has begun; an address that cannot be is a mistake."""
+def test_another_run_in_the_copy_is_rejected(tmp_path: Path) -> None:
+    """In a new run directory and in a claimed one. An impossible address is a mistake, not a failure."""
     target = tmp_path / "copies"
     (target / "step-000003").mkdir(parents=True)
-    identity.claim(config(target), DATA)
+    identity.claim_run_dir(config(target), DATA)
     (target / "step-000003" / COMPLETE).touch()
     copied = f"train.copy_to={target}"
     run_dir, other = tmp_path / "run", config(tmp_path / "run", copied, "train.learning_rate=0.5")
     run_dir.mkdir()
-    for claims in (False, True):
+    for claimed in (False, True):
         with refused("changed-key"):
             copies.restore(other, DATA)
-        assert (run_dir / CONFIG).is_file() == claims
-        identity.claim(other, DATA)
+        assert (run_dir / CONFIG).is_file() == claimed
+        identity.claim_run_dir(other, DATA)
     (run_dir / CONFIG).unlink()
     copies.restore(config(run_dir, copied), DATA)
-    identity.compare(config(run_dir, copied), DATA)
+    identity.check_run_dir(config(run_dir, copied), DATA)
     unknown = config(tmp_path / "new", "train.copy_to=nowhere://x")
     with pytest.raises(UserError) as caught:
         copies.restore(unknown, DATA)
-    assert not isinstance(caught.value, FailureError)  # trying again would end alike
+    assert not isinstance(caught.value, FailureError)
 
 
 MIXED = "train.mixture={shares: {home: 0.5, abroad: 0.5}}"
@@ -97,74 +96,67 @@ OTHER = "train.mixture={shares: {home: 0.9, abroad: 0.1}, by: rows}"
 
 @pytest.fixture
 def mixed(tmp_path: Path) -> Path:
-    """A run that was trained with MIXED, and has a checkpoint of step 3."""
-    identity.claim(config(tmp_path, MIXED), DATA)
-    written(tmp_path, STATE_NOW)
+    """A run that was trained with MIXED and has a checkpoint of step 3."""
+    identity.claim_run_dir(config(tmp_path, MIXED), DATA)
+    write_checkpoint(tmp_path, STATE_NOW)
     return tmp_path
 
 
-def test_a_mixture_changes_by_its_key_alone_and_from_the_checkpoint_on(mixed: Path) -> None:
-    """Nothing is trained with it where the run goes on from another step."""
-    identity.compare(config(mixed, MIXED), DATA)
+def test_a_mixture_may_only_change_with_its_key_at_the_newest_checkpoint(mixed: Path) -> None:
+    identity.check_run_dir(config(mixed, MIXED), DATA)
     for overrides, code in (
         ([OTHER], "changed-mixture"),
         (["train.mixture_from=3"], "mixture-gone"),
         ([OTHER, "train.mixture_from=3", "train.learning_rate=1"], "changed-key"),
     ):
         with refused(code):
-            identity.compare(config(mixed, *overrides), DATA)
+            identity.check_run_dir(config(mixed, *overrides), DATA)
     for start, step in ((2, 3), (3, 0)):
         with refused("mixture-step"):
             identity.check_mixture(config(mixed, OTHER, f"train.mixture_from={start}"), step)
     identity.check_mixture(config(mixed, OTHER, "train.mixture_from=3"), 3)
-    identity.check_mixture(config(mixed, MIXED, "train.mixture_from=2"), 3)  # nothing has changed
+    identity.check_mixture(config(mixed, MIXED, "train.mixture_from=2"), 3)  # the mixture is the same
 
 
-def test_a_changed_mixture_is_recorded_and_needs_its_key_once(mixed: Path) -> None:
+def test_a_changed_mixture_is_recorded_and_then_needs_no_key(mixed: Path) -> None:
     first, other = config(mixed, MIXED), config(mixed, OTHER, "train.mixture_from=3")
-    holdings = [Holding(0, first.train.mixture), Holding(3, other.train.mixture)]
-    assert identity.mixtures(other) == holdings
-    identity.claim(other, DATA)
+    history = [MixtureStart(0, first.train.mixture), MixtureStart(3, other.train.mixture)]
+    assert identity.mixture_history(other) == history
+    identity.claim_run_dir(other, DATA)
     for again in (other, config(mixed, OTHER)):
-        identity.compare(again, DATA)
-        assert identity.mixtures(again) == holdings
-        identity.check_mixture(again, 0)  # an older checkpoint is read again: the record says what held there
+        identity.check_run_dir(again, DATA)
+        assert identity.mixture_history(again) == history
+        identity.check_mixture(again, 0)  # an older checkpoint uses the recorded mixture
     back = config(mixed, MIXED, "train.mixture_from=5")
-    assert identity.mixtures(back) == [*holdings, Holding(5, first.train.mixture)]
-    assert identity.mixtures(config(mixed, MIXED, "train.mixture_from=3")) == holdings[:1]
+    assert identity.mixture_history(back) == [*history, MixtureStart(5, first.train.mixture)]
+    assert identity.mixture_history(config(mixed, MIXED, "train.mixture_from=3")) == history[:1]
 
 
-def test_a_mixture_may_begin_in_a_run_without_one(tmp_path: Path) -> None:
-    identity.claim(config(tmp_path), DATA)
+def test_a_run_without_a_mixture_may_start_one(tmp_path: Path) -> None:
+    identity.claim_run_dir(config(tmp_path), DATA)
     later = config(tmp_path, MIXED, "train.mixture_from=3")
-    identity.compare(later, DATA)
-    assert identity.mixtures(later) == [Holding(0, None), Holding(3, later.train.mixture)]
+    identity.check_run_dir(later, DATA)
+    assert identity.mixture_history(later) == [MixtureStart(0, None), MixtureStart(3, later.train.mixture)]
 
 
 def test_free_fields_may_change(tmp_path: Path) -> None:
-    """A new field is not free unless it says so."""
-    identity.claim(config(tmp_path), DATA)
-    changed = [
-        "train.logging_steps=3",
-        "train.project=x",
-        "train.profile.steps=[1,2]",
-        "data.root=/elsewhere",
-    ]
-    identity.compare(config(tmp_path, *changed, "model.attn_implementation=eager"), DATA)
+    identity.claim_run_dir(config(tmp_path), DATA)
+    changed = ["train.logging_steps=3", "train.project=x", "train.profile.steps=[1,2]", "data.root=/x"]
+    identity.check_run_dir(config(tmp_path, *changed, "model.attn_implementation=eager"), DATA)
     free = marked(RunConfig, FREE)
     assert {"output_dir", "data", "train.micro_batch_size", "train.save_steps", "train.copy_to"} <= free
     assert not free & {"train.learning_rate", "train.global_batch_size", "train.seed", "train.max_steps"}
     assert not free & {"objective.params", "model.dtype"}
 
 
-def test_checkpoints_without_their_config_are_refused(tmp_path: Path) -> None:
-    identity.compare(config(tmp_path), DATA)  # a new directory
-    written(tmp_path, {})
+def test_checkpoints_without_config_yaml_are_rejected(tmp_path: Path) -> None:
+    identity.check_run_dir(config(tmp_path), DATA)
+    write_checkpoint(tmp_path, {})
     with refused("config-missing"):
-        identity.compare(config(tmp_path), DATA)
+        identity.check_run_dir(config(tmp_path), DATA)
 
 
-def written(run_dir: Path, state: dict) -> Path:
+def write_checkpoint(run_dir: Path, state: dict) -> Path:
     partial = partial_directory(run_dir, 3)
     partial.mkdir(parents=True)
     (partial / STATE).write_text(json.dumps(state))
@@ -176,19 +168,19 @@ STATE_NOW = {"step": 3, "tokens": 9, "ranks": 1, "groups": [4, 2], "frozen": 0, 
 STATE_NOW["identity"] = {"data": "f", "cost": None}
 
 
-def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path: Path) -> None:
-    """Other groups of parameters, another base model, other ranks for Muon, another version."""
-    saved = checkpoint.read_saved(written(tmp_path, STATE_NOW))
+def test_checkpoints_of_other_models_ranks_and_versions_are_rejected(tmp_path: Path) -> None:
+    saved = checkpoint.read_saved(write_checkpoint(tmp_path, STATE_NOW))
     engine: Any = SimpleNamespace(groups=[4, 2], frozen=0)
     checkpoint.check_engine(saved, engine)
     for other in (saved._replace(groups=[6]), saved._replace(frozen=1)):
         with refused("changed-base"):
             checkpoint.check_engine(other, engine)
-    assert checkpoint.loadable(saved, saved.ranks, "Muon") == (saved.directory, False)
+    assert checkpoint.choose_source(saved, saved.ranks, "Muon") == (saved.directory, False)
     with refused("muon-ranks"):
-        checkpoint.loadable(saved, saved.ranks + 1, "Muon")
+        checkpoint.choose_source(saved, saved.ranks + 1, "Muon")
+    old = write_checkpoint(tmp_path, {key: value for key, value in STATE_NOW.items() if key != "groups"})
     with refused("other-version"):
-        checkpoint.read_saved(written(tmp_path, {k: v for k, v in STATE_NOW.items() if k != "groups"}))
+        checkpoint.read_saved(old)
 
 
 PLUGIN = """
@@ -227,16 +219,16 @@ def recipe(folder: Path, *overrides: str) -> RunConfig:
     return load_config(folder / "recipe.yaml", list(overrides))
 
 
-def begun(config: RunConfig) -> None:
-    """Begin as a run's first launch does."""
+def claim(config: RunConfig) -> None:
+    """Check and claim the run directory as a first launch does."""
     config.output_dir.mkdir(exist_ok=True)
-    identity.claim(config, check_run(config, 1).identity)
+    identity.claim_run_dir(config, check_run(config, 1).identity)
     check_run(config, 1)
 
 
-def refuses(config: RunConfig, code: str, ranks: int = 1) -> None:
+def assert_rejected(config: RunConfig, code: str) -> None:
     with refused(code):
-        check_run(config, ranks)
+        check_run(config, 1)
 
 
 @pytest.mark.parametrize(
@@ -247,41 +239,40 @@ def refuses(config: RunConfig, code: str, ranks: int = 1) -> None:
         ("helper_of_objective.py", "1 +", "2 +", "changed-program"),
     ],
 )
-def test_a_changed_program(folder: Path, file: str, old: str, new: str, code: str) -> None:
+def test_a_changed_program_is_rejected(folder: Path, file: str, old: str, new: str, code: str) -> None:
     config = recipe(folder, f"objective.name={folder / 'mine.py'}:mine")
-    begun(config)
+    claim(config)
     (folder / file).write_text((folder / file).read_text().replace(old, new))
-    refuses(config, code)
+    assert_rejected(config, code)
 
 
-def test_a_changed_deepspeed_file(folder: Path) -> None:
-    """By what it says, not by its name: buckets may differ, dtypes of communication not."""
+def test_a_deepspeed_file_that_changes_numbers_is_rejected(folder: Path) -> None:
     file, other = folder / "a.json", folder / "b.json"
     tree: dict[str, Any] = {"zero_optimization": {"stage": 1}}
     file.write_text(json.dumps(tree))
-    begun(recipe(folder, f"deepspeed={file}"))
+    claim(recipe(folder, f"deepspeed={file}"))
     tree["zero_optimization"] |= {"reduce_bucket_size": 1000, "reduce_scatter": True, "overlap_comm": True}
     other.write_text(json.dumps(tree))
     check_run(recipe(folder, f"deepspeed={other}"), 1)
     for change in ({"communication_data_type": "fp32"}, {"zero_optimization": {"stage": 2}}):
         other.write_text(json.dumps(tree | change))
-        refuses(recipe(folder, f"deepspeed={other}"), "changed-deepspeed")
+        assert_rejected(recipe(folder, f"deepspeed={other}"), "changed-deepspeed")
 
 
-def test_a_pass_over_fewer_rows(folder: Path) -> None:
-    """`mile` divides weights by the mean of those that go through together; others do not care."""
+def test_other_micro_batches_are_rejected_if_weights_are_normalised(folder: Path) -> None:
+    """`mile` divides weights by their mean over a micro-batch."""
     for name, micro in (("emo", 2), ("mile", 2), ("mile", 8)):
         settings = (f"objective.name={name}", f"output_dir={folder / f'{name}-{micro}'}")
-        begun(recipe(folder, *settings, f"train.micro_batch_size={micro}"))
+        claim(recipe(folder, *settings, f"train.micro_batch_size={micro}"))
         smaller = recipe(folder, *settings, f"train.micro_batch_size={micro // 2}")
-        if name == "emo" or micro == 8:  # the same rows on twice as many ranks
+        if name == "emo" or micro == 8:  # the same rows per pass, on twice as many ranks
             check_run(smaller, 2)
         else:
-            refuses(smaller, "changed-normalisation")
+            assert_rejected(smaller, "changed-normalisation")
 
 
-def test_costs_of_another_tokenizer(folder: Path) -> None:
-    """Only the ids of tokens matter, however the file is written."""
+def test_costs_of_another_tokenizer_are_rejected(folder: Path) -> None:
+    """Only the ids of tokens matter."""
     model = folder / "model"
     family("llama", vocab_size=384).save_pretrained(model)
     shutil.copytree(folder / "data/tokenizer", model, dirs_exist_ok=True)
@@ -292,15 +283,15 @@ def test_costs_of_another_tokenizer(folder: Path) -> None:
     pieces = list(tree["model"]["vocab"])
     tree["model"]["vocab"] = dict(zip(pieces, [*range(200), *range(383, 199, -1)], strict=True))
     file.write_text(json.dumps(tree))
-    refuses(config, "cost-tokenizer")
-    shutil.copy(file, folder / "data/tokenizer/tokenizer.json")  # that would be exported
-    refuses(recipe(folder), "changed-tokenizer")
+    assert_rejected(config, "cost-tokenizer")
+    shutil.copy(file, folder / "data/tokenizer/tokenizer.json")  # the one that is exported
+    assert_rejected(recipe(folder), "changed-tokenizer")
 
 
 OWN = "examples/my_objective.py:unsure"
 
 
-def test_states_are_read_as_data_whatever_deepspeed_asks(tmp_path: Path) -> None:
+def test_optimizer_states_may_contain_only_data(tmp_path: Path) -> None:
     state = tmp_path / "a.pt"
     torch.save({"x": torch.ones(2), "scale": STATE_CLASSES[0](1.0)}, state)
     with only_data(tmp_path):
@@ -311,8 +302,8 @@ def test_states_are_read_as_data_whatever_deepspeed_asks(tmp_path: Path) -> None
     assert not (tmp_path / "ran").exists()
 
 
-def test_no_recipe_runs_a_program_by_itself(tmp_path: Path) -> None:
-    """An objective of one's own is one; whoever runs the recipe names it in the command."""
+def test_a_recipe_cannot_name_a_program(tmp_path: Path) -> None:
+    """Only the command line may name a custom objective."""
     recipe, parts = tmp_path / "r.yaml", f"[{{name: mle}}, {{name: '{OWN}'}}]"
     for objective in (f"name: '{OWN}'", f"sum: {parts}"):
         recipe.write_text(RECIPE.read_text().replace("{ name: mle }", f"{{ {objective} }}"))
@@ -321,20 +312,19 @@ def test_no_recipe_runs_a_program_by_itself(tmp_path: Path) -> None:
     assert load_config(recipe, [f"objective.sum={parts}"]).objective.sum
 
 
-def test_secrets_are_kept_out_of_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for override in ("train.copy_to=https://me:hunter2@host/x", "model.path=hf_" + "hunter2" * 5):
         with pytest.raises(UserError) as caught:
             config(tmp_path, override)
         assert caught.value.code == "secret" and "hunter2" not in str(caught.value)
     monkeypatch.setenv("HF_TOKEN", "hf_" + "s3cret" * 6)
     written = config(tmp_path)
-    identity.claim(written, {"data": "f"})
+    identity.claim_run_dir(written, {"data": "f"})
     text = (tmp_path / CONFIG).read_text() + dump_config(written) + _model_card(written, {"step": 1})
     assert "s3cret" not in text
 
 
-def test_a_model_card_names_no_folder_of_the_machine(tmp_path: Path) -> None:
-    """It is published with the model."""
+def test_a_model_card_has_no_local_paths(tmp_path: Path) -> None:
     sources = f"data.sources=[{{files: {tmp_path}/mine/*.jsonl}}]"
     names = config(tmp_path / "emo", sources, "model.path=/m/base")
     card = _model_card(names, {"run": str(tmp_path / "emo"), "params": {"cost": "/mnt/x/cost.pt"}})
@@ -342,10 +332,12 @@ def test_a_model_card_names_no_folder_of_the_machine(tmp_path: Path) -> None:
     assert "| run | emo |" in card and "Trained from base with" in card and ".jsonl" in card
 
 
-def test_an_extra_that_is_not_installed(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_logger_that_is_not_installed_is_rejected_only_here(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = load_config(prepared, ["train.report_to=[wandb]"])
-    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it could not be found
-    refuses(config, "missing-extra")
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if not installed
+    assert_rejected(config, "missing-extra")
     assert check_plan(config, 1).steps == 8  # planned here, trained elsewhere
 
 
@@ -364,7 +356,7 @@ def test_an_extra_that_is_not_installed(prepared: Path, monkeypatch: pytest.Monk
         ("model.architecture={model_type: rwkv, vocab_size: 384, num_hidden_layers: 2}", "rwkv"),
     ],
 )
-def test_what_the_recipe_alone_cannot_show(prepared: Path, override: str, expected: str) -> None:
+def test_mistakes_that_need_the_model_or_data_are_found(prepared: Path, override: str, expected: str) -> None:
     config = load_config(prepared, [override])
     with pytest.raises(UserError) as caught:
         check_run(config, 1)
@@ -372,7 +364,7 @@ def test_what_the_recipe_alone_cannot_show(prepared: Path, override: str, expect
     assert not config.output_dir.exists()
 
 
-def test_what_is_absent_is_passed_over_elsewhere_and_refused_here(folder: Path) -> None:
+def test_missing_files_are_rejected_by_training_but_not_by_a_plan(folder: Path) -> None:
     for override in (f"data.dir={folder / 'none'}", "objective.cost=./none"):
         with pytest.raises(UserError, match="exist"):
             check_run(recipe(folder, override), 1)
@@ -382,12 +374,10 @@ def test_what_is_absent_is_passed_over_elsewhere_and_refused_here(folder: Path) 
         check_run(recipe(folder), 1)
 
 
-def test_prompts_begin_as_documents_do_and_fit(prepared: Path) -> None:
-    """Rows are of 32 tokens, and the model has seen no longer ones."""
-
+def test_sample_prompts_start_with_bos_and_must_fit(prepared: Path) -> None:
     def prompts(*texts: str, tokens: int = 4) -> list[list[int]]:
         overrides = [f"train.sample_prompts={json.dumps(texts)}", f"train.sample_tokens={tokens}"]
-        return sample_prompt_ids(load_config(prepared, overrides))
+        return encode_sample_prompts(load_config(prepared, overrides))
 
     bos = load_tokenizer(prepared.parent / "data" / "tokenizer").bos_token_id
     assert prompts("", "The man")[0] == [bos] == prompts("The man")[0][:1]

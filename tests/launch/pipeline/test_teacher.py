@@ -49,33 +49,37 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def trained(run_dir: Path) -> list[dict[str, Any]]:
+def training_records(run_dir: Path) -> list[dict[str, Any]]:
     return [record for record in read_metrics(run_dir) if "nll" in record]
 
 
-def alone(folder: Path, name: str, *options: str) -> list[dict[str, Any]]:
-    """Run on one rank; its records."""
+def train_alone(folder: Path, name: str, *options: str) -> list[dict[str, Any]]:
+    """Train on one rank and return the records."""
     done = launching.run_alone(str(folder / "recipe.yaml"), f"output_dir={folder / name}", *options)
     assert done.returncode == ExitCode.DONE, done.stdout
-    return trained(folder / name)
+    return training_records(folder / name)
 
 
 @pytest.fixture(scope="module")
 def anchored(folder: Path) -> list[dict[str, Any]]:
-    return alone(folder, "anchored", ANCHOR, "deepspeed=ds_configs/zero1.json")
+    return train_alone(folder, "anchored", ANCHOR, "deepspeed=ds_configs/zero1.json")
 
 
-def test_an_anchor_begins_at_nothing_and_holds(folder: Path, anchored: list[dict[str, Any]]) -> None:
+def test_an_anchor_starts_at_zero_and_limits_the_divergence(
+    folder: Path, anchored: list[dict[str, Any]]
+) -> None:
     assert anchored[0]["divergence"] == pytest.approx(0, abs=1e-6)
     assert all(r["loss"] == pytest.approx(r["nll"] + 0.3 * r["divergence"], rel=1e-5) for r in anchored)
-    free = alone(folder, "free", "objective.name=mle")
+    free = train_alone(folder, "free", "objective.name=mle")
     assert "divergence" not in free[-1]
-    loose = alone(folder, "loose", ANCHOR.replace("0.3", "3"))
+    loose = train_alone(folder, "loose", ANCHOR.replace("0.3", "3"))
     assert 0 < loose[-1]["divergence"] < anchored[-1]["divergence"]
 
 
-def test_two_ranks_under_zero3_killed_and_resumed(folder: Path, anchored: list[dict[str, Any]]) -> None:
-    """A partitioned teacher gives the losses of a whole one; a run that resumes, the undisturbed export."""
+def test_a_partitioned_teacher_gives_the_same_losses_also_after_a_kill(
+    folder: Path, anchored: list[dict[str, Any]]
+) -> None:
+    """Under ZeRO-3 on two ranks. The export of the resumed run is that of the undisturbed one."""
     exports = []
     for name, killed in (("sharded", False), ("killed", True)):
         run_dir = folder / name
@@ -85,55 +89,55 @@ def test_two_ranks_under_zero3_killed_and_resumed(folder: Path, anchored: list[d
         done = launching.run_ranks("launch/continual.sh", *options)
         assert done.returncode == ExitCode.DONE, done.stdout
         exports.append((run_dir / EXPORT / "model.safetensors").read_bytes())
-        for ours, want in zip(trained(run_dir)[-2:], anchored[-2:], strict=True):
+        for ours, want in zip(training_records(run_dir)[-2:], anchored[-2:], strict=True):
             assert ours["divergence"] == pytest.approx(want["divergence"], rel=1e-4)
             assert ours["loss"] == pytest.approx(want["loss"], rel=1e-5)
     assert exports[0] == exports[1]
 
 
-def test_half_of_the_batches_are_the_models_own(folder: Path) -> None:
-    """One rank, and two under ZeRO-3 that are killed and resumed, write the same and have the same loss."""
+def test_on_policy_batches_do_not_depend_on_ranks_or_a_kill(folder: Path) -> None:
+    """One rank and two under ZeRO-3, killed and resumed, write the same texts with the same loss."""
     teacher = json.dumps({"model": str(folder / "teacher"), "temperature": 2.0})
     objective = f'{{"sum": [{{"name": "mle"}}, {{"name": "jsd", "teacher": {teacher}}}]'
     written = f'objective={objective}, "on_policy": {{"share": 0.5, "tokens": 12}}}}'
-    whole = alone(folder, "writes", written, "deepspeed=ds_configs/zero1.json")
+    expected = train_alone(folder, "writes", written, "deepspeed=ds_configs/zero1.json")
     options = (str(folder / "recipe.yaml"), f"output_dir={folder / 'write'}", written)
     launching.kill_ranks(folder / "write", 2, "launch/continual.sh", *options)
     done = launching.run_ranks("launch/continual.sh", *options)
     assert done.returncode == ExitCode.DONE, done.stdout
-    for ours, want in zip(trained(folder / "write"), whole, strict=True):
+    for ours, want in zip(training_records(folder / "write"), expected, strict=True):
         on_policy = want["step"] % 2 == 0
         assert ("written_tokens" in want) == on_policy
         assert ours["tokens"] == want["tokens"] and ours.get("written_tokens") == want.get("written_tokens")
         assert ours["divergence"] == pytest.approx(want["divergence"], rel=1e-3)
         assert want["loss"] == pytest.approx(want["divergence"] + (0 if on_policy else want["nll"]), rel=1e-5)
-    assert whole[3]["tokens"] - whole[2]["tokens"] <= whole[3]["written_tokens"]
+    assert expected[3]["tokens"] - expected[2]["tokens"] <= expected[3]["written_tokens"]
 
 
-def test_the_base_under_adapters_needs_no_copy(folder: Path) -> None:
-    """With the adapters off the model is its own teacher: one rank with a copy, two ranks without."""
+def test_a_model_without_its_adapters_is_its_teacher(folder: Path) -> None:
+    """One rank with a copy of the base model gives the same as two ranks without."""
     lora = 'model.lora={"r": 4, "dropout": 0}'
     copy = json.dumps({"name": "kl", "teacher": {"model": str(folder / "model")}})
-    whole = alone(folder, "copy", lora, f'objective={{"sum": [{{"name": "mle"}}, {copy}]}}')
+    expected = train_alone(folder, "copy", lora, f'objective={{"sum": [{{"name": "mle"}}, {copy}]}}')
     run_dir = folder / "adapters"
     options = (f"output_dir={run_dir}", lora, ANCHOR.replace(', "weight": 0.3', ""))
     done = launching.run_ranks("launch/continual.sh", str(folder / "recipe.yaml"), *options)
     assert done.returncode == ExitCode.DONE, done.stdout
-    for ours, want in zip(trained(run_dir), whole, strict=True):
+    for ours, want in zip(training_records(run_dir), expected, strict=True):
         assert ours["divergence"] == pytest.approx(want["divergence"], rel=1e-3, abs=1e-7)
-    assert whole[-1]["divergence"] > 0
+    assert expected[-1]["divergence"] > 0
 
 
-def test_stored_scores_come_near_the_live_teacher(folder: Path) -> None:
-    """The divergence of the stored entries is below the live one's, and nears it with their number."""
+def test_stored_scores_approximate_the_live_teacher(folder: Path) -> None:
+    """Their divergence is below the live one and approaches it with more entries."""
     teacher = str(folder / "teacher")
-    live = alone(folder, "live", f'objective={{"name": "kl", "teacher": {{"model": "{teacher}"}}}}')
+    live = train_alone(folder, "live", f'objective={{"name": "kl", "teacher": {{"model": "{teacher}"}}}}')
     gaps = []
     for k in (8, 256):
         command = ["score", str(folder / "recipe.yaml"), "--model", teacher, "--name", f"top{k}"]
         assert main([*command, "--top-k", str(k)]) == 0
         stored = f'objective={{"name": "kl", "teacher": {{"scores": "top{k}"}}}}'
-        gaps.append(1 - alone(folder, f"top{k}", stored)[0]["divergence"] / live[0]["divergence"])
+        gaps.append(1 - train_alone(folder, f"top{k}", stored)[0]["divergence"] / live[0]["divergence"])
     assert 0.0005 < gaps[1] + 0.001 < gaps[0]
 
 
@@ -149,7 +153,7 @@ def test_stored_scores_come_near_the_live_teacher(folder: Path) -> None:
         ({"name": "kl", "teacher": {"model": "{folder}/words"}}, "teacher-tokenizer"),
     ],
 )
-def test_teachers_that_do_not_fit(folder: Path, objective: dict[str, Any], code: str) -> None:
+def test_unsuitable_teachers_are_rejected(folder: Path, objective: dict[str, Any], code: str) -> None:
     if code == "scores-kind" and not (folder / "data/train/scores/plain").is_dir():
         command = ["score", str(folder / "recipe.yaml"), "--model", str(folder / "model")]
         assert main([*command, "--name", "plain"]) == 0
@@ -174,8 +178,7 @@ def test_teachers_that_do_not_fit(folder: Path, objective: dict[str, Any], code:
         check_run(load_config(folder / "recipe.yaml", [f"objective={text}"]), 1)
 
 
-def test_another_teacher_cannot_go_on(folder: Path) -> None:
-    """The weights of the teacher are part of a run's identity."""
+def test_a_run_does_not_resume_with_another_teacher(folder: Path) -> None:
     moved = folder / "moved"
     shutil.copytree(folder / "teacher", moved)
     teacher = json.dumps({"name": "kl", "teacher": {"model": str(moved)}})
@@ -190,8 +193,8 @@ def test_another_teacher_cannot_go_on(folder: Path) -> None:
     assert done.returncode == ExitCode.MISTAKE and "teacher" in done.stdout, done.stdout
 
 
-def test_the_door_for_any_loop() -> None:
-    """Loss and gradients are those of dense logits, and the teacher's weights get none."""
+def test_fuse_causal_lm_equals_dense_logits_with_a_teacher() -> None:
+    """The teacher's weights get no gradients."""
     torch.manual_seed(0)
     student, teacher = family("llama"), family("gpt2")
     entries = min(m.config.vocab_size for m in (student, teacher))
@@ -222,16 +225,16 @@ def test_the_door_for_any_loop() -> None:
     assert not any("teacher" in name for name in student.state_dict())
 
 
-def test_the_plan_counts_a_teacher() -> None:
-    """Weights of its own, whole or partitioned, and a forward pass: a third of what training computes."""
+def test_the_plan_includes_a_teacher() -> None:
+    """Its weights, copied or partitioned, and a forward pass: a third of the computation of training."""
     sizes = footprint.Sizes(
         6_738_415_616, 6_738_415_616, 6_476_267_520, 32, 4096, 11008, 4096, True, 32000, 291
     )
     gpu, plain = hardware.ACCELERATORS["A100-80G"], footprint.Setup(8, 2, 2, 2048)
-    alone = dataclasses.replace(plain, teacher=sizes)
+    with_teacher = dataclasses.replace(plain, teacher=sizes)
     memory = {
         (stage, copied): footprint.memory(
-            sizes, dataclasses.replace(alone, stage=stage, copied=copied)
+            sizes, dataclasses.replace(with_teacher, stage=stage, copied=copied)
         ).teacher
         for stage in (2, 3)
         for copied in (True, False)
@@ -239,10 +242,10 @@ def test_the_plan_counts_a_teacher() -> None:
     assert footprint.memory(sizes, plain).teacher == 0
     assert memory[2, True] - memory[2, False] == 2 * sizes.parameters
     assert memory[3, True] - memory[3, False] < 2 * sizes.parameters / 2
-    times = [footprint.step_time(sizes, setup, gpu) for setup in (plain, alone)]
+    times = [footprint.step_time(sizes, setup, gpu) for setup in (plain, with_teacher)]
     trained = times[0].matrices + times[0].attention + times[0].elementwise + times[0].head
     assert times[0].teacher == 0 and times[1].teacher == pytest.approx(trained / 3, rel=0.05)
-    slow = dataclasses.replace(alone, stage=3, ranks=64)
+    slow = dataclasses.replace(with_teacher, stage=3, ranks=64)
     assert footprint.step_time(sizes, slow, gpu, network_gb=1.0).teacher > 2 * times[1].teacher
 
 
@@ -256,14 +259,14 @@ def test_the_plan_counts_a_teacher() -> None:
         ({"scores": "x", "temperature": 2}, "temperature"),
     ],
 )
-def test_a_teacher_that_is_written_wrongly(folder: Path, teacher: Any, expected: str) -> None:
+def test_mistakes_in_the_teacher_section_are_found(folder: Path, teacher: Any, expected: str) -> None:
     objective = json.dumps({"name": "kl", "teacher": teacher})
     with pytest.raises(UserError) as caught:
         load_config(folder / "recipe.yaml", [f"objective={objective}"])
     assert expected in str(caught.value) and "TeacherConfig" not in str(caught.value)
 
 
-def test_the_parts_of_a_sum_share_a_teacher(folder: Path) -> None:
+def test_the_parts_of_a_sum_must_share_a_teacher(folder: Path) -> None:
     parts = [{"name": "kl", "teacher": "base"}, {"name": "tv", "teacher": {"model": "x"}}]
     with pytest.raises(UserError, match="one teacher"):
         load_config(folder / "recipe.yaml", [f"objective={json.dumps({'sum': parts})}"])

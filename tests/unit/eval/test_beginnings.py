@@ -86,7 +86,7 @@ def beginnings(directory: Path, copy: Path, monkeypatch: pytest.MonkeyPatch) -> 
     data = SimpleNamespace(dir=directory.parent, sequence_len=512)
     (directory.parent / "tokenizer").symlink_to(copy)
     train = SimpleNamespace(sample_prompts=[TEXT], sample_tokens=2)
-    found["samples"] = checks.sample_prompt_ids(SimpleNamespace(data=data, train=train))[0]  # type: ignore[arg-type]
+    found["samples"] = checks.encode_sample_prompts(SimpleNamespace(data=data, train=train))[0]  # type: ignore[arg-type]
     assert tokenizer_fingerprint(load_tokenizer(directory)) == facts.fingerprint
     return found
 

@@ -1,4 +1,4 @@
-"""Run directories: checkpoints that are never believed torn, their copies elsewhere, one launch at a time."""
+"""Run directories: valid checkpoints, their copies in stores, and the lock."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import errno
 import json
 import multiprocessing
 import os
-import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import ClassVar
 
-import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -20,12 +19,14 @@ from emo.common.errors import FailureError, UserError
 from emo.common.io.lease import Lease
 from emo.pipeline.checkpoint import copies
 from emo.pipeline.checkpoint import saver as checkpoint
-from emo.pipeline.checkpoint.copies import Uploads, copy_checkpoint
+from emo.pipeline.checkpoint.copies import RunCopy, Uploads, copy_checkpoint, open_store, part_marker
+from emo.pipeline.checkpoint.store import Store
 from emo.pipeline.control import lock
 from emo.pipeline.control.heartbeat import COPY
 from emo.pipeline.control.lock import RunLock
 from emo.pipeline.control.run_dir import (
     COMPLETE,
+    CONFIG,
     HEARTBEAT,
     STATE,
     checkpoint_problem,
@@ -50,15 +51,19 @@ def write(run_dir: Path, step: int) -> Path:
     return checkpoint.publish(run_dir, step)
 
 
+def steps_in(run_dir: Path) -> list[int]:
+    return [step_of(directory) for directory in checkpoints(run_dir)]
+
+
 def test_complete_checkpoints_are_listed_and_pruned(tmp_path: Path) -> None:
     for step in (300, 20, 1000000):
         write(tmp_path, step)
     partial_directory(tmp_path, 400).mkdir()
     (tmp_path / "step-000500").mkdir()
-    assert [step_of(d) for d in checkpoints(tmp_path)] == [20, 300, 1000000]
+    assert steps_in(tmp_path) == [20, 300, 1000000]
     assert checkpoint_problem(tmp_path / "step-000300") is None
     checkpoint.prune(tmp_path, keep_last=1, keep_every=100)
-    assert [step_of(d) for d in checkpoints(tmp_path)] == [300, 1000000]
+    assert steps_in(tmp_path) == [300, 1000000]
     assert not partial_directory(tmp_path, 400).exists()
 
 
@@ -72,8 +77,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damage_is_detected(tmp_path: Path, name: str) -> None:
-    """Also where each of several ranks hashes a part of the files."""
+def test_one_of_the_ranks_detects_damage(tmp_path: Path, name: str) -> None:
     directory = write(tmp_path, 7)
     DAMAGE[name](directory)
     assert any(checkpoint_problem(directory, part, 3) is not None for part in range(3))
@@ -85,125 +89,162 @@ def test_an_interrupted_removal_leaves_no_valid_checkpoint(
     directory = write(tmp_path, 5)
     monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda *_, **__: None)
     checkpoint.remove(directory)
-    assert directory.is_dir() and checkpoints(tmp_path) == []
+    assert directory.is_dir() and not steps_in(tmp_path)
 
 
-def finish(uploads: Uploads) -> None:
-    wait_for(lambda: not uploads.goes_on(), "end of the uploads", 20)
+class DictStore(Store):
+    """A custom store that keeps files in memory. Writes wait while `may_write` is cleared."""
+
+    files: ClassVar[dict[str, bytes]] = {}
+    may_write = threading.Event()
+
+    def __init__(self, target: str) -> None:
+        self.root = f"{target}/"
+
+    def list_files(self, directory: str) -> dict[str, int]:
+        names = (name.removeprefix(self.root) for name in self.files if name.startswith(self.root))
+        return {name: len(self.files[self.root + name]) for name in names if name.startswith(directory)}
+
+    def read(self, name: str) -> bytes | None:
+        return self.files.get(self.root + name)
+
+    def write(self, name: str, pieces: Iterable[bytes]) -> None:
+        self.may_write.wait()
+        self.files[self.root + name] = b"".join(pieces)
+
+    def delete(self, name: str) -> None:
+        self.files.pop(self.root + name, None)
 
 
-def test_what_is_there_is_not_copied_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["directory", "memory://bucket", "dict://runs"])
+def target(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """An address of each kind of store."""
     monkeypatch.setattr(MemoryFileSystem, "store", {})
-    source, system, pieces = write(tmp_path, 3), fsspec.filesystem("memory"), []
-    root = f"/bucket/{source.name}"
+    monkeypatch.setitem(copies.STORES, "dict", DictStore)
+    monkeypatch.setattr(copies, "POLL", 0.01)
+    DictStore.files.clear()
+    DictStore.may_write.set()
+    return str(tmp_path / "copies") if request.param == "directory" else request.param
 
-    def copied() -> int:
+
+def wait_for_uploads(uploads: Uploads) -> None:
+    wait_for(lambda: not uploads.is_progressing(), "end of the uploads", 20)
+
+
+def wait_for_start(uploads: Uploads) -> None:
+    wait_for(lambda: uploads.current, "upload", 20)
+
+
+def test_finished_files_are_not_copied_again(tmp_path: Path, target: str) -> None:
+    source, store, pieces = write(tmp_path, 3), open_store(target), []
+    name, marker = source.name, (source / COMPLETE).read_bytes()
+
+    def copy() -> int:
         pieces.clear()
-        copy_checkpoint(source, "memory://bucket", lambda: pieces.append(1))
+        copy_checkpoint(source, store, lambda: pieces.append(1))
         return len(pieces)
 
-    assert copied() == len(FILES) and not system.glob(f"{root}/UPLOADING*")
-    assert copied() == 0
-    # interrupted: a file is short, another one is missing
-    system.rm_file(f"{root}/{COMPLETE}")
-    system.pipe_file(f"{root}/UPLOADING-0-of-1", (source / COMPLETE).read_bytes())
-    system.pipe_file(f"{root}/state/rank0.pt", b"zero")
-    system.rm_file(f"{root}/state.json")
-    assert copied() == 2
-    assert system.cat_file(f"{root}/state/rank0.pt") == FILES["state/rank0.pt"]
+    complete = {f"{name}/{file}": len(content) for file, content in (FILES | {COMPLETE: marker}).items()}
+    assert copy() == len(FILES) and store.list_files(name) == complete
+    assert copy() == 0
+    # an interrupted copy: one file is short, another is missing
+    for file in (COMPLETE, STATE):
+        store.delete(f"{name}/{file}")
+    store.write(f"{name}/{part_marker(0, 1)}", [marker])
+    store.write(f"{name}/state/rank0.pt", [b"zero"])
+    assert copy() == 2
+    assert store.read(f"{name}/state/rank0.pt") == FILES["state/rank0.pt"]
 
 
-def test_the_last_part_completes_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three hosts copy; two of an earlier launch had begun with another checkpoint of that name."""
-    monkeypatch.setattr(MemoryFileSystem, "store", {})
-    source, system = write(tmp_path, 3), fsspec.filesystem("memory")
-    root = f"/bucket/{source.name}"
-    system.pipe_file(f"{root}/{COMPLETE}", b"of another one")
-    system.pipe_file(f"{root}/UPLOADING-1-of-2", b"of another one")
-    system.pipe_file(f"{root}/state/rank0.pt", b"none" * 100)
+def test_the_last_part_completes_a_copy(tmp_path: Path, target: str) -> None:
+    """Three hosts copy. An earlier launch with two had begun with another checkpoint of that name."""
+    source, store, copy = write(tmp_path, 3), open_store(target), RunCopy(target)
+    for file in (COMPLETE, part_marker(1, 2), "state/rank0.pt"):
+        store.write(f"{source.name}/{file}", [b"none" * 100])
     for part in (2, 0, 1):
-        assert part == 2 or not copies.Store("memory://bucket").checkpoints()
-        copy_checkpoint(source, "memory://bucket", lambda: None, part, 3)
-    assert copies.Store("memory://bucket").checkpoints() == [source.name]
-    content = {path.removeprefix(f"{root}/"): system.cat_file(path) for path in system.find(root)}
-    assert content == FILES | {COMPLETE: (source / COMPLETE).read_bytes()}
+        assert part == 2 or not copy.checkpoints()
+        copy_checkpoint(source, store, lambda: None, part, 3)
+    assert copy.checkpoints() == [source.name]
+    copy.fetch(source.name, tmp_path / "fetched", [*FILES, COMPLETE, "missing"])
+    assert (
+        list_files(tmp_path / "fetched") == sorted(FILES) and checkpoint_problem(tmp_path / "fetched") is None
+    )
+    assert len(store.list_files("")) == len(FILES) + 1
 
 
-def test_a_file_that_has_changed_is_in_no_copy(tmp_path: Path) -> None:
-    """However often it is tried: it has the right size."""
+def test_a_changed_file_is_never_copied(tmp_path: Path, target: str) -> None:
+    """The second try does not trust the file of the first, which has the right size."""
     source = write(tmp_path / "run", 3)
     (source / "state/rank0.pt").write_bytes(b"zerp" * 100)
     for _ in range(2):
         with pytest.raises(OSError, match=r"rank0\.pt"):
-            copy_checkpoint(source, str(tmp_path / "copies"), lambda: None)
-    assert not checkpoints(tmp_path / "copies")
+            copy_checkpoint(source, open_store(target), lambda: None)
+    assert not RunCopy(target).checkpoints()
 
 
-def test_a_launch_goes_on_with_what_is_left_and_tries_failures_again(tmp_path: Path) -> None:
+def test_a_launch_continues_the_copies_of_the_previous_one(tmp_path: Path) -> None:
+    """And tries failed ones again."""
     run, target = tmp_path / "run", tmp_path / "copies"
     write(run, 1)
     target.write_text("in the way")
     uploads = Uploads(run, str(target))
-    finish(uploads)
-    assert uploads.unfinished() == ["step-000001"]
+    wait_for_uploads(uploads)
+    assert uploads.find_missing() == ["step-000001"]
     target.unlink()
     write(run, 2)
     uploads.wake()
-    finish(uploads)
-    assert uploads.unfinished() == [] and len(checkpoints(target)) == 2
+    wait_for_uploads(uploads)
+    assert uploads.find_missing() == [] and steps_in(target) == [1, 2]
 
 
-def test_hosts_copy_parts_of_the_same_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second host turns to what the first has begun; one that was pruned meanwhile holds nobody up."""
-    monkeypatch.setattr(copies, "LOOK", 0.01)
-    run, target = tmp_path / "run", str(tmp_path / "copies")
+def test_hosts_copy_parts_of_the_same_checkpoints(tmp_path: Path, target: str) -> None:
+    """The second host follows the first one. A checkpoint that was pruned meanwhile does not stop them."""
+    run = tmp_path / "run"
     write(run, 1)
     hosts = [Uploads(run, target, 0, 2)]
-    wait_for(lambda: hosts[0].current, "upload", 20)
+    wait_for_start(hosts[0])
     for step in (2, 3):
         write(run, step)
     checkpoint.prune(run, 1, 0, hosts[0].current)
-    assert [step_of(d) for d in checkpoints(run)] == [1, 3]
+    assert steps_in(run) == [1, 3]
     hosts.append(Uploads(run, target, 1, 2))
     for host in hosts:
         host.wake()
         wait_for(host._last.done, "end of the uploads", 20)
-    assert [step_of(d) for d in checkpoints(Path(target))] == [1, 3] and hosts[0].unfinished() == []
-    assert all(checkpoint_problem(directory) is None for directory in checkpoints(Path(target)))
+    assert RunCopy(target).checkpoints() == ["step-000003", "step-000001"] and not hosts[0].find_missing()
 
 
-@pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A store that takes no piece until the event is set."""
-    go_on = threading.Event()
-
-    def copy(directory: Path, target: str, *_: object) -> None:
-        go_on.wait()
-        shutil.copytree(directory, Path(target) / directory.name)
-
-    monkeypatch.setattr(copies, "copy_checkpoint", copy)
-    yield go_on
-    go_on.set()
-
-
-def test_what_is_being_copied_is_not_pruned(tmp_path: Path, slow: threading.Event) -> None:
+@pytest.mark.parametrize("target", ["dict://runs"], indirect=True)
+def test_a_checkpoint_is_not_pruned_while_it_is_copied(tmp_path: Path, target: str) -> None:
     run = tmp_path / "run"
     write(run, 1)
-    uploads = Uploads(run, str(tmp_path / "copies"))
-    wait_for(lambda: uploads.current, "upload", 20)
+    DictStore.may_write.clear()
+    uploads = Uploads(run, target)
+    wait_for_start(uploads)
     for step in (2, 3):
         write(run, step)
     checkpoint.prune(run, 1, 0, uploads.current)
-    assert [d.name for d in checkpoints(run)] == ["step-000001", "step-000003"]
-    slow.set()
+    assert steps_in(run) == [1, 3]
+    DictStore.may_write.set()
     uploads.wake()
-    finish(uploads)
-    assert [d.name for d in checkpoints(tmp_path / "copies")] == ["step-000001", "step-000003"]
+    wait_for_uploads(uploads)
+    assert RunCopy(target).checkpoints() == ["step-000003", "step-000001"]
+
+
+def test_records_are_copied_without_an_unfinished_line(tmp_path: Path, target: str) -> None:
+    files = {CONFIG: "a: 1", "metrics.jsonl": '{"step": 1}\n{"st', "validation/home/step-000001.npz": "x"}
+    for name, text in files.items():
+        (tmp_path / "run" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / name).write_text(text)
+    copies.copy_records(tmp_path / "run", open_store(target))
+    RunCopy(target).fetch_records(tmp_path / "new")
+    fetched = {name: (tmp_path / "new" / name).read_text() for name in files}
+    assert fetched == files | {"metrics.jsonl": '{"step": 1}\n'}
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same protocol with a faster heart."""
+    """Shorten the intervals of the lock."""
     monkeypatch.setattr(lock, "BEAT", 0.1)
     monkeypatch.setattr(lock, "LOCK_SECONDS", 1.0)
     monkeypatch.setattr(lock, "POLL", 0.02)
@@ -214,7 +255,7 @@ def hold(run_dir: Path) -> None:
     time.sleep(60)
 
 
-def moved_elsewhere(run_dir: Path) -> Path:
+def move_elsewhere(run_dir: Path) -> Path:
     """Make the newest lock file look as if it was written on another host."""
     (path,) = run_dir.glob("lock.*")
     path.write_text(json.dumps({"machine": "elsewhere:1", "pid": 1, "started": 0.0, "since": time.time()}))
@@ -235,17 +276,17 @@ def test_a_second_launch_waits_for_the_end_of_the_first(tmp_path: Path) -> None:
     began = time.monotonic()
     second.acquire()
     assert time.monotonic() - began < 0.9  # less than LOCK_SECONDS
-    moved_elsewhere(tmp_path)  # it cannot be looked at, but it renews its lock
+    move_elsewhere(tmp_path)  # its process cannot be checked, but it renews its lock
     with refused("run-in-use"):
         RunLock(tmp_path, active=True).acquire()
 
 
-def test_a_host_that_died_is_outlasted_and_learns_of_it(tmp_path: Path) -> None:
+def test_a_lock_of_a_dead_host_expires_and_its_holder_notices(tmp_path: Path) -> None:
     first = RunLock(tmp_path, active=True)
     first.acquire()
     assert first.problem is None
-    path = moved_elsewhere(tmp_path)
-    path.rename(path.with_suffix(".000004"))  # the first one's thread finds its file no more
+    path = move_elsewhere(tmp_path)
+    path.rename(path.with_suffix(".000004"))  # the first one's thread does not find its file
     second = RunLock(tmp_path, active=True)
     second.acquire()
     assert [p.name for p in tmp_path.glob("lock.*")] == ["lock.000005"]
@@ -254,7 +295,7 @@ def test_a_host_that_died_is_outlasted_and_learns_of_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "passes"), [(errno.ENOSPC, True), (errno.EROFS, False)])
-def test_a_disk_that_is_full_for_now_is_no_mistake(
+def test_a_full_disk_is_a_failure_and_a_read_only_one_a_mistake(
     number: int, passes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> bool:
@@ -266,8 +307,8 @@ def test_a_disk_that_is_full_for_now_is_no_mistake(
     assert isinstance(caught.value, FailureError) == passes
 
 
-def test_the_heartbeat_says_what_the_run_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Renewed by a thread, whatever the main thread is busy with; a container gets a copy of its own."""
+def test_the_heartbeat_shows_activity_and_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread renews it. A container gets a copy."""
     run, copy = tmp_path / "run", tmp_path / "copy.json"
     run.mkdir()
     monkeypatch.setenv(COPY, str(copy))

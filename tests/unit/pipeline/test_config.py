@@ -93,7 +93,7 @@ def test_batch_equation(batch: int, micro: int, ranks: int) -> None:
     solved = solve_batch(batch, micro, ranks)
     rows = -(-batch // ranks)
     assert solved.micro <= micro and solved.accumulation == -(-rows // micro)
-    assert 0 <= solved.places - batch < (solved.accumulation + 1) * ranks
+    assert 0 <= solved.slots - batch < (solved.accumulation + 1) * ranks
     parts = [rank_rows(np.arange(batch), rank, ranks, solved.micro) for rank in range(ranks)]
     assert all(len(indices) == solved.micro * solved.accumulation for indices, _ in parts)
     assert np.array_equal(np.concatenate([indices[real] for indices, real in parts]), np.arange(batch))

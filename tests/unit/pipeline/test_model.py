@@ -28,7 +28,7 @@ from emo.pipeline.model.build import add_lora, check_fits, check_model, load_pre
 from emo.pipeline.model.config import ModelConfig
 from emo.pipeline.model.export import exported_tensors, write_shards
 from emo.pipeline.model.objectives import Losses, measuring, warn_of_twins
-from emo.pipeline.planning.checks import rehearse
+from emo.pipeline.planning.checks import rehearse_export
 from tests.helpers.corpus import random_dataset
 from tests.helpers.families import family
 from tests.helpers.refusals import refused
@@ -245,9 +245,9 @@ def test_merged_tensors_give_the_adapted_model(name: str, targets: str | list[st
                 parameter.normal_(std=0.3)
     if targets == ["wte"]:
         with pytest.raises(UserError, match=r"model.lora.targets: .* and lm_head.weight are one tensor"):
-            rehearse(adapted, config)
+            rehearse_export(adapted, config)
         return
-    rehearse(adapted, config)
+    rehearse_export(adapted, config)
     merged = {t.name: t.merged(*(p.detach() for p in t.parts)) for t in exported_tensors(adapted)}
     assert any(len(t.parts) > 1 for t in exported_tensors(adapted))
     plain = family(name).eval()

@@ -1,4 +1,4 @@
-"""Batches that the model writes itself: what is drawn, from where, and that rows stay rows."""
+"""Batches that the model writes itself: prompts, random numbers, texts and their rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from emo.common.labels import IGNORE
-from emo.pipeline.batches.on_policy import continued, drawn, ends_of, prompts_of, repacked, uniforms
+from emo.pipeline.batches.on_policy import (
+    draw_uniforms,
+    find_end_tokens,
+    find_prompts,
+    generate_texts,
+    repack_rows,
+    sample_tokens,
+)
 from emo.pipeline.engine.hardware import ACCELERATORS
 from emo.pipeline.loss import plan_tokens
 from emo.pipeline.loss.models.head import BOUNDS, segments
@@ -22,27 +29,27 @@ from tests.helpers.families import family
 from tests.helpers.published import LLAMA_7B
 
 
-def test_tokens_are_drawn_with_their_probabilities() -> None:
+def test_tokens_are_sampled_with_their_probabilities() -> None:
     logits = torch.tensor([2.0, -40.0, 0.5, 1.0, -torch.inf])
     count = 100_000
     numbers = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     for temperature in (1.0, 0.5):
-        tokens = drawn(logits.expand(count, -1), numbers, temperature)
+        tokens = sample_tokens(logits.expand(count, -1), numbers, temperature)
         shares = torch.bincount(tokens, minlength=5) / count
         assert torch.allclose(shares, torch.softmax(logits / temperature, 0), atol=2e-5)
     ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
-    assert drawn(logits.expand(2, -1), ends, 1.0).tolist() == [0, 3]
+    assert sample_tokens(logits.expand(2, -1), ends, 1.0).tolist() == [0, 3]
 
 
-def test_random_numbers_are_those_of_a_place() -> None:
-    first, second = uniforms(1, 7, [(3, 0), (3, 1)], 5), uniforms(1, 7, [(3, 1)], 9)
+def test_random_numbers_depend_on_seed_step_and_slot() -> None:
+    first, second = draw_uniforms(1, 7, [(3, 0), (3, 1)], 5), draw_uniforms(1, 7, [(3, 1)], 9)
     assert torch.equal(first[1:], second[:, :5]) and not torch.equal(first[0], first[1])
-    for other in (uniforms(2, 7, [(3, 1)], 5), uniforms(1, 8, [(3, 1)], 5), uniforms(1, 7, [(4, 1)], 5)):
-        assert not torch.equal(other, first[1:])
+    for seed, step, row in ((2, 7, 3), (1, 8, 3), (1, 7, 4)):
+        assert not torch.equal(draw_uniforms(seed, step, [(row, 1)], 5), first[1:])
 
 
-def naive(model: torch.nn.Module, prompt: np.ndarray, numbers: Tensor, end: int, block: int) -> list[int]:
-    """One text alone, without a cache."""
+def sample_naively(model: Any, prompt: np.ndarray, numbers: Tensor, end: int, block: int) -> list[int]:
+    """Sample one text without a cache."""
     ids = prompt.tolist()
     for number in numbers.tolist()[: block - len(prompt)]:
         logits = model(input_ids=torch.tensor([ids])).logits[0, -1].double() / 0.8
@@ -56,21 +63,22 @@ def naive(model: torch.nn.Module, prompt: np.ndarray, numbers: Tensor, end: int,
     return ids[len(prompt) :]
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
-def test_texts_are_what_a_naive_sampler_writes(name: str) -> None:
-    """Prompts of several lengths in one batch; one text is ended by the model's context."""
+def test_texts_equal_those_of_a_naive_sampler(name: str) -> None:
+    """Prompts have several lengths. One text ends at the model's context."""
     torch.manual_seed(0)
     model = family(name).double().eval()
     block = model.config.max_position_embeddings
-    V = model.config.vocab_size
-    prompts = [np.arange(n) % V for n in (3, 1, 9, block - 4)]
-    numbers = uniforms(0, 0, [(row, 0) for row in range(4)], 24)
-    endless = continued(model, prompts, numbers, torch.full((4, 2), -1), 0.8, block)
+    prompts = [np.arange(n) % model.config.vocab_size for n in (3, 1, 9, block - 4)]
+    numbers = draw_uniforms(0, 0, [(row, 0) for row in range(4)], 24)
+    endless = generate_texts(model, prompts, numbers, torch.full((4, 2), -1), 0.8, block)
     assert list(map(len, endless)) == [24, 24, 24, 4]
-    ends = torch.tensor([[-1, -1], [endless[1][6], -1], [-1, endless[2][9]], [-1, -1]])  # each has another
-    texts = continued(model, prompts, numbers, ends, 0.8, block)
-    each = zip(prompts, numbers, (-1, endless[1][6], endless[2][9], -1), strict=True)
-    assert texts == [naive(model, p, n, end, block) for p, n, end in each]
+    stops = (-1, endless[1][6], endless[2][9], -1)
+    ends = torch.tensor([[-1, stops[0]], [stops[1], -1], [-1, stops[2]], [-1, stops[3]]])
+    texts = generate_texts(model, prompts, numbers, ends, 0.8, block)
+    columns = zip(prompts, numbers, stops, strict=True)
+    assert texts == [sample_naively(model, *column, block) for column in columns]
     assert len(texts[1]) <= 7 and texts[1][-1] == endless[1][6]
 
 
@@ -83,24 +91,24 @@ def test_texts_are_what_a_naive_sampler_writes(name: str) -> None:
         {"name": "kl", "teacher": "base", "on_policy": {"share": 0.5, "tokens": 0}},
     ],
 )
-def test_what_is_refused(objective: dict[str, Any]) -> None:
+def test_settings_without_a_live_teacher_or_tokens_are_rejected(objective: dict[str, Any]) -> None:
     with pytest.raises(ValidationError, match="on_policy"):
         ObjectiveConfig(**objective)
 
 
-def test_the_plan_counts_what_is_written() -> None:
+def test_the_plan_includes_the_time_of_writing() -> None:
     for stage in (2, 3):
         seconds = [
             footprint.step_time(LLAMA_7B, Setup(8, stage, 1, 2048, written=tokens), ACCELERATORS["A100-80G"])
             for tokens in (0, 64, 128)
         ]
         assert seconds[0].writing == 0 and seconds[2].writing == 2 * seconds[1].writing
-        # a pass of 13.5 GB at 2 TB/s or, gathered, at 300 GB/s takes 7 or 45 ms at the least
+        # a pass over 13.5 GB takes 7 ms at 2 TB/s, or 45 ms if gathered at 300 GB/s
         assert 128 * (0.007 if stage == 2 else 0.045) < seconds[2].total - seconds[0].total < 128 * 0.1
 
 
 def micro_batch() -> dict[str, Any]:
-    """Two rows of 12: an instruction, a text, and padding; a text, and one that nothing supervises."""
+    """Two rows: an instruction, a text and padding, then a text and an unsupervised document."""
     ids = torch.arange(24).view(2, 12)
     positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3]])
     labels = torch.full((2, 12), IGNORE)
@@ -112,28 +120,28 @@ def micro_batch() -> dict[str, Any]:
 
 
 def test_prompts_end_where_supervision_begins() -> None:
-    prompts = prompts_of(micro_batch())
+    prompts = find_prompts(micro_batch())
     assert [(p.row, p.ids.tolist()) for p in prompts] == [(0, [0, 1, 2]), (0, [5, 6]), (1, [12, 13, 14, 15])]
     assert [p.last for p in prompts] == [4, 8, 19]
 
 
-def test_a_template_ends_turns_with_a_token_of_its_own() -> None:
-    """The last token of the first answer, if it is a special one; a cut answer ends with any other."""
+def test_a_special_token_at_the_end_of_an_answer_ends_texts() -> None:
+    """A truncated answer ends in an ordinary token, which does not."""
     ids, labels = torch.arange(24).view(2, 12), torch.full((2, 12), IGNORE)
     labels[0, 1:4] = ids[0, 2:5]  # two answers: tokens 2 to 4, and 8 to 10
     labels[0, 7:10] = ids[0, 8:11]
     labels[1, 3:6] = ids[1, 4:7]
     bounds, _ = segments(torch.arange(12).repeat(2, 1))
-    prompts = prompts_of({"input_ids": ids, BOUNDS: bounds, "labels": plan_tokens(labels)})
+    prompts = find_prompts({"input_ids": ids, BOUNDS: bounds, "labels": plan_tokens(labels)})
     assert [p.last for p in prompts] == [4, 18]
-    assert ends_of(prompts, 0, {4, 10}).tolist() == [[0, 4], [0, -1]]
-    assert ends_of(prompts, None, ()).tolist() == [[-1, -1], [-1, -1]]
-    assert ends_of([], 7, ()).tolist() == [[7, -1]]  # of the text that a rank without prompts writes
+    assert find_end_tokens(prompts, 0, {4, 10}).tolist() == [[0, 4], [0, -1]]
+    assert find_end_tokens(prompts, None, ()).tolist() == [[-1, -1], [-1, -1]]
+    assert find_end_tokens([], 7, ()).tolist() == [[7, -1]]  # for the text of a rank without prompts
 
 
-def test_rows_hold_what_fits_of_prompts_and_texts() -> None:
+def test_repacked_rows_leave_out_documents_that_do_not_fit() -> None:
     micro = micro_batch()
-    result = repacked(micro, prompts_of(micro), [[90, 91, 92, 93, 94, 95], [96, 97], [98]])
+    result = repack_rows(micro, find_prompts(micro), [[90, 91, 92, 93, 94, 95], [96, 97], [98]])
     ids, positions = result["input_ids"].tolist(), result["position_ids"].tolist()
     assert ids == [[0, 1, 2, 90, 91, 92, 93, 94, 95, 0, 0, 0], [12, 13, 14, 15, 98, *[0] * 7]]
     assert positions == [[*range(9), 0, 1, 2], [*range(5), *range(7)]]

@@ -1,4 +1,4 @@
-"""The order of rows depends on recipe, data and step alone, and the ranks share those that were prepared."""
+"""The order of rows with and without mixtures, and reading them as batches."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ from emo.data_prep.config import DataConfig
 from emo.data_prep.shards.format import open_prepared
 from emo.pipeline.batches.config import MixtureConfig
 from emo.pipeline.batches.loader import Batches, Loader, check_content, rank_rows
-from emo.pipeline.batches.order import BatchOrder, Domain, Holding, MixedOrder, mixture_flow, normalised
+from emo.pipeline.batches.order import (
+    BatchOrder,
+    Domain,
+    MixedOrder,
+    MixtureStart,
+    mixture_flow,
+    normalized_shares,
+)
 from emo.pipeline.config import TrainConfig
 from emo.pipeline.control.run_dir import DATA_HASHES
 from emo.pipeline.control.world import World
 from emo.pipeline.model.objective_config import RampConfig
-from emo.pipeline.planning.checks import steps_of
+from emo.pipeline.planning.checks import count_steps
 from tests.helpers.corpus import prepared, texts, write_jsonl
 from tests.helpers.refusals import refused
 
@@ -37,7 +44,7 @@ def mixture(**settings: object) -> MixtureConfig:
     return MixtureConfig.model_validate(settings)
 
 
-def test_without_a_mixture_the_order_is_what_it_always_was() -> None:
+def test_the_order_without_a_mixture_never_changes() -> None:
     order = BatchOrder(1000, 16, 42)
     rows = np.concatenate([order.step_rows(step) for step in range(40)])
     digest = hashlib.sha256(rows.astype("<i8").tobytes()).hexdigest()
@@ -45,9 +52,9 @@ def test_without_a_mixture_the_order_is_what_it_always_was() -> None:
 
 
 @st.composite
-def data(draw: st.DrawFn, most: int = 60) -> Rows:
-    """Rows of one to four domains, in any order and of any evenness."""
-    counts = draw(st.lists(st.integers(1, most), min_size=1, max_size=len(NAMES)))
+def data(draw: st.DrawFn) -> Rows:
+    """Rows of one to four domains, in any order, of equal or different lengths."""
+    counts = draw(st.lists(st.integers(1, 60), min_size=1, max_size=len(NAMES)))
     rng = np.random.default_rng(draw(st.integers(0, 2**32)))
     domain = rng.permutation(np.repeat(np.arange(len(counts)), counts)).astype(np.uint16)
     uneven = draw(st.booleans())
@@ -56,19 +63,19 @@ def data(draw: st.DrawFn, most: int = 60) -> Rows:
 
 @st.composite
 def mixtures(draw: st.DrawFn, names: tuple[str, ...], epochs: bool = False) -> MixtureConfig:
-    """Any mixture over `names`; `epochs`: also with ends of epochs."""
+    """A mixture of `names`, with limits of epochs if `epochs`."""
     by = draw(st.sampled_from(["tokens", "rows"]))
     most = draw(st.dictionaries(st.sampled_from(names), st.integers(1, 3))) if epochs else {}
     if draw(st.booleans()):
         return mixture(temperature=draw(st.floats(0.5, 100)), by=by, max_epochs=most)
-    number = st.integers(1, 100).map(float)  # what is hardly ever due would take long to come round
+    number = st.integers(1, 100).map(float)  # a tiny share would take long to come
     ramps = st.fixed_dictionaries({"from": number, "to": number, "steps": st.integers(1, 60)})
     shares = {name: draw(number | ramps.map(RampConfig.model_validate)) for name in names}
     return MixtureConfig(shares=shares, by=by, max_epochs=most)
 
 
 def mixed(rows: Rows, *history: tuple[int, MixtureConfig | None], seed: int = 3) -> MixedOrder:
-    return MixedOrder(*rows, names_of(rows), BATCH, seed, [Holding(*holding) for holding in history])
+    return MixedOrder(*rows, names_of(rows), BATCH, seed, [MixtureStart(*holding) for holding in history])
 
 
 def names_of(rows: Rows) -> tuple[str, ...]:
@@ -77,24 +84,23 @@ def names_of(rows: Rows) -> tuple[str, ...]:
 
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_any_ranks_resumes_and_changes_give_one_sequence(draws: st.DataObject) -> None:
-    """From no mixture, or one, to others: what a domain has shown is not shown again before the rest."""
+def test_ranks_resumes_and_changed_mixtures_do_not_change_the_sequence(draws: st.DataObject) -> None:
     rows = draws.draw(data())
     first = draws.draw(st.none() | mixtures(names_of(rows)))
     changes = sorted(draws.draw(st.sets(st.integers(1, 30), min_size=first is None, max_size=3)))
     history = [(0, first), *((step, draws.draw(mixtures(names_of(rows)))) for step in changes)]
-    whole = mixed(rows, *history)
-    steps = [whole.step_rows(step) for step in range(40)]
+    order = mixed(rows, *history)
+    steps = [order.step_rows(step) for step in range(40)]
     assert {len(step) for step in steps} == {BATCH}
     sequence = np.concatenate(steps)
-    for domain in np.unique(rows[0]):  # every row once before any twice, and so on
+    for domain in np.unique(rows[0]):  # every row of a domain is used once before any is used twice
         stream, size = sequence[rows[0][sequence] == domain], int((rows[0] == domain).sum())
         for start in range(0, len(stream), size):
             epoch = stream[start : start + size]
             assert len(set(epoch.tolist())) == len(epoch)
     until = changes[0] if changes else 40
     before = BatchOrder(len(rows[0]), BATCH, 3) if first is None else mixed(rows, history[0])
-    assert all(np.array_equal(before.step_rows(s), steps[s]) for s in range(until)), "no change comes early"
+    assert all(np.array_equal(before.step_rows(s), steps[s]) for s in range(until))
     for resumed in (0, until - 1, min(until, 39), 39):
         again = mixed(rows, *history).step_rows(resumed)
         assert np.array_equal(again, steps[resumed])
@@ -106,16 +112,16 @@ def test_any_ranks_resumes_and_changes_give_one_sequence(draws: st.DataObject) -
 @pytest.mark.parametrize("uneven", [False, True], ids=["even", "uneven"])
 @pytest.mark.parametrize("by", ["tokens", "rows"])
 def test_shares_are_within_one_percent_over_1000_steps(uneven: bool, by: str) -> None:
-    """Each share is, also where rows hold 1 to 2,000 tokens; and with them a schedule's integral."""
+    """Also with ramps and rows of 1 to 2,000 tokens."""
     rng = np.random.default_rng(0)
     domain = rng.permutation(np.repeat(np.arange(4), [5000, 300, 70, 900]))
     tokens = np.exp(rng.uniform(0, math.log(2000), len(domain))).astype(int) if uneven else 255
-    tokens = np.broadcast_to(tokens, len(domain)) * (1 + domain)  # and the domains differ
+    tokens = np.broadcast_to(tokens, len(domain)) * (1 + domain)  # rows of the domains differ in length
     shares = {"home": {"from": 0.3, "to": 0.1, "steps": 600}, "abroad": 0.5, "sea": 0.15, "law": 0.05}
     order = mixed((domain, tokens), (0, mixture(shares=shares, by=by)))
     rows = np.concatenate([order.step_rows(step) for step in range(1000)])
     sizes = tokens[rows] if by == "tokens" else np.ones(len(rows))
-    moved = np.minimum((np.arange(1000) + 0.5) / 600, 1)  # of the ramp, in the middle of each step
+    moved = np.minimum((np.arange(1000) + 0.5) / 600, 1)  # part of the ramp, in the middle of each step
     due = np.array([0.3 - 0.2 * moved, *np.outer([0.5, 0.15, 0.05], np.ones(1000))])
     due /= due.sum(0)
 
@@ -124,7 +130,7 @@ def test_shares_are_within_one_percent_over_1000_steps(uneven: bool, by: str) ->
 
     if by == "rows":
         np.testing.assert_allclose(received(slice(None)), due.mean(1), rtol=0.01)
-    for start in range(0, 1000, 100):  # and all along: at both ends of a hundred steps within a row
+    for start in range(0, 1000, 100):  # a row may be missing at both ends of a window
         part = slice(start * BATCH, (start + 100) * BATCH)
         tolerance = 2 * sizes[part].max() / sizes[part].sum() + 0.002
         assert np.all(np.abs(received(part) - due[:, start : start + 100].mean(1)) < tolerance)
@@ -133,13 +139,13 @@ def test_shares_are_within_one_percent_over_1000_steps(uneven: bool, by: str) ->
 def test_temperature_flattens_shares() -> None:
     domains = [Domain("home", 10, 16_000), Domain("abroad", 10, 1000)]
     for temperature, expected in ((1e-3, 1), (1, 16 / 17), (2, 4 / 5), (1e9, 1 / 2)):
-        (home, _), (abroad, _) = normalised(mixture(temperature=temperature), domains)
+        (home, _), (abroad, _) = normalized_shares(mixture(temperature=temperature), domains)
         assert home == pytest.approx(expected, rel=1e-6) and home + abroad == pytest.approx(1)
 
 
 @given(st.data())
 @settings(max_examples=30, deadline=None)
-def test_epochs_are_bounded_and_what_is_due_never_falls(draws: st.DataObject) -> None:
+def test_epochs_are_limited_and_due_amounts_never_fall(draws: st.DataObject) -> None:
     rows, steps = draws.draw(data()), 30
     bounded = draws.draw(mixtures(names_of(rows), epochs=True))
     order = mixed(rows, (0, bounded))
@@ -153,18 +159,18 @@ def test_epochs_are_bounded_and_what_is_due_never_falls(draws: st.DataObject) ->
         portions = order.portions(steps)
     except UserError as error:
         assert set(bounded.max_epochs) == set(order.names)
-        most = sum(bounded.max_epochs[name] * n for name, n in zip(order.names, counts, strict=True))
-        assert most < steps * BATCH and f"for {most // BATCH:,} steps" in str(error)
+        limit = sum(bounded.max_epochs[name] * n for name, n in zip(order.names, counts, strict=True))
+        assert limit < steps * BATCH and f"for {limit // BATCH:,} steps" in str(error)
         return
     assert sum(p.rows for p in portions) == steps * BATCH
     assert all(p.epochs <= bounded.max_epochs.get(p.name, math.inf) for p in portions)
 
 
-def test_the_domains_that_are_left_keep_their_proportion() -> None:
+def test_other_domains_get_the_share_of_an_exhausted_one_in_proportion() -> None:
     domain = np.repeat([0, 1, 2], [50, 5000, 5000])
     shares = {"home": 0.5, "abroad": 0.4, "sea": 0.1}
     order = mixed((domain, np.full(len(domain), 9)), (0, mixture(shares=shares, max_epochs={"home": 2})))
-    before, after, late = (order.taken(step) for step in (24, 26, 326))
+    before, after, late = (order.count_rows(step) for step in (24, 26, 326))
     assert before.tolist() == pytest.approx([96, 77, 19], abs=1) and after[0] == 100
     assert (late - after).tolist() == pytest.approx([0, 1920, 480], abs=1)
 
@@ -178,10 +184,10 @@ def test_domains_alternate_so_that_ranks_get_equal_shares() -> None:
 
 
 @pytest.mark.parametrize("names", [["home"], ["home", "abroad", "empty"]])
-def test_domains_that_do_not_fit_are_refused(names: list[str]) -> None:
+def test_missing_and_empty_domains_are_rejected(names: list[str]) -> None:
     rows = (np.repeat([0, 1], 20), np.full(40, 5))
     with refused("mixture-domains"):
-        history = [Holding(0, mixture(shares=dict.fromkeys(names, 1)))]
+        history = [MixtureStart(0, mixture(shares=dict.fromkeys(names, 1)))]
         MixedOrder(*rows, ("home", "abroad", "empty"), BATCH, 0, history)
 
 
@@ -195,34 +201,34 @@ def config(tmp_path: Path) -> DataConfig:
 
 
 def test_micro_batches_cover_the_rows_in_order(config: DataConfig) -> None:
-    """With the labels of the rows that are real, planned."""
+    """Labels of rows that are not real are ignored."""
     data, _ = open_prepared(config)
     rows = np.arange(len(data))[:7]
     real = np.arange(len(rows)) != 4
     micro = list(Batches(data, None, 3, CPU).read(rows, real))
-    whole = data.batch(rows)
-    whole["labels"][4] = IGNORE
+    expected = data.batch(rows)
+    expected["labels"][4] = IGNORE
     assert [len(part["input_ids"]) for part in micro] == [3, 3, 1]
     for name in ("input_ids", "position_ids"):
-        assert np.array_equal(np.concatenate([part[name] for part in micro]), whole[name])
-    labels = np.full(whole["labels"].shape, IGNORE)
+        assert np.array_equal(np.concatenate([part[name] for part in micro]), expected[name])
+    labels = np.full(expected["labels"].shape, IGNORE)
     for start, part in zip((0, 3, 6), micro, strict=True):
         labels[start : start + 3].flat[part["labels"].positions] = part["labels"].labels
-    assert np.array_equal(labels, whole["labels"])
+    assert np.array_equal(labels, expected["labels"])
 
 
 def test_the_loader_reads_one_step_ahead(config: DataConfig) -> None:
-    """While a step computes the next is read, after the last nothing; a step out of turn is right, too."""
+    """It reads nothing after the last step. Steps may be skipped."""
     data, _ = open_prepared(config)
     steps_read: list[int] = []
 
-    class Noting(BatchOrder):
+    class RecordingOrder(BatchOrder):
         def step_rows(self, step: int) -> np.ndarray:
             steps_read.append(step)
             return super().step_rows(step)
 
     order = BatchOrder(len(data), 4, 0)
-    loader = Loader(Noting(len(data), 4, 0), Batches(data, None, 2, CPU), World(1, 2, CPU))
+    loader = Loader(RecordingOrder(len(data), 4, 0), Batches(data, None, 2, CPU), World(1, 2, CPU))
     for step in (5, 6, 9):
         result = loader.step(step, last=step == 9)
         rows = order.step_rows(step)
@@ -234,10 +240,9 @@ def test_the_loader_reads_one_step_ahead(config: DataConfig) -> None:
     assert steps_read == [5, 6, 7, 9]
 
 
-def test_a_shard_changed_in_place_stops_every_start(
+def test_a_changed_shard_stops_first_and_later_launches(
     config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the first start and, changed since, at a later one."""
     monkeypatch.setattr("emo.pipeline.batches.loader.gather_objects", lambda value: [value])
     world, run_dir = World(0, 1, CPU), tmp_path / "run"
     run_dir.mkdir()
@@ -258,14 +263,14 @@ def test_a_shard_changed_in_place_stops_every_start(
     ("rows", "batch", "epochs", "steps"),
     [(35, 12, 1, 3), (36, 12, 1, 3), (37, 12, 1, 4), (18, 12, 1, 2), (35, 12, 2, 6), (100, 3, 0.3, 10)],
 )
-def test_an_epoch_sees_every_row(rows: int, batch: int, epochs: float, steps: int) -> None:
-    """The last step holds rows of the next epoch; only a mixture, whose domains may be used up, is cut."""
+def test_an_epoch_includes_every_row(rows: int, batch: int, epochs: float, steps: int) -> None:
+    """The last step is filled with rows of the next epoch. With a mixture it is left out."""
     keys: dict[str, Any] = {"num_train_epochs": epochs, "global_batch_size": batch}
-    assert steps_of(TrainConfig(**keys), rows) == steps
+    assert count_steps(TrainConfig(**keys), rows) == steps
     order = BatchOrder(rows, batch, 0)
     seen = np.concatenate([order.step_rows(step) for step in range(steps)])
     assert epochs < 1 or np.bincount(seen, minlength=rows).min() == epochs
     mixture = MixtureConfig(temperature=1)
-    assert steps_of(TrainConfig(**keys, mixture=mixture), rows) == int(epochs * rows / batch)
+    assert count_steps(TrainConfig(**keys, mixture=mixture), rows) == int(epochs * rows / batch)
     with pytest.raises(UserError):
-        steps_of(TrainConfig(**keys), 1)
+        count_steps(TrainConfig(**keys), 1)
